@@ -1,0 +1,1 @@
+"""Kernel back ends: tensors in, tensors out. Nothing here imports vLLM."""

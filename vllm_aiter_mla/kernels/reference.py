@@ -1,0 +1,169 @@
+"""The reference back end: plain PyTorch, bit-faithful to AITER's op as its sources read.
+
+It runs anywhere, never synchronises with the device and allocates only temporaries, so that it can be captured in a
+graph and stand beside any other back end. Formulas: csrc/kernels/cache_kernels.cu of ROCm/aiter, summarised in
+docs/aiter.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, check_shapes
+
+Rounding = Literal["single", "two"]
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Which of the documented roundings the reference follows.
+
+    Attributes:
+        rounding: "single" is AITER's: float32 RoPE, one rounding to the stored type. "two" rounds the rotated values
+            to the activation dtype first, as vLLM's separate RoPE does, so that plumbing can be compared bit for bit.
+        truncate_cache_rope: AITER's opt kernel on gfx942 truncates the rope part of a bf16 cache toward zero.
+    """
+
+    rounding: Rounding = "single"
+    truncate_cache_rope: bool = False
+
+
+AITER = Numerics()
+TWO_ROUNDING = Numerics(rounding="two")
+
+
+def prepare(inputs: DecodeInputs, numerics: Numerics = AITER) -> torch.Tensor:
+    """Absorb, rotate, quantise and concatenate the query; write the KV rows.
+
+    Args:
+        inputs: the operands; only ``kv_cache`` is written, and only rows whose slot is >= 0.
+        numerics: which roundings to follow.
+
+    Returns:
+        q_prepared [T, N, L+R] of ``inputs.out_dtype``, contiguous; every row is defined, padded ones included.
+
+    Raises:
+        KernelInputError: an operand breaks the shared contract.
+    """
+    check_shapes(inputs)
+    q_out = inputs.q.new_empty(
+        (inputs.num_tokens, inputs.num_heads, inputs.latent_dim + inputs.rope_dim), dtype=inputs.out_dtype
+    )
+    if inputs.num_tokens == 0:
+        return q_out
+    cos, sin = gather_cos_sin(inputs.cos_sin_cache, inputs.positions)
+    q_nope, q_pe = inputs.q.split([inputs.nope_dim, inputs.rope_dim], dim=-1)
+    q_rot = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), inputs.is_neox)
+    inv_q = _reciprocal(inputs.q_scale)
+    q_out[..., : inputs.latent_dim] = store_nope(absorb(q_nope, inputs.w_uk_t), inv_q, inputs.out_dtype)
+    q_out[..., inputs.latent_dim :] = store_rope(q_rot, inv_q, inputs.out_dtype, inputs.q.dtype, numerics)
+    if inputs.slot_mapping.numel() and inputs.kv_cache.numel():
+        write_kv(inputs, kv_rows(inputs, cos, sin, numerics))
+    return q_out
+
+
+def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
+    """q_nope [T, N, P] x W_UK_T [N, P, L] -> [T, N, L], token-major and contiguous, rounded to the activation dtype.
+
+    Writes the batched product straight into the token-major buffer, as vLLM's ``forward_impl`` does.
+    """
+    out = q_nope.new_empty((q_nope.shape[0], w_uk_t.shape[0], w_uk_t.shape[2]))
+    torch.bmm(q_nope.transpose(0, 1), w_uk_t, out=out.transpose(0, 1))
+    return out
+
+
+def gather_cos_sin(cos_sin_cache: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the table at the clamped positions: two float32 tensors [T, R/2]."""
+    rows = cos_sin_cache.index_select(0, positions.clamp(0, cos_sin_cache.shape[0] - 1)).float()
+    cos, sin = rows.chunk(2, dim=-1)
+    return cos, sin
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
+    """Rotate pairs of the last dimension in float32, without rounding to the activation dtype.
+
+    Args:
+        x: [..., R] activation dtype.
+        cos: [..., R/2] float32, broadcastable; likewise ``sin``.
+        sin: see ``cos``.
+        is_neox: True pairs (i, i + R/2), False pairs (2i, 2i+1).
+
+    Returns:
+        [..., R] float32.
+    """
+    x = x.float()
+    if is_neox:
+        first, second = x.chunk(2, dim=-1)
+    else:
+        first, second = x[..., 0::2], x[..., 1::2]
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(rotated, dim=-1) if is_neox else torch.stack(rotated, dim=-1).flatten(-2)
+
+
+def store_nope(x: torch.Tensor, inv_scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """The stored form of un-rotated values: the bits themselves, or saturated fp8 of x * inv_scale."""
+    if not fp8.is_fp8(out_dtype):
+        return x
+    return fp8.round_saturating(x.float() * inv_scale, fp8.flavour_of(out_dtype))
+
+
+def store_rope(
+    rotated: torch.Tensor, inv_scale: torch.Tensor, out_dtype: torch.dtype, act: torch.dtype, numerics: Numerics
+) -> torch.Tensor:
+    """The stored form of rotated float32 values: rounded to the activation dtype, or overflowing fp8."""
+    if not fp8.is_fp8(out_dtype):
+        return rotated.to(act)
+    if numerics.rounding == "two":
+        # As stock: its quantisation of bf16 values saturates in both halves.
+        return store_nope(rotated.to(act), inv_scale, out_dtype)
+    return fp8.round_overflowing(rotated * inv_scale, fp8.flavour_of(out_dtype))
+
+
+def kv_rows(inputs: DecodeInputs, cos: torch.Tensor, sin: torch.Tensor, numerics: Numerics) -> torch.Tensor:
+    """The KV rows [S, L+R] in the cache's dtype, one per slot."""
+    s = inputs.slot_mapping.shape[0]
+    inv_k = _reciprocal(inputs.k_scale)
+    out_dtype, act = inputs.kv_cache.dtype, inputs.kv_c.dtype
+    k_rot = rotate(inputs.k_pe[:s], cos[:s], sin[:s], inputs.is_neox)
+    if numerics.truncate_cache_rope and out_dtype == torch.bfloat16:
+        k_stored = _truncate_to_bf16(k_rot)
+    else:
+        k_stored = store_rope(k_rot, inv_k, out_dtype, act, numerics)
+    rows = torch.empty((s, inputs.latent_dim + inputs.rope_dim), dtype=out_dtype, device=inputs.kv_c.device)
+    rows[:, : inputs.latent_dim] = store_nope(inputs.kv_c[:s], inv_k, out_dtype)
+    rows[:, inputs.latent_dim :] = k_stored
+    return rows
+
+
+def write_kv(inputs: DecodeInputs, rows: torch.Tensor) -> None:
+    """Write ``rows`` [S, L+R] to their slots; rows with slot -1 touch no byte.
+
+    A boolean mask would synchronise with the device, so a row without a slot repeats the write of the first row that
+    has one, and where no row has one, the bytes that are there.
+    """
+    cache, slots = inputs.kv_cache, inputs.slot_mapping
+    valid = slots >= 0
+    # argmax of a bool tensor is not implemented on every device; of equal maxima torch promises none, any will do.
+    donor = valid.to(torch.int32).argmax()
+    source = torch.where(valid, torch.arange(slots.shape[0], device=slots.device), donor)
+    target = slots[source].clamp(min=0)
+    block = torch.div(target, cache.shape[1], rounding_mode="floor")
+    offset = target - block * cache.shape[1]
+    # Bytes for fp8: indexed assignment is not implemented for it everywhere.
+    raw = cache.view(torch.uint8) if fp8.is_fp8(cache.dtype) else cache
+    data = rows.view(torch.uint8) if fp8.is_fp8(cache.dtype) else rows
+    raw[block, offset] = torch.where(valid.any(), data[source], raw[block, offset])
+
+
+def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """fp32(1)/scale of element 0, on its device: AITER multiplies by the reciprocal instead of dividing."""
+    return scale.reshape(-1)[0].reciprocal()
+
+
+def _truncate_to_bf16(x: torch.Tensor) -> torch.Tensor:
+    """Drop the low 16 bits of float32: rounding toward zero."""
+    return (x.contiguous().view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)
