@@ -1,0 +1,5 @@
+"""The Triton back end: absorb BMM, RoPE, concat, fp8 quantisation and KV write in one launch, on ROCm and CUDA.
+
+``backend.TritonBackend`` is the door. Nothing here imports vLLM, and this file imports nothing at all, so that the
+command line can ask for the back end's name on a machine without Triton.
+"""

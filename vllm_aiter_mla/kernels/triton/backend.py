@@ -1,0 +1,191 @@
+"""The back end ``triton``: what it takes, what it declines and why, and the call itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+
+import torch
+
+from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, check_shapes
+from vllm_aiter_mla.kernels.triton.tiles import Tile, cap_for
+
+# Below 16 neither the matrix instructions nor 16-byte accesses have anything to work on.
+MIN_WIDTH = 16
+INT32_SPAN = 1 << 31
+# Rows that any program addresses with one 32-bit offset: the largest block_t or rope_rows of the table.
+BLOCK_ROWS = 128
+# What each architecture converts to in hardware; any other pairing compiles to a software cast.
+FP8_OF_ARCH = {
+    "gfx942": torch.float8_e4m3fnuz,
+    "gfx950": torch.float8_e4m3fn,
+    "sm89": torch.float8_e4m3fn,
+    "sm90": torch.float8_e4m3fn,
+    "sm100": torch.float8_e4m3fn,
+    "sm103": torch.float8_e4m3fn,
+    "sm120": torch.float8_e4m3fn,
+}
+
+
+class TritonBackend:
+    """One portable launch, absorb BMM included. Opt-in until a user measures it on his card."""
+
+    name = "triton"
+
+    def refuse(self, inputs: DecodeInputs) -> str | None:
+        """Why this call cannot be taken, or None. Metadata only: no device synchronisation."""
+        for check in _CHECKS:
+            reason = check(inputs)
+            if reason is not None:
+                return f"triton: {reason}"
+        return None
+
+    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
+        """One launch: q_prepared [T, N, L+R] of ``inputs.out_dtype``, and the KV rows whose slot is >= 0.
+
+        Every row of q_prepared is defined. fp8 saturates in both halves; NaN becomes the lowest finite value.
+
+        Raises:
+            KernelInputError: ``refuse`` has a reason; it is the message.
+            RuntimeError: a graph is being captured and this variant was not compiled beforehand.
+        """
+        reason = self.refuse(inputs)
+        if reason is not None:
+            raise KernelInputError(reason)
+        from vllm_aiter_mla.kernels.triton import launcher
+
+        return launcher.launch(inputs, launcher.entry(inputs).tile)
+
+    def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> tuple[Tile, ...]:
+        """Compile, outside capture, what graphs of ``token_counts`` rows need; see ``launcher.warm_up``.
+
+        Counts past a measured cap are left out: this back end does not take them.
+
+        Raises:
+            KernelInputError: ``refuse`` has a reason against the template's layer.
+            ValueError: ``template`` has no row.
+        """
+        reason = self.refuse(template)
+        if reason is not None:
+            raise KernelInputError(reason)
+        from vllm_aiter_mla.kernels.triton import launcher
+
+        return launcher.warm_up(template, [count for count in token_counts if _capped(template, count) is None])
+
+
+def _no_triton(inputs: DecodeInputs) -> str | None:
+    return None if find_spec("triton") else "the package triton is not installed"
+
+
+def _contract(inputs: DecodeInputs) -> str | None:
+    try:
+        check_shapes(inputs)
+    except KernelInputError as error:
+        return str(error)
+    if inputs.q.dtype not in (torch.bfloat16, torch.float16):
+        return f"q: torch.bfloat16 or torch.float16 expected, got {inputs.q.dtype}"
+    if inputs.cos_sin_cache.shape[0] == 0:
+        return "cos_sin_cache: at least one row expected, got none"
+    return None
+
+
+def _device(inputs: DecodeInputs) -> str | None:
+    from vllm_aiter_mla.kernels.triton import launcher
+
+    device = inputs.q.device
+    if device.type != ("cpu" if launcher.interpreted() else "cuda"):
+        return f"a GPU is needed, q is on {device.type}"
+    for name in _TENSORS:
+        other = getattr(inputs, name).device
+        if other != device:
+            return f"{name}: {device} (that of q) expected, got {other}"
+    return None
+
+
+def _widths(inputs: DecodeInputs) -> str | None:
+    widths = {"nope": inputs.nope_dim, "rope": inputs.rope_dim, "latent": inputs.latent_dim}
+    for name, width in widths.items():
+        if width < MIN_WIDTH or width & (width - 1):
+            return f"{name} width: a power of two from {MIN_WIDTH} on expected, got {width}"
+    return None
+
+
+def _layout(inputs: DecodeInputs) -> str | None:
+    for name in ("q", "k_pe", "kv_c", "kv_cache", "cos_sin_cache", "slot_mapping", "positions"):
+        tensor = getattr(inputs, name)
+        if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            return f"{name}: last stride 1 expected, got {tensor.stride(-1)}"
+    if 1 not in inputs.w_uk_t.stride()[1:]:
+        return f"w_uk_t: stride 1 along P or L expected, got {inputs.w_uk_t.stride()}"
+    return None
+
+
+def _spans(inputs: DecodeInputs) -> str | None:
+    """Offsets within a block of rows are 32-bit; the block's own base is 64-bit."""
+    spans = {
+        "q": _span(inputs.q, min(inputs.num_tokens, BLOCK_ROWS)),
+        "k_pe": _span(inputs.k_pe, min(inputs.num_tokens, BLOCK_ROWS)),
+        "kv_c": _span(inputs.kv_c, min(inputs.num_tokens, BLOCK_ROWS)),
+        "w_uk_t": _span(inputs.w_uk_t, 1),
+        "cos_sin_cache": _span(inputs.cos_sin_cache, inputs.cos_sin_cache.shape[0]),
+    }
+    for name, span in spans.items():
+        if span >= INT32_SPAN:
+            return f"{name}: {span} elements from the first to the last of one block, 32 bits of offset expected"
+    return None
+
+
+def _span(tensor: torch.Tensor, rows: int) -> int:
+    """Elements from the first to the last of ``rows`` along the first dimension."""
+    inner = sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    return max(rows - 1, 0) * tensor.stride(0) + inner + 1
+
+
+def _fp8(inputs: DecodeInputs) -> str | None:
+    from vllm_aiter_mla.kernels.triton import launcher
+
+    dtype = inputs.kv_cache.dtype
+    if not fp8.is_fp8(dtype):
+        return None if dtype == inputs.q.dtype else f"kv_cache: an e4m3 type or {inputs.q.dtype} expected, got {dtype}"
+    arch = launcher.current_arch()
+    native = FP8_OF_ARCH.get(arch)
+    if arch == "interpreter" or native == dtype:
+        return None
+    return f"kv_cache: {arch} converts to {native or 'no e4m3 type'} in hardware, {dtype} would be a software cast"
+
+
+def _capped(inputs: DecodeInputs, tokens: int) -> str | None:
+    from vllm_aiter_mla.kernels.triton import launcher
+
+    cap = cap_for(launcher.current_arch(), inputs.num_heads, fp8.is_fp8(inputs.out_dtype), tokens)
+    if cap is None:
+        return None
+    return f"{tokens} tokens: measured slower than the unfused sequence from {cap.from_tokens} on ({cap.basis})"
+
+
+def _cap(inputs: DecodeInputs) -> str | None:
+    return _capped(inputs, inputs.num_tokens)
+
+
+_TENSORS = (
+    "k_pe",
+    "kv_c",
+    "w_uk_t",
+    "kv_cache",
+    "slot_mapping",
+    "positions",
+    "cos_sin_cache",
+    "k_scale",
+    "q_scale",
+)
+_CHECKS: tuple[Callable[[DecodeInputs], str | None], ...] = (
+    _no_triton,
+    _contract,
+    _device,
+    _widths,
+    _layout,
+    _spans,
+    _fp8,
+    _cap,
+)

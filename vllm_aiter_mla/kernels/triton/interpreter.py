@@ -1,0 +1,81 @@
+"""Triton's interpreter with float casts that can be trusted: the CPU oracle's other side, for tests only.
+
+Symptom: as shipped (3.6 to 3.9) its casts round half up, drop mantissa carries and truncate float32 to bfloat16, its
+dot product of bfloat16 multiplies the bit patterns, and after a launch it copies every argument's whole storage onto
+itself. Remove each patch when Triton's own interpreter passes tests/kernels/triton without it.
+
+``TRITON_INTERPRET=1`` must be in the environment before the kernel's module is imported, and a process that has it
+cannot cross-compile: this module checks the first and the tests give each use a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+_STORAGE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def install() -> None:
+    """Replace the interpreter's float casts, bfloat16 dot and argument write-back. Idempotent.
+
+    Raises:
+        RuntimeError: the process was started without TRITON_INTERPRET=1.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("set TRITON_INTERPRET=1 before the first import of the kernel")
+    from triton.runtime import interpreter
+
+    interpreter._convert_float = convert_float
+    interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter.GridExecutor._restore_args_dev = _restore_nothing
+
+
+def convert_float(data: np.ndarray, source: Any, target: Any, rounding: object = None) -> np.ndarray:
+    """Cast through torch, to nearest even; bit patterns in (any dtype of the right width), bit patterns out.
+
+    Args:
+        data: values of ``source`` as numpy holds them in the interpreter.
+        source: Triton scalar type.
+        target: Triton scalar type.
+        rounding: ignored: the kernel asks for the default only.
+    """
+    raw = torch.from_numpy(np.ascontiguousarray(data).view(_STORAGE[source.primitive_bitwidth // 8]).copy())
+    cast = raw.view(_torch_dtype(source)).to(torch.float32).to(_torch_dtype(target))
+    bits = cast.view(getattr(torch, f"uint{target.primitive_bitwidth}"))
+    return bits.numpy().reshape(np.shape(data))
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    names = {
+        "fp32": torch.float32,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "fp8e4nv": torch.float8_e4m3fn,
+        "fp8e4b8": torch.float8_e4m3fnuz,
+    }
+    return names[dtype.name]
+
+
+def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: object, max_num_imprecise_acc: object) -> Any:
+    """float32 dot of bfloat16 or float16 operands, accumulated onto ``d``."""
+    from triton.runtime import interpreter
+
+    left, right = (_as_float32(operand) for operand in (a, b))
+    return interpreter.TensorHandle(np.matmul(left, right) + d.data, d.dtype.scalar)
+
+
+def _as_float32(operand: Any) -> np.ndarray:
+    if operand.dtype.scalar.name == "bf16":
+        return (operand.data.astype(np.uint32) << 16).view(np.float32)
+    return operand.data.astype(np.float32)
+
+
+def _restore_nothing(self: Any, args_dev: object, args_hst: object, kwargs: object, kwargs_hst: object) -> None:
+    """The arguments are CPU tensors: the kernel wrote into them, there is nothing to bring back.
+
+    The original copies each storage onto itself, which would touch every page of a sparse 5 GiB cache.
+    """

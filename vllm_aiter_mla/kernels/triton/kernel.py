@@ -1,0 +1,324 @@
+"""The kernel: from the un-rotated query projection to the prepared query and the KV rows, in one launch.
+
+No vLLM and no torch import: this file compiles for gfx942, gfx950 and sm90 on a machine that has neither.
+"""
+
+# Compile-time arguments are upper case and kernels carry no type annotations but tl.constexpr: Triton's own habit.
+# ruff: noqa: N803
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Run-time integers whose value changes from step to step. Were they specialised (on 1, on divisibility by 16), a graph
+# captured at T = 1 or T = 24 would need a compilation that no warm-up at another T had made.
+STEP_ARGS = ("num_tokens", "num_slots", "last_position")
+# Read one element at a time: their alignment changes no instruction, so it must not make a variant either.
+SCALAR_POINTERS = ("slot_ptr", "pos_ptr", "k_scale_ptr", "q_scale_ptr")
+
+
+@triton.jit
+def _store_form(x, inv_scale, FP8_MAX: tl.constexpr, OUT: tl.constexpr):
+    """The stored form of float32 ``x``: saturated fp8 of x * inv_scale where FP8_MAX > 0, else rounded to OUT.
+
+    max of the lower bound, then min of the upper one: a NaN loses to the lower bound and becomes -FP8_MAX.
+    """
+    if FP8_MAX > 0:
+        x = tl.minimum(tl.maximum(x * inv_scale, -FP8_MAX), FP8_MAX)
+    return x.to(OUT)
+
+
+@triton.jit
+def _inverse(scale_ptr):
+    """fp32(1) / scale, correctly rounded: AITER multiplies by the reciprocal."""
+    return tl.math.div_rn(tl.full((), 1.0, tl.float32), tl.load(scale_ptr))
+
+
+@triton.jit
+def _rotate_and_store(
+    src_row,
+    dst_row,
+    position,
+    row_mask,
+    cos_sin_ptr,
+    cos_sin_stride,
+    inv_scale,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    IS_NEOX: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+):
+    """Rotate ROWS rows of R values in float32, round once, store.
+
+    src_row, dst_row: pointers [ROWS] to the first element of each row; position: int32 [ROWS], already clamped.
+    NeoX moves two half rows, each contiguous. GPT-J moves whole rows and takes the pairs apart in registers, so that
+    neither style loads or stores by single elements.
+    """
+    out: tl.constexpr = dst_row.dtype.element_ty
+    half = tl.arange(0, R // 2)
+    mask = row_mask[:, None]
+    table = cos_sin_ptr + (position * cos_sin_stride)[:, None] + half[None, :]
+    cos = tl.load(table, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(table + R // 2, mask=mask, other=0.0).to(tl.float32)
+    if IS_NEOX:
+        src = src_row[:, None] + half[None, :]
+        dst = dst_row[:, None] + half[None, :]
+        a = tl.load(src, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(src + R // 2, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dst, _store_form(a * cos - b * sin, inv_scale, FP8_MAX, out), mask=mask)
+        tl.store(dst + R // 2, _store_form(b * cos + a * sin, inv_scale, FP8_MAX, out), mask=mask)
+    else:
+        full = tl.arange(0, R)
+        x = tl.load(src_row[:, None] + full[None, :], mask=mask, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(x, (ROWS, R // 2, 2)))
+        pairs = tl.join(a * cos - b * sin, b * cos + a * sin)
+        y = _store_form(tl.reshape(pairs, (ROWS, R)), inv_scale, FP8_MAX, out)
+        tl.store(dst_row[:, None] + full[None, :], y, mask=mask)
+
+
+@triton.jit
+def _query_tile(
+    q_ptr,
+    w_ptr,
+    out_ptr,
+    inv_scale,
+    head,
+    first_token,
+    first_col,
+    num_tokens,
+    q_stride_t,
+    q_stride_h,
+    w_stride_h,
+    w_stride_p,
+    w_stride_l,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    ROW: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Absorb BMM of one head, BLOCK_T tokens and BLOCK_L latent columns, and its store.
+
+    The float32 accumulator is rounded to the activation dtype before it is scaled, as the separate BMM of the unfused
+    sequence does: the query then differs from it by the BMM's summation order alone.
+    """
+    act: tl.constexpr = q_ptr.dtype.element_ty
+    rows = tl.arange(0, BLOCK_T)
+    cols = first_col + tl.arange(0, BLOCK_L)
+    row_mask = (rows < num_tokens - first_token)[:, None]
+    q_base = q_ptr + first_token.to(tl.int64) * q_stride_t + head.to(tl.int64) * q_stride_h
+    w_base = w_ptr + head.to(tl.int64) * w_stride_h
+    acc = tl.zeros((BLOCK_T, BLOCK_L), tl.float32)
+    for k in tl.static_range(0, P, BLOCK_K):
+        ks = k + tl.arange(0, BLOCK_K)
+        q = tl.load(q_base + rows[:, None] * q_stride_t + ks[None, :], mask=row_mask, other=0.0)
+        w = tl.load(w_base + ks[:, None] * w_stride_p + cols[None, :] * w_stride_l)
+        acc = tl.dot(q, w, acc)
+    x = acc.to(act)
+    if FP8_MAX > 0:
+        x = _store_form(x.to(tl.float32), inv_scale, FP8_MAX, out_ptr.dtype.element_ty)
+    out_base = out_ptr + (first_token.to(tl.int64) * N + head) * ROW
+    tl.store(out_base + rows[:, None] * (N * ROW) + cols[None, :], x, mask=row_mask)
+
+
+@triton.jit
+def _clamped_position(pos_ptr, token, mask, last_position):
+    """int32 row of the cos/sin table for each token, clamped into it as AITER does."""
+    position = tl.load(pos_ptr + token, mask=mask, other=0)
+    return tl.minimum(tl.maximum(position, 0), last_position).to(tl.int32)
+
+
+@triton.jit
+def _query_rope(
+    q_ptr,
+    out_ptr,
+    pos_ptr,
+    cos_sin_ptr,
+    inv_scale,
+    first_row,
+    num_tokens,
+    last_position,
+    q_stride_t,
+    q_stride_h,
+    cos_sin_stride,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    IS_NEOX: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    ROPE_ROWS: tl.constexpr,
+):
+    """The rope half of ROPE_ROWS consecutive (token, head) pairs of the query."""
+    first_token = first_row // N
+    rows = first_row + tl.arange(0, ROPE_ROWS)
+    token = rows // N
+    head = rows - token * N
+    mask = token < num_tokens
+    position = _clamped_position(pos_ptr, token, mask, last_position)
+    src = q_ptr + first_token.to(tl.int64) * q_stride_t + ((token - first_token) * q_stride_t + head * q_stride_h + P)
+    dst = out_ptr + first_row.to(tl.int64) * (L + R) + (tl.arange(0, ROPE_ROWS) * (L + R) + L)
+    _rotate_and_store(src, dst, position, mask, cos_sin_ptr, cos_sin_stride, inv_scale, R, ROPE_ROWS, IS_NEOX, FP8_MAX)
+
+
+@triton.jit
+def _cache_rows(cache_ptr, slot, cache_stride_b, cache_stride_s, BLOCK_SIZE: tl.constexpr):
+    """Pointers to the first element of each slot's cache row.
+
+    The slot is 64-bit and so is every product with it: a cache may exceed 4 GiB.
+    """
+    block = slot // BLOCK_SIZE
+    return cache_ptr + (block * cache_stride_b + (slot - block * BLOCK_SIZE) * cache_stride_s)
+
+
+@triton.jit
+def _kv_latent(
+    kv_c_ptr,
+    cache_ptr,
+    slot_ptr,
+    inv_scale,
+    first_row,
+    num_slots,
+    kv_c_stride_t,
+    cache_stride_b,
+    cache_stride_s,
+    L: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    KV_ROWS: tl.constexpr,
+):
+    """The latent part of KV_ROWS cache rows; a row whose slot is -1 touches no byte."""
+    local = tl.arange(0, KV_ROWS)
+    rows = first_row + local
+    slot = tl.load(slot_ptr + rows, mask=rows < num_slots, other=-1)
+    mask = (slot >= 0)[:, None]
+    dst = _cache_rows(cache_ptr, slot, cache_stride_b, cache_stride_s, BLOCK_SIZE)
+    cols = tl.arange(0, L)
+    src = kv_c_ptr + first_row.to(tl.int64) * kv_c_stride_t + (local * kv_c_stride_t)[:, None] + cols[None, :]
+    x = tl.load(src, mask=mask, other=0.0)
+    if FP8_MAX > 0:
+        x = _store_form(x.to(tl.float32), inv_scale, FP8_MAX, cache_ptr.dtype.element_ty)
+    tl.store(dst[:, None] + cols[None, :], x, mask=mask)
+
+
+@triton.jit
+def _kv_rope(
+    k_pe_ptr,
+    cache_ptr,
+    slot_ptr,
+    pos_ptr,
+    cos_sin_ptr,
+    inv_scale,
+    first_row,
+    num_slots,
+    last_position,
+    k_pe_stride_t,
+    cos_sin_stride,
+    cache_stride_b,
+    cache_stride_s,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    IS_NEOX: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    ROPE_ROWS: tl.constexpr,
+):
+    """The rope part of ROPE_ROWS cache rows; a row whose slot is -1 touches no byte."""
+    local = tl.arange(0, ROPE_ROWS)
+    rows = first_row + local
+    slot = tl.load(slot_ptr + rows, mask=rows < num_slots, other=-1)
+    mask = slot >= 0
+    dst = _cache_rows(cache_ptr, slot, cache_stride_b, cache_stride_s, BLOCK_SIZE) + L
+    src = k_pe_ptr + first_row.to(tl.int64) * k_pe_stride_t + local * k_pe_stride_t
+    position = _clamped_position(pos_ptr, rows, mask, last_position)
+    _rotate_and_store(src, dst, position, mask, cos_sin_ptr, cos_sin_stride, inv_scale, R, ROPE_ROWS, IS_NEOX, FP8_MAX)
+
+
+@triton.jit(do_not_specialize=STEP_ARGS, do_not_specialize_on_alignment=SCALAR_POINTERS)
+def decode_prep_kernel(
+    q_ptr,  # [T, N, P+R] act
+    k_pe_ptr,  # [T, R] act
+    kv_c_ptr,  # [T, L] act
+    w_ptr,  # [N, P, L] act, unit stride along P or L
+    cache_ptr,  # [blocks, BLOCK_SIZE, L+R] act or fp8
+    out_ptr,  # [T, N, L+R] act or fp8, contiguous
+    slot_ptr,  # [S] int64
+    pos_ptr,  # [T] int64
+    cos_sin_ptr,  # [last_position + 1, R] act
+    k_scale_ptr,
+    q_scale_ptr,
+    num_tokens,  # T
+    num_slots,  # S <= T
+    last_position,
+    q_stride_t,
+    q_stride_h,
+    k_pe_stride_t,
+    kv_c_stride_t,
+    w_stride_h,
+    w_stride_p,
+    w_stride_l,
+    cos_sin_stride,
+    cache_stride_b,
+    cache_stride_s,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    IS_NEOX: tl.constexpr,
+    Q_FP8_MAX: tl.constexpr,  # 0: the query is stored in the activation dtype, unscaled
+    KV_FP8_MAX: tl.constexpr,  # 0: so is the cache
+    BLOCK_T: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROPE_ROWS: tl.constexpr,
+    KV_ROWS: tl.constexpr,
+):
+    """One program does one of four things, by its index alone.
+
+    First N * ceil(T / BLOCK_T) * (L / BLOCK_L) programs: one tile of the absorb BMM, latent blocks fastest, then token
+    blocks, then heads. Next ceil(T * N / ROPE_ROWS): the rope half of ROPE_ROWS (token, head) pairs. Then
+    ceil(S / ROPE_ROWS): the rope part of ROPE_ROWS cache rows. Last ceil(S / KV_ROWS): the latent part of KV_ROWS cache
+    rows. No program reads what another one writes.
+    """
+    pid = tl.program_id(0)
+    latent_blocks: tl.constexpr = L // BLOCK_L
+    token_blocks = tl.cdiv(num_tokens, BLOCK_T)
+    query_tiles = N * token_blocks * latent_blocks
+    rope_tiles = tl.cdiv(num_tokens * N, ROPE_ROWS)
+    if pid < query_tiles:
+        inv_q = _inverse(q_scale_ptr)
+        rest = pid // latent_blocks
+        head = rest // token_blocks
+        first_token = (rest - head * token_blocks) * BLOCK_T
+        first_col = (pid - rest * latent_blocks) * BLOCK_L
+        _query_tile(
+            q_ptr, w_ptr, out_ptr, inv_q, head, first_token, first_col, num_tokens, q_stride_t, q_stride_h,
+            w_stride_h, w_stride_p, w_stride_l, N, P, L + R, Q_FP8_MAX, BLOCK_T, BLOCK_L, BLOCK_K,
+        )  # fmt: skip
+    elif pid < query_tiles + rope_tiles:
+        inv_q = _inverse(q_scale_ptr)
+        first_row = (pid - query_tiles) * ROPE_ROWS
+        _query_rope(
+            q_ptr, out_ptr, pos_ptr, cos_sin_ptr, inv_q, first_row, num_tokens, last_position, q_stride_t,
+            q_stride_h, cos_sin_stride, N, P, R, L, IS_NEOX, Q_FP8_MAX, ROPE_ROWS,
+        )  # fmt: skip
+    else:
+        inv_k = _inverse(k_scale_ptr)
+        rest = pid - query_tiles - rope_tiles
+        kv_rope_tiles = tl.cdiv(num_slots, ROPE_ROWS)
+        if rest < kv_rope_tiles:
+            _kv_rope(
+                k_pe_ptr, cache_ptr, slot_ptr, pos_ptr, cos_sin_ptr, inv_k, rest * ROPE_ROWS, num_slots, last_position,
+                k_pe_stride_t, cos_sin_stride, cache_stride_b, cache_stride_s, R, L, BLOCK_SIZE, IS_NEOX, KV_FP8_MAX,
+                ROPE_ROWS,
+            )  # fmt: skip
+        else:
+            _kv_latent(
+                kv_c_ptr, cache_ptr, slot_ptr, inv_k, (rest - kv_rope_tiles) * KV_ROWS, num_slots, kv_c_stride_t,
+                cache_stride_b, cache_stride_s, L, BLOCK_SIZE, KV_FP8_MAX, KV_ROWS,
+            )  # fmt: skip

@@ -1,0 +1,121 @@
+"""Which tile shape a call gets: a small fixed table, never an autotuner at serving time.
+
+Every entry says what it rests on: a measurement, or the words "static choice", which mean that it follows from the
+compiled code (registers, LDS, number of programs) and that nobody has timed it. At present nobody has timed any.
+No torch here, so that the ahead-of-time gate runs wherever Triton alone does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STATIC = "static choice"
+NO_LIMIT = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Shape of one program's work.
+
+    Attributes:
+        block_t: tokens of a query tile, a power of two >= 16.
+        block_l: latent columns of a query tile, a power of two >= 16; a narrower latent narrows it.
+        num_warps: warps (waves) of every program.
+        rope_rows: rows of a rope program, of the query or of the cache.
+        kv_rows: cache rows of a latent program.
+        mfma: side of the matrix instruction on ROCm, 0 for the compiler's choice; no meaning on CUDA.
+    """
+
+    block_t: int
+    block_l: int
+    num_warps: int
+    rope_rows: int = 32
+    kv_rows: int = 4
+    mfma: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tile, the calls it is for (tokens and heads up to these, first match), and what the choice rests on."""
+
+    max_tokens: int
+    max_heads: int
+    tile: Tile
+    basis: str = STATIC
+
+
+# 64 columns of bfloat16 are one 128-byte line of W_UK_T; with 128 columns of q a tile of 64 x 64 holds 32 KiB of LDS,
+# so that two workgroups fit in the 64 KiB of a gfx942 compute unit. rope_rows = 32 gives each lane of four 64-lane
+# waves 8 values: 16-byte loads, 8-byte fp8 stores. kv_rows = 4 gives each lane 8 values of a 512-wide latent.
+_SKINNY = Entry(16, NO_LIMIT, Tile(16, 64, 4))
+_SHORT = Entry(32, NO_LIMIT, Tile(32, 64, 4, mfma=16))
+_PLAIN = Tile(64, 64, 4)
+
+TABLE: dict[str, tuple[Entry, ...]] = {
+    "gfx942": (_SKINNY, _SHORT, Entry(NO_LIMIT, NO_LIMIT, _PLAIN)),
+    # 160 KiB of LDS: a wider tile still leaves room for three workgroups, and reads q half as often.
+    "gfx950": (
+        _SKINNY,
+        _SHORT,
+        Entry(64, NO_LIMIT, _PLAIN),
+        Entry(NO_LIMIT, 32, _PLAIN),
+        Entry(NO_LIMIT, NO_LIMIT, Tile(64, 128, 4)),
+    ),
+    # Past 128 tokens or 32 heads there are programs enough: q is read 4 times instead of 8, W_UK_T once per 128 tokens.
+    # 128 x 128 keeps two blocks of 8 warps on a multiprocessor; 128 x 256 (178 registers) would leave one.
+    "sm90": (
+        _SKINNY,
+        _SHORT,
+        Entry(64, NO_LIMIT, _PLAIN),
+        Entry(128, 32, _PLAIN),
+        Entry(NO_LIMIT, 32, Tile(64, 128, 4)),
+        Entry(NO_LIMIT, NO_LIMIT, Tile(128, 128, 8, rope_rows=64, kv_rows=8)),
+    ),
+}
+# Any other GPU that Triton compiles for: the shapes with the smallest demands.
+FALLBACK = (_SKINNY, _SHORT, Entry(NO_LIMIT, NO_LIMIT, _PLAIN))
+
+
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """Where the one launch was measured slower than the unfused sequence: from ``from_tokens`` on, step aside.
+
+    Attributes:
+        arch: as in ``TABLE``.
+        heads: query heads of the rank.
+        quantised: whether the prepared query is fp8.
+        from_tokens: first measured T at which the ratio fell below 1.
+        basis: card, versions and file of the measurement.
+    """
+
+    arch: str
+    heads: int
+    quantised: bool
+    from_tokens: int
+    basis: str
+
+
+# Not measured: no cap. `vllm-aiter-mla bench` prints the entries its figures call for.
+CAPS: tuple[Cap, ...] = ()
+
+# Width of the reduction block: DeepSeek's whole nope width, so that all loads of a tile are under way at once.
+MAX_BLOCK_K = 128
+# The compiler's default differs between Triton's releases. Products of two bfloat16 or two float16 values are exact in
+# float32, so a fused multiply-add changes no byte of the rotation; off is the pinned choice all the same.
+FP_FUSION = False
+
+
+def entry_for(arch: str, tokens: int, heads: int) -> Entry:
+    """The first entry of ``arch`` that covers ``tokens`` and ``heads``; unknown architectures get the fallback."""
+    for entry in TABLE.get(arch, FALLBACK):
+        if tokens <= entry.max_tokens and heads <= entry.max_heads:
+            return entry
+    raise ValueError(f"no tile for {tokens} tokens and {heads} heads on {arch}: the last entry must cover everything")
+
+
+def cap_for(arch: str, heads: int, quantised: bool, tokens: int) -> Cap | None:
+    """The measured cap this call falls under, or None."""
+    for cap in CAPS:
+        if (cap.arch, cap.heads, cap.quantised) == (arch, heads, quantised) and tokens >= cap.from_tokens:
+            return cap
+    return None
