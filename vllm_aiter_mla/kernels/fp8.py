@@ -53,8 +53,8 @@ def flavour_of(dtype: torch.dtype) -> Fp8Flavour:
 def round_saturating(x: torch.Tensor, flavour: Fp8Flavour) -> torch.Tensor:
     """Round float32 to fp8, clamping to +-max first; NaN gives -max (AITER's nope half).
 
-    AITER's clamp is a max of the lower bound followed by a min of the upper bound, in which a NaN loses to the
-    lower bound. The result for NaN is inferred from its source, not measured.
+    AITER clamps with ``v_med3_f32`` (csrc/include/aiter_opus_plus.h), the median of value and bounds; AMD's ISA manuals
+    have it return the least operand if one is a NaN, hence -max. Inferred, not measured.
     """
     clamped = torch.where(x.isnan(), -flavour.max, x.clamp(-flavour.max, flavour.max))
     return clamped.to(flavour.dtype)

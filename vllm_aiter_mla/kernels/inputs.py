@@ -119,7 +119,7 @@ def _expect_dtypes(inputs: DecodeInputs) -> None:
     if cache == torch.uint8:
         raise KernelInputError("kv_cache: view uint8 storage as the platform's fp8 type first, got torch.uint8")
     if cache.itemsize == 1:
-        allowed = (cache, act)
+        allowed: tuple[torch.dtype, ...] = (cache, act)
     elif cache == act:
         allowed = (act,)
     else:

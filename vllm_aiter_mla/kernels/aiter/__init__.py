@@ -1,0 +1,29 @@
+"""AMD's AITER as a kernel back end.
+
+``probe`` finds it without importing it, ``module`` imports it, ``contract`` says what it must never be given,
+``dispatch`` which of its kernels will run, ``tables`` holds the cos and sin halves it reads, ``backend`` calls it and
+``selfcheck`` compares the outcome with the reference. docs/aiter.md tells the whole.
+"""
+
+from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError, load_op
+from vllm_aiter_mla.kernels.aiter.platform import Platform, detect_arch, detect_platform, fp8_view
+from vllm_aiter_mla.kernels.aiter.probe import ProbeResult, probe_aiter
+from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, SelfCheckResult, self_check
+from vllm_aiter_mla.kernels.aiter.tables import KernelCaptureError
+
+__all__ = [
+    "AiterBackend",
+    "AiterUnavailableError",
+    "KernelCaptureError",
+    "LayerShape",
+    "Platform",
+    "ProbeResult",
+    "SelfCheckResult",
+    "detect_arch",
+    "detect_platform",
+    "fp8_view",
+    "load_op",
+    "probe_aiter",
+    "self_check",
+]

@@ -1,0 +1,102 @@
+"""Which of AITER's kernels a call lands on, and the view of the cache that steers it.
+
+The conditions are those of ``fused_qk_rope_concat_and_cache_mla`` in csrc/kernels/cache_kernels.cu, for 2-D ``kv_c``
+and ``k_pe``. Only the first two kernels clamp positions and honour ``compute_all_q_rope``: this plugin uses no other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from vllm_aiter_mla.kernels.aiter.platform import Platform
+from vllm_aiter_mla.kernels.reference import Numerics
+
+KernelName = Literal["per-head", "opt", "general"]
+CacheView = Literal["as-is", "tokens", "one-block"]
+ViewPolicy = Literal["auto", "as-is", "per-head", "opt"]
+VIEW_POLICIES: tuple[ViewPolicy, ...] = ("auto", "as-is", "per-head", "opt")
+
+LATENT, ROPE = 512, 64  # the widths both fast kernels are written for
+PER_HEAD_TOKENS = 256  # the per-head kernel serves fewer tokens than this
+OPT_WORK = 2048  # latent * heads from which the opt kernel is taken
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a call will be run.
+
+    Attributes:
+        kernel: the AITER kernel that will run.
+        view: how the cache is handed over. "tokens" is [slots, 1, 576], "one-block" is [1, slots, 576]: the same
+            bytes and the same slots, another kernel.
+        numerics: the roundings of that kernel, for the reference.
+    """
+
+    kernel: KernelName
+    view: CacheView
+    numerics: Numerics
+
+    @property
+    def honours_all_rows(self) -> bool:
+        """Whether the kernel clamps positions and takes ``compute_all_q_rope=True``."""
+        return self.kernel != "general"
+
+
+def kernel_for(block_size: int, latent: int, rope: int, heads: int, tokens: int) -> KernelName:
+    """The kernel AITER dispatches to; ``tokens`` is the length of the slot mapping."""
+    if latent <= LATENT and block_size == 1 and rope == ROPE and tokens < PER_HEAD_TOKENS:
+        return "per-head"
+    if rope == ROPE and latent == LATENT and latent * heads >= OPT_WORK:
+        return "opt"
+    return "general"
+
+
+def truncates_cache_rope(kernel: KernelName, arch: str, cache_dtype: torch.dtype) -> bool:
+    """Whether the rope part of the cache row is cut toward zero instead of rounded.
+
+    The opt kernel stores it through ``opus::cast``, whose float-to-bf16 default truncates on anything older than
+    gfx950 (OPUS_FP32_to_BF16_DEFAULT in opus.hpp); every other store is a plain, rounding conversion.
+    """
+    return kernel == "opt" and arch == "gfx942" and cache_dtype == torch.bfloat16
+
+
+def make_plan(
+    kv_cache: torch.Tensor, tokens: int, heads: int, rope: int, platform: Platform, policy: ViewPolicy = "auto"
+) -> Plan:
+    """Choose the view of ``kv_cache`` [blocks, block_size, latent+rope] and name the kernel that follows from it.
+
+    Policy "auto" keeps vLLM's block size unless the other view is more right: per-head where opt would truncate the
+    cache's rope part, and per-head where there are too few heads for opt (general neither clamps nor fills padded
+    rows). Which of the two is faster is not measured; see tools/aiter_crossover.py.
+    """
+    latent = kv_cache.shape[2] - rope
+
+    def planned(view: CacheView) -> Plan:
+        block = {"as-is": kv_cache.shape[1], "tokens": 1, "one-block": kv_cache.shape[0] * kv_cache.shape[1]}[view]
+        kernel = kernel_for(block, latent, rope, heads, tokens)
+        return Plan(
+            kernel, view, Numerics(truncate_cache_rope=truncates_cache_rope(kernel, platform.arch, kv_cache.dtype))
+        )
+
+    as_is = planned("as-is")
+    if policy == "as-is" or not kv_cache.is_contiguous():
+        return as_is
+    if policy == "opt":
+        return as_is if as_is.kernel == "opt" else planned("one-block")
+    tokens_view = planned("tokens") if as_is.kernel != "per-head" else as_is
+    if policy == "per-head":
+        return tokens_view if tokens_view.kernel == "per-head" else as_is
+    improves = not as_is.honours_all_rows or as_is.numerics.truncate_cache_rope
+    return tokens_view if improves and tokens_view.kernel == "per-head" else as_is
+
+
+def apply_view(kv_cache: torch.Tensor, view: CacheView) -> torch.Tensor:
+    """The cache as the plan wants it handed over; no copy, no allocation."""
+    if view == "tokens":
+        return kv_cache.view(-1, 1, kv_cache.shape[2])
+    if view == "one-block":
+        return kv_cache.view(1, -1, kv_cache.shape[2])
+    return kv_cache
