@@ -44,16 +44,17 @@ class Entry:
     basis: str = STATIC
 
 
-# 64 columns of bfloat16 are one 128-byte line of W_UK_T; with 128 columns of q a tile of 64 x 64 holds 32 KiB of LDS,
-# so that two workgroups fit in the 64 KiB of a gfx942 compute unit. rope_rows = 32 gives each lane of four 64-lane
-# waves 8 values: 16-byte loads, 8-byte fp8 stores. kv_rows = 4 gives each lane 8 values of a 512-wide latent.
+# 64 columns of bfloat16 are one 128-byte line of W_UK_T. A 64 x 64 tile takes 16 KiB of LDS on ROCm and 88 registers
+# (tools/isa_report.py), so that four workgroups share the 64 KiB of a gfx942 compute unit. rope_rows = 32 gives each
+# lane of four 64-lane waves 8 values: 16-byte loads, 8-byte fp8 stores. kv_rows = 4 gives each lane 8 of a 512-wide
+# latent. mfma = 16: two 32 x 32 tiles would be shared by four waves.
 _SKINNY = Entry(16, NO_LIMIT, Tile(16, 64, 4))
 _SHORT = Entry(32, NO_LIMIT, Tile(32, 64, 4, mfma=16))
 _PLAIN = Tile(64, 64, 4)
 
 TABLE: dict[str, tuple[Entry, ...]] = {
     "gfx942": (_SKINNY, _SHORT, Entry(NO_LIMIT, NO_LIMIT, _PLAIN)),
-    # 160 KiB of LDS: a wider tile still leaves room for three workgroups, and reads q half as often.
+    # 160 KiB of LDS: registers (122 to 140) bound the wider tile, at three or four waves a SIMD; it halves the reads of q.
     "gfx950": (
         _SKINNY,
         _SHORT,

@@ -1,0 +1,173 @@
+"""Compile the kernel for a GPU that is not there: gfx942, gfx950 and sm90, from Triton's plain wheel, without torch.
+
+One architecture per process: Triton 3.6.0 keeps state between architectures and then emits wrong code silently.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, MAX_BLOCK_K, TABLE, Tile
+
+# Heads of a rank at tensor parallelism 8, and of a whole DeepSeek-V3 layer: the two columns of the tile table.
+FEW_HEADS, MANY_HEADS = 16, 128
+NOPE, ROPE, LATENT = 128, 64, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One architecture: Triton's target triple, its hardware fp8 type (Triton's name) and that type's largest value."""
+
+    name: str
+    backend: str
+    arch: int | str
+    warp_size: int
+    fp8_type: str
+    fp8_max: float
+
+
+TARGETS = {
+    "gfx942": Target("gfx942", "hip", "gfx942", 64, "fp8e4b8", 240.0),
+    "gfx950": Target("gfx950", "hip", "gfx950", 64, "fp8e4nv", 448.0),
+    "sm90": Target("sm90", "cuda", 90, 32, "fp8e4nv", 448.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compilation: tile, pairing, stored type, and what the launcher would know of the arguments.
+
+    Attributes:
+        tile: from the table.
+        heads: N.
+        is_neox: pairing of the rotation.
+        quantised: fp8 query and cache, else bfloat16 both.
+        pointer_hint: tensors below 2 GiB (``tt.pointer_range`` 32); a larger cache loses the hint. ROCm only.
+        weight_major: "L" or "P", the axis along which W_UK_T has unit stride; vLLM produces both.
+    """
+
+    tile: Tile
+    heads: int
+    is_neox: bool = False
+    quantised: bool = True
+    pointer_hint: bool = True
+    weight_major: str = "L"
+
+    @property
+    def label(self) -> str:
+        """Short and unique within a target, for tables and test names."""
+        tile = self.tile
+        parts = [f"{tile.block_t}x{tile.block_l}/{tile.num_warps}w", f"N{self.heads}"]
+        parts += ["fp8" if self.quantised else "bf16", "neox" if self.is_neox else "gptj"]
+        parts += [f"W-{self.weight_major}", "<2GiB" if self.pointer_hint else ">2GiB"]
+        return " ".join(parts)
+
+
+def variants(target: Target) -> list[Variant]:
+    """Every tile of the target's table, and on its largest tile the other pairing, type and weight layout."""
+    tiles: dict[Tile, int] = {}
+    for entry in TABLE[target.name]:
+        tiles.setdefault(entry.tile, MANY_HEADS if entry.max_heads > FEW_HEADS else FEW_HEADS)
+    hints = (True, False) if target.backend == "hip" else (True,)
+    found = [Variant(tile, heads, pointer_hint=hint) for tile, heads in tiles.items() for hint in hints]
+    first, last = list(tiles)[0], list(tiles)[-1]
+    for tile in (first, last):
+        found.append(Variant(tile, tiles[tile], is_neox=True))
+        found.append(Variant(tile, tiles[tile], weight_major="P"))
+    found.append(Variant(last, tiles[last], quantised=False))
+    return found
+
+
+_arch_of_process: list[str] = []
+
+
+def compile_variant(target: Target, variant: Variant, fp8_type: str | None = None) -> Any:
+    """Compile one variant.
+
+    Args:
+        target: the architecture.
+        variant: what to compile.
+        fp8_type: store this Triton type instead of the target's own; the wrong one becomes a software cast.
+
+    Returns:
+        Triton's compiled kernel: ``.asm`` and ``.metadata``.
+
+    Raises:
+        RuntimeError: this process has compiled for another architecture, or interprets its kernels.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("a process with TRITON_INTERPRET=1 cannot cross-compile")
+    if _arch_of_process and _arch_of_process[0] != target.name:
+        raise RuntimeError(f"this process compiles for {_arch_of_process[0]}; start another one for {target.name}")
+    _arch_of_process[:] = [target.name]
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1" if FP_FUSION else "0"
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
+
+    constexprs = _constexprs(target, variant)
+    signature, attrs = _signature(target, variant, decode_prep_kernel.arg_names, constexprs, fp8_type)
+    options: dict[str, Any] = {"num_warps": variant.tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
+    if target.backend == "hip":
+        options["matrix_instr_nonkdim"] = variant.tile.mfma
+    return triton.compile(
+        ASTSource(decode_prep_kernel, signature, constexprs, attrs),
+        target=GPUTarget(target.backend, target.arch, target.warp_size),
+        options=options,
+    )
+
+
+def _constexprs(target: Target, variant: Variant) -> dict[str, Any]:
+    tile = variant.tile
+    limit = target.fp8_max if variant.quantised else 0.0
+    return {
+        "N": variant.heads,
+        "P": NOPE,
+        "R": ROPE,
+        "L": LATENT,
+        "BLOCK_SIZE": 64,
+        "IS_NEOX": variant.is_neox,
+        "Q_FP8_MAX": limit,
+        "KV_FP8_MAX": limit,
+        "BLOCK_T": tile.block_t,
+        "BLOCK_L": tile.block_l,
+        "BLOCK_K": min(MAX_BLOCK_K, NOPE),
+        "ROPE_ROWS": tile.rope_rows,
+        "KV_ROWS": tile.kv_rows,
+        # The launcher's specialisation on 1.
+        "w_stride_l" if variant.weight_major == "L" else "w_stride_p": 1,
+    }
+
+
+def _signature(
+    target: Target, variant: Variant, names: list[str], constexprs: dict[str, Any], fp8_type: str | None
+) -> tuple[dict[str, str], dict[tuple[int], list[list[Any]]]]:
+    """Types and argument hints as the launcher would pass them for DeepSeek's shapes."""
+    stored = (fp8_type or target.fp8_type) if variant.quantised else "bf16"
+    fixed = {"cache_ptr": stored, "out_ptr": stored, "slot_ptr": "i64", "pos_ptr": "i64"}
+    fixed |= {"k_scale_ptr": "fp32", "q_scale_ptr": "fp32"}
+    signature: dict[str, str] = {}
+    attrs: dict[tuple[int], list[list[Any]]] = {}
+    for index, name in enumerate(names):
+        if name in constexprs:
+            signature[name] = "constexpr"
+            continue
+        hints: list[list[Any]] = []
+        if name.endswith("_ptr"):
+            signature[name] = "*" + fixed.get(name, "bf16")
+            # Pointers to single elements are excluded from the launcher's alignment check.
+            if fixed.get(name, "bf16") not in ("i64", "fp32"):
+                hints.append(["tt.divisibility", 16])
+            if target.backend == "hip" and (variant.pointer_hint or name != "cache_ptr"):
+                hints.append(["tt.pointer_range", 32])
+        else:
+            signature[name] = "i32"
+            if "_stride" in name:
+                hints.append(["tt.divisibility", 16])
+        if hints:
+            attrs[(index,)] = hints
+    return signature, attrs

@@ -1,0 +1,187 @@
+"""What the compiled code is made of, read from its text, and the bounds it has to keep. Never how fast it runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_aiter_mla.kernels.triton.aot import LATENT, NOPE, ROPE, Target, Variant
+
+# Vector registers of one SIMD lane (512 on gfx9, VGPRs and AGPRs together) and its wave limit; LDS of a compute unit.
+GFX9_SIMDS = 4
+GFX9_LDS = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
+# sm90: registers, warps, shared memory of a multiprocessor; granules of allocation (CUDA programming guide, 9.0).
+SM90_REGISTERS, SM90_WARPS, SM90_SHARED, SM90_GRANULE = 65536, 64, 228 * 1024, 256
+SM90_RESERVED_SHARED = 1024
+SM90_BLOCKS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Static figures of one compiled variant.
+
+    Attributes:
+        registers: vector registers of a lane (VGPRs + AGPRs) or registers of a thread.
+        spills: spilled registers, or bytes of local memory on CUDA.
+        scratch: bytes of scratch, or of stack on CUDA.
+        lds: bytes of LDS or shared memory of a program.
+        occupancy: waves per SIMD (ROCm) or warps per multiprocessor (CUDA) that registers and LDS allow.
+        instructions: instructions in the text (amdgcn, PTX).
+        matrix: MFMA, MMA or WGMMA instructions.
+        fp8_conversions: hardware conversions to fp8, two values each.
+        wide_loads: 16-byte loads from global memory.
+        byte_stores: single-byte stores to global memory.
+        mix: instructions by kind.
+    """
+
+    registers: int
+    spills: int
+    scratch: int
+    lds: int
+    occupancy: int
+    instructions: int
+    matrix: int
+    fp8_conversions: int
+    wide_loads: int
+    byte_stores: int
+    mix: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def figures(target: Target, variant: Variant, compiled: Any) -> Figures:
+    """Read the figures of what ``aot.compile_variant`` returned."""
+    lds = int(compiled.metadata.shared)
+    if target.backend == "hip":
+        return amdgcn_figures(compiled.asm["amdgcn"], target.name, lds, variant.tile.num_warps)
+    usage = cubin_usage(compiled.asm["cubin"])
+    return ptx_figures(compiled.asm["ptx"], usage, lds, variant.tile.num_warps)
+
+
+def amdgcn_figures(text: str, arch: str, lds: int, num_warps: int) -> Figures:
+    """Figures of an amdgcn listing; ``lds`` bytes of a workgroup of ``num_warps`` waves."""
+    names = re.findall(r"^\t([a-z]\w+)", text, re.MULTILINE)
+    waves = _number(text, r"; Occupancy: (\d+)")
+    if lds:
+        groups = GFX9_LDS[arch] // lds
+        waves = min(waves, groups * num_warps // GFX9_SIMDS)
+    return Figures(
+        registers=_number(text, r"\.vgpr_count:\s+(\d+)"),
+        spills=_number(text, r"\.vgpr_spill_count:\s+(\d+)") + _number(text, r"\.sgpr_spill_count:\s+(\d+)"),
+        scratch=_number(text, r"\.private_segment_fixed_size:\s+(\d+)"),
+        lds=lds,
+        occupancy=waves,
+        instructions=len(names),
+        matrix=_count(names, r"v_mfma_"),
+        fp8_conversions=_count(names, r"v_cvt_(scalef32_)?pk_fp8_f32"),
+        wide_loads=_count(names, r"(global|buffer)_load_(dwordx4|b128)"),
+        byte_stores=_count(names, r"(global|buffer)_store_(byte|b8)"),
+        mix=_mix(names, _AMD_KINDS),
+    )
+
+
+def ptx_figures(text: str, usage: dict[str, int], shared: int, num_warps: int) -> Figures:
+    """Figures of a PTX listing and of what ``cuobjdump`` says of its cubin (``cubin_usage``)."""
+    names = re.findall(r"^\s+(?:@!?%\w+ )?([a-z][\w.:]+)\s", text, re.MULTILINE)
+    registers = usage["REG"]
+    per_warp = -(-registers * 32 // SM90_GRANULE) * SM90_GRANULE
+    blocks = min(SM90_REGISTERS // (per_warp * num_warps), SM90_SHARED // (shared + SM90_RESERVED_SHARED), SM90_BLOCKS)
+    return Figures(
+        registers=registers,
+        spills=usage["LOCAL"],
+        scratch=usage["STACK"],
+        lds=shared,
+        occupancy=min(SM90_WARPS, blocks * num_warps),
+        instructions=len(names),
+        matrix=_count(names, r"(wgmma\.mma_async|mma\.sync)"),
+        fp8_conversions=_count(names, r"cvt\.rn\.satfinite\.e4m3x2\.f32"),
+        wide_loads=_count(names, r"ld\.global.*\.v4\.b32"),
+        byte_stores=_count(names, r"st\.global.*\.[bu]8$"),
+        mix=_mix(names, _PTX_KINDS),
+    )
+
+
+def cubin_usage(cubin: bytes) -> dict[str, int]:
+    """REG, STACK, LOCAL and SHARED of a cubin, from the ``cuobjdump`` inside Triton's wheel.
+
+    Raises:
+        subprocess.CalledProcessError: cuobjdump fails.
+    """
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+
+
+def breaches(target: Target, variant: Variant, found: Figures) -> list[str]:
+    """The bounds that ``found`` breaks, one sentence each; empty when it keeps them all."""
+    tile = variant.tile
+    threads = tile.num_warps * target.warp_size
+    q_loads = max(1, tile.block_t * NOPE * 2 // 16 // threads)
+    w_loads = max(1, NOPE * tile.block_l * 2 // 16 // threads)
+    stored = tile.block_t * tile.block_l + 2 * tile.rope_rows * ROPE + tile.kv_rows * LATENT
+    conversions = stored // threads // 2 if variant.quantised else 0
+    broken = []
+    if found.fp8_conversions < conversions:
+        broken.append(f"{conversions} hardware fp8 conversions expected, {found.fp8_conversions} found")
+    if found.matrix == 0:
+        broken.append("no matrix instruction")
+    if found.spills:
+        broken.append(f"{found.spills} spilled")
+    if found.scratch:
+        broken.append(f"{found.scratch} bytes of scratch")
+    if found.wide_loads < q_loads + w_loads:
+        broken.append(f"{q_loads + w_loads} 16-byte loads of q and W_UK_T expected, {found.wide_loads} in all")
+    if found.byte_stores:
+        broken.append(f"{found.byte_stores} single-byte stores")
+    if found.occupancy < 1:
+        broken.append(f"{found.lds} bytes of LDS and {found.registers} registers do not fit")
+    return broken
+
+
+_AMD_KINDS = (
+    ("matrix", r"v_mfma_"),
+    ("fp8 conversion", r"v_cvt_.*fp8"),
+    ("global load", r"(global|buffer)_load"),
+    ("global store", r"(global|buffer)_store"),
+    ("LDS", r"ds_"),
+    ("vector", r"v_"),
+    ("scalar", r"s_"),
+)
+_PTX_KINDS = (
+    ("matrix", r"(wgmma\.mma_async|mma\.sync)"),
+    ("fp8 conversion", r"cvt\.rn\.satfinite\.e4m3x2"),
+    ("global load", r"ld\.global"),
+    ("global store", r"st\.global"),
+    ("LDS", r"(ld|st)\.shared|ldmatrix|stmatrix"),
+)
+
+
+def _mix(names: list[str], kinds: tuple[tuple[str, str], ...]) -> dict[str, int]:
+    """Instructions by the first kind that matches; the rest is "other"."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        counts[next((kind for kind, pattern in kinds if re.match(pattern, name)), "other")] += 1
+    return dict(counts)
+
+
+def _count(names: list[str], pattern: str) -> int:
+    return sum(1 for name in names if re.match(pattern, name))
+
+
+def _number(text: str, pattern: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"the listing does not say {pattern!r}")
+    return int(found.group(1))
