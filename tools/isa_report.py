@@ -110,9 +110,11 @@ def compile_target(name: str, fp8_type: str | None) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     """One target as text."""
-    width = max(len(row["label"]) for row in report["rows"])
-    lines = [f"{report['target']} (triton {report['triton']}); static figures, no time is claimed"]
-    lines.append(" ".join([f"{'tile/warps, heads, type, pairs, W, cache':<{width}}"] + [f"{s:>7}" for _, s in COLUMNS]))
+    heading = "tile/warps, heads, type, pairs, W, cache"
+    width = max(len(heading), *(len(row["label"]) for row in report["rows"]))
+    waves = "per multiprocessor" if report["target"].startswith("sm") else "per SIMD"
+    lines = [f"{report['target']} (triton {report['triton']}); static figures, no time is claimed; waves: {waves}"]
+    lines.append(" ".join([f"{heading:<{width}}"] + [f"{s:>7}" for _, s in COLUMNS]))
     for row in report["rows"]:
         found = row["figures"]
         values = [f"{found[key] if found else '-':>7}" for key, _ in COLUMNS]

@@ -11,8 +11,8 @@ from typing import Any
 
 from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, MAX_BLOCK_K, TABLE, Tile
 
-# Heads of a rank at tensor parallelism 8, and of a whole DeepSeek-V3 layer: the two columns of the tile table.
-FEW_HEADS, MANY_HEADS = 16, 128
+# A whole DeepSeek-V3 layer: the heads that an entry without a limit is compiled for.
+MANY_HEADS = 128
 NOPE, ROPE, LATENT = 128, 64, 512
 
 
@@ -69,10 +69,11 @@ def variants(target: Target) -> list[Variant]:
     """Every tile of the target's table, and on its largest tile the other pairing, type and weight layout."""
     tiles: dict[Tile, int] = {}
     for entry in TABLE[target.name]:
-        tiles.setdefault(entry.tile, MANY_HEADS if entry.max_heads > FEW_HEADS else FEW_HEADS)
+        tiles.setdefault(entry.tile, min(MANY_HEADS, entry.max_heads))
     hints = (True, False) if target.backend == "hip" else (True,)
     found = [Variant(tile, heads, pointer_hint=hint) for tile, heads in tiles.items() for hint in hints]
-    first, last = list(tiles)[0], list(tiles)[-1]
+    ordered = list(tiles)
+    first, last = ordered[0], ordered[-1]
     for tile in (first, last):
         found.append(Variant(tile, tiles[tile], is_neox=True))
         found.append(Variant(tile, tiles[tile], weight_major="P"))

@@ -54,7 +54,7 @@ _PLAIN = Tile(64, 64, 4)
 
 TABLE: dict[str, tuple[Entry, ...]] = {
     "gfx942": (_SKINNY, _SHORT, Entry(NO_LIMIT, NO_LIMIT, _PLAIN)),
-    # 160 KiB of LDS: registers (122 to 140) bound the wider tile, at three or four waves a SIMD; it halves the reads of q.
+    # 160 KiB of LDS: registers (122 to 140) bound the wider tile, at 3 or 4 waves a SIMD. It halves the reads of q.
     "gfx950": (
         _SKINNY,
         _SHORT,
