@@ -42,7 +42,7 @@ def run(call: Call) -> None:
     poisoned with NaN first: whoever reads a row that was not written shall notice.
     """
     act, tokens = call.kv_c.dtype, call.slot_mapping.shape[0]
-    _bytes(call.q_out).fill_(0xFF if call.q_out.dtype not in FP8_NAN else FP8_NAN[call.q_out.dtype])
+    _bytes(call.q_out).fill_(FP8_NAN.get(call.q_out.dtype, 0xFF))
     slots = dense(call.slot_mapping, torch.int64, (tokens,), "slot_mapping")
     rows = torch.arange(tokens) if call.all_rows else torch.nonzero(slots >= 0).flatten()
     if not rows.numel():
@@ -110,7 +110,7 @@ def _write_cache(
     blocks = torch.div(target, block, rounding_mode="floor")
     start: torch.Tensor = blocks * cache.stride(0) + (target - blocks * block) * cache.stride(1)
     memory = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
-    first = (cache.storage_offset() + start) * cache.itemsize
+    first: torch.Tensor = (start + int(cache.storage_offset())) * cache.itemsize
     if first.numel() and int(first.max()) + data.shape[1] > memory.numel():
         fault("a KV row outside the cache")
     memory[first[:, None] + torch.arange(data.shape[1])] = data

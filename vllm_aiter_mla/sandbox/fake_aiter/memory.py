@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import NoReturn
 
 import torch
@@ -11,13 +10,16 @@ import torch
 
 def abort(message: str) -> NoReturn:
     """What AITER_CHECK does: a line on stderr and the end of the process; no exception to catch."""
-    print(f"[AITER] {message}", file=sys.stderr, flush=True)
-    os.abort()
+    _die(f"[AITER] {message}")
 
 
 def fault(what: str) -> NoReturn:
     """A GPU memory access fault ends the process as well."""
-    print(f"Memory access fault by GPU: {what}", file=sys.stderr, flush=True)
+    _die(f"Memory access fault by GPU: {what}")
+
+
+def _die(line: str) -> NoReturn:
+    os.write(2, f"{line}\n".encode())  # past sys.stderr, which may be captured, as C++ does
     os.abort()
 
 

@@ -1,0 +1,151 @@
+"""Inputs, an unfused path by hand, and a way to watch a process die."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels.aiter import AiterBackend, LayerShape, Platform
+from vllm_aiter_mla.kernels.aiter.selfcheck import synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
+
+FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+ROCM = (7, 0)
+
+
+def backend(arch: str = "gfx942", **options) -> AiterBackend:
+    """The real back end; call it inside ``install(arch)``."""
+    return AiterBackend(Platform(arch, ROCM), **options)
+
+
+def inputs(
+    arch: str = "gfx942",
+    tokens: int = 7,
+    heads: int = 4,
+    block_size: int = 16,
+    cache: str = "fp8",
+    query: str = "fp8",
+    is_neox: bool = False,
+    nope: int = 16,
+    act: torch.dtype = torch.bfloat16,
+) -> DecodeInputs:
+    """Synthetic operands; ``cache`` and ``query`` are "fp8" (the card's) or "act"."""
+    kinds = {"fp8": FP8[arch], "act": act}
+    shape = LayerShape(heads, nope, kinds[cache], kinds[query], block_size, is_neox, act)
+    return synthetic_inputs(shape, tokens) if tokens else empty(synthetic_inputs(shape, 1))
+
+
+def empty(one: DecodeInputs) -> DecodeInputs:
+    """The same layer with no tokens at all."""
+    cut = {name: getattr(one, name)[:0] for name in ("q", "k_pe", "kv_c", "slot_mapping", "positions")}
+    return replace(one, **cut)
+
+
+def twin(operands: DecodeInputs) -> DecodeInputs:
+    """The same operands over a copy of the cache, bytes and strides alike."""
+    storage = operands.kv_cache.untyped_storage().clone()
+    copy = torch.empty(0, dtype=operands.kv_cache.dtype)
+    old = operands.kv_cache
+    copy.set_(storage, old.storage_offset(), old.shape, old.stride())
+    return replace(operands, kv_cache=copy)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, contiguous."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are the same, bit by bit."""
+    return a.dtype == b.dtype and torch.equal(raw(a), raw(b))
+
+
+def yarn_table(positions: int, rope: int = 64, factor: float = 40.0, act: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """[positions, rope] cos beside sin of DeepSeek's YaRN (base 10000, 4096 original positions, beta 32 and 1).
+
+    The formula of the YaRN paper: frequencies above ``beta_fast`` turns stay, below ``beta_slow`` are divided by
+    ``factor``, a linear ramp lies between; DeepSeek's two mscale terms cancel (both 0.707), hence magnitude 1.
+    """
+    inverse = 10000.0 ** -(torch.arange(0, rope, 2, dtype=torch.float64) / rope)
+
+    def dimension(turns: float) -> float:
+        return rope * math.log(4096 / (turns * 2 * math.pi)) / (2 * math.log(10000.0))
+
+    low, high = math.floor(dimension(32)), math.ceil(dimension(1))
+    ramp = ((torch.arange(rope // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * (inverse * (1 - ramp) + inverse / factor * ramp)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(act)
+
+
+def unfused(operands: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q [T, N, 576], KV rows [S, 576]) as separate PyTorch steps make them, sharing no code with the reference.
+
+    RoPE in fp32 rounded to the activation dtype, concatenation, then fp8 by *division* with saturation: what vLLM does
+    in three launches.
+    """
+    t, n, p = operands.num_tokens, operands.num_heads, operands.nope_dim
+    # The same BMM and layout as the fused path, or its own rounding would be compared.
+    latent = operands.q.new_empty(t, n, operands.latent_dim)
+    torch.bmm(operands.q[..., :p].transpose(0, 1), operands.w_uk_t, out=latent.transpose(0, 1))
+    limit = operands.cos_sin_cache.shape[0] - 1
+    cos, sin = operands.cos_sin_cache[operands.positions.clamp(0, limit)].float().chunk(2, -1)
+    query = torch.cat([latent, _turn(operands.q[..., p:], cos[:, None], sin[:, None], operands.is_neox)], -1)
+    rows = torch.cat([operands.kv_c, _turn(operands.k_pe, cos, sin, operands.is_neox)], -1)
+    s = operands.slot_mapping.shape[0]
+    return (
+        _divide(query, operands.q_scale, operands.out_dtype),
+        _divide(rows[:s], operands.k_scale, operands.kv_cache.dtype),
+    )
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
+    out = torch.empty_like(x)
+    half = x.shape[-1] // 2
+    for i in range(half):
+        a, b = (i, i + half) if is_neox else (2 * i, 2 * i + 1)
+        xa, xb, c, s = x[..., a].float(), x[..., b].float(), cos[..., i], sin[..., i]
+        out[..., a] = (xa * c - xb * s).to(x.dtype)
+        out[..., b] = (xb * c + xa * s).to(x.dtype)
+    return out
+
+
+def _divide(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if not fp8.is_fp8(dtype):
+        return x
+    top = fp8.flavour_of(dtype).max
+    return (x.float() / scale).clamp(-top, top).to(dtype)
+
+
+def fate(action: Callable[[], object]) -> str:
+    """What becomes of a process that does ``action``: "SIGABRT: <stderr>", "SIGFPE", "raised <error>" or its value.
+
+    It runs in a forked child: the abort of the fake, like that of the real op, takes the whole process along.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()
+        os.dup2(writer, 2)
+        try:
+            torch.set_num_threads(1)
+            outcome = str(action())
+        except BaseException as error:
+            outcome = f"raised {type(error).__name__}: {error}"
+        os.write(writer, outcome.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, errors="replace") as pipe:
+        text = pipe.read()
+    status = os.waitpid(child, 0)[1]
+    died = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else ""
+    return f"{died}: {text}" if died else text
