@@ -62,7 +62,7 @@ def prepare(inputs: DecodeInputs, numerics: Numerics = AITER) -> torch.Tensor:
     q_out[..., : inputs.latent_dim] = store_nope(absorb(q_nope, inputs.w_uk_t), inv_q, inputs.out_dtype)
     q_out[..., inputs.latent_dim :] = store_rope(q_rot, inv_q, inputs.out_dtype, inputs.q.dtype, numerics)
     if inputs.slot_mapping.numel() and inputs.kv_cache.numel():
-        write_kv(inputs, kv_rows(inputs, cos, sin, numerics))
+        scatter_rows(inputs.kv_cache, inputs.slot_mapping, kv_rows(inputs, cos, sin, numerics))
     return q_out
 
 
@@ -139,13 +139,12 @@ def kv_rows(inputs: DecodeInputs, cos: torch.Tensor, sin: torch.Tensor, numerics
     return rows
 
 
-def write_kv(inputs: DecodeInputs, rows: torch.Tensor) -> None:
-    """Write ``rows`` [S, L+R] to their slots; rows with slot -1 touch no byte.
+def scatter_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write ``rows`` [S, D] to ``cache`` [blocks, block_size, D] at ``slots`` [S]; a slot of -1 touches no byte.
 
     A boolean mask would synchronise with the device, so a row without a slot repeats the write of the first row that
     has one, and where no row has one, the bytes that are there.
     """
-    cache, slots = inputs.kv_cache, inputs.slot_mapping
     valid = slots >= 0
     # argmax of a bool tensor is not implemented on every device; of equal maxima torch promises none, any will do.
     donor = valid.to(torch.int32).argmax()

@@ -1,0 +1,71 @@
+"""vLLM's ``MLAAttention`` layer as admission sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_aiter_mla.admission import LayerView
+
+
+def layer_view(layer: Any, cos_sin_dtype: torch.dtype | None = None) -> LayerView:
+    """Read the facts that admission decides on; unknown attributes of other releases count as their neutral value.
+
+    Args:
+        layer: the attention module, its weights loaded.
+        cos_sin_dtype: dtype of the rotary table where the graph shows it.
+    """
+    impl = layer.impl
+    act = activation_dtype(layer)
+    cache = getattr(layer, "kv_cache", None)
+    return LayerView(
+        name=layer.layer_name,
+        impl=type(impl).__name__,
+        is_sparse=bool(getattr(impl, "is_sparse", False)),
+        q_pad_num_heads=getattr(layer, "q_pad_num_heads", None),
+        has_w_uk_t=isinstance(getattr(layer, "W_UK_T", None), torch.Tensor),
+        fp8_bmm=bool(getattr(layer, "is_aiter_triton_fp8_bmm_enabled", False)),
+        fp4_bmm=bool(getattr(layer, "is_aiter_triton_fp4_bmm_enabled", False)),
+        amx_bmm=bool(getattr(layer, "is_amx_bmm_enabled", False)),
+        kv_cache_dtype=layer.kv_cache_dtype,
+        model_dtype=str(act).removeprefix("torch.") if act is not None else "",
+        kv_cache_ndim=cache.dim() if isinstance(cache, torch.Tensor) and cache.numel() else None,
+        dcp_world_size=int(getattr(impl, "dcp_world_size", 1)),
+        pcp_world_size=2 if getattr(layer, "use_pcp", False) else 1,
+        dcp_q_replicate=bool(getattr(layer, "dcp_q_replicate", False)),
+        hisparse=getattr(layer, "hisparse_cache", None) is not None,
+        cos_sin_dtype_matches=cos_sin_dtype is None or act is None or cos_sin_dtype == act,
+        sliding_window=getattr(layer, "sliding_window", None) is not None,
+        num_heads=layer.num_heads,
+        qk_nope_head_dim=layer.qk_nope_head_dim,
+        qk_rope_head_dim=layer.qk_rope_head_dim,
+        kv_lora_rank=layer.kv_lora_rank,
+        v_head_dim=layer.v_head_dim,
+    )
+
+
+def activation_dtype(layer: Any) -> torch.dtype | None:
+    """The dtype the layer computes in: that of its absorbed weight."""
+    weight = getattr(layer, "W_UK_T", None)
+    return weight.dtype if isinstance(weight, torch.Tensor) else None
+
+
+def prepared_query_dtype(layer: Any, act: torch.dtype) -> torch.dtype:
+    """What the layer's decode kernel reads: fp8 beside an fp8 cache where it takes a quantised query, else ``act``.
+
+    The same test as in vLLM's ``MLAAttention.forward_impl``.
+    """
+    from vllm.platforms import current_platform
+
+    quantised = layer.kv_cache_dtype.startswith("fp8") and bool(layer.impl.supports_quant_query_input)
+    return current_platform.fp8_dtype() if quantised else act
+
+
+def mla_layers() -> dict[str, Any]:
+    """The layers of the model in the current forward context by name; empty outside one."""
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    if not is_forward_context_available():
+        return {}
+    return dict(get_forward_context().no_compile_layers)

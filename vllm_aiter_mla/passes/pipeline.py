@@ -1,0 +1,113 @@
+"""The one InductorPass that vLLM sees: range gate, match, passes 1 to 3 per layer."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import fx
+from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
+
+from vllm_aiter_mla import bucket, fingerprint
+from vllm_aiter_mla.admission import Refusal, admit_layer
+from vllm_aiter_mla.compat import layer_view, log
+from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
+from vllm_aiter_mla.passes.match import LayerMatch, Refused, match_layers
+from vllm_aiter_mla.passes.q_prep_lift import MLADecodeQPrepLiftPass
+from vllm_aiter_mla.passes.rope_kv_cache import MLARoPEKVCacheFusionPass
+from vllm_aiter_mla.report import census
+from vllm_aiter_mla.settings import Settings
+
+
+class AiterMLAPipeline(InductorPass):
+    """Rewrites the MLA layers of graphs whose compile range lies inside the decode bucket.
+
+    It holds plain values only: vLLM deep-copies it and pickles it to spawned workers.
+
+    Args:
+        limit: L, the last token count of the bucket.
+        settings: the plugin's options.
+        chained: a pass of the user's that stood in this slot before; it runs first, under its own range gate.
+    """
+
+    def __init__(self, *, limit: int, settings: Settings, chained: InductorPass | None = None) -> None:
+        self.limit = limit
+        self.settings = settings
+        self.chained = chained
+
+    def uuid(self) -> str:
+        """Key of vLLM's and Inductor's caches: the plugin's sources, the settings, the limit, the chained pass."""
+        return InductorPass.hash_dict(
+            {
+                "fingerprint": fingerprint.fingerprint(),
+                "settings": asdict(self.settings),
+                "limit": self.limit,
+                "chained": None if self.chained is None else str(self.chained.uuid()),
+            }
+        )
+
+    def is_applicable_for_range(self, compile_range: Any) -> bool:
+        """Whether this or the chained pass wants the range."""
+        return self._mine(compile_range) or self._chained_wants(compile_range)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Run the chained pass, then ours, each where it applies."""
+        compile_range = get_pass_context().compile_range
+        if self.chained is not None and self._chained_wants(compile_range):
+            self.chained(graph)
+        if self._mine(compile_range):
+            counts = rewrite(graph, self.settings)
+            census.current().compiled[f"{compile_range.start}-{compile_range.end}"] = counts
+
+    def _mine(self, compile_range: Any) -> bool:
+        return bucket.in_bucket(compile_range.end, self.limit)
+
+    def _chained_wants(self, compile_range: Any) -> bool:
+        return self.chained is not None and self.chained.is_applicable_for_range(compile_range)
+
+
+def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
+    """Match every MLA layer of ``graph`` and rewrite those that are admitted; returns counts by pass."""
+    fuse, lift, prepare = MLARoPEKVCacheFusionPass(), MLADecodeQPrepLiftPass(), MLAAiterQkRopeKVCacheFusionPass()
+    layers = layer_view.mla_layers()
+    matched = refused = 0
+    for outcome in match_layers(graph):
+        verdict = outcome if isinstance(outcome, Refused) else _admit(outcome, layers)
+        if isinstance(verdict, Refused):
+            refused += 1
+            census.refuse(verdict.layer_name, verdict.code, verdict.reason)
+            log.say_once(logging.DEBUG, f"{verdict.layer_name} stays stock: {verdict.code}: {verdict.reason}")
+            continue
+        matched += 1
+        fused = fuse(graph, verdict)
+        if settings.debug.stop_after == "rope_kv_cache":
+            continue
+        lifted = lift(graph, fused, _out_dtype(verdict, layers))
+        if settings.debug.stop_after == "q_prep_lift":
+            continue
+        prepare(graph, lifted)
+    return {
+        "matched": matched,
+        "refused": refused,
+        "rope_kv_cache": fuse.rewritten,
+        "stock_fused": fuse.taken_over,
+        "q_prep_lift": lift.rewritten,
+        "aiter_fusion": prepare.rewritten,
+    }
+
+
+def _admit(match: LayerMatch, layers: dict[str, Any]) -> LayerMatch | Refused:
+    layer = layers.get(match.layer_name)
+    if layer is None:
+        return Refused(match.layer_name, "layer_unknown", "the layer is not in this model's forward context")
+    dtype = match.cos_sin_cache.meta["val"].dtype
+    refusal: Refusal | None = admit_layer(layer_view.layer_view(layer, dtype))
+    if refusal is not None:
+        return Refused(match.layer_name, refusal.code, refusal.message)
+    return match
+
+
+def _out_dtype(match: LayerMatch, layers: dict[str, Any]) -> torch.dtype:
+    return layer_view.prepared_query_dtype(layers[match.layer_name], match.q.meta["val"].dtype)

@@ -1,0 +1,88 @@
+"""Pass 2: absorb BMM, concat and fp8 quantisation of the query leave the attention op.
+
+::
+
+    before   q ─ attention{ split, absorb BMM, concat, fp8 quant, decode, v-up }
+    after    q ─┬─ mla_decode_q_prep ── attention{ decode, v-up }
+                └──────────────────────────┘   (prefill rows still need q itself)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from vllm_aiter_mla.passes.fx import Emitter, results
+from vllm_aiter_mla.passes.rope_kv_cache import RopeKVFused
+
+
+@dataclass(frozen=True, slots=True)
+class QPrepLifted:
+    """A layer after pass 2: ``q_prep`` makes the query that ``attention``, our op, takes."""
+
+    fused: RopeKVFused
+    q_prep: fx.Node
+    attention: fx.Node
+    out_dtype: torch.dtype
+
+
+class MLADecodeQPrepLiftPass:
+    """Lifts the query preparation out of each layer's attention op; ``rewritten`` counts them."""
+
+    def __init__(self) -> None:
+        self.rewritten = 0
+
+    def __call__(self, graph: fx.Graph, fused: RopeKVFused, out_dtype: torch.dtype) -> QPrepLifted:
+        """Rewrite one layer; ``out_dtype`` is what its decode kernel reads."""
+        match = fused.match
+        emit = Emitter(graph, match.attention)
+        q_prep = emit.call(
+            torch.ops.vllm_aiter_mla.mla_decode_q_prep.default,
+            fused.q,
+            match.latent_dim,
+            match.rope_dim,
+            out_dtype,
+            match.layer_name_arg,
+        )
+        attention = emit_attention(
+            emit, match.attention, fused, q=fused.q, k_pe=fused.k_pe, q_prepared=q_prep, is_rotated=True
+        )
+        self.rewritten += 1
+        return QPrepLifted(fused, q_prep, attention, out_dtype)
+
+
+def emit_attention(
+    emit: Emitter,
+    old: fx.Node,
+    fused: RopeKVFused,
+    *,
+    q: fx.Node,
+    k_pe: fx.Node,
+    q_prepared: fx.Node,
+    is_rotated: bool,
+) -> fx.Node:
+    """Put our attention op where ``old`` stands, give it ``old``'s output buffer, and erase ``old``."""
+    match = fused.match
+    new = emit.functionalized(
+        torch.ops.vllm_aiter_mla.mla_attention_with_prepared_q.default,
+        q=q,
+        kv_c_normed=match.kv_c,
+        k_pe=k_pe,
+        q_prepared=q_prepared,
+        output=old.kwargs["output"],
+        layer_name=match.layer_name_arg,
+        positions=match.positions,
+        cos_sin_cache=match.cos_sin_cache,
+        is_neox=match.is_neox,
+        is_rotated=is_rotated,
+        kv_cache_dummy_dep=fused.dummy if is_rotated else None,
+    )
+    for index, item in results(old).items():
+        if index == 1:
+            item.replace_all_uses_with(emit.result(new, 1))
+    for user in list(old.users):
+        emit.graph.erase_node(user)
+    emit.graph.erase_node(old)
+    return new

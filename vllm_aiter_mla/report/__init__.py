@@ -1,0 +1,1 @@
+"""What engaged, what was refused, and why."""

@@ -1,0 +1,56 @@
+"""The census of this process: each MLA layer's verdict, counted by the ops themselves.
+
+A warm start loads a compiled artifact and never runs a pass, so a pass cannot be what counts. Refusals are known to
+the passes only; they are noted when a graph is compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Census:
+    """Verdicts by layer name.
+
+    Attributes:
+        engaged: layers whose fused op has run, with the kernel that ran.
+        refused: layers that the passes left alone, with (code, reason).
+        partial: layers rewritten by passes 1 and 2 only, with (code, reason).
+        compiled: what the passes did in each compile range, as "start-end" -> counts by pass.
+    """
+
+    engaged: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, tuple[str, str]] = field(default_factory=dict)
+    partial: dict[str, tuple[str, str]] = field(default_factory=dict)
+    compiled: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain containers, for JSON."""
+        return asdict(self)
+
+
+_census = Census()
+
+
+def current() -> Census:
+    """The census of this process."""
+    return _census
+
+
+def engage(layer_name: str, kernel: str) -> None:
+    """Note that the fused op of a layer ran with ``kernel``. Cheap enough for every call."""
+    if _census.engaged.get(layer_name) != kernel:
+        _census.engaged[layer_name] = kernel
+
+
+def refuse(layer_name: str, code: str, reason: str) -> None:
+    """Note that a layer stays stock."""
+    _census.refused[layer_name] = (code, reason)
+
+
+def reset() -> None:
+    """Forget everything: one process may build several engines, one after the other."""
+    for verdicts in (_census.engaged, _census.refused, _census.partial, _census.compiled):
+        verdicts.clear()

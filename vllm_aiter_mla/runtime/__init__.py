@@ -1,0 +1,1 @@
+"""What a rewritten graph calls. The ops do not know who emits them."""

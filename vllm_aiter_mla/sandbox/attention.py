@@ -1,0 +1,86 @@
+"""A reference MLA backend for the CPU that also takes an fp8 KV cache stored as uint8 and a quantised query."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.config.cache import CacheDType
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_aiter_mla.sandbox.gpu_ops import write_kv_rows
+
+
+class SandboxMLABackend(CPUMLABackend):
+    """CPU MLA with fp8 caches, under the name of the stock backend that it overrides."""
+
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "bfloat16", "fp8", "fp8_e4m3"]
+
+    @staticmethod
+    def get_impl_cls() -> type[SandboxMLAImpl]:
+        """The implementation class."""
+        return SandboxMLAImpl
+
+
+class SandboxMLAImpl(CPUMLAImpl):
+    """CPU MLA whose decode reads fp8 caches and fp8 queries as AITER's does; other caches go to vLLM's kernel."""
+
+    is_sparse = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.supports_quant_query_input = True
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Write the KV rows: see ``write_kv_rows``."""
+        write_kv_rows(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Decode attention over the latent cache: out [T, N, L]; no LSE.
+
+        Raises:
+            TypeError: an fp8 cache that is not viewed as fp8, or a query of another type beside it.
+        """
+        if kv_c_and_k_pe_cache.dtype.itemsize > 1:
+            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        fp8 = current_platform.fp8_dtype()
+        if kv_c_and_k_pe_cache.dtype != fp8 or not isinstance(q, torch.Tensor) or q.dtype != fp8:
+            raise TypeError(f"fp8 decode expects an {fp8} view and query, got {kv_c_and_k_pe_cache.dtype} and {q}")
+        return self._decode_fp8(q, kv_c_and_k_pe_cache, attn_metadata.decode, layer), None
+
+    def _decode_fp8(self, q: torch.Tensor, cache: torch.Tensor, decode: Any, layer: Any) -> torch.Tensor:
+        query = q.float() * layer._q_scale
+        block_size, width = cache.shape[1], cache.shape[2]
+        seq_lens = decode.seq_lens.tolist()
+        rows_per_request = q.shape[0] // max(len(seq_lens), 1)
+        out = torch.zeros(q.shape[0], q.shape[1], self.kv_lora_rank, dtype=layer.W_UV.dtype)
+        for request, seq_len in enumerate(seq_lens):
+            blocks = decode.block_table[request, : -(-seq_len // block_size)].long()
+            keys = cache.view(torch.uint8)[blocks].view(cache.dtype).float().view(-1, width)[:seq_len] * layer._k_scale
+            first = request * rows_per_request
+            for row in range(rows_per_request):
+                visible = seq_len - (rows_per_request - 1 - row)
+                scores = (query[first + row] @ keys[:visible].T) * self.scale
+                out[first + row] = (scores.softmax(-1) @ keys[:visible, : self.kv_lora_rank]).to(out.dtype)
+        return out
+
+
+def register() -> None:
+    """Make vLLM's CPU_MLA backend resolve to the sandbox's."""
+    register_backend(AttentionBackendEnum.CPU_MLA, f"{SandboxMLABackend.__module__}.{SandboxMLABackend.__qualname__}")

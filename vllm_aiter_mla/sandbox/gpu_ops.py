@@ -1,0 +1,111 @@
+"""What only GPU builds of vLLM register: op schemas that its passes name, and one kernel that they call."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate, scatter_rows, store_nope
+
+_LIBRARIES: list[torch.library.Library] = []
+
+# FixFunctionalizationPass and the fusion modules name these when they are imported or run. None is ever called here:
+# a schema is enough, and a call without a kernel fails loudly.
+_MISSING_SCHEMAS = {
+    "fused_add_rms_norm_static_fp8_quant": (
+        "(Tensor! result, Tensor input, Tensor! residual, Tensor weight, Tensor scale, float epsilon) -> ()"
+    ),
+    "rms_norm_static_fp8_quant": "(Tensor! result, Tensor input, Tensor weight, Tensor scale, float epsilon) -> ()",
+    "rms_norm_dynamic_per_token_quant": (
+        "(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, Tensor? scale_ub,"
+        " Tensor!? residual) -> ()"
+    ),
+    "silu_and_mul_quant": "(Tensor! result, Tensor input, Tensor scale) -> ()",
+    "fused_qk_norm_rope": (
+        "(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, int head_dim, float eps, Tensor q_weight,"
+        " Tensor k_weight, Tensor cos_sin_cache, bool is_neox, Tensor position_ids,"
+        " int forced_token_heads_per_warp=-1) -> ()"
+    ),
+    "static_scaled_fp8_quant": "(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()",
+    "dynamic_scaled_fp8_quant": "(Tensor! result, Tensor input, Tensor! scale) -> ()",
+    "dynamic_per_token_scaled_fp8_quant": ("(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()"),
+}
+
+
+def register() -> None:
+    """Define the missing schemas and the stock RoPE + KV kernel. Idempotent."""
+    if _LIBRARIES:
+        return
+    library = torch.library.Library("_C", "FRAGMENT")
+    for name, schema in _MISSING_SCHEMAS.items():
+        if not hasattr(torch.ops._C, name):
+            library.define(name + schema)
+    _LIBRARIES.append(library)
+    if not hasattr(torch.ops._C_cache_ops, "concat_and_cache_mla_rope_fused"):
+        cache = torch.library.Library("_C_cache_ops", "FRAGMENT")
+        cache.define(
+            "concat_and_cache_mla_rope_fused(Tensor positions, Tensor! q_pe, Tensor! k_pe, Tensor kv_c,"
+            " Tensor cos_sin_cache, bool is_neox, Tensor slot_mapping, Tensor! kv_cache, str kv_cache_dtype,"
+            " Tensor kv_cache_scale) -> ()"
+        )
+        cache.impl("concat_and_cache_mla_rope_fused", concat_and_cache_mla_rope_fused, "CPU")
+        _LIBRARIES.append(cache)
+    _import_stock_fusion()
+
+
+def _import_stock_fusion() -> None:
+    """Import stock's MLA RoPE pass, which defines its fused op, and show it to the pass manager.
+
+    vLLM's pass manager imports it on GPU platforms only, and names it as a global of its own.
+    """
+    from vllm.compilation.passes import pass_manager
+    from vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion import MLARoPEKVCacheCatFusionPass
+
+    vars(pass_manager).setdefault("MLARoPEKVCacheCatFusionPass", MLARoPEKVCacheCatFusionPass)
+
+
+def concat_and_cache_mla_rope_fused(
+    positions: torch.Tensor,
+    q_pe: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_cache_dtype: str,
+    kv_cache_scale: torch.Tensor,
+) -> None:
+    """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows, as vLLM's GPU kernel of this name does.
+
+    The rotated values are rounded to the activation dtype before they are quantised.
+    """
+    cos, sin = gather_cos_sin(cos_sin_cache, positions)
+    q_pe.copy_(rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), is_neox))
+    k_pe.copy_(rotate(k_pe, cos, sin, is_neox))
+    write_kv_rows(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_scale)
+
+
+def write_kv_rows(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor, k_scale: torch.Tensor
+) -> None:
+    """Write [kv_c | rotated k_pe] rows to a bf16 cache or to a uint8 cache that holds the platform's fp8 type."""
+    from vllm.platforms import current_platform
+
+    if kv_cache.numel() == 0:
+        return
+    cache = kv_cache.view(current_platform.fp8_dtype()) if kv_cache.dtype == torch.uint8 else kv_cache
+    inv_scale = k_scale.reshape(-1)[0].reciprocal()
+    s = slots.numel()
+    rows = torch.cat(
+        [
+            store_nope(x[:s], inv_scale, cache.dtype).view(_raw(cache.dtype))
+            for x in (kv_c, k_pe.view(k_pe.shape[0], -1))
+        ],
+        dim=-1,
+    )
+    scatter_rows(cache, slots.flatten(), rows.view(cache.dtype))
+
+
+def _raw(dtype: torch.dtype) -> torch.dtype:
+    return torch.uint8 if fp8.is_fp8(dtype) else dtype
