@@ -1,0 +1,62 @@
+"""The interpreting process and the compiling ones, started when the first test asks and shared by all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+Ask = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[Ask]:
+    """Ask the interpreting process: ``interpreted("compare", case={...})``; its exception fails the test."""
+    pytest.importorskip("triton")
+    environment = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join((str(ROOT), str(HERE))))
+    environment["OMP_NUM_THREADS"] = "1"
+    worker = subprocess.Popen(
+        [sys.executable, str(HERE / "triton_worker.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+    def ask(op: str, **arguments: Any) -> dict[str, Any]:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        worker.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+        worker.stdin.flush()
+        line = worker.stdout.readline()
+        assert line, f"the interpreting process ended with status {worker.wait()}"
+        answer = json.loads(line)
+        assert "error" not in answer, answer.get("error")
+        return answer
+
+    yield ask
+    assert worker.stdin is not None
+    worker.stdin.close()
+    worker.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def isa_report(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run tools/isa_report.py with a compile cache of this session's own."""
+    pytest.importorskip("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton-cache"))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "tools" / "isa_report.py"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    return run

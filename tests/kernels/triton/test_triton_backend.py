@@ -1,0 +1,203 @@
+"""What the back end declines and why, its tile table, its launch and its warm-up, without running a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from triton_cases import Case, build, sparse_bytes
+
+pytest.importorskip("triton")
+
+from vllm_aiter_mla.kernels.inputs import KernelInputError
+from vllm_aiter_mla.kernels.triton import kernel, launcher, tiles
+from vllm_aiter_mla.kernels.triton.backend import TritonBackend
+
+BACKEND = TritonBackend()
+
+
+@pytest.fixture
+def on_any_device(monkeypatch):
+    """Let the checks past the device, as under the interpreter."""
+    monkeypatch.setattr(launcher, "interpreted", lambda: True)
+    monkeypatch.setattr(launcher, "current_arch", lambda: "gfx942")
+
+
+class Recorder:
+    """Stands in for the kernel and notes each launch."""
+
+    def __init__(self):
+        self.launches = []
+
+    def __getitem__(self, grid):
+        return lambda *given, **options: self.launches.append((grid, given, options))
+
+
+@pytest.fixture
+def recorder(monkeypatch, on_any_device):
+    recorder = Recorder()
+    monkeypatch.setattr(launcher, "decode_prep_kernel", recorder)
+    monkeypatch.setattr(launcher, "_compiled", set())
+    return recorder
+
+
+def operands(**changes):
+    return build(Case(cache="float8_e4m3fnuz", **changes))[0]
+
+
+def test_triton_backend_on_a_cpu_says_that_it_needs_a_gpu():
+    inputs = operands()
+    assert BACKEND.refuse(inputs) == "triton: a GPU is needed, q is on cpu"
+    with pytest.raises(KernelInputError, match="a GPU is needed"):
+        BACKEND.prepare(inputs)
+
+
+def far_rows(inputs):
+    """q whose rows lie 2**29 elements apart, in address space that takes no memory."""
+    rows, stride = inputs.q.shape[0], 1 << 29
+    return sparse_bytes(2 * rows * stride).view(torch.bfloat16).as_strided(inputs.q.shape, (stride, 192, 1))
+
+
+# One operand out of order, and a word of the refusal it must meet.
+BROKEN = {
+    "k_pe": (lambda x: {"k_pe": x.k_pe[:4]}, "k_pe: shape [5, 64] expected"),
+    "kv_c": (lambda x: {"kv_c": x.kv_c.t().contiguous().t()}, "kv_c: last stride 1"),
+    "w_uk_t": (lambda x: {"w_uk_t": x.w_uk_t.repeat(1, 2, 2)[:, ::2, ::2]}, "w_uk_t: stride 1 along P or L"),
+    "kv_cache": (lambda x: {"kv_cache": x.kv_cache.view(torch.uint8)}, "view uint8 storage"),
+    "flavour": (
+        lambda x: {"kv_cache": x.kv_cache.view(torch.float8_e4m3fn), "out_dtype": torch.float8_e4m3fn},
+        "would be a software cast",
+    ),
+    "positions": (lambda x: {"positions": x.positions.int()}, "positions: torch.int64"),
+    "cos_sin_cache": (lambda x: {"cos_sin_cache": x.cos_sin_cache[:0]}, "at least one row"),
+    "span": (lambda x: {"q": far_rows(x)}, "q: 2147484032 elements"),
+    "device": (lambda x: {"q_scale": x.q_scale.to("meta")}, "q_scale: cpu (that of q) expected, got meta"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_triton_backend_names_the_operand_it_declines(on_any_device, name):
+    change, word = BROKEN[name]
+    inputs = operands()
+    reason = BACKEND.refuse(replace(inputs, **change(inputs)))
+    assert reason is not None
+    assert reason.startswith("triton: ")
+    assert word in reason
+
+
+@pytest.mark.parametrize(("width", "case"), [("nope", {"nope": 96}), ("rope", {"rope": 48}), ("latent", {"latent": 8})])
+def test_triton_backend_declines_widths_that_are_no_power_of_two(on_any_device, width, case):
+    assert f"{width} width: a power of two from 16 on" in str(BACKEND.refuse(operands(**case)))
+
+
+def test_triton_backend_declines_float32(on_any_device):
+    assert "torch.bfloat16 or torch.float16" in str(BACKEND.refuse(build(Case(act="float32", cache="float32"))[0]))
+
+
+def test_triton_backend_takes_what_it_should(on_any_device):
+    for case in ({}, {"is_neox": True}, {"w_major": "P"}, {"tokens": 0}, {"slots": 0}, {"out": "bfloat16"}):
+        assert BACKEND.refuse(operands(**case)) is None
+
+
+def test_triton_measured_cap_makes_the_backend_step_aside_and_say_why(on_any_device, monkeypatch, recorder):
+    inputs = operands(tokens=7)
+    monkeypatch.setattr(tiles, "CAPS", (tiles.Cap("gfx942", 2, True, 6, "card X, file Y"),))
+    reason = BACKEND.refuse(inputs)
+    assert reason == "triton: 7 tokens: measured slower than the unfused sequence from 6 on (card X, file Y)"
+    assert BACKEND.refuse(replace(inputs, out_dtype=torch.bfloat16)) is None, "the cap is for the fp8 query"
+    assert BACKEND.refuse(operands(tokens=5)) is None
+    BACKEND.warm_up(operands(tokens=5), [512])
+    assert recorder.launches == [], "nothing is compiled for counts it does not take"
+
+
+def test_triton_without_a_measurement_has_no_cap():
+    assert tiles.CAPS == ()
+
+
+@given(st.integers(0, 1 << 20), st.integers(1, 512), st.sampled_from([*tiles.TABLE, "gfx1100", "sm80", "interpreter"]))
+def test_triton_table_covers_every_call(tokens, heads, arch):
+    entry = tiles.entry_for(arch, tokens, heads)
+    assert tokens <= entry.max_tokens
+    assert heads <= entry.max_heads
+
+
+def test_triton_table_entries_carry_a_measurement_or_the_words_static_choice():
+    entries = [entry for table in (*tiles.TABLE.values(), tiles.FALLBACK) for entry in table]
+    assert {entry.basis for entry in entries} == {tiles.STATIC}, "a measured entry names its card and file here"
+    for tile in {entry.tile for entry in entries}:
+        assert tile.block_t >= 16
+        assert tile.block_l >= 16
+        assert tile.rope_rows % 32 == 0
+
+
+def test_triton_grid_counts_query_tiles_rope_rows_and_cache_rows(recorder):
+    inputs = operands(tokens=70, heads=3, slots=41)
+    BACKEND.prepare(inputs)
+    ((grid,), given, _) = recorder.launches[0]
+    assert grid == 3 * 2 * 8 + 7 + 2 + 11
+    assert given[11:14] == (70, 41, inputs.cos_sin_cache.shape[0] - 1)
+
+
+def test_triton_no_token_launches_nothing_and_an_empty_cache_gets_no_row(recorder):
+    assert BACKEND.prepare(operands(tokens=0)).shape == (0, 2, 576)
+    assert recorder.launches == []
+    inputs = operands()
+    BACKEND.prepare(replace(inputs, kv_cache=inputs.kv_cache[:0]))
+    assert recorder.launches[0][1][12] == 0
+
+
+def test_triton_step_arguments_are_not_specialised_on():
+    """T = 1 or T = 16 in a graph must not need a compilation that T = 5 did not make."""
+    parameters = {p.name: p for p in kernel.decode_prep_kernel.params}
+    assert all(parameters[name].do_not_specialize for name in kernel.STEP_ARGS)
+    assert all(parameters[name].do_not_specialize_on_alignment for name in kernel.SCALAR_POINTERS)
+
+
+def test_triton_warm_up_compiles_each_tile_once_with_one_row_and_no_slot(recorder):
+    inputs = operands(tokens=5)
+    found = BACKEND.warm_up(inputs, [0, 1, 2, 8, 24, 32, 256, 512])
+    expected = [entry.tile for entry in tiles.TABLE["gfx942"]]
+    assert list(found) == expected
+    assert [(given[11], given[12]) for _, given, _ in recorder.launches] == [(1, 0)] * len(expected)
+
+
+def test_triton_warm_up_without_a_row_is_an_error(recorder):
+    with pytest.raises(ValueError, match="at least one row"):
+        BACKEND.warm_up(operands(tokens=0), [1])
+
+
+def test_triton_capture_of_a_variant_nobody_compiled_raises_and_after_warm_up_does_not(recorder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    inputs = operands(tokens=20)
+    with pytest.raises(RuntimeError, match="call warm_up before"):
+        BACKEND.prepare(inputs)
+    capturing[0] = False
+    BACKEND.warm_up(inputs, [1, 20])
+    capturing[0] = True
+    for tokens in (20, 17, 1):
+        BACKEND.prepare(operands(tokens=tokens))
+    with pytest.raises(RuntimeError, match="call warm_up before"):
+        BACKEND.prepare(operands(tokens=70))
+
+
+def test_triton_fp_fusion_is_pinned_in_every_launch(recorder):
+    BACKEND.prepare(operands())
+    assert recorder.launches[0][2]["enable_fp_fusion"] is tiles.FP_FUSION
+
+
+def test_triton_kernels_import_neither_vllm_nor_matplotlib():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "import vllm_aiter_mla.kernels.triton.backend, vllm_aiter_mla.kernels.triton.launcher\n"
+        "print([m for m in ('vllm', 'matplotlib', 'rich', 'typer') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

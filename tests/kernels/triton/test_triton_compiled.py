@@ -1,0 +1,137 @@
+"""The compiled code, without a GPU: what it is made of on gfx942, gfx950 and sm90, one process each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+pytest.importorskip("triton")
+
+from vllm_aiter_mla.kernels.triton import aot, isa
+
+TARGETS = ("gfx942", "gfx950", "sm90")
+
+
+@pytest.fixture(scope="module")
+def reports(isa_report, tmp_path_factory):
+    page = tmp_path_factory.mktemp("isa") / "isa.html"
+    done = isa_report("--json", "-", "--html", str(page))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {report["target"]: report["rows"] for report in json.loads(done.stdout)}, page.read_text()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_triton_every_variant_keeps_its_bounds(reports, name):
+    rows = reports[0][name]
+    assert [row["breaches"] for row in rows if row["breaches"]] == []
+    assert len(rows) == len(aot.variants(aot.TARGETS[name]))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_triton_figures_show_hardware_fp8_matrix_units_and_no_spill(reports, name):
+    for row in reports[0][name]:
+        found = row["figures"]
+        assert (found["spills"], found["scratch"], found["byte_stores"]) == (0, 0, 0), row["label"]
+        assert found["matrix"] > 0
+        assert found["occupancy"] >= 1
+        assert (found["fp8_conversions"] > 0) == (" fp8 " in row["label"])
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
+def test_triton_is_compiled_with_and_without_the_pointer_hint(reports, name):
+    labels = [row["label"] for row in reports[0][name]]
+    large = [label for label in labels if label.endswith(">2GiB")]
+    assert large
+    assert all(label.replace(">2GiB", "<2GiB") in labels for label in large)
+
+
+def test_triton_report_page_is_self_contained(reports):
+    page = reports[1]
+    assert page.count("<svg") == len(TARGETS)
+    assert "http" not in page
+
+
+@pytest.mark.mutation
+def test_triton_mutation_software_fp8_cast_breaks_a_bound_and_exits_1(isa_report):
+    done = isa_report("--arch", "gfx942", "--fp8-type", "fp8e4nv")
+    assert done.returncode == 1
+    assert "hardware fp8 conversions expected, 0 found" in done.stdout
+
+
+@pytest.mark.mutation
+def test_triton_mutation_lost_alignment_hint_breaks_a_bound():
+    """Without divisibility by 16 on the strides the loads narrow; the gate must see it."""
+    plant = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from vllm_aiter_mla.kernels.triton import aot, isa\n"
+        "whole = aot._signature\n"
+        "def without(*given):\n"
+        "    signature, attrs = whole(*given)\n"
+        "    return signature, {at: [h for h in hints if h[0] != 'tt.divisibility'] for at, hints in attrs.items()}\n"
+        "aot._signature = without\n"
+        "target = aot.TARGETS['gfx942']; variant = aot.variants(target)[0]\n"
+        "print(isa.breaches(target, variant, isa.figures(target, variant, aot.compile_variant(target, variant))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", plant, str(ROOT)], capture_output=True, text=True, check=True)
+    assert "16-byte loads of q and W_UK_T expected" in done.stdout
+
+
+def test_triton_compiler_that_fails_is_a_broken_bound_with_its_message(isa_report):
+    done = isa_report("--arch", "gfx942", "--fp8-type", "no_such_type")
+    assert done.returncode == 1
+    assert "BROKEN: failed:" in done.stdout
+
+
+def test_triton_report_with_a_wrong_option_exits_2(isa_report):
+    assert isa_report("--arch", "gfx1100").returncode == 2
+
+
+def test_triton_one_process_compiles_for_one_architecture_only(monkeypatch):
+    monkeypatch.setattr(aot, "_arch_of_process", ["gfx942"])
+    target = aot.TARGETS["sm90"]
+    with pytest.raises(RuntimeError, match="start another one for sm90"):
+        aot.compile_variant(target, aot.variants(target)[0])
+
+
+def test_triton_interpreting_process_does_not_cross_compile(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    target = aot.TARGETS["gfx942"]
+    with pytest.raises(RuntimeError, match="cannot cross-compile"):
+        aot.compile_variant(target, aot.variants(target)[0])
+
+
+LISTING = """
+\tbuffer_load_dwordx4 v[0:3], v0, s[0:3], 0
+\tglobal_store_byte v[0:1], v2, off
+\tv_cvt_pk_fp8_f32 v0, v1, v2
+\tv_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], 0
+; Occupancy: 5
+    .vgpr_count:     88
+    .vgpr_spill_count: 2
+    .sgpr_spill_count: 1
+    .private_segment_fixed_size: 16
+"""
+
+
+def test_triton_listing_is_read_and_each_breach_named():
+    found = isa.amdgcn_figures(LISTING, "gfx942", 65536, 4)
+    assert (found.registers, found.spills, found.scratch, found.byte_stores) == (88, 3, 16, 1)
+    assert found.occupancy == 1, "64 KiB of LDS leave one workgroup of four waves, one per SIMD"
+    target = aot.TARGETS["gfx942"]
+    text = " ".join(isa.breaches(target, aot.variants(target)[0], found))
+    for part in ("hardware fp8", "3 spilled", "16 bytes of scratch", "16-byte loads", "1 single-byte stores"):
+        assert part in text
+    assert "no matrix instruction" in " ".join(
+        isa.breaches(
+            target, aot.variants(target)[0], isa.amdgcn_figures(LISTING.replace("mfma", "fma"), "gfx942", 0, 4)
+        )
+    )
+
+
+def test_triton_listing_without_a_figure_is_an_error_not_a_zero():
+    with pytest.raises(ValueError, match="vgpr_count"):
+        isa.amdgcn_figures(LISTING.replace(".vgpr_count", ".other"), "gfx942", 0, 4)

@@ -1,0 +1,119 @@
+"""The kernel's values on a CPU: Triton's interpreter, its casts replaced, against the reference byte by byte."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+from triton_cases import Case
+from triton_mutations import MUTATIONS
+
+# The interpreter sums the 128 products in another order than torch: a bfloat16 rounding may fall the other way, which
+# is one fp8 step. 0.5 % is far above what any case shows and far below what a mutant does.
+NOPE_FRACTION = 0.005
+
+CASES = [
+    Case(),
+    Case(is_neox=True, cache="float8_e4m3fnuz", block_size=1),
+    Case(cache="bfloat16", block_size=64),
+    Case(cache="bfloat16", is_neox=True, block_size=1, w_major="P"),
+    Case(cache="float8_e4m3fnuz", out="bfloat16", block_size=64),
+    Case(act="float16", cache="float16"),
+    Case(act="float16", cache="float8_e4m3fn", is_neox=True),
+    Case(w_major="P", heads=3, tokens=17),
+    Case(tokens=1, heads=1),
+    Case(tokens=0),
+    Case(slots=0),
+    Case(tokens=6, slots=4),
+    Case(no_slot="all"),
+    Case(tokens=70, heads=1, block_size=64),
+    Case(nope=64, rope=32, latent=256, heads=1, is_neox=True),
+    Case(nope=256, rope=128, latent=1024, heads=1),
+    Case(nope=16, rope=16, latent=16, heads=5, tokens=33, cache="bfloat16"),
+    Case(block_size=48, tokens=7),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=Case.label)
+def test_triton_kernel_writes_the_bytes_of_the_reference(interpreted, case):
+    found = interpreted("compare", case=asdict(case))
+    assert found["refused"] is None
+    assert found["wrong_rope"] == 0
+    assert found["wrong_cache"] == 0, "cache, its untouched rows and the guards around it"
+    assert found["nope_steps"] <= 1
+    assert found["nope_different"] <= NOPE_FRACTION
+
+
+@pytest.mark.parametrize("act", ["bfloat16", "float16"])
+@pytest.mark.parametrize("w_major", ["L", "P"])
+def test_triton_absorb_keeps_the_stated_bound_against_float64(interpreted, act, w_major):
+    """|error| <= u |x| + (1 + u) P 2**-24 sum |q w|, u = 2**-8 (bfloat16) or 2**-11 (float16)."""
+    found = interpreted("compare", case=asdict(Case(act=act, cache=act, w_major=w_major, tokens=9)))
+    assert 0.1 < found["bmm_bound"] <= 1.0, "a bound that nothing comes near would prove nothing"
+
+
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "float8_e4m3fnuz"])
+@pytest.mark.parametrize("is_neox", [False, True])
+def test_triton_kernel_saturates_both_halves_where_the_reference_overflows_to_nan(interpreted, cache, is_neox):
+    found = interpreted("compare", case=asdict(Case(cache=cache, is_neox=is_neox, magnitude=300.0)))
+    assert (found["wrong_rope"], found["wrong_cache"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("arch", "index"), [("gfx942", 0), ("gfx942", 1), ("gfx942", 2), ("gfx950", 3), ("sm90", 4)])
+def test_triton_tiles_of_the_table_agree_with_the_reference(interpreted, arch, index):
+    found = interpreted("compare_tile", arch=arch, index=index)
+    assert (found["wrong_rope"], found["wrong_cache"]) == (0, 0)
+    assert found["nope_steps"] <= 1
+
+
+def test_triton_kernel_keeps_nan_payloads_in_bf16_and_gives_the_lowest_fp8(interpreted):
+    assert interpreted("nan_and_payload") == {"float8_e4m3fn": 0, "bfloat16": 0}
+
+
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "bfloat16"])
+def test_triton_cache_rows_beyond_four_gib_land_where_they_belong(interpreted, cache):
+    found = interpreted("far_cache", cache=cache)
+    assert found["bytes"] > 4 << 30
+    assert (found["wrong"], found["aliased"]) == (0, 0)
+
+
+def test_triton_query_rows_beyond_two_to_the_31_elements_are_read_right(interpreted):
+    found = interpreted("far_query")
+    assert found["refused"] is None
+    assert found["wrong_rope"] == 0
+    assert found["nope_steps"] <= 1
+
+
+def test_triton_interpreter_casts_are_wrong_as_shipped_and_exact_once_replaced(interpreted):
+    wrong = interpreted("wrong_casts")
+    assert {name: count for name, count in wrong.items() if "replaced" in name and count} == {}
+    assert all(count > 0 for name, count in wrong.items() if "shipped" in name), f"the patch can go: {wrong}"
+
+
+# What each mutant must be seen on, and by which figure.
+CAUGHT_BY = {
+    "dropped_position_clamp": (Case(), "wrong_rope"),
+    "slot_minus_one_written": (Case(), "wrong_cache"),
+    "wrong_pair_order": (Case(), "wrong_rope"),
+    "wrong_pairing_style": (Case(), "wrong_rope"),
+    "unscaled_rope_half": (Case(), "wrong_rope"),
+    "row_in_the_wrong_block": (Case(), "wrong_cache"),
+    "accumulator_not_rounded": (Case(), "nope_different"),
+    "overflow_not_saturated": (Case(magnitude=300.0, cache="float8_e4m3fnuz"), "wrong_cache"),
+    "last_token_block_dropped": (Case(tokens=70, heads=1), "nope_different"),
+}
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("name", CAUGHT_BY)
+def test_triton_mutation_is_caught_by_the_comparison(interpreted, name):
+    case, figure = CAUGHT_BY[name]
+    found = interpreted("compare", case=asdict(case), mutation=name)
+    assert found[figure] > (NOPE_FRACTION if figure == "nope_different" else 0)
+
+
+@pytest.mark.mutation
+def test_triton_mutation_of_a_32_bit_slot_is_caught_by_the_far_cache(interpreted):
+    found = interpreted("far_cache", cache="float8_e4m3fn", mutation="slot_in_32_bits")
+    assert found["wrong"] > 0
+    assert set(CAUGHT_BY) | {"slot_in_32_bits"} == set(MUTATIONS)

@@ -1,0 +1,192 @@
+"""Operands for the kernel's tests, and the comparison with the reference. Imports neither Triton nor vLLM."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
+
+# Blocks before and after the cache, and rows before and after the cos/sin table: what a bug reads or writes out of
+# bounds stays inside the allocation, and is seen.
+GUARD_BLOCKS, GUARD_ROWS = 2, 16
+MAX_POSITION = 50
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. Sizes as in DecodeInputs; ``magnitude`` scales k_pe, q_pe and kv_c."""
+
+    tokens: int = 5
+    heads: int = 2
+    slots: int | None = None
+    nope: int = 128
+    rope: int = 64
+    latent: int = 512
+    block_size: int = 16
+    act: str = "bfloat16"
+    cache: str = "float8_e4m3fn"
+    out: str | None = None
+    is_neox: bool = False
+    w_major: str = "L"
+    no_slot: str = "some"  # "some" rows, "all" rows or "none"
+    magnitude: float = 1.0
+    seed: int = 0
+
+    def label(self) -> str:
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return ",".join(changed) or "default"
+
+
+def build(case: Case, device: str = "cpu") -> tuple[DecodeInputs, torch.Tensor]:
+    """The operands and the guarded storage [GUARD + blocks + GUARD, block_size, L+R] that the cache is a slice of.
+
+    q is a slice of wider heads, k_pe and kv_c are slices of one tensor: every stride differs from the dense one. Among
+    the positions are one below and one above the table, which itself is a slice of a longer one.
+    """
+    g = torch.Generator().manual_seed(case.seed)
+    act = getattr(torch, case.act)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g).to(act)
+
+    t, n, width = case.tokens, case.heads, case.latent + case.rope
+    q = random(t, n, case.nope + case.rope + 16)[..., : case.nope + case.rope]
+    latent_and_rope = random(t, width + 16) * case.magnitude
+    q[..., case.nope :] *= case.magnitude
+    shape = (n, case.nope, case.latent) if case.w_major == "L" else (n, case.latent, case.nope)
+    w = random(*shape) * case.nope**-0.5
+    table = random(MAX_POSITION + 2 * GUARD_ROWS, case.rope)
+    blocks = -(-(t + 3) // case.block_size) + 2
+    storage = _filled_cache((blocks + 2 * GUARD_BLOCKS, case.block_size, width), getattr(torch, case.cache), g)
+    storage = storage.to(device)
+    inputs = DecodeInputs(
+        q=_on(q, device),
+        k_pe=_on(latent_and_rope, device)[:, case.latent : width],
+        kv_c=_on(latent_and_rope, device)[:, : case.latent],
+        w_uk_t=(w if case.w_major == "L" else w.transpose(1, 2)).to(device),
+        kv_cache=storage[GUARD_BLOCKS:-GUARD_BLOCKS],
+        slot_mapping=_slots(case, blocks * case.block_size, g).to(device),
+        positions=_positions(t, g).to(device),
+        cos_sin_cache=_on(table, device)[GUARD_ROWS:-GUARD_ROWS],
+        k_scale=torch.tensor([0.37], device=device),
+        q_scale=torch.tensor([0.061], device=device),
+        is_neox=case.is_neox,
+        out_dtype=getattr(torch, case.out or case.cache),
+    )
+    return inputs, storage
+
+
+def compare(inputs: DecodeInputs, storage: torch.Tensor, prepare: Any) -> dict[str, Any]:
+    """Run ``prepare`` and the reference on equal operands; count what differs.
+
+    Returns a record: refused (reason or None), wrong_rope (bytes of finite rope values, or of saturated ones that the
+    reference overflows), wrong_cache (the same over the whole guarded storage), nope_steps (largest distance to the
+    reference in representable values), nope_different (fraction), bmm_bound (largest |error| against float64 as a
+    fraction of the stated bound).
+    """
+    cpu, cpu_storage = on_cpu(inputs, storage)
+    expected = reference.prepare(cpu)
+    got = prepare(inputs).cpu()
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    assert got.is_contiguous()
+    lat = cpu.latent_dim
+    record: dict[str, Any] = {
+        "wrong_rope": wrong_values(got[..., lat:], expected[..., lat:]),
+        "wrong_cache": wrong_values(storage.cpu(), cpu_storage),
+    }
+    return record | _nope_record(cpu, got[..., :lat], expected[..., :lat])
+
+
+def on_cpu(inputs: DecodeInputs, storage: torch.Tensor) -> tuple[DecodeInputs, torch.Tensor]:
+    """A copy of the operands on the CPU, with a cache storage of its own."""
+    copy = storage.detach().cpu().clone()
+    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    moved = {name: v.cpu() for name, v in values.items() if isinstance(v, torch.Tensor) and name != "kv_cache"}
+    return replace(inputs, **moved, kv_cache=copy[GUARD_BLOCKS:-GUARD_BLOCKS]), copy
+
+
+def wrong_values(got: torch.Tensor, expected: torch.Tensor) -> int:
+    """Values whose bytes differ. Where the reference's fp8 overflows to NaN, +-max is the right value."""
+    if got.numel() == 0:
+        return 0
+    a, b = _bits(got), _bits(expected)
+    if not fp8.is_fp8(got.dtype):
+        return int((a != b).sum())
+    flavour = fp8.flavour_of(got.dtype)
+    saturated = _bits(torch.tensor([flavour.max, -flavour.max]).to(got.dtype))
+    overflowed = (b & 0x7F == 0x7F) if flavour is fp8.E4M3FN else b == flavour.nan
+    allowed = (a == b) | (overflowed & ((a == saturated[0]) | (a == saturated[1])))
+    return int((~allowed).sum())
+
+
+def _nope_record(cpu: DecodeInputs, got: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
+    if got.numel() == 0:
+        return {"nope_steps": 0, "nope_different": 0.0, "bmm_bound": 0.0}
+    different = float((_bits(got) != _bits(expected)).double().mean())
+    if fp8.is_fp8(got.dtype):
+        return {
+            "nope_steps": int(fp8.step_distance(got, expected).max()),
+            "nope_different": different,
+            "bmm_bound": 0.0,
+        }
+    q, w = cpu.q[..., : cpu.nope_dim].double(), cpu.w_uk_t.double()
+    exact = torch.einsum("tnp,npl->tnl", q, w)
+    # One rounding to the activation dtype (unit roundoff u), and P float32 additions (2**-24 each) in any order.
+    unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[cpu.q.dtype]
+    sums = torch.einsum("tnp,npl->tnl", q.abs(), w.abs())
+    bound = unit * exact.abs() + (1 + unit) * cpu.nope_dim * 2.0**-24 * sums
+    return {
+        "nope_steps": int((_ordinal(got) - _ordinal(expected)).abs().max()),
+        "nope_different": different,
+        "bmm_bound": float(((got.double() - exact).abs() / bound).max()),
+    }
+
+
+def sparse_bytes(size: int) -> torch.Tensor:
+    """``size`` zero bytes of address space; a page takes memory only once it is written."""
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8 if x.dtype.itemsize == 1 else torch.int16)
+
+
+def _ordinal(x: torch.Tensor) -> torch.Tensor:
+    raw = x.contiguous().view(torch.int16).to(torch.int32)
+    return torch.where(raw < 0, -(raw & 0x7FFF), raw)
+
+
+def _filled_cache(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> torch.Tensor:
+    """Old content without NaN, so that every byte that must stay can be compared."""
+    return torch.randint(0, 0x70, (*shape, dtype.itemsize), dtype=torch.uint8, generator=g).view(dtype).squeeze(-1)
+
+
+def _slots(case: Case, capacity: int, g: torch.Generator) -> torch.Tensor:
+    count = case.tokens if case.slots is None else case.slots
+    slots = torch.randperm(capacity, generator=g)[:count]
+    if case.no_slot == "all":
+        slots[:] = -1
+    elif case.no_slot == "some" and count > 1:
+        slots[1::3] = -1
+    return slots
+
+
+def _positions(tokens: int, g: torch.Generator) -> torch.Tensor:
+    positions = torch.randint(0, MAX_POSITION, (tokens,), generator=g)
+    outside = torch.tensor([-3, MAX_POSITION + 2, MAX_POSITION - 1, 0])[:tokens]
+    positions[: outside.shape[0]] = outside
+    return positions
+
+
+def _on(x: torch.Tensor, device: str) -> torch.Tensor:
+    """Move and keep the strides: a slice that is moved would become dense."""
+    if device == "cpu":
+        return x
+    base = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return base.copy_(x)

@@ -1,0 +1,169 @@
+"""A process with TRITON_INTERPRET=1: reads one JSON request per line, answers one JSON line each.
+
+It exists because a process that interprets kernels cannot compile them, and the other way round. Requests name an
+operation below and its arguments.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import tempfile
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton_cases as cases
+from triton.runtime import interpreter as triton_interpreter
+from triton_mutations import MUTATIONS
+
+from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.triton import interpreter, kernel, launcher
+from vllm_aiter_mla.kernels.triton.backend import TritonBackend
+from vllm_aiter_mla.kernels.triton.tiles import TABLE
+
+BACKEND = TritonBackend()
+_SHIPPED = triton_interpreter._convert_float
+_FOLDER = tempfile.TemporaryDirectory()
+
+
+def main() -> None:
+    interpreter.install()
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = OPERATIONS[request.pop("op")](**request)
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)
+
+
+def compare(case: dict[str, Any], mutation: str | None = None) -> dict[str, Any]:
+    """The kernel, or a mutant of it, against the reference on one case."""
+    inputs, storage = cases.build(cases.Case(**case))
+    refused = BACKEND.refuse(inputs)
+    if refused is not None:
+        return {"refused": refused}
+    with planted(mutation):
+        return {"refused": None} | cases.compare(inputs, storage, BACKEND.prepare)
+
+
+def compare_tile(arch: str, index: int) -> dict[str, Any]:
+    """One tile of an architecture's table, forced on a call that crosses its token blocks."""
+    tile = list(dict.fromkeys(entry.tile for entry in TABLE[arch]))[index]
+    inputs, storage = cases.build(cases.Case(tokens=tile.block_t + 3, heads=1))
+    return cases.compare(inputs, storage, lambda given: launcher.launch(given, tile))
+
+
+def nan_and_payload() -> dict[str, Any]:
+    """NaN in kv_c: the lowest fp8 value as in the reference, and the very bits in a bf16 cache."""
+    result = {}
+    for cache in ("float8_e4m3fn", "bfloat16"):
+        inputs, storage = cases.build(cases.Case(cache=cache, no_slot="none"))
+        raw = inputs.kv_c.view(torch.int16)
+        raw[0, :4] = torch.tensor([0x7FC1, -1, 0x7F81, 0x7F80], dtype=torch.int16)
+        result[cache] = cases.compare(inputs, storage, BACKEND.prepare)["wrong_cache"]
+    return result
+
+
+def far_cache(cache: str, mutation: str | None = None) -> dict[str, Any]:
+    """Rows beyond 2 GiB and 4 GiB of a sparse cache: right there, and nothing where a 32-bit offset would land."""
+    dtype = getattr(torch, cache)
+    inputs, _ = cases.build(cases.Case(tokens=4, heads=1, cache=cache, no_slot="none"))
+    block, width = 64, 576
+    bytes_per_row = width * dtype.itemsize
+    blocks = (5 << 30) // (block * bytes_per_row)
+    # A 32-bit offset may come out negative: 2 GiB before the cache belong to it too.
+    lead = 2 << 30
+    whole = cases.sparse_bytes(lead + blocks * block * bytes_per_row)
+    raw = whole[lead:]
+    rows = [3, (2 << 30) // bytes_per_row + 5, (4 << 30) // bytes_per_row + 7, blocks * block - 1]
+    inputs = replace(
+        inputs, kv_cache=raw.view(dtype).view(blocks, block, width), slot_mapping=torch.tensor(rows, dtype=torch.int64)
+    )
+    assert BACKEND.refuse(inputs) is None
+    cos, sin = reference.gather_cos_sin(inputs.cos_sin_cache, inputs.positions)
+    expected = reference.kv_rows(inputs, cos, sin, reference.AITER)
+    with planted(mutation):
+        BACKEND.prepare(inputs)
+    written = inputs.kv_cache.view(-1, width)
+    wrong = cases.wrong_values(written[rows], expected)
+    aliases = [_as_int32(row * bytes_per_row) + lead for row in rows if row * bytes_per_row >= 1 << 31]
+    aliased = sum(int(whole[at : at + bytes_per_row].count_nonzero()) for at in aliases)
+    return {"wrong": wrong, "aliased": aliased, "bytes": raw.numel()}
+
+
+def far_query() -> dict[str, Any]:
+    """Rows of q whose first element lies beyond 2**31 elements: the block's base is 64-bit."""
+    inputs, storage = cases.build(cases.Case(tokens=160, heads=1))
+    stride = 1 << 24
+    raw = cases.sparse_bytes((inputs.num_tokens * stride) * 2).view(torch.bfloat16)
+    q = raw.as_strided(inputs.q.shape, (stride, 192, 1))
+    q.copy_(inputs.q)
+    return {"refused": BACKEND.refuse(replace(inputs, q=q))} | cases.compare(
+        replace(inputs, q=q), storage, BACKEND.prepare
+    )
+
+
+def wrong_casts() -> dict[str, Any]:
+    """How many of 20,000 float32 casts Triton's own interpreter gets wrong, and how many its replacement."""
+    import triton.language as tl
+
+    x = torch.randn(20000, generator=torch.Generator().manual_seed(1))
+    truths = {"float8e4nv": x.to(torch.float8_e4m3fn).view(torch.uint8), "bfloat16": x.bfloat16().view(torch.int16)}
+    result = {}
+    for convert, whose in ((_SHIPPED, "shipped"), (interpreter.convert_float, "replaced")):
+        for name, truth in truths.items():
+            # None is what the interpreter itself passes for a plain truncation.
+            bits = convert(x.numpy(), tl.float32, getattr(tl, name), None)
+            result[f"{whose} {name}"] = int((torch.from_numpy(bits.view(truth.numpy().dtype)) != truth).sum())
+    return result
+
+
+class planted:  # noqa: N801
+    """Within it the launcher runs a mutant of the kernel, made from its source text."""
+
+    def __init__(self, mutation: str | None) -> None:
+        self.mutation = mutation
+
+    def __enter__(self) -> None:
+        if self.mutation is not None:
+            launcher.decode_prep_kernel = mutant(self.mutation)
+
+    def __exit__(self, *exception: object) -> None:
+        launcher.decode_prep_kernel = kernel.decode_prep_kernel
+
+
+def mutant(name: str) -> Any:
+    old, new, times = MUTATIONS[name]
+    source = Path(kernel.__file__).read_text()
+    assert source.count(old) == times, f"{name}: {old!r} stands {source.count(old)} times in the kernel, not {times}"
+    path = Path(_FOLDER.name) / f"kernel_{name}.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.decode_prep_kernel
+
+
+def _as_int32(offset: int) -> int:
+    return (offset + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+OPERATIONS = {
+    "compare": compare,
+    "compare_tile": compare_tile,
+    "nan_and_payload": nan_and_payload,
+    "far_cache": far_cache,
+    "far_query": far_query,
+    "wrong_casts": wrong_casts,
+}
+
+if __name__ == "__main__":
+    main()
