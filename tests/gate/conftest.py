@@ -1,0 +1,83 @@
+"""Fixtures for tests on real vLLM configs: the plugin registered, vLLM's compile mode kept on the CPU platform."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import functools
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gate_support as support
+import pytest
+from vllm.config import PassConfig
+
+from vllm_aiter_mla import gate, plugin
+from vllm_aiter_mla.compat import log, register
+from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
+
+plugin.register()
+
+
+@pytest.fixture(scope="session")
+def without_plugin() -> dict[str, Any]:
+    """What a process without the plugin sees: a flag-off config of its own, and our PassConfig unpickled."""
+    pickled = base64.b64encode(pickle.dumps(PassConfig(**{FLAG_FIELD: True, LIMIT_FIELD: 64}))).decode()
+    done = subprocess.run(
+        [sys.executable, support.__file__, pickled],
+        env={**os.environ, "VLLM_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+@pytest.fixture
+def lines() -> Iterator[support.Lines]:
+    handler = support.Lines()
+    log.forget()
+    log.logger.addHandler(handler)
+    yield handler
+    log.logger.removeHandler(handler)
+
+
+@pytest.fixture(scope="session")
+def mla_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return support.write_model(tmp_path_factory.mktemp("models") / "mla", support.DEEPSEEK_V2)
+
+
+@pytest.fixture
+def dense_model(mla_model: Path) -> Any:
+    """The ``ModelConfig`` of a model without MLA; a bidirectional one, which vLLM runs without it."""
+    model = copy.copy(support.vllm_config(mla_model).model_config)
+    model.hf_text_config = copy.copy(model.hf_text_config)
+    model.hf_text_config.is_causal = False
+    assert not model.use_mla
+    return model
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[support.StandInPipeline]:
+    monkeypatch.setattr(gate, "_pipeline_class", lambda: support.StandInPipeline)
+    monkeypatch.setattr(register, "_failed", {})
+    return support.StandInPipeline
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch, stand_in: type[support.StandInPipeline]) -> None:
+    """The CPU platform as a GPU's: VLLM_COMPILE stays. Wrapped around the hook, which then goes around it in turn."""
+    support.keep_compile_mode(monkeypatch)
+
+
+@pytest.fixture
+def config(compiling: None, mla_model: Path) -> Callable[..., Any]:
+    """Builds a ``VllmConfig`` of an MLA model that compiles; keyword arguments go to ``EngineArgs``."""
+    return functools.partial(support.vllm_config, mla_model)

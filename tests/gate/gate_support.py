@@ -1,0 +1,185 @@
+"""Build real ``VllmConfig`` objects without an engine, and stand in for what has no place in these tests.
+
+Also a script: run by itself it reports what a process that has not loaded the plugin sees, and then loads it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm.engine.arg_utils  # noqa: F401  what vLLM has imported by the time it loads plugins
+from vllm.compilation.passes.inductor_pass import InductorPass
+
+from vllm_aiter_mla import fingerprint
+from vllm_aiter_mla.settings import Settings
+
+ON = {"aiter_mla": {"enabled": True}}
+STRICT = {"aiter_mla": {"enabled": True, "strict": True}}
+
+DEEPSEEK_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 2,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "hidden_act": "silu",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> Path:
+    """Write ``config`` where vLLM reads a model; no weights, no tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def vllm_config(model: Path, max_num_seqs: int = 16, **options: Any) -> Any:
+    """The config an engine would start from, through ``EngineArgs`` as ``LLM(...)`` builds it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "max_model_len": 256}
+    return EngineArgs(model=str(model), max_num_seqs=max_num_seqs, **arguments, **options).create_engine_config()
+
+
+def users_pass(graph: Any) -> None:
+    """A custom pass of the user's, named ``gate_support.users_pass`` in ``inductor_passes``."""
+
+
+def stock_config(compilation: dict[str, Any] | None = None) -> Any:
+    """A config without a model: what the plugin could change of it does not depend on one."""
+    from vllm.config import CompilationConfig, VllmConfig
+
+    return VllmConfig(compilation_config=CompilationConfig(**(compilation or {})))
+
+
+def observed(config: Any) -> dict[str, Any]:
+    """What must be the same whether or not the plugin is there."""
+    compilation = config.compilation_config
+    return {
+        "hash": config.compute_hash(),
+        "compilation_hash": compilation.compute_hash(),
+        "pass_hash": compilation.pass_config.compute_hash(),
+        "compilation_repr": repr(compilation),
+        "pass_repr": repr(compilation.pass_config),
+        "attention_ops": compilation._attention_ops,
+    }
+
+
+class StandInPipeline(InductorPass):
+    """Has the interface of ``passes.pipeline.AiterMLAPipeline`` and rewrites nothing."""
+
+    def __init__(self, limit: int, settings: Settings, chained: InductorPass | None) -> None:
+        self.limit = limit
+        self.settings = settings
+        self.chained = chained
+
+    def __call__(self, graph: Any) -> None:
+        if self.chained is not None:
+            self.chained(graph)
+
+    def uuid(self) -> str:
+        inner = None if self.chained is None else self.chained.uuid()
+        return f"{fingerprint.fingerprint()} {self.limit} {self.settings.cache_key()} {inner}"
+
+
+class Lines(logging.Handler):
+    """Collects the plugin's log lines; vLLM's logger does not propagate, so caplog would see nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def at(self, level: int) -> list[str]:
+        return [record.getMessage() for record in self.records if record.levelno == level]
+
+
+def keep_compile_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import CompilationMode
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    inner = platform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        compilation = vllm_config.compilation_config
+        before = (compilation.mode, compilation.backend)
+        inner(vllm_config)
+        if before[0] == CompilationMode.VLLM_COMPILE:
+            compilation.mode, compilation.backend = before[0], "inductor"
+            compilation.compile_sizes = []
+
+    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check_and_update_config))
+
+
+def register_seconds() -> dict[str, float]:
+    """Cost of registration where vLLM is imported and nothing was built yet: the patches alone, and everything.
+
+    Measured in a fork, so that this process stays without the plugin.
+    """
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        start = time.perf_counter()
+        from vllm_aiter_mla import plugin
+        from vllm_aiter_mla.compat import register
+
+        register.apply_all()
+        patched = time.perf_counter()
+        plugin.register()
+        seconds = {"patches": patched - start, "everything": time.perf_counter() - start}
+        os.write(writing, json.dumps(seconds).encode())
+        os._exit(0)
+    measured: dict[str, float] = json.loads(os.read(reading, 4096))
+    os.wait()
+    return measured
+
+
+def main(pickled: str) -> None:
+    """Print ``observed`` of a flag-off config, an extended ``PassConfig`` unpickled here, and registration's cost."""
+    from vllm.plugins import load_general_plugins
+
+    seconds = register_seconds()
+    load_general_plugins()
+    arrived = pickle.loads(base64.b64decode(pickled))
+    report = {
+        "plugin": "vllm_aiter_mla.plugin" in sys.modules,
+        "observed": observed(stock_config()),
+        "arrived_type": f"{type(arrived).__module__}.{type(arrived).__qualname__}",
+        "arrived": vars(arrived),
+        "seconds": seconds,
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,415 @@
+"""Claims about the gate on real configs: what it changes when on, that it touches nothing when off, why it declines."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gate_support as support
+import pytest
+from gate_support import ON, STRICT, Lines, StandInPipeline
+from pydantic import ValidationError
+from vllm.compilation.passes.inductor_pass import CallableInductorPass, InductorPass
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.config.utils import replace
+
+from vllm_aiter_mla import fingerprint, gate
+from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
+from vllm_aiter_mla.compat import register, vllm_version
+from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
+
+Build = Callable[..., Any]
+SLOT = "post_grad_custom_post_pass"
+USERS_PASS = {"inductor_passes": {SLOT: "gate_support.users_pass"}}
+
+
+def pass_of(config: Any) -> Any:
+    return config.compilation_config.inductor_compile_config.get(SLOT)
+
+
+def ranges_of(config: Any) -> list[tuple[int, int]]:
+    return [(one.start, one.end) for one in config.compilation_config.get_compile_ranges()]
+
+
+# -- on
+
+
+def test_both_spellings_engage_the_same_way(config: Build) -> None:
+    through_pass_config = config(compilation_config={"pass_config": {FLAG_FIELD: True}})
+    through_additional = config(additional_config=ON)
+    for built in (through_pass_config, through_additional):
+        assert isinstance(pass_of(built), StandInPipeline)
+        assert pass_of(built).limit == 16
+        assert built.compilation_config.use_inductor_graph_partition is True
+
+
+def test_the_limit_is_a_compile_range_endpoint(config: Build) -> None:
+    assert ranges_of(config(additional_config=ON)) == [(1, 16), (17, 2048)]
+
+
+def test_an_override_moves_the_endpoint_and_the_limit(config: Build) -> None:
+    built = config(compilation_config={"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: 64}})
+    assert ranges_of(built) == [(1, 64), (65, 2048)]
+    assert pass_of(built).limit == 64
+
+
+def test_speculative_tokens_widen_the_bucket(config: Build) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    assert ranges_of(config(additional_config=ON, speculative_config=speculative))[0] == (1, 64)
+
+
+def test_a_server_for_one_request_gets_a_range_that_vllm_keeps(config: Build) -> None:
+    built = config(max_num_seqs=1, additional_config=ON)
+    assert pass_of(built).limit == 2
+    assert ranges_of(built)[0] == (1, 2)
+
+
+def test_a_bucket_wider_than_any_batch_adds_no_range_and_contains_the_only_one(config: Build) -> None:
+    built = config(compilation_config={"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: 99999}})
+    assert ranges_of(built) == [(1, 2048)]
+    assert pass_of(built).limit >= 2048
+
+
+def test_endpoints_of_the_user_stay(config: Build) -> None:
+    built = config(additional_config=ON, compilation_config={"compile_ranges_endpoints": [100]})
+    assert ranges_of(built) == [(1, 16), (17, 100), (101, 2048)]
+
+
+def test_our_attention_op_splits_beside_vllms_and_the_kv_update_does_not(config: Build) -> None:
+    ops = config(additional_config=ON).compilation_config.splitting_ops
+    assert [op for op in ops if op != gate.ATTENTION_OP] == CompilationConfig._attention_ops
+    assert ops.count(gate.ATTENTION_OP) == 1
+    assert KV_UPDATE_OP not in ops
+
+
+def test_the_list_that_every_config_shares_is_not_touched(config: Build) -> None:
+    config(additional_config=ON)
+    assert gate.ATTENTION_OP not in CompilationConfig._attention_ops
+    assert gate.ATTENTION_OP not in config().compilation_config.splitting_ops
+
+
+def test_piecewise_graphs_are_kept(config: Build) -> None:
+    from vllm.platforms import current_platform
+
+    built = config(additional_config=ON)
+    assert built.compilation_config.splitting_ops_contain_attention()
+    assert built.compilation_config.is_attention_compiled_piecewise()
+    if current_platform.support_static_graph_mode():
+        assert built.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+def test_a_users_explicit_splitting_list_gains_our_op_under_graph_partition(config: Build) -> None:
+    options = {"use_inductor_graph_partition": True, "splitting_ops": [MLA_ATTENTION_OP]}
+    built = config(additional_config=ON, compilation_config=options)
+    assert built.compilation_config.splitting_ops == [MLA_ATTENTION_OP, gate.ATTENTION_OP]
+
+
+def test_empty_splitting_ops_need_no_partition_and_stay_empty(config: Build) -> None:
+    built = config(additional_config=ON, compilation_config={"splitting_ops": []})
+    assert isinstance(pass_of(built), StandInPipeline)
+    assert built.compilation_config.splitting_ops == []
+    assert built.compilation_config.use_inductor_graph_partition is False
+
+
+def test_the_log_shows_the_bucket_and_the_partition_once(config: Build, lines: Lines) -> None:
+    config(additional_config=ON)
+    config(additional_config=ON)
+    said = lines.at(logging.INFO)
+    assert len([line for line in said if "decode bucket 1..16" in line and "max_num_seqs 16" in line]) == 1
+    assert len([line for line in said if "use_inductor_graph_partition=True" in line]) == 1
+    assert lines.at(logging.WARNING) == []
+
+
+def test_options_without_the_switch_are_said_to_have_no_effect(config: Build, lines: Lines) -> None:
+    config(compilation_config={"pass_config": {LIMIT_FIELD: 64}})
+    assert [line for line in lines.at(logging.WARNING) if LIMIT_FIELD in line and "no effect" in line]
+
+
+# -- a custom pass of the user's
+
+
+def test_a_users_inductor_pass_is_chained(config: Build) -> None:
+    mine = CallableInductorPass(support.users_pass)
+    built = config(additional_config=ON, compilation_config={"inductor_compile_config": {SLOT: mine}})
+    assert isinstance(pass_of(built), StandInPipeline)
+    assert type(pass_of(built).chained) is CallableInductorPass
+    assert pass_of(built).chained.callable is support.users_pass
+
+
+def test_a_users_callable_is_wrapped_as_vllm_wraps_inductor_passes(config: Build) -> None:
+    for options in (USERS_PASS, {"inductor_compile_config": {SLOT: support.users_pass}}):
+        built = config(additional_config=ON, compilation_config=options)
+        assert isinstance(pass_of(built).chained, CallableInductorPass)
+        assert pass_of(built).chained.callable is support.users_pass
+
+
+def test_something_that_is_no_pass_declines_and_names_the_slot(config: Build, lines: Lines) -> None:
+    built = config(additional_config=ON, compilation_config={"inductor_compile_config": {SLOT: "my.module.fn"}})
+    assert pass_of(built) == "my.module.fn"
+    assert [line for line in lines.at(logging.WARNING) if "user_pass" in line and SLOT in line]
+
+
+# -- again, copied, shipped
+
+
+def test_replacing_a_config_installs_and_adds_nothing_twice(config: Build) -> None:
+    built = config(additional_config=ON, compilation_config=USERS_PASS)
+    first, endpoints = pass_of(built), built.compilation_config.compile_ranges_endpoints
+    again = replace(built)
+    assert pass_of(again) is first
+    assert isinstance(first.chained, CallableInductorPass)
+    assert again.compilation_config.compile_ranges_endpoints == endpoints
+    assert again.compilation_config.splitting_ops.count(gate.ATTENTION_OP) == 1
+    assert gate.apply(again) == gate.Decision(first.settings, limit=16)
+
+
+def test_replacing_the_compilation_config_too_wraps_the_users_pass_once(config: Build) -> None:
+    built = config(additional_config=ON, compilation_config=USERS_PASS)
+    again = replace(built, compilation_config=replace(built.compilation_config))
+    assert isinstance(pass_of(again), StandInPipeline)
+    assert isinstance(pass_of(again).chained, CallableInductorPass)
+
+
+def test_a_larger_scheduler_moves_the_limit(config: Build) -> None:
+    built = config(additional_config=ON)
+    larger = copy.copy(built.scheduler_config)
+    larger.max_num_seqs = 32
+    again = replace(built, scheduler_config=larger)
+    assert pass_of(again).limit == 32
+    assert (1, 16) in ranges_of(again)
+    assert 32 in again.compilation_config.compile_ranges_endpoints
+
+
+def test_a_dense_draft_beside_an_mla_target_leaves_the_targets_pass_in_place(
+    config: Build, dense_model: Any, lines: Lines
+) -> None:
+    built = config(additional_config=STRICT)
+    shared = replace(built, model_config=dense_model)
+    assert shared.compilation_config is built.compilation_config
+    assert isinstance(pass_of(built), StandInPipeline)
+    assert lines.at(logging.WARNING) == []
+
+
+def test_a_config_with_the_pass_survives_pickling_and_copying(config: Build) -> None:
+    built = config(additional_config=ON)
+    for arrived in (pickle.loads(pickle.dumps(built)), copy.deepcopy(built)):
+        assert pass_of(arrived).limit == 16
+        assert arrived.compute_hash() == built.compute_hash()
+        assert gate.apply(arrived).limit == 16
+        assert arrived.compilation_config.splitting_ops == built.compilation_config.splitting_ops
+
+
+# -- declined
+
+
+def declines(lines: Lines, built: Any, code: str, knob: str) -> None:
+    assert pass_of(built) is None
+    assert gate.ATTENTION_OP not in (built.compilation_config.splitting_ops or ())
+    said = lines.at(logging.WARNING)
+    assert len(said) == 1
+    assert code in said[0]
+    assert knob in said[0]
+    assert "\n" not in said[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "knob"),
+    [
+        ({"enforce_eager": True}, "enforce_eager", "enforce_eager"),
+        ({"optimization_level": 0}, "compilation_mode", "compilation_config.mode"),
+        ({"compilation_config": {"mode": 2}}, "compilation_mode", "DYNAMO_TRACE_ONCE"),
+        (
+            {"compilation_config": {"use_inductor_graph_partition": False}},
+            "graph_partition",
+            "use_inductor_graph_partition=False",
+        ),
+        ({"compilation_config": {"splitting_ops": [MLA_ATTENTION_OP]}}, "splitting_ops", MLA_ATTENTION_OP),
+        ({"compilation_config": {"splitting_ops": [KV_UPDATE_OP]}}, "splitting_ops", KV_UPDATE_OP),
+    ],
+)
+def test_an_explicit_contradiction_declines_in_one_line_that_names_the_knob(
+    config: Build, lines: Lines, options: dict[str, Any], code: str, knob: str
+) -> None:
+    declines(lines, config(additional_config=ON, **options), code, knob)
+
+
+def test_an_explicit_value_of_the_partition_is_never_overridden(config: Build, lines: Lines) -> None:
+    built = config(additional_config=ON, compilation_config={"use_inductor_graph_partition": False})
+    assert built.compilation_config.use_inductor_graph_partition is False
+
+
+def test_the_default_cpu_platform_declines_because_of_its_mode(
+    stand_in: type[StandInPipeline], mla_model: Path, lines: Lines
+) -> None:
+    declines(lines, support.vllm_config(mla_model, additional_config=ON), "compilation_mode", "DYNAMO_TRACE_ONCE")
+
+
+def test_a_model_without_mla_declines(compiling: None, dense_model: Any, lines: Lines) -> None:
+    declines(lines, VllmConfig(model_config=dense_model, additional_config=ON), "not_mla", "model")
+
+
+@pytest.mark.parametrize(
+    ("holder", "field", "value", "code"),
+    [
+        ("parallel_config", "decode_context_parallel_size", 2, "dcp"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "pcp"),
+        ("cache_config", "cache_dtype", "fp8_e5m2", "kv_cache_dtype"),
+        ("cache_config", "cache_dtype", "fp8_ds_mla", "kv_cache_dtype"),
+        ("attention_config", "hisparse_config", object(), "hisparse"),
+    ],
+)
+def test_what_a_cpu_config_cannot_be_built_with_declines_too(
+    config: Build, lines: Lines, holder: str, field: str, value: Any, code: str
+) -> None:
+    built = config()
+    built.additional_config = ON
+    setattr(getattr(built, holder), field, value)
+    refusal = gate.apply(built).refusal
+    assert refusal is not None
+    assert refusal.code == code
+    declines(lines, built, code, "")
+
+
+def test_a_sparse_model_declines(config: Build, lines: Lines) -> None:
+    built = config()
+    built.additional_config = ON
+    built.model_config = copy.copy(built.model_config)
+    built.model_config.hf_text_config = copy.copy(built.model_config.hf_text_config)
+    built.model_config.hf_text_config.index_topk = 2048
+    gate.apply(built)
+    declines(lines, built, "sparse_mla", "index_topk")
+
+
+def test_a_vllm_outside_the_window_declines_unless_forced(
+    config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_version, "installed", lambda: "0.34.0rc1")
+    declines(lines, config(additional_config=ON), "vllm_version", "0.34.0rc1")
+    forced = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
+    assert isinstance(pass_of(config(additional_config=forced)), StandInPipeline)
+
+
+def test_a_failed_registration_step_declines(config: Build, lines: Lines) -> None:
+    register.run("torch ops", lambda: (_ for _ in ()).throw(OSError("no such library")))
+    declines(lines, config(additional_config=ON), "capability", "torch ops")
+
+
+def test_an_optional_patch_that_failed_does_not_decline(config: Build) -> None:
+    register.run("patch pass_config", lambda: (_ for _ in ()).throw(OSError("changed")), required=False)
+    assert isinstance(pass_of(config(additional_config=ON)), StandInPipeline)
+
+
+def test_strict_mode_makes_a_decline_an_error_that_names_the_knob(config: Build) -> None:
+    with pytest.raises(ValidationError, match=r"enforce_eager.*strict"):
+        config(additional_config=STRICT, enforce_eager=True)
+
+
+# -- I5: off is stock
+
+
+def test_flag_off_changes_no_field(config: Build, stand_in: type[StandInPipeline]) -> None:
+    built = config()
+    before = pickle.dumps(vars(built.compilation_config))
+    assert gate.apply(built) == gate.Decision(gate.Settings())
+    assert pickle.dumps(vars(built.compilation_config)) == before
+
+
+def test_flag_off_after_a_flag_on_config_in_the_same_process_is_still_stock(config: Build) -> None:
+    before = support.observed(config())
+    config(additional_config=ON)
+    assert support.observed(config()) == before
+
+
+@pytest.mark.mutation
+def test_mutation_a_gate_that_edits_the_shared_op_list_is_caught(
+    config: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompilationConfig, "_attention_ops", list(CompilationConfig._attention_ops))
+    before = support.observed(config())
+    config(additional_config=ON)
+    CompilationConfig._attention_ops.append(gate.ATTENTION_OP)
+    assert support.observed(config()) != before
+
+
+@pytest.mark.mutation
+def test_mutation_a_gate_that_engages_with_the_flag_off_is_caught(
+    config: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = support.observed(config())
+    monkeypatch.setattr(gate.config_view, "settings_of", lambda _: gate.Settings(enabled=True))
+    assert support.observed(config()) != before
+
+
+# -- I9: a changed plugin has another cache key
+
+
+def key(config: Build, how: dict[str, Any]) -> str:
+    return str(config(**how).compute_hash())
+
+
+SPELLINGS = [{"additional_config": ON}, {"compilation_config": {"pass_config": {FLAG_FIELD: True}}}]
+
+
+@pytest.mark.parametrize("how", SPELLINGS)
+def test_a_changed_fingerprint_changes_the_cache_key(
+    config: Build, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = key(config, how)
+    assert key(config, how) == before
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda: "0.1.0-changed")
+    assert key(config, how) != before
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("how", SPELLINGS)
+def test_mutation_a_fingerprint_that_ignores_the_sources_is_caught(
+    config: Build, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fingerprint, "fingerprint_of", lambda root, version: "constant")
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda: fingerprint.fingerprint_of(tmp_path, "0"))
+    before = key(config, how)
+    (tmp_path / "changed.py").write_text("x = 1\n")
+    caught = key(config, how) == before
+    assert caught, "the I9 check compares keys before and after a change of sources; here they must be equal"
+
+
+def test_the_limit_and_every_option_are_in_the_cache_key(config: Build) -> None:
+    variants: list[dict[str, Any]] = [
+        {},
+        {"additional_config": ON},
+        {"additional_config": {"aiter_mla": {"enabled": True, "max_token_num": 8}}},
+        {"additional_config": {"aiter_mla": {"enabled": True, "kernel": "triton"}}},
+        {"additional_config": {"aiter_mla": {"enabled": True, "debug": {"rounding": "two"}}}},
+        {"compilation_config": {"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: 8}}},
+    ]
+    assert len({key(config, how) for how in variants}) == len(variants)
+
+
+def test_the_pass_and_the_mode_are_what_vllm_will_compile_with(config: Build) -> None:
+    built = config(additional_config=ON)
+    assert built.compilation_config.mode == CompilationMode.VLLM_COMPILE
+    assert isinstance(pass_of(built), InductorPass)
+
+
+def test_the_real_pipeline_has_the_interface_the_gate_builds_on(config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = pytest.importorskip("vllm_aiter_mla.passes.pipeline")
+    monkeypatch.setattr(gate, "_pipeline_class", lambda: pipeline.AiterMLAPipeline)
+    built = config(additional_config=ON, compilation_config=USERS_PASS)
+    assert isinstance(pass_of(built), InductorPass)
+    assert (pass_of(built).limit, pass_of(built).settings.enabled) == (16, True)
+    assert pass_of(built).chained.callable is support.users_pass
+    assert pass_of(replace(built)) is pass_of(built)
+    assert pass_of(pickle.loads(pickle.dumps(built))).uuid() == pass_of(built).uuid()
+    before = pass_of(built).uuid()
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda: "0.1.0-changed")
+    assert pass_of(config(additional_config=ON, compilation_config=USERS_PASS)).uuid() != before
+
+
+def test_the_op_the_gate_splits_at_is_the_one_the_runtime_defines() -> None:
+    from vllm_aiter_mla.runtime import ops
+
+    assert gate.ATTENTION_OP == ops.ATTENTION_OP

@@ -1,0 +1,157 @@
+"""Claims about the two fields on vLLM's PassConfig, and about a process that never saw the plugin."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import gate_support as support
+import pytest
+from pydantic import TypeAdapter, ValidationError
+from vllm.config import CompilationConfig, PassConfig, VllmConfig
+from vllm.config.utils import replace
+
+from vllm_aiter_mla import fingerprint
+from vllm_aiter_mla.compat import pass_config
+from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
+
+ON: dict[str, Any] = {FLAG_FIELD: True, LIMIT_FIELD: 64}
+
+
+def test_flag_off_hashes_and_prints_as_without_the_plugin(without_plugin: dict[str, Any]) -> None:
+    assert not without_plugin["plugin"]
+    assert support.observed(support.stock_config()) == without_plugin["observed"]
+
+
+def test_an_explicit_default_is_as_good_as_none(without_plugin: dict[str, Any]) -> None:
+    options = {"pass_config": {FLAG_FIELD: False, LIMIT_FIELD: None}}
+    assert support.observed(support.stock_config(options)) == without_plugin["observed"]
+
+
+@pytest.mark.mutation
+def test_mutation_a_hash_that_lists_our_fields_when_off_is_caught(
+    without_plugin: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_config, "_StockView", lambda config, hidden: config)
+    assert support.observed(support.stock_config()) != without_plugin["observed"]
+
+
+def test_a_process_without_the_plugin_unpickles_our_values(without_plugin: dict[str, Any]) -> None:
+    assert without_plugin["arrived_type"] == "vllm.config.compilation.PassConfig"
+    assert {name: without_plugin["arrived"][name] for name in ON} == ON
+
+
+def test_a_pickle_of_a_process_without_the_plugin_reads_as_off() -> None:
+    stock = PassConfig()
+    for name in ON:
+        del stock.__dict__[name]
+    arrived = pickle.loads(pickle.dumps(stock))
+    assert pass_config.values_of(arrived) == {FLAG_FIELD: False, LIMIT_FIELD: None}
+    assert arrived == PassConfig()
+    assert arrived.compute_hash() == PassConfig().compute_hash()
+
+
+def test_defaults_are_off_and_unset() -> None:
+    assert pass_config.values_of(PassConfig()) == {FLAG_FIELD: False, LIMIT_FIELD: None}
+
+
+def test_values_pass_through_every_way_a_config_is_built() -> None:
+    ways = [
+        PassConfig(**ON),
+        CompilationConfig(pass_config=ON).pass_config,  # type: ignore[arg-type]
+        TypeAdapter(CompilationConfig).validate_json(json.dumps({"pass_config": ON})).pass_config,
+        VllmConfig(compilation_config=CompilationConfig(pass_config=PassConfig(**ON))).compilation_config.pass_config,
+        replace(PassConfig(**ON)),
+        pickle.loads(pickle.dumps(PassConfig(**ON))),
+    ]
+    assert [pass_config.values_of(way) for way in ways] == [ON] * len(ways)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((FLAG_FIELD, value) for value in ("true", 1, None)),
+        *((LIMIT_FIELD, value) for value in (True, "8", 0, -1, 8.5)),
+    ],
+)
+def test_a_wrong_value_names_the_option_and_the_value(name: str, value: Any) -> None:
+    ways = [
+        lambda: PassConfig(**{name: value}),
+        lambda: CompilationConfig(pass_config={name: value}),  # type: ignore[arg-type]
+        lambda: TypeAdapter(CompilationConfig).validate_json(json.dumps({"pass_config": {name: value}})),
+    ]
+    for way in ways:
+        with pytest.raises(ValidationError) as caught:
+            way()
+        assert name in str(caught.value)
+        assert f"input_value={value!r}" in str(caught.value)
+
+
+def test_a_misspelt_field_is_still_an_error() -> None:
+    with pytest.raises(ValidationError, match="fuse_aiter_qk_rope_kvcache"):
+        PassConfig(fuse_aiter_qk_rope_kvcache=True)  # type: ignore[call-arg]
+
+
+def test_equality_and_repr_see_the_fields() -> None:
+    assert PassConfig(**ON) == PassConfig(**ON) != PassConfig()
+    assert PassConfig(**ON) != PassConfig(**{**ON, LIMIT_FIELD: 65})
+    assert PassConfig() != "something else"
+    assert repr(PassConfig(**ON)).endswith(f"{FLAG_FIELD}=True, {LIMIT_FIELD}=64)")
+    assert FLAG_FIELD not in repr(PassConfig())
+    assert FLAG_FIELD in repr(CompilationConfig(pass_config=PassConfig(**ON)))
+    assert FLAG_FIELD not in repr(CompilationConfig())
+
+
+def test_the_hash_sees_values_and_fingerprint_only_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    on, off = PassConfig(**ON).compute_hash(), PassConfig().compute_hash()
+    assert len({on, off, PassConfig(**{**ON, LIMIT_FIELD: 65}).compute_hash()}) == 3
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda: "another")
+    assert PassConfig().compute_hash() == off
+    assert PassConfig(**ON).compute_hash() != on
+
+
+def test_stock_fields_still_decide_the_hash_when_ours_are_set() -> None:
+    assert PassConfig(**ON, eliminate_noops=False).compute_hash() != PassConfig(**ON).compute_hash()
+
+
+def test_extending_twice_changes_nothing() -> None:
+    before = {name: PassConfig.__dict__[name] for name in ("__eq__", "__repr__", "compute_hash", "__init__")}
+    fields = list(PassConfig.__dataclass_fields__)
+    pass_config.extend()
+    assert {name: PassConfig.__dict__[name] for name in before} == before
+    assert list(PassConfig.__dataclass_fields__) == fields
+
+
+def test_a_failed_self_test_leaves_stock_behind(without_plugin: dict[str, Any]) -> None:
+    def broken(cls: type, stock_hash: str) -> None:
+        raise RuntimeError("upstream changed")
+
+    saved = {name: PassConfig.__dict__[name] for name in ("__eq__", "__repr__", "compute_hash")}
+    bare = {name: saved[name].__closure__ for name in saved}
+    stock = {
+        name: next(cell.cell_contents for cell in closure if callable(cell.cell_contents))
+        for name, closure in bare.items()
+        if closure
+    }
+    pass_config._undo(PassConfig, stock)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pass_config, "_self_test", broken)
+            with pytest.raises(RuntimeError, match="upstream changed"):
+                pass_config.extend()
+        assert support.observed(support.stock_config()) == without_plugin["observed"]
+        with pytest.raises(ValidationError, match=FLAG_FIELD):
+            PassConfig(**ON)
+    finally:
+        pass_config.extend()
+    assert pass_config.values_of(PassConfig(**ON)) == ON
+
+
+def test_a_field_upstream_already_has_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(PassConfig, pass_config._MARK)
+    monkeypatch.setattr(pass_config, "_wrap", lambda cls: None)
+    upstreams = dict(PassConfig.__dataclass_fields__)
+    pass_config.extend()
+    assert PassConfig.__dataclass_fields__ == upstreams
+    assert getattr(PassConfig, pass_config._MARK) == ()

@@ -1,0 +1,181 @@
+"""Claims about registration: found by vLLM, harmless twice, never raises, cheap, and in any order with a sandbox."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import gate_support as support
+import pytest
+from gate_support import ON, Lines, StandInPipeline
+
+from vllm_aiter_mla import gate, plugin
+from vllm_aiter_mla.compat import log, platform_hook, register, vllm_version
+
+
+def test_vllm_finds_the_plugin_under_its_name() -> None:
+    (found,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "aiter_mla"]
+    assert found.load() is plugin.register
+
+
+def test_patching_vllm_costs_less_than_50_ms(without_plugin: dict[str, Any]) -> None:
+    assert without_plugin["seconds"]["patches"] < 0.050
+
+
+def test_registering_costs_less_than_100_ms_beyond_vllm(without_plugin: dict[str, Any]) -> None:
+    assert without_plugin["seconds"]["everything"] < 0.100
+
+
+def test_registering_again_wraps_nothing_again() -> None:
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    names = ("check_and_update_config", "apply_config_platform_defaults")
+    before = [platform.__dict__[name] for name in names]
+    plugin.register()
+    register.apply_all()
+    assert [platform.__dict__[name] for name in names] == before
+
+
+def test_a_step_that_fails_is_said_once_and_never_raised(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ImportError("no such op")
+
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setattr(plugin, "_register_ops", fail)
+    monkeypatch.setattr(register, "_failed", {})
+    plugin.register()
+    plugin.register()
+    assert [
+        line
+        for line in lines.at(logging.WARNING)
+        if "torch ops failed, vLLM runs stock" in line and "no such op" in line
+    ]
+    assert len(lines.at(logging.WARNING)) == len(set(lines.at(logging.WARNING)))
+    assert register.failed_requirements() == ("torch ops",)
+
+
+@pytest.mark.mutation
+def test_mutation_a_registration_that_lets_errors_out_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setattr(plugin, "_register_ops", lambda: (_ for _ in ()).throw(ImportError("no such op")))
+    monkeypatch.setattr(plugin.patches, "run", lambda name, step, required=True: step())
+    with pytest.raises(ImportError):
+        plugin.register()
+
+
+def test_a_failed_pass_config_patch_points_to_the_other_spelling(lines: Lines) -> None:
+    plugin._report({"patch pass_config": register.Failure("RuntimeError: changed", required=False)})
+    assert "additional_config.aiter_mla" in lines.at(logging.WARNING)[0]
+
+
+def test_the_log_goes_through_vllms_own_logger() -> None:
+    assert log.logger.name.startswith("vllm.")
+    assert log.logger.getEffectiveLevel() == logging.getLogger("vllm").getEffectiveLevel()
+
+
+def test_every_patch_says_what_why_how_and_when_it_can_go() -> None:
+    for patch in register.PATCHES:
+        for field in ("name", "what", "why", "how", "link", "probe", "remove_when"):
+            assert getattr(patch, field), f"{patch.name} lacks {field}"
+        assert patch.link.startswith("https://")
+
+
+# -- the hook and other people's wrappers
+
+
+def test_a_wrapper_put_around_the_hook_later_is_still_seen_by_the_gate(
+    stand_in: type[StandInPipeline], mla_model: Path, monkeypatch: pytest.MonkeyPatch, lines: Lines
+) -> None:
+    support.keep_compile_mode(monkeypatch)
+    assert gate.ATTENTION_OP in support.vllm_config(mla_model, additional_config=ON).compilation_config.splitting_ops
+    assert lines.at(logging.WARNING) == []
+
+
+def test_the_gate_runs_once_per_config_however_often_it_is_wrapped(
+    compiling: None, mla_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(gate, "apply", seen.append)
+    built = support.vllm_config(mla_model)
+    assert seen == [built]
+
+
+def test_a_hook_that_raises_does_not_disable_the_next_one(compiling: None, mla_model: Path) -> None:
+    with pytest.raises(ValueError, match="enabled"):
+        support.vllm_config(mla_model, additional_config={"aiter_mla": {"enabled": 3}})
+    assert support.vllm_config(mla_model, additional_config=ON).compilation_config.use_inductor_graph_partition is True
+
+
+class _Plain:
+    calls: list[type]
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        cls.calls.append(cls)
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+        cls.calls.append(cls)
+
+
+class _Derived(_Plain):
+    """An out-of-tree platform that inherits both methods."""
+
+
+def test_an_inheriting_platform_is_hooked_without_touching_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(gate, "apply", seen.append)
+    monkeypatch.setattr(_Plain, "calls", [], raising=False)
+    platform_hook.install(_Derived)
+    _Plain.check_and_update_config("base")
+    assert seen == []
+    _Derived.check_and_update_config("derived")
+    assert seen == ["derived"]
+    assert _Plain.calls == [_Plain, _Derived]
+
+
+def test_knobs_are_noted_before_defaults_hide_them(compiling: None, mla_model: Path) -> None:
+    unset = support.vllm_config(mla_model).compilation_config
+    explicit = support.vllm_config(mla_model, compilation_config={"use_inductor_graph_partition": False})
+    assert unset.use_inductor_graph_partition is False
+    assert platform_hook.knobs_of(unset).use_inductor_graph_partition is None
+    assert platform_hook.knobs_of(explicit.compilation_config).use_inductor_graph_partition is False
+
+
+def test_noted_knobs_go_with_their_config(compiling: None, mla_model: Path) -> None:
+    import gc
+
+    gc.collect()
+    before = len(platform_hook._noted)
+    built = support.vllm_config(mla_model)
+    assert len(platform_hook._noted) > before
+    del built
+    gc.collect()
+    assert len(platform_hook._noted) <= before
+
+
+# -- versions
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.32.0+cpu", "0.33.1rc2.dev7+gabc", "v0.31.0", "0.33"])
+def test_versions_inside_the_window(version: str) -> None:
+    assert vllm_version.in_window(version)
+
+
+@pytest.mark.parametrize("version", ["0.29.3", "0.34.0", "0.34.0rc1", "1.0.0", "0.1.dev1+gabc", "dev", ""])
+def test_versions_outside_the_window(version: str) -> None:
+    assert not vllm_version.in_window(version)
+
+
+def test_the_installed_vllm_lacks_nothing() -> None:
+    assert vllm_version.missing_capabilities() == ()
+
+
+def test_a_missing_capability_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import CompilationConfig
+
+    monkeypatch.delattr(CompilationConfig, "_attention_ops")
+    assert vllm_version.missing_capabilities() == ("CompilationConfig._attention_ops",)

@@ -1,0 +1,152 @@
+"""Claims about who may take the fast path: one refusal per knob, each with a registered code. No vLLM needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_aiter_mla import admission
+from vllm_aiter_mla.admission import (
+    KV_UPDATE_OP,
+    MLA_ATTENTION_OP,
+    REASONS,
+    ConfigView,
+    LayerView,
+    Refusal,
+    admit_config,
+    admit_layer,
+)
+
+CONFIG_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+    ({"vllm_version": "0.34.0", "version_supported": False}, "vllm_version", "0.34.0"),
+    ({"missing": ("Platform.pass_key",)}, "capability", "Platform.pass_key"),
+    ({"atom_active": True}, "atom", "ATOM_DISABLE_VLLM_PLUGIN"),
+    ({"is_mla": False}, "not_mla", "MLA"),
+    ({"is_sparse": True}, "sparse_mla", "index_topk"),
+    ({"enforce_eager": True}, "enforce_eager", "enforce_eager"),
+    ({"mode": "NONE", "breakable_cudagraph": True}, "breakable_cudagraph", "VLLM_USE_BREAKABLE_CUDAGRAPH"),
+    ({"mode": "DYNAMO_TRACE_ONCE"}, "compilation_mode", "compilation_config.mode"),
+    ({"backend": "eager"}, "backend", "compilation_config.backend"),
+    ({"dcp": 2}, "dcp", "decode_context_parallel_size"),
+    ({"pcp": 2}, "pcp", "prefill_context_parallel_size"),
+    ({"hisparse": True}, "hisparse", "hisparse_config"),
+    ({"fp8_bmm": True}, "fp8_bmm", "VLLM_ROCM_USE_AITER_FP8BMM"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype", "kv_cache_dtype"),
+    ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype", "fp8_ds_mla"),
+    ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype", "nvfp4"),
+    ({"kv_cache_dtype": "bfloat16", "model_dtype": "float16"}, "kv_cache_dtype", "float16"),
+    ({"use_inductor_graph_partition": False}, "graph_partition", "use_inductor_graph_partition"),
+    ({"splitting_ops": (MLA_ATTENTION_OP,)}, "splitting_ops", "splitting_ops"),
+    ({"splitting_ops": (MLA_ATTENTION_OP, KV_UPDATE_OP)}, "splitting_ops", KV_UPDATE_OP),
+    ({"use_inductor_graph_partition": False, "splitting_ops": (KV_UPDATE_OP,)}, "splitting_ops", "splitting_ops"),
+]
+
+
+def test_the_default_view_is_admitted() -> None:
+    assert admit_config(ConfigView()) is None
+    assert admit_layer(LayerView()) is None
+
+
+@pytest.mark.parametrize(("facts", "code", "knob"), CONFIG_REFUSALS)
+def test_each_contradiction_is_refused_with_its_code_and_its_knob(facts: dict[str, Any], code: str, knob: str) -> None:
+    refusal = admit_config(replace(ConfigView(), **facts))
+    assert refusal is not None
+    assert refusal.code == code
+    assert knob in refusal.message
+    assert "\n" not in str(refusal)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"splitting_ops": ()},
+        {"splitting_ops": (), "use_inductor_graph_partition": False},
+        {"splitting_ops": ("vllm::mamba_mixer",)},
+        {"splitting_ops": (MLA_ATTENTION_OP,), "use_inductor_graph_partition": True},
+        {"use_inductor_graph_partition": True},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e4m3", "model_dtype": "bfloat16"},
+        {"kv_cache_dtype": "bfloat16", "model_dtype": "bfloat16"},
+        {"kv_cache_dtype": "auto", "model_dtype": "float32"},
+        {"breakable_cudagraph": True},
+    ],
+)
+def test_what_leaves_the_layer_in_one_graph_and_its_cache_writable_is_admitted(facts: dict[str, Any]) -> None:
+    assert admit_config(replace(ConfigView(), **facts)) is None
+
+
+LAYER_REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"is_sparse": True}, "sparse_mla"),
+    ({"impl": "TritonMLAImpl"}, "impl"),
+    ({"q_pad_num_heads": 16}, "q_padding"),
+    ({"sliding_window": True}, "sliding_window"),
+    ({"fp4_bmm": True, "has_w_uk_t": False}, "fp4_bmm"),
+    ({"fp8_bmm": True, "has_w_uk_t": False}, "fp8_bmm"),
+    ({"amx_bmm": True, "has_w_uk_t": False}, "amx_bmm"),
+    ({"has_w_uk_t": False}, "no_absorbed_weight"),
+    ({"dcp_world_size": 4}, "dcp"),
+    ({"dcp_q_replicate": True}, "dcp"),
+    ({"pcp_world_size": 2}, "pcp"),
+    ({"hisparse": True}, "hisparse"),
+    ({"kv_cache_ndim": 4}, "kv_cache_ndim"),
+    ({"cos_sin_dtype_matches": False}, "cos_sin_dtype"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
+    ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype"),
+    ({"num_heads": 0}, "geometry"),
+    ({"qk_rope_head_dim": 63}, "geometry"),
+]
+
+
+@pytest.mark.parametrize(("facts", "code"), LAYER_REFUSALS)
+def test_each_unsupported_layer_is_refused_with_its_code(facts: dict[str, Any], code: str) -> None:
+    refusal = admit_layer(replace(LayerView(), **facts))
+    assert refusal is not None
+    assert refusal.code == code
+    assert "\n" not in refusal.message
+
+
+def test_every_registered_code_can_be_reached_and_is_described_in_one_line() -> None:
+    reached = {code for _, code, _ in CONFIG_REFUSALS} | {code for _, code in LAYER_REFUSALS} | {"user_pass"}
+    assert reached == set(REASONS)
+    assert all(text and "\n" not in text for text in REASONS.values())
+
+
+def test_a_code_that_is_not_registered_cannot_be_raised() -> None:
+    with pytest.raises(KeyError, match="unheard_of"):
+        Refusal("unheard_of", "message")
+
+
+def test_a_layer_without_a_bound_cache_is_admitted_because_compilation_comes_first() -> None:
+    assert admit_layer(LayerView(kv_cache_ndim=None)) is None
+    assert admit_layer(LayerView(kv_cache_ndim=3)) is None
+
+
+def test_an_impl_is_admitted_once_it_is_allowed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_impls", {"AiterMLAImpl"})
+    view = LayerView(impl="ReferenceMLAImpl")
+    assert admit_layer(view) is not None
+    admission.allow_impl("ReferenceMLAImpl")
+    assert admit_layer(view) is None
+    assert admission.allowed_impls() == {"AiterMLAImpl", "ReferenceMLAImpl"}
+
+
+@given(st.lists(st.sampled_from(CONFIG_REFUSALS), min_size=1, max_size=4))
+def test_any_combination_of_contradictions_is_refused(picked: list[tuple[dict[str, Any], str, str]]) -> None:
+    facts: dict[str, Any] = {}
+    for part, _, _ in picked:
+        facts.update(part)
+    refusal = admit_config(replace(ConfigView(), **facts))
+    assert refusal is not None
+    assert refusal.code in {code for _, code, _ in CONFIG_REFUSALS}
+
+
+@given(st.lists(st.sampled_from(LAYER_REFUSALS), min_size=1, max_size=4))
+def test_any_combination_of_layer_troubles_is_refused(picked: list[tuple[dict[str, Any], str]]) -> None:
+    facts: dict[str, Any] = {}
+    for part, _ in picked:
+        facts.update(part)
+    assert admit_layer(replace(LayerView(), **facts)) is not None

@@ -1,0 +1,76 @@
+"""I9 at its root: the fingerprint changes with every source that decides a graph or a number, and with nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_aiter_mla import __version__, fingerprint
+
+PACKAGE = Path(fingerprint.__file__).parent
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(PACKAGE, tmp_path / "elsewhere", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def test_a_copy_elsewhere_has_the_same_fingerprint(copy: Path) -> None:
+    assert fingerprint.fingerprint_of(copy, __version__) == fingerprint.fingerprint_of(PACKAGE, __version__)
+
+
+@pytest.mark.parametrize("room", [".", "passes", "runtime", "kernels", "compat"])
+def test_changing_one_source_changes_the_fingerprint(copy: Path, room: str) -> None:
+    before = fingerprint.fingerprint_of(copy, __version__)
+    with (copy / room / "__init__.py").open("a") as source:
+        source.write("# changed\n")
+    assert fingerprint.fingerprint_of(copy, __version__) != before
+
+
+def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(tmp_path: Path) -> None:
+    seen = set()
+    for files in (
+        {"a.py": "ab", "b.py": "c"},
+        {"a.py": "a", "b.py": "bc"},
+        {"a.py": "ab", "c.py": "c"},
+        {"a.py": "ab"},
+    ):
+        root = tmp_path / str(len(seen))
+        root.mkdir()
+        for name, text in files.items():
+            (root / name).write_text(text)
+        seen.add(fingerprint.fingerprint_of(root, "1"))
+    assert len(seen) == 4
+
+
+def test_a_new_version_has_a_new_fingerprint() -> None:
+    assert fingerprint.fingerprint_of(PACKAGE, "9.9") != fingerprint.fingerprint_of(PACKAGE, __version__)
+
+
+@pytest.mark.parametrize("room", sorted(fingerprint.IRRELEVANT_ROOMS))
+def test_commands_and_reports_do_not_cost_a_recompile(copy: Path, room: str) -> None:
+    before = fingerprint.fingerprint_of(copy, __version__)
+    (copy / room / "new.py").write_text("x = 1\n")
+    assert fingerprint.fingerprint_of(copy, __version__) == before
+
+
+def test_the_rooms_that_decide_graphs_are_all_covered() -> None:
+    rooms = {path.relative_to(PACKAGE).parts[0] for path in fingerprint.sources(PACKAGE)}
+    assert {"passes", "runtime", "kernels", "compat", "gate.py", "admission.py", "settings.py", "bucket.py"} <= rooms
+
+
+def test_fingerprinting_takes_less_than_20_ms() -> None:
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        fingerprint.fingerprint_of(PACKAGE, __version__)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.020
+
+
+def test_the_process_wide_fingerprint_carries_the_version() -> None:
+    assert fingerprint.fingerprint() == fingerprint.fingerprint_of(PACKAGE, __version__)
+    assert fingerprint.fingerprint().startswith(f"{__version__}-")

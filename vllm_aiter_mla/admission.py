@@ -1,0 +1,295 @@
+"""Who may take the fast path: a plain view of a config or of a layer in, a reason or nothing out.
+
+Pure: no torch, no vLLM, no GPU. ``compat`` and the matcher fill the views from vLLM's objects; what comes out is what
+the log, ``doctor``, ``plan`` and the report print. A refusal is a value and is decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MLA_ATTENTION_OP = "vllm::unified_mla_attention_with_output"
+KV_UPDATE_OP = "vllm::unified_mla_kv_cache_update"
+
+REASONS: dict[str, str] = {
+    # -- the whole engine
+    "vllm_version": "vLLM's release is outside the range this plugin was written against",
+    "capability": "this vLLM lacks something the plugin builds on, or one of the plugin's patches did not apply",
+    "atom": "ATOM's vLLM plugin is active and replaces the model",
+    "not_mla": "the model does not use MLA attention",
+    "sparse_mla": "the model uses sparse MLA (an indexer picks the KV rows)",
+    "enforce_eager": "eager mode: there is no graph to rewrite",
+    "breakable_cudagraph": "breakable CUDA graphs run the model without torch.compile",
+    "compilation_mode": "the compilation mode is not VLLM_COMPILE, so vLLM's pass pipeline does not run",
+    "backend": "the compilation back end is not Inductor, so vLLM's pass pipeline does not run",
+    "dcp": "decode context parallelism splits the KV cache over ranks",
+    "pcp": "prefill context parallelism splits a prompt over ranks",
+    "hisparse": "HiSparse keeps KV rows in host memory",
+    "kv_cache_dtype": "the KV cache's dtype or layout is not one the kernels write",
+    "fp8_bmm": "the absorb matrix is held in fp8 for AITER's batched GEMM",
+    "graph_partition": "an explicit use_inductor_graph_partition=False cuts the graph at the attention op",
+    "splitting_ops": "explicit splitting_ops cut the graph at the attention op or the KV-cache update",
+    "user_pass": "the custom pass already in place cannot be chained",
+    # -- one layer
+    "impl": "the attention implementation is not one the fast path calls correctly",
+    "q_padding": "the implementation pads the number of query heads",
+    "no_absorbed_weight": "the layer holds no unquantised absorbed weight W_UK_T",
+    "fp4_bmm": "the absorb matrix is held in fp4 for AITER's batched GEMM",
+    "amx_bmm": "the absorb matrix is packed for AMX",
+    "cos_sin_dtype": "the cos/sin table has another dtype than the activations",
+    "kv_cache_ndim": "the KV cache is not [blocks, block size, latent + rope]",
+    "sliding_window": "the layer attends over a sliding window",
+    "geometry": "the layer's head sizes are not those of a decoupled-RoPE MLA layer",
+}
+"""Every code a :class:`Refusal` may carry, with what it means in one line."""
+
+KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
+"""vLLM's names of the caches the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the fast path steps aside: a stable ``code`` from :data:`REASONS` and a line that names the knob."""
+
+    code: str
+    message: str
+
+    def __post_init__(self) -> None:
+        if self.code not in REASONS:
+            raise KeyError(f"refusal code {self.code!r} is not in admission.REASONS")
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
+
+
+@dataclass(frozen=True)
+class ConfigView:
+    """What admission reads of a finished ``VllmConfig``. The defaults describe an engine that is admitted.
+
+    Attributes:
+        vllm_version: as vLLM prints it.
+        version_supported: inside the window, or forced by the user.
+        missing: capabilities that were probed and not found, and patches that failed.
+        mode: name of the compilation mode.
+        model_dtype: activation dtype without the ``torch.`` prefix; empty when unknown.
+        use_inductor_graph_partition: as the user gave it; ``None`` when left alone.
+        splitting_ops: as the user gave them; ``None`` when left alone.
+        fp8_bmm: AITER's fp8 batched GEMM is switched on for the absorb step.
+    """
+
+    vllm_version: str = ""
+    version_supported: bool = True
+    missing: tuple[str, ...] = ()
+    atom_active: bool = False
+    is_mla: bool = True
+    is_sparse: bool = False
+    enforce_eager: bool = False
+    breakable_cudagraph: bool = False
+    mode: str = "VLLM_COMPILE"
+    backend: str = "inductor"
+    dcp: int = 1
+    pcp: int = 1
+    hisparse: bool = False
+    kv_cache_dtype: str = "auto"
+    model_dtype: str = ""
+    fp8_bmm: bool = False
+    use_inductor_graph_partition: bool | None = None
+    splitting_ops: tuple[str, ...] | None = None
+
+
+def admit_config(view: ConfigView) -> Refusal | None:
+    """First reason for which no layer of this engine may take the fast path, or ``None``."""
+    for check in (_environment, _model, _compilation, _parallel, _cache, _partition):
+        refusal = check(view)
+        if refusal is not None:
+            return refusal
+    return None
+
+
+def _environment(view: ConfigView) -> Refusal | None:
+    if not view.version_supported:
+        return Refusal(
+            "vllm_version",
+            f"vLLM {view.vllm_version or 'of unknown version'} is outside the supported window; "
+            "additional_config.aiter_mla.debug.untested_vllm=true tries it anyway",
+        )
+    if view.missing:
+        return Refusal("capability", f"this vLLM ({view.vllm_version}) lacks {', '.join(view.missing)}")
+    if view.atom_active:
+        return Refusal("atom", "ATOM's plugin owns the model; set ATOM_DISABLE_VLLM_PLUGIN=1 to use this one instead")
+    return None
+
+
+def _model(view: ConfigView) -> Refusal | None:
+    if not view.is_mla:
+        return Refusal("not_mla", "the model does not use MLA attention (model, VLLM_MLA_DISABLE)")
+    if view.is_sparse:
+        return Refusal("sparse_mla", "the model uses sparse MLA (index_topk in its config)")
+    return None
+
+
+def _compilation(view: ConfigView) -> Refusal | None:
+    if view.enforce_eager:
+        return Refusal("enforce_eager", "enforce_eager=True leaves no graph to rewrite; drop --enforce-eager")
+    if view.mode != "VLLM_COMPILE" and view.breakable_cudagraph:
+        return Refusal("breakable_cudagraph", "set VLLM_USE_BREAKABLE_CUDAGRAPH=0; it runs the model uncompiled")
+    if view.mode != "VLLM_COMPILE":
+        return Refusal("compilation_mode", f"compilation_config.mode is {view.mode}; the passes need VLLM_COMPILE")
+    if view.backend != "inductor":
+        return Refusal("backend", f"compilation_config.backend is {view.backend!r}; the passes need 'inductor'")
+    return None
+
+
+def _parallel(view: ConfigView) -> Refusal | None:
+    if view.dcp > 1:
+        return Refusal("dcp", f"decode_context_parallel_size is {view.dcp}; the fast path needs 1")
+    if view.pcp > 1:
+        return Refusal("pcp", f"prefill_context_parallel_size is {view.pcp}; the fast path needs 1")
+    return None
+
+
+def _cache(view: ConfigView) -> Refusal | None:
+    if view.hisparse:
+        return Refusal("hisparse", "attention_config.hisparse_config is set")
+    if view.fp8_bmm:
+        return Refusal("fp8_bmm", "set VLLM_ROCM_USE_AITER_FP8BMM=0; its fp8 absorb weights are not supported yet")
+    return _kv_cache_dtype(view.kv_cache_dtype, view.model_dtype)
+
+
+def _kv_cache_dtype(dtype: str, model_dtype: str) -> Refusal | None:
+    if dtype not in KV_CACHE_DTYPES:
+        known = ", ".join(sorted(KV_CACHE_DTYPES))
+        return Refusal("kv_cache_dtype", f"kv_cache_dtype is {dtype!r}; the kernels write {known}")
+    if dtype in ("bfloat16", "float16") and model_dtype and dtype != model_dtype:
+        return Refusal("kv_cache_dtype", f"kv_cache_dtype is {dtype!r} but the model computes in {model_dtype}")
+    return None
+
+
+def _partition(view: ConfigView) -> Refusal | None:
+    """Attention and KV update must lie in the same FX graph as the query projection, or there is nothing to lift."""
+    if view.use_inductor_graph_partition:
+        return None
+    if view.splitting_ops is None:
+        if view.use_inductor_graph_partition is False:
+            return Refusal(
+                "graph_partition",
+                "compilation_config.use_inductor_graph_partition=False cuts the graph at attention; "
+                "leave it unset, or set it to true, or set splitting_ops=[]",
+            )
+        return None
+    cut = [op for op in (MLA_ATTENTION_OP, KV_UPDATE_OP) if op in view.splitting_ops]
+    if cut:
+        return Refusal(
+            "splitting_ops",
+            f"compilation_config.splitting_ops cuts the graph at {' and '.join(cut)}; "
+            "set use_inductor_graph_partition=true with it, or splitting_ops=[], or leave both unset",
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """What admission reads of one attention layer. The defaults describe a layer that is admitted.
+
+    Attributes:
+        name: vLLM's layer name, for the message.
+        impl: class name of ``layer.impl``.
+        q_pad_num_heads: heads the implementation pads the query to, ``None`` without padding.
+        kv_cache_ndim: dimensions of the bound KV cache; ``None`` while none is bound (compilation runs before).
+        num_heads, qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank, v_head_dim: N (per rank), P, R, L and V.
+    """
+
+    name: str = ""
+    impl: str = "AiterMLAImpl"
+    is_sparse: bool = False
+    q_pad_num_heads: int | None = None
+    has_w_uk_t: bool = True
+    fp8_bmm: bool = False
+    fp4_bmm: bool = False
+    amx_bmm: bool = False
+    kv_cache_dtype: str = "auto"
+    model_dtype: str = ""
+    kv_cache_ndim: int | None = None
+    dcp_world_size: int = 1
+    pcp_world_size: int = 1
+    dcp_q_replicate: bool = False
+    hisparse: bool = False
+    cos_sin_dtype_matches: bool = True
+    sliding_window: bool = False
+    num_heads: int = 16
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    kv_lora_rank: int = 512
+    v_head_dim: int = 128
+
+
+_impls = {"AiterMLAImpl"}
+
+
+def allow_impl(name: str) -> None:
+    """Let layers whose implementation class is called ``name`` take the fast path; the sandbox adds its own."""
+    _impls.add(name)
+
+
+def allowed_impls() -> frozenset[str]:
+    """Class names of the attention implementations the fast path may call."""
+    return frozenset(_impls)
+
+
+def admit_layer(view: LayerView) -> Refusal | None:
+    """First reason for which this layer stays stock, or ``None``. One layer's refusal never touches another's."""
+    for check in (_implementation, _absorb, _layer_parallel, _layer_cache, _geometry):
+        refusal = check(view)
+        if refusal is not None:
+            return refusal
+    return None
+
+
+def _implementation(view: LayerView) -> Refusal | None:
+    if view.is_sparse:
+        return Refusal("sparse_mla", f"{view.impl} is sparse")
+    if view.impl not in _impls:
+        return Refusal("impl", f"attention implementation is {view.impl}; known: {', '.join(sorted(_impls))}")
+    if view.q_pad_num_heads:
+        return Refusal("q_padding", f"the query is padded to {view.q_pad_num_heads} heads")
+    if view.sliding_window:
+        return Refusal("sliding_window", "the layer has a sliding window")
+    return None
+
+
+def _absorb(view: LayerView) -> Refusal | None:
+    if view.fp4_bmm:
+        return Refusal("fp4_bmm", "set VLLM_ROCM_USE_AITER_FP4BMM=0; its fp4 absorb weights are not supported yet")
+    if view.fp8_bmm:
+        return Refusal("fp8_bmm", "set VLLM_ROCM_USE_AITER_FP8BMM=0; its fp8 absorb weights are not supported yet")
+    if view.amx_bmm:
+        return Refusal("amx_bmm", "the CPU backend packed the absorb weights for AMX; choose CPU_MLA")
+    if not view.has_w_uk_t:
+        return Refusal("no_absorbed_weight", "the layer has no W_UK_T")
+    return None
+
+
+def _layer_parallel(view: LayerView) -> Refusal | None:
+    if view.dcp_world_size > 1 or view.dcp_q_replicate:
+        return Refusal("dcp", f"decode context parallel world size {view.dcp_world_size}; the fast path needs 1")
+    if view.pcp_world_size > 1:
+        return Refusal("pcp", f"prefill context parallel world size {view.pcp_world_size}; the fast path needs 1")
+    return None
+
+
+def _layer_cache(view: LayerView) -> Refusal | None:
+    if view.hisparse:
+        return Refusal("hisparse", "the layer's KV rows are managed by HiSparse")
+    if view.kv_cache_ndim not in (None, 3):
+        return Refusal("kv_cache_ndim", f"the KV cache has {view.kv_cache_ndim} dimensions, not 3")
+    if not view.cos_sin_dtype_matches:
+        return Refusal("cos_sin_dtype", "the cos/sin table's dtype differs from the activations'")
+    return _kv_cache_dtype(view.kv_cache_dtype, view.model_dtype)
+
+
+def _geometry(view: LayerView) -> Refusal | None:
+    sizes = (view.num_heads, view.qk_nope_head_dim, view.qk_rope_head_dim, view.kv_lora_rank, view.v_head_dim)
+    if min(sizes) <= 0 or view.qk_rope_head_dim % 2:
+        n, p, r, latent, v = sizes
+        return Refusal("geometry", f"N={n} P={p} R={r} L={latent} V={v}: all must be positive and R even")
+    return None

@@ -1,0 +1,79 @@
+"""Read a ``VllmConfig`` into the plain records that ``settings`` and ``admission`` decide on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_aiter_mla.admission import ConfigView
+from vllm_aiter_mla.compat import pass_config, platform_hook, register, vllm_version
+from vllm_aiter_mla.settings import Settings, resolve
+
+
+def settings_of(vllm_config: Any) -> Settings:
+    """The user's options, both spellings merged. Raises ``SettingsError`` naming the option."""
+    values = pass_config.values_of(vllm_config.compilation_config.pass_config)
+    return resolve(values, vllm_config.additional_config)
+
+
+def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
+    """The facts that admission looks at, as they stand after the platform's own ``check_and_update_config``."""
+    compilation = vllm_config.compilation_config
+    knobs = platform_hook.knobs_of(compilation)
+    version = vllm_version.installed()
+    return ConfigView(
+        vllm_version=version,
+        version_supported=vllm_version.in_window(version) or settings.debug.untested_vllm,
+        missing=(*vllm_version.missing_capabilities(), *register.failed_requirements()),
+        atom_active=_atom_active(),
+        breakable_cudagraph=_breakable_cudagraph(),
+        mode="unset" if compilation.mode is None else compilation.mode.name,
+        backend=compilation.backend,
+        hisparse=getattr(vllm_config.attention_config, "hisparse_config", None) is not None,
+        fp8_bmm=_fp8_bmm(),
+        use_inductor_graph_partition=knobs.use_inductor_graph_partition,
+        splitting_ops=knobs.splitting_ops,
+        dcp=getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1),
+        pcp=getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1),
+        kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        **_model_facts(vllm_config.model_config),
+    )
+
+
+def _model_facts(model: Any) -> dict[str, Any]:
+    if model is None:
+        return {"is_mla": False}
+    return {
+        "is_mla": bool(model.use_mla),
+        "is_sparse": getattr(model.hf_text_config, "index_topk", None) is not None,
+        "enforce_eager": bool(model.enforce_eager),
+        "model_dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _atom_active() -> bool:
+    """ATOM replaces the models through a platform of its own; with ATOM_DISABLE_VLLM_PLUGIN=1 it offers none."""
+    from vllm.platforms import current_platform
+
+    return any(cls.__module__.partition(".")[0] == "atom" for cls in type(current_platform).__mro__)
+
+
+def _breakable_cudagraph() -> bool:
+    try:
+        from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+    except ImportError:
+        return False
+    return bool(is_breakable_cudagraph_enabled())
+
+
+def _fp8_bmm() -> bool:
+    """Whether every absorb matrix that is not fp4 will be fp8: on by default wherever VLLM_ROCM_USE_AITER is.
+
+    fp4 is left to the layer: AITER quantises only bf16 weights to fp4 and keeps the others as they are.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_rocm():
+        return False
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    return bool(rocm_aiter_ops.is_fp8bmm_enabled())

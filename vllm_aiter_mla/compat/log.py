@@ -1,0 +1,25 @@
+"""The plugin's log lines: under vLLM's own logger, so that its handlers and levels apply, and each only once."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger("vllm.aiter_mla")
+"""A child of "vllm": vLLM configures handlers for that name alone, so a logger of our own name would be mute."""
+
+PREFIX = "aiter-mla: "
+
+_said: set[tuple[int, str]] = set()
+
+
+def say_once(level: int, message: str) -> None:
+    """Log ``message`` at ``level`` unless this process has already said it; ``replace()`` rebuilds configs often."""
+    if (level, message) not in _said:
+        _said.add((level, message))
+        # stacklevel: vLLM prints the file and line, and they should be those of the caller.
+        logger.log(level, "%s%s", PREFIX, message, stacklevel=2)
+
+
+def forget() -> None:
+    """Forget what was said, so that the next run in this process reports again (demo, tests)."""
+    _said.clear()

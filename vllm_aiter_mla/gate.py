@@ -1,0 +1,146 @@
+"""The gate: reads the settings, admits or declines, and makes the few changes to a ``VllmConfig`` that engage.
+
+Called by ``compat.platform_hook`` for every ``VllmConfig`` that is built, after the platform's own checks and before
+vLLM computes compile ranges and splitting ops. With the flag off it reads and returns: nothing is touched. With the
+flag on and the config admitted it changes four fields of ``compilation_config`` and nothing else:
+
+- ``compile_ranges_endpoints`` gains L;
+- ``inductor_compile_config`` gains the pass, a pass of the user's chained in front;
+- ``use_inductor_graph_partition`` becomes True where the user left it alone;
+- ``splitting_ops`` lists our attention op beside vLLM's.
+
+The class-wide ``CompilationConfig._attention_ops`` stays as it is: a change there would reach configs whose flag is
+off in the same process, and change their cache key.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_aiter_mla import bucket
+from vllm_aiter_mla.admission import MLA_ATTENTION_OP, Refusal, admit_config
+from vllm_aiter_mla.compat import config_view, log, platform_hook, user_pass
+from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings, SettingsError, unused_options
+
+ATTENTION_OP = "vllm_aiter_mla::mla_attention_with_prepared_q"
+"""The attention op of the rewritten graph, in the spelling of ``splitting_ops``."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the gate did with one config.
+
+    Attributes:
+        settings: the user's options.
+        limit: L in tokens when the fast path is on, else ``None``.
+        refusal: why it is not on although it was asked for, else ``None``.
+    """
+
+    settings: Settings
+    limit: int | None = None
+    refusal: Refusal | None = None
+
+
+def apply(vllm_config: Any) -> Decision:
+    """Decide on ``vllm_config`` and, when admitted, engage. Idempotent: ``replace()`` runs it on the same config again.
+
+    Raises:
+        SettingsError: an option is wrong, or, in strict mode, the fast path has to step aside.
+    """
+    settings = config_view.settings_of(vllm_config)
+    if not settings.enabled:
+        _warn_of_unused(settings)
+        return Decision(settings)
+    compilation = vllm_config.compilation_config
+    engaged = _engaged_pass(compilation)
+    refusal = admit_config(config_view.view_of(vllm_config, settings))
+    if refusal is None and engaged is None:
+        refusal = user_pass.why_not_chainable(compilation)
+    if refusal is not None:
+        # A draft model's config shares compilation_config with its target: the target's pass stays.
+        if engaged is None:
+            _decline(refusal, settings)
+        return Decision(settings, refusal=refusal)
+    limit = _limit_of(vllm_config, settings)
+    if engaged is not None and settings.max_token_num is None:
+        # A draft's config may know of no speculation; it must not shrink the bucket of the target it shares with.
+        limit = max(limit, engaged.limit)
+    _engage(compilation, settings, limit, engaged)
+    _announce(vllm_config, settings, limit)
+    return Decision(settings, limit=limit)
+
+
+def _limit_of(vllm_config: Any, settings: Settings) -> int:
+    return bucket.decode_limit(
+        vllm_config.scheduler_config.max_num_seqs, vllm_config.num_speculative_tokens, settings.max_token_num
+    )
+
+
+def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any) -> None:
+    # New containers instead of changes in place: another config may hold the same list or dict.
+    compilation.compile_ranges_endpoints = bucket.endpoints_with(compilation.compile_ranges_endpoints, limit)
+    _open_graph(compilation)
+    if engaged is not None and (engaged.limit, engaged.settings) == (limit, settings):
+        return
+    chained = user_pass.wrapped(compilation) if engaged is None else engaged.chained
+    user_pass.install(compilation, _pipeline_class()(limit=limit, settings=settings, chained=chained))
+
+
+def _open_graph(compilation: Any) -> None:
+    """Keep the whole layer in one FX graph, and our attention op out of every piecewise capture."""
+    knobs = platform_hook.knobs_of(compilation)
+    if knobs.splitting_ops is None:
+        if not compilation.use_inductor_graph_partition:
+            compilation.use_inductor_graph_partition = True
+            log.say_once(logging.INFO, "use_inductor_graph_partition=True (was left unset; the passes need it)")
+        if ATTENTION_OP not in (compilation.splitting_ops or ()):
+            # What set_splitting_ops_for_v1 would fill in under graph partition, so that ours can stand beside it.
+            compilation.splitting_ops = list(compilation._attention_ops)
+    ops = compilation.splitting_ops or []
+    if MLA_ATTENTION_OP in ops and ATTENTION_OP not in ops:
+        compilation.splitting_ops = [*ops, ATTENTION_OP]
+
+
+def _pipeline_class() -> Any:
+    # Imported late: it imports torch, and a run with the flag off must not pay for it.
+    from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
+
+    return AiterMLAPipeline
+
+
+def _engaged_pass(compilation: Any) -> Any:
+    """Our pass when it is in place already, else ``None``; a config without any custom pass costs no import."""
+    current = user_pass.current(compilation)
+    if current is None:
+        return None
+    return current if isinstance(current, _pipeline_class()) else None
+
+
+def _decline(refusal: Refusal, settings: Settings) -> None:
+    line = f"off although it was switched on: {refusal}"
+    if settings.strict:
+        raise SettingsError(f"{log.PREFIX}{line} (additional_config.aiter_mla.strict=true)")
+    log.say_once(logging.WARNING, line)
+
+
+def _announce(vllm_config: Any, settings: Settings, limit: int) -> None:
+    scheduler = vllm_config.scheduler_config
+    if settings.max_token_num is not None:
+        origin = f"given as {settings.max_token_num}"
+    else:
+        origin = f"max_num_seqs {scheduler.max_num_seqs} x (1 + {vllm_config.num_speculative_tokens} drafts)"
+    batched = scheduler.max_num_batched_tokens
+    if batched is not None and limit >= batched:
+        ranges = f"it covers every batch up to max_num_batched_tokens {batched}"
+    else:
+        ranges = f"compile ranges end at {limit}; above it the graph stays stock"
+    log.say_once(logging.INFO, f"on: decode bucket 1..{limit} tokens ({origin}); {ranges}; kernel {settings.kernel}")
+
+
+def _warn_of_unused(settings: Settings) -> None:
+    unused = unused_options(settings)
+    if unused:
+        names = ", ".join("max_token_num/" + LIMIT_FIELD if name == "max_token_num" else name for name in unused)
+        log.say_once(logging.WARNING, f"{names} set but {FLAG_FIELD} is off: no effect")

@@ -1,0 +1,56 @@
+"""The entry point of ``vllm.general_plugins``: vLLM calls ``register()`` in every process, before any config exists."""
+
+from __future__ import annotations
+
+import logging
+
+from vllm_aiter_mla import __version__
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.compat import register as patches
+
+_registered = False
+
+
+def register() -> None:
+    """Make the flag known, hook the platform, define the torch ops. Idempotent, and never raises.
+
+    The ops are defined whether or not the flag is on: a spawned worker that starts from a compiled artifact meets
+    them in the artifact without ever configuring a pass. vLLM does not catch what a plugin raises, so a step that
+    fails is reported once and vLLM runs stock.
+    """
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    patches.run("torch ops", _register_ops)
+    if _sandbox_requested():
+        patches.run("sandbox", _activate_sandbox)
+    patches.apply_all()
+    _report(patches.failures())
+
+
+def _register_ops() -> None:
+    from vllm_aiter_mla.runtime.ops import register as define_ops
+
+    define_ops()
+
+
+def _sandbox_requested() -> bool:
+    from vllm_aiter_mla import sandbox
+
+    return sandbox.requested()
+
+
+def _activate_sandbox() -> None:
+    # Before the platform hook, so that the gate sees the compilation mode that the sandbox keeps.
+    from vllm_aiter_mla import sandbox
+
+    sandbox.activate()
+
+
+def _report(failures: dict[str, patches.Failure]) -> None:
+    if not failures:
+        log.say_once(logging.DEBUG, f"{__version__} registered; off until it is switched on")
+    for name, failure in failures.items():
+        effect = "vLLM runs stock" if failure.required else "use additional_config.aiter_mla instead"
+        log.say_once(logging.WARNING, f"{name} failed, {effect}: {failure.error}")
