@@ -72,5 +72,6 @@ def test_fingerprinting_takes_less_than_20_ms() -> None:
 
 
 def test_the_process_wide_fingerprint_carries_the_version() -> None:
+    fingerprint.fingerprint.cache_clear()
     assert fingerprint.fingerprint() == fingerprint.fingerprint_of(PACKAGE, __version__)
     assert fingerprint.fingerprint().startswith(f"{__version__}-")
