@@ -31,7 +31,7 @@ NONE_ARGS = (
 )
 
 
-class NoMatch(Exception):
+class NoMatchError(Exception):
     """A layer does not have the shape that the passes rewrite; ``code`` is the stable name of the reason."""
 
     def __init__(self, code: str, detail: str) -> None:
@@ -105,9 +105,9 @@ def match_layers(graph: fx.Graph) -> list[LayerMatch | Refused]:
             name = layer_name_of(node.kwargs.get("layer_name"))
             try:
                 outcome.append(_Matcher(node, name, cone).match())
-            except NoMatch as refusal:
+            except NoMatchError as refusal:
                 outcome.append(Refused(name, refusal.code, refusal.detail))
-            except pr.ConeTooLarge:
+            except pr.ConeTooLargeError:
                 outcome.append(Refused(name, "graph_too_deep", "the query or key expression is too large for a RoPE"))
     return outcome
 
@@ -123,7 +123,7 @@ def layer_name_of(arg: Any) -> str:
 
 
 class _Matcher:
-    """Matches one layer. Methods either record what they found or raise ``NoMatch``."""
+    """Matches one layer. Methods either record what they found or raise ``NoMatchError``."""
 
     def __init__(self, attention: fx.Node, name: str, cone: pr.Cone) -> None:
         self.attention = attention
@@ -138,10 +138,10 @@ class _Matcher:
         q_cone = self._rope_cone("q", self.kw["q"])
         k_cone = self._rope_cone("k_pe", self.kw["k_pe"])
         table, positions = self._one_table(q_cone, k_cone)
-        rope_dim, (t, n, head) = self._sizes()
+        rope_dim, (_, n, head) = self._sizes()
         q_root, k_root = self._root("q", q_cone), self._root("k_pe", k_cone)
         if view_root(q_root) is view_root(k_root):
-            raise NoMatch("crossed_branches", "the rotated query and the rotated key come from the same tensor")
+            raise NoMatchError("crossed_branches", "the rotated query and the rotated key come from the same tensor")
         probe = self._probe(table, positions, (q_root, k_root), rope_dim)
         is_neox, q = self._find_q(probe, q_cone, n, head, rope_dim)
         k_pe = self._find_k(probe, k_cone, rope_dim, is_neox, table, positions)
@@ -172,12 +172,12 @@ class _Matcher:
         for arg in NONE_ARGS:
             if self.kw.get(arg) is not None:
                 code = "dcp_q_replicated" if arg == "q_dcp_replicated" else "fused_output_quant"
-                raise NoMatch(code, f"the attention op is given {arg}")
+                raise NoMatchError(code, f"the attention op is given {arg}")
         if self.name == "?":
-            raise NoMatch("layer_name_unreadable", "the layer's name cannot be read from the graph")
+            raise NoMatchError("layer_name_unreadable", "the layer's name cannot be read from the graph")
         live = {index for index, item in results(self.attention).items() if item.users}
         if not live <= {1} or any(not is_call(user, operator.getitem) for user in self.attention.users):
-            raise NoMatch("attention_results", "something reads more of the attention op than its output")
+            raise NoMatchError("attention_results", "something reads more of the attention op than its output")
 
     def _kv_update(self) -> _KVUpdate:
         dep = self.kw.get("kv_cache_dummy_dep")
@@ -189,49 +189,55 @@ class _Matcher:
             found = _KVUpdate.of_fused(dep.args[0])  # type: ignore[union-attr,arg-type]
             readers = set(dep.users)  # type: ignore[union-attr]
             if set(results(found.node)) != {0, 1, 2}:
-                raise NoMatch("stock_fusion_incomplete", "stock's fused RoPE + KV op lacks one of its three results")
+                raise NoMatchError(
+                    "stock_fusion_incomplete", "stock's fused RoPE + KV op lacks one of its three results"
+                )
         else:
-            raise NoMatch("no_kv_update", "no KV-cache update is tied to the attention op in this graph piece")
+            raise NoMatchError("no_kv_update", "no KV-cache update is tied to the attention op in this graph piece")
         if readers != {self.attention}:
-            raise NoMatch("kv_update_shared", "something besides attention waits for the KV-cache update")
+            raise NoMatchError("kv_update_shared", "something besides attention waits for the KV-cache update")
         if layer_name_of(found.layer_name) != self.name:
-            raise NoMatch("layer_name_mismatch", "the KV-cache update names another layer")
+            raise NoMatchError("layer_name_mismatch", "the KV-cache update names another layer")
         if not same_value(found.kv_c, self.kw["kv_c_normed"]):
-            raise NoMatch("kv_c_mismatch", "the KV-cache update and attention read different latents")
+            raise NoMatchError("kv_c_mismatch", "the KV-cache update and attention read different latents")
         return found
 
     def _rope_cone(self, what: str, node: Any) -> pr.ConeNodes:
         if not isinstance(node, fx.Node) or not self.cone.uses_table(node):
-            raise NoMatch("no_rope", f"no rotary embedding is applied to {what} (a NoPE layer, or outside this graph)")
+            raise NoMatchError(
+                "no_rope", f"no rotary embedding is applied to {what} (a NoPE layer, or outside this graph)"
+            )
         return self.cone.collect(node)
 
     def _one_table(self, q_cone: pr.ConeNodes, k_cone: pr.ConeNodes) -> tuple[fx.Node, fx.Node]:
         tables = _distinct(q_cone.tables | k_cone.tables)
         positions = _distinct(view_root(node) for node in q_cone.positions | k_cone.positions)
         if len(tables) != 1 or len(positions) != 1:
-            raise NoMatch("two_tables", "query and key are rotated by different tables or positions")
+            raise NoMatchError("two_tables", "query and key are rotated by different tables or positions")
         return tables[0], next(iter(q_cone.positions))
 
     def _sizes(self) -> tuple[int, tuple[Any, int, int]]:
         q, k_pe = val(self.kw["q"]), val(self.kw["k_pe"])
         if q is None or k_pe is None or q.dim() != 3 or not all(isinstance(size, int) for size in q.shape[1:]):
-            raise NoMatch("query_shape", "the query is not [tokens, heads, width] with static heads and width")
+            raise NoMatchError("query_shape", "the query is not [tokens, heads, width] with static heads and width")
         rope_dim, head = k_pe.shape[-1], q.shape[2]
         if not isinstance(rope_dim, int) or rope_dim % 2 or rope_dim >= head:
-            raise NoMatch("query_shape", f"a rope part of {rope_dim} does not fit a query head of {head}")
+            raise NoMatchError("query_shape", f"a rope part of {rope_dim} does not fit a query head of {head}")
         return rope_dim, tuple(q.shape)
 
     def _root(self, what: str, cone: pr.ConeNodes) -> fx.Node:
         if len(cone.roots) != 1:
-            raise NoMatch("rope_other_operand", f"the rotated {what} also depends on something else (scaled, or mixed)")
+            raise NoMatchError(
+                "rope_other_operand", f"the rotated {what} also depends on something else (scaled, or mixed)"
+            )
         root = next(iter(cone.roots))
         if not isinstance(val(root), torch.Tensor):
-            raise NoMatch("rope_other_operand", f"the root of the rotated {what} is no tensor")
+            raise NoMatchError("rope_other_operand", f"the root of the rotated {what} is no tensor")
         return root
 
     def _probe(self, table: fx.Node, positions: fx.Node, roots: Iterable[fx.Node], rope_dim: int) -> pr.Probe:
         if width(table) != rope_dim:
-            raise NoMatch("partial_rotary", f"the rotary table is {width(table)} wide, the rope part {rope_dim}")
+            raise NoMatchError("partial_rotary", f"the rotary table is {width(table)} wide, the rope part {rope_dim}")
         values: dict[fx.Node, Any] = {root: pr.random_like(root, self.generator) for root in roots}
         values[table] = pr.random_like(table, self.generator, rows=pr.TABLE_ROWS)
         rows = pr.concrete(val(positions).shape[0])
@@ -254,7 +260,7 @@ class _Matcher:
             for is_neox in (False, True):
                 if torch.allclose(want, torch.cat([nope, pr.rope(pe, cos, sin, is_neox)], -1), rtol=1e-9, atol=1e-12):
                     return is_neox, node
-        raise NoMatch("query_not_rope", "attention's query is not [q_nope | RoPE(q_pe)] of one tensor")
+        raise NoMatchError("query_not_rope", "attention's query is not [q_nope | RoPE(q_pe)] of one tensor")
 
     def _find_k(
         self, probe: pr.Probe, cone: pr.ConeNodes, rope_dim: int, is_neox: bool, table: fx.Node, positions: fx.Node
@@ -268,7 +274,7 @@ class _Matcher:
             rotated = pr.rope(raw.reshape(-1, rope_dim), self.cos, self.sin, is_neox)
             if torch.allclose(want, rotated, rtol=1e-9, atol=1e-12):
                 return node
-        raise NoMatch("key_not_rope", "attention's k_pe is not the RoPE of one tensor with the query's pairing")
+        raise NoMatchError("key_not_rope", "attention's k_pe is not the RoPE of one tensor with the query's pairing")
 
     def _raw_views(self, cone: pr.ConeNodes, shape: tuple[Any, ...] | None) -> list[fx.Node]:
         """Pure views of the cone's root that the graph holds, the root included, in graph order."""
@@ -281,7 +287,7 @@ class _Matcher:
             return  # stock's fused op rotates and writes the same key that the probe has followed
         rotated = kv.k_rotated
         if rotated is not self.kw["k_pe"] and not same_value(rotated, self.kw["k_pe"]):
-            raise NoMatch("kv_key_mismatch", "the KV-cache update and attention read different keys")
+            raise NoMatchError("kv_key_mismatch", "the KV-cache update and attention read different keys")
 
     def _check_readers(
         self, q_cone: pr.ConeNodes, k_cone: pr.ConeNodes, q_root: fx.Node, k_root: fx.Node, kv_nodes: set[fx.Node]
@@ -294,10 +300,10 @@ class _Matcher:
             if self._holds_data(node, (q_root, k_root)) and self.cone.uses_table(node):
                 for user in node.users:
                     if user not in allowed and (user.users or user.op == "output"):
-                        raise NoMatch("rotated_value_read_elsewhere", f"{user.name} also reads a rotated value")
+                        raise NoMatchError("rotated_value_read_elsewhere", f"{user.name} also reads a rotated value")
         for user in _readers(q_root):
             if user not in allowed:
-                raise NoMatch("query_read_elsewhere", f"{user.name} also reads the query projection")
+                raise NoMatchError("query_read_elsewhere", f"{user.name} also reads the query projection")
 
     def _check_columns(self, k_root: fx.Node, k_pe: fx.Node, k_cone: pr.ConeNodes) -> None:
         """Nobody outside the layer reads the columns of k_pe: pass 1's op rotates them in place."""
@@ -310,7 +316,7 @@ class _Matcher:
         mine = set(ids(k_pe).flatten().tolist())
         for reader, through in _readers_through(k_root):
             if reader not in allowed and mine & set(ids(through).flatten().tolist()):
-                raise NoMatch("key_read_elsewhere", f"{reader.name} also reads the un-rotated k_pe")
+                raise NoMatchError("key_read_elsewhere", f"{reader.name} also reads the un-rotated k_pe")
 
     def _holds_data(self, node: fx.Node, roots: tuple[fx.Node, ...]) -> bool:
         if not hasattr(self, "_data"):
@@ -328,13 +334,13 @@ class _Matcher:
         node = root if val(root) is not None and val(root).dim() == 1 else positions
         value = val(node)
         if value is None or value.dim() != 1 or value.dtype != torch.int64:
-            raise NoMatch("positions", "positions are not one int64 per token")
+            raise NoMatchError("positions", "positions are not one int64 per token")
         return node
 
     def _latent(self, kv_c: fx.Node) -> int:
         size = width(kv_c)
         if size is None or val(kv_c).dim() != 2:
-            raise NoMatch("latent_shape", "kv_c is not [tokens, kv_lora_rank] with a static width")
+            raise NoMatchError("latent_shape", "kv_c is not [tokens, kv_lora_rank] with a static width")
         return size
 
 

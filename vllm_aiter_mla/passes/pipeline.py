@@ -11,13 +11,16 @@ from torch import fx
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
 from vllm_aiter_mla import bucket, fingerprint
-from vllm_aiter_mla.admission import Refusal, admit_layer
+from vllm_aiter_mla.admission import admit_layer
 from vllm_aiter_mla.compat import layer_view, log
 from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
 from vllm_aiter_mla.passes.match import LayerMatch, Refused, match_layers
+from vllm_aiter_mla.passes.probe import real_tensors
 from vllm_aiter_mla.passes.q_prep_lift import MLADecodeQPrepLiftPass
 from vllm_aiter_mla.passes.rope_kv_cache import MLARoPEKVCacheFusionPass
 from vllm_aiter_mla.report import census
+from vllm_aiter_mla.runtime import kernel
+from vllm_aiter_mla.runtime.kernel import Plan
 from vllm_aiter_mla.settings import Settings
 
 
@@ -81,11 +84,15 @@ def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
             log.say_once(logging.DEBUG, f"{verdict.layer_name} stays stock: {verdict.code}: {verdict.reason}")
             continue
         matched += 1
-        fused = fuse(graph, verdict)
+        match, plan, out_dtype = verdict
+        fused = fuse(graph, match)
         if settings.debug.stop_after == "rope_kv_cache":
             continue
-        lifted = lift(graph, fused, _out_dtype(verdict, layers))
+        lifted = lift(graph, fused, out_dtype)
         if settings.debug.stop_after == "q_prep_lift":
+            continue
+        if plan.refused is not None:
+            census.keep_partial(match.layer_name, "kernel_shape", plan.refused)
             continue
         prepare(graph, lifted)
     return {
@@ -98,16 +105,19 @@ def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
     }
 
 
-def _admit(match: LayerMatch, layers: dict[str, Any]) -> LayerMatch | Refused:
+def _admit(match: LayerMatch, layers: dict[str, Any]) -> tuple[LayerMatch, Plan, torch.dtype] | Refused:
+    """Layer admission, then the kernel: a layer that no kernel could serve in this process is left alone."""
     layer = layers.get(match.layer_name)
     if layer is None:
         return Refused(match.layer_name, "layer_unknown", "the layer is not in this model's forward context")
-    dtype = match.cos_sin_cache.meta["val"].dtype
-    refusal: Refusal | None = admit_layer(layer_view.layer_view(layer, dtype))
+    refusal = admit_layer(layer_view.layer_view(layer, match.cos_sin_cache.meta["val"].dtype))
     if refusal is not None:
         return Refused(match.layer_name, refusal.code, refusal.message)
-    return match
-
-
-def _out_dtype(match: LayerMatch, layers: dict[str, Any]) -> torch.dtype:
-    return layer_view.prepared_query_dtype(layers[match.layer_name], match.q.meta["val"].dtype)
+    act = match.q.meta["val"].dtype
+    out_dtype = layer_view.prepared_query_dtype(layer, act)
+    with real_tensors():
+        shape = kernel.shape_of(layer, is_neox=match.is_neox, act=act, out_dtype=out_dtype)
+        plan = kernel.plan(layer, shape)
+    if plan.unavailable is not None:
+        return Refused(match.layer_name, "kernel_unavailable", plan.unavailable)
+    return match, plan, out_dtype

@@ -46,7 +46,7 @@ IDENTITY_OPS = frozenset({torch.ops.prims.convert_element_type.default, aten._to
 MAX_CONE = 400
 
 
-class ConeTooLarge(Exception):
+class ConeTooLargeError(Exception):
     """An expression reaches further than any RoPE does."""
 
 
@@ -108,7 +108,7 @@ def rotated_operand(node: fx.Node) -> fx.Node | None:
     names = rotary_call(node.args[0])
     if names is None or node.args[1] not in (1, 2):
         return None
-    operand = node.args[0].kwargs[names[node.args[1] - 1]]  # type: ignore[union-attr,operator]
+    operand = node.args[0].kwargs[names[node.args[1] - 1]]  # type: ignore[union-attr,operator,index]
     return operand if isinstance(operand, fx.Node) else None
 
 
@@ -139,7 +139,7 @@ class Cone:
         """Walk up from ``target``.
 
         Raises:
-            ConeTooLarge: more than ``MAX_CONE`` nodes.
+            ConeTooLargeError: more than ``MAX_CONE`` nodes.
         """
         cone = ConeNodes()
         stack = [target]
@@ -148,7 +148,7 @@ class Cone:
             if node in cone.inner or node in cone.roots:
                 continue
             if len(cone.inner) > MAX_CONE:
-                raise ConeTooLarge(target.name)
+                raise ConeTooLargeError(target.name)
             found = lookup(node)
             operand = rotated_operand(node)
             if found is not None:
@@ -227,7 +227,7 @@ class Probe:
 
     def _rotate_call(self, node: fx.Node, query: str, key: str) -> tuple[Any, ...]:
         cos, sin = self(node.kwargs["cos_sin_cache"])[self(node.kwargs["positions"])].chunk(2, -1)
-        rotated = []
+        rotated: list[torch.Tensor | None] = []
         for name in (query, key):
             tensor = self(node.kwargs[name])
             if tensor is None:

@@ -50,6 +50,11 @@ def refuse(layer_name: str, code: str, reason: str) -> None:
     _census.refused[layer_name] = (code, reason)
 
 
+def keep_partial(layer_name: str, code: str, reason: str) -> None:
+    """Note that a layer keeps passes 1 and 2 only."""
+    _census.partial[layer_name] = (code, reason)
+
+
 def reset() -> None:
     """Forget everything: one process may build several engines, one after the other."""
     for verdicts in (_census.engaged, _census.refused, _census.partial, _census.compiled):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.report import census
 from vllm_aiter_mla.runtime import context, kernel
 
 
@@ -39,6 +40,8 @@ def fused_qk_rope_kv_cache_q_prep(
                 "pass_config.fuse_aiter_qk_rope_kvcache_mla off."
             )
         # Profiling: attention zero-fills its output and reads none of this.
+        shape = kernel.shape_of(ctx.layer, is_neox=is_neox, act=q.dtype, out_dtype=out_dtype)
+        census.engage(ctx.name, kernel.plan(ctx.layer, shape).kernel or "none")
         return _empty(q, k_pe, kv_c, out_dtype)
     inputs = DecodeInputs(
         q=q,

@@ -1,0 +1,72 @@
+"""The ``stock`` back end: vLLM's own kernels on private copies, what a failed self-check falls back to."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels.aiter.platform import Platform
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, check_shapes
+from vllm_aiter_mla.kernels.reference import absorb
+
+
+class StockBackend:
+    """RoPE + KV write, absorb BMM, concat and quantisation as three or four launches of vLLM's kernels."""
+
+    name = "stock"
+
+    def refuse(self, inputs: DecodeInputs) -> str | None:
+        """Why the shared contract is broken, or None."""
+        try:
+            check_shapes(inputs)
+        except KernelInputError as error:
+            return str(error)
+        return None
+
+    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
+        """See ``KernelBackend.prepare``; rounds RoPE to the activation dtype first, as vLLM does."""
+        q_nope, q_pe = inputs.q.split([inputs.nope_dim, inputs.rope_dim], dim=-1)
+        q_pe = q_pe.contiguous()
+        if inputs.num_tokens:
+            self._rotate_and_write(inputs, q_pe)
+        query = torch.cat([absorb(q_nope, inputs.w_uk_t), q_pe], dim=-1)
+        return query if not fp8.is_fp8(inputs.out_dtype) else _quantise(query, inputs.q_scale)
+
+    def _rotate_and_write(self, inputs: DecodeInputs, q_pe: torch.Tensor) -> None:
+        """Rotate the copy ``q_pe`` and a copy of k_pe in place, and write the KV rows."""
+        from vllm import _custom_ops as ops
+
+        is_quantised = fp8.is_fp8(inputs.kv_cache.dtype)
+        ops.concat_and_cache_mla_rope_fused(
+            inputs.positions,
+            q_pe,
+            inputs.k_pe.clone(),
+            inputs.kv_c,
+            inputs.cos_sin_cache,
+            inputs.is_neox,
+            _padded(inputs),
+            inputs.kv_cache.view(torch.uint8) if is_quantised else inputs.kv_cache,
+            "fp8" if is_quantised else "auto",
+            inputs.k_scale,
+        )
+
+
+def factory(platform: Platform) -> StockBackend | str:
+    """The back end, or why this vLLM build has no such kernels."""
+    namespace = getattr(torch.ops, "_C_cache_ops", None)
+    if not hasattr(namespace, "concat_and_cache_mla_rope_fused"):
+        return "this build of vLLM has no concat_and_cache_mla_rope_fused"
+    return StockBackend()
+
+
+def _padded(inputs: DecodeInputs) -> torch.Tensor:
+    """One slot per row, -1 beyond those that were given."""
+    missing = inputs.num_tokens - inputs.slot_mapping.shape[0]
+    return inputs.slot_mapping if missing == 0 else torch.nn.functional.pad(inputs.slot_mapping, (0, missing), value=-1)
+
+
+def _quantise(query: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    from vllm import _custom_ops as ops
+
+    flat, _ = ops.scaled_fp8_quant(query.view(query.shape[0], -1), scale)
+    return flat.view(query.shape)
