@@ -145,8 +145,14 @@ def keep_compile_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 def register_seconds() -> dict[str, float]:
     """Cost of registration where vLLM is imported and nothing was built yet: the patches alone, and everything.
 
-    Measured in a fork, so that this process stays without the plugin.
+    The best of three, as other work shares the machine. Measured in forks, so that this process stays without the
+    plugin and each of them starts from the same imports.
     """
+    measured = [_measured_in_a_fork() for _ in range(3)]
+    return {name: min(one[name] for one in measured) for name in measured[0]}
+
+
+def _measured_in_a_fork() -> dict[str, float]:
     reading, writing = os.pipe()
     if os.fork() == 0:
         start = time.perf_counter()
@@ -159,9 +165,9 @@ def register_seconds() -> dict[str, float]:
         seconds = {"patches": patched - start, "everything": time.perf_counter() - start}
         os.write(writing, json.dumps(seconds).encode())
         os._exit(0)
-    measured: dict[str, float] = json.loads(os.read(reading, 4096))
+    found: dict[str, float] = json.loads(os.read(reading, 4096))
     os.wait()
-    return measured
+    return found
 
 
 def main(pickled: str) -> None:
