@@ -1,0 +1,307 @@
+"""Properties of the reference kernel, each against a computation by hand that shares no code with it."""
+
+from __future__ import annotations
+
+import cmath
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, check_shapes
+
+FLAVOURS = list(fp8.FLAVOURS.values())
+BF16 = torch.bfloat16
+FILL = 0x35  # what untouched cache bytes hold
+
+flavours = pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: str(flavour.dtype))
+
+
+def operands(
+    tokens: int = 5,
+    heads: int = 2,
+    nope: int = 8,
+    rope: int = 8,
+    latent: int = 16,
+    block: int = 4,
+    cache: torch.dtype = BF16,
+    out: torch.dtype = BF16,
+    is_neox: bool = False,
+    seed: int = 0,
+    act: torch.dtype = BF16,
+) -> DecodeInputs:
+    """A small random call; row 1 is padded where there is one."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=gen).to(act)
+
+    blocks = -(-max(tokens, 1) // block) + 1
+    slots = torch.randperm(blocks * block, generator=gen)[:tokens]
+    slots[1:2] = -1
+    raw = torch.full((blocks, block, (latent + rope) * cache.itemsize), FILL, dtype=torch.uint8)
+    return DecodeInputs(
+        q=normal(tokens, heads, nope + rope), k_pe=normal(tokens, rope), kv_c=normal(tokens, latent),
+        w_uk_t=normal(heads, nope, latent), kv_cache=raw.view(cache), slot_mapping=slots,
+        positions=torch.randint(0, 11, (tokens,), generator=gen), cos_sin_cache=normal(11, rope).sin(),
+        k_scale=torch.tensor(0.07), q_scale=torch.tensor(0.11), is_neox=is_neox, out_dtype=out,
+    )  # fmt: skip
+
+
+def fresh(call: DecodeInputs, **changes: object) -> DecodeInputs:
+    """The same call over an own copy of the cache."""
+    return replace(call, **{"kv_cache": call.kv_cache.clone(), **changes})
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def rows(call: DecodeInputs) -> torch.Tensor:
+    return call.kv_cache.reshape(-1, call.kv_cache.shape[-1])
+
+
+def nearest_by_hand(value: float, flavour: fp8.Fp8Flavour) -> int:
+    """The code nearest to ``value`` among all 256, the even one of two equally near."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = codes.view(flavour.dtype).double()
+    distance = (values - value).abs().nan_to_num(nan=float("inf"))
+    best = codes[distance == distance.min()].tolist()
+    negative = torch.tensor(value).signbit().item()
+    # Even first; of the two zeros of e4m3fn, both even, the one with the value's sign.
+    return min(best, key=lambda code: (code & 1, (code >= 0x80) != negative))
+
+
+@flavours
+def test_rounding_is_to_the_nearest_code_ties_to_even(flavour: fp8.Fp8Flavour) -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(flavour.dtype).float()
+    finite = values[values.isfinite()].unique()
+    middles = (finite[1:] + finite[:-1]) / 2
+    points = torch.cat([finite, middles, middles.nextafter(middles + 1), middles.nextafter(middles - 1)])
+    wanted = torch.tensor([nearest_by_hand(x, flavour) for x in points.tolist()], dtype=torch.uint8)
+    for rounding in (fp8.round_saturating, fp8.round_overflowing):
+        assert torch.equal(rounding(points, flavour).view(torch.uint8), wanted)
+
+
+@flavours
+@given(value=st.floats(-500, 500, width=32))
+@settings(max_examples=200, deadline=None)
+def test_any_float_rounds_to_its_nearest_code(flavour: fp8.Fp8Flavour, value: float) -> None:
+    x = torch.tensor([value])
+    saturated = fp8.round_saturating(x, flavour).view(torch.uint8).item()
+    assert saturated == nearest_by_hand(max(-flavour.max, min(flavour.max, value)), flavour)
+    overflowing = fp8.round_overflowing(x, flavour).view(torch.uint8).item()
+    edge = abs(value) == flavour.overflow_from and not flavour.overflow_from_is_max
+    assert overflowing == (flavour.nan if edge or abs(value) > flavour.overflow_from else saturated)
+
+
+@flavours
+def test_the_nope_half_saturates_and_the_rope_half_overflows(flavour: fp8.Fp8Flavour) -> None:
+    wild = torch.tensor([1e30, -1e30, float("inf"), float("-inf"), float("nan")])
+    top = flavour.max
+    assert fp8.round_saturating(wild, flavour).float().tolist() == [top, -top, top, -top, -top]
+    assert fp8.round_overflowing(wild, flavour).float().isnan().all()
+    assert (fp8.round_overflowing(wild, flavour).view(torch.uint8) == flavour.nan).all()
+
+
+@flavours
+def test_neighbours_are_one_step_apart(flavour: fp8.Fp8Flavour) -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(flavour.dtype)
+    finite = values[values.float().isfinite()]
+    ordered = finite[finite.float().argsort(stable=True)]
+    gaps = fp8.ordinal(ordered).diff()
+    assert set(gaps.tolist()) <= {0, 1}  # 0 between the two zeros of e4m3fn
+    assert int(fp8.step_distance(ordered[:1], ordered[-1:])) == 2 * int(fp8.ordinal(ordered[-1:]))
+
+
+@flavours
+def test_the_scale_is_inverted_once_and_multiplied(flavour: fp8.Fp8Flavour) -> None:
+    call = operands(tokens=64, cache=flavour.dtype, out=flavour.dtype)
+    reference.prepare(call)
+    inverse = torch.tensor(1.0, dtype=torch.float32) / call.k_scale
+    slot = call.slot_mapping[0]
+    wanted = fp8.round_saturating(call.kv_c[0].float() * inverse, flavour)
+    assert same(rows(call)[slot, :16], wanted)
+
+
+@pytest.mark.parametrize("is_neox", [False, True])
+def test_rotation_is_a_complex_product_of_the_styles_pairs(is_neox: bool) -> None:
+    """NeoX pairs (i, i+4), GPT-J (2i, 2i+1): position 3, angle by angle, with Python's complex numbers."""
+    x = torch.arange(1.0, 9.0)
+    angles = [0.3, 1.1, 2.0, 2.9]
+    cos, sin = torch.tensor(angles).cos(), torch.tensor(angles).sin()
+    turned = reference.rotate(x, cos, sin, is_neox)
+    for i, angle in enumerate(angles):
+        a, b = (i, i + 4) if is_neox else (2 * i, 2 * i + 1)
+        product = complex(x[a], x[b]) * cmath.exp(1j * angle)
+        assert turned[a].item() == pytest.approx(product.real, abs=1e-5)
+        assert turned[b].item() == pytest.approx(product.imag, abs=1e-5)
+
+
+@pytest.mark.parametrize("is_neox", [False, True])
+def test_the_prepared_row_is_absorbed_nope_then_rope(is_neox: bool) -> None:
+    call = operands(is_neox=is_neox, act=torch.float32, cache=torch.float32, out=torch.float32)
+    out = reference.prepare(call)
+    for t in range(5):
+        cos, sin = call.cos_sin_cache[call.positions[t]].chunk(2)
+        for n in range(2):
+            latent = call.q[t, n, :8] @ call.w_uk_t[n]
+            torch.testing.assert_close(out[t, n, :16], latent)
+            assert torch.equal(out[t, n, 16:], reference.rotate(call.q[t, n, 8:], cos, sin, is_neox))
+
+
+def test_positions_are_clamped_into_the_table() -> None:
+    call = operands()
+    far = fresh(call, positions=torch.tensor([-1, -(1 << 40), 11, 1 << 40, 3]))
+    near = fresh(call, positions=torch.tensor([0, 0, 10, 10, 3]))
+    assert same(reference.prepare(far), reference.prepare(near))
+    assert same(far.kv_cache, near.kv_cache)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(0, 9),
+    block=st.integers(1, 7),
+    seed=st.integers(0, 1000),
+    cache=st.sampled_from([BF16, torch.float8_e4m3fn, torch.float8_e4m3fnuz]),
+    padded=st.sets(st.integers(0, 8)),
+)
+def test_only_rows_with_a_slot_are_written(tokens: int, block: int, seed: int, cache: torch.dtype, padded: set) -> None:
+    """Whatever the block size and the padding, all of them included: every other byte stays."""
+    call = operands(tokens, block=block, seed=seed, cache=cache)
+    for row in padded:
+        call.slot_mapping[row : row + 1] = -1
+    reference.prepare(call)
+    kept = call.slot_mapping[call.slot_mapping >= 0]
+    untouched = torch.ones(rows(call).shape[0], dtype=torch.bool)
+    untouched[kept] = False
+    assert (rows(call).view(torch.uint8)[untouched] == FILL).all()
+    if len(kept):
+        assert (rows(call).view(torch.uint8)[kept] != FILL).any()
+
+
+def test_any_block_size_writes_the_same_slots() -> None:
+    flat = operands(tokens=6, block=1)
+    slots = torch.tensor([5, 0, -1, 11, 7, 2])
+    caches = []
+    for block in (1, 2, 3, 4, 6, 12):
+        cache = torch.zeros(12 // block, block, 24, dtype=BF16)
+        reference.prepare(replace(flat, kv_cache=cache, slot_mapping=slots))
+        caches.append(cache.reshape(12, 24))
+    assert all(same(cache, caches[0]) for cache in caches)
+
+
+def test_rows_beyond_the_slots_are_prepared_but_not_written() -> None:
+    call = operands(tokens=6)
+    short = fresh(call, slot_mapping=call.slot_mapping[:3])
+    assert same(reference.prepare(short), reference.prepare(call))
+    assert (rows(short).view(torch.uint8)[call.slot_mapping[3:]] == FILL).all()
+
+
+def test_strided_operands_give_the_same_bytes() -> None:
+    call = operands(cache=torch.float8_e4m3fn, out=torch.float8_e4m3fn)
+    wide_q, wide_k, wide_c = (torch.full(size, 9.0, dtype=BF16) for size in ((5, 4, 30), (5, 20), (5, 40)))
+    wide_q[:, 1:3, 7:23], wide_k[:, 3:11], wide_c[:, 5:21] = call.q, call.k_pe, call.kv_c
+    gaps = torch.full((call.kv_cache.shape[0], 9, 24), FILL, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    strided = replace(
+        call, q=wide_q[:, 1:3, 7:23], k_pe=wide_k[:, 3:11], kv_c=wide_c[:, 5:21], kv_cache=gaps[:, :4],
+        w_uk_t=call.w_uk_t.transpose(1, 2).contiguous().transpose(1, 2),
+    )  # fmt: skip
+    assert same(reference.prepare(strided), reference.prepare(call))
+    assert same(strided.kv_cache, call.kv_cache)
+    assert (gaps[:, 4:].view(torch.uint8) == FILL).all()
+
+
+def test_two_rounding_mode_rounds_the_rotated_values_first() -> None:
+    call = operands(tokens=64, cache=torch.float8_e4m3fn, out=torch.float8_e4m3fn)
+    out = reference.prepare(call, reference.TWO_ROUNDING)
+    cos, sin = call.cos_sin_cache[call.positions].float().chunk(2, -1)
+    turned = reference.rotate(call.q[..., 8:], cos[:, None], sin[:, None], False).bfloat16()
+    wanted = fp8.round_saturating(turned.float() * (1 / call.q_scale), fp8.E4M3FN)
+    assert same(out[..., 16:], wanted)
+    single = reference.prepare(fresh(call))
+    steps = fp8.step_distance(out[..., 16:], single[..., 16:])
+    assert 0 < int((steps > 0).sum()) < 0.1 * steps.numel()
+    assert int(steps.max()) == 1
+    assert same(out[..., :16], single[..., :16])
+
+
+def test_two_rounding_changes_nothing_without_fp8() -> None:
+    call = operands(tokens=64)
+    assert same(reference.prepare(call, reference.TWO_ROUNDING), reference.prepare(fresh(call)))
+
+
+def test_a_truncated_cache_row_is_the_rounded_one_or_one_step_nearer_to_zero() -> None:
+    cut, rounded = operands(tokens=64), operands(tokens=64)
+    query = reference.prepare(cut, reference.Numerics(truncate_cache_rope=True))
+    assert same(query, reference.prepare(rounded))
+    assert same(rows(cut)[:, :16], rows(rounded)[:, :16])
+    a, b = rows(cut)[:, 16:].float(), rows(rounded)[:, 16:].float()
+    assert (a.abs() <= b.abs()).all()
+    share = float((a != b).float().mean())
+    assert 0.2 < share < 0.6
+
+
+def test_no_token_and_no_cache_are_served() -> None:
+    nothing = operands(tokens=0)
+    assert reference.prepare(nothing).shape == (0, 2, 24)
+    assert (nothing.kv_cache.view(torch.uint8) == FILL).all()
+    call = operands()
+    bare = replace(call, kv_cache=torch.empty(0, 4, 24, dtype=BF16))
+    assert same(reference.prepare(bare), reference.prepare(call))
+    unslotted = fresh(call, slot_mapping=call.slot_mapping[:0])
+    assert same(reference.prepare(unslotted), reference.prepare(call))
+
+
+def test_inputs_stay_as_they_were() -> None:
+    call = operands()
+    names = ("q", "k_pe", "kv_c", "w_uk_t", "slot_mapping", "positions", "cos_sin_cache", "k_scale", "q_scale")
+    before = {name: getattr(call, name).clone() for name in names}
+    reference.prepare(call)
+    assert all(torch.equal(getattr(call, name), before[name]) for name in names)
+
+
+def test_meets_the_bar_of_pr_55230_at_small_widths() -> None:
+    """Against separate steps that quantise by division: nope exact at scales that are powers of two, rope 1 step."""
+    call = operands(tokens=300, heads=4, cache=torch.float8_e4m3fn, out=torch.float8_e4m3fn)
+    call = replace(call, q_scale=torch.tensor(0.25), k_scale=torch.tensor(0.5))
+    out = reference.prepare(call)
+    latent = reference.absorb(call.q[..., :8], call.w_uk_t)
+    cos, sin = call.cos_sin_cache[call.positions].float().chunk(2, -1)
+    turned = reference.rotate(call.q[..., 8:], cos[:, None], sin[:, None], False)
+    nope, rope = ((x.float() / call.q_scale).clamp(-448, 448).to(torch.float8_e4m3fn) for x in (latent, turned))
+    assert same(out[..., :16], nope)
+    steps = fp8.step_distance(out[..., 16:], rope)
+    assert int(steps.max()) <= 1
+    assert float((steps > 0).double().mean()) < 0.01
+
+
+BROKEN = {
+    "q": lambda call: replace(call, k_pe=call.k_pe[:, :7]),
+    "k_pe": lambda call: replace(call, k_pe=call.k_pe[:4]),
+    "kv_c": lambda call: replace(call, kv_c=call.kv_c.half()),
+    "w_uk_t": lambda call: replace(call, w_uk_t=call.w_uk_t[:1]),
+    "positions": lambda call: replace(call, positions=call.positions.int()),
+    "kv_cache": lambda call: replace(call, kv_cache=call.kv_cache.view(torch.uint8)[..., :24]),
+    "slot_mapping": lambda call: replace(call, slot_mapping=torch.zeros(6, dtype=torch.int64)),
+    "cos_sin_cache": lambda call: replace(call, cos_sin_cache=call.cos_sin_cache[:, :6]),
+    "k_scale": lambda call: replace(call, k_scale=call.k_scale.double()),
+    "q_scale": lambda call: replace(call, q_scale=call.q_scale.reshape(1)[:0]),
+    "out_dtype": lambda call: replace(call, out_dtype=torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_a_broken_operand_is_named(name: str) -> None:
+    with pytest.raises(KernelInputError, match=f"^{name}: .*expected|^{name}: view uint8"):
+        check_shapes(BROKEN[name](operands()))
+
+
+@pytest.mark.parametrize("cache", [torch.float16, torch.uint8])
+def test_a_cache_of_another_type_is_named(cache: torch.dtype) -> None:
+    call = operands()
+    with pytest.raises(KernelInputError, match=r"^kv_cache: "):
+        check_shapes(replace(call, kv_cache=torch.zeros(2, 4, 24, dtype=cache)))
