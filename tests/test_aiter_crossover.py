@@ -1,0 +1,44 @@
+"""The crossover tool: honest without a card, and right about the figures it would print."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+TOOL = Path(__file__).parent.parent / "tools" / "aiter_crossover.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("aiter_crossover", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_card_it_says_not_measured_and_exits_2() -> None:
+    run = subprocess.run([sys.executable, str(TOOL)], capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stderr.startswith("not measured: this needs an MI300X or MI355X, and this machine is cpu")
+    assert run.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "at", "says"),
+    [
+        ([(1, 2.0, 3.0), (64, 5.0, 4.0), (255, 9.0, 6.0)], 64, "from 64 tokens on"),
+        ([(1, 2.0, 3.0), (64, 3.0, 4.0)], None, "view=per-head"),
+        ([(1, 3.0, 2.0), (64, 4.0, 3.0)], 1, "opt is the faster one throughout"),
+        ([(1, 3.0, 2.0), (32, 3.0, 4.0), (64, 5.0, 4.0)], 64, "from 64 tokens on"),
+    ],
+)
+def test_the_crossover_holds_for_every_larger_batch(tool, rows, at, says) -> None:
+    assert tool.crossover(rows) == at
+    assert says in tool.verdict(rows)
