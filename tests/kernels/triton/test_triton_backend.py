@@ -50,8 +50,8 @@ def operands(**changes):
 
 def test_triton_backend_on_a_cpu_says_that_it_needs_a_gpu():
     inputs = operands()
-    assert BACKEND.refuse(inputs) == "triton: a GPU is needed, q is on cpu"
-    with pytest.raises(KernelInputError, match="a GPU is needed"):
+    assert BACKEND.refuse(inputs) == "a GPU is needed, q is on cpu"
+    with pytest.raises(KernelInputError, match="triton: a GPU is needed"):
         BACKEND.prepare(inputs)
 
 
@@ -84,7 +84,6 @@ def test_triton_backend_names_the_operand_it_declines(on_any_device, name):
     inputs = operands()
     reason = BACKEND.refuse(replace(inputs, **change(inputs)))
     assert reason is not None
-    assert reason.startswith("triton: ")
     assert word in reason
 
 
@@ -106,7 +105,7 @@ def test_triton_measured_cap_makes_the_backend_step_aside_and_say_why(on_any_dev
     inputs = operands(tokens=7)
     monkeypatch.setattr(tiles, "CAPS", (tiles.Cap("gfx942", 2, True, 6, "card X, file Y"),))
     reason = BACKEND.refuse(inputs)
-    assert reason == "triton: 7 tokens: measured slower than the unfused sequence from 6 on (card X, file Y)"
+    assert reason == "7 tokens: measured slower than the unfused sequence from 6 on (card X, file Y)"
     assert BACKEND.refuse(replace(inputs, out_dtype=torch.bfloat16)) is None, "the cap is for the fp8 query"
     assert BACKEND.refuse(operands(tokens=5)) is None
     BACKEND.warm_up(operands(tokens=5), [512])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 pytest.importorskip("triton")
 
 from vllm_aiter_mla.kernels.triton import aot, isa
 
+ROOT = Path(__file__).resolve().parents[3]
 TARGETS = ("gfx942", "gfx950", "sm90")
 
 

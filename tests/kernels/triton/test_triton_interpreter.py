@@ -66,6 +66,14 @@ def test_triton_tiles_of_the_table_agree_with_the_reference(interpreted, arch, i
     assert found["nope_steps"] <= 1
 
 
+@pytest.mark.parametrize("case", [Case(), Case(cache="bfloat16", is_neox=True, heads=3, tokens=17)], ids=Case.label)
+def test_triton_baseline_of_the_benchmark_writes_the_bytes_of_stock(interpreted, case):
+    """A baseline with a bug would make a ratio meaningless. Its query rounds twice, as stock's; its KV rows once."""
+    found = interpreted("compare_unfused", case=asdict(case))
+    assert found["wrong_rope"] == 0
+    assert found["nope_steps"] == 0
+
+
 def test_triton_kernel_keeps_nan_payloads_in_bf16_and_gives_the_lowest_fp8(interpreted):
     assert interpreted("nan_and_payload") == {"float8_e4m3fn": 0, "bfloat16": 0}
 

@@ -81,7 +81,9 @@ def build(case: Case, device: str = "cpu") -> tuple[DecodeInputs, torch.Tensor]:
     return inputs, storage
 
 
-def compare(inputs: DecodeInputs, storage: torch.Tensor, prepare: Any) -> dict[str, Any]:
+def compare(
+    inputs: DecodeInputs, storage: torch.Tensor, prepare: Any, numerics: reference.Numerics = reference.AITER
+) -> dict[str, Any]:
     """Run ``prepare`` and the reference on equal operands; count what differs.
 
     Returns a record: refused (reason or None), wrong_rope (bytes of finite rope values, or of saturated ones that the
@@ -90,7 +92,7 @@ def compare(inputs: DecodeInputs, storage: torch.Tensor, prepare: Any) -> dict[s
     fraction of the stated bound).
     """
     cpu, cpu_storage = on_cpu(inputs, storage)
-    expected = reference.prepare(cpu)
+    expected = reference.prepare(cpu, numerics)
     got = prepare(inputs).cpu()
     assert got.dtype == expected.dtype
     assert got.shape == expected.shape

@@ -21,7 +21,7 @@ from triton.runtime import interpreter as triton_interpreter
 from triton_mutations import MUTATIONS
 
 from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.triton import interpreter, kernel, launcher
+from vllm_aiter_mla.kernels.triton import baselines, interpreter, kernel, launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.kernels.triton.tiles import TABLE
 
@@ -57,6 +57,12 @@ def compare_tile(arch: str, index: int) -> dict[str, Any]:
     tile = list(dict.fromkeys(entry.tile for entry in TABLE[arch]))[index]
     inputs, storage = cases.build(cases.Case(tokens=tile.block_t + 3, heads=1))
     return cases.compare(inputs, storage, lambda given: launcher.launch(given, tile))
+
+
+def compare_unfused(case: dict[str, Any]) -> dict[str, Any]:
+    """The benchmark's baseline against the reference in stock's roundings."""
+    inputs, storage = cases.build(cases.Case(**case))
+    return cases.compare(inputs, storage, baselines.unfused, reference.TWO_ROUNDING)
 
 
 def nan_and_payload() -> dict[str, Any]:
@@ -159,6 +165,7 @@ def _as_int32(offset: int) -> int:
 OPERATIONS = {
     "compare": compare,
     "compare_tile": compare_tile,
+    "compare_unfused": compare_unfused,
     "nan_and_payload": nan_and_payload,
     "far_cache": far_cache,
     "far_query": far_query,

@@ -38,7 +38,7 @@ class TritonBackend:
         for check in _CHECKS:
             reason = check(inputs)
             if reason is not None:
-                return f"triton: {reason}"
+                return reason
         return None
 
     def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
@@ -52,7 +52,7 @@ class TritonBackend:
         """
         reason = self.refuse(inputs)
         if reason is not None:
-            raise KernelInputError(reason)
+            raise KernelInputError(f"triton: {reason}")
         from vllm_aiter_mla.kernels.triton import launcher
 
         return launcher.launch(inputs, launcher.entry(inputs).tile)
@@ -68,7 +68,7 @@ class TritonBackend:
         """
         reason = self.refuse(template)
         if reason is not None:
-            raise KernelInputError(reason)
+            raise KernelInputError(f"triton: {reason}")
         from vllm_aiter_mla.kernels.triton import launcher
 
         return launcher.warm_up(template, [count for count in token_counts if _capped(template, count) is None])

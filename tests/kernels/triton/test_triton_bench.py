@@ -1,0 +1,145 @@
+"""The benchmark without a GPU: what it says then, what it counts, and what it makes of figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from vllm_aiter_mla.bench import command, page, paths, points, run, timing
+from vllm_aiter_mla.bench.points import Point
+from vllm_aiter_mla.kernels import reference
+
+MACHINE = {"card": "a card", "torch": "2.11", "triton": "3.6", "runtime": "CUDA 13", "python": "3.12"}
+
+
+def row(tokens, heads, ours, unfused, quantised=True, **more):
+    timings = {
+        paths.OURS: timing.Timing(ours, ours, ours, 1),
+        paths.UNFUSED: timing.Timing(unfused, unfused, unfused, 3),
+        **{name: timing.Timing(value, value, value, 3) for name, value in more.items()},
+    }
+    return run.Row(Point(tokens, heads, quantised), 8, timings, {paths.AITER: "AITER needs ROCm"}, {})
+
+
+def report(*rows):
+    return run.Report(MACHINE, "sm90", 4000.0, 50, list(rows))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_triton_bench_without_a_gpu_says_so_in_one_line_and_exits_2(capsys):
+    assert command.main() == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert "a GPU is needed" in said.err
+
+
+@pytest.mark.parametrize("wrong", [{"kind": "fp4"}, {"rounds": 0}, {"tokens": (0,)}, {"heads": ()}])
+def test_triton_bench_with_a_wrong_option_exits_2_before_it_looks_for_a_gpu(capsys, wrong):
+    assert command.main(**wrong) == 2
+    assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_triton_bench_command_line_exits_2_without_a_gpu():
+    typer = pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from vllm_aiter_mla.cli.bench import bench
+
+    app = typer.Typer()
+    app.command()(bench)
+    assert CliRunner().invoke(app, ["--tokens", "1", "--heads", "16"]).exit_code == 2
+
+
+def test_triton_bench_covers_the_grid_of_the_issue():
+    assert points.TOKENS == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    assert points.HEADS == (8, 16, 32, 64, 128)
+    assert len(points.grid(points.TOKENS, points.HEADS, (True, False))) == 100
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_triton_bench_counts_each_byte_of_a_call_once(quantised):
+    point = Point(3, 2, quantised)
+    (x,) = points.operands(point, torch.float8_e4m3fn, 1, device="cpu")
+    read = [x.q, x.k_pe, x.kv_c, x.w_uk_t, x.slot_mapping, x.positions, x.cos_sin_cache[:3]]
+    out = reference.prepare(x)
+    cache_rows = x.kv_cache.view(-1, 576)[:3]
+    assert point.bytes_once == sum(t.numel() * t.dtype.itemsize for t in [*read, out, cache_rows])
+    assert point.flops == 2 * x.q[..., :128].numel() * 512
+
+
+def test_triton_bench_rotates_more_bytes_than_the_caches_hold():
+    for point in points.grid(points.TOKENS, points.HEADS, (True,)):
+        count = points.sets_needed(point, 60 << 20)
+        assert count * point.bytes_once >= 2 * (60 << 20)
+        assert count <= points.MAX_SETS
+
+
+def test_triton_bench_operand_sets_share_nothing_but_table_and_scales():
+    a, b = points.operands(Point(2, 2, True), torch.float8_e4m3fn, 2, device="cpu")
+    for name in ("q", "kv_c", "w_uk_t", "kv_cache"):
+        first, second = getattr(a, name), getattr(b, name)
+        assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+
+def test_triton_bench_compares_with_the_best_unfused_sequence():
+    slow_ours = row(8, 16, ours=5.0, unfused=12.0, **{paths.STOCK: 10.0})
+    assert slow_ours.ratio == 2.0, "vLLM's own is the stronger baseline here"
+
+
+def test_triton_bench_names_the_cap_that_its_figures_call_for():
+    found = report(row(64, 16, 5, 10), row(256, 16, 10, 9), row(512, 16, 20, 15), row(256, 16, 5, 9, quantised=False))
+    assert run.caps(found) == ['Cap("sm90", 16, True, 256, "a card, 2.11, 3.6, CUDA 13, 3.12")']
+    assert 'Cap("sm90", 16, True, 256' in page.text(found)
+    assert "slower than the unfused sequence" in page.text(found)
+
+
+def test_triton_bench_holds_the_bounds_and_leaves_open_what_was_not_measured():
+    good = run.bounds(report(row(64, 16, 5, 10), row(256, 16, 10, 13)))
+    assert [bound.holds for bound in good] == [True, True, True, None]
+    bad = run.bounds(report(row(64, 16, 5, 9.9), row(256, 16, 10, 9), row(256, 128, 1000, 2000)))
+    assert [bound.holds for bound in bad] == [False, False, False, False]
+    assert "bound: share of the copy bandwidth >= 0.70 for N = 128, T = 256, fp8: not measured" in page.text(report())
+
+
+def test_triton_bench_gives_bandwidth_by_bytes_over_time():
+    one = row(256, 128, ours=10.0, unfused=20.0)
+    assert one.gbps == pytest.approx(Point(256, 128, True).bytes_once / 10e-6 / 1e9)
+
+
+def test_triton_bench_does_not_time_a_path_that_is_wrong():
+    (x,) = points.operands(Point(4, 2, True), torch.float8_e4m3fn, 1, device="cpu")
+    before = x.kv_cache.view(torch.uint8).clone()
+
+    def forgets_the_cache(inputs):
+        return reference.prepare(run.replace(inputs, kv_cache=inputs.kv_cache.clone()))
+
+    ways = [
+        paths.Path(paths.TORCH, lambda inputs: reference.prepare(inputs, reference.TWO_ROUNDING)),
+        paths.Path("single rounding", reference.prepare),
+        paths.Path("unscaled", lambda inputs: reference.prepare(run.replace(inputs, q_scale=inputs.q_scale * 2))),
+        paths.Path("no cache", forgets_the_cache),
+        paths.Path(paths.AITER, None, "AITER needs ROCm"),
+    ]
+    wrong = run.disagreements(ways, x)
+    assert set(wrong) == {"unscaled", "no cache"}
+    assert "query" in wrong["unscaled"]
+    assert "cache" in wrong["no cache"]
+    assert torch.equal(before, x.kv_cache.view(torch.uint8)), "the operands that are timed stay as they were"
+
+
+def test_triton_bench_files_are_readable_and_self_contained(tmp_path: Path):
+    found = report(row(1, 16, 4, 9), row(2, 16, 5, 9), row(1, 8, 4, 9, quantised=False))
+    read = json.loads(json.dumps(found.as_dict()))
+    assert read["rows"][0]["ratio"] == 2.25
+    assert read["machine"]["card"] == "a card"
+    text = page.page(found)
+    assert text.count("<svg") == 2
+    assert "http" not in text
+    assert "aiter: not measured: AITER needs ROCm" in text

@@ -1,0 +1,105 @@
+"""What is measured: the grid of calls, their operands, and the bytes and operations each of them must cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
+
+NOPE, ROPE, LATENT, BLOCK_SIZE = 128, 64, 512, 64
+MAX_POSITION = 4096
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+HEADS = (8, 16, 32, 64, 128)
+ACT = torch.bfloat16
+# Operand sets of one measurement: as many as do not fit in the caches, and no more than a graph can hold comfortably.
+MIN_SETS, MAX_SETS = 8, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One call: T tokens, N heads, fp8 (query and cache) or bfloat16."""
+
+    tokens: int
+    heads: int
+    quantised: bool
+
+    @property
+    def item(self) -> int:
+        """Bytes of a stored value."""
+        return 1 if self.quantised else 2
+
+    @property
+    def bytes_once(self) -> int:
+        """Bytes that must move, each counted once: weights, q, latent, k_pe and table rows, query and cache rows."""
+        t, n = self.tokens, self.heads
+        weights = n * NOPE * LATENT * 2
+        read = t * n * (NOPE + ROPE) * 2 + t * (LATENT + ROPE) * 2 + t * (ROPE * 2 + 16)
+        written = t * (n + 1) * (LATENT + ROPE) * self.item
+        return weights + read + written
+
+    @property
+    def flops(self) -> int:
+        """Operations of the absorb BMM; the rest is below a hundredth of them."""
+        return 2 * self.tokens * self.heads * NOPE * LATENT
+
+
+def grid(tokens: tuple[int, ...], heads: tuple[int, ...], kinds: tuple[bool, ...]) -> list[Point]:
+    """All points, quantised ones first, by heads, then by tokens."""
+    return [Point(t, n, kind) for kind in kinds for n in heads for t in tokens]
+
+
+def cache_bytes() -> int:
+    """Bytes the caches of the current GPU can hold on to: L2, and on ROCm the 256 MiB last-level cache of MI300."""
+    size = int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+    return max(size, 256 << 20) if torch.version.hip is not None else size
+
+
+def sets_needed(point: Point, resident: int) -> int:
+    """Operand sets whose bytes are at least twice what the caches hold, so that no set is found there again."""
+    return max(MIN_SETS, min(MAX_SETS, -(-2 * resident // point.bytes_once)))
+
+
+def operands(point: Point, fp8_dtype: torch.dtype, count: int, device: str = "cuda") -> list[DecodeInputs]:
+    """``count`` independent sets with weights, q, latent and cache of their own, as one layer after another brings."""
+    g = torch.Generator(device=device).manual_seed(0)
+    table = torch.randn(MAX_POSITION, ROPE, generator=g, device=device).to(ACT)
+    ones = torch.tensor([0.5], device=device), torch.tensor([0.05], device=device)
+    return [_one(point, fp8_dtype, g, table, ones, device) for _ in range(count)]
+
+
+def _one(
+    point: Point,
+    fp8_dtype: torch.dtype,
+    g: torch.Generator,
+    table: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    device: str,
+) -> DecodeInputs:
+    t, n = point.tokens, point.heads
+    stored = fp8_dtype if point.quantised else ACT
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, device=device, dtype=torch.float32).to(ACT)
+
+    blocks = -(-t // BLOCK_SIZE) * 4
+    latent = random(t, LATENT + ROPE)
+    cache = torch.zeros(
+        (blocks, BLOCK_SIZE, LATENT + ROPE), dtype=torch.uint8 if point.quantised else ACT, device=device
+    )
+    slots = torch.randperm(blocks * BLOCK_SIZE, generator=g, device=device)[:t]
+    return DecodeInputs(
+        q=random(t, n, NOPE + ROPE),
+        k_pe=latent[:, LATENT:],
+        kv_c=latent[:, :LATENT],
+        w_uk_t=random(n, NOPE, LATENT) * NOPE**-0.5,
+        kv_cache=cache.view(stored),
+        slot_mapping=slots,
+        positions=torch.randint(0, MAX_POSITION, (t,), generator=g, device=device),
+        cos_sin_cache=table,
+        k_scale=scales[0],
+        q_scale=scales[1],
+        is_neox=False,
+        out_dtype=stored,
+    )

@@ -1,0 +1,194 @@
+"""The run: every point, its paths checked against one another before they are timed, and what the figures call for."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from vllm_aiter_mla.bench import paths as who
+from vllm_aiter_mla.bench import timing
+from vllm_aiter_mla.bench.points import Point, cache_bytes, operands, sets_needed
+from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
+
+# Paths differ by one rounding of the rope half and by summation order: one fp8 step, or a bf16 step, in few values.
+MAX_DIFFERENT = 0.10
+
+
+class NoGpuError(RuntimeError):
+    """There is nothing to measure on; the message is one line for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One point's result. ``timings`` by path name, ``missing`` the reasons of the others."""
+
+    point: Point
+    sets: int
+    timings: dict[str, timing.Timing]
+    missing: dict[str, str]
+    wrong: dict[str, str]
+
+    @property
+    def ratio(self) -> float | None:
+        """The best unfused sequence over the one launch: above 1 the one launch is faster. None: not measured."""
+        rivals = [self.timings[name].median_us for name in (who.UNFUSED, who.STOCK) if name in self.timings]
+        ours = self.timings.get(who.OURS)
+        return min(rivals) / ours.median_us if ours and rivals else None
+
+    @property
+    def gbps(self) -> float | None:
+        """Bytes of the point, each counted once, over the time of the one launch."""
+        ours = self.timings.get(who.OURS)
+        return self.point.bytes_once / ours.median_us * 1e-3 if ours else None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole run on one card."""
+
+    machine: dict[str, str]
+    arch: str
+    copy_gbps: float
+    rounds: int
+    rows: list[Row] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, with the derived figures of each row."""
+        rows = [
+            asdict(row) | {"ratio": row.ratio, "gbps": row.gbps, "bytes_once": row.point.bytes_once}
+            for row in self.rows
+        ]
+        return asdict(self) | {"rows": rows, "bounds": [asdict(b) for b in bounds(self)], "caps": caps(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A bound of the project, what was measured against it, and whether it holds; None: not measured."""
+
+    text: str
+    measured: float | None
+    holds: bool | None
+
+
+def run(points: list[Point], rounds: int, progress: Callable[[str], None] = lambda text: None) -> Report:
+    """Measure ``points`` on the current GPU.
+
+    Raises:
+        NoGpuError: torch sees no GPU, or Triton's back end has no hardware fp8 type for this one.
+    """
+    require_gpu()
+    from vllm_aiter_mla.kernels.triton.backend import FP8_OF_ARCH
+    from vllm_aiter_mla.kernels.triton.launcher import current_arch
+
+    arch = current_arch()
+    native = FP8_OF_ARCH.get(arch)
+    if native is None and any(point.quantised for point in points):
+        raise NoGpuError(f"bench: {arch} has no fp8 conversion in hardware; ask for bf16 only")
+    report = Report(machine(), arch, timing.copy_gbps(), rounds)
+    for point in points:
+        report.rows.append(_row(point, native or torch.float8_e4m3fn, rounds))
+        progress(f"T={point.tokens} N={point.heads} {'fp8' if point.quantised else 'bf16'}")
+    return report
+
+
+def require_gpu() -> None:
+    """Raise NoGpuError, with a line to show, unless torch sees a GPU."""
+    if not torch.cuda.is_available():
+        raise NoGpuError(f"bench: a GPU is needed, torch {torch.__version__} sees none; nothing was measured")
+
+
+def machine() -> dict[str, str]:
+    """Card and versions, as they belong beside any figure."""
+    import triton
+
+    return {
+        "card": torch.cuda.get_device_name(),
+        "torch": str(torch.__version__),
+        "triton": triton.__version__,
+        "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+        "python": platform.python_version(),
+    }
+
+
+def _row(point: Point, native: torch.dtype, rounds: int) -> Row:
+    count = sets_needed(point, cache_bytes())
+    sets = operands(point, native, count)
+    paths = who.available(sets[0])
+    wrong = disagreements(paths, sets[0])
+    timed = [path for path in paths if path.name not in wrong]
+    missing = {path.name: path.reason or "" for path in paths if path.prepare is None}
+    return Row(point, count, timing.measure(timed, sets, rounds), missing, wrong)
+
+
+def disagreements(paths: list[who.Path], inputs: DecodeInputs) -> dict[str, str]:
+    """Paths whose query or cache is not that of plain PyTorch, with the figures; they are not timed."""
+    results = {path.name: _outputs(path.prepare, inputs) for path in paths if path.prepare is not None}
+    wrong = {}
+    for name, tensors in results.items():
+        for what, got, expected in zip(("query", "cache"), tensors, results[who.TORCH], strict=True):
+            different, far = _difference(got, expected)
+            if far or different > MAX_DIFFERENT:
+                wrong[name] = f"{what}: {different:.1%} of the values differ, {far} by more than one step"
+    return wrong
+
+
+def _outputs(prepare: who.Prepare, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    own = {name: getattr(inputs, name).clone() for name in ("q", "k_pe", "kv_cache")}
+    copy = replace(inputs, **own)
+    return prepare(copy), copy.kv_cache
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
+    """Fraction of values that differ, and how many by more than one fp8 step (1/64 of the magnitude for bfloat16)."""
+    if fp8.is_fp8(got.dtype):
+        steps = fp8.step_distance(got, expected)
+        return float((steps > 0).double().mean()), int((steps > 1).sum())
+    a, b = got.double(), expected.double()
+    far = (a - b).abs() > b.abs() / 64 + 1e-2
+    return float((a != b).double().mean()), int(far.sum())
+
+
+def caps(report: Report) -> list[str]:
+    """The entries for ``tiles.CAPS`` that the figures call for: per heads and type, the first T that was slower."""
+    lines = []
+    source = ", ".join(report.machine.values())
+    for heads, kind in sorted({(row.point.heads, row.point.quantised) for row in report.rows}):
+        slower = [
+            row.point.tokens
+            for row in report.rows
+            if (row.point.heads, row.point.quantised) == (heads, kind) and row.ratio is not None and row.ratio < 1
+        ]
+        if slower:
+            lines.append(f'Cap("{report.arch}", {heads}, {kind}, {min(slower)}, "{source}")')
+    return lines
+
+
+def bounds(report: Report) -> list[Bound]:
+    """The project's bounds against this run; a point that was not measured leaves its bound open."""
+    few = [row.ratio for row in report.rows if row.point.heads == 16 and row.point.quantised and row.point.tokens <= 64]
+    middle = [row.ratio for row in report.rows if row.point.heads == 16 and row.point.tokens == 256]
+    engaged = [row.ratio for row in report.rows if not _capped(report.arch, row.point)]
+    wide = [row.gbps for row in report.rows if row.point == Point(256, 128, True)]
+    share = [value / report.copy_gbps for value in wide if value is not None]
+    return [
+        _bound("ratio >= 2.0 for T <= 64, N = 16, fp8", few, 2.0),
+        _bound("ratio >= 1.3 for T = 256, N = 16", middle, 1.3),
+        _bound("ratio >= 1.0 wherever the back end engages", engaged, 1.0),
+        _bound("share of the copy bandwidth >= 0.70 for N = 128, T = 256, fp8", share, 0.7),
+    ]
+
+
+def _bound(text: str, values: list[float | None] | list[float], least: float) -> Bound:
+    known = [value for value in values if value is not None]
+    return Bound(text, min(known), min(known) >= least) if known else Bound(text, None, None)
+
+
+def _capped(arch: str, point: Point) -> bool:
+    from vllm_aiter_mla.kernels.triton.tiles import cap_for
+
+    return cap_for(arch, point.heads, point.quantised, point.tokens) is not None
