@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -270,3 +271,10 @@ def test_a_poisoned_row_is_not_a_number() -> None:
     assert bool(padded.any())
     assert out[padded].isnan().all()
     assert not out[~padded].isnan().any()
+
+
+def test_the_manual_lists_every_check() -> None:
+    manual = (Path(__file__).parent.parent / "docs" / "aiter.md").read_text(encoding="utf-8")
+    missing = [check.name for check in contract.CHECKS if f"`{check.name}`" not in manual]
+    assert not missing
+    assert "`kernel`" in manual

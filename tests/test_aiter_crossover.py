@@ -33,10 +33,10 @@ def test_without_a_card_it_says_not_measured_and_exits_2() -> None:
 @pytest.mark.parametrize(
     ("rows", "at", "says"),
     [
-        ([(1, 2.0, 3.0), (64, 5.0, 4.0), (255, 9.0, 6.0)], 64, "from 64 tokens on"),
+        ([(1, 2.0, 3.0), (64, 5.0, 4.0), (255, 9.0, 6.0)], 64, "from 64 tokens on: view=64"),
         ([(1, 2.0, 3.0), (64, 3.0, 4.0)], None, "view=per-head"),
         ([(1, 3.0, 2.0), (64, 4.0, 3.0)], 1, "opt is the faster one throughout"),
-        ([(1, 3.0, 2.0), (32, 3.0, 4.0), (64, 5.0, 4.0)], 64, "from 64 tokens on"),
+        ([(1, 3.0, 2.0), (32, 3.0, 4.0), (64, 5.0, 4.0)], 64, "from 64 tokens on: view=64"),
     ],
 )
 def test_the_crossover_holds_for_every_larger_batch(tool, rows, at, says) -> None:

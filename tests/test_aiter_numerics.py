@@ -78,6 +78,8 @@ def test_half_precision_activations_agree(arch, act) -> None:
         (256, 16, 16, "per-head", "opt"),
         (7, 16, 1, "opt", "opt"),
         (7, 16, 1, "as-is", "per-head"),
+        (63, 16, 16, 64, "per-head"),
+        (64, 16, 1, 64, "opt"),
     ],
 )
 def test_the_view_picks_the_kernel_and_the_fake_runs_that_one(arch, tokens, heads, block, view, kernel) -> None:

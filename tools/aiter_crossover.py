@@ -42,7 +42,7 @@ def verdict(rows: Sequence[Row]) -> str:
         return "per-head is the faster one up to 255 tokens: view=per-head"
     if at == min(tokens for tokens, _, _ in rows):
         return "opt is the faster one throughout: view=opt"
-    return f"opt is the faster one from {at} tokens on: view=per-head below that batch size, view=opt above"
+    return f"opt is the faster one from {at} tokens on: view={at}"
 
 
 def microseconds(launch: Callable[[], object]) -> float:
@@ -72,10 +72,12 @@ class Recording:
         self.arguments: tuple = ()
 
     def __call__(self, *arguments: object) -> None:
+        """Launch and remember."""
         self.arguments = arguments
         self.op(*arguments)
 
     def again(self) -> None:
+        """Launch with the same arguments."""
         self.op(*self.arguments)
 
 

@@ -16,8 +16,8 @@ from vllm_aiter_mla.kernels.reference import Numerics
 
 KernelName = Literal["per-head", "opt", "general"]
 CacheView = Literal["as-is", "tokens", "one-block"]
-ViewPolicy = Literal["auto", "as-is", "per-head", "opt"]
-VIEW_POLICIES: tuple[ViewPolicy, ...] = ("auto", "as-is", "per-head", "opt")
+ViewPolicy = Literal["auto", "as-is", "per-head", "opt"] | int
+VIEW_POLICIES = ("auto", "as-is", "per-head", "opt")
 
 LATENT, ROPE = 512, 64  # the widths both fast kernels are written for
 PER_HEAD_TOKENS = 256  # the per-head kernel serves fewer tokens than this
@@ -68,11 +68,15 @@ def make_plan(
 ) -> Plan:
     """Choose the view of ``kv_cache`` [blocks, block_size, latent+rope] and name the kernel that follows from it.
 
-    Policy "auto" keeps vLLM's block size unless the other view is more right: per-head where opt would truncate the
-    cache's rope part, and per-head where there are too few heads for opt (general neither clamps nor fills padded
-    rows). Which of the two is faster is not measured; see tools/aiter_crossover.py.
+    Policies "per-head" and "opt" ask for that kernel wherever a view leads to it; a number asks for per-head below
+    that many tokens and for opt from there on; "as-is" leaves the cache alone. "auto" keeps vLLM's block size unless
+    the other view is more right: per-head where opt would truncate the cache's rope part, and where there are too few
+    heads for opt (general neither clamps nor fills padded rows). Which of the two is faster is not measured; see
+    tools/aiter_crossover.py.
     """
     latent = kv_cache.shape[2] - rope
+    if isinstance(policy, int):
+        policy = "per-head" if tokens < policy else "opt"
 
     def planned(view: CacheView) -> Plan:
         block = {"as-is": kv_cache.shape[1], "tokens": 1, "one-block": kv_cache.shape[0] * kv_cache.shape[1]}[view]
