@@ -69,16 +69,51 @@ def test_triton_mutation_lost_alignment_hint_breaks_a_bound():
     plant = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from vllm_aiter_mla.kernels.triton import aot, isa\n"
-        "whole = aot._signature\n"
+        "whole = aot._argument\n"
         "def without(*given):\n"
-        "    signature, attrs = whole(*given)\n"
-        "    return signature, {at: [h for h in hints if h[0] != 'tt.divisibility'] for at, hints in attrs.items()}\n"
-        "aot._signature = without\n"
+        "    kind, hints = whole(*given)\n"
+        "    return kind, [hint for hint in hints if hint[0] != 'tt.divisibility']\n"
+        "aot._argument = without\n"
         "target = aot.TARGETS['gfx942']; variant = aot.variants(target)[0]\n"
         "print(isa.breaches(target, variant, isa.figures(target, variant, aot.compile_variant(target, variant))))\n"
     )
     done = subprocess.run([sys.executable, "-c", plant, str(ROOT)], capture_output=True, text=True, check=True)
     assert "16-byte loads of q and W_UK_T expected" in done.stdout
+
+
+SHAPES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from vllm_aiter_mla.kernels.triton import aot, baselines, kernel
+target = aot.TARGETS[sys.argv[2]]
+plain = aot.variants(target)[0]
+fp8, limit = target.fp8_type, target.fp8_max
+acts = {name: "fp16" for name in ("q_ptr", "k_pe_ptr", "kv_c_ptr", "w_ptr", "cos_sin_ptr")}
+for changes, types in (
+    ({"Q_FP8_MAX": 0.0}, {"cache_ptr": fp8}),
+    ({}, acts | {"cache_ptr": fp8, "out_ptr": fp8}),
+    ({"Q_FP8_MAX": 0.0, "KV_FP8_MAX": 0.0}, acts | {"cache_ptr": "fp16", "out_ptr": "fp16"}),
+    ({"BLOCK_SIZE": 1, "N": 1}, {"cache_ptr": fp8, "out_ptr": fp8}),
+    ({"BLOCK_SIZE": 48, "N": 3}, {"cache_ptr": fp8, "out_ptr": fp8}),
+    ({"P": 256, "R": 128, "L": 1024}, {"cache_ptr": fp8, "out_ptr": fp8}),
+    ({"P": 16, "R": 16, "L": 16, "BLOCK_L": 16, "BLOCK_K": 16}, {"cache_ptr": fp8, "out_ptr": fp8}),
+    ({"P": 16, "R": 16, "L": 16, "BLOCK_L": 16, "BLOCK_K": 16, "IS_NEOX": True}, {"cache_ptr": fp8, "out_ptr": fp8}),
+):
+    aot.compile_kernel(target, kernel.decode_prep_kernel, aot.constants(target, plain) | changes, types, plain.tile)
+whole = aot.constants(target, plain)
+names = ("N", "P", "R", "L", "BLOCK_SIZE", "IS_NEOX", "KV_FP8_MAX", "ROPE_ROWS", "KV_ROWS")
+chosen = {name: whole[name] for name in names}
+aot.compile_kernel(target, baselines.rope_kv_kernel, chosen, {"cache_ptr": fp8}, plain.tile)
+chosen = {"R": 64, "L": 512, "Q_FP8_MAX": limit, "ROWS": baselines.CONCAT_ROWS}
+aot.compile_kernel(target, baselines.concat_quant_kernel, chosen, {"out_ptr": fp8}, plain.tile)
+print("compiled")
+"""
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_triton_other_dtypes_widths_and_the_baselines_compile(name):
+    done = subprocess.run([sys.executable, "-c", SHAPES, str(ROOT), name], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "compiled", done.stderr[-2000:]
 
 
 def test_triton_compiler_that_fails_is_a_broken_bound_with_its_message(isa_report):

@@ -14,6 +14,8 @@ from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, MAX_BLOCK_K, TABLE, T
 # A whole DeepSeek-V3 layer: the heads that an entry without a limit is compiled for.
 MANY_HEADS = 128
 NOPE, ROPE, LATENT = 128, 64, 512
+# Pointers to single elements; the launcher's alignment check leaves them out, so they carry no divisibility.
+SCALAR_TYPES = {"slot_ptr": "i64", "pos_ptr": "i64", "k_scale_ptr": "fp32", "q_scale_ptr": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,33 +98,61 @@ def compile_variant(target: Target, variant: Variant, fp8_type: str | None = Non
         Triton's compiled kernel: ``.asm`` and ``.metadata``.
 
     Raises:
+        RuntimeError: as ``compile_kernel``.
+    """
+    _claim_process(target)
+    from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
+
+    stored = (fp8_type or target.fp8_type) if variant.quantised else "bf16"
+    unhinted = () if variant.pointer_hint else ("cache_ptr",)
+    types = {"cache_ptr": stored, "out_ptr": stored}
+    return compile_kernel(target, decode_prep_kernel, constants(target, variant), types, variant.tile, unhinted)
+
+
+def compile_kernel(
+    target: Target,
+    kernel: Any,
+    constexprs: dict[str, Any],
+    types: dict[str, str],
+    tile: Tile,
+    unhinted: tuple[str, ...] = (),
+) -> Any:
+    """Compile a kernel of this package with the argument hints the launcher would find for DeepSeek's shapes.
+
+    Args:
+        target: the architecture.
+        kernel: a ``triton.jit`` function whose pointers end in ``_ptr``.
+        constexprs: its compile-time arguments by name.
+        types: Triton element types of its pointers, where not bfloat16 (slots, positions and scales are known).
+        tile: warps and matrix instruction.
+        unhinted: pointers to tensors beyond 2 GiB, which ROCm's launcher does not mark as 32-bit.
+
+    Raises:
         RuntimeError: this process has compiled for another architecture, or interprets its kernels.
     """
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise RuntimeError("a process with TRITON_INTERPRET=1 cannot cross-compile")
-    if _arch_of_process and _arch_of_process[0] != target.name:
-        raise RuntimeError(f"this process compiles for {_arch_of_process[0]}; start another one for {target.name}")
-    _arch_of_process[:] = [target.name]
-    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1" if FP_FUSION else "0"
+    _claim_process(target)
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
-
-    constexprs = _constexprs(target, variant)
-    signature, attrs = _signature(target, variant, decode_prep_kernel.arg_names, constexprs, fp8_type)
-    options: dict[str, Any] = {"num_warps": variant.tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
+    signature: dict[str, str] = {}
+    attrs: dict[tuple[int], list[list[Any]]] = {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constexprs:
+            signature[name] = "constexpr"
+            continue
+        signature[name], hints = _argument(target, name, types, unhinted)
+        if hints:
+            attrs[(index,)] = hints
+    options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
     if target.backend == "hip":
-        options["matrix_instr_nonkdim"] = variant.tile.mfma
-    return triton.compile(
-        ASTSource(decode_prep_kernel, signature, constexprs, attrs),
-        target=GPUTarget(target.backend, target.arch, target.warp_size),
-        options=options,
-    )
+        options["matrix_instr_nonkdim"] = tile.mfma
+    source = ASTSource(kernel, signature, constexprs, attrs)
+    return triton.compile(source, GPUTarget(target.backend, target.arch, target.warp_size), options)
 
 
-def _constexprs(target: Target, variant: Variant) -> dict[str, Any]:
+def constants(target: Target, variant: Variant) -> dict[str, Any]:
+    """The compile-time arguments of the kernel, as ``launcher.constants`` would give them."""
     tile = variant.tile
     limit = target.fp8_max if variant.quantised else 0.0
     return {
@@ -144,31 +174,25 @@ def _constexprs(target: Target, variant: Variant) -> dict[str, Any]:
     }
 
 
-def _signature(
-    target: Target, variant: Variant, names: list[str], constexprs: dict[str, Any], fp8_type: str | None
-) -> tuple[dict[str, str], dict[tuple[int], list[list[Any]]]]:
-    """Types and argument hints as the launcher would pass them for DeepSeek's shapes."""
-    stored = (fp8_type or target.fp8_type) if variant.quantised else "bf16"
-    fixed = {"cache_ptr": stored, "out_ptr": stored, "slot_ptr": "i64", "pos_ptr": "i64"}
-    fixed |= {"k_scale_ptr": "fp32", "q_scale_ptr": "fp32"}
-    signature: dict[str, str] = {}
-    attrs: dict[tuple[int], list[list[Any]]] = {}
-    for index, name in enumerate(names):
-        if name in constexprs:
-            signature[name] = "constexpr"
-            continue
-        hints: list[list[Any]] = []
-        if name.endswith("_ptr"):
-            signature[name] = "*" + fixed.get(name, "bf16")
-            # Pointers to single elements are excluded from the launcher's alignment check.
-            if fixed.get(name, "bf16") not in ("i64", "fp32"):
-                hints.append(["tt.divisibility", 16])
-            if target.backend == "hip" and (variant.pointer_hint or name != "cache_ptr"):
-                hints.append(["tt.pointer_range", 32])
-        else:
-            signature[name] = "i32"
-            if "_stride" in name:
-                hints.append(["tt.divisibility", 16])
-        if hints:
-            attrs[(index,)] = hints
-    return signature, attrs
+def _claim_process(target: Target) -> None:
+    """One architecture per process, fusion pinned before Triton reads its environment."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("a process with TRITON_INTERPRET=1 cannot cross-compile")
+    if _arch_of_process and _arch_of_process[0] != target.name:
+        raise RuntimeError(f"this process compiles for {_arch_of_process[0]}; start another one for {target.name}")
+    _arch_of_process[:] = [target.name]
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1" if FP_FUSION else "0"
+
+
+def _argument(
+    target: Target, name: str, types: dict[str, str], unhinted: tuple[str, ...]
+) -> tuple[str, list[list[Any]]]:
+    """Type and hints of one run-time argument."""
+    if not name.endswith("_ptr"):
+        return "i32", [["tt.divisibility", 16]] if "stride" in name else []
+    hints: list[list[Any]] = []
+    if name not in SCALAR_TYPES:
+        hints.append(["tt.divisibility", 16])
+    if target.backend == "hip" and name not in unhinted:
+        hints.append(["tt.pointer_range", 32])
+    return "*" + SCALAR_TYPES.get(name, types.get(name, "bf16")), hints
