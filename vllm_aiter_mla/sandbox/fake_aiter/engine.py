@@ -1,0 +1,57 @@
+"""Let a sandbox engine believe that it runs on an AMD card with AITER: for the demo and the engine tests."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from contextlib import ExitStack
+
+import torch
+
+from vllm_aiter_mla.kernels.aiter.platform import Platform
+from vllm_aiter_mla.sandbox.fake_aiter.op import FP8
+from vllm_aiter_mla.sandbox.fake_aiter.trees import install
+
+ROCM = (7, 0)
+_ENV = "FAKE_AITER_ARCH"
+_installed = ExitStack()
+atexit.register(_installed.close)
+
+
+def pretend(arch: str) -> Platform:
+    """Install the fake for ``arch`` for the rest of this process, and fake the platform checks that lead to it.
+
+    Two checks are faked: what the plugin takes the card for, and vLLM's fp8 type (e4m3fnuz on gfx942). Call it after
+    vLLM's plugins are loaded and before a config is built. Spawned workers inherit the import path and the
+    environment, and call :func:`resume`.
+
+    Raises:
+        ValueError: ``arch`` is neither "gfx942" nor "gfx950".
+    """
+    if arch not in FP8:
+        raise ValueError(f"the fake AITER knows gfx942 and gfx950, not {arch!r}")
+    _installed.close()
+    _installed.enter_context(install(arch))
+    return _fake_platform(arch)
+
+
+def resume() -> Platform | None:
+    """In a spawned worker: fake the checks again if the parent did; the import path is inherited. None otherwise."""
+    arch = os.environ.get(_ENV)
+    return None if arch is None else _fake_platform(arch)
+
+
+def _fake_platform(arch: str) -> Platform:
+    from vllm.platforms import current_platform
+
+    from vllm_aiter_mla.runtime import kernel
+
+    platform = Platform(arch, ROCM)
+
+    def fp8_dtype(cls: type) -> torch.dtype:
+        return FP8[arch]
+
+    type(current_platform).fp8_dtype = classmethod(fp8_dtype)  # type: ignore[method-assign, assignment]
+    kernel.detect_platform = lambda: platform
+    kernel.reset()
+    return platform
