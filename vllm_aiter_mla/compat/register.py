@@ -48,6 +48,12 @@ def _hook_platform() -> None:
     platform_hook.install()
 
 
+def _hook_worker() -> None:
+    from vllm_aiter_mla.compat import worker_hook
+
+    worker_hook.install_if_loaded()
+
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         name="pass_config",
@@ -71,6 +77,18 @@ PATCHES: tuple[Patch, ...] = (
         probe="vllm_version.missing_capabilities() looks for both methods",
         remove_when="vLLM calls plugins while it builds a VllmConfig",
         apply=_hook_platform,
+        required=True,
+    ),
+    Patch(
+        name="worker_hook",
+        what="WorkerBase.__init__, and load_model and compile_or_warm_up_model of workers whose fast path is on",
+        why="kernels must be checked before the first capture and counted after warm-up; vLLM tells plugins of neither",
+        how="the two methods of the instance are wrapped; with the flag off the worker is left as it is",
+        link="https://docs.vllm.ai/en/latest/design/plugin_system/",
+        probe="the census line after warm-up; its absence shows",
+        remove_when="vLLM calls plugins after a worker has loaded its weights and after its warm-up",
+        apply=_hook_worker,
+        # Without it the fast path is right but unchecked and unannounced.
         required=True,
     ),
 )

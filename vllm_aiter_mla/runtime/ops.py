@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 NAMESPACE = "vllm_aiter_mla"
@@ -14,8 +18,6 @@ def register() -> None:
     """Define the ops under ``torch.ops.vllm_aiter_mla``. Idempotent."""
     if _LIBRARY:
         return
-    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
-    from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
     from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 
     from vllm_aiter_mla.runtime import attention, fused, q_prep
@@ -39,11 +41,32 @@ def register() -> None:
     )
     direct_register_custom_op(
         "mla_attention_with_prepared_q",
-        # Outermost: a KV connector's hooks must run in the eager segment of a breakable graph.
-        eager_break_during_capture(maybe_transfer_kv_layer(attention.mla_attention_with_prepared_q)),
+        _attention_with_hooks(attention.mla_attention_with_prepared_q),
         mutates_args=["output"],
         fake_impl=attention.mla_attention_with_prepared_q_fake,
         target_lib=library,
         tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
     )
     _LIBRARY.append(library)
+
+
+def _attention_with_hooks(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` under the two decorators that vLLM's own attention ops carry, applied at the first call.
+
+    Their modules take over half a second to import, which a run with the flag off must not pay for. The layer name
+    stays positional: the KV connector's hook finds it by its index.
+    """
+
+    @functools.cache
+    def decorated() -> Callable[..., None]:
+        from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+        from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+
+        # Outermost: a KV connector's hooks must run in the eager segment of a breakable graph.
+        return eager_break_during_capture(maybe_transfer_kv_layer(function))
+
+    @functools.wraps(function)
+    def attention(*args: Any, **kwargs: Any) -> None:
+        decorated()(*args, **kwargs)
+
+    return attention

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-SANDBOX_ENV = "VLLM_AITER_MLA_SANDBOX"
+SANDBOX_ENV = "AITER_MLA_SANDBOX"
 
 
 def requested() -> bool:

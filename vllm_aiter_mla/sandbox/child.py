@@ -1,0 +1,109 @@
+"""The process of one engine run: ``python -m vllm_aiter_mla.sandbox.child SPEC OUT``."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec
+
+STARTED = time.perf_counter()
+
+
+def main(spec_path: str, out_path: str) -> None:
+    """Build the model, start the engine, run the scenarios, write the result."""
+    spec = EngineSpec.load(Path(spec_path))
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    from vllm_aiter_mla.sandbox import knobs
+
+    knobs.apply(spec)
+    llm = build(spec, Path(spec_path).parent / "model")
+    print("sandbox: engine is up", flush=True)
+    if spec.scales is not None:
+        knobs.set_scales(llm, *spec.scales)
+    outcome = {}
+    for name in spec.scenarios:
+        print(f"sandbox: scenario {name}", flush=True)
+        from vllm_aiter_mla.sandbox import scenarios
+
+        outcome[name] = scenarios.run(llm.llm_engine, name)
+    result(spec, llm, outcome).save(Path(out_path))
+
+
+def build(spec: EngineSpec, folder: Path) -> Any:
+    """vLLM's ``LLM`` for the spec."""
+    from vllm import LLM
+
+    from vllm_aiter_mla.sandbox.model import TinyDeepseek
+
+    model = TinyDeepseek(**spec.model).save(folder)
+    return LLM(
+        str(model),
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        enable_prefix_caching=False,
+        kv_cache_dtype=spec.kv_cache_dtype,
+        tensor_parallel_size=spec.tensor_parallel_size,
+        compilation_config=compilation(spec),
+        additional_config=options(spec),
+        seed=0,
+    )
+
+
+def compilation(spec: EngineSpec) -> dict[str, Any]:
+    """The ``compilation_config``: flag off is stock in the same ranges and partitioning, so that runs compare."""
+    config: dict[str, Any] = {"pass_config": {"fuse_rope_kvcache_cat_mla": spec.stock_pass}}
+    if not spec.enabled:
+        config |= {"use_inductor_graph_partition": True, "compile_ranges_endpoints": [spec.max_num_seqs]}
+    return config | spec.compilation
+
+
+def options(spec: EngineSpec) -> dict[str, Any]:
+    """The ``additional_config``; empty where the flag is off."""
+    if not spec.enabled:
+        return {}
+    debug = {"rounding": spec.rounding, "stop_after": spec.stop_after}
+    return {"aiter_mla": {"enabled": True, "kernel": spec.kernel, "debug": debug} | spec.additional}
+
+
+def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
+    """Collect what the parent wants."""
+    import torch
+    import vllm
+
+    from vllm_aiter_mla.sandbox import knobs
+
+    config = llm.llm_engine.vllm_config
+    return EngineResult(
+        scenarios=outcome,
+        census=census_records(),
+        ranges=[(r.start, r.end) for r in config.compilation_config.get_compile_ranges()],
+        graphs=dict(knobs.GRAPHS),
+        log=[],
+        versions={"python": platform.python_version(), "torch": torch.__version__, "vllm": vllm.__version__},
+        seconds=time.perf_counter() - STARTED,
+    )
+
+
+def census_records() -> list[dict[str, Any]]:
+    """The census files that this run's workers wrote, by rank; the cache root is this run's own."""
+    from vllm_aiter_mla.report.announce import cache_folder
+
+    files = [path for path in cache_folder().glob("census-*.json") if path.stat().st_mtime >= _start_of_process()]
+    return sorted((json.loads(path.read_text()) for path in files), key=lambda record: record["rank"])
+
+
+def _start_of_process() -> float:
+    return time.time() - (time.perf_counter() - STARTED) - 1
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,81 @@
+"""What a spec asks of the sandbox beyond vLLM's own options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_aiter_mla.sandbox.spec import EngineSpec
+
+GRAPHS: dict[str, str] = {}
+
+
+def apply(spec: EngineSpec) -> None:
+    """Set this process up; before any vLLM config is built."""
+    if spec.linear == "aten":
+        plain_linears()
+    if spec.perturb:
+        perturb_cache(spec.perturb)
+    if spec.dump_graphs:
+        dump_graphs()
+
+
+def plain_linears() -> None:
+    """Let unquantised linears be ``aten`` GEMMs, as on GPUs, instead of the CPU build's out-variant."""
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+    from vllm.model_executor.layers import linear
+
+    linear.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def perturb_cache(share: float) -> None:
+    """Move a fixed ``share`` of the rope part of every fp8 KV row by one step: the yardstick of the demo's figures."""
+    from vllm_aiter_mla.sandbox import attention, gpu_ops
+
+    write = gpu_ops.write_kv_rows
+
+    def write_perturbed(
+        kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor, k_scale: torch.Tensor
+    ) -> None:
+        write(kv_c, k_pe, kv_cache, slots, k_scale)
+        if kv_cache.numel() == 0 or kv_cache.dtype != torch.uint8:
+            return
+        rows = kv_cache.view(-1, kv_cache.shape[-1])
+        chosen = slots[slots >= 0]
+        rope = rows[chosen, kv_c.shape[-1] :]
+        picked = torch.rand(rope.shape, generator=torch.Generator().manual_seed(0)) < share
+        # The next code of larger magnitude; the largest finite one stays.
+        moved = torch.where(picked & ((rope & 0x7F) < 0x7E), rope + 1, rope)
+        rows[chosen, kv_c.shape[-1] :] = moved
+
+    gpu_ops.write_kv_rows = write_perturbed
+    attention.write_kv_rows = write_perturbed
+
+
+def dump_graphs() -> None:
+    """Keep the text of each range's graph as it leaves vLLM's post-grad passes."""
+    from vllm.compilation.passes import pass_manager
+    from vllm.compilation.passes.inductor_pass import get_pass_context
+
+    inner = pass_manager.PostGradPassManager.__call__
+
+    def call(self: Any, graph: torch.fx.Graph) -> None:
+        inner(self, graph)
+        r = get_pass_context().compile_range
+        GRAPHS[f"{r.start}-{r.end}"] = str(graph)
+
+    pass_manager.PostGradPassManager.__call__ = call
+
+
+def set_scales(llm: Any, k_scale: float, q_scale: float) -> None:
+    """Give every MLA layer these dequantisation scales, in place. In-process engines only."""
+    for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
+        if hasattr(layer, "kv_lora_rank"):
+            layer._k_scale.fill_(k_scale)
+            layer._q_scale.fill_(q_scale)

@@ -1,0 +1,115 @@
+"""What one engine run of the sandbox is, and what it gives back: plain records that travel as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+BUCKET_REQUESTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine start in its own process.
+
+    Attributes:
+        enabled: the plugin's flag.
+        scenarios: names from ``scenarios.SCENARIOS``, run one after the other.
+        kv_cache_dtype: as vLLM spells it.
+        rounding: of the reference kernel: "single" is AITER's, "two" is stock's.
+        kernel: the plugin's kernel option.
+        stop_after: leave the chain of passes after this one.
+        stock_pass: switch vLLM's own RoPE + KV pass on.
+        tensor_parallel_size: number of workers; above one they are spawned.
+        max_num_seqs: requests at a time: the decode bucket.
+        max_num_batched_tokens: token budget of a step; below a prompt's length the prompt is chunked (bf16 cache).
+        model: overrides of ``TinyDeepseek``.
+        compilation: overrides of vLLM's ``compilation_config``.
+        additional: overrides of the plugin's ``additional_config`` mapping.
+        linear: "onednn" is the CPU build's out-variant GEMM, "aten" a plain one, as on GPUs.
+        perturb: move this share of the cache's rope part by one fp8 step (0 for none).
+        scales: (k_scale, q_scale) put into every layer after loading, or None.
+        piecewise: emulate piecewise capture with this frozen metadata: None, "none" or "decode".
+        mutation: a planted bug, by name; tests only.
+        dump_graphs: return the post-grad FX graph text by range.
+        fake_arch: let the platform look like this AMD card over the fake AITER.
+        spawn: run the engine core in its own process, as vLLM does by default.
+    """
+
+    enabled: bool = True
+    scenarios: tuple[str, ...] = ("concurrent",)
+    kv_cache_dtype: str = "auto"
+    rounding: str = "two"
+    kernel: str = "auto"
+    stop_after: str | None = None
+    stock_pass: bool = False
+    tensor_parallel_size: int = 1
+    max_num_seqs: int = BUCKET_REQUESTS
+    max_num_batched_tokens: int = 512
+    model: dict[str, Any] = field(default_factory=dict)
+    compilation: dict[str, Any] = field(default_factory=dict)
+    additional: dict[str, Any] = field(default_factory=dict)
+    linear: str = "onednn"
+    perturb: float = 0.0
+    scales: tuple[float, float] | None = None
+    piecewise: str | None = None
+    mutation: str | None = None
+    dump_graphs: bool = False
+    fake_arch: str | None = None
+    spawn: bool = False
+
+    def save(self, path: Path) -> None:
+        """Write the record as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def load(path: Path) -> EngineSpec:
+        """Read a record written by ``save``."""
+        values = json.loads(path.read_text())
+        values["scenarios"] = tuple(values["scenarios"])
+        values["scales"] = None if values["scales"] is None else tuple(values["scales"])
+        return EngineSpec(**values)
+
+
+# One generated token: its id and the log-probabilities of the five likeliest ids.
+Step = tuple[int, dict[int, float]]
+
+
+@dataclass(slots=True)
+class EngineResult:
+    """What an engine run gave.
+
+    Attributes:
+        scenarios: by scenario, the requests' tokens with their log-probabilities.
+        census: one record per rank (see ``report.announce.as_record``); empty with the flag off.
+        ranges: vLLM's compile ranges as [start, end].
+        graphs: post-grad FX graph text by "start-end", where asked for.
+        log: the plugin's own log lines.
+        versions: of Python, torch and vLLM.
+        seconds: from process start to the last token.
+    """
+
+    scenarios: dict[str, list[list[Step]]]
+    census: list[dict[str, Any]]
+    ranges: list[tuple[int, int]]
+    graphs: dict[str, str]
+    log: list[str]
+    versions: dict[str, str]
+    seconds: float
+
+    def save(self, path: Path) -> None:
+        """Write the record as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def load(path: Path) -> EngineResult:
+        """Read a record written by ``save``; JSON turns integer keys into strings, this turns them back."""
+        values = json.loads(path.read_text())
+        values["scenarios"] = {
+            name: [[(token, {int(k): v for k, v in probs.items()}) for token, probs in request] for request in requests]
+            for name, requests in values["scenarios"].items()
+        }
+        values["ranges"] = [tuple(r) for r in values["ranges"]]
+        return EngineResult(**values)
