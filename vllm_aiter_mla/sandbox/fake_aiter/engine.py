@@ -21,9 +21,9 @@ atexit.register(_installed.close)
 def pretend(arch: str) -> Platform:
     """Install the fake for ``arch`` for the rest of this process, and fake the platform checks that lead to it.
 
-    Two checks are faked: what the plugin takes the card for, and vLLM's fp8 type (e4m3fnuz on gfx942). Call it after
-    vLLM's plugins are loaded and before a config is built. Spawned workers inherit the import path and the
-    environment, and call :func:`resume`.
+    Two checks are faked: what the plugin takes the card for, and vLLM's fp8 type (e4m3fnuz on gfx942, of which stock
+    vLLM uses 224 of the 240 it reaches). Call it after vLLM's plugins are loaded and before a config is built.
+    Spawned workers inherit the import path and the environment, and call :func:`resume`.
 
     Raises:
         ValueError: ``arch`` is neither "gfx942" nor "gfx950".
@@ -51,7 +51,27 @@ def _fake_platform(arch: str) -> Platform:
     def fp8_dtype(cls: type) -> torch.dtype:
         return FP8[arch]
 
-    type(current_platform).fp8_dtype = classmethod(fp8_dtype)  # type: ignore[method-assign, assignment]
+    def is_fp8_fnuz(cls: type) -> bool:
+        return FP8[arch] == torch.float8_e4m3fnuz
+
+    vllm_platform = type(current_platform)
+    vllm_platform.fp8_dtype = classmethod(fp8_dtype)  # type: ignore[method-assign, assignment]
+    vllm_platform.is_fp8_fnuz = classmethod(is_fp8_fnuz)  # type: ignore[method-assign, assignment]
+    _renew_constants(FP8[arch])
     kernel.detect_platform = lambda: platform
     kernel.reset()
     return platform
+
+
+def _renew_constants(dtype: torch.dtype) -> None:
+    """Replace what vLLM's modules asked the platform for when they were imported."""
+    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.model_executor.layers.quantization import input_quant_fp8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import get_fp8_min_max
+
+    cache_clear = getattr(get_fp8_min_max, "cache_clear", None)
+    if cache_clear is not None:
+        cache_clear()
+    vars(mla_attention)["_FP8_DTYPE"] = dtype
+    vars(input_quant_fp8)["_FP8_DTYPE"] = dtype
+    vars(input_quant_fp8)["_FP8_MIN"], vars(input_quant_fp8)["_FP8_MAX"] = get_fp8_min_max()
