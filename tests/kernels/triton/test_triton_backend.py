@@ -13,7 +13,7 @@ from triton_cases import Case, build, sparse_bytes
 pytest.importorskip("triton")
 
 from vllm_aiter_mla.kernels.inputs import KernelInputError
-from vllm_aiter_mla.kernels.triton import kernel, launcher, tiles
+from vllm_aiter_mla.kernels.triton import aot, kernel, launcher, tiles
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
 BACKEND = TritonBackend()
@@ -200,3 +200,47 @@ def test_triton_kernels_import_neither_vllm_nor_matplotlib():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def specialisation(arch, launched):
+    """What Triton's launcher makes of a recorded launch on ``arch``: (type, hints) per argument, constants as such."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = aot.TARGETS[arch]
+    backend = make_backend(GPUTarget(target.backend, target.arch, target.warp_size))
+    jit = kernel.decode_prep_kernel
+    bind = create_function_from_signature(jit.signature, jit.params, backend)
+    _, given, options = launched
+    bound, found, _ = bind(*given, **options)
+    return {
+        name: entry if entry[0] == "constexpr" else (entry[0], backend.parse_attr(entry[1] or ""))
+        for name, entry in zip(bound, found, strict=True)
+    }
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "sm90"])
+def test_triton_launches_of_one_tile_share_one_variant_whatever_t_s_and_alignment(recorder, arch):
+    """The warm-up's promise, by Triton's own rules: one row without a slot compiles what every batch needs."""
+    BACKEND.warm_up(operands(tokens=5, heads=4), [5])
+    for tokens, slots in ((1, 1), (5, 3), (16, 16)):
+        inputs = operands(tokens=tokens, heads=4, slots=slots)
+        odd = torch.empty(tokens + 1, dtype=torch.int64)[1:].copy_(inputs.positions)
+        BACKEND.prepare(replace(inputs, positions=odd))
+    first, *others = [specialisation(arch, launched) for launched in recorder.launches]
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "sm90"])
+@pytest.mark.parametrize("w_major", ["L", "P"])
+def test_triton_hints_of_the_gate_are_those_the_launcher_finds(recorder, arch, w_major):
+    """What tools/isa_report.py compiles is what a GPU would run, not something better."""
+    target = aot.TARGETS[arch]
+    dtype = "float8_e4m3fnuz" if arch == "gfx942" else "float8_e4m3fn"
+    inputs = build(Case(heads=4, w_major=w_major, cache=dtype))[0]
+    launcher.launch(inputs, tiles.entry_for(arch, 5, 4).tile)
+    stored = {"cache_ptr": target.fp8_type, "out_ptr": target.fp8_type}
+    for name, found in specialisation(arch, recorder.launches[0]).items():
+        if found[0] != "constexpr":
+            assert found == aot._argument(target, name, stored, ()), name

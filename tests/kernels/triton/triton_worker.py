@@ -124,8 +124,9 @@ def wrong_casts() -> dict[str, Any]:
     result = {}
     for convert, whose in ((_SHIPPED, "shipped"), (interpreter.convert_float, "replaced")):
         for name, truth in truths.items():
-            # None is what the interpreter itself passes for a plain truncation.
-            bits = convert(x.numpy(), tl.float32, getattr(tl, name), None)
+            # As the interpreter calls it: a plain truncation has no rounding mode, a cast to fp8 has one.
+            mode = triton_interpreter._ir.ROUNDING_MODE.RTNE if name.startswith("float8") else None
+            bits = convert(x.numpy(), tl.float32, getattr(tl, name), mode)
             result[f"{whose} {name}"] = int((torch.from_numpy(bits.view(truth.numpy().dtype)) != truth).sum())
     return result
 
