@@ -16,8 +16,6 @@ from vllm_aiter_mla.kernels.inputs import KernelInputError
 from vllm_aiter_mla.kernels.triton import aot, kernel, launcher, tiles
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
-BACKEND = TritonBackend()
-
 
 @pytest.fixture
 def on_any_device(monkeypatch):
@@ -50,9 +48,9 @@ def operands(**changes):
 
 def test_triton_backend_on_a_cpu_says_that_it_needs_a_gpu():
     inputs = operands()
-    assert BACKEND.refuse(inputs) == "a GPU is needed, q is on cpu"
+    assert TritonBackend().refuse(inputs) == "a GPU is needed, q is on cpu"
     with pytest.raises(KernelInputError, match="triton: a GPU is needed"):
-        BACKEND.prepare(inputs)
+        TritonBackend().prepare(inputs)
 
 
 def far_rows(inputs):
@@ -82,33 +80,44 @@ BROKEN = {
 def test_triton_backend_names_the_operand_it_declines(on_any_device, name):
     change, word = BROKEN[name]
     inputs = operands()
-    reason = BACKEND.refuse(replace(inputs, **change(inputs)))
+    reason = TritonBackend().refuse(replace(inputs, **change(inputs)))
     assert reason is not None
     assert word in reason
 
 
 @pytest.mark.parametrize(("width", "case"), [("nope", {"nope": 96}), ("rope", {"rope": 48}), ("latent", {"latent": 8})])
 def test_triton_backend_declines_widths_that_are_no_power_of_two(on_any_device, width, case):
-    assert f"{width} width: a power of two from 16 on" in str(BACKEND.refuse(operands(**case)))
+    assert f"{width} width: a power of two from 16 on" in str(TritonBackend().refuse(operands(**case)))
 
 
 def test_triton_backend_declines_float32(on_any_device):
-    assert "torch.bfloat16 or torch.float16" in str(BACKEND.refuse(build(Case(act="float32", cache="float32"))[0]))
+    assert "torch.bfloat16 or torch.float16" in str(
+        TritonBackend().refuse(build(Case(act="float32", cache="float32"))[0])
+    )
+
+
+def test_triton_backend_remembers_a_reason_by_everything_it_depends_on(on_any_device):
+    backend = TritonBackend()
+    inputs = operands()
+    assert backend.refuse(inputs) is None
+    for change, word in BROKEN.values():
+        assert word in str(backend.refuse(replace(inputs, **change(inputs))))
+    assert backend.refuse(inputs) is None
 
 
 def test_triton_backend_takes_what_it_should(on_any_device):
     for case in ({}, {"is_neox": True}, {"w_major": "P"}, {"tokens": 0}, {"slots": 0}, {"out": "bfloat16"}):
-        assert BACKEND.refuse(operands(**case)) is None
+        assert TritonBackend().refuse(operands(**case)) is None
 
 
 def test_triton_measured_cap_makes_the_backend_step_aside_and_say_why(on_any_device, monkeypatch, recorder):
     inputs = operands(tokens=7)
     monkeypatch.setattr(tiles, "CAPS", (tiles.Cap("gfx942", 2, True, 6, "card X, file Y"),))
-    reason = BACKEND.refuse(inputs)
+    reason = TritonBackend().refuse(inputs)
     assert reason == "7 tokens: measured slower than the unfused sequence from 6 on (card X, file Y)"
-    assert BACKEND.refuse(replace(inputs, out_dtype=torch.bfloat16)) is None, "the cap is for the fp8 query"
-    assert BACKEND.refuse(operands(tokens=5)) is None
-    BACKEND.warm_up(operands(tokens=5), [512])
+    assert TritonBackend().refuse(replace(inputs, out_dtype=torch.bfloat16)) is None, "the cap is for the fp8 query"
+    assert TritonBackend().refuse(operands(tokens=5)) is None
+    TritonBackend().warm_up(operands(tokens=5), [512])
     assert recorder.launches == [], "nothing is compiled for counts it does not take"
 
 
@@ -134,17 +143,17 @@ def test_triton_table_entries_carry_a_measurement_or_the_words_static_choice():
 
 def test_triton_grid_counts_query_tiles_rope_rows_and_cache_rows(recorder):
     inputs = operands(tokens=70, heads=3, slots=41)
-    BACKEND.prepare(inputs)
+    TritonBackend().prepare(inputs)
     ((grid,), given, _) = recorder.launches[0]
     assert grid == 3 * 2 * 8 + 7 + 2 + 11
     assert given[11:14] == (70, 41, inputs.cos_sin_cache.shape[0] - 1)
 
 
 def test_triton_no_token_launches_nothing_and_an_empty_cache_gets_no_row(recorder):
-    assert BACKEND.prepare(operands(tokens=0)).shape == (0, 2, 576)
+    assert TritonBackend().prepare(operands(tokens=0)).shape == (0, 2, 576)
     assert recorder.launches == []
     inputs = operands()
-    BACKEND.prepare(replace(inputs, kv_cache=inputs.kv_cache[:0]))
+    TritonBackend().prepare(replace(inputs, kv_cache=inputs.kv_cache[:0]))
     assert recorder.launches[0][1][12] == 0
 
 
@@ -157,7 +166,7 @@ def test_triton_step_arguments_are_not_specialised_on():
 
 def test_triton_warm_up_compiles_each_tile_once_with_one_row_and_no_slot(recorder):
     inputs = operands(tokens=5)
-    found = BACKEND.warm_up(inputs, [0, 1, 2, 8, 24, 32, 256, 512])
+    found = TritonBackend().warm_up(inputs, [0, 1, 2, 8, 24, 32, 256, 512])
     expected = [entry.tile for entry in tiles.TABLE["gfx942"]]
     assert list(found) == expected
     assert [(given[11], given[12]) for _, given, _ in recorder.launches] == [(1, 0)] * len(expected)
@@ -165,7 +174,7 @@ def test_triton_warm_up_compiles_each_tile_once_with_one_row_and_no_slot(recorde
 
 def test_triton_warm_up_without_a_row_is_an_error(recorder):
     with pytest.raises(ValueError, match="at least one row"):
-        BACKEND.warm_up(operands(tokens=0), [1])
+        TritonBackend().warm_up(operands(tokens=0), [1])
 
 
 def test_triton_capture_of_a_variant_nobody_compiled_raises_and_after_warm_up_does_not(recorder, monkeypatch):
@@ -174,18 +183,18 @@ def test_triton_capture_of_a_variant_nobody_compiled_raises_and_after_warm_up_do
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     inputs = operands(tokens=20)
     with pytest.raises(RuntimeError, match="call warm_up before"):
-        BACKEND.prepare(inputs)
+        TritonBackend().prepare(inputs)
     capturing[0] = False
-    BACKEND.warm_up(inputs, [1, 20])
+    TritonBackend().warm_up(inputs, [1, 20])
     capturing[0] = True
     for tokens in (20, 17, 1):
-        BACKEND.prepare(operands(tokens=tokens))
+        TritonBackend().prepare(operands(tokens=tokens))
     with pytest.raises(RuntimeError, match="call warm_up before"):
-        BACKEND.prepare(operands(tokens=70))
+        TritonBackend().prepare(operands(tokens=70))
 
 
 def test_triton_fp_fusion_is_pinned_in_every_launch(recorder):
-    BACKEND.prepare(operands())
+    TritonBackend().prepare(operands())
     assert recorder.launches[0][2]["enable_fp_fusion"] is tiles.FP_FUSION
 
 
@@ -223,11 +232,11 @@ def specialisation(arch, launched):
 @pytest.mark.parametrize("arch", ["gfx942", "sm90"])
 def test_triton_launches_of_one_tile_share_one_variant_whatever_t_s_and_alignment(recorder, arch):
     """The warm-up's promise, by Triton's own rules: one row without a slot compiles what every batch needs."""
-    BACKEND.warm_up(operands(tokens=5, heads=4), [5])
+    TritonBackend().warm_up(operands(tokens=5, heads=4), [5])
     for tokens, slots in ((1, 1), (5, 3), (16, 16)):
         inputs = operands(tokens=tokens, heads=4, slots=slots)
         odd = torch.empty(tokens + 1, dtype=torch.int64)[1:].copy_(inputs.positions)
-        BACKEND.prepare(replace(inputs, positions=odd))
+        TritonBackend().prepare(replace(inputs, positions=odd))
     first, *others = [specialisation(arch, launched) for launched in recorder.launches]
     assert all(other == first for other in others)
 

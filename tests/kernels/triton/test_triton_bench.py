@@ -143,3 +143,57 @@ def test_triton_bench_files_are_readable_and_self_contained(tmp_path: Path):
     assert text.count("<svg") == 2
     assert "http" not in text
     assert "aiter: not measured: AITER needs ROCm" in text
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """The whole run with everything that needs a GPU replaced: its wiring, not its figures."""
+    from vllm_aiter_mla.kernels.triton import launcher
+
+    def ways(sample):
+        return [
+            paths.Path(paths.OURS, reference.prepare),
+            paths.Path(paths.UNFUSED, lambda inputs: reference.prepare(inputs, reference.TWO_ROUNDING)),
+            paths.Path(paths.TORCH, lambda inputs: reference.prepare(inputs, reference.TWO_ROUNDING)),
+            paths.Path(paths.AITER, None, "AITER needs ROCm"),
+        ]
+
+    def measure(timed, sets, rounds):
+        speed = {paths.OURS: 5.0, paths.UNFUSED: 12.0, paths.TORCH: 40.0}
+        return {way.name: timing.Timing(speed[way.name], 4.0, 50.0, 1) for way in timed if way.prepare is not None}
+
+    real = points.operands
+    monkeypatch.setattr(launcher, "current_arch", lambda: "sm90")
+    monkeypatch.setattr(run, "require_gpu", lambda: None)
+    monkeypatch.setattr(run, "machine", lambda: MACHINE)
+    monkeypatch.setattr(run, "cache_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(run, "operands", lambda point, dtype, count: real(point, dtype, count, device="cpu"))
+    monkeypatch.setattr(paths, "available", ways)
+    monkeypatch.setattr(timing, "copy_gbps", lambda: 4000.0)
+    monkeypatch.setattr(timing, "measure", measure)
+
+
+def test_triton_bench_run_prints_its_table_and_writes_its_files(pretended_gpu, tmp_path: Path, capsys):
+    files = tmp_path / "bench.json", tmp_path / "bench.html"
+    assert command.main((1, 4), (2,), "both", 3, *files) == 0
+    out = capsys.readouterr().out
+    assert out.count("2.40") == 5, "one ratio per point, and the lowest of them beside the bound"
+    assert "caps: none called for" in out
+    assert len(json.loads(files[0].read_text())["rows"]) == 4
+    assert files[1].read_text().count("<svg") == 2
+
+
+def test_triton_bench_check_fails_on_a_broken_bound_only_when_asked(pretended_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(timing, "measure", lambda timed, sets, rounds: row(1, 16, ours=5.0, unfused=6.0).timings)
+    assert command.main((1,), (16,), "fp8", 3, check=False) == 0
+    assert command.main((1,), (16,), "fp8", 3, check=True) == 1
+    assert "bound: ratio >= 2.0 for T <= 64, N = 16, fp8: BROKEN (lowest 1.20)" in capsys.readouterr().out
+
+
+def test_triton_bench_on_a_card_without_hardware_fp8_asks_for_bf16(pretended_gpu, monkeypatch, capsys):
+    from vllm_aiter_mla.kernels.triton import launcher
+
+    monkeypatch.setattr(launcher, "current_arch", lambda: "sm80")
+    assert command.main((1,), (2,), "fp8", 3) == 2
+    assert "sm80 has no fp8 conversion in hardware" in capsys.readouterr().err
+    assert command.main((1,), (2,), "bf16", 3) == 0

@@ -74,6 +74,14 @@ def test_triton_baseline_of_the_benchmark_writes_the_bytes_of_stock(interpreted,
     assert found["nope_steps"] == 0
 
 
+@pytest.mark.parametrize("quantised", [True, False])
+def test_triton_bench_paths_agree_on_the_operands_of_the_benchmark(interpreted, quantised):
+    found = interpreted("bench_row", quantised=quantised)
+    assert found["runnable"] == ["one launch", "unfused", "torch"]
+    assert found["wrong"] == {}
+    assert "not importable" in found["missing"]["vllm"]
+
+
 def test_triton_kernel_keeps_nan_payloads_in_bf16_and_gives_the_lowest_fp8(interpreted):
     assert interpreted("nan_and_payload") == {"float8_e4m3fn": 0, "bfloat16": 0}
 

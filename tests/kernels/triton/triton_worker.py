@@ -20,6 +20,7 @@ import triton_cases as cases
 from triton.runtime import interpreter as triton_interpreter
 from triton_mutations import MUTATIONS
 
+from vllm_aiter_mla.bench import paths, points, run
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.triton import baselines, interpreter, kernel, launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
@@ -63,6 +64,16 @@ def compare_unfused(case: dict[str, Any]) -> dict[str, Any]:
     """The benchmark's baseline against the reference in stock's roundings."""
     inputs, storage = cases.build(cases.Case(**case))
     return cases.compare(inputs, storage, baselines.unfused, reference.TWO_ROUNDING)
+
+
+def bench_row(quantised: bool) -> dict[str, Any]:
+    """Every path the benchmark would time, run on one of its own operand sets and compared as it compares them."""
+    sys.modules["vllm"] = None  # type: ignore[assignment]  # a machine without vLLM
+    (inputs,) = points.operands(points.Point(9, 2, quantised), torch.float8_e4m3fn, 1, device="cpu")
+    ways = paths.available(inputs)
+    runnable = [way.name for way in ways if way.prepare is not None]
+    missing = {way.name: way.reason for way in ways if way.prepare is None}
+    return {"runnable": runnable, "missing": missing, "wrong": run.disagreements(ways, inputs)}
 
 
 def nan_and_payload() -> dict[str, Any]:
@@ -167,6 +178,7 @@ OPERATIONS = {
     "compare": compare,
     "compare_tile": compare_tile,
     "compare_unfused": compare_unfused,
+    "bench_row": bench_row,
     "nan_and_payload": nan_and_payload,
     "far_cache": far_cache,
     "far_query": far_query,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -16,6 +17,8 @@ MIN_WIDTH = 16
 INT32_SPAN = 1 << 31
 # Rows that any program addresses with one 32-bit offset: the largest block_t or rope_rows of the table.
 BLOCK_ROWS = 128
+# Call shapes remembered; a serving process sees its capture sizes, not thousands.
+KEEP = 4096
 # What each architecture converts to in hardware; any other pairing compiles to a software cast.
 FP8_OF_ARCH = {
     "gfx942": torch.float8_e4m3fnuz,
@@ -33,13 +36,20 @@ class TritonBackend:
 
     name = "triton"
 
+    def __init__(self) -> None:
+        self._reasons: dict[tuple[Any, ...], str | None] = {}
+
     def refuse(self, inputs: DecodeInputs) -> str | None:
-        """Why this call cannot be taken, or None. Metadata only: no device synchronisation."""
-        for check in _CHECKS:
-            reason = check(inputs)
-            if reason is not None:
-                return reason
-        return None
+        """Why this call cannot be taken, or None. Metadata only: no device synchronisation.
+
+        Remembered by everything the checks look at, because a step that is not in a graph asks once per layer.
+        """
+        key = _key(inputs)
+        if key not in self._reasons:
+            if len(self._reasons) >= KEEP:
+                self._reasons.clear()
+            self._reasons[key] = next((reason for check in _CHECKS if (reason := check(inputs)) is not None), None)
+        return self._reasons[key]
 
     def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
         """One launch: q_prepared [T, N, L+R] of ``inputs.out_dtype``, and the KV rows whose slot is >= 0.
@@ -72,6 +82,12 @@ class TritonBackend:
         from vllm_aiter_mla.kernels.triton import launcher
 
         return launcher.warm_up(template, [count for count in token_counts if _capped(template, count) is None])
+
+
+def _key(inputs: DecodeInputs) -> tuple[Any, ...]:
+    """All that the checks depend on: shapes, strides, dtypes and devices; the architecture is fixed for a process."""
+    tensors = [getattr(inputs, name) for name in ("q", *_TENSORS)]
+    return (inputs.is_neox, inputs.out_dtype, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
 
 
 def _no_triton(inputs: DecodeInputs) -> str | None:
