@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from contextlib import ExitStack
 
 import torch
@@ -64,14 +65,14 @@ def _fake_platform(arch: str) -> Platform:
 
 
 def _renew_constants(dtype: torch.dtype) -> None:
-    """Replace what vLLM's modules asked the platform for when they were imported."""
-    from vllm.model_executor.layers.attention import mla_attention
-    from vllm.model_executor.layers.quantization import input_quant_fp8
-    from vllm.model_executor.layers.quantization.utils.quant_utils import get_fp8_min_max
-
-    cache_clear = getattr(get_fp8_min_max, "cache_clear", None)
-    if cache_clear is not None:
-        cache_clear()
-    vars(mla_attention)["_FP8_DTYPE"] = dtype
-    vars(input_quant_fp8)["_FP8_DTYPE"] = dtype
-    vars(input_quant_fp8)["_FP8_MIN"], vars(input_quant_fp8)["_FP8_MAX"] = get_fp8_min_max()
+    """Replace what vLLM's modules asked the platform for when they were imported; later imports ask the faked one."""
+    utils = sys.modules.get("vllm.model_executor.layers.quantization.utils.quant_utils")
+    attention = sys.modules.get("vllm.model_executor.layers.attention.mla_attention")
+    quant = sys.modules.get("vllm.model_executor.layers.quantization.input_quant_fp8")
+    if utils is not None and hasattr(utils.get_fp8_min_max, "cache_clear"):
+        utils.get_fp8_min_max.cache_clear()
+    if attention is not None:
+        vars(attention)["_FP8_DTYPE"] = dtype
+    if quant is not None and utils is not None:
+        low, high = utils.get_fp8_min_max()
+        vars(quant).update(_FP8_DTYPE=dtype, _FP8_MIN=low, _FP8_MAX=high)
