@@ -87,6 +87,31 @@ def results(node: fx.Node) -> dict[int, fx.Node]:
     return found
 
 
+def live_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that dead-code elimination keeps; tracing in-place ops leaves chains of views that nobody reads."""
+    stack = [node for node in graph.nodes if node.op == "output" or node.is_impure()]
+    live: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack.extend(node.all_input_nodes)
+    return live
+
+
+def readers_through(root: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """Readers of ``root`` that are no views themselves, each with the view through which it reads."""
+    found, stack = [], [root]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if is_view(user) and user.args[0] is node:
+                stack.append(user)
+            else:
+                found.append((user, node))
+    return found
+
+
 def val(node: Any) -> Any:
     """The fake value of a node, or None."""
     return node.meta.get("val") if isinstance(node, fx.Node) else None

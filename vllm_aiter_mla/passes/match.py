@@ -15,7 +15,18 @@ import torch
 from torch import fx
 
 from vllm_aiter_mla.passes import probe as pr
-from vllm_aiter_mla.passes.fx import is_call, is_functionalized, is_view, results, same_value, val, view_root, width
+from vllm_aiter_mla.passes.fx import (
+    is_call,
+    is_functionalized,
+    is_view,
+    live_nodes,
+    readers_through,
+    results,
+    same_value,
+    val,
+    view_root,
+    width,
+)
 
 aten = torch.ops.aten
 
@@ -96,7 +107,7 @@ class Refused:
 def match_layers(graph: fx.Graph) -> list[LayerMatch | Refused]:
     """Match every MLA attention node of ``graph``; the work is linear in the number of layers."""
     attention_op = torch.ops.vllm.unified_mla_attention_with_output.default
-    cone = pr.Cone()
+    cone, live = pr.Cone(), live_nodes(graph)
     outcome: list[LayerMatch | Refused] = []
     with pr.real_tensors():
         for node in graph.nodes:
@@ -104,7 +115,7 @@ def match_layers(graph: fx.Graph) -> list[LayerMatch | Refused]:
                 continue
             name = layer_name_of(node.kwargs.get("layer_name"))
             try:
-                outcome.append(_Matcher(node, name, cone).match())
+                outcome.append(_Matcher(node, name, cone, live).match())
             except NoMatchError as refusal:
                 outcome.append(Refused(name, refusal.code, refusal.detail))
             except pr.ConeTooLargeError:
@@ -125,10 +136,11 @@ def layer_name_of(arg: Any) -> str:
 class _Matcher:
     """Matches one layer. Methods either record what they found or raise ``NoMatchError``."""
 
-    def __init__(self, attention: fx.Node, name: str, cone: pr.Cone) -> None:
+    def __init__(self, attention: fx.Node, name: str, cone: pr.Cone, live: set[fx.Node]) -> None:
         self.attention = attention
         self.name = name
         self.cone = cone
+        self.live = live
         self.kw = attention.kwargs
         self.generator = torch.Generator().manual_seed(0)
 
@@ -299,23 +311,23 @@ class _Matcher:
             # What only holds the table (expanded cos, sin) may be shared by every layer.
             if self._holds_data(node, (q_root, k_root)) and self.cone.uses_table(node):
                 for user in node.users:
-                    if user not in allowed and (user.users or user.op == "output"):
+                    if user not in allowed and user in self.live:
                         raise NoMatchError("rotated_value_read_elsewhere", f"{user.name} also reads a rotated value")
-        for user in _readers(q_root):
-            if user not in allowed:
-                raise NoMatchError("query_read_elsewhere", f"{user.name} also reads the query projection")
+        for reader, _ in readers_through(q_root):
+            if reader not in allowed and reader in self.live:
+                raise NoMatchError("query_read_elsewhere", f"{reader.name} also reads the query projection")
 
     def _check_columns(self, k_root: fx.Node, k_pe: fx.Node, k_cone: pr.ConeNodes) -> None:
         """Nobody outside the layer reads the columns of k_pe: pass 1's op rotates them in place."""
-        allowed = k_cone.inner
-        if all(user in allowed for user in _readers(k_root)):
+        others = [pair for pair in readers_through(k_root) if pair[0] not in k_cone.inner and pair[0] in self.live]
+        if not others:
             return
         shape = [pr.concrete(size) for size in val(k_root).shape]
         columns = torch.arange(shape[-1], device="cpu").expand(shape)
         ids = pr.Probe({k_root: columns})
         mine = set(ids(k_pe).flatten().tolist())
-        for reader, through in _readers_through(k_root):
-            if reader not in allowed and mine & set(ids(through).flatten().tolist()):
+        for reader, through in others:
+            if mine & set(ids(through).flatten().tolist()):
                 raise NoMatchError("key_read_elsewhere", f"{reader.name} also reads the un-rotated k_pe")
 
     def _holds_data(self, node: fx.Node, roots: tuple[fx.Node, ...]) -> bool:
@@ -397,21 +409,3 @@ def _distinct(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 def _fits(node: fx.Node, shape: tuple[Any, ...] | None) -> bool:
     return shape is None or len(val(node).shape) == len(shape)
-
-
-def _readers(root: fx.Node) -> set[fx.Node]:
-    """Live nodes that read ``root`` itself or through views."""
-    return {reader for reader, _ in _readers_through(root)}
-
-
-def _readers_through(root: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """Live readers of ``root``, each with the view through which it reads."""
-    found, stack = [], [root]
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if is_view(user) and user.args[0] is node:
-                stack.append(user)
-            elif user.users or user.op == "output" or not is_call(user, operator.getitem):
-                found.append((user, node))
-    return found
