@@ -199,6 +199,11 @@ def test_uint8_storage_is_viewed_as_the_cards_flavour_without_a_copy(arch, flavo
     assert fp8_view(floats, Platform(arch, ROCM)) is floats
 
 
+def test_an_unknown_view_is_an_error() -> None:
+    with pytest.raises(ValueError, match="view: one of auto, as-is, per-head, opt or a number"):
+        backend(view="fastest")
+
+
 def test_the_architecture_is_read_from_torch_alone() -> None:
     assert parse_rocm("7.0.51831-a3e329ad8") == (7, 0)
     assert parse_rocm(None) is None

@@ -10,7 +10,7 @@ import torch
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.aiter import contract
-from vllm_aiter_mla.kernels.aiter.dispatch import Plan, ViewPolicy, apply_view, make_plan
+from vllm_aiter_mla.kernels.aiter.dispatch import VIEW_POLICIES, Plan, ViewPolicy, apply_view, make_plan
 from vllm_aiter_mla.kernels.aiter.module import Op, load_op
 from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.aiter.tables import Halves, KernelCaptureError, TableHalves
@@ -44,6 +44,10 @@ class AiterBackend:
         op: AITER's op; imported and checked by default.
         view: how the cache is handed over, hence which kernel runs; see ``make_plan``.
         capturing: whether a graph is being captured.
+
+    Raises:
+        ValueError: an unknown ``view``.
+        AiterUnavailableError: no ``op`` was given and AITER cannot be used.
     """
 
     name = "aiter"
@@ -55,6 +59,8 @@ class AiterBackend:
         view: ViewPolicy = "auto",
         capturing: Callable[[], bool] = is_capturing,
     ) -> None:
+        if view not in VIEW_POLICIES and not isinstance(view, int):
+            raise ValueError(f"view: one of {', '.join(VIEW_POLICIES)} or a number of tokens expected, got {view!r}")
         self.platform = platform
         self.view = view
         self.tables = TableHalves(capturing)
@@ -106,10 +112,11 @@ class AiterBackend:
         )
         if decision.plan is None:
             return q_out
-        self._guard_capture(inputs)
+        key = self._guard_capture(inputs)
         halves = self.tables.halves(inputs.cos_sin_cache)
         q_nope, q_pe = inputs.q.split([inputs.nope_dim, inputs.rope_dim], dim=-1)
         launch(self._op, reference.absorb(q_nope, inputs.w_uk_t), q_pe, inputs, q_out, halves, decision.plan)
+        self._warm.add(key)
         return q_out
 
     def defined_rows(self, inputs: DecodeInputs) -> int:
@@ -126,17 +133,15 @@ class AiterBackend:
         plan = self.decide(inputs).plan
         return None if plan is None else plan.kernel
 
-    def _guard_capture(self, inputs: DecodeInputs) -> None:
+    def _guard_capture(self, inputs: DecodeInputs) -> tuple[Any, ...]:
         key = contract.layer_key(inputs)
-        if key in self._warm:
-            return
-        if self._capturing():
+        if key not in self._warm and self._capturing():
             raise KernelCaptureError(
                 f"first AITER call of a layer shape ({inputs.num_heads} heads, {inputs.kv_cache.dtype} cache, "
                 f"{inputs.out_dtype} query) during a graph capture: AITER would load or compile its module inside it; "
                 "run the self-check or one eager step of the layer on every rank before capturing"
             )
-        self._warm.add(key)
+        return key
 
 
 def has_no_rows(inputs: DecodeInputs) -> bool:

@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import sys
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -131,8 +130,3 @@ def _prebuilt(package: Path) -> bool:
     # jit/core.py, get_user_jit_dir(): the variable, else the package, else the home directory.
     places = [os.environ.get("AITER_JIT_DIR"), package / "jit", Path.home() / ".aiter" / "jit"]
     return any((Path(place) / f"{MODULE}.so").is_file() for place in places if place)
-
-
-def imported() -> bool:
-    """Whether this process has imported AITER already."""
-    return "aiter" in sys.modules
