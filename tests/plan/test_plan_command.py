@@ -1,0 +1,78 @@
+"""Claims about the command: what it prints, where it stops, and that it is the same for a program."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_aiter_mla.cli import plan as cli
+from vllm_aiter_mla.report.plan import command
+
+R1 = ["deepseek-r1", "--max-num-seqs", "256", "-tp", "8"]
+MTP = ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}']
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    import typer
+
+    app = typer.Typer()
+    app.command("plan", **cli.COMMAND)(cli.plan)
+    done = CliRunner().invoke(app, list(arguments))
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_the_page_holds_the_bucket_the_reason_and_the_way_out() -> None:
+    status, out, _ = invoke(*R1, *MTP)
+    assert status == command.DOES_NOT
+    assert "L = 512" in out
+    assert "fp8_bmm: set VLLM_ROCM_USE_AITER_FP8BMM=0" in out
+    status, out, _ = invoke(*R1, *MTP, "--env", "VLLM_ROCM_USE_AITER_FP8BMM=0")
+    assert status == command.ENGAGES
+    assert "61/61 MLA layers would engage" in out
+
+
+def test_json_holds_the_same_facts() -> None:
+    status, out, _ = invoke(*R1, "--json", "--arch", "gfx950")
+    plan = json.loads(out)
+    assert (status, plan["verdict"], plan["limit"], plan["arch"]) == (1, "refused", 256, "gfx950")
+
+
+def test_options_of_the_server_itself_are_known() -> None:
+    assert invoke(*R1, "--port", "8001", "--api-key", "k")[0] == command.DOES_NOT
+
+
+def test_a_wrong_option_gives_vllms_own_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command.main(R1[0], ["--no-such-option", "1"], "gfx942", [])
+    assert caught.value.code == command.WRONG
+    assert "unrecognized arguments: --no-such-option" in capfd.readouterr().err
+
+
+def test_a_wrong_option_of_ours_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--additional-config", '{"aiter_mla": {"kernl": "auto"}}']
+    assert command.main(R1[0], wrong, "gfx942", []) == command.WRONG
+    assert "did you mean 'kernel'?" in capsys.readouterr().err
+
+
+def test_an_unknown_model_names_the_examples() -> None:
+    status, _, err = invoke("no/such-model")
+    assert status == command.WRONG
+    assert "kimi-k2.5" in err
+
+
+def test_missing_vllm_is_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.utils.argparse_utils", None)
+    assert command.main(R1[0], [], "gfx942", []) == command.WRONG
+    assert "vLLM's own parser" in capsys.readouterr().err
+
+
+def test_page_of_every_example_renders() -> None:
+    from plan_support import planned
+
+    from vllm_aiter_mla.report.plan import model, page
+
+    for name in model.examples():
+        assert name in page.text(planned(name, "-tp", "4", env=()))

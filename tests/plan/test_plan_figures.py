@@ -1,0 +1,100 @@
+"""Claims about the numbers of a plan: the bucket, vLLM's ranges and capture sizes, bytes and launches."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_support import planned
+
+from vllm_aiter_mla.bench.points import Point
+from vllm_aiter_mla.report.plan import formulas, kernels
+
+MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
+
+
+def test_256_requests_and_one_draft_make_512() -> None:
+    for spelling in (MTP, ("--spec-method", "mtp", "--spec-tokens", "1")):
+        plan = planned("deepseek-r1", "-tp", "8", *spelling)
+        assert plan["limit"] == 512
+        assert plan["captures"]["inside"][-1] == 512
+        assert plan["captures"]["outside"] == ()
+
+
+def test_the_checkpoint_gives_the_drafts_that_an_mtp_method_leaves_open() -> None:
+    plan = planned("deepseek-r1", "-tp", "8", "--speculative-config", '{"method": "mtp"}')
+    assert plan["limit"] == 512
+    assert any("num_speculative_tokens is not given: 1" in note for note in plan["assumptions"])
+
+
+def test_capture_sizes_are_split_at_the_limit() -> None:
+    captures = planned("kimi-k2", "-tp", "8")["captures"]
+    assert (captures["inside"][0], captures["inside"][-1]) == (1, 256)
+    assert (captures["outside"][0], captures["outside"][-1]) == (272, 512)
+    assert planned("kimi-k2", "--enforce-eager")["captures"]["note"] == "none: --enforce-eager"
+    given_sizes = planned("kimi-k2", "-cc.cudagraph_capture_sizes=[8, 300]")["captures"]
+    assert (given_sizes["inside"], given_sizes["outside"]) == ((8,), (300,))
+
+
+def test_the_limit_ends_a_compile_range() -> None:
+    one = planned("kimi-k2", "--max-num-batched-tokens", "8192")["compile_ranges"]
+    assert (one["ranges"], one["inside"]) == (((1, 256), (257, 8192)), 1)
+    eight = planned("kimi-k2", "-tp", "8", "--max-num-batched-tokens", "8192")["compile_ranges"]
+    assert eight["ranges"] == ((1, 256), (257, 4681), (4682, 8192))
+
+
+def test_a_limit_beyond_every_batch_leaves_one_range_inside() -> None:
+    small = planned("kimi-k2", "--max-num-batched-tokens", "200")["compile_ranges"]
+    assert (small["ranges"], small["inside"]) == (((1, 200),), 1)
+
+
+def test_the_option_overrides_the_limit() -> None:
+    flag = "-cc.pass_config.aiter_qk_rope_kvcache_fusion_max_token_num=64"
+    assert planned("kimi-k2", flag)["limit"] == 64
+
+
+SIZES = st.integers(1, 512)
+
+
+@given(tokens=SIZES, heads=st.sampled_from([1, 2, 8, 16, 128]), quantised=st.booleans())
+def test_the_one_launch_moves_what_the_benchmark_counts(tokens: int, heads: int, quantised: bool) -> None:
+    step = formulas.Step(tokens, heads, 128, 64, 512, 1 if quantised else 2)
+    once = formulas.moved(formulas.triton(step))
+    assert once == Point(tokens, heads, quantised).bytes_once
+    # docs/triton.md: the unfused sequence writes and reads the absorbed and the rotated query once each.
+    assert formulas.moved(formulas.stock_fused(step)) - once == 4 * tokens * heads * 576
+    assert formulas.moved(formulas.aiter(step)) - once == 4 * tokens * heads * 512
+
+
+def test_launches_per_layer_are_those_of_the_architecture() -> None:
+    for stored, expected in ((1, (5, 3, 2, 1)), (2, (4, 3, 2, 1))):
+        step = formulas.Step(8, 16, 128, 64, 512, stored)
+        assert tuple(len(path(step)) for path in formulas.PATHS.values()) == expected
+
+
+def test_launches_per_step_count_every_mla_layer() -> None:
+    figures = planned("kimi-k3", "-tp", "8", "--kv-cache-dtype", "fp8")["figures"]
+    paths = figures["by_tokens"][256]
+    assert paths["stock"]["launches_per_step"] == 5 * 24
+    assert paths["aiter"]["launches_per_step"] == 2 * 24
+    assert figures["q_prepared_bytes"] == 256 * 12 * 576
+
+
+@pytest.mark.parametrize("limit", [1, 2, 200, 256, 1024])
+def test_kernel_spans_cover_the_bucket_without_gaps(limit: int) -> None:
+    import torch
+
+    shape = kernels.LayerKernelShape(2, 128, 64, 512, torch.bfloat16, False, 16)
+    spans = kernels.spans("auto", "gfx942", shape, limit)
+    assert (spans[0].first, spans[-1].last) == (1, limit)
+    for before, after in pairwise(spans):
+        assert after.first == before.last + 1
+    # The answer of a span holds at each of its ends.
+    platform = kernels.platform_of("gfx942")
+    aiter = kernels.AiterBackend(platform, op=kernels._never)
+    for span in spans:
+        for tokens in (span.first, span.last):
+            one = kernels._at("auto", platform, aiter, kernels.operands(shape, platform, tokens))
+            assert (one.kernel, one.detail) == (span.kernel, span.detail)

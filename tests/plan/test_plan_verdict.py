@@ -1,0 +1,128 @@
+"""Claims about which layers a plan says would engage, and why not: the reasons are admission's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from plan_support import ENGAGING, NO_FP8_BMM, codes, planned
+
+from vllm_aiter_mla import admission
+from vllm_aiter_mla.report.plan import model, options, verdict
+
+DCP = ("-tp", "8", "-dcp", "2")
+
+
+def test_a_supported_model_engages_on_both_cards() -> None:
+    for arch in ("gfx942", "gfx950"):
+        plan = planned("deepseek-r1", "-tp", "8", "--kv-cache-dtype", "fp8", arch=arch)
+        assert plan["verdict"] == "engaged"
+        assert plan["layers"] == {"mla": 61, "total": 61, "engaged": 61}
+        assert plan["heads_per_rank"] == 16
+        assert {span["kernel"] for span in plan["kernels"]} == {"aiter"}
+
+
+def test_vllms_default_fp8_bmm_is_the_reason_and_the_plan_says_how_to_switch_it_off() -> None:
+    plan = planned("deepseek-r1", "-tp", "8", env=())
+    assert codes(plan) == ["fp8_bmm"]
+    assert plan["reasons"][0]["message"] == admission.admit_config(admission.ConfigView(fp8_bmm=True)).message  # type: ignore[union-attr]
+    assert any("--env VLLM_ROCM_USE_AITER_FP8BMM=0" in note for note in plan["assumptions"])
+    assert planned("deepseek-r1", "-tp", "8", env=("VLLM_ROCM_USE_AITER_FP8BMM=1",))["verdict"] == "refused"
+
+
+def test_dcp_2_is_refused_with_admissions_own_words() -> None:
+    plan = planned("deepseek-v3", *DCP)
+    assert codes(plan) == ["dcp"]
+    assert plan["reasons"][0]["message"] == admission.admit_config(admission.ConfigView(dcp=2)).message  # type: ignore[union-attr]
+
+
+def test_nope_layers_are_refused_by_the_matchers_code() -> None:
+    plan = planned("kimi-k3", "-tp", "8")
+    assert codes(plan) == ["no_rope"]
+    assert (plan["layers"]["mla"], plan["layers"]["total"], plan["heads_per_rank"]) == (24, 93, 12)
+    matcher = Path(admission.__file__).parent / "passes" / "match.py"
+    assert f'"{verdict.NO_ROPE[0]}"' in matcher.read_text()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
+def test_sparse_mla_is_refused(name: str) -> None:
+    assert codes(planned(name, "-tp", "8")) == ["sparse_mla", "impl"]
+
+
+def test_two_heads_per_rank_leave_aiter_from_256_tokens_on() -> None:
+    plan = planned("deepseek-v2-lite", "-tp", "8")
+    assert plan["heads_per_rank"] == 2
+    small, large = plan["kernels"]
+    assert (small["kernel"], small["detail"], small["last"]) == ("aiter", "its per-head kernel", 255)
+    assert (large["kernel"], large["first"]) == ("stock", 256)
+    assert "2 heads and 256 tokens land on AITER's general kernel" in large["refusals"][0][1]
+
+
+def test_fp4_bmm_on_gfx950_depends_on_the_weights() -> None:
+    env = (NO_FP8_BMM,)
+    assert codes(planned("kimi-k2.5", "-tp", "8", arch="gfx950", env=env)) == ["fp4_bmm"]
+    assert codes(planned("kimi-k2.5", "-tp", "8", arch="gfx942", env=env)) == []
+    assert codes(planned("kimi-k2", "-tp", "8", arch="gfx950", env=env)) == []
+
+
+def test_every_reason_is_named_not_only_the_first() -> None:
+    plan = planned("deepseek-v3", *DCP, "--enforce-eager", "--kv-cache-dtype", "fp8_e5m2", arch="sm90", env=())
+    assert codes(plan) == ["enforce_eager", "dcp", "kv_cache_dtype", "impl", "kernel_unavailable"]
+
+
+def test_without_aiter_the_backend_is_the_reason() -> None:
+    plan = planned("deepseek-r1", "-tp", "8", env=(*ENGAGING, "VLLM_ROCM_USE_AITER=0"))
+    assert codes(plan) == ["impl"]
+    assert "TritonMLAImpl" in plan["reasons"][0]["message"]
+    assert codes(planned("deepseek-r1", "-tp", "8", "--attention-backend", "FLASHMLA")) == ["impl"]
+
+
+def test_the_graph_knobs_are_read_as_given() -> None:
+    assert codes(planned("kimi-k2", "-tp", "8", "-cc.use_inductor_graph_partition=false")) == ["graph_partition"]
+    assert codes(planned("kimi-k2", "-tp", "8", "-O0")) == ["compilation_mode"]
+    assert codes(planned("kimi-k2", "-tp", "8", "-cc.splitting_ops=[]")) == []
+
+
+def test_triton_by_name_plans_for_the_named_card() -> None:
+    kernel = ("--additional-config", json.dumps({"aiter_mla": {"kernel": "triton"}}))
+    plan = planned("kimi-k2", "-tp", "8", "--kv-cache-dtype", "fp8", *kernel, arch="sm90")
+    assert {span["kernel"] for span in plan["kernels"]} == {"triton"}
+    assert codes(plan) == ["impl"]
+    glm = planned("glm-5", "-tp", "8", *kernel)
+    assert "power of two" in glm["kernels"][0]["refusals"][0][1]
+    assert "kernel_shape" in codes(glm)
+
+
+def test_a_model_without_mla_gets_a_plan_too(tmp_path: Path) -> None:
+    dense = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(dense))
+    plan = planned(str(tmp_path))
+    assert codes(plan) == ["not_mla"]
+    assert plan["kernels"] is None
+
+
+def test_each_refusal_of_admission_knows_what_to_take_out_of_the_view() -> None:
+    # What a config or an option can bring about; the others need a running layer.
+    unplanned = {"user_pass", "q_padding", "no_absorbed_weight", "amx_bmm", "cos_sin_dtype", "kv_cache_ndim"}
+    assert set(admission.REASONS) - unplanned - {"sliding_window"} == set(verdict._CAUSES)
+
+
+def test_examples_carry_what_they_rest_on() -> None:
+    bundled = model.examples()
+    wanted = {"deepseek-r1", "deepseek-v3", "deepseek-v2-lite", "kimi-k2", "kimi-k2.5", "kimi-k3", "glm-5"}
+    assert wanted <= set(bundled)
+    for name, entry in bundled.items():
+        assert entry["example"]["basis"]
+        assert isinstance(entry["example"]["assumed"], list)
+        assert model.load(name).source == "bundled example"
+        assert model.load(entry["example"]["hub_name"]).heads == model.load(name).heads
+
+
+def test_an_unknown_model_or_variable_is_named() -> None:
+    with pytest.raises(model.ModelNotFoundError, match="kimi-k2"):
+        model.load("no/such-model")
+    with pytest.raises(options.OptionError, match="VLLM_SOMETHING"):
+        options.environment(["VLLM_SOMETHING=1"], {})
+    with pytest.raises(options.OptionError, match="NAME=VALUE"):
+        options.environment(["VLLM_MLA_DISABLE"], {})

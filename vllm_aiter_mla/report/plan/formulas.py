@@ -1,0 +1,118 @@
+"""Bytes and launches of one layer's query preparation and KV write, by formula. docs/configuration.md shows them.
+
+Every tensor a launch reads or writes counts once per launch; caches, padding and the tables' reuse between layers are
+left out. These are formulas, not measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ACT = 2  # bytes of a bfloat16 or float16 value
+INDEX = 8  # bytes of an int64 slot or position
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One layer in one decode step.
+
+    Attributes:
+        tokens: T, rows of the batch.
+        heads: N, query heads of the rank.
+        nope, rope, latent: P, R and L.
+        stored: e, bytes of a value in the KV cache and in the prepared query; 1 for fp8, 2 for bfloat16.
+    """
+
+    tokens: int
+    heads: int
+    nope: int
+    rope: int
+    latent: int
+    stored: int
+
+    @property
+    def query(self) -> int:
+        """Elements of the prepared query [T, N, L+R]."""
+        return self.tokens * self.heads * (self.latent + self.rope)
+
+    @property
+    def row(self) -> int:
+        """Elements of the KV rows [T, L+R]."""
+        return self.tokens * (self.latent + self.rope)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel: what it does, bytes read and bytes written."""
+
+    name: str
+    read: int
+    written: int
+
+
+def stock(step: Step) -> tuple[Launch, ...]:
+    """vLLM as it comes: one kernel per operation."""
+    t, r, n = step.tokens, step.rope, step.heads
+    rotated = ACT * t * (n + 1) * r
+    launches = [
+        Launch("RoPE of q_pe and k_pe", rotated + t * (ACT * r + INDEX), rotated),
+        Launch("KV-cache write", ACT * step.row + INDEX * t, step.stored * step.row),
+        _absorb(step),
+        Launch("concat", ACT * step.query, ACT * step.query),
+    ]
+    if step.stored == 1:
+        launches.append(Launch("fp8 quantisation", ACT * step.query, step.query))
+    return tuple(launches)
+
+
+def stock_fused(step: Step) -> tuple[Launch, ...]:
+    """vLLM with its own RoPE + KV pass on and Inductor's fused concat (and quantisation): the strongest baseline."""
+    t, r, n = step.tokens, step.rope, step.heads
+    return (
+        Launch(
+            "RoPE + KV-cache write",
+            ACT * t * n * r + ACT * step.row + t * (ACT * r + 2 * INDEX),
+            ACT * t * n * r + step.stored * step.row,
+        ),
+        _absorb(step),
+        Launch("concat + quantisation" if step.stored == 1 else "concat", ACT * step.query, step.stored * step.query),
+    )
+
+
+def aiter(step: Step) -> tuple[Launch, ...]:
+    """The absorb BMM, then AITER's one launch."""
+    read = ACT * step.query + ACT * step.row + step.tokens * (ACT * step.rope + 2 * INDEX)
+    return (_absorb(step), Launch("AITER: RoPE, KV write, query", read, step.stored * (step.query + step.row)))
+
+
+def triton(step: Step) -> tuple[Launch, ...]:
+    """One launch with the absorb BMM inside; ``bench.points.Point.bytes_once`` for DeepSeek's widths."""
+    t, n = step.tokens, step.heads
+    read = ACT * n * step.nope * step.latent + ACT * t * n * (step.nope + step.rope) + ACT * step.row
+    read += t * (ACT * step.rope + 2 * INDEX)
+    return (Launch("Triton: absorb BMM, RoPE, KV write, query", read, step.stored * (step.query + step.row)),)
+
+
+PATHS = {"stock": stock, "stock, its fusions on": stock_fused, "aiter": aiter, "triton": triton}
+"""What is compared, by name."""
+
+
+def moved(launches: tuple[Launch, ...]) -> int:
+    """Bytes read and written by all of them."""
+    return sum(launch.read + launch.written for launch in launches)
+
+
+def q_prepared_bytes(limit: int, heads: int, width: int, stored: int) -> int:
+    """Bytes of the largest prepared query inside the bucket. Layers run one after the other: one of them is alive."""
+    return limit * heads * width * stored
+
+
+def table_halves_bytes(max_position: int, rope: int) -> int:
+    """Bytes of the contiguous cos and sin that the AITER path keeps, once per rotary table and rank."""
+    return max_position * rope * ACT
+
+
+def _absorb(step: Step) -> Launch:
+    weights = ACT * step.heads * step.nope * step.latent
+    latent = ACT * step.tokens * step.heads * step.latent
+    return Launch("absorb BMM", weights + ACT * step.tokens * step.heads * step.nope, latent)

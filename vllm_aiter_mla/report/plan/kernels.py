@@ -1,0 +1,180 @@
+"""Which kernel would take a layer at which batch size: the back ends' own answers, on operands without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_aiter_mla.kernels import select
+from vllm_aiter_mla.kernels.aiter import contract
+from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.aiter.dispatch import PER_HEAD_TOKENS
+from vllm_aiter_mla.kernels.aiter.platform import Platform
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, check_shapes
+from vllm_aiter_mla.kernels.triton import backend as triton_backend
+from vllm_aiter_mla.kernels.triton.tiles import TABLE, cap_for, entry_for
+
+# A plan is made for the ROCm release that the AITER path needs; doctor looks at the installed one.
+ROCM = (7, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernelShape:
+    """What decides the kernel of a layer besides the batch size.
+
+    Attributes:
+        heads, nope, rope, latent: N, P, R, L.
+        act: activation dtype.
+        quantised: whether cache and prepared query are fp8.
+        block_size: of the KV cache.
+    """
+
+    heads: int
+    nope: int
+    rope: int
+    latent: int
+    act: torch.dtype
+    quantised: bool
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpan:
+    """Batch sizes that run alike.
+
+    Attributes:
+        first, last: tokens.
+        kernel: back end that runs, or None.
+        detail: which of its kernels, or which tile.
+        refusals: (name, reason) of the back ends passed over.
+    """
+
+    first: int
+    last: int
+    kernel: str | None
+    detail: str
+    refusals: tuple[tuple[str, str], ...]
+
+
+def platform_of(arch: str) -> Platform:
+    """The card a plan is made for."""
+    return Platform(arch, ROCM if arch.startswith("gfx") else None)
+
+
+def unavailable(kernel: str, arch: str) -> str | None:
+    """Why no fused kernel would be chosen in that process at all, or None; as ``runtime.kernel`` decides it."""
+    wanted = select.candidates(kernel, platform_of(arch))[0]
+    if kernel == "auto" and wanted == "stock":
+        return f"auto knows no fused kernel for {arch}; kernel=triton can be asked for by name"
+    if wanted == "aiter" and arch not in contract.ARCHITECTURES:
+        return f"kernel={kernel}: AITER's op is for gfx942 and gfx950; this card is {arch}"
+    return None
+
+
+def spans(kernel: str, arch: str, shape: LayerKernelShape, limit: int) -> tuple[KernelSpan, ...]:
+    """The bucket ``1..limit`` cut where the answer changes."""
+    platform = platform_of(arch)
+    # The op is never called: a refusal and a plan are metadata.
+    aiter = AiterBackend(platform, op=_never)
+    found: list[KernelSpan] = []
+    for tokens in _points(limit):
+        one = _at(kernel, platform, aiter, operands(shape, platform, tokens))
+        if found and _alike(found[-1], one):
+            found[-1] = KernelSpan(found[-1].first, tokens, one.kernel, one.detail, found[-1].refusals)
+        else:
+            start = found[-1].last + 1 if found else 1
+            found.append(KernelSpan(start, tokens, one.kernel, one.detail, one.refusals))
+    return tuple(found)
+
+
+def operands(shape: LayerKernelShape, platform: Platform, tokens: int) -> DecodeInputs:
+    """A decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
+    stored = platform.fp8 if shape.quantised else shape.act
+    width = shape.latent + shape.rope
+    blocks = max(2, -(-tokens // shape.block_size))
+
+    def empty(*size: int, dtype: torch.dtype = shape.act) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    return DecodeInputs(
+        q=empty(tokens, shape.heads, shape.nope + shape.rope),
+        k_pe=empty(tokens, shape.rope),
+        kv_c=empty(tokens, shape.latent),
+        w_uk_t=empty(shape.heads, shape.nope, shape.latent),
+        kv_cache=empty(blocks, shape.block_size, width, dtype=stored),
+        slot_mapping=empty(tokens, dtype=torch.int64),
+        positions=empty(tokens, dtype=torch.int64),
+        cos_sin_cache=empty(4096, shape.rope),
+        k_scale=empty(1, dtype=torch.float32),
+        q_scale=empty(1, dtype=torch.float32),
+        is_neox=False,
+        out_dtype=stored,
+    )
+
+
+def _points(limit: int) -> list[int]:
+    """The last batch size before every border that a back end knows of, up to ``limit``."""
+    borders = {PER_HEAD_TOKENS - 1, *(entry.max_tokens for entries in TABLE.values() for entry in entries)}
+    return sorted({border for border in borders if border < limit} | {limit})
+
+
+def _alike(span: KernelSpan, other: KernelSpan) -> bool:
+    names = tuple(name for name, _ in span.refusals)
+    return (span.kernel, span.detail, names) == (other.kernel, other.detail, tuple(name for name, _ in other.refusals))
+
+
+def _at(kernel: str, platform: Platform, aiter: AiterBackend, inputs: DecodeInputs) -> KernelSpan:
+    refusals: list[tuple[str, str]] = []
+    tokens = inputs.num_tokens
+    for name in select.candidates(kernel, platform):
+        reason, detail = _ask(name, platform, aiter, inputs)
+        if reason is None:
+            return KernelSpan(tokens, tokens, name, detail, tuple(refusals))
+        refusals.append((name, reason))
+    return KernelSpan(tokens, tokens, None, "", tuple(refusals))
+
+
+def _ask(name: str, platform: Platform, aiter: AiterBackend, inputs: DecodeInputs) -> tuple[str | None, str]:
+    if name == "aiter":
+        if platform.arch not in contract.ARCHITECTURES:
+            return f"AITER's op is for gfx942 and gfx950; this card is {platform.arch}", ""
+        decision = aiter.decide(inputs)
+        return decision.reason, f"its {decision.plan.kernel} kernel" if decision.plan else ""
+    if name == "triton":
+        entry = entry_for(platform.arch, inputs.num_tokens, inputs.num_heads)
+        return _triton(platform, inputs), f"tile {entry.tile.block_t}x{entry.tile.block_l}, {entry.basis}"
+    detail = "vLLM's own kernels on private copies" if name == "stock" else "plain PyTorch"
+    return _shapes(inputs), detail
+
+
+def _triton(platform: Platform, inputs: DecodeInputs) -> str | None:
+    """What ``TritonBackend.refuse`` would say on that card; the checks that look at this machine are left out."""
+    here = (triton_backend._no_triton, triton_backend._device, triton_backend._fp8, triton_backend._cap)
+    for check in triton_backend._CHECKS:
+        if check not in here and (reason := check(inputs)) is not None:
+            return reason
+    native = triton_backend.FP8_OF_ARCH.get(platform.arch)
+    if inputs.kv_cache.dtype.itemsize == 1 and inputs.kv_cache.dtype != native:
+        return f"kv_cache: {platform.arch} converts to {native} in hardware, not to {inputs.kv_cache.dtype}"
+    cap = cap_for(platform.arch, inputs.num_heads, inputs.out_dtype.itemsize == 1, inputs.num_tokens)
+    return None if cap is None else f"{inputs.num_tokens} tokens: measured slower from {cap.from_tokens} on"
+
+
+def _shapes(inputs: DecodeInputs) -> str | None:
+    try:
+        check_shapes(inputs)
+    except KernelInputError as error:
+        return str(error)
+    return None
+
+
+def _never(*arguments: Any) -> None:
+    raise AssertionError("a plan launches nothing")
+
+
+def kernels_used(found: Iterable[KernelSpan]) -> tuple[str, ...]:
+    """Names of the back ends that would run, in order of first use."""
+    return tuple(dict.fromkeys(span.kernel for span in found if span.kernel))

@@ -1,0 +1,100 @@
+"""The plan as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+HEADLINES = {
+    "engaged": "{mla}/{mla} MLA layers would engage",
+    "partial": "0/{mla} MLA layers would engage fully; they would keep passes 1 and 2 (no fused kernel for the shape)",
+    "refused": "0/{mla} MLA layers would engage",
+}
+FEW = 6
+
+
+def text(plan: dict[str, Any]) -> str:
+    """The whole page."""
+    return "\n".join(_lines(plan))
+
+
+def _lines(plan: dict[str, Any]) -> Iterator[str]:
+    yield from _model(plan)
+    yield ""
+    yield "Verdict: " + HEADLINES[plan["verdict"]].format(**plan["layers"])
+    for reason in plan["reasons"]:
+        yield f"  {reason['scope']}: {reason['code']}: {reason['message']}"
+    for span in (plan["kernels"] or [])[1:]:
+        if span["refusals"]:
+            yield f"  from {span['first']} tokens on they would run on {span['kernel'] or 'nothing'}: see below"
+    yield ""
+    yield from _bucket(plan)
+    if plan["kernels"] is not None:
+        yield ""
+        yield from _kernels(plan)
+        yield ""
+        yield from _figures(plan)
+    yield ""
+    yield "Assumed"
+    yield from (f"  - {note}" for note in plan["assumptions"])
+    yield from (f"  - in the example: {note}" for note in plan["model"]["assumed"])
+
+
+def _model(plan: dict[str, Any]) -> Iterator[str]:
+    model, options, layers = plan["model"], plan["options"], plan["layers"]
+    yield f"{model['name']} on {plan['arch']}, vLLM {plan['vllm']}, vllm-aiter-mla {plan['plugin']}"
+    yield f"  config       {model['source']}"
+    if model["basis"]:
+        yield f"               example: {model['basis']}"
+    kind = "MLA" if model["is_mla"] else "no MLA"
+    kind += ", sparse" * model["is_sparse"] + ", without RoPE" * model["is_nope"]
+    yield f"  layers       {layers['mla']} of {layers['total']} with MLA ({model['model_type']}: {kind})"
+    if model["is_mla"]:
+        sizes = f"P {model['nope']}, R {model['rope']}, L {model['latent']}, V {model['v']}"
+        yield f"  heads        {model['heads']} / TP {options['tp']} = {plan['heads_per_rank']} per rank; {sizes}"
+    yield f"  KV cache     {options['kv_cache_dtype']}, activations {options['dtype']}, block {options['block_size']}"
+
+
+def _bucket(plan: dict[str, Any]) -> Iterator[str]:
+    options, ranges, captures = plan["options"], plan["compile_ranges"], plan["captures"]
+    given = options["settings"]["max_token_num"]
+    origin = f"max_num_seqs {options['max_num_seqs']} x (1 + {options['num_drafts']} drafts)"
+    yield f"Decode bucket: L = {plan['limit']} ({f'given as {given}' if given is not None else origin})"
+    shown = [f"({a}, {b}){'*' if i < ranges['inside'] else ''}" for i, (a, b) in enumerate(ranges["ranges"])]
+    yield f"  compile ranges   {' '.join(shown)}{'  * rewritten' if ranges['inside'] else ''}".rstrip()
+    if ranges["note"]:
+        yield f"                   {ranges['note']}"
+    yield f"  captured inside  {_sizes(captures['inside']) or captures['note'] or 'none'}"
+    yield f"  captured above   {_sizes(captures['outside']) or 'none'}"
+
+
+def _sizes(sizes: list[int] | tuple[int, ...]) -> str:
+    if len(sizes) <= 2 * FEW:
+        return ", ".join(map(str, sizes))
+    head, tail = (", ".join(map(str, part)) for part in (sizes[:FEW], sizes[-FEW:]))
+    return f"{head}, ..., {tail} ({len(sizes)} sizes)"
+
+
+def _kernels(plan: dict[str, Any]) -> Iterator[str]:
+    blocked = "" if plan["verdict"] == "engaged" else ", once the reasons above are gone"
+    yield f"Kernel (option kernel={plan['options']['settings']['kernel']}){blocked}"
+    if not plan["kernels"]:
+        yield "  none"
+    for span in plan["kernels"]:
+        where = f"{span['first']}..{span['last']} tokens"
+        detail = f": {span['detail']}" if span["detail"] else ""
+        yield f"  {where:<19}{span['kernel'] or 'none'}{detail}"
+        yield from (f"{'':<21}not {name}: {reason}" for name, reason in span["refusals"])
+
+
+def _figures(plan: dict[str, Any]) -> Iterator[str]:
+    figures, mla = plan["figures"], plan["layers"]["mla"]
+    yield f"Query preparation and KV write of {mla} layers on one rank, absorb BMM included"
+    yield "by formula (docs/configuration.md), not measured"
+    yield f"  {'T':>6}  {'path':<24}{'launches/layer':>15}{'launches/step':>15}{'bytes/layer':>15}{'bytes/step':>17}"
+    for tokens, paths in figures["by_tokens"].items():
+        for name, path in paths.items():
+            count, moved = len(path["launches"]), path["bytes"]
+            yield f"  {tokens:>6}  {name:<24}{count:>15}{path['launches_per_step']:>15}{moved:>15,}{moved * mla:>17,}"
+    yield f"  q_prepared at L: {figures['q_prepared_bytes']:,} bytes, one layer's at a time"
+    yield f"  cos and sin halves (aiter only): {figures['table_halves_bytes']:,} bytes, once per rotary table"

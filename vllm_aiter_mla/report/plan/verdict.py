@@ -1,0 +1,155 @@
+"""Would the layers engage? Asked of ``admission``, with views filled from a config instead of from a running vLLM.
+
+Admission answers with its first reason. A user wants all of them, so each is noted, taken out of the view, and the
+question put again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
+
+from vllm_aiter_mla.admission import ConfigView, LayerView, Refusal, admit_config, admit_layer
+from vllm_aiter_mla.report.plan import vllm_rules
+from vllm_aiter_mla.report.plan.model import ModelFacts
+from vllm_aiter_mla.report.plan.options import ServeOptions
+
+# What the matcher says of a layer without RoPE (passes/match.py); it reads graphs, and here is none.
+NO_ROPE = ("no_rope", "no rotary embedding is applied to q (a NoPE layer, or outside this graph)")
+
+# The fields of a view that a refusal comes from.
+_CAUSES = {
+    "vllm_version": ("version_supported",),
+    "capability": ("missing",),
+    "atom": ("atom_active",),
+    "not_mla": ("is_mla",),
+    "sparse_mla": ("is_sparse",),
+    "enforce_eager": ("enforce_eager",),
+    "breakable_cudagraph": ("breakable_cudagraph", "mode"),
+    "compilation_mode": ("mode",),
+    "backend": ("backend",),
+    "dcp": ("dcp", "dcp_world_size", "dcp_q_replicate"),
+    "pcp": ("pcp", "pcp_world_size"),
+    "hisparse": ("hisparse",),
+    "fp8_bmm": ("fp8_bmm",),
+    "fp4_bmm": ("fp4_bmm",),
+    "kv_cache_dtype": ("kv_cache_dtype",),
+    "graph_partition": ("use_inductor_graph_partition",),
+    "splitting_ops": ("splitting_ops",),
+    "impl": ("impl",),
+    "geometry": ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "v_head_dim"),
+}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why something does not engage.
+
+    Attributes:
+        scope: "engine", "layer", "graph" or "kernel": who would refuse.
+        code: stable name; docs/troubleshooting.md explains it.
+        message: the sentence of whoever refuses.
+    """
+
+    scope: str
+    code: str
+    message: str
+
+
+def reasons(options: ServeOptions, model: ModelFacts) -> tuple[Reason, ...]:
+    """Every reason, in the order in which they would stop the fast path; a code appears once."""
+    found = [
+        *_all(config_view(options, model), admit_config, "engine"),
+        *(_all(layer_view(options, model), admit_layer, "layer") if model.is_mla else ()),
+    ]
+    if model.is_mla and model.is_nope:
+        found.append(Reason("graph", *NO_ROPE))
+    return tuple({reason.code: reason for reason in reversed(found)}[code] for code in _in_order(found))
+
+
+def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
+    """What the gate would read after vLLM's own defaults; knobs of the graph as the user gave them."""
+    from vllm_aiter_mla.compat import vllm_version
+
+    version, env, compilation = vllm_version.installed(), options.env, options.compilation
+    rocm = options.arch.startswith("gfx")
+    breakable = env.on("VLLM_USE_BREAKABLE_CUDAGRAPH")
+    ops = compilation.splitting_ops
+    return ConfigView(
+        vllm_version=version,
+        version_supported=vllm_version.in_window(version) or options.settings.debug.untested_vllm,
+        is_mla=model.is_mla and not env.on("VLLM_MLA_DISABLE"),
+        is_sparse=model.is_sparse,
+        enforce_eager=options.enforce_eager,
+        breakable_cudagraph=breakable,
+        mode="NONE" if breakable else options.mode,
+        backend=compilation.backend or "inductor",
+        dcp=options.dcp,
+        pcp=options.pcp,
+        hisparse=options.hisparse,
+        kv_cache_dtype=options.kv_cache_dtype,
+        model_dtype=options.dtype,
+        fp8_bmm=rocm and env.on("VLLM_ROCM_USE_AITER") and env.on("VLLM_ROCM_USE_AITER_FP8BMM"),
+        use_inductor_graph_partition=compilation.use_inductor_graph_partition,
+        splitting_ops=None if ops is None else tuple(ops),
+    )
+
+
+def layer_view(options: ServeOptions, model: ModelFacts) -> LayerView:
+    """One of the model's MLA layers as the pass would read it; all of them are alike."""
+    env = options.env
+    aiter = options.arch.startswith("gfx") and env.on("VLLM_ROCM_USE_AITER")
+    return LayerView(
+        impl=implementation(options, model),
+        is_sparse=model.is_sparse,
+        fp8_bmm=aiter and env.on("VLLM_ROCM_USE_AITER_FP8BMM"),
+        # vLLM's MLAAttention: CDNA4 only, and only where kv_b_proj is held in bfloat16.
+        fp4_bmm=aiter
+        and options.arch == "gfx950"
+        and env.on("VLLM_ROCM_USE_AITER_FP4BMM")
+        and not model.kv_b_quantised
+        and options.dtype == "bfloat16",
+        kv_cache_dtype=options.kv_cache_dtype,
+        model_dtype=options.dtype,
+        dcp_world_size=options.dcp,
+        pcp_world_size=options.pcp,
+        hisparse=options.hisparse,
+        num_heads=heads_per_rank(options, model),
+        qk_nope_head_dim=model.nope,
+        qk_rope_head_dim=model.rope,
+        kv_lora_rank=model.latent,
+        v_head_dim=model.v,
+    )
+
+
+def heads_per_rank(options: ServeOptions, model: ModelFacts) -> int:
+    """N: query heads are dealt over the tensor-parallel ranks."""
+    return model.heads // options.tp
+
+
+def implementation(options: ServeOptions, model: ModelFacts) -> str:
+    """Class of the attention implementation vLLM would pick: the given backend's, else the platform's first choice."""
+    if options.attention_backend:
+        return vllm_rules.impl_name(options.attention_backend)
+    if not options.arch.startswith("gfx"):
+        return "FlashMLASparseImpl" if model.is_sparse else "FlashAttnMLAImpl"
+    if model.is_sparse:
+        return "ROCMAiterMLASparseImpl"
+    uses_aiter = options.env.on("VLLM_ROCM_USE_AITER") and options.env.on("VLLM_ROCM_USE_AITER_MLA")
+    return "AiterMLAImpl" if uses_aiter else "TritonMLAImpl"
+
+
+def _all(view: Any, admit: Callable[[Any], Refusal | None], scope: str) -> list[Reason]:
+    defaults = {item.name: item.default for item in fields(view) if item.default is not MISSING}
+    found: list[Reason] = []
+    # One round per code at most: a code that stays after its cause was taken out would come for ever.
+    while (refusal := admit(view)) is not None and refusal.code not in {reason.code for reason in found}:
+        found.append(Reason(scope, refusal.code, refusal.message))
+        neutral = {name: defaults[name] for name in _CAUSES.get(refusal.code, ()) if name in defaults}
+        view = replace(view, **neutral)
+    return found
+
+
+def _in_order(found: list[Reason]) -> list[str]:
+    return list(dict.fromkeys(reason.code for reason in found))
