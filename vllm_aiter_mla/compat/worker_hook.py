@@ -28,7 +28,7 @@ def install_if_loaded() -> None:
 
 
 def install() -> None:
-    """Wrap ``WorkerBase.__init__``: spawned workers load plugins when their wrapper is half built already. Idempotent."""
+    """Wrap ``WorkerBase.__init__``: spawned workers load plugins when their wrapper is half built. Idempotent."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     inner = WorkerBase.__init__
@@ -41,7 +41,7 @@ def install() -> None:
         attach(self)
 
     setattr(init, _MARK, True)
-    WorkerBase.__init__ = init
+    WorkerBase.__init__ = init  # type: ignore[method-assign]
 
 
 def attach(worker: Any) -> None:
@@ -103,8 +103,14 @@ def _take_census(worker: Any) -> None:
     announce.after_warm_up(
         total=sorted(layers),
         limit=engaged_limit(config) or 0,
-        kv_cache_dtype=str(config.cache_config.cache_dtype),
+        kv_cache_dtype=_cache_name(config),
         strict=config_view.settings_of(config).strict,
         rank=int(getattr(worker, "rank", 0)),
         key=str(config.compute_hash()),
     )
+
+
+def _cache_name(config: Any) -> str:
+    """The cache's dtype; "auto" is the model's."""
+    name = str(config.cache_config.cache_dtype)
+    return str(config.model_config.dtype).removeprefix("torch.") if name == "auto" else name

@@ -65,7 +65,7 @@ def line(record: dict[str, Any]) -> str:
     if not engaged:
         return f"0/{total}: {_first_reason(record)} (run: vllm-aiter-mla doctor)"
     kernels = "+".join(sorted(set(engaged.values())))
-    cache = "fp8" if record["kv_cache_dtype"].startswith("fp8") else record["kv_cache_dtype"]
+    cache = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(record["kv_cache_dtype"], "fp8")
     low, high = record["decode_bucket"]
     text = f"{len(engaged)}/{total} MLA layers engaged ({kernels}, {cache} KV, decode bucket {low}..{high})"
     return text if len(engaged) == total else f"{text}; {total - len(engaged)} refused: {_first_reason(record)}"

@@ -34,3 +34,6 @@ def activate() -> None:
     attention.register()
     platform.wrap(type(current_platform))
     allow_impl("SandboxMLAImpl")
+    from vllm_aiter_mla.sandbox.fake_aiter.engine import resume
+
+    resume()

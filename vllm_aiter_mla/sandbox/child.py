@@ -17,9 +17,7 @@ STARTED = time.perf_counter()
 def main(spec_path: str, out_path: str) -> None:
     """Build the model, start the engine, run the scenarios, write the result."""
     spec = EngineSpec.load(Path(spec_path))
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
+    load_plugins(spec)
     from vllm_aiter_mla.sandbox import knobs
 
     knobs.apply(spec)
@@ -34,6 +32,17 @@ def main(spec_path: str, out_path: str) -> None:
 
         outcome[name] = scenarios.run(llm.llm_engine, name)
     result(spec, llm, outcome).save(Path(out_path))
+
+
+def load_plugins(spec: EngineSpec) -> None:
+    """Load vLLM's plugins; without ours, the sandbox is switched on by hand."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    if not spec.plugin:
+        from vllm_aiter_mla import sandbox
+
+        sandbox.activate()
 
 
 def build(spec: EngineSpec, folder: Path) -> Any:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,14 +25,18 @@ class EngineFailedError(RuntimeError):
 
 
 def run(
-    spec: EngineSpec, cache: Path | None = None, on_step: Callable[[str], None] = lambda line: None
+    spec: EngineSpec,
+    cache: Path | None = None,
+    inductor: Path | None = None,
+    on_step: Callable[[str], None] = lambda line: None,
 ) -> EngineResult:
     """Run ``spec`` and wait for it.
 
     Args:
         spec: what to run.
         cache: vLLM's cache root; a fresh one by default, so that the graphs are compiled anew.
-        on_step: called with each progress line.
+        inductor: folder of compiled C++ kernels, found again by their source; engines that share one start faster.
+        on_step: called with each line that the engine prints.
 
     Raises:
         EngineFailedError: no result.
@@ -39,22 +44,16 @@ def run(
     with tempfile.TemporaryDirectory(prefix="aiter-mla-") as folder:
         work = Path(folder)
         spec.save(work / "spec.json")
-        command = [
-            sys.executable,
-            "-m",
-            "vllm_aiter_mla.sandbox.child",
-            str(work / "spec.json"),
-            str(work / "out.json"),
-        ]
-        environment = environment_for(spec, cache or work / "cache")
+        environment = environment_for(spec, cache or work / "cache", inductor or work / "inductor")
         process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            [sys.executable, "-m", "vllm_aiter_mla.sandbox.child", str(work / "spec.json"), str(work / "out.json")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         )
-        lines: list[str] = []
-        for line in process.stdout or ():
-            lines.append(line)
-            on_step(line.rstrip())
-        process.wait(TIMEOUT_S)
+        lines = _read(process, on_step)
         if process.returncode or not (work / "out.json").is_file():
             raise EngineFailedError("".join(lines))
         result = EngineResult.load(work / "out.json")
@@ -62,13 +61,29 @@ def run(
         return result
 
 
-def environment_for(spec: EngineSpec, cache: Path) -> dict[str, str]:
-    """Environment of the engine's process: sandbox on, a private cache, quiet logs."""
+def _read(process: subprocess.Popen[str], on_step: Callable[[str], None]) -> list[str]:
+    """Lines of the process until it ends; it is ended after ``TIMEOUT_S``."""
+    watchdog = threading.Timer(TIMEOUT_S, process.kill)
+    watchdog.start()
+    try:
+        lines = []
+        for line in process.stdout or ():
+            lines.append(line)
+            on_step(line.rstrip())
+        process.wait()
+        return lines
+    finally:
+        watchdog.cancel()
+
+
+def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, str]:
+    """Environment of the engine's process: sandbox on, private caches, quiet logs."""
     environment = {
         **os.environ,
         SANDBOX_ENV: "1",
         "VLLM_CACHE_ROOT": str(cache),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TORCHINDUCTOR_CACHE_DIR": str(inductor),
+        "VLLM_DISABLE_COMPILE_CACHE": "0" if spec.compile_cache else "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if spec.spawn or spec.tensor_parallel_size > 1 else "0",
         "VLLM_LOGGING_LEVEL": "INFO",
@@ -77,6 +92,8 @@ def environment_for(spec: EngineSpec, cache: Path) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+    if not spec.plugin:
+        environment["VLLM_PLUGINS"] = "none"
     if spec.tensor_parallel_size > 1:
         # Two workers on two cores deadlock on vLLM's automatic binding.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(spec.tensor_parallel_size))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 
+from vllm_aiter_mla.sandbox import piecewise
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
 GRAPHS: dict[str, str] = {}
@@ -15,6 +17,15 @@ def apply(spec: EngineSpec) -> None:
     """Set this process up; before any vLLM config is built."""
     if spec.linear == "aten":
         plain_linears()
+    if spec.fake_arch:
+        from vllm_aiter_mla.sandbox.fake_aiter.engine import pretend
+
+        pretend(spec.fake_arch)
+    if spec.piecewise:
+        piecewise.emulate(spec.piecewise)
+    if spec.mutation:
+        module, _, function = spec.mutation.partition(":")
+        getattr(importlib.import_module(module), function)()
     if spec.perturb:
         perturb_cache(spec.perturb)
     if spec.dump_graphs:
@@ -26,12 +37,9 @@ def plain_linears() -> None:
     from vllm.model_executor.layers import utils
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
-    from vllm.model_executor.layers import linear
-
-    linear.dispatch_cpu_unquantized_gemm = dispatch
 
 
 def perturb_cache(share: float) -> None:
@@ -70,7 +78,7 @@ def dump_graphs() -> None:
         r = get_pass_context().compile_range
         GRAPHS[f"{r.start}-{r.end}"] = str(graph)
 
-    pass_manager.PostGradPassManager.__call__ = call
+    pass_manager.PostGradPassManager.__call__ = call  # type: ignore[method-assign]
 
 
 def set_scales(llm: Any, k_scale: float, q_scale: float) -> None:

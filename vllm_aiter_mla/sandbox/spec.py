@@ -32,10 +32,12 @@ class EngineSpec:
         perturb: move this share of the cache's rope part by one fp8 step (0 for none).
         scales: (k_scale, q_scale) put into every layer after loading, or None.
         piecewise: emulate piecewise capture with this frozen metadata: None, "none" or "decode".
-        mutation: a planted bug, by name; tests only.
+        mutation: "module:function" that plants a bug in the engine's process; tests only.
         dump_graphs: return the post-grad FX graph text by range.
         fake_arch: let the platform look like this AMD card over the fake AITER.
         spawn: run the engine core in its own process, as vLLM does by default.
+        compile_cache: keep vLLM's compile cache on, for warm starts.
+        plugin: load the plugin at all.
     """
 
     enabled: bool = True
@@ -59,6 +61,8 @@ class EngineSpec:
     dump_graphs: bool = False
     fake_arch: str | None = None
     spawn: bool = False
+    compile_cache: bool = False
+    plugin: bool = True
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""

@@ -1,0 +1,81 @@
+"""Planted bugs: each is imported and called in an engine's process before its config is built."""
+
+from __future__ import annotations
+
+
+def attention_does_not_split() -> None:
+    """The attention op is missing from the splitting set: piecewise graphs would hold it."""
+    from vllm_aiter_mla import gate
+
+    inner = gate._open_graph
+
+    def open_graph(compilation):
+        inner(compilation)
+        compilation.splitting_ops = [op for op in compilation.splitting_ops if op != gate.ATTENTION_OP]
+
+    gate._open_graph = open_graph
+
+
+def fused_op_branches_on_metadata() -> None:
+    """The fused op writes KV rows for decode batches as Python sees them, and for no others."""
+    from vllm_aiter_mla.runtime import context, fused
+
+    inner = context.layer_context
+
+    def layer_context(name):
+        ctx = inner(name)
+        if ctx.metadata is not None and ctx.metadata.num_prefills == 0:
+            # "A decode batch has one row per request": true for what was captured, frozen for what is replayed.
+            ctx = context.LayerContext(ctx.name, ctx.metadata, ctx.layer, ctx.kv_cache, ctx.slots[:1])
+        return ctx
+
+    fused.context = type("Frozen", (), {**vars(context), "layer_context": staticmethod(layer_context)})
+
+
+def prefill_rows_stay_raw() -> None:
+    """The attention op hands prefill rows on as they come: nothing has rotated them."""
+    from vllm_aiter_mla.runtime import attention
+
+    attention.rotated_copies = lambda q, k_pe, *_: (q, k_pe)
+
+
+def passes_ignore_the_range() -> None:
+    """The passes run in every compile range."""
+    from vllm_aiter_mla import bucket
+
+    bucket.in_bucket = lambda end, limit: True
+
+
+def every_second_layer_is_refused() -> None:
+    """Not a bug but a probe: one layer's refusal must not touch its neighbour."""
+    from vllm_aiter_mla.admission import Refusal
+    from vllm_aiter_mla.passes import pipeline
+
+    inner = pipeline.admit_layer
+
+    def admit_layer(view):
+        return Refusal("geometry", "refused by the test") if ".0." in view.name else inner(view)
+
+    pipeline.admit_layer = admit_layer
+
+
+def q_scale_is_applied_twice() -> None:
+    """The query is scaled before the kernel and by it."""
+    from vllm_aiter_mla.kernels import reference
+
+    inner = reference.absorb
+    reference.absorb = lambda q_nope, w: inner(q_nope, w) / 0.7
+
+
+def no_implementation_is_known() -> None:
+    """Every layer is refused at admission."""
+    from vllm_aiter_mla import admission
+
+    admission._impls.clear()
+
+
+def another_fingerprint() -> None:
+    """The plugin's sources have changed since the artifact was compiled."""
+    from vllm_aiter_mla import fingerprint
+
+    fingerprint.fingerprint = lambda: "0.0.0-changed"

@@ -1,0 +1,67 @@
+"""The engines that these tests start, by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vllm_aiter_mla.sandbox.demo import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
+from vllm_aiter_mla.sandbox.spec import EngineSpec
+
+SMALL = {"num_hidden_layers": 2}
+SCALES = (0.5, 0.7)
+
+_bf16 = EngineSpec(scenarios=BF16_SCENARIOS, max_num_batched_tokens=CHUNK_TOKENS, dump_graphs=True)
+_fp8 = EngineSpec(scenarios=FP8_SCENARIOS, kv_cache_dtype="fp8", scales=SCALES)
+_small = EngineSpec(scenarios=("short", "mixed"), model=SMALL)
+# Plain RotaryEmbedding, no q_lora, ordinary GEMMs, and an odd layer count.
+_fp32 = EngineSpec(
+    scenarios=("short", "mixed"),
+    linear="aten",
+    model={"num_hidden_layers": 3, "yarn": False, "q_lora_rank": None, "dtype": "float32"},
+)
+_aten = replace(_small, linear="aten", dump_graphs=True)
+_tp2 = EngineSpec(scenarios=("mixed",), model=SMALL, tensor_parallel_size=2)
+_warm = replace(_small, scenarios=("short",), spawn=True, compile_cache=True)
+
+
+def _off(spec: EngineSpec) -> EngineSpec:
+    return replace(spec, enabled=False, stock_pass=False)
+
+
+SPECS: dict[str, EngineSpec] = {
+    "bf16-off": _off(_bf16),
+    "bf16-on": _bf16,
+    "bf16-no-plugin": replace(_off(_bf16), plugin=False),
+    "fp8-off": _off(_fp8),
+    "fp8-on": _fp8,
+    "fp32-off": _off(_fp32),
+    "fp32-on": _fp32,
+    "aten-off": _off(_aten),
+    "aten-on-after-stock": replace(_aten, stock_pass=True),
+    "tp2-off": _off(_tp2),
+    "tp2-on": _tp2,
+    "small-off": _off(_small),
+    "stop-rope-kv": replace(_small, stop_after="rope_kv_cache"),
+    "stop-q-prep": replace(_small, stop_after="q_prep_lift"),
+    "piecewise-none": replace(_small, piecewise="none"),
+    "piecewise-decode": replace(_small, piecewise="decode"),
+    "mutation-no-split": replace(_small, piecewise="none", mutation="engine_mutations:attention_does_not_split"),
+    "mutation-metadata-branch": replace(
+        _small, piecewise="decode", mutation="engine_mutations:fused_op_branches_on_metadata"
+    ),
+    "mutation-raw-prefill": replace(_small, mutation="engine_mutations:prefill_rows_stay_raw"),
+    "mutation-above-bucket": replace(_small, dump_graphs=True, mutation="engine_mutations:passes_ignore_the_range"),
+    "small-off-graphs": replace(_off(_small), dump_graphs=True),
+    "mutation-half-a-layer": replace(_small, mutation="engine_mutations:every_second_layer_is_refused"),
+    "mutation-scale-twice": replace(_fp8, scenarios=("mixed",), mutation="engine_mutations:q_scale_is_applied_twice"),
+    "refused": replace(_small, mutation="engine_mutations:no_implementation_is_known"),
+    "refused-strict": replace(
+        _small, mutation="engine_mutations:no_implementation_is_known", additional={"strict": True}
+    ),
+    "warm-1": _warm,
+    "warm-2": _warm,
+    "warm-changed": replace(_warm, mutation="engine_mutations:another_fingerprint"),
+}
+# These start after another one, in its cache.
+AFTER = {"warm-2": "warm-1", "warm-changed": "warm-2"}
+CACHES = {"warm-2": "warm-1", "warm-changed": "warm-1"}

@@ -1,0 +1,29 @@
+"""``vllm-aiter-mla demo``: the real vLLM engine with the fast path off and on, side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", "-tp", min=1, max=2, help="Workers: 1 or 2.")
+    ] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="One scenario, bf16 KV only.")] = False,
+    kernel: Annotated[str, typer.Option(help="reference, fake-aiter or triton (needs a GPU).")] = "reference",
+    arch: Annotated[str, typer.Option(help="Card that --kernel fake-aiter imitates: gfx942 or gfx950.")] = "gfx942",
+    keep: Annotated[Path | None, typer.Option(help="Keep FX graphs and results in this folder, for `report`.")] = None,
+) -> None:
+    """Serve a small random DeepSeek-V2 with vLLM on this CPU, fast path off and on, and compare.
+
+    Prints which layers engaged, what is left of each layer's graph, and per scenario whether the tokens are equal and
+    how far the log-probabilities are apart. Exits 1 when a bound is missed. A run takes about a minute and a half per
+    engine on two cores; no GPU is used and nothing is said about one.
+    """
+    from vllm_aiter_mla.sandbox import demo as run
+
+    raise typer.Exit(run.main(run.Options(json, tensor_parallel_size, quick, kernel, arch, keep)))

@@ -1,0 +1,55 @@
+"""``vllm-aiter-mla``: registers the commands."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated
+
+import typer
+
+from vllm_aiter_mla import __version__
+
+# (command, module): each module holds one function of the command's name and imports nothing heavy at its top.
+COMMANDS = ("demo", "doctor", "plan", "verify", "bench", "report")
+
+app = typer.Typer(
+    name="vllm-aiter-mla",
+    help="Fused decode-side query preparation and KV-cache write for MLA models: see, check and measure it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vllm-aiter-mla {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options before any command."""
+
+
+def _register() -> None:
+    for name in COMMANDS:
+        try:
+            module = importlib.import_module(f"vllm_aiter_mla.cli.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"vllm_aiter_mla.cli.{name}":
+                raise
+            continue
+        app.command(name, **getattr(module, "COMMAND", {}))(getattr(module, name))
+
+
+_register()
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

@@ -1,0 +1,93 @@
+"""Emulate a piecewise graph capture without a GPU.
+
+On a GPU, Inductor cuts the graph at the splitting ops and vLLM captures every piece once, with the metadata that
+Python sees then: none at all (model runner v1) or that of a decode batch (v2). A replay runs the recorded kernels
+over current buffers, but no Python: whatever a captured op decided from the metadata is frozen. Here the graph is cut
+by the same rule, and while a piece runs, the forward context shows the frozen metadata; buffers stay current.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+KINDS = ("none", "decode")
+
+
+def emulate(kind: str) -> None:
+    """Cut graphs as on a GPU and freeze the metadata that pieces see; before any engine is built.
+
+    Args:
+        kind: "none": no metadata, as model runner v1 captures; "decode": every row a decode row, as v2 does.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"piecewise: expected one of {', '.join(KINDS)}, got {kind!r}")
+    from torch._inductor.scheduler import Scheduler
+    from vllm.compilation import decorators
+
+    Scheduler.should_partition = _gpu_rule  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def wrapped_partitions(vllm_config: Any) -> Iterator[None]:
+        torch._inductor.utils.set_customized_partition_wrappers(lambda piece, _: _frozen(piece, kind))
+        yield
+        torch._inductor.utils.set_customized_partition_wrappers(None)  # type: ignore[arg-type]
+
+    decorators.maybe_use_cudagraph_partition_wrapper = wrapped_partitions
+
+
+def _gpu_rule(scheduler: Any, node: Any) -> str | None:
+    """Inductor's rule without "this is a CPU node": only ops that were named as splitting ops cut."""
+    from torch._inductor import config, ir
+
+    members = getattr(node, "snodes", None) or [node]
+    for member in members:
+        inner = member.node
+        if isinstance(inner, ir.FallbackKernel) and inner.op_overload is not None:
+            name = inner.op_overload.name()
+            if {name, f"{name}.{inner.op_overload._overloadname}"} & set(config.custom_should_partition_ops):
+                return f"custom partition op: {name}"
+    return None
+
+
+def _frozen(piece: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from vllm.forward_context import get_forward_context
+
+        context = get_forward_context()
+        current = context.attn_metadata
+        context.attn_metadata = None if kind == "none" else _as_decode(current)
+        try:
+            return piece(*args, **kwargs)
+        finally:
+            context.attn_metadata = current
+
+    return run
+
+
+def _as_decode(metadata: Any) -> Any:
+    """The metadata of a batch of the same size in which every row is a decode row."""
+    if not isinstance(metadata, dict):
+        return metadata
+    return {name: _one_as_decode(entry) for name, entry in metadata.items()}
+
+
+def _one_as_decode(entry: Any) -> Any:
+    frozen = copy.copy(entry)
+    frozen.num_prefills = 0
+    frozen.num_decodes = frozen.num_decode_tokens = frozen.num_actual_tokens
+    frozen.prefill = None
+    if frozen.decode is None:
+        rows = frozen.num_actual_tokens
+        frozen.decode = SimpleNamespace(
+            block_table=torch.zeros(rows, 1, dtype=torch.int32), seq_lens=torch.ones(rows, dtype=torch.int32)
+        )
+    return frozen
