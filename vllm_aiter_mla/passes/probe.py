@@ -19,7 +19,7 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from vllm_aiter_mla.passes.fx import VIEW_OPS, is_call, is_view, val
+from vllm_aiter_mla.passes.fx import VIEW_OPS, is_call, is_view, val, width
 
 aten = torch.ops.aten
 ROWS = 3  # stands for the symbolic number of tokens
@@ -90,13 +90,17 @@ def rotary_ops() -> dict[Any, tuple[str, str]]:
 def rotary_call(node: Any) -> tuple[str, str] | None:
     """Names of the query and key arguments of a functionalised rotary op, or None.
 
-    A call with an argument that this module does not model (an offset inside the head, the inverse rotation) is none.
+    A call with an argument that this module does not model (heads wider than the table, an offset inside the head, the
+    inverse rotation) is none.
     """
     if not is_call(node, auto_functionalized):
         return None
     names = rotary_ops().get(node.args[0])
-    modelled = {"rope_dim_offset": 0, "inverse": False, "offsets": None}
-    if names is None or any(node.kwargs.get(name, default) != default for name, default in modelled.items()):
+    if names is None:
+        return None
+    table = width(node.kwargs["cos_sin_cache"])
+    modelled = {"head_size": table, "rope_dim_offset": 0, "inverse": False, "offsets": None}
+    if any(node.kwargs.get(name, default) != default for name, default in modelled.items()):
         return None
     return names
 

@@ -1,0 +1,31 @@
+"""The plugin's ops and those that only GPU builds of vLLM register; the sandbox itself stays off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import vllm._custom_ops  # noqa: F401  loads vLLM's own library before the sandbox fills its gaps
+
+from vllm_aiter_mla import plugin
+from vllm_aiter_mla.report import census
+from vllm_aiter_mla.runtime import kernel
+from vllm_aiter_mla.sandbox import gpu_ops
+
+plugin.register()
+gpu_ops.register()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No verdict and no choice of kernel from an earlier test; one thread."""
+    census.reset()
+    kernel.reset()
+    threads = torch.get_num_threads()
+    # The tensors are tiny, and a machine that tests may have few cores.
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    census.reset()
+    kernel.reset()

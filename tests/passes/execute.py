@@ -1,0 +1,248 @@
+"""Run a graph on real tensors, rewrite it, and compare what each form computes: the output and every cache byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from vllm.config import VllmConfig
+
+from passes.graphs import Layer, Spelling
+from passes.stubs import BATCHES, Batch, StubLayer, forward
+from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate
+from vllm_aiter_mla.passes import pipeline
+from vllm_aiter_mla.settings import DebugSettings, Settings
+
+aten = torch.ops.aten
+STOPS = ("rope_kv_cache", "q_prep_lift", None)
+ARITHMETIC = frozenset({aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.mul.Scalar})
+MOVES = frozenset({aten.cat.default, aten.stack.default, aten.slice_scatter.default})
+ALIASES = frozenset(
+    {aten.reshape.default, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default}
+)
+
+
+class Runner(fx.Interpreter):
+    """Eager execution with Inductor's rounding: a chain of elementwise bf16 ops stays in float32 until it is stored."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Widen the operands of arithmetic; narrow what anything else reads."""
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.target in ARITHMETIC or (n.target in MOVES and _some_float32(args)):
+            args = fx.node.map_aggregate(args, _widened)
+        elif n.target not in ALIASES and n.target is not getattr:
+            nodes = (n.args, n.kwargs)
+            args, kwargs = _narrowed(nodes, (args, kwargs))
+        return self.call_function(n.target, args, kwargs)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The rotary ops by the reference: of those on a CPU one lacks a kernel and the other misreads 3-D operands."""
+        if target in rotary_ops():
+            return _rotate(**kwargs)
+        if target is auto_functionalized and args[0] in rotary_ops():
+            query, key = kwargs["query"].clone(), kwargs["key"].clone()
+            return None, *_rotate(**kwargs | {"query": query, "key": key})
+        return super().call_function(target, args, kwargs)
+
+
+def rotary_ops() -> set[Any]:
+    """vLLM's in-place rotary ops."""
+    names = ("flashinfer_rotary_embedding", "rocm_aiter_triton_rotary_embedding")
+    found = {getattr(torch.ops.vllm, name).default for name in names if hasattr(torch.ops.vllm, name)}
+    return {torch.ops._C.rotary_embedding.default, *found}
+
+
+def _rotate(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    **rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert not any(rest.values()), f"not modelled: {rest}"
+    cos, sin = gather_cos_sin(cos_sin_cache, positions)
+    for x in (query, key):
+        heads = x.reshape(x.shape[0], -1, head_size)
+        x.copy_(rotate(heads, cos.unsqueeze(1), sin.unsqueeze(1), is_neox).to(x.dtype).view(x.shape))
+    return query, key
+
+
+def _some_float32(args: Any) -> bool:
+    found: list[bool] = []
+    fx.node.map_aggregate(args, lambda a: found.append(isinstance(a, torch.Tensor) and a.dtype == torch.float32))
+    return any(found)
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+
+
+def _narrowed(node: Any, value: Any) -> Any:
+    """``value`` with each tensor in the dtype that its node declares."""
+    if isinstance(node, fx.Node):
+        declared = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and isinstance(declared, torch.Tensor) and value.dtype != declared.dtype:
+            return value.to(declared.dtype)
+        return value
+    if isinstance(node, dict):
+        return {key: _narrowed(item, value[key]) for key, item in node.items()}
+    if isinstance(node, (list, tuple)):
+        return type(value)(_narrowed(a, b) for a, b in zip(node, value, strict=True))
+    return value
+
+
+def inputs_of(gm: fx.GraphModule, rows: int) -> list[Any]:
+    """Real values for the placeholders: random data, positions inside the table, the layers' names."""
+    generator = torch.Generator().manual_seed(3)
+    values: list[Any] = []
+    for node in gm.graph.nodes:
+        if node.op != "placeholder":
+            break
+        fake = node.meta["val"]
+        if isinstance(fake, torch.SymInt):
+            values.append(rows)
+        elif not isinstance(fake, torch.Tensor):
+            values.append(fake.real_obj)
+        else:
+            values.append(_real(fake, rows, generator))
+    return values
+
+
+def _real(fake: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:
+    shape = [size if isinstance(size, int) else rows for size in fake.shape]
+    if fake.dtype == torch.int64:
+        return torch.randint(0, 20, shape, generator=generator)
+    if not shape:
+        return torch.tensor(0.25)
+    return (torch.randn(shape, generator=generator) / (1 if len(shape) < 2 else shape[0] ** 0.25)).to(fake.dtype)
+
+
+@dataclass
+class Outcome:
+    """Outputs of the real rows, and each layer's cache."""
+
+    outputs: list[torch.Tensor]
+    caches: list[torch.Tensor] = field(default_factory=list)
+
+
+def execute(gm: fx.GraphModule, layers: list[StubLayer], batch: Batch) -> Outcome:
+    """Run one step."""
+    with forward(layers, batch), torch.no_grad():
+        outputs = Runner(gm).run(*inputs_of(gm, batch.rows))
+        return Outcome([out[: batch.real].clone() for out in outputs], [layer.kv_cache.clone() for layer in layers])
+
+
+def assert_same(got: Outcome, want: Outcome, where: str, exact: bool = True) -> None:
+    """Equal outputs and equal cache bytes; ``exact`` False allows for another order of float32 roundings."""
+    for name, ours, theirs in (("output", got.outputs, want.outputs), ("KV cache", got.caches, want.caches)):
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert a.shape == b.shape and a.dtype == b.dtype, f"{name} {index} {where}: {a.shape} {a.dtype}"
+            equal = torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+            assert equal, f"{name} {index} differs {where}: {(a.float() - b.float()).abs().max()}"
+
+
+def clone(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph that shares the fake values."""
+    graph = fx.Graph()
+    remap: dict[fx.Node, fx.Node] = {}
+    out = graph.graph_copy(gm.graph, remap)
+    graph.output(out)
+    return fx.GraphModule({}, graph)
+
+
+def stubs_for(layers: list[Layer], spelling: Spelling, **options: Any) -> list[StubLayer]:
+    """A stub per layer."""
+    return [StubLayer(layer.name, spelling.sizes, spelling.dtype, spelling.cache, **options) for layer in layers]
+
+
+def rewrite(gm: fx.GraphModule, layers: list[StubLayer], stop_after: str | None = None) -> dict[str, int]:
+    """The plugin's rewriting as the pipeline runs it."""
+    with forward(layers, BATCHES[0]):
+        return pipeline.rewrite(gm.graph, Settings(enabled=True, debug=DebugSettings(stop_after=stop_after)))
+
+
+@cache
+def _vllm_passes() -> tuple[Any, Any]:
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+    from vllm.compilation.passes.utility.post_cleanup import PostCleanupPass
+
+    return PostCleanupPass(VllmConfig()), FixFunctionalizationPass(VllmConfig())
+
+
+def clean(gm: fx.GraphModule) -> fx.GraphModule:
+    """vLLM's PostCleanupPass, then a lint."""
+    _vllm_passes()[0](gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def defunctionalise(gm: fx.GraphModule) -> fx.GraphModule:
+    """vLLM's FixFunctionalizationPass, on a copy."""
+    gm = clone(gm)
+    _vllm_passes()[1](gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def assert_rewritten_right(
+    gm: fx.GraphModule,
+    layers: list[StubLayer],
+    *,
+    batches: tuple[Batch, ...] = BATCHES,
+    stops: tuple[str | None, ...] = STOPS,
+    exact: bool = True,
+    disturb: Callable[[fx.GraphModule], Any] = lambda gm: None,
+) -> dict[str, int]:
+    """Every chain of passes leaves a graph that lints, survives vLLM's clean-up and computes what ``gm`` computes.
+
+    Args:
+        gm: the graph before; left as it is.
+        layers: what its layer names stand for.
+        batches: the steps to compare.
+        stops: where to end the chain.
+        exact: bit for bit, or up to float32 rounding.
+        disturb: applied to each copy before it is rewritten.
+
+    Returns:
+        The counts of the last chain.
+    """
+    reference = clean(clone(gm))
+    want = {batch: execute(reference, layers, batch) for batch in batches}
+    counts: dict[str, int] = {}
+    for stop in stops:
+        changed = clone(gm)
+        disturb(changed)
+        counts = rewrite(changed, layers, stop)
+        assert_fake_values(changed)
+        cleaned = clean(changed)
+        for stage, form in (("cleaned", cleaned), ("defunctionalised", defunctionalise(cleaned))):
+            for batch in batches:
+                assert_same(execute(form, layers, batch), want[batch], f"({stage}, stop={stop}, {batch.name})", exact)
+    return counts
+
+
+def assert_fake_values(gm: fx.GraphModule) -> None:
+    """Every node carries a fake value, and every result of a functionalised op exists."""
+    for node in gm.graph.nodes:
+        assert node.op == "output" or "val" in node.meta, f"{node} has no fake value"
+
+
+def calls(gm: fx.GraphModule, name: str) -> list[fx.Node]:
+    """Calls of ops called ``name``, functionalised or not."""
+    found = []
+    for node in gm.graph.nodes:
+        target = node.args[0] if node.target is auto_functionalized else node.target
+        if node.op == "call_function" and getattr(target, "_schema", None) is not None:
+            found += [node] if target._schema.name.split("::")[1] == name else []
+    return found

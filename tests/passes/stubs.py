@@ -1,0 +1,190 @@
+"""Stand-ins for what the ops find in vLLM's forward context: an MLA layer, its cache and a batch.
+
+The layer computes real attention in plain PyTorch. Its decode rows read the whole cache, so that any KV row that is
+missing, misplaced or wrong changes the output; its prefill rows read q, k_pe and kv_c as they are handed over, so that
+a rotation that is missing or done twice changes it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode, PassConfig
+from vllm.forward_context import ForwardContext, override_forward_context
+
+from vllm_aiter_mla.kernels.fp8 import is_fp8
+from vllm_aiter_mla.kernels.reference import absorb, store_nope
+from vllm_aiter_mla.runtime.context import fp8_view
+from vllm_aiter_mla.sandbox.gpu_ops import write_kv_rows
+
+BLOCKS, BLOCK_SIZE = 3, 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a layer: N heads, P nope, R rope, L latent and V value widths, hidden and q_lora widths."""
+
+    n: int = 2
+    p: int = 8
+    r: int = 16
+    latent: int = 32
+    v: int = 4
+    hidden: int = 24
+    q_lora: int = 20
+
+
+class AiterMLAImpl:
+    """Named as the implementation that admission knows."""
+
+    is_sparse = False
+    dcp_world_size = 1
+
+    def __init__(self) -> None:
+        self.supports_quant_query_input = True
+
+    def forward_mqa(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any) -> Any:
+        """Every row over the whole cache: [T, N, L]."""
+        scale_q, scale_k = (layer._q_scale, layer._k_scale) if is_fp8(q.dtype) else (1.0, 1.0)
+        keys = kv_cache.float().view(-1, kv_cache.shape[-1]) * scale_k
+        scores = (q.float() * scale_q) @ keys.T / keys.shape[-1] ** 0.5
+        return (scores.softmax(-1) @ keys[:, : layer.kv_lora_rank]).to(layer.act), None
+
+
+class StubLayer:
+    """An MLA attention layer as the ops, the plan and admission see it."""
+
+    hisparse_cache = None
+    use_pcp = False
+    dcp_q_replicate = False
+    sliding_window = None
+
+    def __init__(self, name: str, sizes: Sizes, dtype: torch.dtype, cache_dtype: str = "auto", **options: Any) -> None:
+        generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
+        self.layer_name, self.act, self.kv_cache_dtype = name, dtype, cache_dtype
+        self.num_heads, self.kv_lora_rank, self.v_head_dim = sizes.n, sizes.latent, sizes.v
+        self.qk_nope_head_dim, self.qk_rope_head_dim = sizes.p, sizes.r
+        self.W_UK_T = torch.randn(sizes.n, sizes.p, sizes.latent, generator=generator).to(dtype)
+        self.W_UV = torch.randn(sizes.n, sizes.latent, sizes.v, generator=generator).to(dtype)
+        self._k_scale, self._q_scale = torch.tensor(0.25), torch.tensor(0.5)
+        rows = torch.randn(BLOCKS, BLOCK_SIZE, sizes.latent + sizes.r, generator=generator)
+        self.initial = rows.to(torch.float8_e4m3fn).view(torch.uint8) if cache_dtype == "fp8" else rows.to(dtype)
+        self.kv_cache = self.initial.clone()
+        self.impl = AiterMLAImpl()
+        self._vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=BLOCK_SIZE),
+            compilation_config=SimpleNamespace(pass_config=PassConfig()),
+            additional_config={"aiter_mla": {"enabled": True, "debug": {"rounding": "two"}} | options},
+        )
+
+    def prepare_kv_cache_update(self, metadata: Any) -> None:
+        """vLLM's hook before a write; nothing to do."""
+
+    def update_kv_cache(
+        self, kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *rest: Any
+    ) -> None:
+        """Write the rows of rotated keys."""
+        write_kv_rows(kv_c, k_pe, cache, slots, rest[-1])
+
+    def _decode_concat_quant_fp8_op(self, absorbed: torch.Tensor, q_pe: torch.Tensor, scale: Any) -> torch.Tensor:
+        return store_nope(torch.cat([absorbed, q_pe], -1), scale.reciprocal(), torch.float8_e4m3fn)
+
+    def _v_up_proj(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(torch.bmm(x.transpose(0, 1), self.W_UV).transpose(0, 1).reshape(out.shape))
+
+    def forward_impl(
+        self,
+        q: torch.Tensor,
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+        **rest: Any,
+    ) -> None:
+        """Decode rows from the cache, prefill rows from the arguments; zeros while profiling."""
+        if metadata is None:
+            output.zero_()
+            return
+        n, total = metadata.num_decode_tokens, metadata.num_actual_tokens
+        absorbed, q_pe = absorb(q[..., : self.qk_nope_head_dim], self.W_UK_T), q[..., self.qk_nope_head_dim :]
+        if n:
+            quantised = self.kv_cache_dtype == "fp8" and self.impl.supports_quant_query_input
+            query = torch.cat([absorbed, q_pe], -1)
+            if quantised:
+                query = self._decode_concat_quant_fp8_op(absorbed, q_pe, self._q_scale)
+            self._v_up_proj(self.impl.forward_mqa(query[:n], fp8_view(kv_cache), metadata, self)[0], output[:n])
+        keys = torch.cat([kv_c[n:total], k_pe.reshape(k_pe.shape[0], -1)[n:total]], -1).float()
+        query = torch.cat([absorbed, q_pe], -1)[n:total].float()
+        attended = (query @ keys.T / keys.shape[-1] ** 0.5).softmax(-1) @ keys[:, : self.kv_lora_rank]
+        self._v_up_proj(attended.to(self.act), output[n:total])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step holds: ``rows`` of the graph, of which the first ``decodes`` and the next ``prefills`` are real."""
+
+    name: str
+    rows: int
+    decodes: int = 0
+    prefills: int = 0
+    slots: int | None = None
+    profiling: bool = False
+
+    @property
+    def real(self) -> int:
+        """Rows whose output counts."""
+        return self.rows if self.profiling else self.decodes + self.prefills
+
+    def metadata(self) -> Any:
+        """As vLLM's MLA builders make it; None while profiling."""
+        if self.profiling:
+            return None
+        return SimpleNamespace(
+            decode=SimpleNamespace() if self.decodes else None,
+            prefill=SimpleNamespace() if self.prefills else None,
+            num_prefills=int(self.prefills > 0),
+            num_decodes=self.decodes,
+            num_decode_tokens=self.decodes,
+            num_actual_tokens=self.real,
+        )
+
+    def slot_mapping(self) -> torch.Tensor | None:
+        """A slot per real row, scattered over the cache; -1 for graph padding."""
+        if self.profiling:
+            return None
+        count = self.rows if self.slots is None else self.slots
+        slots = torch.arange(count) * 5 % (BLOCKS * BLOCK_SIZE)
+        return torch.where(torch.arange(count) < self.real, slots, -1)
+
+
+DECODE = Batch("decode", rows=5, decodes=5)
+PADDED = Batch("padded decode", rows=6, decodes=4)
+SHORT_SLOTS = Batch("fewer slots than rows", rows=6, decodes=4, slots=4)
+MIXED = Batch("mixed", rows=6, decodes=3, prefills=2)
+PREFILL = Batch("prefill", rows=4, prefills=4)
+PROFILE = Batch("profiling", rows=3, profiling=True)
+BATCHES = (DECODE, PADDED, SHORT_SLOTS, MIXED, PREFILL, PROFILE)
+
+
+@contextlib.contextmanager
+def forward(
+    layers: list[StubLayer], batch: Batch, mode: CUDAGraphMode = CUDAGraphMode.NONE
+) -> Iterator[dict[str, StubLayer]]:
+    """vLLM's forward context around one step, with each layer's cache as it was before."""
+    by_name = {layer.layer_name: layer for layer in layers}
+    for layer in layers:
+        layer.kv_cache = layer.initial.clone()
+    slots = batch.slot_mapping()
+    context = ForwardContext(
+        no_compile_layers=by_name,
+        attn_metadata=None if batch.profiling else dict.fromkeys(by_name, batch.metadata()),
+        slot_mapping={} if slots is None else dict.fromkeys(by_name, slots),
+        cudagraph_runtime_mode=mode,
+    )
+    with override_forward_context(context):
+        yield by_name
