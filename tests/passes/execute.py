@@ -145,7 +145,7 @@ def assert_same(got: Outcome, want: Outcome, where: str, exact: bool = True) -> 
     """Equal outputs and equal cache bytes; ``exact`` False allows for another order of float32 roundings."""
     for name, ours, theirs in (("output", got.outputs, want.outputs), ("KV cache", got.caches, want.caches)):
         for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert a.shape == b.shape and a.dtype == b.dtype, f"{name} {index} {where}: {a.shape} {a.dtype}"
+            assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{name} {index} {where}"
             equal = torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-4, atol=1e-5)
             assert equal, f"{name} {index} differs {where}: {(a.float() - b.float()).abs().max()}"
 

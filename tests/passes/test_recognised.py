@@ -42,13 +42,15 @@ def assert_bound(match: Any, builder: Builder, layer: Layer, spelling: Spelling)
     """Every field of the record names what the layer was built from."""
     z = spelling.sizes
     assert isinstance(match, LayerMatch), match
-    assert match.layer_name == layer.name and match.layer_name_arg is layer.name_arg
-    assert match.attention is layer.attention and match.kv_update is layer.kv_update
-    assert view_root(match.q) is layer.q_gemm and tuple(match.q.meta["val"].shape[1:]) == (z.n, z.p + z.r)
-    assert view_root(match.k_pe) is view_root(layer.k_raw) and match.k_pe.meta["val"].shape[-1] == z.r
-    assert match.kv_c is layer.kv_c and match.k_scale is builder.k_scale
-    assert match.positions is builder.positions and match.cos_sin_cache is builder.table
-    assert match.is_neox == spelling.is_neox and match.kv_cache_dtype == spelling.cache
+    assert (match.layer_name, match.layer_name_arg) == (layer.name, layer.name_arg)
+    assert (match.attention, match.kv_update) == (layer.attention, layer.kv_update)
+    assert view_root(match.q) is layer.q_gemm
+    assert tuple(match.q.meta["val"].shape[1:]) == (z.n, z.p + z.r)
+    assert view_root(match.k_pe) is view_root(layer.k_raw)
+    assert match.k_pe.meta["val"].shape[-1] == z.r
+    assert (match.kv_c, match.k_scale) == (layer.kv_c, builder.k_scale)
+    assert (match.positions, match.cos_sin_cache) == (builder.positions, builder.table)
+    assert (match.is_neox, match.kv_cache_dtype) == (spelling.is_neox, spelling.cache)
     assert (match.num_heads, match.nope_dim, match.rope_dim, match.latent_dim) == (z.n, z.p, z.r, z.latent)
     assert match.prefused == spelling.prefused
 
@@ -111,13 +113,13 @@ def test_string_constants_name_layers_too() -> None:
 
 def test_chain_is_bit_exact_where_vllm_names_layers_by_string() -> None:
     """The ops take strings only with this variable, which vLLM reads when it is imported: a process of its own."""
-    case = f"{__name__}:test_every_chain_is_bit_exact_in_bf16_with"
+    case = f"{Path(__file__)}::test_every_chain_is_bit_exact_in_bf16_with"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{Path(__file__)}::{case.split(':')[1]}", "-k", "NeoX and DeepSeek"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", case, "-k", "NeoX and DeepSeek"],
         env={**os.environ, "VLLM_USE_LAYERNAME": "0"},
         capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "2 passed" in done.stdout
 
@@ -136,7 +138,8 @@ def test_offset_positions_are_bound_as_they_are_read() -> None:
     layer = builder.layer()
     gm = builder.finish()
     (match,) = match_layers(gm.graph)
-    assert isinstance(match, LayerMatch) and match.positions is builder.positions
+    assert isinstance(match, LayerMatch)
+    assert match.positions is builder.positions
     assert_rewritten_right(gm, stubs_for([layer], builder.spelling))
 
 
