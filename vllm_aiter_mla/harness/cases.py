@@ -127,7 +127,7 @@ def _rows(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
             f"speculative-width-{width}",
             f"each request brings {width - 1} draft token(s)",
             capture_sizes(limit, width),
-            tuple(Replay(size) for size in capture_sizes(limit, width)) + (Replay(limit // width * width, width),),
+            (*tuple(Replay(size) for size in capture_sizes(limit, width)), Replay(limit // width * width, width)),
             kind="full",
             width=width,
             quick=False,
@@ -179,7 +179,14 @@ def _graphs(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
             "eager-between-replays",
             "mixed batches run without a graph between replays of graphs of other sizes",
             tuple(sorted(few)),
-            (Replay(limit), Eager(limit, limit, half), Replay(few[1], 2), Eager(half, half, 2), Replay(1), Replay(limit)),
+            (
+                Replay(limit),
+                Eager(limit, limit, half),
+                Replay(few[1], 2),
+                Eager(half, half, 2),
+                Replay(1),
+                Replay(limit),
+            ),
             shared_pool=True,
         ),
         Case(
@@ -198,7 +205,12 @@ def _graphs(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
         ),
         Case("kernel-census", "each layer launches what its back end should, and no more", few, (Launches(),)),
         Case(
-            "kernel-census-two-layers", "two layers launch twice as much", (limit,), (Launches(),), layers=2, quick=False
+            "kernel-census-two-layers",
+            "two layers launch twice as much",
+            (limit,),
+            (Launches(),),
+            layers=2,
+            quick=False,
         ),
         Case("long-run", "one graph replays thousands of times", (limit,), (Replay(limit), Soak(limit))),
     )
@@ -227,8 +239,14 @@ def _attention(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
             "mixed-batch-through-piecewise-graphs",
             "a short prompt fits a captured size: prefill rows run through graphs recorded for decode",
             (half, limit),
-            (Replay(limit), Replay(limit, limit, half), Replay(half, half, half), Replay(limit, limit - 1, third))
-            + (Eager(limit, limit, third), Replay(limit)),
+            (
+                Replay(limit),
+                Replay(limit, limit, half),
+                Replay(half, half, half),
+                Replay(limit, limit - 1, third),
+                Eager(limit, limit, third),
+                Replay(limit),
+            ),
             kind="piecewise",
         ),
         Case(

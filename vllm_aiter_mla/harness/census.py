@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from vllm_aiter_mla.harness import dot
 
+# Kinds of kernels that a line names; a fused step has one or two.
+SPOKEN = 6
+
 
 @dataclass(frozen=True, slots=True)
 class Census:
@@ -41,8 +44,11 @@ class Census:
 
     def text(self) -> str:
         """One line: "2 launches: 1 x Cijk_..., 1 x fuse_qk_rope..."."""
-        counted = Counter((*map(short, self.kernels), *self.others))
-        return f"{self.launches} launches: " + ", ".join(f"{count} x {name}" for name, count in counted.items())
+        counted = Counter((*map(short, self.kernels), *self.others)).most_common()
+        words = [f"{count} x {name}" for name, count in counted[:SPOKEN]]
+        if len(counted) > SPOKEN:
+            words.append(f"{len(counted) - SPOKEN} other kinds")
+        return f"{self.launches} launch{'es' * (self.launches != 1)}: {', '.join(words)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +71,20 @@ EXPECTED: dict[str, tuple[Allowed, ...]] = {
 }
 
 
-def violation(backend: str, census: Census, layers: int) -> str | None:
-    """Why ``layers`` calls of a back end must not launch this, or None; a back end without an expectation passes."""
+def violation(backend: str, census: Census, layers: int, budget: int | None = None) -> str | None:
+    """Why ``layers`` calls of a back end must not launch this, or None.
+
+    Args:
+        backend: its name; ``EXPECTED`` says what its calls are made of.
+        census: of the captured graph.
+        layers: calls in it.
+        budget: launches a call may make, for a back end without an entry; without one it passes.
+    """
     allowed = EXPECTED.get(backend)
     if allowed is None:
-        return None
+        if budget is None or census.launches <= budget * layers:
+            return None
+        return f"{budget} launches per layer expected, {census.launches} found in {layers} layer(s); {census.text()}"
     most = sum(kind.most for kind in allowed) * layers
     counted = Counter(_classify(name, allowed) for name in (*census.kernels, *census.others))
     for kind in allowed:

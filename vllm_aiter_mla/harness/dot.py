@@ -1,7 +1,7 @@
 """Read the DOT dump of a captured graph: CUDA's and HIP's, verbose or plain.
 
-CUDA writes it by ``cudaGraphDebugDotPrint``, HIP by ``hipGraphDebugDotPrint``; both name the nodes ``graph_<i>_node_<j>``
-and put what matters into a label:
+CUDA writes it by ``cudaGraphDebugDotPrint``, HIP by ``hipGraphDebugDotPrint``. Both name the nodes
+``graph_<i>_node_<j>`` and put what matters into a label:
 
 ====================  ================================================================================
 CUDA, verbose         ``{KERNEL\\n| {ID | 0 (topoId: 3) | name\\<\\<\\<1,128,0\\>\\>\\>}\\n| ...}``

@@ -95,6 +95,10 @@ class Engine(Protocol):
         """Bytes held by tensors now."""
         ...
 
+    def unclaimed_bytes(self) -> int:
+        """Bytes of the device in use outside torch's books; 0 where nobody knows."""
+        ...
+
 
 def run_eager(segments: list[Segment]) -> Outputs:
     """The same step without any graph."""
@@ -159,6 +163,10 @@ class TapeEngine:
                 storage = thing.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
         return sum(storages.values())
+
+    def unclaimed_bytes(self) -> int:
+        """Not known of a process's own memory."""
+        return 0
 
 
 def _recorded(tape: Tape) -> Recorded:

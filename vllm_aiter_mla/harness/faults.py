@@ -182,9 +182,10 @@ def _write_outside_slot(subject: Subject) -> Subject:
         prepared = subject.prepare(call)
         slots = call.inputs.slot_mapping
         rows = _cache_rows(call.inputs)
-        behind = (slots.max().clamp(min=0) + 1) % rows.shape[0]
-        stray = torch.where(slots.max() >= 0, 0x11, rows[behind])
-        rows[behind] = stray.to(torch.uint8)
+        last = slots.max().view(1)
+        behind = (last.clamp(min=0) + 1) % rows.shape[0]
+        there = rows.index_select(0, behind)
+        rows.index_copy_(0, behind, torch.where(last.view(1, 1) >= 0, there ^ 0x11, there))
         return prepared
 
     return replace(subject, prepare=prepare)
@@ -286,13 +287,12 @@ def _launches_more(subject: Subject) -> Subject:
     return replace(subject, prepare=prepare)
 
 
-@_fault("the cache's rotated part is not rotated", "fresh-data", "cache-rows")
-def _k_is_not_rotated(subject: Subject) -> Subject:
+@_fault("all KV rows of a step are rotated by the first row's position", "fresh-data", "cache-rows")
+def _one_position_for_all_keys(subject: Subject) -> Subject:
     def prepare(call: Call) -> torch.Tensor:
         prepared = subject.prepare(call)
-        cos, sin = torch.ones_like(call.inputs.cos_sin_cache).chunk(2, dim=-1)
-        still = torch.cat([cos, torch.zeros_like(sin)], dim=-1)
-        subject.prepare(replace(call, inputs=replace(call.inputs, cos_sin_cache=still)))
+        first = call.inputs.positions[:1].repeat(call.inputs.num_tokens)
+        subject.prepare(replace(call, inputs=replace(call.inputs, positions=first)))
         return prepared
 
     return replace(subject, prepare=prepare)

@@ -18,8 +18,8 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs
 ORACLES: dict[str, str] = {
     "runs": "the step runs, and its capture succeeds",
     "shape-and-dtype": "results have the shape and dtype their fakes declare",
-    "query-nope": "the un-rotated half of the query is the reference's: to the bit, or in steps where a kernel has its own BMM",
-    "query-rope": "the rotated half of the query is the reference's: to the bit, or within one step on 1 % of the values",
+    "query-nope": "the query's un-rotated half is the reference's: to the bit, or a step off where a kernel has a BMM",
+    "query-rope": "the query's rotated half is the reference's: to the bit, or one step off on 1 % of the values",
     "finite": "defined rows hold no NaN and no Inf",
     "cache-rows": "the written cache rows are the reference's",
     "cache-elsewhere": "every other byte of the cache, and of the guards around it, is what it was",
@@ -131,9 +131,7 @@ def _shape(subject: Subject, inputs: DecodeInputs, got: torch.Tensor, index: int
         yield Finding("shape-and-dtype", f"layer {index}: the fake declares {wanted}, the op returned {was}")
 
 
-def _query(
-    subject: Subject, inputs: DecodeInputs, got: torch.Tensor, right: Right, index: int
-) -> Iterator[Finding]:
+def _query(subject: Subject, inputs: DecodeInputs, got: torch.Tensor, right: Right, index: int) -> Iterator[Finding]:
     rows = subject.defined(inputs).nonzero().flatten()
     if not rows.numel():
         return
@@ -214,7 +212,9 @@ def _output(world: World, layer: Layer, right: Right, outputs: Outputs, index: i
     n = world.batch.rows
     got = layer.out[:n].float()
     if not bool(got.isfinite().all()):
-        yield Finding("finite", f"layer {index}: the attention's output holds NaN or Inf in {_bad_rows(got, _all(n, got))}")
+        yield Finding(
+            "finite", f"layer {index}: the attention's output holds NaN or Inf in {_bad_rows(got, _all(n, got))}"
+        )
         return
     wanted = right.out.float()
     error = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)

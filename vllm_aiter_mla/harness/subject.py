@@ -77,6 +77,7 @@ class Subject:
         numerics: the roundings that count as right, the documented one first.
         reference_bmm: whether the absorb BMM is the reference's own, so that the nope half must agree to the bit.
         exact_rope: whether the rotated half must agree to the bit.
+        plain: a call that launches as much as one of the back end may, where ``census.EXPECTED`` has no list for it.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Subject:
     )
     reference_bmm: bool = True
     exact_rope: bool = True
+    plain: Callable[[DecodeInputs], torch.Tensor] | None = None
 
 
 def subject_of(backend: KernelBackend) -> Subject:
@@ -113,6 +115,7 @@ def subject_of(backend: KernelBackend) -> Subject:
         numerics=numerics,
         reference_bmm=backend.name != "triton",
         exact_rope=backend.name == "reference",
+        plain=reference.prepare if backend.name == "reference" else None,
     )
 
 

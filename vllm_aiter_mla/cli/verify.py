@@ -1,0 +1,110 @@
+"""``vllm-aiter-mla verify``: capture graphs here, replay them as serving does, compare with the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vllm_aiter_mla.harness.session import Request
+
+
+def verify(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", "-b", help="Back end to verify; may be repeated. Default: all here."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", "-k", help="Case to run, a name or a pattern; may be repeated.")
+    ] = None,
+    variant: Annotated[
+        list[str] | None, typer.Option("--variant", help="fp8, bf16, fp8-cache, ...; may be repeated. Default: all.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the data.")] = 0,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds, each with the next seed.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="Two variants, fewer cases, short long runs.")] = False,
+    limit: Annotated[int | None, typer.Option(min=8, help="Last capture size, in tokens.")] = None,
+    replays: Annotated[int | None, typer.Option(min=4, help="Replays of a long run.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML to this file.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Print the cases and the oracles, and run nothing.")] = False,
+    self_test: Annotated[bool, typer.Option("--self-test", help="Plant faults and show that they are caught.")] = False,
+) -> None:
+    """Replay captured graphs under everything that serving does to them, and compare bytes with the reference.
+
+    Run it on your card before you trust the fast path, and after each upgrade of ROCm, vLLM or AITER. Without a GPU
+    the same cases run as eager replay. Exit status: 0 all passed, 1 something failed, 2 nothing could be run.
+    """
+    from rich.console import Console
+
+    from vllm_aiter_mla.harness.session import Request
+
+    console = Console(highlight=False)
+    if listing:
+        raise typer.Exit(_list(console))
+    if self_test:
+        raise typer.Exit(_self_test(console, seed))
+    request = Request(
+        tuple(backend or ()), tuple(only or ()), tuple(variant or ()), seed, repeat, quick, limit, replays
+    )
+    raise typer.Exit(_run(console, request, json, junit))
+
+
+def _run(console: Console, request: Request, json: Path | None, junit: Path | None) -> int:
+    from vllm_aiter_mla.harness import report, terminal
+    from vllm_aiter_mla.harness.session import NOTHING, NoSuchError
+
+    try:
+        session = terminal.run(request, console)
+    except NoSuchError as error:
+        console.print(f"verify: {error}", style="red", soft_wrap=True)
+        return NOTHING
+    if json is not None:
+        report.write_json(session, json)
+    if junit is not None:
+        report.write_junit(session, junit)
+    if session.status == NOTHING:
+        console.print("verify: nothing could be run", style="red")
+    return session.status
+
+
+def _list(console: Console) -> int:
+    from vllm_aiter_mla.harness.cases import cases
+    from vllm_aiter_mla.harness.oracles import ORACLES
+    from vllm_aiter_mla.harness.session import CPU_LIMIT
+
+    console.print("cases:")
+    for case in cases(CPU_LIMIT):
+        console.print(f"  {case.name}: {case.serving}", soft_wrap=True)
+    console.print("oracles:")
+    for name, meaning in ORACLES.items():
+        console.print(f"  {name}: {meaning}", soft_wrap=True)
+    return 0
+
+
+def _self_test(console: Console, seed: int) -> int:
+    from vllm_aiter_mla.harness import backends, selftest, session, terminal
+    from vllm_aiter_mla.harness.runner import Options
+    from vllm_aiter_mla.harness.setting import REAL, SMALL, variants
+
+    load = backends.find("reference").load
+    assert load is not None
+    engine = session.engine_here()
+    fp8 = variants(engine.device, session.native_fp8(), quick=True)[0]
+    options = Options(REAL if engine.graphs else SMALL, session.CPU_LIMIT, seed)
+    verdicts = selftest.self_test(
+        load,
+        engine,
+        fp8,
+        options,
+        progress=lambda verdict: console.print(terminal.verdict_line(verdict), soft_wrap=True),
+    )
+    caught = sum(verdict.ok for verdict in verdicts)
+    console.print(f"self-test, {engine.name}: {caught}/{len(verdicts)} planted faults caught by their named cases")
+    if not engine.graphs:
+        console.print(session.NO_GRAPHS)
+    return 0 if caught == len(verdicts) else 1

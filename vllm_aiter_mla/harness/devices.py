@@ -1,0 +1,185 @@
+"""What the vendors' runtimes say: versions, properties, error names, and the DOT dump of a captured graph.
+
+AMD: hip-python (extra ``rocm``). It imports anywhere and loads ``libamdhip64`` at the first call, so that a machine
+without ROCm is met here and nowhere else. NVIDIA: torch's own dump, and cuda-bindings (extra ``cuda``) for versions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAPS = Path("/proc/self/maps")
+
+
+class DeviceError(RuntimeError):
+    """A runtime cannot answer; the message is one sentence that says why."""
+
+
+class HipRuntime:
+    """The calls of hip-python that this project makes, each with its error turned into one sentence.
+
+    ``hipGraphGetNodes`` is not among them: it hands an uninitialised capacity over (6.4, 7.2, 10.0).
+
+    Args:
+        module: hip-python's ``hip.hip``; imported by default.
+
+    Raises:
+        DeviceError: hip-python is not installed.
+    """
+
+    def __init__(self, module: Any = None) -> None:
+        self._hip = module if module is not None else _import_hip()
+
+    def device_count(self) -> int:
+        """AMD GPUs that this process sees, at least one. Raises DeviceError."""
+        (count,) = self._call("hipGetDeviceCount")
+        if not count:
+            raise DeviceError("HIP sees no AMD GPU")
+        return int(count)
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the HIP runtime and driver, for instance {"hip runtime": "7.0.51831"}. Raises DeviceError."""
+        names = {"hip runtime": "hipRuntimeGetVersion", "hip driver": "hipDriverGetVersion"}
+        return {what: _hip_version(self._call(name)[0]) for what, name in names.items()}
+
+    def properties(self, index: int = 0) -> dict[str, str]:
+        """Name, architecture, compute units and memory of a GPU. Raises DeviceError."""
+        self.device_count()
+        found = self._properties(index)
+        name, arch = (_text(getattr(found, key)) for key in ("name", "gcnArchName"))
+        return {
+            "card": name,
+            "arch": arch,
+            "compute units": str(found.multiProcessorCount),
+            "memory": f"{found.totalGlobalMem / 2**30:.0f} GiB",
+        }
+
+    def _properties(self, index: int) -> Any:
+        # hip-python up to 7 fills an object it is given; from 10 on it returns one.
+        try:
+            return self._call("hipGetDeviceProperties", index)[0]
+        except TypeError:
+            found = self._hip.hipDeviceProp_t()
+            self._call("hipGetDeviceProperties", found, index)
+            return found
+
+    def dot(self, graph: int) -> str:
+        """The plain DOT text of a graph, given the address that ``CUDAGraph.raw_cuda_graph()`` returns.
+
+        Plain on purpose: HIP prints a verbose label into a fixed buffer without looking at the length of a kernel's
+        name, 500 bytes in ROCm/clr and 4096 later (hip_graph_internal.hpp, GraphKernelNode::GetLabel); PyTorch's own
+        names are longer than the former. The plain label holds the name in a string.
+
+        Raises:
+            DeviceError: HIP refuses, or this process holds two HIP runtimes and the graph belongs to the other one.
+        """
+        check_one_runtime()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "graph.dot"
+            self._call("hipGraphDebugDotPrint", graph, str(path).encode(), 0)
+            return path.read_text(errors="replace")
+
+    def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
+        """Call, and return what follows the error code."""
+        try:
+            result = getattr(self._hip, name)(*arguments)
+        except (RuntimeError, AttributeError) as error:
+            raise DeviceError(f"hip-python cannot call {name}: {_line(error)}") from None
+        code, *values = result if isinstance(result, tuple) else (result,)
+        if int(code) != 0:
+            raise DeviceError(f"{name} says {getattr(code, 'name', code)}")
+        return tuple(values)
+
+
+def _import_hip() -> Any:
+    try:
+        return importlib.import_module("hip.hip")
+    except ImportError:
+        raise DeviceError("hip-python is not installed: pip install 'vllm-aiter-mla[rocm]'") from None
+
+
+def check_one_runtime(maps: Path = MAPS) -> None:
+    """Raise DeviceError where this process has loaded two different copies of libamdhip64.
+
+    A graph of torch's copy is no graph to another one, and passing it on would crash the process.
+    """
+    if not maps.exists():
+        return
+    paths = {line.split()[-1] for line in maps.read_text(errors="replace").splitlines() if "libamdhip64" in line}
+    if len(paths) > 1:
+        raise DeviceError(f"two HIP runtimes are loaded, torch's and hip-python's: {', '.join(sorted(paths))}")
+
+
+def graph_dot(graph: torch.cuda.CUDAGraph) -> str:
+    """The DOT text of a graph captured with ``keep_graph=True``, on either vendor.
+
+    Raises:
+        DeviceError: why there is none.
+    """
+    if torch.version.hip is not None:
+        runtime = HipRuntime()
+        runtime.device_count()  # loads the library, before the copies are counted
+        return runtime.dot(graph.raw_cuda_graph())
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces every dump as a warning
+        path = Path(folder) / "graph.dot"
+        graph.debug_dump(str(path))
+        if not path.exists():
+            raise DeviceError("torch wrote no DOT dump of the graph")
+        return path.read_text(errors="replace")
+
+
+def machine() -> dict[str, str]:
+    """Card and versions, as they belong beside any figure; what a runtime cannot say is left out."""
+    found = {"torch": str(torch.__version__), "python": platform.python_version(), "card": "none (CPU)"}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found |= {"card": properties.name, "memory": f"{properties.total_memory / 2**30:.0f} GiB"}
+        found["runtime"] = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        found |= _vendor()
+    return found
+
+
+def _vendor() -> dict[str, str]:
+    try:
+        if torch.version.hip is not None:
+            runtime = HipRuntime()
+            return {**runtime.versions(), "arch": runtime.properties(torch.cuda.current_device())["arch"]}
+        return _cuda_versions()
+    except DeviceError as error:
+        return {"introspection": str(error)}
+
+
+def _cuda_versions() -> dict[str, str]:
+    try:
+        runtime = importlib.import_module("cuda.bindings.runtime")
+    except ImportError:
+        return {}
+    found = {}
+    for what, name in (("cuda runtime", "cudaRuntimeGetVersion"), ("cuda driver", "cudaDriverGetVersion")):
+        code, version = getattr(runtime, name)()
+        if int(code) == 0:
+            found[what] = f"{version // 1000}.{version % 1000 // 10}"
+    return found
+
+
+def _hip_version(value: Any) -> str:
+    # HIP_VERSION is major * 10,000,000 + minor * 100,000 + patch.
+    value = int(value)
+    return f"{value // 10_000_000}.{value // 100_000 % 100}.{value % 100_000}"
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
