@@ -4,7 +4,7 @@ Spelling one is two fields of vLLM's ``pass_config``; spelling two is ``addition
 
     pass_config.fuse_aiter_qk_rope_kvcache_mla              bool, default false
     pass_config.aiter_qk_rope_kvcache_fusion_max_token_num  int > 0, default unset
-    additional_config.aiter_mla.enabled | max_token_num | kernel | strict | debug
+    additional_config.aiter_mla.enabled | max_token_num | kernel | aiter_view | strict | debug
 
 What "given" means. In ``additional_config`` a key that is present is given (``max_token_num: null`` counts as
 unset). In ``pass_config`` vLLM fills every field, so an explicit ``false`` cannot be told from the default: the flag
@@ -28,6 +28,7 @@ LIMIT_FIELD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 PASS_CONFIG_FIELDS = (FLAG_FIELD, LIMIT_FIELD)
 
 KERNELS = ("auto", "aiter", "triton", "stock", "reference")
+AITER_VIEWS = ("auto", "as-is", "per-head", "opt")
 STOP_AFTER = ("rope_kv_cache", "q_prep_lift")
 ROUNDINGS = ("single", "two")
 
@@ -60,6 +61,8 @@ class Settings:
         enabled: the one switch.
         max_token_num: decode-bucket limit in tokens; ``None`` derives it from the scheduler's bounds.
         kernel: which back end prepares the query, one of ``KERNELS``.
+        aiter_view: which of AITER's two decode kernels to reach by the view of the cache: one of ``AITER_VIEWS``, or
+            the number of tokens from which opt is taken instead of per-head. See docs/aiter.md.
         strict: turn every decline into an error instead of a warning.
         debug: see :class:`DebugSettings`.
     """
@@ -67,6 +70,7 @@ class Settings:
     enabled: bool = False
     max_token_num: int | None = None
     kernel: str = "auto"
+    aiter_view: str | int = "auto"
     strict: bool = False
     debug: DebugSettings = field(default_factory=DebugSettings)
 
@@ -91,6 +95,7 @@ def resolve(pass_config_values: Mapping[str, object], additional_config: object)
         enabled=_merge_flag(flag, given.get("enabled")),
         max_token_num=_merge_limit(limit, given.get("max_token_num")),
         kernel=given.get("kernel", "auto"),
+        aiter_view=given.get("aiter_view", "auto"),
         strict=given.get("strict", False),
         debug=given.get("debug", DebugSettings()),
     )
@@ -125,6 +130,7 @@ def _read_namespace(additional_config: object) -> dict[str, Any]:
         "enabled": _bool,
         "max_token_num": lambda name, value: None if value is None else _positive_int(name, value),
         "kernel": lambda name, value: _choice(name, value, KERNELS),
+        "aiter_view": _view,
         "strict": _bool,
         "debug": _debug,
     }
@@ -180,6 +186,12 @@ def _choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in choices:
         raise SettingsError(f"{name}: expected one of {', '.join(choices)}, got {_shown(value)}")
     return value
+
+
+def _view(name: str, value: object) -> str | int:
+    if isinstance(value, str):
+        return _choice(name, value, AITER_VIEWS)
+    return _positive_int(name, value)
 
 
 def _mapping(name: str, value: object) -> Mapping[str, object]:

@@ -79,3 +79,17 @@ def another_fingerprint() -> None:
     from vllm_aiter_mla import fingerprint
 
     fingerprint.fingerprint = lambda: "0.0.0-changed"
+
+
+def the_aiter_kernel_is_wrong() -> None:
+    """AITER's kernel rotates by the wrong pairing: what a broken build would do."""
+    from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+
+    inner = AiterBackend.prepare
+
+    def prepare(self, inputs):
+        from dataclasses import replace
+
+        return inner(self, replace(inputs, is_neox=not inputs.is_neox))
+
+    AiterBackend.prepare = prepare

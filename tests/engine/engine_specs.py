@@ -28,6 +28,10 @@ def _off(spec: EngineSpec) -> EngineSpec:
     return replace(spec, enabled=False, stock_pass=False)
 
 
+_aiter942 = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx942", kv_cache_dtype="fp8")
+_aiter950 = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx950", spawn=True)
+
+
 SPECS: dict[str, EngineSpec] = {
     "bf16-off": _off(_bf16),
     "bf16-on": _bf16,
@@ -58,6 +62,11 @@ SPECS: dict[str, EngineSpec] = {
     "refused-strict": replace(
         _small, mutation="engine_mutations:no_implementation_is_known", additional={"strict": True}
     ),
+    "aiter-gfx942-fp8": _aiter942,
+    "reference-gfx942-fp8": replace(_aiter942, kernel="reference"),
+    "aiter-gfx950-bf16": _aiter950,
+    "aiter-gfx942-broken": replace(_aiter942, mutation="engine_mutations:the_aiter_kernel_is_wrong"),
+    "triton-on-cpu": replace(_small, scenarios=("short",), kernel="triton"),
     "warm-1": _warm,
     "warm-2": _warm,
     "warm-changed": replace(_warm, mutation="engine_mutations:another_fingerprint"),

@@ -89,7 +89,14 @@ def mla_layers(vllm_config: Any) -> dict[str, Any]:
 def _check_kernels(worker: Any) -> None:
     from vllm_aiter_mla.runtime import selfcheck
 
-    selfcheck.check_layers(mla_layers(worker.vllm_config), strict=config_view.settings_of(worker.vllm_config).strict)
+    config = worker.vllm_config
+    limit = engaged_limit(config) or 0
+    sizes = config.compilation_config.cudagraph_capture_sizes or ()
+    selfcheck.check_layers(
+        mla_layers(config),
+        strict=config_view.settings_of(config).strict,
+        capture_sizes=[size for size in sizes if size <= limit],
+    )
 
 
 def _take_census(worker: Any) -> None:

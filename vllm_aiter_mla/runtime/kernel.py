@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 
 from vllm_aiter_mla.kernels import select
+from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
 from vllm_aiter_mla.kernels.aiter.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
@@ -49,22 +50,25 @@ def settings_of(layer: Any) -> Settings:
 
 
 @lru_cache(maxsize=8)
-def selector(kernel: str, rounding: str, platform: Platform) -> select.Selector:
+def selector(kernel: str, rounding: str, view: ViewPolicy, platform: Platform) -> select.Selector:
     """The chooser for one engine's options; it remembers a choice per call shape."""
     from vllm_aiter_mla.runtime import stock
 
     select.register_backend("stock", stock.factory)
     numerics = TWO_ROUNDING if rounding == "two" else AITER
     select.register_backend("reference", lambda _: select.ReferenceBackend(numerics))
+    select.register_backend("aiter", partial(select.aiter_factory, view=view))
     chooser = select.Selector(kernel, platform)
-    chooser.backend("reference")  # built now: another engine in this process may register other numerics
+    for name in {*chooser.names, "reference"}:
+        chooser.backend(name)  # built now: another engine in this process may register other options
     return chooser
 
 
 def selector_of(layer: Any) -> select.Selector:
     """The chooser of the engine that ``layer`` belongs to."""
     settings = settings_of(layer)
-    return selector(settings.kernel, settings.debug.rounding, current_platform())
+    view = cast(ViewPolicy, settings.aiter_view)
+    return selector(settings.kernel, settings.debug.rounding, view, current_platform())
 
 
 @lru_cache(maxsize=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_aiter_mla.compat import layer_view, log
@@ -14,8 +15,13 @@ from vllm_aiter_mla.settings import SettingsError
 TRUSTED = frozenset({"reference", "stock"})
 
 
-def check_layers(layers: dict[str, Any], *, strict: bool) -> None:
+def check_layers(layers: dict[str, Any], *, strict: bool, capture_sizes: Sequence[int] = ()) -> None:
     """Load each layer shape's kernel, compare it with the reference, and demote it to ``stock`` on a mismatch.
+
+    Args:
+        layers: the model's MLA layers by name.
+        strict: whether a mismatch is an error.
+        capture_sizes: token counts for which a kernel that compiles per count is compiled now.
 
     Raises:
         SettingsError: a mismatch in strict mode.
@@ -32,16 +38,18 @@ def check_layers(layers: dict[str, Any], *, strict: bool) -> None:
             shape = kernel.shape_of(layer, is_neox=is_neox, act=act, out_dtype=out_dtype)
             if (id(chooser), shape) not in checked:
                 checked.add((id(chooser), shape))
-                _check(chooser, shape, strict)
+                _check(chooser, shape, strict, capture_sizes)
 
 
-def _check(chooser: Any, shape: LayerShape, strict: bool) -> None:
+def _check(chooser: Any, shape: LayerShape, strict: bool, capture_sizes: Sequence[int]) -> None:
     inputs = synthetic_inputs(shape, tokens=1)
     backend = chooser.choose(inputs).backend
     if backend is None or backend.name in TRUSTED:
         return
     result = self_check(backend, shape)
     if result.ok:
+        if capture_sizes and hasattr(backend, "warm_up"):
+            backend.warm_up(inputs, capture_sizes)
         log.say_once(logging.DEBUG, result.message)
         return
     where = f"heads {shape.heads}, {shape.cache_dtype} cache, block size {shape.block_size}"

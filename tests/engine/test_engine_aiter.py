@@ -1,0 +1,42 @@
+"""The real vLLM engine over the fake AITER, platform checks faked."""
+
+from __future__ import annotations
+
+import pytest
+from test_engine_parity import assert_all_engaged, assert_parity
+
+
+def kernels(result):
+    return [set(record["engaged"].values()) for record in result.census]
+
+
+@pytest.mark.engine("aiter-gfx942-fp8", "reference-gfx942-fp8")
+def test_aiter_on_gfx942_with_fp8_equals_the_reference_to_the_bit(engines):
+    ours, reference = engines("aiter-gfx942-fp8"), engines("reference-gfx942-fp8")
+    assert kernels(ours) == [{"aiter"}]
+    assert kernels(reference) == [{"reference"}]
+    assert_all_engaged(ours)
+    assert ours.scenarios == reference.scenarios
+
+
+@pytest.mark.engine("small-off", "aiter-gfx950-bf16")
+def test_aiter_on_gfx950_with_bf16_and_a_spawned_engine_core_equals_stock(engines):
+    assert kernels(engines("aiter-gfx950-bf16")) == [{"aiter"}]
+    assert_parity(engines("small-off"), engines("aiter-gfx950-bf16"))
+
+
+@pytest.mark.engine("aiter-gfx942-broken")
+@pytest.mark.mutation
+def test_mutation_a_wrong_aiter_kernel_fails_its_self_check_and_is_not_used(engines):
+    result = engines("aiter-gfx942-broken")
+    assert any("ERROR" in line and "self-check FAILED" in line for line in result.log), result.log
+    assert all("aiter" not in names for names in kernels(result))
+
+
+@pytest.mark.engine("triton-on-cpu")
+def test_kernel_triton_on_a_cpu_leaves_the_layers_stock_and_says_why(engines):
+    result = engines("triton-on-cpu")
+    assert result.census[0]["engaged"] == {}
+    assert {tuple(why) for why in result.census[0]["refused"].values()} == {
+        ("kernel_unavailable", "kernel=triton: Triton needs a GPU")
+    }

