@@ -59,6 +59,12 @@ def test_two_heads_per_rank_leave_aiter_from_256_tokens_on() -> None:
     assert "2 heads and 256 tokens land on AITER's general kernel" in large["refusals"][0][1]
 
 
+def test_the_option_aiter_view_moves_the_border() -> None:
+    view = ("--additional-config", json.dumps({"aiter_mla": {"aiter_view": 100}}))
+    spans = planned("kimi-k2", "-tp", "8", "--kv-cache-dtype", "fp8", *view)["kernels"]
+    assert [(span["last"], span["detail"]) for span in spans] == [(99, "its per-head kernel"), (256, "its opt kernel")]
+
+
 def test_fp4_bmm_on_gfx950_depends_on_the_weights() -> None:
     env = (NO_FP8_BMM,)
     assert codes(planned("kimi-k2.5", "-tp", "8", arch="gfx950", env=env)) == ["fp4_bmm"]

@@ -49,7 +49,7 @@ def _kernel(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, A
     missing = kernels.unavailable(asked, arch)
     if missing is not None:
         return {"spans": (), "reason": Reason("kernel", "kernel_unavailable", missing)}
-    spans = kernels.spans(asked, arch, shape, limit)
+    spans = kernels.spans(asked, arch, shape, limit, options.settings.aiter_view)
     # The runtime asks with one row: a back end that does not even take that leaves passes 1 and 2.
     refused = spans[0].refusals
     return {"spans": spans, "reason": Reason("kernel", "kernel_shape", refused[0][1]) if refused else None}

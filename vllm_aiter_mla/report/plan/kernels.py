@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.aiter.dispatch import PER_HEAD_TOKENS
+from vllm_aiter_mla.kernels.aiter.dispatch import PER_HEAD_TOKENS, ViewPolicy
 from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, check_shapes
 from vllm_aiter_mla.kernels.triton import backend as triton_backend
@@ -74,13 +74,15 @@ def unavailable(kernel: str, arch: str) -> str | None:
     return None
 
 
-def spans(kernel: str, arch: str, shape: LayerKernelShape, limit: int) -> tuple[KernelSpan, ...]:
-    """The bucket ``1..limit`` cut where the answer changes."""
+def spans(
+    kernel: str, arch: str, shape: LayerKernelShape, limit: int, view: str | int = "auto"
+) -> tuple[KernelSpan, ...]:
+    """The bucket ``1..limit`` cut where the answer changes; ``view`` is the option ``aiter_view``."""
     platform = platform_of(arch)
     # The op is never called: a refusal and a plan are metadata.
-    aiter = AiterBackend(platform, op=_never)
+    aiter = AiterBackend(platform, op=_never, view=cast(ViewPolicy, view))
     found: list[KernelSpan] = []
-    for tokens in _points(limit):
+    for tokens in _points(limit, view):
         one = _at(kernel, platform, aiter, operands(shape, platform, tokens))
         if found and _alike(found[-1], one):
             found[-1] = KernelSpan(found[-1].first, tokens, one.kernel, one.detail, found[-1].refusals)
@@ -115,9 +117,10 @@ def operands(shape: LayerKernelShape, platform: Platform, tokens: int) -> Decode
     )
 
 
-def _points(limit: int) -> list[int]:
+def _points(limit: int, view: str | int) -> list[int]:
     """The last batch size before every border that a back end knows of, up to ``limit``."""
-    borders = {PER_HEAD_TOKENS - 1, *(entry.max_tokens for entries in TABLE.values() for entry in entries)}
+    borders = {PER_HEAD_TOKENS - 1, *((view - 1,) if isinstance(view, int) and view > 1 else ())}
+    borders |= {*(entry.max_tokens for entries in TABLE.values() for entry in entries)}
     return sorted({border for border in borders if border < limit} | {limit})
 
 
