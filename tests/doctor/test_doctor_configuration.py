@@ -1,0 +1,59 @@
+"""Claims about docs/configuration.md: every option, check, variable and example stands there."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from vllm_aiter_mla import settings
+from vllm_aiter_mla.report.doctor.command import CHECKS
+from vllm_aiter_mla.report.plan import formulas, model, options
+
+PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+OPTIONS = [field.name for field in fields(settings.Settings) if field.name != "debug"]
+DEBUG = [f"debug.{field.name}" for field in fields(settings.DebugSettings)]
+
+
+@pytest.mark.parametrize("name", [*settings.PASS_CONFIG_FIELDS, *OPTIONS, *DEBUG])
+def test_every_option_is_documented(name: str) -> None:
+    assert f"`{name}`" in PAGE
+
+
+@pytest.mark.parametrize(
+    "choice", [*settings.KERNELS, *settings.AITER_VIEWS, *settings.STOP_AFTER, *settings.ROUNDINGS]
+)
+def test_every_choice_is_documented(choice: str) -> None:
+    assert f"`{choice}`" in PAGE
+
+
+@pytest.mark.parametrize("name", [*(name for name, _ in CHECKS), *options.ENV_DEFAULTS, *model.examples()])
+def test_every_check_variable_and_example_is_documented(name: str) -> None:
+    assert f"`{name}`" in PAGE
+
+
+def test_the_documented_formulas_are_those_of_the_code() -> None:
+    t, n, p, r, lat = 64, 16, 128, 64, 512
+    for e in (1, 2):
+        step = formulas.Step(t, n, p, r, lat, e)
+        found = {
+            launch.name: (launch.read, launch.written) for path in formulas.PATHS.values() for launch in path(step)
+        }
+        query, row, index = t * n * (lat + r), t * (lat + r), t * (2 * r + 16)
+        # The table's rows, typed again.
+        expected = {
+            "RoPE of q_pe and k_pe": (2 * t * (n + 1) * r + t * (2 * r + 8), 2 * t * (n + 1) * r),
+            "KV-cache write": (2 * row + 8 * t, e * row),
+            "RoPE + KV-cache write": (2 * t * n * r + 2 * row + index, 2 * t * n * r + e * row),
+            "absorb BMM": (2 * n * p * lat + 2 * t * n * p, 2 * t * n * lat),
+            "concat": (2 * query, 2 * query),
+            "AITER: RoPE, KV write, query": (2 * query + 2 * row + index, e * t * (n + 1) * (lat + r)),
+            "Triton: absorb BMM, RoPE, KV write, query": (
+                2 * n * p * lat + 2 * t * n * (p + r) + 2 * row + index,
+                e * t * (n + 1) * (lat + r),
+            ),
+        }
+        if e == 1:
+            expected |= {"fp8 quantisation": (2 * query, query), "concat + quantisation": (2 * query, query)}
+        assert found == expected

@@ -1,0 +1,134 @@
+"""Claims about docs/troubleshooting.md: nothing the plugin can say to a user is missing there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_aiter_mla import admission
+from vllm_aiter_mla.kernels.aiter.contract import CHECKS
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "vllm_aiter_mla"
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+SHORTEST = 8  # letters of a fragment that still identifies a line
+# Rooms that speak while serving; the others are commands of their own.
+SERVING = ("plugin.py", "gate.py", "compat", "passes", "runtime", "kernels/aiter", "report/announce.py")
+
+
+def sources(*names: str) -> list[Path]:
+    """The files of rooms or single files of the package."""
+    return [
+        path for name in names for path in ([PACKAGE / name] if name.endswith(".py") else (PACKAGE / name).glob("*.py"))
+    ]
+
+
+def calls(path: Path, *names: str) -> Iterator[ast.Call]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
+            yield node
+
+
+def strings(node: ast.AST) -> list[str]:
+    """The literal parts of an expression."""
+    return [
+        part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]  # fmt: skip
+
+
+def graph_codes() -> set[str]:
+    """What passes can give as a reason: the code argument of each, or what its variable is assigned."""
+    found: set[str] = set()
+    positions = {"NoMatchError": 0, "Refused": 1, "keep_partial": 1}
+    for path in sources("passes"):
+        for name, position in positions.items():
+            for call in calls(path, name):
+                found.update(strings(call.args[position]))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Assign)
+                and ast.unparse(node.targets[0]) == "code"
+                and isinstance(node.value, ast.IfExp)
+            ):
+                found.update(strings(node.value.body) + strings(node.value.orelse))
+    return found
+
+
+def row(code: str) -> list[str]:
+    """The cells of a code's row, the code left out."""
+    found = re.search(rf"^\| `{re.escape(code)}` \|(.*)\|$", PAGE, re.MULTILINE)
+    return [] if found is None else [cell.strip() for cell in found[1].split("|")]
+
+
+def test_the_codes_of_the_passes_are_found() -> None:
+    known = {"no_rope", "dcp_q_replicated", "fused_output_quant", "graph_too_deep", "kernel_shape", "layer_unknown"}
+    assert known <= graph_codes()
+    assert len(graph_codes()) > 20
+
+
+@pytest.mark.parametrize("code", sorted({*admission.REASONS, *graph_codes(), "not_run"}))
+def test_every_reason_has_a_cause_and_a_remedy(code: str) -> None:
+    cells = row(code)
+    assert len(cells) == 2, f"docs/troubleshooting.md has no row for {code}"
+    assert all(cells)
+
+
+@pytest.mark.parametrize("check", [*(check.name for check in CHECKS), "kernel"])
+def test_every_kernel_check_has_a_cause_and_a_remedy(check: str) -> None:
+    assert len(row(check)) == 2, f"docs/troubleshooting.md has no row for the check {check}"
+
+
+def test_no_row_explains_a_code_that_nobody_gives() -> None:
+    given = {*admission.REASONS, *graph_codes(), "not_run", "kernel", *(check.name for check in CHECKS)}
+    assert set(re.findall(r"^\| `([a-z0-9_-]+)` \|", PAGE, re.MULTILINE)) <= given
+
+
+def log_lines() -> list[str]:
+    """The longest literal part of each line that is logged; lines built elsewhere have none here."""
+    found = []
+    for path in sources(*SERVING):
+        for call in calls(path, "say_once"):
+            parts = sorted((part.strip(" ;:,()") for part in strings(call.args[1])), key=len)
+            if parts and len(parts[-1]) >= SHORTEST:
+                found.append(parts[-1])
+    return found
+
+
+def test_log_lines_are_found() -> None:
+    assert len(log_lines()) >= 6
+
+
+@pytest.mark.parametrize("line", log_lines())
+def test_every_log_line_is_explained(line: str) -> None:
+    assert line in PAGE
+
+
+@pytest.mark.parametrize(
+    ("source", "fragment"),
+    [
+        ("gate.py", "off although it was switched on: "),
+        ("report/announce.py", "MLA layers engaged ("),
+        ("report/announce.py", "(run: vllm-aiter-mla doctor)"),
+        ("report/announce.py", "the model has no MLA layer"),
+        ("runtime/selfcheck.py", "this layer shape falls back to vLLM's own kernels"),
+        ("kernels/aiter/selfcheck.py", "self-check "),
+        ("runtime/fused.py", "is being captured without a "),
+        ("runtime/attention.py", "is inside a piecewise graph"),
+        ("kernels/aiter/backend.py", "first AITER call of a layer shape "),
+        ("kernels/aiter/tables.py", "the cos/sin table is new or was changed, and a graph is being captured"),
+        ("kernels/triton/launcher.py", "triton: a graph is being captured and this variant is not compiled"),
+        ("settings.py", "contradict each other; "),
+    ],
+)
+def test_lines_and_errors_built_in_pieces_are_explained(source: str, fragment: str) -> None:
+    assert fragment in (PACKAGE / source).read_text(encoding="utf-8")
+    assert fragment.strip() in PAGE
+
+
+def test_the_page_links_to_pages_that_exist() -> None:
+    for name in re.findall(r"\]\(([\w.-]+\.md)\)", PAGE):
+        assert (ROOT / "docs" / name).is_file(), name
