@@ -43,7 +43,9 @@ class Engines:
         if earlier is not None:
             earlier.result()
         cache = self.folder / engine_specs.CACHES.get(name, name)
-        return engine.run(engine_specs.SPECS[name], cache=cache, inductor=self.folder / "inductor")
+        spec = engine_specs.SPECS[name]
+        inductor = cache / "inductor" if spec.compile_cache else self.folder / "inductor"
+        return engine.run(spec, cache=cache, inductor=inductor)
 
     def close(self) -> None:
         """Stop waiting engines and remove what they left."""

@@ -49,14 +49,14 @@ def test_i2_emulated_piecewise_capture_agrees_with_stock(engines, kind):
 @pytest.mark.engine("small-off", "mutation-no-split")
 @pytest.mark.mutation
 def test_mutation_i2_attention_inside_a_piece_is_caught(engines):
-    with pytest.raises((AssertionError, EngineFailedError)):
+    with pytest.raises(AssertionError):
         assert_parity(engines("small-off"), engines("mutation-no-split"))
 
 
 @pytest.mark.engine("small-off", "mutation-metadata-branch")
 @pytest.mark.mutation
 def test_mutation_i2_metadata_branch_in_the_fused_op_is_caught(engines):
-    with pytest.raises((AssertionError, EngineFailedError)):
+    with pytest.raises(AssertionError):
         assert_parity(engines("small-off"), engines("mutation-metadata-branch"))
 
 

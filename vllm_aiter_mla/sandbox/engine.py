@@ -35,7 +35,8 @@ def run(
     Args:
         spec: what to run.
         cache: vLLM's cache root; a fresh one by default, so that the graphs are compiled anew.
-        inductor: folder of compiled C++ kernels, found again by their source; engines that share one start faster.
+        inductor: folder of what engines may share: compiled C++ kernels, found again by their source, and vLLM's
+            notes on the model class, which it else takes in another process of ten seconds.
         on_step: called with each line that the engine prints.
 
     Raises:
@@ -44,7 +45,9 @@ def run(
     with tempfile.TemporaryDirectory(prefix="aiter-mla-") as folder:
         work = Path(folder)
         spec.save(work / "spec.json")
-        environment = environment_for(spec, cache or work / "cache", inductor or work / "inductor")
+        cache, inductor = cache or work / "cache", inductor or work / "inductor"
+        _share_model_notes(cache, inductor)
+        environment = environment_for(spec, cache, inductor)
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm_aiter_mla.sandbox.child", str(work / "spec.json"), str(work / "out.json")],
             env=environment,
@@ -59,6 +62,14 @@ def run(
         result = EngineResult.load(work / "out.json")
         result.log = [line.rstrip() for line in lines if "aiter-mla:" in line]
         return result
+
+
+def _share_model_notes(cache: Path, shared: Path) -> None:
+    notes = shared / "modelinfos"
+    notes.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    if not (cache / notes.name).exists():
+        (cache / notes.name).symlink_to(notes.resolve(), target_is_directory=True)
 
 
 def _read(process: subprocess.Popen[str], on_step: Callable[[str], None]) -> list[str]:
@@ -92,6 +103,9 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+    if not spec.compile_cache:
+        # Compiled C++ is found again by its source; whole graphs are not, or a planted bug would not be compiled in.
+        environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     if not spec.plugin:
         environment["VLLM_PLUGINS"] = "none"
     if spec.tensor_parallel_size > 1:

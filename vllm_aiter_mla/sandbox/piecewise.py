@@ -33,7 +33,14 @@ def emulate(kind: str) -> None:
     from torch._inductor.scheduler import Scheduler
     from vllm.compilation import decorators
 
-    Scheduler.should_partition = _gpu_rule  # type: ignore[method-assign]
+    stock_rule = Scheduler.should_partition
+
+    def should_partition(scheduler: Any, node: Any) -> str | None:
+        # Only vLLM's model graph names splitting ops; the sampler's small graphs are none of ours.
+        named = torch._inductor.config.custom_should_partition_ops
+        return _gpu_rule(node, set(named)) if named else stock_rule(scheduler, node)
+
+    Scheduler.should_partition = should_partition  # type: ignore[method-assign,assignment]
 
     @contextlib.contextmanager
     def wrapped_partitions(vllm_config: Any) -> Iterator[None]:
@@ -44,16 +51,16 @@ def emulate(kind: str) -> None:
     decorators.maybe_use_cudagraph_partition_wrapper = wrapped_partitions
 
 
-def _gpu_rule(scheduler: Any, node: Any) -> str | None:
+def _gpu_rule(node: Any, named: set[str]) -> str | None:
     """Inductor's rule without "this is a CPU node": only ops that were named as splitting ops cut."""
-    from torch._inductor import config, ir
+    from torch._inductor import ir
 
-    members = getattr(node, "snodes", None) or [node]
-    for member in members:
+    for member in getattr(node, "snodes", None) or [node]:
         inner = member.node
         if isinstance(inner, ir.FallbackKernel) and inner.op_overload is not None:
-            name = inner.op_overload.name()
-            if {name, f"{name}.{inner.op_overload._overloadname}"} & set(config.custom_should_partition_ops):
+            name = str(inner.op_overload.name())
+            overload = getattr(inner.op_overload, "_overloadname", "")
+            if {name, f"{name}.{overload}"} & named:
                 return f"custom partition op: {name}"
     return None
 
@@ -62,7 +69,7 @@ def _frozen(piece: Callable[..., Any], kind: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         from vllm.forward_context import get_forward_context
 
-        context = get_forward_context()
+        context: Any = get_forward_context()
         current = context.attn_metadata
         context.attn_metadata = None if kind == "none" else _as_decode(current)
         try:
