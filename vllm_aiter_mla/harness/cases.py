@@ -69,7 +69,6 @@ class Case:
         shared_pool: whether all graphs of the case share one memory pool.
         side_stream: whether the capture happens on a stream that the caller made.
         quick: whether ``--quick`` and the interpreter run it too.
-        needs_graphs: why it cannot run without real graphs, or empty.
     """
 
     name: str
@@ -83,7 +82,6 @@ class Case:
     shared_pool: bool = False
     side_stream: bool = False
     quick: bool = True
-    needs_graphs: str = ""
 
 
 def cases(limit: int) -> tuple[Case, ...]:
@@ -274,11 +272,10 @@ def _attention(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
         ),
         Case(
             "compiled-by-inductor",
-            "torch.compile records the op into its own graphs and replays them without recording again",
+            "torch.compile puts the op into graphs of its own and never records a size twice",
             sizes[-2:],
             (),
             kind="compiled",
-            needs_graphs="Inductor's CUDA graphs need a GPU",
             quick=False,
         ),
     )

@@ -89,8 +89,9 @@ def _verbose(identifier: str, label: str) -> Node:
 def _plain(identifier: str, label: str, shape: str) -> Node:
     lines = [line.strip() for line in label.splitlines() if line.strip()]
     what = lines[1] if len(lines) > 1 else ""
-    if shape == "octagon":
-        launch = lines[2].strip("\\<>") if len(lines) > 2 else ""
+    launched = len(lines) > 2 and lines[2].startswith("\\<")
+    if shape == "octagon" or launched:
+        launch = lines[2].replace("\\", "").strip("<>") if launched else ""
         return Node(identifier, KERNEL, what, launch)
     if what.startswith("graph_"):
         return Node(identifier, "CHILD GRAPH")
