@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -61,6 +63,30 @@ def test_an_unknown_model_names_the_examples() -> None:
     status, _, err = invoke("no/such-model")
     assert status == command.WRONG
     assert "kimi-k2.5" in err
+
+
+def test_a_hub_name_is_read_from_the_local_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    from vllm_aiter_mla.report.plan import model
+
+    snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(model.examples()["kimi-k2"]["config"]))
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    found = model.load("some/model")
+    assert (found.source, found.heads) == ("local Hugging Face cache", 64)
+
+
+def test_a_plan_opens_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError(f"a connection to {arguments[1:]}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    assert invoke(*R1)[0] == command.DOES_NOT
+    assert invoke("no/such-model")[0] == command.WRONG
 
 
 def test_missing_vllm_is_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

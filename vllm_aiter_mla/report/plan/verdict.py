@@ -79,6 +79,7 @@ def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
     return ConfigView(
         vllm_version=version,
         version_supported=vllm_version.in_window(version) or options.settings.debug.untested_vllm,
+        missing=vllm_version.missing_capabilities(),
         is_mla=model.is_mla and not env.on("VLLM_MLA_DISABLE"),
         is_sparse=model.is_sparse,
         enforce_eager=options.enforce_eager,
