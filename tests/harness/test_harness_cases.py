@@ -38,7 +38,7 @@ def test_the_interpreted_kernel_passes_with_one_launch():
         "scales-changed",
         "rows-grow-and-shrink",
         "kernel-census",
-        "mixed-batch-through-piecewise-graphs",
+        "mixed-batch-piecewise",
     ]
     results = list(interpreted.run({"cases": names, "variants": ["fp8"], "limit": 8, "seed": 0}))
     assert {result["case"] for result in results} == set(names)

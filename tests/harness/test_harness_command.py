@@ -114,7 +114,7 @@ def test_junit_holds_failures_with_their_oracle(cli, faulty, tmp_path):
 def test_list_prints_cases_and_oracles_and_runs_nothing(cli):
     done = cli("--list")
     assert done.exit_code == 0
-    assert "mixed-batch-through-piecewise-graphs: " in done.output
+    assert "mixed-batch-piecewise: " in done.output
     assert "no-table-copy: " in done.output
 
 

@@ -88,7 +88,14 @@ def _aiter() -> Available:
     found = aiter_factory(platform)
     if isinstance(found, str):
         return Available("aiter", reason=found)
-    return Available("aiter", HERE, load=lambda: subject_of(found))
+
+    def load() -> Subject:
+        anew = aiter_factory(platform)
+        if isinstance(anew, str):
+            raise RuntimeError(anew)
+        return subject_of(anew)
+
+    return Available("aiter", HERE, load=load)
 
 
 register("reference", _reference)

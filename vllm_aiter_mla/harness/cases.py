@@ -234,7 +234,7 @@ def _attention(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
             shared_pool=True,
         ),
         Case(
-            "mixed-batch-through-piecewise-graphs",
+            "mixed-batch-piecewise",
             "a short prompt fits a captured size: prefill rows run through graphs recorded for decode",
             (half, limit),
             (

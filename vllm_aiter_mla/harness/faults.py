@@ -104,7 +104,7 @@ def _slices_decode_rows(subject: Subject) -> Subject:
 
 @_fault(
     "the captured op rotates q for prefill rows only if the batch had some when it was captured",
-    "mixed-batch-through-piecewise-graphs",
+    "mixed-batch-piecewise",
     "attention-output",
 )
 def _frozen_metadata_branch(subject: Subject) -> Subject:

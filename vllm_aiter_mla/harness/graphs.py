@@ -94,10 +94,13 @@ class GraphEngine:
 def _capture(segment: Segment, pool: Any, stream: torch.cuda.Stream | None) -> tuple[Recorded, Outputs]:
     # keep_graph leaves the graph beside its executable form, for the census.
     graph = torch.cuda.CUDAGraph(keep_graph=True)
+    current = torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             outputs = segment.run()
     except Exception as error:
+        # Leaving a broken capture raises before torch.cuda.graph has put the caller's stream back.
+        torch.cuda.set_stream(current)
         raise CaptureError(_line(error)) from error
     census, reason = _census(graph)
     graph.instantiate()

@@ -24,10 +24,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--aiter-mla-quick", action="store_true", help="fewer variants, short long runs")
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Nothing is prepared; the option is read when items are collected."""
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add one item per back end, case and variant."""

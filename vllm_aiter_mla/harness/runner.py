@@ -258,7 +258,8 @@ class _Run:
         for size, captured in self.captured.items():
             for recorded in captured.recorded:
                 if recorded.census is None:
-                    self.result.reason = recorded.no_census
+                    if self.result.status == "passed":
+                        self.result.status, self.result.reason = "skipped", recorded.no_census
                     continue
                 wrong = census.violation(self.subject.name, recorded.census, self.case.layers, self._budget(size))
                 if wrong is not None:

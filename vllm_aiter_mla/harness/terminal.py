@@ -54,7 +54,7 @@ def tables(session: Session) -> list[Table]:
     found = []
     for backend in dict.fromkeys(result.backend for result in session.results):
         results = [result for result in session.results if result.backend == backend]
-        table = Table(title=f"{backend}: {results[0].engine}", title_justify="left")
+        table = Table(title=f"{backend}: {results[0].engine}", title_justify="left", padding=(0, 1), pad_edge=False)
         table.add_column("case", no_wrap=True)
         table.add_column("variants", no_wrap=True)
         for name in ("graphs", "replays", "checks", "seconds"):
