@@ -90,7 +90,7 @@ class Outcome:
         graphs = (self.base.graphs.get(key), self.result.graphs.get(key))
         if not self.arm.spec.enabled or None in graphs:
             return None
-        layers = self.result.census[0]["total"]
+        layers = max(self.result.census[0]["total"], 1)
         return op_count(graphs[0] or "") / layers, op_count(graphs[1] or "") / layers
 
     def as_dict(self) -> dict[str, Any]:

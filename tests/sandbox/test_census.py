@@ -1,0 +1,90 @@
+"""The census line, its file, and what a warm start knows of refusals."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.report import announce, census
+from vllm_aiter_mla.settings import SettingsError
+
+LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
+
+
+@pytest.fixture
+def said(monkeypatch, tmp_path):
+    """A fresh census and cache folder; collects (level, line)."""
+    lines: list[tuple[int, str]] = []
+    monkeypatch.setattr(census, "_census", census.Census())
+    monkeypatch.setattr(announce, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(log, "say_once", lambda level, text: lines.append((level, text)))
+    return lines
+
+
+def after_warm_up(**changes):
+    facts = {"total": LAYERS, "limit": 512, "kv_cache_dtype": "fp8", "strict": False, "rank": 0, "key": "k" * 64}
+    announce.after_warm_up(**facts | changes)
+
+
+def test_census_all_engaged_is_one_info_line(said):
+    for name in LAYERS:
+        census.engage(name, "aiter")
+    after_warm_up()
+    assert said == [(logging.INFO, "2/2 MLA layers engaged (aiter, fp8 KV, decode bucket 1..512)")]
+
+
+def test_census_some_refused_names_the_first_reason(said):
+    census.engage(LAYERS[0], "aiter")
+    census.refuse(LAYERS[1], "no_rope", "no rotary embedding is applied to q")
+    after_warm_up()
+    assert said[0][1].startswith("1/2 MLA layers engaged")
+    assert said[0][1].endswith("1 refused: no_rope: no rotary embedding is applied to q")
+
+
+def test_census_none_engaged_is_a_warning_that_names_doctor(said):
+    census.refuse(LAYERS[0], "impl", "unknown implementation")
+    after_warm_up()
+    assert said == [(logging.WARNING, "0/2: impl: unknown implementation (run: vllm-aiter-mla doctor)")]
+
+
+def test_census_none_engaged_is_an_error_in_strict_mode(said):
+    with pytest.raises(SettingsError, match="0/2"):
+        after_warm_up(strict=True)
+
+
+def test_census_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
+    after_warm_up(rank=3)
+    assert said == []
+    (path,) = tmp_path.glob("census-*-3.json")
+    record = json.loads(path.read_text())
+    assert record["total"] == 2
+    assert record["refused"][LAYERS[0]] == ["not_run", "its fused op has not run"]
+
+
+def test_census_of_a_warm_start_knows_the_refusals_of_the_cold_one(said, monkeypatch):
+    census.refuse(LAYERS[0], "no_rope", "why")
+    census.current().compiled["1-512"] = {"matched": 1}
+    after_warm_up()
+    monkeypatch.setattr(census, "_census", census.Census())
+    after_warm_up()
+    assert said[0] == said[1]
+
+
+def test_census_of_another_configuration_is_not_mixed_in(said, monkeypatch):
+    census.refuse(LAYERS[0], "no_rope", "why")
+    census.current().compiled["1-512"] = {"matched": 1}
+    after_warm_up()
+    monkeypatch.setattr(census, "_census", census.Census())
+    after_warm_up(key="j" * 64)
+    assert "not_run" in said[1][1]
+
+
+def test_census_that_cannot_be_written_is_a_warning(said, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(announce, "cache_folder", lambda: tmp_path / "file" / "below")
+    census.engage(LAYERS[0], "aiter")
+    after_warm_up()
+    assert any(level == logging.WARNING and "could not be written" in text for level, text in said)

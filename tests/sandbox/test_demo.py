@@ -1,0 +1,140 @@
+"""The demo's verdict: what counts as equal, what exits 1, and what the JSON holds. No engine is started."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from vllm_aiter_mla.sandbox import demo, engine
+from vllm_aiter_mla.sandbox.compare import compare, op_count
+from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec
+
+STEPS = [[(3, {3: -0.5, 4: -1.0}), (4, {4: -0.2, 5: -2.0}), (5, {5: -0.1, 6: -3.0})]]
+
+
+def result(scenarios=("mixed",), steps=None, engaged=2, total=2):
+    record = {
+        "rank": 0,
+        "total": total,
+        "engaged": {f"layers.{i}": "reference" for i in range(engaged)},
+        "refused": {f"layers.{i}": ["impl", "unknown"] for i in range(engaged, total)},
+        "partial": {},
+        "compiled": {},
+        "decode_bucket": [1, 16],
+        "kv_cache_dtype": "bfloat16",
+    }
+    return EngineResult(
+        scenarios={name: steps or STEPS for name in scenarios},
+        census=[record],
+        ranges=[(1, 16), (17, 64)],
+        graphs={"1-16": "%a = call_function[target=torch.ops.aten.mm.default](args = ())"},
+        log=["INFO aiter-mla: 2/2 MLA layers engaged"],
+        versions={"vllm": "0"},
+        seconds=1.0,
+    )
+
+
+@pytest.fixture
+def run_demo(monkeypatch, tmp_path):
+    """Run ``demo --quick`` with these results for flag off and on; (exit status, JSON, printed text)."""
+
+    def run(off, on):
+        monkeypatch.setattr(engine, "run", lambda spec, **_: on if spec.enabled else off)
+        console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
+        path = tmp_path / "out.json"
+        status = demo.main(demo.Options(json=path, quick=True), console)
+        return status, json.loads(path.read_text()), console.export_text()
+
+    return run
+
+
+def test_equal_runs_exit_0_and_the_json_holds_the_promised_figures(run_demo):
+    status, record, text = run_demo(result(), result())
+    assert status == 0
+    assert record["ok"] is True
+    (only,) = record["runs"]
+    assert only["layers"] == {"engaged": 2, "total": 2, "refused": {}}
+    assert only["bucket"] == [1, 16]
+    assert only["ranges"] == [[1, 16], [17, 64]]
+    assert only["scenarios"]["mixed"]["tokens"] == only["scenarios"]["mixed"]["tokens_equal"] == 3
+    assert only["scenarios"]["mixed"]["top1_agreement"] == 1.0
+    assert only["scenarios"]["mixed"]["max_abs_dlogprob"] == 0.0
+    assert "2/2" in text
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    "on",
+    [
+        pytest.param(result(steps=[[STEPS[0][0], (9, {9: -0.1}), STEPS[0][2]]]), id="a token differs"),
+        pytest.param(result(steps=[[(3, {3: -0.5, 4: -1.1}), *STEPS[0][1:]]]), id="a log-probability is off by 0.1"),
+        pytest.param(result(engaged=1), id="a layer is refused"),
+        pytest.param(result(engaged=0, total=0), id="no layer at all"),
+    ],
+)
+def test_mutation_demo_exits_1_where(run_demo, on):
+    status, record, text = run_demo(result(), on)
+    assert status == 1
+    assert record["ok"] is False
+    assert "A BOUND IS MISSED" in text
+
+
+def test_after_the_first_difference_nothing_more_is_compared():
+    other = result(steps=[[(3, {3: -0.5, 4: -1.0}), (9, {4: -0.2, 5: -2.0}), (5, {5: -9.0, 6: -9.0})]])
+    found = compare(result(), other)["mixed"]
+    assert (found.tokens, found.tokens_equal, found.compared, found.agreed) == (3, 1, 2, 1)
+    assert found.max_abs_dlogprob == 0.0
+
+
+def test_different_scenarios_are_not_compared():
+    with pytest.raises(ValueError, match="different scenarios"):
+        compare(result(), result(scenarios=("short",)))
+
+
+def test_views_and_getitems_do_not_count_as_ops():
+    text = "\n".join(
+        f"%n{i} = call_function[target={target}](args = ())"
+        for i, target in enumerate(
+            (
+                "torch.ops.aten.reshape.default",
+                "operator.getitem",
+                "torch.ops.aten.mm.default",
+                "torch.ops.aten.slice.Tensor",
+            )
+        )
+    )
+    assert op_count(text) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (demo.Options(kernel="cutlass"), "--kernel: expected reference, fake-aiter or triton, got 'cutlass'"),
+        (demo.Options(kernel="fake-aiter", arch="gfx90a"), "--arch: expected gfx942 or gfx950, got 'gfx90a'"),
+        (demo.Options(kernel="triton"), "--kernel triton needs a GPU"),
+    ],
+)
+def test_bad_options_exit_2_and_name_the_option_before_an_engine_starts(options, says, monkeypatch):
+    monkeypatch.setattr(engine, "run", lambda *_, **__: pytest.fail("an engine was started"))
+    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    assert demo.main(options, console) == 2
+    assert says in console.export_text()
+
+
+def test_the_full_demo_runs_both_caches_and_all_numerics():
+    arms = demo.arms(demo.Options())
+    assert {arm.spec.kv_cache_dtype for arm in arms} == {"auto", "fp8"}
+    assert [arm.numerics for arm in arms if arm.gated] == ["activation dtype", "two-rounding"]
+    assert {"aiter", "stock, one step perturbed"} <= {arm.numerics for arm in arms if not arm.gated}
+    assert all(not arm.base.enabled and not arm.base.stock_pass for arm in arms)
+
+
+def test_a_spec_survives_its_journey_as_json(tmp_path):
+    spec = replace(EngineSpec(), scales=(0.5, 0.7), model={"num_hidden_layers": 2}, scenarios=("short", "long"))
+    spec.save(tmp_path / "spec.json")
+    assert EngineSpec.load(tmp_path / "spec.json") == spec
+    result().save(tmp_path / "out.json")
+    assert EngineResult.load(tmp_path / "out.json").scenarios == result().scenarios
