@@ -120,6 +120,10 @@ def match_layers(graph: fx.Graph) -> list[LayerMatch | Refused]:
                 outcome.append(Refused(name, refusal.code, refusal.detail))
             except pr.ConeTooLargeError:
                 outcome.append(Refused(name, "graph_too_deep", "the query or key expression is too large for a RoPE"))
+            except Exception as error:
+                # One odd layer must not cost the others, or the engine.
+                reason = f"its expressions could not be evaluated: {type(error).__name__}: {error}"
+                outcome.append(Refused(name, "not_evaluated", reason))
     return outcome
 
 

@@ -55,7 +55,7 @@ def mla_attention_with_prepared_q(
         return
     if ctx.metadata is not None and not is_rotated:
         q, k_pe = rotated_copies(q, k_pe, positions, cos_sin_cache, is_neox)
-    ctx.layer.forward_impl(q, kv_c_normed, k_pe.view(k_pe.shape[0], 1, -1), ctx.kv_cache, ctx.metadata, output=output)
+    ctx.layer.forward_impl(q, kv_c_normed, k_pe.view(-1, 1, k_pe.shape[-1]), ctx.kv_cache, ctx.metadata, output=output)
 
 
 def mla_attention_with_prepared_q_fake(
@@ -103,5 +103,5 @@ def rotated_copies(
     q_pe = q[..., -rope_dim:].contiguous()
     k_rot = k_pe.reshape(-1, rope_dim).clone()
     # Flat: the CPU kernel of this op takes the last dimension for all heads, whatever the number of dimensions.
-    ops.rotary_embedding(positions[: q.shape[0]], q_pe.view(q.shape[0], -1), k_rot, rope_dim, cos_sin_cache, is_neox)
+    ops.rotary_embedding(positions[: q.shape[0]], q_pe.flatten(1), k_rot, rope_dim, cos_sin_cache, is_neox)
     return torch.cat([q[..., :-rope_dim], q_pe], dim=-1), k_rot

@@ -1,0 +1,134 @@
+"""Random near-misses: whatever is done to a layer, it is either declined and left alone, or rewritten and right."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, event, given, settings
+from hypothesis import strategies as st
+
+from passes.execute import (
+    STOPS,
+    assert_rewritten_right,
+    assert_same,
+    clean,
+    clone,
+    defunctionalise,
+    execute,
+    rewrite,
+    stubs_for,
+)
+from passes.graphs import Builder, Spelling, build, shuffled
+from passes.perturb import Base, Draw, InvalidEditError, perturb
+from passes.stubs import DECODE, MIXED, PADDED, Batch, Sizes
+
+SPELLINGS: list[dict[str, Any]] = [
+    {},
+    {"is_neox": False},
+    {"rope": "deepseek", "views": "shared"},
+    {"rope": "deepseek", "is_neox": False, "write": "cat"},
+    {"rope": "op", "write": "scatter"},
+    {"rope": "op, flat", "is_neox": False},
+    {"prefused": True},
+    {"rope": "plain", "is_neox": False, "cache": "fp8", "q_lora": False},
+]
+# The message of a failure names the edit, so there is nothing to shrink.
+FEW = settings(
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    database=None,
+)
+
+
+@cache
+def base_of(index: int) -> Base:
+    """The unedited layers of one spelling."""
+    return Base(Spelling(**SPELLINGS[index]))
+
+
+def outcome_of(index: int, draw: Draw, edits: int) -> str:
+    """Edit two layers, rewrite, compare: what became of them, or why the edit is void."""
+    with base_of(index).editing() as builder:
+        try:
+            done = [perturb(builder, draw) for _ in range(edits)]
+            gm = builder.finish(*builder.extra)
+            return check(gm, builder, (DECODE, PADDED, MIXED)[draw(3)], STOPS[draw(3)])
+        except InvalidEditError:
+            return "no program"
+        except Exception as error:
+            raise AssertionError(f"{SPELLINGS[index]} after {done}: {error}") from error
+
+
+def check(gm: torch.fx.GraphModule, builder: Builder, batch: Batch, stop: str | None) -> str:
+    """The claim, for one edited graph."""
+    stubs = stubs_for(builder.layers, builder.spelling)
+    changed = clone(gm)
+    before = str(changed.graph)
+    if rewrite(changed, stubs)["matched"] == 0:
+        assert str(changed.graph) == before
+        return "declined"
+    try:
+        reference = clean(clone(gm))
+        want = execute(reference, stubs, batch)
+        finite = all(bool(out.float().isfinite().all()) for out in want.outputs)
+        # vLLM takes rotary ops apart in place without asking who else reads their operands.
+        assert_same(execute(defunctionalise(reference), stubs, batch), want, "in stock")
+    except Exception:
+        return "no program"
+    if not finite:
+        return "no program"
+    counts = assert_rewritten_right(gm, stubs, batches=(batch,), stops=(stop,), exact=False)
+    return "right" if counts["matched"] == 2 else "one declined, one right"
+
+
+@settings(FEW, max_examples=70)
+@given(st.integers(0, len(SPELLINGS) - 1), st.integers(1, 2), st.integers(0, 10**6))
+def test_perturbed_layer_is_declined_or_right(index: int, edits: int, seed: int) -> None:
+    outcome = outcome_of(index, random.Random(seed).randrange, edits)
+    event(outcome)
+    assume(outcome != "no program")
+
+
+@pytest.mark.parametrize("index", range(len(SPELLINGS)), ids=[str(changes) for changes in SPELLINGS])
+def test_perturbations_reach_all_outcomes(index: int) -> None:
+    """Seeded, so that the property above is known to be no empty one: every outcome comes up in every spelling."""
+    rng = random.Random(1)
+    found = Counter(outcome_of(index, rng.randrange, 1) for _ in range(9))
+    assert found["one declined, one right"] >= 1, found
+    assert found["right"] >= 1, found
+
+
+@settings(FEW, max_examples=16)
+@given(
+    st.builds(
+        Sizes,
+        n=st.integers(1, 5),
+        p=st.integers(1, 12),
+        r=st.integers(1, 12).map(lambda half: 2 * half),
+        latent=st.integers(1, 40),
+        v=st.integers(1, 6),
+    ),
+    st.sampled_from(["plain", "deepseek", "op", "op, flat"]),
+    st.booleans(),
+    st.integers(1, 6),
+    st.integers(0, 5),
+    st.integers(0, 3),
+    st.integers(0, 99),
+)
+def test_any_head_count_width_and_batch_is_bit_exact(
+    sizes: Sizes, rope: str, is_neox: bool, decodes: int, prefills: int, padding: int, seed: int
+) -> None:
+    batch = Batch("drawn", rows=decodes + prefills + padding, decodes=decodes, prefills=prefills)
+    spelling = Spelling(rope=rope, is_neox=is_neox, dtype=torch.bfloat16, sizes=sizes)
+    gm, layers = build(1, spelling)
+    counts = assert_rewritten_right(
+        gm, stubs_for(layers, spelling), batches=(batch,), disturb=lambda copy: shuffled(copy, seed)
+    )
+    assert counts["aiter_fusion"] == 1

@@ -1,0 +1,132 @@
+"""Arguments for the three ops, and the checks that the claims and their mutations share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from passes.stubs import Batch, Sizes, StubLayer, forward
+from vllm.config import CUDAGraphMode
+from vllm.utils.torch_utils import _encode_layer_name
+
+from vllm_aiter_mla.kernels.fp8 import is_fp8
+from vllm_aiter_mla.runtime import attention, context, fused, q_prep
+
+NAME = "model.layers.0.attn"
+SIZES = Sizes()
+OPS: dict[str, Any] = {
+    "mla_decode_q_prep": torch.ops.vllm_aiter_mla.mla_decode_q_prep.default,
+    "fused_qk_rope_kv_cache_q_prep": torch.ops.vllm_aiter_mla.fused_qk_rope_kv_cache_q_prep.default,
+    "mla_attention_with_prepared_q": torch.ops.vllm_aiter_mla.mla_attention_with_prepared_q.default,
+}
+FAKES: dict[str, Callable[..., Any]] = {
+    "mla_decode_q_prep": q_prep.mla_decode_q_prep_fake,
+    "fused_qk_rope_kv_cache_q_prep": fused.fused_qk_rope_kv_cache_q_prep_fake,
+    "mla_attention_with_prepared_q": attention.mla_attention_with_prepared_q_fake,
+}
+FUNCTIONAL = ("mla_decode_q_prep", "fused_qk_rope_kv_cache_q_prep")
+
+
+def batch_of(rows: int, **changes: Any) -> Batch:
+    """A step of ``rows`` decode rows."""
+    return Batch("drawn", **{"rows": rows, "decodes": rows} | changes)
+
+
+def layer_of(cache: str = "auto", dtype: torch.dtype = torch.bfloat16) -> StubLayer:
+    """The stub behind ``NAME``."""
+    return StubLayer(NAME, SIZES, dtype, cache)
+
+
+def arguments(op: str, layer: StubLayer, rows: int) -> tuple[Any, ...]:
+    """Real arguments; q and k_pe are strided views of wider buffers, as they are behind GEMMs."""
+    z, act = SIZES, layer.act
+    generator = torch.Generator().manual_seed(rows)
+    out_dtype = torch.float8_e4m3fn if layer.kv_cache_dtype == "fp8" else act
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(act)
+
+    q = rand(rows, z.n * (z.p + z.r) + 8)[:, : z.n * (z.p + z.r)].view(rows, z.n, z.p + z.r)
+    kv = rand(rows, z.latent + z.r)
+    kv_c, k_pe = kv[:, : z.latent], kv[:, z.latent :]
+    if rows == 0:
+        kv_c, k_pe = kv_c.contiguous(), k_pe.contiguous()  # opcheck cannot copy a strided view of nothing
+    positions, table = torch.arange(rows) % 7, rand(9, z.r)
+    name = _encode_layer_name(NAME)
+    if op == "mla_decode_q_prep":
+        return q, z.latent, z.r, out_dtype, name
+    if op == "fused_qk_rope_kv_cache_q_prep":
+        return q, k_pe, kv_c, positions, table, layer._k_scale, True, out_dtype, name
+    prepared = rand(rows, z.n, z.latent + z.r).to(out_dtype)
+    return q, kv_c, k_pe, prepared, rand(rows, z.n * z.v), name, positions, table, True, False, None
+
+
+def assert_real_matches_fake(op: str, layer: StubLayer, batch: Batch) -> None:
+    """I1: shape, dtype and strides of the real result are those that the fake declares; every row is written."""
+    args = arguments(op, layer, batch.rows)
+    with forward([layer], batch):
+        real = OPS[op](*args)
+    fake = FAKES[op](*args)
+    assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride()), real.shape
+    assert batch.profiling or bool(real.float().isfinite().all()), "a row is undefined"
+
+
+def assert_raises_while_capturing_without_slots(layer: StubLayer) -> None:
+    """I2: no graph may be captured whose KV write is missing."""
+    args = arguments("fused_qk_rope_kv_cache_q_prep", layer, 3)
+    with forward([layer], batch_of(3, profiling=True)), raised() as errors:
+        OPS["fused_qk_rope_kv_cache_q_prep"](*args)
+    assert errors, "captured without slots"
+    assert "slot mapping" in str(errors[0])
+
+
+def assert_refuses_a_piecewise_capture(layer: StubLayer) -> None:
+    """Attention inside a piecewise graph would be frozen for every later batch."""
+    args = arguments("mla_attention_with_prepared_q", layer, 3)
+    with forward([layer], batch_of(3), CUDAGraphMode.PIECEWISE), raised() as errors:
+        OPS["mla_attention_with_prepared_q"](*args)
+    assert errors, "captured inside a piecewise graph"
+    assert "splitting_ops" in str(errors[0])
+
+
+@contextlib.contextmanager
+def raised() -> Iterator[list[Exception]]:
+    """Collects a RuntimeError instead of letting it pass."""
+    errors: list[Exception] = []
+    try:
+        yield errors
+    except RuntimeError as error:
+        errors.append(error)
+
+
+class Opaque:
+    """A layer name that does not let itself be looked at."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"the fake looked at {name} of the layer's name")
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("the fake compared the layer's name")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def assert_fake_is_blind(fake: Callable[..., Any], op: str, cache: str = "auto") -> None:
+    """I7: a fake answers from tensors and scalars alone, outside any forward context."""
+    layer = layer_of(cache)
+    args = arguments(op, layer, 3)
+    at = next(i for i, arg in enumerate(OPS[op]._schema.arguments) if arg.name == "layer_name")
+    meta = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
+    blind = fake(*meta[:at], Opaque(), *meta[at + 1 :])
+    if op in FUNCTIONAL:
+        assert tuple(blind.shape) == (3, SIZES.n, SIZES.latent + SIZES.r)
+        assert is_fp8(blind.dtype) == (cache == "fp8")
+    else:
+        assert blind is None
+
+
+def capturing(monkeypatch: Any, yes: bool = True) -> None:
+    """Pretend that the stream is recording a graph."""
+    monkeypatch.setattr(context, "is_capturing", lambda: yes)

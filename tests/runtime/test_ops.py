@@ -1,0 +1,129 @@
+"""The three ops: what they return, what their fakes look at, and when they refuse to run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from passes.stubs import BATCHES, Batch, forward
+from vllm.config import CUDAGraphMode
+
+from runtime import opcalls
+from runtime.opcalls import FAKES, FUNCTIONAL, OPS, arguments, batch_of, layer_of
+
+each_op = pytest.mark.parametrize("op", OPS)
+each_cache = pytest.mark.parametrize("cache", ["auto", "fp8"])
+
+
+@each_op
+@each_cache
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_opcheck_passes(op: str, cache: str, rows: int) -> None:
+    layer = layer_of(cache)
+    with forward([layer], batch_of(rows)):
+        utils = ("test_schema", "test_faketensor") if rows else ("test_faketensor",)
+        args = arguments(op, layer, rows)
+        if cache == "fp8":
+            # opcheck compares with allclose, which CPU builds do not implement for fp8: the fake alone is checked.
+            utils = ("test_faketensor",)
+        torch.library.opcheck(OPS[op], args, test_utils=utils)
+
+
+@pytest.mark.parametrize("op", FUNCTIONAL)
+@each_cache
+@pytest.mark.parametrize("rows", [0, 1, 2, 7])
+def test_i1_real_result_has_the_declared_shape_dtype_and_strides(op: str, cache: str, rows: int) -> None:
+    opcalls.assert_real_matches_fake(op, layer_of(cache), batch_of(rows))
+
+
+@pytest.mark.parametrize("op", FUNCTIONAL)
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
+def test_i1_padded_rows_and_every_kind_of_batch_are_declared_alike(op: str, batch: Batch) -> None:
+    opcalls.assert_real_matches_fake(op, layer_of(), batch)
+
+
+def test_i1_fewer_slots_than_rows_still_prepare_every_row() -> None:
+    layer = layer_of()
+    batch = batch_of(6, decodes=4, slots=4)
+    opcalls.assert_real_matches_fake("fused_qk_rope_kv_cache_q_prep", layer, batch)
+    changed = (layer.kv_cache != layer.initial).any(-1).sum()
+    assert changed == 4
+
+
+def test_fused_op_mutates_no_argument() -> None:
+    layer = layer_of()
+    args = arguments("fused_qk_rope_kv_cache_q_prep", layer, 4)
+    before = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    with forward([layer], batch_of(4)):
+        OPS["fused_qk_rope_kv_cache_q_prep"](*args)
+    for a, b in zip(args, before, strict=True):
+        assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
+
+
+def test_fused_op_looks_at_no_metadata() -> None:
+    """The same rows and the same cache whether the batch is said to hold decodes or prefills."""
+    layer, seen = layer_of(), []
+    for batch in (batch_of(4), batch_of(4, decodes=0, prefills=4)):
+        with forward([layer], batch):
+            result = OPS["fused_qk_rope_kv_cache_q_prep"](*arguments("fused_qk_rope_kv_cache_q_prep", layer, 4))
+            seen.append((result, layer.kv_cache.clone()))
+    assert torch.equal(seen[0][0], seen[1][0])
+    assert torch.equal(seen[0][1], seen[1][1])
+
+
+def test_i2_fused_op_raises_when_captured_without_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    opcalls.capturing(monkeypatch)
+    opcalls.assert_raises_while_capturing_without_slots(layer_of())
+
+
+def test_i2_fused_op_raises_when_captured_before_the_cache_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    opcalls.capturing(monkeypatch)
+    layer = layer_of()
+    with forward([layer], batch_of(3)):
+        layer.kv_cache = torch.empty(0)
+        with pytest.raises(RuntimeError, match="without a KV cache"):
+            OPS["fused_qk_rope_kv_cache_q_prep"](*arguments("fused_qk_rope_kv_cache_q_prep", layer, 3))
+
+
+def test_i2_fused_op_is_captured_with_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    opcalls.capturing(monkeypatch)
+    opcalls.assert_real_matches_fake("fused_qk_rope_kv_cache_q_prep", layer_of(), batch_of(3))
+
+
+def test_attention_refuses_a_piecewise_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    opcalls.capturing(monkeypatch)
+    opcalls.assert_refuses_a_piecewise_capture(layer_of())
+
+
+@pytest.mark.parametrize(
+    ("capturing", "mode"),
+    [(True, CUDAGraphMode.FULL), (False, CUDAGraphMode.PIECEWISE), (False, CUDAGraphMode.NONE)],
+)
+def test_attention_runs_in_full_captures_and_beside_piecewise_graphs(
+    monkeypatch: pytest.MonkeyPatch, capturing: bool, mode: Any
+) -> None:
+    opcalls.capturing(monkeypatch, capturing)
+    layer = layer_of()
+    args = arguments("mla_attention_with_prepared_q", layer, 3)
+    with forward([layer], batch_of(3), mode):
+        before = args[4].clone()
+        OPS["mla_attention_with_prepared_q"](*args)
+    assert not torch.equal(args[4], before)
+
+
+@each_op
+@each_cache
+def test_i7_fake_looks_at_tensors_and_scalars_only(op: str, cache: str) -> None:
+    opcalls.assert_fake_is_blind(FAKES[op], op, cache)
+
+
+@each_op
+def test_i7_registered_fake_runs_outside_any_forward_context(op: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    args = arguments(op, layer_of(), 3)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        result = OPS[op](*fake)
+    assert result is None or tuple(result.shape[:2]) == tuple(args[0].shape[:2])
