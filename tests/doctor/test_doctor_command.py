@@ -75,12 +75,14 @@ def test_the_guard_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     with aiter_not_importable(), pytest.raises(ImportError, match="compiler"):
         import aiter
-    import aiter
+    try:
+        import aiter
 
-    assert (tmp_path / "imported").exists()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
-        monkeypatch.delitem(sys.modules, name)
-    assert aiter.__file__
+        assert aiter.__file__
+        assert (tmp_path / "imported").exists()
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
+            del sys.modules[name]
 
 
 def test_one_line_per_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
