@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LIMIT, broken
+from harness_support import LIMIT, broken
 
 from vllm_aiter_mla.harness import cases, engines, interpreted, runner, setting
 from vllm_aiter_mla.harness.oracles import ORACLES

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import LIMIT, broken
+from harness_support import LIMIT, broken
 
 from vllm_aiter_mla.harness import backends, engines, oracles, runner, selftest, setting
 from vllm_aiter_mla.harness.cases import cases

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import broken
+from harness_support import broken
 
 from vllm_aiter_mla.harness import graphs
 from vllm_aiter_mla.harness.faults import FAULTS

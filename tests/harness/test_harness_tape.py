@@ -4,7 +4,7 @@ import torch
 
 from vllm_aiter_mla.harness.engines import TapeEngine
 from vllm_aiter_mla.harness.subject import Segment
-from vllm_aiter_mla.harness.tape import launch_foreign, recording
+from vllm_aiter_mla.harness.tape import Watch, launch_foreign, recording
 
 
 def record(run):
@@ -101,3 +101,14 @@ def test_an_eager_segment_between_two_captured_ones_runs_anew():
     captured.replay()
     assert len(seen) == 2
     assert captured.outputs["b"].tolist() == [50]
+
+
+def test_the_watch_tells_held_memory_from_a_temporary():
+    watch, kept = Watch(), []
+    with watch:
+        torch.empty(1000)
+        kept.append(torch.empty(10))
+        kept.append(kept[0].view(2, 5))
+    assert watch.live_bytes() == 40
+    kept.clear()
+    assert watch.live_bytes() == 0

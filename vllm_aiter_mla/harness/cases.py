@@ -247,6 +247,13 @@ def _attention(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
             ),
             kind="piecewise",
         ),
+        *_more_attention(limit, sizes),
+    )
+
+
+def _more_attention(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
+    half, third = limit // 2, max(limit // 3, 1)
+    return (
         Case(
             "padded-rows-are-poison",
             "rows that the back end leaves undefined hold NaN when the attention op sees them",

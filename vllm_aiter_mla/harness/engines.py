@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-
 from vllm_aiter_mla.harness.census import Census
 from vllm_aiter_mla.harness.subject import Outputs, Segment
-from vllm_aiter_mla.harness.tape import Tape, recording
+from vllm_aiter_mla.harness.tape import Tape, Watch, recording
 
 
 class CaptureError(RuntimeError):
@@ -116,6 +113,7 @@ class TapeEngine:
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
+        self._watch = Watch()
 
     def capture(self, segments: list[Segment], pool: str, side_stream: bool) -> Captured:
         """Record each captured segment on a tape of its own. Pools and streams mean nothing here."""
@@ -124,7 +122,7 @@ class TapeEngine:
         for segment in segments:
             if not segment.captured:
                 outputs = segment.run()
-                parts.append(segment.run)
+                parts.append(self._watched(segment.run))
                 continue
             with recording() as tape:
                 outputs = segment.run()
@@ -155,14 +153,15 @@ class TapeEngine:
         return None
 
     def live_bytes(self) -> int:
-        """Bytes of all storages that live tensors hold."""
-        gc.collect()
-        storages = {}
-        for thing in gc.get_objects():
-            if type(thing) is torch.Tensor:  # isinstance would wake lazy modules
-                storage = thing.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
-        return sum(storages.values())
+        """Bytes that the eager parts of replays made and that something still holds; a tape itself makes none."""
+        return self._watch.live_bytes()
+
+    def _watched(self, run: Callable[[], Outputs]) -> Callable[[], Outputs]:
+        def watched() -> Outputs:
+            with self._watch:
+                return run()
+
+        return watched
 
     def unclaimed_bytes(self) -> int:
         """Not known of a process's own memory."""

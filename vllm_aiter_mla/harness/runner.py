@@ -233,7 +233,7 @@ class _Run:
             findings = self._many(captured, portion, alone) + self._replay(Replay(step.size))
             if findings:
                 return findings
-            # Counting may walk the whole heap: after the first portion and after the last.
+            # What the first portion leaves behind is no growth.
             if check == 0:
                 held = self._memory()
         return _growth(held, self._memory(), portion * (SOAK_CHECKS - 1))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -102,6 +103,30 @@ class Tape(TorchDispatchMode):
     def names(self) -> list[str]:
         """What a replay launches, in order."""
         return [entry.name for entry in self.entries]
+
+
+class Watch(TorchDispatchMode):
+    """Notes the memory that ATen calls make while it is entered, and tells later how much of it is still held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` and note what is new."""
+        result = func(*args, **(kwargs or {}))
+        owned = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        for leaf in _tensors(result):
+            storage = leaf.untyped_storage()
+            if storage._cdata not in owned:
+                # A freed storage's address comes back: the newer one replaces it.
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def live_bytes(self) -> int:
+        """Bytes of the noted memory that something still holds."""
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        return sum(size for _, size in self._made.values())
 
 
 _active: list[Tape] = []
