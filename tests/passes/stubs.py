@@ -118,7 +118,7 @@ class StubLayer:
             if quantised:
                 query = self._decode_concat_quant_fp8_op(absorbed, q_pe, self._q_scale)
             self._v_up_proj(self.impl.forward_mqa(query[:n], fp8_view(kv_cache), metadata, self)[0], output[:n])
-        keys = torch.cat([kv_c[n:total], k_pe.reshape(k_pe.shape[0], -1)[n:total]], -1).float()
+        keys = torch.cat([kv_c[n:total], k_pe.flatten(1)[n:total]], -1).float()
         query = torch.cat([absorbed, q_pe], -1)[n:total].float()
         attended = (query @ keys.T / keys.shape[-1] ** 0.5).softmax(-1) @ keys[:, : self.kv_lora_rank]
         self._v_up_proj(attended.to(self.act), output[n:total])

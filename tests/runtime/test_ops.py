@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from passes.stubs import BATCHES, Batch, forward
+from torch.testing._internal.optests import generate_tests
 from vllm.config import CUDAGraphMode
 
 from runtime import opcalls
@@ -19,7 +20,9 @@ each_cache = pytest.mark.parametrize("cache", ["auto", "fp8"])
 @each_op
 @each_cache
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_opcheck_passes(op: str, cache: str, rows: int) -> None:
+def test_opcheck_passes(monkeypatch: pytest.MonkeyPatch, op: str, cache: str, rows: int) -> None:
+    if rows == 0:  # torch 2.13's own copy of an empty vector asks for a negative size
+        monkeypatch.setattr(generate_tests, "clone_input", torch.clone)
     layer = layer_of(cache)
     with forward([layer], batch_of(rows)):
         utils = ("test_schema", "test_faketensor") if rows else ("test_faketensor",)

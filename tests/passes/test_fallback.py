@@ -1,0 +1,51 @@
+"""A pass that meets a surprise leaves the layer as the pass before left it, says so once, and touches no other layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from passes.execute import assert_rewritten_right, stubs_for
+from passes.graphs import Spelling
+from passes.test_recognised import build
+from vllm_aiter_mla.passes.fx import Emitter
+from vllm_aiter_mla.report import census
+
+BF16 = torch.bfloat16
+EMISSIONS = 18  # calls of Emitter.call, functionalized and result that one layer's three passes make
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, which: int) -> list[int]:
+    """Let the ``which``-th emission raise, every other one work; returns the running count."""
+    count = [0]
+
+    def wrapped(inner):
+        def emit(self, *args, **kwargs):
+            count[0] += 1
+            if count[0] == which:
+                raise RuntimeError("planted")
+            return inner(self, *args, **kwargs)
+
+        return emit
+
+    for name in ("call", "functionalized", "result"):
+        monkeypatch.setattr(Emitter, name, wrapped(getattr(Emitter, name)))
+    return count
+
+
+@pytest.mark.parametrize("which", range(1, EMISSIONS + 1))
+def test_an_emission_that_fails_leaves_a_graph_that_is_right(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gm, layers = build(2, dtype=BF16)
+    count = fail_at(monkeypatch, which)
+    counts = assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16)), stops=(None,))
+    assert counts["aiter_fusion"] == 1, "the other layer is rewritten whole"
+    assert count[0] > which
+    assert [code for code, _ in census.current().partial.values()] == ["rewrite_failed"]
+    assert "planted" in next(iter(census.current().partial.values()))[1]
+
+
+def test_every_emission_of_a_layer_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm, layers = build(1, dtype=BF16)
+    count = fail_at(monkeypatch, -1)
+    assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16)), stops=(None,))
+    assert count[0] == EMISSIONS
