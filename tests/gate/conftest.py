@@ -41,7 +41,9 @@ def without_plugin() -> dict[str, Any]:
 
 
 @pytest.fixture
-def lines() -> Iterator[support.Lines]:
+def lines(mla_model: Path) -> Iterator[support.Lines]:
+    # vLLM sets its logging up again when the first config of a process is built, and drops foreign handlers.
+    support.vllm_config(mla_model)
     handler = support.Lines()
     log.forget()
     log.logger.addHandler(handler)

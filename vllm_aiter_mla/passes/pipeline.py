@@ -73,7 +73,7 @@ class AiterMLAPipeline(InductorPass):
 
 def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
     """Match every MLA layer of ``graph`` and rewrite those that are admitted; returns counts by pass."""
-    fuse, lift, prepare = MLARoPEKVCacheFusionPass(), MLADecodeQPrepLiftPass(), MLAAiterQkRopeKVCacheFusionPass()
+    chain = _Chain(graph, settings.debug.stop_after)
     layers = layer_view.mla_layers()
     matched = refused = 0
     for outcome in match_layers(graph):
@@ -85,24 +85,47 @@ def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
             continue
         matched += 1
         match, plan, out_dtype = verdict
-        fused = fuse(graph, match)
-        if settings.debug.stop_after == "rope_kv_cache":
-            continue
-        lifted = lift(graph, fused, out_dtype)
-        if settings.debug.stop_after == "q_prep_lift":
-            continue
+        try:
+            chain.rewrite(match, plan, out_dtype)
+        except Exception as error:
+            # Every pass emits all of its nodes before it takes one away, so the graph is as the pass before left it.
+            reason = f"{type(error).__name__}: {error}"
+            census.keep_partial(match.layer_name, "rewrite_failed", reason)
+            log.say_once(logging.WARNING, f"a layer could not be rewritten and stays as it was: {reason}")
+    return {"matched": matched, "refused": refused, **chain.counts()}
+
+
+class _Chain:
+    """The three passes over one graph."""
+
+    def __init__(self, graph: fx.Graph, stop_after: str | None) -> None:
+        self.graph = graph
+        self.stop_after = stop_after
+        self.fuse = MLARoPEKVCacheFusionPass()
+        self.lift = MLADecodeQPrepLiftPass()
+        self.prepare = MLAAiterQkRopeKVCacheFusionPass()
+
+    def rewrite(self, match: LayerMatch, plan: Plan, out_dtype: torch.dtype) -> None:
+        """Run the passes on one layer, up to the one after which the chain stops."""
+        fused = self.fuse(self.graph, match)
+        if self.stop_after == "rope_kv_cache":
+            return
+        lifted = self.lift(self.graph, fused, out_dtype)
+        if self.stop_after == "q_prep_lift":
+            return
         if plan.refused is not None:
             census.keep_partial(match.layer_name, "kernel_shape", plan.refused)
-            continue
-        prepare(graph, lifted)
-    return {
-        "matched": matched,
-        "refused": refused,
-        "rope_kv_cache": fuse.rewritten,
-        "stock_fused": fuse.taken_over,
-        "q_prep_lift": lift.rewritten,
-        "aiter_fusion": prepare.rewritten,
-    }
+            return
+        self.prepare(self.graph, lifted)
+
+    def counts(self) -> dict[str, int]:
+        """Layers rewritten by each pass."""
+        return {
+            "rope_kv_cache": self.fuse.rewritten,
+            "stock_fused": self.fuse.taken_over,
+            "q_prep_lift": self.lift.rewritten,
+            "aiter_fusion": self.prepare.rewritten,
+        }
 
 
 def _admit(match: LayerMatch, layers: dict[str, Any]) -> tuple[LayerMatch, Plan, torch.dtype] | Refused:
