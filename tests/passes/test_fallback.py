@@ -1,4 +1,4 @@
-"""A pass that meets a surprise leaves the layer as the pass before left it, says so once, and touches no other layer."""
+"""A pass that meets a surprise leaves the layer as it was, says so once, and touches no other layer."""
 
 from __future__ import annotations
 

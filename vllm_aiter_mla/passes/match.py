@@ -27,6 +27,7 @@ from vllm_aiter_mla.passes.fx import (
     view_root,
     width,
 )
+from vllm_aiter_mla.passes.kv_update import KVUpdate
 
 aten = torch.ops.aten
 
@@ -195,14 +196,14 @@ class _Matcher:
         if not live <= {1} or any(not is_call(user, operator.getitem) for user in self.attention.users):
             raise NoMatchError("attention_results", "something reads more of the attention op than its output")
 
-    def _kv_update(self) -> _KVUpdate:
+    def _kv_update(self) -> KVUpdate:
         dep = self.kw.get("kv_cache_dummy_dep")
         update_op = torch.ops.vllm.unified_mla_kv_cache_update.default
         if is_call(dep, update_op):
-            found = _KVUpdate.of_update(dep)  # type: ignore[arg-type]
+            found = KVUpdate.of_update(dep)  # type: ignore[arg-type]
             readers = set(dep.users)  # type: ignore[union-attr]
         elif is_call(dep, operator.getitem) and dep.args[1] == 0 and pr.rotary_call(dep.args[0]):  # type: ignore[union-attr]
-            found = _KVUpdate.of_fused(dep.args[0])  # type: ignore[union-attr,arg-type]
+            found = KVUpdate.of_fused(dep.args[0])  # type: ignore[union-attr,arg-type]
             readers = set(dep.users)  # type: ignore[union-attr]
             if set(results(found.node)) != {0, 1, 2}:
                 raise NoMatchError(
@@ -298,7 +299,7 @@ class _Matcher:
         candidates = [*cone.roots, *sorted(views)]
         return [node for node in candidates if isinstance(val(node), torch.Tensor) and _fits(node, shape)]
 
-    def _check_kv_key(self, kv: _KVUpdate, probe: pr.Probe) -> None:
+    def _check_kv_key(self, kv: KVUpdate, probe: pr.Probe) -> None:
         if kv.k_rotated is None:
             return  # stock's fused op rotates and writes the same key that the probe has followed
         rotated = kv.k_rotated
@@ -358,49 +359,6 @@ class _Matcher:
         if size is None or val(kv_c).dim() != 2:
             raise NoMatchError("latent_shape", "kv_c is not [tokens, kv_lora_rank] with a static width")
         return size
-
-
-@dataclass(frozen=True, slots=True)
-class _KVUpdate:
-    """The node that writes the KV rows, and its arguments. ``k_rotated`` is None where it rotates the key itself."""
-
-    node: fx.Node
-    nodes: set[fx.Node]
-    kv_c: fx.Node
-    k_rotated: fx.Node | None
-    layer_name: Any
-    dtype: str
-    k_scale: fx.Node
-    prefused: bool
-
-    @staticmethod
-    def of_update(node: fx.Node) -> _KVUpdate:
-        names = ("kv_c_normed", "k_pe", "layer_name", "kv_cache_dtype", "k_scale")
-        args = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        return _KVUpdate(
-            node=node,
-            nodes={node},
-            kv_c=args["kv_c_normed"],  # type: ignore[arg-type]
-            k_rotated=args["k_pe"],  # type: ignore[arg-type]
-            layer_name=args["layer_name"],
-            dtype=args["kv_cache_dtype"],  # type: ignore[arg-type]
-            k_scale=args["k_scale"],  # type: ignore[arg-type]
-            prefused=False,
-        )
-
-    @staticmethod
-    def of_fused(node: fx.Node) -> _KVUpdate:
-        kw = node.kwargs
-        return _KVUpdate(
-            node=node,
-            nodes={node, *node.users},
-            kv_c=kw["kv_c"],  # type: ignore[arg-type]
-            k_rotated=None,
-            layer_name=kw["layer_name"],
-            dtype=kw["kv_cache_dtype"],  # type: ignore[arg-type]
-            k_scale=kw["kv_cache_scale"],  # type: ignore[arg-type]
-            prefused=True,
-        )
 
 
 def _distinct(nodes: Iterable[fx.Node]) -> list[fx.Node]:
