@@ -1,0 +1,43 @@
+"""The template, filled. jinja2 is imported here and nowhere else: it comes with the extra ``report``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from vllm_aiter_mla.report.page.inputs import read
+from vllm_aiter_mla.report.page.sections import build
+
+TEMPLATE = "page.html.j2"
+
+
+class NoTemplateEngineError(RuntimeError):
+    """jinja2 is not installed; the message says how to get it."""
+
+
+def html_of(paths: Sequence[Path]) -> str:
+    """The page for these inputs.
+
+    Raises:
+        InputError: an input cannot be shown.
+        NoTemplateEngineError: jinja2 is missing.
+    """
+    template = _template()
+    return str(template.render(**build(read(paths)))) + "\n"
+
+
+def _template() -> Any:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise NoTemplateEngineError(
+            "jinja2 is not installed; it comes with the extra: pip install 'vllm-aiter-mla[report]'"
+        ) from error
+    # What runs wrote (layer names, messages, paths of kernels) is escaped; only our own SVG is marked safe.
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    text = resources.files("vllm_aiter_mla.report.page").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    return environment.from_string(text)
