@@ -105,11 +105,16 @@ class Session:
 
 
 def engine_here() -> Engine:
-    """Real graphs where there is a GPU, eager replay elsewhere."""
+    """Real graphs where there is a GPU, eager replay elsewhere.
+
+    Eager replay sets torch to one thread: its tensors are tiny, and threads that wait for one another took more than
+    twice as long on two shared cores.
+    """
     if backends.has_gpu():
         from vllm_aiter_mla.harness.graphs import GraphEngine
 
         return GraphEngine()
+    torch.set_num_threads(1)
     return TapeEngine()
 
 
