@@ -193,3 +193,15 @@ def test_importing_the_pure_modules_imports_neither_torch_nor_vllm() -> None:
         "sys.exit(' '.join({'torch', 'vllm'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).stderr.strip() == b""
+
+
+@pytest.mark.parametrize("value", ["auto", "as-is", "per-head", "opt", 64])
+def test_aiter_view_is_a_name_or_a_number_of_tokens(value: object) -> None:
+    assert resolve({}, {"aiter_mla": {"aiter_view": value}}).aiter_view == value
+
+
+@pytest.mark.parametrize("value", ["fast", 0, -1, True, 1.5, None])
+def test_a_wrong_aiter_view_names_the_option_and_the_value(value: object) -> None:
+    with pytest.raises(SettingsError, match=r"additional_config\.aiter_mla\.aiter_view") as caught:
+        resolve({}, {"aiter_mla": {"aiter_view": value}})
+    assert str(value) in str(caught.value)
