@@ -11,7 +11,9 @@ import typer
 def report(
     inputs: Annotated[
         list[Path],
-        typer.Argument(metavar="INPUT...", help="Folder of `demo --keep`, or JSON of demo, verify, bench, plan, census."),
+        typer.Argument(
+            metavar="INPUT...", help="Folder of `demo --keep`, or JSON of demo, verify, bench, plan, census."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
 ) -> None:

@@ -81,7 +81,9 @@ def parse(text: str) -> dict[str, Node]:
         if match:
             nodes[match["name"]] = _node(match)
     if not nodes:
-        raise GraphTextError("no node found: the text of an FX graph was expected, lines of %name : ... = op[target=...]")
+        raise GraphTextError(
+            "no node found: the text of an FX graph was expected, lines of %name : ... = op[target=...]"
+        )
     return nodes
 
 
@@ -100,7 +102,5 @@ def computing(nodes: dict[str, Node]) -> int:
     The same count as ``sandbox.compare.op_count``, which the demo's table shows.
     """
     return sum(
-        1
-        for node in nodes.values()
-        if node.op == "call_function" and (not node.is_free or "aten.empty" in node.target)
+        1 for node in nodes.values() if node.op == "call_function" and (not node.is_free or "aten.empty" in node.target)
     )

@@ -206,7 +206,7 @@ def _upstream(boxes: dict[str, Box], keys: set[str]) -> set[str]:
 
 
 def _fold_norms(boxes: dict[str, Box]) -> None:
-    """One box for an RMS norm: from ``rsqrt`` up to the value that it scales, down to the last of its multiplications."""
+    """One box for an RMS norm: from ``rsqrt`` up to the value that it scales, down to its last multiplication."""
     for key in [key for key, box in boxes.items() if box.label == "aten.rsqrt"]:
         inner = _norm(boxes, key)
         if inner is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from vllm_aiter_mla.report.page.layers import Box
 
@@ -93,7 +94,7 @@ def _neighbours(edges: list[list[str]]) -> tuple[dict[str, list[str]], dict[str,
     above: dict[str, list[str]] = {}
     below: dict[str, list[str]] = {}
     for path in edges:
-        for upper, lower in zip(path, path[1:], strict=False):
+        for upper, lower in pairwise(path):
             above.setdefault(lower, []).append(upper)
             below.setdefault(upper, []).append(lower)
     return above, below

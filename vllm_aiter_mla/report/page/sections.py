@@ -1,4 +1,4 @@
-"""From the records as they were written to what the template shows: census, ranges, launches, bench, verify, versions."""
+"""From records as they were written to what the template shows: census, ranges, launches, bench, verify, versions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def census(inputs: Inputs) -> list[dict[str, Any]]:
             layers = run["layers"]
             row = _verdict(run["name"], layers["engaged"], layers["total"], layers["refused"], run["kernels"])
             row["state"] = row["state"] if run["flag"] else "off"
-            rows.append(row | {"where": _where(run["kernels"]), "bucket": run["bucket"], "cache": run["kv_cache_dtype"]})
+            rows.append(
+                row | {"where": _where(run["kernels"]), "bucket": run["bucket"], "cache": run["kv_cache_dtype"]}
+            )
     for record in inputs.censuses:
         rows.append(_rank(record.name, record.data))
     if not inputs.demos:
@@ -147,7 +149,13 @@ def planned(inputs: Inputs) -> list[dict[str, Any]]:
     for number, record in enumerate(inputs.plans):
         by_tokens = record.data["figures"]["by_tokens"]
         rows = [
-            {"tokens": t, "path": path, "layer": len(f["launches"]), "step": f["launches_per_step"], "bytes": f["bytes"]}
+            {
+                "tokens": t,
+                "path": path,
+                "layer": len(f["launches"]),
+                "step": f["launches_per_step"],
+                "bytes": f["bytes"],
+            }
             for t, paths in by_tokens.items()
             for path, f in paths.items()
         ]
@@ -174,9 +182,7 @@ def bench(record: Record, ident: str) -> dict[str, Any]:
             points = [(t, _ratio(cells.get((quantised, n, t)))) for t in tokens]
             title = f"Ratio to the best unfused sequence, N = {n}, {name}"
             charts.append({"heads": n, "svg": svg.ratio_bars(points, top, f"{ident}{name}{n}", title)})
-        rows = [
-            {"tokens": t, "cells": [_bench_cell(cells.get((quantised, n, t))) for n in heads]} for t in tokens
-        ]
+        rows = [{"tokens": t, "cells": [_bench_cell(cells.get((quantised, n, t))) for n in heads]} for t in tokens]
         kinds.append({"name": name, "heads": heads, "charts": charts, "rows": rows})
     missing = {name: why for row in data["rows"] for name, why in row["missing"].items()}
     wrong = [
@@ -184,7 +190,9 @@ def bench(record: Record, ident: str) -> dict[str, Any]:
         for row in data["rows"]
         for name, why in row["wrong"].items()
     ]
-    head = f"{', '.join(data['machine'].values())}; copy {data['copy_gbps']:.0f} GB/s; medians of {data['rounds']} replays"
+    head = (
+        f"{', '.join(data['machine'].values())}; copy {data['copy_gbps']:.0f} GB/s; medians of {data['rounds']} replays"
+    )
     return {
         "name": record.name,
         "head": head,
@@ -216,9 +224,7 @@ def verify(record: Record, ident: str) -> dict[str, Any]:
     for result in data["results"]:
         one = counts.setdefault(result["backend"], {"passed": 0, "failed": 0, "skipped": 0})
         one[result["status"]] += 1
-    launches = {
-        (result["backend"], size): words for result in data["results"] for size, words in result["launches"].items()
-    }
+    on_cpu = "eager" in data["engine"]
     title = f"Verify results by back end, {data['engine']}"
     return {
         "name": record.name,
@@ -230,9 +236,23 @@ def verify(record: Record, ident: str) -> dict[str, Any]:
         "failed": [result for result in data["results"] if result["status"] == "failed"],
         "skipped": sorted({result["reason"] for result in data["results"] if result["status"] == "skipped"}),
         "results": data["results"],
-        "launches": [{"backend": b, "size": size, "words": words} for (b, size), words in launches.items()],
-        "on_cpu": "eager" in data["engine"],
+        "launches": _launches(data["results"], on_cpu),
+        "on_cpu": on_cpu,
     }
+
+
+def _launches(results: list[dict[str, Any]], on_cpu: bool) -> list[dict[str, str]]:
+    """What a step was made of, one row per back end, variant and distinct answer, with the sizes that gave it."""
+    sizes: dict[tuple[str, str, str], set[int]] = {}
+    for result in results:
+        for size, words in result["launches"].items():
+            # The harness counts launches; where it replayed eagerly these are calls of PyTorch ops.
+            said = words.replace("launches:", "ops:") if on_cpu else words
+            sizes.setdefault((result["backend"], result["variant"], said), set()).add(int(size))
+    return [
+        {"backend": b, "variant": v, "size": ", ".join(map(str, sorted(found))), "words": words}
+        for (b, v, words), found in sizes.items()
+    ]
 
 
 def versions(inputs: Inputs) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 
 from vllm_aiter_mla.report.page.layers import Layer
-from vllm_aiter_mla.report.page.layout import HEIGHT, Drawing, place
+from vllm_aiter_mla.report.page.layout import CHARACTER, HEIGHT, Drawing, place
 
 
 def _open(ident: str, width: float, height: float, title: str, description: str, css: str = "") -> str:
@@ -79,7 +79,7 @@ def token_axis(
         ident: prefix of the element ids.
         title: text alternative.
     """
-    width, left, right = 640.0, 12.0, 628.0
+    width, left, right = 380.0, 6.0, 374.0
     top = math.log2(max([end for _, end in ranges] + list(sizes) + [2]) + 1)
 
     def at(tokens: float) -> float:
@@ -94,18 +94,21 @@ def token_axis(
             f'<g class="range {"inside" if inside else "outside"}"><title>{start} to {end} tokens</title>'
             f'<rect x="{x:.1f}" y="30" width="{wide:.1f}" height="30" rx="4"/></g>'
         )
-        parts.append(_text(x + wide / 2, 50, f"{start}-{end}", css="onbar"))
+        name = f"{start}-{end}"
+        if wide > len(name) * CHARACTER + 6:  # a narrow one is in the table under the chart
+            parts.append(_text(x + wide / 2, 49, name, css="onbar"))
     if limit is not None:
         x = at(limit + 1) - 1
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="18" y2="84" class="limit"/>')
-        parts.append(_text(min(max(x, 30), 610), 14, f"L = {limit}", css="strong"))
+        parts.append(_text(min(max(x, 30), 350), 14, f"L = {limit}", css="strong"))
     for size in sizes:
         parts.append(f'<line x1="{at(size):.1f}" x2="{at(size):.1f}" y1="64" y2="76" class="tick"/>')
     parts.append(f'<line x1="{left}" x2="{right}" y1="86" y2="86" class="axis"/>')
     for power in range(0, int(top) + 1):
         x = at(1 << power)
         if power % 2 == 0 or top < 9:
-            parts.append(_text(x, 100, str(1 << power), css="note"))
+            anchor = "start" if power == 0 else "end" if x > right - 20 else "middle"
+            parts.append(_text(x, 100, str(1 << power), anchor, "note"))
     parts.append(_text(right, 115, "tokens per step (logarithmic)", "end", "note"))
     return "".join([*parts, "</svg>"])
 

@@ -1,0 +1,154 @@
+"""The gauge in a front end's registry, from what workers left: in subprocesses, as metrics are global state."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from vllm_aiter_mla.report import gauge
+
+pytest.importorskip("prometheus_client")
+
+# vLLM's own logger needs an engine's config; what matters of it is where it is imported from, that it clears vllm:
+# metrics first, and the class it makes gauges with.
+STAND_IN = """
+    from prometheus_client import Gauge
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+    class PrometheusStatLogger:
+        _gauge_cls = Gauge
+        def __init__(self):
+            unregister_vllm_metrics()
+            Gauge(name="vllm:other", documentation="d")
+"""
+RECORDS = """
+    one = {"rank": 0, "engaged": {"a": "aiter", "b": "aiter"}, "refused": {"c": ["x", "y"]}}
+    two = {"rank": 1, "engaged": {"a": "aiter"}, "refused": {"b": ["x", "y"], "c": ["x", "y"]}}
+"""
+SHOWN = """
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+    from prometheus_client import generate_latest
+    print("\\n".join(l for l in generate_latest(get_prometheus_registry()).decode().splitlines() if "aiter" in l))
+"""
+
+
+@pytest.fixture
+def vllm_like(tmp_path: Path) -> Path:
+    """A package of vLLM's module names and its real ``prometheus`` module's two functions."""
+    folder = tmp_path / "vllm" / "v1" / "metrics"
+    folder.mkdir(parents=True)
+    for parent in (folder, folder.parent, folder.parent.parent):
+        (parent / "__init__.py").write_text("")
+    (folder / "loggers.py").write_text(textwrap.dedent(STAND_IN))
+    (folder / "prometheus.py").write_text(
+        textwrap.dedent("""
+            import os
+            from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
+            def get_prometheus_registry():
+                if os.getenv("PROMETHEUS_MULTIPROC_DIR") is None:
+                    return REGISTRY
+                registry = CollectorRegistry()
+                multiprocess.MultiProcessCollector(registry)
+                return registry
+            def unregister_vllm_metrics():
+                for collector in list(REGISTRY._collector_to_names):
+                    if getattr(collector, "_name", "").startswith("vllm:"):
+                        REGISTRY.unregister(collector)
+        """)
+    )
+    return tmp_path
+
+
+def run(script: str, path: Path, **environment: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k not in (gauge.FOLDER, "PROMETHEUS_MULTIPROC_DIR")} | environment
+    root = str(Path(gauge.__file__).parents[2])
+    env["PYTHONPATH"] = os.pathsep.join([str(path), root])
+    start = "import sys, os, subprocess\nfrom vllm_aiter_mla.report import gauge\n"
+    done = subprocess.run(
+        [sys.executable, "-c", start + textwrap.dedent(script)], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+WORKER = """
+    code = "from vllm_aiter_mla.report import gauge\\n" + RECORDS_TEXT + "gauge.publish(one); gauge.publish(two)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+"""
+
+
+def with_worker() -> str:
+    return f"RECORDS_TEXT = {textwrap.dedent(RECORDS)!r}\n" + textwrap.dedent(WORKER)
+
+
+def test_gauge_of_worker_processes_is_in_the_front_ends_registry(vllm_like: Path) -> None:
+    script = "gauge.install()\n" + with_worker()
+    script += "from vllm.v1.metrics import loggers\nloggers.PrometheusStatLogger()\nloggers.PrometheusStatLogger()\n"
+    shown = run(script + textwrap.dedent(SHOWN), vllm_like)
+    assert 'vllm:aiter_mla_layers{state="engaged"} 1.0' in shown
+    assert 'vllm:aiter_mla_layers{state="refused"} 2.0' in shown
+
+
+def test_gauge_reaches_the_multiprocess_folder_of_several_api_servers(vllm_like: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "multi"
+    folder.mkdir()
+    script = "gauge.install()\n" + with_worker()
+    server = "from vllm_aiter_mla.report import gauge; gauge.install()\nfrom vllm.v1.metrics import loggers\n"
+    server += "loggers.PrometheusStatLogger()"
+    script += f"for _ in range(2): subprocess.run([sys.executable, '-c', {server!r}], check=True)\n"
+    shown = run(script + textwrap.dedent(SHOWN), vllm_like, PROMETHEUS_MULTIPROC_DIR=str(folder))
+    assert 'vllm:aiter_mla_layers{state="engaged"} 1.0' in shown
+    assert 'vllm:aiter_mla_layers{state="refused"} 2.0' in shown
+
+
+def test_gauge_with_metrics_off_imports_no_prometheus_client(vllm_like: Path) -> None:
+    script = textwrap.dedent(RECORDS) + "gauge.install()\ngauge.publish(one)\nprint('prometheus_client' in sys.modules)"
+    assert run(script, vllm_like).strip() == "False"
+
+
+def test_gauge_is_absent_where_no_worker_wrote(vllm_like: Path) -> None:
+    script = "gauge.install()\nfrom vllm.v1.metrics import loggers\nloggers.PrometheusStatLogger()\n"
+    assert run(script + textwrap.dedent(SHOWN), vllm_like).strip() == ""
+
+
+def test_gauge_hooks_a_module_that_is_loaded_already_and_only_once(vllm_like: Path) -> None:
+    script = "from vllm.v1.metrics import loggers\ngauge.install()\ngauge.install()\n" + textwrap.dedent(RECORDS)
+    script += "gauge.publish(one)\nloggers.PrometheusStatLogger()\n"
+    assert 'state="engaged"} 2.0' in run(script + textwrap.dedent(SHOWN), vllm_like)
+
+
+def test_gauge_never_raises_into_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
+    gauge.publish({})
+    gauge.publish({"rank": 0, "engaged": object(), "refused": {}})
+    assert not list(tmp_path.glob("*.json"))
+    monkeypatch.setenv(gauge.FOLDER, str(tmp_path / "gone"))
+    gauge.publish({"rank": 0, "engaged": {}, "refused": {}})
+
+
+def test_gauge_folder_goes_with_the_process_that_made_it(vllm_like: Path) -> None:
+    folder = run("gauge.install()\nprint(os.environ[gauge.FOLDER])", vllm_like).strip()
+    assert not Path(folder).exists()
+
+
+def test_gauge_hook_fits_the_installed_vllm() -> None:
+    pytest.importorskip("vllm")
+    from vllm.v1.metrics import loggers, ray_wrappers
+
+    cls = loggers.PrometheusStatLogger
+    # The module that the finder waits for, the method that is wrapped, and the class that gauges are made with.
+    assert cls.__module__ == gauge._LOGGERS
+    assert "__init__" in vars(cls)
+    assert {"name", "documentation", "labelnames", "multiprocess_mode"} <= set(_parameters(cls._gauge_cls))
+    ray = ray_wrappers.RayPrometheusStatLogger
+    assert "__init__" not in vars(ray)
+    assert {"name", "documentation", "labelnames", "multiprocess_mode"} <= set(_parameters(ray._gauge_cls))
+
+
+def _parameters(cls: type) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls).parameters)

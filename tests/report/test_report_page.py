@@ -1,0 +1,162 @@
+"""The page's content, without a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from report_support import DATA, engine_result
+
+from vllm_aiter_mla.report.page import fx, layers, layout
+from vllm_aiter_mla.report.page.render import html_of
+from vllm_aiter_mla.sandbox.compare import op_count
+
+
+def layer(text: str) -> layers.Layer:
+    nodes = fx.parse(text)
+    return layers.cut(nodes, layers.attentions(nodes)[0])
+
+
+def test_report_graph_marks_what_the_passes_took_away_and_put_in(graphs: dict[str, str]) -> None:
+    stock, fused = layer(graphs["stock"]), layer(graphs["fused"])
+    layers.mark(stock, fused)
+    assert (stock.stage, fused.stage) == (layers.STOCK, "after pass 3: AITER fusion")
+    assert sorted(box.label for box in fused.boxes.values() if box.changed) == [
+        "fused_qk_rope_kv_cache_q_prep",
+        "mla_attention_with_prepared_q",
+    ]
+    gone = {box.label for box in stock.boxes.values() if box.changed}
+    assert {"aten.neg", "aten.slice_scatter", "unified_mla_kv_cache_update"} <= gone
+    for one in (stock, fused):
+        kept = {(box.label, box.note) for box in one.boxes.values() if not box.changed}
+        assert kept == {("GEMM", "q"), ("GEMM", "kv_c and k_pe"), ("RMS norm", "8 ops")}
+
+
+def test_report_graph_of_a_layer_against_itself_has_no_mark(graphs: dict[str, str]) -> None:
+    one, two = layer(graphs["stock"]), layer(graphs["stock"].replace("%mul_75", "%renamed"))
+    layers.mark(one, two)
+    assert not one.changed
+    assert not two.changed
+
+
+def test_report_graph_sees_a_changed_constant(graphs: dict[str, str]) -> None:
+    one, two = layer(graphs["stock"]), layer(graphs["stock"].replace("1e-06", "1e-05"))
+    layers.mark(one, two)
+    # The norm, and what reads it.
+    assert {box.label for box in two.boxes.values() if box.changed} >= {"RMS norm", "unified_mla_kv_cache_update"}
+
+
+def test_report_counts_ops_as_the_demo_does(graphs: dict[str, str]) -> None:
+    for text in graphs.values():
+        assert fx.computing(fx.parse(text)) == op_count(text)
+
+
+def test_report_graph_text_need_not_be_in_topological_order(graphs: dict[str, str]) -> None:
+    lines = graphs["stock"].splitlines()
+    turned = layer("\n".join([lines[0], *reversed(lines[1:])]))
+    assert {box.label for box in turned.boxes.values()} == {box.label for box in layer(graphs["stock"]).boxes.values()}
+    assert turned.ops == layer(graphs["stock"]).ops
+
+
+def test_report_layout_lets_no_boxes_overlap_and_no_edge_point_up(graphs: dict[str, str]) -> None:
+    for text in graphs.values():
+        boxes = layer(text).boxes
+        drawing = layout.place(boxes)
+        for name, spot in drawing.spots.items():
+            assert spot.x - spot.width / 2 >= 0
+            assert spot.x + spot.width / 2 <= drawing.width
+            for other, place in drawing.spots.items():
+                if name < other and spot.row == place.row:
+                    assert abs(spot.x - place.x) >= (spot.width + place.width) / 2
+        for path in drawing.edges:
+            rows = [drawing.spots[name].row for name in path]
+            assert rows == list(range(rows[0], rows[0] + len(rows)))
+
+
+class Page(HTMLParser):
+    """Loads, ids and charts of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+        self.charts: list[dict[str, str | None]] = []
+        self.tags: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.tags.add(tag)
+        self.loads += [str(found[key]) for key in ("src", "href", "srcset", "data") if key in found]
+        self.ids += [str(found["id"])] if "id" in found else []
+        if tag == "svg":
+            self.charts.append(found)
+
+
+def test_report_is_self_contained_and_its_charts_have_text_alternatives(page: str) -> None:
+    found = Page(page)
+    assert all(load.startswith("#") or load == "data:," for load in found.loads)
+    assert not found.tags & {"script", "iframe", "object", "embed", "img"}
+    assert "@import" not in page
+    assert "url(" not in re.sub(r"url\(#", "", page)
+    assert len(found.ids) == len(set(found.ids))
+    assert found.charts
+    for chart in found.charts:
+        assert chart["role"] == "img"
+        assert chart["aria-label"]
+        assert chart["aria-describedby"] in found.ids
+
+
+def test_report_of_a_kept_demo_shows_census_ranges_and_both_graphs(kept: Path) -> None:
+    page = html_of([kept])
+    assert "4/4 engaged" in page
+    assert "CPU, reference kernels" in page
+    assert "L = 16" in page
+    assert "identical to stock, byte for byte" in page
+    assert page.count('class="before"') == page.count('class="after"') == 1
+    for what in ("bench --json", "verify --json"):
+        assert f"Not measured: no <code>{what}" in page
+    assert "2.13.0+cpu" in page
+
+
+def test_report_draws_a_run_that_stops_after_a_pass_between_the_two(
+    kept: Path, graphs: dict[str, str], written: Any
+) -> None:
+    lifted = graphs["fused"].replace("fused_qk_rope_kv_cache_q_prep", "mla_decode_q_prep")
+    stopped = written("stop-after-2.json", engine_result({"1-16": lifted}, []))
+    page = html_of([kept, stopped])
+    stages = re.findall(r"<figcaption><strong>([^<]+)</strong>", page)
+    assert stages == ["stock", "after pass 2: q_prep lift", "after pass 3: AITER fusion"]
+
+
+def test_report_of_a_census_names_each_reason_and_its_layers(written: Any) -> None:
+    census = json.loads((DATA / "census.json").read_text())
+    del census["engaged"]["model.layers.3.self_attn.attn"]
+    census["refused"] = {"model.layers.3.self_attn.attn": ["sparse", "<b>sparse</b> MLA"]}
+    page = html_of([written("census-1-0.json", census)])
+    assert "3/4 engaged" in page
+    assert "sparse: &lt;b&gt;sparse&lt;/b&gt; MLA (1)" in page
+    assert "model.layers.3.self_attn.attn" in page
+    assert "not recorded in a census" in page
+
+
+def test_report_of_bench_says_what_was_slower_and_what_was_not_measured(bench_json: Path) -> None:
+    page = html_of([bench_json])
+    assert "slower than the unfused sequence" in page
+    assert "aiter: not measured: no ROCm here" in page
+    assert "broken" in page
+    assert ">n/m<" in page
+
+
+def test_report_of_verify_on_a_cpu_claims_no_capture_and_no_launches(written: Any) -> None:
+    data = json.loads((DATA / "verify.json").read_text())
+    data["results"][0] |= {"status": "failed", "findings": [{"oracle": "runs", "message": "broke", "step": "replay 2"}]}
+    page = html_of([written("verify.json", data)])
+    assert "no graph was captured on this machine" in page
+    assert "no GPU launches" in page
+    assert not re.search(r"\d launches:", page)
+    assert "runs at replay 2: broke" in page
+    assert data["results"][0]["command"] in page
