@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def test_report_command_of_a_graph_that_is_no_graph(kept: Path, tmp_path: Path) 
         (folder / file.name).write_text(file.read_text().replace("%", "?"))
     done = runner.invoke(app, ["report", str(folder), "--out", str(tmp_path / "page.html")])
     assert done.exit_code == 2
-    assert "run0-off: graph of 1-16: no node found" in done.output
+    assert f"{folder / 'run0-off.json'}: graph of 1-16: no node found" in done.output
 
 
 def test_report_command_without_jinja_names_the_extra(
@@ -66,3 +67,12 @@ def test_report_command_without_jinja_names_the_extra(
     done = runner.invoke(app, ["report", str(kept), "--out", str(tmp_path / "page.html")])
     assert done.exit_code == 2
     assert "vllm-aiter-mla[report]" in done.output
+
+
+def test_report_command_names_the_file_of_an_older_version(kept: Path, written: Any, tmp_path: Path) -> None:
+    verify = json.loads((DATA / "verify.json").read_text())
+    del verify["results"][0]["status"]
+    path = written("old.json", verify)
+    done = runner.invoke(app, ["report", str(kept), str(path), "--out", str(tmp_path / "page.html")])
+    assert done.exit_code == 2
+    assert f"{path}: not as this version writes it (KeyError: 'status')" in done.output

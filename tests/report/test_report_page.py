@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from report_support import DATA, engine_result
+from typer.testing import CliRunner
 
+from vllm_aiter_mla.cli.main import app
 from vllm_aiter_mla.report.page import fx, layers, layout
 from vllm_aiter_mla.report.page.render import html_of
 from vllm_aiter_mla.sandbox.compare import op_count
@@ -160,3 +162,31 @@ def test_report_of_verify_on_a_cpu_claims_no_capture_and_no_launches(written: An
     assert not re.search(r"\d launches:", page)
     assert "runs at replay 2: broke" in page
     assert data["results"][0]["command"] in page
+
+
+def test_report_of_two_runs_folds_the_second_and_keeps_ids_apart(kept: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    for file in kept.glob("run0-*.json"):
+        for number in (0, 1):
+            (folder / file.name.replace("run0", f"run{number}")).write_text(file.read_text())
+    demo = json.loads((kept / "demo.json").read_text())
+    demo["runs"].append(demo["runs"][0] | {"name": "second", "ops_per_layer": None, "bucket": None, "flag": False})
+    (folder / "demo.json").write_text(json.dumps(demo))
+    page = html_of([folder])
+    assert "<summary>second</summary>" in page
+    assert "flag off" in page
+    found = Page(page)
+    assert len(found.ids) == len(set(found.ids))
+
+
+def test_report_of_a_run_without_graphs_says_so(kept: Path) -> None:
+    assert "Not recorded: give the folder of" in html_of([kept / "demo.json"])
+
+
+def test_report_shows_the_plan_as_static(written: Any) -> None:
+    done = CliRunner().invoke(app, ["plan", "deepseek-r1", "--max-num-seqs", "256", "--json"])
+    page = html_of([written("plan.json", done.stdout)])
+    assert "plan, static: nothing was run" in page
+    assert "by formula, static" in page
+    assert "L = 256" in page

@@ -94,7 +94,7 @@ def _read() -> list[dict[str, Any]]:
 
 def _wrap(module: ModuleType) -> None:
     """Let vLLM's Prometheus logger make our gauge with its own class, right after its own metrics."""
-    cls: Any = module.PrometheusStatLogger  # type: ignore[attr-defined]
+    cls: Any = module.PrometheusStatLogger
     inner = cls.__init__
     if getattr(inner, _MARK, False):
         return
@@ -127,17 +127,21 @@ class _WhenLoaded(importlib.abc.MetaPathFinder):
         """The module's own spec, with a loader that wraps what it has loaded; for other modules None."""
         if fullname != _LOGGERS:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            inner = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                inner(module)
-                _guarded(lambda: _wrap(module))
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            _guarded(lambda: _wrap_when_executed(spec.loader))
         return spec
+
+
+def _wrap_when_executed(loader: Any) -> None:
+    inner = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        inner(module)
+        _guarded(lambda: _wrap(module))
+
+    loader.exec_module = exec_module
 
 
 def _guarded(step: Callable[[], None]) -> None:

@@ -60,14 +60,15 @@ def _comparison(ident: str, title: str, off: Record | None, others: list[Record]
 
 def _stage(record: Record) -> dict[str, Any] | None:
     """The first MLA layer of a run's decode bucket."""
-    start, end = record.data["ranges"][0]
-    text = record.data["graphs"].get(f"{start}-{end}")
+    ranges, texts = record.data["ranges"], record.data["graphs"]
+    start, end = ranges[0] if ranges else (0, 0)
+    text = texts.get(f"{start}-{end}")
     if text is None:
         return None
     try:
         nodes = fx.parse(text)
     except fx.GraphTextError as error:
-        raise InputError(f"{record.name}: graph of {start}-{end}: {error}") from error
+        raise InputError(f"{record.path}: graph of {start}-{end}: {error}") from error
     found = layers.attentions(nodes)
     if not found:
         return None

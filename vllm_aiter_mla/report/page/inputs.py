@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ class InputError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One thing read: ``name`` for the reader (never a full path), and the JSON as it was written."""
+    """One thing read: ``name`` for the reader (never a full path), the JSON as it was written, and its file."""
 
     name: str
     data: dict[str, Any]
+    path: Path
 
 
 @dataclass(slots=True)
@@ -45,6 +46,14 @@ class Inputs:
     plans: list[Record] = field(default_factory=list)
     censuses: list[Record] = field(default_factory=list)
     engines: list[Record] = field(default_factory=list)
+
+    def one_by_one(self) -> Iterator[tuple[Record, Inputs]]:
+        """Every record, and inputs that hold it alone."""
+        for kind in (entry.name for entry in fields(self)):
+            for record in getattr(self, kind):
+                alone = Inputs()
+                getattr(alone, kind).append(record)
+                yield record, alone
 
 
 # (kind, keys that tell it, of which types): the first that fits.
@@ -94,7 +103,7 @@ def _read_file(path: Path, name: str, found: Inputs) -> None:
     if kind is None:
         keys = ", ".join(sorted(data)[:6]) if isinstance(data, dict) else type(data).__name__
         raise InputError(f"{path}: not recognised (found: {keys or 'nothing'}); expected {EXPECTED}")
-    getattr(found, kind).append(Record(name, data))
+    getattr(found, kind).append(Record(name, data, path))
 
 
 def kind_of(data: object) -> str | None:

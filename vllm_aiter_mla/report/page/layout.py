@@ -8,7 +8,7 @@ from itertools import pairwise
 from vllm_aiter_mla.report.page.layers import Box
 
 ROW, HEIGHT, GAP, MARGIN = 62.0, 36.0, 14.0, 8.0
-CHARACTER, PADDING = 6.3, 18.0
+CHARACTER, PADDING = 6.7, 18.0
 # An edge that passes a row keeps a lane of this width free.
 LANE = 8.0
 SWEEPS = 12

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.report.page.inputs import read
+from vllm_aiter_mla.report.page.inputs import InputError, Inputs, read
 from vllm_aiter_mla.report.page.sections import build
 
 TEMPLATE = "page.html.j2"
@@ -25,7 +25,29 @@ def html_of(paths: Sequence[Path]) -> str:
         NoTemplateEngineError: jinja2 is missing.
     """
     template = _template()
-    return str(template.render(**build(read(paths)))) + "\n"
+    inputs = read(paths)
+    try:
+        return _render(template, inputs)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise _blame(template, inputs, error) from error
+
+
+def _render(template: Any, inputs: Inputs) -> str:
+    return str(template.render(**build(inputs))) + "\n"
+
+
+def _blame(template: Any, inputs: Inputs, error: Exception) -> InputError:
+    """Name the file that is known by its first keys but does not hold what its kind holds: render each alone."""
+    for record, alone in inputs.one_by_one():
+        try:
+            _render(template, alone)
+        except Exception as own:
+            return InputError(
+                f"{record.path}: not as this version writes it ({type(own).__name__}: {own}); write it anew"
+            )
+    return InputError(f"the inputs do not fit together ({type(error).__name__}: {error})")
 
 
 def _template() -> Any:
