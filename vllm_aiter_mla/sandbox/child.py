@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import time
@@ -21,7 +22,8 @@ def main(spec_path: str, out_path: str) -> None:
     from vllm_aiter_mla.sandbox import knobs
 
     knobs.apply(spec)
-    llm = build(spec, Path(spec_path).parent / "model")
+    # In the cache root: vLLM's cache key holds the model's path, and a warm start must find the same.
+    llm = build(spec, Path(os.environ["VLLM_CACHE_ROOT"]) / "model")
     print("sandbox: engine is up", flush=True)
     if spec.scales is not None:
         knobs.set_scales(llm, *spec.scales)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.sandbox import piecewise
+from vllm_aiter_mla.sandbox import piecewise, platform
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
 GRAPHS: dict[str, str] = {}
@@ -15,6 +15,7 @@ GRAPHS: dict[str, str] = {}
 
 def apply(spec: EngineSpec) -> None:
     """Set this process up; before any vLLM config is built."""
+    platform.stock_pass = spec.stock_pass
     if spec.linear == "aten":
         plain_linears()
     if spec.fake_arch:

@@ -6,6 +6,8 @@ from functools import wraps
 from typing import Any
 
 _MARK = "_aiter_mla_sandbox"
+# Set by a spec: vLLM's own MLA RoPE pass, which PassConfig switches off on anything that is no GPU.
+stock_pass = False
 
 
 def wrap(platform_cls: type) -> None:
@@ -52,6 +54,8 @@ class _Wanted:
             compilation.ir_enable_torch_wrap = self.torch_wrap
             # None makes the piecewise back end assert "out of considered ranges" without a GPU.
             compilation.compile_sizes = []
+        if stock_pass:
+            compilation.pass_config.fuse_rope_kvcache_cat_mla = True
         # The chunked path of an fp8 cache needs a gather kernel that only GPU builds have.
         if self.chunked_prefill and not vllm_config.cache_config.cache_dtype.startswith("fp8"):
             vllm_config.scheduler_config.enable_chunked_prefill = True
