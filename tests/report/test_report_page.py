@@ -159,6 +159,7 @@ def test_report_of_verify_on_a_cpu_claims_no_capture_and_no_launches(written: An
     page = html_of([written("verify.json", data)])
     assert "no graph was captured on this machine" in page
     assert "no GPU launches" in page
+    assert "Launches on a GPU: not measured" in page
     assert not re.search(r"\d launches:", page)
     assert "runs at replay 2: broke" in page
     assert data["results"][0]["command"] in page
