@@ -22,6 +22,7 @@ from typing import Any
 from vllm_aiter_mla import bucket
 from vllm_aiter_mla.admission import MLA_ATTENTION_OP, Refusal, admit_config
 from vllm_aiter_mla.compat import config_view, log, platform_hook, user_pass, worker_hook
+from vllm_aiter_mla.report import gauge
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings, SettingsError, unused_options
 
 ATTENTION_OP = "vllm_aiter_mla::mla_attention_with_prepared_q"
@@ -87,6 +88,7 @@ def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any) -> N
     chained = user_pass.wrapped(compilation) if engaged is None else engaged.chained
     user_pass.install(compilation, _pipeline_class()(limit=limit, settings=settings, chained=chained))
     worker_hook.install()
+    gauge.install()
 
 
 def _open_graph(compilation: Any) -> None:

@@ -91,6 +91,17 @@ PATCHES: tuple[Patch, ...] = (
         # Without it the fast path is right but unchecked and unannounced.
         required=True,
     ),
+    Patch(
+        name="gauge",
+        what="PrometheusStatLogger.__init__, in front ends whose fast path is on",
+        why="the gauge vllm:aiter_mla_layers has to live in vLLM's own registry, and vLLM offers plugins none",
+        how="wrapped when vLLM imports the module; the gate installs it, never registration",
+        link="https://docs.vllm.ai/en/latest/design/metrics/",
+        probe="test_gauge_hook_fits_the_installed_vllm",
+        remove_when="vLLM lets plugins add metrics",
+        apply=lambda: None,
+        required=False,
+    ),
 )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.report import census
+from vllm_aiter_mla.report import census, gauge
 from vllm_aiter_mla.settings import SettingsError
 
 
@@ -31,6 +31,7 @@ def after_warm_up(*, total: Sequence[str], limit: int, kv_cache_dtype: str, stri
     folder = cache_folder()
     _complete(folder / f"refusals-{key[:16]}-{rank}.json")
     record = as_record(total, limit, kv_cache_dtype, rank)
+    gauge.publish(record)
     _write(folder / f"census-{os.getpid()}-{rank}.json", record)
     if rank == 0:
         _say(record, strict)
