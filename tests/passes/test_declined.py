@@ -310,6 +310,7 @@ def assert_declined(case: Case) -> None:
     (found,) = match_layers(gm.graph)
     assert isinstance(found, Refused), f"matched: {found}"
     assert found.code == case[0], f"{found.code}: {found.reason}"
+    assert len(found.reason) > 20, "the user reads it"
     before = str(gm.graph)
     counts = rewrite(gm, stubs_for([layer], spelling))
     assert str(gm.graph) == before
@@ -326,13 +327,6 @@ def more_ropes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_layer_is_declined_and_left_alone_with(case: Case) -> None:
     assert_declined(case)
-
-
-def test_every_reason_says_what_is_wrong() -> None:
-    for case in CASES.values():
-        (found,) = match_layers(spoiled(case)[0].graph)
-        assert isinstance(found, Refused)
-        assert len(found.reason) > 20, found
 
 
 def test_dead_readers_decline_nothing() -> None:
