@@ -10,6 +10,8 @@ import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
+from vllm_aiter_mla.runtime import ops
+
 aten = torch.ops.aten
 
 # Ops that only re-address their first argument: the result aliases it, whatever the strides are.
@@ -43,12 +45,16 @@ def is_functionalized(node: Any, op: Any) -> bool:
     return is_call(node, auto_functionalized) and node.args[0] is op
 
 
+# By identity: an OpOverload's hash is computed in Python, and these are asked for hundreds of times per layer.
+_VIEW_IDS = frozenset(map(id, VIEW_OPS))
+
+
 def is_view(node: Any) -> bool:
     """Whether ``node`` only re-addresses its first argument."""
-    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in VIEW_OPS:
+    if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     # getitem takes a piece of a split, or one result of any other op: only the first is a view of a tensor.
-    return node.target is not operator.getitem or is_view(node.args[0])
+    return is_view(node.args[0]) if node.target is operator.getitem else id(node.target) in _VIEW_IDS
 
 
 def view_root(node: fx.Node) -> fx.Node:
@@ -87,16 +93,26 @@ def results(node: fx.Node) -> dict[int, fx.Node]:
     return found
 
 
-def live_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that dead-code elimination keeps; tracing in-place ops leaves chains of views that nobody reads."""
-    stack = [node for node in graph.nodes if node.op == "output" or node.is_impure()]
-    live: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in live:
-            live.add(node)
-            stack.extend(node.all_input_nodes)
-    return live
+class Liveness:
+    """Nodes that dead-code elimination keeps; tracing in-place ops leaves chains of views that nobody reads.
+
+    Looked at only where something reads what it must not, so it is computed when it is first asked for.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._live: set[fx.Node] | None = None
+
+    def __contains__(self, node: fx.Node) -> bool:
+        if self._live is None:
+            self._live = set()
+            stack = [node for node in self._graph.nodes if node.op == "output" or node.is_impure()]
+            while stack:
+                found = stack.pop()
+                if found not in self._live:
+                    self._live.add(found)
+                    stack.extend(found.all_input_nodes)
+        return node in self._live
 
 
 def readers_through(root: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
@@ -127,53 +143,83 @@ def width(node: Any) -> int | None:
 
 
 class Emitter:
-    """Adds nodes before one node of a graph and gives each its fake value."""
+    """Adds nodes before one node of a graph and gives each its fake value.
 
-    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
+    Args:
+        graph: the graph.
+        before: where the nodes go.
+        lazy: leave the fake values to ``settle``. Most of what passes 1 and 2 emit is gone again after pass 3, and
+            inferring a value with a symbolic size costs more than everything else that is done for a node.
+    """
+
+    def __init__(self, graph: fx.Graph, before: fx.Node, lazy: bool = False) -> None:
         self.graph = graph
         self.before = before
+        self.lazy = lazy
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Insert ``target(*args, **kwargs)``."""
-        with self.graph.inserting_before(self.before):
-            node = self.graph.call_function(target, args, kwargs)
-        self._infer(node)
-        return node
+        return self._insert(target, args, kwargs)
 
     def functionalized(self, op: Any, **kwargs: Any) -> fx.Node:
         """Insert ``auto_functionalized(op, **kwargs)``: result i + 1 is the i-th mutated argument."""
-        with self.graph.inserting_before(self.before):
-            node = self.graph.call_function(auto_functionalized, (op,), kwargs)
-        mutated = [arg.name for arg in op._schema.arguments if arg.alias_info and arg.alias_info.is_write]
-        returns = self._fake_returns(op, kwargs)
-        node.meta["val"] = (returns, *(val(kwargs[name]) for name in mutated))
-        return node
+        return self._insert(auto_functionalized, (op,), kwargs)
 
     def result(self, node: fx.Node, index: int) -> fx.Node:
         """Insert ``getitem(node, index)``."""
+        return self._insert(operator.getitem, (node, index), {})
+
+    def _insert(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         with self.graph.inserting_before(self.before):
-            item = self.graph.call_function(operator.getitem, (node, index))
-        values = val(node)
+            node = self.graph.call_function(target, args, kwargs)
+        if self.lazy:
+            node.meta[_PENDING] = True
+        else:
+            _infer(node)
+        return node
+
+
+_PENDING = "aiter_mla_pending"
+
+
+def settle(graph: fx.Graph) -> None:
+    """Infer the fake values that lazy emitters left out; their nodes stand in the order of emission."""
+    for node in graph.nodes:
+        if node.meta.pop(_PENDING, False):
+            _infer(node)
+
+
+def _infer(node: fx.Node) -> None:
+    """Set a node's fake value from its arguments'."""
+    if node.target is operator.getitem:
+        values = val(node.args[0])
         if values is not None:
-            item.meta["val"] = values[index]
-        return item
+            node.meta["val"] = values[node.args[1]]
+        return
+    if node.target is auto_functionalized:
+        op: Any = node.args[0]
+        mutated = [arg.name for arg in op._schema.arguments if arg.alias_info and arg.alias_info.is_write]
+        returned = _fake_call(op, (), node.kwargs) if op._schema.returns else None
+        node.meta["val"] = (returned, *(val(node.kwargs[name]) for name in mutated))
+        return
+    # Our own fakes are called as they are: the way through the dispatcher doubles the cost of a layer.
+    value = _fake_call(ops.FAKES.get(_name(node.target), node.target), node.args, node.kwargs)
+    if value is not None:
+        node.meta["val"] = value
 
-    def _infer(self, node: fx.Node) -> None:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), val)
-        mode = _fake_mode(args, kwargs)
-        if mode is not None:
-            with mode:
-                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _fake_returns(self, op: Any, kwargs: dict[str, Any]) -> Any:
-        if not op._schema.returns:
-            return None
-        values = {name: val(value) if isinstance(value, fx.Node) else value for name, value in kwargs.items()}
-        mode = _fake_mode((), values)
-        if mode is None:
-            return None
-        with mode:
-            return op(**values)
+def _name(target: Any) -> str:
+    return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _fake_call(target: Any, args: Any, kwargs: Any) -> Any:
+    """``target`` on the fake values of its arguments, or None where none of them is a fake tensor."""
+    args, kwargs = fx.node.map_arg((args, kwargs), val)
+    mode = _fake_mode(args, kwargs)
+    if mode is None:
+        return None
+    with mode:
+        return target(*args, **kwargs)
 
 
 def _fake_mode(args: Any, kwargs: Any) -> Any:

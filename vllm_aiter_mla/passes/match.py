@@ -16,10 +16,10 @@ from torch import fx
 
 from vllm_aiter_mla.passes import probe as pr
 from vllm_aiter_mla.passes.fx import (
+    Liveness,
     is_call,
     is_functionalized,
     is_view,
-    live_nodes,
     readers_through,
     results,
     same_value,
@@ -108,7 +108,7 @@ class Refused:
 def match_layers(graph: fx.Graph) -> list[LayerMatch | Refused]:
     """Match every MLA attention node of ``graph``; the work is linear in the number of layers."""
     attention_op = torch.ops.vllm.unified_mla_attention_with_output.default
-    cone, live = pr.Cone(), live_nodes(graph)
+    cone, live = pr.Cone(), Liveness(graph)
     outcome: list[LayerMatch | Refused] = []
     with pr.real_tensors():
         for node in graph.nodes:
@@ -141,7 +141,7 @@ def layer_name_of(arg: Any) -> str:
 class _Matcher:
     """Matches one layer. Methods either record what they found or raise ``NoMatchError``."""
 
-    def __init__(self, attention: fx.Node, name: str, cone: pr.Cone, live: set[fx.Node]) -> None:
+    def __init__(self, attention: fx.Node, name: str, cone: pr.Cone, live: Liveness) -> None:
         self.attention = attention
         self.name = name
         self.cone = cone
@@ -324,7 +324,7 @@ class _Matcher:
 
     def _check_columns(self, k_root: fx.Node, k_pe: fx.Node, k_cone: pr.ConeNodes) -> None:
         """Nobody outside the layer reads the columns of k_pe: pass 1's op rotates them in place."""
-        others = [pair for pair in readers_through(k_root) if pair[0] not in k_cone.inner and pair[0] in self.live]
+        others = [pair for pair in readers_through(k_root) if pair[0] not in k_cone.inner]
         if not others:
             return
         shape = [pr.concrete(size) for size in val(k_root).shape]
@@ -332,7 +332,7 @@ class _Matcher:
         ids = pr.Probe({k_root: columns})
         mine = set(ids(k_pe).flatten().tolist())
         for reader, through in others:
-            if mine & set(ids(through).flatten().tolist()):
+            if mine & set(ids(through).flatten().tolist()) and reader in self.live:
                 raise NoMatchError("key_read_elsewhere", f"{reader.name} also reads the un-rotated k_pe")
 
     def _holds_data(self, node: fx.Node, roots: tuple[fx.Node, ...]) -> bool:

@@ -14,6 +14,7 @@ from vllm_aiter_mla import bucket, fingerprint
 from vllm_aiter_mla.admission import admit_layer
 from vllm_aiter_mla.compat import layer_view, log
 from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
+from vllm_aiter_mla.passes.fx import settle
 from vllm_aiter_mla.passes.match import LayerMatch, Refused, match_layers
 from vllm_aiter_mla.passes.probe import real_tensors
 from vllm_aiter_mla.passes.q_prep_lift import MLADecodeQPrepLiftPass
@@ -92,6 +93,7 @@ def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
             reason = f"{type(error).__name__}: {error}"
             census.keep_partial(match.layer_name, "rewrite_failed", reason)
             log.say_once(logging.WARNING, f"a layer could not be rewritten and stays as it was: {reason}")
+    settle(graph)
     return {"matched": matched, "refused": refused, **chain.counts()}
 
 
@@ -107,10 +109,11 @@ class _Chain:
 
     def rewrite(self, match: LayerMatch, plan: Plan, out_dtype: torch.dtype) -> None:
         """Run the passes on one layer, up to the one after which the chain stops."""
-        fused = self.fuse(self.graph, match)
+        whole = self.stop_after is None and plan.refused is None
+        fused = self.fuse(self.graph, match, lazy=whole)
         if self.stop_after == "rope_kv_cache":
             return
-        lifted = self.lift(self.graph, fused, out_dtype)
+        lifted = self.lift(self.graph, fused, out_dtype, lazy=whole)
         if self.stop_after == "q_prep_lift":
             return
         if plan.refused is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ ARITHMETIC_OPS = frozenset({aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor})
 LOOKUP_OPS = frozenset({aten.index.Tensor, aten.index_select.default, aten.embedding.default})
 # Rounding is not what is compared here: a cast between float types is the identity.
 IDENTITY_OPS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
+# By identity, as in ``fx.is_view``.
+_MOVING_IDS = frozenset(map(id, VIEW_OPS | MOVE_OPS))
+_TRANSPARENT_IDS = _MOVING_IDS | frozenset(map(id, ARITHMETIC_OPS))
+_LOOKUP_IDS = frozenset(map(id, LOOKUP_OPS))
+_IDENTITY_IDS = frozenset(map(id, IDENTITY_OPS))
 MAX_CONE = 400
 
 
@@ -52,7 +58,7 @@ class ConeTooLargeError(Exception):
 
 def lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """(table, positions) of a row lookup in a 2-D table, or None."""
-    if node.op != "call_function" or node.target not in LOOKUP_OPS:
+    if node.op != "call_function" or id(node.target) not in _LOOKUP_IDS:
         return None
     table = node.args[0]
     if node.target is aten.index.Tensor:
@@ -132,12 +138,15 @@ class Cone:
             return False
         known = self._table_cache.get(node)
         if known is None:
-            self._table_cache[node] = False
-            known = lookup(node) is not None or rotary_call(node) is not None
-            if not known and self._transparent(node):
-                known = any(self.uses_table(parent) for parent in node.all_input_nodes)
-            self._table_cache[node] = known
+            known = self._table_cache[node] = self._reaches_table(node)
         return known
+
+    def _reaches_table(self, node: fx.Node) -> bool:
+        self._table_cache[node] = False
+        target = id(node.target)
+        if target in _TRANSPARENT_IDS:
+            return any(self.uses_table(parent) for parent in node.all_input_nodes)
+        return lookup(node) is not None if target in _LOOKUP_IDS else rotary_call(node) is not None
 
     def collect(self, target: fx.Node) -> ConeNodes:
         """Walk up from ``target``.
@@ -153,40 +162,30 @@ class Cone:
                 continue
             if len(cone.inner) > MAX_CONE:
                 raise ConeTooLargeError(target.name)
-            found = lookup(node)
-            operand = rotated_operand(node)
-            if found is not None:
+            if self._inner(node):
+                cone.inner.add(node)
+                stack.extend(parent for parent in node.all_input_nodes if not isinstance(val(parent), torch.SymInt))
+            elif (found := lookup(node)) is not None:
                 cone.inner.add(node)
                 cone.tables.add(found[0])
                 cone.positions.add(found[1])
-            elif operand is not None:
+            elif (operand := rotated_operand(node)) is not None:
                 call: fx.Node = node.args[0]  # type: ignore[assignment]
                 cone.inner.update((node, call))
                 cone.tables.add(call.kwargs["cos_sin_cache"])  # type: ignore[arg-type]
                 cone.positions.add(call.kwargs["positions"])  # type: ignore[arg-type]
                 stack.append(operand)
-            elif self._inner(node):
-                cone.inner.add(node)
-                stack.extend(parent for parent in node.all_input_nodes if not isinstance(val(parent), torch.SymInt))
             else:
                 cone.roots.add(node)
         return cone
-
-    def _transparent(self, node: fx.Node) -> bool:
-        if node.op != "call_function":
-            return False
-        return node.target in VIEW_OPS or node.target in MOVE_OPS or node.target in ARITHMETIC_OPS
 
     def _inner(self, node: fx.Node) -> bool:
         if node.op != "call_function":
             return False
         if node.target is operator.getitem:
             return is_view(node)
-        return (
-            node.target in VIEW_OPS
-            or node.target in MOVE_OPS
-            or (node.target in ARITHMETIC_OPS and self.uses_table(node))
-        )
+        target = id(node.target)
+        return target in _MOVING_IDS or (target in _TRANSPARENT_IDS and self.uses_table(node))
 
 
 class ConeNodes:
@@ -207,25 +206,24 @@ class Probe:
 
     def __call__(self, node: Any) -> Any:
         """The value of an argument: nodes are evaluated, symbolic sizes are replaced, the rest is itself."""
+        if isinstance(node, fx.Node):
+            if node not in self._values:
+                self._values[node] = self._evaluate(node)
+            return self._values[node]
         if isinstance(node, (list, tuple)):
             return type(node)(self(item) for item in node)
-        if isinstance(node, torch.SymInt):
-            return concrete(node)
-        if not isinstance(node, fx.Node):
-            return node
-        if node not in self._values:
-            self._values[node] = self._evaluate(node)
-        return self._values[node]
+        return concrete(node) if isinstance(node, torch.SymInt) else node
 
     def _evaluate(self, node: fx.Node) -> Any:
         value = val(node)
         if isinstance(value, torch.SymInt):
             return concrete(value)
-        names = rotary_call(node)
-        if names is not None:
+        if node.target is auto_functionalized and (names := rotary_call(node)) is not None:
             return self._rotate_call(node, *names)
-        if node.target in IDENTITY_OPS:
+        if id(node.target) in _IDENTITY_IDS:
             return self(node.args[0])
+        if not node.kwargs:
+            return node.target(*(self(arg) for arg in node.args))  # type: ignore[operator]
         kwargs = {key: self(arg) for key, arg in node.kwargs.items() if key not in ("dtype", "device", "layout")}
         return node.target(*(self(arg) for arg in node.args), **kwargs)  # type: ignore[operator]
 
@@ -253,9 +251,12 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -
 
 def concrete(size: Any) -> int:
     """A size with every symbol replaced by ``ROWS``."""
-    if isinstance(size, int):
-        return size
-    expr = size.node.expr
+    return size if isinstance(size, int) else _at_rows(size.node.expr)
+
+
+@lru_cache(maxsize=1024)
+def _at_rows(expr: Any) -> int:
+    """A symbolic expression with ``ROWS`` for every symbol; a model has a handful of them."""
     return int(expr.subs({symbol: ROWS for symbol in expr.free_symbols}))
 
 

@@ -34,10 +34,10 @@ class MLADecodeQPrepLiftPass:
     def __init__(self) -> None:
         self.rewritten = 0
 
-    def __call__(self, graph: fx.Graph, fused: RopeKVFused, out_dtype: torch.dtype) -> QPrepLifted:
-        """Rewrite one layer; ``out_dtype`` is what its decode kernel reads."""
+    def __call__(self, graph: fx.Graph, fused: RopeKVFused, out_dtype: torch.dtype, lazy: bool = False) -> QPrepLifted:
+        """Rewrite one layer; ``out_dtype`` is what its decode kernel reads, ``lazy`` as in ``Emitter``."""
         match = fused.match
-        emit = Emitter(graph, match.attention)
+        emit = Emitter(graph, match.attention, lazy)
         q_prep = emit.call(
             torch.ops.vllm_aiter_mla.mla_decode_q_prep.default,
             fused.q,

@@ -41,12 +41,12 @@ class MLARoPEKVCacheFusionPass:
         self.rewritten = 0
         self.taken_over = 0
 
-    def __call__(self, graph: fx.Graph, match: LayerMatch) -> RopeKVFused:
-        """Rewrite one layer. A layer that stock's pass has fused already is taken as it is."""
+    def __call__(self, graph: fx.Graph, match: LayerMatch, lazy: bool = False) -> RopeKVFused:
+        """Rewrite one layer; ``lazy`` as in ``Emitter``. A layer that stock's pass has fused is taken as it is."""
         if match.prefused:
             self.taken_over += 1
             return self._take_over(match)
-        emit = Emitter(graph, match.attention)
+        emit = Emitter(graph, match.attention, lazy)
         fused = self._emit_op(emit, match)
         q = self._emit_scatter(emit, match, emit.result(fused, 1))
         k_pe = emit.call(aten.unsqueeze.default, emit.result(fused, 2), 1)

@@ -11,6 +11,9 @@ import torch
 NAMESPACE = "vllm_aiter_mla"
 ATTENTION_OP = f"{NAMESPACE}::mla_attention_with_prepared_q"
 
+FAKES: dict[str, Callable[..., Any]] = {}
+"""The fakes by qualified name of their op, once the ops are registered."""
+
 _LIBRARY: list[torch.library.Library] = []
 
 
@@ -47,6 +50,8 @@ def register() -> None:
         target_lib=library,
         tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
     )
+    FAKES[f"{NAMESPACE}::mla_decode_q_prep"] = q_prep.mla_decode_q_prep_fake
+    FAKES[f"{NAMESPACE}::fused_qk_rope_kv_cache_q_prep"] = fused.fused_qk_rope_kv_cache_q_prep_fake
     _LIBRARY.append(library)
 
 
