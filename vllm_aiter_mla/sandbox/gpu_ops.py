@@ -36,6 +36,9 @@ def register() -> None:
     """Define the missing schemas and the stock RoPE + KV kernel. Idempotent."""
     if _LIBRARIES:
         return
+    # vLLM's own library first: loaded later, it would define these names a second time and abort the process.
+    import vllm._custom_ops  # noqa: F401
+
     library = torch.library.Library("_C", "FRAGMENT")
     for name, schema in _MISSING_SCHEMAS.items():
         if not hasattr(torch.ops._C, name):
@@ -92,7 +95,7 @@ def write_kv_rows(
     """Write [kv_c | rotated k_pe] rows to a bf16 cache or to a uint8 cache that holds the platform's fp8 type."""
     from vllm.platforms import current_platform
 
-    if kv_cache.numel() == 0:
+    if kv_cache.numel() == 0 or slots.numel() == 0:
         return
     cache = kv_cache.view(current_platform.fp8_dtype()) if kv_cache.dtype == torch.uint8 else kv_cache
     inv_scale = k_scale.reshape(-1)[0].reciprocal()
