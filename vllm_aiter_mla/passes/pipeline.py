@@ -78,7 +78,7 @@ def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
     layers = layer_view.mla_layers()
     matched = refused = 0
     for outcome in match_layers(graph):
-        verdict = outcome if isinstance(outcome, Refused) else _admit(outcome, layers)
+        verdict = outcome if isinstance(outcome, Refused) else _admit_guarded(outcome, layers)
         if isinstance(verdict, Refused):
             refused += 1
             census.refuse(verdict.layer_name, verdict.code, verdict.reason)
@@ -129,6 +129,14 @@ class _Chain:
             "q_prep_lift": self.lift.rewritten,
             "aiter_fusion": self.prepare.rewritten,
         }
+
+
+def _admit_guarded(match: LayerMatch, layers: dict[str, Any]) -> tuple[LayerMatch, Plan, torch.dtype] | Refused:
+    """``_admit``, with a surprise as a refusal: an exception here would take the engine down."""
+    try:
+        return _admit(match, layers)
+    except Exception as error:
+        return Refused(match.layer_name, "not_evaluated", f"admission raised {type(error).__name__}: {error}")
 
 
 def _admit(match: LayerMatch, layers: dict[str, Any]) -> tuple[LayerMatch, Plan, torch.dtype] | Refused:

@@ -85,9 +85,10 @@ def prepare(layer_name: str, layer: Any, inputs: DecodeInputs) -> torch.Tensor:
     """
     chooser = selector_of(layer)
     backend = chooser.choose(inputs).backend
-    if backend is not None:
-        census.engage(layer_name, backend.name)
-    return chooser.prepare(inputs)
+    if backend is None:
+        return chooser.prepare(inputs)  # raises with every candidate's reason
+    census.engage(layer_name, backend.name)
+    return backend.prepare(inputs)
 
 
 def shape_of(layer: Any, *, is_neox: bool, act: torch.dtype, out_dtype: torch.dtype) -> LayerShape:
