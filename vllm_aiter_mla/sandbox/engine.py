@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_aiter_mla.sandbox import SANDBOX_ENV
+from vllm_aiter_mla.sandbox import ON_CPU, ON_GPU, SANDBOX_ENV
 from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec
 
 TIMEOUT_S = 600
@@ -91,11 +91,10 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
     """Environment of the engine's process: sandbox on, private caches, quiet logs."""
     environment = {
         **os.environ,
-        SANDBOX_ENV: "1",
+        **_environment_of_device(spec),
         "VLLM_CACHE_ROOT": str(cache),
         "TORCHINDUCTOR_CACHE_DIR": str(inductor),
         "VLLM_DISABLE_COMPILE_CACHE": "0" if spec.compile_cache else "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if spec.spawn or spec.tensor_parallel_size > 1 else "0",
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
@@ -103,11 +102,21 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+    if spec.interpret:
+        environment["TRITON_INTERPRET"] = "1"
     if not spec.compile_cache:
         # Compiled C++ is found again by its source; whole graphs are not, or a planted bug would not be compiled in.
         environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     if not spec.plugin:
         environment["VLLM_PLUGINS"] = "none"
+    return environment
+
+
+def _environment_of_device(spec: EngineSpec) -> dict[str, str]:
+    if spec.device == "gpu":
+        # AITER's fp8 and fp4 absorb weights, where AITER is on, leave no bf16 ones for the Triton kernel.
+        return {SANDBOX_ENV: ON_GPU, "VLLM_ROCM_USE_AITER_FP8BMM": "0", "VLLM_ROCM_USE_AITER_FP4BMM": "0"}
+    environment = {SANDBOX_ENV: ON_CPU, "VLLM_CPU_KVCACHE_SPACE": "1"}
     if spec.tensor_parallel_size > 1:
         # Two workers on two cores deadlock on vLLM's automatic binding.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(spec.tensor_parallel_size))

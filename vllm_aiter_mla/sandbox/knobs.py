@@ -22,6 +22,10 @@ def apply(spec: EngineSpec) -> None:
         from vllm_aiter_mla.sandbox.fake_aiter.engine import pretend
 
         pretend(spec.fake_arch)
+    if spec.interpret:
+        from vllm_aiter_mla.kernels.triton import interpreter
+
+        interpreter.install()
     if spec.piecewise:
         piecewise.emulate(spec.piecewise)
     if spec.mutation:

@@ -35,6 +35,8 @@ class EngineSpec:
         mutation: "module:function" that plants a bug in the engine's process; tests only.
         dump_graphs: return the post-grad FX graph text by range.
         fake_arch: let the platform look like this AMD card over the fake AITER.
+        interpret: run Triton kernels on CPU tensors through Triton's interpreter.
+        device: "cpu" for the sandbox's platform; "gpu" for vLLM's own, with its Triton MLA back end.
         spawn: run the engine core in its own process, as vLLM does by default.
         compile_cache: keep vLLM's compile cache on, for warm starts.
         plugin: load the plugin at all.
@@ -60,6 +62,8 @@ class EngineSpec:
     mutation: str | None = None
     dump_graphs: bool = False
     fake_arch: str | None = None
+    interpret: bool = False
+    device: str = "cpu"
     spawn: bool = False
     compile_cache: bool = False
     plugin: bool = True

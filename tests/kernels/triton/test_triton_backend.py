@@ -13,14 +13,14 @@ from triton_cases import Case, build, sparse_bytes
 pytest.importorskip("triton")
 
 from vllm_aiter_mla.kernels.inputs import KernelInputError
-from vllm_aiter_mla.kernels.triton import aot, kernel, launcher, tiles
+from vllm_aiter_mla.kernels.triton import aot, backend, kernel, launcher, tiles
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
 
 @pytest.fixture
 def on_any_device(monkeypatch):
     """Let the checks past the device, as under the interpreter."""
-    monkeypatch.setattr(launcher, "interpreted", lambda: True)
+    monkeypatch.setattr(backend, "interpreted", lambda: True)
     monkeypatch.setattr(launcher, "current_arch", lambda: "gfx942")
 
 

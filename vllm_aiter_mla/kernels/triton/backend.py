@@ -10,6 +10,7 @@ import torch
 
 from vllm_aiter_mla.kernels import fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, check_shapes
+from vllm_aiter_mla.kernels.triton import interpreted
 from vllm_aiter_mla.kernels.triton.tiles import Tile, cap_for
 
 # Below 16 neither the matrix instructions nor 16-byte accesses have anything to work on.
@@ -107,10 +108,8 @@ def _contract(inputs: DecodeInputs) -> str | None:
 
 
 def _device(inputs: DecodeInputs) -> str | None:
-    from vllm_aiter_mla.kernels.triton import launcher
-
     device = inputs.q.device
-    if device.type != ("cpu" if launcher.interpreted() else "cuda"):
+    if device.type != ("cpu" if interpreted() else "cuda"):
         return f"a GPU is needed, q is on {device.type}"
     for name in _TENSORS:
         other = getattr(inputs, name).device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -12,13 +11,9 @@ import torch
 
 from vllm_aiter_mla.kernels import fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.triton import interpreted
 from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
 from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, MAX_BLOCK_K, Entry, Tile, entry_for
-
-
-def interpreted() -> bool:
-    """Whether the kernel was imported under TRITON_INTERPRET=1, and therefore runs on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @lru_cache(maxsize=1)

@@ -84,7 +84,7 @@ def _verdict(name: str, engaged: int, total: int, refused: dict[str, Any], kerne
 def scenarios(inputs: Inputs) -> list[dict[str, Any]]:
     """One row per run and scenario of the demos: tokens and log-probabilities against stock."""
     return [
-        {"run": run["name"], "gated": run["gated"], "name": name, **figures}
+        {"run": run["name"], "bound": run.get("bound"), "name": name, **figures}
         for record in inputs.demos
         for run in record.data["runs"]
         for name, figures in run["scenarios"].items()
