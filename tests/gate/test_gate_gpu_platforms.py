@@ -1,0 +1,73 @@
+"""The gate under vLLM's own ROCm and CUDA platform classes; only the driver's answers are made up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_aiter_mla import sandbox
+from vllm_aiter_mla.gate import ATTENTION_OP
+from vllm_aiter_mla.sandbox import child
+from vllm_aiter_mla.sandbox.model import TinyDeepseek
+from vllm_aiter_mla.sandbox.spec import EngineSpec
+
+CHILD = Path(__file__).with_name("gpu_platform_child.py")
+ON = {"additional_config": {"aiter_mla": {"enabled": True}}, "max_num_seqs": 256}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(TinyDeepseek(num_hidden_layers=1).save(tmp_path_factory.mktemp("model")))
+
+
+def build(model, platform, arch, options, **environment):
+    """(what the child says, what it logged)."""
+    request = {"platform": platform, "arch": arch, "model": model, "options": options}
+    run = subprocess.run(
+        [sys.executable, str(CHILD), json.dumps(request)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1]), run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_on_vllms_rocm_platform_one_flag_opens_the_bucket_and_keeps_full_graphs(model, arch):
+    found, log = build(model, "rocm", arch, ON | {"kv_cache_dtype": "fp8"}, VLLM_ROCM_USE_AITER="1")
+    assert found["limit"] == 256
+    assert found["ranges"][0] == [1, 256]
+    assert found["graph_partition"] is True
+    assert found["cudagraph_mode"] == "FULL_AND_PIECEWISE"
+    assert {ATTENTION_OP, "vllm::unified_mla_attention_with_output"} <= set(found["splitting_ops"])
+    assert "decode bucket 1..256" in log
+
+
+def test_on_vllms_rocm_platform_without_the_flag_nothing_of_ours_is_in_the_config(model):
+    found, log = build(model, "rocm", "gfx942", {"kv_cache_dtype": "fp8", "max_num_seqs": 256})
+    assert found["limit"] is None
+    assert ATTENTION_OP not in found["splitting_ops"]
+    assert "aiter-mla" not in log
+
+
+@pytest.mark.parametrize(
+    ("platform", "arch", "cache"), [("cuda", "9.0", "auto"), ("cuda", "9.0", "fp8"), ("rocm", "gfx942", "fp8")]
+)
+def test_the_demo_on_a_gpu_gets_its_attention_and_its_bucket_from_vllm(model, platform, arch, cache):
+    spec = EngineSpec(device="gpu", kernel="triton", kv_cache_dtype=cache)
+    options = child.on_device(spec) | {
+        "additional_config": child.options(spec),
+        "compilation_config": child.compilation(spec),
+        "kv_cache_dtype": cache,
+        "max_num_seqs": spec.max_num_seqs,
+    }
+    found, log = build(model, platform, arch, options, **{sandbox.SANDBOX_ENV: sandbox.ON_GPU})
+    assert found["limit"] == spec.max_num_seqs
+    assert found["backend"] == sandbox.GPU_ATTENTION[1]
+    assert "kernel triton" in log
