@@ -22,7 +22,7 @@ from typing import Any
 from vllm_aiter_mla import bucket
 from vllm_aiter_mla.admission import MLA_ATTENTION_OP, Refusal, admit_config
 from vllm_aiter_mla.compat import config_view, log, platform_hook, user_pass, worker_hook
-from vllm_aiter_mla.report import gauge
+from vllm_aiter_mla.report import announce, gauge
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings, SettingsError, unused_options
 
 ATTENTION_OP = "vllm_aiter_mla::mla_attention_with_prepared_q"
@@ -62,7 +62,7 @@ def apply(vllm_config: Any) -> Decision:
     if refusal is not None:
         # A draft model's config shares compilation_config with its target: the target's pass stays.
         if engaged is None:
-            _decline(refusal, settings)
+            _decline(vllm_config, refusal, settings)
         return Decision(settings, refusal=refusal)
     limit = _limit_of(vllm_config, settings)
     if engaged is not None and settings.max_token_num is None:
@@ -121,11 +121,17 @@ def _engaged_pass(compilation: Any) -> Any:
     return current if isinstance(current, _pipeline_class()) else None
 
 
-def _decline(refusal: Refusal, settings: Settings) -> None:
+def _decline(vllm_config: Any, refusal: Refusal, settings: Settings) -> None:
     line = f"off although it was switched on: {refusal}"
     if settings.strict:
         raise SettingsError(f"{log.PREFIX}{line} (additional_config.aiter_mla.strict=true)")
-    log.say_once(logging.WARNING, line)
+    log.say_once(logging.WARNING, f"{line} (run: vllm-aiter-mla doctor)")
+    announce.declined(
+        code=refusal.code,
+        message=refusal.message,
+        layers=config_view.mla_layer_count(vllm_config.model_config),
+        kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
+    )
 
 
 def _announce(vllm_config: Any, settings: Settings, limit: int) -> None:

@@ -25,6 +25,15 @@ from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 plugin.register()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A declined config writes its census under vLLM's cache root: not under the developer's."""
+    with pytest.MonkeyPatch.context() as patch:
+        root = tmp_path_factory.mktemp("vllm-cache")
+        patch.setenv("VLLM_CACHE_ROOT", str(root))
+        yield root
+
+
 @pytest.fixture(scope="session")
 def without_plugin() -> dict[str, Any]:
     """What a process without the plugin sees: a flag-off config of its own, and our PassConfig unpickled."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 
-from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.compat import log, worker_hook
 from vllm_aiter_mla.report import announce, census
 from vllm_aiter_mla.settings import SettingsError
 
@@ -88,3 +89,17 @@ def test_census_that_cannot_be_written_is_a_warning(said, monkeypatch, tmp_path)
     census.engage(LAYERS[0], "aiter")
     after_warm_up()
     assert any(level == logging.WARNING and "could not be written" in text for level, text in said)
+
+
+def test_census_file_names_the_captured_sizes(said, tmp_path):
+    after_warm_up(capture_sizes=[1, 2, 4])
+    (path,) = tmp_path.glob("census-*.json")
+    assert json.loads(path.read_text())["capture_sizes"] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes", "captured"), [("FULL_AND_PIECEWISE", [4, 1, 2], [1, 2, 4]), ("NONE", [1], []), ("FULL", None, [])]
+)
+def test_census_sizes_are_those_of_graphs_that_exist(mode, sizes, captured):
+    compilation = SimpleNamespace(cudagraph_mode=SimpleNamespace(name=mode), cudagraph_capture_sizes=sizes)
+    assert worker_hook._capture_sizes(compilation) == captured

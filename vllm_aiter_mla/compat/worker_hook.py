@@ -114,7 +114,14 @@ def _take_census(worker: Any) -> None:
         strict=config_view.settings_of(config).strict,
         rank=int(getattr(worker, "rank", 0)),
         key=str(config.compute_hash()),
+        capture_sizes=_capture_sizes(config.compilation_config),
     )
+
+
+def _capture_sizes(compilation: Any) -> list[int]:
+    """Sizes of the graphs that this engine captured; vLLM keeps its list even where the graph mode is NONE."""
+    mode = compilation.cudagraph_mode
+    return [] if mode is None or mode.name == "NONE" else sorted(compilation.cudagraph_capture_sizes or ())
 
 
 def _cache_name(config: Any) -> str:

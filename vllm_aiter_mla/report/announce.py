@@ -14,7 +14,16 @@ from vllm_aiter_mla.report import census, gauge
 from vllm_aiter_mla.settings import SettingsError
 
 
-def after_warm_up(*, total: Sequence[str], limit: int, kv_cache_dtype: str, strict: bool, rank: int, key: str) -> None:
+def after_warm_up(
+    *,
+    total: Sequence[str],
+    limit: int,
+    kv_cache_dtype: str,
+    strict: bool,
+    rank: int,
+    key: str,
+    capture_sizes: Sequence[int] = (),
+) -> None:
     """Complete the census, write it down, and say the verdict once.
 
     Args:
@@ -24,17 +33,45 @@ def after_warm_up(*, total: Sequence[str], limit: int, kv_cache_dtype: str, stri
         strict: whether zero engaged layers is an error.
         rank: of this worker; rank 0 speaks.
         key: identifies the configuration: refusals noted when its graphs were compiled serve later warm starts.
+        capture_sizes: token counts of the captured graphs, for the report.
 
     Raises:
         SettingsError: strict mode, and no layer engaged.
     """
     folder = cache_folder()
     _complete(folder / f"refusals-{key[:16]}-{rank}.json")
-    record = as_record(total, limit, kv_cache_dtype, rank)
+    record = as_record(total, limit, kv_cache_dtype, rank) | {"capture_sizes": list(capture_sizes)}
     gauge.publish(record)
     _write(folder / f"census-{os.getpid()}-{rank}.json", record)
     if rank == 0:
         _say(record, strict)
+
+
+def declined(*, code: str, message: str, layers: int, kv_cache_dtype: str) -> None:
+    """Write down that the whole engine was declined: the file and the gauge say so as the log does.
+
+    Nothing of ours runs in the workers then, so the process that built the config speaks for all ranks.
+
+    Args:
+        code: the refusal's code.
+        message: its line.
+        layers: number of the model's MLA layers; their names are known to the workers alone.
+        kv_cache_dtype: of the engine, as vLLM spells it.
+    """
+    record = {
+        "rank": 0,
+        "total": layers,
+        "engaged": {},
+        "refused": {f"layer {index}": [code, message] for index in range(layers)},
+        "partial": {},
+        "compiled": {},
+        "decode_bucket": [],
+        "capture_sizes": [],
+        "kv_cache_dtype": kv_cache_dtype,
+    }
+    gauge.install()
+    gauge.publish(record)
+    _write(cache_folder() / f"census-{os.getpid()}-0.json", record)
 
 
 def cache_folder() -> Path:
