@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,3 +142,13 @@ def test_install_leaves_no_trace() -> None:
         assert torch.ops.aiter.fused_qk_rope_concat_and_cache_mla is not None
     assert (list(sys.path), os.environ.get("PYTHONPATH"), os.environ.get("FAKE_AITER_ARCH")) == before
     assert "aiter" not in sys.modules
+
+
+def test_the_probe_and_its_package_need_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from vllm_aiter_mla.kernels.aiter import probe_aiter\n"
+        "print(probe_aiter().usable)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr

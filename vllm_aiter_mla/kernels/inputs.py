@@ -96,6 +96,15 @@ def check_shapes(inputs: DecodeInputs) -> None:
     _expect_dtypes(inputs)
 
 
+def contract_violation(inputs: DecodeInputs) -> str | None:
+    """What ``check_shapes`` finds, as a back end's ``refuse`` says it; None where the shared contract holds."""
+    try:
+        check_shapes(inputs)
+    except KernelInputError as error:
+        return str(error)
+    return None
+
+
 def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise KernelInputError(f"{name}: shape {list(shape)} expected, got {list(tensor.shape)}")

@@ -19,7 +19,7 @@ from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
 from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError
 from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.backend import KernelBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, check_shapes
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 
 KERNELS = ("auto", "aiter", "triton", "stock", "reference")
 _KEEP = 4096
@@ -156,11 +156,7 @@ class ReferenceBackend:
 
     def refuse(self, inputs: DecodeInputs) -> str | None:
         """Why the shared contract is broken, or None."""
-        try:
-            check_shapes(inputs)
-        except KernelInputError as error:
-            return str(error)
-        return None
+        return contract_violation(inputs)
 
     def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
         """See ``reference.prepare``."""

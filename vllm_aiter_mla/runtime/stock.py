@@ -6,7 +6,7 @@ import torch
 
 from vllm_aiter_mla.kernels import fp8
 from vllm_aiter_mla.kernels.aiter.platform import Platform
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, check_shapes
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.reference import absorb
 
 
@@ -17,11 +17,7 @@ class StockBackend:
 
     def refuse(self, inputs: DecodeInputs) -> str | None:
         """Why the shared contract is broken, or None."""
-        try:
-            check_shapes(inputs)
-        except KernelInputError as error:
-            return str(error)
-        return None
+        return contract_violation(inputs)
 
     def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
         """See ``KernelBackend.prepare``; rounds RoPE to the activation dtype first, as vLLM does."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.kernels import fp8
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, check_shapes
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, contract_violation
 from vllm_aiter_mla.kernels.triton import interpreted
 from vllm_aiter_mla.kernels.triton.tiles import Tile, cap_for
 
@@ -96,10 +96,9 @@ def _no_triton(inputs: DecodeInputs) -> str | None:
 
 
 def _contract(inputs: DecodeInputs) -> str | None:
-    try:
-        check_shapes(inputs)
-    except KernelInputError as error:
-        return str(error)
+    broken = contract_violation(inputs)
+    if broken is not None:
+        return broken
     if inputs.q.dtype not in (torch.bfloat16, torch.float16):
         return f"q: torch.bfloat16 or torch.float16 expected, got {inputs.q.dtype}"
     if inputs.cos_sin_cache.shape[0] == 0:
@@ -194,13 +193,7 @@ _TENSORS = (
     "k_scale",
     "q_scale",
 )
-_CHECKS: tuple[Callable[[DecodeInputs], str | None], ...] = (
-    _no_triton,
-    _contract,
-    _device,
-    _widths,
-    _layout,
-    _spans,
-    _fp8,
-    _cap,
-)
+ANYWHERE: tuple[Callable[[DecodeInputs], str | None], ...] = (_contract, _widths, _layout, _spans)
+"""The checks that depend on the operands alone; ``plan`` asks them about a card that is not there."""
+
+_CHECKS = (_no_triton, _contract, _device, _widths, _layout, _spans, _fp8, _cap)

@@ -13,7 +13,7 @@ from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.dispatch import PER_HEAD_TOKENS, ViewPolicy
 from vllm_aiter_mla.kernels.aiter.platform import Platform
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, check_shapes
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.triton import backend as triton_backend
 from vllm_aiter_mla.kernels.triton.tiles import TABLE, cap_for, entry_for
 
@@ -150,28 +150,19 @@ def _ask(name: str, platform: Platform, aiter: AiterBackend, inputs: DecodeInput
         entry = entry_for(platform.arch, inputs.num_tokens, inputs.num_heads)
         return _triton(platform, inputs), f"tile {entry.tile.block_t}x{entry.tile.block_l}, {entry.basis}"
     detail = "vLLM's own kernels on private copies" if name == "stock" else "plain PyTorch"
-    return _shapes(inputs), detail
+    return contract_violation(inputs), detail
 
 
 def _triton(platform: Platform, inputs: DecodeInputs) -> str | None:
-    """What ``TritonBackend.refuse`` would say on that card; the checks that look at this machine are left out."""
-    here = (triton_backend._no_triton, triton_backend._device, triton_backend._fp8, triton_backend._cap)
-    for check in triton_backend._CHECKS:
-        if check not in here and (reason := check(inputs)) is not None:
+    """What ``TritonBackend.refuse`` would say there; what it looks at on this machine is answered for that card."""
+    for check in triton_backend.ANYWHERE:
+        if (reason := check(inputs)) is not None:
             return reason
     native = triton_backend.FP8_OF_ARCH.get(platform.arch)
     if inputs.kv_cache.dtype.itemsize == 1 and inputs.kv_cache.dtype != native:
         return f"kv_cache: {platform.arch} converts to {native} in hardware, not to {inputs.kv_cache.dtype}"
     cap = cap_for(platform.arch, inputs.num_heads, inputs.out_dtype.itemsize == 1, inputs.num_tokens)
     return None if cap is None else f"{inputs.num_tokens} tokens: measured slower from {cap.from_tokens} on"
-
-
-def _shapes(inputs: DecodeInputs) -> str | None:
-    try:
-        check_shapes(inputs)
-    except KernelInputError as error:
-        return str(error)
-    return None
 
 
 def _never(*arguments: Any) -> None:
