@@ -26,14 +26,14 @@ REASONS: dict[str, str] = {
     "pcp": "prefill context parallelism splits a prompt over ranks",
     "hisparse": "HiSparse keeps KV rows in host memory",
     "kv_cache_dtype": "the KV cache's dtype or layout is not one the kernels write",
-    "fp8_bmm": "the absorb matrix is held in fp8 for AITER's batched GEMM",
+    "fp8_bmm": "the absorb matrix is held in fp8 for AITER's batched GEMM, and the kernel asked for takes none",
     "graph_partition": "an explicit use_inductor_graph_partition=False cuts the graph at the attention op",
     "splitting_ops": "explicit splitting_ops cut the graph at the attention op or the KV-cache update",
     "user_pass": "the custom pass already in place cannot be chained",
     # -- one layer
     "impl": "the attention implementation is not one the fast path calls correctly",
     "q_padding": "the implementation pads the number of query heads",
-    "no_absorbed_weight": "the layer holds no unquantised absorbed weight W_UK_T",
+    "no_absorbed_weight": "the layer holds no absorbed weight W_UK_T",
     "fp4_bmm": "the absorb matrix is held in fp4 for AITER's batched GEMM",
     "amx_bmm": "the absorb matrix is packed for AMX",
     "cos_sin_dtype": "the cos/sin table has another dtype than the activations",
@@ -75,6 +75,7 @@ class ConfigView:
         use_inductor_graph_partition: as the user gave it; ``None`` when left alone.
         splitting_ops: as the user gave them; ``None`` when left alone.
         fp8_bmm: AITER's fp8 batched GEMM is switched on for the absorb step.
+        kernel: the plugin's kernel option.
     """
 
     vllm_version: str = ""
@@ -93,6 +94,7 @@ class ConfigView:
     kv_cache_dtype: str = "auto"
     model_dtype: str = ""
     fp8_bmm: bool = False
+    kernel: str = "auto"
     use_inductor_graph_partition: bool | None = None
     splitting_ops: tuple[str, ...] | None = None
 
@@ -151,8 +153,8 @@ def _parallel(view: ConfigView) -> Refusal | None:
 def _cache(view: ConfigView) -> Refusal | None:
     if view.hisparse:
         return Refusal("hisparse", "attention_config.hisparse_config is set")
-    if view.fp8_bmm:
-        return Refusal("fp8_bmm", "set VLLM_ROCM_USE_AITER_FP8BMM=0; its fp8 absorb weights are not supported yet")
+    if view.fp8_bmm and view.kernel == "triton":
+        return Refusal("fp8_bmm", "kernel=triton takes no fp8 absorb weights; set VLLM_ROCM_USE_AITER_FP8BMM=0")
     return _kv_cache_dtype(view.kv_cache_dtype, view.model_dtype)
 
 
@@ -203,8 +205,7 @@ class LayerView:
     impl: str = "AiterMLAImpl"
     is_sparse: bool = False
     q_pad_num_heads: int | None = None
-    has_w_uk_t: bool = True
-    fp8_bmm: bool = False
+    has_absorbed_weight: bool = True
     fp4_bmm: bool = False
     amx_bmm: bool = False
     kv_cache_dtype: str = "auto"
@@ -260,11 +261,9 @@ def _implementation(view: LayerView) -> Refusal | None:
 def _absorb(view: LayerView) -> Refusal | None:
     if view.fp4_bmm:
         return Refusal("fp4_bmm", "set VLLM_ROCM_USE_AITER_FP4BMM=0; its fp4 absorb weights are not supported yet")
-    if view.fp8_bmm:
-        return Refusal("fp8_bmm", "set VLLM_ROCM_USE_AITER_FP8BMM=0; its fp8 absorb weights are not supported yet")
     if view.amx_bmm:
         return Refusal("amx_bmm", "the CPU backend packed the absorb weights for AMX; choose CPU_MLA")
-    if not view.has_w_uk_t:
+    if not view.has_absorbed_weight:
         return Refusal("no_absorbed_weight", "the layer has no W_UK_T")
     return None
 

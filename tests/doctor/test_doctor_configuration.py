@@ -35,8 +35,8 @@ def test_every_check_variable_and_example_is_documented(name: str) -> None:
 
 def test_the_documented_formulas_are_those_of_the_code() -> None:
     t, n, p, r, lat = 64, 16, 128, 64, 512
-    for e in (1, 2):
-        step = formulas.Step(t, n, p, r, lat, e)
+    for e, w in ((1, 1), (1, 2), (2, 2)):
+        step = formulas.Step(t, n, p, r, lat, e, w)
         found = {
             launch.name: (launch.read, launch.written) for path in formulas.PATHS.values() for launch in path(step)
         }
@@ -46,7 +46,7 @@ def test_the_documented_formulas_are_those_of_the_code() -> None:
             "RoPE of q_pe and k_pe": (2 * t * (n + 1) * r + t * (2 * r + 8), 2 * t * (n + 1) * r),
             "KV-cache write": (2 * row + 8 * t, e * row),
             "RoPE + KV-cache write": (2 * t * n * r + 2 * row + index, 2 * t * n * r + e * row),
-            "absorb BMM": (2 * n * p * lat + 2 * t * n * p, 2 * t * n * lat),
+            "absorb BMM": (w * n * p * lat + 2 * t * n * p, 2 * t * n * lat),
             "concat": (2 * query, 2 * query),
             "AITER: RoPE, KV write, query": (2 * query + 2 * row + index, e * t * (n + 1) * (lat + r)),
             "Triton: absorb BMM, RoPE, KV write, query": (

@@ -30,6 +30,8 @@ def _off(spec: EngineSpec) -> EngineSpec:
 
 
 _aiter942 = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx942", kv_cache_dtype="fp8")
+# Stock and ours over AITER's fp8 batched GEMM, vLLM's default where AITER is on.
+_fp8_bmm = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx950", fp8_bmm=True)
 _aiter950 = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx950", spawn=True)
 # The real Triton kernel on CPU tensors; a step takes a few tenths of a second.
 _triton = replace(_small, kernel="triton", rounding="single", interpret=True)
@@ -69,6 +71,9 @@ SPECS: dict[str, EngineSpec] = {
     "aiter-gfx942-fp8": _aiter942,
     "reference-gfx942-fp8": replace(_aiter942, kernel="reference"),
     "aiter-gfx950-bf16": _aiter950,
+    "aiter-fp8-bmm-off": _off(_fp8_bmm),
+    "aiter-fp8-bmm-on": _fp8_bmm,
+    "aiter-fp8-bmm-q-prep": replace(_fp8_bmm, stop_after="q_prep_lift"),
     "aiter-gfx942-broken": replace(_aiter942, mutation="engine_mutations:the_aiter_kernel_is_wrong"),
     "triton-on-cpu": replace(_small, scenarios=("short",), kernel="triton"),
     "triton-bf16": _triton,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from test_engine_parity import assert_all_engaged, assert_parity
 
+from vllm_aiter_mla.sandbox.arms import EXACT
+from vllm_aiter_mla.sandbox.compare import compare
+
 
 def kernels(result):
     return [set(record["engaged"].values()) for record in result.census]
@@ -23,6 +26,21 @@ def test_aiter_on_gfx942_with_fp8_equals_the_reference_to_the_bit(engines):
 def test_aiter_on_gfx950_with_bf16_and_a_spawned_engine_core_equals_stock(engines):
     assert kernels(engines("aiter-gfx950-bf16")) == [{"aiter"}]
     assert_parity(engines("small-off"), engines("aiter-gfx950-bf16"))
+
+
+@pytest.mark.engine("small-off", "aiter-fp8-bmm-off", "aiter-fp8-bmm-on")
+def test_absorb_weights_in_fp8_equal_stock_which_multiplies_by_the_same_gemm(engines):
+    stock = engines("aiter-fp8-bmm-off")
+    assert stock.scenarios != engines("small-off").scenarios, "the weights were not held in fp8"
+    assert kernels(engines("aiter-fp8-bmm-on")) == [{"aiter"}]
+    assert_all_engaged(engines("aiter-fp8-bmm-on"))
+    assert_parity(stock, engines("aiter-fp8-bmm-on"))
+
+
+@pytest.mark.engine("aiter-fp8-bmm-off", "aiter-fp8-bmm-q-prep")
+def test_absorb_weights_in_fp8_are_right_where_the_chain_stops_after_pass_2(engines):
+    found = compare(engines("aiter-fp8-bmm-off"), engines("aiter-fp8-bmm-q-prep"))
+    assert all(EXACT.holds(figures) for figures in found.values()), found
 
 
 @pytest.mark.engine("aiter-gfx942-broken")

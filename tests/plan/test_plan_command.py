@@ -14,6 +14,8 @@ from vllm_aiter_mla.cli import plan as cli
 from vllm_aiter_mla.report.plan import command
 
 R1 = ["deepseek-r1", "--max-num-seqs", "256", "-tp", "8"]
+TRITON = ["--additional-config", '{"aiter_mla": {"kernel": "triton"}}']
+DCP = ["--decode-context-parallel-size", "2"]
 MTP = ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}']
 
 
@@ -27,23 +29,25 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_the_page_holds_the_bucket_the_reason_and_the_way_out() -> None:
-    status, out, _ = invoke(*R1, *MTP)
+    status, out, _ = invoke(*R1, *MTP, *TRITON)
     assert status == command.DOES_NOT
     assert "L = 512" in out
-    assert "fp8_bmm: set VLLM_ROCM_USE_AITER_FP8BMM=0" in out
-    status, out, _ = invoke(*R1, *MTP, "--env", "VLLM_ROCM_USE_AITER_FP8BMM=0")
+    assert "fp8_bmm: kernel=triton takes no fp8 absorb weights; set VLLM_ROCM_USE_AITER_FP8BMM=0" in " ".join(
+        out.split()
+    )
+    status, out, _ = invoke(*R1, *MTP)
     assert status == command.ENGAGES
     assert "61/61 MLA layers would engage" in out
 
 
 def test_json_holds_the_same_facts() -> None:
-    status, out, _ = invoke(*R1, "--json", "--arch", "gfx950")
+    status, out, _ = invoke(*R1, *DCP, "--json", "--arch", "gfx950")
     plan = json.loads(out)
     assert (status, plan["verdict"], plan["limit"], plan["arch"]) == (1, "refused", 256, "gfx950")
 
 
 def test_options_of_the_server_itself_are_known() -> None:
-    assert invoke(*R1, "--port", "8001", "--api-key", "k")[0] == command.DOES_NOT
+    assert invoke(*R1, "--port", "8001", "--api-key", "k")[0] == command.ENGAGES
 
 
 def test_a_wrong_option_gives_vllms_own_error(capfd: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +89,7 @@ def test_a_plan_opens_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"a connection to {arguments[1:]}")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    assert invoke(*R1)[0] == command.DOES_NOT
+    assert invoke(*R1)[0] == command.ENGAGES
     assert invoke("no/such-model")[0] == command.WRONG
 
 

@@ -23,12 +23,25 @@ def test_a_supported_model_engages_on_both_cards() -> None:
         assert {span["kernel"] for span in plan["kernels"]} == {"aiter"}
 
 
-def test_vllms_default_fp8_bmm_is_the_reason_and_the_plan_says_how_to_switch_it_off() -> None:
+TRITON = ("--additional-config", '{"aiter_mla": {"kernel": "triton"}}')
+
+
+def test_vllms_default_fp8_bmm_engages_with_aiter_over_weights_of_one_byte() -> None:
     plan = planned("deepseek-r1", "-tp", "8", env=())
-    assert codes(plan) == ["fp8_bmm"]
-    assert plan["reasons"][0]["message"] == admission.admit_config(admission.ConfigView(fp8_bmm=True)).message  # type: ignore[union-attr]
+    assert (plan["verdict"], codes(plan)) == ("engaged", [])
+    assert {span["kernel"] for span in plan["kernels"]} == {"aiter"}
     assert any("--env VLLM_ROCM_USE_AITER_FP8BMM=0" in note for note in plan["assumptions"])
-    assert planned("deepseek-r1", "-tp", "8", env=("VLLM_ROCM_USE_AITER_FP8BMM=1",))["verdict"] == "refused"
+    plain = planned("deepseek-r1", "-tp", "8")
+    moved = [one["figures"]["by_tokens"][1]["aiter"]["bytes"] for one in (plan, plain)]
+    assert moved[1] - moved[0] == 16 * 128 * 512
+
+
+def test_vllms_default_fp8_bmm_is_a_reason_with_the_triton_kernel() -> None:
+    plan = planned("deepseek-r1", "-tp", "8", *TRITON, env=())
+    assert codes(plan)[0] == "fp8_bmm"
+    view = admission.ConfigView(fp8_bmm=True, kernel="triton")
+    assert plan["reasons"][0]["message"] == admission.admit_config(view).message  # type: ignore[union-attr]
+    assert "fp8_bmm" not in codes(planned("deepseek-r1", "-tp", "8", *TRITON))
 
 
 def test_dcp_2_is_refused_with_admissions_own_words() -> None:

@@ -30,6 +30,7 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
         backend=compilation.backend,
         hisparse=getattr(vllm_config.attention_config, "hisparse_config", None) is not None,
         fp8_bmm=_fp8_bmm(),
+        kernel=settings.kernel,
         use_inductor_graph_partition=knobs.use_inductor_graph_partition,
         splitting_ops=knobs.splitting_ops,
         dcp=getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1),

@@ -24,8 +24,7 @@ def layer_view(layer: Any, cos_sin_dtype: torch.dtype | None = None) -> LayerVie
         impl=type(impl).__name__,
         is_sparse=bool(getattr(impl, "is_sparse", False)),
         q_pad_num_heads=getattr(layer, "q_pad_num_heads", None),
-        has_w_uk_t=isinstance(getattr(layer, "W_UK_T", None), torch.Tensor),
-        fp8_bmm=bool(getattr(layer, "is_aiter_triton_fp8_bmm_enabled", False)),
+        has_absorbed_weight=isinstance(getattr(layer, "W_K" if uses_fp8_bmm(layer) else "W_UK_T", None), torch.Tensor),
         fp4_bmm=bool(getattr(layer, "is_aiter_triton_fp4_bmm_enabled", False)),
         amx_bmm=bool(getattr(layer, "is_amx_bmm_enabled", False)),
         kv_cache_dtype=layer.kv_cache_dtype,
@@ -46,9 +45,17 @@ def layer_view(layer: Any, cos_sin_dtype: torch.dtype | None = None) -> LayerVie
 
 
 def activation_dtype(layer: Any) -> torch.dtype | None:
-    """The dtype the layer computes in: that of its absorbed weight."""
+    """The dtype the layer computes in: that of its absorbed weight, or the model's where that is held in fp8."""
+    if uses_fp8_bmm(layer):
+        dtype = layer._vllm_config.model_config.dtype
+        return dtype if isinstance(dtype, torch.dtype) else None
     weight = getattr(layer, "W_UK_T", None)
     return weight.dtype if isinstance(weight, torch.Tensor) else None
+
+
+def uses_fp8_bmm(layer: Any) -> bool:
+    """Whether vLLM keeps the layer's absorbed weight in fp8, as ``W_K`` [N, L, P] and ``W_K_scale``."""
+    return bool(getattr(layer, "is_aiter_triton_fp8_bmm_enabled", False))
 
 
 def prepared_query_dtype(layer: Any, act: torch.dtype) -> torch.dtype:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_aiter_mla.kernels import fp8
+
 
 class KernelInputError(ValueError):
     """A tensor handed to a kernel breaks the shared contract; the message names the tensor and the value."""
@@ -22,7 +24,7 @@ class DecodeInputs:
         q: [T, N, P+R] act, not rotated; any row and head stride, last stride 1.
         k_pe: [T, R] act, not rotated; any row stride.
         kv_c: [T, L] act, after its norm; any row stride.
-        w_uk_t: [N, P, L] act, the absorbed up-projection.
+        w_uk_t: [N, P, L] act, the absorbed up-projection; or fp8 with ``w_uk_scale``.
         kv_cache: [blocks, block_size, L+R] act or the platform's fp8 type (never raw uint8). Written in place.
         slot_mapping: [S] int64; block * block_size + offset, or -1 for a row without a KV row.
         positions: [T] int64; clamped into the table as AITER does.
@@ -31,6 +33,7 @@ class DecodeInputs:
         q_scale: one float32, dequantisation scale of the query.
         is_neox: True pairs (i, i + R/2), False (GPT-J, DeepSeek) pairs (2i, 2i+1).
         out_dtype: dtype of the prepared query: act, or fp8 where the cache is fp8.
+        w_uk_scale: one float32, dequantisation scale of an fp8 ``w_uk_t``; None beside a weight in act.
     """
 
     q: torch.Tensor
@@ -45,6 +48,7 @@ class DecodeInputs:
     q_scale: torch.Tensor
     is_neox: bool
     out_dtype: torch.dtype
+    w_uk_scale: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -112,18 +116,17 @@ def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 def _expect_dtypes(inputs: DecodeInputs) -> None:
     act = inputs.q.dtype
-    for name in ("k_pe", "kv_c", "w_uk_t", "cos_sin_cache"):
+    for name in ("k_pe", "kv_c", "cos_sin_cache"):
         dtype = getattr(inputs, name).dtype
         if dtype != act:
             raise KernelInputError(f"{name}: dtype {act} (that of q) expected, got {dtype}")
+    _expect_weight(inputs)
     for name in ("slot_mapping", "positions"):
         dtype = getattr(inputs, name).dtype
         if dtype != torch.int64:
             raise KernelInputError(f"{name}: torch.int64 expected, got {dtype}")
     for name in ("k_scale", "q_scale"):
-        tensor = getattr(inputs, name)
-        if tensor.dtype != torch.float32 or tensor.numel() < 1:
-            raise KernelInputError(f"{name}: one float32 element expected, got {tensor.numel()} of {tensor.dtype}")
+        _expect_scale(name, getattr(inputs, name))
     cache = inputs.kv_cache.dtype
     if cache == torch.uint8:
         raise KernelInputError("kv_cache: view uint8 storage as the platform's fp8 type first, got torch.uint8")
@@ -135,3 +138,19 @@ def _expect_dtypes(inputs: DecodeInputs) -> None:
         raise KernelInputError(f"kv_cache: fp8 or {act} expected, got {cache}")
     if inputs.out_dtype not in allowed:
         raise KernelInputError(f"out_dtype: one of {allowed} expected beside a {cache} cache, got {inputs.out_dtype}")
+
+
+def _expect_weight(inputs: DecodeInputs) -> None:
+    act, dtype = inputs.q.dtype, inputs.w_uk_t.dtype
+    if inputs.w_uk_scale is None:
+        if dtype != act:
+            raise KernelInputError(f"w_uk_t: dtype {act} (that of q) expected without a w_uk_scale, got {dtype}")
+        return
+    if not fp8.is_fp8(dtype):
+        raise KernelInputError(f"w_uk_t: an e4m3 type expected beside a w_uk_scale, got {dtype}")
+    _expect_scale("w_uk_scale", inputs.w_uk_scale)
+
+
+def _expect_scale(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype != torch.float32 or tensor.numel() < 1:
+        raise KernelInputError(f"{name}: one float32 element expected, got {tensor.numel()} of {tensor.dtype}")

@@ -33,6 +33,7 @@ class Numerics:
 
 
 AITER = Numerics()
+FP8_GROUP = 128  # values that share a scale in the fp8 absorb product; vLLM's group_size
 TWO_ROUNDING = Numerics(rounding="two")
 
 
@@ -59,11 +60,34 @@ def prepare(inputs: DecodeInputs, numerics: Numerics = AITER) -> torch.Tensor:
     q_nope, q_pe = inputs.q.split([inputs.nope_dim, inputs.rope_dim], dim=-1)
     q_rot = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), inputs.is_neox)
     inv_q = _reciprocal(inputs.q_scale)
-    q_out[..., : inputs.latent_dim] = store_nope(absorb(q_nope, inputs.w_uk_t), inv_q, inputs.out_dtype)
+    q_out[..., : inputs.latent_dim] = store_nope(absorbed(inputs, q_nope), inv_q, inputs.out_dtype)
     q_out[..., inputs.latent_dim :] = store_rope(q_rot, inv_q, inputs.out_dtype, inputs.q.dtype, numerics)
     if inputs.slot_mapping.numel() and inputs.kv_cache.numel():
         scatter_rows(inputs.kv_cache, inputs.slot_mapping, kv_rows(inputs, cos, sin, numerics))
     return q_out
+
+
+def absorbed(inputs: DecodeInputs, q_nope: torch.Tensor) -> torch.Tensor:
+    """The absorbed query [T, N, L] of ``inputs``, by the product that its weight's type asks for."""
+    if inputs.w_uk_scale is None:
+        return absorb(q_nope, inputs.w_uk_t)
+    return absorb_fp8(q_nope, inputs.w_uk_t, inputs.w_uk_scale)
+
+
+def absorb_fp8(q_nope: torch.Tensor, w_uk_t: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
+    """q_nope [T, N, P] x fp8 W_UK_T [N, P, L] -> [T, N, L] in q_nope's dtype, as AITER's fp8 batched GEMM computes it.
+
+    Each 128 values of a row are quantised by their own largest magnitude; the products, exact in float32, are summed
+    there and scaled twice. Source: batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant.
+    """
+    flavour = fp8.flavour_of(w_uk_t.dtype)
+    total = q_nope.new_zeros((w_uk_t.shape[0], q_nope.shape[0], w_uk_t.shape[2]), dtype=torch.float32)
+    for first in range(0, q_nope.shape[2], FP8_GROUP):
+        group = q_nope[..., first : first + FP8_GROUP].transpose(0, 1)
+        step = group.abs().amax(-1, keepdim=True).clamp(min=1e-10).float() * (1.0 / flavour.max)
+        codes = fp8.round_saturating(group.float() * step.reciprocal(), flavour)
+        total += torch.bmm(codes.float(), w_uk_t[:, first : first + FP8_GROUP].float()) * step
+    return (total * w_scale.reshape(-1)[0]).to(q_nope.dtype).transpose(0, 1).contiguous()
 
 
 def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.report import census
 from vllm_aiter_mla.runtime import context, kernel
+from vllm_aiter_mla.runtime.absorb import weight_of
 
 
 def fused_qk_rope_kv_cache_q_prep(
@@ -43,11 +44,12 @@ def fused_qk_rope_kv_cache_q_prep(
         shape = kernel.shape_of(ctx.layer, is_neox=is_neox, act=q.dtype, out_dtype=out_dtype)
         census.engage(ctx.name, kernel.plan(ctx.layer, shape).kernel or "none")
         return _empty(q, k_pe, kv_c, out_dtype)
+    w_uk_t, w_uk_scale = weight_of(ctx.layer)
     inputs = DecodeInputs(
         q=q,
         k_pe=k_pe,
         kv_c=kv_c,
-        w_uk_t=ctx.layer.W_UK_T,
+        w_uk_t=w_uk_t,
         kv_cache=context.fp8_view(ctx.kv_cache),
         slot_mapping=ctx.slots[: q.shape[0]],
         positions=positions,
@@ -56,6 +58,7 @@ def fused_qk_rope_kv_cache_q_prep(
         q_scale=ctx.layer._q_scale,
         is_neox=is_neox,
         out_dtype=out_dtype,
+        w_uk_scale=w_uk_scale,
     )
     return kernel.prepare(ctx.name, ctx.layer, inputs)
 

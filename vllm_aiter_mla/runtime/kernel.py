@@ -16,6 +16,7 @@ from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING
 from vllm_aiter_mla.report import census
+from vllm_aiter_mla.runtime.absorb import weight_of
 from vllm_aiter_mla.settings import Settings
 
 _settings: WeakKeyDictionary[Any, Settings] = WeakKeyDictionary()
@@ -94,6 +95,7 @@ def prepare(layer_name: str, layer: Any, inputs: DecodeInputs) -> torch.Tensor:
 def shape_of(layer: Any, *, is_neox: bool, act: torch.dtype, out_dtype: torch.dtype) -> LayerShape:
     """What decides the kernel of a layer, without a batch."""
     quantised = layer.kv_cache_dtype.startswith("fp8")
+    weight, weight_scale = weight_of(layer)
     return LayerShape(
         heads=layer.num_heads,
         nope_dim=layer.qk_nope_head_dim,
@@ -102,9 +104,10 @@ def shape_of(layer: Any, *, is_neox: bool, act: torch.dtype, out_dtype: torch.dt
         block_size=layer._vllm_config.cache_config.block_size or 16,
         is_neox=is_neox,
         act=act,
-        device=layer.W_UK_T.device,
+        device=weight.device,
         latent=layer.kv_lora_rank,
         rope=layer.qk_rope_head_dim,
+        weight_dtype=None if weight_scale is None else weight.dtype,
     )
 
 

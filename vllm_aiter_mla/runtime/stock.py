@@ -7,7 +7,7 @@ import torch
 from vllm_aiter_mla.kernels import fp8
 from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
-from vllm_aiter_mla.kernels.reference import absorb
+from vllm_aiter_mla.runtime.absorb import absorb
 
 
 class StockBackend:
@@ -25,7 +25,7 @@ class StockBackend:
         q_pe = q_pe.contiguous()
         if inputs.num_tokens:
             self._rotate_and_write(inputs, q_pe)
-        query = torch.cat([absorb(q_nope, inputs.w_uk_t), q_pe], dim=-1)
+        query = torch.cat([absorb(q_nope, inputs.w_uk_t, inputs.w_uk_scale), q_pe], dim=-1)
         return query if not fp8.is_fp8(inputs.out_dtype) else _quantise(query, inputs.q_scale)
 
     def _rotate_and_write(self, inputs: DecodeInputs, q_pe: torch.Tensor) -> None:

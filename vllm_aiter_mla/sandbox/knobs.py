@@ -19,9 +19,11 @@ def apply(spec: EngineSpec) -> None:
     if spec.linear == "aten":
         plain_linears()
     if spec.fake_arch:
-        from vllm_aiter_mla.sandbox.fake_aiter.engine import pretend
+        from vllm_aiter_mla.sandbox.fake_aiter import engine
 
-        pretend(spec.fake_arch)
+        engine.pretend(spec.fake_arch)
+        if spec.fp8_bmm:
+            engine.hold_weights_in_fp8()
     if spec.interpret:
         from vllm_aiter_mla.kernels.triton import interpreter
 

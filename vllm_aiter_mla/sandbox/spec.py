@@ -35,6 +35,7 @@ class EngineSpec:
         mutation: "module:function" that plants a bug in the engine's process; tests only.
         dump_graphs: return the post-grad FX graph text by range.
         fake_arch: let the platform look like this AMD card over the fake AITER.
+        fp8_bmm: hold absorbed weights in fp8, over the fake AITER.
         interpret: run Triton kernels on CPU tensors through Triton's interpreter.
         device: "cpu" for the sandbox's platform; "gpu" for vLLM's own, with its Triton MLA back end.
         spawn: run the engine core in its own process, as vLLM does by default.
@@ -62,6 +63,7 @@ class EngineSpec:
     mutation: str | None = None
     dump_graphs: bool = False
     fake_arch: str | None = None
+    fp8_bmm: bool = False
     interpret: bool = False
     device: str = "cpu"
     spawn: bool = False

@@ -11,7 +11,7 @@ import torch
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.dispatch import VIEW_POLICIES, Plan, ViewPolicy, apply_view, make_plan
-from vllm_aiter_mla.kernels.aiter.module import Op, load_op
+from vllm_aiter_mla.kernels.aiter.module import Gemm, Op, load_fp8_gemm, load_op
 from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.aiter.tables import Halves, KernelCaptureError, TableHalves
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError
@@ -42,6 +42,8 @@ class AiterBackend:
     Args:
         platform: the card.
         op: AITER's op; imported and checked by default.
+        fp8_gemm: gives AITER's batched GEMM over fp8 weights, or why there is none; asked when the first such layer
+            comes.
         view: how the cache is handed over, hence which kernel runs; see ``make_plan``.
         capturing: whether a graph is being captured.
 
@@ -58,6 +60,7 @@ class AiterBackend:
         op: Op | None = None,
         view: ViewPolicy = "auto",
         capturing: Callable[[], bool] = is_capturing,
+        fp8_gemm: Callable[[], Gemm | str] = load_fp8_gemm,
     ) -> None:
         if view not in VIEW_POLICIES and not isinstance(view, int):
             raise ValueError(f"view: one of {', '.join(VIEW_POLICIES)} or a number of tokens expected, got {view!r}")
@@ -66,6 +69,8 @@ class AiterBackend:
         self.tables = TableHalves(capturing)
         self._op = load_op() if op is None else op
         self._capturing = capturing
+        self._load_fp8_gemm = fp8_gemm
+        self._fp8_gemm: Gemm | str | None = None
         self._decisions: dict[tuple[Any, ...], Decision] = {}
         self._warm: set[tuple[Any, ...]] = set()
 
@@ -89,6 +94,8 @@ class AiterBackend:
         reason = contract.violation(inputs, self.platform)
         if reason is not None:
             return Decision(reason)
+        if inputs.w_uk_scale is not None and isinstance(gemm := self._gemm(), str):
+            return Decision(f"fp8-absorb: {gemm}; set VLLM_ROCM_USE_AITER_FP8BMM=0")
         tokens = inputs.slot_mapping.shape[0]
         plan = make_plan(inputs.kv_cache, tokens, inputs.num_heads, inputs.rope_dim, self.platform, self.view)
         return Decision(contract.kernel_violation(plan, inputs.num_heads, tokens), plan)
@@ -115,9 +122,28 @@ class AiterBackend:
         key = self._guard_capture(inputs)
         halves = self.tables.halves(inputs.cos_sin_cache)
         q_nope, q_pe = inputs.q.split([inputs.nope_dim, inputs.rope_dim], dim=-1)
-        launch(self._op, reference.absorb(q_nope, inputs.w_uk_t), q_pe, inputs, q_out, halves, decision.plan)
+        launch(self._op, self._absorbed(inputs, q_nope), q_pe, inputs, q_out, halves, decision.plan)
         self._warm.add(key)
         return q_out
+
+    def _absorbed(self, inputs: DecodeInputs, q_nope: torch.Tensor) -> torch.Tensor:
+        """[T, N, 512] in the activation dtype: a bmm, or for an fp8 weight AITER's GEMM as vLLM calls it."""
+        gemm = None if inputs.w_uk_scale is None else self._gemm()
+        if gemm is None or isinstance(gemm, str):
+            return reference.absorb(q_nope, inputs.w_uk_t)
+        return gemm(
+            q_nope.transpose(0, 1),
+            inputs.w_uk_t.transpose(1, 2),
+            inputs.w_uk_scale,
+            group_size=reference.FP8_GROUP,
+            dtype=q_nope.dtype,
+            transpose_bm=True,
+        )
+
+    def _gemm(self) -> Gemm | str:
+        if self._fp8_gemm is None:
+            self._fp8_gemm = self._load_fp8_gemm()
+        return self._fp8_gemm
 
     def defined_rows(self, inputs: DecodeInputs) -> int:
         """How many leading rows of the result are defined: one per slot, padded slots included."""

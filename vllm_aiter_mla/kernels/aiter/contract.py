@@ -101,8 +101,21 @@ def _activation(inputs: DecodeInputs, platform: Platform) -> str | None:
     act = inputs.kv_c.dtype
     if act not in ACTIVATIONS:
         return f"kv_c is {act}"
-    others = _named(inputs, "q", "k_pe", "w_uk_t", "cos_sin_cache")
+    others = _named(inputs, "q", "k_pe", "cos_sin_cache", *(() if inputs.w_uk_scale is not None else ("w_uk_t",)))
     return _first(f"{name} is {tensor.dtype} beside {act}" for name, tensor in others if tensor.dtype != act)
+
+
+def _fp8_absorb(inputs: DecodeInputs, platform: Platform) -> str | None:
+    scale = inputs.w_uk_scale
+    if scale is None:
+        return None
+    if inputs.w_uk_t.dtype != platform.fp8:
+        return f"w_uk_t is {inputs.w_uk_t.dtype} beside a w_uk_scale"
+    if inputs.kv_c.dtype not in (torch.bfloat16, torch.float16):
+        return f"activations in {inputs.kv_c.dtype}"
+    if scale.dtype != torch.float32 or scale.numel() < 1 or scale.device != inputs.w_uk_t.device:
+        return f"w_uk_scale is {scale.numel()} element(s) of {scale.dtype} on {scale.device}"
+    return None
 
 
 def _cache_bytes(inputs: DecodeInputs, platform: Platform) -> str | None:
@@ -207,6 +220,8 @@ CHECKS = (
     Check("table", "the rotary width decides the kernel", "pass cos beside sin, 32 + 32", _table),
     Check("activation-dtype", "AITER reads all of them as kv_c's type, and aborts on an unknown one",
           "cast the model and its rotary table to one of bf16, fp16, fp32", _activation),
+    Check("fp8-absorb", "AITER's batched GEMM asserts on other output types and reads the weight as the card's fp8",
+          "set VLLM_ROCM_USE_AITER_FP8BMM=0", _fp8_absorb),
     Check("cache-uint8", "AITER aborts on uint8: 'kv cache data type is not supported'",
           "view it as the card's fp8 type", _cache_bytes),
     Check("cache-dtype", "another fp8 flavour or integer type ends in an abort or an assertion, another float type is"
@@ -261,7 +276,8 @@ def span_violation(q_nope: torch.Tensor) -> str | None:
 def call_key(inputs: DecodeInputs) -> tuple[Any, ...]:
     """What the checks, the choice of kernel and the call depend on; equal keys are treated alike."""
     tensors = (getattr(inputs, name) for name in OPERANDS)
-    return (inputs.is_neox, inputs.out_dtype, *map(_tensor_key, tensors))
+    scale = None if inputs.w_uk_scale is None else _tensor_key(inputs.w_uk_scale)
+    return (inputs.is_neox, inputs.out_dtype, scale, *map(_tensor_key, tensors))
 
 
 def layer_key(inputs: DecodeInputs) -> tuple[Any, ...]:
@@ -271,7 +287,7 @@ def layer_key(inputs: DecodeInputs) -> tuple[Any, ...]:
     """
     return (
         inputs.num_heads, inputs.nope_dim, inputs.rope_dim, inputs.latent_dim, inputs.q.dtype, inputs.kv_cache.dtype,
-        inputs.out_dtype, inputs.is_neox, inputs.kv_cache.device,
+        inputs.out_dtype, inputs.is_neox, inputs.kv_cache.device, inputs.w_uk_t.dtype,
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ class LayerShape:
         device: where to run.
         latent: ``kv_lora_rank``.
         rope: rope width.
+        weight_dtype: of the absorbed weight where it is held in fp8, for AITER's batched GEMM; None for ``act``.
     """
 
     heads: int
@@ -47,6 +48,7 @@ class LayerShape:
     device: str | torch.device = "cpu"
     latent: int = 512
     rope: int = 64
+    weight_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +115,15 @@ def synthetic_inputs(shape: LayerShape, tokens: int = TOKENS, seed: int = 20260)
     angles = torch.rand(4 * tokens, shape.rope // 2, generator=generator) * 6.283
     table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(shape.act).to(shape.device)
     raw = torch.full((blocks, shape.block_size, width * shape.cache_dtype.itemsize), PATTERN, dtype=torch.uint8)
+    weight = normal(shape.heads, shape.nope_dim, shape.latent, scale=shape.nope_dim**-0.5)
+    weight_scale = None
+    if shape.weight_dtype is not None:
+        weight, weight_scale = _in_fp8(weight, fp8.flavour_of(shape.weight_dtype))
     return DecodeInputs(
         q=normal(tokens, shape.heads, shape.nope_dim + shape.rope),
         k_pe=normal(tokens, shape.rope),
         kv_c=normal(tokens, shape.latent),
-        w_uk_t=normal(shape.heads, shape.nope_dim, shape.latent, scale=shape.nope_dim**-0.5),
+        w_uk_t=weight,
         kv_cache=raw.to(shape.device).view(shape.cache_dtype),
         slot_mapping=slots.to(shape.device),
         positions=torch.randint(0, 4 * tokens, (tokens,), generator=generator).to(shape.device),
@@ -126,7 +132,15 @@ def synthetic_inputs(shape: LayerShape, tokens: int = TOKENS, seed: int = 20260)
         q_scale=torch.tensor(0.047, dtype=torch.float32, device=shape.device),
         is_neox=shape.is_neox,
         out_dtype=shape.out_dtype,
+        w_uk_scale=weight_scale,
     )
+
+
+def _in_fp8(weight: torch.Tensor, flavour: fp8.Fp8Flavour) -> tuple[torch.Tensor, torch.Tensor]:
+    """(fp8 weight [N, P, L] with unit stride along P, its scale), laid out as vLLM's ``W_K.transpose(1, 2)``."""
+    scale = weight.float().abs().max() / flavour.max
+    codes = fp8.round_saturating(weight.transpose(1, 2).contiguous().float() / scale, flavour)
+    return codes.transpose(1, 2), scale
 
 
 def warm_up(backend: KernelBackend, shape: LayerShape) -> None:
@@ -142,13 +156,13 @@ def self_check(backend: KernelBackend, shape: LayerShape, bounds: Bounds | None 
 
     Call it on every rank, outside graph capture; it synchronises with the device. If a longer batch runs on another
     kernel of the back end, that one is checked too. ``bounds`` defaults to :data:`OWN_BMM` for Triton, which holds
-    the BMM, and to :data:`EXACT` for the others, which share the reference's.
+    the BMM, and over fp8 weights, whose GEMM is AITER's; to :data:`EXACT` where the reference's BMM is shared.
 
     Raises:
         KernelCaptureError: called inside a capture.
     """
     if bounds is None:
-        bounds = OWN_BMM if backend.name == "triton" else EXACT
+        bounds = OWN_BMM if backend.name == "triton" or shape.weight_dtype is not None else EXACT
     warm_up(backend, shape)
     result = _check_once(backend, synthetic_inputs(shape), bounds)
     kernel_of = getattr(backend, "kernel_of", None)

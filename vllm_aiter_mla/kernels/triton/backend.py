@@ -88,7 +88,8 @@ class TritonBackend:
 def _key(inputs: DecodeInputs) -> tuple[Any, ...]:
     """All that the checks depend on: shapes, strides, dtypes and devices; the architecture is fixed for a process."""
     tensors = [getattr(inputs, name) for name in ("q", *_TENSORS)]
-    return (inputs.is_neox, inputs.out_dtype, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+    scaled = inputs.w_uk_scale is not None
+    return (inputs.is_neox, inputs.out_dtype, scaled, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
 
 
 def _no_triton(inputs: DecodeInputs) -> str | None:
@@ -101,6 +102,8 @@ def _contract(inputs: DecodeInputs) -> str | None:
         return broken
     if inputs.q.dtype not in (torch.bfloat16, torch.float16):
         return f"q: torch.bfloat16 or torch.float16 expected, got {inputs.q.dtype}"
+    if inputs.w_uk_scale is not None:
+        return f"w_uk_t: {inputs.q.dtype} expected, got {inputs.w_uk_t.dtype}; set VLLM_ROCM_USE_AITER_FP8BMM=0"
     if inputs.cos_sin_cache.shape[0] == 0:
         return "cos_sin_cache: at least one row expected, got none"
     return None

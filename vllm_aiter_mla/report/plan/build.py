@@ -67,14 +67,16 @@ def kernel_shape(options: ServeOptions, model: ModelFacts) -> kernels.LayerKerne
         act=getattr(torch, options.dtype, torch.bfloat16),
         quantised=options.kv_cache_dtype.startswith("fp8"),
         block_size=options.block_size,
+        fp8_absorb=verdict.fp8_absorb(options, model),
     )
 
 
 def _figures(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, Any]:
     heads, stored = verdict.heads_per_rank(options, model), _stored(options)
     table = {}
+    weight = 1 if verdict.fp8_absorb(options, model) else formulas.ACT
     for tokens in sorted({1, min(64, limit), limit}):
-        step = formulas.Step(tokens, heads, model.nope, model.rope, model.latent, stored)
+        step = formulas.Step(tokens, heads, model.nope, model.rope, model.latent, stored, weight)
         table[tokens] = {
             name: {
                 "launches": [asdict(launch) for launch in path(step)],

@@ -21,6 +21,7 @@ class Step:
         heads: N, query heads of the rank.
         nope, rope, latent: P, R and L.
         stored: e, bytes of a value in the KV cache and in the prepared query; 1 for fp8, 2 for bfloat16.
+        weight: w, bytes of a value of the absorbed weight; 1 under VLLM_ROCM_USE_AITER_FP8BMM.
     """
 
     tokens: int
@@ -29,6 +30,7 @@ class Step:
     rope: int
     latent: int
     stored: int
+    weight: int = ACT
 
     @property
     def query(self) -> int:
@@ -113,6 +115,6 @@ def table_halves_bytes(max_position: int, rope: int) -> int:
 
 
 def _absorb(step: Step) -> Launch:
-    weights = ACT * step.heads * step.nope * step.latent
+    weights = step.weight * step.heads * step.nope * step.latent
     latent = ACT * step.tokens * step.heads * step.latent
     return Launch("absorb BMM", weights + ACT * step.tokens * step.heads * step.nope, latent)

@@ -30,6 +30,7 @@ class LayerKernelShape:
         act: activation dtype.
         quantised: whether cache and prepared query are fp8.
         block_size: of the KV cache.
+        fp8_absorb: whether the absorbed weight is held in fp8.
     """
 
     heads: int
@@ -39,6 +40,7 @@ class LayerKernelShape:
     act: torch.dtype
     quantised: bool
     block_size: int
+    fp8_absorb: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def spans(
     """The bucket ``1..limit`` cut where the answer changes; ``view`` is the option ``aiter_view``."""
     platform = platform_of(arch)
     # The op is never called: a refusal and a plan are metadata.
-    aiter = AiterBackend(platform, op=_never, view=cast(ViewPolicy, view))
+    aiter = AiterBackend(platform, op=_never, view=cast(ViewPolicy, view), fp8_gemm=lambda: _never)
     found: list[KernelSpan] = []
     for tokens in _points(limit, view):
         one = _at(kernel, platform, aiter, operands(shape, platform, tokens))
@@ -105,7 +107,7 @@ def operands(shape: LayerKernelShape, platform: Platform, tokens: int) -> Decode
         q=empty(tokens, shape.heads, shape.nope + shape.rope),
         k_pe=empty(tokens, shape.rope),
         kv_c=empty(tokens, shape.latent),
-        w_uk_t=empty(shape.heads, shape.nope, shape.latent),
+        w_uk_t=empty(shape.heads, shape.nope, shape.latent, dtype=platform.fp8 if shape.fp8_absorb else shape.act),
         kv_cache=empty(blocks, shape.block_size, width, dtype=stored),
         slot_mapping=empty(tokens, dtype=torch.int64),
         positions=empty(tokens, dtype=torch.int64),
@@ -114,6 +116,7 @@ def operands(shape: LayerKernelShape, platform: Platform, tokens: int) -> Decode
         q_scale=empty(1, dtype=torch.float32),
         is_neox=False,
         out_dtype=stored,
+        w_uk_scale=empty(1, dtype=torch.float32) if shape.fp8_absorb else None,
     )
 
 
@@ -165,7 +168,7 @@ def _triton(platform: Platform, inputs: DecodeInputs) -> str | None:
     return None if cap is None else f"{inputs.num_tokens} tokens: measured slower from {cap.from_tokens} on"
 
 
-def _never(*arguments: Any) -> None:
+def _never(*arguments: Any) -> Any:
     raise AssertionError("a plan launches nothing")
 
 

@@ -92,6 +92,7 @@ def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
         kv_cache_dtype=options.kv_cache_dtype,
         model_dtype=options.dtype,
         fp8_bmm=rocm and env.on("VLLM_ROCM_USE_AITER") and env.on("VLLM_ROCM_USE_AITER_FP8BMM"),
+        kernel=options.settings.kernel,
         use_inductor_graph_partition=compilation.use_inductor_graph_partition,
         splitting_ops=None if ops is None else tuple(ops),
     )
@@ -99,18 +100,10 @@ def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
 
 def layer_view(options: ServeOptions, model: ModelFacts) -> LayerView:
     """One of the model's MLA layers as the pass would read it; all of them are alike."""
-    env = options.env
-    aiter = options.arch.startswith("gfx") and env.on("VLLM_ROCM_USE_AITER")
     return LayerView(
         impl=implementation(options, model),
         is_sparse=model.is_sparse,
-        fp8_bmm=aiter and env.on("VLLM_ROCM_USE_AITER_FP8BMM"),
-        # vLLM's MLAAttention: CDNA4 only, and only where kv_b_proj is held in bfloat16.
-        fp4_bmm=aiter
-        and options.arch == "gfx950"
-        and env.on("VLLM_ROCM_USE_AITER_FP4BMM")
-        and not model.kv_b_quantised
-        and options.dtype == "bfloat16",
+        fp4_bmm=fp4_absorb(options, model),
         kv_cache_dtype=options.kv_cache_dtype,
         model_dtype=options.dtype,
         dcp_world_size=options.dcp,
@@ -121,6 +114,20 @@ def layer_view(options: ServeOptions, model: ModelFacts) -> LayerView:
         qk_rope_head_dim=model.rope,
         kv_lora_rank=model.latent,
         v_head_dim=model.v,
+    )
+
+
+def fp8_absorb(options: ServeOptions, model: ModelFacts) -> bool:
+    """Whether vLLM would hold the absorbed weight in fp8: where AITER is on, unless it is switched off or fp4."""
+    on = options.arch.startswith("gfx") and options.env.on("VLLM_ROCM_USE_AITER")
+    return on and options.env.on("VLLM_ROCM_USE_AITER_FP8BMM") and not fp4_absorb(options, model)
+
+
+def fp4_absorb(options: ServeOptions, model: ModelFacts) -> bool:
+    """Whether it would be held in fp4. vLLM's MLAAttention: CDNA4 only, and where kv_b_proj is held in bfloat16."""
+    on = options.arch == "gfx950" and options.env.on("VLLM_ROCM_USE_AITER")
+    return (
+        on and options.env.on("VLLM_ROCM_USE_AITER_FP4BMM") and not model.kv_b_quantised and options.dtype == "bfloat16"
     )
 
 

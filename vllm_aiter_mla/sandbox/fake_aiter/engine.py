@@ -36,6 +36,22 @@ def pretend(arch: str) -> Platform:
     return _fake_platform(arch)
 
 
+def hold_weights_in_fp8() -> None:
+    """Let vLLM keep absorbed weights in fp8 and multiply by AITER's batched GEMM, as it does by default on ROCm.
+
+    Call it after :func:`pretend`, before a model is loaded. vLLM calls the GEMM once for each of 1024 batch sizes while
+    it loads a layer, to compile them; the fake has nothing to compile, so two are left.
+    """
+    from vllm._aiter_ops import rocm_aiter_ops
+    from vllm.model_executor.layers.attention import mla_attention
+
+    def enabled(cls: type) -> bool:
+        return True
+
+    rocm_aiter_ops.is_fp8bmm_enabled = classmethod(enabled)  # type: ignore[method-assign, assignment]
+    vars(mla_attention)["tqdm"] = lambda sizes, **_: sizes[:2]
+
+
 def resume() -> Platform | None:
     """In a spawned worker: fake the checks again if the parent did; the import path is inherited. None otherwise."""
     arch = os.environ.get(_ENV)

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vllm_aiter_mla.kernels.aiter.module import FP8_GEMM
+
 VERSIONS = ("0.1.20", "0.1.19", "0.1.7", "0.1.20+future", "broken", "namespace", "pypi")
 
 _TENSORS = (
@@ -38,6 +40,10 @@ def fused_qk_rope_concat_and_cache_mla(
     {arguments},
 ) -> None: ...
 """
+_GEMM = '''"""Stand-in for AITER's batched GEMM over fp8 weights."""
+
+from vllm_aiter_mla.sandbox.fake_aiter.gemm import batched_gemm as {name}
+'''
 _CORE = '''"""Stand-in for AITER's just-in-time layer: registers the one op the fake has."""
 
 from vllm_aiter_mla.sandbox.fake_aiter import op
@@ -71,6 +77,8 @@ def write_tree(root: Path, version: str = "0.1.20", prebuilt: bool = True, edita
     _write(package / "ops" / "__init__.py", "")
     if version != "broken":
         _write(package / "ops" / "cache.py", _SOURCE.format(op=_op_source(version)))
+        _write(package / "ops" / "triton" / "__init__.py", "")
+        _write(package / "ops" / "triton" / f"{FP8_GEMM}.py", _GEMM.format(name=FP8_GEMM))
     if version != "namespace":
         _write(package / "__init__.py", "from .ops.cache import *  # noqa\n")
     if prebuilt:

@@ -1,0 +1,202 @@
+"""Absorbed weights in fp8, vLLM's default where AITER is on: AITER's batched GEMM in front of its fused op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_aiter.support import FP8, ROCM, inputs, same_bytes, twin
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_aiter_mla.admission import ConfigView, admit_config
+from vllm_aiter_mla.compat import layer_view
+from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels.aiter import AiterBackend, LayerShape, Platform, self_check
+from vllm_aiter_mla.kernels.aiter.module import load_fp8_gemm
+from vllm_aiter_mla.kernels.aiter.selfcheck import synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.runtime import absorb as layer_absorb
+from vllm_aiter_mla.runtime.stock import StockBackend
+from vllm_aiter_mla.sandbox.fake_aiter import gemm, install, op
+
+ARCHES = ("gfx942", "gfx950")
+
+
+@pytest.fixture(params=ARCHES)
+def arch(request) -> Iterator[str]:
+    with install(request.param):
+        yield request.param
+        op.forget()
+        gemm.calls.clear()
+
+
+def shape(arch: str, cache: torch.dtype | None = None, heads: int = 4, nope: int = 128) -> LayerShape:
+    stored = FP8[arch] if cache is None else cache
+    return LayerShape(heads, nope, stored, stored, 16, False, weight_dtype=FP8[arch])
+
+
+def operands(arch: str, **changes) -> DecodeInputs:
+    return synthetic_inputs(shape(arch, **changes))
+
+
+def bf16_steps(a: torch.Tensor, b: torch.Tensor) -> int:
+    def ordinal(x: torch.Tensor) -> torch.Tensor:
+        raw = x.contiguous().view(torch.int16).int()
+        return torch.where(raw < 0, -(raw & 0x7FFF), raw)
+
+    return int((ordinal(a) - ordinal(b)).abs().max())
+
+
+@pytest.mark.parametrize("cache", [None, torch.bfloat16])
+def test_the_call_is_vllms_gemm_and_then_the_fused_op(arch, cache) -> None:
+    bound, given_ = AiterBackend(Platform(arch, ROCM)), operands(arch, cache=cache)
+    assert bound.refuse(given_) is None
+    other = twin(given_)
+    q_out = bound.prepare(given_)
+    assert gemm.calls == [(4, 7)]
+    assert len(op.launches) == 1
+    expected = reference.prepare(other, bound.numerics(other))
+    assert same_bytes(given_.kv_cache, other.kv_cache)
+    assert q_out.shape == (7, 4, 576)
+    # The two add up in another order; what is rotated does not pass through the product.
+    assert same_bytes(q_out[..., 512:], expected[..., 512:])
+    if cache is torch.bfloat16:
+        assert bf16_steps(q_out[..., :512], expected[..., :512]) <= 1
+
+
+@pytest.mark.parametrize("cache", [None, torch.bfloat16])
+def test_the_self_check_passes_over_fp8_weights(arch, cache) -> None:
+    result = self_check(AiterBackend(Platform(arch, ROCM)), shape(arch, cache))
+    assert result.ok, result.message
+
+
+@given(
+    tokens=st.integers(1, 9),
+    heads=st.integers(1, 5),
+    nope=st.sampled_from([16, 64, 128, 192, 256]),
+    flavour=st.sampled_from([torch.float8_e4m3fn, torch.float8_e4m3fnuz]),
+    magnitude=st.sampled_from([0.0, 1e-12, 1.0, 3e4]),
+)
+def test_reference_and_fake_agree_within_one_step_of_bf16(tokens, heads, nope, flavour, magnitude) -> None:
+    generator = torch.Generator().manual_seed(tokens * 1000 + heads * 100 + nope)
+    q = (torch.randn(tokens, heads, nope, generator=generator) * magnitude).bfloat16()
+    weight = fp8.round_saturating(torch.randn(heads, 512, nope, generator=generator) * 30, fp8.flavour_of(flavour))
+    scale = torch.tensor(0.01)
+    ours = reference.absorb_fp8(q, weight.transpose(1, 2), scale)
+    theirs = gemm.batched_gemm(q.transpose(0, 1), weight, scale, transpose_bm=True)
+    assert ours.shape == theirs.shape == (tokens, heads, 512)
+    assert ours.is_contiguous()
+    near_zero = (ours.float() - theirs.float()).abs() <= 1e-6 * theirs.float().abs().max()
+    assert bf16_steps(torch.where(near_zero, theirs, ours), theirs) <= 1
+
+
+def test_the_product_is_close_to_the_unquantised_one(arch) -> None:
+    given_ = operands(arch)
+    exact = torch.einsum("tnp,npl->tnl", given_.q[..., :128].double(), given_.w_uk_t.double() * given_.w_uk_scale)
+    found = reference.absorbed(given_, given_.q[..., :128])
+    # Quantising q to e4m3 by group costs half a step of 2**-3 per factor; over 128 terms a few percent of the norm.
+    assert (found.double() - exact).norm() / exact.norm() < 0.05
+
+
+def test_a_missing_gemm_is_a_refusal_that_names_the_switch(arch) -> None:
+    bound = AiterBackend(Platform(arch, ROCM), fp8_gemm=lambda: "no such module")
+    assert bound.refuse(operands(arch)) == "fp8-absorb: no such module; set VLLM_ROCM_USE_AITER_FP8BMM=0"
+    assert bound.refuse(inputs(arch)) is None, "layers with plain weights do not need it"
+
+
+def test_without_aiter_the_gemm_is_a_reason_and_no_error() -> None:
+    assert str(load_fp8_gemm()).startswith("AITER's fp8 batched GEMM cannot be imported")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda given_: {"w_uk_scale": None}, "w_uk_t is torch.float8"),
+        (lambda given_: {"w_uk_t": given_.w_uk_t.float().bfloat16()}, "w_uk_t is torch.bfloat16 beside a w_uk_scale"),
+        (lambda given_: {"w_uk_scale": given_.w_uk_scale.double()}, "w_uk_scale is 1 element(s) of torch.float64"),
+    ],
+)
+def test_a_weight_and_a_scale_that_do_not_belong_together_are_refused(arch, change, says) -> None:
+    given_ = operands(arch)
+    broken = replace(given_, **change(given_))
+    assert says in str(AiterBackend(Platform(arch, ROCM)).refuse(broken))
+    assert contract_violation(broken) is not None
+    assert contract_violation(given_) is None
+
+
+def test_the_fp8_type_of_the_other_card_is_refused(arch) -> None:
+    (other,) = set(ARCHES) - {arch}
+    given_ = replace(operands(arch), w_uk_t=operands(other).w_uk_t)
+    assert "fp8-absorb" in str(AiterBackend(Platform(arch, ROCM)).refuse(given_))
+
+
+def test_kernels_are_chosen_apart_for_both_kinds_of_weight(arch) -> None:
+    bound = AiterBackend(Platform(arch, ROCM))
+    plain = inputs(arch, nope=128)
+    bound.prepare(plain)
+    bound.prepare(operands(arch))
+    assert gemm.calls == [(4, 7)]
+    assert len(bound._warm) == 2
+
+
+def test_the_triton_kernel_declines_and_the_gate_says_so_beforehand() -> None:
+    pytest.importorskip("triton")
+    from vllm_aiter_mla.kernels.triton import backend
+
+    assert "VLLM_ROCM_USE_AITER_FP8BMM=0" in str(backend._contract(operands("gfx942")))
+    refusal = admit_config(ConfigView(fp8_bmm=True, kernel="triton"))
+    assert refusal is not None
+    assert refusal.code == "fp8_bmm"
+    for kernel in ("auto", "aiter", "stock"):
+        assert admit_config(ConfigView(fp8_bmm=True, kernel=kernel)) is None
+
+
+def test_vllms_own_kernels_multiply_by_the_same_gemm(arch, monkeypatch) -> None:
+    given_ = operands(arch, cache=torch.bfloat16)
+    monkeypatch.setattr(StockBackend, "_rotate_and_write", lambda *arguments: None)
+    q_out = StockBackend().prepare(given_)
+    assert gemm.calls == [(4, 7)]
+    assert bf16_steps(q_out[..., :512], reference.absorbed(given_, given_.q[..., :128])) <= 1
+
+
+def layer(**attributes) -> SimpleNamespace:
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+    return SimpleNamespace(_vllm_config=config, **attributes)
+
+
+def test_a_layers_weight_is_read_as_vllm_keeps_it() -> None:
+    plain = layer(W_UK_T=torch.zeros(4, 128, 512, dtype=torch.float16))
+    assert layer_absorb.weight_of(plain) == (plain.W_UK_T, None)
+    assert layer_view.activation_dtype(plain) == torch.float16
+    codes, scale = torch.zeros(4, 512, 128).to(torch.float8_e4m3fn), torch.tensor(0.5)
+    held = layer(is_aiter_triton_fp8_bmm_enabled=True, W_K=codes, W_K_scale=scale)
+    weight, found = layer_absorb.weight_of(held)
+    assert (weight.shape, weight.data_ptr(), found) == ((4, 128, 512), codes.data_ptr(), scale)
+    assert layer_view.activation_dtype(held) == torch.bfloat16
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(lambda found, x, w, s, **how: found(x, w, s * 2, **how), id="the weight's scale is applied twice"),
+        pytest.param(lambda found, x, w, s, **how: found(x, w.flip(1), s, **how), id="the latent columns are reversed"),
+        pytest.param(
+            lambda found, x, w, s, **how: found(x, w, s, **how).roll(1, 0), id="a row gets its neighbour's product"
+        ),
+        pytest.param(
+            lambda found, x, w, s, **how: found(x, w, s, **how | {"group_size": 64}), id="a group of 64 instead of 128"
+        ),
+    ],
+)
+def test_mutation_of_the_product_is_caught_by_the_self_check(arch, plant) -> None:
+    bound = AiterBackend(
+        Platform(arch, ROCM), fp8_gemm=lambda: lambda x, w, s, **how: plant(gemm.batched_gemm, x, w, s, **how)
+    )
+    result = self_check(bound, shape(arch, torch.bfloat16))
+    assert not result.ok
+    assert result.differences["q nope"].steps > 1
