@@ -235,7 +235,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (TraceError, re.error) as error:
         print(f"trace_census: {error}", file=sys.stderr)
         return 2
-    print(json.dumps([census.as_record() for census in found], indent=1) if given.json else table(found))
+    record = {"tool": "trace_census", "traces": [census.as_record() for census in found]}
+    print(json.dumps(record, indent=1) if given.json else table(found))
     return 0 if all(census.writes for census in found) else 1
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_support import DATA, engine_result, made_up_bench
+from report_support import DATA, engine_result, made_up_bench, made_up_measurements
 
 from vllm_aiter_mla.report.page.render import html_of
 
@@ -39,8 +39,17 @@ def bench_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def page(kept: Path, bench_json: Path) -> str:
-    return html_of([kept, bench_json, DATA / "verify.json"])
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """What the tools write, with made-up figures: the machine says so."""
+    folder = tmp_path_factory.mktemp("measured")
+    for name, data in made_up_measurements().items():
+        (folder / name).write_text(json.dumps(data))
+    return sorted(folder.iterdir())
+
+
+@pytest.fixture(scope="session")
+def page(kept: Path, bench_json: Path, measured: list[Path]) -> str:
+    return html_of([kept, bench_json, DATA / "verify.json", *measured])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Recorded data of the report's tests, and a bench file whose figures are made up and say so."""
+"""Recorded data of the report's tests, and files whose figures are made up and say so."""
 
 from __future__ import annotations
 
@@ -50,3 +50,34 @@ def _bench_row(tokens: int, heads: int, quantised: bool, ratio: float | None) ->
         "gbps": None,
         "bytes_once": 1,
     }
+
+
+def made_up_measurements() -> dict[str, dict[str, Any]]:
+    """What the three tools write, by file name."""
+    about = {"card": "made up for a test", "vllm": "0", "torch": "0"}
+    both = {"about": about, "census": "61/61 MLA layers engaged (aiter)", "baseline": "stock-fused"}
+    point = {"input": 1024, "prefix": 0, "output": 256, "rate": 2.5}
+    figures = {"mean": 20.0, "stderr": 0.5, "n": 3}
+    estimates = {"ttft": [figures, figures | {"mean": 10.0}], "tpot": [figures, figures]}
+    rows = [
+        {"point": point, "estimates": estimates, "invalid": None},
+        {"point": point | {"rate": 50.0}, "estimates": {}, "invalid": "on, run 2: 3 of 200 requests failed"},
+    ]
+    scores = {name: {"value": 0.9, "stderr": 0.01} for name in ("strict-match", "flexible-extract")}
+    answers = {arm: {str(run): {"figures": scores, "answers": {}} for run in range(3)} for arm in ("off", "on")}
+    return {
+        "serving.json": {"tool": "serve_bench", **both, "rows": rows, "results": {}},
+        "gsm8k.json": {"tool": "accuracy", **both, "answers": answers},
+        "traces.json": {"tool": "trace_census", "traces": [_trace("off.json", UNFUSED), _trace("on.json", FUSED)]},
+    }
+
+
+UNFUSED = {"rope + kv": 122, "concat + quant": 122}
+FUSED = {"fused": 122}
+
+
+def _trace(name: str, counts: dict[str, int]) -> dict[str, Any]:
+    per = {role: count / 122 for role, count in counts.items()}
+    shared = {"kind": "kernels", "kv_writes": 122, "microseconds_per_layer_and_step": {}}
+    launches = {"per_layer_and_step": per, "launches_per_layer_and_step": sum(per.values())}
+    return shared | launches | {"trace": name, "counts": counts}

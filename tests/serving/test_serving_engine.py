@@ -15,6 +15,8 @@ import pytest
 import serve_bench
 from serving import small
 
+from vllm_aiter_mla.report.page.render import html_of
+
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
@@ -55,6 +57,14 @@ def test_served_arms_make_a_table(served: tuple[int, str, dict[str, Any]]) -> No
     for part in ("| 24 | 8 | 8 | 8 |", "## Not claimed", "CPU", "Anything about a GPU", "not judged"):
         assert part in page
     assert "faster" not in page
+
+
+def test_report_takes_what_both_tools_wrote(
+    served: tuple[int, str, dict[str, Any]], answered: tuple[int, str, dict[str, Any]], work: Path
+) -> None:
+    page = html_of([work / "bench.json", work / "accuracy.json"])
+    assert "Serving: flag off against on" in page
+    assert page.count("MLA layers engaged (reference") == 2
 
 
 def test_every_request_was_answered_in_full_in_three_runs_of_each_arm(

@@ -158,7 +158,7 @@ def test_the_plugins_own_kernels_are_known_by_their_names() -> None:
 
 def test_a_pattern_can_be_replaced(recorded: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main([str(recorded[1]), "--pattern", "fused=nothing", "--json"]) == 0
-    census = json.loads(capsys.readouterr().out)[0]
+    census = json.loads(capsys.readouterr().out)["traces"][0]
     assert "fused" not in census["counts"]
     assert census["counts"]["kv write"] == LAYERS * STEPS + 1
 

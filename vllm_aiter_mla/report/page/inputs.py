@@ -1,4 +1,4 @@
-"""Recognise what was given: a kept demo, a demo, verify, bench or plan JSON, a census, one engine's result."""
+"""Recognise what was given: a kept demo, a JSON of one of the commands or tools, a census, one engine's result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 EXPECTED = (
     "a folder of `demo --keep`, the JSON of `demo --json`, `verify --json`, `bench --json` or `plan --json`, "
-    "a census of a served run, or one engine's result"
+    "the JSON of tools/trace_census.py, serve_bench.py or accuracy.py, a census of a served run, or one engine's result"
 )
 
 
@@ -37,6 +37,9 @@ class Inputs:
         benches: see ``demos``.
         plans: see ``demos``.
         censuses: one per rank of a served run.
+        traces: ``tools/trace_census.py --json``.
+        servings: ``tools/serve_bench.py --json``.
+        accuracies: ``tools/accuracy.py --json``.
         engines: single engine runs with their graphs, named "run0-off" and so on in a kept demo.
     """
 
@@ -45,6 +48,9 @@ class Inputs:
     benches: list[Record] = field(default_factory=list)
     plans: list[Record] = field(default_factory=list)
     censuses: list[Record] = field(default_factory=list)
+    traces: list[Record] = field(default_factory=list)
+    servings: list[Record] = field(default_factory=list)
+    accuracies: list[Record] = field(default_factory=list)
     engines: list[Record] = field(default_factory=list)
 
     def one_by_one(self) -> Iterator[tuple[Record, Inputs]]:
@@ -63,6 +69,9 @@ _KINDS: tuple[tuple[str, dict[str, type | tuple[type, ...]]], ...] = (
     ("verifies", {"machine": dict, "engine": str, "results": list}),
     ("benches", {"machine": dict, "copy_gbps": (int, float), "rows": list}),
     ("plans", {"compile_ranges": dict, "captures": dict, "verdict": str}),
+    ("traces", {"tool": str, "traces": list}),
+    ("servings", {"tool": str, "about": dict, "rows": list}),
+    ("accuracies", {"tool": str, "about": dict, "answers": dict}),
     ("censuses", {"engaged": dict, "refused": dict, "total": int, "decode_bucket": list}),
 )
 

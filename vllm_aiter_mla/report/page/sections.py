@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_aiter_mla import __version__
-from vllm_aiter_mla.report.page import graphs, svg
+from vllm_aiter_mla.report.page import graphs, measured, svg
 from vllm_aiter_mla.report.page.inputs import Inputs, Record
 
 CPU = "CPU, reference kernels"
@@ -23,6 +23,9 @@ def build(inputs: Inputs) -> dict[str, Any]:
         "planned": planned(inputs),
         "benches": [bench(record, f"b{number}") for number, record in enumerate(inputs.benches)],
         "verifies": [verify(record, f"v{number}") for number, record in enumerate(inputs.verifies)],
+        "traces": measured.traces(inputs),
+        "servings": measured.servings(inputs),
+        "accuracies": measured.accuracies(inputs),
         "versions": versions(inputs),
         "plugin": __version__,
         "not_measured": NOT_MEASURED,
@@ -262,6 +265,8 @@ def versions(inputs: Inputs) -> list[dict[str, str]]:
         rows += [{"input": record.name, "what": k, "version": v} for k, v in record.data["versions"].items()]
     for record in (*inputs.benches, *inputs.verifies):
         rows += [{"input": record.name, "what": k, "version": v} for k, v in record.data["machine"].items()]
+    for record in (*inputs.servings, *inputs.accuracies):
+        rows += [{"input": record.name, "what": k, "version": v} for k, v in record.data["about"].items()]
     for record in inputs.plans:
         rows += [
             {"input": record.name, "what": "vllm-aiter-mla", "version": record.data["plugin"]},
