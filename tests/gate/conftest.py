@@ -20,6 +20,7 @@ from vllm.config import PassConfig
 
 from vllm_aiter_mla import gate, plugin
 from vllm_aiter_mla.compat import log, register
+from vllm_aiter_mla.report import gauge
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 plugin.register()
@@ -31,6 +32,8 @@ def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         root = tmp_path_factory.mktemp("vllm-cache")
         patch.setenv("VLLM_CACHE_ROOT", str(root))
+        # Else the gate makes a folder for this process, and every server that a later test starts inherits it.
+        patch.setenv(gauge.FOLDER, str(tmp_path_factory.mktemp("gauge")))
         yield root
 
 

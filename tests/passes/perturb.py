@@ -39,9 +39,12 @@ class Base:
     @contextlib.contextmanager
     def editing(self) -> Iterator[Builder]:
         """The layers, to be spoiled."""
-        yield self.builder
-        _restore(self.builder, self._pristine)
-        self.builder.extra.clear()
+        try:
+            yield self.builder
+        finally:
+            # Whatever happened: the next example must not start from this one's ruins.
+            _restore(self.builder, self._pristine)
+            self.builder.extra.clear()
         if str(self.builder.t.meta["val"]) != self._symbol:
             self._build()  # an edit has fixed the number of tokens for good
 
@@ -52,13 +55,23 @@ def perturb(b: Builder, draw: Draw) -> str:
         before, extra = _snapshot(b), list(b.extra)
         edit = EDITS[draw(len(EDITS))]
         try:
-            done = edit(b, draw)
+            done = _edited(edit, b, draw)
             _refresh(b, before)
             return f"{edit.__name__}: {done}"
         except InvalidEditError:
             b.extra[:] = extra
             _restore(b, before)
     raise InvalidEditError
+
+
+def _edited(edit: Callable[[Builder, Draw], str], b: Builder, draw: Draw) -> str:
+    """``edit`` applied; what torch does not accept while a node is put in is no edit. No pass has run yet."""
+    try:
+        return edit(b, draw)
+    except InvalidEditError:
+        raise
+    except Exception as error:
+        raise InvalidEditError from error
 
 
 Snapshot = dict[fx.Node, tuple[Any, ...]]

@@ -56,8 +56,10 @@ def base_of(index: int) -> Base:
 def outcome_of(index: int, draw: Draw, edits: int) -> str:
     """Edit two layers, rewrite, compare: what became of them, or why the edit is void."""
     with base_of(index).editing() as builder:
+        done: list[str] = []
         try:
-            done = [perturb(builder, draw) for _ in range(edits)]
+            for _ in range(edits):
+                done.append(perturb(builder, draw))
             gm = builder.finish(*builder.extra)
             return check(gm, builder, (DECODE, PADDED, MIXED)[draw(3)], STOPS[draw(3)])
         except InvalidEditError:

@@ -122,6 +122,18 @@ def test_gauge_hooks_a_module_that_is_loaded_already_and_only_once(vllm_like: Pa
     assert 'state="engaged"} 2.0' in run(script + textwrap.dedent(SHOWN), vllm_like)
 
 
+def test_gauge_of_a_declined_config_gives_way_to_the_workers_of_the_next_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
+    gauge.publish(
+        {"rank": 0, "engaged": {}, "refused": {"layer 0": ["dcp", ""], "layer 1": ["dcp", ""]}}, declined=True
+    )
+    assert gauge.counts(gauge._read()) == {"engaged": 0, "refused": 2}
+    gauge.publish({"rank": 0, "engaged": {"a": "aiter", "b": "aiter"}, "refused": {}})
+    assert gauge.counts(gauge._read()) == {"engaged": 2, "refused": 0}
+
+
 def test_gauge_never_raises_into_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
     gauge.publish({})

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,6 +43,15 @@ def test_workers_that_ignore_the_end_are_killed(fakes: SimpleNamespace) -> None:
     assert all(gone(pid) for pid in workers)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler: a run in the background of a shell inherits a SIGINT that is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interruption_stops_the_server(fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     fakes.set(server="hangs")
     threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()

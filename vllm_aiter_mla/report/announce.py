@@ -70,7 +70,7 @@ def declined(*, code: str, message: str, layers: int, kv_cache_dtype: str) -> No
         "kv_cache_dtype": kv_cache_dtype,
     }
     gauge.install()
-    gauge.publish(record)
+    gauge.publish(record, declined=True)
     _write(cache_folder() / f"census-{os.getpid()}-0.json", record)
 
 

@@ -35,6 +35,7 @@ FOLDER = "AITER_MLA_GAUGE_DIR"
 
 _LOGGERS = "vllm.v1.metrics.loggers"
 _MARK = "_aiter_mla_gauge"
+_DECLINED = "declined.json"
 _folder: tempfile.TemporaryDirectory[str] | None = None
 
 
@@ -47,13 +48,15 @@ def install() -> None:
     _guarded(_install)
 
 
-def publish(record: dict[str, Any]) -> None:
+def publish(record: dict[str, Any], declined: bool = False) -> None:
     """Leave one worker's census for the front end. Never raises; does nothing where no run was prepared.
 
     Args:
         record: of ``announce.as_record``.
+        declined: it speaks for an engine that was declined as a whole; it counts only where no worker has written,
+            because the process may build another engine after it.
     """
-    _guarded(lambda: _publish(record))
+    _guarded(lambda: _publish(record, declined))
 
 
 def counts(records: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -78,10 +81,10 @@ def _install() -> None:
         sys.meta_path.insert(0, _WhenLoaded())
 
 
-def _publish(record: dict[str, Any]) -> None:
+def _publish(record: dict[str, Any], declined: bool) -> None:
     folder = os.environ.get(FOLDER)
     if folder and Path(folder).is_dir():
-        path = Path(folder) / f"{os.getpid()}-{record['rank']}.json"
+        path = Path(folder) / (_DECLINED if declined else f"{os.getpid()}-{record['rank']}.json")
         new = path.with_suffix(".new")
         new.write_text(json.dumps({key: sorted(record[key]) for key in ("engaged", "refused")}))
         new.replace(path)
@@ -89,7 +92,9 @@ def _publish(record: dict[str, Any]) -> None:
 
 def _read() -> list[dict[str, Any]]:
     folder = os.environ.get(FOLDER)
-    return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))] if folder else []
+    found = sorted(Path(folder).glob("*.json")) if folder else []
+    workers = [path for path in found if path.name != _DECLINED]
+    return [json.loads(path.read_text()) for path in workers or found]
 
 
 def _wrap(module: ModuleType) -> None:

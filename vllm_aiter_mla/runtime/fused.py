@@ -42,7 +42,9 @@ def fused_qk_rope_kv_cache_q_prep(
             )
         # Profiling: attention zero-fills its output and reads none of this.
         shape = kernel.shape_of(ctx.layer, is_neox=is_neox, act=q.dtype, out_dtype=out_dtype)
-        census.engage(ctx.name, kernel.plan(ctx.layer, shape).kernel or "none")
+        planned = kernel.plan(ctx.layer, shape).kernel
+        if planned is not None:  # else the first call with a cache raises, with every back end's reason
+            census.engage(ctx.name, planned)
         return _empty(q, k_pe, kv_c, out_dtype)
     w_uk_t, w_uk_scale = weight_of(ctx.layer)
     inputs = DecodeInputs(
