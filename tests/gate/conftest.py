@@ -26,15 +26,14 @@ from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 plugin.register()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@pytest.fixture(autouse=True)
+def cache_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A declined config writes its census under vLLM's cache root: not under the developer's."""
-    with pytest.MonkeyPatch.context() as patch:
-        root = tmp_path_factory.mktemp("vllm-cache")
-        patch.setenv("VLLM_CACHE_ROOT", str(root))
-        # Else the gate makes a folder for this process, and every server that a later test starts inherits it.
-        patch.setenv(gauge.FOLDER, str(tmp_path_factory.mktemp("gauge")))
-        yield root
+    root = tmp_path / "vllm-cache"
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(root))
+    # Else the gate makes a folder for this process, and every server that a later test starts inherits it.
+    monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
+    return root
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from test_demo import result
 
 from vllm_aiter_mla import admission, sandbox
 from vllm_aiter_mla.admission import LayerView, admit_layer
+from vllm_aiter_mla.report import gauge
 from vllm_aiter_mla.sandbox import arms, child, demo, engine
 from vllm_aiter_mla.sandbox.arms import Options
 from vllm_aiter_mla.sandbox.spec import EngineSpec
@@ -49,6 +50,11 @@ def test_the_engine_on_a_gpu_runs_on_vllms_own_platform(tmp_path):
     assert not {"VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"} & (environment.keys() - os.environ.keys())
     # With fp8 absorb weights there would be no W_UK_T for the kernel.
     assert environment["VLLM_ROCM_USE_AITER_FP8BMM"] == "0"
+
+
+def test_an_engine_does_not_inherit_the_gauge_of_the_process_that_starts_it(monkeypatch, tmp_path):
+    monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
+    assert gauge.FOLDER not in engine.environment_for(EngineSpec(), tmp_path, tmp_path)
 
 
 def test_the_options_for_a_gpu_are_options_of_this_vllm(tmp_path):

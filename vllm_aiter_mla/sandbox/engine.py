@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from vllm_aiter_mla.report import gauge
 from vllm_aiter_mla.sandbox import ON_CPU, ON_GPU, SANDBOX_ENV
 from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec
 
@@ -109,6 +110,8 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
         environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     if not spec.plugin:
         environment["VLLM_PLUGINS"] = "none"
+    # This process may have built a config of its own: its engine's gauge is not this one's.
+    environment.pop(gauge.FOLDER, None)
     return environment
 
 
