@@ -56,7 +56,8 @@ def pretend_cards(properties: types.SimpleNamespace, capability: tuple[int, int]
 def main(request: dict[str, Any]) -> dict[str, Any]:
     """Load the plugins, build the config, say what the gate made of it and what attention back end vLLM takes."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    {"rocm": take_rocm, "cuda": take_cuda}[request["platform"]](request["arch"])
+    if request["platform"] != "cpu":
+        {"rocm": take_rocm, "cuda": take_cuda}[request["platform"]](request["arch"])
     if request.get("fp8_bmm"):
         from vllm._aiter_ops import rocm_aiter_ops
 
