@@ -11,9 +11,8 @@ import torch
 from fake_aiter.support import FP8, ROCM, backend, inputs, same_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_aiter_mla.kernels.aiter import KernelCaptureError, Platform, fp8_view
-from vllm_aiter_mla.kernels.aiter.platform import detect_arch, parse_rocm
-from vllm_aiter_mla.kernels.aiter.tables import TableHalves
+from vllm_aiter_mla.kernels.aiter.platform import Platform, detect_arch, fp8_view, parse_rocm
+from vllm_aiter_mla.kernels.aiter.tables import KernelCaptureError, TableHalves
 from vllm_aiter_mla.kernels.inputs import KernelInputError
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
 

@@ -11,10 +11,11 @@ import torch
 from fake_aiter.support import FP8, ROCM, backend, fate, inputs, twin
 
 from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.aiter import Platform, contract
+from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.backend import launch
 from vllm_aiter_mla.kernels.aiter.dispatch import make_plan
 from vllm_aiter_mla.kernels.aiter.module import load_op
+from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from vllm_aiter_mla.admission import ConfigView, admit_config
 from vllm_aiter_mla.compat import layer_view
 from vllm_aiter_mla.kernels import fp8, reference
-from vllm_aiter_mla.kernels.aiter import AiterBackend, LayerShape, Platform, self_check
+from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.module import load_fp8_gemm
-from vllm_aiter_mla.kernels.aiter.selfcheck import synthetic_inputs
+from vllm_aiter_mla.kernels.aiter.platform import Platform
+from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, self_check, synthetic_inputs
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.runtime import absorb as layer_absorb
 from vllm_aiter_mla.runtime.stock import StockBackend

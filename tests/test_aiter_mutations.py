@@ -10,9 +10,10 @@ import torch
 from fake_aiter.support import FP8, ROCM, fate, inputs
 
 from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.aiter import AiterBackend, LayerShape, Platform, SelfCheckResult, self_check
-from vllm_aiter_mla.kernels.aiter.backend import Decision
+from vllm_aiter_mla.kernels.aiter.backend import AiterBackend, Decision
 from vllm_aiter_mla.kernels.aiter.dispatch import make_plan
+from vllm_aiter_mla.kernels.aiter.platform import Platform
+from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, SelfCheckResult, self_check
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from fake_aiter.support import ROCM
 
-from vllm_aiter_mla.kernels.aiter import AiterUnavailableError, Platform, load_op, probe_aiter
-from vllm_aiter_mla.kernels.aiter.module import schema_problem
-from vllm_aiter_mla.kernels.aiter.probe import OP, REQUIRED, signature_problem
+from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError, load_op, schema_problem
+from vllm_aiter_mla.kernels.aiter.platform import Platform
+from vllm_aiter_mla.kernels.aiter.probe import OP, REQUIRED, probe_aiter, signature_problem
 from vllm_aiter_mla.kernels.select import aiter_factory
 from vllm_aiter_mla.sandbox.fake_aiter import install, write_tree
 
@@ -147,7 +147,7 @@ def test_install_leaves_no_trace() -> None:
 def test_the_probe_and_its_package_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from vllm_aiter_mla.kernels.aiter import probe_aiter\n"
+        "from vllm_aiter_mla.kernels.aiter.probe import probe_aiter\n"
         "print(probe_aiter().usable)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

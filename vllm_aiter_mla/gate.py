@@ -126,12 +126,19 @@ def _decline(vllm_config: Any, refusal: Refusal, settings: Settings) -> None:
     if settings.strict:
         raise SettingsError(f"{log.PREFIX}{line} (additional_config.aiter_mla.strict=true)")
     log.say_once(logging.WARNING, f"{line} (run: vllm-aiter-mla doctor)")
-    announce.declined(
-        code=refusal.code,
-        message=refusal.message,
-        layers=config_view.mla_layer_count(vllm_config.model_config),
-        kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
-    )
+    _record(vllm_config, refusal)
+
+
+def _record(vllm_config: Any, refusal: Refusal) -> None:
+    """Leave the refusal where programs look for the census; whatever goes wrong there, the engine starts."""
+    try:
+        from vllm_aiter_mla.report.plan.model import mla_layers
+
+        model = vllm_config.model_config
+        layers = mla_layers(model.hf_text_config.to_dict()) if model is not None and model.use_mla else ()
+        announce.declined(refusal.code, refusal.message, layers, str(vllm_config.cache_config.cache_dtype))
+    except Exception as error:
+        log.say_once(logging.WARNING, f"the census could not be written: {type(error).__name__}: {error}")
 
 
 def _announce(vllm_config: Any, settings: Settings, limit: int) -> None:

@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 
 from vllm_aiter_mla.kernels import fp8
-from vllm_aiter_mla.kernels.aiter import AiterBackend, LayerShape, Platform
-from vllm_aiter_mla.kernels.aiter.selfcheck import synthetic_inputs
+from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.aiter.platform import Platform
+from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}

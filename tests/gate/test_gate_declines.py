@@ -20,6 +20,7 @@ from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.compat import register, vllm_version
 from vllm_aiter_mla.report import gauge
+from vllm_aiter_mla.report.plan.model import mla_layers
 
 
 def declines(lines: Lines, built: Any, code: str, knob: str) -> None:
@@ -75,6 +76,25 @@ def test_a_declined_config_is_in_the_census_file_and_in_the_gauge(
     assert {code for code, _ in record["refused"].values()} == {"compilation_mode"}
     assert gauge.counts(gauge._read()) == {"engaged": 0, "refused": layers}
     assert lines.at(logging.WARNING)[0].endswith("(run: vllm-aiter-mla doctor)")
+
+
+def test_the_census_of_a_declined_hybrid_counts_its_mla_layers_alone() -> None:
+    text = {"kv_lora_rank": 512, "num_hidden_layers": 93, "linear_attn_config": {"full_attn_layers": [4, 8, 12]}}
+    assert mla_layers(text) == (3, 7, 11)
+
+
+def test_a_refusal_that_cannot_be_recorded_costs_a_warning_and_no_engine(
+    stand_in: type[StandInPipeline], mla_model: Path, lines: Lines, monkeypatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(gate.announce, "declined", fails)
+    built = support.vllm_config(mla_model, additional_config=ON)
+    assert pass_of(built) is None
+    said = lines.at(logging.WARNING)
+    assert "compilation_mode" in said[0]
+    assert said[1] == "aiter-mla: the census could not be written: RuntimeError: planted"
 
 
 def test_a_model_without_mla_declines(compiling: None, dense_model: Any, lines: Lines) -> None:

@@ -17,7 +17,6 @@ from serving import small
 
 from vllm_aiter_mla.report.page.render import html_of
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
 
@@ -34,7 +33,6 @@ def served(work: Path) -> tuple[int, str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def answered(work: Path) -> tuple[int, str, dict[str, Any]]:
-    pytest.importorskip("lm_eval")
     return _run(accuracy, work, "accuracy", ["--small-model", "--limit", "6"])
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from serving import figures
 from serving.arms import OFF, ON
-from serving.errors import ServingError, UsageError
+from serving.errors import UsageError
 from serving.schedule import Visit, seed
 from serving.server import Running
-from serving.session import client
+from serving.session import client, read_result
 
 LAUNCH = (sys.executable, "-m", "serving.client")
 METRICS = ("ttft", "tpot")
@@ -129,7 +129,8 @@ def measure(server: Running, load: Load, all_points: Sequence[Point], visit: Vis
     (folder / f"{stem}.json").write_text(json.dumps(listed, indent=1))
     client([*LAUNCH, str(folder / f"{stem}.json")], folder / f"{stem}.log", wait)
     return {
-        run: [_read(_file(folder, visit.arm, run, number)) for number in range(len(all_points))] for run in visit.runs
+        run: [read_result(_file(folder, visit.arm, run, number)) for number in range(len(all_points))]
+        for run in visit.runs
     }
 
 
@@ -191,10 +192,3 @@ def _cells(row: Row, width: int, judged: bool) -> list[str]:
 
 def _file(folder: Path, arm: str, run: int, number: int) -> Path:
     return folder / f"bench-{arm}-{run + 1}-{number + 1}.json"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ServingError(f"the benchmark left no result in {path}: {error}") from error

@@ -15,7 +15,7 @@ from serving.arms import OFF, ON
 from serving.errors import ServingError, UsageError
 from serving.schedule import Visit
 from serving.server import Running
-from serving.session import client
+from serving.session import client, read_result
 
 LAUNCH = (sys.executable, "-m", "serving.asking")
 TASK, LOCAL_TASK = "gsm8k", "gsm8k_local"
@@ -116,7 +116,7 @@ def ask(server: Running, asked: Asked, visit: Visit, folder: Path, wait: float) 
     # Local questions need no hub, and without one each look-up would wait for its time limit.
     extra = {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_HUB_OFFLINE": "1"} if asked.include_path else {}
     client([*LAUNCH, str(folder / f"{stem}.json")], folder / f"{stem}.log", wait, extra)
-    return {run: _read(_file(folder, visit.arm, run)) for run in visit.runs}
+    return {run: read_result(_file(folder, visit.arm, run)) for run in visit.runs}
 
 
 def check(answers: Answers) -> None:
@@ -184,10 +184,3 @@ def _right(side: dict[str, Any], name: str) -> dict[int, bool]:
 
 def _file(folder: Path, arm: str, run: int) -> Path:
     return folder / f"answers-{arm}-{run + 1}.json"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ServingError(f"lm-eval left no answers in {path}: {error}") from error

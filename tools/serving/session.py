@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import time
@@ -126,3 +127,15 @@ def client(command: Sequence[str], log: Path, timeout_s: float, extra: dict[str,
     if done is None or done.returncode:
         lines = "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-LAST_LINES:])
         raise ServingError(f"the client {status}; its last lines:\n{lines}\nall of it: {log}")
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """What a client has saved.
+
+    Raises:
+        ServingError: it left nothing readable.
+    """
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ServingError(f"the client left no result in {path}: {error}") from error

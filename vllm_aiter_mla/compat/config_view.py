@@ -51,13 +51,6 @@ def _model_facts(model: Any) -> dict[str, Any]:
     }
 
 
-def mla_layer_count(model: Any) -> int:
-    """Number of attention layers of an MLA model over all pipeline stages, 0 for others."""
-    if model is None or not model.use_mla:
-        return 0
-    return int(getattr(model.hf_text_config, "num_hidden_layers", 0))
-
-
 def _atom_active() -> bool:
     """ATOM replaces the models through a platform of its own; with ATOM_DISABLE_VLLM_PLUGIN=1 it offers none."""
     from vllm.platforms import current_platform

@@ -47,7 +47,7 @@ def after_warm_up(
         _say(record, strict)
 
 
-def declined(*, code: str, message: str, layers: int, kv_cache_dtype: str) -> None:
+def declined(code: str, message: str, layers: Sequence[int], kv_cache_dtype: str) -> None:
     """Write down that the whole engine was declined: the file and the gauge say so as the log does.
 
     Nothing of ours runs in the workers then, so the process that built the config speaks for all ranks.
@@ -55,14 +55,14 @@ def declined(*, code: str, message: str, layers: int, kv_cache_dtype: str) -> No
     Args:
         code: the refusal's code.
         message: its line.
-        layers: number of the model's MLA layers; their names are known to the workers alone.
+        layers: indices of the model's MLA layers; their names are known to the workers alone.
         kv_cache_dtype: of the engine, as vLLM spells it.
     """
     record = {
         "rank": 0,
-        "total": layers,
+        "total": len(layers),
         "engaged": {},
-        "refused": {f"layer {index}": [code, message] for index in range(layers)},
+        "refused": {f"layer {index}": [code, message] for index in layers},
         "partial": {},
         "compiled": {},
         "decode_bucket": [],

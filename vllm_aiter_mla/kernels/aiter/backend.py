@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -128,10 +128,9 @@ class AiterBackend:
 
     def _absorbed(self, inputs: DecodeInputs, q_nope: torch.Tensor) -> torch.Tensor:
         """[T, N, 512] in the activation dtype: a bmm, or for an fp8 weight AITER's GEMM as vLLM calls it."""
-        gemm = None if inputs.w_uk_scale is None else self._gemm()
-        if gemm is None or isinstance(gemm, str):
+        if inputs.w_uk_scale is None:
             return reference.absorb(q_nope, inputs.w_uk_t)
-        return gemm(
+        return cast(Gemm, self._gemm())(  # without one, ``decide`` has refused
             q_nope.transpose(0, 1),
             inputs.w_uk_t.transpose(1, 2),
             inputs.w_uk_scale,

@@ -109,7 +109,7 @@ def facts(name: str, config: dict[str, Any], source: str, basis: str = "", assum
         kv_b_quantised=_kv_b_quantised(text.get("quantization_config") or config.get("quantization_config")),
         hidden_size=_int(text, "hidden_size"),
         layers=layers,
-        mla_layers=_mla_layers(text, layers),
+        mla_layers=mla_layers(text),
         heads=_int(text, "num_attention_heads"),
         nope=_int(text, "qk_nope_head_dim"),
         rope=_int(text, "qk_rope_head_dim"),
@@ -165,13 +165,13 @@ def _int(config: dict[str, Any], key: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _mla_layers(text: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """All layers, or, in a hybrid of linear attention and MLA, those that the config lists (counted from 1)."""
+def mla_layers(text: dict[str, Any]) -> tuple[int, ...]:
+    """Indices of a text config's MLA layers: all, or, in a hybrid with linear attention, those that it lists from 1."""
     if text.get("kv_lora_rank") is None:
         return ()
     hybrid = text.get("linear_attn_config") or {}
     listed = hybrid.get("full_attn_layers")
-    return tuple(range(layers)) if listed is None else tuple(index - 1 for index in listed)
+    return tuple(range(_int(text, "num_hidden_layers"))) if listed is None else tuple(index - 1 for index in listed)
 
 
 def _kv_b_quantised(quantisation: dict[str, Any] | None) -> bool:
