@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_aiter.support import FP8, ROCM, backend, inputs, same_bytes
+from fake_aiter.support import FP8, backend, inputs, same_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_aiter_mla.kernels.aiter.platform import Platform, detect_arch, fp8_view, parse_rocm
+from vllm_aiter_mla.kernels.aiter.platform import detect_arch, parse_rocm
 from vllm_aiter_mla.kernels.aiter.tables import KernelCaptureError, TableHalves
 from vllm_aiter_mla.kernels.inputs import KernelInputError
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
@@ -186,16 +186,6 @@ def test_a_decision_is_made_once_per_call_shape(monkeypatch) -> None:
         assert bound.refuse(operands) is None
         bound.prepare(operands)
     assert len(examined) == 2
-
-
-@pytest.mark.parametrize(("arch", "flavour"), list(FP8.items()))
-def test_uint8_storage_is_viewed_as_the_cards_flavour_without_a_copy(arch, flavour) -> None:
-    raw = torch.zeros(2, 16, 576, dtype=torch.uint8)
-    view = fp8_view(raw, Platform(arch, ROCM))
-    assert view.dtype == flavour
-    assert view.data_ptr() == raw.data_ptr()
-    floats = torch.zeros(2, 16, 576)
-    assert fp8_view(floats, Platform(arch, ROCM)) is floats
 
 
 def test_an_unknown_view_is_an_error() -> None:

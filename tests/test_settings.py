@@ -150,11 +150,6 @@ _settings = st.builds(
 )
 
 
-@given(_settings, _settings)
-def test_cache_keys_are_equal_exactly_when_settings_are(one: Settings, other: Settings) -> None:
-    assert (one.cache_key() == other.cache_key()) == (one == other)
-
-
 @given(_settings)
 def test_additional_config_can_spell_every_setting(wanted: Settings) -> None:
     spelt = ours(

@@ -4,7 +4,8 @@
 
 Both write the same bytes to the same slots (a bf16 cache on gfx942 apart, see docs/aiter.md); which one runs follows
 from the view the cache is handed over in. The plugin's default does not rest on speed, because nobody has measured it:
-run this, and pass the figures on. Needs an MI300X or MI355X with AITER; exits with 2 anywhere else.
+run this, set additional_config.aiter_mla.aiter_view to what its last line says, and pass the figures on. Needs an
+MI300X or MI355X with AITER; exits with 2 anywhere else.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ def verdict(rows: Sequence[Row]) -> str:
     """One line that says what to set."""
     at = crossover(rows)
     if at is None:
-        return "per-head is the faster one up to 255 tokens: view=per-head"
+        return "per-head is the faster one up to 255 tokens: aiter_view=per-head"
     if at == min(tokens for tokens, _, _ in rows):
-        return "opt is the faster one throughout: view=opt"
-    return f"opt is the faster one from {at} tokens on: view={at}"
+        return "opt is the faster one throughout: aiter_view=opt"
+    return f"opt is the faster one from {at} tokens on: aiter_view={at}"
 
 
 def microseconds(launch: Callable[[], object]) -> float:
@@ -97,12 +98,20 @@ def measure(shape: LayerShape, tokens: int) -> Row:
     return tokens, times[0], times[1]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=16, help="query heads per rank (at least 4)")
     parser.add_argument("--kv", choices=("fp8", "bf16"), default="fp8", help="type of cache and query")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--block-size", type=int, default=16, help="tokens of a cache block (default 16)")
     options = parser.parse_args(argv)
+    for name, value, low, high in (("--heads", options.heads, 4, 1024), ("--block-size", options.block_size, 1, 65536)):
+        if not low <= value <= high:
+            parser.error(f"{name} {value}: between {low} and {high} expected")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = read(argv)
     platform = detect_platform()
     if platform.arch not in ("gfx942", "gfx950"):
         print(f"not measured: this needs an MI300X or MI355X, and this machine is {platform.arch}", file=sys.stderr)

@@ -24,6 +24,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from vllm_aiter_mla.cli import outputs  # noqa: E402
+
+# Triton's names of the 8-bit floats; a target that lacks one breaks a bound, a word that is none is a wrong option.
+FP8_TYPES = ("fp8e4nv", "fp8e4b8", "fp8e4b15", "fp8e5", "fp8e5b16")
+PRINTED = Path("-")
 COLUMNS = (
     ("registers", "regs"),
     ("spills", "spill"),
@@ -57,27 +62,35 @@ def main(arguments: list[str]) -> int:
     # One process per architecture: see vllm_aiter_mla/kernels/triton/aot.py.
     reports = [run_worker(name, options.fp8_type) for name in options.arch]
     text = "\n\n".join(table(report) for report in reports)
-    print(json.dumps(reports, indent=1) if options.json == "-" else text)
-    if options.json and options.json != "-":
-        Path(options.json).write_text(json.dumps(reports, indent=1) + "\n")
-    if options.html:
-        Path(options.html).write_text(page(reports))
+    print(json.dumps(reports, indent=1) if options.json == PRINTED else text)
+    if options.json is not None and options.json != PRINTED:
+        options.json.write_text(json.dumps(reports, indent=1) + "\n")
+    if options.html is not None:
+        options.html.write_text(page(reports))
     broken = sum(len(row["breaches"]) for report in reports for row in report["rows"])
     total = sum(len(report["rows"]) for report in reports)
-    print(f"\n{total} variants, {broken} broken bounds", file=sys.stderr if options.json == "-" else sys.stdout)
+    print(f"\n{total} variants, {broken} broken bounds", file=sys.stderr if options.json == PRINTED else sys.stdout)
     return 1 if broken else 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     names = ["gfx942", "gfx950", "sm90"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options]"
+    )
     parser.add_argument("--arch", action="append", choices=names, help="one target; may be repeated (default: all)")
-    parser.add_argument("--fp8-type", help="store this Triton type instead of the target's own")
-    parser.add_argument("--json", metavar="FILE", help="write the figures; - prints them instead of the table")
-    parser.add_argument("--html", metavar="FILE", help="write a page with a chart")
+    parser.add_argument("--fp8-type", choices=FP8_TYPES, help="store this Triton type instead of the target's own")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures; - prints them instead of the table"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with a chart")
     parser.add_argument("--worker", choices=names, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.arch = options.arch or names
+    try:
+        outputs.check({"--json": None if options.json == PRINTED else options.json, "--html": options.html})
+    except outputs.OutputError as error:
+        parser.error(str(error))
     return options
 
 

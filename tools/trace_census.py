@@ -13,7 +13,7 @@ else has to be known. Take the trace of decode steps alone; a prefill in it coun
 not counted, because its kernels carry a GEMM's name. Concat, quantisation and RoPE kernels of other parts of the model
 may carry the same names as these: compare two traces of the same run. Durations are the profiler's.
 
-Exit status 0; 1 when a trace holds no KV write; 2 when a file is no trace or an argument is wrong.
+Exit status 0; 1 when a trace holds no KV write, which is said; 2 when a file is no trace or an argument is wrong.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import re
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,6 +48,10 @@ COPIES = re.compile(r"mem(cpy|set)|^Copy(Host|Device)", re.IGNORECASE)
 
 class TraceError(ValueError):
     """A file is not a trace that can be counted; the message names it."""
+
+
+class EventError(ValueError):
+    """An event without a usable time; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         content = json.loads(raw)
-    except (OSError, EOFError, ValueError) as error:
+    # zlib's error is none of the others, and JSON may be nested deeper than Python goes.
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise TraceError(f"{path}: not a readable JSON trace: {error}") from error
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(events, list):
@@ -129,8 +136,8 @@ def kernels(events: list[dict[str, Any]]) -> tuple[str, list[Event]]:
     complete = [event for event in events if event["ph"] == "X"]
     found = [event for event in complete if event.get("cat") == "kernel"]
     if not found:
-        gpus = {event.get("pid") for event in events if event["ph"] == "M" and _names_gpu(event)}
-        found = [event for event in complete if event.get("pid") in gpus and not COPIES.search(str(event["name"]))]
+        gpus = {str(event.get("pid")) for event in events if event["ph"] == "M" and _names_gpu(event)}
+        found = [event for event in complete if str(event.get("pid")) in gpus and not COPIES.search(_name(event))]
     if found:
         return "kernels", [_event(event) for event in found]
     return "CPU ops", [_event(event) for event in complete if event.get("cat") == "cpu_op"]
@@ -139,7 +146,7 @@ def kernels(events: list[dict[str, Any]]) -> tuple[str, list[Event]]:
 def steps_marked(events: list[dict[str, Any]], marker: str) -> list[Event]:
     """Annotations whose name matches; those on the GPU's timeline where there are any."""
     pattern = re.compile(marker)
-    named = [event for event in events if event["ph"] == "X" and pattern.search(str(event.get("name", "")))]
+    named = [event for event in events if event["ph"] == "X" and pattern.search(_name(event))]
     for category in ("gpu_user_annotation", "user_annotation"):
         found = [_event(event) for event in named if event.get("cat") == category]
         if found:
@@ -151,14 +158,17 @@ def count(path: Path, patterns: dict[str, str] = ROLES, steps: int | None = None
     """The census of one trace; with ``marker`` only what starts inside a marked step counts.
 
     Raises:
-        TraceError: no trace, or no event that the marker matches.
+        TraceError: no trace, an event without a usable time, or none that the marker matches.
     """
     events = read(path)
-    kind, found = kernels(events)
-    if marker is not None:
-        marks = steps_marked(events, marker)
+    try:
+        kind, found = kernels(events)
+        marks = None if marker is None else steps_marked(events, marker)
+    except EventError as error:
+        raise TraceError(f"{path}: {error}") from error
+    if marks is not None:
         if not marks:
-            raise TraceError(f"{path}: no annotation matches {marker!r}")
+            raise TraceError(f"{path}: no annotation matches --step-marker {marker!r}")
         steps = len(marks)
         found = [event for event in found if any(mark.start <= event.start < mark.end for mark in marks)]
     census = Census(path.name, kind, steps=steps)
@@ -185,14 +195,30 @@ def _with_roles(events: Iterable[Event], patterns: dict[str, re.Pattern[str]]) -
 
 
 def _event(event: dict[str, Any]) -> Event:
-    # rocprof writes its numbers as text.
-    start, duration = float(event.get("ts", 0)), float(event.get("dur", 0))
-    return Event(str(event.get("name", "")), start, duration, (event.get("pid"), event.get("tid")))
+    start, duration = _time(event, "ts"), _time(event, "dur")
+    return Event(_name(event), start, duration, (str(event.get("pid")), str(event.get("tid"))))
+
+
+def _name(event: dict[str, Any]) -> str:
+    return str(event.get("name", ""))
+
+
+def _time(event: dict[str, Any], key: str) -> float:
+    value = event.get(key, 0)
+    try:
+        # rocprof writes its numbers as text.
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise EventError(f"the event {_name(event)!r} has {key}={value!r}: a number of microseconds expected")
+    return number
 
 
 def _names_gpu(event: dict[str, Any]) -> bool:
     named = event.get("name") == "process_name"
-    return named and bool(GPU_PROCESS.search(str((event.get("args") or {}).get("name", ""))))
+    given = event.get("args")
+    return named and isinstance(given, dict) and bool(GPU_PROCESS.search(str(given.get("name", ""))))
 
 
 def table(found: list[Census]) -> str:
@@ -222,7 +248,11 @@ def _about(census: Census) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Count, print, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s TRACE [TRACE ...] [options]",
+    )
     parser.add_argument("traces", nargs="+", type=Path, help="Chrome traces, .json or .json.gz")
     parser.add_argument("--steps", type=int, help="decode steps in each trace")
     parser.add_argument("--step-marker", help="regular expression of the annotation around a decode step")
@@ -231,13 +261,44 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         patterns = _patterns(given.pattern)
+        _check(given)
         found = [count(path, patterns, given.steps, given.step_marker) for path in given.traces]
-    except (TraceError, re.error) as error:
+    except TraceError as error:
         print(f"trace_census: {error}", file=sys.stderr)
         return 2
     record = {"tool": "trace_census", "traces": [census.as_record() for census in found]}
     print(json.dumps(record, indent=1) if given.json else table(found))
+    for path, census in zip(given.traces, found, strict=True):
+        if not census.writes:
+            print(f"trace_census: {path}: {_no_write(census)}", file=sys.stderr)
     return 0 if all(census.writes for census in found) else 1
+
+
+def _no_write(census: Census) -> str:
+    events = sum(census.counts.values()) + census.others
+    if not events:
+        return "no KV write: the trace holds no kernel and no CPU op, or none inside a marked step"
+    return (
+        f"no KV write among {events} {census.kind}: not an MLA model's decode steps, or kernels of other names "
+        "(--pattern 'kv write=REGEX')"
+    )
+
+
+def _check(given: argparse.Namespace) -> None:
+    if given.steps is not None and given.steps < 1:
+        raise TraceError(f"--steps {given.steps}: must be 1 or more")
+    if given.step_marker is not None:
+        _regex("--step-marker ", given.step_marker)
+
+
+def _regex(option: str, text: str) -> str:
+    if not text:
+        raise TraceError(f"{option.rstrip()}: an empty pattern matches everything")
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise TraceError(f"{option}{text}: not a regular expression: {error}") from error
+    return text
 
 
 def _patterns(given: list[str]) -> dict[str, str]:
@@ -246,7 +307,7 @@ def _patterns(given: list[str]) -> dict[str, str]:
         role, equals, pattern = entry.partition("=")
         if not equals or role not in ROLES:
             raise TraceError(f"--pattern {entry}: ROLE=REGEX expected, with a role of {', '.join(ROLES)}")
-        patterns[role] = pattern
+        patterns[role] = _regex(f"--pattern {role}=", pattern)
     return patterns
 
 

@@ -19,7 +19,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_aiter_mla import bucket
+from vllm_aiter_mla import bucket, worker
 from vllm_aiter_mla.admission import MLA_ATTENTION_OP, Refusal, admit_config
 from vllm_aiter_mla.compat import config_view, log, platform_hook, user_pass, worker_hook
 from vllm_aiter_mla.report import announce, gauge
@@ -55,7 +55,7 @@ def apply(vllm_config: Any) -> Decision:
         _warn_of_unused(settings)
         return Decision(settings)
     compilation = vllm_config.compilation_config
-    engaged = _engaged_pass(compilation)
+    engaged = worker.engaged_pass(vllm_config)
     refusal = admit_config(config_view.view_of(vllm_config, settings))
     if refusal is None and engaged is None:
         refusal = user_pass.why_not_chainable(compilation)
@@ -86,8 +86,8 @@ def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any) -> N
     if engaged is not None and (engaged.limit, engaged.settings) == (limit, settings):
         return
     chained = user_pass.wrapped(compilation) if engaged is None else engaged.chained
-    user_pass.install(compilation, _pipeline_class()(limit=limit, settings=settings, chained=chained))
-    worker_hook.install()
+    user_pass.install(compilation, worker.pipeline_class()(limit=limit, settings=settings, chained=chained))
+    worker_hook.install(worker.attach)
     gauge.install()
 
 
@@ -104,21 +104,6 @@ def _open_graph(compilation: Any) -> None:
     ops = compilation.splitting_ops or []
     if MLA_ATTENTION_OP in ops and ATTENTION_OP not in ops:
         compilation.splitting_ops = [*ops, ATTENTION_OP]
-
-
-def _pipeline_class() -> Any:
-    # Imported late: it imports torch, and a run with the flag off must not pay for it.
-    from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
-
-    return AiterMLAPipeline
-
-
-def _engaged_pass(compilation: Any) -> Any:
-    """Our pass when it is in place already, else ``None``; a config without any custom pass costs no import."""
-    current = user_pass.current(compilation)
-    if current is None:
-        return None
-    return current if isinstance(current, _pipeline_class()) else None
 
 
 def _decline(vllm_config: Any, refusal: Refusal, settings: Settings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from vllm_aiter_mla import __version__
 from vllm_aiter_mla.compat import log
@@ -25,8 +26,24 @@ def register() -> None:
     patches.run("torch ops", _register_ops)
     if _sandbox_requested():
         patches.run("sandbox", _activate_sandbox)
-    patches.apply_all()
+    patches.apply_all(CALLS)
     _report(patches.failures())
+
+
+def _gate(vllm_config: Any) -> None:
+    from vllm_aiter_mla import gate
+
+    gate.apply(vllm_config)
+
+
+def _attach(worker: Any) -> None:
+    from vllm_aiter_mla import worker as in_worker
+
+    in_worker.attach(worker)
+
+
+CALLS = patches.Calls(gate=_gate, attach=_attach)
+"""Imported at the call: a process that builds neither a config nor a worker needs neither module."""
 
 
 def _register_ops() -> None:

@@ -15,7 +15,6 @@ are an error. This module imports neither torch nor vLLM.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -73,10 +72,6 @@ class Settings:
     aiter_view: str | int = "auto"
     strict: bool = False
     debug: DebugSettings = field(default_factory=DebugSettings)
-
-    def cache_key(self) -> str:
-        """Canonical JSON of every option, the same in every process; goes into the pass's uuid."""
-        return json.dumps(asdict(self), sort_keys=True)
 
 
 def resolve(pass_config_values: Mapping[str, object], additional_config: object) -> Settings:

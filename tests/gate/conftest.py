@@ -18,7 +18,7 @@ import gate_support as support
 import pytest
 from vllm.config import PassConfig
 
-from vllm_aiter_mla import gate, plugin
+from vllm_aiter_mla import plugin
 from vllm_aiter_mla.compat import log, register
 from vllm_aiter_mla.report import gauge
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
@@ -78,14 +78,13 @@ def dense_model(mla_model: Path) -> Any:
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[support.StandInPipeline]:
-    monkeypatch.setattr(gate, "_pipeline_class", lambda: support.StandInPipeline)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registration as it went without a failure, whatever an earlier test has planted."""
     monkeypatch.setattr(register, "_failed", {})
-    return support.StandInPipeline
 
 
 @pytest.fixture
-def compiling(monkeypatch: pytest.MonkeyPatch, stand_in: type[support.StandInPipeline]) -> None:
+def compiling(monkeypatch: pytest.MonkeyPatch, registered: None) -> None:
     """The CPU platform as a GPU's: VLLM_COMPILE stays. Wrapped around the hook, which then goes around it in turn."""
     support.keep_compile_mode(monkeypatch)
 

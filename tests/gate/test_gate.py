@@ -11,13 +11,14 @@ from typing import Any
 
 import gate_support as support
 import pytest
-from gate_support import ON, STRICT, Lines, StandInPipeline
+from gate_support import ON, STRICT, Lines
 from vllm.compilation.passes.inductor_pass import CallableInductorPass, InductorPass
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.config.utils import replace
 
 from vllm_aiter_mla import fingerprint, gate
 from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
+from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 Build = Callable[..., Any]
@@ -40,7 +41,7 @@ def test_both_spellings_engage_the_same_way(config: Build) -> None:
     through_pass_config = config(compilation_config={"pass_config": {FLAG_FIELD: True}})
     through_additional = config(additional_config=ON)
     for built in (through_pass_config, through_additional):
-        assert isinstance(pass_of(built), StandInPipeline)
+        assert isinstance(pass_of(built), AiterMLAPipeline)
         assert pass_of(built).limit == 16
         assert built.compilation_config.use_inductor_graph_partition is True
 
@@ -108,7 +109,7 @@ def test_a_users_explicit_splitting_list_gains_our_op_under_graph_partition(conf
 
 def test_empty_splitting_ops_need_no_partition_and_stay_empty(config: Build) -> None:
     built = config(additional_config=ON, compilation_config={"splitting_ops": []})
-    assert isinstance(pass_of(built), StandInPipeline)
+    assert isinstance(pass_of(built), AiterMLAPipeline)
     assert built.compilation_config.splitting_ops == []
     assert built.compilation_config.use_inductor_graph_partition is False
 
@@ -133,7 +134,7 @@ def test_options_without_the_switch_are_said_to_have_no_effect(config: Build, li
 def test_a_users_inductor_pass_is_chained(config: Build) -> None:
     mine = CallableInductorPass(support.users_pass)
     built = config(additional_config=ON, compilation_config={"inductor_compile_config": {SLOT: mine}})
-    assert isinstance(pass_of(built), StandInPipeline)
+    assert isinstance(pass_of(built), AiterMLAPipeline)
     assert type(pass_of(built).chained) is CallableInductorPass
     assert pass_of(built).chained.callable is support.users_pass
 
@@ -168,7 +169,7 @@ def test_replacing_a_config_installs_and_adds_nothing_twice(config: Build) -> No
 def test_replacing_the_compilation_config_too_wraps_the_users_pass_once(config: Build) -> None:
     built = config(additional_config=ON, compilation_config=USERS_PASS)
     again = replace(built, compilation_config=replace(built.compilation_config))
-    assert isinstance(pass_of(again), StandInPipeline)
+    assert isinstance(pass_of(again), AiterMLAPipeline)
     assert isinstance(pass_of(again).chained, CallableInductorPass)
 
 
@@ -188,8 +189,18 @@ def test_a_dense_draft_beside_an_mla_target_leaves_the_targets_pass_in_place(
     built = config(additional_config=STRICT)
     shared = replace(built, model_config=dense_model)
     assert shared.compilation_config is built.compilation_config
-    assert isinstance(pass_of(built), StandInPipeline)
+    assert isinstance(pass_of(built), AiterMLAPipeline)
     assert lines.at(logging.WARNING) == []
+
+
+def test_a_draft_without_speculation_of_its_own_does_not_shrink_the_targets_bucket(config: Build) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    built = config(additional_config=ON, speculative_config=speculative)
+    draft = replace(built, speculative_config=None)
+    assert draft.compilation_config is built.compilation_config
+    assert draft.num_speculative_tokens == 0
+    assert pass_of(built).limit == 64
+    assert ranges_of(built)[0] == (1, 64)
 
 
 def test_a_config_with_the_pass_survives_pickling_and_copying(config: Build) -> None:
@@ -204,7 +215,7 @@ def test_a_config_with_the_pass_survives_pickling_and_copying(config: Build) -> 
 # -- I5: off is stock
 
 
-def test_flag_off_changes_no_field(config: Build, stand_in: type[StandInPipeline]) -> None:
+def test_flag_off_changes_no_field(config: Build, registered: None) -> None:
     built = config()
     before = pickle.dumps(vars(built.compilation_config))
     assert gate.apply(built) == gate.Decision(gate.Settings())
@@ -247,14 +258,22 @@ def key(config: Build, how: dict[str, Any]) -> str:
 SPELLINGS = [{"additional_config": ON}, {"compilation_config": {"pass_config": {FLAG_FIELD: True}}}]
 
 
-@pytest.mark.parametrize("how", SPELLINGS)
-def test_a_changed_fingerprint_changes_the_cache_key(
-    config: Build, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def assert_changed_sources_change_the_key(
+    config: Build, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
+    """I9: an engine whose plugin has changed never starts from an artifact of before."""
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda: fingerprint.fingerprint_of(root, "0.1.0"))
     before = key(config, how)
     assert key(config, how) == before
-    monkeypatch.setattr(fingerprint, "fingerprint", lambda: "0.1.0-changed")
+    (root / "changed.py").write_text("x = 1\n")
     assert key(config, how) != before
+
+
+@pytest.mark.parametrize("how", SPELLINGS)
+def test_changed_sources_change_the_cache_key(
+    config: Build, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert_changed_sources_change_the_key(config, how, monkeypatch, tmp_path)
 
 
 @pytest.mark.mutation
@@ -262,12 +281,27 @@ def test_a_changed_fingerprint_changes_the_cache_key(
 def test_mutation_a_fingerprint_that_ignores_the_sources_is_caught(
     config: Build, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(fingerprint, "fingerprint_of", lambda root, version: "constant")
-    monkeypatch.setattr(fingerprint, "fingerprint", lambda: fingerprint.fingerprint_of(tmp_path, "0"))
-    before = key(config, how)
-    (tmp_path / "changed.py").write_text("x = 1\n")
-    caught = key(config, how) == before
-    assert caught, "the I9 check compares keys before and after a change of sources; here they must be equal"
+    monkeypatch.setattr(fingerprint, "sources", lambda root: [])
+    with pytest.raises(AssertionError):
+        assert_changed_sources_change_the_key(config, how, monkeypatch, tmp_path)
+
+
+@pytest.mark.mutation
+def test_mutation_a_pass_without_the_fingerprint_in_its_key_is_caught(
+    config: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(AiterMLAPipeline, "uuid", lambda self: f"{self.limit} {self.settings}")
+    with pytest.raises(AssertionError):
+        # This spelling leaves PassConfig alone, whose own key holds the fingerprint too.
+        assert_changed_sources_change_the_key(config, {"additional_config": ON}, monkeypatch, tmp_path)
+
+
+def test_what_the_kernels_turned_out_to_be_is_in_the_cache_key(config: Build) -> None:
+    """Else a run before AITER was mended leaves an untouched graph to the runs after it."""
+    built = config(additional_config=ON)
+    before = built.compute_hash()
+    pass_of(built).kernels = ("16 heads: None; unavailable: AITER is not installed",)
+    assert built.compute_hash() != before
 
 
 def test_the_limit_and_every_option_are_in_the_cache_key(config: Build) -> None:
@@ -289,8 +323,6 @@ def test_the_pass_and_the_mode_are_what_vllm_will_compile_with(config: Build) ->
 
 
 def test_the_real_pipeline_has_the_interface_the_gate_builds_on(config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = pytest.importorskip("vllm_aiter_mla.passes.pipeline")
-    monkeypatch.setattr(gate, "_pipeline_class", lambda: pipeline.AiterMLAPipeline)
     built = config(additional_config=ON, compilation_config=USERS_PASS)
     assert isinstance(pass_of(built), InductorPass)
     assert (pass_of(built).limit, pass_of(built).settings.enabled) == (16, True)

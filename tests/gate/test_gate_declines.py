@@ -11,7 +11,7 @@ from typing import Any
 
 import gate_support as support
 import pytest
-from gate_support import ON, STRICT, Lines, StandInPipeline
+from gate_support import ON, STRICT, Lines
 from pydantic import ValidationError
 from test_gate import Build, pass_of
 from vllm.config import VllmConfig
@@ -19,6 +19,7 @@ from vllm.config import VllmConfig
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.compat import register, vllm_version
+from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.report import gauge
 from vllm_aiter_mla.report.plan.model import mla_layers
 
@@ -59,14 +60,12 @@ def test_an_explicit_value_of_the_partition_is_never_overridden(config: Build, l
     assert built.compilation_config.use_inductor_graph_partition is False
 
 
-def test_the_default_cpu_platform_declines_because_of_its_mode(
-    stand_in: type[StandInPipeline], mla_model: Path, lines: Lines
-) -> None:
+def test_the_default_cpu_platform_declines_because_of_its_mode(registered: None, mla_model: Path, lines: Lines) -> None:
     declines(lines, support.vllm_config(mla_model, additional_config=ON), "compilation_mode", "DYNAMO_TRACE_ONCE")
 
 
 def test_a_declined_config_is_in_the_census_file_and_in_the_gauge(
-    stand_in: type[StandInPipeline], mla_model: Path, lines: Lines, cache_root: Path, monkeypatch, tmp_path: Path
+    registered: None, mla_model: Path, lines: Lines, cache_root: Path, monkeypatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
     support.vllm_config(mla_model, additional_config=ON)
@@ -84,7 +83,7 @@ def test_the_census_of_a_declined_hybrid_counts_its_mla_layers_alone() -> None:
 
 
 def test_a_refusal_that_cannot_be_recorded_costs_a_warning_and_no_engine(
-    stand_in: type[StandInPipeline], mla_model: Path, lines: Lines, monkeypatch
+    registered: None, mla_model: Path, lines: Lines, monkeypatch
 ) -> None:
     def fails(*arguments: object) -> None:
         raise RuntimeError("planted")
@@ -139,7 +138,7 @@ def test_a_vllm_outside_the_window_declines_unless_forced(
     monkeypatch.setattr(vllm_version, "installed", lambda: "0.34.0rc1")
     declines(lines, config(additional_config=ON), "vllm_version", "0.34.0rc1")
     forced = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
-    assert isinstance(pass_of(config(additional_config=forced)), StandInPipeline)
+    assert isinstance(pass_of(config(additional_config=forced)), AiterMLAPipeline)
 
 
 def test_a_failed_registration_step_declines(config: Build, lines: Lines) -> None:
@@ -149,7 +148,7 @@ def test_a_failed_registration_step_declines(config: Build, lines: Lines) -> Non
 
 def test_an_optional_patch_that_failed_does_not_decline(config: Build) -> None:
     register.run("patch pass_config", lambda: (_ for _ in ()).throw(OSError("changed")), required=False)
-    assert isinstance(pass_of(config(additional_config=ON)), StandInPipeline)
+    assert isinstance(pass_of(config(additional_config=ON)), AiterMLAPipeline)
 
 
 def test_strict_mode_makes_a_decline_an_error_that_names_the_knob(config: Build) -> None:

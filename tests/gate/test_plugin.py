@@ -9,7 +9,7 @@ from typing import Any
 
 import gate_support as support
 import pytest
-from gate_support import ON, Lines, StandInPipeline
+from gate_support import ON, Lines
 
 from vllm_aiter_mla import gate, plugin
 from vllm_aiter_mla.compat import log, platform_hook, register, vllm_version
@@ -20,12 +20,15 @@ def test_vllm_finds_the_plugin_under_its_name() -> None:
     assert found.load() is plugin.register
 
 
-def test_patching_vllm_costs_less_than_50_ms(without_plugin: dict[str, Any]) -> None:
-    assert without_plugin["seconds"]["patches"] < 0.050
+def test_patching_vllm_costs_less_than_1_5_percent_of_importing_it(without_plugin: dict[str, Any]) -> None:
+    """In CPU time of one process, as all that follows; 38 ms beside 5 s where it was written."""
+    seconds = without_plugin["seconds"]
+    assert seconds["patches"] < 0.015 * seconds["importing"], seconds
 
 
-def test_registering_costs_less_than_100_ms_beyond_vllm(without_plugin: dict[str, Any]) -> None:
-    assert without_plugin["seconds"]["everything"] < 0.100
+def test_registering_costs_less_than_3_percent_of_importing_vllm(without_plugin: dict[str, Any]) -> None:
+    seconds = without_plugin["seconds"]
+    assert seconds["everything"] < 0.03 * seconds["importing"], seconds
 
 
 def test_registering_again_wraps_nothing_again() -> None:
@@ -35,7 +38,7 @@ def test_registering_again_wraps_nothing_again() -> None:
     names = ("check_and_update_config", "apply_config_platform_defaults")
     before = [platform.__dict__[name] for name in names]
     plugin.register()
-    register.apply_all()
+    register.apply_all(plugin.CALLS)
     assert [platform.__dict__[name] for name in names] == before
 
 
@@ -87,7 +90,7 @@ def test_every_patch_says_what_why_how_and_when_it_can_go() -> None:
 
 
 def test_a_wrapper_put_around_the_hook_later_is_still_seen_by_the_gate(
-    stand_in: type[StandInPipeline], mla_model: Path, monkeypatch: pytest.MonkeyPatch, lines: Lines
+    registered: None, mla_model: Path, monkeypatch: pytest.MonkeyPatch, lines: Lines
 ) -> None:
     support.keep_compile_mode(monkeypatch)
     assert gate.ATTENTION_OP in support.vllm_config(mla_model, additional_config=ON).compilation_config.splitting_ops
@@ -129,7 +132,7 @@ def test_an_inheriting_platform_is_hooked_without_touching_its_base(monkeypatch:
     seen: list[Any] = []
     monkeypatch.setattr(gate, "apply", seen.append)
     monkeypatch.setattr(_Plain, "calls", [], raising=False)
-    platform_hook.install(_Derived)
+    platform_hook.install(plugin.CALLS.gate, _Derived)
     _Plain.check_and_update_config("base")
     assert seen == []
     _Derived.check_and_update_config("derived")

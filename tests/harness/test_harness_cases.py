@@ -31,6 +31,21 @@ def test_inductor_finds_the_fake_right(run, subject):
     assert result.status == "passed", result.findings
 
 
+def test_an_interpreting_process_that_complains_at_length_is_still_read(monkeypatch, tmp_path):
+    """A pipe holds 64 KiB; a child that fills one nobody reads would wait for ever, and verify with it."""
+    child = tmp_path / "child"
+    child.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.stdin.read()\nsys.stderr.write('x' * 300000 + '\\nlast words\\n')\n"
+        'print(\'{"case": "one"}\')\nsys.exit(3)\n'
+    )
+    child.chmod(0o755)
+    monkeypatch.setattr(interpreted.sys, "executable", str(child))
+    found = interpreted.run({"cases": [], "variants": [], "limit": 8, "seed": 0})
+    assert next(found) == {"case": "one"}
+    with pytest.raises(RuntimeError, match="status 3: last words"):
+        next(found)
+
+
 def test_the_interpreted_kernel_passes_with_one_launch():
     pytest.importorskip("triton")
     names = [

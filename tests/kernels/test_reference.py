@@ -88,7 +88,7 @@ def test_rounding_is_to_the_nearest_code_ties_to_even(flavour: fp8.Fp8Flavour) -
 
 @flavours
 @given(value=st.floats(-500, 500, width=32))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_float_rounds_to_its_nearest_code(flavour: fp8.Fp8Flavour, value: float) -> None:
     x = torch.tensor([value])
     saturated = fp8.round_saturating(x, flavour).view(torch.uint8).item()
@@ -161,7 +161,7 @@ def test_positions_are_clamped_into_the_table() -> None:
     assert same(far.kv_cache, near.kv_cache)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(0, 9),
     block=st.integers(1, 7),

@@ -48,10 +48,10 @@ class AiterMLAImpl:
         self.supports_quant_query_input = True
 
     def forward_mqa(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any) -> Any:
-        """Every row over the whole cache: [T, N, L]."""
+        """Every row over the whole cache: [T, N, L]. As in a real kernel, how many rows there are has a say in each."""
         scale_q, scale_k = (layer._q_scale, layer._k_scale) if is_fp8(q.dtype) else (1.0, 1.0)
         keys = kv_cache.float().view(-1, kv_cache.shape[-1]) * scale_k
-        scores = (q.float() * scale_q) @ keys.T / keys.shape[-1] ** 0.5
+        scores = (q.float() * scale_q) @ keys.T / keys.shape[-1] ** 0.5 * (1 + 1 / (1 + q.shape[0]))
         return (scores.softmax(-1) @ keys[:, : layer.kv_lora_rank]).to(layer.act), None
 
 

@@ -8,6 +8,8 @@ import torch
 from passes.execute import assert_rewritten_right, stubs_for
 from passes.graphs import Spelling
 from passes.test_recognised import build
+from vllm_aiter_mla.passes import fx as passes_fx
+from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
 from vllm_aiter_mla.passes.fx import Emitter
 from vllm_aiter_mla.report import census
 
@@ -60,3 +62,24 @@ def test_an_admission_that_raises_leaves_the_layers_stock(monkeypatch: pytest.Mo
     counts = assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16)), stops=(None,))
     assert (counts["refused"], counts["aiter_fusion"]) == (2, 0)
     assert {code for code, _ in census.current().refused.values()} == {"not_evaluated"}
+
+
+@pytest.mark.parametrize("step", ["_infer", "_erase"])
+def test_a_fault_anywhere_in_the_third_pass_leaves_a_graph_that_is_right(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only where nodes are emitted: while their values are inferred, or before the old ones are taken away."""
+    owner = passes_fx if step == "_infer" else MLAAiterQkRopeKVCacheFusionPass
+    real, count = getattr(owner, step), [0]
+
+    def fails_once(*args: object, **kwargs: object) -> object:
+        count[0] += 1
+        if count[0] == 1:
+            raise RuntimeError("planted")
+        return real(*args, **kwargs)
+
+    gm, layers = build(2, dtype=BF16)
+    monkeypatch.setattr(owner, step, fails_once)
+    counts = assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16)), stops=(None,))
+    assert counts["aiter_fusion"] == 1
+    assert [code for code, _ in census.current().partial.values()] == ["rewrite_failed"]

@@ -15,6 +15,7 @@ from passes.graphs import Builder, Spelling, build
 from passes.stubs import DECODE, MIXED, StubLayer
 from vllm_aiter_mla.kernels.select import ReferenceBackend
 from vllm_aiter_mla.report import census
+from vllm_aiter_mla.runtime import kernel
 
 BF16 = torch.bfloat16
 OURS = ("fused_qk_rope_kv_cache_q_prep", "mla_attention_with_prepared_q")
@@ -157,3 +158,21 @@ def test_record_of_a_layer_is_frozen() -> None:
     assert isinstance(match, LayerMatch)
     with pytest.raises(dataclasses.FrozenInstanceError):
         match.is_neox = False  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("stop", [None, "rope_kv_cache", "q_prep_lift"])
+def test_a_layer_with_blocks_of_one_is_rewritten_whole_or_not_at_all(
+    stop: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What passes 1 and 2 leave is vLLM's op, which squeezes such a cache to two dimensions and dies of it."""
+    gm, layers = build(1, dtype=BF16)
+    stubs = stubs_for(layers, Spelling(dtype=BF16))
+    stubs[0]._vllm_config.cache_config.block_size = 1
+    if stop is None:
+        assert rewrite(clone(gm), stubs)["aiter_fusion"] == 1
+        kernel.reset()
+        monkeypatch.setattr(ReferenceBackend, "refuse", lambda self, inputs: "demoted")
+    counts = rewrite(gm, stubs, stop)
+    assert (counts["matched"], counts["refused"]) == (0, 1)
+    assert [code for code, _ in census.current().refused.values()] == ["kernel_shape"]
+    assert not calls(gm, "fused_rope_unified_mla_kv_cache_update")

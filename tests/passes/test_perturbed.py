@@ -39,7 +39,6 @@ SPELLINGS: list[dict[str, Any]] = [
 ]
 # The message of a failure names the edit, so there is nothing to shrink.
 FEW = settings(
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from plan_support import planned
 
 from vllm_aiter_mla.bench.points import Point
-from vllm_aiter_mla.report.plan import formulas, kernels
+from vllm_aiter_mla.kernels.triton import tiles
+from vllm_aiter_mla.report.plan import formulas, kernels, page
+from vllm_aiter_mla.settings import LIMIT_FIELD
 
 MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
 
@@ -27,6 +29,15 @@ def test_the_checkpoint_gives_the_drafts_that_an_mtp_method_leaves_open() -> Non
     plan = planned("deepseek-r1", "-tp", "8", "--speculative-config", '{"method": "mtp"}')
     assert plan["limit"] == 512
     assert any("num_speculative_tokens is not given: 1" in note for note in plan["assumptions"])
+
+
+def test_a_bucket_beyond_the_largest_graph_is_pointed_out_with_the_limit_that_ends_it() -> None:
+    beyond = planned("deepseek-r1", "-tp", "8", "--max-num-seqs", "1024")
+    text = page.text(beyond)
+    assert "513..1024 run without a graph" in text
+    assert "512 would end the bucket there" in text
+    ended = planned("deepseek-r1", "-tp", "8", "--max-num-seqs", "1024", f"-cc.pass_config.{LIMIT_FIELD}=512")
+    assert "run without a graph" not in page.text(ended)
 
 
 def test_capture_sizes_are_split_at_the_limit() -> None:
@@ -98,3 +109,15 @@ def test_kernel_spans_cover_the_bucket_without_gaps(limit: int) -> None:
         for tokens in (span.first, span.last):
             one = kernels._at("auto", platform, aiter, kernels.operands(shape, platform, tokens))
             assert (one.kernel, one.detail) == (span.kernel, span.detail)
+
+
+def test_a_measured_cap_is_a_border_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    cap = tiles.Cap("gfx942", 16, True, 48, "planted")
+    for module in (tiles, kernels):
+        monkeypatch.setattr(module, "CAPS", (cap,))
+    off = '{"aiter_mla": {"kernel": "triton"}}'
+    plan = planned("deepseek-r1", "-tp", "8", "--kv-cache-dtype", "fp8", "--additional-config", off)
+    spans = [(span["first"], span["last"], span["kernel"]) for span in plan["kernels"]]
+    assert [span[2] for span in spans if span[0] <= 47] == ["triton"] * sum(span[0] <= 47 for span in spans)
+    assert any(span[1] == 47 for span in spans)
+    assert {span[2] for span in spans if span[0] >= 48} == {"stock"}

@@ -78,8 +78,12 @@ def run(script: str, path: Path, **environment: str) -> str:
 
 WORKER = """
     code = "from vllm_aiter_mla.report import gauge\\n" + RECORDS_TEXT + "gauge.publish(one); gauge.publish(two)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code += "\\nprint(flush=True); input()"
+    worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    worker.stdout.readline()
 """
+# A worker lives as long as its engine; this one ends when its standard input does.
+SHUT_DOWN = "worker.communicate(b'\\n')\n"
 
 
 def with_worker() -> str:
@@ -92,6 +96,16 @@ def test_gauge_of_worker_processes_is_in_the_front_ends_registry(vllm_like: Path
     shown = run(script + textwrap.dedent(SHOWN), vllm_like)
     assert 'vllm:aiter_mla_layers{state="engaged"} 1.0' in shown
     assert 'vllm:aiter_mla_layers{state="refused"} 2.0' in shown
+
+
+def test_gauge_counts_no_worker_of_an_engine_that_was_shut_down(vllm_like: Path) -> None:
+    """One process may build several engines, one after the other; workers of the first leave their files behind."""
+    script = "gauge.install()\n" + with_worker() + SHUT_DOWN
+    script += "gauge.publish({'rank': 0, 'engaged': {'a': 'aiter'}, 'refused': {}})\n"
+    script += "from vllm.v1.metrics import loggers\nloggers.PrometheusStatLogger()\n"
+    shown = run(script + textwrap.dedent(SHOWN), vllm_like)
+    assert 'vllm:aiter_mla_layers{state="engaged"} 1.0' in shown
+    assert 'vllm:aiter_mla_layers{state="refused"} 0.0' in shown
 
 
 def test_gauge_reaches_the_multiprocess_folder_of_several_api_servers(vllm_like: Path, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from passes.stubs import Batch, Sizes, StubLayer, forward
 from vllm.config import CUDAGraphMode
 from vllm.utils.torch_utils import _encode_layer_name
 
+from vllm_aiter_mla.kernels import capture
 from vllm_aiter_mla.kernels.fp8 import is_fp8
-from vllm_aiter_mla.runtime import attention, context, fused, q_prep
+from vllm_aiter_mla.runtime import attention, fused, q_prep
 
 NAME = "model.layers.0.attn"
 SIZES = Sizes()
@@ -129,4 +130,4 @@ def assert_fake_is_blind(fake: Callable[..., Any], op: str, cache: str = "auto")
 
 def capturing(monkeypatch: Any, yes: bool = True) -> None:
     """Pretend that the stream is recording a graph."""
-    monkeypatch.setattr(context, "is_capturing", lambda: yes)
+    monkeypatch.setattr(capture, "is_capturing", lambda: yes)

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from passes.execute import assert_rewritten_right, clone, stubs_for
+from passes.graphs import Spelling
 from passes.stubs import PADDED
+from passes.test_recognised import build
 
 from runtime import opcalls
 from runtime.opcalls import FAKES, OPS, batch_of, layer_of
-from vllm_aiter_mla.runtime import context, fused, kernel
+from vllm_aiter_mla.runtime import attention, context, fused, kernel
 
 pytestmark = pytest.mark.mutation
 
@@ -65,3 +68,17 @@ def test_mutation_i7_fake_reads_the_layer(op: str) -> None:
 
     with pytest.raises(AssertionError):
         opcalls.assert_fake_is_blind(nosy, op)
+
+
+def test_mutation_i10_decode_attention_reads_the_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def every_row(ctx: Any, q_prepared: torch.Tensor, output: torch.Tensor) -> None:
+        n = ctx.metadata.num_actual_tokens
+        attended, _ = ctx.layer.impl.forward_mqa(q_prepared, ctx.kv_cache, ctx.metadata, ctx.layer)
+        ctx.layer._v_up_proj(attended[:n], out=output[:n])
+
+    gm, layers = build(1, dtype=torch.bfloat16)
+    stubs = stubs_for(layers, Spelling(dtype=torch.bfloat16))
+    assert_rewritten_right(clone(gm), stubs, batches=(PADDED,), stops=(None,))
+    monkeypatch.setattr(attention, "decode", every_row)
+    with pytest.raises(AssertionError):
+        assert_rewritten_right(gm, stubs, batches=(PADDED,), stops=(None,))

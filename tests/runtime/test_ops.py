@@ -8,10 +8,16 @@ import pytest
 import torch
 from passes.stubs import BATCHES, Batch, forward
 from torch.testing._internal.optests import generate_tests
+from vllm import _custom_ops
 from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
 
 from runtime import opcalls
-from runtime.opcalls import FAKES, FUNCTIONAL, OPS, arguments, batch_of, layer_of
+from runtime.opcalls import FAKES, FUNCTIONAL, OPS, SIZES, arguments, batch_of, layer_of
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.reference import store_nope
+from vllm_aiter_mla.runtime import context
+from vllm_aiter_mla.runtime.stock import StockBackend
 
 each_op = pytest.mark.parametrize("op", OPS)
 each_cache = pytest.mark.parametrize("cache", ["auto", "fp8"])
@@ -130,3 +136,42 @@ def test_i7_registered_fake_runs_outside_any_forward_context(op: str) -> None:
         fake = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
         result = OPS[op](*fake)
     assert result is None or tuple(result.shape[:2]) == tuple(args[0].shape[:2])
+
+
+@pytest.mark.parametrize("flavour", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+def test_uint8_storage_is_viewed_as_the_cards_flavour_without_a_copy(
+    flavour: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AITER ends the process on uint8: "kv cache data type is not supported"."""
+    monkeypatch.setattr(type(current_platform), "fp8_dtype", classmethod(lambda cls: flavour))
+    raw = torch.zeros(2, 16, 576, dtype=torch.uint8)
+    view = context.fp8_view(raw)
+    assert (view.dtype, view.shape, view.data_ptr()) == (flavour, raw.shape, raw.data_ptr())
+    other = torch.zeros(2, 16, 576)
+    assert context.fp8_view(other) is other
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_the_stock_kernels_quantise_a_query_of_any_length(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of("fp8")
+    q, k_pe, kv_c, positions, table, k_scale, is_neox, out_dtype, _ = arguments(
+        "fused_qk_rope_kv_cache_q_prep", layer, tokens
+    )
+    given = DecodeInputs(
+        q, k_pe, kv_c, layer.W_UK_T, context.fp8_view(layer.kv_cache), torch.arange(tokens), positions, table, k_scale,
+        layer._q_scale, is_neox, out_dtype,
+    )  # fmt: skip
+    backend = StockBackend()
+    assert backend.refuse(given) is None
+    monkeypatch.setattr(backend, "_rotate_and_write", lambda inputs, q_pe: None)
+    # vLLM's quantisation kernel takes the rows of a matrix, and CPU builds have none.
+    shapes: list[int] = []
+
+    def quantise(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes.append(x.dim())
+        return store_nope(x, 1 / scale, out_dtype), scale
+
+    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", quantise)
+    query = backend.prepare(given)
+    assert (query.shape, query.dtype) == ((tokens, SIZES.n, SIZES.latent + SIZES.r), out_dtype)
+    assert shapes == [2]

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_aiter_mla.compat import log, worker_hook
+from vllm_aiter_mla import worker
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.report import announce, census
 from vllm_aiter_mla.settings import SettingsError
 
@@ -21,7 +22,8 @@ def said(monkeypatch, tmp_path):
     lines: list[tuple[int, str]] = []
     monkeypatch.setattr(census, "_census", census.Census())
     monkeypatch.setattr(announce, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(log, "say_once", lambda level, text: lines.append((level, text)))
+    monkeypatch.setattr(log, "say", lambda level, text, stacklevel=2: lines.append((level, text)))
+    monkeypatch.setattr(log, "_said", set())
     return lines
 
 
@@ -74,6 +76,52 @@ def test_census_of_a_warm_start_knows_the_refusals_of_the_cold_one(said, monkeyp
     assert said[0] == said[1]
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"refused": {}}', '{"refused": [], "partial": []}', "\x00\x01"])
+def test_census_of_a_warm_start_does_without_a_refusals_file_that_is_broken(said, tmp_path, content):
+    """A process that was killed while it wrote must not cost every later start its verdict, nor strict mode."""
+    (tmp_path / f"refusals-{'k' * 16}-0.json").write_text(content)
+    after_warm_up()
+    assert [level for level, _ in said if level >= logging.INFO] == [logging.WARNING]
+    assert "not_run" in said[-1][1]
+    with pytest.raises(SettingsError, match="0/2"):
+        after_warm_up(strict=True)
+
+
+def test_census_files_are_never_seen_half_written(said, tmp_path, monkeypatch):
+    census.current().compiled["1-512"] = {"matched": 1}
+    census.refuse(LAYERS[0], "no_rope", "why")
+    after_warm_up()
+    (path,) = tmp_path.glob("refusals-*.json")
+    before = path.read_text()
+
+    def full(self, text, *rest):
+        with open(self, "w") as file:
+            file.write(text[:7])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(type(path), "write_text", full)
+    after_warm_up()
+    assert path.read_text() == before
+
+
+def test_census_of_the_next_engine_starts_empty_and_has_its_own_verdict(said):
+    for _ in range(2):
+        census.reset()
+        census.engage(LAYERS[0], "aiter")
+        after_warm_up()
+    assert len(said) == 2
+    census.reset()
+    after_warm_up()
+    assert said[-1] == (logging.WARNING, "0/2: not_run: its fused op has not run (run: vllm-aiter-mla doctor)")
+
+
+def test_census_counts_every_graph_of_a_range(said):
+    """A target and its draft are two graphs of the same compile range."""
+    census.count("1-16", {"matched": 3, "refused": 0})
+    census.count("1-16", {"matched": 1, "refused": 1})
+    assert census.current().compiled == {"1-16": {"matched": 4, "refused": 1}}
+
+
 def test_census_of_another_configuration_is_not_mixed_in(said, monkeypatch):
     census.refuse(LAYERS[0], "no_rope", "why")
     census.current().compiled["1-512"] = {"matched": 1}
@@ -102,4 +150,4 @@ def test_census_file_names_the_captured_sizes(said, tmp_path):
 )
 def test_census_sizes_are_those_of_graphs_that_exist(mode, sizes, captured):
     compilation = SimpleNamespace(cudagraph_mode=SimpleNamespace(name=mode), cudagraph_capture_sizes=sizes)
-    assert worker_hook._capture_sizes(compilation) == captured
+    assert worker.capture_sizes(compilation) == captured

@@ -163,6 +163,19 @@ def test_a_pattern_can_be_replaced(recorded: tuple[Path, Path], capsys: pytest.C
     assert census["counts"]["kv write"] == LAYERS * STEPS + 1
 
 
+def event(**changed: Any) -> str:
+    """A trace of one kernel."""
+    one = {"ph": "X", "cat": "kernel", "name": "concat_and_cache_mla", "ts": 1, "dur": 2, "pid": [0], "tid": {}}
+    return json.dumps([one | changed])
+
+
+def test_broken_gzip_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = gzip.compress(event().encode())
+    (tmp_path / "t.json.gz").write_bytes(packed[:12] + b"\xff" + packed[13:])
+    assert tool.main([str(tmp_path / "t.json.gz")]) == 2
+    assert "t.json.gz: not a readable JSON trace" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "arguments", "status", "told"),
     [
@@ -170,7 +183,18 @@ def test_a_pattern_can_be_replaced(recorded: tuple[Path, Path], capsys: pytest.C
         ('{"rocprofiler-sdk-tool": []}', [], 2, "no traceEvents"),
         ('{"traceEvents": []}', ["--step-marker", "x"], 2, "no annotation matches"),
         ('{"traceEvents": []}', ["--pattern", "nonsense=x"], 2, "ROLE=REGEX"),
-        ('{"traceEvents": []}', [], 1, ""),
+        ('{"traceEvents": []}', ["--pattern", "fused=("], 2, "--pattern fused=(: not a regular expression"),
+        ('{"traceEvents": []}', ["--pattern", "fused="], 2, "--pattern fused=: an empty pattern"),
+        ('{"traceEvents": []}', ["--step-marker", "["], 2, "--step-marker [: not a regular expression"),
+        ('{"traceEvents": []}', ["--steps", "0"], 2, "--steps 0: must be 1 or more"),
+        ('{"traceEvents": []}', ["--steps", "-3"], 2, "--steps -3: must be 1 or more"),
+        (event(ts="soon"), [], 2, "the event 'concat_and_cache_mla' has ts='soon': a number"),
+        (event(dur=None), [], 2, "has dur=None: a number"),
+        (event(ts=float("inf")), [], 2, "has ts=inf: a number"),
+        (event(ts=[1]), ["--steps", "1"], 2, "has ts=[1]: a number"),
+        ("[" * 100_000, [], 2, "not a readable JSON trace"),
+        (event(name="gemm"), [], 1, "no KV write among 1 kernels: not an MLA model's decode steps"),
+        ('{"traceEvents": []}', [], 1, "no KV write: the trace holds no kernel and no CPU op"),
     ],
 )
 def test_what_cannot_be_counted_is_said(

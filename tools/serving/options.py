@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,8 +12,11 @@ from urllib.parse import urlsplit
 
 from serving import arms, schedule, small
 from serving.errors import UsageError
+from vllm_aiter_mla.cli import outputs
 
 FEWEST_RUNS = 3
+# numpy, which draws the prompts, takes 32 bits; runs and points are added on top.
+LARGEST_SEED = 2**31
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,9 +85,10 @@ def read(made: Parser, argv: Sequence[str]) -> argparse.Namespace:
     given.argv = list(argv)
     _check_numbers(given)
     _check_model(given)
-    for path in filter(None, (given.out, given.json)):
-        if not path.resolve().parent.is_dir():
-            raise UsageError(f"{path}: its folder does not exist")
+    try:
+        outputs.check({"--out": given.out, "--json": given.json}, {"--work": given.work})
+    except outputs.OutputError as error:
+        raise UsageError(str(error)) from error
     environments = {arms.OFF: _variables("--off-env", given.off_env), arms.ON: _variables("--on-env", given.on_env)}
     built = _running(given) if given.on_url else _to_start(given)
     given.arms = tuple(replace(arm, environment=environments[arm.name]) for arm in built)
@@ -97,29 +102,34 @@ def positive(option: str, value: float) -> None:
 
 
 def number_list(option: str, text: str, kind: Callable[[str], float] = float) -> list[float]:
-    """Comma-separated numbers above 0, at least one; else UsageError."""
+    """Comma-separated finite numbers above 0, at least one; else UsageError."""
     try:
         values = [kind(part) for part in text.split(",")]
     except ValueError as error:
         raise UsageError(f"{option} {text}: numbers with commas between are expected") from error
     for value in values:
         positive(option, value)
+        if math.isinf(value):
+            raise UsageError(f"{option} {text}: finite numbers are expected")
     return values
 
 
 def work_folder(given: argparse.Namespace) -> Path:
-    """The folder of logs and results, made if need be."""
+    """The folder of logs and results, made if need be. Raises UsageError where the system refuses."""
     if given.work is None:
         return Path(tempfile.mkdtemp(prefix="aiter-mla-serving-"))
-    given.work.mkdir(parents=True, exist_ok=True)
+    try:
+        given.work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--work {given.work}: {error.strerror or error}") from error
     return given.work.resolve()
 
 
 def _check_numbers(given: argparse.Namespace) -> None:
     if given.runs < FEWEST_RUNS:
         raise UsageError(f"--runs {given.runs}: at least {FEWEST_RUNS}; fewer give no standard error worth the name")
-    if given.seed < 0:
-        raise UsageError(f"--seed {given.seed}: must not be negative")
+    if not 0 <= given.seed < LARGEST_SEED:
+        raise UsageError(f"--seed {given.seed}: from 0 to below {LARGEST_SEED} expected")
     positive("--start-timeout", given.start_timeout)
     positive("--client-timeout", given.client_timeout)
 
@@ -139,7 +149,7 @@ def _check_model(given: argparse.Namespace) -> None:
 
 def _running(given: argparse.Namespace) -> tuple[arms.Arm, arms.Arm]:
     for option, url in (("--off-url", given.off_url), ("--on-url", given.on_url)):
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+        if not _is_server(url):
             raise UsageError(f"{option} {url}: http://HOST:PORT is expected")
     if given.off_url.rstrip("/") == given.on_url.rstrip("/"):
         raise UsageError(f"--on-url {given.on_url}: the same server as --off-url")
@@ -149,6 +159,15 @@ def _running(given: argparse.Namespace) -> tuple[arms.Arm, arms.Arm]:
         raise UsageError(f"{given.serve[0]} after --: servers that run already take no options")
     given.servers = schedule.RUNNING
     return arms.Arm(arms.OFF, url=given.off_url), arms.Arm(arms.ON, url=given.on_url)
+
+
+def _is_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        # Reading the port is what finds a wrong one.
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
 
 
 def _variables(option: str, texts: Sequence[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -30,8 +31,13 @@ def get(url: str, timeout_s: float = 10.0) -> str | None:
     try:
         with _OPENER.open(url, timeout=timeout_s) as answer:
             return answer.read().decode(errors="replace")
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return None
+
+
+def answers(url: str) -> bool:
+    """Whether a server is there and says that it is well."""
+    return get(f"{url.rstrip('/')}/health") is not None
 
 
 def free_port() -> int:
@@ -52,7 +58,7 @@ class Running:
         self.url = url.rstrip("/")
 
     def __enter__(self) -> Running:
-        if get(f"{self.url}/health") is None:
+        if not answers(self.url):
             raise ServingError(f"{self.url}/health does not answer")
         return self
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from serving import engaged, small
 from serving.arms import OFF, Arm
-from serving.errors import ServingError
+from serving.errors import ServingError, UsageError
 from serving.schedule import PER_ARM, Visit, visits
-from serving.server import LAST_LINES, Running, Started, environment_of_clients
+from serving.server import LAST_LINES, Running, Started, answers, environment_of_clients
 
 
 @dataclass
@@ -99,8 +99,12 @@ def prepare(given: argparse.Namespace, work: Path) -> Session:
     """A session; with ``--small-model`` its model is written to disk.
 
     Raises:
-        UsageError: the small model needs a package that is missing.
+        UsageError: the small model needs a package that is missing, or a server that was said to run does not answer:
+            the second one's absence must not come out after the first was measured.
     """
+    for arm in given.arms:
+        if arm.url is not None and not answers(arm.url):
+            raise UsageError(f"--{arm.name}-url {arm.url}: its /health does not answer")
     model = str(small.save(work / "model")) if given.small_model else given.model
     return Session(model, given, work)
 

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 from vllm_aiter_mla.bench.points import HEADS, TOKENS, grid
+from vllm_aiter_mla.cli import outputs
 
 KINDS = {"fp8": (True,), "bf16": (False,), "both": (True, False)}
 DEFAULT_ROUNDS = 50
+# Past these an operand alone fills a card.
+MOST = {"--tokens": 65536, "--heads": 1024, "--rounds": 100000}
 
 
 def main(
@@ -38,8 +41,11 @@ def main(
     """
     from vllm_aiter_mla.bench import page, run
 
-    if kind not in KINDS or rounds < 1 or not tokens or not heads or min(*tokens, *heads, rounds) < 1:
-        print("bench: tokens, heads and rounds from 1 on and a type of fp8, bf16 or both expected", file=sys.stderr)
+    try:
+        check_options(tokens, heads, kind, rounds)
+        outputs.check({"--json": json_path, "--html": html_path})
+    except ValueError as error:
+        print(f"bench: {error}", file=sys.stderr)
         return 2
     try:
         report = run.run(grid(tokens, heads, KINDS[kind]), rounds, lambda done: print(done, file=sys.stderr))
@@ -54,3 +60,15 @@ def main(
     wrong = any(row.wrong for row in report.rows)
     broken = any(bound.holds is False for bound in run.bounds(report))
     return 1 if wrong or (check and broken) else 0
+
+
+def check_options(tokens: tuple[int, ...], heads: tuple[int, ...], kind: str, rounds: int) -> None:
+    """Raise ValueError with option and value where one is out of range."""
+    if kind not in KINDS:
+        raise ValueError(f"--type {kind}: {', '.join(KINDS)} expected")
+    for option, values in (("--tokens", tokens), ("--heads", heads), ("--rounds", (rounds,))):
+        if not values:
+            raise ValueError(f"{option}: at least one value expected")
+        for value in values:
+            if not 1 <= value <= MOST[option]:
+                raise ValueError(f"{option} {value}: between 1 and {MOST[option]} expected")

@@ -15,7 +15,9 @@ def demo(
     ] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="One scenario, bf16 KV only.")] = False,
     kernel: Annotated[str, typer.Option(help="reference, fake-aiter or triton (needs a GPU).")] = "reference",
-    arch: Annotated[str, typer.Option(help="Card that --kernel fake-aiter imitates: gfx942 or gfx950.")] = "gfx942",
+    arch: Annotated[
+        str | None, typer.Option(help="Card that --kernel fake-aiter imitates: gfx942 (default) or gfx950.")
+    ] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep FX graphs and results in this folder, for `report`.")] = None,
 ) -> None:
     """Serve a small random DeepSeek-V2 with vLLM, fast path off and on, and compare: on this CPU, or on a GPU.
@@ -25,6 +27,25 @@ def demo(
     engine on two cores. On a CPU nothing is said about a GPU; --kernel triton runs on the GPU that torch sees, under
     vLLM's own platform and its Triton MLA back end, graphs captured, and says why not where there is none.
     """
+    from vllm_aiter_mla.cli import outputs
+    from vllm_aiter_mla.sandbox.arms import Options, why_not
+
+    try:
+        outputs.check({"--json": json}, {"--keep": keep})
+    except outputs.OutputError as error:
+        raise typer.Exit(_wrong(f"demo: {error}")) from None
+    if arch is not None and kernel != "fake-aiter":
+        raise typer.Exit(_wrong(f"demo: --arch {arch}: only with --kernel fake-aiter; --kernel is {kernel}"))
+    options = Options(json, tensor_parallel_size, quick, kernel, arch or "gfx942", keep)
+    # Asked here, although the run asks again: there it would be printed among the figures.
+    problem = why_not(options)
+    if problem is not None:
+        raise typer.Exit(_wrong(problem))
     from vllm_aiter_mla.sandbox import demo as run
 
-    raise typer.Exit(run.main(run.Options(json, tensor_parallel_size, quick, kernel, arch, keep)))
+    raise typer.Exit(run.main(options))
+
+
+def _wrong(message: str) -> int:
+    typer.echo(message, err=True)
+    return 2

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+# `-cc.pass_config.NAME=true` and its like are no names that can be declared: typer hands over what it does not know.
+COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+
 
 def doctor(
+    context: typer.Context,
     compilation_config: Annotated[
-        str | None, typer.Option("--compilation-config", "-cc", help="What you would give `vllm serve`, as JSON.")
+        str | None,
+        typer.Option("--compilation-config", "-cc", help="What you would give `vllm serve`: JSON, or -cc.NAME=VALUE."),
     ] = None,
     additional_config: Annotated[str | None, typer.Option(help="Likewise.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
@@ -21,4 +26,4 @@ def doctor(
     """
     from vllm_aiter_mla.report.doctor import command
 
-    raise typer.Exit(command.main(compilation_config, additional_config, as_json=json))
+    raise typer.Exit(command.main(compilation_config, additional_config, context.args, as_json=json))

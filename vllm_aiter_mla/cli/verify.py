@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,7 +28,7 @@ def verify(
     seed: Annotated[int, typer.Option(help="Seed of the data.")] = 0,
     repeat: Annotated[int, typer.Option(min=1, help="Rounds, each with the next seed.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Two variants, fewer cases, short long runs.")] = False,
-    limit: Annotated[int | None, typer.Option(min=8, help="Last capture size, in tokens.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Last capture size, in tokens: 8 to 8192.")] = None,
     replays: Annotated[int | None, typer.Option(min=4, help="Replays of a long run.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML to this file.")] = None,
@@ -39,6 +40,20 @@ def verify(
     Run it on your card before you trust the fast path, and after each upgrade of ROCm, vLLM or AITER. Without a GPU
     the same cases run as eager replay. Exit status: 0 all passed, 1 something failed, 2 nothing could be run.
     """
+    from vllm_aiter_mla.cli import outputs
+
+    alone = {"--list": listing, "--self-test": self_test}
+    with_a_run = {
+        "--backend": backend, "--only": only, "--variant": variant, "--quick": quick, "--limit": limit,
+        "--replays": replays, "--repeat": repeat != 1, "--json": json, "--junit": junit,
+    }  # fmt: skip
+    if listing:
+        with_a_run |= {"--seed": seed}
+    try:
+        _refuse_beside(alone, with_a_run)
+        outputs.check({"--json": json, "--junit": junit})
+    except ValueError as error:
+        raise typer.Exit(_wrong(str(error))) from None
     from rich.console import Console
 
     from vllm_aiter_mla.harness.session import Request
@@ -54,6 +69,21 @@ def verify(
     raise typer.Exit(_run(console, request, json, junit))
 
 
+def _refuse_beside(alone: Mapping[str, bool], others: Mapping[str, object]) -> None:
+    """Raise ValueError where an option that runs no cases stands beside one that says how to run them."""
+    chosen = [option for option, given in alone.items() if given]
+    beside = [*chosen[1:], *(option for option, value in others.items() if value not in (None, False, 0, []))]
+    if chosen and beside:
+        raise ValueError(f"{chosen[0]}: {', '.join(beside)} would have no effect beside it; leave one of them out")
+
+
+def _wrong(message: str) -> int:
+    from vllm_aiter_mla.harness.session import NOTHING
+
+    typer.echo(f"verify: {message}", err=True)
+    return NOTHING
+
+
 def _run(console: Console, request: Request, json: Path | None, junit: Path | None) -> int:
     from vllm_aiter_mla.harness import report, terminal
     from vllm_aiter_mla.harness.session import NOTHING, NoSuchError
@@ -61,14 +91,13 @@ def _run(console: Console, request: Request, json: Path | None, junit: Path | No
     try:
         session = terminal.run(request, console)
     except NoSuchError as error:
-        console.print(f"verify: {error}", style="red", soft_wrap=True)
-        return NOTHING
+        return _wrong(str(error))
     if json is not None:
         report.write_json(session, json)
     if junit is not None:
         report.write_junit(session, junit)
     if session.status == NOTHING:
-        console.print("verify: nothing could be run", style="red")
+        return _wrong("nothing could be run")
     return session.status
 
 

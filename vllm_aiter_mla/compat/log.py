@@ -16,8 +16,12 @@ def say_once(level: int, message: str) -> None:
     """Log ``message`` at ``level`` unless this process has already said it; ``replace()`` rebuilds configs often."""
     if (level, message) not in _said:
         _said.add((level, message))
-        # stacklevel: vLLM prints the file and line, and they should be those of the caller.
-        logger.log(level, "%s%s", PREFIX, message, stacklevel=2)
+        say(level, message, stacklevel=3)
+
+
+def say(level: int, message: str, stacklevel: int = 2) -> None:
+    """Log ``message`` at ``level``; vLLM prints the file and line, and they should be those of the caller."""
+    logger.log(level, "%s%s", PREFIX, message, stacklevel=stacklevel)
 
 
 def forget() -> None:

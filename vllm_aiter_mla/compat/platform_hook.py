@@ -32,8 +32,8 @@ _noted: dict[int, tuple[weakref.ref[Any], UserKnobs]] = {}
 _nesting = threading.local()
 
 
-def install(platform_cls: type | None = None) -> None:
-    """Wrap the current platform's class, or ``platform_cls``. Twice is harmless.
+def install(gate: Callable[[Any], None], platform_cls: type | None = None) -> None:
+    """Wrap the current platform's class, or ``platform_cls``, so that ``gate`` is called. Twice is harmless.
 
     Where someone else has wrapped the method since, the hook goes around theirs as well and the inner copy only
     passes through: the gate runs once and sees what the outermost wrapper leaves behind, whoever came first.
@@ -46,10 +46,10 @@ def install(platform_cls: type | None = None) -> None:
 
     def prepare(vllm_config: Any) -> None:
         note(vllm_config)
-        _wrap(cls, "check_and_update_config", before=_nothing, after=_run_gate)
+        _wrap(cls, "check_and_update_config", before=_nothing, after=gate)
 
     _wrap(cls, "apply_config_platform_defaults", before=prepare, after=_nothing)
-    _wrap(cls, "check_and_update_config", before=_nothing, after=_run_gate)
+    _wrap(cls, "check_and_update_config", before=_nothing, after=gate)
 
 
 def note(vllm_config: Any) -> None:
@@ -70,14 +70,9 @@ def knobs_of(compilation: Any) -> UserKnobs:
 
 
 def _read_knobs(compilation: Any) -> UserKnobs:
-    ops = compilation.splitting_ops
-    return UserKnobs(compilation.use_inductor_graph_partition, None if ops is None else tuple(ops))
-
-
-def _run_gate(vllm_config: Any) -> None:
-    from vllm_aiter_mla import gate
-
-    gate.apply(vllm_config)
+    # Runs for every config, with the flag off too: a vLLM without such a field is refused later, not broken here.
+    ops = getattr(compilation, "splitting_ops", None)
+    return UserKnobs(getattr(compilation, "use_inductor_graph_partition", None), None if ops is None else tuple(ops))
 
 
 def _nothing(vllm_config: Any) -> None:

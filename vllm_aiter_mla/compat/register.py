@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,26 +34,39 @@ class Patch:
     link: str
     probe: str
     remove_when: str
-    apply: Callable[[], None]
+    apply: Callable[[Calls], None]
     required: bool
 
 
-def _extend_pass_config() -> None:
+@dataclass(frozen=True)
+class Calls:
+    """Whom the hooks call: given from above, because nothing in this room may know who decides.
+
+    Attributes:
+        gate: takes each ``VllmConfig`` that is built.
+        attach: takes each worker that is built.
+    """
+
+    gate: Callable[[Any], None]
+    attach: Callable[[Any], None]
+
+
+def _extend_pass_config(calls: Calls) -> None:
     from vllm_aiter_mla.compat import pass_config
 
     pass_config.extend()
 
 
-def _hook_platform() -> None:
+def _hook_platform(calls: Calls) -> None:
     from vllm_aiter_mla.compat import platform_hook
 
-    platform_hook.install()
+    platform_hook.install(calls.gate)
 
 
-def _hook_worker() -> None:
+def _hook_worker(calls: Calls) -> None:
     from vllm_aiter_mla.compat import worker_hook
 
-    worker_hook.install_if_loaded()
+    worker_hook.install_if_loaded(calls.attach)
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -99,7 +114,7 @@ PATCHES: tuple[Patch, ...] = (
         link="https://docs.vllm.ai/en/latest/design/metrics/",
         probe="test_gauge_hook_fits_the_installed_vllm",
         remove_when="vLLM lets plugins add metrics",
-        apply=lambda: None,
+        apply=lambda calls: None,
         required=False,
     ),
 )
@@ -116,10 +131,10 @@ class Failure:
 _failed: dict[str, Failure] = {}
 
 
-def apply_all() -> None:
+def apply_all(calls: Calls) -> None:
     """Apply every patch of the table. Twice is harmless."""
     for patch in PATCHES:
-        run(f"patch {patch.name}", patch.apply, required=patch.required)
+        run(f"patch {patch.name}", partial(patch.apply, calls), required=patch.required)
 
 
 def run(name: str, step: Callable[[], None], required: bool = True) -> None:

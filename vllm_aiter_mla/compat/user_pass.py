@@ -11,12 +11,12 @@ def slot() -> str:
     """Key in ``inductor_compile_config``; ``post_grad_custom_post_pass`` on every platform but out-of-tree ones."""
     from vllm.platforms import current_platform
 
-    return str(current_platform.pass_key)
+    return str(getattr(current_platform, "pass_key", "post_grad_custom_post_pass"))
 
 
 def current(compilation: Any) -> Any:
-    """The object in the slot, ``None`` when it is free."""
-    return compilation.inductor_compile_config.get(slot())
+    """The object in the slot, ``None`` when it is free; also on a vLLM without slots, which the gate refuses later."""
+    return getattr(compilation, "inductor_compile_config", {}).get(slot())
 
 
 def install(compilation: Any, pass_: Any) -> None:

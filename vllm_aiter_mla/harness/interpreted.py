@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,17 +33,21 @@ def run(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     command = [sys.executable, "-m", "vllm_aiter_mla.harness.interpreted"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as worker:
+    # A file takes whatever the child complains of; a second pipe would fill up while the first is read, and stop both.
+    with (
+        tempfile.TemporaryFile("w+") as complaints,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=complaints, text=True, env=environment) as worker,
+    ):
         assert worker.stdin is not None
         assert worker.stdout is not None
-        assert worker.stderr is not None
         worker.stdin.write(json.dumps(request) + "\n")
         worker.stdin.close()
         for line in worker.stdout:
             if line.startswith("{"):
                 yield json.loads(line)
-        said = worker.stderr.read().strip().splitlines()
         if worker.wait() != 0:
+            complaints.seek(0)
+            said = complaints.read().strip().splitlines()
             raise RuntimeError(f"the interpreting process ended with status {worker.returncode}: {(said or [''])[-1]}")
 
 

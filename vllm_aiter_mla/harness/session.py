@@ -21,10 +21,12 @@ PASSED, FAILED, NOTHING = 0, 1, 2
 # Neither is a power of two: L itself is a capture size of its own.
 CPU_LIMIT, GPU_LIMIT, INTERPRETED_LIMIT = 12, 96, 9
 CPU_REPLAYS, GPU_REPLAYS, QUICK_REPLAYS = 1000, 5000, 100
+# The cases need eight tokens; 1,024 requests of eight tokens each are vLLM's default on MI300X with seven drafts.
+LIMITS = (8, 8192)
 
 
 class NoSuchError(ValueError):
-    """A case, variant or back end that does not exist was asked for; the message lists what does."""
+    """A case, variant or back end that does not exist, or a limit out of range; the message says what there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +131,11 @@ def plan(request: Request, engine: Engine) -> tuple[list[Job], dict[str, str]]:
     """The jobs of one round, and the back ends that are missing.
 
     Raises:
-        NoSuchError: an unknown name.
+        NoSuchError: an unknown name, or a limit outside ``LIMITS``.
     """
+    low, high = LIMITS
+    if request.limit is not None and not low <= request.limit <= high:
+        raise NoSuchError(f"--limit {request.limit}: between {low} and {high} tokens expected")
     jobs, missing = [], {}
     for name in _chosen(request.backend, backends.known(), "back end"):
         found = backends.find(name)

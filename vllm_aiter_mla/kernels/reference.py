@@ -37,12 +37,13 @@ FP8_GROUP = 128  # values that share a scale in the fp8 absorb product; vLLM's g
 TWO_ROUNDING = Numerics(rounding="two")
 
 
-def prepare(inputs: DecodeInputs, numerics: Numerics = AITER) -> torch.Tensor:
+def prepare(inputs: DecodeInputs, numerics: Numerics = AITER, q_latent: torch.Tensor | None = None) -> torch.Tensor:
     """Absorb, rotate, quantise and concatenate the query; write the KV rows.
 
     Args:
         inputs: the operands; only ``kv_cache`` is written, and only rows whose slot is >= 0.
         numerics: which roundings to follow.
+        q_latent: [T, N, L], the absorbed query where it is given; by default ``absorbed``.
 
     Returns:
         q_prepared [T, N, L+R] of ``inputs.out_dtype``, contiguous; every row is defined, padded ones included.
@@ -60,7 +61,8 @@ def prepare(inputs: DecodeInputs, numerics: Numerics = AITER) -> torch.Tensor:
     q_nope, q_pe = inputs.q.split([inputs.nope_dim, inputs.rope_dim], dim=-1)
     q_rot = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), inputs.is_neox)
     inv_q = _reciprocal(inputs.q_scale)
-    q_out[..., : inputs.latent_dim] = store_nope(absorbed(inputs, q_nope), inv_q, inputs.out_dtype)
+    q_latent = absorbed(inputs, q_nope) if q_latent is None else q_latent
+    q_out[..., : inputs.latent_dim] = store_nope(q_latent, inv_q, inputs.out_dtype)
     q_out[..., inputs.latent_dim :] = store_rope(q_rot, inv_q, inputs.out_dtype, inputs.q.dtype, numerics)
     if inputs.slot_mapping.numel() and inputs.kv_cache.numel():
         scatter_rows(inputs.kv_cache, inputs.slot_mapping, kv_rows(inputs, cos, sin, numerics))

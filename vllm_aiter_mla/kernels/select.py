@@ -74,10 +74,13 @@ class Choice:
     Attributes:
         backend: the back end that runs it, or None where every candidate refused.
         refusals: (name, reason) of the candidates before it.
+        run: its ``prepare`` for calls of this shape, bound where the back end offers that (``bind``): what follows
+            from the shape alone is then not looked up again at every call.
     """
 
     backend: KernelBackend | None
     refusals: tuple[tuple[str, str], ...] = ()
+    run: Callable[[DecodeInputs], torch.Tensor] | None = None
 
 
 class Selector:
@@ -118,7 +121,8 @@ class Selector:
             backend = self.backend(name)
             reason = backend if isinstance(backend, str) else self._objection(name, backend, inputs)
             if reason is None and not isinstance(backend, str):
-                return Choice(backend, tuple(refusals))
+                bind = getattr(backend, "bind", None)
+                return Choice(backend, tuple(refusals), backend.prepare if bind is None else bind(inputs))
             refusals.append((name, reason or ""))
         return Choice(None, tuple(refusals))
 
@@ -136,9 +140,9 @@ class Selector:
             NoKernelError: every candidate refused; the message holds the reasons.
         """
         choice = self.choose(inputs)
-        if choice.backend is None:
+        if choice.run is None:
             raise NoKernelError("; ".join(f"{name}: {reason}" for name, reason in choice.refusals))
-        return choice.backend.prepare(inputs)
+        return choice.run(inputs)
 
     def demote(self, name: str, inputs: DecodeInputs, reason: str) -> None:
         """Take the back end ``name`` away from the layer shape of ``inputs``, for good: its self-check failed."""

@@ -174,8 +174,13 @@ class Emitter:
             node = self.graph.call_function(target, args, kwargs)
         if self.lazy:
             node.meta[_PENDING] = True
-        else:
+            return node
+        try:
             _infer(node)
+        except Exception:
+            # The layer is given up, and a node without a value would stop Inductor instead.
+            self.graph.erase_node(node)
+            raise
         return node
 
 

@@ -108,6 +108,7 @@ class Refused:
 def match_layers(graph: fx.Graph) -> list[LayerMatch | Refused]:
     """Match every MLA attention node of ``graph``; the work is linear in the number of layers."""
     attention_op = torch.ops.vllm.unified_mla_attention_with_output.default
+    pr.rotary_ops.cache_clear()
     cone, live = pr.Cone(), Liveness(graph)
     outcome: list[LayerMatch | Refused] = []
     with pr.real_tensors():
@@ -160,9 +161,9 @@ class _Matcher:
         if view_root(q_root) is view_root(k_root):
             raise NoMatchError("crossed_branches", "the rotated query and the rotated key come from the same tensor")
         probe = self._probe(table, positions, (q_root, k_root), rope_dim)
-        is_neox, q = self._find_q(probe, q_cone, n, head, rope_dim)
-        k_pe = self._find_k(probe, k_cone, rope_dim, is_neox, table, positions)
-        self._check_kv_key(kv, probe)
+        is_neox, q = self._find_q(probe, q_cone, head, rope_dim)
+        k_pe = self._find_k(probe, k_cone, rope_dim, is_neox)
+        self._check_kv_key(kv)
         self._check_readers(q_cone, k_cone, q_root, k_root, kv.nodes)
         self._check_columns(k_root, k_pe, k_cone)
         return LayerMatch(
@@ -265,7 +266,7 @@ class _Matcher:
         self.cos, self.sin = values[table][index].chunk(2, -1)
         return pr.Probe(values)
 
-    def _find_q(self, probe: pr.Probe, cone: pr.ConeNodes, n: int, head: int, rope_dim: int) -> tuple[bool, fx.Node]:
+    def _find_q(self, probe: pr.Probe, cone: pr.ConeNodes, head: int, rope_dim: int) -> tuple[bool, fx.Node]:
         """The un-rotated query node, and the pairing under which attention's query is its rotation."""
         want = probe(self.kw["q"])
         cos, sin = self.cos.unsqueeze(1), self.sin.unsqueeze(1)
@@ -279,9 +280,7 @@ class _Matcher:
                     return is_neox, node
         raise NoMatchError("query_not_rope", "attention's query is not [q_nope | RoPE(q_pe)] of one tensor")
 
-    def _find_k(
-        self, probe: pr.Probe, cone: pr.ConeNodes, rope_dim: int, is_neox: bool, table: fx.Node, positions: fx.Node
-    ) -> fx.Node:
+    def _find_k(self, probe: pr.Probe, cone: pr.ConeNodes, rope_dim: int, is_neox: bool) -> fx.Node:
         """The un-rotated key node whose rotation, with the query's pairing, attention reads."""
         want = probe(self.kw["k_pe"]).reshape(-1, rope_dim)
         for node in self._raw_views(cone, None):
@@ -299,7 +298,7 @@ class _Matcher:
         candidates = [*cone.roots, *sorted(views)]
         return [node for node in candidates if isinstance(val(node), torch.Tensor) and _fits(node, shape)]
 
-    def _check_kv_key(self, kv: KVUpdate, probe: pr.Probe) -> None:
+    def _check_kv_key(self, kv: KVUpdate) -> None:
         if kv.k_rotated is None:
             return  # stock's fused op rotates and writes the same key that the probe has followed
         rotated = kv.k_rotated

@@ -34,20 +34,28 @@ class AiterMLAPipeline(InductorPass):
         limit: L, the last token count of the bucket.
         settings: the plugin's options.
         chained: a pass of the user's that stood in this slot before; it runs first, under its own range gate.
+
+    Attributes:
+        kernels: what each layer shape runs on in this worker, of ``selfcheck.verdicts``; empty until it has loaded.
     """
 
     def __init__(self, *, limit: int, settings: Settings, chained: InductorPass | None = None) -> None:
         self.limit = limit
         self.settings = settings
         self.chained = chained
+        self.kernels: tuple[str, ...] = ()
 
     def uuid(self) -> str:
-        """Key of vLLM's and Inductor's caches: the plugin's sources, the settings, the limit, the chained pass."""
+        """Key of vLLM's and Inductor's caches: everything that decides which graph comes out.
+
+        The plugin's sources, the settings, the limit, the kernels of this worker, and the chained pass.
+        """
         return InductorPass.hash_dict(
             {
                 "fingerprint": fingerprint.fingerprint(),
                 "settings": asdict(self.settings),
                 "limit": self.limit,
+                "kernels": self.kernels,
                 "chained": None if self.chained is None else str(self.chained.uuid()),
             }
         )
@@ -63,7 +71,7 @@ class AiterMLAPipeline(InductorPass):
             self.chained(graph)
         if self._mine(compile_range):
             counts = rewrite(graph, self.settings)
-            census.current().compiled[f"{compile_range.start}-{compile_range.end}"] = counts
+            census.count(f"{compile_range.start}-{compile_range.end}", counts)
 
     def _mine(self, compile_range: Any) -> bool:
         return bucket.in_bucket(compile_range.end, self.limit)
@@ -78,7 +86,7 @@ def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
     layers = layer_view.mla_layers()
     matched = refused = 0
     for outcome in match_layers(graph):
-        verdict = outcome if isinstance(outcome, Refused) else _admit_guarded(outcome, layers)
+        verdict = outcome if isinstance(outcome, Refused) else _admit_guarded(outcome, layers, settings)
         if isinstance(verdict, Refused):
             refused += 1
             census.refuse(verdict.layer_name, verdict.code, verdict.reason)
@@ -131,15 +139,18 @@ class _Chain:
         }
 
 
-def _admit_guarded(match: LayerMatch, layers: dict[str, Any]) -> tuple[LayerMatch, Plan, torch.dtype] | Refused:
+Admitted = tuple[LayerMatch, Plan, torch.dtype]
+
+
+def _admit_guarded(match: LayerMatch, layers: dict[str, Any], settings: Settings) -> Admitted | Refused:
     """``_admit``, with a surprise as a refusal: an exception here would take the engine down."""
     try:
-        return _admit(match, layers)
+        return _admit(match, layers, settings)
     except Exception as error:
         return Refused(match.layer_name, "not_evaluated", f"admission raised {type(error).__name__}: {error}")
 
 
-def _admit(match: LayerMatch, layers: dict[str, Any]) -> tuple[LayerMatch, Plan, torch.dtype] | Refused:
+def _admit(match: LayerMatch, layers: dict[str, Any], settings: Settings) -> Admitted | Refused:
     """Layer admission, then the kernel: a layer that no kernel could serve in this process is left alone."""
     layer = layers.get(match.layer_name)
     if layer is None:
@@ -154,4 +165,9 @@ def _admit(match: LayerMatch, layers: dict[str, Any]) -> tuple[LayerMatch, Plan,
         plan = kernel.plan(layer, shape)
     if plan.unavailable is not None:
         return Refused(match.layer_name, "kernel_unavailable", plan.unavailable)
+    partly = plan.refused or (settings.debug.stop_after and f"debug.stop_after={settings.debug.stop_after}")
+    if partly and shape.block_size == 1:
+        # vLLM's op squeezes dimension 1 of a cache from which that of the single head is gone already.
+        reason = f"{partly}; vLLM's fused RoPE and cache op, which would stay, takes no block size of 1"
+        return Refused(match.layer_name, "kernel_shape", reason)
     return match, plan, out_dtype

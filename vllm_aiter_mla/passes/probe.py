@@ -78,8 +78,13 @@ def lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return table, positions  # type: ignore[return-value]
 
 
+@lru_cache(maxsize=1)
 def rotary_ops() -> dict[Any, tuple[str, str]]:
-    """The in-place rotary ops that exist in this process, each with the names of its query and key arguments."""
+    """The in-place rotary ops that exist in this process, each with the names of its query and key arguments.
+
+    Kept until ``match_layers`` starts on a graph: ops may be registered between two, and looking for those that are
+    missing costs more than all else that is done for a rotary node.
+    """
     found: dict[Any, tuple[str, str]] = {}
     for namespace, name, query, key in (
         ("_C", "rotary_embedding", "query", "key"),

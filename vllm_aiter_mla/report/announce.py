@@ -119,12 +119,10 @@ def _first_reason(record: dict[str, Any]) -> str:
 
 def _say(record: dict[str, Any], strict: bool) -> None:
     text = line(record)
-    if record["engaged"]:
-        log.say_once(logging.INFO, text)
-        return
-    if strict:
+    if strict and not record["engaged"]:
         raise SettingsError(f"{log.PREFIX}{text} (additional_config.aiter_mla.strict=true)")
-    log.say_once(logging.WARNING, text)
+    # Every engine of a process has its verdict said, also one that reads like the last.
+    log.say(logging.INFO if record["engaged"] else logging.WARNING, text)
 
 
 def _complete(path: Path) -> None:
@@ -133,14 +131,24 @@ def _complete(path: Path) -> None:
     if now.compiled:
         _write(path, {"refused": now.refused, "partial": now.partial})
     elif path.is_file():
-        known = json.loads(path.read_text())
-        now.refused.update({name: tuple(why) for name, why in known["refused"].items()})
-        now.partial.update({name: tuple(why) for name, why in known["partial"].items()})
+        try:
+            known = json.loads(path.read_text())
+            refused = {name: tuple(why) for name, why in known["refused"].items()}
+            partial = {name: tuple(why) for name, why in known["partial"].items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            # Half a file of a process that was killed: the verdict then goes without the reasons.
+            log.say_once(logging.DEBUG, f"{path} is not readable and left aside: {type(error).__name__}: {error}")
+            return
+        now.refused.update(refused)
+        now.partial.update(partial)
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
+    # Replaced in one step: data-parallel replicas write the same refusals, and a reader must never see half of them.
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1))
+        new.write_text(json.dumps(record, indent=1))
+        new.replace(path)
     except OSError as error:
         log.say_once(logging.WARNING, f"the census could not be written to {path}: {error}")

@@ -6,8 +6,7 @@ the passes only; they are noted when a graph is compiled.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -18,17 +17,13 @@ class Census:
         engaged: layers whose fused op has run, with the kernel that ran.
         refused: layers that the passes left alone, with (code, reason).
         partial: layers rewritten by passes 1 and 2 only, with (code, reason).
-        compiled: what the passes did in each compile range, as "start-end" -> counts by pass.
+        compiled: what the passes did in each compile range, over all graphs of it, as "start-end" -> counts by pass.
     """
 
     engaged: dict[str, str] = field(default_factory=dict)
     refused: dict[str, tuple[str, str]] = field(default_factory=dict)
     partial: dict[str, tuple[str, str]] = field(default_factory=dict)
     compiled: dict[str, dict[str, int]] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain containers, for JSON."""
-        return asdict(self)
 
 
 _census = Census()
@@ -53,6 +48,13 @@ def refuse(layer_name: str, code: str, reason: str) -> None:
 def keep_partial(layer_name: str, code: str, reason: str) -> None:
     """Note that a layer keeps passes 1 and 2 only."""
     _census.partial[layer_name] = (code, reason)
+
+
+def count(compile_range: str, counts: dict[str, int]) -> None:
+    """Note what the passes did to one graph of a range; a draft model brings a second graph for the same range."""
+    known = _census.compiled.setdefault(compile_range, {})
+    for name, number in counts.items():
+        known[name] = known.get(name, 0) + number
 
 
 def reset() -> None:

@@ -93,8 +93,20 @@ def _publish(record: dict[str, Any], declined: bool) -> None:
 def _read() -> list[dict[str, Any]]:
     folder = os.environ.get(FOLDER)
     found = sorted(Path(folder).glob("*.json")) if folder else []
-    workers = [path for path in found if path.name != _DECLINED]
-    return [json.loads(path.read_text()) for path in workers or found]
+    workers = [path for path in found if path.name != _DECLINED and _is_alive(int(path.stem.partition("-")[0]))]
+    declined = [path for path in found if path.name == _DECLINED]
+    return [json.loads(path.read_text()) for path in workers or declined]
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a worker still runs: a process may have built, and shut down, another engine before this one."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it runs, under another user
+    return True
 
 
 def _wrap(module: ModuleType) -> None:

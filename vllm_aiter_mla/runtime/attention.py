@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm_aiter_mla.kernels import capture
 from vllm_aiter_mla.runtime import context
 from vllm_aiter_mla.runtime.context import LayerContext, fp8_view
 
@@ -44,7 +45,7 @@ def mla_attention_with_prepared_q(
         RuntimeError: captured inside a piecewise graph: whatever this batch is, it would be frozen for all.
     """
     ctx = context.layer_context(layer_name)
-    if context.is_capturing() and context.is_piecewise():
+    if context.is_piecewise() and capture.is_capturing():
         raise RuntimeError(
             f"aiter-mla: the attention of {ctx.name} is inside a piecewise graph. Add "
             "'vllm_aiter_mla::mla_attention_with_prepared_q' to compilation_config.splitting_ops, or leave "

@@ -37,11 +37,6 @@ def layer_context(layer_name: Any) -> LayerContext:
     return LayerContext(name, metadata, layer, kv_cache, slots)
 
 
-def is_capturing() -> bool:
-    """Whether the current stream is recording a graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def is_piecewise() -> bool:
     """Whether this forward pass runs, or records, piecewise graphs."""
     from vllm.config import CUDAGraphMode

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm_aiter_mla.kernels import capture
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.report import census
 from vllm_aiter_mla.runtime import context, kernel
@@ -33,7 +34,7 @@ def fused_qk_rope_kv_cache_q_prep(
     """
     ctx = context.layer_context(layer_name)
     if ctx.slots is None or ctx.kv_cache.numel() == 0:
-        if context.is_capturing():
+        if capture.is_capturing():
             missing = "slot mapping" if ctx.slots is None else "KV cache"
             raise RuntimeError(
                 f"aiter-mla: {ctx.name} is being captured without a {missing}; its KV write would be missing from "

@@ -85,11 +85,11 @@ def prepare(layer_name: str, layer: Any, inputs: DecodeInputs) -> torch.Tensor:
         NoKernelError: no back end takes the call; the message holds every reason.
     """
     chooser = selector_of(layer)
-    backend = chooser.choose(inputs).backend
-    if backend is None:
+    choice = chooser.choose(inputs)
+    if choice.backend is None or choice.run is None:
         return chooser.prepare(inputs)  # raises with every candidate's reason
-    census.engage(layer_name, backend.name)
-    return backend.prepare(inputs)
+    census.engage(layer_name, choice.backend.name)
+    return choice.run(inputs)
 
 
 def shape_of(layer: Any, *, is_neox: bool, act: torch.dtype, out_dtype: torch.dtype) -> LayerShape:
@@ -120,11 +120,12 @@ def fp8_dtype() -> torch.dtype:
 
 def plan(layer: Any, shape: LayerShape) -> Plan:
     """Decide the kernel of a layer from its shape; the same chooser serves the calls later."""
-    return _plan(selector_of(layer), settings_of(layer).kernel, shape)
+    return plan_of(selector_of(layer), settings_of(layer).kernel, shape)
 
 
 @lru_cache(maxsize=64)
-def _plan(chooser: select.Selector, asked: str, shape: LayerShape) -> Plan:
+def plan_of(chooser: select.Selector, asked: str, shape: LayerShape) -> Plan:
+    """As ``plan``, for a chooser, the kernel that was asked for and a shape."""
     wanted = chooser.names[0]
     if asked == "auto" and wanted == "stock":
         # vLLM's kernels on private copies would cost more than leaving the layer alone.
@@ -142,4 +143,4 @@ def reset() -> None:
     """Forget the platform and every choice: the sandbox changes the platform between engines."""
     current_platform.cache_clear()
     selector.cache_clear()
-    _plan.cache_clear()
+    plan_of.cache_clear()

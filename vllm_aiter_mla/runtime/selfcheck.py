@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from vllm_aiter_mla.admission import admit_layer
 from vllm_aiter_mla.compat import layer_view, log
 from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, self_check, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.select import Selector
 from vllm_aiter_mla.runtime import kernel
 from vllm_aiter_mla.settings import SettingsError
 
@@ -16,44 +22,75 @@ TRUSTED = frozenset({"reference", "stock"})
 
 
 def check_layers(layers: dict[str, Any], *, strict: bool, capture_sizes: Sequence[int] = ()) -> None:
-    """Load each layer shape's kernel, compare it with the reference, and demote it to ``stock`` on a mismatch.
+    """Load each layer shape's kernel, compare it with the reference, and demote it to ``stock`` where it fails.
 
     Args:
         layers: the model's MLA layers by name.
-        strict: whether a mismatch is an error.
+        strict: whether a kernel that fails is an error.
         capture_sizes: token counts for which a kernel that compiles per count is compiled now.
 
     Raises:
-        SettingsError: a mismatch in strict mode.
+        SettingsError: a mismatch, or a kernel that raises, in strict mode.
     """
-    checked: set[tuple[int, LayerShape]] = set()
+    for chooser, _, shape in _shapes(layers):
+        _check(chooser, shape, strict, capture_sizes)
+
+
+def _shapes(layers: dict[str, Any]) -> Iterator[tuple[Selector, str, LayerShape]]:
+    """The chooser, the kernel asked for and the shape of every kind of layer that may be rewritten, once each."""
+    seen: set[tuple[int, LayerShape]] = set()
     for layer in layers.values():
         act = layer_view.activation_dtype(layer)
-        if act is None:
+        if act is None or admit_layer(layer_view.layer_view(layer)) is not None:
             continue
         chooser = kernel.selector_of(layer)
         out_dtype = layer_view.prepared_query_dtype(layer, act)
         # The layer does not know its rotary style; both cost a few rows.
         for is_neox in (False, True):
             shape = kernel.shape_of(layer, is_neox=is_neox, act=act, out_dtype=out_dtype)
-            if (id(chooser), shape) not in checked:
-                checked.add((id(chooser), shape))
-                _check(chooser, shape, strict, capture_sizes)
+            if (id(chooser), shape) not in seen:
+                seen.add((id(chooser), shape))
+                yield chooser, kernel.settings_of(layer).kernel, shape
 
 
-def _check(chooser: Any, shape: LayerShape, strict: bool, capture_sizes: Sequence[int]) -> None:
+def verdicts(layers: dict[str, Any]) -> tuple[str, ...]:
+    """What each layer shape will run on, or why it will not: a key for the compile cache.
+
+    A graph is rewritten or not by this, and none of vLLM's own keys knows of AITER, the card or a failed check: without
+    it an engine would start from the untouched graph of a run before AITER was mended.
+    """
+    found = set()
+    for chooser, asked, shape in _shapes(layers):
+        plan = kernel.plan_of(chooser, asked, shape)
+        # The card by its type: its index differs from rank to rank, and may from start to start.
+        kind = replace(shape, device=torch.device(shape.device).type)
+        found.add(f"{kind}: {plan.kernel}; unavailable: {plan.unavailable}; refused: {plan.refused}")
+    return tuple(sorted(found))
+
+
+def _check(chooser: Selector, shape: LayerShape, strict: bool, capture_sizes: Sequence[int]) -> None:
     inputs = synthetic_inputs(shape, tokens=1)
     backend = chooser.choose(inputs).backend
     if backend is None or backend.name in TRUSTED:
         return
-    result = self_check(backend, shape)
-    if result.ok:
-        if capture_sizes and hasattr(backend, "warm_up"):
-            backend.warm_up(inputs, capture_sizes)
-        log.say_once(logging.DEBUG, result.message)
+    trouble = _trouble(backend, shape, inputs, capture_sizes)
+    if trouble is None:
         return
     where = f"heads {shape.heads}, {shape.cache_dtype} cache, block size {shape.block_size}"
     if strict:
-        raise SettingsError(f"{log.PREFIX}{result.message} ({where}; additional_config.aiter_mla.strict=true)")
-    log.say_once(logging.ERROR, f"{result.message} ({where}); this layer shape falls back to vLLM's own kernels")
-    chooser.demote(backend.name, inputs, result.message)
+        raise SettingsError(f"{log.PREFIX}{trouble} ({where}; additional_config.aiter_mla.strict=true)")
+    log.say_once(logging.ERROR, f"{trouble} ({where}); this layer shape falls back to vLLM's own kernels")
+    chooser.demote(backend.name, inputs, trouble)
+    kernel.plan_of.cache_clear()  # an engine before this one may have planned with the kernel
+
+
+def _trouble(backend: Any, shape: LayerShape, inputs: DecodeInputs, capture_sizes: Sequence[int]) -> str | None:
+    """Why the kernel must not serve this shape, or None; one that cannot be compiled or launched is as bad as wrong."""
+    try:
+        result = self_check(backend, shape)
+        if result.ok and capture_sizes and hasattr(backend, "warm_up"):
+            backend.warm_up(inputs, capture_sizes)
+    except Exception as error:
+        return f"{backend.name}: self-check FAILED: {type(error).__name__}: {error}"
+    log.say_once(logging.DEBUG, result.message)
+    return None if result.ok else result.message

@@ -64,5 +64,5 @@ def _padded(inputs: DecodeInputs) -> torch.Tensor:
 def _quantise(query: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     from vllm import _custom_ops as ops
 
-    flat, _ = ops.scaled_fp8_quant(query.view(query.shape[0], -1), scale)
+    flat, _ = ops.scaled_fp8_quant(query.flatten(1), scale)
     return flat.view(query.shape)

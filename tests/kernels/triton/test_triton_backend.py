@@ -12,6 +12,7 @@ from triton_cases import Case, build, sparse_bytes
 
 pytest.importorskip("triton")
 
+from vllm_aiter_mla.kernels import capture
 from vllm_aiter_mla.kernels.inputs import KernelInputError
 from vllm_aiter_mla.kernels.triton import aot, backend, kernel, launcher, tiles
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
@@ -178,9 +179,8 @@ def test_triton_warm_up_without_a_row_is_an_error(recorder):
 
 
 def test_triton_capture_of_a_variant_nobody_compiled_raises_and_after_warm_up_does_not(recorder, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     capturing = [True]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(capture, "is_capturing", lambda: capturing[0])
     inputs = operands(tokens=20)
     with pytest.raises(RuntimeError, match="call warm_up before"):
         TritonBackend().prepare(inputs)

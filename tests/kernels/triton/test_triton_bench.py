@@ -39,10 +39,23 @@ def test_triton_bench_without_a_gpu_says_so_in_one_line_and_exits_2(capsys):
     assert "a GPU is needed" in said.err
 
 
-@pytest.mark.parametrize("wrong", [{"kind": "fp4"}, {"rounds": 0}, {"tokens": (0,)}, {"heads": ()}])
-def test_triton_bench_with_a_wrong_option_exits_2_before_it_looks_for_a_gpu(capsys, wrong):
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"kind": "fp4"}, "--type fp4: fp8, bf16, both expected"),
+        ({"rounds": 0}, "--rounds 0: between 1 and"),
+        ({"tokens": (4, -1)}, "--tokens -1: between 1 and"),
+        ({"tokens": (10**20,)}, "--tokens 100000000000000000000: between 1 and"),
+        ({"heads": ()}, "--heads: at least one value"),
+        ({"json_path": Path("no/such/folder/x.json")}, "--json no/such/folder/x.json: its folder does not exist"),
+        ({"html_path": Path(".")}, "--html .: is a folder"),
+    ],
+)
+def test_triton_bench_names_a_wrong_option_and_exits_2_before_it_looks_for_a_gpu(capsys, wrong, told):
     assert command.main(**wrong) == 2
-    assert "expected" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"bench: {told}")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -117,13 +117,25 @@ def test_triton_other_dtypes_widths_and_the_baselines_compile(name):
 
 
 def test_triton_compiler_that_fails_is_a_broken_bound_with_its_message(isa_report):
-    done = isa_report("--arch", "gfx942", "--fp8-type", "no_such_type")
+    done = isa_report("--arch", "sm90", "--fp8-type", "fp8e4b8")
     assert done.returncode == 1
     assert "BROKEN: failed:" in done.stdout
 
 
-def test_triton_report_with_a_wrong_option_exits_2(isa_report):
-    assert isa_report("--arch", "gfx1100").returncode == 2
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--arch", "gfx1100"), "argument --arch: invalid choice: 'gfx1100'"),
+        (("--fp8-type", "nonsense"), "argument --fp8-type: invalid choice: 'nonsense'"),
+        (("--json", "no/such/x.json"), "--json no/such/x.json: its folder does not exist"),
+        (("--html", "."), "--html .: is a folder"),
+    ],
+)
+def test_triton_report_with_a_wrong_option_names_it_and_exits_2(isa_report, arguments, told):
+    done = isa_report(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 2
 
 
 def test_triton_one_process_compiles_for_one_architecture_only(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,14 +15,10 @@ from vllm_aiter_mla.kernels.aiter.dispatch import VIEW_POLICIES, Plan, ViewPolic
 from vllm_aiter_mla.kernels.aiter.module import Gemm, Op, load_fp8_gemm, load_op
 from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.aiter.tables import Halves, KernelCaptureError, TableHalves
+from vllm_aiter_mla.kernels.capture import is_capturing
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError
 
 _KEEP = 4096  # call shapes remembered; a serving process sees its capture sizes, not thousands
-
-
-def is_capturing() -> bool:
-    """Whether the current stream is capturing a graph; False where there is no GPU."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +108,34 @@ class AiterBackend:
             KernelInputError: the call breaks AITER's contract (``refuse`` says so beforehand).
             KernelCaptureError: the first call of a layer shape, or of a rotary table, during a graph capture.
         """
+        return self.bind(inputs)(inputs)
+
+    def bind(self, inputs: DecodeInputs) -> Callable[[DecodeInputs], torch.Tensor]:
+        """``prepare`` for calls of the shape of ``inputs``: the plan and the layer's key are looked up here, once.
+
+        Raises:
+            KernelInputError: the call breaks AITER's contract.
+        """
         decision = self.decide(inputs)
         if decision.reason is not None:
             raise KernelInputError(decision.reason)
+        key = () if decision.plan is None else contract.layer_key(inputs)
+        return partial(self._run, decision.plan, key)
+
+    def _run(self, plan: Plan | None, key: tuple[Any, ...], inputs: DecodeInputs) -> torch.Tensor:
         q_out = inputs.q.new_empty(
             (inputs.num_tokens, inputs.num_heads, inputs.latent_dim + inputs.rope_dim), dtype=inputs.out_dtype
         )
-        if decision.plan is None:
+        if plan is None:
             return q_out
-        key = self._guard_capture(inputs)
+        self._guard_capture(key, inputs)
         halves = self.tables.halves(inputs.cos_sin_cache)
         q_nope, q_pe = inputs.q.split([inputs.nope_dim, inputs.rope_dim], dim=-1)
-        launch(self._op, self._absorbed(inputs, q_nope), q_pe, inputs, q_out, halves, decision.plan)
+        launch(self._op, self.absorbed(inputs, q_nope), q_pe, inputs, q_out, halves, plan)
         self._warm.add(key)
         return q_out
 
-    def _absorbed(self, inputs: DecodeInputs, q_nope: torch.Tensor) -> torch.Tensor:
+    def absorbed(self, inputs: DecodeInputs, q_nope: torch.Tensor) -> torch.Tensor:
         """[T, N, 512] in the activation dtype: a bmm, or for an fp8 weight AITER's GEMM as vLLM calls it."""
         if inputs.w_uk_scale is None:
             return reference.absorb(q_nope, inputs.w_uk_t)
@@ -158,15 +167,13 @@ class AiterBackend:
         plan = self.decide(inputs).plan
         return None if plan is None else plan.kernel
 
-    def _guard_capture(self, inputs: DecodeInputs) -> tuple[Any, ...]:
-        key = contract.layer_key(inputs)
+    def _guard_capture(self, key: tuple[Any, ...], inputs: DecodeInputs) -> None:
         if key not in self._warm and self._capturing():
             raise KernelCaptureError(
                 f"first AITER call of a layer shape ({inputs.num_heads} heads, {inputs.kv_cache.dtype} cache, "
                 f"{inputs.out_dtype} query) during a graph capture: AITER would load or compile its module inside it; "
                 "run the self-check or one eager step of the layer on every rank before capturing"
             )
-        return key
 
 
 def has_no_rows(inputs: DecodeInputs) -> bool:

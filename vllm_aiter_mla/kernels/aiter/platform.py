@@ -60,11 +60,3 @@ def detect_platform() -> Platform:
 def detect_arch() -> str:
     """The architecture's name alone; see :func:`detect_platform`."""
     return detect_platform().arch
-
-
-def fp8_view(kv_cache: torch.Tensor, platform: Platform) -> torch.Tensor:
-    """vLLM's uint8 storage of an fp8 cache as the card's fp8 type, without a copy; any other dtype as it is.
-
-    AITER aborts the process on uint8 ("kv cache data type is not supported").
-    """
-    return kv_cache.view(platform.fp8) if kv_cache.dtype == torch.uint8 else kv_cache

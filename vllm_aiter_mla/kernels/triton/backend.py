@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -61,12 +62,20 @@ class TritonBackend:
             KernelInputError: ``refuse`` has a reason; it is the message.
             RuntimeError: a graph is being captured and this variant was not compiled beforehand.
         """
+        return self.bind(inputs)(inputs)
+
+    def bind(self, inputs: DecodeInputs) -> Callable[[DecodeInputs], torch.Tensor]:
+        """``prepare`` for calls of the shape of ``inputs``, on the tile that belongs to it.
+
+        Raises:
+            KernelInputError: ``refuse`` has a reason; it is the message.
+        """
         reason = self.refuse(inputs)
         if reason is not None:
             raise KernelInputError(f"triton: {reason}")
         from vllm_aiter_mla.kernels.triton import launcher
 
-        return launcher.launch(inputs, launcher.entry(inputs).tile)
+        return partial(_launch, launcher, launcher.entry(inputs).tile)
 
     def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> tuple[Tile, ...]:
         """Compile, outside capture, what graphs of ``token_counts`` rows need; see ``launcher.warm_up``.
@@ -83,6 +92,11 @@ class TritonBackend:
         from vllm_aiter_mla.kernels.triton import launcher
 
         return launcher.warm_up(template, [count for count in token_counts if _capped(template, count) is None])
+
+
+def _launch(launcher: Any, tile: Tile, inputs: DecodeInputs) -> torch.Tensor:
+    result: torch.Tensor = launcher.launch(inputs, tile)
+    return result
 
 
 def _key(inputs: DecodeInputs) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels import capture, fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.triton import interpreted
 from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
@@ -171,7 +171,7 @@ def _require_compiled(variant: tuple[Any, ...]) -> None:
     """Note a variant that is about to be compiled, unless a capture is under way, which must not compile."""
     if variant in _compiled:
         return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if capture.is_capturing():
         raise RuntimeError("triton: a graph is being captured and this variant is not compiled; call warm_up before")
     _compiled.add(variant)
 

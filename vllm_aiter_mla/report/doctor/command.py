@@ -6,12 +6,12 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from vllm_aiter_mla import __version__
-from vllm_aiter_mla.report.doctor import installed, machine, options, switches
+from vllm_aiter_mla.report.doctor import arguments, installed, machine, options, switches
 from vllm_aiter_mla.report.doctor.check import STATUSES, Check, Given, exit_status, run
 from vllm_aiter_mla.report.doctor.guard import aiter_not_importable
 
@@ -19,28 +19,28 @@ CHECKS = (*machine.CHECKS, *installed.CHECKS, *switches.CHECKS, *options.CHECKS)
 WRONG = 2
 
 
-def main(compilation: str | None = None, additional: str | None = None, *, as_json: bool = False) -> int:
+def main(
+    compilation: str | None = None, additional: str | None = None, more: Sequence[str] = (), *, as_json: bool = False
+) -> int:
     """Run every check and print it.
 
     Args:
         compilation: what ``vllm serve`` would get as ``--compilation-config``, JSON.
         additional: likewise ``--additional-config``.
+        more: the same two, one value at a time: ``-cc.pass_config.NAME=true``.
         as_json: print JSON instead of lines.
 
     Returns:
-        0; 1 with a problem; 2 without one but with something unknown, or when an argument is not JSON.
+        0; 1 with a problem; 2 without one but with something unknown, or when an argument is wrong.
     """
     # vLLM logs to stdout, where the findings go.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
-        given = Given(
-            compilation=_object("--compilation-config", compilation),
-            additional=_object("--additional-config", additional),
-        )
+        first, second = arguments.read(compilation, additional, more)
     except ValueError as error:
         print(f"doctor: {error}", file=sys.stderr)
         return WRONG
-    checks = examine(given)
+    checks = examine(Given(compilation=first, additional=second))
     if as_json:
         print(json.dumps(as_record(checks), indent=1))
     else:
@@ -67,15 +67,3 @@ def lines(checks: Sequence[Check]) -> Iterator[str]:
         yield f"{check.status:<8} {check.name:<{width}}  {' '.join(check.detail.split())}{remedy}"
     counts = Counter(check.status for check in checks)
     yield f"vllm-aiter-mla {__version__}: " + ", ".join(f"{counts[status]} {status}" for status in STATUSES)
-
-
-def _object(name: str, text: str | None) -> Mapping[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{name}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{name}: a JSON object expected")
-    return value

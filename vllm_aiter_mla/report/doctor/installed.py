@@ -16,6 +16,7 @@ from vllm_aiter_mla.settings import NAMESPACE
 if TYPE_CHECKING:
     from vllm_aiter_mla.kernels.aiter.probe import ProbeResult
 
+SEE_VLLM = "see the line `vllm` above"
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
 # Arguments of vLLM's own ops that the passes read and write (0.30 to 0.33).
 OP_ARGUMENTS = {
@@ -82,7 +83,7 @@ def surface(given: Given) -> Check:
 
     missing = missing_capabilities()
     if missing:
-        return Check("surface", "problem", f"this vLLM lacks {', '.join(missing)}: the plugin declines", "see vllm")
+        return Check("surface", "problem", f"this vLLM lacks {', '.join(missing)}: the plugin declines", SEE_VLLM)
     return Check("surface", "ok", "every hook of vLLM's that the plugin needs is there")
 
 
@@ -98,10 +99,10 @@ def mla_ops(given: Given) -> Check:
     for name, wanted in OP_ARGUMENTS.items():
         op = getattr(torch.ops.vllm, name, None)
         if op is None:
-            return Check("mla-ops", "problem", f"this vLLM has no op {name}", "see vllm")
+            return Check("mla-ops", "problem", f"this vLLM has no op {name}", SEE_VLLM)
         missing = set(wanted) - {argument.name for argument in op.default._schema.arguments}
         if missing:
-            return Check("mla-ops", "problem", f"{name} has no {', '.join(sorted(missing))}", "see vllm")
+            return Check("mla-ops", "problem", f"{name} has no {', '.join(sorted(missing))}", SEE_VLLM)
     return Check("mla-ops", "ok", ", ".join(OP_ARGUMENTS))
 
 
@@ -118,7 +119,7 @@ def patches(given: Given) -> Check:
         return Check("patches", "ok", ", ".join(patch.name for patch in register.PATCHES))
     shown = "; ".join(f"{name}: {failure.error}" for name, failure in failures.items())
     if any(failure.required for failure in failures.values()):
-        return Check("patches", "problem", f"{shown}: vLLM runs stock", "see vllm; report it with this line")
+        return Check("patches", "problem", f"{shown}: vLLM runs stock", f"{SEE_VLLM}; report it with this line")
     return Check("patches", "warning", shown, "use additional_config.aiter_mla instead of the flag")
 
 
@@ -184,7 +185,7 @@ def vllm_distribution() -> str | None:
 
 
 def _no_vllm(name: str) -> Check:
-    return Check(name, "unknown", "vLLM is not installed", "see vllm")
+    return Check(name, "unknown", "vLLM is not installed", SEE_VLLM)
 
 
 def _vllms_own(point: EntryPoint) -> bool:

@@ -19,6 +19,7 @@ ROCM_VERSION = Path("/opt/rocm/.info/version")
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 AMD_MODULE = Path("/sys/module/amdgpu")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+SEE_TORCH = "see the line `torch` above"
 ELSEWHERE = "run doctor on the machine that serves"
 
 
@@ -63,7 +64,7 @@ def driver(given: Given) -> Check:
         version = AMD_MODULE / "version"
         return Check("driver", "ok", f"amdgpu {version.read_text().strip() if version.is_file() else 'of the kernel'}")
     if NVIDIA_DRIVER.is_file():
-        return Check("driver", "warning", f"NVIDIA: {NVIDIA_DRIVER.read_text().splitlines()[0]}", "see torch")
+        return Check("driver", "warning", f"NVIDIA: {NVIDIA_DRIVER.read_text().splitlines()[0]}", SEE_TORCH)
     return Check("driver", "unknown", "no GPU driver is visible from here", ELSEWHERE)
 
 
@@ -76,7 +77,7 @@ def gpu(given: Given) -> Check:
         return Check("gpu", "ok", f"{arch} ({ARCHITECTURES[arch]})")
     if arch.startswith("gfx"):
         return Check("gpu", "problem", f"{arch}: AITER's op is for {', '.join(ARCHITECTURES)}", "serve on another card")
-    return Check("gpu", "problem", f"{arch}: not an AMD card, and no MLA implementation there is admitted", "see torch")
+    return Check("gpu", "problem", f"{arch}: not an AMD card, and no MLA implementation there is admitted", SEE_TORCH)
 
 
 def triton(given: Given) -> Check:

@@ -62,6 +62,12 @@ def breakable(given: Given) -> Check:
     return Check("breakable-graphs", "ok", "off")
 
 
+def fp8_absorb(env: Mapping[str, str]) -> bool:
+    """Whether vLLM would hold the absorbed weights in fp8 here: with AITER on, unless that is switched off."""
+    on = machine.rocm_version() is not None and switched_on(env, "VLLM_ROCM_USE_AITER", False)
+    return on and switched_on(env, FP8_BMM, True)
+
+
 def switched_on(env: Mapping[str, str], name: str, default: bool) -> bool:
     """vLLM's reading of a switch (vllm/envs.py)."""
     return env[name].lower() in ("1", "true") if name in env else default

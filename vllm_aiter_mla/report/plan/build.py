@@ -118,8 +118,6 @@ def _options(options: ServeOptions) -> dict[str, Any]:
 
 def _limits_of_the_plan(options: ServeOptions, model: ModelFacts) -> list[str]:
     notes = []
-    if model.heads % options.tp:
-        notes.append(f"{model.heads} heads are not divisible by --tensor-parallel-size {options.tp}: vLLM will refuse")
     if options.pp > 1:
         notes.append(f"figures are for all layers; with --pipeline-parallel-size {options.pp} a rank holds its share")
     if options.num_drafts:

@@ -23,6 +23,7 @@ def main(name: str, arguments: Sequence[str], arch: str, env: Sequence[str], *, 
     # vLLM logs to stdout, where the plan goes.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
+        _check_model_comes_first(name, arguments)
         facts = model.load(name)
         environment = options.environment(env)
         parsed = vllm_rules.parse(name, arguments)
@@ -32,3 +33,14 @@ def main(name: str, arguments: Sequence[str], arch: str, env: Sequence[str], *, 
         return WRONG
     print(json.dumps(plan, indent=1) if as_json else page.text(plan))
     return ENGAGES if plan["verdict"] == build.ENGAGED else DOES_NOT
+
+
+def _check_model_comes_first(name: str, arguments: Sequence[str]) -> None:
+    """Raise ValueError where MODEL is an option, as it is when options come first, or where a second one is named."""
+    if name.startswith("-"):
+        raise ValueError(f"{name} in the place of MODEL: MODEL comes first, then the options of `vllm serve`")
+    for index, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if option == "--model":
+            other = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
+            raise ValueError(f"--model {other} beside MODEL {name}: give the model once, as MODEL")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from vllm_aiter_mla.kernels.aiter.dispatch import PER_HEAD_TOKENS, ViewPolicy
 from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.triton import backend as triton_backend
-from vllm_aiter_mla.kernels.triton.tiles import TABLE, cap_for, entry_for
+from vllm_aiter_mla.kernels.triton.tiles import CAPS, TABLE, cap_for, entry_for
 
 # A plan is made for the ROCm release that the AITER path needs; doctor looks at the installed one.
 ROCM = (7, 0)
@@ -124,6 +123,7 @@ def _points(limit: int, view: str | int) -> list[int]:
     """The last batch size before every border that a back end knows of, up to ``limit``."""
     borders = {PER_HEAD_TOKENS - 1, *((view - 1,) if isinstance(view, int) and view > 1 else ())}
     borders |= {*(entry.max_tokens for entries in TABLE.values() for entry in entries)}
+    borders |= {cap.from_tokens - 1 for cap in CAPS if cap.from_tokens > 1}
     return sorted({border for border in borders if border < limit} | {limit})
 
 
@@ -170,8 +170,3 @@ def _triton(platform: Platform, inputs: DecodeInputs) -> str | None:
 
 def _never(*arguments: Any) -> Any:
     raise AssertionError("a plan launches nothing")
-
-
-def kernels_used(found: Iterable[KernelSpan]) -> tuple[str, ...]:
-    """Names of the back ends that would run, in order of first use."""
-    return tuple(dict.fromkeys(span.kernel for span in found if span.kernel))

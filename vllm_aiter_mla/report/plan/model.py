@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vllm_aiter_mla.report.plan import fields
+from vllm_aiter_mla.report.plan.fields import WIDTH, whole
 
 EXAMPLES = Path(__file__).parent / "models"
 
@@ -93,31 +97,62 @@ def load(name: str) -> ModelFacts:
 
 
 def facts(name: str, config: dict[str, Any], source: str, basis: str = "", assumed: tuple[str, ...] = ()) -> ModelFacts:
-    """The facts in a Hugging Face config; those of the text model where it holds several."""
-    text = config.get("text_config") or config
-    layers = _int(text, "num_hidden_layers")
+    """The facts in a Hugging Face config; those of the text model where it holds several.
+
+    Raises:
+        ValueError: a field that is needed is missing, or of a wrong type or size; names it.
+    """
+    try:
+        return _facts(name, config, source, basis, assumed)
+    except fields.FieldError as error:
+        raise ValueError(f"{name} ({source}): {error}") from error
+
+
+def _facts(name: str, config: dict[str, Any], source: str, basis: str, assumed: tuple[str, ...]) -> ModelFacts:
+    text = fields.mapping(config, "text_config") or config
+    is_mla = text.get("kv_lora_rank") is not None and text.get("is_causal", True) is not False
+    _require(text, "num_hidden_layers", *(["num_attention_heads"] if is_mla else []))
     return ModelFacts(
         name=name,
         source=source,
         basis=basis,
         assumed=assumed,
         model_type=str(text.get("model_type", "")),
-        is_mla=text.get("kv_lora_rank") is not None and text.get("is_causal", True) is not False,
+        is_mla=is_mla,
         is_sparse=text.get("index_topk") is not None,
         is_nope=bool(text.get("mla_use_nope")) or text.get("qk_rope_head_dim") == 0,
-        dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"),
-        kv_b_quantised=_kv_b_quantised(text.get("quantization_config") or config.get("quantization_config")),
-        hidden_size=_int(text, "hidden_size"),
-        layers=layers,
+        dtype=_dtype(text, config),
+        kv_b_quantised=_kv_b_quantised(
+            fields.mapping(text, "quantization_config") or fields.mapping(config, "quantization_config")
+        ),
+        hidden_size=whole(text, "hidden_size"),
+        layers=_layers(text),
         mla_layers=mla_layers(text),
-        heads=_int(text, "num_attention_heads"),
-        nope=_int(text, "qk_nope_head_dim"),
-        rope=_int(text, "qk_rope_head_dim"),
-        latent=_int(text, "kv_lora_rank"),
-        v=_int(text, "v_head_dim"),
-        max_position=_int(text, "max_position_embeddings"),
-        draft_layers=_int(text, "num_nextn_predict_layers"),
+        heads=whole(text, "num_attention_heads", WIDTH, least=1),
+        nope=whole(text, "qk_nope_head_dim", WIDTH),
+        rope=whole(text, "qk_rope_head_dim", WIDTH),
+        latent=whole(text, "kv_lora_rank", WIDTH),
+        v=whole(text, "v_head_dim", WIDTH),
+        max_position=whole(text, "max_position_embeddings"),
+        draft_layers=whole(text, "num_nextn_predict_layers", WIDTH),
     )
+
+
+def _require(text: Mapping[str, Any], *keys: str) -> None:
+    for key in keys:
+        if text.get(key) is None:
+            raise fields.FieldError(f"no {key}: not a model config")
+
+
+def _layers(text: Mapping[str, Any]) -> int:
+    return whole(text, "num_hidden_layers", WIDTH, least=1)
+
+
+def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    for place, key in ((text, "dtype"), (text, "torch_dtype"), (config, "dtype"), (config, "torch_dtype")):
+        if place.get(key) is not None:
+            return fields.dtype(place[key], key)
+    return "bfloat16"
 
 
 def _stem(path: Path) -> str:
@@ -130,11 +165,15 @@ def _from_example(name: str, entry: dict[str, Any]) -> ModelFacts:
 
 
 def _local_file(name: str) -> Path | None:
-    path = Path(name).expanduser()
-    for candidate in (path / "config.json", path):
-        if candidate.is_file():
-            return candidate
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        found = next((candidate for candidate in (path / "config.json", path) if candidate.is_file()), None)
+        is_folder = path.is_dir()
+    except (OSError, RuntimeError):  # too long for a path, or ~ of nobody
+        return None
+    if found is not None:
+        return found
+    if is_folder:
         raise ModelNotFoundError(f"{name} is a folder without a config.json")
     return None
 
@@ -142,7 +181,7 @@ def _local_file(name: str) -> Path | None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a readable config: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a readable config: a JSON object expected")
@@ -160,22 +199,22 @@ def _cached(name: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _int(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    return value if isinstance(value, int) else 0
+def mla_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
+    """Indices of a text config's MLA layers: all, or, in a hybrid with linear attention, those that it lists from 1.
 
-
-def mla_layers(text: dict[str, Any]) -> tuple[int, ...]:
-    """Indices of a text config's MLA layers: all, or, in a hybrid with linear attention, those that it lists from 1."""
+    Raises:
+        FieldError: the number of layers or their list is wrong.
+    """
     if text.get("kv_lora_rank") is None:
         return ()
-    hybrid = text.get("linear_attn_config") or {}
-    listed = hybrid.get("full_attn_layers")
-    return tuple(range(_int(text, "num_hidden_layers"))) if listed is None else tuple(index - 1 for index in listed)
+    layers = _layers(text)
+    listed = fields.layer_numbers(fields.mapping(text, "linear_attn_config"), "full_attn_layers")
+    # A shortened model keeps the list of the whole one.
+    return tuple(range(layers)) if listed is None else tuple(index - 1 for index in listed if index <= layers)
 
 
-def _kv_b_quantised(quantisation: dict[str, Any] | None) -> bool:
+def _kv_b_quantised(quantisation: Mapping[str, Any]) -> bool:
     if not quantisation:
         return False
-    left_out = [*(quantisation.get("ignore") or ()), *(quantisation.get("modules_to_not_convert") or ())]
+    left_out = [*fields.names(quantisation, "ignore"), *fields.names(quantisation, "modules_to_not_convert")]
     return not any("self_attn" in name or "kv_b_proj" in name for name in left_out)

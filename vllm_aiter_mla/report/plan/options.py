@@ -11,13 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_aiter_mla.report.plan.fields import DTYPES
 from vllm_aiter_mla.report.plan.model import ModelFacts
-from vllm_aiter_mla.settings import FLAG_FIELD, Settings, resolve
+from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings, resolve
 
 # max_num_seqs and max_num_batched_tokens of an API server, by card: EngineArgs.get_batch_defaults of vLLM 0.32 goes by
 # memory (160 GiB and more, 70 GiB and more).
 BATCH_DEFAULTS = {"gfx942": (1024, 16384), "gfx950": (1024, 16384), "sm90": (1024, 8192)}
 ARCHES = tuple(BATCH_DEFAULTS)
+
+# Past these a plan's products leave 64 bits; no engine is near.
+MOST_REQUESTS, MOST_DRAFTS, MOST_TOKENS, MOST_BLOCK, MOST_RANKS = 2**20, 2**10, 2**30, 2**16, 2**16
 
 # vLLM's own defaults (vllm/envs.py), except VLLM_ROCM_USE_AITER: that one is off, and nothing can engage without it.
 ENV_DEFAULTS = {
@@ -31,7 +35,7 @@ ENV_DEFAULTS = {
 
 
 class OptionError(ValueError):
-    """An option of plan's own is wrong; the message names it."""
+    """An option is wrong; the message names it and its value."""
 
 
 @dataclass(frozen=True)
@@ -112,23 +116,24 @@ def read(parsed: Any, model: ModelFacts, arch: str, env: Environment) -> ServeOp
 
     Raises:
         SettingsError: one of the plugin's own options is wrong.
+        OptionError: one of vLLM's is out of range; vLLM finds that only when it builds the engine.
     """
     notes: list[str] = []
-    seqs, batched = _batch(parsed, model, arch, notes)
+    seqs, batched = _batch(parsed, arch, notes)
     return ServeOptions(
         arch=arch,
         settings=_settings(parsed, notes),
         env=env,
         compilation=parsed.compilation_config,
-        tp=parsed.tensor_parallel_size,
-        pp=parsed.pipeline_parallel_size,
-        dcp=parsed.decode_context_parallel_size,
-        pcp=getattr(parsed, "prefill_context_parallel_size", 1),
+        tp=_ranks(parsed, "tensor_parallel_size"),
+        pp=_ranks(parsed, "pipeline_parallel_size"),
+        dcp=_ranks(parsed, "decode_context_parallel_size"),
+        pcp=_ranks(parsed, "prefill_context_parallel_size"),
         max_num_seqs=seqs,
         max_num_batched_tokens=batched,
         num_drafts=_drafts(parsed, model, notes),
         kv_cache_dtype=str(parsed.kv_cache_dtype),
-        dtype=model.dtype if parsed.dtype == "auto" else str(parsed.dtype).removeprefix("torch."),
+        dtype=_dtype(parsed, model),
         block_size=_block_size(parsed, notes),
         enforce_eager=bool(parsed.enforce_eager),
         mode=_mode(parsed),
@@ -143,28 +148,55 @@ def _settings(parsed: Any, notes: list[str]) -> Settings:
     from vllm_aiter_mla.compat import pass_config
 
     settings = resolve(pass_config.values_of(parsed.compilation_config.pass_config), parsed.additional_config)
+    if settings.max_token_num is not None:
+        _in_range(f"{LIMIT_FIELD} (or aiter_mla.max_token_num)", settings.max_token_num, MOST_TOKENS)
     if settings.enabled:
         return settings
     notes.append(f"pass_config.{FLAG_FIELD} is not given: planned as if it were true")
     return replace(settings, enabled=True)
 
 
-def _batch(parsed: Any, model: ModelFacts, arch: str, notes: list[str]) -> tuple[int, int]:
+def _in_range(option: str, value: object, most: int) -> int:
+    """``value`` where it is a whole number from 1 to ``most``, else OptionError."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise OptionError(f"{option} {value}: a whole number from 1 to {most} expected")
+    return value
+
+
+def _ranks(parsed: Any, name: str) -> int:
+    return _in_range(f"--{name.replace('_', '-')}", getattr(parsed, name, 1), MOST_RANKS)
+
+
+def _dtype(parsed: Any, model: ModelFacts) -> str:
+    asked = str(parsed.dtype).removeprefix("torch.")
+    return model.dtype if asked == "auto" else DTYPES.get(asked, asked)
+
+
+def _batch(parsed: Any, arch: str, notes: list[str]) -> tuple[int, int]:
+    seqs, batched = parsed.max_num_seqs, parsed.max_num_batched_tokens
     default_seqs, default_batched = BATCH_DEFAULTS[arch]
-    if parsed.max_num_seqs is None:
+    if seqs is None:
         notes.append(f"--max-num-seqs is not given: {default_seqs}, the API server's default in vLLM 0.32 on {arch}")
-    if parsed.max_num_batched_tokens is None:
+    if batched is None:
         notes.append(f"--max-num-batched-tokens is not given: {default_batched}, that server's default")
-    return parsed.max_num_seqs or default_seqs, parsed.max_num_batched_tokens or default_batched
+    return (
+        default_seqs if seqs is None else _in_range("--max-num-seqs", seqs, MOST_REQUESTS),
+        default_batched if batched is None else _in_range("--max-num-batched-tokens", batched, MOST_TOKENS),
+    )
 
 
 def _drafts(parsed: Any, model: ModelFacts, notes: list[str]) -> int:
     """Speculative tokens per request; from the checkpoint where an MTP method leaves the number open, as vLLM does."""
-    spec = dict(parsed.speculative_config or {})
-    count = getattr(parsed, "spec_tokens", None) or spec.get("num_speculative_tokens")
+    spec = parsed.speculative_config
+    if spec is not None and not isinstance(spec, Mapping):
+        raise OptionError(f"--speculative-config {spec}: a JSON object expected")
+    given = getattr(parsed, "spec_tokens", None)
+    if given is not None:
+        return _in_range("--spec-tokens", given, MOST_DRAFTS)
+    count = (spec or {}).get("num_speculative_tokens")
     if count is not None:
-        return int(count)
-    method = getattr(parsed, "spec_method", None) or spec.get("method")
+        return _in_range("--speculative-config num_speculative_tokens", count, MOST_DRAFTS)
+    method = getattr(parsed, "spec_method", None) or (spec or {}).get("method")
     if not method:
         return 0
     notes.append(f"num_speculative_tokens is not given: {max(model.draft_layers, 1)} assumed for {method}")
@@ -173,7 +205,7 @@ def _drafts(parsed: Any, model: ModelFacts, notes: list[str]) -> int:
 
 def _block_size(parsed: Any, notes: list[str]) -> int:
     if parsed.block_size is not None:
-        return int(parsed.block_size)
+        return _in_range("--block-size", parsed.block_size, MOST_BLOCK)
     notes.append(
         "--block-size is not given: 16 assumed; the backend may choose another, which may change AITER's kernel"
     )

@@ -51,7 +51,8 @@ def _model(plan: dict[str, Any]) -> Iterator[str]:
     yield f"  layers       {layers['mla']} of {layers['total']} with MLA ({model['model_type']}: {kind})"
     if model["is_mla"]:
         sizes = f"P {model['nope']}, R {model['rope']}, L {model['latent']}, V {model['v']}"
-        yield f"  heads        {model['heads']} / TP {options['tp']} = {plan['heads_per_rank']} per rank; {sizes}"
+        share = f"= {plan['heads_per_rank']} per rank" if plan["heads_per_rank"] else "cannot be dealt out"
+        yield f"  heads        {model['heads']} / TP {options['tp']} {share}; {sizes}"
     yield f"  KV cache     {options['kv_cache_dtype']}, activations {options['dtype']}, block {options['block_size']}"
 
 
@@ -66,6 +67,10 @@ def _bucket(plan: dict[str, Any]) -> Iterator[str]:
         yield f"                   {ranges['note']}"
     yield f"  captured inside  {_sizes(captures['inside']) or captures['note'] or 'none'}"
     yield f"  captured above   {_sizes(captures['outside']) or 'none'}"
+    largest = max((*captures["inside"], 0))
+    if 0 < largest < plan["limit"]:
+        yield f"  {largest + 1}..{plan['limit']} run without a graph, and mixed batches among them prepare twice;"
+        yield f"  a limit of {largest} would end the bucket there: docs/configuration.md, Where the bucket ends"
 
 
 def _sizes(sizes: list[int] | tuple[int, ...]) -> str:

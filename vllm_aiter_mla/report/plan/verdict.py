@@ -18,6 +18,9 @@ from vllm_aiter_mla.report.plan.options import ServeOptions
 # What the matcher says of a layer without RoPE (passes/match.py); it reads graphs, and here is none.
 NO_ROPE = ("no_rope", "no rotary embedding is applied to q (a NoPE layer, or outside this graph)")
 
+# vLLM's refusal to start; admission never sees such an engine.
+HEADS = "heads_not_divisible"
+
 # The fields of a view that a refusal comes from.
 _CAUSES = {
     "vllm_version": ("version_supported",),
@@ -60,6 +63,7 @@ class Reason:
 def reasons(options: ServeOptions, model: ModelFacts) -> tuple[Reason, ...]:
     """Every reason, in the order in which they would stop the fast path; a code appears once."""
     found = [
+        *_undivided(options, model),
         *_all(config_view(options, model), admit_config, "engine"),
         *(_all(layer_view(options, model), admit_layer, "layer") if model.is_mla else ()),
     ]
@@ -109,7 +113,8 @@ def layer_view(options: ServeOptions, model: ModelFacts) -> LayerView:
         dcp_world_size=options.dcp,
         pcp_world_size=options.pcp,
         hisparse=options.hisparse,
-        num_heads=heads_per_rank(options, model),
+        # Heads that cannot be dealt out are a reason of their own, not a wrong geometry.
+        num_heads=heads_per_rank(options, model) or model.heads,
         qk_nope_head_dim=model.nope,
         qk_rope_head_dim=model.rope,
         kv_lora_rank=model.latent,
@@ -132,8 +137,8 @@ def fp4_absorb(options: ServeOptions, model: ModelFacts) -> bool:
 
 
 def heads_per_rank(options: ServeOptions, model: ModelFacts) -> int:
-    """N: query heads are dealt over the tensor-parallel ranks."""
-    return model.heads // options.tp
+    """N: query heads are dealt over the tensor-parallel ranks; 0 where they cannot be."""
+    return 0 if model.heads % options.tp else model.heads // options.tp
 
 
 def implementation(options: ServeOptions, model: ModelFacts) -> str:
@@ -146,6 +151,14 @@ def implementation(options: ServeOptions, model: ModelFacts) -> str:
         return "ROCMAiterMLASparseImpl"
     uses_aiter = options.env.on("VLLM_ROCM_USE_AITER") and options.env.on("VLLM_ROCM_USE_AITER_MLA")
     return "AiterMLAImpl" if uses_aiter else "TritonMLAImpl"
+
+
+def _undivided(options: ServeOptions, model: ModelFacts) -> tuple[Reason, ...]:
+    """vLLM's own refusal (``ModelConfig.verify_with_parallel_config``)."""
+    if model.heads % options.tp == 0:
+        return ()
+    text = f"{model.heads} heads are not divisible by --tensor-parallel-size {options.tp}: vLLM will not start"
+    return (Reason("engine", HEADS, text),)
 
 
 def _all(view: Any, admit: Callable[[Any], Refusal | None], scope: str) -> list[Reason]:

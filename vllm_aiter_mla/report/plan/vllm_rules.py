@@ -23,6 +23,9 @@ from vllm_aiter_mla.report.plan.options import ServeOptions
 # Where `vllm serve` has its parser: the first since 0.32, the second before.
 SERVE_PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
 
+# In place of vLLM's own, which lists all its options on 300 lines before it says which one is wrong.
+USAGE = "%(prog)s MODEL [options of plan] [options of `vllm serve`]"
+
 
 class VllmMissingError(RuntimeError):
     """vLLM cannot be imported, so its options cannot be parsed."""
@@ -33,6 +36,7 @@ def parse(model: str, arguments: Sequence[str], prog: str = "vllm-aiter-mla plan
 
     Raises:
         VllmMissingError: vLLM is not importable.
+        ValueError: the parser raised instead of naming the option, as over a ``--config`` file that is not there.
         SystemExit: a wrong option (status 2).
     """
     try:
@@ -43,7 +47,11 @@ def parse(model: str, arguments: Sequence[str], prog: str = "vllm-aiter-mla plan
 
     # vLLM loads plugins itself while it builds the parser; VLLM_PLUGINS may leave this one out.
     plugin.register()
-    return _serve_parser(FlexibleArgumentParser(prog=prog)).parse_args([model, *arguments])
+    parser = _serve_parser(FlexibleArgumentParser(prog=prog, usage=USAGE))
+    try:
+        return parser.parse_args([model, *arguments])
+    except Exception as error:
+        raise ValueError(f"vLLM's parser of options: {type(error).__name__}: {error}") from error
 
 
 def _serve_parser(parser: Any) -> Any:
@@ -176,4 +184,6 @@ def impl_name(backend: str) -> str:
     """Class name of the attention implementation behind a name of vLLM's backend registry."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    return str(AttentionBackendEnum[backend].value).rpartition(".")[2].removesuffix("Backend") + "Impl"
+    path = AttentionBackendEnum[backend].value
+    # CUSTOM has no class of its own: a plugin registers one.
+    return str(path).rpartition(".")[2].removesuffix("Backend") + "Impl" if path else f"another plugin's ({backend})"

@@ -11,6 +11,8 @@ from vllm_aiter_mla.sandbox.fake_aiter.execute import FP8_MAX, encode
 
 # What a test wants to know about the calls so far: heads and rows.
 calls: list[tuple[int, int]] = []
+# By how many units in the last place a reciprocal is off: what another compiler may make of a division.
+RECIPROCAL_ULP = 0
 
 
 def batched_gemm(
@@ -53,7 +55,11 @@ def _by_group(x: torch.Tensor, weight: torch.Tensor, size: int) -> tuple[torch.T
         largest = part.abs().max(-1).values.to(x.dtype).clamp(min=1e-10).float()
         scale = largest * torch.tensor(1.0 / FP8_MAX[weight.dtype])
         top = FP8_MAX[weight.dtype]
-        stored = encode((part * (1.0 / scale)[..., None]).clamp(-top, top), weight.dtype)
+        stored = encode((part * _reciprocal(scale)[..., None]).clamp(-top, top), weight.dtype)
         products.append(stored.double() @ codes.transpose(1, 2))
         scales.append(scale.double())
     return torch.stack(products, 1), torch.stack(scales, 1)
+
+
+def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    return ((1.0 / scale).view(torch.int32) + RECIPROCAL_ULP).view(torch.float32)

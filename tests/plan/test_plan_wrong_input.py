@@ -1,0 +1,149 @@
+"""Claims about wrong input: one line that names option or field and value, exit status 2, no traceback, no page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_support import codes, planned
+
+from vllm_aiter_mla.report.plan import command, model
+
+R1 = "deepseek-r1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-tp", "0"], "--tensor-parallel-size 0: a whole number from 1"),
+        (["-tp", "-1"], "--tensor-parallel-size -1: a whole number from 1"),
+        (["-pp", "0"], "--pipeline-parallel-size 0: a whole number from 1"),
+        (["-dcp", "0"], "--decode-context-parallel-size 0: a whole number from 1"),
+        (["--block-size", "0"], "--block-size 0: a whole number from 1 to 65536"),
+        (["--block-size", "-16"], "--block-size -16: a whole number from 1"),
+        (["--block-size", "10000000000000000"], "--block-size 10000000000000000: a whole number from 1"),
+        (["--max-num-seqs", "0"], "--max-num-seqs 0: a whole number from 1"),
+        (["--max-num-seqs", "9" * 20], f"--max-num-seqs {'9' * 20}: a whole number from 1"),
+        (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens 0: a whole number from 1"),
+        (["--speculative-config", "[1]"], "--speculative-config [1]: a JSON object expected"),
+        (
+            ["--speculative-config", '{"num_speculative_tokens":"two"}'],
+            "--speculative-config num_speculative_tokens two: a whole number from 1",
+        ),
+        (["--additional-config", json.dumps({"aiter_mla": {"max_token_num": 10**20}})], f"{10**20}: a whole number"),
+        (["--model", "X"], "--model X beside MODEL deepseek-r1: give the model once, as MODEL"),
+        (["-tp", "8", "--model=X"], "--model X beside MODEL deepseek-r1"),
+        (["--config", "none.yaml"], "vLLM's parser of options: FileNotFoundError"),
+        (["--config"], "vLLM's parser of options: ValueError: No config file specified"),
+        (["-cc.mode"], "vLLM's parser of options: IndexError"),
+    ],
+)
+def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert command.main(R1, arguments, "gfx942", []) == command.WRONG
+    out, err = capsys.readouterr()
+    # vLLM may log of its own accord before.
+    assert (out, err.splitlines()[-1].startswith("plan: ")) == ("", True)
+    assert said in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("-tp", ["8", R1]), ("--max-num-seqs=4", [R1]), ("--model", [R1])])
+def test_options_before_the_model_are_told_where_the_model_belongs(
+    capsys: pytest.CaptureFixture[str], name: str, arguments: list[str]
+) -> None:
+    assert command.main(name, arguments, "gfx942", []) == command.WRONG
+    assert capsys.readouterr().err == (
+        f"plan: {name} in the place of MODEL: MODEL comes first, then the options of `vllm serve`\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--no-such-option", "1"], ["-tp", "eight"], ["--dtype", "floatx"]])
+def test_vllms_own_error_comes_after_one_line_of_usage(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command.main(R1, arguments, "gfx942", [])
+    usage, error = capsys.readouterr().err.strip().splitlines()[-2:]
+    assert caught.value.code == command.WRONG
+    assert usage.startswith("usage: vllm-aiter-mla plan MODEL")
+    assert arguments[0] in error
+
+
+def config(**changed: Any) -> dict[str, Any]:
+    """DeepSeek-R1's config with fields of another kind; None leaves a field out."""
+    whole = model.examples()[R1]["config"] | changed
+    return {key: value for key, value in whole.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({}, "no num_hidden_layers: not a model config"),
+        (config(num_attention_heads=None), "no num_attention_heads: not a model config"),
+        (config(num_hidden_layers="61"), "num_hidden_layers is '61': a whole number expected"),
+        (config(num_hidden_layers=0), "num_hidden_layers is 0: from 1 to"),
+        (config(num_hidden_layers=True), "num_hidden_layers is True: a whole number expected"),
+        (config(num_attention_heads=-128), "num_attention_heads is -128: from 1 to"),
+        (config(qk_nope_head_dim=10**30), "qk_nope_head_dim is 1"),
+        (config(kv_lora_rank=512.0), "kv_lora_rank is 512.0: a whole number expected"),
+        (config(torch_dtype="floatx"), "torch_dtype is 'floatx': one of bfloat16, float16"),
+        (config(dtype=["bfloat16"]), "dtype is ['bfloat16']: one of bfloat16"),
+        (config(quantization_config=["fp8"]), "quantization_config is ['fp8']: an object expected"),
+        (config(quantization_config={"ignore": [1]}), "ignore is [1]: a list of names expected"),
+        (config(quantization_config={"ignore": "lm_head"}), "ignore is 'lm_head': a list of names expected"),
+        (config(text_config="yes"), "text_config is 'yes': an object expected"),
+        (config(linear_attn_config=[4]), "linear_attn_config is [4]: an object expected"),
+        (config(linear_attn_config={"full_attn_layers": [0]}), "full_attn_layers is [0]: a list of different layer"),
+        (config(linear_attn_config={"full_attn_layers": 4}), "full_attn_layers is 4: a list of different layer"),
+        ([config()], "a JSON object expected"),
+    ],
+)
+def test_a_wrong_config_names_the_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: object, said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(wrong))
+    assert command.main(str(tmp_path), [], "gfx942", []) == command.WRONG
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+@pytest.mark.parametrize(("text", "said"), [("[" * 100_000, "not a readable config"), ("{", "not a readable config")])
+def test_a_file_that_is_no_json_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert command.main(str(tmp_path / "config.json"), [], "gfx942", []) == command.WRONG
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/x", ""])
+def test_a_name_that_is_no_path_is_an_unknown_model(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert command.main(name, [], "gfx942", []) == command.WRONG
+    assert capsys.readouterr().err.startswith("plan: ")
+
+
+@pytest.mark.parametrize("tp", ["7", "256"])
+def test_heads_that_cannot_be_dealt_out_are_a_refusal(tp: str) -> None:
+    from vllm_aiter_mla.report.plan import page
+
+    plan = planned(R1, "-tp", tp)
+    assert (plan["verdict"], codes(plan), plan["layers"]["engaged"]) == ("refused", ["heads_not_divisible"], 0)
+    assert plan["kernels"] is plan["figures"] is None
+    assert f"128 heads are not divisible by --tensor-parallel-size {tp}: vLLM will not start" in page.text(plan)
+
+
+def test_the_largest_options_that_are_let_through_give_a_plan() -> None:
+    most = ("--max-num-seqs", str(2**20), "--block-size", str(2**16), "--max-num-batched-tokens", str(2**30))
+    spec = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1023}')
+    assert planned(R1, *most, *spec)["limit"] == 2**30
+
+
+def test_half_is_float16() -> None:
+    assert planned(R1, "-tp", "8", "--dtype", "half", "--kv-cache-dtype", "float16")["options"]["dtype"] == "float16"
+
+
+def test_a_shortened_hybrid_has_the_layers_that_are_left() -> None:
+    text = {"kv_lora_rank": 512, "num_hidden_layers": 8, "linear_attn_config": {"full_attn_layers": [4, 8, 12]}}
+    assert model.mla_layers(text) == (3, 7)
