@@ -93,3 +93,17 @@ def the_aiter_kernel_is_wrong() -> None:
         return inner(self, replace(inputs, is_neox=not inputs.is_neox))
 
     AiterBackend.prepare = prepare
+
+
+def a_request_has_one_decode_row() -> None:
+    """Decode attention reads the first row of a request for each of its rows: wrong as soon as there are drafts."""
+    from vllm_aiter_mla.runtime import attention
+
+    inner = attention.decode
+
+    def decode(ctx, q_prepared, output):
+        n, requests = ctx.metadata.num_actual_tokens, ctx.metadata.num_decodes
+        first = q_prepared[:n].view(requests, n // requests, *q_prepared.shape[1:])[:, :1]
+        inner(ctx, first.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:]), output)
+
+    attention.decode = decode

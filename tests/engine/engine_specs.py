@@ -21,6 +21,9 @@ _fp32 = EngineSpec(
 )
 _aten = replace(_small, linear="aten", dump_graphs=True)
 _tp2 = EngineSpec(scenarios=("mixed",), model=SMALL, tensor_parallel_size=2)
+# The model's own draft layer proposes: two layers of the target and the draft's in one bucket of 16 x (1 + drafts).
+_mtp = replace(_small, drafts=1)
+_mtp_fp8 = replace(_small, scenarios=("mixed",), drafts=2, kv_cache_dtype="fp8", scales=SCALES)
 # In one process: a planted fingerprint does not reach a spawned one, and the artifact would be found again.
 _warm = replace(_small, scenarios=("short",), compile_cache=True)
 
@@ -32,7 +35,8 @@ def _off(spec: EngineSpec) -> EngineSpec:
 _aiter942 = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx942", kv_cache_dtype="fp8")
 # Stock and ours over AITER's fp8 batched GEMM, vLLM's default where AITER is on.
 _fp8_bmm = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx950", fp8_bmm=True)
-_aiter950 = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx950", spawn=True)
+# One request at a time: a core of its own schedules by the clock, and which requests share a step moves the last bits.
+_aiter950 = replace(_small, scenarios=("short",), kernel="aiter", rounding="single", fake_arch="gfx950", spawn=True)
 # The real Triton kernel on CPU tensors; a step takes a few tenths of a second.
 _triton = replace(_small, kernel="triton", rounding="single", interpret=True)
 _triton_fp8 = replace(_triton, scenarios=("mixed",), kv_cache_dtype="fp8", scales=SCALES)
@@ -68,6 +72,11 @@ SPECS: dict[str, EngineSpec] = {
     "refused-strict": replace(
         _small, mutation="engine_mutations:no_implementation_is_known", additional={"strict": True}
     ),
+    "mtp-off": _off(_mtp),
+    "mtp-on": _mtp,
+    "mtp-fp8-off": _off(_mtp_fp8),
+    "mtp-fp8-on": _mtp_fp8,
+    "mutation-mtp-rows": replace(_mtp, mutation="engine_mutations:a_request_has_one_decode_row"),
     "aiter-gfx942-fp8": _aiter942,
     "reference-gfx942-fp8": replace(_aiter942, kernel="reference"),
     "aiter-gfx950-bf16": _aiter950,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from vllm.config.cache import CacheDType
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder, QueryLenSupport
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -22,6 +24,17 @@ class SandboxMLABackend(CPUMLABackend):
     def get_impl_cls() -> type[SandboxMLAImpl]:
         """The implementation class."""
         return SandboxMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SandboxMLABuilder]:
+        """The builder of its metadata."""
+        return SandboxMLABuilder
+
+
+class SandboxMLABuilder(MLACommonMetadataBuilder):
+    """Counts a request's draft tokens among its decode rows, as AITER's builder does: so many for every request."""
+
+    query_len_support = QueryLenSupport.UNIFORM
 
 
 class SandboxMLAImpl(CPUMLAImpl):
@@ -58,7 +71,7 @@ class SandboxMLAImpl(CPUMLAImpl):
             TypeError: an fp8 cache that is not viewed as fp8, or a query of another type beside it.
         """
         if kv_c_and_k_pe_cache.dtype.itemsize > 1:
-            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+            return super().forward_mqa(q, kv_c_and_k_pe_cache, _row_by_row(q, attn_metadata), layer)
         fp8 = current_platform.fp8_dtype()
         if kv_c_and_k_pe_cache.dtype != fp8 or not isinstance(q, torch.Tensor) or q.dtype != fp8:
             raise TypeError(f"fp8 decode expects an {fp8} view and query, got {kv_c_and_k_pe_cache.dtype} and {q}")
@@ -79,6 +92,24 @@ class SandboxMLAImpl(CPUMLAImpl):
                 scores = (query[first + row] @ keys[:visible].T) * self.scale
                 out[first + row] = (scores.softmax(-1) @ keys[:visible, : self.kv_lora_rank]).to(out.dtype)
         return out
+
+
+def _row_by_row(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], metadata: Any) -> Any:
+    """The metadata as if every row were a request of its own: vLLM's CPU kernel knows one row per request.
+
+    The last row of a request sees its whole sequence, the row before it one key less.
+    """
+    decode = metadata.decode
+    per_request = (q[0] if isinstance(q, tuple) else q).shape[0] // max(decode.seq_lens.shape[0], 1)
+    if per_request <= 1:
+        return metadata
+    hidden = torch.arange(per_request - 1, -1, -1, dtype=decode.seq_lens.dtype).repeat(decode.seq_lens.shape[0])
+    return SimpleNamespace(
+        decode=SimpleNamespace(
+            block_table=decode.block_table.repeat_interleave(per_request, 0),
+            seq_lens=decode.seq_lens.repeat_interleave(per_request) - hidden,
+        )
+    )
 
 
 def register() -> None:

@@ -54,7 +54,7 @@ def build(spec: EngineSpec, folder: Path) -> Any:
 
     from vllm_aiter_mla.sandbox.model import TinyDeepseek
 
-    model = TinyDeepseek(**spec.model).save(folder)
+    model = TinyDeepseek(**{"num_nextn_predict_layers": int(spec.drafts > 0)} | spec.model).save(folder)
     return LLM(
         str(model),
         skip_tokenizer_init=True,
@@ -67,6 +67,7 @@ def build(spec: EngineSpec, folder: Path) -> Any:
         compilation_config=compilation(spec),
         additional_config=options(spec),
         seed=0,
+        **speculative(spec),
         **on_device(spec),
     )
 
@@ -79,11 +80,19 @@ def on_device(spec: EngineSpec) -> dict[str, Any]:
     return {"attention_backend": backend, "kv_cache_memory_bytes": GPU_KV_BYTES, "gpu_memory_utilization": 0.1}
 
 
+def speculative(spec: EngineSpec) -> dict[str, Any]:
+    """The ``speculative_config``; the draft is the model's own layer, under the name of its checkpoint."""
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": spec.drafts}} if spec.drafts else {}
+
+
 def compilation(spec: EngineSpec) -> dict[str, Any]:
     """The ``compilation_config``: flag off is stock in the same ranges and partitioning, so that runs compare."""
     config: dict[str, Any] = {"pass_config": {"fuse_rope_kvcache_cat_mla": spec.stock_pass}}
     if not spec.enabled:
-        config |= {"use_inductor_graph_partition": True, "compile_ranges_endpoints": [spec.max_num_seqs]}
+        config |= {
+            "use_inductor_graph_partition": True,
+            "compile_ranges_endpoints": [spec.max_num_seqs * (1 + spec.drafts)],
+        }
     return config | spec.compilation
 
 

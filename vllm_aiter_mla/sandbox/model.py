@@ -24,6 +24,7 @@ class TinyDeepseek:
     intermediate_size: int = 512
     vocab_size: int = 512
     max_position_embeddings: int = 1024
+    num_nextn_predict_layers: int = 0
     yarn: bool = True
     dtype: str = "bfloat16"
     seed: int = 7
@@ -33,9 +34,11 @@ class TinyDeepseek:
         sizes = asdict(self)
         for private in ("yarn", "dtype", "seed"):
             sizes.pop(private)
+        # Draft layers came with DeepSeek-V3, whose dense layers and attention are V2's.
+        version = 3 if self.num_nextn_predict_layers else 2
         return sizes | {
-            "architectures": ["DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v2",
+            "architectures": [f"DeepseekV{version}ForCausalLM"],
+            "model_type": f"deepseek_v{version}",
             "num_key_value_heads": self.num_attention_heads,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
@@ -43,7 +46,7 @@ class TinyDeepseek:
             "torch_dtype": self.dtype,
             "bos_token_id": 0,
             "eos_token_id": 1,
-            "first_k_dense_replace": self.num_hidden_layers,
+            "first_k_dense_replace": self.num_hidden_layers + self.num_nextn_predict_layers,
             "n_routed_experts": 2,
             "n_shared_experts": 1,
             "moe_intermediate_size": 64,
@@ -91,8 +94,13 @@ class TinyDeepseek:
         }
         heads = self.num_attention_heads
         qk = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
-        for layer in range(self.num_hidden_layers):
+        for layer in range(self.num_hidden_layers + self.num_nextn_predict_layers):
             p = f"model.layers.{layer}."
+            if layer >= self.num_hidden_layers:
+                out |= {f"{p}{name}.weight": norm(self.hidden_size) for name in ("enorm", "hnorm", "shared_head.norm")}
+                out[p + "eh_proj.weight"] = matrix(self.hidden_size, 2 * self.hidden_size)
+                out[p + "embed_tokens.weight"] = out["model.embed_tokens.weight"].clone()
+                out[p + "shared_head.head.weight"] = out["lm_head.weight"].clone()
             a = p + "self_attn."
             if self.q_lora_rank:
                 out[a + "q_a_proj.weight"] = matrix(self.q_lora_rank, self.hidden_size)

@@ -23,6 +23,7 @@ class EngineSpec:
         stop_after: leave the chain of passes after this one.
         stock_pass: switch vLLM's own RoPE + KV pass on.
         tensor_parallel_size: number of workers; above one they are spawned.
+        drafts: tokens that the model's own draft layer proposes per step (MTP); above zero the model has one.
         max_num_seqs: requests at a time: the decode bucket.
         max_num_batched_tokens: token budget of a step; below a prompt's length the prompt is chunked (bf16 cache).
         model: overrides of ``TinyDeepseek``.
@@ -51,6 +52,7 @@ class EngineSpec:
     stop_after: str | None = None
     stock_pass: bool = False
     tensor_parallel_size: int = 1
+    drafts: int = 0
     max_num_seqs: int = BUCKET_REQUESTS
     max_num_batched_tokens: int = 512
     model: dict[str, Any] = field(default_factory=dict)
