@@ -1,11 +1,14 @@
-"""Starts each distinct engine that the selected tests need once, two at a time, ahead of the tests that read them."""
+"""Starts each distinct engine that the selected tests need once, while other tests run."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
 from pathlib import Path
 
 import engine_specs
@@ -18,55 +21,64 @@ HERE = Path(__file__).parent
 
 
 class Engines:
-    """Results by name of ``engine_specs.SPECS``; a spec that builds on another's cache starts after it."""
+    """Results by name of ``engine_specs.SPECS``, from a process that runs them."""
 
     def __init__(self, names: list[str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="aiter-mla-tests-"))
-        # Compilation is single-threaded: two engines fill two cores.
-        self.pool = ThreadPoolExecutor(max_workers=2)
-        self.futures: dict[str, Future[EngineResult]] = {}
-        for name in names:
-            self._submit(name)
+        # The engines' processes import the planted bugs by module name.
+        path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        with (self.folder / "pool.log").open("w") as log:
+            self.pool = subprocess.Popen(
+                [sys.executable, str(HERE / "engine_pool.py"), str(self.folder), *names],
+                env={**os.environ, "PYTHONPATH": path},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.results: dict[str, EngineResult] = {}
 
     def __call__(self, name: str) -> EngineResult:
-        """The result of an engine; raises ``engine.EngineFailedError`` if it failed."""
-        return self._submit(name).result()
-
-    def _submit(self, name: str) -> Future[EngineResult]:
-        if name not in self.futures:
-            after = engine_specs.AFTER.get(name)
-            earlier = self._submit(after) if after else None
-            self.futures[name] = self.pool.submit(self._run, name, earlier)
-        return self.futures[name]
-
-    def _run(self, name: str, earlier: Future[EngineResult] | None) -> EngineResult:
-        if earlier is not None:
-            earlier.result()
-        cache = self.folder / engine_specs.CACHES.get(name, name)
-        spec = engine_specs.SPECS[name]
-        inductor = cache / "inductor" if spec.compile_cache else self.folder / "inductor"
-        return engine.run(spec, cache=cache, inductor=inductor)
+        """The result of an engine, waited for; raises ``engine.EngineFailedError`` if it failed."""
+        if name not in self.results:
+            done, failed = self.folder / f"{name}.json", self.folder / f"{name}.failed"
+            ended = False
+            while not done.exists() and not failed.exists():
+                if ended:
+                    raise RuntimeError(f"{name} was not run: {(self.folder / 'pool.log').read_text()[-2000:]}")
+                ended = self.pool.poll() is not None
+                time.sleep(0.2)
+            if failed.exists():
+                raise engine.EngineFailedError(failed.read_text())
+            self.results[name] = EngineResult.load(done)
+        return self.results[name]
 
     def close(self) -> None:
-        """Stop waiting engines and remove what they left."""
-        self.pool.shutdown(wait=True, cancel_futures=True)
+        """Stop what still runs and remove what they left."""
+        if self.pool.poll() is None:
+            os.killpg(self.pool.pid, signal.SIGTERM)
+        self.pool.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_engines: Engines | None = None
-_wanted: list[str] = []
+_runner: list[Engines] = []
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    for item in session.items:
-        for marker in item.iter_markers("engine"):
-            _wanted.extend(name for name in marker.args if name not in _wanted)
+    """Start the engines at once: what needs none is tested meanwhile, and engine tests come last."""
+    if session.config.option.collectonly:
+        return
+    wanted = [name for item in session.items for marker in item.iter_markers("engine") for name in marker.args]
+    if wanted:
+        _runner.append(Engines(engine_specs.longest_first(list(dict.fromkeys(wanted)))))
+
+
+def pytest_sessionfinish() -> None:
+    """Stop what nobody has waited for."""
+    while _runner:
+        _runner.pop().close()
 
 
 @pytest.fixture(scope="session")
-def engines():
-    # The engines' processes import the planted bugs by module name.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    runner = Engines(_wanted)
-    yield runner
-    runner.close()
+def engines() -> Engines:
+    """The engines of this session, by name."""
+    return _runner[0]

@@ -96,14 +96,17 @@ def the_aiter_kernel_is_wrong() -> None:
 
 
 def a_request_has_one_decode_row() -> None:
-    """Decode attention reads the first row of a request for each of its rows: wrong as soon as there are drafts."""
+    """Decode attention reads one row of a request for all of its rows: wrong as soon as there are drafts.
+
+    The last one, because the first decides the next token whether or not a draft is accepted.
+    """
     from vllm_aiter_mla.runtime import attention
 
     inner = attention.decode
 
     def decode(ctx, q_prepared, output):
         n, requests = ctx.metadata.num_actual_tokens, ctx.metadata.num_decodes
-        first = q_prepared[:n].view(requests, n // requests, *q_prepared.shape[1:])[:, :1]
-        inner(ctx, first.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:]), output)
+        last = q_prepared[:n].view(requests, n // requests, *q_prepared.shape[1:])[:, -1:]
+        inner(ctx, last.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:]), output)
 
     attention.decode = decode

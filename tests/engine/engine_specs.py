@@ -21,9 +21,8 @@ _fp32 = EngineSpec(
 )
 _aten = replace(_small, linear="aten", dump_graphs=True)
 _tp2 = EngineSpec(scenarios=("mixed",), model=SMALL, tensor_parallel_size=2)
-# The model's own draft layer proposes: two layers of the target and the draft's in one bucket of 16 x (1 + drafts).
-_mtp = replace(_small, drafts=1)
-_mtp_fp8 = replace(_small, scenarios=("mixed",), drafts=2, kv_cache_dtype="fp8", scales=SCALES)
+# The model's own draft layer proposes: one layer of the target and the draft's in one bucket of 16 x (1 + drafts).
+_mtp = EngineSpec(scenarios=("mixed",), model={"num_hidden_layers": 1}, drafts=2, kv_cache_dtype="fp8", scales=SCALES)
 # In one process: a planted fingerprint does not reach a spawned one, and the artifact would be found again.
 _warm = replace(_small, scenarios=("short",), compile_cache=True)
 
@@ -45,7 +44,6 @@ _triton_fp8 = replace(_triton, scenarios=("mixed",), kv_cache_dtype="fp8", scale
 SPECS: dict[str, EngineSpec] = {
     "bf16-off": _off(_bf16),
     "bf16-on": _bf16,
-    "bf16-no-plugin": replace(_off(_bf16), plugin=False),
     "fp8-off": _off(_fp8),
     "fp8-on": _fp8,
     "fp32-off": _off(_fp32),
@@ -66,6 +64,7 @@ SPECS: dict[str, EngineSpec] = {
     "mutation-raw-prefill": replace(_small, mutation="engine_mutations:prefill_rows_stay_raw"),
     "mutation-above-bucket": replace(_small, dump_graphs=True, mutation="engine_mutations:passes_ignore_the_range"),
     "small-off-graphs": replace(_off(_small), dump_graphs=True),
+    "small-no-plugin": replace(_off(_small), dump_graphs=True, plugin=False),
     "mutation-half-a-layer": replace(_small, mutation="engine_mutations:every_second_layer_is_refused"),
     "mutation-scale-twice": replace(_fp8, scenarios=("mixed",), mutation="engine_mutations:q_scale_is_applied_twice"),
     "refused": replace(_small, mutation="engine_mutations:no_implementation_is_known"),
@@ -74,8 +73,6 @@ SPECS: dict[str, EngineSpec] = {
     ),
     "mtp-off": _off(_mtp),
     "mtp-on": _mtp,
-    "mtp-fp8-off": _off(_mtp_fp8),
-    "mtp-fp8-on": _mtp_fp8,
     "mutation-mtp-rows": replace(_mtp, mutation="engine_mutations:a_request_has_one_decode_row"),
     "aiter-gfx942-fp8": _aiter942,
     "reference-gfx942-fp8": replace(_aiter942, kernel="reference"),
@@ -95,3 +92,18 @@ SPECS: dict[str, EngineSpec] = {
 # These start after another one, in its cache.
 AFTER = {"warm-2": "warm-1", "warm-changed": "warm-2"}
 CACHES = {"warm-2": "warm-1", "warm-changed": "warm-1"}
+
+
+def longest_first(names: list[str]) -> list[str]:
+    """The order in which to start engines, two at a time, so that the last ones end together.
+
+    Interpreted kernels are slow; else it is layers to compile and scenarios to run. A chain of warm starts is one
+    after the other, so its head goes first.
+    """
+
+    def length(name: str) -> float:
+        spec = SPECS[name]
+        layers = spec.model.get("num_hidden_layers", 4) + (spec.drafts > 0)
+        return layers * (1 + 0.3 * len(spec.scenarios)) * (3 if spec.interpret else 1)
+
+    return sorted(names, key=lambda name: (name not in AFTER.values(), -length(name)))

@@ -80,9 +80,9 @@ def test_i5_the_graph_above_the_bucket_is_that_of_stock(engines):
     assert engines("bf16-on").graphs["1-16"] != engines("bf16-off").graphs["1-16"]
 
 
-@pytest.mark.engine("bf16-off", "bf16-no-plugin")
+@pytest.mark.engine("small-off-graphs", "small-no-plugin")
 def test_i5_flag_off_is_vllm_without_the_plugin(engines):
-    off, bare = engines("bf16-off"), engines("bf16-no-plugin")
+    off, bare = engines("small-off-graphs"), engines("small-no-plugin")
     assert off.graphs == bare.graphs
     assert off.scenarios == bare.scenarios
     assert off.census == bare.census == []

@@ -1,0 +1,56 @@
+"""``python engine_pool.py FOLDER NAME ...``: run engines two at a time and leave each one's result in the folder.
+
+A process of its own: meanwhile tests plant bugs and change the environment in theirs.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import engine_specs
+
+from vllm_aiter_mla.sandbox import engine
+
+
+class Pool:
+    """Each distinct engine once; a spec that builds on another's cache starts after it."""
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        self.folder = folder
+        # Compilation is single-threaded: two engines fill two cores.
+        self.threads = ThreadPoolExecutor(max_workers=2)
+        self.futures: dict[str, Future[None]] = {}
+        for name in names:
+            self._submit(name)
+
+    def _submit(self, name: str) -> Future[None]:
+        if name not in self.futures:
+            after = engine_specs.AFTER.get(name)
+            earlier = self._submit(after) if after else None
+            self.futures[name] = self.threads.submit(self._run, name, earlier)
+        return self.futures[name]
+
+    def _run(self, name: str, earlier: Future[None] | None) -> None:
+        if earlier is not None:
+            earlier.result()
+        cache = self.folder / engine_specs.CACHES.get(name, name)
+        spec = engine_specs.SPECS[name]
+        inductor = cache / "inductor" if spec.compile_cache else self.folder / "inductor"
+        written = self.folder / f"{name}.new"
+        try:
+            engine.run(spec, cache=cache, inductor=inductor).save(written)
+            written.rename(self.folder / f"{name}.json")
+        except Exception as error:
+            written.write_text(error.log if isinstance(error, engine.EngineFailedError) else repr(error))
+            written.rename(self.folder / f"{name}.failed")
+
+
+def main(folder: str, *names: str) -> None:
+    """Run ``names`` in their order and wait."""
+    Pool(Path(folder), list(names)).threads.shutdown(wait=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
