@@ -10,8 +10,9 @@ from vllm_aiter_mla.sandbox.spec import EngineSpec
 SMALL = {"num_hidden_layers": 2}
 SCALES = (0.5, 0.7)
 
-_bf16 = EngineSpec(scenarios=BF16_SCENARIOS, max_num_batched_tokens=CHUNK_TOKENS, dump_graphs=True)
-_fp8 = EngineSpec(scenarios=FP8_SCENARIOS, kv_cache_dtype="fp8", scales=SCALES)
+# The demo's scenarios on fewer layers: there are four of them there.
+_bf16 = EngineSpec(scenarios=BF16_SCENARIOS, model=SMALL, max_num_batched_tokens=CHUNK_TOKENS, dump_graphs=True)
+_fp8 = EngineSpec(scenarios=FP8_SCENARIOS, model=SMALL, kv_cache_dtype="fp8", scales=SCALES)
 _small = EngineSpec(scenarios=("short", "mixed"), model=SMALL)
 # Plain RotaryEmbedding, no q_lora, ordinary GEMMs, and an odd layer count.
 _fp32 = EngineSpec(
