@@ -27,7 +27,7 @@ def given(compilation: dict[str, Any] | None = None, additional: dict[str, Any] 
         ({"pass_config": {f"{FLAG[:-1]}al": True}}, f"vLLM has no such option; did you mean '{FLAG}'?"),
         ({"pass_config": {"fuse_norm_qant": True}}, "did you mean 'fuse_norm_quant'?"),
         ({"pass_confg": {FLAG: True}}, "did you mean 'pass_config'?"),
-        ({"pass_config": 5}, "pass_config=5: an object expected"),
+        ({"pass_config": 5}, "pass_config is 5: an object expected"),
         ({"pass_config": {FLAG: "yes"}}, "expected true or false, got 'yes'"),
     ],
 )

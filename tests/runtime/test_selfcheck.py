@@ -124,6 +124,15 @@ def test_a_layer_that_admission_refuses_is_not_checked_and_hides_no_other(monkey
     assert chosen(layers["layers.1"]) == "reference"
 
 
+def test_a_layer_that_cannot_be_asked_hides_no_other(monkeypatch, said) -> None:
+    """The passes leave it alone; the wrong kernel of its neighbour must still be found."""
+    layers = layers_on(Wrong(), monkeypatch)
+    del layers["layers.0"].qk_nope_head_dim
+    selfcheck.check_layers(layers, strict=False)
+    assert chosen(layers["layers.1"]) == "reference"
+    assert len(selfcheck.verdicts(layers)) == 2
+
+
 def test_verdicts_tell_an_engine_with_the_kernel_from_one_without(monkeypatch, said) -> None:
     """They are part of the compile cache's key: a graph left alone for want of a kernel must not outlive the want."""
     layers = layers_on(Candidate(), monkeypatch)

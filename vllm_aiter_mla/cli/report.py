@@ -22,13 +22,15 @@ def report(
     One HTML file without scripts, fonts or images from elsewhere; it opens without a network and on a phone. Every
     figure is also in a table. Exits 2 when an input cannot be shown, and writes nothing then.
     """
+    from vllm_aiter_mla.cli import outputs
     from vllm_aiter_mla.report.page.inputs import InputError
     from vllm_aiter_mla.report.page.render import NoTemplateEngineError, html_of
 
     try:
+        outputs.check({"--out": out})
         page = html_of(inputs)
         out.write_text(page, encoding="utf-8")
-    except (InputError, NoTemplateEngineError) as error:
+    except (InputError, NoTemplateEngineError, outputs.OutputError) as error:
         typer.echo(f"report: {error}", err=True)
         raise typer.Exit(2) from error
     except OSError as error:

@@ -38,19 +38,31 @@ def check_layers(layers: dict[str, Any], *, strict: bool, capture_sizes: Sequenc
 
 def _shapes(layers: dict[str, Any]) -> Iterator[tuple[Selector, str, LayerShape]]:
     """The chooser, the kernel asked for and the shape of every kind of layer that may be rewritten, once each."""
-    seen: set[tuple[int, LayerShape]] = set()
-    for layer in layers.values():
-        act = layer_view.activation_dtype(layer)
-        if act is None or admit_layer(layer_view.layer_view(layer)) is not None:
+    seen: set[tuple[Selector, LayerShape]] = set()
+    for name, layer in layers.items():
+        try:
+            kinds = _kinds(layer)
+        except Exception as error:
+            # The passes ask the same of it, and leave it alone; the layers after it still have to be checked.
+            log.say_once(logging.DEBUG, f"{name} is not checked: {type(error).__name__}: {error}")
             continue
-        chooser = kernel.selector_of(layer)
-        out_dtype = layer_view.prepared_query_dtype(layer, act)
-        # The layer does not know its rotary style; both cost a few rows.
-        for is_neox in (False, True):
-            shape = kernel.shape_of(layer, is_neox=is_neox, act=act, out_dtype=out_dtype)
-            if (id(chooser), shape) not in seen:
-                seen.add((id(chooser), shape))
-                yield chooser, kernel.settings_of(layer).kernel, shape
+        for chooser, asked, shape in kinds:
+            if (chooser, shape) not in seen:
+                seen.add((chooser, shape))
+                yield chooser, asked, shape
+
+
+def _kinds(layer: Any) -> list[tuple[Selector, str, LayerShape]]:
+    """Of one layer, for both rotary styles: it does not know its own, and both cost a few rows."""
+    act = layer_view.activation_dtype(layer)
+    if act is None or admit_layer(layer_view.layer_view(layer)) is not None:
+        return []
+    chooser, asked = kernel.selector_of(layer), kernel.settings_of(layer).kernel
+    out_dtype = layer_view.prepared_query_dtype(layer, act)
+    shapes = [kernel.shape_of(layer, is_neox=style, act=act, out_dtype=out_dtype) for style in (False, True)]
+    for shape in shapes:
+        kernel.plan_of(chooser, asked, shape)  # raises where the passes' own question would
+    return [(chooser, asked, shape) for shape in shapes]
 
 
 def verdicts(layers: dict[str, Any]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from vllm_aiter_mla.report.fields import FieldError, mapping
 from vllm_aiter_mla.settings import NAMESPACE, PASS_CONFIG_FIELDS
 
 MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
@@ -16,12 +17,8 @@ TRUE, FALSE = frozenset({"true", "1", "yes", "on", "t", "y"}), frozenset({"false
 NEAR = 0.9
 
 
-class KnobError(ValueError):
-    """An option that vLLM would not take; names it and its value."""
-
-
 def check_names(compilation: Mapping[str, Any]) -> None:
-    """Raise KnobError for a name in the compilation config, or in its pass_config, that vLLM does not have."""
+    """Raise FieldError for a name in the compilation config, or in its pass_config, that vLLM does not have."""
     known = _vllms_names()
     passes = mapping(compilation, "pass_config")
     if known is not None:
@@ -31,7 +28,7 @@ def check_names(compilation: Mapping[str, Any]) -> None:
     for name, value in passes.items():
         close = difflib.get_close_matches(name, PASS_CONFIG_FIELDS, n=1, cutoff=NEAR)
         if close and name not in PASS_CONFIG_FIELDS:
-            raise KnobError(f"pass_config.{name}={value!r}: did you mean {close[0]!r}?")
+            raise FieldError(f"pass_config.{name}={value!r}: did you mean {close[0]!r}?")
 
 
 def near_namespace(additional: Mapping[str, Any]) -> str | None:
@@ -40,34 +37,24 @@ def near_namespace(additional: Mapping[str, Any]) -> str | None:
     return close[0] if close else None
 
 
-def mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A mapping; empty where it is not given. Raises KnobError for another type."""
-    value = config.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise KnobError(f"{name}={value!r}: an object expected")
-    return value
-
-
 def splitting_ops(compilation: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The ops at which the graph is cut; None where they are not given. Raises KnobError for another type."""
+    """The ops at which the graph is cut; None where they are not given. Raises FieldError for another type."""
     value = compilation.get("splitting_ops")
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(op, str) for op in value):
-        raise KnobError(f"splitting_ops={value!r}: a list of names of ops expected")
+        raise FieldError(f"splitting_ops={value!r}: a list of names of ops expected")
     return tuple(value)
 
 
 def flag(config: Mapping[str, Any], name: str) -> bool | None:
-    """A bool in any of its spellings; None where it is not given. Raises KnobError for anything else."""
+    """A bool in any of its spellings; None where it is not given. Raises FieldError for anything else."""
     value = config.get(name)
     if value is None:
         return None
     text = str(value).lower()
     if text not in TRUE | FALSE:
-        raise KnobError(f"{name}={value!r}: true or false expected")
+        raise FieldError(f"{name}={value!r}: true or false expected")
     return text in TRUE
 
 
@@ -75,7 +62,7 @@ def mode(compilation: Mapping[str, Any]) -> str:
     """Name of the compilation mode: vLLM takes name or number; unset means 3 at every optimisation level above 0.
 
     Raises:
-        KnobError: neither.
+        FieldError: neither.
     """
     value = compilation.get("mode")
     if value is None:
@@ -84,14 +71,14 @@ def mode(compilation: Mapping[str, Any]) -> str:
         return MODES[value]
     if isinstance(value, str) and value.upper() in MODES:
         return value.upper()
-    raise KnobError(f"mode={value!r}: 0 to 3 or one of {', '.join(MODES)} expected")
+    raise FieldError(f"mode={value!r}: 0 to 3 or one of {', '.join(MODES)} expected")
 
 
 def backend(compilation: Mapping[str, Any]) -> str:
-    """The compilation back end. Raises KnobError for anything but a name."""
+    """The compilation back end. Raises FieldError for anything but a name."""
     value = compilation.get("backend") or "inductor"
     if not isinstance(value, str):
-        raise KnobError(f"backend={value!r}: a name expected")
+        raise FieldError(f"backend={value!r}: a name expected")
     return value
 
 
@@ -100,7 +87,7 @@ def _refuse_unknown(prefix: str, given: Mapping[str, Any], known: Collection[str
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise KnobError(f"{prefix}{name}={value!r}: vLLM has no such option{hint}")
+            raise FieldError(f"{prefix}{name}={value!r}: vLLM has no such option{hint}")
 
 
 def _vllms_names() -> tuple[frozenset[str], frozenset[str]] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm_aiter_mla.admission import KV_UPDATE_OP, ConfigView, admit_config
 from vllm_aiter_mla.report.doctor import knobs, switches
 from vllm_aiter_mla.report.doctor.check import Check, Given
+from vllm_aiter_mla.report.fields import FieldError, mapping
 from vllm_aiter_mla.settings import (
     FLAG_FIELD,
     NAMESPACE,
@@ -28,7 +29,7 @@ def settings(given: Given) -> Check:
     try:
         knobs.check_names(given.compilation or {})
         found = _settings(given)
-    except (SettingsError, knobs.KnobError) as error:
+    except (SettingsError, FieldError) as error:
         return Check("settings", "problem", str(error), CORRECT)
     near = knobs.near_namespace(given.additional or {})
     if near is not None:
@@ -56,7 +57,7 @@ def graph(given: Given) -> Check:
             use_inductor_graph_partition=knobs.flag(compilation, PARTITION),
             splitting_ops=knobs.splitting_ops(compilation),
         )
-    except knobs.KnobError as error:
+    except FieldError as error:
         return Check("graph", "problem", str(error), CORRECT)
     refusal = admit_config(view)
     if refusal is not None:
@@ -70,9 +71,9 @@ def dead_flag(given: Given) -> Check:
     """vLLM's own RoPE + KV fusion: switched on alone it is on in the log and matches nothing."""
     compilation = given.compilation or {}
     try:
-        wanted = knobs.flag(knobs.mapping(compilation, "pass_config"), STOCK_FLAG)
+        wanted = knobs.flag(mapping(compilation, "pass_config"), STOCK_FLAG)
         partition, splitting = knobs.flag(compilation, PARTITION), knobs.splitting_ops(compilation)
-    except knobs.KnobError as error:
+    except FieldError as error:
         return Check("dead-flag", "unknown", str(error), "see the lines `settings` and `graph` above")
     if not wanted:
         return Check("dead-flag", "ok", f"{STOCK_FLAG}: not set")
@@ -92,9 +93,9 @@ def user_pass(given: Given) -> Check:
     if given.compilation is None:
         return Check("user-pass", "ok", f"not looked for; to have it checked, {GIVE}")
     try:
-        config = knobs.mapping(given.compilation, "inductor_compile_config")
-        named = knobs.mapping(given.compilation, "inductor_passes").get(SLOT)
-    except knobs.KnobError as error:
+        config = mapping(given.compilation, "inductor_compile_config")
+        named = mapping(given.compilation, "inductor_passes").get(SLOT)
+    except FieldError as error:
         return Check("user-pass", "problem", str(error), CORRECT)
     if SLOT in config:
         return Check(
@@ -109,14 +110,14 @@ def user_pass(given: Given) -> Check:
 
 
 def _settings(given: Given) -> Settings:
-    passes = knobs.mapping(given.compilation or {}, "pass_config")
+    passes = mapping(given.compilation or {}, "pass_config")
     return resolve({name: passes[name] for name in PASS_CONFIG_FIELDS if name in passes}, given.additional or {})
 
 
 def _is_on(given: Given) -> bool:
     try:
         return _settings(given).enabled
-    except (SettingsError, knobs.KnobError):
+    except (SettingsError, FieldError):
         return False
 
 
@@ -124,7 +125,7 @@ def _kernel(given: Given) -> str:
     """The kernel asked for; where that cannot be read, the line `settings` says so."""
     try:
         return _settings(given).kernel
-    except (SettingsError, knobs.KnobError):
+    except (SettingsError, FieldError):
         return Settings().kernel
 
 

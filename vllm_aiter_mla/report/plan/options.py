@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_aiter_mla.report.plan.fields import DTYPES
+from vllm_aiter_mla.report.fields import DTYPES
 from vllm_aiter_mla.report.plan.model import ModelFacts
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings, resolve
 

@@ -1,4 +1,4 @@
-"""Reading a model's config: whatever is not what it should be is named with its value, never guessed around."""
+"""Reading a config: whatever is not what it should be is named with its value, never guessed around."""
 
 from __future__ import annotations
 
