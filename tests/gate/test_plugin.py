@@ -20,15 +20,15 @@ def test_vllm_finds_the_plugin_under_its_name() -> None:
     assert found.load() is plugin.register
 
 
-def test_patching_vllm_costs_less_than_1_5_percent_of_importing_it(without_plugin: dict[str, Any]) -> None:
-    """In CPU time of one process, as all that follows; 38 ms beside 5 s where it was written."""
+def test_patching_vllm_costs_less_than_1_percent_of_importing_it(without_plugin: dict[str, Any]) -> None:
+    """In CPU time of one process, which a machine that other work shares slows alike."""
     seconds = without_plugin["seconds"]
-    assert seconds["patches"] < 0.015 * seconds["importing"], seconds
+    assert seconds["patches"] < 0.01 * seconds["importing"], seconds
 
 
-def test_registering_costs_less_than_3_percent_of_importing_vllm(without_plugin: dict[str, Any]) -> None:
+def test_registering_costs_less_than_2_percent_of_importing_vllm(without_plugin: dict[str, Any]) -> None:
     seconds = without_plugin["seconds"]
-    assert seconds["everything"] < 0.03 * seconds["importing"], seconds
+    assert seconds["everything"] < 0.02 * seconds["importing"], seconds
 
 
 def test_registering_again_wraps_nothing_again() -> None:
