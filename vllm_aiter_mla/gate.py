@@ -21,7 +21,8 @@ from typing import Any
 
 from vllm_aiter_mla import bucket, worker
 from vllm_aiter_mla.admission import MLA_ATTENTION_OP, Refusal, admit_config
-from vllm_aiter_mla.compat import config_view, log, platform_hook, user_pass, worker_hook
+from vllm_aiter_mla.compat import config_view, log, user_pass
+from vllm_aiter_mla.compat.patches import platform_hook, worker_hook
 from vllm_aiter_mla.report import announce, gauge
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings, SettingsError, unused_options
 

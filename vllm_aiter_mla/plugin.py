@@ -6,8 +6,8 @@ import logging
 from typing import Any
 
 from vllm_aiter_mla import __version__
-from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.compat import register as patches
+from vllm_aiter_mla.compat import log, patches
+from vllm_aiter_mla.compat.patches.patch import Calls
 
 _registered = False
 
@@ -42,7 +42,7 @@ def _attach(worker: Any) -> None:
     in_worker.attach(worker)
 
 
-CALLS = patches.Calls(gate=_gate, attach=_attach)
+CALLS = Calls(gate=_gate, attach=_attach)
 """Imported at the call: a process that builds neither a config nor a worker needs neither module."""
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_aiter_mla.compat import config_view, user_pass, worker_hook
+from vllm_aiter_mla.compat import config_view, user_pass
+from vllm_aiter_mla.compat.patches import worker_hook
 
 
 def attach(worker: Any) -> None:

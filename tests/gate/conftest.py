@@ -19,7 +19,7 @@ import pytest
 from vllm.config import PassConfig
 
 from vllm_aiter_mla import plugin
-from vllm_aiter_mla.compat import log, register
+from vllm_aiter_mla.compat import log, patches
 from vllm_aiter_mla.report import gauge
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
@@ -80,7 +80,7 @@ def dense_model(mla_model: Path) -> Any:
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registration as it went without a failure, whatever an earlier test has planted."""
-    monkeypatch.setattr(register, "_failed", {})
+    monkeypatch.setattr(patches, "_failed", {})
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import logging
 import os
 import pickle
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -121,40 +120,33 @@ def keep_compile_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check_and_update_config))
 
 
-def register_seconds() -> dict[str, float]:
-    """Cost of registration where vLLM is imported and nothing was built yet: the patches alone, and everything.
+def imported_by_registering() -> list[str]:
+    """Modules that registration imports where vLLM is imported and nothing was built yet, without our own.
 
-    The best of three, as other work shares the machine. Measured in forks, so that this process stays without the
-    plugin and each of them starts from the same imports.
+    What registration costs is what it imports; seconds would depend on the machine and its load. In a fork, so that
+    this process stays without the plugin.
     """
-    measured = [_measured_in_a_fork() for _ in range(3)]
-    return {name: min(one[name] for one in measured) for name in measured[0]}
-
-
-def _measured_in_a_fork() -> dict[str, float]:
     reading, writing = os.pipe()
     if os.fork() == 0:
-        start = time.process_time()
+        before = set(sys.modules)
         from vllm_aiter_mla import plugin
-        from vllm_aiter_mla.compat import register
 
-        register.apply_all(plugin.CALLS)
-        patched = time.process_time()
         plugin.register()
-        seconds = {"patches": patched - start, "everything": time.process_time() - start}
-        os.write(writing, json.dumps(seconds).encode())
+        found = sorted(name for name in set(sys.modules) - before if not name.startswith("vllm_aiter_mla"))
+        os.write(writing, json.dumps(found).encode())
         os._exit(0)
-    found: dict[str, float] = json.loads(os.read(reading, 4096))
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        modules: list[str] = json.load(answer)
     os.wait()
-    return found
+    return modules
 
 
 def main(pickled: str) -> None:
-    """Print ``observed`` of a flag-off config, an extended ``PassConfig`` unpickled here, and registration's cost."""
+    """Print ``observed`` of a flag-off config, a ``PassConfig`` unpickled here, and what registration imports."""
     from vllm.plugins import load_general_plugins
 
-    # Beside what importing vLLM took in this very process: a machine that other work shares slows both alike.
-    seconds = {"importing": time.process_time()} | register_seconds()
+    imported = imported_by_registering()
     load_general_plugins()
     arrived = pickle.loads(base64.b64decode(pickled))
     report = {
@@ -162,7 +154,7 @@ def main(pickled: str) -> None:
         "observed": observed(stock_config()),
         "arrived_type": f"{type(arrived).__module__}.{type(arrived).__qualname__}",
         "arrived": vars(arrived),
-        "seconds": seconds,
+        "imported": imported,
     }
     print(json.dumps(report))
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_aiter_mla.compat import pass_config
+from vllm_aiter_mla.compat.patches import pass_config
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 Parse = Callable[..., argparse.Namespace]

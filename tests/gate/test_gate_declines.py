@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
-from vllm_aiter_mla.compat import register, vllm_version
+from vllm_aiter_mla.compat import patches, vllm_version
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.report import gauge
 from vllm_aiter_mla.report.plan.model import mla_layers
@@ -142,12 +142,12 @@ def test_a_vllm_outside_the_window_declines_unless_forced(
 
 
 def test_a_failed_registration_step_declines(config: Build, lines: Lines) -> None:
-    register.run("torch ops", lambda: (_ for _ in ()).throw(OSError("no such library")))
+    patches.run("torch ops", lambda: (_ for _ in ()).throw(OSError("no such library")))
     declines(lines, config(additional_config=ON), "capability", "torch ops")
 
 
 def test_an_optional_patch_that_failed_does_not_decline(config: Build) -> None:
-    register.run("patch pass_config", lambda: (_ for _ in ()).throw(OSError("changed")), required=False)
+    patches.run("patch pass_config", lambda: (_ for _ in ()).throw(OSError("changed")), required=False)
     assert isinstance(pass_of(config(additional_config=ON)), AiterMLAPipeline)
 
 

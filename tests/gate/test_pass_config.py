@@ -13,7 +13,7 @@ from vllm.config import CompilationConfig, PassConfig, VllmConfig
 from vllm.config.utils import replace
 
 from vllm_aiter_mla import fingerprint
-from vllm_aiter_mla.compat import pass_config
+from vllm_aiter_mla.compat.patches import pass_config
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 ON: dict[str, Any] = {FLAG_FIELD: True, LIMIT_FIELD: 64}

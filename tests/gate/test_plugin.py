@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from gate_support import ON, Lines
 
 from vllm_aiter_mla import gate, plugin
-from vllm_aiter_mla.compat import log, platform_hook, register, vllm_version
+from vllm_aiter_mla.compat import log, patches, vllm_version
+from vllm_aiter_mla.compat.patches import platform_hook
 
 
 def test_vllm_finds_the_plugin_under_its_name() -> None:
@@ -20,15 +22,10 @@ def test_vllm_finds_the_plugin_under_its_name() -> None:
     assert found.load() is plugin.register
 
 
-def test_patching_vllm_costs_less_than_1_percent_of_importing_it(without_plugin: dict[str, Any]) -> None:
-    """In CPU time of one process, which a machine that other work shares slows alike."""
-    seconds = without_plugin["seconds"]
-    assert seconds["patches"] < 0.01 * seconds["importing"], seconds
-
-
-def test_registering_costs_less_than_2_percent_of_importing_vllm(without_plugin: dict[str, Any]) -> None:
-    seconds = without_plugin["seconds"]
-    assert seconds["everything"] < 0.02 * seconds["importing"], seconds
+def test_registering_imports_nothing_but_the_plugin_and_the_standard_library(without_plugin: dict[str, Any]) -> None:
+    """A server whose flag is off pays for registration too: no module of vLLM's, torch's or anyone's may be loaded."""
+    foreign = [name for name in without_plugin["imported"] if name.partition(".")[0] not in sys.stdlib_module_names]
+    assert foreign == []
 
 
 def test_registering_again_wraps_nothing_again() -> None:
@@ -38,7 +35,7 @@ def test_registering_again_wraps_nothing_again() -> None:
     names = ("check_and_update_config", "apply_config_platform_defaults")
     before = [platform.__dict__[name] for name in names]
     plugin.register()
-    register.apply_all(plugin.CALLS)
+    patches.apply_all(plugin.CALLS)
     assert [platform.__dict__[name] for name in names] == before
 
 
@@ -48,7 +45,7 @@ def test_a_step_that_fails_is_said_once_and_never_raised(lines: Lines, monkeypat
 
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setattr(plugin, "_register_ops", fail)
-    monkeypatch.setattr(register, "_failed", {})
+    monkeypatch.setattr(patches, "_failed", {})
     plugin.register()
     plugin.register()
     assert [
@@ -57,7 +54,7 @@ def test_a_step_that_fails_is_said_once_and_never_raised(lines: Lines, monkeypat
         if "torch ops failed, vLLM runs stock" in line and "no such op" in line
     ]
     assert len(lines.at(logging.WARNING)) == len(set(lines.at(logging.WARNING)))
-    assert register.failed_requirements() == ("torch ops",)
+    assert patches.failed_requirements() == ("torch ops",)
 
 
 @pytest.mark.mutation
@@ -70,7 +67,7 @@ def test_mutation_a_registration_that_lets_errors_out_is_caught(monkeypatch: pyt
 
 
 def test_a_failed_pass_config_patch_points_to_the_other_spelling(lines: Lines) -> None:
-    plugin._report({"patch pass_config": register.Failure("RuntimeError: changed", required=False)})
+    plugin._report({"patch pass_config": patches.Failure("RuntimeError: changed", required=False)})
     assert "additional_config.aiter_mla" in lines.at(logging.WARNING)[0]
 
 
@@ -80,7 +77,7 @@ def test_the_log_goes_through_vllms_own_logger() -> None:
 
 
 def test_every_patch_says_what_why_how_and_when_it_can_go() -> None:
-    for patch in register.PATCHES:
+    for patch in patches.PATCHES:
         for field in ("name", "what", "why", "how", "link", "probe", "remove_when"):
             assert getattr(patch, field), f"{patch.name} lacks {field}"
         assert patch.link.startswith("https://")

@@ -1,1 +1,1 @@
-"""Every touch of a vLLM internal. ``register.PATCHES`` is the table; importing this package imports no vLLM."""
+"""Every touch of a vLLM internal. ``patches.PATCHES`` is the table; importing this package imports no vLLM."""

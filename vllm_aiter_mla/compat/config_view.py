@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView
-from vllm_aiter_mla.compat import pass_config, platform_hook, register, vllm_version
+from vllm_aiter_mla.compat import patches, vllm_version
+from vllm_aiter_mla.compat.patches import pass_config, platform_hook
 from vllm_aiter_mla.settings import Settings, resolve
 
 
@@ -23,7 +24,7 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
     return ConfigView(
         vllm_version=version,
         version_supported=vllm_version.in_window(version) or settings.debug.untested_vllm,
-        missing=(*vllm_version.missing_capabilities(), *register.failed_requirements()),
+        missing=(*vllm_version.missing_capabilities(), *patches.failed_requirements()),
         atom_active=_atom_active(),
         breakable_cudagraph=_breakable_cudagraph(),
         mode="unset" if compilation.mode is None else compilation.mode.name,

@@ -111,12 +111,12 @@ def patches(given: Given) -> Check:
     if vllm_version() is None:
         return _no_vllm("patches")
     from vllm_aiter_mla import plugin as ours
-    from vllm_aiter_mla.compat import register
+    from vllm_aiter_mla.compat import patches
 
     ours.register()
-    failures = register.failures()
+    failures = patches.failures()
     if not failures:
-        return Check("patches", "ok", ", ".join(patch.name for patch in register.PATCHES))
+        return Check("patches", "ok", ", ".join(patch.name for patch in patches.PATCHES))
     shown = "; ".join(f"{name}: {failure.error}" for name, failure in failures.items())
     if any(failure.required for failure in failures.values()):
         return Check("patches", "problem", f"{shown}: vLLM runs stock", f"{SEE_VLLM}; report it with this line")

@@ -145,7 +145,7 @@ def read(parsed: Any, model: ModelFacts, arch: str, env: Environment) -> ServeOp
 
 
 def _settings(parsed: Any, notes: list[str]) -> Settings:
-    from vllm_aiter_mla.compat import pass_config
+    from vllm_aiter_mla.compat.patches import pass_config
 
     settings = resolve(pass_config.values_of(parsed.compilation_config.pass_config), parsed.additional_config)
     if settings.max_token_num is not None:

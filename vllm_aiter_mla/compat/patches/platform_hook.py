@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_aiter_mla.compat.patches.patch import Patch
+
 _MARK = "_aiter_mla_hook"
 
 
@@ -111,3 +113,16 @@ def _call(method: Any, platform: type, vllm_config: Any) -> None:
         method.__func__(platform, vllm_config)
     else:
         method.__get__(None, platform)(vllm_config)
+
+
+PATCH = Patch(
+    name="platform_hook",
+    what="apply_config_platform_defaults and check_and_update_config of the current platform's class",
+    why="vLLM has no plugin hook between its defaults and the compile ranges",
+    how="classmethods wrapped; nested wrappers run the gate once, outermost",
+    link="https://docs.vllm.ai/en/latest/design/plugin_system/",
+    probe="the capability probe at start-up looks for both methods",
+    remove_when="vLLM calls plugins while it builds a VllmConfig",
+    apply=lambda calls: install(calls.gate),
+    required=True,
+)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from vllm_aiter_mla import fingerprint
+from vllm_aiter_mla.compat.patches.patch import Patch
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 _MARK = "_aiter_mla_fields"
@@ -172,3 +173,17 @@ def _undo(cls: type, before: dict[str, Any]) -> None:
         setattr(cls, name, value)
     delattr(cls, _MARK)
     _rebuild()
+
+
+PATCH = Patch(
+    name="pass_config",
+    what="vllm.config.PassConfig gains fuse_aiter_qk_rope_kvcache_mla and aiter_qk_rope_kvcache_fusion_max_token_num",
+    why="PassConfig forbids unknown fields, so --compilation-config and -cc.pass_config.* reject the flag",
+    how="fields added in place, validators rebuilt, __eq__, __repr__ and compute_hash wrapped",
+    link="https://github.com/vllm-project/vllm/pull/41839",
+    probe="a self-test right after: values, repr, ==, hash, wrong values; undone when it fails",
+    remove_when="upstream has the fields (they are then left alone), or offers pass options to plugins",
+    apply=lambda calls: extend(),
+    # additional_config still works without it.
+    required=False,
+)

@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any
 
 from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.compat.patches.patch import Patch
 from vllm_aiter_mla.settings import SettingsError
 
 _MARK = "_aiter_mla_worker_hook"
@@ -75,3 +76,17 @@ def _guarded(then: Callable[[Any], None], worker: Any) -> None:
     except Exception as error:
         name = getattr(then, "__name__", repr(then))
         log.say_once(logging.WARNING, f"{name} failed: {type(error).__name__}: {error}")
+
+
+PATCH = Patch(
+    name="worker_hook",
+    what="WorkerBase.__init__, and load_model and compile_or_warm_up_model of workers whose fast path is on",
+    why="kernels must be checked before the first capture and counted after warm-up; vLLM tells plugins of neither",
+    how="the two methods of the instance are wrapped; with the flag off the worker is left as it is",
+    link="https://docs.vllm.ai/en/latest/design/plugin_system/",
+    probe="the census line after warm-up; its absence shows",
+    remove_when="vLLM calls plugins after a worker has loaded its weights and after its warm-up",
+    apply=lambda calls: install_if_loaded(calls.attach),
+    # Without it the fast path is right but unchecked and unannounced.
+    required=True,
+)

@@ -1,0 +1,83 @@
+"""vLLM's own kernels, as its MLA layer calls them. Imported at the call: vLLM loads its library with them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rotary_embedding(
+    positions: torch.Tensor, q_pe: torch.Tensor, k_pe: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool
+) -> None:
+    """Rotate q_pe [T, N, R], contiguous, and k_pe [T, R] in place; rounds to their dtype."""
+    from vllm import _custom_ops as ops
+
+    # Flat: the CPU kernel of this op takes the last dimension for all heads, whatever the number of dimensions.
+    ops.rotary_embedding(positions, q_pe.flatten(1), k_pe, k_pe.shape[-1], cos_sin_cache, is_neox)
+
+
+def has_rope_and_write() -> bool:
+    """Whether this build of vLLM has the kernel that ``rope_and_write`` calls."""
+    return hasattr(getattr(torch.ops, "_C_cache_ops", None), "concat_and_cache_mla_rope_fused")
+
+
+def rope_and_write(
+    positions: torch.Tensor,
+    q_pe: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    slots: torch.Tensor,
+    kv_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+) -> None:
+    """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows, in one launch.
+
+    Args:
+        positions: [T] int64.
+        q_pe: rotated in place, also in rows without a slot.
+        k_pe: rotated in place in rows with a slot.
+        kv_c: [T, L].
+        cos_sin_cache: [max_position, R].
+        is_neox: pairing of the rotation.
+        slots: [T] int64, -1 for a row without a KV row.
+        kv_cache: [blocks, block_size, L+R], the activation dtype, or an fp8 cache as uint8.
+        k_scale: one float32, dequantisation scale of the cache.
+    """
+    from vllm import _custom_ops as ops
+
+    name = "fp8" if kv_cache.dtype == torch.uint8 else "auto"
+    ops.concat_and_cache_mla_rope_fused(
+        positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slots, kv_cache, name, k_scale
+    )
+
+
+def quantise_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``x`` [rows, width] in the platform's fp8 type, divided by ``scale``, one float32."""
+    from vllm import _custom_ops as ops
+
+    quantised, _ = ops.scaled_fp8_quant(x, scale)
+    return quantised
+
+
+def fp8_bmm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:
+    """AITER's batched GEMM as vLLM calls it: x [T, N, P] with fp8 weight [N, L, P] -> [T, N, L] in x's dtype.
+
+    Args:
+        x: activations, quantised inside by groups of ``group`` values along P.
+        weight: fp8 codes.
+        scale: one float32, dequantisation scale of ``weight``.
+        group: values that share a scale.
+    """
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    return rocm_aiter_ops.triton_fp8_bmm(
+        x.transpose(0, 1), weight, scale, group_size=group, transpose_bm=True, dtype=x.dtype
+    )
+
+
+def fp8_dtype() -> torch.dtype:
+    """The platform's fp8 type, as vLLM names it."""
+    from vllm.platforms import current_platform
+
+    return current_platform.fp8_dtype()
