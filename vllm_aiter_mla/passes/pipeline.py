@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
 from vllm_aiter_mla import bucket, fingerprint
 from vllm_aiter_mla.admission import admit_layer
 from vllm_aiter_mla.compat import layer_view, log
+from vllm_aiter_mla.compat.inductor import InductorPass, get_pass_context
 from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
 from vllm_aiter_mla.passes.fx import settle
 from vllm_aiter_mla.passes.match import LayerMatch, Refused, match_layers

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.compat import layer_view
+from vllm_aiter_mla.compat import kernels, layer_view
 from vllm_aiter_mla.kernels import reference
 
 
@@ -24,13 +24,4 @@ def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor, w_scale: torch.Tensor | N
     """q_nope [T, N, P] -> [T, N, L] in its dtype, token-major, by the kernel that vLLM's ``forward_impl`` calls."""
     if w_scale is None:
         return reference.absorb(q_nope, w_uk_t)
-    from vllm._aiter_ops import rocm_aiter_ops
-
-    return rocm_aiter_ops.triton_fp8_bmm(
-        q_nope.transpose(0, 1),
-        w_uk_t.transpose(1, 2),
-        w_scale,
-        group_size=reference.FP8_GROUP,
-        transpose_bm=True,
-        dtype=q_nope.dtype,
-    )
+    return kernels.fp8_bmm(q_nope, w_uk_t.transpose(1, 2), w_scale, reference.FP8_GROUP)

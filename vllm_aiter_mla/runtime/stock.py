@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_aiter_mla.compat import kernels
 from vllm_aiter_mla.kernels import fp8
 from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
@@ -26,14 +27,14 @@ class StockBackend:
         if inputs.num_tokens:
             self._rotate_and_write(inputs, q_pe)
         query = torch.cat([absorb(q_nope, inputs.w_uk_t, inputs.w_uk_scale), q_pe], dim=-1)
-        return query if not fp8.is_fp8(inputs.out_dtype) else _quantise(query, inputs.q_scale)
+        if not fp8.is_fp8(inputs.out_dtype):
+            return query
+        return kernels.quantise_fp8(query.flatten(1), inputs.q_scale).view(query.shape)
 
     def _rotate_and_write(self, inputs: DecodeInputs, q_pe: torch.Tensor) -> None:
         """Rotate the copy ``q_pe`` and a copy of k_pe in place, and write the KV rows."""
-        from vllm import _custom_ops as ops
-
         is_quantised = fp8.is_fp8(inputs.kv_cache.dtype)
-        ops.concat_and_cache_mla_rope_fused(
+        kernels.rope_and_write(
             inputs.positions,
             q_pe,
             inputs.k_pe.clone(),
@@ -42,15 +43,13 @@ class StockBackend:
             inputs.is_neox,
             _padded(inputs),
             inputs.kv_cache.view(torch.uint8) if is_quantised else inputs.kv_cache,
-            "fp8" if is_quantised else "auto",
             inputs.k_scale,
         )
 
 
 def factory(platform: Platform) -> StockBackend | str:
     """The back end, or why this vLLM build has no such kernels."""
-    namespace = getattr(torch.ops, "_C_cache_ops", None)
-    if not hasattr(namespace, "concat_and_cache_mla_rope_fused"):
+    if not kernels.has_rope_and_write():
         return "this build of vLLM has no concat_and_cache_mla_rope_fused"
     return StockBackend()
 
@@ -59,10 +58,3 @@ def _padded(inputs: DecodeInputs) -> torch.Tensor:
     """One slot per row, -1 beyond those that were given."""
     missing = inputs.num_tokens - inputs.slot_mapping.shape[0]
     return inputs.slot_mapping if missing == 0 else torch.nn.functional.pad(inputs.slot_mapping, (0, missing), value=-1)
-
-
-def _quantise(query: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    from vllm import _custom_ops as ops
-
-    flat, _ = ops.scaled_fp8_quant(query.flatten(1), scale)
-    return flat.view(query.shape)
