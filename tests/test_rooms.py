@@ -22,15 +22,14 @@ ARROWS: dict[str, set[str]] = {
     "kernels": set(),
     "harness": {"kernels"},
     "compat": {"admission", "fingerprint", "settings"},
-    "report": PURE | {"compat", "kernels", "plugin"},
+    "report": PURE | {"compat", "kernels"},
     "runtime": PURE | {"compat", "kernels", "report"},
     "passes": PURE | {"compat", "report", "runtime"},
     "worker": {"compat", "passes", "report", "runtime"},
-    "gate": PURE | {"compat", "report", "worker"},
+    "gate": PURE | {"commands", "compat", "report", "worker"},
     "plugin": {"compat", "gate", "runtime", "sandbox", "worker"},
     "sandbox": PURE | {"compat", "kernels", "report", "runtime"},
-    "bench": {"cli", "kernels"},
-    "cli": {"bench", "harness", "report", "sandbox"},
+    "commands": PURE | {"compat", "harness", "kernels", "plugin", "report", "sandbox"},
 }
 
 
