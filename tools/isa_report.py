@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from vllm_aiter_mla.cli import outputs  # noqa: E402
+from vllm_aiter_mla.commands import outputs  # noqa: E402
 
 # Triton's names of the 8-bit floats; a target that lacks one breaks a bound, a word that is none is a wrong option.
 FP8_TYPES = ("fp8e4nv", "fp8e4b8", "fp8e4b15", "fp8e5", "fp8e5b16")

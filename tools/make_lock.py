@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vllm_aiter_mla.cli import outputs
+from vllm_aiter_mla.commands import outputs
 
 VLLM = "0.32.0"
 # lm-eval: tools/accuracy.py and its end-to-end test; it moves no version of the others.

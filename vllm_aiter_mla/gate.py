@@ -118,10 +118,7 @@ def _decline(vllm_config: Any, refusal: Refusal, settings: Settings) -> None:
 def _record(vllm_config: Any, refusal: Refusal) -> None:
     """Leave the refusal where programs look for the census; whatever goes wrong there, the engine starts."""
     try:
-        from vllm_aiter_mla.report.plan.model import mla_layers
-
-        model = vllm_config.model_config
-        layers = mla_layers(model.hf_text_config.to_dict()) if model is not None and model.use_mla else ()
+        layers = config_view.mla_layers(vllm_config.model_config)
         announce.declined(refusal.code, refusal.message, layers, str(vllm_config.cache_config.cache_dtype))
     except Exception as error:
         log.say_once(logging.WARNING, f"the census could not be written: {type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from vllm_aiter_mla.cli import outputs
+from vllm_aiter_mla.commands import outputs
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("command", "arguments", "said"), WRONG)
 def test_a_wrong_option_is_one_line_on_stderr_and_exits_2(command: str, arguments: list[str], said: str) -> None:
-    from vllm_aiter_mla.cli.main import app
+    from vllm_aiter_mla.commands.main import app
 
     assert isinstance(app, typer.Typer)
     done = CliRunner().invoke(app, [command, *arguments])

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from vllm_aiter_mla.admission import ConfigView, admit_config
+from vllm_aiter_mla.commands.doctor import installed, machine, options, switches
+from vllm_aiter_mla.commands.doctor.check import Check, Given, exit_status, run
 from vllm_aiter_mla.kernels.aiter.probe import ProbeResult
-from vllm_aiter_mla.report.doctor import installed, machine, options, switches
-from vllm_aiter_mla.report.doctor.check import Check, Given, exit_status, run
 
 
 def given(**env: str) -> Given:

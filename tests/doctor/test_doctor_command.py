@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_aiter_mla.report.doctor import command
+from vllm_aiter_mla.commands.doctor import command
 
-RUN = "from vllm_aiter_mla.report.doctor.command import main; import sys; sys.exit(main(as_json=True))"
+RUN = "from vllm_aiter_mla.commands.doctor.command import main; import sys; sys.exit(main(as_json=True))"
 # A machine without torch and vLLM: whoever looks for them finds nothing.
 BARE = (
     "import sys\n"
@@ -55,7 +55,7 @@ def test_doctor_on_this_machine_never_imports_aiter(tmp_path: Path) -> None:
     marker = tmp_path / "imported"
     fake_aiter(tmp_path, marker)
     # Whatever a release of vLLM's may try while it is looked at.
-    eager = "from vllm_aiter_mla.report.doctor import installed, command\n"
+    eager = "from vllm_aiter_mla.commands.doctor import installed, command\n"
     eager += "def importing(given):\n    import aiter.ops.cache\n"
     eager += "command.CHECKS = (*command.CHECKS, ('eager', importing))\n"
     _, checks = doctor(eager + RUN, tmp_path)
@@ -69,7 +69,7 @@ def test_doctor_on_this_machine_never_imports_aiter(tmp_path: Path) -> None:
 
 
 def test_the_guard_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_aiter_mla.report.doctor.guard import aiter_not_importable
+    from vllm_aiter_mla.commands.doctor.guard import aiter_not_importable
 
     fake_aiter(tmp_path, tmp_path / "imported")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -86,7 +86,7 @@ def test_the_guard_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_one_line_per_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from vllm_aiter_mla.report.doctor import machine, options
+    from vllm_aiter_mla.commands.doctor import machine, options
 
     monkeypatch.setattr(command, "CHECKS", (("python", machine.python), ("dead-flag", options.dead_flag)))
     config = json.dumps({"pass_config": {"fuse_rope_kvcache_cat_mla": True}})

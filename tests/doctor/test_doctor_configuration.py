@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from vllm_aiter_mla import settings
-from vllm_aiter_mla.report.doctor.command import CHECKS
-from vllm_aiter_mla.report.plan import formulas, model, options
+from vllm_aiter_mla.commands.doctor.command import CHECKS
+from vllm_aiter_mla.commands.plan import formulas, model, options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 OPTIONS = [field.name for field in fields(settings.Settings) if field.name != "debug"]

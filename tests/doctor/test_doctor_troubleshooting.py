@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from vllm_aiter_mla import admission
+from vllm_aiter_mla.commands.plan import verdict
 from vllm_aiter_mla.kernels.aiter.contract import CHECKS
-from vllm_aiter_mla.report.plan import verdict
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_aiter_mla"

@@ -9,9 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from vllm_aiter_mla.cli import doctor as cli
-from vllm_aiter_mla.report.doctor import arguments, command, installed, knobs, machine, options
-from vllm_aiter_mla.report.doctor.check import Given
+from vllm_aiter_mla.commands.doctor import arguments, command, installed, knobs, machine, options
+from vllm_aiter_mla.commands.doctor import parser as cli
+from vllm_aiter_mla.commands.doctor.check import Given
 
 FLAG = "fuse_aiter_qk_rope_kvcache_mla"
 ON = {"pass_config": {FLAG: True}}

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from vllm_aiter_mla.cli.verify import verify
+from vllm_aiter_mla.commands.verify import verify
 from vllm_aiter_mla.harness import backends, faults, session
 from vllm_aiter_mla.harness.backends import HERE, Available
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_aiter_mla.report.plan import build, model, options, vllm_rules
+from vllm_aiter_mla.commands.plan import build, model, options, vllm_rules
 
 NO_FP8_BMM = "VLLM_ROCM_USE_AITER_FP8BMM=0"
 NO_FP4_BMM = "VLLM_ROCM_USE_AITER_FP4BMM=0"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vllm_aiter_mla.cli import plan as cli
-from vllm_aiter_mla.report.plan import command
+from vllm_aiter_mla.commands.plan import command
+from vllm_aiter_mla.commands.plan import parser as cli
 
 R1 = ["deepseek-r1", "--max-num-seqs", "256", "-tp", "8"]
 TRITON = ["--additional-config", '{"aiter_mla": {"kernel": "triton"}}']
@@ -72,7 +72,7 @@ def test_an_unknown_model_names_the_examples() -> None:
 def test_a_hub_name_is_read_from_the_local_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from huggingface_hub import constants
 
-    from vllm_aiter_mla.report.plan import model
+    from vllm_aiter_mla.commands.plan import model
 
     snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_missing_vllm_is_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_page_of_every_example_renders() -> None:
     from plan_support import planned
 
-    from vllm_aiter_mla.report.plan import model, page
+    from vllm_aiter_mla.commands.plan import model, page
 
     for name in model.examples():
         assert name in page.text(planned(name, "-tp", "4", env=()))

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_support import planned
 
-from vllm_aiter_mla.bench.points import Point
+from vllm_aiter_mla.commands.bench.points import Point
+from vllm_aiter_mla.commands.plan import formulas, kernels, page
 from vllm_aiter_mla.kernels.triton import tiles
-from vllm_aiter_mla.report.plan import formulas, kernels, page
 from vllm_aiter_mla.settings import LIMIT_FIELD
 
 MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')

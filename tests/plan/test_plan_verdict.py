@@ -9,7 +9,7 @@ import pytest
 from plan_support import ENGAGING, NO_FP8_BMM, codes, planned
 
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.report.plan import model, options, verdict
+from vllm_aiter_mla.commands.plan import model, options, verdict
 
 DCP = ("-tp", "8", "-dcp", "2")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from plan_support import codes, planned
 
-from vllm_aiter_mla.report.plan import command, model
+from vllm_aiter_mla.commands.plan import command, model
 
 R1 = "deepseek-r1"
 
@@ -126,7 +126,7 @@ def test_a_name_that_is_no_path_is_an_unknown_model(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("tp", ["7", "256"])
 def test_heads_that_cannot_be_dealt_out_are_a_refusal(tp: str) -> None:
-    from vllm_aiter_mla.report.plan import page
+    from vllm_aiter_mla.commands.plan import page
 
     plan = planned(R1, "-tp", tp)
     assert (plan["verdict"], codes(plan), plan["layers"]["engaged"]) == ("refused", ["heads_not_divisible"], 0)

@@ -11,7 +11,7 @@ import pytest
 from report_support import DATA
 from typer.testing import CliRunner
 
-from vllm_aiter_mla.cli.main import app
+from vllm_aiter_mla.commands.main import app
 
 runner = CliRunner()
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from serving import arms, schedule, small
 from serving.errors import UsageError
-from vllm_aiter_mla.cli import outputs
+from vllm_aiter_mla.commands import outputs
 
 FEWEST_RUNS = 3
 # numpy, which draws the prompts, takes 32 bits; runs and points are added on top.

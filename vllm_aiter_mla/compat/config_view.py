@@ -41,6 +41,17 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
     )
 
 
+def mla_layers(model: Any) -> tuple[int, ...]:
+    """Indices of the MLA layers of a ``ModelConfig``; in a hybrid with linear attention those that it lists from 1."""
+    if model is None or not model.use_mla:
+        return ()
+    text = model.hf_text_config
+    listed = (getattr(text, "linear_attn_config", None) or {}).get("full_attn_layers")
+    # A shortened model keeps the list of the whole one.
+    kept = range(1, text.num_hidden_layers + 1)
+    return tuple(index - 1 for index in (kept if listed is None else listed) if index in kept)
+
+
 def _model_facts(model: Any) -> dict[str, Any]:
     if model is None:
         return {"is_mla": False}

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from vllm_aiter_mla.bench import command, page, paths, points, run, timing
-from vllm_aiter_mla.bench.points import Point
+from vllm_aiter_mla.commands.bench import command, page, paths, points, run, timing
+from vllm_aiter_mla.commands.bench.points import Point
 from vllm_aiter_mla.kernels import reference
 
 MACHINE = {"card": "a card", "torch": "2.11", "triton": "3.6", "runtime": "CUDA 13", "python": "3.12"}
@@ -63,7 +63,7 @@ def test_triton_bench_command_line_exits_2_without_a_gpu():
     typer = pytest.importorskip("typer")
     from typer.testing import CliRunner
 
-    from vllm_aiter_mla.cli.bench import bench
+    from vllm_aiter_mla.commands.bench.parser import bench
 
     app = typer.Typer()
     app.command()(bench)

@@ -108,7 +108,7 @@ def test_triton_gpu_call_neither_synchronises_nor_allocates_but_the_query():
 
 
 def test_triton_gpu_call_is_one_launch():
-    from vllm_aiter_mla.bench import paths, timing
+    from vllm_aiter_mla.commands.bench import paths, timing
 
     inputs, _ = on_gpu(Case(tokens=64, heads=16))
     assert timing.count_launches(paths.Path("ours", BACKEND.prepare), inputs) == 1
@@ -201,7 +201,7 @@ def test_triton_gpu_shapes_are_clean_under_compute_sanitizer():
 @pytest.mark.skipif(INSIDE_SANITIZER in os.environ, reason="this is the run inside compute-sanitizer")
 def test_triton_gpu_bounds_of_the_project_hold():
     """The bounds were set for an H200; on any other card the run is printed and nothing is claimed."""
-    from vllm_aiter_mla.bench import page, points, run
+    from vllm_aiter_mla.commands.bench import page, points, run
 
     wanted = [points.Point(t, 16, True) for t in (1, 8, 16, 64, 256)] + [points.Point(256, 128, True)]
     found = run.run(wanted, rounds=30)

@@ -20,7 +20,7 @@ import triton_cases as cases
 from triton.runtime import interpreter as triton_interpreter
 from triton_mutations import MUTATIONS
 
-from vllm_aiter_mla.bench import paths, points, run
+from vllm_aiter_mla.commands.bench import paths, points, run
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.triton import baselines, interpreter, kernel, launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_aiter_mla.report.fields import DTYPES
-from vllm_aiter_mla.report.plan.model import ModelFacts
+from vllm_aiter_mla.commands.fields import DTYPES
+from vllm_aiter_mla.commands.plan.model import ModelFacts
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings, resolve
 
 # max_num_seqs and max_num_batched_tokens of an API server, by card: EngineArgs.get_batch_defaults of vLLM 0.32 goes by

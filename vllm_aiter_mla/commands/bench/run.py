@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.bench import paths as who
-from vllm_aiter_mla.bench import timing
-from vllm_aiter_mla.bench.points import Point, cache_bytes, operands, sets_needed
+from vllm_aiter_mla.commands.bench import paths as who
+from vllm_aiter_mla.commands.bench import timing
+from vllm_aiter_mla.commands.bench.points import Point, cache_bytes, operands, sets_needed
 from vllm_aiter_mla.kernels import fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 

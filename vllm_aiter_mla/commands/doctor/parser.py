@@ -24,6 +24,6 @@ def doctor(
     One line per check: ok, warning, problem or unknown, the finding, and what to do. AITER is read, never imported.
     Exits 0; 1 with a problem; 2 without one but with something that cannot be told from here.
     """
-    from vllm_aiter_mla.report.doctor import command
+    from vllm_aiter_mla.commands.doctor import command
 
     raise typer.Exit(command.main(compilation_config, additional_config, context.args, as_json=json))

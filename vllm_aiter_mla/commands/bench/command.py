@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from vllm_aiter_mla.bench.points import HEADS, TOKENS, grid
-from vllm_aiter_mla.cli import outputs
+from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands.bench.points import HEADS, TOKENS, grid
 
 KINDS = {"fp8": (True,), "bf16": (False,), "both": (True, False)}
 DEFAULT_ROUNDS = 50
@@ -39,7 +39,7 @@ def main(
         Exit status: 0; 1 where a path was wrong, or ``check`` is set and a bound is broken; 2 without a GPU or with a
         wrong option.
     """
-    from vllm_aiter_mla.bench import page, run
+    from vllm_aiter_mla.commands.bench import page, run
 
     try:
         check_options(tokens, heads, kind, rounds)

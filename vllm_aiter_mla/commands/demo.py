@@ -27,7 +27,7 @@ def demo(
     engine on two cores. On a CPU nothing is said about a GPU; --kernel triton runs on the GPU that torch sees, under
     vLLM's own platform and its Triton MLA back end, graphs captured, and says why not where there is none.
     """
-    from vllm_aiter_mla.cli import outputs
+    from vllm_aiter_mla.commands import outputs
     from vllm_aiter_mla.sandbox.arms import Options, why_not
 
     try:

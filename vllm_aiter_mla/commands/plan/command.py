@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from vllm_aiter_mla.report.plan import build, model, options, page, vllm_rules
+from vllm_aiter_mla.commands.plan import build, model, options, page, vllm_rules
 from vllm_aiter_mla.settings import SettingsError
 
 ENGAGES, DOES_NOT, WRONG = 0, 1, 2

@@ -9,8 +9,8 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_aiter_mla.report.doctor import machine
-from vllm_aiter_mla.report.doctor.check import Check, Given
+from vllm_aiter_mla.commands.doctor import machine
+from vllm_aiter_mla.commands.doctor.check import Check, Given
 from vllm_aiter_mla.settings import NAMESPACE
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 
-from vllm_aiter_mla.bench import paths as who
-from vllm_aiter_mla.bench.run import Report, Row, bounds, caps
+from vllm_aiter_mla.commands.bench import paths as who
+from vllm_aiter_mla.commands.bench.run import Report, Row, bounds, caps
 
 NAMES = (who.OURS, who.UNFUSED, who.STOCK, who.TORCH, who.AITER)
 # Okabe and Ito: told apart by colour-blind readers.

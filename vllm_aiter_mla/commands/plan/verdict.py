@@ -11,9 +11,9 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView, LayerView, Refusal, admit_config, admit_layer
-from vllm_aiter_mla.report.plan import vllm_rules
-from vllm_aiter_mla.report.plan.model import ModelFacts
-from vllm_aiter_mla.report.plan.options import ServeOptions
+from vllm_aiter_mla.commands.plan import vllm_rules
+from vllm_aiter_mla.commands.plan.model import ModelFacts
+from vllm_aiter_mla.commands.plan.options import ServeOptions
 
 # What the matcher says of a layer without RoPE (passes/match.py); it reads graphs, and here is none.
 NO_ROPE = ("no_rope", "no rotary embedding is applied to q (a NoPE layer, or outside this graph)")

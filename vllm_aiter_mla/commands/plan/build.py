@@ -6,10 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from vllm_aiter_mla import __version__, bucket
-from vllm_aiter_mla.report.plan import formulas, kernels, verdict, vllm_rules
-from vllm_aiter_mla.report.plan.model import ModelFacts
-from vllm_aiter_mla.report.plan.options import ServeOptions
-from vllm_aiter_mla.report.plan.verdict import Reason
+from vllm_aiter_mla.commands.plan import formulas, kernels, verdict, vllm_rules
+from vllm_aiter_mla.commands.plan.model import ModelFacts
+from vllm_aiter_mla.commands.plan.options import ServeOptions
+from vllm_aiter_mla.commands.plan.verdict import Reason
 
 ENGAGED, PARTIAL, REFUSED = "engaged", "partial", "refused"
 

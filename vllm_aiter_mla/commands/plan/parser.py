@@ -37,6 +37,6 @@ def plan(
     against, and bytes and launches by formula. Needs no GPU, no weights and no network. Exits 0 when the layers would
     engage, 1 when not, 2 when an option or the model is wrong.
     """
-    from vllm_aiter_mla.report.plan import command
+    from vllm_aiter_mla.commands.plan import command
 
     raise typer.Exit(command.main(model, context.args, arch.value, env or [], as_json=json))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_aiter_mla.bench.paths import Path
+from vllm_aiter_mla.commands.bench.paths import Path
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 COPY_BYTES = 1 << 30

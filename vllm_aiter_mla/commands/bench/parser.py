@@ -22,8 +22,8 @@ def bench(
     Every path is captured in a graph and replayed over operands that do not fit in the cache; the table gives
     microseconds, the ratio to the best unfused sequence, GB/s beside a copy measured in the same run, and launches.
     """
-    from vllm_aiter_mla.bench import command
-    from vllm_aiter_mla.bench.points import HEADS, TOKENS
+    from vllm_aiter_mla.commands.bench import command
+    from vllm_aiter_mla.commands.bench.points import HEADS, TOKENS
 
     status = command.main(tuple(tokens or TOKENS), tuple(heads or HEADS), kind, rounds, json, html, check)
     raise typer.Exit(status)

@@ -40,7 +40,7 @@ def verify(
     Run it on your card before you trust the fast path, and after each upgrade of ROCm, vLLM or AITER. Without a GPU
     the same cases run as eager replay. Exit status: 0 all passed, 1 something failed, 2 nothing could be run.
     """
-    from vllm_aiter_mla.cli import outputs
+    from vllm_aiter_mla.commands import outputs
 
     alone = {"--list": listing, "--self-test": self_test}
     with_a_run = {

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_aiter_mla import bucket
-from vllm_aiter_mla.report.plan.model import ModelFacts
-from vllm_aiter_mla.report.plan.options import ServeOptions
+from vllm_aiter_mla.commands.plan.model import ModelFacts
+from vllm_aiter_mla.commands.plan.options import ServeOptions
 
 # Where `vllm serve` has its parser: the first since 0.32, the second before.
 SERVE_PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")

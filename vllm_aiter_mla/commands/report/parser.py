@@ -22,7 +22,7 @@ def report(
     One HTML file without scripts, fonts or images from elsewhere; it opens without a network and on a phone. Every
     figure is also in a table. Exits 2 when an input cannot be shown, and writes nothing then.
     """
-    from vllm_aiter_mla.cli import outputs
+    from vllm_aiter_mla.commands import outputs
     from vllm_aiter_mla.report.page.inputs import InputError
     from vllm_aiter_mla.report.page.render import NoTemplateEngineError, html_of
 

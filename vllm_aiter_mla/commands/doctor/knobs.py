@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from vllm_aiter_mla.report.fields import FieldError, mapping
+from vllm_aiter_mla.commands.fields import FieldError, mapping
 from vllm_aiter_mla.settings import NAMESPACE, PASS_CONFIG_FIELDS
 
 MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")

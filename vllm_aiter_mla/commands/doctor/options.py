@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from vllm_aiter_mla.admission import KV_UPDATE_OP, ConfigView, admit_config
-from vllm_aiter_mla.report.doctor import knobs, switches
-from vllm_aiter_mla.report.doctor.check import Check, Given
-from vllm_aiter_mla.report.fields import FieldError, mapping
+from vllm_aiter_mla.commands.doctor import knobs, switches
+from vllm_aiter_mla.commands.doctor.check import Check, Given
+from vllm_aiter_mla.commands.fields import FieldError, mapping
 from vllm_aiter_mla.settings import (
     FLAG_FIELD,
     NAMESPACE,

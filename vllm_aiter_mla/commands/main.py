@@ -9,8 +9,15 @@ import typer
 
 from vllm_aiter_mla import __version__
 
-# (command, module): each module holds one function of the command's name and imports nothing heavy at its top.
-COMMANDS = ("demo", "doctor", "plan", "verify", "bench", "report")
+# Each module holds one function of the command's name and imports nothing heavy at its top.
+COMMANDS = {
+    "demo": "demo",
+    "doctor": "doctor.parser",
+    "plan": "plan.parser",
+    "verify": "verify",
+    "bench": "bench.parser",
+    "report": "report.parser",
+}
 
 app = typer.Typer(
     name="vllm-aiter-mla",
@@ -37,13 +44,8 @@ def _root(
 
 
 def _register() -> None:
-    for name in COMMANDS:
-        try:
-            module = importlib.import_module(f"vllm_aiter_mla.cli.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"vllm_aiter_mla.cli.{name}":
-                raise
-            continue
+    for name, place in COMMANDS.items():
+        module = importlib.import_module(f"vllm_aiter_mla.commands.{place}")
         app.command(name, **getattr(module, "COMMAND", {}))(getattr(module, name))
 
 

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from typing import Any
 
 from vllm_aiter_mla import __version__
-from vllm_aiter_mla.report.doctor import arguments, installed, machine, options, switches
-from vllm_aiter_mla.report.doctor.check import STATUSES, Check, Given, exit_status, run
-from vllm_aiter_mla.report.doctor.guard import aiter_not_importable
+from vllm_aiter_mla.commands.doctor import arguments, installed, machine, options, switches
+from vllm_aiter_mla.commands.doctor.check import STATUSES, Check, Given, exit_status, run
+from vllm_aiter_mla.commands.doctor.guard import aiter_not_importable
 
 CHECKS = (*machine.CHECKS, *installed.CHECKS, *switches.CHECKS, *options.CHECKS)
 WRONG = 2

@@ -1,4 +1,4 @@
-"""``python -m vllm_aiter_mla.bench``: the benchmark on a machine that has torch and Triton and nothing else."""
+"""``python -m vllm_aiter_mla.commands.bench``: the benchmark on a machine that has torch and Triton alone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from vllm_aiter_mla.bench import command
-from vllm_aiter_mla.bench.points import HEADS, TOKENS
+from vllm_aiter_mla.commands.bench import command
+from vllm_aiter_mla.commands.bench.points import HEADS, TOKENS
 
 
 def main(arguments: list[str]) -> int:
     """Parse the command line and run; the exit status is ``command.main``'s."""
-    parser = argparse.ArgumentParser(prog="python -m vllm_aiter_mla.bench", description=command.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m vllm_aiter_mla.commands.bench", description=command.__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), metavar="T")
     parser.add_argument("--heads", type=int, nargs="+", default=list(HEADS), metavar="N")
     parser.add_argument("--type", choices=list(command.KINDS), default="both")
