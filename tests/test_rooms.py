@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "report": PURE | {"compat", "kernels", "plugin"},
     "runtime": PURE | {"compat", "kernels", "report"},
     "passes": PURE | {"compat", "report", "runtime"},
-    "worker": {"compat", "passes", "report", "runtime"},
+    "worker": {"compat", "passes", "report", "runtime", "settings"},
     "gate": PURE | {"compat", "report", "worker"},
     "plugin": {"compat", "gate", "runtime", "sandbox", "worker"},
     "sandbox": PURE | {"compat", "kernels", "report", "runtime"},

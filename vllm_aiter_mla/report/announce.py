@@ -5,46 +5,58 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.report import census, gauge
-from vllm_aiter_mla.settings import SettingsError
+from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
+
+LARGEST = 2**22
+"""Bytes of a refusals file that are read; 61 layers with a reason each take some 10 kB."""
 
 
-def after_warm_up(
-    *,
-    total: Sequence[str],
-    limit: int,
-    kv_cache_dtype: str,
-    strict: bool,
-    rank: int,
-    key: str,
-    capture_sizes: Sequence[int] = (),
-) -> None:
-    """Complete the census, write it down, and say the verdict once.
+def say(record: dict[str, Any], strict: bool) -> None:
+    """Say the verdict; rank 0 speaks for all, and every rank that holds MLA layers keeps strict mode's promise.
 
     Args:
-        total: names of the model's MLA layers.
-        limit: L of the decode bucket.
-        kv_cache_dtype: of the engine, as vLLM spells it.
+        record: of ``as_record``.
         strict: whether zero engaged layers is an error.
-        rank: of this worker; rank 0 speaks.
-        key: identifies the configuration: refusals noted when its graphs were compiled serve later warm starts.
-        capture_sizes: token counts of the captured graphs, for the report.
 
     Raises:
         SettingsError: strict mode, and no layer engaged.
     """
-    folder = cache_folder()
-    _complete(folder / f"refusals-{key[:16]}-{rank}.json")
-    record = as_record(total, limit, kv_cache_dtype, rank) | {"capture_sizes": list(capture_sizes)}
+    is_first, text = record["rank"] == 0, line(record)
+    if strict and not record["engaged"] and (is_first or record["total"]):
+        raise SettingsError(f"{log.PREFIX}{text} ({STRICT_OPTION})")
+    if is_first:
+        # Every engine of a process has its verdict said, also one that reads like the last.
+        log.say(logging.INFO if record["engaged"] else logging.WARNING, text)
+
+
+def write_down(
+    record: dict[str, Any], *, key: Callable[[], str], capture_sizes: Callable[[], Sequence[int]] = lambda: ()
+) -> None:
+    """Write the census to its file and for the gauge. Never raises: a file costs a warning, never the verdict.
+
+    Args:
+        record: of ``as_record``; gains the refusals of the start that compiled these graphs, and the captured sizes.
+        key: gives what identifies the configuration: refusals noted when its graphs were compiled serve warm starts.
+        capture_sizes: gives the token counts of the captured graphs.
+    """
+    rank = record["rank"]
+    doing = "written" if census.current().compiled else "read"
+    _try(
+        f"the refusals could not be {doing}",
+        lambda: _keep_refusals(record, cache_folder() / f"refusals-{key()[:16]}-{rank}.json"),
+    )
+    record["capture_sizes"] = []
+    _try("the captured sizes could not be read", lambda: record.update(capture_sizes=list(capture_sizes())))
     gauge.publish(record)
-    _write(folder / f"census-{os.getpid()}-{rank}.json", record)
-    if rank == 0:
-        _say(record, strict)
+    _try(
+        "the census could not be written", lambda: _write(cache_folder() / f"census-{os.getpid()}-{rank}.json", record)
+    )
 
 
 def declined(code: str, message: str, layers: Sequence[int], kv_cache_dtype: str) -> None:
@@ -71,7 +83,7 @@ def declined(code: str, message: str, layers: Sequence[int], kv_cache_dtype: str
     }
     gauge.install()
     gauge.publish(record, declined=True)
-    _write(cache_folder() / f"census-{os.getpid()}-0.json", record)
+    _try("the census could not be written", lambda: _write(cache_folder() / f"census-{os.getpid()}-0.json", record))
 
 
 def cache_folder() -> Path:
@@ -110,45 +122,63 @@ def line(record: dict[str, Any]) -> str:
 
 
 def _first_reason(record: dict[str, Any]) -> str:
-    if record["partial"]:
-        return ": ".join(next(iter(record["partial"].values())))
-    if not record["refused"]:
+    reasons = record["partial"] or record["refused"]
+    if not reasons:
         return "the model has no MLA layer"
-    return ": ".join(next(iter(record["refused"].values())))
+    text = ": ".join(next(iter(reasons.values())))
+    # It may come from a file: one line, without what would drive a terminal.
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def _say(record: dict[str, Any], strict: bool) -> None:
-    text = line(record)
-    if strict and not record["engaged"]:
-        raise SettingsError(f"{log.PREFIX}{text} (additional_config.aiter_mla.strict=true)")
-    # Every engine of a process has its verdict said, also one that reads like the last.
-    log.say(logging.INFO if record["engaged"] else logging.WARNING, text)
-
-
-def _complete(path: Path) -> None:
+def _keep_refusals(record: dict[str, Any], path: Path) -> None:
     """Keep the refusals of a cold start for the warm starts that load its artifact; read them on such a start."""
     now = census.current()
     if now.compiled:
         _write(path, {"refused": now.refused, "partial": now.partial})
-    elif path.is_file():
-        try:
-            known = json.loads(path.read_text())
-            refused = {name: tuple(why) for name, why in known["refused"].items()}
-            partial = {name: tuple(why) for name, why in known["partial"].items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            # Half a file of a process that was killed: the verdict then goes without the reasons.
-            log.say_once(logging.DEBUG, f"{path} is not readable and left aside: {type(error).__name__}: {error}")
-            return
-        now.refused.update(refused)
-        now.partial.update(partial)
+        return
+    try:
+        known = _read_refusals(path)
+    except FileNotFoundError:
+        return
+    except Exception as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+    record["partial"] |= {name: why for name, why in known["partial"].items() if name in record["refused"]}
+    record["refused"] |= {name: why for name, why in known["refused"].items() if name in record["refused"]}
+    if record["rank"] == 0 and record["refused"] and (known["refused"] or known["partial"]):
+        log.say(logging.INFO, f"noted when these graphs were compiled: {_first_reason(record)}")
+
+
+def _read_refusals(path: Path) -> dict[str, dict[str, list[str]]]:
+    """What a cold start wrote: {"refused": {layer: [code, reason]}, "partial": the same}.
+
+    Raises:
+        FileNotFoundError: there is none.
+        Exception: it cannot be read, is larger than ``LARGEST`` bytes, or does not hold that.
+    """
+    # Not followed, and not waited for: a pipe in its place would block for ever.
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        text = file.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise ValueError(f"larger than {LARGEST} bytes")
+    known = json.loads(text)
+    tables = {kind: known[kind] for kind in ("refused", "partial")}
+    for table in tables.values():
+        for why in dict.values(table):
+            if not isinstance(why, list) or [type(part) for part in why] != [str, str]:
+                raise TypeError(f"[code, reason] expected, not {why!r:.60}")
+    return tables
+
+
+def _try(what: str, step: Callable[[], None]) -> None:
+    try:
+        step()
+    except Exception as error:
+        log.say_once(logging.WARNING, f"{what}: {type(error).__name__}: {error}")
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
     # Replaced in one step: data-parallel replicas write the same refusals, and a reader must never see half of them.
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(record, indent=1))
-        new.replace(path)
-    except OSError as error:
-        log.say_once(logging.WARNING, f"the census could not be written to {path}: {error}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new.write_text(json.dumps(record, indent=1))
+    new.replace(path)
