@@ -21,8 +21,9 @@ from typing import Any
 
 from vllm_aiter_mla import bucket, worker
 from vllm_aiter_mla.admission import MLA_ATTENTION_OP, Refusal, admit_config
+from vllm_aiter_mla.census import record as announce
 from vllm_aiter_mla.compat import config_view, log, platform_hook, user_pass, worker_hook
-from vllm_aiter_mla.report import announce, gauge
+from vllm_aiter_mla.compat.patches import gauge
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, STRICT_OPTION, Settings, SettingsError, unused_options
 
 ATTENTION_OP = "vllm_aiter_mla::mla_attention_with_prepared_q"

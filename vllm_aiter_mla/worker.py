@@ -58,7 +58,7 @@ def check_kernels(worker: Any) -> None:
 
 
 def _check_kernels(config: Any) -> None:
-    from vllm_aiter_mla.report import census
+    from vllm_aiter_mla.census import state as census
     from vllm_aiter_mla.runtime import selfcheck
 
     census.reset()
@@ -76,7 +76,7 @@ def take_census(worker: Any) -> None:
     Raises:
         SettingsError: no layer engaged, or no verdict can be made, in strict mode.
     """
-    from vllm_aiter_mla.report import announce
+    from vllm_aiter_mla.census import record as announce
 
     config = worker.vllm_config
     record: dict[str, Any] = {}
@@ -96,14 +96,14 @@ def take_census(worker: Any) -> None:
 
 def _run_once(worker: Any) -> None:
     """Run a dummy batch where no layer has run yet: warm-up covers the largest batch, and there may be no graphs."""
-    from vllm_aiter_mla.report import census
+    from vllm_aiter_mla.census import state as census
 
     if mla_layers(worker.vllm_config) and not census.current().engaged:
         worker.execute_dummy_batch()
 
 
 def _verdict(worker: Any) -> dict[str, Any]:
-    from vllm_aiter_mla.report import announce
+    from vllm_aiter_mla.census import record as announce
 
     config = worker.vllm_config
     limit, rank = engaged_pass(config).limit, int(getattr(worker, "rank", 0))

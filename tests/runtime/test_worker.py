@@ -13,9 +13,10 @@ from vllm.platforms import current_platform
 
 from runtime.opcalls import NAME, layer_of
 from vllm_aiter_mla import worker
+from vllm_aiter_mla.census import record as announce
+from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import config_view, layer_view, log, worker_hook
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
-from vllm_aiter_mla.report import announce, census
 from vllm_aiter_mla.runtime import kernel, selfcheck
 from vllm_aiter_mla.settings import Settings, SettingsError
 

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_aiter_mla import worker
+from vllm_aiter_mla.census import record as announce
+from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.report import announce, census
 from vllm_aiter_mla.settings import SettingsError
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.report import census, gauge
+from vllm_aiter_mla.compat.patches import gauge
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 
 LARGEST = 2**22
