@@ -22,14 +22,15 @@ ARROWS: dict[str, set[str]] = {
     "kernels": set(),
     "harness": {"kernels"},
     "compat": {"admission", "fingerprint", "settings"},
-    "report": PURE | {"compat", "kernels"},
-    "runtime": PURE | {"compat", "kernels", "report"},
-    "passes": PURE | {"compat", "report", "runtime"},
-    "worker": {"compat", "passes", "report", "runtime"},
-    "gate": PURE | {"compat", "report", "worker"},
+    "census": PURE | {"compat"},
+    "runtime": PURE | {"census", "compat", "kernels"},
+    "passes": PURE | {"census", "compat", "runtime"},
+    "worker": PURE | {"census", "compat", "passes", "runtime"},
+    "gate": PURE | {"census", "compat", "worker"},
     "plugin": {"compat", "gate", "runtime", "sandbox", "worker"},
-    "sandbox": PURE | {"compat", "kernels", "report", "runtime"},
-    "commands": PURE | {"compat", "harness", "kernels", "plugin", "report", "sandbox"},
+    "sandbox": PURE | {"census", "compat", "kernels", "runtime"},
+    "report": set(),
+    "commands": PURE | {"census", "compat", "harness", "kernels", "plugin", "report", "sandbox"},
 }
 
 

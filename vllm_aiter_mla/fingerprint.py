@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm_aiter_mla import __version__
 
-IRRELEVANT_ROOMS = frozenset({"commands", "harness", "report"})
+IRRELEVANT_ROOMS = frozenset({"census", "commands", "harness", "report"})
 """Sub-packages that neither change a graph nor a number."""
 
 

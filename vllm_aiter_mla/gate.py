@@ -21,10 +21,10 @@ from typing import Any
 
 from vllm_aiter_mla import bucket, worker
 from vllm_aiter_mla.admission import MLA_ATTENTION_OP, Refusal, admit_config
+from vllm_aiter_mla.census import record as announce
 from vllm_aiter_mla.compat import config_view, log, user_pass
-from vllm_aiter_mla.compat.patches import platform_hook, worker_hook
-from vllm_aiter_mla.report import announce, gauge
-from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings, SettingsError, unused_options
+from vllm_aiter_mla.compat.patches import gauge, platform_hook, worker_hook
+from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, STRICT_OPTION, Settings, SettingsError, unused_options
 
 ATTENTION_OP = "vllm_aiter_mla::mla_attention_with_prepared_q"
 """The attention op of the rewritten graph, in the spelling of ``splitting_ops``."""
@@ -87,8 +87,9 @@ def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any) -> N
     if engaged is not None and (engaged.limit, engaged.settings) == (limit, settings):
         return
     chained = user_pass.wrapped(compilation) if engaged is None else engaged.chained
-    user_pass.install(compilation, worker.pipeline_class()(limit=limit, settings=settings, chained=chained))
+    # The hook before the pass: should it fail, no worker may run kernels that nobody has checked.
     worker_hook.install(worker.attach)
+    user_pass.install(compilation, worker.pipeline_class()(limit=limit, settings=settings, chained=chained))
     gauge.install()
 
 
@@ -110,7 +111,7 @@ def _open_graph(compilation: Any) -> None:
 def _decline(vllm_config: Any, refusal: Refusal, settings: Settings) -> None:
     line = f"off although it was switched on: {refusal}"
     if settings.strict:
-        raise SettingsError(f"{log.PREFIX}{line} (additional_config.aiter_mla.strict=true)")
+        raise SettingsError(f"{log.PREFIX}{line} ({STRICT_OPTION})")
     log.say_once(logging.WARNING, f"{line} (run: vllm-aiter-mla doctor)")
     _record(vllm_config, refusal)
 

@@ -32,6 +32,10 @@ STOP_AFTER = ("rope_kv_cache", "q_prep_lift")
 ROUNDINGS = ("single", "two")
 
 
+STRICT_OPTION = "additional_config.aiter_mla.strict=true"
+"""How an error names the option that made it one."""
+
+
 class SettingsError(ValueError):
     """A wrong option: unknown key, wrong type or range, or two spellings that differ. Names option and value."""
 

@@ -2,19 +2,34 @@
 
 vLLM's memory profiling may already capture graphs, so the self-check comes right after loading; the census can tell
 the truth only once the compiled graphs have run.
+
+Both fail closed: whatever goes wrong before every kernel is checked, or before the verdict is said, is an error in
+strict mode. Otherwise the layers concerned run vLLM's own kernels, one line says so, and the worker goes on.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
-from vllm_aiter_mla.compat import config_view, user_pass
+from vllm_aiter_mla.compat import config_view, log, user_pass
 from vllm_aiter_mla.compat.patches import worker_hook
+from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 
 
 def attach(worker: Any) -> None:
-    """Hook one worker; with the flag off, or with the gate's decline, it is left as it is."""
-    if not config_view.settings_of(worker.vllm_config).enabled or engaged_pass(worker.vllm_config) is None:
+    """Hook one worker; with the flag off, or with the gate's decline, it is left as it is.
+
+    Raises:
+        SettingsError: the worker cannot be hooked, in strict mode.
+    """
+    _guarded(worker.vllm_config, "the worker could not be hooked", lambda: _attach(worker), checks_kernels=True)
+
+
+def _attach(worker: Any) -> None:
+    config = worker.vllm_config
+    if not config_view.settings_of(config).enabled or engaged_pass(config) is None:
         return
     worker_hook.after(worker, "load_model", check_kernels)
     worker_hook.after(worker, "compile_or_warm_up_model", take_census)
@@ -37,47 +52,99 @@ def check_kernels(worker: Any) -> None:
     """Start this engine's census, check every kernel that is about to run, and tell the compile cache which those are.
 
     Raises:
-        SettingsError: a kernel fails its check in strict mode.
+        SettingsError: a kernel fails its check, or one cannot be made, in strict mode.
     """
-    from vllm_aiter_mla.report import census
+    config = worker.vllm_config
+    _guarded(config, "the kernels could not be checked", lambda: _check_kernels(config), checks_kernels=True)
+
+
+def _check_kernels(config: Any) -> None:
+    from vllm_aiter_mla.census import state as census
     from vllm_aiter_mla.runtime import selfcheck
 
     census.reset()
-    config = worker.vllm_config
-    pipeline = engaged_pass(config)
+    pipeline, strict = engaged_pass(config), _is_strict(config)
     sizes = config.compilation_config.cudagraph_capture_sizes or ()
     layers = mla_layers(config)
-    selfcheck.check_layers(
-        layers,
-        strict=config_view.settings_of(config).strict,
-        capture_sizes=[size for size in sizes if size <= pipeline.limit],
-    )
+    selfcheck.check_layers(layers, strict=strict, capture_sizes=[size for size in sizes if size <= pipeline.limit])
     # Before the first graph is compiled: which layers the passes leave alone depends on it.
-    pipeline.kernels = selfcheck.verdicts(layers)
+    pipeline.kernels = selfcheck.verdicts(layers, strict=strict)
 
 
 def take_census(worker: Any) -> None:
-    """Complete and publish this rank's census.
+    """Say this rank's verdict, then write it down. No file is touched before the verdict is said.
 
     Raises:
-        SettingsError: no layer engaged, in strict mode.
+        SettingsError: no layer engaged, or no verdict can be made, in strict mode.
     """
-    from vllm_aiter_mla.report import announce, census
+    from vllm_aiter_mla.census import record as announce
 
     config = worker.vllm_config
-    layers = mla_layers(config)
-    if layers and not census.current().engaged:
-        # Nothing inside the bucket has run yet: warm-up covers the largest batch, and there may be no graphs.
+    record: dict[str, Any] = {}
+    try:
+        _guarded(config, "the verdict is not complete", lambda: _run_once(worker))
+        _guarded(config, "no verdict could be made", lambda: record.update(_verdict(worker)))
+        if record:
+            _guarded(config, "no verdict could be said", lambda: announce.say(record, _is_strict(config)))
+    finally:
+        if record:
+            announce.write_down(
+                record,
+                key=lambda: str(config.compute_hash()),
+                capture_sizes=lambda: capture_sizes(config.compilation_config),
+            )
+
+
+def _run_once(worker: Any) -> None:
+    """Run a dummy batch where no layer has run yet: warm-up covers the largest batch, and there may be no graphs."""
+    from vllm_aiter_mla.census import state as census
+
+    if mla_layers(worker.vllm_config) and not census.current().engaged:
         worker.execute_dummy_batch()
-    announce.after_warm_up(
-        total=sorted(layers),
-        limit=engaged_pass(config).limit,
-        kv_cache_dtype=_cache_name(config),
-        strict=config_view.settings_of(config).strict,
-        rank=int(getattr(worker, "rank", 0)),
-        key=str(config.compute_hash()),
-        capture_sizes=capture_sizes(config.compilation_config),
-    )
+
+
+def _verdict(worker: Any) -> dict[str, Any]:
+    from vllm_aiter_mla.census import record as announce
+
+    config = worker.vllm_config
+    limit, rank = engaged_pass(config).limit, int(getattr(worker, "rank", 0))
+    return announce.as_record(sorted(mla_layers(config)), limit, _cache_name(config), rank)
+
+
+def _guarded(config: Any, what: str, step: Callable[[], None], *, checks_kernels: bool = False) -> None:
+    """Do ``step``; what it raises is an error in strict mode, else one line.
+
+    Args:
+        config: the worker's.
+        what: what has failed, should it raise.
+        step: to be done.
+        checks_kernels: no kernel counts as checked where it raises.
+    """
+    try:
+        step()
+    except Exception as error:
+        reason = f"{what}: {type(error).__name__}: {error}"
+        if checks_kernels:
+            from vllm_aiter_mla.runtime import kernel
+
+            kernel.distrust(reason)
+        strict = _is_strict(config)
+        if strict and isinstance(error, SettingsError):
+            raise
+        if strict:
+            raise SettingsError(f"{log.PREFIX}{reason} ({STRICT_OPTION})") from error
+        effect = "every MLA layer runs vLLM's own kernels" if checks_kernels else "serving goes on"
+        log.say_once(logging.ERROR, f"{reason}; {effect}")
+
+
+def _is_strict(config: Any) -> bool:
+    """Whether strict mode was asked for, from where it can be read: the options, or the pass that was made of them."""
+    for read in (config_view.settings_of, lambda config: engaged_pass(config).settings):
+        try:
+            return bool(read(config).strict)
+        except Exception:
+            continue  # the other is asked; what is wrong with this one shows where it is needed
+    return False
 
 
 def mla_layers(vllm_config: Any) -> dict[str, Any]:

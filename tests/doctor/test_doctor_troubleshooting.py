@@ -18,7 +18,7 @@ PACKAGE = ROOT / "vllm_aiter_mla"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SHORTEST = 8  # letters of a fragment that still identifies a line
 # Rooms that speak while serving; the others are commands of their own.
-SERVING = ("plugin.py", "gate.py", "compat", "passes", "runtime", "kernels/aiter", "report/announce.py")
+SERVING = ("plugin.py", "gate.py", "compat", "passes", "runtime", "kernels/aiter", "census/record.py")
 
 
 def sources(*names: str) -> list[Path]:
@@ -112,9 +112,17 @@ def test_every_log_line_is_explained(line: str) -> None:
     ("source", "fragment"),
     [
         ("gate.py", "off although it was switched on: "),
-        ("report/announce.py", "MLA layers engaged ("),
-        ("report/announce.py", "(run: vllm-aiter-mla doctor)"),
-        ("report/announce.py", "the model has no MLA layer"),
+        ("census/record.py", "MLA layers engaged ("),
+        ("census/record.py", "(run: vllm-aiter-mla doctor)"),
+        ("census/record.py", "the model has no MLA layer"),
+        ("census/record.py", "the census could not be written"),
+        ("census/record.py", "noted when these graphs were compiled: "),
+        ("worker.py", "the kernels could not be checked"),
+        ("worker.py", "the worker could not be hooked"),
+        ("worker.py", "the verdict is not complete"),
+        ("worker.py", "no verdict could be made"),
+        ("worker.py", "no verdict could be said"),
+        ("runtime/selfcheck.py", "its kernel could not be checked: "),
         ("runtime/selfcheck.py", "this layer shape falls back to vLLM's own kernels"),
         ("kernels/aiter/selfcheck.py", "self-check "),
         ("runtime/fused.py", "is being captured without a "),

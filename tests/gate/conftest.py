@@ -20,7 +20,7 @@ from vllm.config import PassConfig
 
 from vllm_aiter_mla import plugin
 from vllm_aiter_mla.compat import log, patches
-from vllm_aiter_mla.report import gauge
+from vllm_aiter_mla.compat.patches import gauge
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 plugin.register()

@@ -20,8 +20,8 @@ from vllm.config import VllmConfig
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.compat import config_view, patches, vllm_version
+from vllm_aiter_mla.compat.patches import gauge
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
-from vllm_aiter_mla.report import gauge
 
 
 def declines(lines: Lines, built: Any, code: str, knob: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import vllm._custom_ops  # noqa: F401  loads vLLM's own library before the sandbox fills its gaps
 
 from vllm_aiter_mla import plugin
-from vllm_aiter_mla.report import census
+from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.runtime import kernel
 from vllm_aiter_mla.sandbox import gpu_ops
 

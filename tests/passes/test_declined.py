@@ -14,8 +14,8 @@ from torch import fx
 from passes.execute import rewrite, stubs_for
 from passes.graphs import END, Builder, Layer, Spelling
 from passes.rotary import ROPES, Pair
+from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.passes.match import NONE_ARGS, Refused, match_layers
-from vllm_aiter_mla.report import census
 
 aten = torch.ops.aten
 

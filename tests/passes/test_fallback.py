@@ -8,10 +8,10 @@ import torch
 from passes.execute import assert_rewritten_right, stubs_for
 from passes.graphs import Spelling
 from passes.test_recognised import build
+from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.passes import fx as passes_fx
 from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
 from vllm_aiter_mla.passes.fx import Emitter
-from vllm_aiter_mla.report import census
 
 BF16 = torch.bfloat16
 EMISSIONS = 18  # calls of Emitter.call, functionalized and result that one layer's three passes make

@@ -13,8 +13,8 @@ from torch import fx
 from passes.execute import assert_rewritten_right, calls, clone, rewrite, stubs_for
 from passes.graphs import Builder, Spelling, build
 from passes.stubs import DECODE, MIXED, StubLayer
+from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.kernels.select import ReferenceBackend
-from vllm_aiter_mla.report import census
 from vllm_aiter_mla.runtime import kernel
 
 BF16 = torch.bfloat16

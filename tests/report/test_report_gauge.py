@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_aiter_mla.report import gauge
+from vllm_aiter_mla.compat.patches import gauge
 
 pytest.importorskip("prometheus_client")
 
@@ -66,9 +66,9 @@ def vllm_like(tmp_path: Path) -> Path:
 
 def run(script: str, path: Path, **environment: str) -> str:
     env = {k: v for k, v in os.environ.items() if k not in (gauge.FOLDER, "PROMETHEUS_MULTIPROC_DIR")} | environment
-    root = str(Path(gauge.__file__).parents[2])
+    root = str(Path(gauge.__file__).parents[3])
     env["PYTHONPATH"] = os.pathsep.join([str(path), root])
-    start = "import sys, os, subprocess\nfrom vllm_aiter_mla.report import gauge\n"
+    start = "import sys, os, subprocess\nfrom vllm_aiter_mla.compat.patches import gauge\n"
     done = subprocess.run(
         [sys.executable, "-c", start + textwrap.dedent(script)], env=env, capture_output=True, text=True, timeout=60
     )
@@ -77,7 +77,8 @@ def run(script: str, path: Path, **environment: str) -> str:
 
 
 WORKER = """
-    code = "from vllm_aiter_mla.report import gauge\\n" + RECORDS_TEXT + "gauge.publish(one); gauge.publish(two)"
+    code = "from vllm_aiter_mla.compat.patches import gauge\\n" + RECORDS_TEXT
+    code += "gauge.publish(one); gauge.publish(two)"
     code += "\\nprint(flush=True); input()"
     worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     worker.stdout.readline()
@@ -112,7 +113,7 @@ def test_gauge_reaches_the_multiprocess_folder_of_several_api_servers(vllm_like:
     folder = tmp_path / "multi"
     folder.mkdir()
     script = "gauge.install()\n" + with_worker()
-    server = "from vllm_aiter_mla.report import gauge; gauge.install()\nfrom vllm.v1.metrics import loggers\n"
+    server = "from vllm_aiter_mla.compat.patches import gauge; gauge.install()\nfrom vllm.v1.metrics import loggers\n"
     server += "loggers.PrometheusStatLogger()"
     script += f"for _ in range(2): subprocess.run([sys.executable, '-c', {server!r}], check=True)\n"
     shown = run(script + textwrap.dedent(SHOWN), vllm_like, PROMETHEUS_MULTIPROC_DIR=str(folder))

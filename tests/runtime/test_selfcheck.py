@@ -12,6 +12,7 @@ from passes.stubs import BLOCK_SIZE, StubLayer
 from runtime.opcalls import layer_of
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import reference, select
+from vllm_aiter_mla.kernels.aiter.selfcheck import synthetic_inputs
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.runtime import kernel, selfcheck
 from vllm_aiter_mla.settings import SettingsError
@@ -130,7 +131,9 @@ def test_a_layer_that_cannot_be_asked_hides_no_other(monkeypatch, said) -> None:
     del layers["layers.0"].qk_nope_head_dim
     selfcheck.check_layers(layers, strict=False)
     assert chosen(layers["layers.1"]) == "reference"
-    assert len(selfcheck.verdicts(layers)) == 2
+    verdicts = selfcheck.verdicts(layers)
+    assert len(verdicts) == 3
+    assert verdicts[-1].startswith("layers.0: unchecked: ")
 
 
 def test_verdicts_tell_an_engine_with_the_kernel_from_one_without(monkeypatch, said) -> None:
@@ -155,3 +158,96 @@ def test_verdicts_hold_no_index_of_a_card() -> None:
 
 def _verdicts_of_one() -> tuple[str, ...]:
     return selfcheck.verdicts({"one": layer_of()})
+
+
+def failing_at(call: int, real: Any) -> Any:
+    """``real``, but its ``call``-th call (from 0 on) raises as a full card does."""
+    calls = iter(range(1000))
+
+    def sometimes(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("planted")
+        return real(*args, **kwargs)
+
+    return sometimes
+
+
+def prepared_by_the_candidate(layer: StubLayer, candidate: Candidate) -> bool:
+    """Whether the op's own path runs it for ``layer``."""
+    shape = kernel.shape_of(layer, is_neox=True, act=torch.bfloat16, out_dtype=torch.bfloat16)
+    candidate.launches = 0
+    kernel.prepare("layers.0", layer, synthetic_inputs(shape))
+    return candidate.launches > 0
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_fail_closed_rows_that_cannot_be_made_cost_that_layer_its_kernel_and_no_other(monkeypatch, said, call) -> None:
+    """Neither the passes' question nor the op's call reaches a kernel that was not checked."""
+    candidate = Candidate()
+    layers = layers_on(candidate, monkeypatch)
+    monkeypatch.setattr(selfcheck, "synthetic_inputs", failing_at(call, synthetic_inputs))
+    selfcheck.check_layers(layers, strict=False)
+    unchecked = {name for name, layer in layers.items() if kernel.why_unchecked(layer)}
+    assert unchecked == ({"layers.0"} if call < 2 else set()), "both styles were made by the third call"
+    for name, layer in layers.items():
+        assert chosen(layer) == ("reference" if name in unchecked else "triton")
+        assert prepared_by_the_candidate(layer, candidate) == (name not in unchecked)
+    assert [level for level, _ in said if level > logging.DEBUG] == [logging.ERROR] * len(unchecked)
+
+
+def test_fail_closed_a_check_that_raised_is_made_again_for_the_next_layer_of_the_kind(monkeypatch, said) -> None:
+    """A kind whose check raised must not pass for checked."""
+    layers = layers_on(Wrong(), monkeypatch)
+    monkeypatch.setattr(selfcheck, "synthetic_inputs", failing_at(0, synthetic_inputs))
+    selfcheck.check_layers(layers, strict=False)
+    assert {chosen(layer) for layer in layers.values()} == {"reference"}
+    assert kernel.why_unchecked(layers["layers.1"]) is None, "it was demoted by its shape"
+
+
+def test_fail_closed_many_layers_that_cannot_be_checked_are_one_line(monkeypatch, said) -> None:
+    layers = layers_on(Candidate(), monkeypatch)
+    monkeypatch.setattr(kernel, "plan_of", lambda *args: (_ for _ in ()).throw(KeyError("planted")))
+    selfcheck.check_layers(layers, strict=False)
+    (line,) = [text for level, text in said if level > logging.DEBUG]
+    assert line.startswith("2 MLA layer(s) fall back to vLLM's own kernels: layers.0: ")
+
+
+def test_fail_closed_a_kernel_without_memory_for_its_check_is_demoted(monkeypatch, said) -> None:
+    class Hungry(Candidate):
+        def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
+            raise torch.OutOfMemoryError("HIP out of memory")
+
+    layers = layers_on(Hungry(), monkeypatch)
+    with pytest.raises(SettingsError, match="HIP out of memory"):
+        selfcheck.check_layers(layers, strict=True)
+    selfcheck.check_layers(layers, strict=False)
+    assert {chosen(layer) for layer in layers.values()} == {"reference"}
+
+
+@pytest.mark.parametrize("broken", ["plan_of", "shape_of"])
+def test_fail_closed_verdicts_that_cannot_be_asked_for(monkeypatch, said, broken) -> None:
+    layers = layers_on(Candidate(), monkeypatch)
+    selfcheck.check_layers(layers, strict=False)
+    with monkeypatch.context() as patching:
+        patching.setattr(kernel, broken, lambda *args, **kwargs: (_ for _ in ()).throw(KeyError("planted")))
+        with pytest.raises(SettingsError, match="planted"):
+            selfcheck.verdicts({"one": layer_of()}, strict=True)
+        found = selfcheck.verdicts(layers)
+    assert all(": unchecked: " in line for line in found)
+    assert {chosen(layer) for layer in layers.values()} == {"reference"}
+
+
+def test_fail_closed_a_layer_that_was_refused_at_the_check_stays_unchecked(monkeypatch, said) -> None:
+    layers = layers_on(Candidate(), monkeypatch)
+    layers["layers.0"].sliding_window = 128
+    selfcheck.check_layers(layers, strict=True)
+    layers["layers.0"].sliding_window = None
+    assert [chosen(layer) for layer in layers.values()] == ["reference", "triton"]
+
+
+@pytest.mark.mutation
+def test_mutation_fail_closed_a_raising_check_counts_as_made(monkeypatch, said) -> None:
+    """The former way: the exception is noted, and the layer goes on with its kernel."""
+    monkeypatch.setattr(kernel, "distrust", lambda *args: None)
+    with pytest.raises(AssertionError):
+        test_fail_closed_rows_that_cannot_be_made_cost_that_layer_its_kernel_and_no_other(monkeypatch, said, 0)

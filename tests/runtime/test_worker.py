@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.platforms import current_platform
 
 from runtime.opcalls import NAME, layer_of
 from vllm_aiter_mla import worker
-from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.census import record as announce
+from vllm_aiter_mla.census import state as census
+from vllm_aiter_mla.compat import config_view, layer_view, log
+from vllm_aiter_mla.compat.patches import worker_hook
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
-from vllm_aiter_mla.report import announce, census
-from vllm_aiter_mla.runtime import selfcheck
+from vllm_aiter_mla.runtime import kernel, selfcheck
 from vllm_aiter_mla.settings import Settings, SettingsError
 
 
@@ -102,15 +106,152 @@ def test_warm_up_runs_a_dummy_batch_only_where_nothing_has_run(said) -> None:
     assert one.dummies == 1
 
 
-@pytest.mark.parametrize("moment", ["load_model", "compile_or_warm_up_model"])
-def test_a_surprise_of_ours_is_a_warning_and_the_worker_goes_on(said, monkeypatch, moment: str) -> None:
-    def surprise(*args: Any, **kwargs: Any) -> None:
+class Spoilt:
+    """Something that raises when it is asked anything."""
+
+    def __getattr__(self, name: str) -> Any:
         raise KeyError("planted")
 
-    monkeypatch.setattr(selfcheck, "check_layers", surprise)
-    monkeypatch.setattr(announce, "after_warm_up", surprise)
-    assert getattr(Worker(ours()), moment)() in ("loaded", "warm")
-    assert [level for level, text in said if "KeyError: 'planted'" in text] == [logging.WARNING]
+
+def planted(*args: Any, **kwargs: Any) -> Any:
+    raise KeyError("planted")
+
+
+# What the check asks, and how each of it may raise.
+AT_THE_CHECK = {
+    "census.reset": lambda patch, one: patch(census, "reset", planted),
+    "check_layers": lambda patch, one: patch(selfcheck, "check_layers", planted),
+    "verdicts": lambda patch, one: patch(selfcheck, "verdicts", planted),
+    "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
+    "the sizes": lambda patch, one: patch(one.vllm_config.compilation_config, "cudagraph_capture_sizes", [None]),
+    "the pass": lambda patch, one: patch(worker, "engaged_pass", planted),
+    "the options": lambda patch, one: patch(kernel, "settings_of", planted),
+    "the layer": lambda patch, one: patch(layer_view, "layer_view", planted),
+    "the weights": lambda patch, one: patch(layer_view, "activation_dtype", planted),
+    "the chooser": lambda patch, one: patch(kernel, "selector_of", planted),
+    "the plan": lambda patch, one: patch(kernel, "plan_of", planted),
+    "the rows": lambda patch, one: patch(selfcheck, "synthetic_inputs", planted),
+}
+
+
+@pytest.mark.parametrize("spoil", AT_THE_CHECK.values(), ids=AT_THE_CHECK)
+def test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(said, monkeypatch, spoil: Any) -> None:
+    assert_check_fails_closed(said, monkeypatch, spoil)
+
+
+def assert_check_fails_closed(said: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
+    one = Worker(ours(), kernel="triton")
+    layer = worker.mla_layers(one.vllm_config)[NAME]
+    with monkeypatch.context() as patching:
+        spoil(patching.setattr, one)
+        assert one.load_model() == "loaded"
+    assert kernel.why_unchecked(layer), "the layer counts as checked"
+    lines = [level for level, text in said if "'planted'" in text or "TypeError" in text]
+    assert lines == [logging.ERROR], "one line says so"
+    shape = kernel.shape_of(layer, is_neox=True, act=torch.bfloat16, out_dtype=torch.bfloat16)
+    assert kernel.plan(layer, shape) == kernel.Plan("reference", refused=kernel.why_unchecked(layer))
+
+
+@pytest.mark.parametrize("spoil", AT_THE_CHECK.values(), ids=AT_THE_CHECK)
+def test_fail_closed_whatever_raises_at_the_check_stops_a_strict_worker(said, monkeypatch, spoil: Any) -> None:
+    one = Worker(ours(), strict=True, kernel="triton")
+    spoil(monkeypatch.setattr, one)
+    with pytest.raises(SettingsError, match=r"strict=true"):
+        one.load_model()
+
+
+@pytest.mark.mutation
+def test_mutation_fail_closed_the_guard_forgets_to_distrust(said, monkeypatch) -> None:
+    monkeypatch.setattr(kernel, "distrust", lambda *args: None)
+    with pytest.raises(AssertionError, match="counts as checked"):
+        assert_check_fails_closed(said, monkeypatch, AT_THE_CHECK["check_layers"])
+
+
+@pytest.mark.mutation
+def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monkeypatch) -> None:
+    def swallowing(one: Any, method: str, then: Any) -> None:
+        inner = getattr(one, method)
+
+        def call() -> Any:
+            with contextlib.suppress(Exception):
+                then(one)
+            return inner()
+
+        setattr(one, method, call)
+
+    monkeypatch.setattr(worker_hook, "after", swallowing)
+    with pytest.raises(pytest.fail.Exception):
+        test_fail_closed_whatever_raises_at_the_check_stops_a_strict_worker(
+            said, monkeypatch, AT_THE_CHECK["check_layers"]
+        )
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: bool) -> None:
+    monkeypatch.setattr(worker_hook, "after", planted)
+    if strict:
+        with pytest.raises(SettingsError, match="could not be hooked: KeyError"):
+            Worker(ours(), strict=True)
+        return
+    one = Worker(ours())
+    assert kernel.why_unchecked(worker.mla_layers(one.vllm_config)[NAME])
+    assert [level for level, text in said if "could not be hooked" in text] == [logging.ERROR]
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, strict: bool) -> None:
+    """Strict mode is then known from the pass, which was made of them."""
+    monkeypatch.setattr(config_view, "settings_of", planted)
+    pass_ = AiterMLAPipeline(limit=16, settings=Settings(enabled=True, strict=strict))
+    with pytest.raises(SettingsError, match="strict=true") if strict else contextlib.nullcontext():
+        one = Worker(pass_)
+        assert kernel.why_unchecked(worker.mla_layers(one.vllm_config)[NAME])
+
+
+AT_THE_CENSUS = {
+    "the dummy batch": lambda patch, one: patch(one, "execute_dummy_batch", planted),
+    "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
+    "the pass": lambda patch, one: patch(worker, "engaged_pass", planted),
+    "the cache": lambda patch, one: patch(one.vllm_config, "cache_config", None),
+    "the rank": lambda patch, one: patch(one, "rank", "first", raising=False),
+    "the verdict": lambda patch, one: patch(announce, "as_record", planted),
+    "the line": lambda patch, one: patch(announce, "line", planted),
+}
+
+
+@pytest.mark.parametrize("spoil", AT_THE_CENSUS.values(), ids=AT_THE_CENSUS)
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_fail_closed_whatever_raises_at_the_verdict(said, monkeypatch, spoil: Any, strict: bool) -> None:
+    one = Worker(ours(), strict=strict)
+    one.load_model()
+    spoil(monkeypatch.setattr, one)
+    if strict:
+        with pytest.raises(SettingsError, match="strict=true"):
+            one.compile_or_warm_up_model()
+        return
+    assert one.compile_or_warm_up_model() == "warm"
+    assert [text for level, text in said if level == logging.ERROR and "serving goes on" in text]
+
+
+def test_fail_closed_a_dummy_batch_that_raises_costs_no_verdict(said, monkeypatch, tmp_path) -> None:
+    one = Worker(ours())
+    one.load_model()
+    monkeypatch.setattr(one, "execute_dummy_batch", planted)
+    one.compile_or_warm_up_model()
+    assert said[-1][1].startswith("0/1: not_run")
+    assert len(list(tmp_path.glob("census-*.json"))) == 1
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@pytest.mark.parametrize("spoilt", ["compute_hash", "cudagraph_mode"])
+def test_fail_closed_what_only_the_files_need_costs_no_verdict(said, monkeypatch, spoilt: str, strict: bool) -> None:
+    one = Worker(ours(), strict=strict)
+    one.load_model()
+    config = one.vllm_config
+    monkeypatch.setattr(config if spoilt == "compute_hash" else config.compilation_config, spoilt, Spoilt())
+    assert one.compile_or_warm_up_model() == "warm"
+    assert [text for _, text in said if text.startswith("1/1 MLA layers engaged")]
+    assert len([level for level, _ in said if level > logging.INFO]) == 1
 
 
 def test_an_error_of_strict_mode_stops_the_worker(said, monkeypatch) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from vllm_aiter_mla import worker
+from vllm_aiter_mla.census import record as announce
+from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.report import announce, census
 from vllm_aiter_mla.settings import SettingsError
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
@@ -27,9 +30,13 @@ def said(monkeypatch, tmp_path):
     return lines
 
 
-def after_warm_up(**changes):
-    facts = {"total": LAYERS, "limit": 512, "kv_cache_dtype": "fp8", "strict": False, "rank": 0, "key": "k" * 64}
-    announce.after_warm_up(**facts | changes)
+def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=()):
+    """As the worker does it: the verdict, and whatever becomes of it, the files."""
+    record = announce.as_record(LAYERS, 512, "fp8", rank)
+    try:
+        announce.say(record, strict)
+    finally:
+        announce.write_down(record, key=lambda: key, capture_sizes=lambda: capture_sizes)
 
 
 def test_census_all_engaged_is_one_info_line(said):
@@ -67,24 +74,97 @@ def test_census_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
     assert record["refused"][LAYERS[0]] == ["not_run", "its fused op has not run"]
 
 
-def test_census_of_a_warm_start_knows_the_refusals_of_the_cold_one(said, monkeypatch):
+def test_census_of_a_warm_start_knows_the_refusals_of_the_cold_one(said, monkeypatch, tmp_path):
     census.refuse(LAYERS[0], "no_rope", "why")
     census.current().compiled["1-512"] = {"matched": 1}
     after_warm_up()
     monkeypatch.setattr(census, "_census", census.Census())
     after_warm_up()
-    assert said[0] == said[1]
+    assert said[1] == (logging.WARNING, "0/2: not_run: its fused op has not run (run: vllm-aiter-mla doctor)")
+    assert said[2] == (logging.INFO, "noted when these graphs were compiled: no_rope: why")
+    (path,) = tmp_path.glob("census-*.json")
+    assert json.loads(path.read_text())["refused"][LAYERS[0]] == ["no_rope", "why"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"refused": {}}', '{"refused": [], "partial": []}', "\x00\x01"])
-def test_census_of_a_warm_start_does_without_a_refusals_file_that_is_broken(said, tmp_path, content):
-    """A process that was killed while it wrote must not cost every later start its verdict, nor strict mode."""
+BROKEN = {
+    "empty": "",
+    "a list": "[]",
+    "half of it": '{"refused": {}}',
+    "lists for objects": '{"refused": [], "partial": []}',
+    "no text": "\x00\x01",
+    "numbers for reasons": '{"refused": {"model.layers.0.attn": [1, 2]}, "partial": {}}',
+    "a text for a reason": '{"refused": {}, "partial": {"model.layers.0.attn": "no_rope"}}',
+    "one reason too many": '{"refused": {"model.layers.0.attn": ["a", "b", "c"]}, "partial": {}}',
+    "too deep": "[" * 200_000,
+    "too large": " " * (announce.LARGEST + 1),
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_fail_closed_a_broken_refusals_file_costs_a_warning_and_never_the_verdict(said, tmp_path, content, strict):
     (tmp_path / f"refusals-{'k' * 16}-0.json").write_text(content)
-    after_warm_up()
-    assert [level for level, _ in said if level >= logging.INFO] == [logging.WARNING]
-    assert "not_run" in said[-1][1]
-    with pytest.raises(SettingsError, match="0/2"):
+    with pytest.raises(SettingsError, match="0/2") if strict else contextlib.nullcontext():
+        after_warm_up(strict=strict)
+    texts = [text for _, text in said if text.startswith("the refusals could not be read: ")]
+    assert len(texts) == 1
+    assert strict or said[0][1].startswith("0/2: not_run")
+    assert len(list(tmp_path.glob("census-*.json"))) == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+def test_fail_closed_what_is_no_file_is_not_read(said, tmp_path, kind):
+    """Nor waited for: a pipe in the place of the file would hold the worker for ever."""
+    path = tmp_path / f"refusals-{'k' * 16}-0.json"
+    good = tmp_path / "elsewhere"
+    good.write_text(json.dumps({"refused": {LAYERS[0]: ["no_rope", "why"]}, "partial": {}}))
+    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to(good)}[kind]()
+    with pytest.raises(SettingsError, match="0/2: not_run"):
         after_warm_up(strict=True)
+    assert [text for _, text in said if "the refusals could not be read" in text]
+    assert not [text for _, text in said if "no_rope" in text]
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_fail_closed_the_verdict_needs_no_folder(said, monkeypatch, strict):
+    def unreadable():
+        raise PermissionError("planted")
+
+    monkeypatch.setattr(announce, "cache_folder", unreadable)
+    with pytest.raises(SettingsError, match="0/2") if strict else contextlib.nullcontext():
+        after_warm_up(strict=strict)
+    assert strict or said[0][1].startswith("0/2: not_run")
+    assert [level for level, text in said if "PermissionError: planted" in text] == [logging.WARNING] * 2
+
+
+def test_fail_closed_the_verdict_is_said_before_any_file_is_touched(said, monkeypatch):
+    monkeypatch.setattr(announce, "cache_folder", lambda: said.append((0, "a file is touched")))
+    after_warm_up()
+    assert said[0][1].startswith("0/2: not_run")
+    assert said[1] == (0, "a file is touched")
+
+
+@pytest.mark.parametrize("broken", ["key", "capture_sizes"])
+def test_fail_closed_what_is_asked_for_the_files_alone_costs_the_files_alone(said, tmp_path, broken):
+    def planted():
+        raise KeyError("planted")
+
+    record = announce.as_record(LAYERS, 512, "fp8", 0)
+    announce.write_down(record, **{"key": lambda: "k" * 64} | {broken: planted})
+    assert [level for level, text in said if "KeyError: 'planted'" in text] == [logging.WARNING]
+    assert len(list(tmp_path.glob("census-*.json"))) == 1
+
+
+def test_fail_closed_every_rank_that_holds_layers_keeps_the_promise_of_strict_mode(said):
+    with pytest.raises(SettingsError, match="0/2"):
+        after_warm_up(strict=True, rank=3)
+
+
+def test_a_reason_that_was_read_from_a_file_is_said_in_one_line(said, tmp_path):
+    known = {"refused": {LAYERS[0]: ["no_rope", "a\nb\x1b[2J"]}, "partial": {}}
+    (tmp_path / f"refusals-{'k' * 16}-0.json").write_text(json.dumps(known))
+    after_warm_up()
+    assert said[-1][1].endswith("no_rope: a b [2J")
 
 
 def test_census_files_are_never_seen_half_written(said, tmp_path, monkeypatch):

@@ -80,7 +80,8 @@ def test_what_is_looked_for_stands_in_the_installed_vllm_and_in_the_plugin() -> 
     vllm = pytest.importorskip("vllm")
     from pathlib import Path
 
-    from vllm_aiter_mla.report import announce, gauge
+    from vllm_aiter_mla.census import record as announce
+    from vllm_aiter_mla.compat.patches import gauge
 
     source = (Path(vllm.__file__).parent / "config" / "compilation.py").read_text()
     assert engaged._NO_STOCK_PASS in source

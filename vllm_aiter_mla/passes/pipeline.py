@@ -11,6 +11,7 @@ from torch import fx
 
 from vllm_aiter_mla import bucket, fingerprint
 from vllm_aiter_mla.admission import admit_layer
+from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import layer_view, log
 from vllm_aiter_mla.compat.inductor import InductorPass, get_pass_context
 from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
@@ -19,7 +20,6 @@ from vllm_aiter_mla.passes.match import LayerMatch, Refused, match_layers
 from vllm_aiter_mla.passes.probe import real_tensors
 from vllm_aiter_mla.passes.q_prep_lift import MLADecodeQPrepLiftPass
 from vllm_aiter_mla.passes.rope_kv_cache import MLARoPEKVCacheFusionPass
-from vllm_aiter_mla.report import census
 from vllm_aiter_mla.runtime import kernel
 from vllm_aiter_mla.runtime.kernel import Plan
 from vllm_aiter_mla.settings import Settings

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.kernels import capture
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.report import census
 from vllm_aiter_mla.runtime import context, kernel
 from vllm_aiter_mla.runtime.absorb import weight_of
 

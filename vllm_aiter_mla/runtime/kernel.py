@@ -9,17 +9,26 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
 from vllm_aiter_mla.kernels.aiter.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING
-from vllm_aiter_mla.report import census
 from vllm_aiter_mla.runtime.absorb import weight_of
 from vllm_aiter_mla.settings import Settings
 
 _settings: WeakKeyDictionary[Any, Settings] = WeakKeyDictionary()
+
+_unchecked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Layers that must not run the chosen kernel, with the reason: its self-check could not be made."""
+_nothing_is_checked: list[str] = []
+"""The reason why no layer of this process may, or nothing."""
+
+
+TRUSTED = frozenset({"reference", "stock"})
+"""What the self-check compares with, and vLLM's own kernels: nothing to fall back to, and no new code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +94,45 @@ def prepare(layer_name: str, layer: Any, inputs: DecodeInputs) -> torch.Tensor:
         NoKernelError: no back end takes the call; the message holds every reason.
     """
     chooser = selector_of(layer)
+    if why_unchecked(layer) is not None:
+        return _fall_back(layer_name, chooser, inputs)
     choice = chooser.choose(inputs)
     if choice.backend is None or choice.run is None:
         return chooser.prepare(inputs)  # raises with every candidate's reason
     census.engage(layer_name, choice.backend.name)
     return choice.run(inputs)
+
+
+def _fall_back(layer_name: str, chooser: select.Selector, inputs: DecodeInputs) -> torch.Tensor:
+    """Run the last candidate, which needs no self-check: vLLM's own kernels, on a CPU the reference."""
+    backend = chooser.backend(chooser.names[-1])
+    reason = backend if isinstance(backend, str) else backend.refuse(inputs)
+    if reason is not None or isinstance(backend, str):
+        raise select.NoKernelError(f"{chooser.names[-1]}: {reason}")
+    census.engage(layer_name, backend.name)
+    return backend.prepare(inputs)
+
+
+def distrust(reason: str, layer: Any = None) -> None:
+    """Keep ``layer``, or without one every layer of this process, off its chosen kernel for good.
+
+    Where the self-check raises there may be no operands to demote a layer shape by; the layer itself is known.
+
+    Args:
+        reason: why its kernel could not be checked.
+        layer: the attention layer; None for all.
+    """
+    if layer is None:
+        _nothing_is_checked.append(reason)
+    else:
+        _unchecked[layer] = reason
+
+
+def why_unchecked(layer: Any) -> str | None:
+    """Why the chosen kernel must not run for ``layer``, or None."""
+    if _nothing_is_checked:
+        return _nothing_is_checked[0]
+    return _unchecked.get(layer) if _unchecked else None
 
 
 def shape_of(layer: Any, *, is_neox: bool, act: torch.dtype, out_dtype: torch.dtype) -> LayerShape:
@@ -120,7 +163,10 @@ def fp8_dtype() -> torch.dtype:
 
 def plan(layer: Any, shape: LayerShape) -> Plan:
     """Decide the kernel of a layer from its shape; the same chooser serves the calls later."""
-    return plan_of(selector_of(layer), settings_of(layer).kernel, shape)
+    chooser, reason = selector_of(layer), why_unchecked(layer)
+    if reason is None or chooser.names[0] in TRUSTED:
+        return plan_of(chooser, settings_of(layer).kernel, shape)
+    return Plan(chooser.names[-1], refused=reason)
 
 
 @lru_cache(maxsize=64)
@@ -144,3 +190,5 @@ def reset() -> None:
     current_platform.cache_clear()
     selector.cache_clear()
     plan_of.cache_clear()
+    _unchecked.clear()
+    _nothing_is_checked.clear()

@@ -95,7 +95,7 @@ class EngineResult:
 
     Attributes:
         scenarios: by scenario, the requests' tokens with their log-probabilities.
-        census: one record per rank (see ``report.announce.as_record``); empty with the flag off.
+        census: one record per rank (see ``census.record.as_record``); empty with the flag off.
         ranges: vLLM's compile ranges as [start, end].
         graphs: post-grad FX graph text by "start-end", where asked for.
         log: the plugin's own log lines.

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from vllm_aiter_mla.compat.patches import pass_config, platform_hook, worker_hook
+from vllm_aiter_mla.compat.patches import gauge, pass_config, platform_hook, worker_hook
 from vllm_aiter_mla.compat.patches.patch import Calls, Patch
 
-PATCHES: tuple[Patch, ...] = (pass_config.PATCH, platform_hook.PATCH, worker_hook.PATCH)
+PATCHES: tuple[Patch, ...] = (pass_config.PATCH, platform_hook.PATCH, worker_hook.PATCH, gauge.PATCH)
 
 
 @dataclass(frozen=True)

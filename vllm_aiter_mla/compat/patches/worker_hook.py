@@ -5,15 +5,12 @@ vLLM tells plugins of neither. What happens there is ``vllm_aiter_mla.worker``'s
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat.patches.patch import Patch
-from vllm_aiter_mla.settings import SettingsError
 
 _MARK = "_aiter_mla_worker_hook"
 
@@ -54,28 +51,17 @@ def install(attach: Attach) -> None:
 def after(worker: Any, method: str, then: Callable[[Any], None]) -> None:
     """Call ``then(worker)`` after each call of a method of this one worker; what the method returns is returned.
 
-    Our own trouble must not take a worker down: an exception of ``then`` is a warning. Strict mode's errors
-    (``SettingsError``) are meant to, and pass.
+    What ``then`` raises passes: a guard here could not know whether the fast path may go on without it.
     """
     inner = getattr(worker, method)
 
     @wraps(inner)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = inner(*args, **kwargs)
-        _guarded(then, worker)
+        then(worker)
         return result
 
     setattr(worker, method, call)
-
-
-def _guarded(then: Callable[[Any], None], worker: Any) -> None:
-    try:
-        then(worker)
-    except SettingsError:
-        raise
-    except Exception as error:
-        name = getattr(then, "__name__", repr(then))
-        log.say_once(logging.WARNING, f"{name} failed: {type(error).__name__}: {error}")
 
 
 PATCH = Patch(

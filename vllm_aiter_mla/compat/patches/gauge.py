@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.compat.patches.patch import Patch
 
 NAME = "vllm:aiter_mla_layers"
 HELP = "MLA layers by verdict of vllm-aiter-mla: on the fast path (engaged) or left as they are (refused)."
@@ -166,3 +167,16 @@ def _guarded(step: Callable[[], None]) -> None:
         step()
     except Exception as error:
         log.say_once(logging.WARNING, f"the gauge {NAME} is not available: {type(error).__name__}: {error}")
+
+
+PATCH = Patch(
+    name="gauge",
+    what="PrometheusStatLogger.__init__, in front ends whose fast path is on",
+    why="the gauge vllm:aiter_mla_layers has to live in vLLM's own registry, and vLLM offers plugins none",
+    how="wrapped when vLLM imports the module; the gate installs it, never registration",
+    link="https://docs.vllm.ai/en/latest/design/metrics/",
+    probe="test_gauge_hook_fits_the_installed_vllm",
+    remove_when="vLLM lets plugins add metrics",
+    apply=lambda calls: None,
+    required=False,
+)
