@@ -144,6 +144,14 @@ def test_self_check_accepts_rounding_where_truncation_was_inferred(monkeypatch) 
     assert result.ok, result.message
 
 
+def test_self_check_of_the_truncating_kernel_survives_the_warm_up_without_a_slot() -> None:
+    result = self_check(
+        select.aiter_factory(MI300X, "opt"), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False)
+    )
+    assert result.ok, result.message
+    assert {kernel for kernel, _ in op.forget()} == {"opt"}
+
+
 def test_self_check_reports_figures_and_stray_bytes_of_a_wrong_kernel() -> None:
     class Off(ReferenceBackend):
         name = "off"
