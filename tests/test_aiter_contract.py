@@ -17,8 +17,8 @@ from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.backend import launch
 from vllm_aiter_mla.kernels.aiter.dispatch import make_plan
 from vllm_aiter_mla.kernels.aiter.module import load_op
-from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
 
 GFX942 = Platform("gfx942", ROCM)

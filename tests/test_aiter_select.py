@@ -10,9 +10,9 @@ import torch
 from fake_aiter.support import ROCM, inputs, same_bytes, twin
 
 from vllm_aiter_mla.kernels import reference, select
-from vllm_aiter_mla.kernels.aiter.platform import Platform
-from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, self_check
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.select import NoKernelError, ReferenceBackend, Selector, candidates, register_backend
+from vllm_aiter_mla.kernels.selfcheck import LayerShape, self_check
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
 
 MI300X, MI355X = Platform("gfx942", ROCM), Platform("gfx950", ROCM)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.kernels.aiter.dispatch import LATENT, ROPE, STRIDE_LIMIT, Plan
-from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.platform import Platform
 
 ACTIVATIONS = (torch.bfloat16, torch.float16)
 ARCHITECTURES = ("gfx942", "gfx950")

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from vllm_aiter_mla.kernels.aiter.platform import Platform
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import Numerics
 
 KernelName = Literal["per-head", "opt", "general"]
