@@ -11,9 +11,9 @@ import torch
 from fake_aiter.support import FP8, backend, inputs, same_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_aiter_mla.kernels.aiter.platform import detect_arch, parse_rocm
 from vllm_aiter_mla.kernels.aiter.tables import KernelCaptureError, TableHalves
 from vllm_aiter_mla.kernels.inputs import KernelInputError
+from vllm_aiter_mla.kernels.platform import detect_arch, parse_rocm
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
 
 VIEWS = {"aten.split_with_sizes.default", "aten.transpose.int", "aten.view.default", "aten.view.dtype"}

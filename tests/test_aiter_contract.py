@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from fake_aiter.support import FP8, ROCM, backend, fate, inputs, twin
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.backend import launch
 from vllm_aiter_mla.kernels.aiter.dispatch import make_plan
 from vllm_aiter_mla.kernels.aiter.module import load_op
-from vllm_aiter_mla.kernels.aiter.platform import Platform
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
 
 GFX942 = Platform("gfx942", ROCM)
@@ -81,6 +83,15 @@ def strided_cache(good: DecodeInputs) -> DecodeInputs:
     return replace(good, kv_cache=every_other(good.kv_cache.view(torch.uint8), -1).view(good.kv_cache.dtype))
 
 
+def single_precision(good: DecodeInputs) -> DecodeInputs:
+    wide = {name: getattr(good, name).float() for name in ("q", "k_pe", "kv_c", "w_uk_t", "cos_sin_cache")}
+    return replace(good, **wide)
+
+
+def without_nope(good: DecodeInputs) -> DecodeInputs:
+    return replace(good, q=good.q[..., 16:], w_uk_t=good.w_uk_t[:, :0])
+
+
 # (the check's name, how to break it, what the fake does when the check is bypassed).
 # "wrong": it runs, and cache or query differ from the reference; None: only real hardware could tell.
 BROKEN: list[tuple[str, Callable[[DecodeInputs], DecodeInputs], str | None]] = [
@@ -110,6 +121,9 @@ BROKEN: list[tuple[str, Callable[[DecodeInputs], DecodeInputs], str | None]] = [
     ("index-stride", lambda good: replace(good, positions=every_other(good.positions, 0)), "wrong"),
     ("lengths", more_slots_than_rows, "SIGABRT"),
     ("lengths", lambda good: replace(good, positions=good.positions[:3].clone()), "SIGABRT"),
+    ("lengths", lambda good: replace(good, positions=torch.cat([good.positions, good.positions])), None),
+    ("activation-dtype", single_precision, None),
+    ("widths", without_nope, None),
     ("scales", lambda good: replace(good, k_scale=good.k_scale.double()), "raised AssertionError"),
     ("scales", lambda good: replace(good, q_scale=good.q_scale.half()), "SIGABRT"),
     ("alignment", odd_rows, None),
@@ -167,7 +181,7 @@ def test_the_same_call_unbroken_is_right() -> None:
 
 def test_every_check_has_a_test() -> None:
     elsewhere = {"fp8-absorb"}  # test_aiter_fp8_absorb.py
-    tested = {name for name, _, _ in BROKEN} | {"rocm", "arch", "widths", "devices"} | elsewhere
+    tested = {name for name, _, _ in BROKEN} | {"rocm", "arch", "devices", "int-strides"} | elsewhere
     assert tested == {check.name for check in contract.CHECKS}
 
 
@@ -198,6 +212,51 @@ def test_an_operand_on_another_device_is_declined() -> None:
     good = inputs()
     elsewhere = replace(good, w_uk_t=good.w_uk_t.to("meta"))
     assert str(contract.violation(elsewhere, GFX942)).startswith("devices: w_uk_t is on meta, the cache on cpu")
+
+
+@given(st.lists(st.sampled_from(BROKEN), max_size=2))
+def test_what_aiter_may_see_keeps_the_contract_of_all_back_ends(cases: list) -> None:
+    operands = inputs()
+    for _, breaks, _ in cases:
+        try:
+            operands = breaks(operands)
+        except (RuntimeError, IndexError):  # the first break leaves nothing for the second
+            return
+    assert contract.violation(operands, GFX942) is not None or contract_violation(operands) is None
+
+
+@pytest.mark.parametrize("name", ["q", "k_pe", "kv_c", "kv_cache"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_stride_that_wraps_in_32_bits_is_declined(name: str, dim: int) -> None:
+    good = inputs()
+    ghost = {operand: getattr(good, operand).to("meta") for operand in contract.OPERANDS}
+    shape, strides = ghost[name].shape, list(ghost[name].stride())
+    if len(shape) == 2 and dim == 1:
+        return  # the last stride, 1 by another check
+    strides[dim] = contract.STRIDE_LIMIT
+    for stride, refused in ((contract.STRIDE_LIMIT, True), (contract.STRIDE_LIMIT - 576, False)):
+        strides[dim] = stride
+        wide = torch.empty_strided(shape, strides, dtype=ghost[name].dtype, device="meta")
+        reason = str(contract.violation(replace(good, **{**ghost, name: wide}), GFX942))
+        assert reason.startswith(f"int-strides: {name} has strides") == refused, reason
+
+
+def test_a_cache_too_large_for_one_block_is_not_handed_over_as_one() -> None:
+    ghost = torch.empty(1 << 18, 16, 576, dtype=FP8["gfx942"], device="meta")
+    assert make_plan(ghost, 7, 16, 64, GFX942, "opt").view == "as-is"
+    assert make_plan(ghost.view(-1, 1, 576), 7, 16, 64, GFX942, "opt").kernel == "per-head"
+    assert make_plan(ghost[: 1 << 8].view(-1, 1, 576), 7, 16, 64, GFX942, "opt").view == "one-block"
+
+
+@pytest.mark.parametrize("view", ["opt", "per-head", 1, 64, "auto"])
+def test_too_few_heads_are_served_below_256_tokens_whatever_the_view(view) -> None:
+    bound, operands = backend(view=view), inputs(heads=2)
+    assert bound.refuse(operands) is None
+    assert bound.kernel_of(operands) == "per-head"
+
+
+def test_the_view_that_leaves_too_few_heads_to_the_general_kernel_is_named() -> None:
+    assert "another aiter_view than as-is" in str(backend(view="as-is").refuse(inputs(heads=2)))
 
 
 def test_too_few_heads_for_the_opt_kernel_are_declined_from_256_tokens_on() -> None:

@@ -17,9 +17,9 @@ from vllm_aiter_mla.compat import layer_view
 from vllm_aiter_mla.kernels import fp8, reference
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.module import load_fp8_gemm
-from vllm_aiter_mla.kernels.aiter.platform import Platform
-from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, self_check, synthetic_inputs
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.selfcheck import LayerShape, self_check, synthetic_inputs
 from vllm_aiter_mla.runtime import absorb as layer_absorb
 from vllm_aiter_mla.runtime.stock import StockBackend
 from vllm_aiter_mla.sandbox.fake_aiter import gemm, install, op

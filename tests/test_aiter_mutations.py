@@ -12,9 +12,9 @@ from fake_aiter.support import FP8, ROCM, fate, inputs
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend, Decision
 from vllm_aiter_mla.kernels.aiter.dispatch import make_plan
-from vllm_aiter_mla.kernels.aiter.platform import Platform
-from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, SelfCheckResult, self_check
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.selfcheck import LayerShape, SelfCheckResult, self_check
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
 
 pytestmark = pytest.mark.mutation

@@ -12,8 +12,8 @@ from fake_aiter.support import FP8, backend, inputs, raw, same_bytes, twin, unfu
 
 from vllm_aiter_mla.kernels import fp8, reference
 from vllm_aiter_mla.kernels.aiter.backend import launch
-from vllm_aiter_mla.kernels.aiter.selfcheck import steps_of
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.selfcheck import steps_of
 from vllm_aiter_mla.sandbox.fake_aiter import execute, install, op
 
 TOKENS = (0, 1, 7, 64, 255, 256, 300)

@@ -10,9 +10,9 @@ import torch
 from fake_aiter.support import ROCM, inputs, same_bytes, twin
 
 from vllm_aiter_mla.kernels import reference, select
-from vllm_aiter_mla.kernels.aiter.platform import Platform
-from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, self_check
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.select import NoKernelError, ReferenceBackend, Selector, candidates, register_backend
+from vllm_aiter_mla.kernels.selfcheck import LayerShape, self_check
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
 
 MI300X, MI355X = Platform("gfx942", ROCM), Platform("gfx950", ROCM)
@@ -142,6 +142,14 @@ def test_self_check_accepts_rounding_where_truncation_was_inferred(monkeypatch) 
     bound.view = "as-is"
     result = self_check(bound, LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
     assert result.ok, result.message
+
+
+def test_self_check_of_the_truncating_kernel_survives_the_warm_up_without_a_slot() -> None:
+    result = self_check(
+        select.aiter_factory(MI300X, "opt"), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False)
+    )
+    assert result.ok, result.message
+    assert {kernel for kernel, _ in op.forget()} == {"opt"}
 
 
 def test_self_check_reports_figures_and_stray_bytes_of_a_wrong_kernel() -> None:

@@ -19,8 +19,8 @@ import torch
 
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError
-from vllm_aiter_mla.kernels.aiter.platform import detect_platform
-from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, self_check, synthetic_inputs
+from vllm_aiter_mla.kernels.platform import detect_platform
+from vllm_aiter_mla.kernels.selfcheck import LayerShape, self_check, synthetic_inputs
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 255)  # the per-head kernel ends at 255
 LAUNCHES, REPEATS = 64, 21

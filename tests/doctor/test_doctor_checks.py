@@ -13,7 +13,7 @@ import pytest
 from vllm_aiter_mla.admission import ConfigView, admit_config
 from vllm_aiter_mla.commands.doctor import installed, machine, options, switches
 from vllm_aiter_mla.commands.doctor.check import Check, Given, exit_status, run
-from vllm_aiter_mla.kernels.aiter.probe import ProbeResult
+from vllm_aiter_mla.kernels.aiter.locate import AiterInstall
 
 
 def given(**env: str) -> Given:
@@ -111,16 +111,16 @@ def test_vllms_release_is_held_against_the_window(monkeypatch: pytest.MonkeyPatc
 def test_aiter_is_judged_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "rocm_version", lambda: "7.0")
     results = {
-        ProbeResult("AITER is not installed: install it"): "problem",
-        ProbeResult("no `compute_all_q_rope`", Path("aiter"), "amd-aiter 0.1.19"): "problem",
-        ProbeResult(None, Path("aiter"), "amd-aiter 0.1.20", signature=("q",) * 15): "warning",
-        ProbeResult(None, Path("aiter"), "amd-aiter 0.1.20", signature=("q",) * 15, prebuilt=True): "ok",
+        AiterInstall("AITER is not installed: install it"): "problem",
+        AiterInstall("no `compute_all_q_rope`", Path("aiter"), "amd-aiter 0.1.19"): "problem",
+        AiterInstall(None, Path("aiter"), "amd-aiter 0.1.20", signature=("q",) * 15): "warning",
+        AiterInstall(None, Path("aiter"), "amd-aiter 0.1.20", signature=("q",) * 15, prebuilt=True): "ok",
     }
     for result, status in results.items():
         monkeypatch.setattr(installed, "probe", lambda result=result: result)
         assert installed.aiter(given()).status == status
     monkeypatch.setattr(machine, "rocm_version", lambda: None)
-    monkeypatch.setattr(installed, "probe", lambda: ProbeResult("AITER is not installed: install it"))
+    monkeypatch.setattr(installed, "probe", lambda: AiterInstall("AITER is not installed: install it"))
     assert installed.aiter(given()).status == "unknown"
 
 

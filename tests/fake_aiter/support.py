@@ -14,9 +14,9 @@ import torch
 
 from vllm_aiter_mla.kernels import fp8
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.aiter.platform import Platform
-from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.selfcheck import LayerShape, synthetic_inputs
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 ROCM = (7, 0)

@@ -78,7 +78,7 @@ def test_the_aiter_back_end_passes_over_the_fake(tmp_path):
 def over_the_fake():
     """Cases that AITER's back end fails, with the fake in AITER's place."""
     from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-    from vllm_aiter_mla.kernels.aiter.platform import Platform
+    from vllm_aiter_mla.kernels.platform import Platform
     from vllm_aiter_mla.sandbox.fake_aiter import install
 
     torch.set_num_threads(1)

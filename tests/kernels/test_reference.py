@@ -300,8 +300,10 @@ def test_a_broken_operand_is_named(name: str) -> None:
         check_shapes(BROKEN[name](operands()))
 
 
-@pytest.mark.parametrize("cache", [torch.float16, torch.uint8])
+@pytest.mark.parametrize(
+    "cache", [torch.float16, torch.uint8, torch.int8, torch.bool, torch.float8_e5m2, torch.float8_e8m0fnu]
+)
 def test_a_cache_of_another_type_is_named(cache: torch.dtype) -> None:
     call = operands()
     with pytest.raises(KernelInputError, match=r"^kv_cache: "):
-        check_shapes(replace(call, kv_cache=torch.zeros(2, 4, 24, dtype=cache)))
+        check_shapes(replace(call, kv_cache=torch.zeros(2, 4, 24).to(cache)))

@@ -81,7 +81,7 @@ def _triton() -> Available:
 
 
 def _aiter() -> Available:
-    from vllm_aiter_mla.kernels.aiter.platform import detect_platform
+    from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.kernels.select import aiter_factory
 
     platform = detect_platform()

@@ -122,7 +122,7 @@ def engine_here() -> Engine:
 
 def native_fp8() -> torch.dtype:
     """The card's fp8 type; e4m3fn on a CPU."""
-    from vllm_aiter_mla.kernels.aiter.platform import detect_platform
+    from vllm_aiter_mla.kernels.platform import detect_platform
 
     return detect_platform().fp8
 

@@ -130,12 +130,12 @@ def _expect_dtypes(inputs: DecodeInputs) -> None:
     cache = inputs.kv_cache.dtype
     if cache == torch.uint8:
         raise KernelInputError("kv_cache: view uint8 storage as the platform's fp8 type first, got torch.uint8")
-    if cache.itemsize == 1:
+    if fp8.is_fp8(cache):
         allowed: tuple[torch.dtype, ...] = (cache, act)
     elif cache == act:
         allowed = (act,)
     else:
-        raise KernelInputError(f"kv_cache: fp8 or {act} expected, got {cache}")
+        raise KernelInputError(f"kv_cache: an e4m3 type or {act} expected, got {cache}")
     if inputs.out_dtype not in allowed:
         raise KernelInputError(f"out_dtype: one of {allowed} expected beside a {cache} cache, got {inputs.out_dtype}")
 

@@ -79,15 +79,18 @@ def absorbed(inputs: DecodeInputs, q_nope: torch.Tensor) -> torch.Tensor:
 def absorb_fp8(q_nope: torch.Tensor, w_uk_t: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
     """q_nope [T, N, P] x fp8 W_UK_T [N, P, L] -> [T, N, L] in q_nope's dtype, as AITER's fp8 batched GEMM computes it.
 
-    Each 128 values of a row are quantised by their own largest magnitude; the products, exact in float32, are summed
-    there and scaled twice. Source: batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant.
+    Each 128 values of a row are quantised by their own largest magnitude, at least 1e-10; the products, exact in
+    float32, are summed there and scaled twice. The largest magnitude passes over a NaN, which is then quantised to the
+    lowest value: Triton's ``max`` and ``clamp`` become v_max_f32 and v_med3_f32 on gfx9.
+    Source: batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant.
     """
     flavour = fp8.flavour_of(w_uk_t.dtype)
     total = q_nope.new_zeros((w_uk_t.shape[0], q_nope.shape[0], w_uk_t.shape[2]), dtype=torch.float32)
     for first in range(0, q_nope.shape[2], FP8_GROUP):
-        group = q_nope[..., first : first + FP8_GROUP].transpose(0, 1)
-        step = group.abs().amax(-1, keepdim=True).clamp(min=1e-10).float() * (1.0 / flavour.max)
-        codes = fp8.round_saturating(group.float() * step.reciprocal(), flavour)
+        group = q_nope[..., first : first + FP8_GROUP].transpose(0, 1).float()
+        largest = torch.where(group.isnan(), 0.0, group.abs()).amax(-1, keepdim=True).clamp(min=1e-10)
+        step = largest * (1.0 / flavour.max)
+        codes = fp8.round_saturating(group * step.reciprocal(), flavour)
         total += torch.bmm(codes.float(), w_uk_t[:, first : first + FP8_GROUP].float()) * step
     return (total * w_scale.reshape(-1)[0]).to(q_nope.dtype).transpose(0, 1).contiguous()
 

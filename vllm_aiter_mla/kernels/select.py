@@ -17,9 +17,9 @@ from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import call_key, layer_key
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
 from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError
-from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.kernels.platform import Platform
 
 KERNELS = ("auto", "aiter", "triton", "stock", "reference")
 _KEEP = 4096

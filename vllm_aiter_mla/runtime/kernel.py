@@ -12,10 +12,10 @@ import torch
 from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
-from vllm_aiter_mla.kernels.aiter.platform import Platform, detect_platform
-from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING
+from vllm_aiter_mla.kernels.selfcheck import LayerShape, synthetic_inputs
 from vllm_aiter_mla.runtime.absorb import weight_of
 from vllm_aiter_mla.settings import Settings
 

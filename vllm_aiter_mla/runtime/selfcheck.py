@@ -11,9 +11,9 @@ import torch
 
 from vllm_aiter_mla.admission import admit_layer
 from vllm_aiter_mla.compat import layer_view, log
-from vllm_aiter_mla.kernels.aiter.selfcheck import LayerShape, self_check, synthetic_inputs
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.select import Selector
+from vllm_aiter_mla.kernels.selfcheck import LayerShape, self_check, synthetic_inputs
 from vllm_aiter_mla.runtime import kernel
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 

@@ -6,8 +6,8 @@ import torch
 
 from vllm_aiter_mla.compat import kernels
 from vllm_aiter_mla.kernels import fp8
-from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.runtime.absorb import absorb
 
 

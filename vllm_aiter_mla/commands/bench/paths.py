@@ -68,7 +68,7 @@ def _aiter(sample: DecodeInputs) -> Path:
         return Path(AITER, None, "AITER needs ROCm")
     try:
         from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-        from vllm_aiter_mla.kernels.aiter.platform import detect_platform
+        from vllm_aiter_mla.kernels.platform import detect_platform
 
         backend = AiterBackend(detect_platform())
         reason = backend.refuse(sample)

@@ -14,7 +14,7 @@ from vllm_aiter_mla.commands.doctor.check import Check, Given
 from vllm_aiter_mla.settings import NAMESPACE
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.kernels.aiter.probe import ProbeResult
+    from vllm_aiter_mla.kernels.aiter.locate import AiterInstall
 
 SEE_VLLM = "see the line `vllm` above"
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
@@ -140,11 +140,11 @@ def aiter(given: Given) -> Check:
     )  # fmt: skip
 
 
-def probe() -> ProbeResult:
+def probe() -> AiterInstall:
     """The AITER probe: reads its sources, imports neither it nor torch."""
-    from vllm_aiter_mla.kernels.aiter.probe import probe_aiter
+    from vllm_aiter_mla.kernels.aiter.locate import locate_aiter
 
-    return probe_aiter()
+    return locate_aiter()
 
 
 def atom(given: Given) -> Check:

@@ -11,8 +11,8 @@ from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.dispatch import PER_HEAD_TOKENS, ViewPolicy
-from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton import backend as triton_backend
 from vllm_aiter_mla.kernels.triton.tiles import CAPS, TABLE, cap_for, entry_for
 

@@ -13,10 +13,10 @@ from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.dispatch import VIEW_POLICIES, Plan, ViewPolicy, apply_view, make_plan
 from vllm_aiter_mla.kernels.aiter.module import Gemm, Op, load_fp8_gemm, load_op
-from vllm_aiter_mla.kernels.aiter.platform import Platform
 from vllm_aiter_mla.kernels.aiter.tables import Halves, KernelCaptureError, TableHalves
 from vllm_aiter_mla.kernels.capture import is_capturing
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError
+from vllm_aiter_mla.kernels.platform import Platform
 
 _KEEP = 4096  # call shapes remembered; a serving process sees its capture sizes, not thousands
 

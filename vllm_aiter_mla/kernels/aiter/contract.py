@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels.aiter.dispatch import LATENT, ROPE, Plan
-from vllm_aiter_mla.kernels.aiter.platform import Platform
+from vllm_aiter_mla.kernels.aiter.dispatch import LATENT, ROPE, STRIDE_LIMIT, Plan
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.platform import Platform
 
-ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
+ACTIVATIONS = (torch.bfloat16, torch.float16)
 ARCHITECTURES = ("gfx942", "gfx950")
 SPAN_LIMIT = 1 << 32  # bytes one buffer descriptor reaches: opus.hpp, make_gmem(ptr, unsigned size)
 VECTOR_BYTES = 16
@@ -77,7 +77,9 @@ def _cache_empty(inputs: DecodeInputs, platform: Platform) -> str | None:
 
 def _widths(inputs: DecodeInputs, platform: Platform) -> str | None:
     widths = (inputs.latent_dim, inputs.rope_dim)
-    return None if widths == (LATENT, ROPE) else f"kv_lora_rank {widths[0]} and rope width {widths[1]}"
+    if widths != (LATENT, ROPE):
+        return f"kv_lora_rank {widths[0]} and rope width {widths[1]}"
+    return None if inputs.nope_dim > 0 else f"a query head of {inputs.q.shape[2]} is no wider than its rope part"
 
 
 def _shapes(inputs: DecodeInputs, platform: Platform) -> str | None:
@@ -111,8 +113,6 @@ def _fp8_absorb(inputs: DecodeInputs, platform: Platform) -> str | None:
         return None
     if inputs.w_uk_t.dtype != platform.fp8:
         return f"w_uk_t is {inputs.w_uk_t.dtype} beside a w_uk_scale"
-    if inputs.kv_c.dtype not in (torch.bfloat16, torch.float16):
-        return f"activations in {inputs.kv_c.dtype}"
     if scale.dtype != torch.float32 or scale.numel() < 1 or scale.device != inputs.w_uk_t.device:
         return f"w_uk_scale is {scale.numel()} element(s) of {scale.dtype} on {scale.device}"
     return None
@@ -152,6 +152,11 @@ def _last_stride(tensor: torch.Tensor) -> str | None:
     return None if tensor.stride(-1) == 1 else f"its last stride is {tensor.stride(-1)}"
 
 
+def _int_strides(inputs: DecodeInputs, platform: Platform) -> str | None:
+    operands = _named(inputs, "q", "k_pe", "kv_c", "kv_cache")
+    return _first(f"{name} has strides {t.stride()}" for name, t in operands if max(t.stride()) >= STRIDE_LIMIT)
+
+
 def _index_dtype(inputs: DecodeInputs, platform: Platform) -> str | None:
     indices = _named(inputs, "slot_mapping", "positions")
     return _first(f"{name} is {tensor.dtype}" for name, tensor in indices if tensor.dtype != torch.int64)
@@ -163,8 +168,10 @@ def _index_stride(inputs: DecodeInputs, platform: Platform) -> str | None:
 
 
 def _lengths(inputs: DecodeInputs, platform: Platform) -> str | None:
-    slots, rows = inputs.slot_mapping.shape[0], {"q": inputs.num_tokens, "positions": inputs.positions.shape[0]}
-    return _first(f"{slots} slots but {count} rows of {name}" for name, count in rows.items() if count < slots)
+    slots, rows, positions = inputs.slot_mapping.shape[0], inputs.num_tokens, inputs.positions.shape[0]
+    if slots > rows:
+        return f"{slots} slots but {rows} rows of q"
+    return None if positions == rows else f"{positions} positions beside {rows} rows of q"
 
 
 def _scales(inputs: DecodeInputs, platform: Platform) -> str | None:
@@ -219,8 +226,9 @@ CHECKS = (
     Check("cache-width", "the last dimension is not checked: rows would overlap", "pass rows of 576", _cache_width),
     Check("table", "the rotary width decides the kernel", "pass cos beside sin, 32 + 32", _table),
     Check("activation-dtype", "AITER reads all of them as kv_c's type, and aborts on an unknown one",
-          "cast the model and its rotary table to one of bf16, fp16, fp32", _activation),
-    Check("fp8-absorb", "AITER's batched GEMM asserts on other output types and reads the weight as the card's fp8",
+          "cast the model and its rotary table to bf16 or fp16; in fp32 its products round as nothing else does",
+          _activation),
+    Check("fp8-absorb", "AITER's batched GEMM reads the weight as the card's fp8",
           "set VLLM_ROCM_USE_AITER_FP8BMM=0", _fp8_absorb),
     Check("cache-uint8", "AITER aborts on uint8: 'kv cache data type is not supported'",
           "view it as the card's fp8 type", _cache_bytes),
@@ -232,10 +240,12 @@ CHECKS = (
     Check("kv_c-stride", "AITER aborts", "make kv_c contiguous in its last dimension", _latent_stride),
     Check("k_pe-stride", "AITER aborts", "make k_pe contiguous in its last dimension", _key_stride),
     Check("cache-stride", "the last stride is taken for 1", "use a layout with dense rows", _cache_stride),
+    Check("int-strides", "AITER keeps strides in 32 bits: they would wrap", "keep rows less than 2^31 elements apart",
+          _int_strides),
     Check("index-dtype", "AITER reads the bytes as int64 whatever they are", "cast to torch.int64", _index_dtype),
     Check("index-stride", "AITER reads them densely", "make it contiguous", _index_stride),
     Check("lengths", "AITER takes the number of rows from the slots and reads past the end",
-          "pass at most as many slots as rows", _lengths),
+          "pass one position and at most one slot per row", _lengths),
     Check("scales", "AITER reads the first four bytes as fp32", "pass one fp32 element on the device", _scales),
     Check("devices", "AITER launches on the current device's stream and reads any pointer",
           "keep all operands on the current device", _devices),
@@ -256,7 +266,7 @@ def kernel_violation(plan: Plan, heads: int, tokens: int) -> str | None:
     return (
         f"kernel: {heads} heads and {tokens} tokens land on AITER's general kernel; it aborts on compute_all_q_rope, "
         "does not clamp positions and leaves padded rows unwritten; use at least 4 heads per rank (a lower "
-        "tensor-parallel size), or below 256 tokens a contiguous cache with the per-head view"
+        "tensor-parallel size), or below 256 tokens a contiguous cache and another aiter_view than as-is"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from vllm_aiter_mla.kernels.aiter.platform import Platform
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import Numerics
 
 KernelName = Literal["per-head", "opt", "general"]
@@ -21,6 +21,7 @@ VIEW_POLICIES = ("auto", "as-is", "per-head", "opt")
 
 LATENT, ROPE = 512, 64  # the widths both fast kernels are written for
 PER_HEAD_TOKENS = 256  # the per-head kernel serves fewer tokens than this
+STRIDE_LIMIT = 1 << 31  # elements; AITER keeps strides in a C int
 OPT_WORK = 2048  # latent * heads from which the opt kernel is taken
 
 
@@ -68,33 +69,35 @@ def make_plan(
 ) -> Plan:
     """Choose the view of ``kv_cache`` [blocks, block_size, latent+rope] and name the kernel that follows from it.
 
-    Policies "per-head" and "opt" ask for that kernel wherever a view leads to it; a number asks for per-head below
-    that many tokens and for opt from there on; "as-is" leaves the cache alone. "auto" keeps vLLM's block size unless
-    the other view is more right: per-head where opt would truncate the cache's rope part, and where there are too few
-    heads for opt (general neither clamps nor fills padded rows). Which of the two is faster is not measured; see
-    tools/aiter_crossover.py.
+    Policies "per-head" and "opt" ask for that kernel; a number asks for per-head below that many tokens and for opt
+    from there on; "as-is" leaves the cache alone. "auto" asks for vLLM's block size, but not where opt would truncate
+    the cache's rope part. Where no view leads to what is asked for, a kernel that serves the call runs instead: with
+    fewer than 4 heads that is per-head, and general, which neither clamps nor fills padded rows, stays the last choice.
+    Which of the two is faster is not measured; see tools/aiter_crossover.py.
     """
     latent = kv_cache.shape[2] - rope
+    slots = kv_cache.shape[0] * kv_cache.shape[1]
     if isinstance(policy, int):
         policy = "per-head" if tokens < policy else "opt"
 
-    def planned(view: CacheView) -> Plan:
-        block = {"as-is": kv_cache.shape[1], "tokens": 1, "one-block": kv_cache.shape[0] * kv_cache.shape[1]}[view]
+    def planned(view: CacheView, block: int) -> Plan:
         kernel = kernel_for(block, latent, rope, heads, tokens)
         return Plan(
             kernel, view, Numerics(truncate_cache_rope=truncates_cache_rope(kernel, platform.arch, kv_cache.dtype))
         )
 
-    as_is = planned("as-is")
-    if policy == "as-is" or not kv_cache.is_contiguous():
-        return as_is
-    if policy == "opt":
-        return as_is if as_is.kernel == "opt" else planned("one-block")
-    tokens_view = planned("tokens") if as_is.kernel != "per-head" else as_is
-    if policy == "per-head":
-        return tokens_view if tokens_view.kernel == "per-head" else as_is
-    improves = not as_is.honours_all_rows or as_is.numerics.truncate_cache_rope
-    return tokens_view if improves and tokens_view.kernel == "per-head" else as_is
+    plans = [planned("as-is", kv_cache.shape[1])]
+    if policy != "as-is" and kv_cache.is_contiguous():
+        plans.append(planned("tokens", 1))
+        if kv_cache.numel() < STRIDE_LIMIT:  # the whole cache is one block's stride
+            plans.append(planned("one-block", slots))
+    serving = [plan for plan in plans if plan.honours_all_rows]
+    wanted = [plan for plan in serving if _is_wanted(plan, policy)]
+    return (wanted or serving or plans)[0]
+
+
+def _is_wanted(plan: Plan, policy: ViewPolicy) -> bool:
+    return plan.kernel == policy if policy in ("per-head", "opt") else not plan.numerics.truncate_cache_rope
 
 
 def apply_view(kv_cache: torch.Tensor, view: CacheView) -> torch.Tensor:

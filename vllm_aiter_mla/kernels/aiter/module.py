@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from vllm_aiter_mla.kernels.aiter.probe import OP, REQUIRED, probe_aiter, signature_problem
+from vllm_aiter_mla.kernels.aiter.locate import OP, REQUIRED, locate_aiter, signature_problem
 
 Op = Callable[..., None]
 Gemm = Callable[..., torch.Tensor]
@@ -31,7 +31,7 @@ def load_op() -> Op:
     Raises:
         AiterUnavailableError: absent, of another project, too old, too new, or its import failed.
     """
-    found = probe_aiter()
+    found = locate_aiter()
     if found.reason is not None:
         raise AiterUnavailableError(found.reason)
     try:
@@ -59,7 +59,7 @@ def load_fp8_gemm() -> Gemm | str:
 def schema_problem(op: Any) -> str | None:
     """Why the registered op cannot be called, or None.
 
-    Another build may be registered than the source that was probed: ``inspect.signature`` shows only
+    Another build may be registered than the source that was read: ``inspect.signature`` shows only
     ``(*args, **kwargs)`` of AITER's wrappers, the schema has the names.
     """
     arguments = op._schema.arguments

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import torch
 
-from vllm_aiter_mla.kernels.aiter.platform import Platform
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.sandbox.fake_aiter.op import FP8
 from vllm_aiter_mla.sandbox.fake_aiter.trees import install
 

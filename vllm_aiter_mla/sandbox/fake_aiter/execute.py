@@ -146,8 +146,7 @@ def _rope(
     if stored in FP8_MAX:
         return encode(rotated * inverse, stored)
     if truncate:
-        raw = rotated.contiguous().view(torch.int16).unflatten(-1, (-1, 2))[..., 1]  # little endian: the high half
-        return raw.contiguous().view(torch.bfloat16)
+        return (rotated.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)  # the high half
     return rotated.to(stored)
 
 

@@ -51,11 +51,12 @@ def _by_group(x: torch.Tensor, weight: torch.Tensor, size: int) -> tuple[torch.T
     """Per group of K: the product of the codes [B, G, M, N] in double, exact, and the rows' scales [B, G, M]."""
     products, scales = [], []
     for part, codes in zip(x.float().split(size, -1), weight.double().split(size, -1), strict=True):
-        # The floor is rounded to the activations' type, as Triton rounds a constant beside a tensor.
-        largest = part.abs().max(-1).values.to(x.dtype).clamp(min=1e-10).float()
+        # Triton's max is taken in float32, floor included, and passes a NaN over; its clamp makes one the lowest bound.
+        largest = torch.fmax(part.abs(), torch.tensor(1e-10)).amax(-1)
         scale = largest * torch.tensor(1.0 / FP8_MAX[weight.dtype])
         top = FP8_MAX[weight.dtype]
-        stored = encode((part * _reciprocal(scale)[..., None]).clamp(-top, top), weight.dtype)
+        scaled = (part * _reciprocal(scale)[..., None]).clamp(-top, top).nan_to_num(nan=-top)
+        stored = encode(scaled, weight.dtype)
         products.append(stored.double() @ codes.transpose(1, 2))
         scales.append(scale.double())
     return torch.stack(products, 1), torch.stack(scales, 1)

@@ -26,7 +26,7 @@ INSTALL = f"install amd-aiter {FIRST_GOOD} or newer (PyPI's `aiter` is another p
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeResult:
+class AiterInstall:
     """What was found, and why it will not do, if it will not.
 
     Attributes:
@@ -51,24 +51,24 @@ class ProbeResult:
         return self.reason is None
 
 
-def probe_aiter() -> ProbeResult:
+def locate_aiter() -> AiterInstall:
     """Look for AITER on this interpreter's path. Imports nothing, starts nothing, never raises."""
     spec = _find_spec()
     distribution, editable = _distribution()
     if spec is None:
         if distribution:
-            return ProbeResult(
+            return AiterInstall(
                 f"{distribution} is installed but its package `aiter` is not importable: reinstall it",
                 None, distribution, editable,
             )  # fmt: skip
-        return ProbeResult(f"AITER is not installed: {INSTALL}")
+        return AiterInstall(f"AITER is not installed: {INSTALL}")
     if spec.origin is None:
         where = ", ".join(list(spec.submodule_search_locations or [])[:2])
         reason = f"`aiter` is a namespace without __init__.py ({where}): a removed or half-finished install; remove it"
-        return ProbeResult(reason, None, distribution, editable)
+        return AiterInstall(reason, None, distribution, editable)
     package = Path(spec.origin).parent
     signature, problem = _read_signature(package)
-    return ProbeResult(problem, package, distribution, editable, signature, problem is None and _prebuilt(package))
+    return AiterInstall(problem, package, distribution, editable, signature, problem is None and _prebuilt(package))
 
 
 def _find_spec() -> ModuleSpec | None:

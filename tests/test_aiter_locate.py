@@ -12,9 +12,9 @@ import pytest
 import torch
 from fake_aiter.support import ROCM
 
+from vllm_aiter_mla.kernels.aiter.locate import OP, REQUIRED, locate_aiter, signature_problem
 from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError, load_op, schema_problem
-from vllm_aiter_mla.kernels.aiter.platform import Platform
-from vllm_aiter_mla.kernels.aiter.probe import OP, REQUIRED, probe_aiter, signature_problem
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.select import aiter_factory
 from vllm_aiter_mla.sandbox.fake_aiter import install, write_tree
 
@@ -31,7 +31,7 @@ SENTENCES = {
 @pytest.mark.parametrize(("version", "sentence"), list(SENTENCES.items()))
 def test_each_unusable_aiter_has_its_own_sentence(version, sentence) -> None:
     with install("gfx942", version):
-        found = probe_aiter()
+        found = locate_aiter()
         assert not found.usable
         assert sentence in str(found.reason)
         with pytest.raises(AiterUnavailableError, match=r"\w"):
@@ -45,7 +45,7 @@ def test_the_sentences_differ() -> None:
 
 def test_a_good_aiter_is_described_without_being_imported() -> None:
     with install("gfx942") as root:
-        found = probe_aiter()
+        found = locate_aiter()
         assert found.usable
         assert found.package == root / "aiter"
         assert found.distribution == "amd-aiter 0.1.20"
@@ -57,14 +57,14 @@ def test_a_good_aiter_is_described_without_being_imported() -> None:
 
 def test_an_absent_aiter_names_the_right_distribution(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "install amd-aiter 0.1.19.post1 or newer (PyPI's `aiter` is another project)" in str(probe_aiter().reason)
+    assert "install amd-aiter 0.1.19.post1 or newer (PyPI's `aiter` is another project)" in str(locate_aiter().reason)
 
 
 def test_an_editable_install_without_a_built_module_is_told_so(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(write_tree(tmp_path, prebuilt=False, editable=True))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("AITER_JIT_DIR", raising=False)
-    found = probe_aiter()
+    found = locate_aiter()
     assert found.usable
     assert found.editable
     assert not found.prebuilt
@@ -72,13 +72,13 @@ def test_an_editable_install_without_a_built_module_is_told_so(tmp_path, monkeyp
     built.mkdir()
     (built / "module_cache.so").touch()
     monkeypatch.setenv("AITER_JIT_DIR", str(built))
-    assert probe_aiter().prebuilt
+    assert locate_aiter().prebuilt
 
 
 def test_a_distribution_without_its_package_is_told_apart_from_nothing(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(write_tree(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "amd-aiter 0.1.20 is installed but its package `aiter` is not importable" in str(probe_aiter().reason)
+    assert "amd-aiter 0.1.20 is installed but its package `aiter` is not importable" in str(locate_aiter().reason)
 
 
 @pytest.mark.parametrize("damage", ["def broken(:\n", "\0", "\udcff"])
@@ -86,12 +86,12 @@ def test_unreadable_source_is_a_reason_and_no_exception(tmp_path, monkeypatch, d
     root = write_tree(tmp_path)
     (root / "aiter" / "ops" / "cache.py").write_bytes(damage.encode(errors="surrogateescape"))
     monkeypatch.syspath_prepend(root)
-    assert "cannot be read" in str(probe_aiter().reason)
+    assert "cannot be read" in str(locate_aiter().reason)
 
 
 def test_a_module_without_a_spec_is_as_good_as_absent(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "aiter", SimpleNamespace(__spec__=None))
-    assert "AITER is not installed" in str(probe_aiter().reason)
+    assert "AITER is not installed" in str(locate_aiter().reason)
 
 
 def test_further_arguments_with_defaults_are_let_through() -> None:
@@ -147,8 +147,8 @@ def test_install_leaves_no_trace() -> None:
 def test_the_probe_and_its_package_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from vllm_aiter_mla.kernels.aiter.probe import probe_aiter\n"
-        "print(probe_aiter().usable)"
+        "from vllm_aiter_mla.kernels.aiter.locate import locate_aiter\n"
+        "print(locate_aiter().usable)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr

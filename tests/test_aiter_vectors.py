@@ -1,0 +1,108 @@
+"""The fp8 absorb product against what AITER's own source computed, and the values that those calls do not hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fake_aiter.support import FP8, same_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.sandbox.fake_aiter import gemm
+
+VECTORS = np.load(Path(__file__).parent / "kernels" / "data" / "aiter_fp8_gemm.npz")
+CALLS = sorted({key.split("/")[0] for key in VECTORS})
+NAN, INF = float("nan"), float("inf")
+
+
+def by_reference(q: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return reference.absorb_fp8(q, weight.transpose(1, 2), scale)
+
+
+def by_fake(q: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return gemm.batched_gemm(q.transpose(0, 1), weight, scale, dtype=q.dtype, transpose_bm=True)
+
+
+products = pytest.mark.parametrize("product", [by_reference, by_fake])
+
+
+@products
+@pytest.mark.parametrize("call", CALLS)
+def test_the_product_is_that_of_aiters_source_to_the_byte(call, product) -> None:
+    arch, act, _ = call.split("-")
+    x, y = (torch.from_numpy(VECTORS[f"{call}/{name}"]).view(getattr(torch, act)) for name in "xy")
+    weight = torch.from_numpy(VECTORS[f"{call}/w"]).view(FP8[arch])
+    assert same_bytes(product(x, weight, torch.from_numpy(VECTORS[f"{call}/scale"])), y)
+
+
+def test_all_twelve_calls_are_there() -> None:
+    assert len(CALLS) == 12
+
+
+def weight_of(flavour: fp8.Fp8Flavour, heads: int = 1, nope: int = 128) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return fp8.round_saturating(torch.randn(heads, 16, nope, generator=generator) * 30, flavour)
+
+
+@products
+@pytest.mark.parametrize("act", [torch.bfloat16, torch.float16])
+def test_the_floor_of_the_largest_magnitude_is_a_float32(act, product) -> None:
+    """Just above and below 1e-10: the floor is 1e-10 itself, not the bf16 nearest to it, nor fp16's zero."""
+    flavour = fp8.E4M3FNUZ
+    weight = torch.full((1, 16, 128), 2.0).to(flavour.dtype)
+    x = torch.zeros(2, 1, 128, dtype=act)
+    x[0] = 5e-11 if act is torch.bfloat16 else 0.0
+    x[1] = 3e-10 if act is torch.bfloat16 else 6e-8
+    steps = torch.maximum(x[:, 0, 0].float(), torch.tensor(1e-10)) * torch.tensor(1 / 240.0)
+    codes = fp8.round_saturating(x[:, 0, 0].float() / steps, flavour).double()
+    for weight_scale in torch.linspace(1e8, 2e8, 32):  # the floors differ by less than a step of bf16: some scale shows
+        found = product(x, weight, weight_scale)[:, 0, 0]
+        wanted = (128 * 2 * codes * steps.double()).float() * weight_scale
+        assert torch.equal(found, wanted.to(act))
+
+
+@products
+@pytest.mark.parametrize("flavour", list(fp8.FLAVOURS.values()))
+@pytest.mark.parametrize("act", [torch.bfloat16, torch.float16])
+def test_a_nan_activation_becomes_the_lowest_value_of_its_group(act, flavour, product) -> None:
+    """v_max_f32 passes over it, v_med3_f32 returns the least operand: the row's other values are as without it."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 1, 128, generator=generator).to(act)
+    x[0, 0, 5] = NAN
+    x[1] = NAN
+    weight, scale = weight_of(flavour), torch.tensor(0.5)
+    found = product(x, weight, scale)
+    assert found.isfinite().all()
+    lowest = x.clone()
+    lowest[0, 0, 5] = -x[0, 0].float().nan_to_num().abs().max()
+    lowest[1] = 0.0
+    assert same_bytes(found[:1], product(lowest, weight, scale)[:1])
+    wanted = -flavour.max * weight.double().sum(-1) * (torch.tensor(1e-10) * (1 / flavour.max)).double() * 0.5
+    assert torch.allclose(found[1].double(), wanted, rtol=2**-7, atol=1e-7)
+
+
+@given(
+    flavour=st.sampled_from(list(fp8.FLAVOURS.values())),
+    act=st.sampled_from([torch.bfloat16, torch.float16]),
+    nope=st.sampled_from([64, 128, 192]),
+    places=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 191), st.sampled_from([NAN, INF, -INF, 0.0, -0.0, 1e-40, 6e4])),
+        max_size=12,
+    ),
+)
+def test_reference_and_fake_agree_on_values_out_of_the_ordinary(flavour, act, nope, places) -> None:
+    generator = torch.Generator().manual_seed(nope)
+    x = torch.randn(4, 1, nope, generator=generator).to(act)
+    x[3] = 0.0
+    for row, column, value in places:
+        x[row, 0, column % nope] = value
+    weight, scale = weight_of(flavour, nope=nope), torch.tensor(0.01)
+    ours, theirs = (product(x, weight, scale).float() for product in (by_reference, by_fake))
+    assert torch.equal(ours.isfinite(), theirs.isfinite())
+    bound = 2**-7 * theirs[theirs.isfinite()].abs().amax() if theirs.isfinite().any() else 0.0
+    assert ((ours - theirs)[ours.isfinite()].abs() <= bound).all()
+    assert torch.equal(ours.nan_to_num(0, 1, -1)[~ours.isfinite()], theirs.nan_to_num(0, 1, -1)[~ours.isfinite()])
