@@ -2,7 +2,7 @@
 
 vLLM's and Inductor's caches know the graph and the config, not the code of an out-of-tree pass. The fingerprint is
 the plugin's version plus a SHA-256 over its own sources that decide graphs and numerics. Commands, reports and the
-regression harness are left out: editing a table must not cost a recompile. Imports neither torch nor vLLM.
+regression runs are left out: editing a table must not cost a recompile. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm_aiter_mla import __version__
 
-IRRELEVANT_ROOMS = frozenset({"census", "commands", "harness", "report"})
+IRRELEVANT_ROOMS = frozenset({"census", "commands", "report", "verify"})
 """Sub-packages that neither change a graph nor a number."""
 
 

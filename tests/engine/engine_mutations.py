@@ -18,25 +18,26 @@ def attention_does_not_split() -> None:
 
 def fused_op_branches_on_metadata() -> None:
     """The fused op writes KV rows for decode batches as Python sees them, and for no others."""
-    from vllm_aiter_mla.runtime import context, fused
+    from vllm_aiter_mla.ops import bodies
+    from vllm_aiter_mla.runtime import context
 
-    inner = context.layer_context
+    inner = bodies.fused_prepare
 
-    def layer_context(name):
-        ctx = inner(name)
-        if ctx.metadata is not None and ctx.metadata.num_prefills == 0:
+    def fused_prepare(ctx, *operands):
+        batch = context.layer_and_batch(ctx.name)[1]
+        if batch.metadata is not None and batch.metadata.num_prefills == 0:
             # "A decode batch has one row per request": true for what was captured, frozen for what is replayed.
-            ctx = context.LayerContext(ctx.name, ctx.metadata, ctx.layer, ctx.kv_cache, ctx.slots[:1])
-        return ctx
+            ctx = ctx._replace(slots=ctx.slots[:1])
+        return inner(ctx, *operands)
 
-    fused.context = type("Frozen", (), {**vars(context), "layer_context": staticmethod(layer_context)})
+    bodies.fused_prepare = fused_prepare
 
 
 def prefill_rows_stay_raw() -> None:
     """The attention op hands prefill rows on as they come: nothing has rotated them."""
-    from vllm_aiter_mla.runtime import attention
+    from vllm_aiter_mla.ops import bodies
 
-    attention.rotated_copies = lambda q, k_pe, *_: (q, k_pe)
+    bodies.rotated_copies = lambda layer, q, k_pe, *_: (q, k_pe)
 
 
 def passes_ignore_the_range() -> None:
@@ -100,13 +101,13 @@ def a_request_has_one_decode_row() -> None:
 
     The last one, because the first decides the next token whether or not a draft is accepted.
     """
-    from vllm_aiter_mla.runtime import attention
+    from vllm_aiter_mla.ops import bodies
 
-    inner = attention.decode
+    inner = bodies.decode
 
-    def decode(ctx, q_prepared, output):
-        n, requests = ctx.metadata.num_actual_tokens, ctx.metadata.num_decodes
+    def decode(ctx, batch, q_prepared, output):
+        n, requests = batch.num_actual_tokens, batch.metadata.num_decodes
         last = q_prepared[:n].view(requests, n // requests, *q_prepared.shape[1:])[:, -1:]
-        inner(ctx, last.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:]), output)
+        inner(ctx, batch, last.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:]), output)
 
-    attention.decode = decode
+    bodies.decode = decode

@@ -13,9 +13,10 @@ from passes.execute import assert_rewritten_right, stubs_for
 from passes.graphs import Spelling, build
 from passes.rotary import ROPES
 from passes.test_layers_apart import assert_layers_apart
+from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.passes import aiter_fusion, match, pipeline, probe, q_prep_lift, rope_kv_cache
 from vllm_aiter_mla.passes.fx import Emitter
-from vllm_aiter_mla.runtime import attention
+from vllm_aiter_mla.runtime import context
 
 pytestmark = pytest.mark.mutation
 BF16 = torch.bfloat16
@@ -125,14 +126,12 @@ def test_mutation_pass_three_says_that_the_query_is_rotated(monkeypatch: pytest.
 
 
 def test_mutation_i3_attention_does_not_rotate_prefill_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "rotated_copies", lambda q, k_pe, *rest: (q, k_pe))
+    monkeypatch.setattr(bodies, "rotated_copies", lambda layer, q, k_pe, *rest: (q, k_pe))
     assert_caught_by_execution()
 
 
 def test_mutation_i3_attention_decides_by_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        attention, "is_decode_only", lambda ctx: ctx.metadata is not None and ctx.metadata.decode is not None
-    )
+    monkeypatch.setattr(context, "is_decode_only", lambda metadata, slots: metadata.decode is not None)
     assert_caught_by_execution()
 
 

@@ -13,7 +13,8 @@ from passes.test_recognised import build
 
 from runtime import opcalls
 from runtime.opcalls import FAKES, OPS, batch_of, layer_of
-from vllm_aiter_mla.runtime import attention, context, fused, kernel
+from vllm_aiter_mla.ops import bodies
+from vllm_aiter_mla.runtime import context, kernel
 
 pytestmark = pytest.mark.mutation
 
@@ -43,7 +44,7 @@ def test_mutation_i1_fake_declares_another_width(monkeypatch: pytest.MonkeyPatch
 
 def test_mutation_i2_fused_op_does_not_ask_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     opcalls.capturing(monkeypatch)
-    empty = fused._empty
+    empty = bodies.declared
     monkeypatch.setitem(
         OPS, "fused_qk_rope_kv_cache_q_prep", lambda q, k_pe, kv_c, *rest: empty(q, k_pe, kv_c, rest[-2])
     )
@@ -71,14 +72,15 @@ def test_mutation_i7_fake_reads_the_layer(op: str) -> None:
 
 
 def test_mutation_i10_decode_attention_reads_the_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def every_row(ctx: Any, q_prepared: torch.Tensor, output: torch.Tensor) -> None:
-        n = ctx.metadata.num_actual_tokens
-        attended, _ = ctx.layer.impl.forward_mqa(q_prepared, ctx.kv_cache, ctx.metadata, ctx.layer)
-        ctx.layer._v_up_proj(attended[:n], out=output[:n])
+    def every_row(
+        ctx: bodies.LayerContext, batch: bodies.Batch, q_prepared: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        n = batch.num_actual_tokens
+        ctx.layer.v_up(ctx.layer.forward_mqa(q_prepared, ctx.kv_cache, batch.metadata)[:n], output[:n])
 
     gm, layers = build(1, dtype=torch.bfloat16)
     stubs = stubs_for(layers, Spelling(dtype=torch.bfloat16))
     assert_rewritten_right(clone(gm), stubs, batches=(PADDED,), stops=(None,))
-    monkeypatch.setattr(attention, "decode", every_row)
+    monkeypatch.setattr(bodies, "decode", every_row)
     with pytest.raises(AssertionError):
         assert_rewritten_right(gm, stubs, batches=(PADDED,), stops=(None,))

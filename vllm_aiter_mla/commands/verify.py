@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vllm_aiter_mla.harness.session import Request
+    from vllm_aiter_mla.verify.session import Request
 
 
 def verify(
@@ -56,7 +56,7 @@ def verify(
         raise typer.Exit(_wrong(str(error))) from None
     from rich.console import Console
 
-    from vllm_aiter_mla.harness.session import Request
+    from vllm_aiter_mla.verify.session import Request
 
     console = Console(highlight=False)
     if listing:
@@ -78,15 +78,15 @@ def _refuse_beside(alone: Mapping[str, bool], others: Mapping[str, object]) -> N
 
 
 def _wrong(message: str) -> int:
-    from vllm_aiter_mla.harness.session import NOTHING
+    from vllm_aiter_mla.verify.session import NOTHING
 
     typer.echo(f"verify: {message}", err=True)
     return NOTHING
 
 
 def _run(console: Console, request: Request, json: Path | None, junit: Path | None) -> int:
-    from vllm_aiter_mla.harness import report, terminal
-    from vllm_aiter_mla.harness.session import NOTHING, NoSuchError
+    from vllm_aiter_mla.verify import report, terminal
+    from vllm_aiter_mla.verify.session import NOTHING, NoSuchError
 
     try:
         session = terminal.run(request, console)
@@ -102,9 +102,9 @@ def _run(console: Console, request: Request, json: Path | None, junit: Path | No
 
 
 def _list(console: Console) -> int:
-    from vllm_aiter_mla.harness.cases import cases
-    from vllm_aiter_mla.harness.oracles import ORACLES
-    from vllm_aiter_mla.harness.session import CPU_LIMIT
+    from vllm_aiter_mla.verify.cases import cases
+    from vllm_aiter_mla.verify.oracles import ORACLES
+    from vllm_aiter_mla.verify.session import CPU_LIMIT
 
     console.print("cases:")
     for case in cases(CPU_LIMIT):
@@ -116,9 +116,9 @@ def _list(console: Console) -> int:
 
 
 def _self_test(console: Console, seed: int) -> int:
-    from vllm_aiter_mla.harness import backends, selftest, session, terminal
-    from vllm_aiter_mla.harness.runner import Options
-    from vllm_aiter_mla.harness.setting import REAL, SMALL, variants
+    from vllm_aiter_mla.verify import backends, selftest, session, terminal
+    from vllm_aiter_mla.verify.runner import Options
+    from vllm_aiter_mla.verify.setting import REAL, SMALL, variants
 
     load = backends.find("reference").load
     assert load is not None

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels import capture
+from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.runtime import context
-from vllm_aiter_mla.runtime.context import LayerContext, fp8_view
 
 
 def mla_attention_with_prepared_q(
@@ -44,19 +43,10 @@ def mla_attention_with_prepared_q(
     Raises:
         RuntimeError: captured inside a piecewise graph: whatever this batch is, it would be frozen for all.
     """
-    ctx = context.layer_context(layer_name)
-    if context.is_piecewise() and capture.is_capturing():
-        raise RuntimeError(
-            f"aiter-mla: the attention of {ctx.name} is inside a piecewise graph. Add "
-            "'vllm_aiter_mla::mla_attention_with_prepared_q' to compilation_config.splitting_ops, or leave "
-            "splitting_ops unset."
-        )
-    if is_decode_only(ctx):
-        decode(ctx, q_prepared, output)
-        return
-    if ctx.metadata is not None and not is_rotated:
-        q, k_pe = rotated_copies(q, k_pe, positions, cos_sin_cache, is_neox)
-    ctx.layer.forward_impl(q, kv_c_normed, k_pe.view(-1, 1, k_pe.shape[-1]), ctx.kv_cache, ctx.metadata, output=output)
+    ctx, batch = context.layer_and_batch(layer_name)
+    bodies.attention(
+        ctx, batch, q, kv_c_normed, k_pe, q_prepared, output, positions, cos_sin_cache, is_neox, is_rotated
+    )
 
 
 def mla_attention_with_prepared_q_fake(
@@ -73,36 +63,3 @@ def mla_attention_with_prepared_q_fake(
     kv_cache_dummy_dep: torch.Tensor | None = None,
 ) -> None:
     """Nothing is returned; ``output`` is written."""
-
-
-def is_decode_only(ctx: LayerContext) -> bool:
-    """Whether every real row of the batch is a decode row whose KV row has been written."""
-    metadata = ctx.metadata
-    return (
-        metadata is not None
-        and ctx.slots is not None
-        and metadata.decode is not None
-        and metadata.num_prefills == 0
-        and metadata.num_decode_tokens == metadata.num_actual_tokens
-    )
-
-
-def decode(ctx: LayerContext, q_prepared: torch.Tensor, output: torch.Tensor) -> None:
-    """Decode attention and v-up projection of the real rows; padded rows of ``output`` stay as they are."""
-    n = ctx.metadata.num_actual_tokens
-    attended, _ = ctx.layer.impl.forward_mqa(q_prepared[:n], fp8_view(ctx.kv_cache), ctx.metadata, ctx.layer)
-    ctx.layer._v_up_proj(attended, out=output[:n])
-
-
-def rotated_copies(
-    q: torch.Tensor, k_pe: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Private rotated copies of q [T, N, P+R] and k_pe [T, R], by vLLM's own rotary kernel: (q, k_pe)."""
-    from vllm import _custom_ops as ops
-
-    rope_dim = k_pe.shape[-1]
-    q_pe = q[..., -rope_dim:].contiguous()
-    k_rot = k_pe.reshape(-1, rope_dim).clone()
-    # Flat: the CPU kernel of this op takes the last dimension for all heads, whatever the number of dimensions.
-    ops.rotary_embedding(positions[: q.shape[0]], q_pe.flatten(1), k_rot, rope_dim, cos_sin_cache, is_neox)
-    return torch.cat([q[..., :-rope_dim], q_pe], dim=-1), k_rot

@@ -1,18 +1,12 @@
-"""``fused_qk_rope_kv_cache_q_prep``: rotate, write the KV row and assemble the query, in one functional op.
-
-It may be captured in a piecewise graph and replayed for any batch, so it branches on nothing that belongs to a batch:
-every row is prepared, and rows whose slot is >= 0 are written.
-"""
+"""``fused_qk_rope_kv_cache_q_prep``: rotate, write the KV row and assemble the query, in one functional op."""
 
 from typing import Any
 
 import torch
 
 from vllm_aiter_mla.census import state as census
-from vllm_aiter_mla.kernels import capture
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.runtime import context, kernel
-from vllm_aiter_mla.runtime.absorb import weight_of
 
 
 def fused_qk_rope_kv_cache_q_prep(
@@ -33,37 +27,10 @@ def fused_qk_rope_kv_cache_q_prep(
             missing from every replay.
     """
     ctx = context.layer_context(layer_name)
-    if ctx.slots is None or ctx.kv_cache.numel() == 0:
-        if capture.is_capturing():
-            missing = "slot mapping" if ctx.slots is None else "KV cache"
-            raise RuntimeError(
-                f"aiter-mla: {ctx.name} is being captured without a {missing}; its KV write would be missing from "
-                "every replay. Capture after the KV cache is bound and with slot mappings, or switch "
-                "pass_config.fuse_aiter_qk_rope_kvcache_mla off."
-            )
-        # Profiling: attention zero-fills its output and reads none of this.
-        shape = kernel.shape_of(ctx.layer, is_neox=is_neox, act=q.dtype, out_dtype=out_dtype)
-        planned = kernel.plan(ctx.layer, shape).kernel
-        if planned is not None:  # else the first call with a cache raises, with every back end's reason
-            census.engage(ctx.name, planned)
-        return _empty(q, k_pe, kv_c, out_dtype)
-    w_uk_t, w_uk_scale = weight_of(ctx.layer)
-    inputs = DecodeInputs(
-        q=q,
-        k_pe=k_pe,
-        kv_c=kv_c,
-        w_uk_t=w_uk_t,
-        kv_cache=context.fp8_view(ctx.kv_cache),
-        slot_mapping=ctx.slots[: q.shape[0]],
-        positions=positions,
-        cos_sin_cache=cos_sin_cache,
-        k_scale=k_scale,
-        q_scale=ctx.layer._q_scale,
-        is_neox=is_neox,
-        out_dtype=out_dtype,
-        w_uk_scale=w_uk_scale,
-    )
-    return kernel.prepare(ctx.name, ctx.layer, inputs)
+    prepared = bodies.fused_prepare(ctx, q, k_pe, kv_c, positions, cos_sin_cache, k_scale, is_neox, out_dtype)
+    if not ctx.has_cache:
+        _engage(ctx, q.dtype, is_neox, out_dtype)
+    return prepared
 
 
 def fused_qk_rope_kv_cache_q_prep_fake(
@@ -78,8 +45,13 @@ def fused_qk_rope_kv_cache_q_prep_fake(
     layer_name: Any,
 ) -> torch.Tensor:
     """Shape and dtype from the tensor and scalar arguments alone."""
-    return _empty(q, k_pe, kv_c, out_dtype)
+    return bodies.declared(q, k_pe, kv_c, out_dtype)
 
 
-def _empty(q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    return q.new_empty((q.shape[0], q.shape[1], kv_c.shape[-1] + k_pe.shape[-1]), dtype=out_dtype)
+def _engage(ctx: bodies.LayerContext, act: torch.dtype, is_neox: bool, out_dtype: torch.dtype) -> None:
+    """Note, while vLLM profiles memory, which kernel the layer's calls will run on."""
+    layer = ctx.layer.module  # type: ignore[attr-defined]
+    shape = kernel.shape_of(layer, is_neox=is_neox, act=act, out_dtype=out_dtype)
+    planned = kernel.plan(layer, shape).kernel
+    if planned is not None:  # else the first call with a cache raises, with every back end's reason
+        census.engage(ctx.name, planned)

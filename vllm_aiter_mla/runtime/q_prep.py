@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.runtime.absorb import absorb, weight_of
-from vllm_aiter_mla.runtime.context import layer_context
+from vllm_aiter_mla.ops import bodies
+from vllm_aiter_mla.runtime import context
 
 
 def mla_decode_q_prep(
@@ -15,13 +15,7 @@ def mla_decode_q_prep(
 
     The weights and the scale are read from the layer per call: reloading replaces them.
     """
-    layer = layer_context(layer_name).layer
-    nope = q.shape[-1] - rope_dim
-    q_nope, q_pe = q.split([nope, rope_dim], dim=-1)
-    absorbed = absorb(q_nope, *weight_of(layer))
-    if out_dtype == q.dtype:
-        return torch.cat([absorbed, q_pe], dim=-1)
-    return layer._decode_concat_quant_fp8_op(absorbed, q_pe, layer._q_scale)
+    return bodies.decode_q_prep(context.layer_context(layer_name).layer, q, rope_dim, out_dtype)
 
 
 def mla_decode_q_prep_fake(

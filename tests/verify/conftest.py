@@ -1,0 +1,45 @@
+"""Small runs of the harness, and where its recorded dumps lie."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from verify_support import LIMIT
+
+from vllm_aiter_mla.verify import backends, cases, engines, runner, setting
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture
+def dump():
+    """The text of a dump by its name."""
+    return lambda name: (DATA / f"{name}.dot").read_text()
+
+
+@pytest.fixture
+def subject():
+    """The reference, as the harness runs it."""
+    return backends.find("reference").load()
+
+
+@pytest.fixture
+def run():
+    """Run one case by name on a tape: ``run("fresh-data", subject, variant="fp8")``."""
+    by_name = {case.name: case for case in cases.cases(LIMIT)}
+    kinds = {kind.name: kind for kind in setting.variants("cpu", torch.float8_e4m3fn, quick=False)}
+
+    def run_one(name, subject, variant="fp8", soak=40, engine=None, seed=0):
+        options = runner.Options(setting.SMALL, LIMIT, seed, soak)
+        return runner.run_case(by_name[name], kinds[variant], subject, engine or engines.TapeEngine(), options)
+
+    return run_one
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors are tiny: threads that wait for one another on a shared machine cost more than they bring."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,165 @@
+"""The cases: what is right passes all of them, on every kind of back end that runs here."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from verify_support import LIMIT, broken
+
+from vllm_aiter_mla.verify import cases, engines, interpreted, runner, setting
+from vllm_aiter_mla.verify.oracles import ORACLES
+from vllm_aiter_mla.verify.subject import subject_of
+
+NAMES = [case.name for case in cases.cases(LIMIT) if case.kind != "compiled"]
+# Widths that AITER's op is written for; four heads are the fewest that its faster kernel takes.
+AITER = setting.Geometry(heads=4, nope=16, rope=64, latent=512, value=16, block_size=8, blocks=3, max_position=509)
+
+
+@pytest.mark.parametrize("variant", ["fp8", "bf16", "fp8-cache", "fp8-other"])
+def test_the_reference_passes_every_case(run, subject, variant):
+    for name in NAMES:
+        result = run(name, subject, variant)
+        assert result.status == "passed", (name, result.findings)
+        assert result.captures > 0, name
+        assert result.checks > 0 or name.startswith("kernel-census"), name
+
+
+def test_inductor_finds_the_fake_right(run, subject):
+    result = run("compiled-by-inductor", subject)
+    assert result.status == "passed", result.findings
+
+
+def test_an_interpreting_process_that_complains_at_length_is_still_read(monkeypatch, tmp_path):
+    """A pipe holds 64 KiB; a child that fills one nobody reads would wait for ever, and verify with it."""
+    child = tmp_path / "child"
+    child.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.stdin.read()\nsys.stderr.write('x' * 300000 + '\\nlast words\\n')\n"
+        'print(\'{"case": "one"}\')\nsys.exit(3)\n'
+    )
+    child.chmod(0o755)
+    monkeypatch.setattr(interpreted.sys, "executable", str(child))
+    found = interpreted.run({"cases": [], "variants": [], "limit": 8, "seed": 0})
+    assert next(found) == {"case": "one"}
+    with pytest.raises(RuntimeError, match="status 3: last words"):
+        next(found)
+
+
+def test_the_interpreted_kernel_passes_with_one_launch():
+    pytest.importorskip("triton")
+    names = [
+        "fresh-data",
+        "scales-changed",
+        "rows-grow-and-shrink",
+        "kernel-census",
+        "mixed-batch-piecewise",
+    ]
+    results = list(interpreted.run({"cases": names, "variants": ["fp8"], "limit": 8, "seed": 0}))
+    assert {result["case"] for result in results} == set(names)
+    assert [result for result in results if result["status"] != "passed"] == []
+    assert results[0]["launches"] == {"8": "1 launch: 1 x decode_prep_kernel"}
+
+
+def test_the_aiter_back_end_passes_over_the_fake(tmp_path):
+    """In a process of its own: the fake ends the process where AITER would."""
+    code = (
+        "import sys, torch; sys.path.insert(0, sys.argv[1])\n"
+        "from test_verify_cases import over_the_fake\n"
+        "print(over_the_fake())\n"
+    )
+    here = Path(__file__).resolve().parent
+    command = [sys.executable, "-c", code, str(here)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here.parents[1])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "[]"
+
+
+def over_the_fake():
+    """Cases that AITER's back end fails, with the fake in AITER's place."""
+    from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+    from vllm_aiter_mla.kernels.platform import Platform
+    from vllm_aiter_mla.sandbox.fake_aiter import install
+
+    torch.set_num_threads(1)
+    with install("gfx942"):
+        return _failed(lambda: subject_of(AiterBackend(Platform("gfx942", (7, 0)))))
+
+
+def _failed(load):
+    options = runner.Options(AITER, 8, soak=8)
+    fnuz = torch.float8_e4m3fnuz
+    failed = []
+    for variant in (setting.Variant("fp8", fnuz, fnuz), setting.Variant("bf16", torch.bfloat16, torch.bfloat16)):
+        for case in cases.cases(8):
+            if case.kind == "compiled" or not case.quick:
+                continue
+            # The fake is one op of Python: what it launches is no census of AITER's.
+            if case.name == "kernel-census":
+                continue
+            result = runner.run_case(case, variant, load(), engines.TapeEngine(), options)
+            if result.status != "passed":
+                failed.append((case.name, variant.name, result.reason, result.findings))
+    return failed
+
+
+def test_a_seed_gives_the_same_data_alone_and_among_others(run, subject):
+    alone = run("fresh-data", subject, seed=3).as_dict() | {"seconds": 0}
+    run("other-slots", subject, seed=3)
+    assert run("fresh-data", subject, seed=3).as_dict() | {"seconds": 0} == alone
+
+
+def test_capture_sizes_hold_both_ends_of_the_bucket():
+    assert setting.capture_sizes(12) == (1, 2, 4, 8, 12)
+    assert setting.capture_sizes(16) == (1, 2, 4, 8, 16)
+    assert setting.capture_sizes(12, width=4) == (4, 8, 12)
+    with pytest.raises(ValueError, match="no request"):
+        setting.capture_sizes(3, width=4)
+
+
+def test_cases_have_names_of_their_own_and_say_what_serving_does():
+    every = cases.cases(LIMIT)
+    assert len({case.name for case in every}) == len(every)
+    assert all(case.serving for case in every)
+    with pytest.raises(ValueError, match="at least 8"):
+        cases.cases(4)
+
+
+@pytest.mark.parametrize("limit", [8, 9, 12, 16, 33])
+def test_every_case_replays_only_what_it_captured(limit):
+    for case in cases.cases(limit):
+        for step in case.steps:
+            if isinstance(step, cases.Replay | cases.Soak):
+                assert step.size in case.sizes, (case.name, step)
+
+
+def test_a_back_end_that_declines_is_skipped_with_its_reason(run, subject):
+    from dataclasses import replace
+
+    result = run("fresh-data", replace(subject, refuse=lambda inputs: "too small for me"))
+    assert result.status == "skipped"
+    assert "too small for me" in result.reason
+
+
+def test_a_back_end_that_raises_is_a_failure_and_no_crash(run, subject):
+    from dataclasses import replace
+
+    def prepare(call):
+        raise ZeroDivisionError("in the kernel")
+
+    result = run("fresh-data", replace(subject, prepare=prepare))
+    assert broken(result) == {"runs"}
+    assert "in the kernel" in result.findings[0]["message"]
+    assert broken(result) <= set(ORACLES)
+
+
+def test_the_harness_never_imports_vllm():
+    code = (
+        "import sys\n"
+        "sys.modules['vllm'] = None\n"
+        "from vllm_aiter_mla.verify import session, terminal, report, inductor, graphs, selftest\n"
+        "found = session.run(session.Request(backend=('reference',), only=('fresh-data',), variant=('fp8',)))\n"
+        "print(found.status, [name for name in sys.modules if name.startswith('vllm.')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split(maxsplit=1) == ["0", "[]\n"], done.stderr[-2000:]

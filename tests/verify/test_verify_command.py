@@ -1,0 +1,196 @@
+"""The command line, its files and exit statuses, and the pytest plugin."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from vllm_aiter_mla.commands.verify import verify
+from vllm_aiter_mla.verify import backends, faults, session
+from vllm_aiter_mla.verify.backends import HERE, Available
+
+ROOT = Path(__file__).resolve().parents[2]
+on_cpu = pytest.mark.skipif(backends.has_gpu(), reason="says what a machine without a GPU says")
+
+
+@pytest.fixture
+def cli():
+    app = typer.Typer()
+    app.command()(verify)
+    return lambda *arguments: CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """A back end called "reference" that reads a scale once and never again."""
+    (fault,) = (fault for fault in faults.FAULTS if fault.name == "scale-baked-in")
+    right = backends.find("reference").load
+    monkeypatch.setitem(
+        backends._FINDERS, "reference", lambda: Available("reference", HERE, load=lambda: fault.plant(right()))
+    )
+
+
+ONE = ("--backend", "reference", "--only", "fresh-data", "--variant", "fp8")
+
+
+@on_cpu
+def test_a_run_without_a_gpu_says_so_and_exits_0(cli):
+    done = cli(*ONE)
+    assert done.exit_code == 0, done.output
+    assert "graph capture: not available on this machine" in done.output
+    assert "eager replay" in done.output
+    assert "fresh-data" in done.output
+    assert "cache-elsewhere" in done.output
+    assert "1 passed, 0 failed" in done.output
+
+
+def test_a_failure_exits_1_and_prints_the_command_that_repeats_it(cli, faulty):
+    done = cli("--backend", "reference", "--only", "scales-*", "--only", "fresh-data", "--quick", "--seed", "7")
+    assert done.exit_code == 1
+    (line,) = {line.strip() for line in done.output.splitlines() if "reproduce:" in line and "--variant fp8" in line}
+    arguments = shlex.split(line.removeprefix("reproduce: vllm-aiter-mla verify "))
+    assert arguments[:6] == ["--backend", "reference", "--only", "scales-changed", "--variant", "fp8"]
+    again = cli(*arguments)
+    assert again.exit_code == 1
+    assert "1 failed" in again.output
+
+
+def test_nothing_to_run_exits_2_with_the_reason(cli, monkeypatch):
+    monkeypatch.setitem(backends._FINDERS, "aiter", lambda: Available("aiter", reason="no such card"))
+    done = cli("--backend", "aiter")
+    assert done.exit_code == 2
+    assert "no such card" in done.output
+
+
+@pytest.mark.parametrize("option", ["--only", "--backend", "--variant"])
+def test_an_unknown_name_exits_2_and_lists_what_there_is(cli, option):
+    done = cli("--backend", "reference", option, "no-such-thing")
+    assert done.exit_code == 2
+    assert "no-such-thing" in done.output
+    assert "there are" in done.output
+
+
+def test_a_back_end_that_breaks_while_it_is_looked_for_is_missing_not_a_crash(cli, monkeypatch):
+    def explode():
+        raise OSError("rocminfo: not found")
+
+    monkeypatch.setitem(backends._FINDERS, "aiter", explode)
+    done = cli("--backend", "aiter", "--backend", "reference", "--only", "fresh-data", "--quick")
+    assert done.exit_code == 0
+    assert "rocminfo: not found" in done.output
+
+
+def test_json_holds_results_and_commands(cli, tmp_path):
+    path = tmp_path / "out.json"
+    assert cli(*ONE, "--repeat", "2", "--json", str(path)).exit_code == 0
+    found = json.loads(path.read_text())
+    assert found["status"] == 0
+    assert [result["seed"] for result in found["results"]] == [0, 1]
+    assert all(result["command"].startswith("vllm-aiter-mla verify") for result in found["results"])
+    assert "torch" in found["machine"]
+
+
+def test_junit_holds_failures_with_their_oracle(cli, faulty, tmp_path):
+    path = tmp_path / "out.xml"
+    assert (
+        cli(
+            "-b", "reference", "-k", "scales-changed", "-k", "fresh-data", "--variant", "fp8", "--junit", str(path)
+        ).exit_code
+        == 1
+    )
+    suite = ElementTree.parse(path).getroot().find("testsuite")
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    failure = suite.find("testcase/failure")
+    assert failure.get("type") == "query-nope"
+    assert "reproduce: vllm-aiter-mla verify" in failure.text
+
+
+def test_list_prints_cases_and_oracles_and_runs_nothing(cli):
+    done = cli("--list")
+    assert done.exit_code == 0
+    assert "mixed-batch-piecewise: " in done.output
+    assert "no-table-copy: " in done.output
+
+
+@on_cpu
+def test_self_test_prints_every_fault_and_the_count(cli):
+    done = cli("--self-test")
+    count = len(faults.FAULTS)
+    assert done.exit_code == 0, done.output
+    assert f"{count}/{count} planted faults caught" in done.output
+    assert all(f"caught {fault.name}: " in done.output for fault in faults.FAULTS)
+
+
+@pytest.mark.mutation
+def test_mutation_self_test_with_a_fault_that_slips_through_exits_1(cli, monkeypatch):
+    harmless = faults.Fault("harmless", "nothing", "fresh-data", "query-nope", lambda subject: subject)
+    monkeypatch.setattr("vllm_aiter_mla.verify.selftest.FAULTS", [harmless])
+    done = cli("--self-test")
+    assert done.exit_code == 1
+    assert "MISSED harmless" in done.output
+    assert "0/1" in done.output
+
+
+def test_the_interpreting_process_that_dies_is_a_failure(monkeypatch):
+    def die(request):
+        raise RuntimeError("the interpreting process ended with status 1: out of luck")
+        yield
+
+    monkeypatch.setattr(session.interpreted, "run", die)
+    monkeypatch.setitem(backends._FINDERS, "triton", lambda: Available("triton", backends.INTERPRETED))
+    found = session.run(session.Request(backend=("triton",)))
+    assert found.status == session.FAILED
+    assert "out of luck" in found.results[0].findings[0]["message"]
+
+
+def plugin(tmp_path, *arguments):
+    (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "vllm_aiter_mla.verify.pytest_plugin",
+    ]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    # An entry point that is installed already would register the options twice.
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+    )
+
+
+def test_the_plugin_adds_the_cases_to_a_run_of_another_project(tmp_path):
+    done = plugin(
+        tmp_path,
+        "--aiter-mla-verify",
+        "--aiter-mla-backend=reference",
+        "--aiter-mla-only=fresh-data",
+        "--aiter-mla-quick",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+
+
+def test_the_plugin_does_nothing_without_its_option(tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        "import sys\ndef pytest_sessionfinish(session):\n    assert 'torch' not in sys.modules\n"
+    )
+    done = plugin(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
+def test_the_plugin_refuses_an_unknown_case(tmp_path):
+    done = plugin(tmp_path, "--aiter-mla-verify", "--aiter-mla-only=nonsense")
+    assert done.returncode == 4
+    assert "nonsense" in done.stdout + done.stderr

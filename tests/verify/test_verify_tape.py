@@ -1,0 +1,114 @@
+"""The tape: a replay repeats what was recorded, and nothing that Python would decide anew."""
+
+import torch
+
+from vllm_aiter_mla.verify.engines import TapeEngine
+from vllm_aiter_mla.verify.subject import Segment
+from vllm_aiter_mla.verify.tape import Watch, launch_foreign, recording
+
+
+def record(run):
+    with recording() as tape:
+        result = run()
+    return tape, result
+
+
+def test_a_replay_reads_buffers_anew_and_writes_where_it_wrote():
+    x = torch.ones(3)
+    tape, out = record(lambda: (x * 2).view(3, 1).float() + 1)
+    x.fill_(5)
+    tape.replay()
+    assert out.flatten().tolist() == [11, 11, 11]
+
+
+def test_a_replay_keeps_a_python_branch_a_shape_and_a_number_of_the_recording():
+    state = {"double": True, "rows": 2, "scale": 3.0}
+    x = torch.ones(4)
+
+    def run():
+        part = x[: state["rows"]] * state["scale"]
+        return part * 2 if state["double"] else part
+
+    tape, out = record(run)
+    state.update(double=False, rows=4, scale=100.0)
+    tape.replay()
+    assert out.tolist() == [6, 6]
+
+
+def test_a_number_read_from_a_tensor_is_frozen_and_noted_as_a_synchronisation():
+    x, scale = torch.ones(2), torch.tensor([2.0])
+    tape, out = record(lambda: x * float(scale.item()))
+    scale.fill_(7)
+    tape.replay()
+    assert out.tolist() == [2, 2]
+    assert tape.syncs == ["aten._local_scalar_dense"]
+
+
+def test_shapes_that_depend_on_data_are_synchronisations():
+    x = torch.tensor([1.0, 0.0])
+    assert record(lambda: x[x > 0])[0].syncs
+    assert record(lambda: x.nonzero())[0].syncs
+    assert not record(lambda: torch.where(x > 0, x, 0.0))[0].syncs
+
+
+def test_fresh_memory_keeps_what_it_held():
+    tape, out = record(lambda: torch.empty(2))
+    out.fill_(float("nan"))
+    tape.replay()
+    assert out.isnan().all()
+    assert tape.names() == []
+
+
+def test_writes_in_place_are_repeated():
+    x, total = torch.ones(2), torch.zeros(2)
+    tape, _ = record(lambda: total[:1].add_(x[:1]))
+    tape.replay()
+    assert total.tolist() == [2, 0]
+
+
+def test_a_launch_outside_aten_is_one_entry_and_is_repeated():
+    x, out = torch.ones(2), torch.zeros(2)
+
+    def kernel():
+        out.copy_(x * 3)
+
+    tape, _ = record(lambda: launch_foreign("kernel", kernel))
+    x.fill_(2)
+    tape.replay()
+    assert tape.names() == ["kernel"]
+    assert out.tolist() == [6, 6]
+
+
+def test_an_eager_segment_between_two_captured_ones_runs_anew():
+    x, middle, seen = torch.ones(1), torch.zeros(1), []
+    outputs = {}
+
+    def first():
+        outputs["a"] = x + 1
+        return outputs
+
+    def between():
+        seen.append(1)
+        middle.copy_(outputs["a"])
+        return outputs
+
+    def last():
+        outputs["b"] = middle * 10
+        return outputs
+
+    captured = TapeEngine().capture([Segment(True, first), Segment(False, between), Segment(True, last)], "", False)
+    x.fill_(4)
+    captured.replay()
+    assert len(seen) == 2
+    assert captured.outputs["b"].tolist() == [50]
+
+
+def test_the_watch_tells_held_memory_from_a_temporary():
+    watch, kept = Watch(), []
+    with watch:
+        torch.empty(1000)
+        kept.append(torch.empty(10))
+        kept.append(kept[0].view(2, 5))
+    assert watch.live_bytes() == 40
+    kept.clear()
+    assert watch.live_bytes() == 0

@@ -1,0 +1,1 @@
+"""The ops that a rewritten graph calls."""

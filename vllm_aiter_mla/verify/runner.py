@@ -1,0 +1,296 @@
+"""One case with one back end on one engine: build the buffers, capture, take the steps, check."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import zlib
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_aiter_mla.verify import census, oracles
+from vllm_aiter_mla.verify.cases import Case, Change, Eager, Launches, Replay, Soak, Step
+from vllm_aiter_mla.verify.engines import Captured, CaptureError, Engine, run_eager
+from vllm_aiter_mla.verify.oracles import Finding
+from vllm_aiter_mla.verify.setting import Geometry, Variant
+from vllm_aiter_mla.verify.subject import Outputs, Segment, Subject, build, query_name
+from vllm_aiter_mla.verify.world import Batch, World, nan_byte
+
+# How often a long run is compared with the reference.
+SOAK_CHECKS = 4
+# What a long run may claim outside torch's books: other processes share the device.
+UNCLAIMED_GROWTH = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a run is like, beside its cases.
+
+    Attributes:
+        geometry: the layer.
+        limit: L, the last capture size.
+        seed: of every case's data, together with the case's name.
+        soak: replays of a long run.
+    """
+
+    geometry: Geometry
+    limit: int
+    seed: int = 0
+    soak: int = 1000
+
+
+@dataclass
+class Result:
+    """Outcome of a case.
+
+    Attributes:
+        case: its name; likewise ``variant``, ``backend``, ``engine``.
+        status: "passed", "failed" or "skipped".
+        reason: why it was skipped.
+        findings: what broke, in order, as {"oracle", "message", "step"}.
+        captures: graphs captured.
+        replays: replays made.
+        checks: steps compared with the reference.
+        launches: the census of each captured size, in words.
+        seconds: wall clock.
+        seed: the run's seed.
+    """
+
+    case: str
+    variant: str
+    backend: str
+    engine: str
+    seed: int = 0
+    status: str = "passed"
+    reason: str = ""
+    findings: list[dict[str, str]] = field(default_factory=list)
+    captures: int = 0
+    replays: int = 0
+    checks: int = 0
+    launches: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def add(self, findings: list[Finding], step: str) -> None:
+        """Note broken oracles."""
+        self.findings += [{"oracle": f.oracle, "message": f.message, "step": step} for f in findings]
+        if findings:
+            self.status = "failed"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def run_case(case: Case, variant: Variant, subject: Subject, engine: Engine, options: Options) -> Result:
+    """Run one case; a fault of the subject is a finding, never an exception."""
+    result = Result(case.name, variant.name, subject.name, engine.name, options.seed)
+    started = time.monotonic()
+    try:
+        with torch.no_grad():
+            if case.kind == "compiled":
+                from vllm_aiter_mla.verify import inductor
+
+                result.add(inductor.run(case, variant, subject, engine, options), "compiled")
+            else:
+                _Run(case, variant, subject, engine, options, result).go()
+    except _StopError:
+        pass
+    except CaptureError as error:
+        result.add([Finding("runs", f"the capture failed: {_line(error)}")], "capture")
+    except Exception as error:
+        result.add([Finding("runs", f"{type(error).__name__}: {_line(error)}")], "run")
+    result.seconds = time.monotonic() - started
+    return result
+
+
+class _StopError(Exception):
+    """The case cannot go on; the result says why."""
+
+
+class _Run:
+    """The state of one case under way."""
+
+    def __init__(
+        self, case: Case, variant: Variant, subject: Subject, engine: Engine, options: Options, result: Result
+    ) -> None:
+        self.case, self.subject, self.engine, self.options, self.result = case, subject, engine, options, result
+        seed = zlib.crc32(f"{options.seed}/{case.name}/{variant.name}".encode())
+        self.world = World(options.geometry, variant, options.limit, case.layers, case.width, engine.device, seed)
+        self.attends = case.kind in ("full", "piecewise")
+        self.captured: dict[int, Captured] = {}
+        # A pool of an earlier case is gone with its graphs: names are never used twice.
+        self.pools = f"run {next(_runs)}"
+        self.segments: dict[int, list[Segment]] = {}
+
+    def go(self) -> None:
+        """Everything, in order."""
+        for size in self.case.sizes:
+            reason = self.subject.refuse(self.world.inputs(self.world.layers[0], size, self._slots(size)))
+            if reason is not None:
+                self.result.status, self.result.reason = "skipped", f"{self.subject.name} declines T={size}: {reason}"
+                raise _StopError
+        for size in sorted(self.case.sizes, reverse=True):
+            self._capture(size)
+        for number, step in enumerate(self.case.steps, 1):
+            found = self._step(step)
+            self.result.add(found, f"step {number}: {step}")
+            if found:
+                raise _StopError
+
+    def _slots(self, size: int) -> int:
+        return size - self.case.missing_slots
+
+    def _program(self, size: int) -> list[Segment]:
+        if size not in self.segments:
+            self.segments[size] = build(self.case.kind, self.world, self.subject, size, self._slots(size))
+        return self.segments[size]
+
+    def _capture(self, size: int) -> None:
+        """Warm up, probe, capture; then nothing may have been written, for no row had a slot."""
+        batch = {"kernel": Batch(1), "full": Batch(size), "piecewise": Batch(1, dummy=True)}[self.case.kind]
+        self.world.before_capture(size, batch)
+        before = oracles.prepare(self.world, self.subject, size, self._slots(size), attends=False)
+        segments = build(self.case.kind, self.world, self.subject, size, self._slots(size))
+        outputs = run_eager(segments)  # compiles and loads whatever the first call of a size compiles and loads
+        self.engine.synchronize()
+        found = oracles.check_probe(self.engine.probe(segments), self.options.geometry.max_position)
+        if any(finding.oracle == "no-sync" for finding in found):
+            self.result.add(found, f"before the capture of T={size}")
+            raise _StopError
+        pool = self.pools if self.case.shared_pool else f"{self.pools}, T={size}"
+        self.captured[size] = self.engine.capture(segments, pool, self.case.side_stream)
+        self.result.captures += len(self.captured[size].recorded)
+        self._note_launches(size)
+        # A back end may have left rows undefined here; only what must be true of a run without slots is checked.
+        found += [f for f in oracles.check(self.world, self.subject, before, outputs) if f.oracle not in _VALUES]
+        self.result.add(found, f"capture of T={size}")
+        if found:
+            raise _StopError
+
+    def _note_launches(self, size: int) -> None:
+        for recorded in self.captured[size].recorded[:1]:
+            if recorded.syncs:
+                self.result.add([Finding("no-sync", f"met while capturing: {recorded.syncs}")], f"capture of T={size}")
+            text = recorded.census.text() if recorded.census else recorded.no_census
+            self.result.launches[str(size)] = text
+
+    def _step(self, step: Step) -> list[Finding]:
+        if isinstance(step, Replay):
+            return self._replay(step)
+        if isinstance(step, Eager):
+            return self._eager(step)
+        if isinstance(step, Soak):
+            return self._soak(step)
+        if isinstance(step, Launches):
+            return self._launches()
+        assert isinstance(step, Change)
+        self.world.change(step.what)
+        return []
+
+    def _replay(self, step: Replay) -> list[Finding]:
+        before = self._next(step.size, step.rows, step.prefill, step.fresh)
+        captured = self.captured[step.size]
+        self._poison(captured.outputs)
+        if step.side:
+            self.engine.on_side_stream(captured.replay)
+        else:
+            captured.replay()
+        self.engine.synchronize()
+        self.result.replays += 1
+        return self._check(before, captured.outputs)
+
+    def _eager(self, step: Eager) -> list[Finding]:
+        before = self._next(step.size, step.rows, step.prefill, ("data", "positions", "slots"))
+        outputs = run_eager(self._program(step.size))
+        self.engine.synchronize()
+        return self._check(before, outputs)
+
+    def _next(self, size: int, rows: int | None, prefill: int, fresh: tuple[str, ...]) -> oracles.Before:
+        rows = self._slots(size) if rows is None else rows
+        self.world.step(size, Batch(rows, prefill), fresh)
+        return oracles.prepare(self.world, self.subject, size, self._slots(size), self.attends)
+
+    def _check(self, before: oracles.Before, outputs: Outputs) -> list[Finding]:
+        self.result.checks += 1
+        return oracles.check(self.world, self.subject, before, outputs)
+
+    def _poison(self, outputs: Outputs) -> None:
+        """Fill the prepared queries with NaN: what a replay does not write is seen by whoever reads it."""
+        for i in range(len(self.world.layers)):
+            query = outputs[query_name(i)]
+            if query.numel():
+                query.view(torch.uint8).fill_(nan_byte(query.dtype))
+
+    def _soak(self, step: Soak) -> list[Finding]:
+        """Many replays in ``SOAK_CHECKS`` portions: compare after each, and hold the memory against the first."""
+        captured = self.captured[step.size]
+        portion = max(self.options.soak // SOAK_CHECKS, 1)
+        alone = all(segment.captured for segment in self._program(step.size))
+        held = (0, 0)
+        for check in range(SOAK_CHECKS):
+            findings = self._many(captured, portion, alone) + self._replay(Replay(step.size))
+            if findings:
+                return findings
+            # What the first portion leaves behind is no growth.
+            if check == 0:
+                held = self._memory()
+        return _growth(held, self._memory(), portion * (SOAK_CHECKS - 1))
+
+    def _memory(self) -> tuple[int, int]:
+        return self.engine.live_bytes(), self.engine.unclaimed_bytes()
+
+    def _many(self, captured: Captured, times: int, alone: bool) -> list[Finding]:
+        """Replay ``times`` times; where nothing eager lies between the graphs, nobody may ask for memory."""
+        asked = self.engine.allocations()
+        for _ in range(times):
+            captured.replay()
+        self.engine.synchronize()
+        self.result.replays += times
+        again = self.engine.allocations()
+        if not alone or asked is None or again is None or again == asked:
+            return []
+        return [Finding("memory", f"{times} replays asked {again - asked} times for memory")]
+
+    def _launches(self) -> list[Finding]:
+        findings = []
+        for size, captured in self.captured.items():
+            for recorded in captured.recorded:
+                if recorded.census is None:
+                    if self.result.status == "passed":
+                        self.result.status, self.result.reason = "skipped", recorded.no_census
+                    continue
+                wrong = census.violation(self.subject.name, recorded.census, self.case.layers, self._budget(size))
+                if wrong is not None:
+                    findings.append(Finding("launches", f"T={size}: {wrong}"))
+        return findings
+
+    def _budget(self, size: int) -> int | None:
+        """Launches of the subject's plain call at this size, counted in a capture of its own."""
+        plain = self.subject.plain
+        if plain is None:
+            return None
+        inputs = self.world.inputs(self.world.layers[0], size, self._slots(size))
+        segment = Segment(True, lambda: {query_name(0): plain(inputs)})
+        segment.run()
+        found = self.engine.capture([segment], f"{self.pools}, plain, T={size}", False).recorded[0].census
+        return None if found is None else found.launches
+
+
+_runs = itertools.count()
+_VALUES = ("query-nope", "query-rope", "finite")
+
+
+def _growth(held: tuple[int, int], now: tuple[int, int], replays: int) -> list[Finding]:
+    findings = []
+    if now[0] > held[0]:
+        findings.append(Finding("memory", f"{now[0] - held[0]} bytes more are held after {replays} more replays"))
+    if now[1] > held[1] + UNCLAIMED_GROWTH:
+        findings.append(Finding("memory", f"{now[1] - held[1]} bytes more are in use outside torch's allocator"))
+    return findings
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__

@@ -1,0 +1,247 @@
+"""A whole run: which cases, with which back ends, on what; and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+
+from vllm_aiter_mla.verify import backends, devices, interpreted
+from vllm_aiter_mla.verify.backends import Available
+from vllm_aiter_mla.verify.cases import Case, cases
+from vllm_aiter_mla.verify.engines import Engine, TapeEngine
+from vllm_aiter_mla.verify.runner import Options, Result, run_case
+from vllm_aiter_mla.verify.setting import REAL, SMALL, Variant, variants
+
+NO_GRAPHS = "graph capture: not available on this machine"
+PASSED, FAILED, NOTHING = 0, 1, 2
+# Neither is a power of two: L itself is a capture size of its own.
+CPU_LIMIT, GPU_LIMIT, INTERPRETED_LIMIT = 12, 96, 9
+CPU_REPLAYS, GPU_REPLAYS, QUICK_REPLAYS = 1000, 5000, 100
+# The cases need eight tokens; 1,024 requests of eight tokens each are vLLM's default on MI300X with seven drafts.
+LIMITS = (8, 8192)
+
+
+class NoSuchError(ValueError):
+    """A case, variant or back end that does not exist, or a limit out of range; the message says what there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for; None is the machine's default.
+
+    Attributes:
+        backend: names of back ends, empty for all.
+        only: case names or patterns like ``long-*``, empty for all.
+        variant: names of variants, empty for all.
+        seed: of the first round.
+        repeat: rounds, each with the next seed.
+        quick: fewer variants and cases, and short long runs.
+        limit: L, the last capture size.
+        replays: of a long run.
+    """
+
+    backend: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    variant: tuple[str, ...] = ()
+    seed: int = 0
+    repeat: int = 1
+    quick: bool = False
+    limit: int | None = None
+    replays: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One back end's part of a run: its cases times its variants."""
+
+    backend: Available
+    cases: tuple[Case, ...]
+    variants: tuple[Variant, ...]
+    options: Options
+
+    @property
+    def size(self) -> int:
+        """Results it will give."""
+        return len(self.cases) * len(self.variants)
+
+
+@dataclass
+class Session:
+    """A run and its outcome.
+
+    Attributes:
+        request: what was asked for.
+        machine: card and versions.
+        engine: how graphs were replayed.
+        missing: back ends that are not here, and why.
+        results: one per case, variant, back end and round.
+    """
+
+    request: Request
+    machine: dict[str, str]
+    engine: str
+    missing: dict[str, str] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        """Exit status: 0 all passed, 1 something failed, 2 nothing could be run."""
+        states = {result.status for result in self.results}
+        if "failed" in states:
+            return FAILED
+        return PASSED if "passed" in states else NOTHING
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "status": self.status,
+            "machine": self.machine,
+            "engine": self.engine,
+            "missing": self.missing,
+            "results": [r.as_dict() | {"command": command(r, self.request)} for r in self.results],
+        }
+
+
+def engine_here() -> Engine:
+    """Real graphs where there is a GPU, eager replay elsewhere.
+
+    Eager replay sets torch to one thread: its tensors are tiny, and threads that wait for one another took more than
+    twice as long on two shared cores.
+    """
+    if backends.has_gpu():
+        from vllm_aiter_mla.verify.graphs import GraphEngine
+
+        return GraphEngine()
+    torch.set_num_threads(1)
+    return TapeEngine()
+
+
+def native_fp8() -> torch.dtype:
+    """The card's fp8 type; e4m3fn on a CPU."""
+    from vllm_aiter_mla.kernels.platform import detect_platform
+
+    return detect_platform().fp8
+
+
+def plan(request: Request, engine: Engine) -> tuple[list[Job], dict[str, str]]:
+    """The jobs of one round, and the back ends that are missing.
+
+    Raises:
+        NoSuchError: an unknown name, or a limit outside ``LIMITS``.
+    """
+    low, high = LIMITS
+    if request.limit is not None and not low <= request.limit <= high:
+        raise NoSuchError(f"--limit {request.limit}: between {low} and {high} tokens expected")
+    jobs, missing = [], {}
+    for name in _chosen(request.backend, backends.known(), "back end"):
+        found = backends.find(name)
+        if found.where:
+            jobs.append(_job(request, engine, found))
+        else:
+            missing[name] = found.reason
+    return jobs, missing
+
+
+def _job(request: Request, engine: Engine, found: Available) -> Job:
+    here = found.where == backends.HERE
+    limit, replays = (GPU_LIMIT, GPU_REPLAYS) if engine.graphs else (CPU_LIMIT, CPU_REPLAYS)
+    if not here:
+        limit, replays = INTERPRETED_LIMIT, interpreted.SOAK
+    elif request.quick:
+        replays = QUICK_REPLAYS
+    options = Options(
+        geometry=REAL if engine.graphs else SMALL,
+        limit=request.limit or limit,
+        seed=request.seed,
+        soak=request.replays or replays,
+    )
+    every = cases(options.limit)
+    names = _chosen(request.only, tuple(case.name for case in every), "case")
+    # A case or variant asked for by name is run, however long it takes.
+    wanted = tuple(c for c in every if c.name in names and (request.only or c.quick or (here and not request.quick)))
+    kinds = variants(engine.device, native_fp8(), quick=(request.quick or not here) and not request.variant)
+    chosen = _chosen(request.variant, tuple(kind.name for kind in kinds), "variant")
+    return Job(found, wanted, tuple(kind for kind in kinds if kind.name in chosen), options)
+
+
+def _chosen(asked: tuple[str, ...], known: tuple[str, ...], what: str) -> tuple[str, ...]:
+    for pattern in asked:
+        if not any(fnmatch(name, pattern) for name in known):
+            raise NoSuchError(f"no {what} called {pattern!r}; there are {', '.join(known)}")
+    return tuple(name for name in known if not asked or any(fnmatch(name, pattern) for pattern in asked))
+
+
+def run(
+    request: Request,
+    started: Callable[[Session, int], None] = lambda session, total: None,
+    done: Callable[[Result], None] = lambda result: None,
+) -> Session:
+    """Run it all.
+
+    Args:
+        request: what to run.
+        started: told the session, and how many results will come.
+        done: told each result.
+
+    Raises:
+        NoSuchError: an unknown case, variant or back end.
+    """
+    engine = engine_here()
+    jobs, missing = plan(request, engine)
+    session = Session(request, devices.machine(), engine.name, missing)
+    started(session, sum(job.size for job in jobs) * request.repeat)
+    for round_ in range(request.repeat):
+        for job in jobs:
+            options = replace(job.options, seed=request.seed + round_)
+            for result in run_job(replace(job, options=options), engine):
+                session.results.append(result)
+                done(result)
+    return session
+
+
+def run_job(job: Job, engine: Engine) -> Iterator[Result]:
+    """The results of one back end's cases as they come; ``engine`` runs those that run in this process."""
+    if job.backend.where == backends.INTERPRETED:
+        yield from _interpreted(job)
+        return
+    assert job.backend.load is not None
+    for variant in job.variants:
+        for case in job.cases:
+            # A new back end for each case: what one leaves behind must not help or harm the next.
+            yield run_case(case, variant, job.backend.load(), engine, job.options)
+
+
+def _interpreted(job: Job) -> Iterator[Result]:
+    names = [case.name for case in job.cases]
+    request = {
+        "cases": names,
+        "variants": [variant.name for variant in job.variants],
+        "limit": job.options.limit,
+        "seed": job.options.seed,
+        "soak": job.options.soak,
+    }
+    try:
+        for answer in interpreted.run(request):
+            yield Result(**answer)
+    except RuntimeError as error:
+        broken = Result(names[0], job.variants[0].name, job.backend.name, "eager replay, interpreted", job.options.seed)
+        broken.status = "failed"
+        broken.findings.append({"oracle": "runs", "message": str(error), "step": "start"})
+        yield broken
+
+
+def command(result: Result, request: Request) -> str:
+    """The one command that runs this case alone, with the same data."""
+    parts = ["vllm-aiter-mla verify", f"--backend {result.backend}", f"--only {result.case}"]
+    parts += [f"--variant {result.variant}", f"--seed {result.seed}"]
+    if request.limit is not None:
+        parts.append(f"--limit {request.limit}")
+    if request.replays is not None:
+        parts.append(f"--replays {request.replays}")
+    elif request.quick:
+        parts.append("--quick")
+    return " ".join(parts)
