@@ -124,7 +124,7 @@ def test_every_log_line_is_explained(line: str) -> None:
         ("worker.py", "no verdict could be said"),
         ("runtime/selfcheck.py", "its kernel could not be checked: "),
         ("runtime/selfcheck.py", "this layer shape falls back to vLLM's own kernels"),
-        ("kernels/aiter/selfcheck.py", "self-check "),
+        ("kernels/selfcheck.py", "self-check "),
         ("runtime/fused.py", "is being captured without a "),
         ("runtime/attention.py", "is inside a piecewise graph"),
         ("kernels/aiter/backend.py", "first AITER call of a layer shape "),

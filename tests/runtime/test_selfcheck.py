@@ -12,8 +12,8 @@ from passes.stubs import BLOCK_SIZE, StubLayer
 from runtime.opcalls import layer_of
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import reference, select
-from vllm_aiter_mla.kernels.aiter.selfcheck import synthetic_inputs
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.kernels.selfcheck import synthetic_inputs
 from vllm_aiter_mla.runtime import kernel, selfcheck
 from vllm_aiter_mla.settings import SettingsError
 
