@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_aiter_mla.admission import ConfigView, admit_config
-from vllm_aiter_mla.compat import layer_view
+from vllm_aiter_mla.compat import kernels as vllm_kernels
+from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import fp8, reference
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.module import load_fp8_gemm
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.selfcheck import LayerShape, self_check, synthetic_inputs
-from vllm_aiter_mla.runtime import absorb as layer_absorb
-from vllm_aiter_mla.runtime.stock import StockBackend
+from vllm_aiter_mla.kernels.stock import StockBackend
 from vllm_aiter_mla.sandbox.fake_aiter import gemm, install, op
 
 ARCHES = ("gfx942", "gfx950")
@@ -159,7 +159,7 @@ def test_the_triton_kernel_declines_and_the_gate_says_so_beforehand() -> None:
 def test_vllms_own_kernels_multiply_by_the_same_gemm(arch, monkeypatch) -> None:
     given_ = operands(arch, cache=torch.bfloat16)
     monkeypatch.setattr(StockBackend, "_rotate_and_write", lambda *arguments: None)
-    q_out = StockBackend().prepare(given_)
+    q_out = StockBackend(vllm_kernels).prepare(given_)
     assert gemm.calls == [(4, 7)]
     assert bf16_steps(q_out[..., :512], reference.absorbed(given_, given_.q[..., :128])) <= 1
 
@@ -171,13 +171,13 @@ def layer(**attributes) -> SimpleNamespace:
 
 def test_a_layers_weight_is_read_as_vllm_keeps_it() -> None:
     plain = layer(W_UK_T=torch.zeros(4, 128, 512, dtype=torch.float16))
-    assert layer_absorb.weight_of(plain) == (plain.W_UK_T, None)
-    assert layer_view.activation_dtype(plain) == torch.float16
+    assert compat_layer.absorb_weight(plain) == (plain.W_UK_T, None)
+    assert compat_layer.activation_dtype(plain) == torch.float16
     codes, scale = torch.zeros(4, 512, 128).to(torch.float8_e4m3fn), torch.tensor(0.5)
     held = layer(is_aiter_triton_fp8_bmm_enabled=True, W_K=codes, W_K_scale=scale)
-    weight, found = layer_absorb.weight_of(held)
+    weight, found = compat_layer.absorb_weight(held)
     assert (weight.shape, weight.data_ptr(), found) == ((4, 128, 512), codes.data_ptr(), scale)
-    assert layer_view.activation_dtype(held) == torch.bfloat16
+    assert compat_layer.activation_dtype(held) == torch.bfloat16
 
 
 @pytest.mark.mutation

@@ -217,10 +217,10 @@ def _forward_context(config: Any) -> Any:
 
 
 def _point(graph: Any, layers: int, config: Any) -> Point:
-    from vllm_aiter_mla.compat import config_view
+    from vllm_aiter_mla.compat import config as compat_config
     from vllm_aiter_mla.passes import pipeline
 
-    settings = config_view.settings_of(config)
+    settings = compat_config.settings_of(config)
     stock = _stock_pass(config)
     ours_s, counts = _least(lambda g: pipeline.rewrite(g, settings), graph, layers, OURS_RUNS)
     stock_s, _ = _least(stock, graph, layers, STOCK_RUNS if layers < 64 else 1)

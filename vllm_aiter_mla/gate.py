@@ -22,7 +22,8 @@ from typing import Any
 from vllm_aiter_mla import bucket, worker
 from vllm_aiter_mla.admission import MLA_ATTENTION_OP, Refusal, admit_config
 from vllm_aiter_mla.census import record as announce
-from vllm_aiter_mla.compat import config_view, log, user_pass
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import log, user_pass
 from vllm_aiter_mla.compat.patches import gauge, platform_hook, worker_hook
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, STRICT_OPTION, Settings, SettingsError, unused_options
 
@@ -51,13 +52,13 @@ def apply(vllm_config: Any) -> Decision:
     Raises:
         SettingsError: an option is wrong, or, in strict mode, the fast path has to step aside.
     """
-    settings = config_view.settings_of(vllm_config)
+    settings = compat_config.settings_of(vllm_config)
     if not settings.enabled:
         _warn_of_unused(settings)
         return Decision(settings)
     compilation = vllm_config.compilation_config
     engaged = worker.engaged_pass(vllm_config)
-    refusal = admit_config(config_view.view_of(vllm_config, settings))
+    refusal = admit_config(compat_config.view_of(vllm_config, settings))
     if refusal is None and engaged is None:
         refusal = user_pass.why_not_chainable(compilation)
     if refusal is not None:
@@ -119,7 +120,7 @@ def _decline(vllm_config: Any, refusal: Refusal, settings: Settings) -> None:
 def _record(vllm_config: Any, refusal: Refusal) -> None:
     """Leave the refusal where programs look for the census; whatever goes wrong there, the engine starts."""
     try:
-        layers = config_view.mla_layers(vllm_config.model_config)
+        layers = compat_config.mla_layers(vllm_config.model_config)
         announce.declined(refusal.code, refusal.message, layers, str(vllm_config.cache_config.cache_dtype))
     except Exception as error:
         log.say_once(logging.WARNING, f"the census could not be written: {type(error).__name__}: {error}")

@@ -47,7 +47,7 @@ CALLS = Calls(gate=_gate, attach=_attach)
 
 
 def _register_ops() -> None:
-    from vllm_aiter_mla.runtime.ops import register as define_ops
+    from vllm_aiter_mla.ops.register import register as define_ops
 
     define_ops()
 

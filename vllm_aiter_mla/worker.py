@@ -13,7 +13,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm_aiter_mla.compat import config_view, log, user_pass
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import log, user_pass
 from vllm_aiter_mla.compat.patches import worker_hook
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 
@@ -29,7 +30,7 @@ def attach(worker: Any) -> None:
 
 def _attach(worker: Any) -> None:
     config = worker.vllm_config
-    if not config_view.settings_of(config).enabled or engaged_pass(config) is None:
+    if not compat_config.settings_of(config).enabled or engaged_pass(config) is None:
         return
     worker_hook.after(worker, "load_model", check_kernels)
     worker_hook.after(worker, "compile_or_warm_up_model", take_census)
@@ -139,7 +140,7 @@ def _guarded(config: Any, what: str, step: Callable[[], None], *, checks_kernels
 
 def _is_strict(config: Any) -> bool:
     """Whether strict mode was asked for, from where it can be read: the options, or the pass that was made of them."""
-    for read in (config_view.settings_of, lambda config: engaged_pass(config).settings):
+    for read in (compat_config.settings_of, lambda config: engaged_pass(config).settings):
         try:
             return bool(read(config).strict)
         except Exception:

@@ -18,13 +18,12 @@ def attention_does_not_split() -> None:
 
 def fused_op_branches_on_metadata() -> None:
     """The fused op writes KV rows for decode batches as Python sees them, and for no others."""
-    from vllm_aiter_mla.ops import bodies
-    from vllm_aiter_mla.runtime import context
+    from vllm_aiter_mla.ops import adapter, bodies
 
     inner = bodies.fused_prepare
 
     def fused_prepare(ctx, *operands):
-        batch = context.layer_and_batch(ctx.name)[1]
+        batch = adapter.layer_and_batch(ctx.name)[1]
         if batch.metadata is not None and batch.metadata.num_prefills == 0:
             # "A decode batch has one row per request": true for what was captured, frozen for what is replayed.
             ctx = ctx._replace(slots=ctx.slots[:1])

@@ -244,7 +244,7 @@ def test_mutation_a_gate_that_engages_with_the_flag_off_is_caught(
     config: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = support.observed(config())
-    monkeypatch.setattr(gate.config_view, "settings_of", lambda _: gate.Settings(enabled=True))
+    monkeypatch.setattr(gate.compat_config, "settings_of", lambda _: gate.Settings(enabled=True))
     assert support.observed(config()) != before
 
 
@@ -335,6 +335,6 @@ def test_the_real_pipeline_has_the_interface_the_gate_builds_on(config: Build, m
 
 
 def test_the_op_the_gate_splits_at_is_the_one_the_runtime_defines() -> None:
-    from vllm_aiter_mla.runtime import ops
+    from vllm_aiter_mla.ops import register as ops
 
     assert gate.ATTENTION_OP == ops.ATTENTION_OP

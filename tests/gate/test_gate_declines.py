@@ -19,7 +19,8 @@ from vllm.config import VllmConfig
 
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
-from vllm_aiter_mla.compat import config_view, patches, vllm_version
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import patches, vllm_version
 from vllm_aiter_mla.compat.patches import gauge
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 
@@ -80,8 +81,8 @@ def test_a_declined_config_is_in_the_census_file_and_in_the_gauge(
 def test_the_census_of_a_declined_hybrid_counts_its_mla_layers_alone() -> None:
     text = SimpleNamespace(num_hidden_layers=93, linear_attn_config={"full_attn_layers": [4, 8, 12, 96]})
     model = SimpleNamespace(use_mla=True, hf_text_config=text)
-    assert config_view.mla_layers(model) == (3, 7, 11)
-    assert config_view.mla_layers(SimpleNamespace(use_mla=False)) == config_view.mla_layers(None) == ()
+    assert compat_config.mla_layers(model) == (3, 7, 11)
+    assert compat_config.mla_layers(SimpleNamespace(use_mla=False)) == compat_config.mla_layers(None) == ()
 
 
 def test_a_refusal_that_cannot_be_recorded_costs_a_warning_and_no_engine(

@@ -13,10 +13,10 @@ from passes.execute import assert_rewritten_right, stubs_for
 from passes.graphs import Spelling, build
 from passes.rotary import ROPES
 from passes.test_layers_apart import assert_layers_apart
+from vllm_aiter_mla.compat import context
 from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.passes import aiter_fusion, match, pipeline, probe, q_prep_lift, rope_kv_cache
 from vllm_aiter_mla.passes.fx import Emitter
-from vllm_aiter_mla.runtime import context
 
 pytestmark = pytest.mark.mutation
 BF16 = torch.bfloat16

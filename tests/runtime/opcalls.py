@@ -13,7 +13,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 
 from vllm_aiter_mla.kernels import capture
 from vllm_aiter_mla.kernels.fp8 import is_fp8
-from vllm_aiter_mla.runtime import attention, fused, q_prep
+from vllm_aiter_mla.ops import register
 
 NAME = "model.layers.0.attn"
 SIZES = Sizes()
@@ -23,9 +23,9 @@ OPS: dict[str, Any] = {
     "mla_attention_with_prepared_q": torch.ops.vllm_aiter_mla.mla_attention_with_prepared_q.default,
 }
 FAKES: dict[str, Callable[..., Any]] = {
-    "mla_decode_q_prep": q_prep.mla_decode_q_prep_fake,
-    "fused_qk_rope_kv_cache_q_prep": fused.fused_qk_rope_kv_cache_q_prep_fake,
-    "mla_attention_with_prepared_q": attention.mla_attention_with_prepared_q_fake,
+    "mla_decode_q_prep": register.mla_decode_q_prep_fake,
+    "fused_qk_rope_kv_cache_q_prep": register.fused_qk_rope_kv_cache_q_prep_fake,
+    "mla_attention_with_prepared_q": register.mla_attention_with_prepared_q_fake,
 }
 FUNCTIONAL = ("mla_decode_q_prep", "fused_qk_rope_kv_cache_q_prep")
 

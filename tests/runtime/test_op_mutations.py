@@ -13,8 +13,9 @@ from passes.test_recognised import build
 
 from runtime import opcalls
 from runtime.opcalls import FAKES, OPS, batch_of, layer_of
-from vllm_aiter_mla.ops import bodies
-from vllm_aiter_mla.runtime import context, kernel
+from vllm_aiter_mla.compat import context
+from vllm_aiter_mla.ops import adapter, bodies
+from vllm_aiter_mla.runtime import kernel
 
 pytestmark = pytest.mark.mutation
 
@@ -64,7 +65,7 @@ def test_mutation_i7_fake_reads_the_layer(op: str) -> None:
     at = next(i for i, arg in enumerate(OPS[op]._schema.arguments) if arg.name == "layer_name")
 
     def nosy(*args: Any) -> Any:
-        context.layer_context(args[at])
+        adapter.layer_context(args[at])
         return FAKES[op](*args)
 
     with pytest.raises(AssertionError):

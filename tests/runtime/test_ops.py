@@ -14,10 +14,11 @@ from vllm.platforms import current_platform
 
 from runtime import opcalls
 from runtime.opcalls import FAKES, FUNCTIONAL, OPS, SIZES, arguments, batch_of, layer_of
+from vllm_aiter_mla.compat import context
+from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.reference import store_nope
-from vllm_aiter_mla.runtime import context
-from vllm_aiter_mla.runtime.stock import StockBackend
+from vllm_aiter_mla.kernels.stock import StockBackend
 
 each_op = pytest.mark.parametrize("op", OPS)
 each_cache = pytest.mark.parametrize("cache", ["auto", "fp8"])
@@ -161,7 +162,7 @@ def test_the_stock_kernels_quantise_a_query_of_any_length(tokens: int, monkeypat
         q, k_pe, kv_c, layer.W_UK_T, context.fp8_view(layer.kv_cache), torch.arange(tokens), positions, table, k_scale,
         layer._q_scale, is_neox, out_dtype,
     )  # fmt: skip
-    backend = StockBackend()
+    backend = StockBackend(vllm_kernels)
     assert backend.refuse(given) is None
     monkeypatch.setattr(backend, "_rotate_and_write", lambda inputs, q_pe: None)
     # vLLM's quantisation kernel takes the rows of a matrix, and CPU builds have none.

@@ -15,7 +15,9 @@ from runtime.opcalls import NAME, layer_of
 from vllm_aiter_mla import worker
 from vllm_aiter_mla.census import record as announce
 from vllm_aiter_mla.census import state as census
-from vllm_aiter_mla.compat import config_view, layer_view, log
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat.patches import worker_hook
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.runtime import kernel, selfcheck
@@ -126,8 +128,8 @@ AT_THE_CHECK = {
     "the sizes": lambda patch, one: patch(one.vllm_config.compilation_config, "cudagraph_capture_sizes", [None]),
     "the pass": lambda patch, one: patch(worker, "engaged_pass", planted),
     "the options": lambda patch, one: patch(kernel, "settings_of", planted),
-    "the layer": lambda patch, one: patch(layer_view, "layer_view", planted),
-    "the weights": lambda patch, one: patch(layer_view, "activation_dtype", planted),
+    "the layer": lambda patch, one: patch(compat_layer, "layer_view", planted),
+    "the weights": lambda patch, one: patch(compat_layer, "activation_dtype", planted),
     "the chooser": lambda patch, one: patch(kernel, "selector_of", planted),
     "the plan": lambda patch, one: patch(kernel, "plan_of", planted),
     "the rows": lambda patch, one: patch(selfcheck, "synthetic_inputs", planted),
@@ -201,7 +203,7 @@ def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: b
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, strict: bool) -> None:
     """Strict mode is then known from the pass, which was made of them."""
-    monkeypatch.setattr(config_view, "settings_of", planted)
+    monkeypatch.setattr(compat_config, "settings_of", planted)
     pass_ = AiterMLAPipeline(limit=16, settings=Settings(enabled=True, strict=strict))
     with pytest.raises(SettingsError, match="strict=true") if strict else contextlib.nullcontext():
         one = Worker(pass_)

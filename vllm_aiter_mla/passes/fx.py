@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
-from vllm_aiter_mla.runtime import ops
+from vllm_aiter_mla.ops import register as ops
 
 aten = torch.ops.aten
 

@@ -12,7 +12,8 @@ from torch import fx
 from vllm_aiter_mla import bucket, fingerprint
 from vllm_aiter_mla.admission import admit_layer
 from vllm_aiter_mla.census import state as census
-from vllm_aiter_mla.compat import layer_view, log
+from vllm_aiter_mla.compat import context, log
+from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat.inductor import InductorPass, get_pass_context
 from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
 from vllm_aiter_mla.passes.fx import settle
@@ -83,7 +84,7 @@ class AiterMLAPipeline(InductorPass):
 def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
     """Match every MLA layer of ``graph`` and rewrite those that are admitted; returns counts by pass."""
     chain = _Chain(graph, settings.debug.stop_after)
-    layers = layer_view.mla_layers()
+    layers = context.layers_of_forward_context()
     matched = refused = 0
     for outcome in match_layers(graph):
         verdict = outcome if isinstance(outcome, Refused) else _admit_guarded(outcome, layers, settings)
@@ -155,11 +156,11 @@ def _admit(match: LayerMatch, layers: dict[str, Any], settings: Settings) -> Adm
     layer = layers.get(match.layer_name)
     if layer is None:
         return Refused(match.layer_name, "layer_unknown", "the layer is not in this model's forward context")
-    refusal = admit_layer(layer_view.layer_view(layer, match.cos_sin_cache.meta["val"].dtype))
+    refusal = admit_layer(compat_layer.layer_view(layer, match.cos_sin_cache.meta["val"].dtype))
     if refusal is not None:
         return Refused(match.layer_name, refusal.code, refusal.message)
     act = match.q.meta["val"].dtype
-    out_dtype = layer_view.prepared_query_dtype(layer, act)
+    out_dtype = compat_layer.prepared_query_dtype(layer, act)
     with real_tensors():
         shape = kernel.shape_of(layer, is_neox=match.is_neox, act=act, out_dtype=out_dtype)
         plan = kernel.plan(layer, shape)

@@ -10,13 +10,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from vllm_aiter_mla.census import state as census
-from vllm_aiter_mla.kernels import select
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import kernels as vllm_kernels
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.kernels import select, stock
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING
 from vllm_aiter_mla.kernels.selfcheck import LayerShape, synthetic_inputs
-from vllm_aiter_mla.runtime.absorb import weight_of
 from vllm_aiter_mla.settings import Settings
 
 _settings: WeakKeyDictionary[Any, Settings] = WeakKeyDictionary()
@@ -53,18 +55,14 @@ def settings_of(layer: Any) -> Settings:
     """
     found = _settings.get(layer)
     if found is None:
-        from vllm_aiter_mla.compat import config_view
-
-        found = _settings[layer] = config_view.settings_of(layer._vllm_config)
+        found = _settings[layer] = compat_config.settings_of(layer._vllm_config)
     return found
 
 
 @lru_cache(maxsize=8)
 def selector(kernel: str, rounding: str, view: ViewPolicy, platform: Platform) -> select.Selector:
     """The chooser for one engine's options; it remembers a choice per call shape."""
-    from vllm_aiter_mla.runtime import stock
-
-    select.register_backend("stock", stock.factory)
+    select.register_backend("stock", partial(stock.factory, vllm=vllm_kernels))
     numerics = TWO_ROUNDING if rounding == "two" else AITER
     select.register_backend("reference", lambda _: select.ReferenceBackend(numerics))
     select.register_backend("aiter", partial(select.aiter_factory, view=view))
@@ -138,13 +136,13 @@ def why_unchecked(layer: Any) -> str | None:
 def shape_of(layer: Any, *, is_neox: bool, act: torch.dtype, out_dtype: torch.dtype) -> LayerShape:
     """What decides the kernel of a layer, without a batch."""
     quantised = layer.kv_cache_dtype.startswith("fp8")
-    weight, weight_scale = weight_of(layer)
+    weight, weight_scale = compat_layer.absorb_weight(layer)
     return LayerShape(
         heads=layer.num_heads,
         nope_dim=layer.qk_nope_head_dim,
-        cache_dtype=fp8_dtype() if quantised else act,
+        cache_dtype=vllm_kernels.fp8_dtype() if quantised else act,
         out_dtype=out_dtype,
-        block_size=layer._vllm_config.cache_config.block_size or 16,
+        block_size=compat_layer.block_size(layer),
         is_neox=is_neox,
         act=act,
         device=weight.device,
@@ -152,13 +150,6 @@ def shape_of(layer: Any, *, is_neox: bool, act: torch.dtype, out_dtype: torch.dt
         rope=layer.qk_rope_head_dim,
         weight_dtype=None if weight_scale is None else weight.dtype,
     )
-
-
-def fp8_dtype() -> torch.dtype:
-    """The platform's fp8 type, as vLLM names it."""
-    from vllm.platforms import current_platform as platform
-
-    return platform.fp8_dtype()
 
 
 def plan(layer: Any, shape: LayerShape) -> Plan:

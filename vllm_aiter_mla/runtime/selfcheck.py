@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.admission import admit_layer
-from vllm_aiter_mla.compat import layer_view, log
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.select import Selector
 from vllm_aiter_mla.kernels.selfcheck import LayerShape, self_check, synthetic_inputs
@@ -96,11 +97,11 @@ def _each(layers: dict[str, Any], step: Callable[[Any], None], strict: bool) -> 
 
 def _kinds(layer: Any) -> list[Kind]:
     """Of one layer, for both rotary styles: it does not know its own, and both cost a few rows."""
-    act = layer_view.activation_dtype(layer)
-    if act is None or admit_layer(layer_view.layer_view(layer)) is not None:
+    act = compat_layer.activation_dtype(layer)
+    if act is None or admit_layer(compat_layer.layer_view(layer)) is not None:
         return []
     chooser, asked = kernel.selector_of(layer), kernel.settings_of(layer).kernel
-    out_dtype = layer_view.prepared_query_dtype(layer, act)
+    out_dtype = compat_layer.prepared_query_dtype(layer, act)
     shapes = [kernel.shape_of(layer, is_neox=style, act=act, out_dtype=out_dtype) for style in (False, True)]
     for shape in shapes:
         kernel.plan_of(chooser, asked, shape)  # raises where the passes' own question would

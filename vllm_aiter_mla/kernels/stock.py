@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-from vllm_aiter_mla.compat import kernels
-from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels import fp8, reference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.runtime.absorb import absorb
+
+
+class VLLMKernels(Protocol):
+    """vLLM's own kernels, given from above, because ``kernels`` does not import vLLM: see ``compat.kernels``."""
+
+    def has_rope_and_write(self) -> bool:
+        """Whether this build of vLLM has the kernel below."""
+        ...
+
+    def rope_and_write(
+        self,
+        positions: torch.Tensor,
+        q_pe: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        slots: torch.Tensor,
+        kv_cache: torch.Tensor,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows."""
+        ...
+
+    def quantise_fp8(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """``x`` [rows, width] in the platform's fp8 type."""
+        ...
+
+    def fp8_bmm(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:
+        """x [T, N, P] with fp8 weight [N, L, P] -> [T, N, L] in x's dtype."""
+        ...
 
 
 class StockBackend:
     """RoPE + KV write, absorb BMM, concat and quantisation as three or four launches of vLLM's kernels."""
 
     name = "stock"
+
+    def __init__(self, vllm: VLLMKernels) -> None:
+        self._vllm = vllm
 
     def refuse(self, inputs: DecodeInputs) -> str | None:
         """Why the shared contract is broken, or None."""
@@ -26,15 +60,21 @@ class StockBackend:
         q_pe = q_pe.contiguous()
         if inputs.num_tokens:
             self._rotate_and_write(inputs, q_pe)
-        query = torch.cat([absorb(q_nope, inputs.w_uk_t, inputs.w_uk_scale), q_pe], dim=-1)
+        query = torch.cat([self._absorb(inputs, q_nope), q_pe], dim=-1)
         if not fp8.is_fp8(inputs.out_dtype):
             return query
-        return kernels.quantise_fp8(query.flatten(1), inputs.q_scale).view(query.shape)
+        return self._vllm.quantise_fp8(query.flatten(1), inputs.q_scale).view(query.shape)
+
+    def _absorb(self, inputs: DecodeInputs, q_nope: torch.Tensor) -> torch.Tensor:
+        """q_nope [T, N, P] -> [T, N, L] in its dtype, by the product that vLLM's ``forward_impl`` calls."""
+        if inputs.w_uk_scale is None:
+            return reference.absorb(q_nope, inputs.w_uk_t)
+        return self._vllm.fp8_bmm(q_nope, inputs.w_uk_t.transpose(1, 2), inputs.w_uk_scale, reference.FP8_GROUP)
 
     def _rotate_and_write(self, inputs: DecodeInputs, q_pe: torch.Tensor) -> None:
         """Rotate the copy ``q_pe`` and a copy of k_pe in place, and write the KV rows."""
         is_quantised = fp8.is_fp8(inputs.kv_cache.dtype)
-        kernels.rope_and_write(
+        self._vllm.rope_and_write(
             inputs.positions,
             q_pe,
             inputs.k_pe.clone(),
@@ -47,11 +87,11 @@ class StockBackend:
         )
 
 
-def factory(platform: Platform) -> StockBackend | str:
+def factory(platform: Platform, vllm: VLLMKernels) -> StockBackend | str:
     """The back end, or why this vLLM build has no such kernels."""
-    if not kernels.has_rope_and_write():
+    if not vllm.has_rope_and_write():
         return "this build of vLLM has no concat_and_cache_mla_rope_fused"
-    return StockBackend()
+    return StockBackend(vllm)
 
 
 def _padded(inputs: DecodeInputs) -> torch.Tensor:

@@ -69,10 +69,16 @@ def prepared_query_dtype(layer: Any, act: torch.dtype) -> torch.dtype:
     return current_platform.fp8_dtype() if quantised else act
 
 
-def mla_layers() -> dict[str, Any]:
-    """The layers of the model in the current forward context by name; empty outside one."""
-    from vllm.forward_context import get_forward_context, is_forward_context_available
+def absorb_weight(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(W_UK_T [N, P, L], None), or (its fp8 codes [N, P, L], their scale) under VLLM_ROCM_USE_AITER_FP8BMM.
 
-    if not is_forward_context_available():
-        return {}
-    return dict(get_forward_context().no_compile_layers)
+    Read per call: reloading the model replaces the tensors in place or as a whole.
+    """
+    if uses_fp8_bmm(layer):
+        return layer.W_K.transpose(1, 2), layer.W_K_scale
+    return layer.W_UK_T, None
+
+
+def block_size(layer: Any) -> int:
+    """Tokens in a block of the layer's KV cache, 16 where vLLM has not decided yet."""
+    return int(layer._vllm_config.cache_config.block_size or 16)

@@ -1,0 +1,92 @@
+"""vLLM's forward context and layer as the op bodies take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_aiter_mla.compat import context, kernels
+from vllm_aiter_mla.compat import layer as vllm_layer
+from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.ops.bodies import Batch, LayerContext
+from vllm_aiter_mla.runtime import kernel
+
+
+class VLLMLayer:
+    """``bodies.MLALayer`` over vLLM's ``MLAAttention`` module, which it holds as ``module``."""
+
+    __slots__ = ("module", "name")
+
+    def __init__(self, name: str, module: Any) -> None:
+        self.name, self.module = name, module
+
+    @property
+    def q_scale(self) -> torch.Tensor:
+        """See ``MLALayer.q_scale``; likewise the methods below."""
+        scale: torch.Tensor = self.module._q_scale
+        return scale
+
+    def weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As vLLM keeps it."""
+        return vllm_layer.absorb_weight(self.module)
+
+    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
+        """By the back end that was chosen for the layer. Raises NoKernelError."""
+        return kernel.prepare(self.name, self.module, inputs)
+
+    def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
+        """By the product that vLLM's ``forward_impl`` calls."""
+        weight, scale = self.weight()
+        if scale is None:
+            return reference.absorb(q_nope, weight)
+        return kernels.fp8_bmm(q_nope, weight.transpose(1, 2), scale, reference.FP8_GROUP)
+
+    def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
+        """By vLLM's own kernel."""
+        quantised: torch.Tensor = self.module._decode_concat_quant_fp8_op(absorbed, q_pe, self.q_scale)
+        return quantised
+
+    def rotate(
+        self, q_pe: torch.Tensor, k_pe: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool
+    ) -> None:
+        """By vLLM's own rotary kernel."""
+        kernels.rotary_embedding(positions, q_pe, k_pe, table, is_neox)
+
+    def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
+        """By the attention implementation of the layer."""
+        attended: torch.Tensor = self.module.impl.forward_mqa(q_prepared, kv_cache, metadata, self.module)[0]
+        return attended
+
+    def v_up(self, attended: torch.Tensor, out: torch.Tensor) -> None:
+        """By vLLM's own projection."""
+        self.module._v_up_proj(attended, out=out)
+
+    def stock_forward(
+        self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: Any, output: torch.Tensor
+    ) -> None:
+        """``forward_impl``, which takes the cache as vLLM stores it."""
+        self.module.forward_impl(q, kv_c, k_pe, self.module.kv_cache, metadata, output=output)
+
+
+NO_BATCH = Batch(metadata=None, num_actual_tokens=0, decode_only=False)
+
+
+def layer_context(layer_name: Any) -> LayerContext:
+    """The context of the layer that an op was given by name."""
+    return _context(context.layer_call(layer_name))
+
+
+def layer_and_batch(layer_name: Any) -> tuple[LayerContext, Batch]:
+    """As ``layer_context``, with what is known of the batch: for the attention op alone."""
+    call = context.layer_call(layer_name)
+    metadata = call.metadata
+    if metadata is None:
+        return _context(call), NO_BATCH
+    decode_only = context.is_decode_only(metadata, call.slots)
+    return _context(call), Batch(metadata, metadata.num_actual_tokens, decode_only)
+
+
+def _context(call: context.LayerCall) -> LayerContext:
+    return LayerContext(call.name, VLLMLayer(call.name, call.module), call.kv_cache, call.slots, call.is_piecewise)
