@@ -7,8 +7,9 @@ timed where they run, inside that compile, against vLLM's Inductor call for the 
 out side by side up to 64 layers, and both our passes and stock's MLARoPEKVCacheCatFusionPass are timed on copies in the
 same process. Every time is the least of a few runs: on a shared machine the others measure the neighbours.
 
-Exit status 1 when a bound is missed: per layer at 64 layers at most 1.3 times that at 8, at most 2 ms per layer, at
-most 2 % of the compile.
+Exit status 1 when a bound is missed: per layer at 64 layers at most 1.3 times that at 8, at most a tenth of stock's
+pass at the same number of layers, at most 2 % of the compile. No bound is a time of its own: between the machines tried,
+ours took 1.3 to 5.1 ms per layer and stock's pass 70 to 200, so that a tenth leaves room for a few times today's cost.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 ENGINE_LAYERS = 8
 SIZES = (8, 16, 32, 64)
 OURS_RUNS, STOCK_RUNS = 15, 2
-MAX_GROWTH, MAX_MS, MAX_SHARE = 1.3, 2.0, 0.02
+MAX_GROWTH, MAX_OF_STOCK, MAX_SHARE = 1.3, 0.1, 0.02
 TIMEOUT_S = 900
 
 
@@ -83,7 +84,12 @@ def misses(points: list[Point], compiled: Compile) -> list[str]:
         found.append(
             f"per layer, {last.layers} layers take {growth:.2f} times as long as {first.layers} (<= {MAX_GROWTH})"
         )
-    found += [f"{p.ours_ms:.2f} ms per layer at {p.layers} layers (<= {MAX_MS})" for p in points if p.ours_ms > MAX_MS]
+    for p in points:
+        if p.ours_ms > MAX_OF_STOCK * p.stock_ms:
+            found.append(
+                f"{p.ours_ms:.2f} ms per layer at {p.layers} layers, {p.ours_ms / p.stock_ms:.1%} of stock's pass "
+                f"(<= {MAX_OF_STOCK:.0%})"
+            )
     share = compiled.passes_s / compiled.inductor_s
     if share > MAX_SHARE:
         found.append(f"{share:.1%} of the Inductor compile (<= {MAX_SHARE:.0%})")
@@ -93,10 +99,16 @@ def misses(points: list[Point], compiled: Compile) -> list[str]:
 
 def _show(points: list[Point], compiled: Compile, missed: list[str]) -> None:
     print(f"match and three passes, least of {OURS_RUNS}; stock's MLARoPEKVCacheCatFusionPass, least of {STOCK_RUNS}")
-    print(f"{'layers':>6} {'ours ms/layer':>14} {'rewritten':>10} {'stock ms/layer':>15} {'fused':>6}")
+    print(
+        f"{'layers':>6} {'ours ms/layer':>14} {'rewritten':>10} {'stock ms/layer':>15} {'fused':>6} {'ours/stock':>10}"
+    )
     for p in points:
-        print(f"{p.layers:>6} {p.ours_ms:>14.3f} {p.ours_matched:>10} {p.stock_ms:>15.1f} {p.stock_matched:>6}")
+        share = p.ours_ms / p.stock_ms
+        print(
+            f"{p.layers:>6} {p.ours_ms:>14.3f} {p.ours_matched:>10} {p.stock_ms:>15.1f} {p.stock_matched:>6} {share:>10.1%}"
+        )
     growth, share = points[-1].ours_ms / points[0].ours_ms, compiled.passes_s / compiled.inductor_s
+    print(f"ours of stock's pass, at most {MAX_OF_STOCK:.0%}")
     print(f"growth per layer from {points[0].layers} to {points[-1].layers}: {growth:.2f} (<= {MAX_GROWTH})")
     print(
         f"range {compiled.range}, {compiled.layers} layers, cold: {compiled.passes_s * 1e3:.1f} ms of "

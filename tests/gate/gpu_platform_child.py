@@ -20,6 +20,7 @@ def take_rocm(arch: str) -> None:
     """vLLM's RocmPlatform as it is on a machine with eight cards of ``arch``."""
     pretend_cards(types.SimpleNamespace(gcnArchName=f"{arch}:sramecc+:xnack-", total_memory=192 << 30), (9, 4))
     torch.version.hip = "7.0.1"
+    without_libraries("vllm._C", "vllm._rocm_C")
     import vllm.platforms.rocm as rocm
 
     vllm.platforms._current_platform = rocm.RocmPlatform()
@@ -29,12 +30,17 @@ def take_cuda(arch: str) -> None:
     """vLLM's CudaPlatform as it is on a machine with eight cards of compute capability ``arch``, "9.0" and the like."""
     major, minor = (int(part) for part in arch.split("."))
     pretend_cards(types.SimpleNamespace(total_memory=141 << 30, major=major, minor=minor), (major, minor))
-    for missing in ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn"):
-        sys.modules[missing] = types.ModuleType(missing)
-        sys.modules[missing].__getattr__ = no_kernel  # type: ignore[method-assign]
+    without_libraries("vllm._C_stable_libtorch", "vllm.vllm_flash_attn")
     import vllm.platforms.cuda as cuda
 
     vllm.platforms._current_platform = cuda.NonNvmlCudaPlatform()
+
+
+def without_libraries(*names: str) -> None:
+    """Empty modules in place of compiled ones: a CPU build lacks them, or has its AVX-512 kernels under the name."""
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__getattr__ = no_kernel  # type: ignore[method-assign]
 
 
 def no_kernel(name: str) -> Any:

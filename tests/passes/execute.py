@@ -14,8 +14,8 @@ from vllm.config import VllmConfig
 
 from passes.graphs import Layer, Spelling
 from passes.stubs import BATCHES, Batch, StubLayer, forward
-from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate
 from vllm_aiter_mla.passes import pipeline
+from vllm_aiter_mla.sandbox import gpu_ops
 from vllm_aiter_mla.settings import DebugSettings, Settings
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ class Runner(fx.Interpreter):
         return self.call_function(n.target, args, kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The rotary ops by the reference: of those on a CPU one lacks a kernel and the other misreads 3-D operands."""
+        """The rotary ops by the reference: on a CPU FlashInfer's and AITER's have no kernel."""
         if target in rotary_ops():
             return _rotate(**kwargs)
         if target is auto_functionalized and args[0] in rotary_ops():
@@ -59,21 +59,10 @@ def rotary_ops() -> set[Any]:
     return {torch.ops._C.rotary_embedding.default, *found}
 
 
-def _rotate(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    head_size: int,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    **rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    assert not any(rest.values()), f"not modelled: {rest}"
-    cos, sin = gather_cos_sin(cos_sin_cache, positions)
-    for x in (query, key):
-        heads = x.reshape(x.shape[0], -1, head_size)
-        x.copy_(rotate(heads, cos.unsqueeze(1), sin.unsqueeze(1), is_neox).to(x.dtype).view(x.shape))
-    return query, key
+def _rotate(offsets: None = None, **operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    assert offsets is None, "not modelled"
+    gpu_ops.rotary_embedding(**operands)
+    return operands["query"], operands["key"]
 
 
 def _some_float32(args: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What only GPU builds of vLLM register: op schemas that its passes name, and one kernel that they call."""
+"""Ops of vLLM on a CPU: those that only its GPU builds register, and RoPE without the CPU build's roundings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MISSING_SCHEMAS = {
 
 
 def register() -> None:
-    """Define the missing schemas and the stock RoPE + KV kernel. Idempotent."""
+    """Define the missing schemas and the stock RoPE + KV kernel, and replace the CPU kernel of RoPE. Idempotent."""
     if _LIBRARIES:
         return
     # vLLM's own library first: loaded later, it would define these names a second time and abort the process.
@@ -43,6 +43,8 @@ def register() -> None:
     for name, schema in _MISSING_SCHEMAS.items():
         if not hasattr(torch.ops._C, name):
             library.define(name + schema)
+    # vLLM's AVX2 library rounds each product of NeoX pairs to bf16, its AVX-512 library and its GPU kernel do not.
+    library.impl("rotary_embedding", rotary_embedding, "CPU")
     _LIBRARIES.append(library)
     if not hasattr(torch.ops._C_cache_ops, "concat_and_cache_mla_rope_fused"):
         cache = torch.library.Library("_C_cache_ops", "FRAGMENT")
@@ -65,6 +67,30 @@ def _import_stock_fusion() -> None:
     from vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion import MLARoPEKVCacheCatFusionPass
 
     vars(pass_manager).setdefault("MLARoPEKVCacheCatFusionPass", MLARoPEKVCacheCatFusionPass)
+
+
+def rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> None:
+    """Rotate query and key in place, [T, heads * R] or [T, heads, R], with one rounding, as vLLM's GPU kernel does.
+
+    Raises:
+        NotImplementedError: a rotation of a part of the head, or an inverse one.
+    """
+    if rope_dim_offset or inverse or cos_sin_cache.shape[-1] != head_size:
+        raise NotImplementedError("the sandbox rotates whole heads forward only")
+    cos, sin = (half.unsqueeze(1) for half in gather_cos_sin(cos_sin_cache, positions.flatten()))
+    for x in (query, key):
+        if x is not None:
+            heads = x.shape[1:].numel() // head_size
+            x.copy_(rotate(x.reshape(x.shape[0], heads, head_size), cos, sin, is_neox).view(x.shape))
 
 
 def concat_and_cache_mla_rope_fused(
