@@ -24,6 +24,7 @@ from vllm_aiter_mla.admission import (
 CONFIG_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"vllm_version": "0.34.0", "version_supported": False}, "vllm_version", "0.34.0"),
     ({"missing": ("Platform.pass_key",)}, "capability", "Platform.pass_key"),
+    ({"op_schema": ("the op vllm::f has the unknown argument 'int window'",)}, "op_schema", "window"),
     ({"atom_active": True}, "atom", "ATOM_DISABLE_VLLM_PLUGIN"),
     ({"is_mla": False}, "not_mla", "MLA"),
     ({"is_sparse": True}, "sparse_mla", "index_topk"),

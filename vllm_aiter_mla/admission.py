@@ -15,6 +15,7 @@ REASONS: dict[str, str] = {
     # -- the whole engine
     "vllm_version": "vLLM's release is outside the range this plugin was written against",
     "capability": "this vLLM lacks something the plugin builds on, or one of the plugin's patches did not apply",
+    "op_schema": "one of vLLM's MLA ops has other arguments than this plugin knows, or is missing",
     "atom": "ATOM's vLLM plugin is active and replaces the model",
     "not_mla": "the model does not use MLA attention",
     "sparse_mla": "the model uses sparse MLA (an indexer picks the KV rows)",
@@ -70,6 +71,7 @@ class ConfigView:
         vllm_version: as vLLM prints it.
         version_supported: inside the window, or forced by the user.
         missing: capabilities that were probed and not found, and patches that failed.
+        op_schema: what vLLM's MLA ops have otherwise than the plugin knows them, one sentence each.
         mode: name of the compilation mode.
         model_dtype: activation dtype without the ``torch.`` prefix; empty when unknown.
         use_inductor_graph_partition: as the user gave it; ``None`` when left alone.
@@ -81,6 +83,7 @@ class ConfigView:
     vllm_version: str = ""
     version_supported: bool = True
     missing: tuple[str, ...] = ()
+    op_schema: tuple[str, ...] = ()
     atom_active: bool = False
     is_mla: bool = True
     is_sparse: bool = False
@@ -117,6 +120,8 @@ def _environment(view: ConfigView) -> Refusal | None:
         )
     if view.missing:
         return Refusal("capability", f"this vLLM ({view.vllm_version}) lacks {', '.join(view.missing)}")
+    if view.op_schema:
+        return Refusal("op_schema", f"in this vLLM ({view.vllm_version}) {'; '.join(view.op_schema)}")
     if view.atom_active:
         return Refusal("atom", "ATOM's plugin owns the model; set ATOM_DISABLE_VLLM_PLUGIN=1 to use this one instead")
     return None

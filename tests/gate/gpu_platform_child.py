@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import vllm.platforms
 
+LIBRARIES: list[torch.library.Library] = []
+
 
 def take_rocm(arch: str) -> None:
     """vLLM's RocmPlatform as it is on a machine with eight cards of ``arch``."""
@@ -32,9 +34,23 @@ def take_cuda(arch: str) -> None:
     for missing in ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn"):
         sys.modules[missing] = types.ModuleType(missing)
         sys.modules[missing].__getattr__ = no_kernel  # type: ignore[method-assign]
+    define_ops_of_the_library()
     import vllm.platforms.cuda as cuda
 
     vllm.platforms._current_platform = cuda.NonNvmlCudaPlatform()
+
+
+def define_ops_of_the_library() -> None:
+    """Ops that ``vllm._C_stable_libtorch`` registers and that vLLM's RoPE + KV fusion names when it is imported."""
+    library = torch.library.Library("_C", "FRAGMENT")
+    LIBRARIES.append(library)
+    library.define(
+        "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache,"
+        " bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()"
+    )
+    library.define("silu_and_mul(Tensor! result, Tensor input) -> ()")
+    for kind in ("static_scaled", "dynamic_scaled", "dynamic_per_token_scaled"):
+        library.define(f"{kind}_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()")
 
 
 def no_kernel(name: str) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from vllm_aiter_mla.passes import probe as pr
+from vllm_aiter_mla.passes.arguments import NoMatchError, refuse_unknown
 from vllm_aiter_mla.passes.fx import (
     Liveness,
     is_call,
@@ -31,7 +32,9 @@ from vllm_aiter_mla.passes.kv_update import KVUpdate
 
 aten = torch.ops.aten
 
-# Arguments of the attention op that must be absent or None: output quantisation and DCP query replication.
+# Arguments of the attention op that the rewritten call carries over.
+READ_ARGS = ("q", "kv_c_normed", "k_pe", "output", "layer_name", "kv_cache_dummy_dep")
+# Those that must be absent or None: output quantisation and DCP query replication. Any other one is unknown.
 NONE_ARGS = (
     "output_scale",
     "output_block_scale",
@@ -41,15 +44,6 @@ NONE_ARGS = (
     "quant_tma_aligned",
     "q_dcp_replicated",
 )
-
-
-class NoMatchError(Exception):
-    """A layer does not have the shape that the passes rewrite; ``code`` is the stable name of the reason."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        super().__init__(detail)
-        self.code = code
-        self.detail = detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +181,7 @@ class _Matcher:
         )
 
     def _check_attention(self) -> None:
+        refuse_unknown(self.attention, (*READ_ARGS, *NONE_ARGS))
         for arg in NONE_ARGS:
             if self.kw.get(arg) is not None:
                 code = "dcp_q_replicated" if arg == "q_dcp_replicated" else "fused_output_quant"
