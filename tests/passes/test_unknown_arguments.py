@@ -11,10 +11,11 @@ from passes import test_declined as declined
 from passes.graphs import Builder, Layer, Spelling, build
 from passes.rotary import ROPES
 from passes.test_declined import Case, Edit
+from vllm_aiter_mla.admission import Refusal
 from vllm_aiter_mla.compat import surface
 from vllm_aiter_mla.passes import kv_update, match, probe
 from vllm_aiter_mla.passes.arguments import NoMatchError, arguments, refuse_unknown
-from vllm_aiter_mla.passes.match import LayerMatch, Refused, match_layers
+from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 
 
 def give(node: Any, *args: Any, **kwargs: Any) -> None:
@@ -47,9 +48,9 @@ CASES: dict[str, Case] = {
 def assert_named(name: str) -> None:
     declined.assert_declined(CASES[name])
     gm, _, _ = declined.spoiled(CASES[name])
-    (found,) = match_layers(gm.graph)
-    assert isinstance(found, Refused)
-    assert name.partition(" of ")[0].partition("=")[0] in found.reason
+    ((_, found),) = match_layers(gm.graph)
+    assert isinstance(found, Refusal)
+    assert name.partition(" of ")[0].partition("=")[0] in found.message
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,7 +62,7 @@ def matched(layer_changes: dict[str, Any], edit: Any) -> LayerMatch:
     builder = Builder(Spelling(**layer_changes))
     layer = builder.layer()
     edit(layer)
-    (found,) = match_layers(builder.finish().graph)
+    ((_, found),) = match_layers(builder.finish().graph)
     assert isinstance(found, LayerMatch), found
     return found
 
@@ -136,5 +137,5 @@ def test_mutation_unknown_argument_is_called_known(monkeypatch: pytest.MonkeyPat
 def test_known_rotary_spellings_are_still_matched() -> None:
     for rope in (name for name in ROPES if name.startswith("op") or name in ("aiter", "flashinfer")):
         gm, layers = build(1, rope=rope)
-        assert isinstance(match_layers(gm.graph)[0], LayerMatch), rope
+        assert isinstance(match_layers(gm.graph)[0][1], LayerMatch), rope
         assert len(layers) == 1

@@ -9,14 +9,15 @@ from typing import Any
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
+from vllm_aiter_mla.admission import Refusal
+
 
 class NoMatchError(Exception):
-    """A layer does not have the shape that the passes rewrite; ``code`` is the stable name of the reason."""
+    """A layer does not have the shape that the passes rewrite; ``refusal`` says why."""
 
-    def __init__(self, code: str, detail: str) -> None:
-        super().__init__(detail)
-        self.code = code
-        self.detail = detail
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.refusal = Refusal(code, message)
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
