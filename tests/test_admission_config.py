@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.admission import (
+    ENGINE_REASONS,
     KV_UPDATE_OP,
+    LAYER_REASONS,
     MLA_ATTENTION_OP,
     REASONS,
     ConfigView,
@@ -24,6 +26,7 @@ from vllm_aiter_mla.admission import (
 CONFIG_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"vllm_version": "0.34.0", "version_supported": False}, "vllm_version", "0.34.0"),
     ({"missing": ("Platform.pass_key",)}, "capability", "Platform.pass_key"),
+    ({"op_schema": ("the op vllm::f has the unknown argument 'int window'",)}, "op_schema", "window"),
     ({"atom_active": True}, "atom", "ATOM_DISABLE_VLLM_PLUGIN"),
     ({"is_mla": False}, "not_mla", "MLA"),
     ({"is_sparse": True}, "sparse_mla", "index_topk"),
@@ -109,9 +112,16 @@ def test_each_unsupported_layer_is_refused_with_its_code(facts: dict[str, Any], 
 
 
 def test_every_registered_code_can_be_reached_and_is_described_in_one_line() -> None:
-    reached = {code for _, code, _ in CONFIG_REFUSALS} | {code for _, code in LAYER_REFUSALS} | {"user_pass"}
-    assert reached == set(REASONS)
+    engine, layer = {code for _, code, _ in CONFIG_REFUSALS}, {code for _, code in LAYER_REFUSALS}
+    assert engine == set(ENGINE_REASONS) - {"user_pass", "heads_not_divisible"}
+    assert layer <= set(ENGINE_REASONS) | set(LAYER_REASONS)
+    assert set(LAYER_REASONS) <= layer
     assert all(text and "\n" not in text for text in REASONS.values())
+
+
+def test_a_code_stands_at_one_level() -> None:
+    assert sum(len(table) for table in admission.LEVELS.values()) == len(REASONS)
+    assert list(admission.LEVELS) == ["engine", "layer", "graph", "kernel"]
 
 
 def test_a_code_that_is_not_registered_cannot_be_raised() -> None:

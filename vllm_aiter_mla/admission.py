@@ -1,7 +1,8 @@
-"""Who may take the fast path: a plain view of a config or of a layer in, a reason or nothing out.
+"""Every reason there is not to take the fast path, and who may take it: a plain view in, a refusal or nothing out.
 
-Pure: no torch, no vLLM, no GPU. ``compat`` and the matcher fill the views from vLLM's objects; what comes out is what
-the log, ``doctor``, ``plan`` and the report print. A refusal is a value and is decided here and nowhere else.
+Pure: no torch, no vLLM, no GPU. ``compat`` fills the views from vLLM's objects. A refusal is a value: the log,
+``doctor``, ``plan`` and the report print it as it is. Engines and layers are decided here, graphs in ``passes``,
+kernels where one is chosen; all of them take their codes from the tables here.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 MLA_ATTENTION_OP = "vllm::unified_mla_attention_with_output"
 KV_UPDATE_OP = "vllm::unified_mla_kv_cache_update"
 
-REASONS: dict[str, str] = {
-    # -- the whole engine
+ENGINE_REASONS: dict[str, str] = {
     "vllm_version": "vLLM's release is outside the range this plugin was written against",
     "capability": "this vLLM lacks something the plugin builds on, or one of the plugin's patches did not apply",
+    "op_schema": "one of vLLM's MLA ops has other arguments than this plugin knows, or is missing",
     "atom": "ATOM's vLLM plugin is active and replaces the model",
     "not_mla": "the model does not use MLA attention",
     "sparse_mla": "the model uses sparse MLA (an indexer picks the KV rows)",
@@ -30,7 +31,11 @@ REASONS: dict[str, str] = {
     "graph_partition": "an explicit use_inductor_graph_partition=False cuts the graph at the attention op",
     "splitting_ops": "explicit splitting_ops cut the graph at the attention op or the KV-cache update",
     "user_pass": "the custom pass already in place cannot be chained",
-    # -- one layer
+    "heads_not_divisible": "the heads cannot be divided by the tensor-parallel size: vLLM does not start",
+}
+"""Decided before anything is compiled, of the whole engine. Some are said of one layer too."""
+
+LAYER_REASONS: dict[str, str] = {
     "impl": "the attention implementation is not one the fast path calls correctly",
     "q_padding": "the implementation pads the number of query heads",
     "no_absorbed_weight": "the layer holds no absorbed weight W_UK_T",
@@ -41,7 +46,51 @@ REASONS: dict[str, str] = {
     "sliding_window": "the layer attends over a sliding window",
     "geometry": "the layer's head sizes are not those of a decoupled-RoPE MLA layer",
 }
-"""Every code a :class:`Refusal` may carry, with what it means in one line."""
+"""Decided of one layer, from the attention module."""
+
+GRAPH_REASONS: dict[str, str] = {
+    "no_rope": "no rotary embedding is applied to the query or the key in this graph",
+    "no_kv_update": "no KV-cache update is tied to the attention op in this graph",
+    "kv_update_shared": "something besides attention waits for the KV-cache update",
+    "kv_key_mismatch": "the KV-cache update and attention read different keys",
+    "kv_c_mismatch": "the KV-cache update and attention read different latents",
+    "layer_name_mismatch": "the KV-cache update names another layer",
+    "layer_name_unreadable": "the layer's name cannot be read from the graph",
+    "layer_unknown": "the graph names a layer that this model does not have",
+    "stock_fusion_incomplete": "vLLM's own fused RoPE + KV op lacks one of its results",
+    "unknown_argument": "an op is given an argument that the plugin does not know and would drop",
+    "fused_output_quant": "the attention op quantises its output",
+    "dcp_q_replicated": "the query is replicated for decode context parallelism",
+    "attention_results": "something reads more of the attention op than its output",
+    "query_shape": "the query is not [tokens, heads, width] with static sizes, or narrower than its rope part",
+    "query_not_rope": "attention's query is not [q_nope, RoPE(q_pe)] of one tensor",
+    "key_not_rope": "attention's k_pe is not the RoPE of one tensor with the query's pairing",
+    "rope_other_operand": "a rotated value also depends on something else",
+    "crossed_branches": "the rotated query and the rotated key come from the same tensor",
+    "two_tables": "query and key are rotated by different tables or positions",
+    "partial_rotary": "the rotary table is not as wide as the rope part",
+    "positions": "positions are not one int64 per token",
+    "latent_shape": "kv_c is not [tokens, kv_lora_rank] with a static width",
+    "rotated_value_read_elsewhere": "something outside the layer reads a rotated value",
+    "query_read_elsewhere": "something outside the layer reads the query projection",
+    "key_read_elsewhere": "something outside the layer reads the un-rotated k_pe",
+    "graph_too_deep": "the expression above the query or the key is too large for a RoPE",
+    "not_evaluated": "reading the layer's graph or asking for its kernel raised an error",
+    "rewrite_failed": "a pass raised an error; the layer stays as the pass before left it",
+    "stop_after": "the option debug.stop_after ends the passes early",
+}
+"""Decided of one layer, from what its nodes compute, while its graph is compiled."""
+
+KERNEL_REASONS: dict[str, str] = {
+    "kernel_unavailable": "no fused kernel can run in this process",
+    "kernel_shape": "the kernel does not take a layer of this shape",
+    "not_run": "the layer's fused op did not run during warm-up",
+}
+"""Decided of one layer, by the kernels that could run it."""
+
+LEVELS = {"engine": ENGINE_REASONS, "layer": LAYER_REASONS, "graph": GRAPH_REASONS, "kernel": KERNEL_REASONS}
+REASONS = {code: meaning for table in LEVELS.values() for code, meaning in table.items()}
+"""Every code a :class:`Refusal` may carry, with what it means in one line. docs/troubleshooting.md has the remedies."""
 
 KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
 """vLLM's names of the caches the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""
@@ -49,7 +98,12 @@ KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why the fast path steps aside: a stable ``code`` from :data:`REASONS` and a line that names the knob."""
+    """Why an engine or a layer runs vLLM's own code.
+
+    Attributes:
+        code: stable name, a key of :data:`REASONS`.
+        message: one line that says what was found and names the option.
+    """
 
     code: str
     message: str
@@ -70,6 +124,7 @@ class ConfigView:
         vllm_version: as vLLM prints it.
         version_supported: inside the window, or forced by the user.
         missing: capabilities that were probed and not found, and patches that failed.
+        op_schema: what vLLM's MLA ops have otherwise than the plugin knows them, one sentence each.
         mode: name of the compilation mode.
         model_dtype: activation dtype without the ``torch.`` prefix; empty when unknown.
         use_inductor_graph_partition: as the user gave it; ``None`` when left alone.
@@ -81,6 +136,7 @@ class ConfigView:
     vllm_version: str = ""
     version_supported: bool = True
     missing: tuple[str, ...] = ()
+    op_schema: tuple[str, ...] = ()
     atom_active: bool = False
     is_mla: bool = True
     is_sparse: bool = False
@@ -117,6 +173,8 @@ def _environment(view: ConfigView) -> Refusal | None:
         )
     if view.missing:
         return Refusal("capability", f"this vLLM ({view.vllm_version}) lacks {', '.join(view.missing)}")
+    if view.op_schema:
+        return Refusal("op_schema", f"in this vLLM ({view.vllm_version}) {'; '.join(view.op_schema)}")
     if view.atom_active:
         return Refusal("atom", "ATOM's plugin owns the model; set ATOM_DISABLE_VLLM_PLUGIN=1 to use this one instead")
     return None

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import vllm.platforms
 
+LIBRARIES: list[torch.library.Library] = []
+
 
 def take_rocm(arch: str) -> None:
     """vLLM's RocmPlatform as it is on a machine with eight cards of ``arch``."""
@@ -31,6 +33,7 @@ def take_cuda(arch: str) -> None:
     major, minor = (int(part) for part in arch.split("."))
     pretend_cards(types.SimpleNamespace(total_memory=141 << 30, major=major, minor=minor), (major, minor))
     without_libraries("vllm._C_stable_libtorch", "vllm.vllm_flash_attn")
+    define_ops_of_the_library()
     import vllm.platforms.cuda as cuda
 
     vllm.platforms._current_platform = cuda.NonNvmlCudaPlatform()
@@ -41,6 +44,19 @@ def without_libraries(*names: str) -> None:
     for name in names:
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__getattr__ = no_kernel  # type: ignore[method-assign]
+
+
+def define_ops_of_the_library() -> None:
+    """Ops that ``vllm._C_stable_libtorch`` registers and that vLLM's RoPE + KV fusion names when it is imported."""
+    library = torch.library.Library("_C", "FRAGMENT")
+    LIBRARIES.append(library)
+    library.define(
+        "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache,"
+        " bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()"
+    )
+    library.define("silu_and_mul(Tensor! result, Tensor input) -> ()")
+    for kind in ("static_scaled", "dynamic_scaled", "dynamic_per_token_scaled"):
+        library.define(f"{kind}_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()")
 
 
 def no_kernel(name: str) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from gate_support import ON, Lines
 
 from vllm_aiter_mla import gate, plugin
-from vllm_aiter_mla.compat import log, patches, vllm_version
+from vllm_aiter_mla.compat import log, patches, surface, vllm_version
 from vllm_aiter_mla.compat.patches import platform_hook
 
 
@@ -171,11 +171,11 @@ def test_versions_outside_the_window(version: str) -> None:
 
 
 def test_the_installed_vllm_lacks_nothing() -> None:
-    assert vllm_version.missing_capabilities() == ()
+    assert surface.missing_capabilities() == ()
 
 
 def test_a_missing_capability_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.config import CompilationConfig
 
     monkeypatch.delattr(CompilationConfig, "_attention_ops")
-    assert vllm_version.missing_capabilities() == ("CompilationConfig._attention_ops",)
+    assert surface.missing_capabilities() == ("CompilationConfig._attention_ops",)

@@ -14,8 +14,9 @@ from torch import fx
 from passes.execute import rewrite, stubs_for
 from passes.graphs import END, Builder, Layer, Spelling
 from passes.rotary import ROPES, Pair
+from vllm_aiter_mla.admission import Refusal
 from vllm_aiter_mla.census import state as census
-from vllm_aiter_mla.passes.match import NONE_ARGS, Refused, match_layers
+from vllm_aiter_mla.passes.match import NONE_ARGS, match_layers
 
 aten = torch.ops.aten
 
@@ -307,15 +308,15 @@ def spoiled(case: Case) -> tuple[fx.GraphModule, Layer, Spelling]:
 def assert_declined(case: Case) -> None:
     """Refused with the case's code, by the matcher and by the whole rewriting, which leaves the graph alone."""
     gm, layer, spelling = spoiled(case)
-    (found,) = match_layers(gm.graph)
-    assert isinstance(found, Refused), f"matched: {found}"
-    assert found.code == case[0], f"{found.code}: {found.reason}"
-    assert len(found.reason) > 20, "the user reads it"
+    ((name, found),) = match_layers(gm.graph)
+    assert isinstance(found, Refusal), f"matched: {found}"
+    assert found.code == case[0], str(found)
+    assert len(found.message) > 20, "the user reads it"
     before = str(gm.graph)
     counts = rewrite(gm, stubs_for([layer], spelling))
     assert str(gm.graph) == before
     assert (counts["matched"], counts["refused"]) == (0, 1)
-    assert census.current().refused[found.layer_name] == (found.code, found.reason)
+    assert census.current().refused[name] == (found.code, found.message)
 
 
 @pytest.fixture(autouse=True)
@@ -336,7 +337,7 @@ def test_dead_readers_decline_nothing() -> None:
     for node in (layer.q, layer.q_gemm, layer.k_rotated, layer.kv_gemm):
         flat = builder(aten.reshape.default, node, [builder.t, -1])
         builder(aten.slice.Tensor, flat, 1, 0, 4)
-    assert not any(isinstance(found, Refused) for found in match_layers(builder.finish().graph))
+    assert not any(isinstance(found, Refusal) for _, found in match_layers(builder.finish().graph))
 
 
 def test_other_readers_of_the_latent_columns_decline_nothing() -> None:
@@ -344,4 +345,4 @@ def test_other_readers_of_the_latent_columns_decline_nothing() -> None:
     layer = builder.layer()
     latent = builder(operator.getitem, builder(aten.split_with_sizes.default, layer.kv_gemm, [32, 16], -1), 0)
     gm = builder.finish(builder(aten.tanh.default, latent), layer.kv_c)
-    assert not any(isinstance(found, Refused) for found in match_layers(gm.graph))
+    assert not any(isinstance(found, Refusal) for _, found in match_layers(gm.graph))

@@ -154,7 +154,7 @@ def test_kernel_that_refuses_a_layers_shape_keeps_passes_one_and_two(monkeypatch
 def test_record_of_a_layer_is_frozen() -> None:
     from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 
-    (match,) = match_layers(build(1)[0].graph)
+    ((_, match),) = match_layers(build(1)[0].graph)
     assert isinstance(match, LayerMatch)
     with pytest.raises(dataclasses.FrozenInstanceError):
         match.is_neox = False  # type: ignore[misc]

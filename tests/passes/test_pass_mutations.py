@@ -139,7 +139,7 @@ def test_mutation_i4_matching_ends_at_the_first_refusal(monkeypatch: pytest.Monk
     def until_refused(graph: fx.Graph) -> Any:
         for outcome in match.match_layers(graph):
             yield outcome
-            if isinstance(outcome, match.Refused):
+            if isinstance(outcome[1], match.Refusal):
                 return
 
     monkeypatch.setattr(pipeline, "match_layers", until_refused)

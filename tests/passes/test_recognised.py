@@ -62,7 +62,7 @@ def test_layer_is_bound_to_what_it_was_built_from_with(changes: dict[str, Any], 
     for _ in range(3):
         builder.layer()
     gm = builder.finish()
-    for match, layer in zip(match_layers(gm.graph), builder.layers, strict=True):
+    for (_, match), layer in zip(match_layers(gm.graph), builder.layers, strict=True):
         assert_bound(match, builder, layer, builder.spelling)
 
 
@@ -108,7 +108,7 @@ def test_graph_need_not_be_sorted(seed: int) -> None:
 
 def test_string_constants_name_layers_too() -> None:
     gm, layers = build(2, names="string")
-    assert [match.layer_name for match in match_layers(gm.graph)] == [layer.name for layer in layers]
+    assert [name for name, _ in match_layers(gm.graph)] == [layer.name for layer in layers]
 
 
 def test_chain_is_bit_exact_where_vllm_names_layers_by_string() -> None:
@@ -137,7 +137,7 @@ def test_offset_positions_are_bound_as_they_are_read() -> None:
     builder.positions = builder(torch.ops.aten.add.Tensor, builder.positions, 1)
     layer = builder.layer()
     gm = builder.finish()
-    (match,) = match_layers(gm.graph)
+    ((_, match),) = match_layers(gm.graph)
     assert isinstance(match, LayerMatch)
     assert match.positions is builder.positions
     assert_rewritten_right(gm, stubs_for([layer], builder.spelling))

@@ -123,8 +123,17 @@ def test_a_model_without_mla_gets_a_plan_too(tmp_path: Path) -> None:
 
 def test_each_refusal_of_admission_knows_what_to_take_out_of_the_view() -> None:
     # What a config or an option can bring about; the others need a running layer.
-    unplanned = {"user_pass", "q_padding", "no_absorbed_weight", "amx_bmm", "cos_sin_dtype", "kv_cache_ndim"}
-    assert set(admission.REASONS) - unplanned - {"sliding_window"} == set(verdict._CAUSES)
+    unplanned = {
+        "heads_not_divisible",
+        "user_pass",
+        "q_padding",
+        "no_absorbed_weight",
+        "amx_bmm",
+        "cos_sin_dtype",
+        "kv_cache_ndim",
+    }
+    codes = {*admission.ENGINE_REASONS, *admission.LAYER_REASONS}
+    assert codes - unplanned - {"sliding_window"} == set(verdict._CAUSES)
 
 
 def test_examples_carry_what_they_rest_on() -> None:

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 
 from runtime.opcalls import NAME, layer_of
 from vllm_aiter_mla import worker
+from vllm_aiter_mla.admission import Refusal
 from vllm_aiter_mla.census import record as announce
 from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import config as compat_config
@@ -151,7 +152,9 @@ def assert_check_fails_closed(said: list[tuple[int, str]], monkeypatch: pytest.M
     lines = [level for level, text in said if "'planted'" in text or "TypeError" in text]
     assert lines == [logging.ERROR], "one line says so"
     shape = kernel.shape_of(layer, is_neox=True, act=torch.bfloat16, out_dtype=torch.bfloat16)
-    assert kernel.plan(layer, shape) == kernel.Plan("reference", refused=kernel.why_unchecked(layer))
+    assert kernel.plan(layer, shape) == kernel.Plan(
+        "reference", Refusal("kernel_shape", str(kernel.why_unchecked(layer)))
+    )
 
 
 @pytest.mark.parametrize("spoil", AT_THE_CHECK.values(), ids=AT_THE_CHECK)

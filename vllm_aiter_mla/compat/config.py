@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView
-from vllm_aiter_mla.compat import patches, vllm_version
+from vllm_aiter_mla.compat import patches, surface, vllm_version
 from vllm_aiter_mla.compat.patches import pass_config, platform_hook
 from vllm_aiter_mla.settings import Settings, resolve
 
@@ -24,7 +24,7 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
     return ConfigView(
         vllm_version=version,
         version_supported=vllm_version.in_window(version) or settings.debug.untested_vllm,
-        missing=(*vllm_version.missing_capabilities(), *patches.failed_requirements()),
+        missing=(*surface.missing_capabilities(), *patches.failed_requirements()),
         atom_active=_atom_active(),
         breakable_cudagraph=_breakable_cudagraph(),
         mode="unset" if compilation.mode is None else compilation.mode.name,
@@ -60,6 +60,7 @@ def _model_facts(model: Any) -> dict[str, Any]:
         "is_sparse": getattr(model.hf_text_config, "index_topk", None) is not None,
         "enforce_eager": bool(model.enforce_eager),
         "model_dtype": str(model.dtype).removeprefix("torch."),
+        "op_schema": surface.op_differences() if model.use_mla else (),
     }
 
 

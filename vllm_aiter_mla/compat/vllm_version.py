@@ -1,4 +1,4 @@
-"""The vLLM releases this plugin was written against, and the capabilities it looks for before it trusts a number."""
+"""The vLLM releases this plugin was written against."""
 
 from __future__ import annotations
 
@@ -28,20 +28,3 @@ def installed() -> str:
     import vllm
 
     return str(vllm.__version__)
-
-
-def missing_capabilities() -> tuple[str, ...]:
-    """Names of the config-level things the gate builds on that this vLLM lacks; empty on a supported one."""
-    from vllm.config import CompilationConfig
-    from vllm.platforms import current_platform
-
-    wanted: dict[str, tuple[object, str]] = {
-        f"CompilationConfig.{name}": (CompilationConfig, name) for name in ("_attention_ops",)
-    }
-    fields = getattr(CompilationConfig, "__dataclass_fields__", {})
-    names = ("compile_ranges_endpoints", "inductor_compile_config", "splitting_ops", "use_inductor_graph_partition")
-    missing = [f"CompilationConfig.{name}" for name in names if name not in fields]
-    for name in ("check_and_update_config", "apply_config_platform_defaults", "pass_key"):
-        wanted[f"Platform.{name}"] = (type(current_platform), name)
-    missing += [label for label, (owner, name) in wanted.items() if not hasattr(owner, name)]
-    return tuple(missing)

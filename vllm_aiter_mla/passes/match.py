@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from vllm_aiter_mla.admission import Refusal
 from vllm_aiter_mla.passes import probe as pr
+from vllm_aiter_mla.passes.arguments import NoMatchError, refuse_unknown
 from vllm_aiter_mla.passes.fx import (
     Liveness,
     is_call,
@@ -31,7 +33,9 @@ from vllm_aiter_mla.passes.kv_update import KVUpdate
 
 aten = torch.ops.aten
 
-# Arguments of the attention op that must be absent or None: output quantisation and DCP query replication.
+# Arguments of the attention op that the rewritten call carries over.
+READ_ARGS = ("q", "kv_c_normed", "k_pe", "output", "layer_name", "kv_cache_dummy_dep")
+# Those that must be absent or None: output quantisation and DCP query replication. Any other one is unknown.
 NONE_ARGS = (
     "output_scale",
     "output_block_scale",
@@ -41,15 +45,6 @@ NONE_ARGS = (
     "quant_tma_aligned",
     "q_dcp_replicated",
 )
-
-
-class NoMatchError(Exception):
-    """A layer does not have the shape that the passes rewrite; ``code`` is the stable name of the reason."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        super().__init__(detail)
-        self.code = code
-        self.detail = detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,37 +91,30 @@ class LayerMatch:
     prefused: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A layer that stays as it is, and why."""
-
-    layer_name: str
-    code: str
-    reason: str
-
-
-def match_layers(graph: fx.Graph) -> list[LayerMatch | Refused]:
-    """Match every MLA attention node of ``graph``; the work is linear in the number of layers."""
+def match_layers(graph: fx.Graph) -> list[tuple[str, LayerMatch | Refusal]]:
+    """Match every MLA attention node of ``graph``, by layer name; the work is linear in the number of layers."""
     attention_op = torch.ops.vllm.unified_mla_attention_with_output.default
     pr.rotary_ops.cache_clear()
     cone, live = pr.Cone(), Liveness(graph)
-    outcome: list[LayerMatch | Refused] = []
+    found: list[tuple[str, LayerMatch | Refusal]] = []
     with pr.real_tensors():
         for node in graph.nodes:
-            if not is_functionalized(node, attention_op):
-                continue
-            name = layer_name_of(node.kwargs.get("layer_name"))
-            try:
-                outcome.append(_Matcher(node, name, cone, live).match())
-            except NoMatchError as refusal:
-                outcome.append(Refused(name, refusal.code, refusal.detail))
-            except pr.ConeTooLargeError:
-                outcome.append(Refused(name, "graph_too_deep", "the query or key expression is too large for a RoPE"))
-            except Exception as error:
-                # One odd layer must not cost the others, or the engine.
-                reason = f"its expressions could not be evaluated: {type(error).__name__}: {error}"
-                outcome.append(Refused(name, "not_evaluated", reason))
-    return outcome
+            if is_functionalized(node, attention_op):
+                name = layer_name_of(node.kwargs.get("layer_name"))
+                found.append((name, _match_or_refuse(node, name, cone, live)))
+    return found
+
+
+def _match_or_refuse(attention: fx.Node, name: str, cone: pr.Cone, live: Liveness) -> LayerMatch | Refusal:
+    """One layer. Whatever its graph raises refuses this layer alone: the others, and the engine, go on."""
+    try:
+        return _Matcher(attention, name, cone, live).match()
+    except NoMatchError as error:
+        return error.refusal
+    except pr.ConeTooLargeError:
+        return Refusal("graph_too_deep", "the query or key expression is too large for a RoPE")
+    except Exception as error:
+        return Refusal("not_evaluated", f"its expressions could not be evaluated: {type(error).__name__}: {error}")
 
 
 def layer_name_of(arg: Any) -> str:
@@ -187,10 +175,13 @@ class _Matcher:
         )
 
     def _check_attention(self) -> None:
+        refuse_unknown(self.attention, (*READ_ARGS, *NONE_ARGS))
         for arg in NONE_ARGS:
             if self.kw.get(arg) is not None:
-                code = "dcp_q_replicated" if arg == "q_dcp_replicated" else "fused_output_quant"
-                raise NoMatchError(code, f"the attention op is given {arg}")
+                raise NoMatchError(
+                    "dcp_q_replicated" if arg == "q_dcp_replicated" else "fused_output_quant",
+                    f"the attention op is given {arg}",
+                )
         if self.name == "?":
             raise NoMatchError("layer_name_unreadable", "the layer's name cannot be read from the graph")
         live = {index for index, item in results(self.attention).items() if item.users}

@@ -10,19 +10,18 @@ import torch
 from torch import fx
 
 from vllm_aiter_mla import bucket, fingerprint
-from vllm_aiter_mla.admission import admit_layer
+from vllm_aiter_mla.admission import Refusal, admit_layer
 from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import context, log
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat.inductor import InductorPass, get_pass_context
 from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
 from vllm_aiter_mla.passes.fx import settle
-from vllm_aiter_mla.passes.match import LayerMatch, Refused, match_layers
+from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 from vllm_aiter_mla.passes.probe import real_tensors
 from vllm_aiter_mla.passes.q_prep_lift import MLADecodeQPrepLiftPass
 from vllm_aiter_mla.passes.rope_kv_cache import MLARoPEKVCacheFusionPass
 from vllm_aiter_mla.runtime import kernel
-from vllm_aiter_mla.runtime.kernel import Plan
 from vllm_aiter_mla.settings import Settings
 
 
@@ -86,24 +85,31 @@ def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
     chain = _Chain(graph, settings.debug.stop_after)
     layers = context.layers_of_forward_context()
     matched = refused = 0
-    for outcome in match_layers(graph):
-        verdict = outcome if isinstance(outcome, Refused) else _admit_guarded(outcome, layers, settings)
-        if isinstance(verdict, Refused):
+    for name, found in match_layers(graph):
+        admitted = found if isinstance(found, Refusal) else _admit_guarded(found, layers, settings)
+        if isinstance(admitted, Refusal):
             refused += 1
-            census.refuse(verdict.layer_name, verdict.code, verdict.reason)
-            log.say_once(logging.DEBUG, f"{verdict.layer_name} stays stock: {verdict.code}: {verdict.reason}")
+            census.refuse(name, admitted.code, admitted.message)
+            log.say_once(logging.DEBUG, f"{name} stays stock: {admitted}")
             continue
         matched += 1
-        match, plan, out_dtype = verdict
-        try:
-            chain.rewrite(match, plan, out_dtype)
-        except Exception as error:
-            # Every pass emits all of its nodes before it takes one away, so the graph is as the pass before left it.
-            reason = f"{type(error).__name__}: {error}"
-            census.keep_partial(match.layer_name, "rewrite_failed", reason)
-            log.say_once(logging.WARNING, f"a layer could not be rewritten and stays as it was: {reason}")
+        early = _rewrite_guarded(chain, *admitted)
+        if early is not None:
+            census.keep_partial(name, early.code, early.message)
     settle(graph)
     return {"matched": matched, "refused": refused, **chain.counts()}
+
+
+def _rewrite_guarded(chain: _Chain, match: LayerMatch, early: Refusal | None, out_dtype: torch.dtype) -> Refusal | None:
+    """Run the passes on one layer; why pass 3 did not run on it, or None."""
+    try:
+        chain.rewrite(match, early, out_dtype)
+    except Exception as error:
+        # Every pass emits all of its nodes before it takes one away, so the graph is as the pass before left it.
+        reason = f"{type(error).__name__}: {error}"
+        log.say_once(logging.WARNING, f"a layer could not be rewritten and stays as it was: {reason}")
+        return Refusal("rewrite_failed", reason)
+    return early
 
 
 class _Chain:
@@ -116,19 +122,14 @@ class _Chain:
         self.lift = MLADecodeQPrepLiftPass()
         self.prepare = MLAAiterQkRopeKVCacheFusionPass()
 
-    def rewrite(self, match: LayerMatch, plan: Plan, out_dtype: torch.dtype) -> None:
-        """Run the passes on one layer, up to the one after which the chain stops."""
-        whole = self.stop_after is None and plan.refused is None
-        fused = self.fuse(self.graph, match, lazy=whole)
+    def rewrite(self, match: LayerMatch, early: Refusal | None, out_dtype: torch.dtype) -> None:
+        """Run the passes on one layer; with ``early``, a reason to end early, without the third."""
+        fused = self.fuse(self.graph, match, lazy=early is None)
         if self.stop_after == "rope_kv_cache":
             return
-        lifted = self.lift(self.graph, fused, out_dtype, lazy=whole)
-        if self.stop_after == "q_prep_lift":
-            return
-        if plan.refused is not None:
-            census.keep_partial(match.layer_name, "kernel_shape", plan.refused)
-            return
-        self.prepare(self.graph, lifted)
+        lifted = self.lift(self.graph, fused, out_dtype, lazy=early is None)
+        if early is None:
+            self.prepare(self.graph, lifted)
 
     def counts(self) -> dict[str, int]:
         """Layers rewritten by each pass."""
@@ -140,35 +141,38 @@ class _Chain:
         }
 
 
-Admitted = tuple[LayerMatch, Plan, torch.dtype]
+Admitted = tuple[LayerMatch, Refusal | None, torch.dtype]
+"""A layer that is rewritten, why the passes end before the third or None, and what its decode kernel reads."""
 
 
-def _admit_guarded(match: LayerMatch, layers: dict[str, Any], settings: Settings) -> Admitted | Refused:
-    """``_admit``, with a surprise as a refusal: an exception here would take the engine down."""
+def _admit_guarded(match: LayerMatch, layers: dict[str, Any], settings: Settings) -> Admitted | Refusal:
+    """``_admit``; an exception there refuses the layer instead of ending the engine."""
     try:
         return _admit(match, layers, settings)
     except Exception as error:
-        return Refused(match.layer_name, "not_evaluated", f"admission raised {type(error).__name__}: {error}")
+        return Refusal("not_evaluated", f"admission raised {type(error).__name__}: {error}")
 
 
-def _admit(match: LayerMatch, layers: dict[str, Any], settings: Settings) -> Admitted | Refused:
+def _admit(match: LayerMatch, layers: dict[str, Any], settings: Settings) -> Admitted | Refusal:
     """Layer admission, then the kernel: a layer that no kernel could serve in this process is left alone."""
     layer = layers.get(match.layer_name)
     if layer is None:
-        return Refused(match.layer_name, "layer_unknown", "the layer is not in this model's forward context")
+        return Refusal("layer_unknown", "the layer is not in this model's forward context")
     refusal = admit_layer(compat_layer.layer_view(layer, match.cos_sin_cache.meta["val"].dtype))
     if refusal is not None:
-        return Refused(match.layer_name, refusal.code, refusal.message)
+        return refusal
     act = match.q.meta["val"].dtype
     out_dtype = compat_layer.prepared_query_dtype(layer, act)
     with real_tensors():
         shape = kernel.shape_of(layer, is_neox=match.is_neox, act=act, out_dtype=out_dtype)
         plan = kernel.plan(layer, shape)
-    if plan.unavailable is not None:
-        return Refused(match.layer_name, "kernel_unavailable", plan.unavailable)
-    partly = plan.refused or (settings.debug.stop_after and f"debug.stop_after={settings.debug.stop_after}")
-    if partly and shape.block_size == 1:
-        # vLLM's op squeezes dimension 1 of a cache from which that of the single head is gone already.
-        reason = f"{partly}; vLLM's fused RoPE and cache op, which would stay, takes no block size of 1"
-        return Refused(match.layer_name, "kernel_shape", reason)
-    return match, plan, out_dtype
+    early = plan.refusal
+    if early is not None and early.code == "kernel_unavailable":
+        return early
+    if settings.debug.stop_after is not None:
+        early = Refusal("stop_after", f"debug.stop_after={settings.debug.stop_after}")
+    if early is not None and shape.block_size == 1:
+        # vLLM's op squeezes dimension 1 of a cache that has lost its dimension of the single head already.
+        reason = f"{early.message}; vLLM's fused RoPE and cache op, which would stay, takes no block size of 1"
+        return Refusal("kernel_shape", reason)
+    return match, early, out_dtype

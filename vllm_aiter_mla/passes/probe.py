@@ -20,7 +20,9 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from vllm_aiter_mla.passes.arguments import refuse_unknown
 from vllm_aiter_mla.passes.fx import VIEW_OPS, is_call, is_view, val, width
+from vllm_aiter_mla.passes.kv_update import FUSED_ARGS
 
 aten = torch.ops.aten
 ROWS = 3  # stands for the symbolic number of tokens
@@ -98,20 +100,28 @@ def rotary_ops() -> dict[Any, tuple[str, str]]:
     return found
 
 
+# The only values under which a rotary op is the rotation that ``rope`` computes; ``head_size`` is the table's width.
+MODELLED = {"rope_dim_offset": 0, "inverse": False, "offsets": None}
+ROTARY_ARGS = frozenset({"query", "key", "head_size", *MODELLED, *FUSED_ARGS})
+
+
 def rotary_call(node: Any) -> tuple[str, str] | None:
     """Names of the query and key arguments of a functionalised rotary op, or None.
 
-    A call with an argument that this module does not model (heads wider than the table, an offset inside the head, the
-    inverse rotation) is none.
+    A call that this module does not model (heads wider than the table, an offset inside the head, the inverse
+    rotation) is none.
+
+    Raises:
+        NoMatchError: the call has an argument that is not known here.
     """
     if not is_call(node, auto_functionalized):
         return None
     names = rotary_ops().get(node.args[0])
     if names is None:
         return None
-    table = width(node.kwargs["cos_sin_cache"])
-    modelled = {"head_size": table, "rope_dim_offset": 0, "inverse": False, "offsets": None}
-    if any(node.kwargs.get(name, default) != default for name, default in modelled.items()):
+    given = refuse_unknown(node, ROTARY_ARGS)
+    modelled = {"head_size": width(given["cos_sin_cache"]), **MODELLED}
+    if any(given.get(name, wanted) != wanted for name, wanted in modelled.items()):
         return None
     return names
 

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from vllm_aiter_mla.admission import Refusal
 from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import kernels as vllm_kernels
@@ -39,13 +40,12 @@ class Plan:
 
     Attributes:
         kernel: name of the back end, or None where none takes the layer.
-        unavailable: why the wanted back end cannot run in this process at all, or None.
-        refused: why the wanted back end does not take a layer of this shape, or None.
+        refusal: why the wanted back end does not run it, or None: ``kernel_unavailable`` where it cannot run in this
+            process at all, ``kernel_shape`` where it does not take a layer of this shape.
     """
 
     kernel: str | None
-    unavailable: str | None = None
-    refused: str | None = None
+    refusal: Refusal | None = None
 
 
 def settings_of(layer: Any) -> Settings:
@@ -157,7 +157,7 @@ def plan(layer: Any, shape: LayerShape) -> Plan:
     chooser, reason = selector_of(layer), why_unchecked(layer)
     if reason is None or chooser.names[0] in TRUSTED:
         return plan_of(chooser, settings_of(layer).kernel, shape)
-    return Plan(chooser.names[-1], refused=reason)
+    return Plan(chooser.names[-1], Refusal("kernel_shape", reason))
 
 
 @lru_cache(maxsize=64)
@@ -167,13 +167,15 @@ def plan_of(chooser: select.Selector, asked: str, shape: LayerShape) -> Plan:
     if asked == "auto" and wanted == "stock":
         # vLLM's kernels on private copies would cost more than leaving the layer alone.
         arch = chooser.platform.arch
-        return Plan(None, unavailable=f"auto knows no fused kernel for {arch}; kernel=triton can be asked for by name")
+        unknown = f"auto knows no fused kernel for {arch}; kernel=triton can be asked for by name"
+        return Plan(None, Refusal("kernel_unavailable", unknown))
     backend = chooser.backend(wanted)
     if isinstance(backend, str):
-        return Plan(None, unavailable=f"kernel={asked}: {backend}")
+        return Plan(None, Refusal("kernel_unavailable", f"kernel={asked}: {backend}"))
     choice = chooser.choose(synthetic_inputs(shape, tokens=1))
-    refused = next((reason for name, reason in choice.refusals if name == wanted), None)
-    return Plan(None if choice.backend is None else choice.backend.name, refused=refused)
+    reason = next((reason for name, reason in choice.refusals if name == wanted), None)
+    refusal = None if reason is None else Refusal("kernel_shape", reason)
+    return Plan(None if choice.backend is None else choice.backend.name, refusal)
 
 
 def reset() -> None:

@@ -67,7 +67,7 @@ def verdicts(layers: dict[str, Any], *, strict: bool = False) -> tuple[str, ...]
             plan = kernel.plan_of(chooser, asked, shape)
             # The card by its type: its index differs from rank to rank, and may from start to start.
             kind = replace(shape, device=torch.device(shape.device).type)
-            found.add(f"{kind}: {plan.kernel}; unavailable: {plan.unavailable}; refused: {plan.refused}")
+            found.add(f"{kind}: {plan.kernel}; {plan.refusal}")
 
     _each({name: layer for name, layer in layers.items() if kernel.why_unchecked(layer) is None}, ask, strict)
     unchecked = {name: kernel.why_unchecked(layer) for name, layer in layers.items()}

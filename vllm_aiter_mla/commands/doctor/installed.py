@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 
 SEE_VLLM = "see the line `vllm` above"
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
-# Arguments of vLLM's own ops that the passes read and write (0.30 to 0.33).
-OP_ARGUMENTS = {
-    "unified_mla_attention_with_output": ("q", "kv_c_normed", "k_pe", "output", "layer_name", "kv_cache_dummy_dep"),
-    "unified_mla_kv_cache_update": ("kv_c_normed", "k_pe", "layer_name", "kv_cache_dtype", "k_scale"),
-}
-MLA_MODULE = "vllm.model_executor.layers.attention.mla_attention"
 
 
 def vllm(given: Given) -> Check:
@@ -79,7 +73,7 @@ def surface(given: Given) -> Check:
     """The config-level things the gate builds on."""
     if vllm_version() is None:
         return _no_vllm("surface")
-    from vllm_aiter_mla.compat.vllm_version import missing_capabilities
+    from vllm_aiter_mla.compat.surface import missing_capabilities
 
     missing = missing_capabilities()
     if missing:
@@ -91,19 +85,15 @@ def mla_ops(given: Given) -> Check:
     """vLLM's MLA ops have the arguments that the passes know."""
     if vllm_version() is None:
         return _no_vllm("mla-ops")
-    imported = machine.module(MLA_MODULE)
-    if isinstance(imported, Exception):
-        return Check("mla-ops", "unknown", f"{MLA_MODULE} is not importable: {imported}")
-    import torch
+    from vllm_aiter_mla.compat.surface import ATTENTION_MODULE, SCHEMAS, op_differences
 
-    for name, wanted in OP_ARGUMENTS.items():
-        op = getattr(torch.ops.vllm, name, None)
-        if op is None:
-            return Check("mla-ops", "problem", f"this vLLM has no op {name}", SEE_VLLM)
-        missing = set(wanted) - {argument.name for argument in op.default._schema.arguments}
-        if missing:
-            return Check("mla-ops", "problem", f"{name} has no {', '.join(sorted(missing))}", SEE_VLLM)
-    return Check("mla-ops", "ok", ", ".join(OP_ARGUMENTS))
+    imported = machine.module(ATTENTION_MODULE)
+    if isinstance(imported, Exception):
+        return Check("mla-ops", "unknown", f"{ATTENTION_MODULE} is not importable: {imported}")
+    found = op_differences()
+    if found:
+        return Check("mla-ops", "problem", f"{'; '.join(found)}: the plugin declines", SEE_VLLM)
+    return Check("mla-ops", "ok", ", ".join(SCHEMAS))
 
 
 def patches(given: Given) -> Check:

@@ -25,6 +25,7 @@ HEADS = "heads_not_divisible"
 _CAUSES = {
     "vllm_version": ("version_supported",),
     "capability": ("missing",),
+    "op_schema": ("op_schema",),
     "atom": ("atom_active",),
     "not_mla": ("is_mla",),
     "sparse_mla": ("is_sparse",),
@@ -74,7 +75,7 @@ def reasons(options: ServeOptions, model: ModelFacts) -> tuple[Reason, ...]:
 
 def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
     """What the gate would read after vLLM's own defaults; knobs of the graph as the user gave them."""
-    from vllm_aiter_mla.compat import vllm_version
+    from vllm_aiter_mla.compat import surface, vllm_version
 
     version, env, compilation = vllm_version.installed(), options.env, options.compilation
     rocm = options.arch.startswith("gfx")
@@ -83,7 +84,8 @@ def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
     return ConfigView(
         vllm_version=version,
         version_supported=vllm_version.in_window(version) or options.settings.debug.untested_vllm,
-        missing=vllm_version.missing_capabilities(),
+        missing=surface.missing_capabilities(),
+        op_schema=surface.op_differences() if model.is_mla else (),
         is_mla=model.is_mla and not env.on("VLLM_MLA_DISABLE"),
         is_sparse=model.is_sparse,
         enforce_eager=options.enforce_eager,
