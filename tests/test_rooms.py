@@ -29,8 +29,9 @@ ARROWS: dict[str, set[str]] = {
     "gate": PURE | {"compat", "report", "worker"},
     "plugin": {"compat", "gate", "runtime", "sandbox", "worker"},
     "sandbox": PURE | {"compat", "kernels", "report", "runtime"},
-    "bench": {"cli", "kernels"},
-    "cli": {"bench", "harness", "report", "sandbox"},
+    "bench": {"cli", "commands", "kernels"},
+    "commands": set(),
+    "cli": {"bench", "commands", "harness", "report", "sandbox"},
 }
 
 

@@ -12,8 +12,8 @@ from report_support import DATA, engine_result
 from typer.testing import CliRunner
 
 from vllm_aiter_mla.cli.main import app
-from vllm_aiter_mla.report.page import fx, layers, layout
-from vllm_aiter_mla.report.page.render import html_of
+from vllm_aiter_mla.commands.report import fx, layers, layout
+from vllm_aiter_mla.commands.report.render import html_of
 from vllm_aiter_mla.sandbox.compare import op_count
 
 

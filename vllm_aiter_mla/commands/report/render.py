@@ -7,8 +7,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.report.page.inputs import InputError, Inputs, read
-from vllm_aiter_mla.report.page.sections import build
+from vllm_aiter_mla.commands.report.inputs import InputError, Inputs, read
+from vllm_aiter_mla.commands.report.sections import build
 
 TEMPLATE = "page.html.j2"
 
@@ -61,5 +61,5 @@ def _template() -> Any:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    text = resources.files("vllm_aiter_mla.report.page").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    text = resources.files("vllm_aiter_mla.commands.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
     return environment.from_string(text)

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from vllm_aiter_mla.report.page.layers import Layer
-from vllm_aiter_mla.report.page.layout import CHARACTER, HEIGHT, Drawing, place
+from vllm_aiter_mla.commands.report.layers import Layer
+from vllm_aiter_mla.commands.report.layout import CHARACTER, HEIGHT, Drawing, place
 
 
 def _open(ident: str, width: float, height: float, title: str, description: str, css: str = "") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from vllm_aiter_mla.report.page.layers import Box
+from vllm_aiter_mla.commands.report.layers import Box
 
 ROW, HEIGHT, GAP, MARGIN = 62.0, 36.0, 14.0, 8.0
 CHARACTER, PADDING = 6.7, 18.0

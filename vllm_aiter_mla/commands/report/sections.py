@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_aiter_mla import __version__
-from vllm_aiter_mla.report.page import graphs, measured, svg
-from vllm_aiter_mla.report.page.inputs import Inputs, Record
+from vllm_aiter_mla.commands.report import graphs, measured, svg
+from vllm_aiter_mla.commands.report.inputs import Inputs, Record
 
 CPU = "CPU, reference kernels"
 NOT_MEASURED = "not measured"

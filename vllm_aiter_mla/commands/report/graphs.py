@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_aiter_mla.report.page import fx, layers, svg
-from vllm_aiter_mla.report.page.inputs import InputError, Inputs, Record
+from vllm_aiter_mla.commands.report import fx, layers, svg
+from vllm_aiter_mla.commands.report.inputs import InputError, Inputs, Record
 
 _ORDER = (layers.STOCK, *(stage for _, stage in reversed(layers.STAGES)))
 

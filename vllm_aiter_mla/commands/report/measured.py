@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_aiter_mla.report.page.inputs import Inputs, Record
+from vllm_aiter_mla.commands.report.inputs import Inputs, Record
 
 METRICS = ("ttft", "tpot")
 

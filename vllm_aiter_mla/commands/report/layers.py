@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from vllm_aiter_mla.report.page.fx import Node
+from vllm_aiter_mla.commands.report.fx import Node
 
 _ATTENTION = re.compile(r"(unified_mla_attention|mla_attention_with_prepared_q)")
 # The furthest pass that a layer shows, by the op that it puts in; first match wins.
