@@ -87,4 +87,4 @@ def test_report_command_names_the_file_of_an_older_version(kept: Path, written: 
     path = written("old.json", verify)
     done = runner.invoke(app, ["report", str(kept), str(path), "--out", str(tmp_path / "page.html")])
     assert done.exit_code == 2
-    assert f"{path}: not as this version writes it (KeyError: 'status')" in done.output
+    assert f"{path}: results[0].status: missing" in done.output

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from vllm_aiter_mla.commands.report.shapes import Given, Map, Maybe, ShapeError, line, take
 
 EXPECTED = (
     "a folder of `demo --keep`, the JSON of `demo --json`, `verify --json`, `bench --json` or `plan --json`, "
@@ -15,12 +17,15 @@ EXPECTED = (
 
 
 class InputError(ValueError):
-    """An input that the report cannot show; the message names the file and the reason."""
+    """An input that the report cannot show; the message names the file and the reason, without control characters."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(line(message))
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One thing read: ``name`` for the reader (never a full path), the JSON as it was written, and its file."""
+    """One thing read: ``name`` for the reader (never a full path), what its kind's shape names, and its file."""
 
     name: str
     data: dict[str, Any]
@@ -53,26 +58,103 @@ class Inputs:
     accuracies: list[Record] = field(default_factory=list)
     engines: list[Record] = field(default_factory=list)
 
-    def one_by_one(self) -> Iterator[tuple[Record, Inputs]]:
-        """Every record, and inputs that hold it alone."""
-        for kind in (entry.name for entry in fields(self)):
-            for record in getattr(self, kind):
-                alone = Inputs()
-                getattr(alone, kind).append(record)
-                yield record, alone
 
+_RANGE = (int, int)
+_REASONS = Map((str, str))
+_BY_RANGE = {"key": r"[0-9]{1,15}-[0-9]{1,15}", "words": "a range, START-END,"}
+_CENSUS = {
+    "rank": Given(int, 0),
+    "total": int,
+    "engaged": Map(str),
+    "refused": _REASONS,
+    "partial": Given(_REASONS, {}),
+    "compiled": Given(Map({}, **_BY_RANGE), {}),
+    "capture_sizes": Given([int], []),
+    "decode_bucket": _RANGE,
+    "kv_cache_dtype": Given(str, "-"),
+}
+_ENGINE = {"graphs": Map(str, **_BY_RANGE), "ranges": [_RANGE], "census": [_CENSUS], "versions": Map(str)}
+_FIGURES = {"tokens": int, "tokens_equal": int, "top1_agreement": float, "max_abs_dlogprob": float}
+_DEMO_RUN = {
+    "name": str,
+    "flag": bool,
+    "bound": Given(Maybe(str), None),
+    "bucket": Maybe(_RANGE),
+    "ranges": [_RANGE],
+    "layers": {"engaged": int, "total": int, "refused": _REASONS},
+    "kernels": [str],
+    "kv_cache_dtype": str,
+    "ops_per_layer": Maybe((float, float)),
+    "scenarios": Map(_FIGURES),
+}
+_RESULT = {
+    **dict.fromkeys(("backend", "case", "variant", "reason", "command"), str),
+    "status": frozenset({"passed", "failed", "skipped"}),
+    "findings": [{"oracle": str, "message": str, "step": str}],
+    "replays": int,
+    "checks": int,
+    "launches": Map(str, r"[0-9]{1,15}", "a number of tokens"),
+}
+_VERIFY = {"machine": Map(str), "engine": str, "missing": Map(str), "results": [_RESULT]}
+_BENCH_ROW = {
+    "point": {"tokens": int, "heads": int, "quantised": bool},
+    "timings": Map({"launches": int}),
+    "missing": Map(str),
+    "wrong": Map(str),
+    "ratio": Maybe(float),
+}
+_BENCH = {
+    "machine": Map(str),
+    "copy_gbps": float,
+    "rounds": int,
+    "rows": [_BENCH_ROW],
+    "bounds": Given([{"text": str, "measured": Maybe(float), "holds": Maybe(bool)}], []),
+    "caps": Given([str], []),
+}
+_PATH = {"launches": [{}], "launches_per_step": int, "bytes": int}
+_PLAN = {
+    "plugin": str,
+    "vllm": Maybe(str),
+    "model": {"name": str},
+    "limit": int,
+    "compile_ranges": {"ranges": [_RANGE]},
+    "captures": {"inside": [int], "outside": [int], "note": str},
+    "verdict": str,
+    "layers": {"mla": int, "engaged": int},
+    "reasons": [{"scope": str, "code": str, "message": str}],
+    "kernels": Maybe([{"kernel": Maybe(str)}]),
+    "figures": Maybe({"by_tokens": Map(Map(_PATH))}),
+    "options": {"kv_cache_dtype": str},
+}
+_TRACE = {
+    "trace": str,
+    "kind": str,
+    "counts": Map(int),
+    "kv_writes": int,
+    "per_layer_and_step": Map(float),
+    "launches_per_layer_and_step": float,
+}
+_ESTIMATE = {"mean": float, "stderr": float}
+_METRIC = Given((_ESTIMATE, _ESTIMATE), None)
+_SERVING_ROW = {
+    "point": {"input": int, "prefix": int, "output": int, "rate": float},
+    "estimates": {"ttft": _METRIC, "tpot": _METRIC},
+    "invalid": Maybe(str),
+}
+_SCORES = Map({"figures": Map({"value": float, "stderr": float})}, r"[0-9]{1,9}", "the number of a run")
+_MEASURED = {"tool": str, "about": Map(str), "census": str, "baseline": str}
 
-# (kind, keys that tell it, of which types): the first that fits.
-_KINDS: tuple[tuple[str, dict[str, type | tuple[type, ...]]], ...] = (
-    ("engines", {"scenarios": dict, "graphs": dict, "ranges": list, "census": list}),
-    ("demos", {"runs": list, "versions": dict}),
-    ("verifies", {"machine": dict, "engine": str, "results": list}),
-    ("benches", {"machine": dict, "copy_gbps": (int, float), "rows": list}),
-    ("plans", {"compile_ranges": dict, "captures": dict, "verdict": str}),
-    ("traces", {"tool": str, "traces": list}),
-    ("servings", {"tool": str, "about": dict, "rows": list}),
-    ("accuracies", {"tool": str, "about": dict, "answers": dict}),
-    ("censuses", {"engaged": dict, "refused": dict, "total": int, "decode_bucket": list}),
+# (kind, keys that tell it, what is taken of it): the first that has all its keys.
+_KINDS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+    ("engines", ("scenarios", "graphs", "ranges", "census"), _ENGINE),
+    ("demos", ("runs", "versions"), {"runs": [_DEMO_RUN], "versions": Map(str)}),
+    ("verifies", ("machine", "engine", "results"), _VERIFY),
+    ("benches", ("machine", "copy_gbps", "rows"), _BENCH),
+    ("plans", ("compile_ranges", "captures", "verdict"), _PLAN),
+    ("traces", ("tool", "traces"), {"traces": [_TRACE]}),
+    ("servings", ("tool", "about", "rows"), _MEASURED | {"rows": [_SERVING_ROW]}),
+    ("accuracies", ("tool", "about", "answers"), _MEASURED | {"answers": {"off": _SCORES, "on": _SCORES}}),
+    ("censuses", ("engaged", "refused", "total", "decode_bucket"), _CENSUS),
 )
 
 
@@ -80,7 +162,7 @@ def read(paths: Sequence[Path]) -> Inputs:
     """Read every path.
 
     Raises:
-        InputError: one is missing, no JSON, or nothing that the report knows.
+        InputError: one is missing, no JSON, nothing that the report knows, or holds a value of a wrong type.
     """
     found = Inputs()
     for path in paths:
@@ -103,23 +185,31 @@ def _read_folder(folder: Path, found: Inputs) -> None:
 
 def _read_file(path: Path, name: str, found: Inputs) -> None:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        kind, shape = _kind_of(data)
+        getattr(found, kind).append(Record(line(name), take(data, shape), path))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ShapeError, _UnknownError) as error:
+        raise InputError(f"{path}: {error}") from error
+    # A JSON nested thousands of levels deep ends in a RecursionError.
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: no JSON: {error}; expected {EXPECTED}") from error
-    kind = kind_of(data)
-    if kind is None:
-        keys = ", ".join(sorted(data)[:6]) if isinstance(data, dict) else type(data).__name__
-        raise InputError(f"{path}: not recognised (found: {keys or 'nothing'}); expected {EXPECTED}")
-    getattr(found, kind).append(Record(name, data, path))
 
 
-def kind_of(data: object) -> str | None:
-    """The field of ``Inputs`` that a file's content belongs to, or None."""
-    if not isinstance(data, dict):
-        return None
-    for kind, keys in _KINDS:
-        if all(isinstance(data.get(key), wanted) for key, wanted in keys.items()):
-            return kind
-    return None
+class _UnknownError(ValueError):
+    """No kind of input has these keys."""
+
+
+def _kind_of(data: object) -> tuple[str, dict[str, Any]]:
+    """The field of ``Inputs`` that a file's content belongs to, and what is taken of it."""
+    if isinstance(data, dict):
+        for kind, keys, shape in _KINDS:
+            if all(key in data for key in keys):
+                return kind, shape
+    listed = ", ".join(key[:40] for key in sorted(data)[:6]) if isinstance(data, dict) else type(data).__name__
+    raise _UnknownError(f"not recognised (found: {listed or 'nothing'}); expected {EXPECTED}")
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")

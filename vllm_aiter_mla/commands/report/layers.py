@@ -1,17 +1,22 @@
-"""One layer out of a graph: from its attention node upwards to the GEMMs, and what differs between two of them.
+"""One layer of a graph, in a fixed drawing: from its GEMMs to its attention, with the boxes that this graph has.
 
-Views, allocations and graph inputs are folded away; a norm is one box. What is left is what costs a launch.
+The chain of a layer is known (stock, and after pass 1, 2 and 3), so every box has its place;
+a box that the graph lacks is left out. Views, allocations and graph inputs are no part of it.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+from vllm_aiter_mla.commands.report.charts import CHARACTER, Chart
 from vllm_aiter_mla.commands.report.fx import Node
 
 _ATTENTION = re.compile(r"(unified_mla_attention|mla_attention_with_prepared_q)")
+_NORM = re.compile(r"rsqrt|rms_norm")
 # The furthest pass that a layer shows, by the op that it puts in; first match wins.
 STAGES = (
     ("fused_qk_rope_kv_cache_q_prep", "after pass 3: AITER fusion"),
@@ -20,40 +25,49 @@ STAGES = (
 )
 STOCK = "stock"
 # What the attention op does by itself, where no node shows it.
-INSIDE = {
-    STOCK: "split, absorb BMM, concat, fp8 quant where asked for, attention, v-up projection",
-    STAGES[2][1]: "split, absorb BMM, concat, fp8 quant where asked for, attention, v-up projection",
-    STAGES[1][1]: "attention, v-up projection; a prefill row takes the stock path inside the op",
-    STAGES[0][1]: "attention, v-up projection; a prefill row takes the stock path inside the op",
+_WITH_ABSORB = "split, absorb BMM, concat, fp8 quant where asked for, attention, v-up projection"
+_WITHOUT = "attention, v-up projection; a prefill row takes the stock path inside the op"
+INSIDE = {STOCK: _WITH_ABSORB, STAGES[2][1]: _WITH_ABSORB, STAGES[1][1]: _WITHOUT, STAGES[0][1]: _WITHOUT}
+
+GEMM, NORM, OTHERS = "GEMM", "RMS norm", "RoPE and other ops"
+# Columns q, k_pe, kv_c: where each box begins and ends, and its row. An op that is not named here is one of OTHERS.
+COLUMNS, ROW, HEIGHT, WIDE, GAP = ("q", "k_pe", "kv_c"), 66.0, 38.0, 150.0, 14.0
+PLACES = {
+    GEMM: (0, 3, 0),
+    OTHERS: (0, 2, 1),
+    NORM: (2, 3, 1),
+    "unified_mla_kv_cache_update": (1, 3, 2),
+    STAGES[2][0]: (0, 3, 2),
+    STAGES[0][0]: (0, 3, 2),
+    STAGES[1][0]: (0, 1, 3),
+    "attention": (0, 3, 4),
 }
 
 
 @dataclass(slots=True)
 class Box:
-    """What is drawn: one node, or several that belong together.
+    """One box of the drawing.
 
     Attributes:
-        key: name of the (last) node.
-        label: its op in short.
-        note: a second line, or "".
-        inputs: keys of the boxes it reads.
-        count: nodes in it.
-        signature: equal in two graphs where the same thing is computed from the same inputs.
-        changed: whether the other graph has no such box.
+        label: what stands in it.
+        ops: computing nodes in it by op, each with its constants: equal in two graphs that compute the same here.
+        changed: whether the other graph has another box in this place, or none.
     """
 
-    key: str
     label: str
-    note: str = ""
-    inputs: list[str] = field(default_factory=list)
-    count: int = 1
-    signature: str = ""
+    ops: Counter[tuple[str, str]] = field(default_factory=Counter)
     changed: bool = False
+
+    @property
+    def words(self) -> str:
+        """Its ops by name, with their number."""
+        names = Counter(name for name, _ in self.ops.elements())
+        return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in names.most_common())
 
 
 @dataclass(slots=True)
 class Layer:
-    """One layer's boxes in topological order, and how far the passes have come."""
+    """One layer's boxes by place, from the top, and how far the passes have come."""
 
     boxes: dict[str, Box]
     stage: str
@@ -61,12 +75,12 @@ class Layer:
     @property
     def ops(self) -> int:
         """Computing nodes from the GEMMs (not counted) to the attention (counted)."""
-        return sum(box.count for box in self.boxes.values() if box.inputs or box.label != "GEMM")
+        return sum(box.ops.total() for place, box in self.boxes.items() if place != GEMM)
 
     @property
     def changed(self) -> int:
-        """Computing nodes that the other graph does not have."""
-        return sum(box.count for box in self.boxes.values() if box.changed)
+        """Computing nodes in marked boxes."""
+        return sum(box.ops.total() for box in self.boxes.values() if box.changed)
 
 
 def attentions(nodes: dict[str, Node]) -> list[str]:
@@ -76,168 +90,89 @@ def attentions(nodes: dict[str, Node]) -> list[str]:
 
 def cut(nodes: dict[str, Node], attention: str) -> Layer:
     """The layer of an attention node: its ancestors up to the nearest GEMMs."""
-    wanted = _ancestors(nodes, attention)
+    above = _reach(nodes, [attention], attention)
+    found = {name: nodes[name] for name in above if not nodes[name].is_free and not nodes[name].is_input}
+    norm = _norm(nodes, found, attention)
     boxes: dict[str, Box] = {}
-    for name in _sorted(nodes, wanted):
-        node = nodes[name]
-        if not node.is_free and not node.is_input:
-            boxes[name] = Box(name, _label(node), inputs=[] if node.is_gemm else _sources(nodes, node))
-            boxes[name].signature = _signature(nodes, node, boxes)
-    _name_gemms(nodes, nodes[attention], boxes)
-    _fold_norms(boxes)
-    return Layer(boxes, stage_of(nodes[name] for name in wanted))
+    for name, node in found.items():
+        place = _place(node, name in norm)
+        box = boxes.setdefault(place, Box(place if place in (GEMM, NORM, OTHERS) else node.short))
+        box.ops[(node.short, "" if node.is_gemm else re.sub(r"%\w+", "%", node.text))] += 1
+    return Layer({place: boxes[place] for place in PLACES if place in boxes}, stage_of(found.values()))
 
 
 def stage_of(nodes: Iterable[Node]) -> str:
     """How far the passes came, told by the ops that they put in."""
     found = {node.short for node in nodes}
-    for op, stage in STAGES:
-        if op in found:
-            return stage
-    return STOCK
+    return next((stage for op, stage in STAGES if op in found), STOCK)
 
 
 def mark(before: Layer, after: Layer) -> None:
-    """Mark the boxes of each layer that the other does not have."""
+    """Mark the boxes of each layer that the other does not have, or that hold other ops or constants there."""
     for one, other in ((before, after), (after, before)):
-        known = {box.signature for box in other.boxes.values()}
-        for box in one.boxes.values():
-            box.changed = box.signature not in known
+        for place, box in one.boxes.items():
+            box.changed = place not in other.boxes or other.boxes[place].ops != box.ops
 
 
-def _ancestors(nodes: dict[str, Node], start: str) -> set[str]:
-    seen: set[str] = set()
-    todo = [start]
+def _reach(nodes: dict[str, Node], starts: list[str], attention: str) -> dict[str, None]:
+    """These nodes and what they are computed from; a GEMM and another layer's attention are the border."""
+    seen: dict[str, None] = {}
+    todo = list(starts)
     while todo:
         name = todo.pop()
-        if name in seen or name not in nodes:
-            continue
-        seen.add(name)
-        node = nodes[name]
-        # Another layer's attention is as good a border as a GEMM.
-        if not node.is_gemm and (name == start or not _ATTENTION.search(node.target)):
-            todo += node.operands
+        if name in nodes and name not in seen:
+            seen[name] = None
+            node = nodes[name]
+            if not node.is_gemm and (name == attention or not _ATTENTION.search(node.target)):
+                todo += node.operands
     return seen
 
 
-def _sorted(nodes: dict[str, Node], wanted: set[str]) -> list[str]:
-    """Operands first: the text of a graph need not be in topological order."""
-    order: dict[str, None] = {}
-    todo = [(name, False) for name in reversed(list(nodes)) if name in wanted]
+def _norm(nodes: dict[str, Node], found: dict[str, Node], attention: str) -> set[str]:
+    """The nodes of an RMS norm: what its root is computed from, and the ATen ops that its result goes through."""
+    roots = [name for name, node in found.items() if _NORM.search(node.target)]
+    readers: dict[str, list[str]] = {}
+    for name, node in nodes.items():
+        for operand in node.operands:
+            readers.setdefault(operand, []).append(name)
+    norm, todo = set(_reach(nodes, roots, attention)), list(roots)
     while todo:
-        name, ready = todo.pop()
-        if name in order:
-            continue
-        if ready:
-            order[name] = None
-            continue
-        todo.append((name, True))
-        if not nodes[name].is_gemm:
-            todo += [(operand, False) for operand in nodes[name].operands if operand in wanted and operand not in order]
-    return list(order)
-
-
-def _sources(nodes: dict[str, Node], node: Node) -> list[str]:
-    """The computing nodes behind a node's operands, through views."""
-    found: dict[str, None] = {}
-    for operand in node.operands:
-        source = nodes.get(operand)
-        if source is None or source.is_input:
-            continue
-        for name in _sources(nodes, source) if source.is_free else [operand]:
-            found[name] = None
-    return list(found)
-
-
-def _signature(nodes: dict[str, Node], node: Node, boxes: dict[str, Box]) -> str:
-    """Target and operands down to GEMMs and inputs, as one hash that does not depend on node names."""
-    described = _describe(nodes, node, boxes)
-    return f"{hash(described):x}"
-
-
-def _describe(nodes: dict[str, Node], node: Node, boxes: dict[str, Box]) -> str:
-    if node.is_gemm:
-        # Its weight says which one it is; what feeds it belongs to another layer.
-        weights = [name for name in node.operands if name in nodes and nodes[name].is_input]
-        return f"{node.target}({','.join(weights)})"
-
-    def operand(match: re.Match[str]) -> str:
-        name = match[1]
-        if name in boxes:
-            return boxes[name].signature
-        source = nodes.get(name)
-        if source is None or source.is_input:
-            return name
-        return "(" + _describe(nodes, source, boxes) + ")"
-
-    return node.target + re.sub(r"%(\w+)", operand, node.text)
-
-
-def _label(node: Node) -> str:
-    return "GEMM" if node.is_gemm else node.short
-
-
-def _name_gemms(nodes: dict[str, Node], attention: Node, boxes: dict[str, Box]) -> None:
-    query = _upstream(boxes, _behind(nodes, attention, "q"))
-    latent = _upstream(boxes, _behind(nodes, attention, "kv_c_normed") | _behind(nodes, attention, "k_pe"))
-    for key, box in boxes.items():
-        if box.label == "GEMM":
-            only_query = key in query and key not in latent
-            box.note = "q" if only_query else "kv_c and k_pe" if key in latent and key not in query else ""
-
-
-def _behind(nodes: dict[str, Node], attention: Node, argument: str) -> set[str]:
-    name = attention.named.get(argument)
-    node = nodes.get(name or "")
-    if node is None or node.is_input:
-        return set()
-    return set(_sources(nodes, node)) if node.is_free else {node.name}
-
-
-def _upstream(boxes: dict[str, Box], keys: set[str]) -> set[str]:
-    seen: set[str] = set()
-    todo = list(keys)
-    while todo:
-        key = todo.pop()
-        if key in boxes and key not in seen:
-            seen.add(key)
-            todo += boxes[key].inputs
-    return seen
-
-
-def _fold_norms(boxes: dict[str, Box]) -> None:
-    """One box for an RMS norm: from ``rsqrt`` up to the value that it scales, down to its last multiplication."""
-    for key in [key for key, box in boxes.items() if box.label == "aten.rsqrt"]:
-        inner = _norm(boxes, key)
-        if inner is None:
-            continue
-        last = inner[-1]
-        members = set(inner)
-        outside = [name for name in dict.fromkeys(i for k in inner for i in boxes[k].inputs) if name not in members]
-        norm = boxes[last]
-        norm.label, norm.note, norm.count, norm.inputs = "RMS norm", f"{len(inner)} ops", len(inner), outside
-        for name in inner[:-1]:
-            del boxes[name]
-
-
-def _norm(boxes: dict[str, Box], rsqrt: str) -> list[str] | None:
-    """Members of the norm around an ``rsqrt`` in order, or None where something inside is read from outside."""
-    order = list(boxes)
-    members = {rsqrt}
-    todo = [rsqrt]
-    while todo:
-        for name in boxes[todo.pop()].inputs:
-            if boxes[name].label in ("aten.add", "aten.mean", "aten.pow", "prims.convert_element_type"):
-                members.add(name)
+        for name in readers.get(todo.pop(), ()):
+            if name not in norm and (nodes[name].is_free or nodes[name].short.startswith(("aten.", "prims."))):
+                norm.add(name)
                 todo.append(name)
-    tail = rsqrt
-    while True:
-        readers = [key for key, box in boxes.items() if tail in box.inputs]
-        if len(readers) != 1 or boxes[readers[0]].label not in ("aten.mul", "prims.convert_element_type"):
-            break
-        tail = readers[0]
-        members.add(tail)
-    for key, box in boxes.items():
-        if key not in members and any(name in members and name != tail for name in box.inputs):
-            return None
-    return sorted(members, key=order.index)
+    return norm
+
+
+def _place(node: Node, in_norm: bool) -> str:
+    if node.is_gemm:
+        return GEMM
+    if _ATTENTION.search(node.target):
+        return "attention"
+    return node.short if node.short in PLACES else NORM if in_norm else OTHERS
+
+
+def draw(layer: Layer, ident: str, title: str) -> Chart:
+    """The layer's boxes in their places; those that the other graph lacks are marked by more than colour."""
+    described = "; ".join(f"{box.label}{' (differs)' if box.changed else ''}" for box in layer.boxes.values())
+    height = ROW * max(row for *_, row in PLACES.values()) + HEIGHT + 24
+    chart = Chart(ident, WIDE * len(COLUMNS), height, title, f"Operations from inputs to attention: {described}.")
+    for column, name in enumerate(COLUMNS):
+        x = WIDE * (column + 0.5)
+        chart.text((x, 12), name, css="note")
+        passed = [PLACES[place][2] for place in layer.boxes if PLACES[place][0] <= column < PLACES[place][1]]
+        for above, below in pairwise(sorted(set(passed))):
+            end = 20 + below * ROW
+            chart.line("edge", (x, 20 + above * ROW + HEIGHT), (x, end))
+            chart.line("tip", (x - 4, end - 8), (x + 4, end - 8), (x, end))
+    for place, box in layer.boxes.items():
+        first, last, row = PLACES[place]
+        x, y, wide = first * WIDE + GAP / 2, 20 + row * ROW, (last - first) * WIDE - GAP
+        css = "box changed" if box.changed else "box gemm" if place == GEMM else "box"
+        chart.rect(css, (x, y, wide, HEIGHT), f"{box.label}: {box.words}", 6)
+        label = box.label if len(box.label) * CHARACTER < wide else box.label[: int(wide / CHARACTER) - 1] + "…"
+        css = "strong" if box.changed else ""
+        chart.text((x + wide / 2, y + (17 if box.ops.total() > 1 else 23)), label, css=css)
+        if box.ops.total() > 1:
+            chart.text((x + wide / 2, y + 31), f"{box.ops.total()} ops", css="note")
+    return chart

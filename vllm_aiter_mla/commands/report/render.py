@@ -1,16 +1,18 @@
-"""The template, filled. jinja2 is imported here and nowhere else: it comes with the extra ``report``."""
+"""The templates, filled. jinja2 is imported here and nowhere else: it comes with the extra ``report``.
+
+Tags come from the templates alone. Every value is escaped when it is put in, and a value is never marked as safe:
+what runs wrote (names of layers and files, messages, paths) may hold anything.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.commands.report.inputs import InputError, Inputs, read
-from vllm_aiter_mla.commands.report.sections import build
-
-TEMPLATE = "page.html.j2"
+STYLE = "page.css"
 
 
 class NoTemplateEngineError(RuntimeError):
@@ -24,42 +26,42 @@ def html_of(paths: Sequence[Path]) -> str:
         InputError: an input cannot be shown.
         NoTemplateEngineError: jinja2 is missing.
     """
-    template = _template()
-    inputs = read(paths)
-    try:
-        return _render(template, inputs)
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise _blame(template, inputs, error) from error
+    from vllm_aiter_mla.commands.report.inputs import read
+    from vllm_aiter_mla.commands.report.sections import build
+
+    templates = environment()
+    return fill("page.html.j2", build(read(paths)), templates)
 
 
-def _render(template: Any, inputs: Inputs) -> str:
-    return str(template.render(**build(inputs))) + "\n"
+def fill(template: str, values: dict[str, Any], templates: Any = None) -> str:
+    """A template of this folder with these values; ``csp`` is the policy for a page that includes ``page.css``.
+
+    Raises:
+        NoTemplateEngineError: jinja2 is missing.
+    """
+    templates = templates or environment()
+    return str(templates.get_template(template).render(csp=policy(templates), **values)) + "\n"
 
 
-def _blame(template: Any, inputs: Inputs, error: Exception) -> InputError:
-    """Name the file that is known by its first keys but does not hold what its kind holds: render each alone."""
-    for record, alone in inputs.one_by_one():
-        try:
-            _render(template, alone)
-        except Exception as own:
-            return InputError(
-                f"{record.path}: not as this version writes it ({type(own).__name__}: {own}); write it anew"
-            )
-    return InputError(f"the inputs do not fit together ({type(error).__name__}: {error})")
+def policy(templates: Any) -> str:
+    """The page's Content-Security-Policy: nothing is loaded, no script runs, the one style is known by its hash."""
+    digest = hashlib.sha256(templates.get_template(STYLE).render().encode()).digest()
+    style = f"'sha256-{base64.b64encode(digest).decode()}'"
+    return f"default-src 'none'; style-src {style}; img-src data:; base-uri 'none'; form-action 'none'"
 
 
-def _template() -> Any:
+def environment() -> Any:
+    """jinja2's environment over this folder: everything is escaped, and a missing value is an error."""
     try:
         import jinja2
     except ImportError as error:
         raise NoTemplateEngineError(
             "jinja2 is not installed; it comes with the extra: pip install 'vllm-aiter-mla[report]'"
         ) from error
-    # What runs wrote (layer names, messages, paths of kernels) is escaped; only our own SVG is marked safe.
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    text = resources.files("vllm_aiter_mla.commands.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    return environment.from_string(text)

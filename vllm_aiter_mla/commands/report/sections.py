@@ -1,57 +1,60 @@
-"""From records as they were written to what the template shows: census, ranges, launches, bench, verify, versions."""
+"""From records to what the template shows: census, ranges, launches, bench, verify, versions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_aiter_mla import __version__
-from vllm_aiter_mla.commands.report import graphs, measured, svg
+from vllm_aiter_mla.commands.report import charts, graphs, measured
 from vllm_aiter_mla.commands.report.inputs import Inputs, Record
 
 CPU = "CPU, reference kernels"
 NOT_MEASURED = "not measured"
+# How the charts colour a run's states.
+STATES = ("passed", "failed", "skipped")
 
 
 def build(inputs: Inputs) -> dict[str, Any]:
     """Everything the template needs."""
     return {
         "census": census(inputs),
-        "scenarios": scenarios(inputs),
+        "demo_runs": _runs(inputs),
         "axes": axes(inputs),
         "graphs": graphs.sections(inputs),
         "ops": ops(inputs),
-        "planned": planned(inputs),
+        "planned": [planned(record, f"p{number}") for number, record in enumerate(inputs.plans)],
         "benches": [bench(record, f"b{number}") for number, record in enumerate(inputs.benches)],
         "verifies": [verify(record, f"v{number}") for number, record in enumerate(inputs.verifies)],
-        "traces": measured.traces(inputs),
-        "servings": measured.servings(inputs),
-        "accuracies": measured.accuracies(inputs),
+        "traces": [measured.trace(record) for record in inputs.traces],
+        "servings": [measured.serving(record) for record in inputs.servings],
+        "accuracies": [measured.accuracy(record) for record in inputs.accuracies],
         "versions": versions(inputs),
         "plugin": __version__,
         "not_measured": NOT_MEASURED,
     }
 
 
+def _runs(inputs: Inputs) -> list[dict[str, Any]]:
+    return [run for record in inputs.demos for run in record.data["runs"]]
+
+
 def census(inputs: Inputs) -> list[dict[str, Any]]:
     """One row per run: how many layers engaged, with what, and why the others did not."""
     rows = []
-    for record in inputs.demos:
-        for run in record.data["runs"]:
-            layers = run["layers"]
-            row = _verdict(run["name"], layers["engaged"], layers["total"], layers["refused"], run["kernels"])
-            row["state"] = row["state"] if run["flag"] else "off"
-            rows.append(
-                row | {"where": _where(run["kernels"]), "bucket": run["bucket"], "cache": run["kv_cache_dtype"]}
-            )
-    for record in inputs.censuses:
-        rows.append(_rank(record.name, record.data))
+    for run in _runs(inputs):
+        row = _verdict(run["name"], run["layers"], run["layers"]["refused"], run["kernels"])
+        row |= {"state": row["state"] if run["flag"] else "off", "where": _where(run["kernels"])}
+        rows.append(row | {"bucket": run["bucket"], "cache": run["kv_cache_dtype"]})
+    rows += [_rank(record.name, record.data) for record in inputs.censuses]
     if not inputs.demos:
         rows += [_rank(record.name, one) for record in inputs.engines for one in record.data["census"]]
     for record in inputs.plans:
         plan = record.data
         refused = {reason["scope"]: (reason["code"], reason["message"]) for reason in plan["reasons"]}
-        kernels = sorted({k["kernel"] for k in plan["kernels"] if k["kernel"]})
-        row = _verdict(plan["model"]["name"], plan["layers"]["engaged"], plan["layers"]["mla"], refused, kernels)
+        kernels = sorted({span["kernel"] for span in plan["kernels"] or [] if span["kernel"]})
+        layers = {"engaged": plan["layers"]["engaged"], "total": plan["layers"]["mla"]}
+        row = _verdict(plan["model"]["name"], layers, refused, kernels)
         row |= {"where": "plan, static: nothing was run", "bucket": [1, plan["limit"]]}
         rows.append(row | {"cache": plan["options"]["kv_cache_dtype"]})
     return rows
@@ -59,165 +62,125 @@ def census(inputs: Inputs) -> list[dict[str, Any]]:
 
 def _rank(name: str, data: dict[str, Any]) -> dict[str, Any]:
     kernels = sorted(set(data["engaged"].values()))
-    partial = {k: ("partial " + v[0], v[1]) for k, v in data.get("partial", {}).items()}
-    refused = data["refused"] | partial
-    row = _verdict(f"{name}, rank {data.get('rank', 0)}", len(data["engaged"]), data["total"], refused, kernels)
-    return row | {"where": _where(kernels), "bucket": data["decode_bucket"], "cache": data.get("kv_cache_dtype", "-")}
+    partial = {layer: (f"partial {code}", text) for layer, (code, text) in data["partial"].items()}
+    layers = {"engaged": len(data["engaged"]), "total": data["total"]}
+    row = _verdict(f"{name}, rank {data['rank']}", layers, data["refused"] | partial, kernels)
+    return row | {"where": _where(kernels), "bucket": data["decode_bucket"], "cache": data["kv_cache_dtype"]}
 
 
 def _where(kernels: list[str]) -> str:
     return CPU if kernels == ["reference"] else "counted at run time by the ops"
 
 
-def _verdict(name: str, engaged: int, total: int, refused: dict[str, Any], kernels: list[str]) -> dict[str, Any]:
+def _verdict(name: str, layers: dict[str, Any], refused: dict[str, Any], kernels: list[str]) -> dict[str, Any]:
+    engaged, total = layers["engaged"], layers["total"]
     reasons: dict[str, list[str]] = {}
     for layer, (code, text) in refused.items():
         reasons.setdefault(f"{code}: {text}", []).append(layer)
     state = "none" if not engaged else "all" if engaged == total else "some"
-    return {
-        "name": name,
-        "engaged": engaged,
-        "total": total,
-        "state": state,
-        "kernels": ", ".join(kernels) or "-",
-        "reasons": [{"text": text, "layers": sorted(layers)} for text, layers in reasons.items()],
-    }
-
-
-def scenarios(inputs: Inputs) -> list[dict[str, Any]]:
-    """One row per run and scenario of the demos: tokens and log-probabilities against stock."""
-    return [
-        {"run": run["name"], "bound": run.get("bound"), "name": name, **figures}
-        for record in inputs.demos
-        for run in record.data["runs"]
-        for name, figures in run["scenarios"].items()
-    ]
+    row = {"name": name, "engaged": engaged, "total": total, "state": state, "kernels": ", ".join(kernels) or "-"}
+    return row | {"reasons": {text: sorted(names) for text, names in reasons.items()}}
 
 
 def axes(inputs: Inputs) -> list[dict[str, Any]]:
     """Compile ranges and capture sizes, one axis per distinct set."""
     wanted: list[tuple[str, list[Any], int | None, list[int], str]] = []
-    for record in inputs.demos:
-        for run in record.data["runs"]:
-            limit = run["bucket"][1] if run["bucket"] else None
-            wanted.append((run["name"], run["ranges"], limit, [], "none: the sandbox captures no graphs on a CPU"))
+    for run in _runs(inputs):
+        limit = run["bucket"][1] if run["bucket"] else None
+        wanted.append((run["name"], run["ranges"], limit, [], "none: the sandbox captures no graphs on a CPU"))
     for record in inputs.plans:
         plan = record.data
         sizes = plan["captures"]["inside"] + plan["captures"]["outside"]
         note = plan["captures"]["note"] or ("planned, static" if sizes else "none")
         wanted.append((plan["model"]["name"], plan["compile_ranges"]["ranges"], plan["limit"], sizes, note))
     for record in inputs.censuses:
-        keys = sorted([int(part) for part in key.split("-")] for key in record.data.get("compiled", {}))
-        if keys:
-            sizes = record.data.get("capture_sizes", [])
-            note = "" if sizes else "not recorded in a census"
-            wanted.append((record.name, keys, record.data["decode_bucket"][1], sizes, note))
+        ranges = sorted([int(part) for part in key.split("-")] for key in record.data["compiled"])
+        sizes = record.data["capture_sizes"]
+        note = "" if sizes else "not recorded in a census"
+        wanted += [(record.name, ranges, record.data["decode_bucket"][1], sizes, note)] if ranges else []
     found: dict[str, dict[str, Any]] = {}
     for name, ranges, limit, sizes, note in wanted:
         key = f"{ranges} {limit} {sizes}"
         if key in found:
             found[key]["name"] += f"; {name}"
             continue
-        pairs = [(int(a), int(b)) for a, b in ranges]
-        drawn = svg.token_axis(pairs, limit, sizes, f"r{len(found)}", f"Compile ranges of {name}")
-        rows = [_range_row(a, b, limit, sizes, note) for a, b in pairs]
-        found[key] = {"name": name, "svg": drawn, "note": note, "rows": rows}
+        chart = charts.token_axis(f"r{len(found)}", f"Compile ranges of {name}", ranges, limit, sizes)
+        rows = [_range_row(start, end, limit, sizes, note) for start, end in ranges]
+        found[key] = {"name": name, "chart": chart, "note": note, "rows": rows}
     return list(found.values())
 
 
-def _range_row(start: int, end: int, limit: int | None, sizes: list[int], note: str) -> dict[str, str]:
-    inside = [str(size) for size in sizes if start <= size <= end]
+def _range_row(start: int, end: int, limit: int | None, sizes: list[int], note: str) -> tuple[str, str, str]:
+    inside = ", ".join(str(size) for size in sizes if start <= size <= end)
     graph = "rewritten: decode bucket" if limit is not None and end <= limit else "stock"
-    return {"range": f"{start}-{end}", "graph": graph, "sizes": ", ".join(inside) or (note if not sizes else "none")}
+    return f"{start}-{end}", graph, inside or ("none" if sizes else note)
 
 
 def ops(inputs: Inputs) -> dict[str, Any] | None:
     """Computing nodes of the bucket's graph per layer, stock and fused: static, and no count of launches."""
-    rows = [
-        {"run": run["name"], "stock": run["ops_per_layer"][0], "fused": run["ops_per_layer"][1]}
-        for record in inputs.demos
-        for run in record.data["runs"]
-        if run["ops_per_layer"]
-    ]
+    rows = [(run["name"], *run["ops_per_layer"]) for run in _runs(inputs) if run["ops_per_layer"]]
     if not rows:
         return None
-    first = rows[0]
-    bars = [("stock", first["stock"]), ("after the last pass", first["fused"])]
-    return {"rows": rows, "svg": svg.op_bars(bars, "graph ops per layer", "o0", f"Graph ops per layer, {first['run']}")}
+    name, stock, fused = rows[0]
+    pairs = [("stock", stock), ("after the last pass", fused)]
+    return {"rows": rows, "chart": _plain_bars("o0", f"Graph ops per layer, {name}", pairs, "graph ops per layer")}
 
 
-def planned(inputs: Inputs) -> list[dict[str, Any]]:
-    """Launches per layer and step by formula, from plans: static."""
-    found = []
-    for number, record in enumerate(inputs.plans):
-        by_tokens = record.data["figures"]["by_tokens"]
-        rows = [
-            {
-                "tokens": t,
-                "path": path,
-                "layer": len(f["launches"]),
-                "step": f["launches_per_step"],
-                "bytes": f["bytes"],
-            }
-            for t, paths in by_tokens.items()
-            for path, f in paths.items()
-        ]
-        smallest = next(iter(by_tokens), None)
-        bars = [(row["path"], row["layer"]) for row in rows if row["tokens"] == smallest]
-        name = record.data["model"]["name"]
-        title = f"Launches per layer by formula, {name}"
-        found.append({"name": name, "rows": rows, "svg": svg.op_bars(bars, "launches per layer", f"p{number}", title)})
-    return found
+def _plain_bars(ident: str, title: str, pairs: Sequence[tuple[str, float]], unit: str) -> charts.Chart:
+    """One bar per name; the first, what the others are compared with, in grey."""
+    rows = [
+        (f"{name}: {value:g}", [("bar" if n else "range", value, f"{name}: {value:g} {unit}")])
+        for n, (name, value) in enumerate(pairs)
+    ]
+    return charts.bars(ident, title, rows)
+
+
+def planned(record: Record, ident: str) -> dict[str, Any]:
+    """Launches per layer and step by formula, from a plan: static."""
+    by_tokens = (record.data["figures"] or {"by_tokens": {}})["by_tokens"]
+    rows = [
+        (tokens, path, len(figures["launches"]), figures["launches_per_step"], figures["bytes"])
+        for tokens, paths in by_tokens.items()
+        for path, figures in paths.items()
+    ]
+    pairs = [(path, launches) for tokens, path, launches, *_ in rows if tokens == rows[0][0]]
+    name = record.data["model"]["name"]
+    chart = _plain_bars(ident, f"Launches per layer by formula, {name}", pairs, "launches per layer")
+    return {"name": name, "rows": rows, "chart": chart}
 
 
 def bench(record: Record, ident: str) -> dict[str, Any]:
     """Ratios by T and N, one chart per N and type, with the bounds and the caps the run called for."""
     data = record.data
-    cells = {(row["point"]["quantised"], row["point"]["heads"], row["point"]["tokens"]): row for row in data["rows"]}
-    top = max([1.2, *(row["ratio"] for row in data["rows"] if row["ratio"] is not None)]) * 1.12
+    rows = data["rows"]
+    cells = {(row["point"]["quantised"], row["point"]["heads"], row["point"]["tokens"]): row for row in rows}
+    ratios = {key: row["ratio"] for key, row in cells.items()}
+    top = max([1.2, *(ratio for ratio in ratios.values() if ratio is not None)]) * 1.12
     kinds = []
     for quantised in sorted({key[0] for key in cells}, reverse=True):
-        heads = sorted({key[1] for key in cells if key[0] == quantised})
-        tokens = sorted({key[2] for key in cells if key[0] == quantised})
+        heads, tokens = (sorted({key[part] for key in cells if key[0] == quantised}) for part in (1, 2))
         name = "fp8" if quantised else "bf16"
-        charts = []
-        for n in heads:
-            points = [(t, _ratio(cells.get((quantised, n, t)))) for t in tokens]
+        drawn = []
+        for number, n in enumerate(heads):
+            points = [(t, ratios.get((quantised, n, t))) for t in tokens]
             title = f"Ratio to the best unfused sequence, N = {n}, {name}"
-            charts.append({"heads": n, "svg": svg.ratio_bars(points, top, f"{ident}{name}{n}", title)})
-        rows = [{"tokens": t, "cells": [_bench_cell(cells.get((quantised, n, t))) for n in heads]} for t in tokens]
-        kinds.append({"name": name, "heads": heads, "charts": charts, "rows": rows})
-    missing = {name: why for row in data["rows"] for name, why in row["missing"].items()}
-    wrong = [
-        f"{name} at T={row['point']['tokens']} N={row['point']['heads']}: {why}"
-        for row in data["rows"]
-        for name, why in row["wrong"].items()
-    ]
-    head = (
-        f"{', '.join(data['machine'].values())}; copy {data['copy_gbps']:.0f} GB/s; medians of {data['rounds']} replays"
-    )
-    return {
+            drawn.append((n, charts.ratio_bars(f"{ident}{name}{number}", title, points, top)))
+        table = [(t, [_bench_cell(cells.get((quantised, n, t))) for n in heads]) for t in tokens]
+        kinds.append({"name": name, "charts": drawn, "rows": table})
+    return data | {
         "name": record.name,
-        "head": head,
         "kinds": kinds,
-        "missing": missing,
-        "wrong": wrong,
-        "bounds": data.get("bounds", []),
-        "caps": data.get("caps", []),
-        "slower": sum(1 for row in data["rows"] if row["ratio"] is not None and row["ratio"] < 1),
+        "missing": {name: why for row in rows for name, why in row["missing"].items()},
+        "slower": sum(ratio is not None and ratio < 1 for ratio in ratios.values()),
     }
-
-
-def _ratio(row: dict[str, Any] | None) -> float | None:
-    return None if row is None else row["ratio"]
 
 
 def _bench_cell(row: dict[str, Any] | None) -> dict[str, Any]:
     if row is None or row["ratio"] is None:
-        return {"text": NOT_MEASURED, "launches": "", "slow": False}
+        return {"text": NOT_MEASURED, "slow": False}
     timings = row["timings"]
-    launches = "/".join(str(timings[name]["launches"]) for name in ("one launch", "unfused") if name in timings)
-    return {"text": f"{row['ratio']:.2f}", "launches": launches, "slow": row["ratio"] < 1}
+    counts = "/".join(str(timings[name]["launches"]) for name in ("one launch", "unfused") if name in timings)
+    return {"text": f"{row['ratio']:.2f}" + (f" ({counts})" if counts else ""), "slow": row["ratio"] < 1}
 
 
 def verify(record: Record, ident: str) -> dict[str, Any]:
@@ -225,26 +188,23 @@ def verify(record: Record, ident: str) -> dict[str, Any]:
     data = record.data
     counts: dict[str, dict[str, int]] = {}
     for result in data["results"]:
-        one = counts.setdefault(result["backend"], {"passed": 0, "failed": 0, "skipped": 0})
-        one[result["status"]] += 1
+        counts.setdefault(result["backend"], dict.fromkeys(STATES, 0))[result["status"]] += 1
+    rows = []
+    for name, one in counts.items():
+        parts = [(f"state {state}", count, f"{name}: {count} {state}") for state, count in one.items() if count]
+        rows.append((f"{name}: " + ", ".join(f"{count} {state}" for state, count in one.items() if count), parts))
     on_cpu = "eager" in data["engine"]
-    title = f"Verify results by back end, {data['engine']}"
-    return {
+    return data | {
         "name": record.name,
-        "engine": data["engine"],
-        "machine": ", ".join(f"{key} {value}" for key, value in data["machine"].items()),
-        "svg": svg.stacked(list(counts.items()), ident, title),
+        "chart": charts.bars(ident, f"Verify results by back end, {data['engine']}", rows),
         "counts": counts,
-        "missing": data["missing"],
-        "failed": [result for result in data["results"] if result["status"] == "failed"],
         "skipped": sorted({result["reason"] for result in data["results"] if result["status"] == "skipped"}),
-        "results": data["results"],
         "launches": _launches(data["results"], on_cpu),
         "on_cpu": on_cpu,
     }
 
 
-def _launches(results: list[dict[str, Any]], on_cpu: bool) -> list[dict[str, str]]:
+def _launches(results: list[dict[str, Any]], on_cpu: bool) -> list[tuple[str, str, str, str]]:
     """What a step was made of, one row per back end, variant and distinct answer, with the sizes that gave it."""
     sizes: dict[tuple[str, str, str], set[int]] = {}
     for result in results:
@@ -252,24 +212,16 @@ def _launches(results: list[dict[str, Any]], on_cpu: bool) -> list[dict[str, str
             # The harness counts launches; where it replayed eagerly these are calls of PyTorch ops.
             said = words.replace("launches:", "ops:") if on_cpu else words
             sizes.setdefault((result["backend"], result["variant"], said), set()).add(int(size))
-    return [
-        {"backend": b, "variant": v, "size": ", ".join(map(str, sorted(found))), "words": words}
-        for (b, v, words), found in sizes.items()
-    ]
+    return [(b, v, ", ".join(map(str, sorted(found))), words) for (b, v, words), found in sizes.items()]
 
 
-def versions(inputs: Inputs) -> list[dict[str, str]]:
-    """What each input was made with."""
-    rows = []
-    for record in (*inputs.demos, *([] if inputs.demos else inputs.engines)):
-        rows += [{"input": record.name, "what": k, "version": v} for k, v in record.data["versions"].items()]
-    for record in (*inputs.benches, *inputs.verifies):
-        rows += [{"input": record.name, "what": k, "version": v} for k, v in record.data["machine"].items()]
-    for record in (*inputs.servings, *inputs.accuracies):
-        rows += [{"input": record.name, "what": k, "version": v} for k, v in record.data["about"].items()]
+def versions(inputs: Inputs) -> list[tuple[str, str, str]]:
+    """What each input was made with: (input, what, version)."""
+    known = [(record.name, record.data["versions"]) for record in inputs.demos or inputs.engines]
+    known += [(record.name, record.data["machine"]) for record in (*inputs.benches, *inputs.verifies)]
+    known += [(record.name, record.data["about"]) for record in (*inputs.servings, *inputs.accuracies)]
     for record in inputs.plans:
-        rows += [
-            {"input": record.name, "what": "vllm-aiter-mla", "version": record.data["plugin"]},
-            {"input": record.name, "what": "vllm", "version": record.data["vllm"] or "not installed"},
-        ]
-    return rows
+        known.append(
+            (record.name, {"vllm-aiter-mla": record.data["plugin"], "vllm": record.data["vllm"] or "not installed"})
+        )
+    return [(name, what, version) for name, found in known for what, version in found.items()]
