@@ -30,8 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "gate": PURE | {"census", "compat", "worker"},
     "plugin": {"compat", "gate", "runtime", "sandbox", "worker"},
     "sandbox": PURE | {"census", "compat", "kernels", "runtime"},
-    "report": set(),
-    "commands": PURE | {"census", "compat", "kernels", "plugin", "report", "sandbox", "verify"},
+    "commands": PURE | {"census", "compat", "kernels", "plugin", "sandbox", "verify"},
 }
 
 

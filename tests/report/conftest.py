@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from report_support import DATA, engine_result, made_up_bench, made_up_measurements
 
-from vllm_aiter_mla.report.page.render import html_of
+from vllm_aiter_mla.commands.report.render import html_of
 
 
 @pytest.fixture(scope="session")

@@ -81,3 +81,55 @@ def _trace(name: str, counts: dict[str, int]) -> dict[str, Any]:
     shared = {"kind": "kernels", "kv_writes": 122, "microseconds_per_layer_and_step": {}}
     launches = {"per_layer_and_step": per, "launches_per_layer_and_step": sum(per.values())}
     return shared | launches | {"trace": name, "counts": counts}
+
+
+def made_up_plan() -> dict[str, Any]:
+    """What ``plan --json`` prints, cut to what the report reads."""
+    path = {"launches": [{"name": "absorb BMM"}], "launches_per_step": 61, "bytes": 1000}
+    return {
+        "plugin": "0",
+        "vllm": "0",
+        "model": {"name": "made up"},
+        "limit": 8,
+        "compile_ranges": {"ranges": [[1, 8], [9, 64]], "inside": 1, "note": ""},
+        "captures": {"inside": [1, 8], "outside": [16], "note": ""},
+        "verdict": "refused",
+        "layers": {"mla": 61, "total": 61, "engaged": 0},
+        "reasons": [{"scope": "engine", "code": "platform", "message": "made up"}],
+        "kernels": [{"first": 1, "last": 8, "kernel": "aiter", "detail": "", "refusals": []}],
+        "figures": {"by_tokens": {"1": {"stock": path, "aiter": path}}},
+        "options": {"kv_cache_dtype": "auto"},
+    }
+
+
+def every_kind() -> dict[str, dict[str, Any]]:
+    """One file of every kind that the report reads, by kind."""
+    recorded = {name: json.loads((DATA / f"{name}.json").read_text()) for name in ("census", "demo", "verify")}
+    tools = made_up_measurements()
+    graphs = {"1-16": (DATA / "stock.fx.txt").read_text()}
+    bench = made_up_bench()
+    bench["rows"] = bench["rows"][:2]
+    bench["rows"][0]["wrong"] = {"stock": "query: 20 % of the values differ"}
+    recorded["verify"]["missing"] = {"aiter": "no ROCm here"}
+    recorded["verify"]["results"] = recorded["verify"]["results"][:2]
+    recorded["verify"]["results"][0] |= {
+        "status": "failed",
+        "findings": [{"oracle": "runs", "message": "broke", "step": "replay 2"}],
+    }
+    recorded["verify"]["results"][1] |= {"status": "skipped", "reason": "no ROCm here"}
+    census = recorded["census"]
+    census["refused"] = {"model.layers.9.self_attn.attn": ["sparse", "sparse MLA"]}
+    census["partial"] = {"model.layers.8.self_attn.attn": ["kernel_shape", "no kernel"]}
+    census["capture_sizes"] = [1, 16]
+    recorded["demo"]["runs"][0]["layers"]["refused"] = {"model.layers.3": ["sparse", "sparse MLA"]}
+    return {
+        "engines": engine_result(graphs, [census]),
+        "demos": recorded["demo"],
+        "verifies": recorded["verify"],
+        "benches": bench,
+        "plans": made_up_plan(),
+        "traces": tools["traces.json"],
+        "servings": tools["serving.json"],
+        "accuracies": tools["gsm8k.json"],
+        "censuses": census,
+    }

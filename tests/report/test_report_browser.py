@@ -43,7 +43,7 @@ def test_report_fits_its_window(page: str, tmp_path: Path, width: int) -> None:
 
 
 def test_report_overflow_is_something_the_browser_test_sees(page: str, tmp_path: Path) -> None:
-    wide = page.replace("<main>", '<main><div style="width:900px">wide</div>', 1)
+    wide = page.replace("<main>", '<main><svg width="900" height="9"></svg>', 1)
     found = chromium.measure(wide, tmp_path, 375)
     assert found["scroll"] > 375
     assert found["cut"]

@@ -53,7 +53,9 @@ def test_report_command_on_what_is_not_there_or_empty(tmp_path: Path) -> None:
 def test_report_command_looks_where_it_will_write_before_it_draws(
     kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_aiter_mla.report.page.render.html_of", lambda inputs: pytest.fail("drawn all the same"))
+    monkeypatch.setattr(
+        "vllm_aiter_mla.commands.report.render.html_of", lambda inputs: pytest.fail("drawn all the same")
+    )
     for out, reason in ((tmp_path / "no" / "page.html", "its folder does not exist"), (tmp_path, "is a folder")):
         done = runner.invoke(app, ["report", str(kept), "--out", str(out)])
         assert done.exit_code == 2
@@ -85,4 +87,4 @@ def test_report_command_names_the_file_of_an_older_version(kept: Path, written: 
     path = written("old.json", verify)
     done = runner.invoke(app, ["report", str(kept), str(path), "--out", str(tmp_path / "page.html")])
     assert done.exit_code == 2
-    assert f"{path}: not as this version writes it (KeyError: 'status')" in done.output
+    assert f"{path}: results[0].status: missing" in done.output

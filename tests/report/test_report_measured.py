@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from vllm_aiter_mla.report.page.render import html_of
+from vllm_aiter_mla.commands.report.render import html_of
 
 
 def cells(page: str) -> list[str]:

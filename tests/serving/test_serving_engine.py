@@ -15,7 +15,7 @@ import pytest
 import serve_bench
 from serving import small
 
-from vllm_aiter_mla.report.page.render import html_of
+from vllm_aiter_mla.commands.report.render import html_of
 
 pytestmark = pytest.mark.engine
 

@@ -23,8 +23,8 @@ def report(
     figure is also in a table. Exits 2 when an input cannot be shown, and writes nothing then.
     """
     from vllm_aiter_mla.commands import outputs
-    from vllm_aiter_mla.report.page.inputs import InputError
-    from vllm_aiter_mla.report.page.render import NoTemplateEngineError, html_of
+    from vllm_aiter_mla.commands.report.inputs import InputError
+    from vllm_aiter_mla.commands.report.render import NoTemplateEngineError, html_of
 
     try:
         outputs.check({"--out": out})

@@ -9,7 +9,6 @@ _LINE = re.compile(
     r"^\s*%(?P<name>\w+)\s*:.*?=\s*(?P<op>placeholder|get_attr|call_\w+)\[target=(?P<target>[^\]]+)\](?P<rest>.*)$"
 )
 _OPERAND = re.compile(r"%(\w+)")
-_NAMED = re.compile(r"(\w+): %(\w+)")
 _WRAPPED = re.compile(r"args = \(([\w.]+)")
 # Neither computes anything: views, the unpacking of results, and memory that is only reserved.
 _FREE = re.compile(
@@ -32,7 +31,6 @@ class Node:
         op: "placeholder", "call_function", ...
         target: what is called; for ``auto_functionalized`` the op inside it.
         operands: names of the nodes it reads, in order, without repetition.
-        named: the keyword arguments that are nodes.
         text: the rest of the line, for comparing constants.
     """
 
@@ -40,7 +38,6 @@ class Node:
     op: str
     target: str
     operands: tuple[str, ...]
-    named: dict[str, str]
     text: str
 
     @property
@@ -91,16 +88,4 @@ def _node(match: re.Match[str]) -> Node:
     target, rest = match["target"], match["rest"]
     wrapped = _WRAPPED.search(rest) if "auto_functionalized" in target else None
     operands = tuple(dict.fromkeys(_OPERAND.findall(rest)))
-    return Node(
-        match["name"], match["op"], wrapped[1] if wrapped else target, operands, dict(_NAMED.findall(rest)), rest
-    )
-
-
-def computing(nodes: dict[str, Node]) -> int:
-    """Calls that compute something: neither views nor the unpacking of results; reserving memory counts, as in `demo`.
-
-    The same count as ``sandbox.compare.op_count``, which the demo's table shows.
-    """
-    return sum(
-        1 for node in nodes.values() if node.op == "call_function" and (not node.is_free or "aten.empty" in node.target)
-    )
+    return Node(match["name"], match["op"], wrapped[1] if wrapped else target, operands, rest)

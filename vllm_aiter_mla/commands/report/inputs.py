@@ -1,0 +1,215 @@
+"""Recognise what was given: a kept demo, a JSON of one of the commands or tools, a census, one engine's result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm_aiter_mla.commands.report.shapes import Given, Map, Maybe, ShapeError, line, take
+
+EXPECTED = (
+    "a folder of `demo --keep`, the JSON of `demo --json`, `verify --json`, `bench --json` or `plan --json`, "
+    "the JSON of tools/trace_census.py, serve_bench.py or accuracy.py, a census of a served run, or one engine's result"
+)
+
+
+class InputError(ValueError):
+    """An input that the report cannot show; the message names the file and the reason, without control characters."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(line(message))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One thing read: ``name`` for the reader (never a full path), what its kind's shape names, and its file."""
+
+    name: str
+    data: dict[str, Any]
+    path: Path
+
+
+@dataclass(slots=True)
+class Inputs:
+    """Everything read, by kind.
+
+    Attributes:
+        demos: ``demo --json``; likewise ``verifies``, ``benches``, ``plans``.
+        verifies: see ``demos``.
+        benches: see ``demos``.
+        plans: see ``demos``.
+        censuses: one per rank of a served run.
+        traces: ``tools/trace_census.py --json``.
+        servings: ``tools/serve_bench.py --json``.
+        accuracies: ``tools/accuracy.py --json``.
+        engines: single engine runs with their graphs, named "run0-off" and so on in a kept demo.
+    """
+
+    demos: list[Record] = field(default_factory=list)
+    verifies: list[Record] = field(default_factory=list)
+    benches: list[Record] = field(default_factory=list)
+    plans: list[Record] = field(default_factory=list)
+    censuses: list[Record] = field(default_factory=list)
+    traces: list[Record] = field(default_factory=list)
+    servings: list[Record] = field(default_factory=list)
+    accuracies: list[Record] = field(default_factory=list)
+    engines: list[Record] = field(default_factory=list)
+
+
+_RANGE = (int, int)
+_REASONS = Map((str, str))
+_BY_RANGE = {"key": r"[0-9]{1,15}-[0-9]{1,15}", "words": "a range, START-END,"}
+_CENSUS = {
+    "rank": Given(int, 0),
+    "total": int,
+    "engaged": Map(str),
+    "refused": _REASONS,
+    "partial": Given(_REASONS, {}),
+    "compiled": Given(Map({}, **_BY_RANGE), {}),
+    "capture_sizes": Given([int], []),
+    "decode_bucket": _RANGE,
+    "kv_cache_dtype": Given(str, "-"),
+}
+_ENGINE = {"graphs": Map(str, **_BY_RANGE), "ranges": [_RANGE], "census": [_CENSUS], "versions": Map(str)}
+_FIGURES = {"tokens": int, "tokens_equal": int, "top1_agreement": float, "max_abs_dlogprob": float}
+_DEMO_RUN = {
+    "name": str,
+    "flag": bool,
+    "bound": Given(Maybe(str), None),
+    "bucket": Maybe(_RANGE),
+    "ranges": [_RANGE],
+    "layers": {"engaged": int, "total": int, "refused": _REASONS},
+    "kernels": [str],
+    "kv_cache_dtype": str,
+    "ops_per_layer": Maybe((float, float)),
+    "scenarios": Map(_FIGURES),
+}
+_RESULT = {
+    **dict.fromkeys(("backend", "case", "variant", "reason", "command"), str),
+    "status": frozenset({"passed", "failed", "skipped"}),
+    "findings": [{"oracle": str, "message": str, "step": str}],
+    "replays": int,
+    "checks": int,
+    "launches": Map(str, r"[0-9]{1,15}", "a number of tokens"),
+}
+_VERIFY = {"machine": Map(str), "engine": str, "missing": Map(str), "results": [_RESULT]}
+_BENCH_ROW = {
+    "point": {"tokens": int, "heads": int, "quantised": bool},
+    "timings": Map({"launches": int}),
+    "missing": Map(str),
+    "wrong": Map(str),
+    "ratio": Maybe(float),
+}
+_BENCH = {
+    "machine": Map(str),
+    "copy_gbps": float,
+    "rounds": int,
+    "rows": [_BENCH_ROW],
+    "bounds": Given([{"text": str, "measured": Maybe(float), "holds": Maybe(bool)}], []),
+    "caps": Given([str], []),
+}
+_PATH = {"launches": [{}], "launches_per_step": int, "bytes": int}
+_PLAN = {
+    "plugin": str,
+    "vllm": Maybe(str),
+    "model": {"name": str},
+    "limit": int,
+    "compile_ranges": {"ranges": [_RANGE]},
+    "captures": {"inside": [int], "outside": [int], "note": str},
+    "verdict": str,
+    "layers": {"mla": int, "engaged": int},
+    "reasons": [{"scope": str, "code": str, "message": str}],
+    "kernels": Maybe([{"kernel": Maybe(str)}]),
+    "figures": Maybe({"by_tokens": Map(Map(_PATH))}),
+    "options": {"kv_cache_dtype": str},
+}
+_TRACE = {
+    "trace": str,
+    "kind": str,
+    "counts": Map(int),
+    "kv_writes": int,
+    "per_layer_and_step": Map(float),
+    "launches_per_layer_and_step": float,
+}
+_ESTIMATE = {"mean": float, "stderr": float}
+_METRIC = Given((_ESTIMATE, _ESTIMATE), None)
+_SERVING_ROW = {
+    "point": {"input": int, "prefix": int, "output": int, "rate": float},
+    "estimates": {"ttft": _METRIC, "tpot": _METRIC},
+    "invalid": Maybe(str),
+}
+_SCORES = Map({"figures": Map({"value": float, "stderr": float})}, r"[0-9]{1,9}", "the number of a run")
+_MEASURED = {"tool": str, "about": Map(str), "census": str, "baseline": str}
+
+# (kind, keys that tell it, what is taken of it): the first that has all its keys.
+_KINDS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+    ("engines", ("scenarios", "graphs", "ranges", "census"), _ENGINE),
+    ("demos", ("runs", "versions"), {"runs": [_DEMO_RUN], "versions": Map(str)}),
+    ("verifies", ("machine", "engine", "results"), _VERIFY),
+    ("benches", ("machine", "copy_gbps", "rows"), _BENCH),
+    ("plans", ("compile_ranges", "captures", "verdict"), _PLAN),
+    ("traces", ("tool", "traces"), {"traces": [_TRACE]}),
+    ("servings", ("tool", "about", "rows"), _MEASURED | {"rows": [_SERVING_ROW]}),
+    ("accuracies", ("tool", "about", "answers"), _MEASURED | {"answers": {"off": _SCORES, "on": _SCORES}}),
+    ("censuses", ("engaged", "refused", "total", "decode_bucket"), _CENSUS),
+)
+
+
+def read(paths: Sequence[Path]) -> Inputs:
+    """Read every path.
+
+    Raises:
+        InputError: one is missing, no JSON, nothing that the report knows, or holds a value of a wrong type.
+    """
+    found = Inputs()
+    for path in paths:
+        if path.is_dir():
+            _read_folder(path, found)
+        else:
+            _read_file(path, path.name, found)
+    return found
+
+
+def _read_folder(folder: Path, found: Inputs) -> None:
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise InputError(f"{folder}: no JSON file in this folder; expected {EXPECTED}")
+    for path in files:
+        # What a worker keeps beside its census for warm starts.
+        if not path.name.startswith("refusals-"):
+            _read_file(path, f"{folder.name}/{path.stem}", found)
+
+
+def _read_file(path: Path, name: str, found: Inputs) -> None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        kind, shape = _kind_of(data)
+        getattr(found, kind).append(Record(line(name), take(data, shape), path))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error
+    except (ShapeError, _UnknownError) as error:
+        raise InputError(f"{path}: {error}") from error
+    # A JSON nested thousands of levels deep ends in a RecursionError.
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: no JSON: {error}; expected {EXPECTED}") from error
+
+
+class _UnknownError(ValueError):
+    """No kind of input has these keys."""
+
+
+def _kind_of(data: object) -> tuple[str, dict[str, Any]]:
+    """The field of ``Inputs`` that a file's content belongs to, and what is taken of it."""
+    if isinstance(data, dict):
+        for kind, keys, shape in _KINDS:
+            if all(key in data for key in keys):
+                return kind, shape
+    listed = ", ".join(key[:40] for key in sorted(data)[:6]) if isinstance(data, dict) else type(data).__name__
+    raise _UnknownError(f"not recognised (found: {listed or 'nothing'}); expected {EXPECTED}")
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,130 @@
+"""Values from a file, checked and cleaned: only what a shape names gets through, of the type that it says.
+
+A shape is a type (``str``, ``int``, ``bool``; ``float`` takes integers too), a set of allowed values, a dict of fields,
+``[shape]`` for a list, ``(a, b)`` for a list of that length, or one of the classes below.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from typing import Any
+
+# Past it a figure is no count, size or time of ours, and float arithmetic on it may overflow.
+LARGEST = 10**15
+_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """A mapping whose keys are data too; each must match ``key`` in full, ``words`` says what that is."""
+
+    value: Any
+    key: str = r"[\s\S]*"
+    words: str = "a string"
+
+
+@dataclass(frozen=True, slots=True)
+class Maybe:
+    """A value, or null."""
+
+    shape: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A field that may be missing; ``default`` stands for it then."""
+
+    shape: Any
+    default: Any
+
+
+class ShapeError(ValueError):
+    """A value is missing or not of its shape; the message names the field, what is expected, and the value."""
+
+
+def printable(text: str) -> str:
+    """The text with control, format and unassigned characters written out (``\\x1b``); line ends and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c.encode("unicode_escape").decode() if unicodedata.category(c)[0] == "C" and c not in "\n\t" else c
+        for c in text
+    )
+
+
+def line(text: str) -> str:
+    """As ``printable``, on one line."""
+    return printable(text).replace("\n", "\\n").replace("\t", " ")
+
+
+def _wrong(field: str, expected: str, value: object) -> ShapeError:
+    return ShapeError(f"{field}: {expected} expected, found {_short(value)}")
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def take(value: Any, shape: Any, field: str = "") -> Any:
+    """A copy of ``value`` that holds what ``shape`` names, its strings and keys printable.
+
+    Raises:
+        ShapeError: something is missing or of another type.
+    """
+    if isinstance(shape, Maybe):
+        return None if value is None else take(value, shape.shape, field)
+    if isinstance(shape, Map):
+        items = _of(dict, value, field)
+        return {_key(key, shape, field): take(one, shape.value, f"{field}[{_short(key)}]") for key, one in items}
+    if isinstance(shape, dict):
+        return _record(dict(_of(dict, value, field)), shape, field)
+    if isinstance(shape, list):
+        return [take(one, shape[0], f"{field}[{n}]") for n, one in enumerate(_of(list, value, field))]
+    if isinstance(shape, tuple):
+        if not isinstance(value, list) or len(value) != len(shape):
+            raise _wrong(field, f"a list of {len(shape)}", value)
+        return [take(one, part, f"{field}[{n}]") for n, (one, part) in enumerate(zip(value, shape, strict=True))]
+    return _plain(value, shape, field)
+
+
+def _of(kind: type, value: Any, field: str) -> Any:
+    if not isinstance(value, kind):
+        raise _wrong(field, "a mapping" if kind is dict else "a list", value)
+    return value.items() if isinstance(value, dict) else value
+
+
+def _key(key: str, shape: Map, field: str) -> str:
+    if re.fullmatch(shape.key, key) is None:
+        raise _wrong(f"key of {field}", shape.words, key)
+    return printable(key)
+
+
+def _record(value: dict[str, Any], shape: dict[str, Any], field: str) -> dict[str, Any]:
+    found = {}
+    for name, part in shape.items():
+        place = f"{field}.{name}" if field else name
+        if name in value:
+            found[name] = take(value[name], part.shape if isinstance(part, Given) else part, place)
+        elif isinstance(part, Given):
+            found[name] = part.default
+        else:
+            raise ShapeError(f"{place}: missing")
+    return found
+
+
+def _plain(value: Any, shape: Any, field: str) -> Any:
+    if isinstance(shape, frozenset):
+        if not isinstance(value, str) or value not in shape:
+            raise _wrong(field, "one of " + ", ".join(sorted(shape)), value)
+        return value
+    wanted = (int, float) if shape is float else shape
+    if not isinstance(value, wanted) or (isinstance(value, bool) and shape is not bool):
+        raise _wrong(field, _NAMES[shape], value)
+    if isinstance(value, str):
+        return printable(value)
+    if not isinstance(value, bool) and not abs(value) <= LARGEST:
+        raise _wrong(field, f"a number of at most {LARGEST:.0e}", value)
+    return value

@@ -1,1 +1,0 @@
-"""What engaged, what was refused, and why."""
