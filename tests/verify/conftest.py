@@ -1,4 +1,4 @@
-"""Small runs of the harness, and where its recorded dumps lie."""
+"""Small runs of ``verify``, and where its recorded dumps lie."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def dump():
 
 @pytest.fixture
 def subject():
-    """The reference, as the harness runs it."""
+    """The reference, as ``verify`` runs it."""
     return backends.find("reference").load()
 
 

@@ -15,7 +15,7 @@ from vllm_aiter_mla.verify.world import Batch, World
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     variant = variants("cuda", native_fp8(), quick=True)[0]
-    for name in backends.known():
+    for name in backends.FINDERS:
         found = backends.find(name)
         if found.load is None:
             print(f"{name}: {found.reason}")

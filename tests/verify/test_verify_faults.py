@@ -1,4 +1,4 @@
-"""Planted faults: each is caught by its named case, and the harness is no good without the parts that catch them."""
+"""Planted faults: each is caught by its named case, and the parts that catch them are needed."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from verify_support import LIMIT, broken
 
 from vllm_aiter_mla.verify import backends, engines, oracles, runner, selftest, setting
 from vllm_aiter_mla.verify.cases import cases
-from vllm_aiter_mla.verify.engines import Captured, Recorded, TapeEngine
+from vllm_aiter_mla.verify.engines import Captured, TapeEngine
 from vllm_aiter_mla.verify.faults import FAULTS, Fault, leaves_padded_rows
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
@@ -30,7 +30,7 @@ ASKED_FOR = {
 def judge(fault):
     fp8 = setting.variants("cpu", torch.float8_e4m3fn, quick=True)[0]
     options = runner.Options(setting.SMALL, LIMIT)
-    (verdict,) = selftest.self_test(backends.find("reference").load, TapeEngine(), fp8, options, [fault])
+    (verdict,) = selftest.self_test([fault], backends.find("reference").load, TapeEngine(), fp8, options)
     return verdict
 
 
@@ -66,19 +66,17 @@ class Forgetful(TapeEngine):
 
     def capture(self, segments, pool, side_stream):
         recorded = super().capture(segments, pool, side_stream)
-        parts = []
-        for segment, part in zip(segments, recorded.parts, strict=True):
-            parts.append(_again(segment, recorded, part.census) if isinstance(part, Recorded) else part)
-        return Captured(parts, recorded.outputs)
+        calls = [_again(segment, recorded.outputs) if segment.captured else segment.run for segment in segments]
+        return Captured(calls, recorded.recorded, recorded.outputs)
 
 
-def _again(segment, recorded, census):
+def _again(segment, outputs):
     def replay():
         for name, tensor in segment.run().items():
-            if name in recorded.outputs:
-                recorded.outputs[name].copy_(tensor)
+            if name in outputs:
+                outputs[name].copy_(tensor)
 
-    return Recorded(replay, census)
+    return replay
 
 
 @pytest.mark.mutation
@@ -105,8 +103,8 @@ def test_mutation_without_the_look_elsewhere_stray_writes_go_unnoticed(run, subj
 
 
 def test_a_back_end_with_a_bmm_of_its_own_may_be_a_step_off_and_the_reference_may_not(run, subject):
-    def nudged(call):
-        prepared = subject.prepare(call)
+    def nudged(inputs, batch):
+        prepared = subject.prepare(inputs, batch)
         steps = prepared.view(torch.uint8)
         steps[0, 0, :1] ^= 1  # a neighbour in fp8
         return prepared
@@ -118,7 +116,7 @@ def test_a_back_end_with_a_bmm_of_its_own_may_be_a_step_off_and_the_reference_ma
 
 def test_a_failure_holds_the_step_that_showed_it(run, subject):
     result = run("scales-changed", BY_NAME["scale-baked-in"].plant(subject))
-    assert result.findings[0]["step"].startswith("step 3: Eager")
+    assert result.findings[0].step.startswith("step 3: Eager")
 
 
 def test_memory_growth_is_told_from_a_temporary(run, subject):

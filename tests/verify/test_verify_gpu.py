@@ -1,9 +1,10 @@
-"""The harness with real graphs: ``pytest -m gpu -k verify``."""
+"""``verify`` with real graphs: ``pytest -m gpu -k verify``."""
 
 import pytest
 import torch
 
 from vllm_aiter_mla.verify import backends, selftest, session
+from vllm_aiter_mla.verify.faults import FAULTS
 from vllm_aiter_mla.verify.runner import Options
 from vllm_aiter_mla.verify.setting import REAL, variants
 
@@ -13,7 +14,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", backends.known())
+@pytest.mark.parametrize("name", list(backends.FINDERS))
 def test_verify_gpu_every_back_end_here_passes(name):
     found = session.run(session.Request(backend=(name,), quick=True))
     if name in found.missing:
@@ -37,5 +38,7 @@ def test_verify_gpu_census_is_read_from_the_graph():
 def test_verify_gpu_every_planted_fault_is_caught():
     engine = session.engine_here()
     fp8 = variants(engine.device, session.native_fp8(), quick=True)[0]
-    verdicts = selftest.self_test(backends.find("reference").load, engine, fp8, Options(REAL, session.CPU_LIMIT))
+    verdicts = selftest.self_test(
+        FAULTS, backends.find("reference").load, engine, fp8, Options(REAL, session.CPU_LIMIT)
+    )
     assert [(v.fault.name, v.message, v.control) for v in verdicts if not v.ok] == []

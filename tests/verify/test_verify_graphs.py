@@ -123,10 +123,10 @@ def test_the_synchronisation_check_is_on_for_the_probe_and_off_again(run, subjec
 def test_a_call_that_synchronises_is_found_before_it_can_break_a_capture(run, subject, engine, cuda):
     from dataclasses import replace
 
-    def prepare(call):
+    def prepare(inputs, batch):
         if cuda.sync_modes[-1:] == ["error"]:
             raise RuntimeError("called a synchronizing CUDA operation")
-        return subject.prepare(call)
+        return subject.prepare(inputs, batch)
 
     result = run("fresh-data", replace(subject, prepare=prepare), engine=engine)
     assert broken(result) == {"no-sync"}
@@ -137,14 +137,14 @@ def test_a_call_that_synchronises_is_found_before_it_can_break_a_capture(run, su
 def test_a_capture_that_fails_is_a_finding_and_puts_the_stream_back(run, subject, engine, cuda):
     from dataclasses import replace
 
-    def prepare(call):
+    def prepare(inputs, batch):
         if cuda.pools:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
-        return subject.prepare(call)
+        return subject.prepare(inputs, batch)
 
     result = run("fresh-data", replace(subject, prepare=prepare), engine=engine)
     assert broken(result) == {"runs"}
-    assert "the capture failed: operation not permitted" in result.findings[0]["message"]
+    assert "the capture failed: operation not permitted" in result.findings[0].message
     assert cuda.restored == 1
 
 

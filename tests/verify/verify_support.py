@@ -5,4 +5,4 @@ LIMIT = 12
 
 def broken(result):
     """The oracles a result broke."""
-    return {finding["oracle"] for finding in result.findings}
+    return {finding.oracle for finding in result.findings}

@@ -20,7 +20,7 @@ def verify(
         typer.Option("--backend", "-b", help="Back end to verify; may be repeated. Default: all here."),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", "-k", help="Case to run, a name or a pattern; may be repeated.")
+        list[str] | None, typer.Option("--only", "-k", help="Cases to run: a name or a part of it; may be repeated.")
     ] = None,
     variant: Annotated[
         list[str] | None, typer.Option("--variant", help="fp8, bf16, fp8-cache, ...; may be repeated. Default: all.")
@@ -31,7 +31,6 @@ def verify(
     limit: Annotated[int | None, typer.Option(help="Last capture size, in tokens: 8 to 8192.")] = None,
     replays: Annotated[int | None, typer.Option(min=4, help="Replays of a long run.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
-    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML to this file.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the cases and the oracles, and run nothing.")] = False,
     self_test: Annotated[bool, typer.Option("--self-test", help="Plant faults and show that they are caught.")] = False,
 ) -> None:
@@ -45,13 +44,13 @@ def verify(
     alone = {"--list": listing, "--self-test": self_test}
     with_a_run = {
         "--backend": backend, "--only": only, "--variant": variant, "--quick": quick, "--limit": limit,
-        "--replays": replays, "--repeat": repeat != 1, "--json": json, "--junit": junit,
+        "--replays": replays, "--repeat": repeat != 1, "--json": json,
     }  # fmt: skip
     if listing:
         with_a_run |= {"--seed": seed}
     try:
         _refuse_beside(alone, with_a_run)
-        outputs.check({"--json": json, "--junit": junit})
+        outputs.check({"--json": json})
     except ValueError as error:
         raise typer.Exit(_wrong(str(error))) from None
     from rich.console import Console
@@ -66,7 +65,7 @@ def verify(
     request = Request(
         tuple(backend or ()), tuple(only or ()), tuple(variant or ()), seed, repeat, quick, limit, replays
     )
-    raise typer.Exit(_run(console, request, json, junit))
+    raise typer.Exit(_run(console, request, json))
 
 
 def _refuse_beside(alone: Mapping[str, bool], others: Mapping[str, object]) -> None:
@@ -84,8 +83,10 @@ def _wrong(message: str) -> int:
     return NOTHING
 
 
-def _run(console: Console, request: Request, json: Path | None, junit: Path | None) -> int:
-    from vllm_aiter_mla.verify import report, terminal
+def _run(console: Console, request: Request, json: Path | None) -> int:
+    from json import dumps
+
+    from vllm_aiter_mla.verify import terminal
     from vllm_aiter_mla.verify.session import NOTHING, NoSuchError
 
     try:
@@ -93,9 +94,7 @@ def _run(console: Console, request: Request, json: Path | None, junit: Path | No
     except NoSuchError as error:
         return _wrong(str(error))
     if json is not None:
-        report.write_json(session, json)
-    if junit is not None:
-        report.write_junit(session, junit)
+        json.write_text(dumps(session.as_dict(), indent=1) + "\n", encoding="utf-8")
     if session.status == NOTHING:
         return _wrong("nothing could be run")
     return session.status
@@ -117,6 +116,7 @@ def _list(console: Console) -> int:
 
 def _self_test(console: Console, seed: int) -> int:
     from vllm_aiter_mla.verify import backends, selftest, session, terminal
+    from vllm_aiter_mla.verify.faults import FAULTS
     from vllm_aiter_mla.verify.runner import Options
     from vllm_aiter_mla.verify.setting import REAL, SMALL, variants
 
@@ -125,15 +125,11 @@ def _self_test(console: Console, seed: int) -> int:
     engine = session.engine_here()
     fp8 = variants(engine.device, session.native_fp8(), quick=True)[0]
     options = Options(REAL if engine.graphs else SMALL, session.CPU_LIMIT, seed)
-    verdicts = selftest.self_test(
-        load,
-        engine,
-        fp8,
-        options,
-        progress=lambda verdict: console.print(terminal.verdict_line(verdict), soft_wrap=True),
-    )
-    caught = sum(verdict.ok for verdict in verdicts)
-    console.print(f"self-test, {engine.name}: {caught}/{len(verdicts)} planted faults caught by their named cases")
+    caught = 0
+    for verdict in selftest.self_test(FAULTS, load, engine, fp8, options):
+        console.print(terminal.verdict_line(verdict), soft_wrap=True)
+        caught += verdict.ok
+    console.print(f"self-test, {engine.name}: {caught}/{len(FAULTS)} planted faults caught by their named cases")
     if not engine.graphs:
         console.print(session.NO_GRAPHS)
-    return 0 if caught == len(verdicts) else 1
+    return 0 if caught == len(FAULTS) else 1

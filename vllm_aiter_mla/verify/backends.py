@@ -32,18 +32,8 @@ class Available:
     load: Callable[[], Subject] | None = None
 
 
-Finder = Callable[[], Available]
-_FINDERS: dict[str, Finder] = {}
-
-
-def register(name: str, finder: Finder) -> None:
-    """Make a back end known to ``verify``; a later registration replaces an earlier one."""
-    _FINDERS[name] = finder
-
-
-def known() -> tuple[str, ...]:
-    """Names in the order they are run."""
-    return tuple(_FINDERS)
+FINDERS: dict[str, Callable[[], Available]] = {}
+"""How each back end is looked for, by name, in the order in which they run; add your own."""
 
 
 def find(name: str) -> Available:
@@ -52,16 +42,11 @@ def find(name: str) -> Available:
     Raises:
         KeyError: an unknown name.
     """
-    finder = _FINDERS[name]
+    finder = FINDERS[name]
     try:
         return finder()
     except Exception as error:  # importing a vendor's package may do anything
         return Available(name, reason=f"{type(error).__name__}: {error}")
-
-
-def has_gpu() -> bool:
-    """Whether torch sees a GPU."""
-    return torch.cuda.is_available()
 
 
 def _reference() -> Available:
@@ -73,11 +58,11 @@ def _reference() -> Available:
 def _triton() -> Available:
     if find_spec("triton") is None:
         return Available("triton", reason="the package triton is not installed")
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return Available("triton", INTERPRETED)
     from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
-    if has_gpu() or os.environ.get("TRITON_INTERPRET") == "1":
-        return Available("triton", HERE, load=lambda: subject_of(TritonBackend()))
-    return Available("triton", INTERPRETED)
+    return Available("triton", HERE, load=lambda: subject_of(TritonBackend()))
 
 
 def _aiter() -> Available:
@@ -90,14 +75,11 @@ def _aiter() -> Available:
         return Available("aiter", reason=found)
 
     def load() -> Subject:
-        anew = aiter_factory(platform)
-        if isinstance(anew, str):
-            raise RuntimeError(anew)
-        return subject_of(anew)
+        backend = aiter_factory(platform)
+        assert not isinstance(backend, str)
+        return subject_of(backend)
 
     return Available("aiter", HERE, load=load)
 
 
-register("reference", _reference)
-register("triton", _triton)
-register("aiter", _aiter)
+FINDERS.update(reference=_reference, triton=_triton, aiter=_aiter)

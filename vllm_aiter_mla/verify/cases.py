@@ -93,73 +93,73 @@ def cases(limit: int) -> tuple[Case, ...]:
     if limit < 8:
         raise ValueError(f"a decode bucket of at least 8 tokens expected, got {limit}")
     sizes = capture_sizes(limit)
-    return (*_one_thing_changes(limit), *_rows(limit, sizes), *_graphs(limit, sizes), *_attention(limit, sizes))
+    return (
+        *_one_thing_changes(limit),
+        *_rows(limit, sizes),
+        *(_speculative(limit, width) for width in (2, 4)),
+        *_graphs(limit, sizes),
+        *_launches(limit, sizes),
+        *_attention(limit),
+        *_between_graphs(limit),
+        Case(
+            "compiled-by-inductor", "torch.compile puts the op into graphs of its own and never records a size twice",
+            sizes[-2:], (), kind="compiled", quick=False,
+        ),
+    )  # fmt: skip
 
 
 def _one_thing_changes(limit: int) -> tuple[Case, ...]:
-    half = limit // 2
-    start = Replay(limit)
+    start, eager = Replay(limit), Eager(limit // 2)
 
     def only(what: str) -> tuple[Step, ...]:
         return (start, Replay(limit, fresh=(what,)), Replay(limit, fresh=(what,)))
 
     def changed(what: str) -> tuple[Step, ...]:
         # One eager step after the change: a back end that keeps a copy of the table may renew it then.
-        return (start, Change(what), Eager(half), Replay(limit, fresh=()), Change(what), Eager(half), Replay(limit))
+        return (start, Change(what), eager, Replay(limit, fresh=()), Change(what), eager, Replay(limit))
 
-    return (
-        Case("fresh-data", "the same requests bring new activations", (limit,), only("data")),
-        Case("other-positions", "requests advance: other positions, the same slots", (limit,), only("positions")),
-        Case("other-slots", "rows move to other slots of the cache", (limit,), only("slots")),
-        Case("weights-replaced", "weights are loaded anew, in place (RLHF, sleep mode)", (limit,), changed("weights")),
-        Case("scales-changed", "the fp8 scales change on the device", (limit,), changed("scales")),
-        Case("table-rewritten", "the cos/sin table is written anew, in place", (limit,), changed("table")),
-    )
+    steps = {
+        ("fresh-data", "the same requests bring new activations"): only("data"),
+        ("other-positions", "requests advance: other positions, the same slots"): only("positions"),
+        ("other-slots", "rows move to other slots of the cache"): only("slots"),
+        ("weights-replaced", "weights are loaded anew, in place (RLHF, sleep mode)"): changed("weights"),
+        ("scales-changed", "the fp8 scales change on the device"): changed("scales"),
+        ("table-rewritten", "the cos/sin table is written anew, in place"): changed("table"),
+    }
+    return tuple(Case(name, serving, (limit,), each) for (name, serving), each in steps.items())
+
+
+def _speculative(limit: int, width: int) -> Case:
+    sizes = capture_sizes(limit, width)
+    return Case(
+        f"speculative-width-{width}", f"each request brings {width - 1} draft token(s)",
+        sizes, (*(Replay(size) for size in sizes), Replay(sizes[-1], width)), kind="full", width=width, quick=False,
+    )  # fmt: skip
 
 
 def _rows(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
     half = limit // 2
     rows = (limit, 1, half, limit - 1, 2, limit)
-    widths = [
-        Case(
-            f"speculative-width-{width}",
-            f"each request brings {width - 1} draft token(s)",
-            capture_sizes(limit, width),
-            (*tuple(Replay(size) for size in capture_sizes(limit, width)), Replay(limit // width * width, width)),
-            kind="full",
-            width=width,
-            quick=False,
-        )
-        for width in (2, 4)
-    ]
     return (
         Case(
             "rows-grow-and-shrink",
             "requests come and go under one padded size; padded rows keep stale positions and have slot -1",
-            (limit,),
-            (*(Replay(limit, count) for count in rows), Eager(limit, half), Replay(limit, half)),
+            (limit,), (*(Replay(limit, count) for count in rows), Eager(limit, half), Replay(limit, half)),
         ),
         Case(
-            "no-real-row",
-            "a data-parallel rank without work replays with padding alone",
-            (limit,),
-            (Replay(limit), Replay(limit, 0), Replay(limit)),
+            "no-real-row", "a data-parallel rank without work replays with padding alone",
+            (limit,), (Replay(limit), Replay(limit, 0), Replay(limit)),
         ),
         Case(
             "every-capture-size",
-            "each captured size, from 1 to the end of the bucket, replays full and short of one row",
-            sizes,
+            "each captured size, from 1 to the end of the bucket, replays full and short of one row", sizes,
             tuple(step for size in sizes for step in (Replay(size), Replay(size, max(size - 1, 1)))),
         ),
         Case(
-            "fewer-slots-than-rows",
-            "the slot mapping is shorter than the padded size",
-            (limit,),
-            (Replay(limit, limit - 3), Replay(limit, half)),
-            missing_slots=3,
+            "fewer-slots-than-rows", "the slot mapping is shorter than the padded size",
+            (limit,), (Replay(limit, limit - 3), Replay(limit, half)), missing_slots=3,
         ),
-        *widths,
-    )
+    )  # fmt: skip
 
 
 def _graphs(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
@@ -167,122 +167,84 @@ def _graphs(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
     crossing = (limit, half, small)
     return (
         Case(
-            "shared-pool",
-            "graphs of several sizes share one memory pool and replay in turn",
+            "shared-pool", "graphs of several sizes share one memory pool and replay in turn",
             tuple(sorted(crossing)),
             tuple(Replay(size, max(size - 1, 1)) for size in (*crossing, *reversed(crossing), limit)),
             shared_pool=True,
         ),
         Case(
-            "eager-between-replays",
-            "mixed batches run without a graph between replays of graphs of other sizes",
+            "eager-between-replays", "mixed batches run without a graph between replays of graphs of other sizes",
             tuple(sorted(few)),
             (
-                Replay(limit),
-                Eager(limit, limit, half),
-                Replay(few[1], 2),
-                Eager(half, half, 2),
-                Replay(1),
+                Replay(limit), Eager(limit, limit, half), Replay(few[1], 2), Eager(half, half, 2), Replay(1),
                 Replay(limit),
             ),
             shared_pool=True,
         ),
         Case(
-            "side-stream",
-            "the capture runs on a stream of the caller's, the replay on another",
-            (half, limit),
-            (Replay(limit, side=True), Replay(half, side=True), Replay(limit)),
-            side_stream=True,
+            "side-stream", "the capture runs on a stream of the caller's, the replay on another",
+            (half, limit), (Replay(limit, side=True), Replay(half, side=True), Replay(limit)), side_stream=True,
         ),
         Case(
-            "two-layers-one-graph",
-            "two layers with weights, caches and scales of their own in one graph",
-            (half, limit),
-            (Replay(limit), Replay(half, 1), Replay(limit, half)),
-            layers=2,
+            "two-layers-one-graph", "two layers with weights, caches and scales of their own in one graph",
+            (half, limit), (Replay(limit), Replay(half, 1), Replay(limit, half)), layers=2,
         ),
+    )  # fmt: skip
+
+
+def _launches(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
+    few = (sizes[0], sizes[2], limit)
+    return (
         Case("kernel-census", "each layer launches what its back end should, and no more", few, (Launches(),)),
         Case(
-            "kernel-census-two-layers",
-            "two layers launch twice as much",
-            (limit,),
-            (Launches(),),
-            layers=2,
-            quick=False,
+            "kernel-census-two-layers", "two layers launch twice as much",
+            (limit,), (Launches(),), layers=2, quick=False,
         ),
         Case("long-run", "one graph replays thousands of times", (limit,), (Replay(limit), Soak(limit))),
-    )
+    )  # fmt: skip
 
 
-def _attention(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
-    half, third = limit // 2, max(limit // 3, 1)
+def _attention(limit: int) -> tuple[Case, ...]:
+    half, third = limit // 2, limit // 3
     return (
         Case(
-            "full-graph-decode",
-            "the whole attention op in one graph with the op, for decode batches",
-            (half, limit),
-            (Replay(limit), Replay(limit, half), Replay(half, 1), Replay(limit, limit - 1)),
-            kind="full",
-            shared_pool=True,
+            "full-graph-decode", "the whole attention op in one graph with the op, for decode batches",
+            (half, limit), (Replay(limit), Replay(limit, half), Replay(half, 1), Replay(limit, limit - 1)),
+            kind="full", shared_pool=True,
         ),
         Case(
-            "piecewise-decode",
-            "the attention op runs between two graphs",
-            (half, limit),
-            (Replay(limit), Replay(limit, half), Replay(half), Replay(limit, 1)),
-            kind="piecewise",
-            shared_pool=True,
+            "piecewise-decode", "the attention op runs between two graphs",
+            (half, limit), (Replay(limit), Replay(limit, half), Replay(half), Replay(limit, 1)),
+            kind="piecewise", shared_pool=True,
         ),
         Case(
             "mixed-batch-piecewise",
             "a short prompt fits a captured size: prefill rows run through graphs recorded for decode",
             (half, limit),
             (
-                Replay(limit),
-                Replay(limit, limit, half),
-                Replay(half, half, half),
-                Replay(limit, limit - 1, third),
-                Eager(limit, limit, third),
-                Replay(limit),
+                Replay(limit), Replay(limit, limit, half), Replay(half, half, half), Replay(limit, limit - 1, third),
+                Eager(limit, limit, third), Replay(limit),
             ),
             kind="piecewise",
         ),
-        *_more_attention(limit, sizes),
-    )
+    )  # fmt: skip
 
 
-def _more_attention(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
-    half, third = limit // 2, max(limit // 3, 1)
+def _between_graphs(limit: int) -> tuple[Case, ...]:
+    half, third = limit // 2, limit // 3
     return (
         Case(
             "padded-rows-are-poison",
-            "rows that the back end leaves undefined hold NaN when the attention op sees them",
-            (limit,),
-            (Replay(limit, half), Replay(limit, limit - 1), Replay(limit, 1)),
-            kind="piecewise",
+            "rows that the back end leaves undefined hold NaN when the attention op sees them", (limit,),
+            (Replay(limit, half), Replay(limit, limit - 1), Replay(limit, 1)), kind="piecewise",
         ),
         Case(
-            "two-layers-piecewise",
-            "a layer's output goes on to the next layer's graph",
-            (limit,),
-            (Replay(limit), Replay(limit, half), Replay(limit, limit, third)),
-            kind="piecewise",
-            layers=2,
-            quick=False,
+            "two-layers-piecewise", "a layer's output goes on to the next layer's graph",
+            (limit,), (Replay(limit), Replay(limit, half), Replay(limit, limit, third)),
+            kind="piecewise", layers=2, quick=False,
         ),
         Case(
-            "long-run-piecewise",
-            "graphs and the attention op between them run thousands of times",
-            (half,),
-            (Replay(half), Soak(half)),
-            kind="piecewise",
+            "long-run-piecewise", "graphs and the attention op between them run thousands of times",
+            (half,), (Replay(half), Soak(half)), kind="piecewise",
         ),
-        Case(
-            "compiled-by-inductor",
-            "torch.compile puts the op into graphs of its own and never records a size twice",
-            sizes[-2:],
-            (),
-            kind="compiled",
-            quick=False,
-        ),
-    )
+    )  # fmt: skip

@@ -1,4 +1,12 @@
-"""How many launches a captured step holds, which, and how many it may hold."""
+"""How many launches a captured step holds, which, and how many it may hold.
+
+Read from the DOT dump of a captured graph: CUDA's verbose one, HIP's plain one. Both put what matters into a label:
+
+==============  ====================================================================================
+CUDA, verbose   ``{KERNEL\\n| {ID | 0 (topoId: 3) | name\\<\\<\\<1,128,0\\>\\>\\>}\\n| ...}``
+HIP, plain      ``0\\nname\\n`` in an octagon for a kernel, ``3\\nMEMCPY\\n(DtoD,64)`` and the like else
+==============  ====================================================================================
+"""
 
 from __future__ import annotations
 
@@ -6,10 +14,21 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from vllm_aiter_mla.verify import dot
+KERNEL = "KERNEL"
+# Nodes that order others and do nothing.
+BARRIERS = frozenset({"EMPTY", "EVENT_RECORD", "EVENT_WAIT", "EVENTRECORD", "EVENTWAIT"})
+# A label holds newlines and escaped signs, and no plain quotation mark.
+_NODE = re.compile(r'^\s*"[^"]+"\s*\[((?:[^"\]]|"(?:[^"\\]|\\.)*")*)\]', re.MULTILINE)
+_ATTRIBUTE = re.compile(r'(\w+)\s*=\s*"((?:[^"\\]|\\.)*)"')
+_CUDA_KERNEL = re.compile(r"\{\s*ID\s*\|\s*\d+[^|]*\|\s*(.+?)(?:\\<|\})", re.DOTALL)
+_KIND = re.compile(r"[A-Z][A-Z_]*")
 
 # Kinds of kernels that a line names; a fused step has one or two.
 SPOKEN = 6
+
+
+class DotError(ValueError):
+    """The text is no dump of a graph with nodes in it; the message says what was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +44,11 @@ class Census:
     others: tuple[str, ...] = ()
 
     @classmethod
-    def of_names(cls, names: list[str]) -> Census:
-        """Launches that are known by name."""
-        return cls(tuple(names))
-
-    @classmethod
     def of_dot(cls, text: str) -> Census:
         """The census of a DOT dump. Raises DotError."""
-        nodes = dot.parse(text)
-        kernels = tuple(node.name or "?" for node in nodes if node.kind == dot.KERNEL)
-        others = tuple(node.kind for node in nodes if node.kind != dot.KERNEL and node.kind not in dot.BARRIERS)
-        return cls(kernels, others)
+        found = nodes(text)
+        others = (kind for kind, _ in found if kind != KERNEL and kind not in BARRIERS)
+        return cls(tuple(name or "?" for kind, name in found if kind == KERNEL), tuple(others))
 
     @property
     def launches(self) -> int:
@@ -49,6 +62,32 @@ class Census:
         if len(counted) > SPOKEN:
             words.append(f"{len(counted) - SPOKEN} other kinds")
         return f"{self.launches} launch{'es' * (self.launches != 1)}: {', '.join(words)}"
+
+
+def nodes(text: str) -> list[tuple[str, str]]:
+    """(kind, name) of the nodes of a dump in the order they are written; the name is a kernel's, as the runtime has it.
+
+    Raises:
+        DotError: no ``digraph`` at all, or one without a node: an empty census would look like a graph without work.
+    """
+    if "digraph" not in text:
+        raise DotError(f"no DOT text: it starts with {text[:40]!r}")
+    found = [_node(dict(_ATTRIBUTE.findall(attributes))) for attributes in _NODE.findall(text)]
+    if not found:
+        raise DotError("the DOT text has no node: the graph is empty, or its format is a new one")
+    return found
+
+
+def _node(attributes: dict[str, str]) -> tuple[str, str]:
+    label = attributes.get("label", "")
+    if label.lstrip().startswith("{"):
+        kind, kernel = _KIND.match(label.lstrip("{ \n\r\t")), _CUDA_KERNEL.search(label)
+        return kind[0] if kind else "UNKNOWN", kernel[1].strip() if kernel else ""
+    what = [*(line.strip() for line in label.splitlines() if line.strip()), "", ""][1]
+    if attributes.get("shape") == "octagon":
+        return KERNEL, what
+    kind = _KIND.match(what)
+    return kind[0] if kind else "UNKNOWN", ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +145,15 @@ def _classify(name: str, allowed: tuple[Allowed, ...]) -> str:
 
 
 def short(name: str) -> str:
-    """A kernel's name without its mangled arguments, at most 60 characters."""
-    plain = re.match(r"_ZN?(?:[KVr]*)((?:\d+[A-Za-z_]\w*)+)", name)
-    if plain:
-        name = _unmangle(name) or name
+    """A kernel's name without its mangled arguments, at most 60 characters.
+
+    ``_ZN2at6native3fooE...``, an Itanium-mangled symbol, gives ``at::native::foo``.
+    """
+    mangled = re.match(r"_ZN?[KVr]*(?=\d)", name)
+    rest, parts = name[mangled.end() :] if mangled else "", []
+    while length := re.match(r"\d+", rest):
+        end = length.end() + int(length[0])
+        parts.append(rest[length.end() : end])
+        rest = rest[end:]
+    name = "::".join(part for part in parts if part != "_GLOBAL__N_1") or name
     return name if len(name) <= 60 else name[:57] + "..."
-
-
-def _unmangle(name: str) -> str:
-    """The nested name of an Itanium-mangled symbol: ``_ZN2at6native3fooE...`` gives ``at::native::foo``."""
-    rest = re.sub(r"^_ZN?[KVr]*", "", name)
-    parts = []
-    while (match := re.match(r"(\d+)", rest)) is not None:
-        length, rest = int(match[1]), rest[match.end() :]
-        parts.append(rest[:length])
-        rest = rest[length:]
-    return "::".join(part for part in parts if part != "_GLOBAL__N_1")

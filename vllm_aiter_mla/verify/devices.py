@@ -49,27 +49,6 @@ class HipRuntime:
         names = {"hip runtime": "hipRuntimeGetVersion", "hip driver": "hipDriverGetVersion"}
         return {what: _hip_version(self._call(name)[0]) for what, name in names.items()}
 
-    def properties(self, index: int = 0) -> dict[str, str]:
-        """Name, architecture, compute units and memory of a GPU. Raises DeviceError."""
-        self.device_count()
-        found = self._properties(index)
-        name, arch = (_text(getattr(found, key)) for key in ("name", "gcnArchName"))
-        return {
-            "card": name,
-            "arch": arch,
-            "compute units": str(found.multiProcessorCount),
-            "memory": f"{found.totalGlobalMem / 2**30:.0f} GiB",
-        }
-
-    def _properties(self, index: int) -> Any:
-        # hip-python up to 7 fills an object it is given; from 10 on it returns one.
-        try:
-            return self._call("hipGetDeviceProperties", index)[0]
-        except TypeError:
-            found = self._hip.hipDeviceProp_t()
-            self._call("hipGetDeviceProperties", found, index)
-            return found
-
     def dot(self, graph: int) -> str:
         """The plain DOT text of a graph, given the address that ``CUDAGraph.raw_cuda_graph()`` returns.
 
@@ -91,7 +70,7 @@ class HipRuntime:
         try:
             result = getattr(self._hip, name)(*arguments)
         except (RuntimeError, AttributeError) as error:
-            raise DeviceError(f"hip-python cannot call {name}: {_line(error)}") from None
+            raise DeviceError(f"hip-python cannot call {name}: {first_line(error)}") from None
         code, *values = result if isinstance(result, tuple) else (result,)
         if int(code) != 0:
             raise DeviceError(f"{name} says {getattr(code, 'name', code)}")
@@ -139,22 +118,17 @@ def graph_dot(graph: torch.cuda.CUDAGraph) -> str:
 def machine() -> dict[str, str]:
     """Card and versions, as they belong beside any figure; what a runtime cannot say is left out."""
     found = {"torch": str(torch.__version__), "python": platform.python_version(), "card": "none (CPU)"}
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        found |= {"card": properties.name, "memory": f"{properties.total_memory / 2**30:.0f} GiB"}
-        found["runtime"] = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        found |= _vendor()
-    return found
-
-
-def _vendor() -> dict[str, str]:
+    if not torch.cuda.is_available():
+        return found
+    card = torch.cuda.get_device_properties(torch.cuda.current_device())
+    found |= {"card": card.name, "memory": f"{card.total_memory / 2**30:.0f} GiB"}
+    if torch.version.hip is None:
+        return found | {"runtime": f"CUDA {torch.version.cuda}"} | _cuda_versions()
+    found |= {"runtime": f"ROCm {torch.version.hip}", "arch": card.gcnArchName}
     try:
-        if torch.version.hip is not None:
-            runtime = HipRuntime()
-            return {**runtime.versions(), "arch": runtime.properties(torch.cuda.current_device())["arch"]}
-        return _cuda_versions()
+        return found | HipRuntime().versions()
     except DeviceError as error:
-        return {"introspection": str(error)}
+        return found | {"introspection": str(error)}
 
 
 def _cuda_versions() -> dict[str, str]:
@@ -170,16 +144,13 @@ def _cuda_versions() -> dict[str, str]:
     return found
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, on one line."""
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
+
+
 def _hip_version(value: Any) -> str:
     # HIP_VERSION is major * 10,000,000 + minor * 100,000 + patch.
     value = int(value)
     return f"{value // 10_000_000}.{value // 100_000 % 100}.{value % 100_000}"
-
-
-def _text(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__

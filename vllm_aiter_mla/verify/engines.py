@@ -1,14 +1,13 @@
-"""Capture and replay behind one interface, and the engine for machines without a GPU."""
+"""Capture and replay, here without a GPU: the recorded ATen calls of a step are repeated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from vllm_aiter_mla.verify.census import Census
 from vllm_aiter_mla.verify.subject import Outputs, Segment
-from vllm_aiter_mla.verify.tape import Tape, Watch, recording
+from vllm_aiter_mla.verify.tape import Watch, recording
 
 
 class CaptureError(RuntimeError):
@@ -34,67 +33,100 @@ class Recorded:
 
 @dataclass(slots=True)
 class Captured:
-    """A captured step: segments in order, eager ones included, and the outputs, whose addresses do not move."""
+    """A captured step: what to call in order, the captured segments among it, and outputs at fixed addresses."""
 
-    parts: list[Recorded | Callable[[], Outputs]]
+    calls: list[Callable[[], object]]
+    recorded: list[Recorded]
     outputs: Outputs
 
     def replay(self) -> None:
         """One step: every captured segment replayed, every eager one run anew."""
-        for part in self.parts:
-            if isinstance(part, Recorded):
-                part.replay()
-            else:
-                part()
-
-    @property
-    def recorded(self) -> list[Recorded]:
-        """The captured segments."""
-        return [part for part in self.parts if isinstance(part, Recorded)]
+        for call in self.calls:
+            call()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Probe:
-    """What one eager call does besides its result: host synchronisations, and (op, shape, bytes) of its memory."""
+    """What one eager call does besides its result: host synchronisations, and (op, shape) of the memory it makes."""
 
-    syncs: list[str]
-    shapes: list[tuple[str, tuple[int, ...], int]]
+    syncs: list[str] = field(default_factory=list)
+    shapes: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
 
-class Engine(Protocol):
-    """Where graphs are captured and replayed."""
+class TapeEngine:
+    """Eager replay: the recorded ATen calls again, on the same tensors with the same Python values. Any device.
 
-    name: str
-    graphs: bool
-    device: str
+    ``graphs.GraphEngine`` replaces what a GPU does otherwise.
+    """
+
+    name = "eager replay"
+    graphs = False
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self._watch = Watch()
 
     def capture(self, segments: list[Segment], pool: str, side_stream: bool) -> Captured:
-        """Capture a step whose segments have run before. Raises CaptureError."""
-        ...
+        """Capture a step whose segments have run before, each captured segment by itself. Raises CaptureError.
+
+        Args:
+            segments: the step.
+            pool: graphs of one pool share its memory.
+            side_stream: whether to capture on a stream of its own.
+        """
+        captured = Captured([], [], {})
+        for segment in segments:
+            if segment.captured:
+                recorded, outputs = self._record(segment, pool, side_stream)
+                captured.recorded.append(recorded)
+                captured.calls.append(recorded.replay)
+            else:
+                outputs = segment.run()
+                captured.calls.append(self._watched(segment.run))
+            captured.outputs = dict(outputs)
+        return captured
+
+    def _record(self, segment: Segment, pool: str, side_stream: bool) -> tuple[Recorded, Outputs]:
+        with recording() as tape:
+            outputs = segment.run()
+        return Recorded(tape.replay, Census(tuple(tape.names())), syncs=tape.syncs), outputs
+
+    def _watched(self, run: Callable[[], Outputs]) -> Callable[[], object]:
+        def watched() -> None:
+            with self._watch:
+                run()
+
+        return watched
 
     def probe(self, segments: list[Segment]) -> Probe:
-        """Run a step eagerly, once, and watch it. Raises whatever the step raises."""
-        ...
+        """Run a step eagerly, once, and watch it; segments that are not captured may synchronise."""
+        probe = Probe()
+        for segment in segments:
+            with recording() as tape:
+                segment.run()
+            if segment.captured:
+                probe.syncs += tape.syncs
+                probe.shapes += tape.shapes
+        return probe
 
     def on_side_stream(self, run: Callable[[], None]) -> None:
-        """Run on a stream of its own, ordered after what was enqueued, and wait for it."""
-        ...
+        """Run on a stream of its own, ordered after what was enqueued; a CPU has one only."""
+        run()
 
     def synchronize(self) -> None:
-        """Wait for the device."""
-        ...
+        """Wait for the device; a CPU is never behind."""
 
     def allocations(self) -> int | None:
-        """How often memory was asked for since the start, or None where nobody counts."""
-        ...
+        """How often memory was asked for; None here, where a repeated call makes temporaries that no graph makes."""
+        return None
 
     def live_bytes(self) -> int:
-        """Bytes held by tensors now."""
-        ...
+        """Bytes that tensors hold: here those that the eager parts of replays made, for a tape makes none."""
+        return self._watch.live_bytes()
 
     def unclaimed_bytes(self) -> int:
-        """Bytes of the device in use outside torch's books; 0 where nobody knows."""
-        ...
+        """Bytes of the device in use outside torch's allocator; 0 where nobody knows."""
+        return 0
 
 
 def run_eager(segments: list[Segment]) -> Outputs:
@@ -103,70 +135,3 @@ def run_eager(segments: list[Segment]) -> Outputs:
     for segment in segments:
         outputs = segment.run()
     return dict(outputs)
-
-
-class TapeEngine:
-    """Eager replay: the recorded ATen calls again, on the same tensors with the same Python values. Any device."""
-
-    name = "eager replay"
-    graphs = False
-
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = device
-        self._watch = Watch()
-
-    def capture(self, segments: list[Segment], pool: str, side_stream: bool) -> Captured:
-        """Record each captured segment on a tape of its own. Pools and streams mean nothing here."""
-        parts: list[Recorded | Callable[[], Outputs]] = []
-        outputs: Outputs = {}
-        for segment in segments:
-            if not segment.captured:
-                outputs = segment.run()
-                parts.append(self._watched(segment.run))
-                continue
-            with recording() as tape:
-                outputs = segment.run()
-            parts.append(_recorded(tape))
-        return Captured(parts, dict(outputs))
-
-    def probe(self, segments: list[Segment]) -> Probe:
-        """Run once under a tape that is thrown away; eager segments may synchronise."""
-        syncs: list[str] = []
-        shapes: list[tuple[str, tuple[int, ...], int]] = []
-        for segment in segments:
-            with recording() as tape:
-                segment.run()
-            if segment.captured:
-                syncs += tape.syncs
-                shapes += tape.shapes
-        return Probe(syncs, shapes)
-
-    def on_side_stream(self, run: Callable[[], None]) -> None:
-        """There is one stream only."""
-        run()
-
-    def synchronize(self) -> None:
-        """Nothing is asynchronous."""
-
-    def allocations(self) -> int | None:
-        """A tape cannot tell: repeating a call makes a temporary that a graph would not make."""
-        return None
-
-    def live_bytes(self) -> int:
-        """Bytes that the eager parts of replays made and that something still holds; a tape itself makes none."""
-        return self._watch.live_bytes()
-
-    def _watched(self, run: Callable[[], Outputs]) -> Callable[[], Outputs]:
-        def watched() -> Outputs:
-            with self._watch:
-                return run()
-
-        return watched
-
-    def unclaimed_bytes(self) -> int:
-        """Not known of a process's own memory."""
-        return 0
-
-
-def _recorded(tape: Tape) -> Recorded:
-    return Recorded(tape.replay, Census.of_names(tape.names()), syncs=list(tape.syncs))

@@ -1,4 +1,4 @@
-"""Planted faults: what goes wrong with graphs in practice, each a small wrapper around something right.
+"""Planted faults: what goes wrong with graphs in practice, each a small change of something right.
 
 Each names the case and the oracle that must catch it. A fault works on any device; none synchronises while a graph is
 captured unless that is the fault.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from vllm_aiter_mla.kernels import fp8, reference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.verify import attention
-from vllm_aiter_mla.verify.subject import Attend, Call, Subject, attend
+from vllm_aiter_mla.verify.subject import Attend, Subject
+from vllm_aiter_mla.verify.world import Batch
 
 Plant = Callable[[Subject], Subject]
 
@@ -52,50 +53,56 @@ def _fault(what: str, case: str, oracle: str, base: Plant | None = None) -> Call
     return note
 
 
-def first_rows(inputs: DecodeInputs, rows: int) -> DecodeInputs:
-    """The operands of the first ``rows`` rows."""
-    cut = {name: getattr(inputs, name)[:rows] for name in ("q", "k_pe", "kv_c", "positions", "slot_mapping")}
-    return replace(inputs, **cut)
+def _given(subject: Subject, change: Callable[[DecodeInputs], dict[str, Any]]) -> Subject:
+    """``subject`` whose kernel gets other operands."""
+    return replace(subject, prepare=lambda inputs, batch: subject.prepare(replace(inputs, **change(inputs)), batch))
+
+
+def _then(subject: Subject, spoil: Callable[[torch.Tensor, DecodeInputs, Batch], torch.Tensor]) -> Subject:
+    """``subject`` whose kernel does something more with its result."""
+    return replace(subject, prepare=lambda inputs, batch: spoil(subject.prepare(inputs, batch), inputs, batch))
+
+
+def _first_copies() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Gives the copy that it made when it saw a tensor for the first time."""
+    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in copies:
+            copies[key] = tensor.clone()
+        return copies[key]
+
+    return copy
 
 
 def leaves_padded_rows(subject: Subject) -> Subject:
     """Not a fault: a back end that leaves rows without a slot unwritten, as AITER does without its 15th argument."""
 
-    def prepare(call: Call) -> torch.Tensor:
-        whole = subject.prepare(call)
+    def partly(whole: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
         out = torch.empty_like(whole)
-        wanted = defined(call.inputs).view(-1, 1, 1)
         mine, theirs = _bytes(out), _bytes(whole)
-        mine.copy_(torch.where(wanted, theirs, mine))
+        mine.copy_(torch.where(defined(inputs).view(-1, 1, 1), theirs, mine))
         return out
 
     def defined(inputs: DecodeInputs) -> torch.Tensor:
         return inputs.slot_mapping >= 0
 
-    return replace(subject, prepare=prepare, defined=defined)
+    return replace(_then(subject, partly), defined=defined)
 
 
-@_fault(
-    "the fake declares T rows, the op returns the decode rows of the batch",
-    "rows-grow-and-shrink",
-    "shape-and-dtype",
-)
+@_fault("the op returns the decode rows of the batch, its fake declares T", "rows-grow-and-shrink", "shape-and-dtype")
 def _fake_lies_about_rows(subject: Subject) -> Subject:
-    def prepare(call: Call) -> torch.Tensor:
-        return subject.prepare(call)[: call.batch.decode_rows]
-
-    return replace(subject, prepare=prepare)
+    return _then(subject, lambda query, inputs, batch: query[: batch.decode_rows])
 
 
-@_fault(
-    "the op slices the decode rows that Python knows of and leaves the others to chance",
-    "eager-between-replays",
-    "cache-rows",
-)
+@_fault("the op prepares the decode rows that Python knows of, no others", "eager-between-replays", "cache-rows")
 def _slices_decode_rows(subject: Subject) -> Subject:
-    def prepare(call: Call) -> torch.Tensor:
-        part = subject.prepare(replace(call, inputs=first_rows(call.inputs, call.batch.decode_rows)))
-        whole = part.new_empty((call.inputs.num_tokens, *part.shape[1:]))
+    def prepare(inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+        names = ("q", "k_pe", "kv_c", "positions", "slot_mapping")
+        cut = {name: getattr(inputs, name)[: batch.decode_rows] for name in names}
+        part = subject.prepare(replace(inputs, **cut), batch)
+        whole = part.new_empty((inputs.num_tokens, *part.shape[1:]))
         whole[: part.shape[0]] = part
         return whole
 
@@ -103,103 +110,71 @@ def _slices_decode_rows(subject: Subject) -> Subject:
 
 
 @_fault(
-    "the captured op rotates q for prefill rows only if the batch had some when it was captured",
+    "the captured op rotates q and k_pe for prefill rows only if the batch had some when it was captured",
     "mixed-batch-piecewise",
     "attention-output",
 )
 def _frozen_metadata_branch(subject: Subject) -> Subject:
-    def prepare(call: Call) -> torch.Tensor:
-        prepared = subject.prepare(call)
-        nope = call.inputs.nope_dim
-        if call.batch.prefill_rows:
-            cos, sin = reference.gather_cos_sin(call.inputs.cos_sin_cache, call.inputs.positions)
-            q_pe = call.inputs.q[..., nope:]
-            turned = reference.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), call.inputs.is_neox)
-            q_pe.copy_(turned)
-        return prepared
+    def rotating(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+        if batch.prefill_rows:
+            cos, sin = reference.gather_cos_sin(inputs.cos_sin_cache, inputs.positions)
+            q_pe, k_pe = inputs.q[..., inputs.nope_dim :], inputs.k_pe
+            q_pe.copy_(reference.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), inputs.is_neox))
+            k_pe.copy_(reference.rotate(k_pe, cos, sin, inputs.is_neox))
+        return query
 
     def trusting(call: Attend) -> None:
-        batch = call.world.batch
-        if batch.dummy or batch.prefill_rows == 0:
-            attend(call)
-            return
-        n = batch.rows
-        call.layer.out[:n] = attention.mixed_attention(call.world, call.layer, call.layer.q[:n])
+        subject.attend(replace(call, is_rotated=True))
 
-    return replace(subject, prepare=prepare, attend=trusting)
+    return replace(_then(subject, rotating), attend=trusting)
 
 
 @_fault("cos and sin are copied at the first call and never again", "table-rewritten", "query-rope")
 def _stale_table(subject: Subject) -> Subject:
-    copies: dict[int, torch.Tensor] = {}
-
-    def prepare(call: Call) -> torch.Tensor:
-        table = call.inputs.cos_sin_cache
-        kept = copies.setdefault(table.data_ptr(), table)
-        if kept is table:
-            kept = copies[table.data_ptr()] = table.clone()
-        return subject.prepare(replace(call, inputs=replace(call.inputs, cos_sin_cache=kept)))
-
-    return replace(subject, prepare=prepare)
+    copy = _first_copies()
+    return _given(subject, lambda inputs: {"cos_sin_cache": copy(inputs.cos_sin_cache)})
 
 
 @_fault("cos and sin are copied at every call", "fresh-data", "no-table-copy")
 def _table_copied_per_call(subject: Subject) -> Subject:
-    def prepare(call: Call) -> torch.Tensor:
-        cos, sin = call.inputs.cos_sin_cache.chunk(2, dim=-1)
-        table = torch.cat([cos.contiguous(), sin.contiguous()], dim=-1)
-        return subject.prepare(replace(call, inputs=replace(call.inputs, cos_sin_cache=table)))
+    def table(inputs: DecodeInputs) -> dict[str, torch.Tensor]:
+        cos, sin = inputs.cos_sin_cache.chunk(2, dim=-1)
+        return {"cos_sin_cache": torch.cat([cos.contiguous(), sin.contiguous()], dim=-1)}
 
-    return replace(subject, prepare=prepare)
+    return _given(subject, table)
 
 
 @_fault("the op reads a scale on the host", "fresh-data", "no-sync")
 def _host_sync(subject: Subject) -> Subject:
-    def prepare(call: Call) -> torch.Tensor:
-        scale = torch.full_like(call.inputs.q_scale, float(call.inputs.q_scale.item()))
-        return subject.prepare(replace(call, inputs=replace(call.inputs, q_scale=scale)))
-
-    return replace(subject, prepare=prepare)
+    return _given(subject, lambda inputs: {"q_scale": torch.full_like(inputs.q_scale, float(inputs.q_scale.item()))})
 
 
 @_fault("a scale is read once, at the first call, and is a constant of the graph", "scales-changed", "query-nope")
 def _scale_baked_in(subject: Subject) -> Subject:
-    known: dict[int, float] = {}
-
-    def prepare(call: Call) -> torch.Tensor:
-        scale = call.inputs.q_scale
-        if scale.data_ptr() not in known:
-            known[scale.data_ptr()] = float(scale.item())
-        baked = torch.full_like(scale, known[scale.data_ptr()])
-        return subject.prepare(replace(call, inputs=replace(call.inputs, q_scale=baked)))
-
-    return replace(subject, prepare=prepare)
+    copy = _first_copies()
+    return _given(subject, lambda inputs: {"q_scale": copy(inputs.q_scale)})
 
 
 @_fault("the row after the last written one is written too", "other-slots", "cache-elsewhere")
 def _write_outside_slot(subject: Subject) -> Subject:
-    def prepare(call: Call) -> torch.Tensor:
-        prepared = subject.prepare(call)
-        slots = call.inputs.slot_mapping
-        rows = _cache_rows(call.inputs)
-        last = slots.max().view(1)
+    def writing(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+        rows = inputs.kv_cache.view(torch.uint8).flatten(0, 1)
+        last = inputs.slot_mapping.max().view(1)
         behind = (last.clamp(min=0) + 1) % rows.shape[0]
         there = rows.index_select(0, behind)
         rows.index_copy_(0, behind, torch.where(last.view(1, 1) >= 0, there ^ 0x11, there))
-        return prepared
+        return query
 
-    return replace(subject, prepare=prepare)
+    return _then(subject, writing)
 
 
 @_fault("a row with slot -1 writes its KV row to the end of the cache", "rows-grow-and-shrink", "cache-elsewhere")
 def _writes_slot_minus_one(subject: Subject) -> Subject:
-    def prepare(call: Call) -> torch.Tensor:
-        rows = call.inputs.kv_cache.shape[0] * call.inputs.kv_cache.shape[1]
-        slots = call.inputs.slot_mapping
-        wrapped = torch.where(slots < 0, slots + rows, slots)
-        return subject.prepare(replace(call, inputs=replace(call.inputs, slot_mapping=wrapped)))
+    def slots(inputs: DecodeInputs) -> dict[str, torch.Tensor]:
+        rows, given = inputs.kv_cache.shape[0] * inputs.kv_cache.shape[1], inputs.slot_mapping
+        return {"slot_mapping": torch.where(given < 0, given + rows, given)}
 
-    return replace(subject, prepare=prepare)
+    return _given(subject, slots)
 
 
 @_fault(
@@ -212,8 +187,7 @@ def _mixes_padded_rows(subject: Subject) -> Subject:
     def mixing(call: Attend) -> None:
         q = call.q_prepared.float()
         largest = q.abs().amax()
-        levelled = (q / largest * largest).to(call.q_prepared.dtype)
-        subject.attend(replace(call, q_prepared=levelled))
+        subject.attend(replace(call, q_prepared=(q / largest * largest).to(call.q_prepared.dtype)))
 
     return replace(subject, attend=mixing)
 
@@ -231,78 +205,53 @@ def _allocates_on_replay(subject: Subject) -> Subject:
 
 @_fault("the absorbed weights are copied at the first call", "weights-replaced", "query-nope")
 def _weights_copied(subject: Subject) -> Subject:
-    copies: dict[int, torch.Tensor] = {}
-
-    def prepare(call: Call) -> torch.Tensor:
-        weights = call.inputs.w_uk_t
-        if weights.data_ptr() not in copies:
-            copies[weights.data_ptr()] = weights.clone()
-        return subject.prepare(replace(call, inputs=replace(call.inputs, w_uk_t=copies[weights.data_ptr()])))
-
-    return replace(subject, prepare=prepare)
+    copy = _first_copies()
+    return _given(subject, lambda inputs: {"w_uk_t": copy(inputs.w_uk_t)})
 
 
 @_fault("the slots are copied before the capture, and the graph holds the copy", "other-slots", "cache-rows")
 def _slots_copied(subject: Subject) -> Subject:
-    copies: dict[int, torch.Tensor] = {}
-
-    def prepare(call: Call) -> torch.Tensor:
-        slots = call.inputs.slot_mapping
-        if slots.shape[0] not in copies:
-            copies[slots.shape[0]] = slots.clone()
-        return subject.prepare(replace(call, inputs=replace(call.inputs, slot_mapping=copies[slots.shape[0]])))
-
-    return replace(subject, prepare=prepare)
+    copy = _first_copies()
+    return _given(subject, lambda inputs: {"slot_mapping": copy(inputs.slot_mapping)})
 
 
 @_fault("q is rotated in place, as vLLM's own rotary kernel does", "fresh-data", "inputs-unchanged")
 def _rotates_its_inputs(subject: Subject) -> Subject:
-    def prepare(call: Call) -> torch.Tensor:
-        prepared = subject.prepare(call)
-        q_pe = call.inputs.q[..., call.inputs.nope_dim :]
+    def rotating(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+        q_pe = inputs.q[..., inputs.nope_dim :]
         q_pe.copy_(q_pe.flip(-1))
-        return prepared
+        return query
 
-    return replace(subject, prepare=prepare)
+    return _then(subject, rotating)
 
 
 @_fault("all layers of a step share one query buffer", "two-layers-one-graph", "query-nope")
 def _one_buffer_for_all_layers(subject: Subject) -> Subject:
     buffers: dict[int, torch.Tensor] = {}
 
-    def prepare(call: Call) -> torch.Tensor:
-        prepared = subject.prepare(call)
-        buffer = buffers.setdefault(call.inputs.num_tokens, torch.empty_like(prepared))
-        _bytes(buffer).copy_(_bytes(prepared))
+    def sharing(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+        buffer = buffers.setdefault(inputs.num_tokens, torch.empty_like(query))
+        _bytes(buffer).copy_(_bytes(query))
         return buffer
 
-    return replace(subject, prepare=prepare)
+    return _then(subject, sharing)
 
 
 @_fault("a step in several launches: the op makes two copies of its result more", "kernel-census", "launches")
 def _launches_more(subject: Subject) -> Subject:
-    def prepare(call: Call) -> torch.Tensor:
-        return subject.prepare(call).clone().clone()
-
-    return replace(subject, prepare=prepare)
+    return _then(subject, lambda query, inputs, batch: query.clone().clone())
 
 
 @_fault("all KV rows of a step are rotated by the first row's position", "fresh-data", "cache-rows")
 def _one_position_for_all_keys(subject: Subject) -> Subject:
-    def prepare(call: Call) -> torch.Tensor:
-        prepared = subject.prepare(call)
-        first = call.inputs.positions[:1].repeat(call.inputs.num_tokens)
-        subject.prepare(replace(call, inputs=replace(call.inputs, positions=first)))
-        return prepared
+    def again(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+        first = inputs.positions[:1].repeat(inputs.num_tokens)
+        subject.prepare(replace(inputs, positions=first), batch)
+        return query
 
-    return replace(subject, prepare=prepare)
+    return _then(subject, again)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """fp8 as bytes: few operations know fp8."""
     return tensor.view(torch.uint8) if fp8.is_fp8(tensor.dtype) else tensor
-
-
-def _cache_rows(inputs: DecodeInputs) -> torch.Tensor:
-    """The cache's bytes, one row per slot."""
-    return inputs.kv_cache.view(torch.uint8).view(-1, inputs.kv_cache.shape[2] * inputs.kv_cache.dtype.itemsize)

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.verify import devices
-from vllm_aiter_mla.verify.census import Census
-from vllm_aiter_mla.verify.dot import DotError
-from vllm_aiter_mla.verify.engines import Captured, CaptureError, Probe, Recorded
+from vllm_aiter_mla.verify.census import Census, DotError
+from vllm_aiter_mla.verify.engines import CaptureError, Probe, Recorded, TapeEngine
 from vllm_aiter_mla.verify.subject import Outputs, Segment
-from vllm_aiter_mla.verify.tape import recording
 
 
-class GraphEngine:
+class GraphEngine(TapeEngine):
     """Real graphs on torch's current GPU."""
 
     name = "graph capture"
@@ -24,45 +22,46 @@ class GraphEngine:
     device = "cuda"
 
     def __init__(self) -> None:
+        super().__init__()
         self._pools: dict[str, Any] = {}
 
-    def capture(self, segments: list[Segment], pool: str, side_stream: bool) -> Captured:
-        """Capture each captured segment into a graph of its own; graphs of one ``pool`` share its memory."""
+    def _record(self, segment: Segment, pool: str, side_stream: bool) -> tuple[Recorded, Outputs]:
         torch.cuda.synchronize()
         handle = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
-        stream = torch.cuda.Stream() if side_stream else None
-        parts: list[Recorded | Callable[[], Outputs]] = []
-        outputs: Outputs = {}
-        for segment in segments:
-            if segment.captured:
-                recorded, outputs = _capture(segment, handle, stream)
-                parts.append(recorded)
-            else:
+        # keep_graph leaves the graph beside its executable form, for the census.
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        current = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=handle, stream=torch.cuda.Stream() if side_stream else None):
                 outputs = segment.run()
-                parts.append(segment.run)
+        except Exception as error:
+            # Leaving a broken capture raises before torch.cuda.graph has put the caller's stream back.
+            torch.cuda.set_stream(current)
+            raise CaptureError(devices.first_line(error)) from error
+        census, reason = _census(graph)
+        graph.instantiate()
         torch.cuda.synchronize()
-        return Captured(parts, dict(outputs))
+        return Recorded(graph.replay, census, reason), outputs
+
+    def _watched(self, run: Callable[[], Outputs]) -> Callable[[], object]:
+        return run  # torch's allocator keeps the account
 
     def probe(self, segments: list[Segment]) -> Probe:
         """Run once with torch's synchronisation check on: an error here is kinder than one inside a capture."""
-        shapes: list[tuple[str, tuple[int, ...], int]] = []
+        probe = Probe()
         for segment in segments:
             torch.cuda.synchronize()
-            if not segment.captured:
-                segment.run()
-                continue
-            torch.cuda.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode("error" if segment.captured else "default")
             try:
-                with recording() as tape:
-                    segment.run()
+                found = super().probe([segment])
             except RuntimeError as error:
                 if "synchroniz" not in str(error):
                     raise
-                return Probe([_line(error)], shapes)
+                return Probe([devices.first_line(error)], probe.shapes)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            shapes += tape.shapes
-        return Probe([], shapes)
+            probe.shapes += found.shapes
+        return probe
 
     def on_side_stream(self, run: Callable[[], None]) -> None:
         """Run on a new stream between two waits."""
@@ -91,29 +90,8 @@ class GraphEngine:
         return int(total - free - torch.cuda.memory_reserved())
 
 
-def _capture(segment: Segment, pool: Any, stream: torch.cuda.Stream | None) -> tuple[Recorded, Outputs]:
-    # keep_graph leaves the graph beside its executable form, for the census.
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    current = torch.cuda.current_stream()
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            outputs = segment.run()
-    except Exception as error:
-        # Leaving a broken capture raises before torch.cuda.graph has put the caller's stream back.
-        torch.cuda.set_stream(current)
-        raise CaptureError(_line(error)) from error
-    census, reason = _census(graph)
-    graph.instantiate()
-    return Recorded(graph.replay, census, reason), outputs
-
-
 def _census(graph: torch.cuda.CUDAGraph) -> tuple[Census | None, str]:
     try:
         return Census.of_dot(devices.graph_dot(graph)), ""
     except (devices.DeviceError, DotError) as error:
         return None, f"no census: {error}"
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__

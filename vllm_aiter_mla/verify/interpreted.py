@@ -1,78 +1,59 @@
 """Cases with the Triton back end under Triton's interpreter, in a process of their own.
 
-A process that interprets kernels cannot compile them, and has to be told before Triton is imported. The parent sends
-one JSON request on standard input and reads one JSON line per result.
+A process that interprets kernels cannot compile them, and has to be told before Triton is imported.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
 from typing import Any
+
+from vllm_aiter_mla.verify.cases import Case
+from vllm_aiter_mla.verify.runner import Options, Result
+from vllm_aiter_mla.verify.setting import Variant
 
 # A launch lasts milliseconds here: the long runs are short ones.
 SOAK = 8
-ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run cases in an interpreting process; yields each result as ``Result.as_dict`` makes it.
-
-    Args:
-        request: {"cases": names, "variants": names, "limit": L, "seed": seed}.
+def run(cases: Sequence[Case], variants: Sequence[Variant], options: Options) -> Iterator[Result]:
+    """The results of all cases with all variants, as they come.
 
     Raises:
-        RuntimeError: the process ended without finishing; the message holds its last line.
+        BrokenProcessPool: the process ended without finishing; what it said stands on standard error.
     """
-    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    command = [sys.executable, "-m", "vllm_aiter_mla.verify.interpreted"]
-    pipe = subprocess.PIPE
-    # A file takes whatever the child complains of; a second pipe would fill up while the first is read, and stop both.
-    with (
-        tempfile.TemporaryFile("w+") as complaints,
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=complaints, text=True, env=environment) as worker,
-    ):
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        worker.stdin.write(json.dumps(request) + "\n")
-        worker.stdin.close()
-        for line in worker.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-        if worker.wait() != 0:
-            complaints.seek(0)
-            said = complaints.read().strip().splitlines()
-            raise RuntimeError(f"the interpreting process ended with status {worker.returncode}: {(said or [''])[-1]}")
+    pairs = [(case, variant, options) for variant, case in product(variants, cases)]
+    # A fresh process: this one may have imported Triton already.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=prepare) as pool:
+        yield from pool.map(run_one, *zip(*pairs, strict=True))
 
 
-def main() -> None:
-    """The child: answer one request."""
+def prepare() -> None:
+    """The process, before its first case."""
+    os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
     from vllm_aiter_mla.kernels.triton import interpreter
-    from vllm_aiter_mla.verify import backends, cases, engines, runner, setting
 
-    request = json.loads(sys.stdin.readline())
     interpreter.install()
     torch.set_num_threads(1)
     record_launches()
-    found = backends.find("triton")
-    if found.load is None:
-        raise SystemExit(found.reason)
-    options = runner.Options(setting.SMALL, request["limit"], request["seed"], request.get("soak", SOAK))
-    wanted = [case for case in cases.cases(options.limit) if case.name in request["cases"]]
-    kinds = setting.variants("cpu", torch.float8_e4m3fn, quick=False)
-    for variant in (kind for kind in kinds if kind.name in request["variants"]):
-        for case in wanted:
-            result = runner.run_case(case, variant, found.load(), engines.TapeEngine(), options)
-            result.engine = "eager replay, interpreted"
-            print(json.dumps(result.as_dict()), flush=True)
+
+
+def run_one(case: Case, variant: Variant, options: Options) -> Result:
+    """One case, in the process that interprets."""
+    from vllm_aiter_mla.verify import backends, runner
+    from vllm_aiter_mla.verify.engines import TapeEngine
+
+    load = backends.find("triton").load
+    assert load is not None
+    engine = TapeEngine()
+    engine.name = "eager replay, interpreted"
+    return runner.run_case(case, variant, load(), engine, options)
 
 
 def record_launches() -> None:
@@ -94,7 +75,3 @@ class _OnTape:
 
         launch = self._kernel[grid]
         return lambda *given, **named: launch_foreign("decode_prep_kernel", lambda: launch(*given, **named))
-
-
-if __name__ == "__main__":
-    main()

@@ -10,8 +10,9 @@ import torch
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.selfcheck import OWN_BMM, difference
-from vllm_aiter_mla.verify import attention
+from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.verify.engines import Probe
+from vllm_aiter_mla.verify.layer import PlainLayer
 from vllm_aiter_mla.verify.subject import Outputs, Subject, query_name
 from vllm_aiter_mla.verify.world import GUARD_BLOCKS, Layer, World, raw
 
@@ -38,22 +39,27 @@ ROW_ERROR = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A broken oracle: its name, and what was seen."""
+    """A broken oracle: its name, what was seen, and at which step."""
 
     oracle: str
     message: str
+    step: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """What one layer should look like after a step: one of several where more than one rounding is right.
+    """One layer's operands and cache before a step, and what should come of them.
 
     Attributes:
-        queries: q_prepared [T, N, latent+R], per accepted rounding.
-        storages: the guarded cache, per accepted rounding.
+        inputs: the operands.
+        storage: a copy of the guarded cache.
+        queries: q_prepared [T, N, latent+R], one per accepted rounding.
+        storages: the guarded cache after the step, likewise.
         out: [n, N*V], or None where no attention runs.
     """
 
+    inputs: DecodeInputs
+    storage: torch.Tensor
     queries: list[torch.Tensor]
     storages: list[torch.Tensor]
     out: torch.Tensor | None
@@ -61,40 +67,45 @@ class Right:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """A step's operands and caches before it ran, and what should come of them."""
+    """Copies of all operands before a step, by name, and what should come of each layer."""
 
-    inputs: list[DecodeInputs]
     copies: dict[str, torch.Tensor]
-    storages: list[torch.Tensor]
-    right: list[Right]
+    layers: list[Right]
 
 
 def prepare(world: World, subject: Subject, size: int, slots: int | None, attends: bool) -> Before:
     """Copy what a step may touch, and compute what it should give. Call it after ``World.step``."""
-    inputs = [world.inputs(layer, size, slots) for layer in world.layers]
-    right = [_right(world, subject, layer, own, attends) for layer, own in zip(world.layers, inputs, strict=True)]
-    return Before(inputs, _copies(world), [layer.storage.clone() for layer in world.layers], right)
+    right = [_right(world, subject, layer, world.inputs(layer, size, slots), attends) for layer in world.layers]
+    return Before({name: tensor.clone() for name, tensor in _operands(world)}, right)
 
 
 def _right(world: World, subject: Subject, layer: Layer, inputs: DecodeInputs, attends: bool) -> Right:
     queries, storages = [], []
     for numerics in subject.numerics(inputs):
-        twin, storage = world.twin(inputs)
-        queries.append(reference.prepare(twin, numerics))
-        storages.append(storage)
-    if not attends or world.batch.dummy:
-        return Right(queries, storages, None)
-    shadow = replace(layer, storage=storages[0])
-    n = world.batch.rows
-    if world.batch.prefill_rows:
-        out = attention.mixed_attention(world, shadow, attention.rotated_copies(world, layer, n))
-    else:
-        out = attention.decode_attention(world, shadow, queries[0][:n])
-    return Right(queries, storages, out)
+        shadow = replace(layer, storage=layer.storage.clone())
+        queries.append(reference.prepare(replace(inputs, kv_cache=shadow.kv_cache), numerics))
+        storages.append(shadow.storage)
+    out = None
+    if attends and not world.batch.dummy:
+        out = _attended(world, replace(layer, storage=storages[0]), queries[0])
+    return Right(inputs, layer.storage.clone(), queries, storages, out)
 
 
-def _copies(world: World) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in _operands(world)}
+def _attended(world: World, layer: Layer, query: torch.Tensor) -> torch.Tensor:
+    """[n, N*V] of the real rows: decode attention, or for a mixed batch the layer's own, of rotated operands."""
+    plain, n, batch = PlainLayer(world, layer, _no_kernel), world.batch.rows, world.batch
+    out = torch.empty_like(layer.out[:n])
+    if not batch.prefill_rows:
+        plain.v_up(plain.forward_mqa(query[:n], layer.kv_cache, batch), out)
+        return out
+    q, k_pe = layer.q[:n].clone(), layer.k_pe[:n].clone()
+    plain.rotate(q[..., world.geometry.nope :], k_pe, world.positions[:n], world.table, world.variant.is_neox)
+    plain.stock_forward(q, layer.kv_c[:n], k_pe.unsqueeze(1), batch, out)
+    return out
+
+
+def _no_kernel(inputs: DecodeInputs, batch: object) -> torch.Tensor:
+    raise AssertionError("what is expected never runs what is tested")
 
 
 def _operands(world: World) -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,40 +124,37 @@ def _operands(world: World) -> Iterator[tuple[str, torch.Tensor]]:
 def check(world: World, subject: Subject, before: Before, outputs: Outputs) -> list[Finding]:
     """Every oracle of a step that has run."""
     findings: list[Finding] = []
-    for i, layer in enumerate(world.layers):
+    for i, (layer, right) in enumerate(zip(world.layers, before.layers, strict=True)):
         got = outputs[query_name(i)]
-        shape = list(_shape(subject, before.inputs[i], got, i))
-        findings += shape
-        if not shape:
-            findings += _query(subject, before.inputs[i], got, before.right[i], i)
-        findings += _cache(subject, layer, before, i)
-        findings += _output(world, layer, before.right[i], outputs, i)
-    return findings + list(_inputs(world, before))
+        shape = list(_shape(right.inputs, got))
+        found = [*(shape or _query(subject, right, got)), *_cache(subject, layer, right, before.copies["slot_mapping"])]
+        found += _output(world, layer, right, outputs.get(f"final.{i}"))
+        findings += [replace(f, message=f"layer {i}: {f.message}") for f in found]
+    for name, tensor in _operands(world):
+        if not torch.equal(raw(tensor), raw(before.copies[name])):
+            findings.append(Finding("inputs-unchanged", f"{name} was changed by the step"))
+    return findings
 
 
-def _shape(subject: Subject, inputs: DecodeInputs, got: torch.Tensor, index: int) -> Iterator[Finding]:
-    declared = subject.declare(inputs)
+def _shape(inputs: DecodeInputs, got: torch.Tensor) -> Iterator[Finding]:
+    declared = bodies.declared(inputs.q.to("meta"), inputs.k_pe, inputs.kv_c, inputs.out_dtype)
     if got.shape != declared.shape or got.dtype != declared.dtype:
         was, wanted = (f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (got, declared))
-        yield Finding("shape-and-dtype", f"layer {index}: the fake declares {wanted}, the op returned {was}")
+        yield Finding("shape-and-dtype", f"the fake declares {wanted}, the op returned {was}")
 
 
-def _query(subject: Subject, inputs: DecodeInputs, got: torch.Tensor, right: Right, index: int) -> Iterator[Finding]:
-    rows = subject.defined(inputs).nonzero().flatten()
+def _query(subject: Subject, right: Right, got: torch.Tensor) -> Iterator[Finding]:
+    rows = subject.defined(right.inputs).nonzero().flatten()
     if not rows.numel():
         return
-    lat = inputs.latent_dim
-    mine = _rows(got, rows)
+    mine, lat = _rows(got, rows), right.inputs.latent_dim
     if not bool(mine.float().isfinite().all()):
-        yield Finding("finite", f"layer {index}: q_prepared holds NaN or Inf in {_bad_rows(mine, rows)}")
+        yield Finding("finite", f"q_prepared holds NaN or Inf in {_bad_rows(mine, rows)}")
         return
     expected = [_rows(query, rows) for query in right.queries]
     nope = _least(mine[..., :lat], [e[..., :lat] for e in expected], subject.reference_bmm, OWN_BMM.slack, 1.0)
     rope = _least(mine[..., lat:], [e[..., lat:] for e in expected], subject.exact_rope, 0.0, ROPE_SHARE)
-    if nope:
-        yield Finding("query-nope", f"layer {index}: {nope}")
-    if rope:
-        yield Finding("query-rope", f"layer {index}: {rope}")
+    yield from (Finding(name, reason) for name, reason in (("query-nope", nope), ("query-rope", rope)) if reason)
 
 
 def _rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -178,63 +186,48 @@ def _distance(got: torch.Tensor, expected: torch.Tensor, exact: bool, slack: flo
     return f"{found.share:.1%} of the values differ, up to {found.steps} step(s){where}; {allowed}"
 
 
-def _cache(subject: Subject, layer: Layer, before: Before, index: int) -> Iterator[Finding]:
-    inputs, storage = before.inputs[index], before.storages[index]
-    width, lat = layer.storage.shape[2], inputs.latent_dim
-    slots = before.copies["slot_mapping"][: inputs.slot_mapping.shape[0]]
+def _cache(subject: Subject, layer: Layer, right: Right, slots: torch.Tensor) -> Iterator[Finding]:
+    width, lat = layer.storage.shape[2], right.inputs.latent_dim
+    slots = slots[: right.inputs.slot_mapping.shape[0]]
     written = slots[slots >= 0] + GUARD_BLOCKS * layer.storage.shape[1]
     if written.numel():
         got = _rows(layer.storage.view(-1, width), written)
-        accepted = [_rows(own.view(-1, width), written) for own in before.right[index].storages]
-        nope = _least(got[:, :lat], [rows[:, :lat] for rows in accepted], True, 0.0, 0.0)
+        accepted = [_rows(own.view(-1, width), written) for own in right.storages]
+        latent = _least(got[:, :lat], [rows[:, :lat] for rows in accepted], True, 0.0, 0.0)
         rope = _least(got[:, lat:], [rows[:, lat:] for rows in accepted], subject.exact_rope, 0.0, ROPE_SHARE)
-        for part, reason in (("latent", nope), ("rotated", rope)):
+        for part, reason in (("latent", latent), ("rotated", rope)):
             if reason:
-                yield Finding("cache-rows", f"layer {index}: {part} part of the written rows: {reason}")
-    yield from _elsewhere(layer, storage, written, index)
+                yield Finding("cache-rows", f"{part} part of the written rows: {reason}")
+    yield from _elsewhere(layer, right.storage, written)
 
 
-def _elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor, index: int) -> Iterator[Finding]:
-    changed = (raw(layer.storage) != raw(storage)).view(-1, layer.storage.shape[2] * storage.dtype.itemsize).any(dim=1)
+def _elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> Iterator[Finding]:
+    changed = (raw(layer.storage) != raw(storage)).flatten(0, 1).any(dim=1)
     changed[written] = False
     if bool(changed.any()):
         first = int(changed.nonzero()[0]) - GUARD_BLOCKS * layer.storage.shape[1]
         yield Finding(
             "cache-elsewhere",
-            f"layer {index}: {int(changed.sum())} cache row(s) that belong to no slot of the step were written, "
-            f"first slot {first}",
+            f"{int(changed.sum())} cache row(s) that belong to no slot of the step were written, first slot {first}",
         )
 
 
-def _output(world: World, layer: Layer, right: Right, outputs: Outputs, index: int) -> Iterator[Finding]:
-    if right.out is None or not world.batch.rows:
-        return
+def _output(world: World, layer: Layer, right: Right, final: torch.Tensor | None) -> Iterator[Finding]:
     n = world.batch.rows
-    got = layer.out[:n].float()
-    if not bool(got.isfinite().all()):
-        yield Finding(
-            "finite", f"layer {index}: the attention's output holds NaN or Inf in {_bad_rows(got, _all(n, got))}"
-        )
+    if right.out is None or not n:
         return
-    wanted = right.out.float()
+    got, wanted = layer.out[:n].float(), right.out.float()
+    if not bool(got.isfinite().all()):
+        bad = _bad_rows(got, torch.arange(n, device=got.device))
+        yield Finding("finite", f"the attention's output holds NaN or Inf in {bad}")
+        return
     error = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
     if float(error.max()) > ROW_ERROR:
         row = int(error.argmax())
         kind = "prefill" if row >= world.batch.decode_rows else "decode"
-        yield Finding("attention-output", f"layer {index}: {kind} row {row} is off by {float(error.max()):.0%}")
-    final = outputs.get(f"final.{index}")
+        yield Finding("attention-output", f"{kind} row {row} is off by {float(error.max()):.0%}")
     if final is not None and not torch.equal(raw(final[:n]), raw(layer.out[:n] * 2)):
-        yield Finding("attention-output", f"layer {index}: what follows the attention did not see its output")
-
-
-def _all(n: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.arange(n, device=like.device)
-
-
-def _inputs(world: World, before: Before) -> Iterator[Finding]:
-    for name, tensor in _operands(world):
-        if not torch.equal(raw(tensor), raw(before.copies[name])):
-            yield Finding("inputs-unchanged", f"{name} was changed by the step")
+        yield Finding("attention-output", "what follows the attention did not see its output")
 
 
 def check_probe(probe: Probe, table_rows: int) -> list[Finding]:
@@ -242,7 +235,7 @@ def check_probe(probe: Probe, table_rows: int) -> list[Finding]:
     findings = []
     if probe.syncs:
         findings.append(Finding("no-sync", f"the call waits for the device: {', '.join(sorted(set(probe.syncs)))}"))
-    copies = [f"{name} -> {list(shape)}" for name, shape, _ in probe.shapes if table_rows in shape]
+    copies = [f"{name} -> {list(shape)}" for name, shape in probe.shapes if table_rows in shape]
     if copies:
         findings.append(Finding("no-table-copy", f"every call makes a copy of the cos/sin table: {copies[0]}"))
     return findings

@@ -1,12 +1,11 @@
-"""``pytest --aiter-mla-verify``: the harness's cases as pytest items, in any project's run.
+"""``pytest --aiter-mla-verify``: the cases of ``verify`` as pytest items, in any project's run.
 
-Declared under the entry point group ``pytest11``. Without the option nothing of torch is imported and nothing is
-collected.
+Selection, JUnit XML and the like are pytest's own. Without the option nothing is collected and nothing of torch is
+imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,35 +14,30 @@ OPTION = "--aiter-mla-verify"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options; see ``vllm-aiter-mla verify --help`` for what they mean."""
+    """The options."""
     group = parser.getgroup("aiter-mla", "capture/replay verification of vllm-aiter-mla")
     group.addoption(OPTION, action="store_true", help="also run the capture/replay cases of vllm-aiter-mla")
-    group.addoption("--aiter-mla-backend", action="append", default=[], help="back ends to verify (default: all here)")
-    group.addoption("--aiter-mla-only", action="append", default=[], help="cases to run, names or patterns")
     group.addoption("--aiter-mla-seed", type=int, default=0, help="seed of the cases' data")
     group.addoption("--aiter-mla-quick", action="store_true", help="fewer variants, short long runs")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add one item per back end, case and variant."""
+    """Add one item per back end, case and variant, before ``-k`` selects among them."""
     if not config.getoption(OPTION):
         return
     from vllm_aiter_mla.verify import session as verify
 
-    request = verify.Request(
-        backend=tuple(config.getoption("--aiter-mla-backend")),
-        only=tuple(config.getoption("--aiter-mla-only")),
-        seed=config.getoption("--aiter-mla-seed"),
-        quick=config.getoption("--aiter-mla-quick"),
-    )
+    request = verify.Request(seed=config.getoption("--aiter-mla-seed"), quick=config.getoption("--aiter-mla-quick"))
     engine = verify.engine_here()
-    try:
-        jobs, missing = verify.plan(request, engine)
-    except verify.NoSuchError as error:
-        raise pytest.UsageError(str(error)) from None
+    jobs, missing = verify.plan(request, engine)
     parent = _Verify.from_parent(session, name="aiter-mla-verify", nodeid="aiter-mla-verify")
-    items += [item for job in jobs for item in _items(parent, job, engine, request)]
+    for job in jobs:
+        for variant in job.variants:
+            for case in job.cases:
+                one = verify.Job(job.backend, (case,), (variant,), job.options)
+                name = f"{job.backend.name}-{case.name}[{variant.name}]"
+                items.append(VerifyItem.from_parent(parent, name=name, job=one, engine=engine, request=request))
     items += [VerifyItem.from_parent(parent, name=name, why=why) for name, why in missing.items()]
 
 
@@ -53,14 +47,6 @@ class _Verify(pytest.Collector):
     def collect(self) -> list[Any]:
         """The items are added by the hook."""
         return []
-
-
-def _items(parent: _Verify, job: Any, engine: Any, request: Any) -> Iterator[pytest.Item]:
-    for variant in job.variants:
-        for case in job.cases:
-            one = type(job)(job.backend, (case,), (variant,), job.options)
-            name = f"{job.backend.name}-{case.name}[{variant.name}]"
-            yield VerifyItem.from_parent(parent, name=name, job=one, engine=engine, request=request)
 
 
 class VerifyItem(pytest.Item):
@@ -82,7 +68,7 @@ class VerifyItem(pytest.Item):
             if result.status == "skipped":
                 pytest.skip(result.reason)
             if result.status == "failed":
-                lines = [f"{f['oracle']}: {f['message']} (at {f['step']})" for f in result.findings]
+                lines = [f"{f.oracle}: {f.message} (at {f.step})" for f in result.findings]
                 pytest.fail("\n".join([*lines, verify.command(result, self.request)]), pytrace=False)
 
     def reportinfo(self) -> tuple[str, None, str]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from vllm_aiter_mla.verify import census, oracles
-from vllm_aiter_mla.verify.cases import Case, Change, Eager, Launches, Replay, Soak, Step
-from vllm_aiter_mla.verify.engines import Captured, CaptureError, Engine, run_eager
+from vllm_aiter_mla.verify.cases import ALL, Case, Eager, Launches, Replay, Soak, Step
+from vllm_aiter_mla.verify.devices import first_line
+from vllm_aiter_mla.verify.engines import Captured, CaptureError, TapeEngine, run_eager
 from vllm_aiter_mla.verify.oracles import Finding
 from vllm_aiter_mla.verify.setting import Geometry, Variant
 from vllm_aiter_mla.verify.subject import Outputs, Segment, Subject, build, query_name
@@ -49,7 +50,7 @@ class Result:
         case: its name; likewise ``variant``, ``backend``, ``engine``.
         status: "passed", "failed" or "skipped".
         reason: why it was skipped.
-        findings: what broke, in order, as {"oracle", "message", "step"}.
+        findings: what broke, in order.
         captures: graphs captured.
         replays: replays made.
         checks: steps compared with the reference.
@@ -65,7 +66,7 @@ class Result:
     seed: int = 0
     status: str = "passed"
     reason: str = ""
-    findings: list[dict[str, str]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     captures: int = 0
     replays: int = 0
     checks: int = 0
@@ -74,7 +75,7 @@ class Result:
 
     def add(self, findings: list[Finding], step: str) -> None:
         """Note broken oracles."""
-        self.findings += [{"oracle": f.oracle, "message": f.message, "step": step} for f in findings]
+        self.findings += [replace(finding, step=step) for finding in findings]
         if findings:
             self.status = "failed"
 
@@ -83,7 +84,7 @@ class Result:
         return asdict(self)
 
 
-def run_case(case: Case, variant: Variant, subject: Subject, engine: Engine, options: Options) -> Result:
+def run_case(case: Case, variant: Variant, subject: Subject, engine: TapeEngine, options: Options) -> Result:
     """Run one case; a fault of the subject is a finding, never an exception."""
     result = Result(case.name, variant.name, subject.name, engine.name, options.seed)
     started = time.monotonic()
@@ -92,17 +93,24 @@ def run_case(case: Case, variant: Variant, subject: Subject, engine: Engine, opt
             if case.kind == "compiled":
                 from vllm_aiter_mla.verify import inductor
 
-                result.add(inductor.run(case, variant, subject, engine, options), "compiled")
+                world = new_world(case, variant, engine, options)
+                result.add(inductor.run(case, world, subject, engine), "compiled")
             else:
                 _Run(case, variant, subject, engine, options, result).go()
     except _StopError:
         pass
     except CaptureError as error:
-        result.add([Finding("runs", f"the capture failed: {_line(error)}")], "capture")
+        result.add([Finding("runs", f"the capture failed: {first_line(error)}")], "capture")
     except Exception as error:
-        result.add([Finding("runs", f"{type(error).__name__}: {_line(error)}")], "run")
+        result.add([Finding("runs", f"{type(error).__name__}: {first_line(error)}")], "run")
     result.seconds = time.monotonic() - started
     return result
+
+
+def new_world(case: Case, variant: Variant, engine: TapeEngine, options: Options) -> World:
+    """The buffers of a case: the same numbers whichever cases run beside it."""
+    seed = zlib.crc32(f"{options.seed}/{case.name}/{variant.name}".encode())
+    return World(options.geometry, variant, options.limit, case.layers, case.width, engine.device, seed)
 
 
 class _StopError(Exception):
@@ -113,16 +121,15 @@ class _Run:
     """The state of one case under way."""
 
     def __init__(
-        self, case: Case, variant: Variant, subject: Subject, engine: Engine, options: Options, result: Result
+        self, case: Case, variant: Variant, subject: Subject, engine: TapeEngine, options: Options, result: Result
     ) -> None:
         self.case, self.subject, self.engine, self.options, self.result = case, subject, engine, options, result
-        seed = zlib.crc32(f"{options.seed}/{case.name}/{variant.name}".encode())
-        self.world = World(options.geometry, variant, options.limit, case.layers, case.width, engine.device, seed)
+        self.world = new_world(case, variant, engine, options)
         self.attends = case.kind in ("full", "piecewise")
         self.captured: dict[int, Captured] = {}
+        self.segments: dict[int, list[Segment]] = {}
         # A pool of an earlier case is gone with its graphs: names are never used twice.
         self.pools = f"run {next(_runs)}"
-        self.segments: dict[int, list[Segment]] = {}
 
     def go(self) -> None:
         """Everything, in order."""
@@ -130,17 +137,19 @@ class _Run:
             reason = self.subject.refuse(self.world.inputs(self.world.layers[0], size, self._slots(size)))
             if reason is not None:
                 self.result.status, self.result.reason = "skipped", f"{self.subject.name} declines T={size}: {reason}"
-                raise _StopError
+                return
         for size in sorted(self.case.sizes, reverse=True):
             self._capture(size)
         for number, step in enumerate(self.case.steps, 1):
-            found = self._step(step)
-            self.result.add(found, f"step {number}: {step}")
-            if found:
-                raise _StopError
+            self._note(self._step(step), f"step {number}: {step}")
 
-    def _slots(self, size: int) -> int:
-        return size - self.case.missing_slots
+    def _note(self, findings: list[Finding], step: str) -> None:
+        self.result.add(findings, step)
+        if findings:
+            raise _StopError
+
+    def _slots(self, size: int) -> int | None:
+        return size - self.case.missing_slots if self.case.missing_slots else None
 
     def _program(self, size: int) -> list[Segment]:
         if size not in self.segments:
@@ -157,83 +166,62 @@ class _Run:
         self.engine.synchronize()
         found = oracles.check_probe(self.engine.probe(segments), self.options.geometry.max_position)
         if any(finding.oracle == "no-sync" for finding in found):
-            self.result.add(found, f"before the capture of T={size}")
-            raise _StopError
+            self._note(found, f"before the capture of T={size}")
         pool = self.pools if self.case.shared_pool else f"{self.pools}, T={size}"
-        self.captured[size] = self.engine.capture(segments, pool, self.case.side_stream)
-        self.result.captures += len(self.captured[size].recorded)
-        self._note_launches(size)
+        captured = self.captured[size] = self.engine.capture(segments, pool, self.case.side_stream)
+        self.result.captures += len(captured.recorded)
+        first = captured.recorded[0]
+        if first.syncs:
+            found.append(Finding("no-sync", f"met while capturing: {first.syncs}"))
+        self.result.launches[str(size)] = first.census.text() if first.census else first.no_census
         # A back end may have left rows undefined here; only what must be true of a run without slots is checked.
         found += [f for f in oracles.check(self.world, self.subject, before, outputs) if f.oracle not in _VALUES]
-        self.result.add(found, f"capture of T={size}")
-        if found:
-            raise _StopError
-
-    def _note_launches(self, size: int) -> None:
-        for recorded in self.captured[size].recorded[:1]:
-            if recorded.syncs:
-                self.result.add([Finding("no-sync", f"met while capturing: {recorded.syncs}")], f"capture of T={size}")
-            text = recorded.census.text() if recorded.census else recorded.no_census
-            self.result.launches[str(size)] = text
+        self._note(found, f"capture of T={size}")
 
     def _step(self, step: Step) -> list[Finding]:
-        if isinstance(step, Replay):
-            return self._replay(step)
-        if isinstance(step, Eager):
-            return self._eager(step)
+        if isinstance(step, Replay | Eager):
+            return self._run(step)
         if isinstance(step, Soak):
             return self._soak(step)
         if isinstance(step, Launches):
             return self._launches()
-        assert isinstance(step, Change)
         self.world.change(step.what)
         return []
 
-    def _replay(self, step: Replay) -> list[Finding]:
-        before = self._next(step.size, step.rows, step.prefill, step.fresh)
-        captured = self.captured[step.size]
-        self._poison(captured.outputs)
-        if step.side:
-            self.engine.on_side_stream(captured.replay)
+    def _run(self, step: Replay | Eager) -> list[Finding]:
+        """One step with new data, compared with the reference."""
+        rows = step.size - self.case.missing_slots if step.rows is None else step.rows
+        self.world.step(step.size, Batch(rows, step.prefill), step.fresh if isinstance(step, Replay) else ALL)
+        before = oracles.prepare(self.world, self.subject, step.size, self._slots(step.size), self.attends)
+        if isinstance(step, Eager):
+            outputs = run_eager(self._program(step.size))
         else:
-            captured.replay()
+            outputs = self._replayed(self.captured[step.size], step.side)
         self.engine.synchronize()
-        self.result.replays += 1
-        return self._check(before, captured.outputs)
-
-    def _eager(self, step: Eager) -> list[Finding]:
-        before = self._next(step.size, step.rows, step.prefill, ("data", "positions", "slots"))
-        outputs = run_eager(self._program(step.size))
-        self.engine.synchronize()
-        return self._check(before, outputs)
-
-    def _next(self, size: int, rows: int | None, prefill: int, fresh: tuple[str, ...]) -> oracles.Before:
-        rows = self._slots(size) if rows is None else rows
-        self.world.step(size, Batch(rows, prefill), fresh)
-        return oracles.prepare(self.world, self.subject, size, self._slots(size), self.attends)
-
-    def _check(self, before: oracles.Before, outputs: Outputs) -> list[Finding]:
         self.result.checks += 1
         return oracles.check(self.world, self.subject, before, outputs)
 
-    def _poison(self, outputs: Outputs) -> None:
-        """Fill the prepared queries with NaN: what a replay does not write is seen by whoever reads it."""
+    def _replayed(self, captured: Captured, side: bool) -> Outputs:
+        """Replay over prepared queries full of NaN: what a replay does not write is seen by whoever reads it."""
         for i in range(len(self.world.layers)):
-            query = outputs[query_name(i)]
+            query = captured.outputs[query_name(i)]
             if query.numel():
                 query.view(torch.uint8).fill_(nan_byte(query.dtype))
+        if side:
+            self.engine.on_side_stream(captured.replay)
+        else:
+            captured.replay()
+        self.result.replays += 1
+        return captured.outputs
 
     def _soak(self, step: Soak) -> list[Finding]:
-        """Many replays in ``SOAK_CHECKS`` portions: compare after each, and hold the memory against the first."""
-        captured = self.captured[step.size]
-        portion = max(self.options.soak // SOAK_CHECKS, 1)
-        alone = all(segment.captured for segment in self._program(step.size))
+        """Many replays in ``SOAK_CHECKS`` portions: compare after each; memory must not grow after the first."""
+        captured, portion = self.captured[step.size], max(self.options.soak // SOAK_CHECKS, 1)
         held = (0, 0)
         for check in range(SOAK_CHECKS):
-            findings = self._many(captured, portion, alone) + self._replay(Replay(step.size))
+            findings = self._many(captured, portion) + self._run(Replay(step.size))
             if findings:
                 return findings
-            # What the first portion leaves behind is no growth.
             if check == 0:
                 held = self._memory()
         return _growth(held, self._memory(), portion * (SOAK_CHECKS - 1))
@@ -241,7 +229,7 @@ class _Run:
     def _memory(self) -> tuple[int, int]:
         return self.engine.live_bytes(), self.engine.unclaimed_bytes()
 
-    def _many(self, captured: Captured, times: int, alone: bool) -> list[Finding]:
+    def _many(self, captured: Captured, times: int) -> list[Finding]:
         """Replay ``times`` times; where nothing eager lies between the graphs, nobody may ask for memory."""
         asked = self.engine.allocations()
         for _ in range(times):
@@ -249,21 +237,20 @@ class _Run:
         self.engine.synchronize()
         self.result.replays += times
         again = self.engine.allocations()
-        if not alone or asked is None or again is None or again == asked:
+        if len(captured.calls) > len(captured.recorded) or asked is None or again is None or again == asked:
             return []
         return [Finding("memory", f"{times} replays asked {again - asked} times for memory")]
 
     def _launches(self) -> list[Finding]:
         findings = []
         for size, captured in self.captured.items():
-            for recorded in captured.recorded:
-                if recorded.census is None:
-                    if self.result.status == "passed":
-                        self.result.status, self.result.reason = "skipped", recorded.no_census
-                    continue
-                wrong = census.violation(self.subject.name, recorded.census, self.case.layers, self._budget(size))
-                if wrong is not None:
-                    findings.append(Finding("launches", f"T={size}: {wrong}"))
+            found = captured.recorded[0]
+            if found.census is None:
+                self.result.status, self.result.reason = "skipped", found.no_census
+                continue
+            wrong = census.violation(self.subject.name, found.census, self.case.layers, self._budget(size))
+            if wrong is not None:
+                findings.append(Finding("launches", f"T={size}: {wrong}"))
         return findings
 
     def _budget(self, size: int) -> int | None:
@@ -289,8 +276,3 @@ def _growth(held: tuple[int, int], now: tuple[int, int], replays: int) -> list[F
     if now[1] > held[1] + UNCLAIMED_GROWTH:
         findings.append(Finding("memory", f"{now[1] - held[1]} bytes more are in use outside torch's allocator"))
     return findings
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ import torch
 from vllm_aiter_mla.verify import backends, devices, interpreted
 from vllm_aiter_mla.verify.backends import Available
 from vllm_aiter_mla.verify.cases import Case, cases
-from vllm_aiter_mla.verify.engines import Engine, TapeEngine
+from vllm_aiter_mla.verify.engines import TapeEngine
+from vllm_aiter_mla.verify.oracles import Finding
 from vllm_aiter_mla.verify.runner import Options, Result, run_case
 from vllm_aiter_mla.verify.setting import REAL, SMALL, Variant, variants
 
@@ -35,7 +36,7 @@ class Request:
 
     Attributes:
         backend: names of back ends, empty for all.
-        only: case names or patterns like ``long-*``, empty for all.
+        only: case names, or parts of them; empty for all.
         variant: names of variants, empty for all.
         seed: of the first round.
         repeat: rounds, each with the next seed.
@@ -62,11 +63,6 @@ class Job:
     cases: tuple[Case, ...]
     variants: tuple[Variant, ...]
     options: Options
-
-    @property
-    def size(self) -> int:
-        """Results it will give."""
-        return len(self.cases) * len(self.variants)
 
 
 @dataclass
@@ -106,13 +102,13 @@ class Session:
         }
 
 
-def engine_here() -> Engine:
+def engine_here() -> TapeEngine:
     """Real graphs where there is a GPU, eager replay elsewhere.
 
     Eager replay sets torch to one thread: its tensors are tiny, and threads that wait for one another took more than
     twice as long on two shared cores.
     """
-    if backends.has_gpu():
+    if torch.cuda.is_available():
         from vllm_aiter_mla.verify.graphs import GraphEngine
 
         return GraphEngine()
@@ -127,7 +123,7 @@ def native_fp8() -> torch.dtype:
     return detect_platform().fp8
 
 
-def plan(request: Request, engine: Engine) -> tuple[list[Job], dict[str, str]]:
+def plan(request: Request, engine: TapeEngine) -> tuple[list[Job], dict[str, str]]:
     """The jobs of one round, and the back ends that are missing.
 
     Raises:
@@ -136,17 +132,13 @@ def plan(request: Request, engine: Engine) -> tuple[list[Job], dict[str, str]]:
     low, high = LIMITS
     if request.limit is not None and not low <= request.limit <= high:
         raise NoSuchError(f"--limit {request.limit}: between {low} and {high} tokens expected")
-    jobs, missing = [], {}
-    for name in _chosen(request.backend, backends.known(), "back end"):
-        found = backends.find(name)
-        if found.where:
-            jobs.append(_job(request, engine, found))
-        else:
-            missing[name] = found.reason
-    return jobs, missing
+    _chosen(request.only, tuple(case.name for case in cases(low)), "case", part=True)
+    found = [backends.find(name) for name in _chosen(request.backend, tuple(backends.FINDERS), "back end")]
+    missing = {each.name: each.reason for each in found if not each.where}
+    return [_job(request, engine, each) for each in found if each.where], missing
 
 
-def _job(request: Request, engine: Engine, found: Available) -> Job:
+def _job(request: Request, engine: TapeEngine, found: Available) -> Job:
     here = found.where == backends.HERE
     limit, replays = (GPU_LIMIT, GPU_REPLAYS) if engine.graphs else (CPU_LIMIT, CPU_REPLAYS)
     if not here:
@@ -154,13 +146,10 @@ def _job(request: Request, engine: Engine, found: Available) -> Job:
     elif request.quick:
         replays = QUICK_REPLAYS
     options = Options(
-        geometry=REAL if engine.graphs else SMALL,
-        limit=request.limit or limit,
-        seed=request.seed,
-        soak=request.replays or replays,
+        REAL if engine.graphs else SMALL, request.limit or limit, request.seed, request.replays or replays
     )
     every = cases(options.limit)
-    names = _chosen(request.only, tuple(case.name for case in every), "case")
+    names = _chosen(request.only, tuple(case.name for case in every), "case", part=True)
     # A case or variant asked for by name is run, however long it takes.
     wanted = tuple(c for c in every if c.name in names and (request.only or c.quick or (here and not request.quick)))
     kinds = variants(engine.device, native_fp8(), quick=(request.quick or not here) and not request.variant)
@@ -168,11 +157,15 @@ def _job(request: Request, engine: Engine, found: Available) -> Job:
     return Job(found, wanted, tuple(kind for kind in kinds if kind.name in chosen), options)
 
 
-def _chosen(asked: tuple[str, ...], known: tuple[str, ...], what: str) -> tuple[str, ...]:
-    for pattern in asked:
-        if not any(fnmatch(name, pattern) for name in known):
-            raise NoSuchError(f"no {what} called {pattern!r}; there are {', '.join(known)}")
-    return tuple(name for name in known if not asked or any(fnmatch(name, pattern) for pattern in asked))
+def _chosen(asked: tuple[str, ...], known: tuple[str, ...], what: str, part: bool = False) -> tuple[str, ...]:
+    """The names that were asked for, all where none was; ``part`` lets a piece stand for every name that holds it."""
+    chosen = set() if asked else set(known)
+    for text in asked:
+        found = {text} & set(known) or {name for name in known if part and text in name}
+        if not found:
+            raise NoSuchError(f"no {what} called {text!r}; there are {', '.join(known)}")
+        chosen |= found
+    return tuple(name for name in known if name in chosen)
 
 
 def run(
@@ -193,7 +186,7 @@ def run(
     engine = engine_here()
     jobs, missing = plan(request, engine)
     session = Session(request, devices.machine(), engine.name, missing)
-    started(session, sum(job.size for job in jobs) * request.repeat)
+    started(session, sum(len(job.cases) * len(job.variants) for job in jobs) * request.repeat)
     for round_ in range(request.repeat):
         for job in jobs:
             options = replace(job.options, seed=request.seed + round_)
@@ -203,7 +196,7 @@ def run(
     return session
 
 
-def run_job(job: Job, engine: Engine) -> Iterator[Result]:
+def run_job(job: Job, engine: TapeEngine) -> Iterator[Result]:
     """The results of one back end's cases as they come; ``engine`` runs those that run in this process."""
     if job.backend.where == backends.INTERPRETED:
         yield from _interpreted(job)
@@ -216,21 +209,12 @@ def run_job(job: Job, engine: Engine) -> Iterator[Result]:
 
 
 def _interpreted(job: Job) -> Iterator[Result]:
-    names = [case.name for case in job.cases]
-    request = {
-        "cases": names,
-        "variants": [variant.name for variant in job.variants],
-        "limit": job.options.limit,
-        "seed": job.options.seed,
-        "soak": job.options.soak,
-    }
     try:
-        for answer in interpreted.run(request):
-            yield Result(**answer)
-    except RuntimeError as error:
-        broken = Result(names[0], job.variants[0].name, job.backend.name, "eager replay, interpreted", job.options.seed)
-        broken.status = "failed"
-        broken.findings.append({"oracle": "runs", "message": str(error), "step": "start"})
+        yield from interpreted.run(job.cases, job.variants, job.options)
+    except BrokenProcessPool as error:
+        case, variant = job.cases[0].name, job.variants[0].name
+        broken = Result(case, variant, job.backend.name, "eager replay, interpreted", job.options.seed)
+        broken.add([Finding("runs", f"the interpreting process ended: {devices.first_line(error)}")], "start")
         yield broken
 
 

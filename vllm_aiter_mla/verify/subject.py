@@ -1,61 +1,72 @@
-"""What is under test: a back end inside the op, the op's fake, and the attention op; and programs made of them.
-
-The two ops repeat the semantics of ``runtime.fused`` and ``runtime.attention`` without vLLM. A fault of the self-test
-is one field replaced.
-"""
+"""What is under test: a back end inside the plugin's own op bodies, and the steps made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.verify import attention
-from vllm_aiter_mla.verify.world import Batch, Layer, World
+from vllm_aiter_mla.ops import bodies
+from vllm_aiter_mla.verify.layer import Kernel, PlainLayer
+from vllm_aiter_mla.verify.world import Layer, World
 
 Outputs = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One call of the op: the operands, and what it could read from Python but must not."""
-
-    inputs: DecodeInputs
-    batch: Batch
-    layer: Layer
-
-
-@dataclass(frozen=True, slots=True)
 class Attend:
-    """One call of the attention op for a padded size; ``q_prepared`` is [T, N, latent+R]."""
+    """One call of the attention op.
 
+    Attributes:
+        context: the layer as the op body takes it.
+        world: the buffers that all layers share.
+        layer: the layer's tensors.
+        q_prepared: [T, N, latent+R].
+        is_rotated: what the op is told of q and k_pe.
+    """
+
+    context: bodies.LayerContext
     world: World
     layer: Layer
-    size: int
     q_prepared: torch.Tensor
-
-
-def declare(inputs: DecodeInputs) -> torch.Tensor:
-    """The op's fake: [T, N, latent+R] of ``out_dtype`` on the meta device, from shapes and dtypes alone."""
-    shape = (inputs.q.shape[0], inputs.q.shape[1], inputs.kv_c.shape[-1] + inputs.k_pe.shape[-1])
-    return torch.empty(shape, dtype=inputs.out_dtype, device="meta")
+    is_rotated: bool = False
 
 
 def attend(call: Attend) -> None:
-    """The attention op: decode rows with the prepared query, mixed batches with rotated private copies."""
-    batch = call.world.batch
-    if batch.dummy:
-        return
-    n = batch.rows
-    if batch.prefill_rows == 0:
-        call.layer.out[:n] = attention.decode_attention(call.world, call.layer, call.q_prepared[:n])
-        return
-    q = attention.rotated_copies(call.world, call.layer, n)
-    call.layer.out[:n] = attention.mixed_attention(call.world, call.layer, q)
+    """The attention op of the plugin."""
+    world, layer, size = call.world, call.layer, call.q_prepared.shape[0]
+    step = world.batch
+    batch = bodies.Batch(None if step.dummy else step, step.rows, not step.dummy and step.prefill_rows == 0)
+    bodies.attention(
+        call.context, batch, layer.q[:size], layer.kv_c[:size], layer.k_pe[:size], call.q_prepared, layer.out[:size],
+        world.positions[:size], world.table, world.variant.is_neox, call.is_rotated,
+    )  # fmt: skip
+
+
+def fused(
+    world: World,
+    context: bodies.LayerContext,
+    layer: Layer,
+    q: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """The fused op of the plugin."""
+    is_neox, out = world.variant.is_neox, world.variant.out
+    return bodies.fused_prepare(context, q, k_pe, kv_c, positions, world.table, layer.k_scale, is_neox, out)
+
+
+def context_of(world: World, subject: Subject, index: int, slots: int | None, piecewise: bool) -> bodies.LayerContext:
+    """A layer as the op bodies take it; ``slots`` is S, by default the whole buffer, however many rows a step has."""
+    layer = world.layers[index]
+    plain = PlainLayer(world, layer, subject.prepare)
+    return bodies.LayerContext(f"layer {index}", plain, layer.kv_cache, world.slots[:slots], piecewise)
 
 
 def all_rows(inputs: DecodeInputs) -> torch.Tensor:
@@ -65,13 +76,12 @@ def all_rows(inputs: DecodeInputs) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Subject:
-    """A back end as the plugin would run it.
+    """A back end as the plugin would run it; a planted fault replaces one field.
 
     Attributes:
         name: of the back end.
         refuse: why a call cannot be taken, or None.
-        prepare: the op's real implementation.
-        declare: its fake.
+        prepare: its kernel.
         attend: the attention op.
         defined: which rows of q_prepared the back end defines, bool [T].
         numerics: the roundings that count as right, the documented one first.
@@ -82,8 +92,7 @@ class Subject:
 
     name: str
     refuse: Callable[[DecodeInputs], str | None]
-    prepare: Callable[[Call], torch.Tensor]
-    declare: Callable[[DecodeInputs], torch.Tensor] = declare
+    prepare: Kernel
     attend: Callable[[Attend], None] = attend
     defined: Callable[[DecodeInputs], torch.Tensor] = all_rows
     numerics: Callable[[DecodeInputs], tuple[reference.Numerics, ...]] = field(
@@ -100,22 +109,22 @@ def subject_of(backend: KernelBackend) -> Subject:
     rule = getattr(backend, "numerics", None)
 
     def defined(inputs: DecodeInputs) -> torch.Tensor:
-        count = inputs.num_tokens if rows is None else rows(inputs)
-        return torch.arange(inputs.num_tokens, device=inputs.q.device) < count
+        return torch.arange(inputs.num_tokens, device=inputs.q.device) < (rows(inputs) if rows else inputs.num_tokens)
 
     def numerics(inputs: DecodeInputs) -> tuple[reference.Numerics, ...]:
         # AITER's truncating store is read from its source; should a release round instead, that is no failure.
-        return tuple(dict.fromkeys((reference.AITER if rule is None else rule(inputs), reference.AITER)))
+        return tuple(dict.fromkeys((rule(inputs) if rule else reference.AITER, reference.AITER)))
 
+    is_reference = backend.name == "reference"
     return Subject(
         name=backend.name,
         refuse=backend.refuse,
-        prepare=lambda call: backend.prepare(call.inputs),
+        prepare=lambda inputs, batch: backend.prepare(inputs),
         defined=defined,
         numerics=numerics,
         reference_bmm=backend.name != "triton",
-        exact_rope=backend.name == "reference",
-        plain=reference.prepare if backend.name == "reference" else None,
+        exact_rope=is_reference,
+        plain=reference.prepare if is_reference else None,
     )
 
 
@@ -128,7 +137,7 @@ class Segment:
 
 
 def query_name(index: int) -> str:
-    """Key of a layer's prepared query among a program's outputs."""
+    """Key of a layer's prepared query among a step's outputs."""
     return f"q_prepared.{index}"
 
 
@@ -136,47 +145,40 @@ def build(kind: str, world: World, subject: Subject, size: int, slots: int | Non
     """The segments of one step at a padded size.
 
     Args:
-        kind: "kernel" is the op alone; "full" holds the attention op in the same graph; "piecewise" leaves it out.
+        kind: "kernel" is the fused op alone; "full" has the attention op in the same graph; "piecewise" leaves it out.
         world: the buffers.
         subject: what is tested.
         size: T.
-        slots: S, where it is below T.
+        slots: S, where it is below T; by default the slot mapping is longer than T.
     """
     results: Outputs = {}
+    contexts = [context_of(world, subject, i, slots, kind == "piecewise") for i in range(len(world.layers))]
 
-    def prepare(index: int) -> Outputs:
-        layer = world.layers[index]
-        prepared = subject.prepare(Call(world.inputs(layer, size, slots), world.batch, layer))
-        return {query_name(index): prepared}
+    def prepare(i: int) -> None:
+        own = world.layers[i]
+        q, k_pe, kv_c, positions = own.q[:size], own.k_pe[:size], own.kv_c[:size], world.positions[:size]
+        results[query_name(i)] = fused(world, contexts[i], own, q, k_pe, kv_c, positions)
 
-    def attention_op(index: int) -> Outputs:
-        layer = world.layers[index]
-        subject.attend(Attend(world, layer, size, results[query_name(index)]))
-        return {}
+    def attention(i: int) -> None:
+        subject.attend(Attend(contexts[i], world, world.layers[i], results[query_name(i)]))
 
-    def tail() -> Outputs:
+    def tail() -> None:
         # Something behind the attention that a graph computes from its output buffer.
-        return {f"final.{i}": layer.out[:size] * 2 for i, layer in enumerate(world.layers)}
+        results.update({f"final.{i}": layer.out[:size] * 2 for i, layer in enumerate(world.layers)})
 
-    def keep(*parts: Callable[[], Outputs]) -> Callable[[], Outputs]:
+    def segment(captured: bool, *parts: Callable[[], None]) -> Segment:
         def run() -> Outputs:
             for part in parts:
-                results.update(part())
+                part()
             return results
 
-        return run
+        return Segment(captured, run)
 
-    indices = range(len(world.layers))
+    prepares = [partial(prepare, i) for i in range(len(contexts))]
+    attentions = [partial(attention, i) for i in range(len(contexts))]
     if kind == "kernel":
-        return [Segment(True, keep(*(_bind(prepare, i) for i in indices)))]
+        return [segment(True, *prepares)]
+    pairs = list(zip(prepares, attentions, strict=True))
     if kind == "full":
-        both = [_bind(part, i) for i in indices for part in (prepare, attention_op)]
-        return [Segment(True, keep(*both, tail))]
-    parts = []
-    for i in indices:
-        parts += [Segment(True, keep(_bind(prepare, i))), Segment(False, keep(_bind(attention_op, i)))]
-    return [*parts, Segment(True, keep(tail))]
-
-
-def _bind(part: Callable[[int], Outputs], index: int) -> Callable[[], Outputs]:
-    return lambda: part(index)
+        return [segment(True, *(part for pair in pairs for part in pair), tail)]
+    return [*(segment(part in prepares, part) for pair in pairs for part in pair), segment(True, tail)]

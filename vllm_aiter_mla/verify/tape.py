@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,38 +21,24 @@ SYNCS = frozenset(
     f"aten.{name}"
     for name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_dim", "_unique2")
 )
+INDEXING = frozenset({"aten.index", "aten.index_put", "aten.index_put_"})
 EMPTY = frozenset(f"aten.{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One call to repeat: ``fresh`` are the results that were new memory, by position among the results."""
-
-    name: str
-    run: Callable[[], Any]
-    fresh: tuple[tuple[int, torch.Tensor], ...] = ()
-
-    def replay(self) -> None:
-        """Call again and put new results where the recorded ones lie."""
-        leaves = tree_leaves(self.run())
-        for index, target in self.fresh:
-            target.copy_(leaves[index])
 
 
 class Tape(TorchDispatchMode):
     """Records while it is entered; :meth:`replay` afterwards.
 
     Attributes:
-        entries: what a replay repeats.
         syncs: names of the calls that would have waited for the device.
-        shapes: (name, shape, bytes) of all fresh memory.
+        shapes: (name, shape) of all fresh memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries: list[Entry] = []
         self.syncs: list[str] = []
-        self.shapes: list[tuple[str, tuple[int, ...], int]] = []
+        self.shapes: list[tuple[str, tuple[int, ...]]] = []
+        self._calls: list[tuple[str, Callable[[], object]]] = []
+        self._kept: list[torch.Tensor] = []
         self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,24 +51,23 @@ class Tape(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = str(func.overloadpacket)
-        given = _tensors((args, kwargs))
-        if _synchronises(name, args, given):
+        if _synchronises(name, args):
             self.syncs.append(name)
         if name == "aten._local_scalar_dense":
             return
-        owned = {tensor.untyped_storage()._cdata for tensor in given}
-        leaves = tree_leaves(result)
-        fresh = tuple(
-            (i, leaf)
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in owned
-        )
-        self.shapes += [(name, tuple(leaf.shape), leaf.nbytes) for _, leaf in fresh]
+        fresh = _fresh(args, kwargs, result)
+        self.shapes += [(name, tuple(tensor.shape)) for tensor in fresh.values()]
         if name in EMPTY or not (fresh or func._schema.is_mutable):
             # An address, not work. Keep new memory alive, as a graph's pool does.
-            self._kept = [*getattr(self, "_kept", []), *(leaf for _, leaf in fresh)]
+            self._kept += fresh.values()
             return
-        self.entries.append(Entry(name, lambda: func(*args, **kwargs), fresh))
+
+        def again() -> None:
+            leaves = tree_leaves(func(*args, **kwargs))
+            for index, target in fresh.items():
+                target.copy_(leaves[index])
+
+        self._calls.append((name, again))
 
     def foreign(self, name: str, launch: Callable[[], Any]) -> Any:
         """Record a kernel launch that ATen does not see, as one call; what it does inside is not recorded."""
@@ -92,17 +76,17 @@ class Tape(TorchDispatchMode):
             result = launch()
         finally:
             self._paused = False
-        self.entries.append(Entry(name, launch))
+        self._calls.append((name, launch))
         return result
 
     def replay(self) -> None:
-        """Repeat every entry in order."""
-        for entry in self.entries:
-            entry.replay()
+        """Repeat every call in order, and put new results where the recorded ones lie."""
+        for _, call in self._calls:
+            call()
 
     def names(self) -> list[str]:
         """What a replay launches, in order."""
-        return [entry.name for entry in self.entries]
+        return [name for name, _ in self._calls]
 
 
 class Watch(TorchDispatchMode):
@@ -115,12 +99,10 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` and note what is new."""
         result = func(*args, **(kwargs or {}))
-        owned = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        for leaf in _tensors(result):
-            storage = leaf.untyped_storage()
-            if storage._cdata not in owned:
-                # A freed storage's address comes back: the newer one replaces it.
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        for tensor in _fresh(args, kwargs, result).values():
+            storage = tensor.untyped_storage()
+            # A freed storage's address comes back: the newer one replaces it.
+            self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
 
     def live_bytes(self) -> int:
@@ -149,15 +131,21 @@ def launch_foreign(name: str, launch: Callable[[], Any]) -> Any:
     return _active[-1].foreign(name, launch) if _active else launch()
 
 
-def _synchronises(name: str, args: Any, given: list[torch.Tensor]) -> bool:
-    if name in SYNCS:
-        return True
-    if name in ("aten.index", "aten.index_put", "aten.index_put_"):
+def _synchronises(name: str, args: Any) -> bool:
+    if name in INDEXING:
         # A boolean index is turned into a list of indices, whose length the host has to know.
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1]))
-    if name == "aten._to_copy":
-        return False
-    return name == "aten.repeat_interleave" and len(given) > 1
+    return name in SYNCS or (name == "aten.repeat_interleave" and len(_tensors(args)) > 1)
+
+
+def _fresh(args: Any, kwargs: Any, result: Any) -> dict[int, torch.Tensor]:
+    """Results that are new memory, by their position among the results."""
+    owned = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+    return {
+        index: leaf
+        for index, leaf in enumerate(tree_leaves(result))
+        if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in owned
+    }
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

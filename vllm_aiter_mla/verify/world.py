@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +18,7 @@ K_SCALE, Q_SCALE = 0.053, 0.047
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What Python knows of a step, as vLLM's attention metadata: read by the attention op, frozen if a graph reads it.
+    """What Python knows of a step, in the place of vLLM's attention metadata.
 
     Attributes:
         rows: real rows; the rest of the padded size has slot -1 and whatever the last step left.
@@ -175,33 +175,21 @@ class World:
 
     def _place(self, batch: Batch) -> None:
         """Give every request its blocks anew: slots, block tables and visible keys of the real rows."""
-        g = self.geometry
+        size, capacity = self.geometry.block_size, self.geometry.blocks * self.geometry.block_size
         pool = torch.randperm(self.blocks, generator=self.generator).tolist()
-        slots, tables, keys = [], [], []
-        for tokens in self._requests(batch):
-            blocks = [pool.pop() for _ in range(g.blocks)]
-            room = g.blocks * g.block_size
-            end = int(torch.randint(tokens, room + 1, (1,), generator=self.generator))
-            for key in range(end - tokens, end):
-                slots.append(blocks[key // g.block_size] * g.block_size + key % g.block_size)
-                tables.append(blocks)
-                keys.append(key + 1)
-        if slots:
-            self.slots[: len(slots)] = torch.tensor(slots).to(self.device)
-            self.row_blocks[: len(slots)] = torch.tensor(tables).to(self.device)
-            self.row_keys[: len(slots)] = torch.tensor(keys).to(self.device)
+        row = 0
+        for tokens in self._requests(batch, capacity):
+            blocks = torch.tensor([pool.pop() for _ in range(self.geometry.blocks)])
+            end = int(torch.randint(tokens, capacity + 1, (1,), generator=self.generator))
+            keys = torch.arange(end - tokens, end)
+            rows = slice(row, row := row + tokens)
+            self.slots[rows] = (blocks[keys // size] * size + keys % size).to(self.device)
+            self.row_blocks[rows] = blocks.to(self.device)
+            self.row_keys[rows] = (keys + 1).to(self.device)
 
-    def _requests(self, batch: Batch) -> list[int]:
+    def _requests(self, batch: Batch, capacity: int) -> list[int]:
         """Tokens of each request: decode requests of ``width``, then one prefill chunk after another."""
-        room = self.geometry.blocks * self.geometry.block_size
-        chunks = [self.width] * (batch.decode_rows // self.width)
-        if batch.decode_rows % self.width:
-            chunks.append(batch.decode_rows % self.width)
-        left = batch.prefill_rows
-        while left:
-            chunks.append(min(left, room))
-            left -= chunks[-1]
-        return chunks
+        return _parts(batch.decode_rows, self.width) + _parts(batch.prefill_rows, capacity)
 
     def change(self, what: str) -> None:
         """Change, in place, what serving may change between replays: "weights", "scales" or "table".
@@ -221,11 +209,9 @@ class World:
             else:
                 raise ValueError(f"nothing called {what!r} changes between replays")
 
-    def twin(self, inputs: DecodeInputs) -> tuple[DecodeInputs, torch.Tensor]:
-        """The same operands over a copy of the guarded cache: (operands, storage)."""
-        layer = next(own for own in self.layers if own.kv_cache.data_ptr() == inputs.kv_cache.data_ptr())
-        storage = layer.storage.clone()
-        return replace(inputs, kv_cache=storage[GUARD_BLOCKS:-GUARD_BLOCKS]), storage
+
+def _parts(total: int, most: int) -> list[int]:
+    return [min(most, total - first) for first in range(0, total, most)]
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
