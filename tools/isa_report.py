@@ -21,10 +21,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vllm_aiter_mla.cli import outputs  # noqa: E402
+from vllm_aiter_mla.cli import outputs
 
 # Triton's names of the 8-bit floats; a target that lacks one breaks a bound, a word that is none is a wrong option.
 FP8_TYPES = ("fp8e4nv", "fp8e4b8", "fp8e4b15", "fp8e5", "fp8e5b16")
@@ -59,7 +58,7 @@ def main(arguments: list[str]) -> int:
     if options.worker:
         print(json.dumps(compile_target(options.worker, options.fp8_type)))
         return 0
-    # One process per architecture: see vllm_aiter_mla/kernels/triton/aot.py.
+    # One process per architecture: see tools/aot.py.
     reports = [run_worker(name, options.fp8_type) for name in options.arch]
     text = "\n\n".join(table(report) for report in reports)
     print(json.dumps(reports, indent=1) if options.json == PRINTED else text)
@@ -110,7 +109,7 @@ def run_worker(name: str, fp8_type: str | None) -> dict[str, Any]:
 def compile_target(name: str, fp8_type: str | None) -> dict[str, Any]:
     import triton
 
-    from vllm_aiter_mla.kernels.triton import aot, isa
+    from tools import aot, isa
 
     target = aot.TARGETS[name]
     rows = []

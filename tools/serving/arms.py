@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serving.errors import UsageError
+
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, PASS_CONFIG_FIELDS, SettingsError, resolve
 
 OFF, ON = "off", "on"

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from serving import arms, schedule, small
 from serving.errors import UsageError
+
 from vllm_aiter_mla.cli import outputs
 
 FEWEST_RUNS = 3

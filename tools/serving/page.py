@@ -19,6 +19,7 @@ from serving.arms import Arm
 from serving.schedule import PER_ARM, PER_RUN, RUNNING
 from serving.server import LAUNCH, arguments
 from serving.session import Session
+
 from vllm_aiter_mla import __version__
 
 # In a process of its own: a CUDA context in the tool's would take memory of the card away from the servers.

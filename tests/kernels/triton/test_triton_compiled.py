@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from vllm_aiter_mla.kernels.triton import aot, isa
+from tools import aot, isa
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGETS = ("gfx942", "gfx950", "sm90")
@@ -68,7 +68,7 @@ def test_triton_mutation_lost_alignment_hint_breaks_a_bound():
     """Without divisibility by 16 on the strides the loads narrow; the gate must see it."""
     plant = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from vllm_aiter_mla.kernels.triton import aot, isa\n"
+        "from tools import aot, isa\n"
         "whole = aot._argument\n"
         "def without(*given):\n"
         "    kind, hints = whole(*given)\n"
@@ -84,7 +84,8 @@ def test_triton_mutation_lost_alignment_hint_breaks_a_bound():
 SHAPES = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from vllm_aiter_mla.kernels.triton import aot, baselines, kernel
+from tools import aot
+from vllm_aiter_mla.kernels.triton import baselines, kernel
 target = aot.TARGETS[sys.argv[2]]
 plain = aot.variants(target)[0]
 fp8, limit = target.fp8_type, target.fp8_max

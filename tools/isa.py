@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.kernels.triton.aot import LATENT, NOPE, ROPE, Target, Variant
+from tools.aot import LATENT, NOPE, ROPE, Target, Variant
 
 # Vector registers of one SIMD lane (512 on gfx9, VGPRs and AGPRs together) and its wave limit; LDS of a compute unit.
 GFX9_SIMDS = 4
