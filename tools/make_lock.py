@@ -49,9 +49,9 @@ def resolve(roots: tuple[str, ...]) -> list[dict]:
 
 def reachable(entries: list[dict], roots: tuple[str, ...]) -> list[dict]:
     """Entries that the roots need when the dropped ones are gone."""
-    by_name = {canonicalize_name(entry["metadata"]["name"]): entry for entry in entries}
+    by_name: dict[str, dict] = {canonicalize_name(entry["metadata"]["name"]): entry for entry in entries}
     seen: set[str] = set()
-    stack = [canonicalize_name(Requirement(root).name) for root in roots]
+    stack: list[str] = [canonicalize_name(Requirement(root).name) for root in roots]
     while stack:
         name = stack.pop()
         if name in seen or name in DROPPED or name not in by_name:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,9 @@ def record(found: dict[str, Any], task: str) -> dict[str, Any]:
 
     ``stderr`` is lm-eval's: the sample deviation over the root of the number of questions.
     """
-    whole, figures, answers = found["results"][task], {}, {}
+    figures: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
+    whole = found["results"][task]
     for sample in found["samples"][task]:
         name = sample["filter"]
         figures[name] = {"value": whole[f"exact_match,{name}"], "stderr": whole[f"exact_match_stderr,{name}"]}
@@ -65,4 +66,4 @@ def record(found: dict[str, Any], task: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -206,11 +206,13 @@ def _end_server(folder: Path) -> None:
 def _failure(folder: Path, cause: BaseException) -> str:
     if (folder / "failure.txt").is_file():
         return (folder / "failure.txt").read_text()
-    client = isinstance(cause, subprocess.CalledProcessError)
-    logs = sorted(folder.glob(f"{'client' if client else 'server'}-*.log"), key=lambda path: path.stat().st_mtime)
+    if isinstance(cause, subprocess.CalledProcessError):
+        which, said = "client", f"the client ended with status {cause.returncode}"
+    else:
+        which, said = "server", f"{cause} (limit: --start-timeout)"
+    logs = sorted(folder.glob(f"{which}-*.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
         return f"vLLM's sweep failed: {type(cause).__name__}: {cause}"
     text = logs[-1].read_text(errors="replace").splitlines()[-LAST_LINES:]
     lines = "\n".join(f"  {line}" for line in text)
-    said = f"the client ended with status {cause.returncode}" if client else f"{cause} (limit: --start-timeout)"
     return f"{said}; the last lines of {logs[-1]}:\n{lines}"
