@@ -102,7 +102,7 @@ def compile_target(name: str, fp8_type: str | None) -> dict[str, Any]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """One target as a table; under each variant the bounds that it breaks, under the first one its instructions."""
+    """One target as a table; under each variant the bounds that it breaks."""
     heading = "tile/warps, heads, type, pairs, W, cache"
     width = max(len(heading), *(len(row["label"]) for row in report["rows"]))
     waves = "per multiprocessor" if report["target"].startswith("sm") else "per SIMD"
@@ -112,9 +112,6 @@ def text(report: dict[str, Any]) -> str:
         values = [f"{row['figures'][key] if row['figures'] else '-':>7}" for key in COLUMNS]
         lines.append(" ".join([f"{row['label']:<{width}}", *values]))
         lines += [f"  BROKEN: {breach}" for breach in row["breaches"]]
-    first = report["rows"][0]
-    mix = sorted((first["figures"] or {"mix": {}})["mix"].items(), key=lambda item: -item[1])
-    lines.append(f"mix of {first['label']}: {', '.join(f'{kind} {count}' for kind, count in mix) or '-'}")
     return "\n".join(lines)
 
 
