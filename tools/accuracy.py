@@ -7,8 +7,8 @@ Starts the servers itself, one at a time; what stands after ``--`` goes to both 
     python tools/accuracy.py MODEL --questions test.jsonl --examples train.jsonl -- ...   # without the hub
     python tools/accuracy.py --small-model                                                # shows the chain on a CPU
 
-Needs the `[accuracy]` extra. All 1,319 questions, 5 examples before each, greedy. Both arms are asked the same prompts;
-each run draws other examples. See docs/benchmarks.md for the protocol and its limits.
+Needs the `[accuracy]` extra. All 1,319 questions, 5 examples before each, greedy. Both sides are asked the same
+prompts; each run draws other examples. See docs/benchmarks.md for the protocol and its limits.
 
 Exit status 0; 1 when a server or client failed or nothing engaged; 2 for a wrong option or without lm-eval.
 """
@@ -19,19 +19,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from serving import options, page, questions, session
-from serving.arms import OFF, ON
-from serving.errors import UsageError, guarded
-from serving.progress import progress
-from serving.schedule import Visit
-from serving.server import Running
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.common import UsageError, guarded, positive
+from tools.serving import options, page, questions, small, sweep
 
 TOOL = "accuracy"
 SMALL_QUESTIONS = Path(__file__).parents[1] / "tests" / "serving" / "questions.jsonl"
 DEFAULTS = {"concurrency": 32, "max_gen_toks": 256}
-# One at a time: a batch of another size may round another way, and here both arms must give the same text.
+# One at a time: a batch of another size may round another way, and here both sides must give the same text.
 SMALL = {"concurrency": 1, "max_gen_toks": 16}
 NOT_CLAIMED = (
     "Anything about speed: see tools/serve_bench.py.",
@@ -53,13 +50,10 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     made.add_argument("--concurrency", type=int, help="requests at a time (default 32)")
     made.add_argument("--max-gen-toks", type=int, help="tokens of an answer (default 256, as lm-eval's)")
     made.add_argument("--request-timeout", type=int, default=600, metavar="S", help="for one answer (default 600)")
-    given = options.read(made, argv)
+    given = options.read(made, argv, DEFAULTS, SMALL)
     given.tool = TOOL
-    for name, value in (SMALL if given.small_model else DEFAULTS).items():
-        if getattr(given, name) is None:
-            setattr(given, name, value)
     for option in ("concurrency", "max_gen_toks", "request_timeout", *(["limit"] if given.limit is not None else [])):
-        options.positive(f"--{option.replace('_', '-')}", getattr(given, option))
+        positive(f"--{option.replace('_', '-')}", getattr(given, option))
     if given.fewshot < 0:
         raise UsageError(f"--fewshot {given.fewshot}: must not be negative")
     _read_files(given)
@@ -85,38 +79,20 @@ def _read_files(given: argparse.Namespace) -> None:
         raise UsageError(f"--questions {given.questions}: {len(rows)} questions are too few beside --fewshot")
 
 
-def asked_of(given: argparse.Namespace, work: Path) -> questions.Asked:
-    """The task; with local questions its files are written under ``work``. Raises ``UsageError`` without lm-eval."""
-    standard = questions.require_lm_eval()
-    include = None
-    if given.asked_rows is not None:
-        include = work / "task"
-        questions.local_task(include, standard, given.asked_rows, given.example_rows)
-    return questions.Asked(
-        task=questions.LOCAL_TASK if include else questions.TASK,
-        include_path=str(include) if include else None,
-        fewshot=given.fewshot,
-        limit=given.limit,
-        concurrency=given.concurrency,
-        max_gen_toks=given.max_gen_toks,
-        request_timeout=given.request_timeout,
-        seed=given.seed,
-    )
-
-
-def protocol(given: argparse.Namespace, asked: questions.Asked, count: int) -> list[str]:
+def protocol(given: argparse.Namespace, count: int) -> list[str]:
     """What was asked, in words."""
-    source = f"GSM8K's test split, {questions.ALL_QUESTIONS:,} questions"
+    task, source = questions.TASK, f"GSM8K's test split, {questions.ALL_QUESTIONS:,} questions"
     if given.asked_rows is not None:
+        task = questions.LOCAL_TASK
         source = f"{given.questions.name}, {len(given.asked_rows)} questions, in GSM8K's prompt (not GSM8K)"
     whole = "all of them" if given.limit is None else f"**partial**: --limit {given.limit}"
-    seed = questions.FEWSHOT_SEED + asked.seed
+    seed = questions.FEWSHOT_SEED + given.seed
     return [
-        f"client: lm-eval's local-completions over /v1/completions, task {asked.task}",
+        f"client: lm-eval's local-completions over /v1/completions, task {task}",
         f"{source}; {count} asked, {whole}",
-        f"{asked.fewshot} examples before each question, drawn with seed {seed} + run - 1 in both arms; greedy; "
-        f"up to {asked.max_gen_toks} tokens; {asked.concurrency} requests at a time",
-        "± of a run is lm-eval's standard error over questions; off only and on only are questions that one arm alone "
+        f"{given.fewshot} examples before each question, drawn with seed {seed} + run - 1 on both sides; greedy; "
+        f"up to {given.max_gen_toks} tokens; {given.concurrency} requests at a time",
+        "± of a run is lm-eval's standard error over questions; off only and on only are questions that one side alone "
         "answers rightly, p is McNemar's exact test on them, two-sided",
         "the paired difference averages each question over runs first, its ± is over questions; below two of them it "
         "is called not distinguishable",
@@ -127,31 +103,17 @@ def run(argv: Sequence[str]) -> int:
     """Ask, write, and return the exit status."""
     given = read(argv)
     questions.require_lm_eval()
+    sweep.check(given)
     work = options.work_folder(given)
-    asked, about = asked_of(given, work), page.machine()
-    compared = session.prepare(given, work)
-    answers: questions.Answers = {OFF: {}, ON: {}}
-
-    def measure(server: Running, visit: Visit) -> None:
-        answers[visit.arm] |= questions.ask(server, asked, visit, work, given.client_timeout)
-
-    with progress() as say:
-        say(f"logs and results: {work}")
-        compared.run(measure, say)
-    questions.check(answers)
-    about["lm-eval"] = page.distribution("lm-eval")
+    fixed = questions.fixed(given, work)
+    about = page.machine() | {"lm-eval": page.distribution("lm-eval")}
+    model = small.prepare(given, work)
+    compared = sweep.compare(given, model, work, sweep.ASK, fixed, questions.asked(given))
+    answers = questions.answers_of(compared.results)
     name = "the small random model" if given.small_model else given.model
     title = f"{'Arithmetic questions' if given.asked_rows else 'GSM8K'} with the fast path off and on: {name}"
-    text = page.document(
-        title,
-        compared,
-        about,
-        protocol(given, asked, questions.asked_in(answers)),
-        questions.tables(answers),
-        NOT_CLAIMED,
-    )
-    record: dict[str, Any] = {"tool": TOOL, "about": about, **compared.as_record(), "answers": answers}
-    page.write(given, text, record)
+    said, tables = protocol(given, questions.asked_in(answers)), questions.tables(answers)
+    page.finish(title, compared, about, said, tables, NOT_CLAIMED, {"answers": answers})
     return 0
 
 

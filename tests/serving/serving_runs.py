@@ -6,19 +6,21 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-import accuracy
-import serve_bench
+from tools import accuracy, serve_bench
 
 HERE = Path(__file__).parent
 QUESTIONS = HERE / "questions.jsonl"
 
 
 def bench_run(fakes: SimpleNamespace, *more: str) -> int:
-    return serve_bench.main(["MODEL", "--rates", "1,50", "--out", str(fakes.out), "--work", str(fakes.work), *more])
+    """One start per side and one point, unless ``more`` says otherwise."""
+    given = ["MODEL", "--rates", "50", "--servers", "per-side", "--out", str(fakes.out), "--work", str(fakes.work)]
+    return serve_bench.main([*given, *more])
 
 
 def accuracy_run(fakes: SimpleNamespace, *more: str) -> int:
-    given = ["MODEL", "--questions", str(QUESTIONS), "--out", str(fakes.out), "--work", str(fakes.work)]
+    given = ["MODEL", "--questions", str(QUESTIONS), "--out", str(fakes.out)]
+    given += ["--work", str(fakes.work), "--servers", "per-side"]
     return accuracy.main([*given, *more])
 
 

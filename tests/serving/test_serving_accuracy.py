@@ -6,20 +6,22 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import accuracy
 import pytest
-from serving import questions
 from serving_runs import QUESTIONS, accuracy_run
 
+from tools import accuracy
+from tools.common import RunError
+from tools.serving import questions
 
-def test_accuracy_pairs_the_arms_question_by_question(fakes: SimpleNamespace) -> None:
+
+def test_accuracy_pairs_the_sides_question_by_question(fakes: SimpleNamespace) -> None:
     fakes.set(ask="better")
     assert accuracy_run(fakes) == 0
     page = fakes.out.read_text()
     assert "| 1 | strict-match | 0.5000 ± 0.1000 | 1.0000 ± 0.1000 | 0 | 5 | 0.0625 | 5 |" in page
     assert "| strict-match | 0.5000 | 1.0000 | +0.5000 ± 0.1667 | on higher |" in page
     assert "Texts: 15 of 30 answers differ" in page
-    assert "On-arm: 4/4 MLA layers engaged" in page
+    assert "Flag on: 4/4 MLA layers engaged" in page
     assert "9 questions, in GSM8K's prompt (not GSM8K)" in page
 
 
@@ -30,20 +32,20 @@ def test_equal_answers_are_not_distinguishable(fakes: SimpleNamespace) -> None:
     assert "Texts: 0 of 30" in page
 
 
-def test_runs_draw_other_examples_and_arms_the_same(fakes: SimpleNamespace) -> None:
-    assert accuracy_run(fakes, "--servers", "per-arm") == 0
-    asked = [(call["ask"], call["seed"]) for call in fakes.calls() if "ask" in call]
-    assert asked == [(arm, 1234 + run) for arm in ("on", "off") for run in range(3)]
+def test_runs_draw_other_examples_and_both_sides_the_same(fakes: SimpleNamespace) -> None:
+    assert accuracy_run(fakes) == 0
+    asked = [(call["side"], call["ask"]["--seed"]) for call in fakes.calls("ask")]
+    assert asked == [(side, str(1234 + run)) for side in ("on", "off") for run in range(3)]
 
 
 def test_a_limit_is_called_partial_and_all_of_gsm8k_is_the_default(fakes: SimpleNamespace) -> None:
     assert accuracy.main(["MODEL", "--out", str(fakes.out), "--work", str(fakes.work), "--limit", "10"]) == 0
     assert "1,319 questions; 10 asked, **partial**: --limit 10" in fakes.out.read_text()
-    assert next(call for call in fakes.calls() if "ask" in call)["task"] == "gsm8k"
+    assert json.loads(fakes.calls("ask")[0]["ask"]["--asked"])["task"] == "gsm8k"
     assert accuracy.read(["MODEL"]).limit is None
 
 
-def test_arms_that_were_asked_other_prompts_give_no_table(
+def test_sides_that_were_asked_other_prompts_give_no_table(
     fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fakes.set(ask="other-prompts")
@@ -76,10 +78,22 @@ def test_local_task_keeps_the_standard_prompt_and_filters(tmp_path: Path) -> Non
     assert Path(written["include"]).is_file()
 
 
-@pytest.mark.mutation
-def test_unpaired_prompts_are_caught(
-    fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_prompts_of_both_sides_must_be_equal_in_every_run() -> None:
+    def side(prompt: str) -> dict:
+        return {0: [{"figures": {}, "answers": {"0": {"prompt": prompt}}}]}
+
+    assert questions.answers_of({"off": side("a"), "on": side("a")})["on"][0]["answers"]
+    with pytest.raises(RunError, match="run 1: the sides were not asked the same"):
+        questions.answers_of({"off": side("a"), "on": side("b")})
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"question": 1, "answer": "#### 2"}', "null"])
+def test_hostile_questions_are_named_before_a_server_starts(
+    fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str
 ) -> None:
-    monkeypatch.setattr(questions, "check", lambda answers: None)
-    with pytest.raises(AssertionError):
-        test_arms_that_were_asked_other_prompts_give_no_table(fakes, capsys)
+    path = tmp_path / "bad\x1b[2J.jsonl"
+    path.write_text(content)
+    assert accuracy.main(["MODEL", "--questions", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "--questions" in said
+    assert "\x1b" not in said

@@ -7,51 +7,47 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from serving import bench, engaged, page, session
 from serving_runs import bench_run, gone
 
+from tools.common import RunError
+from tools.serving import bench, page, proof, sweep
 
-def test_table_holds_both_arms_their_ratio_and_what_is_not_claimed(fakes: SimpleNamespace) -> None:
-    assert bench_run(fakes, "--json", str(fakes.out.with_suffix(".json"))) == 0
+
+def test_table_holds_both_sides_their_ratio_and_what_is_not_claimed(fakes: SimpleNamespace) -> None:
+    assert bench_run(fakes, "--servers", "per-run", "--json", str(fakes.out.with_suffix(".json"))) == 0
     page = fakes.out.read_text()
     assert "| input-len | prefix-len | output-len | rr | off_ttft ms | on_ttft ms |" in page
     row = "| 1024 | 0 | 256 | 50 | 100.00 ± 5.77 | 100.00 ± 6.66 | 1.000 ± 0.088 | not distinguishable "
     assert row + "| 10.00 ± 0.10 | 8.00 ± 0.20 | 1.250 ± 0.034 | on faster |" in page
-    for part in ("## Not claimed", "On-arm: 4/4 MLA layers engaged", "fake card", "0.32.0", "# off", "per-run"):
+    for part in ("## Not claimed", "Flag on: 4/4 MLA layers engaged", "fake card", "0.32.0", "# flag off", "per-run"):
         assert part in page
     record = json.loads(fakes.out.with_suffix(".json").read_text())
     assert record["gauges"] == {"off": {}, "on": {"engaged": 4, "refused": 0}}
-    assert record["results"]["on"]["2"][1]["mean_tpot_ms"] == 8.3464
+    assert record["results"]["on"]["2"][0]["mean_tpot_ms"] == 8.3464
 
 
-def test_arms_alternate_and_get_the_same_seeds_and_another_per_run(fakes: SimpleNamespace) -> None:
-    assert bench_run(fakes, "--warmups", "4") == 0
-    calls = fakes.calls()
-    assert [call["server"] for call in calls if "server" in call] == ["on", "off", "off", "on", "on", "off"]
-    sent = [call["bench"] for call in calls if "bench" in call and "--save-result" in call["bench"]]
-    by_arm = {
-        arm: sorted(
-            (int(one["--seed"]), one["--request-rate"]) for one in sent if f"-{arm}-" in one["--result-filename"]
-        )
-        for arm in ("off", "on")
+def test_sides_alternate_and_get_the_same_seeds_and_another_per_run(fakes: SimpleNamespace) -> None:
+    assert bench_run(fakes, "--servers", "per-run", "--rates", "1,50", "--warmups", "4") == 0
+    assert [call["server"] for call in fakes.calls("server")] == ["on", "off", "off", "on", "on", "off"]
+    sent = fakes.calls("bench")
+    seeds = {
+        side: [
+            (one["run"], one["bench"]["--seed"], one["bench"]["--request-rate"]) for one in sent if one["side"] == side
+        ]
+        for side in ("off", "on")
     }
-    assert by_arm["off"] == by_arm["on"]
-    assert len({number for number, _ in by_arm["on"]}) == 6
-    warm = [call["bench"] for call in calls if "bench" in call and "--save-result" not in call["bench"]]
-    assert len(warm) == 6
-    assert {one["--seed"] for one in warm} == {str(bench.WARM_UP_SEED)}
+    assert seeds["off"] == seeds["on"]
+    assert len({number for _, number, _ in seeds["on"]}) == 6
+    assert {one["bench"]["--num-warmups"] for one in sent} == {"4"}
 
 
-def test_one_start_per_arm_where_that_is_asked_for_and_said_so(fakes: SimpleNamespace) -> None:
-    assert bench_run(fakes, "--servers", "per-arm") == 0
-    assert [call["server"] for call in fakes.calls() if "server" in call] == ["on", "off"]
-    assert "servers per-arm" in fakes.out.read_text()
-
-
-def test_serve_options_reach_both_arms(fakes: SimpleNamespace) -> None:
-    assert bench_run(fakes, "--servers", "per-arm", "--", "-tp", "8") == 0
-    for call in fakes.calls():
-        assert "server" not in call or call["argv"][:4] == ["--model", "MODEL", "-tp", "8"]
+def test_one_start_per_side_where_that_is_asked_for_and_said_so(fakes: SimpleNamespace) -> None:
+    assert bench_run(fakes, "--", "-tp", "8") == 0
+    servers = fakes.calls("server")
+    assert [call["server"] for call in servers] == ["on", "off"]
+    assert all(call["argv"][:4] == ["--model", "MODEL", "-tp", "8"] for call in servers)
+    assert len(fakes.calls("bench")) == 6
+    assert "servers per-side" in fakes.out.read_text()
 
 
 def test_nothing_engaged_gives_the_reason_and_no_table(
@@ -61,19 +57,19 @@ def test_nothing_engaged_gives_the_reason_and_no_table(
     assert bench_run(fakes) == 1
     assert "0/4: fp8_bmm: the absorb weight is fp8" in capsys.readouterr().err
     assert not fakes.out.exists()
-    assert [call["server"] for call in fakes.calls() if "server" in call] == ["on"]
+    assert [call["server"] for call in fakes.calls("server")] == ["on"]
 
 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("silent", "no proof that the on-arm is on"),
-        ("off-is-on", "the off-arm has the fast path on"),
+        ("silent", "no proof that the fast path is on"),
+        ("off-is-on", "the fast path is on with the flag off"),
         ("other-version", "different versions of vLLM"),
         ("dies", "HIP out of memory"),
     ],
 )
-def test_arms_that_do_not_compare_give_no_table(
+def test_sides_that_do_not_compare_give_no_table(
     fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str], how: str, said: str
 ) -> None:
     fakes.set(server=how)
@@ -104,13 +100,46 @@ def test_a_client_s_death_is_reported(fakes: SimpleNamespace, capsys: pytest.Cap
     assert "ConnectionResetError: the client is gone" in capsys.readouterr().err
 
 
+def test_a_result_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"\('off', 0, 0\)"):
+        sweep.collect(tmp_path, [{"run": 0, "point": 0}])
+
+
+HOSTILE = "x|y`z` <script>alert(1)</script> [a](javascript:b) \x1b[2J\nnext"
+
+
+def test_hostile_text_reaches_the_page_as_text(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "machine", lambda: {"card": HOSTILE})
+    monkeypatch.setenv("FAKE_SERVER", "hostile-version")
+    assert bench_run(fakes, "--on-env", "A=1\n# heading", "--", "--served-model-name", HOSTILE) == 0
+    shown = fakes.out.read_text()
+    assert "\x1b" not in shown
+    assert "# heading" not in shown.splitlines()
+    outside = "\n".join(line for line in shown.splitlines() if not line.startswith("    "))
+    assert "<script>" not in outside
+    assert "[a](" not in outside
+    assert "&lt;script&gt;" in outside
+
+
+def test_a_bad_measurement_cannot_add_a_cell() -> None:
+    point = bench.Point(1, 0, 2, 1.0)
+    rows = bench.tables([bench.Row(point, {}, "off, run 1: a | b\n| c")])
+    assert len(rows) == 3
+    assert rows[2].count("|") == rows[0].count("|") + 2
+    assert "a \\| b \\| c" in rows[2]
+
+
 @pytest.mark.mutation
-def test_an_unchecked_census_is_caught(
-    fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engaged, "check_on", lambda log, metrics: "trust me")
-    with pytest.raises(AssertionError):
-        test_nothing_engaged_gives_the_reason_and_no_table(fakes, capsys)
+def test_an_unchecked_census_is_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused() -> None:
+        with pytest.raises(RunError):
+            proof.prove({"side": "on", "url": "http://127.0.0.1:1", "log": None}, tmp_path, "stock")
+
+    refused()
+    monkeypatch.setattr(proof, "check_on", lambda log, metrics: "trust me")
+    monkeypatch.setattr(proof, "get", lambda url: '{"version": "1", "data": [{"id": "m"}]}')
+    with pytest.raises(pytest.fail.Exception):
+        refused()
 
 
 @pytest.mark.mutation
@@ -120,38 +149,25 @@ def test_uncounted_failures_are_caught(fakes: SimpleNamespace, monkeypatch: pyte
         test_a_bad_measurement_invalidates_its_row(fakes, "failed", "on, run 2: 3 of 200 requests failed")
 
 
-@pytest.mark.mutation
-def test_seeds_that_differ_between_the_arms_are_caught(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = bench.plan
-
-    def plan(url: str, served: str, load: bench.Load, points: list, visit: session.Visit, folder: Path) -> list:
-        other = bench.Load(load.prompts, load.warmups, load.seed + (visit.arm == "on"), load.tokenizer)
-        return inner(url, served, other, points, visit, folder)
-
-    monkeypatch.setattr(bench, "plan", plan)
-    with pytest.raises(AssertionError):
-        test_arms_alternate_and_get_the_same_seeds_and_another_per_run(fakes)
-
-
-def test_variables_of_one_arm_reach_its_server_alone_and_stand_on_the_page(
+def test_variables_of_one_side_reach_its_server_alone_and_stand_on_the_page(
     fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
-    assert bench_run(fakes, "--servers", "per-arm", "--on-env", "VLLM_ROCM_USE_AITER_FP8BMM=0") == 0
-    seen = {call["server"]: call["fp8bmm"] for call in fakes.calls() if "server" in call}
+    assert bench_run(fakes, "--on-env", "VLLM_ROCM_USE_AITER_FP8BMM=0") == 0
+    seen = {call["server"]: call["fp8bmm"] for call in fakes.calls("server")}
     assert seen == {"off": None, "on": "0"}
     assert "    VLLM_ROCM_USE_AITER_FP8BMM=0 python" in fakes.out.read_text()
     assert "VLLM_ROCM_USE_AITER=1" in page.environment()
 
 
-def test_a_weaker_absorb_bmm_in_both_arms_is_named_as_not_claimed(
+def test_a_weaker_absorb_bmm_on_both_sides_is_named_as_not_claimed(
     fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert bench_run(fakes, "--servers", "per-arm") == 0
+    assert bench_run(fakes) == 0
     assert "fp8 absorb BMM" not in fakes.out.read_text()
     monkeypatch.setenv("VLLM_ROCM_USE_AITER_FP8BMM", "0")
-    assert bench_run(fakes, "--servers", "per-arm") == 0
-    assert "A gain over vLLM's defaults: both arms ran with VLLM_ROCM_USE_AITER_FP8BMM=0" in fakes.out.read_text()
+    assert bench_run(fakes) == 0
+    assert "A gain over vLLM's defaults: both sides ran with VLLM_ROCM_USE_AITER_FP8BMM=0" in fakes.out.read_text()
 
 
 def test_secrets_of_the_environment_stay_off_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import accuracy
 import pytest
-import serve_bench
-from serving import small
 
+from tools import accuracy, serve_bench
+from tools.serving import small
 from vllm_aiter_mla.commands.report.render import html_of
 
 pytestmark = pytest.mark.engine
@@ -42,7 +41,7 @@ def _run(tool: Any, work: Path, name: str, given: list[str]) -> tuple[int, str, 
     return status, page.read_text() if page.is_file() else "", json.loads(record.read_text())
 
 
-def test_served_arms_make_a_table(served: tuple[int, str, dict[str, Any]]) -> None:
+def test_both_served_sides_make_a_table(served: tuple[int, str, dict[str, Any]]) -> None:
     status, page, record = served
     assert status == 0
     (row,) = record["rows"]
@@ -65,26 +64,28 @@ def test_report_takes_what_both_tools_wrote(
     assert page.count("MLA layers engaged (reference") == 2
 
 
-def test_every_request_was_answered_in_full_in_three_runs_of_each_arm(
+def test_every_request_was_answered_in_full_in_three_runs_of_each_side(
     served: tuple[int, str, dict[str, Any]],
 ) -> None:
     results = served[2]["results"]
-    for arm in ("off", "on"):
-        assert [(one["completed"], one["failed"]) for run in results[arm].values() for one in run] == [(8, 0)] * 3
+    for side in ("off", "on"):
+        assert [(one["completed"], one["failed"]) for run in results[side].values() for one in run] == [(8, 0)] * 3
 
 
-def test_gauge_stands_on_the_metrics_page_of_a_really_served_on_arm(served: tuple[int, str, dict[str, Any]]) -> None:
+def test_gauge_stands_on_the_metrics_page_of_a_really_served_model_with_the_flag_on(
+    served: tuple[int, str, dict[str, Any]],
+) -> None:
     record = served[2]
     assert record["gauges"] == {"off": {}, "on": {"engaged": small.LAYERS, "refused": 0}}
     assert record["census"].startswith(f"{small.LAYERS}/{small.LAYERS} MLA layers engaged (reference")
 
 
-def test_both_arms_answer_every_question_with_the_same_text(answered: tuple[int, str, dict[str, Any]]) -> None:
+def test_both_sides_answer_every_question_with_the_same_text(answered: tuple[int, str, dict[str, Any]]) -> None:
     status, page, record = answered
     assert status == 0
     texts = {
-        arm: [[one["text"] for one in run["answers"].values()] for run in record["answers"][arm].values()]
-        for arm in ("off", "on")
+        side: [[one["text"] for one in run["answers"].values()] for run in record["answers"][side].values()]
+        for side in ("off", "on")
     }
     assert [len(run) for run in texts["off"]] == [6, 6, 6]
     assert texts["off"] == texts["on"]

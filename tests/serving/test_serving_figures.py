@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from serving import figures
-from serving.figures import Estimate
-from serving.schedule import PER_ARM, PER_RUN, RUNNING, Visit, seed, visits
+
+from tools.serving import figures
+from tools.serving.bench import seed
+from tools.serving.figures import Estimate
+from tools.serving.sweep import PER_RUN, PER_SIDE, RUNNING, visits
 
 
 def test_standard_error_is_the_sample_deviation_over_the_root_of_the_runs() -> None:
@@ -40,35 +42,23 @@ def test_mcnemar_is_the_coin_s_two_tails(first: int, second: int, p: float) -> N
     assert figures.mcnemar(first, second) == p == figures.mcnemar(second, first)
 
 
-def test_pairs_count_questions_that_one_arm_alone_answers() -> None:
-    off = {0: True, 1: True, 2: False, 3: False}
-    on = {0: True, 1: False, 2: True, 3: False}
-    assert figures.paired(off, on) == figures.Paired(1, 1, 1.0)
-
-
-def test_pairs_of_different_questions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"different questions: \[1\]"):
-        figures.paired({0: True}, {0: True, 1: True})
-
-
 def test_runs_of_the_same_questions_are_no_independent_sample() -> None:
-    off, on = {0: False, 1: True, 2: True, 3: True}, {0: True, 1: True, 2: True, 3: True}
+    off, on = {"0": False, "1": True, "2": True, "3": True}, dict.fromkeys("0123", True)
     once = figures.mean_difference([off], [on])
     assert once == Estimate(0.25, 0.25)
     assert figures.mean_difference([off] * 9, [on] * 9) == once
 
 
-def test_order_alternates_so_that_drift_favours_neither_arm() -> None:
+def test_order_alternates_so_that_drift_favours_neither_side() -> None:
     for servers in (PER_RUN, RUNNING):
-        order = [(visit.arm, visit.runs) for visit in visits(3, servers)]
-        assert order == [("on", (0,)), ("off", (0,)), ("off", (1,)), ("on", (1,)), ("on", (2,)), ("off", (2,))]
+        assert visits(3, servers) == [("on", 0), ("off", 0), ("off", 1), ("on", 1), ("on", 2), ("off", 2)]
 
 
-def test_one_start_per_arm_measures_all_its_runs() -> None:
-    assert visits(3, PER_ARM) == [Visit("on", (0, 1, 2)), Visit("off", (0, 1, 2))]
+def test_one_start_per_side_measures_all_its_runs() -> None:
+    assert visits(3, PER_SIDE) == [("on", None), ("off", None)]
 
 
-def test_no_two_measurements_of_an_arm_share_their_prompts() -> None:
+def test_no_two_measurements_of_a_side_share_their_prompts() -> None:
     seeds = [seed(7, run, point) for run in range(5) for point in range(18)]
     assert len(set(seeds)) == len(seeds)
 

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import accuracy
 import pytest
-import serve_bench
-from serving import session
 from serving_runs import HERE, QUESTIONS
+
+from tools import accuracy, serve_bench
+from tools.serving import sweep
 
 BAD = [
     (["MODEL", "--runs", "2"], "--runs 2: at least 3"),
@@ -28,6 +28,7 @@ BAD = [
     (["MODEL", "--off-url", "http://h:port", "--on-url", "http://h:1"], "--off-url http://h:port: http://HOST:PORT"),
     (["MODEL", "--off-url", "http://[", "--on-url", "http://h:1"], "--off-url http://[: http://HOST:PORT"),
     (["MODEL", "--off-url", "http://h:1", "--on-url", "http://h:1/"], "--on-url http://h:1/"),
+    (["MODEL", "--off-url", "https://h:1", "--on-url", "http://h:2"], "--off-url https://h:1: http://HOST:PORT"),
     (["MODEL", "--off-url", "http://h:1", "--on-url", "http://h:2", "--", "-tp", "8"], "-tp after --"),
     (["MODEL", "--on-env", "NAME"], "--on-env NAME: NAME=VALUE"),
     (["MODEL", "--off-env", "A=1", "--off-url", "http://h:1", "--on-url", "http://h:2"], "--off-env, --on-env ['A=1']"),
@@ -77,10 +78,12 @@ def test_a_server_that_does_not_answer_is_named_before_the_other_is_measured(
     fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dead: str
 ) -> None:
     urls = {"--off-url": "http://127.0.0.1:1", "--on-url": "http://127.0.0.1:2/"}
-    monkeypatch.setattr(session, "answers", lambda url: url != urls[dead])
+    monkeypatch.setattr(sweep, "get", lambda url: None if url == f"{urls[dead].rstrip('/')}/health" else "")
     argv = ["MODEL", *(part for given in urls.items() for part in given), "--work", str(fakes.work)]
     assert serve_bench.main(argv) == 2
-    assert capsys.readouterr().err.endswith(f"serve_bench: {dead} {urls[dead]}: its /health does not answer\n")
+    assert capsys.readouterr().err.endswith(
+        f"serve_bench: {dead} {urls[dead].rstrip('/')}: its /health does not answer\n"
+    )
     assert fakes.calls() == []
 
 
@@ -99,8 +102,7 @@ def test_a_work_folder_that_the_system_refuses_is_named(
 def test_help_needs_neither_vllm_nor_lm_eval_nor_torch(tool: str) -> None:
     blocked = "import sys, runpy; sys.modules.update(dict.fromkeys(['vllm', 'torch', 'lm_eval', 'transformers']))"
     path = HERE.parents[1] / "tools" / f"{tool}.py"
-    code = f"{blocked}; sys.argv = ['x', '--help']; sys.path.insert(0, {str(path.parent)!r}); "
-    code += f"runpy.run_path({str(path)!r}, run_name='__main__')"
+    code = f"{blocked}; sys.argv = ['x', '--help']; runpy.run_path({str(path)!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "SERVE_OPTION" in done.stdout

@@ -1,10 +1,11 @@
-"""Claims about the proof that the arms are what they are called."""
+"""Claims about the proof that a server is what its side is called."""
 
 from __future__ import annotations
 
 import pytest
-from serving import engaged
-from serving.errors import ServingError
+
+from tools.common import RunError
+from tools.serving import proof
 
 CENSUS = (
     "(Worker pid=1) INFO [announce.py:86] aiter-mla: 61/61 MLA layers engaged (aiter, fp8 KV, decode bucket 1..256)"
@@ -16,16 +17,17 @@ vllm:aiter_mla_layers{state="refused"} 3.0
 
 
 def test_census_line_is_the_proof_and_is_shown() -> None:
-    assert engaged.check_on(CENSUS, None) == "61/61 MLA layers engaged (aiter, fp8 KV, decode bucket 1..256)"
+    assert proof.check_on(CENSUS, None) == "61/61 MLA layers engaged (aiter, fp8 KV, decode bucket 1..256)"
 
 
 def test_gauge_is_the_proof_for_a_server_whose_log_is_not_here() -> None:
-    assert engaged.gauge(METRICS) == {"engaged": 58, "refused": 3}
-    assert engaged.check_on(None, METRICS) == "58/61 MLA layers engaged (by /metrics)"
+    assert proof.gauge(METRICS) == {"engaged": 58, "refused": 3}
+    assert proof.check_on(None, METRICS) == "58/61 MLA layers engaged (by /metrics)"
 
 
 def test_gauge_with_more_labels_is_read_too() -> None:
-    assert engaged.gauge('vllm:aiter_mla_layers{state="engaged",engine="0"} 2\n') == {"engaged": 2}
+    text = "".join(f'vllm:aiter_mla_layers{{engine="{n}",model_name="a b",state="engaged"}} 2\n' for n in (0, 1))
+    assert proof.gauge(text) == {"engaged": 4}
 
 
 @pytest.mark.parametrize(
@@ -40,28 +42,28 @@ def test_gauge_with_more_labels_is_read_too() -> None:
         (CENSUS, 'vllm:aiter_mla_layers{state="engaged"} 0.0\nvllm:aiter_mla_layers{state="refused"} 61.0', "0/61"),
     ],
 )
-def test_an_on_arm_without_engaged_layers_is_refused_with_the_reason(
+def test_flag_on_without_engaged_layers_is_refused_with_the_reason(
     log: str | None, metrics: str | None, said: str
 ) -> None:
-    with pytest.raises(ServingError, match=said):
-        engaged.check_on(log, metrics)
+    with pytest.raises(RunError, match=said):
+        proof.check_on(log, metrics)
 
 
 @pytest.mark.parametrize(("log", "metrics"), [(CENSUS, None), (None, METRICS)])
-def test_an_off_arm_with_engaged_layers_is_refused(log: str | None, metrics: str | None) -> None:
-    with pytest.raises(ServingError, match="off-arm has the fast path on"):
-        engaged.check_off(log, metrics)
+def test_flag_off_with_engaged_layers_is_refused(log: str | None, metrics: str | None) -> None:
+    with pytest.raises(RunError, match="fast path is on with the flag off"):
+        proof.check_off(log, metrics)
 
 
-def test_an_off_arm_that_says_nothing_is_off() -> None:
-    engaged.check_off("INFO", "vllm:other 1")
+def test_a_server_that_says_nothing_is_off() -> None:
+    proof.check_off("INFO", "vllm:other 1")
 
 
 def test_a_baseline_whose_pass_vllm_lists_is_shown_as_listed() -> None:
     log = "INFO Enabled custom fusions: norm_quant, rope_kvcache_cat_mla"
-    assert "lists its own pass as on" in engaged.check_baseline(log, "stock-fused")
-    assert "not proved" in engaged.check_baseline("quiet", "stock-fused")
-    assert "not checked" in engaged.check_baseline(None, "stock-fused")
+    assert "lists its own pass as on" in proof.check_baseline(log, "stock-fused")
+    assert "not proved" in proof.check_baseline("quiet", "stock-fused")
+    assert "not checked" in proof.check_baseline(None, "stock-fused")
 
 
 @pytest.mark.parametrize(
@@ -72,8 +74,8 @@ def test_a_baseline_whose_pass_vllm_lists_is_shown_as_listed() -> None:
     ],
 )
 def test_a_baseline_whose_pass_vllm_dropped_is_refused(log: str) -> None:
-    with pytest.raises(ServingError, match="--baseline stock"):
-        engaged.check_baseline(log, "stock-fused")
+    with pytest.raises(RunError, match="--baseline stock"):
+        proof.check_baseline(log, "stock-fused")
 
 
 def test_what_is_looked_for_stands_in_the_installed_vllm_and_in_the_plugin() -> None:
@@ -84,11 +86,11 @@ def test_what_is_looked_for_stands_in_the_installed_vllm_and_in_the_plugin() -> 
     from vllm_aiter_mla.compat.patches import gauge
 
     source = (Path(vllm.__file__).parent / "config" / "compilation.py").read_text()
-    assert engaged._NO_STOCK_PASS in source
+    assert proof._NO_STOCK_PASS in source
     assert "Enabled custom fusions: %s" in source
-    assert gauge.NAME == engaged.GAUGE
+    assert gauge.NAME == proof.GAUGE
     record = {"engaged": {"a": "aiter"}, "total": 1, "kv_cache_dtype": "fp8", "decode_bucket": [1, 8], "refused": {}}
-    assert engaged.check_on(f"aiter-mla: {announce.line(record)}", None).startswith("1/1 MLA layers engaged")
+    assert proof.check_on(f"aiter-mla: {announce.line(record)}", None).startswith("1/1 MLA layers engaged")
     record |= {"engaged": {}, "partial": {}, "refused": {"a": ("key", "text")}}
-    with pytest.raises(ServingError, match="key: text"):
-        engaged.check_on(f"aiter-mla: {announce.line(record)}", None)
+    with pytest.raises(RunError, match="key: text"):
+        proof.check_on(f"aiter-mla: {announce.line(record)}", None)

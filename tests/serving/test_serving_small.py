@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from serving import small
+
+from tools.serving import small
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -6,17 +6,17 @@ The ops are stand-ins with the names of the real ones: what is under test is the
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from tools import trace_census as tool
 
 TOOL = Path(__file__).parents[2] / "tools" / "trace_census.py"
 LAYERS, STEPS = 3, 2
@@ -28,19 +28,6 @@ for _name in (*UNFUSED, *FUSED):
     LIBRARY.define(f"{_name}(Tensor x) -> Tensor")
     # A cat inside: it belongs to the op and must not count as a concat of its own.
     LIBRARY.impl(_name, lambda x: torch.cat([x, x])[: x.shape[0]], "CPU")
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trace_census", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["trace_census"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = _load()
 
 
 def record(path: Path, ops: tuple[str, ...]) -> Path:
@@ -167,6 +154,20 @@ def event(**changed: Any) -> str:
     """A trace of one kernel."""
     one = {"ph": "X", "cat": "kernel", "name": "concat_and_cache_mla", "ts": 1, "dur": 2, "pid": [0], "tid": {}}
     return json.dumps([one | changed])
+
+
+def test_hostile_names_of_files_and_kernels_stay_in_their_cell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a|b`<img src=x>\x1b[2J.json"
+    path.write_text(event())
+    assert tool.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "| per layer and step | a\\|b\\`&lt;img src=x&gt;" in out
+    path.write_text(event(name="\x1b[2J", ts="soon"))
+    assert tool.main([str(path)]) == 2
+    assert "\x1b" not in capsys.readouterr().err
 
 
 def test_broken_gzip_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Means, standard errors, ratios, and what may be said of a difference. No imports from the other rooms."""
+"""Means, standard errors, ratios, and what may be said of a difference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def ratio(off: Estimate, on: Estimate) -> Estimate:
-    """off/on, above 1 where on is the smaller one; standard error to first order, the arms taken as independent."""
+    """off/on, above 1 where on is the smaller one; standard error to first order, both taken as independent."""
     value = off.mean / on.mean
     return Estimate(value, value * math.hypot(off.stderr / off.mean, on.stderr / on.mean))
 
@@ -50,34 +50,6 @@ def verdict(off: Estimate, on: Estimate) -> str:
     return "on faster" if on.mean < off.mean else "off faster"
 
 
-@dataclass(frozen=True, slots=True)
-class Paired:
-    """Verdicts of both arms on the same questions.
-
-    Attributes:
-        off_only: questions that the off-arm alone answers rightly.
-        on_only: questions that the on-arm alone answers rightly.
-        p_value: McNemar's exact test, two-sided.
-    """
-
-    off_only: int
-    on_only: int
-    p_value: float
-
-
-def paired(off: Mapping[int, bool], on: Mapping[int, bool]) -> Paired:
-    """McNemar's exact test on questions by number.
-
-    Raises:
-        ValueError: the arms answered different questions.
-    """
-    if off.keys() != on.keys():
-        raise ValueError(f"the arms answered different questions: {sorted(off.keys() ^ on.keys())}")
-    off_only = sum(off[number] and not on[number] for number in off)
-    on_only = sum(on[number] and not off[number] for number in off)
-    return Paired(off_only, on_only, mcnemar(off_only, on_only))
-
-
 def mcnemar(first: int, second: int) -> float:
     """Two-sided exact p-value of ``first`` against ``second`` discordant pairs: a fair coin's binomial tails."""
     total = first + second
@@ -85,7 +57,7 @@ def mcnemar(first: int, second: int) -> float:
     return min(1.0, 2 * tail)
 
 
-def mean_difference(off: Sequence[Mapping[int, bool]], on: Sequence[Mapping[int, bool]]) -> Estimate:
+def mean_difference(off: Sequence[Mapping[str, bool]], on: Sequence[Mapping[str, bool]]) -> Estimate:
     """on - off of the share of right answers, over all runs; the standard error is over questions.
 
     Runs ask the same questions, so they are averaged per question first: they are no independent sample.

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
-from serving.arms import Arm
-from serving.schedule import PER_ARM, PER_RUN, RUNNING
-from serving.server import LAUNCH, arguments
-from serving.session import Session
+from tools.common import escaped, visible
+from tools.serving.sides import OFF, ON, Side
+from tools.serving.sweep import PER_RUN, PER_SIDE, RUNNING, SERVER, Compared
 from vllm_aiter_mla import __version__
 
 # In a process of its own: a CUDA context in the tool's would take memory of the card away from the servers.
@@ -33,13 +33,14 @@ else:
 print(json.dumps([torch.__version__, name]))
 """
 SERVERS = {
-    PER_ARM: "per-arm: one start of each arm; all runs of on, then all of off. What differs from start to start, and "
-    "drift of the machine, stands in the difference of the arms and in no standard error",
-    PER_RUN: "per-run: a start for every run of each arm, in the order on off, off on, on off, ...",
+    PER_SIDE: "per-side: one start of each side; all runs of on, then all of off. What differs from start to start, "
+    "and drift of the machine, stands in the difference of the sides and in no standard error",
+    PER_RUN: "per-run: a start for every run of each side, in the order on off, off on, on off, ...",
     RUNNING: "running: both were started by somebody else; runs alternate on off, off on, on off, ...",
 }
 STEERING = re.compile(r"(VLLM|AITER|TORCHINDUCTOR|HIP_VISIBLE|CUDA_VISIBLE|ROCR_VISIBLE)")
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+FP8BMM = "VLLM_ROCM_USE_AITER_FP8BMM"
 NOT_CLAIMED = (
     "Anything about another card, model, tensor-parallel size, KV-cache dtype, length, rate or version than above.",
     "That a difference below two combined standard errors exists, or that none does; with three runs the standard "
@@ -48,13 +49,12 @@ NOT_CLAIMED = (
 SMALL = (
     "Anything about a GPU: the model is small, its weights are random, it ran on a CPU with reference kernels, and its "
     "times are Python's. The figures show that the chain of measurement works.",
-    "Any difference between the arms' times: on few cores vLLM's processes spin while they wait for each other, and "
+    "Any difference between the sides' times: on few cores vLLM's processes spin while they wait for each other, and "
     "the API server waits for a core: times of the same server swing by a factor of ten.",
 )
-FP8BMM = "VLLM_ROCM_USE_AITER_FP8BMM"
 WEAKER = (
-    f"A gain over vLLM's defaults: both arms ran with {FP8BMM}=0, and with AITER vLLM's default is the fp8 absorb BMM. "
-    f"To compare with that, leave it unset, and where the on-arm's kernel declines it give --on-env {FP8BMM}=0.",
+    f"A gain over vLLM's defaults: both sides ran with {FP8BMM}=0, and with AITER vLLM's default is the fp8 absorb BMM."
+    f" To compare with that, leave it unset, and where the plugin's kernel declines it give --on-env {FP8BMM}=0.",
 )
 FOREIGN = ("That the two servers differ in the plugin's flag alone: they were started by somebody else.",)
 
@@ -74,21 +74,46 @@ def machine() -> dict[str, str]:
     }
 
 
-def document(
+def finish(
     title: str,
-    session: Session,
+    compared: Compared,
     about: dict[str, str],
     protocol: Sequence[str],
-    table: Sequence[str],
+    tables: Sequence[str],
+    not_claimed: Sequence[str],
+    measured: dict[str, Any],
+) -> None:
+    """Print the page, and write it and the raw figures (``measured`` among them) where that was asked for."""
+    given = compared.given
+    text = document(title, compared, about, protocol, tables, not_claimed)
+    record = {"tool": given.tool, "about": about, **compared.as_record(), **measured}
+    print(text)
+    if given.out:
+        given.out.write_text(text)
+    if given.json:
+        given.json.write_text(json.dumps(record, indent=1))
+
+
+def document(
+    title: str,
+    compared: Compared,
+    about: dict[str, str],
+    protocol: Sequence[str],
+    tables: Sequence[str],
     not_claimed: Sequence[str],
 ) -> str:
-    """The whole page."""
-    given = session.given
-    lines = [f"# {title}", "", *table, "", f"On-arm: {session.census}", ""]
-    lines += ["## What ran", "", f"    {command(given)}", "", *_servers(session), ""]
-    lines += [f"- {name}: {value}" for name, value in about.items()]
-    lines += [f"- vLLM of the {arm}-arm's server, by /version: {version}" for arm, version in session.versions.items()]
-    lines += ["", "## Protocol", "", *(f"- {line}" for line in (*_shared_protocol(session), *protocol))]
+    """The whole page. ``tables`` and the claims are Markdown, everything else is shown as it is."""
+    given, proofs = compared.given, compared.proofs
+    lines = [f"# {escaped(title)}", "", *tables, "", f"Flag on: {escaped(proofs[ON]['census'])}", ""]
+    lines += ["## What ran", "", _code(shlex.join(["python", f"tools/{given.tool}.py", *given.argv])), ""]
+    lines += [line for side in given.sides for line in (f"    # flag {side.name}", _code(_server(compared, side)))]
+    lines += ["", *(f"- {name}: {escaped(value)}" for name, value in about.items())]
+    lines += [f"- vLLM of the server, flag {side}: {escaped(proof['version'])}" for side, proof in proofs.items()]
+    baseline = "as the servers were started; not checked"
+    if given.servers != RUNNING:
+        baseline = f"{given.baseline}: {proofs[OFF]['baseline']}"
+    shared = [f"{given.runs} runs per side", f"servers {SERVERS[given.servers]}", f"baseline {baseline}"]
+    lines += ["", "## Protocol", "", *(f"- {escaped(line)}" for line in (*shared, *protocol))]
     claims = [*NOT_CLAIMED, *not_claimed, *_not_claimed_here(given)]
     return "\n".join([*lines, "", "## Not claimed", "", *(f"- {line}" for line in claims)]) + "\n"
 
@@ -98,54 +123,26 @@ def _not_claimed_here(given: argparse.Namespace) -> list[str]:
     return [*(SMALL if given.small_model else ()), *(FOREIGN if given.on_url else ()), *(WEAKER if weaker else ())]
 
 
-def command(given: argparse.Namespace) -> str:
-    """The tool's own command, to run again; ``given.tool`` is its name."""
-    return shlex.join(["python", f"tools/{given.tool}.py", *given.argv])
+def _code(text: str) -> str:
+    # A line end would leave the code block.
+    return "    " + visible(text).replace("\n", "\\n")
 
 
-def write(given: argparse.Namespace, text: str, record: dict) -> None:
-    """Print the page, and write it and the raw figures where that was asked for."""
-    print(text)
-    if given.out:
-        given.out.write_text(text)
-    if given.json:
-        given.json.write_text(json.dumps(record, indent=1))
-
-
-def _servers(session: Session) -> list[str]:
-    return [f"    # {arm.name}\n    {_server(session.model, arm)}" for arm in session.given.arms]
-
-
-def _server(model: str, arm: Arm) -> str:
-    if arm.url is not None:
-        return arm.url
+def _server(compared: Compared, side: Side) -> str:
+    if side.url is not None:
+        return side.url
     # A small model lies in a folder of this run; its name says enough.
+    model = compared.model
     shown = Path(model).name if Path(model).is_absolute() else model
-    variables = [f"{name}={value}" for name, value in arm.environment.items()]
-    return shlex.join([*variables, "python", *LAUNCH[1:], *arguments(shown, arm)])
+    return shlex.join([*getattr(compared.given, f"{side.name}_env"), "python", *SERVER[1:], shown, *side.options])
 
 
 def environment() -> str:
-    """The variables that steer vLLM and AITER in both arms, without those that may be secret."""
+    """The variables that steer vLLM and AITER on both sides, without those that may be secret."""
     shown = {
         name: value for name, value in sorted(os.environ.items()) if STEERING.match(name) and not SECRET.search(name)
     }
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in shown.items()) or "none set"
-
-
-def _shared_protocol(session: Session) -> list[str]:
-    given = session.given
-    return [
-        f"{given.runs} runs per arm",
-        f"servers {SERVERS[given.servers]}",
-        f"baseline {_baseline(session)}",
-    ]
-
-
-def _baseline(session: Session) -> str:
-    if session.given.servers == RUNNING:
-        return "as the servers were started; not checked"
-    return f"{session.given.baseline}: {session.baseline}"
 
 
 def distribution(*names: str) -> str:

