@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plan_support import planned
 
 from vllm_aiter_mla.commands.bench.points import Point
-from vllm_aiter_mla.commands.plan import formulas, kernels, page
+from vllm_aiter_mla.commands.plan import formulas, kernels, printout
 from vllm_aiter_mla.kernels.triton import tiles
 from vllm_aiter_mla.settings import LIMIT_FIELD
 
@@ -33,11 +33,11 @@ def test_the_checkpoint_gives_the_drafts_that_an_mtp_method_leaves_open() -> Non
 
 def test_a_bucket_beyond_the_largest_graph_is_pointed_out_with_the_limit_that_ends_it() -> None:
     beyond = planned("deepseek-r1", "-tp", "8", "--max-num-seqs", "1024")
-    text = page.text(beyond)
+    text = printout.text(beyond)
     assert "513..1024 run without a graph" in text
     assert "512 would end the bucket there" in text
     ended = planned("deepseek-r1", "-tp", "8", "--max-num-seqs", "1024", f"-cc.pass_config.{LIMIT_FIELD}=512")
-    assert "run without a graph" not in page.text(ended)
+    assert "run without a graph" not in printout.text(ended)
 
 
 def test_capture_sizes_are_split_at_the_limit() -> None:

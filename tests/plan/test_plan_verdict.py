@@ -9,7 +9,7 @@ import pytest
 from plan_support import ENGAGING, NO_FP8_BMM, codes, planned
 
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.commands.plan import model, options, verdict
+from vllm_aiter_mla.commands.plan import model, serve_options, verdict
 
 DCP = ("-tp", "8", "-dcp", "2")
 
@@ -141,7 +141,7 @@ def test_examples_carry_what_they_rest_on() -> None:
 def test_an_unknown_model_or_variable_is_named() -> None:
     with pytest.raises(model.ModelNotFoundError, match="kimi-k2"):
         model.load("no/such-model")
-    with pytest.raises(options.OptionError, match="VLLM_SOMETHING"):
-        options.environment(["VLLM_SOMETHING=1"], {})
-    with pytest.raises(options.OptionError, match="NAME=VALUE"):
-        options.environment(["VLLM_MLA_DISABLE"], {})
+    with pytest.raises(serve_options.OptionError, match="VLLM_SOMETHING"):
+        serve_options.environment(["VLLM_SOMETHING=1"], {})
+    with pytest.raises(serve_options.OptionError, match="NAME=VALUE"):
+        serve_options.environment(["VLLM_MLA_DISABLE"], {})

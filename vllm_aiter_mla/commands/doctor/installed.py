@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_aiter_mla.commands.doctor import machine
-from vllm_aiter_mla.commands.doctor.check import Check, Given
+from vllm_aiter_mla.commands.doctor.check import Check
+from vllm_aiter_mla.commands.doctor.given import Given
 from vllm_aiter_mla.settings import NAMESPACE
 
 if TYPE_CHECKING:

@@ -6,10 +6,11 @@ from dataclasses import asdict
 from typing import Any
 
 from vllm_aiter_mla import __version__, bucket
-from vllm_aiter_mla.commands.plan import formulas, kernels, verdict, vllm_rules
+from vllm_aiter_mla.commands.plan import formulas, kernels, ranges, verdict
 from vllm_aiter_mla.commands.plan.model import ModelFacts
-from vllm_aiter_mla.commands.plan.options import ServeOptions
+from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.commands.plan.verdict import Reason
+from vllm_aiter_mla.compat import vllm_version
 
 ENGAGED, PARTIAL, REFUSED = "engaged", "partial", "refused"
 
@@ -21,19 +22,17 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
     kernel = _kernel(options, model, limit) if model.is_mla and verdict.heads_per_rank(options, model) else None
     if kernel is not None and kernel["reason"] is not None:
         reasons.append(kernel["reason"])
-    ranges = vllm_rules.compile_ranges(options, model, limit)
-    captures = vllm_rules.captures(options, limit)
     return {
         "plugin": __version__,
-        "vllm": _vllm_version(),
+        "vllm": vllm_version.installed(),
         "model": asdict(model),
         "arch": options.arch,
         "options": _options(options),
         "environment": {name: [options.env.values[name], options.env.origins[name]] for name in options.env.values},
         "heads_per_rank": verdict.heads_per_rank(options, model),
         "limit": limit,
-        "compile_ranges": asdict(ranges),
-        "captures": asdict(captures),
+        "compile_ranges": asdict(ranges.compile_ranges(options, model, limit)),
+        "captures": asdict(ranges.captures(options, limit)),
         "verdict": _verdict(reasons),
         "layers": {"mla": len(model.mla_layers), "total": model.layers, "engaged": _engaged(reasons, model)},
         "reasons": [asdict(reason) for reason in reasons],
@@ -65,14 +64,14 @@ def kernel_shape(options: ServeOptions, model: ModelFacts) -> kernels.LayerKerne
         rope=model.rope,
         latent=model.latent,
         act=getattr(torch, options.dtype, torch.bfloat16),
-        quantised=options.kv_cache_dtype.startswith("fp8"),
+        quantised=options.fp8_cache,
         block_size=options.block_size,
         fp8_absorb=verdict.fp8_absorb(options, model),
     )
 
 
 def _figures(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, Any]:
-    heads, stored = verdict.heads_per_rank(options, model), _stored(options)
+    heads, stored = verdict.heads_per_rank(options, model), 1 if options.fp8_cache else formulas.ACT
     table = {}
     weight = 1 if verdict.fp8_absorb(options, model) else formulas.ACT
     for tokens in sorted({1, min(64, limit), limit}):
@@ -92,10 +91,6 @@ def _figures(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, 
     }
 
 
-def _stored(options: ServeOptions) -> int:
-    return 1 if options.kv_cache_dtype.startswith("fp8") else formulas.ACT
-
-
 def _verdict(reasons: list[Reason]) -> str:
     if not reasons:
         return ENGAGED
@@ -106,14 +101,12 @@ def _engaged(reasons: list[Reason], model: ModelFacts) -> int:
     return len(model.mla_layers) if _verdict(reasons) == ENGAGED else 0
 
 
-_SHOWN = (
-    "tp", "pp", "dcp", "pcp", "max_num_seqs", "max_num_batched_tokens", "num_drafts", "kv_cache_dtype", "dtype",
-    "block_size", "enforce_eager", "mode", "attention_backend",
-)  # fmt: skip
-
-
 def _options(options: ServeOptions) -> dict[str, Any]:
-    return {**{name: getattr(options, name) for name in _SHOWN}, "settings": asdict(options.settings)}
+    own = ("tp", "pp", "max_num_seqs", "max_num_batched_tokens", "num_drafts", "dtype", "block_size",
+           "attention_backend")  # fmt: skip
+    viewed = ("dcp", "pcp", "kv_cache_dtype", "enforce_eager", "mode")
+    shown = {name: getattr(options, name) for name in own} | {name: getattr(options.view, name) for name in viewed}
+    return shown | {"settings": asdict(options.settings)}
 
 
 def _limits_of_the_plan(options: ServeOptions, model: ModelFacts) -> list[str]:
@@ -123,9 +116,3 @@ def _limits_of_the_plan(options: ServeOptions, model: ModelFacts) -> list[str]:
     if options.num_drafts:
         notes.append("a draft model's own MLA layers are not planned")
     return notes
-
-
-def _vllm_version() -> str:
-    from vllm_aiter_mla.compat import vllm_version
-
-    return vllm_version.installed()
