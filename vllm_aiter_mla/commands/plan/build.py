@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_aiter_mla import __version__, bucket
 from vllm_aiter_mla.commands.plan import formulas, kernels, ranges, verdict
+from vllm_aiter_mla.commands.plan.kernels import KernelSpan
 from vllm_aiter_mla.commands.plan.model import ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.commands.plan.verdict import Reason
@@ -19,9 +20,10 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
     """The plan as plain containers."""
     limit = bucket.decode_limit(options.max_num_seqs, options.num_drafts, options.settings.max_token_num)
     reasons = list(verdict.reasons(options, model))
-    kernel = _kernel(options, model, limit) if model.is_mla and verdict.heads_per_rank(options, model) else None
-    if kernel is not None and kernel["reason"] is not None:
-        reasons.append(kernel["reason"])
+    spans: tuple[KernelSpan, ...] | str | None = None
+    if model.is_mla and verdict.heads_per_rank(options, model):
+        spans = kernels.spans(options, model, limit)
+        reasons += filter(None, [_kernel_reason(spans)])
     return {
         "plugin": __version__,
         "vllm": vllm_version.installed(),
@@ -36,38 +38,18 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
         "verdict": _verdict(reasons),
         "layers": {"mla": len(model.mla_layers), "total": model.layers, "engaged": _engaged(reasons, model)},
         "reasons": [asdict(reason) for reason in reasons],
-        "kernels": None if kernel is None else [asdict(span) for span in kernel["spans"]],
-        "figures": _figures(options, model, limit) if kernel is not None else None,
+        "kernels": None if spans is None else [asdict(span) for span in spans if not isinstance(span, str)],
+        "figures": None if spans is None else _figures(options, model, limit),
         "assumptions": [*options.assumptions, *_limits_of_the_plan(options, model)],
     }
 
 
-def _kernel(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, Any]:
-    shape = kernel_shape(options, model)
-    asked, arch = options.settings.kernel, options.arch
-    missing = kernels.unavailable(asked, arch)
-    if missing is not None:
-        return {"spans": (), "reason": Reason("kernel", "kernel_unavailable", missing)}
-    spans = kernels.spans(asked, arch, shape, limit, options.settings.aiter_view)
-    # The runtime asks with one row: a back end that does not even take that leaves passes 1 and 2.
+def _kernel_reason(spans: tuple[KernelSpan, ...] | str) -> Reason | None:
+    if isinstance(spans, str):
+        return Reason("kernel", "kernel_unavailable", spans)
+    # The server decides with one row: a back end that does not even take that leaves passes 1 and 2.
     refused = spans[0].refusals
-    return {"spans": spans, "reason": Reason("kernel", "kernel_shape", refused[0][1]) if refused else None}
-
-
-def kernel_shape(options: ServeOptions, model: ModelFacts) -> kernels.LayerKernelShape:
-    """What decides the kernel of the model's layers on one rank."""
-    import torch
-
-    return kernels.LayerKernelShape(
-        heads=verdict.heads_per_rank(options, model),
-        nope=model.nope,
-        rope=model.rope,
-        latent=model.latent,
-        act=getattr(torch, options.dtype, torch.bfloat16),
-        quantised=options.fp8_cache,
-        block_size=options.block_size,
-        fp8_absorb=verdict.fp8_absorb(options, model),
-    )
+    return Reason("kernel", "kernel_shape", refused[0][1]) if refused else None
 
 
 def _figures(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, Any]:
