@@ -15,8 +15,8 @@ COMMANDS = {
     "doctor": "doctor.command",
     "plan": "plan.command",
     "verify": "verify",
-    "bench": "bench.parser",
-    "report": "report.parser",
+    "bench": "bench.command",
+    "report": "report.command",
 }
 
 app = typer.Typer(
