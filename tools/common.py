@@ -62,7 +62,7 @@ def positive(option: str, value: float) -> None:
 
 def writable(files: Mapping[str, Path | None], folders: Mapping[str, Path | None] | None = None) -> None:
     """Raise UsageError for the first option whose path cannot be written; None where it is not given."""
-    from vllm_aiter_mla.cli import outputs
+    from vllm_aiter_mla.commands import outputs
 
     try:
         outputs.check(files, folders)

@@ -9,19 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from doctor_support import with_config
 
 from vllm_aiter_mla.admission import ConfigView, admit_config
-from vllm_aiter_mla.commands.doctor import installed, machine, options, switches
-from vllm_aiter_mla.commands.doctor.check import Check, Given, exit_status, run
+from vllm_aiter_mla.commands.doctor import conflicts, installed, machine, switches
+from vllm_aiter_mla.commands.doctor.check import Check, exit_status, run
+from vllm_aiter_mla.commands.doctor.given import Given
 from vllm_aiter_mla.kernels.aiter.locate import AiterInstall
 
 
 def given(**env: str) -> Given:
     return Given(env=env)
-
-
-def with_config(compilation: dict[str, Any] | None = None, additional: dict[str, Any] | None = None) -> Given:
-    return Given(env={}, compilation=compilation, additional=additional)
 
 
 @pytest.fixture
@@ -174,7 +172,7 @@ DEAD = {"pass_config": {"fuse_rope_kvcache_cat_mla": True}}
 
 
 def test_stocks_dead_flag_is_a_problem_and_explained() -> None:
-    found = options.dead_flag(with_config(DEAD))
+    found = conflicts.dead_flag(with_config(DEAD))
     assert found.status == "problem"
     assert "matches nothing" in found.detail
     assert "use_inductor_graph_partition=true" in found.remedy
@@ -191,29 +189,32 @@ def test_stocks_dead_flag_is_a_problem_and_explained() -> None:
     ],
 )
 def test_the_flag_is_alive_in_a_graph_that_holds_the_layer(compilation: dict[str, Any] | None) -> None:
-    assert options.dead_flag(with_config(compilation)).status == "ok"
+    assert conflicts.dead_flag(with_config(compilation)).status == "ok"
 
 
 def test_knobs_that_cut_the_graph_are_refused_in_admissions_words() -> None:
-    found = options.graph(with_config({"use_inductor_graph_partition": False}))
+    found = conflicts.graph(with_config({"use_inductor_graph_partition": False}))
     assert found.detail == str(admit_config(ConfigView(use_inductor_graph_partition=False)))
-    assert options.graph(with_config({"mode": 0})).detail.startswith("compilation_mode")
-    assert options.graph(with_config({"mode": 3, "splitting_ops": []})).status == "ok"
+    assert conflicts.graph(with_config({"mode": 0})).detail.startswith("compilation_mode")
+    assert conflicts.graph(with_config({"mode": 3, "splitting_ops": []})).status == "ok"
 
 
 def test_another_pass_in_the_slot_is_named() -> None:
-    named = options.user_pass(with_config({"inductor_passes": {options.SLOT: "mine.pass"}}))
+    slot = "post_grad_custom_post_pass"
+    named = conflicts.user_pass(with_config({"inductor_passes": {slot: "shlex.quote"}}))
     assert named.status == "warning"
-    assert "mine.pass" in named.detail
-    assert options.user_pass(with_config({"inductor_compile_config": {options.SLOT: "x"}})).status == "problem"
-    assert options.user_pass(with_config({})).status == "ok"
+    assert "shlex.quote" in named.detail
+    assert conflicts.user_pass(with_config({"inductor_compile_config": {slot: "x"}})).status == "problem"
+    missing = with_config({"inductor_passes": {slot: "mine.pass"}})
+    assert "No module named 'mine'" in conflicts.settings(missing).detail
+    assert conflicts.user_pass(with_config({})).status == "ok"
 
 
 def test_wrong_or_useless_options_are_told() -> None:
     wrong = with_config(additional={"aiter_mla": {"enabld": True}})
-    assert "did you mean 'enabled'" in options.settings(wrong).detail
-    assert options.settings(with_config(additional={"aiter_mla": {"strict": True}})).status == "warning"
-    assert options.settings(with_config({"pass_config": {"fuse_aiter_qk_rope_kvcache_mla": True}})).status == "ok"
+    assert "did you mean 'enabled'" in conflicts.settings(wrong).detail
+    assert conflicts.settings(with_config(additional={"aiter_mla": {"strict": True}})).status == "warning"
+    assert conflicts.settings(with_config({"pass_config": {"fuse_aiter_qk_rope_kvcache_mla": True}})).status == "ok"
 
 
 @pytest.mark.parametrize(

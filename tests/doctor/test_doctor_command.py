@@ -68,6 +68,19 @@ def test_doctor_on_this_machine_never_imports_aiter(tmp_path: Path) -> None:
         assert checks[name]["status"] == "ok", checks[name]
 
 
+def test_without_vllm_the_plugins_own_options_are_still_checked() -> None:
+    passes = "{'pass_config': {'fuse_aiter_qk_rope_kvcache_mlal': True}}"
+    mistyped = f"main(['--compilation-config', __import__('json').dumps({passes})], as_json=True)"
+    status, checks = doctor(BARE + RUN.replace("main(as_json=True)", mistyped))
+    assert (status, checks["settings"]["status"]) == (1, "problem")
+    assert "did you mean 'fuse_aiter_qk_rope_kvcache_mla'?" in checks["settings"]["detail"]
+    dotted = "main(['-cc.mode=3', '--additional_config', '{}'], as_json=True)"
+    status, checks = doctor(BARE + RUN.replace("main(as_json=True)", dotted))
+    assert checks["settings"]["status"] == checks["graph"]["status"] == checks["user-pass"]["status"] == "unknown"
+    assert "read by vLLM's own parser" in checks["settings"]["detail"]
+    assert "not read: -cc.mode=3" in checks["settings"]["detail"]
+
+
 def test_the_guard_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_aiter_mla.commands.doctor.guard import aiter_not_importable
 
@@ -86,22 +99,16 @@ def test_the_guard_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_one_line_per_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from vllm_aiter_mla.commands.doctor import machine, options
+    from vllm_aiter_mla.commands.doctor import conflicts, machine
 
-    monkeypatch.setattr(command, "CHECKS", (("python", machine.python), ("dead-flag", options.dead_flag)))
+    monkeypatch.setattr(command, "CHECKS", (("python", machine.python), ("dead-flag", conflicts.dead_flag)))
     config = json.dumps({"pass_config": {"fuse_rope_kvcache_cat_mla": True}})
-    assert command.main(config) == 1
+    assert command.main(["--compilation-config", config]) == 1
     first, second, summary = capsys.readouterr().out.strip().splitlines()
     assert first.startswith("ok       python")
     assert second.startswith("problem  dead-flag")
     assert "-> set use_inductor_graph_partition=true" in second
     assert summary.endswith("1 ok, 0 warning, 1 problem, 0 unknown")
-
-
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_an_argument_that_is_not_json_is_named(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(text) == command.WRONG
-    assert "--compilation-config" in capsys.readouterr().err
 
 
 def test_names_of_checks_are_unique() -> None:

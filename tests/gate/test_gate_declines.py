@@ -20,7 +20,8 @@ from vllm.config import VllmConfig
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import patches, vllm_version
+from vllm_aiter_mla.compat import patches
+from vllm_aiter_mla.compat import version as compat_version
 from vllm_aiter_mla.compat.patches import gauge
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 
@@ -138,7 +139,7 @@ def test_a_sparse_model_declines(config: Build, lines: Lines) -> None:
 def test_a_vllm_outside_the_window_declines_unless_forced(
     config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_version, "installed", lambda: "0.34.0rc1")
+    monkeypatch.setattr(compat_version, "installed", lambda: "0.34.0rc1")
     declines(lines, config(additional_config=ON), "vllm_version", "0.34.0rc1")
     forced = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
     assert isinstance(pass_of(config(additional_config=forced)), AiterMLAPipeline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_aiter_mla.commands.plan import build, model, options, vllm_rules
+from vllm_aiter_mla.commands.plan import build, model, serve_options
 
 NO_FP8_BMM = "VLLM_ROCM_USE_AITER_FP8BMM=0"
 NO_FP4_BMM = "VLLM_ROCM_USE_AITER_FP4BMM=0"
@@ -14,8 +14,8 @@ ENGAGING = (NO_FP8_BMM, NO_FP4_BMM)
 def planned(name: str, *arguments: str, arch: str = "gfx942", env: tuple[str, ...] = ENGAGING) -> dict[str, Any]:
     """The plan of ``name``; the fp8 and fp4 BMM are off unless ``env`` says otherwise."""
     facts = model.load(name)
-    parsed = vllm_rules.parse(name, ["--max-num-seqs", "256", *arguments])
-    return build.build(options.read(parsed, facts, arch, options.environment(env, {})), facts)
+    given = ["--max-num-seqs", "256", *arguments]
+    return build.build(serve_options.read(given, facts, arch, serve_options.environment(env, {})), facts)
 
 
 def codes(plan: dict[str, Any]) -> list[str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_support import planned
+from plan_support import ENGAGING, planned
 
 from vllm_aiter_mla.commands.bench.points import Point
-from vllm_aiter_mla.commands.plan import formulas, kernels, page
+from vllm_aiter_mla.commands.plan import formulas, kernels, model, printout, serve_options
+from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.triton import tiles
 from vllm_aiter_mla.settings import LIMIT_FIELD
 
@@ -33,11 +35,11 @@ def test_the_checkpoint_gives_the_drafts_that_an_mtp_method_leaves_open() -> Non
 
 def test_a_bucket_beyond_the_largest_graph_is_pointed_out_with_the_limit_that_ends_it() -> None:
     beyond = planned("deepseek-r1", "-tp", "8", "--max-num-seqs", "1024")
-    text = page.text(beyond)
+    text = printout.text(beyond)
     assert "513..1024 run without a graph" in text
     assert "512 would end the bucket there" in text
     ended = planned("deepseek-r1", "-tp", "8", "--max-num-seqs", "1024", f"-cc.pass_config.{LIMIT_FIELD}=512")
-    assert "run without a graph" not in page.text(ended)
+    assert "run without a graph" not in printout.text(ended)
 
 
 def test_capture_sizes_are_split_at_the_limit() -> None:
@@ -93,28 +95,37 @@ def test_launches_per_step_count_every_mla_layer() -> None:
     assert figures["q_prepared_bytes"] == 256 * 12 * 576
 
 
-@pytest.mark.parametrize("limit", [1, 2, 200, 256, 1024])
+@pytest.mark.parametrize("limit", [2, 200, 256, 1024])
 def test_kernel_spans_cover_the_bucket_without_gaps(limit: int) -> None:
-    import torch
-
-    shape = kernels.LayerKernelShape(2, 128, 64, 512, torch.bfloat16, False, 16)
-    spans = kernels.spans("auto", "gfx942", shape, limit)
+    facts = model.load("deepseek-v2-lite")
+    options = serve_options.read(["-tp", "8"], facts, "gfx942", serve_options.environment(ENGAGING, {}))
+    spans = kernels.spans(options, facts, limit)
+    assert not isinstance(spans, str)
     assert (spans[0].first, spans[-1].last) == (1, limit)
     for before, after in pairwise(spans):
         assert after.first == before.last + 1
     # The answer of a span holds at each of its ends.
-    platform = kernels.platform_of("gfx942")
-    aiter = kernels.AiterBackend(platform, op=kernels._never)
+    chooser = kernels.PlannedSelector(options)
     for span in spans:
         for tokens in (span.first, span.last):
-            one = kernels._at("auto", platform, aiter, kernels.operands(shape, platform, tokens))
+            one = kernels.at(chooser, kernels.operands(options, facts, chooser.platform, tokens))
             assert (one.kernel, one.detail) == (span.kernel, span.detail)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "aiter", "triton", "stock"])
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm90"])
+def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel: str, arch: str) -> None:
+    facts = model.load("deepseek-r1")
+    asked = ("--additional-config", json.dumps({"aiter_mla": {"kernel": kernel}}))
+    options = serve_options.read(asked, facts, arch, serve_options.environment(ENGAGING, {}))
+    chooser = kernels.PlannedSelector(options)
+    assert chooser.names == select.candidates(kernel, chooser.platform)
+    assert all(chooser.backend(name) for name in chooser.names)
 
 
 def test_a_measured_cap_is_a_border_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     cap = tiles.Cap("gfx942", 16, True, 48, "planted")
-    for module in (tiles, kernels):
-        monkeypatch.setattr(module, "CAPS", (cap,))
+    monkeypatch.setattr(tiles, "CAPS", (cap,))
     off = '{"aiter_mla": {"kernel": "triton"}}'
     plan = planned("deepseek-r1", "-tp", "8", "--kv-cache-dtype", "fp8", "--additional-config", off)
     spans = [(span["first"], span["last"], span["kernel"]) for span in plan["kernels"]]

@@ -9,7 +9,7 @@ import pytest
 from plan_support import ENGAGING, NO_FP8_BMM, codes, planned
 
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.commands.plan import model, options, verdict
+from vllm_aiter_mla.commands.plan import model, serve_options, verdict
 
 DCP = ("-tp", "8", "-dcp", "2")
 
@@ -113,6 +113,22 @@ def test_triton_by_name_plans_for_the_named_card() -> None:
     assert "kernel_shape" in codes(glm)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        ("auto", "auto knows no fused kernel for sm90; kernel=triton can be asked for by name"),
+        ("aiter", "kernel=aiter: AITER's op is for gfx942 and gfx950; this card is sm90"),
+        ("stock", None),
+    ],
+)
+def test_a_card_without_the_kernel_asked_for_is_a_reason(kernel: str, said: str | None) -> None:
+    asked = ("--additional-config", json.dumps({"aiter_mla": {"kernel": kernel}}))
+    plan = planned("deepseek-r1", "-tp", "8", *asked, arch="sm90")
+    found = [reason["message"] for reason in plan["reasons"] if reason["code"] == "kernel_unavailable"]
+    assert found == ([] if said is None else [said])
+    assert {span["kernel"] for span in plan["kernels"]} == (set() if said else {"stock"})
+
+
 def test_a_model_without_mla_gets_a_plan_too(tmp_path: Path) -> None:
     dense = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(dense))
@@ -150,7 +166,7 @@ def test_examples_carry_what_they_rest_on() -> None:
 def test_an_unknown_model_or_variable_is_named() -> None:
     with pytest.raises(model.ModelNotFoundError, match="kimi-k2"):
         model.load("no/such-model")
-    with pytest.raises(options.OptionError, match="VLLM_SOMETHING"):
-        options.environment(["VLLM_SOMETHING=1"], {})
-    with pytest.raises(options.OptionError, match="NAME=VALUE"):
-        options.environment(["VLLM_MLA_DISABLE"], {})
+    with pytest.raises(serve_options.OptionError, match="VLLM_SOMETHING"):
+        serve_options.environment(["VLLM_SOMETHING=1"], {})
+    with pytest.raises(serve_options.OptionError, match="NAME=VALUE"):
+        serve_options.environment(["VLLM_MLA_DISABLE"], {})

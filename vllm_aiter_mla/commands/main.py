@@ -12,11 +12,11 @@ from vllm_aiter_mla import __version__
 # Each module holds one function of the command's name and imports nothing heavy at its top.
 COMMANDS = {
     "demo": "demo",
-    "doctor": "doctor.parser",
-    "plan": "plan.parser",
+    "doctor": "doctor.command",
+    "plan": "plan.command",
     "verify": "verify",
-    "bench": "bench.parser",
-    "report": "report.parser",
+    "bench": "bench.command",
+    "report": "report.command",
 }
 
 app = typer.Typer(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView
-from vllm_aiter_mla.compat import patches, surface, vllm_version
+from vllm_aiter_mla.compat import patches, surface
+from vllm_aiter_mla.compat import version as compat_version
 from vllm_aiter_mla.compat.patches import pass_config, platform_hook
 from vllm_aiter_mla.settings import Settings, resolve
 
@@ -20,10 +21,10 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
     """The facts that admission looks at, as they stand after the platform's own ``check_and_update_config``."""
     compilation = vllm_config.compilation_config
     knobs = platform_hook.knobs_of(compilation)
-    version = vllm_version.installed()
+    version = compat_version.installed()
     return ConfigView(
         vllm_version=version,
-        version_supported=vllm_version.in_window(version) or settings.debug.untested_vllm,
+        version_supported=compat_version.in_window(version) or settings.debug.untested_vllm,
         missing=(*surface.missing_capabilities(), *patches.failed_requirements()),
         atom_active=_atom_active(),
         breakable_cudagraph=_breakable_cudagraph(),

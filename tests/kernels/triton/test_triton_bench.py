@@ -63,7 +63,7 @@ def test_triton_bench_command_line_exits_2_without_a_gpu():
     typer = pytest.importorskip("typer")
     from typer.testing import CliRunner
 
-    from vllm_aiter_mla.commands.bench.parser import bench
+    from vllm_aiter_mla.commands.bench.command import bench
 
     app = typer.Typer()
     app.command()(bench)

@@ -1,4 +1,4 @@
-"""The benchmark of the kernel back ends on a GPU: graphs, rotated inputs, one run. Imports no vLLM of its own accord.
+"""``vllm-aiter-mla bench``: the kernel back ends timed on a GPU. Needs torch and Triton, and no vLLM.
 
-``python -m vllm_aiter_mla.commands.bench`` needs torch and Triton alone; ``vllm-aiter-mla bench`` is the same.
+``points`` is what is measured, ``paths`` by whom, ``timing`` how, ``run`` joins them, ``page`` prints.
 """

@@ -1,13 +1,14 @@
-"""What both command lines share: from options to a printed run, its files and its exit status."""
+"""``vllm-aiter-mla bench``: time the one launch against the unfused sequence on this machine's GPU."""
 
 from __future__ import annotations
 
-import json
+import json as json_module
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.commands.bench.points import HEADS, TOKENS, grid
+import typer
 
 KINDS = {"fp8": (True,), "bf16": (False,), "both": (True, False)}
 DEFAULT_ROUNDS = 50
@@ -15,46 +16,53 @@ DEFAULT_ROUNDS = 50
 MOST = {"--tokens": 65536, "--heads": 1024, "--rounds": 100000}
 
 
+def bench(
+    tokens: Annotated[list[int] | None, typer.Option("--tokens", "-t", help="T to measure; may be repeated.")] = None,
+    heads: Annotated[list[int] | None, typer.Option("--heads", "-n", help="N to measure; may be repeated.")] = None,
+    kind: Annotated[str, typer.Option("--type", help="fp8, bf16 or both.")] = "both",
+    rounds: Annotated[int, typer.Option(help="Replays per path and point; the median counts.")] = DEFAULT_ROUNDS,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with a chart to this file.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit 1 when a bound is broken.")] = False,
+) -> None:
+    """Time the one Triton launch against the unfused sequence, plain PyTorch and AITER. Needs a GPU; exits 2 without.
+
+    Every path is captured in a graph and replayed over operands that do not fit in the cache; the table gives
+    microseconds, the ratio to the best unfused sequence, GB/s beside a copy measured in the same run, and launches.
+    """
+    raise typer.Exit(main(tokens, heads, kind, rounds, json, html, check))
+
+
 def main(
-    tokens: tuple[int, ...] = TOKENS,
-    heads: tuple[int, ...] = HEADS,
+    tokens: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
     kind: str = "both",
     rounds: int = DEFAULT_ROUNDS,
     json_path: Path | None = None,
     html_path: Path | None = None,
     check: bool = False,
 ) -> int:
-    """Run the benchmark and print it.
-
-    Args:
-        tokens: the T to measure; heads: the N.
-        heads: see ``tokens``.
-        kind: "fp8", "bf16" or "both".
-        rounds: replays per path and point.
-        json_path: where to write the figures, or None.
-        html_path: where to write the page with the chart, or None.
-        check: whether a broken bound is a failure.
+    """Run the benchmark and print it; the arguments are those of ``bench``.
 
     Returns:
         Exit status: 0; 1 where a path was wrong, or ``check`` is set and a bound is broken; 2 without a GPU or with a
         wrong option.
     """
-    from vllm_aiter_mla.commands.bench import page, run
+    from vllm_aiter_mla.commands import outputs
+    from vllm_aiter_mla.commands.bench import page, points, run
 
+    tokens, heads = (points.TOKENS if tokens is None else tokens), (points.HEADS if heads is None else heads)
     try:
         check_options(tokens, heads, kind, rounds)
         outputs.check({"--json": json_path, "--html": html_path})
-    except ValueError as error:
+        grid = points.grid(tokens, heads, KINDS[kind])
+        report = run.run(grid, rounds, lambda done: print(done, file=sys.stderr))
+    except (ValueError, run.NoGpuError) as error:
         print(f"bench: {error}", file=sys.stderr)
-        return 2
-    try:
-        report = run.run(grid(tokens, heads, KINDS[kind]), rounds, lambda done: print(done, file=sys.stderr))
-    except run.NoGpuError as error:
-        print(error, file=sys.stderr)
         return 2
     print(page.text(report))
     if json_path is not None:
-        json_path.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+        json_path.write_text(json_module.dumps(report.as_dict(), indent=1) + "\n")
     if html_path is not None:
         html_path.write_text(page.page(report))
     wrong = any(row.wrong for row in report.rows)
@@ -62,7 +70,7 @@ def main(
     return 1 if wrong or (check and broken) else 0
 
 
-def check_options(tokens: tuple[int, ...], heads: tuple[int, ...], kind: str, rounds: int) -> None:
+def check_options(tokens: Sequence[int], heads: Sequence[int], kind: str, rounds: int) -> None:
     """Raise ValueError with option and value where one is out of range."""
     if kind not in KINDS:
         raise ValueError(f"--type {kind}: {', '.join(KINDS)} expected")

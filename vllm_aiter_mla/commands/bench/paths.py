@@ -1,4 +1,4 @@
-"""Who is measured: the one launch, the unfused sequence, plain PyTorch, and AITER where there is one."""
+"""What is compared: the one launch, the unfused sequence, plain PyTorch, and AITER where there is one."""
 
 from __future__ import annotations
 
@@ -29,31 +29,30 @@ def available(sample: DecodeInputs) -> list[Path]:
     from vllm_aiter_mla.kernels.triton.launcher import entry, launch
 
     return [
-        # Past the back end's own cap: where it would step aside is what is to be measured.
+        # Without the back end's measured cap: from where on it is slower is what is to be measured.
         Path(OURS, lambda inputs: launch(inputs, entry(inputs).tile)),
         Path(UNFUSED, baselines.unfused),
-        _vllm(sample),
+        _vllm(),
         Path(TORCH, lambda inputs: reference.prepare(inputs, reference.TWO_ROUNDING)),
         _aiter(sample),
     ]
 
 
-def _vllm(sample: DecodeInputs) -> Path:
+def _vllm() -> Path:
     """vLLM's own fused RoPE + KV-write op in place of ours, where vLLM is importable."""
-    try:
-        from vllm import _custom_ops
-    except Exception as error:
-        return Path(STOCK, None, f"vllm is not importable: {_line(error)}")
-    if not hasattr(torch.ops._C_cache_ops, "concat_and_cache_mla_rope_fused"):
-        return Path(STOCK, None, "this vllm has no concat_and_cache_mla_rope_fused")
+    from vllm_aiter_mla.compat import offline
     from vllm_aiter_mla.kernels.triton import baselines
+
+    op = offline.fused_rope_kv_write()
+    if isinstance(op, str):
+        return Path(STOCK, None, op)
 
     def prepare(inputs: DecodeInputs) -> torch.Tensor:
         absorbed = reference.absorb(inputs.q[..., : inputs.nope_dim], inputs.w_uk_t)
         q_pe = inputs.q[..., inputs.nope_dim :]
         quantised = fp8.is_fp8(inputs.kv_cache.dtype)
         # The op rotates q_pe and k_pe in place: a replay rotates what the last one left, which costs the same.
-        _custom_ops.concat_and_cache_mla_rope_fused(
+        op(
             inputs.positions, q_pe, inputs.k_pe, inputs.kv_c, inputs.cos_sin_cache, inputs.is_neox,
             inputs.slot_mapping, inputs.kv_cache.view(torch.uint8) if quantised else inputs.kv_cache,
             "fp8" if quantised else "auto", inputs.k_scale,
@@ -73,10 +72,5 @@ def _aiter(sample: DecodeInputs) -> Path:
         backend = AiterBackend(detect_platform())
         reason = backend.refuse(sample)
     except Exception as error:
-        return Path(AITER, None, _line(error))
+        return Path(AITER, None, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
     return Path(AITER, None if reason else backend.prepare, reason)
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"

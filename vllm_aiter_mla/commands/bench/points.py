@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +46,7 @@ class Point:
         return 2 * self.tokens * self.heads * NOPE * LATENT
 
 
-def grid(tokens: tuple[int, ...], heads: tuple[int, ...], kinds: tuple[bool, ...]) -> list[Point]:
+def grid(tokens: Sequence[int], heads: Sequence[int], kinds: Sequence[bool]) -> list[Point]:
     """All points, quantised ones first, by heads, then by tokens."""
     return [Point(t, n, kind) for kind in kinds for n in heads for t in tokens]
 

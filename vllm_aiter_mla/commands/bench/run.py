@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
-from vllm_aiter_mla.commands.bench import paths as who
-from vllm_aiter_mla.commands.bench import timing
+from vllm_aiter_mla.commands.bench import paths, timing
 from vllm_aiter_mla.commands.bench.points import Point, cache_bytes, operands, sets_needed
 from vllm_aiter_mla.kernels import fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
@@ -36,14 +35,14 @@ class Row:
     @property
     def ratio(self) -> float | None:
         """The best unfused sequence over the one launch: above 1 the one launch is faster. None: not measured."""
-        rivals = [self.timings[name].median_us for name in (who.UNFUSED, who.STOCK) if name in self.timings]
-        ours = self.timings.get(who.OURS)
+        rivals = [self.timings[name].median_us for name in (paths.UNFUSED, paths.STOCK) if name in self.timings]
+        ours = self.timings.get(paths.OURS)
         return min(rivals) / ours.median_us if ours and rivals else None
 
     @property
     def gbps(self) -> float | None:
         """Bytes of the point, each counted once, over the time of the one launch."""
-        ours = self.timings.get(who.OURS)
+        ours = self.timings.get(paths.OURS)
         return self.point.bytes_once / ours.median_us * 1e-3 if ours else None
 
 
@@ -88,7 +87,7 @@ def run(points: list[Point], rounds: int, progress: Callable[[str], None] = lamb
     arch = current_arch()
     native = FP8_OF_ARCH.get(arch)
     if native is None and any(point.quantised for point in points):
-        raise NoGpuError(f"bench: {arch} has no fp8 conversion in hardware; ask for bf16 only")
+        raise NoGpuError(f"{arch} has no fp8 conversion in hardware; ask for bf16 only")
     report = Report(machine(), arch, timing.copy_gbps(), rounds)
     for point in points:
         report.rows.append(_row(point, native or torch.float8_e4m3fn, rounds))
@@ -99,7 +98,7 @@ def run(points: list[Point], rounds: int, progress: Callable[[str], None] = lamb
 def require_gpu() -> None:
     """Raise NoGpuError, with a line to show, unless torch sees a GPU."""
     if not torch.cuda.is_available():
-        raise NoGpuError(f"bench: a GPU is needed, torch {torch.__version__} sees none; nothing was measured")
+        raise NoGpuError(f"a GPU is needed, torch {torch.__version__} sees none; nothing was measured")
 
 
 def machine() -> dict[str, str]:
@@ -118,26 +117,26 @@ def machine() -> dict[str, str]:
 def _row(point: Point, native: torch.dtype, rounds: int) -> Row:
     count = sets_needed(point, cache_bytes())
     sets = operands(point, native, count)
-    paths = who.available(sets[0])
-    wrong = disagreements(paths, sets[0])
-    timed = [path for path in paths if path.name not in wrong]
-    missing = {path.name: path.reason or "" for path in paths if path.prepare is None}
+    available = paths.available(sets[0])
+    wrong = disagreements(available, sets[0])
+    timed = [path for path in available if path.name not in wrong]
+    missing = {path.name: path.reason or "" for path in available if path.prepare is None}
     return Row(point, count, timing.measure(timed, sets, rounds), missing, wrong)
 
 
-def disagreements(paths: list[who.Path], inputs: DecodeInputs) -> dict[str, str]:
+def disagreements(found: list[paths.Path], inputs: DecodeInputs) -> dict[str, str]:
     """Paths whose query or cache is not that of plain PyTorch, with the figures; they are not timed."""
-    results = {path.name: _outputs(path.prepare, inputs) for path in paths if path.prepare is not None}
+    results = {path.name: _outputs(path.prepare, inputs) for path in found if path.prepare is not None}
     wrong = {}
     for name, tensors in results.items():
-        for what, got, expected in zip(("query", "cache"), tensors, results[who.TORCH], strict=True):
+        for what, got, expected in zip(("query", "cache"), tensors, results[paths.TORCH], strict=True):
             different, far = _difference(got, expected)
             if far or different > MAX_DIFFERENT:
                 wrong[name] = f"{what}: {different:.1%} of the values differ, {far} by more than one step"
     return wrong
 
 
-def _outputs(prepare: who.Prepare, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _outputs(prepare: paths.Prepare, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
     own = {name: getattr(inputs, name).clone() for name in ("q", "k_pe", "kv_cache")}
     copy = replace(inputs, **own)
     return prepare(copy), copy.kv_cache
@@ -155,40 +154,34 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
 
 def caps(report: Report) -> list[str]:
     """The entries for ``tiles.CAPS`` that the figures call for: per heads and type, the first T that was slower."""
-    lines = []
+    slower: dict[tuple[int, bool], list[int]] = {}
+    for row in report.rows:
+        if row.ratio is not None and row.ratio < 1:
+            slower.setdefault((row.point.heads, row.point.quantised), []).append(row.point.tokens)
     source = ", ".join(report.machine.values())
-    for heads, kind in sorted({(row.point.heads, row.point.quantised) for row in report.rows}):
-        slower = [
-            row.point.tokens
-            for row in report.rows
-            if (row.point.heads, row.point.quantised) == (heads, kind) and row.ratio is not None and row.ratio < 1
-        ]
-        if slower:
-            lines.append(f'Cap("{report.arch}", {heads}, {kind}, {min(slower)}, "{source}")')
-    return lines
+    return [
+        f'Cap("{report.arch}", {heads}, {kind}, {min(tokens)}, "{source}")'
+        for (heads, kind), tokens in sorted(slower.items())
+    ]
 
 
 def bounds(report: Report) -> list[Bound]:
     """The project's bounds against this run; a point that was not measured leaves its bound open."""
-    few = [row.ratio for row in report.rows if row.point.heads == 16 and row.point.quantised and row.point.tokens <= 64]
-    middle = [row.ratio for row in report.rows if row.point.heads == 16 and row.point.tokens == 256]
-    engaged = [row.ratio for row in report.rows if not _capped(report.arch, row.point)]
-    wide = [row.gbps for row in report.rows if row.point == Point(256, 128, True)]
-    share = [value / report.copy_gbps for value in wide if value is not None]
+    from vllm_aiter_mla.kernels.triton.tiles import cap_for
+
+    rows = [(row, row.point) for row in report.rows]
+    few = [row.ratio for row, at in rows if at.heads == 16 and at.quantised and at.tokens <= 64]
+    middle = [row.ratio for row, at in rows if at.heads == 16 and at.tokens == 256]
+    engaged = [row.ratio for row, at in rows if cap_for(report.arch, at.heads, at.quantised, at.tokens) is None]
+    wide = [row.gbps / report.copy_gbps for row, at in rows if at == Point(256, 128, True) and row.gbps is not None]
     return [
         _bound("ratio >= 2.0 for T <= 64, N = 16, fp8", few, 2.0),
         _bound("ratio >= 1.3 for T = 256, N = 16", middle, 1.3),
         _bound("ratio >= 1.0 wherever the back end engages", engaged, 1.0),
-        _bound("share of the copy bandwidth >= 0.70 for N = 128, T = 256, fp8", share, 0.7),
+        _bound("share of the copy bandwidth >= 0.70 for N = 128, T = 256, fp8", wide, 0.7),
     ]
 
 
-def _bound(text: str, values: list[float | None] | list[float], least: float) -> Bound:
+def _bound(text: str, values: Sequence[float | None], least: float) -> Bound:
     known = [value for value in values if value is not None]
     return Bound(text, min(known), min(known) >= least) if known else Bound(text, None, None)
-
-
-def _capped(arch: str, point: Point) -> bool:
-    from vllm_aiter_mla.kernels.triton.tiles import cap_for
-
-    return cap_for(arch, point.heads, point.quantised, point.tokens) is not None

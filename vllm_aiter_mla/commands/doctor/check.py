@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_aiter_mla.commands.doctor.given import Given
 
 Status = Literal["ok", "warning", "problem", "unknown"]
 STATUSES: tuple[Status, ...] = ("ok", "warning", "problem", "unknown")
@@ -27,21 +28,6 @@ class Check:
     status: Status
     detail: str
     remedy: str = ""
-
-
-@dataclass(frozen=True)
-class Given:
-    """What the checks look at besides the machine.
-
-    Attributes:
-        env: environment variables.
-        compilation: ``--compilation-config`` as plain containers; None when not given.
-        additional: ``--additional-config`` likewise.
-    """
-
-    env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    compilation: Mapping[str, Any] | None = None
-    additional: Mapping[str, Any] | None = None
 
 
 CheckFunction = Callable[[Given], Check]

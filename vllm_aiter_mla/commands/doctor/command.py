@@ -1,57 +1,59 @@
-"""From the command line to printed findings and an exit status."""
+"""``vllm-aiter-mla doctor``: can the fast path work here, and what stands in its way."""
 
 from __future__ import annotations
 
-import json
+import json as json_module
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from vllm_aiter_mla import __version__
-from vllm_aiter_mla.commands.doctor import arguments, installed, machine, options, switches
-from vllm_aiter_mla.commands.doctor.check import STATUSES, Check, Given, exit_status, run
+from vllm_aiter_mla.commands.doctor import conflicts, given, installed, machine, switches
+from vllm_aiter_mla.commands.doctor.check import STATUSES, Check, exit_status, run
 from vllm_aiter_mla.commands.doctor.guard import aiter_not_importable
 
-CHECKS = (*machine.CHECKS, *installed.CHECKS, *switches.CHECKS, *options.CHECKS)
-WRONG = 2
+# The options of `vllm serve` are vLLM's business: typer hands over what it does not know.
+COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+CHECKS = (*machine.CHECKS, *installed.CHECKS, *switches.CHECKS, *conflicts.CHECKS)
 
 
-def main(
-    compilation: str | None = None, additional: str | None = None, more: Sequence[str] = (), *, as_json: bool = False
-) -> int:
+def doctor(
+    context: typer.Context,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check this machine, and the options of `vllm serve` where they are given. Runs anywhere, without a GPU.
+
+    One line per check: ok, warning, problem or unknown, the finding, and what to do. AITER is read, never imported.
+    Exits 0; 1 with a problem; 2 without one but with something that cannot be told from here.
+    """
+    raise typer.Exit(main(context.args, as_json=json))
+
+
+def main(arguments: Sequence[str] = (), *, as_json: bool = False) -> int:
     """Run every check and print it.
 
     Args:
-        compilation: what ``vllm serve`` would get as ``--compilation-config``, JSON.
-        additional: likewise ``--additional-config``.
-        more: the same two, one value at a time: ``-cc.pass_config.NAME=true``.
+        arguments: what ``vllm serve`` would get, in any of its spellings.
         as_json: print JSON instead of lines.
 
     Returns:
-        0; 1 with a problem; 2 without one but with something unknown, or when an argument is wrong.
+        0; 1 with a problem, a wrong option among them; 2 without one but with something unknown.
     """
     # vLLM logs to stdout, where the findings go.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    try:
-        first, second = arguments.read(compilation, additional, more)
-    except ValueError as error:
-        print(f"doctor: {error}", file=sys.stderr)
-        return WRONG
-    checks = examine(Given(compilation=first, additional=second))
-    if as_json:
-        print(json.dumps(as_record(checks), indent=1))
-    else:
-        print("\n".join(lines(checks)))
+    checks = examine(arguments)
+    print(json_module.dumps(as_record(checks), indent=1) if as_json else "\n".join(lines(checks)))
     return exit_status(checks)
 
 
-def examine(given: Given) -> tuple[Check, ...]:
+def examine(arguments: Sequence[str]) -> tuple[Check, ...]:
     """Every finding, in the order of ``CHECKS``; AITER is not imported, whoever tries."""
     with aiter_not_importable():
-        return run(CHECKS, given)
+        return run(CHECKS, given.read(arguments))
 
 
 def as_record(checks: Sequence[Check]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_aiter_mla.commands.doctor import machine
-from vllm_aiter_mla.commands.doctor.check import Check, Given
+from vllm_aiter_mla.commands.doctor.check import Check
+from vllm_aiter_mla.commands.doctor.given import Given
 from vllm_aiter_mla.settings import NAMESPACE
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
 
 def vllm(given: Given) -> Check:
     """vLLM's version against the window, read without importing it."""
-    from vllm_aiter_mla.compat.vllm_version import WINDOW, in_window
+    from vllm_aiter_mla.compat.version import WINDOW, in_window
 
     version, distribution = vllm_version(), vllm_distribution()
     if version is None:

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from vllm_aiter_mla.commands.doctor.check import Check, Given
+from vllm_aiter_mla.commands.doctor.check import Check
+from vllm_aiter_mla.commands.doctor.given import Given
 
 ARCHITECTURES = {"gfx942": "MI300X, MI325X", "gfx950": "MI350X, MI355X"}
 OLDEST_PYTHON = (3, 10)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vllm_aiter_mla.commands.doctor import machine
-from vllm_aiter_mla.commands.doctor.check import Check, Given
+from vllm_aiter_mla.commands.doctor.check import Check
+from vllm_aiter_mla.commands.doctor.given import Given
 
 FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
 

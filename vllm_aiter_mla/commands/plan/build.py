@@ -6,10 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 from vllm_aiter_mla import __version__, bucket
-from vllm_aiter_mla.commands.plan import formulas, kernels, verdict, vllm_rules
+from vllm_aiter_mla.commands.plan import formulas, kernels, ranges, verdict
+from vllm_aiter_mla.commands.plan.kernels import KernelSpan
 from vllm_aiter_mla.commands.plan.model import ModelFacts
-from vllm_aiter_mla.commands.plan.options import ServeOptions
+from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.commands.plan.verdict import Reason
+from vllm_aiter_mla.compat import version as compat_version
 
 ENGAGED, PARTIAL, REFUSED = "engaged", "partial", "refused"
 
@@ -18,61 +20,40 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
     """The plan as plain containers."""
     limit = bucket.decode_limit(options.max_num_seqs, options.num_drafts, options.settings.max_token_num)
     reasons = list(verdict.reasons(options, model))
-    kernel = _kernel(options, model, limit) if model.is_mla and verdict.heads_per_rank(options, model) else None
-    if kernel is not None and kernel["reason"] is not None:
-        reasons.append(kernel["reason"])
-    ranges = vllm_rules.compile_ranges(options, model, limit)
-    captures = vllm_rules.captures(options, limit)
+    spans: tuple[KernelSpan, ...] | str | None = None
+    if model.is_mla and verdict.heads_per_rank(options, model):
+        spans = kernels.spans(options, model, limit)
+        reasons += filter(None, [_kernel_reason(spans)])
     return {
         "plugin": __version__,
-        "vllm": _vllm_version(),
+        "vllm": compat_version.installed(),
         "model": asdict(model),
         "arch": options.arch,
         "options": _options(options),
         "environment": {name: [options.env.values[name], options.env.origins[name]] for name in options.env.values},
         "heads_per_rank": verdict.heads_per_rank(options, model),
         "limit": limit,
-        "compile_ranges": asdict(ranges),
-        "captures": asdict(captures),
+        "compile_ranges": asdict(ranges.compile_ranges(options, model, limit)),
+        "captures": asdict(ranges.captures(options, limit)),
         "verdict": _verdict(reasons),
         "layers": {"mla": len(model.mla_layers), "total": model.layers, "engaged": _engaged(reasons, model)},
         "reasons": [asdict(reason) for reason in reasons],
-        "kernels": None if kernel is None else [asdict(span) for span in kernel["spans"]],
-        "figures": _figures(options, model, limit) if kernel is not None else None,
+        "kernels": None if spans is None else [asdict(span) for span in spans if not isinstance(span, str)],
+        "figures": None if spans is None else _figures(options, model, limit),
         "assumptions": [*options.assumptions, *_limits_of_the_plan(options, model)],
     }
 
 
-def _kernel(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, Any]:
-    shape = kernel_shape(options, model)
-    asked, arch = options.settings.kernel, options.arch
-    missing = kernels.unavailable(asked, arch)
-    if missing is not None:
-        return {"spans": (), "reason": Reason("kernel", "kernel_unavailable", missing)}
-    spans = kernels.spans(asked, arch, shape, limit, options.settings.aiter_view)
-    # The runtime asks with one row: a back end that does not even take that leaves passes 1 and 2.
+def _kernel_reason(spans: tuple[KernelSpan, ...] | str) -> Reason | None:
+    if isinstance(spans, str):
+        return Reason("kernel", "kernel_unavailable", spans)
+    # The server decides with one row: a back end that does not even take that leaves passes 1 and 2.
     refused = spans[0].refusals
-    return {"spans": spans, "reason": Reason("kernel", "kernel_shape", refused[0][1]) if refused else None}
-
-
-def kernel_shape(options: ServeOptions, model: ModelFacts) -> kernels.LayerKernelShape:
-    """What decides the kernel of the model's layers on one rank."""
-    import torch
-
-    return kernels.LayerKernelShape(
-        heads=verdict.heads_per_rank(options, model),
-        nope=model.nope,
-        rope=model.rope,
-        latent=model.latent,
-        act=getattr(torch, options.dtype, torch.bfloat16),
-        quantised=options.kv_cache_dtype.startswith("fp8"),
-        block_size=options.block_size,
-        fp8_absorb=verdict.fp8_absorb(options, model),
-    )
+    return Reason("kernel", "kernel_shape", refused[0][1]) if refused else None
 
 
 def _figures(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, Any]:
-    heads, stored = verdict.heads_per_rank(options, model), _stored(options)
+    heads, stored = verdict.heads_per_rank(options, model), 1 if options.fp8_cache else formulas.ACT
     table = {}
     weight = 1 if verdict.fp8_absorb(options, model) else formulas.ACT
     for tokens in sorted({1, min(64, limit), limit}):
@@ -92,10 +73,6 @@ def _figures(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, 
     }
 
 
-def _stored(options: ServeOptions) -> int:
-    return 1 if options.kv_cache_dtype.startswith("fp8") else formulas.ACT
-
-
 def _verdict(reasons: list[Reason]) -> str:
     if not reasons:
         return ENGAGED
@@ -106,14 +83,12 @@ def _engaged(reasons: list[Reason], model: ModelFacts) -> int:
     return len(model.mla_layers) if _verdict(reasons) == ENGAGED else 0
 
 
-_SHOWN = (
-    "tp", "pp", "dcp", "pcp", "max_num_seqs", "max_num_batched_tokens", "num_drafts", "kv_cache_dtype", "dtype",
-    "block_size", "enforce_eager", "mode", "attention_backend",
-)  # fmt: skip
-
-
 def _options(options: ServeOptions) -> dict[str, Any]:
-    return {**{name: getattr(options, name) for name in _SHOWN}, "settings": asdict(options.settings)}
+    own = ("tp", "pp", "max_num_seqs", "max_num_batched_tokens", "num_drafts", "dtype", "block_size",
+           "attention_backend")  # fmt: skip
+    viewed = ("dcp", "pcp", "kv_cache_dtype", "enforce_eager", "mode")
+    shown = {name: getattr(options, name) for name in own} | {name: getattr(options.view, name) for name in viewed}
+    return shown | {"settings": asdict(options.settings)}
 
 
 def _limits_of_the_plan(options: ServeOptions, model: ModelFacts) -> list[str]:
@@ -123,9 +98,3 @@ def _limits_of_the_plan(options: ServeOptions, model: ModelFacts) -> list[str]:
     if options.num_drafts:
         notes.append("a draft model's own MLA layers are not planned")
     return notes
-
-
-def _vllm_version() -> str:
-    from vllm_aiter_mla.compat import vllm_version
-
-    return vllm_version.installed()

@@ -1,38 +1,71 @@
-"""From the command line to a printed plan and an exit status."""
+"""``vllm-aiter-mla plan``: a dry run on a model's config and the options of ``vllm serve``."""
 
 from __future__ import annotations
 
-import json
+import json as json_module
 import os
 import sys
 from collections.abc import Sequence
+from enum import Enum
+from typing import Annotated, Any
 
-from vllm_aiter_mla.commands.plan import build, model, options, page, vllm_rules
-from vllm_aiter_mla.settings import SettingsError
+import typer
 
+# The options of `vllm serve` are vLLM's business: typer hands over what it does not know.
+COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 ENGAGES, DOES_NOT, WRONG = 0, 1, 2
+
+
+class Arch(str, Enum):
+    """Cards a plan can be made for."""
+
+    gfx942 = "gfx942"
+    gfx950 = "gfx950"
+    sm90 = "sm90"
+
+
+def plan(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Folder or file of a config, a bundled example, or a cached hub name."),
+    ],
+    arch: Annotated[Arch, typer.Option(help="Card to plan for.")] = Arch.gfx942,
+    env: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE: one of vLLM's environment variables; may be repeated.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Say what would engage: MODEL first, then the options of `vllm serve`.
+
+    Prints heads per rank, the decode bucket, compile ranges, capture sizes, the kernel by batch size, every reason
+    against, and bytes and launches by formula. Needs no GPU, no weights and no network. Exits 0 when the layers would
+    engage, 1 when not, 2 when an option or the model is wrong.
+    """
+    raise typer.Exit(main(model, context.args, arch.value, env or [], as_json=json))
 
 
 def main(name: str, arguments: Sequence[str], arch: str, env: Sequence[str], *, as_json: bool = False) -> int:
     """Plan ``name`` with the options of ``vllm serve`` in ``arguments``.
 
     Returns:
-        0 when the layers would engage, 1 when not, 2 when the model or an option is wrong. A wrong option of vLLM's
-        ends in vLLM's own message and ``SystemExit``, status 2 as well.
+        0 when the layers would engage, 1 when not, 2 when the model or an option is wrong.
     """
     # vLLM logs to stdout, where the plan goes.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    from vllm_aiter_mla.commands.plan import build, model, printout, serve_options
+    from vllm_aiter_mla.compat.offline import VllmMissingError
+
     try:
         _check_model_comes_first(name, arguments)
         facts = model.load(name)
-        environment = options.environment(env)
-        parsed = vllm_rules.parse(name, arguments)
-        plan = build.build(options.read(parsed, facts, arch, environment), facts)
-    except (model.ModelNotFoundError, SettingsError, ValueError, vllm_rules.VllmMissingError) as error:
+        options = serve_options.read(arguments, facts, arch, serve_options.environment(env))
+        record = build.build(options, facts)
+    except (model.ModelNotFoundError, ValueError, VllmMissingError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return WRONG
-    print(json.dumps(plan, indent=1) if as_json else page.text(plan))
-    return ENGAGES if plan["verdict"] == build.ENGAGED else DOES_NOT
+    print(json_module.dumps(record, indent=1) if as_json else printout.text(record))
+    return ENGAGES if record["verdict"] == build.ENGAGED else DOES_NOT
 
 
 def _check_model_comes_first(name: str, arguments: Sequence[str]) -> None:

@@ -1,45 +1,28 @@
-"""Which kernel would take a layer at which batch size: the back ends' own answers, on operands without memory."""
+"""Which kernel would take a layer at which batch size: the selector's own answers, on operands without memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
+from vllm_aiter_mla.commands.plan import verdict
+from vllm_aiter_mla.commands.plan.model import ModelFacts
+from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.kernels import select
-from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.dispatch import PER_HEAD_TOKENS, ViewPolicy
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.kernels.backend import KernelBackend
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.triton import backend as triton_backend
-from vllm_aiter_mla.kernels.triton.tiles import CAPS, TABLE, cap_for, entry_for
+from vllm_aiter_mla.kernels.triton import backend as triton
+from vllm_aiter_mla.kernels.triton import tiles
 
 # A plan is made for the ROCm release that the AITER path needs; doctor looks at the installed one.
 ROCM = (7, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKernelShape:
-    """What decides the kernel of a layer besides the batch size.
-
-    Attributes:
-        heads, nope, rope, latent: N, P, R, L.
-        act: activation dtype.
-        quantised: whether cache and prepared query are fp8.
-        block_size: of the KV cache.
-        fp8_absorb: whether the absorbed weight is held in fp8.
-    """
-
-    heads: int
-    nope: int
-    rope: int
-    latent: int
-    act: torch.dtype
-    quantised: bool
-    block_size: int
-    fp8_absorb: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,112 +43,130 @@ class KernelSpan:
     refusals: tuple[tuple[str, str], ...]
 
 
-def platform_of(arch: str) -> Platform:
-    """The card a plan is made for."""
-    return Platform(arch, ROCM if arch.startswith("gfx") else None)
+class PlannedSelector(select.Selector):
+    """The selector of a server on the card planned for: its back ends answer as there and launch nothing."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self.asked, arch = options.settings.kernel, options.arch
+        super().__init__(self.asked, Platform(arch, ROCM if arch.startswith("gfx") else None))
+        view = cast(ViewPolicy, options.settings.aiter_view)
+        self._planned: dict[str, KernelBackend | str] = {
+            "aiter": AiterBackend(self.platform, op=_never, view=view, fp8_gemm=lambda: _never)
+            if arch in ARCHITECTURES
+            else select.aiter_factory(self.platform),
+            "triton": _PlannedTriton(arch),
+            "stock": _PlannedStock(),
+        }
+
+    def backend(self, name: str) -> KernelBackend | str:
+        """See the base class."""
+        return self._planned[name]
+
+    def unavailable(self) -> str | None:
+        """Why no fused kernel would be chosen in that process at all, or None; as ``runtime.kernel`` decides it."""
+        if self.asked == "auto" and self.names[0] == "stock":
+            return f"auto knows no fused kernel for {self.platform.arch}; kernel=triton can be asked for by name"
+        backend = self.backend(self.names[0])
+        return f"kernel={self.asked}: {backend}" if isinstance(backend, str) else None
 
 
-def unavailable(kernel: str, arch: str) -> str | None:
-    """Why no fused kernel would be chosen in that process at all, or None; as ``runtime.kernel`` decides it."""
-    wanted = select.candidates(kernel, platform_of(arch))[0]
-    if kernel == "auto" and wanted == "stock":
-        return f"auto knows no fused kernel for {arch}; kernel=triton can be asked for by name"
-    if wanted == "aiter" and arch not in contract.ARCHITECTURES:
-        return f"kernel={kernel}: AITER's op is for gfx942 and gfx950; this card is {arch}"
-    return None
+class _PlannedTriton(triton.TritonBackend):
+    """What it looks at on this machine is answered for the card planned for."""
+
+    def __init__(self, arch: str) -> None:
+        super().__init__()
+        self._arch = arch
+
+    def refuse(self, inputs: DecodeInputs) -> str | None:
+        for check in triton.ANYWHERE:
+            if (reason := check(inputs)) is not None:
+                return reason
+        stored, native = inputs.kv_cache.dtype, triton.FP8_OF_ARCH.get(self._arch)
+        if stored.itemsize == 1 and stored != native:
+            return f"kv_cache: {self._arch} converts to {native} in hardware, not to {stored}"
+        cap = tiles.cap_for(self._arch, inputs.num_heads, inputs.out_dtype.itemsize == 1, inputs.num_tokens)
+        return None if cap is None else f"{inputs.num_tokens} tokens: measured slower from {cap.from_tokens} on"
+
+    def bind(self, inputs: DecodeInputs) -> Callable[[DecodeInputs], torch.Tensor]:
+        return _never
 
 
-def spans(
-    kernel: str, arch: str, shape: LayerKernelShape, limit: int, view: str | int = "auto"
-) -> tuple[KernelSpan, ...]:
-    """The bucket ``1..limit`` cut where the answer changes; ``view`` is the option ``aiter_view``."""
-    platform = platform_of(arch)
-    # The op is never called: a refusal and a plan are metadata.
-    aiter = AiterBackend(platform, op=_never, view=cast(ViewPolicy, view), fp8_gemm=lambda: _never)
+class _PlannedStock(select.ReferenceBackend):
+    """vLLM's own kernels take whatever the shared contract allows."""
+
+    name = "stock"
+
+
+def spans(options: ServeOptions, model: ModelFacts, limit: int) -> tuple[KernelSpan, ...] | str:
+    """The bucket ``1..limit`` cut where the answer changes, or why there is no fused kernel on that card at all."""
+    chooser = PlannedSelector(options)
+    missing = chooser.unavailable()
+    if missing is not None:
+        return missing
     found: list[KernelSpan] = []
-    for tokens in _points(limit, view):
-        one = _at(kernel, platform, aiter, operands(shape, platform, tokens))
+    for tokens in _points(limit, options.settings.aiter_view):
+        one = at(chooser, operands(options, model, chooser.platform, tokens))
         if found and _alike(found[-1], one):
-            found[-1] = KernelSpan(found[-1].first, tokens, one.kernel, one.detail, found[-1].refusals)
+            found[-1] = replace(found[-1], last=tokens)
         else:
-            start = found[-1].last + 1 if found else 1
-            found.append(KernelSpan(start, tokens, one.kernel, one.detail, one.refusals))
+            found.append(replace(one, first=found[-1].last + 1 if found else 1))
     return tuple(found)
 
 
-def operands(shape: LayerKernelShape, platform: Platform, tokens: int) -> DecodeInputs:
-    """A decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
-    stored = platform.fp8 if shape.quantised else shape.act
-    width = shape.latent + shape.rope
-    blocks = max(2, -(-tokens // shape.block_size))
+def at(chooser: PlannedSelector, inputs: DecodeInputs) -> KernelSpan:
+    """The choice for one batch size."""
+    choice, tokens = chooser.choose(inputs), inputs.num_tokens
+    backend, detail = choice.backend, ""
+    if isinstance(backend, AiterBackend):
+        detail = f"its {backend.kernel_of(inputs)} kernel"
+    elif isinstance(backend, triton.TritonBackend):
+        entry = tiles.entry_for(chooser.platform.arch, tokens, inputs.num_heads)
+        detail = f"tile {entry.tile.block_t}x{entry.tile.block_l}, {entry.basis}"
+    elif backend is not None:
+        detail = "vLLM's own kernels on private copies"
+    return KernelSpan(tokens, tokens, None if backend is None else backend.name, detail, choice.refusals)
 
-    def empty(*size: int, dtype: torch.dtype = shape.act) -> torch.Tensor:
+
+def operands(options: ServeOptions, model: ModelFacts, platform: Platform, tokens: int) -> DecodeInputs:
+    """A decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
+    act = getattr(torch, options.dtype, torch.bfloat16)
+    stored = platform.fp8 if options.fp8_cache else act
+    heads, fp8_weight = verdict.heads_per_rank(options, model), verdict.fp8_absorb(options, model)
+
+    def empty(*size: int, dtype: torch.dtype = act) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
+    scale, blocks = empty(1, dtype=torch.float32), max(2, -(-tokens // options.block_size))
     return DecodeInputs(
-        q=empty(tokens, shape.heads, shape.nope + shape.rope),
-        k_pe=empty(tokens, shape.rope),
-        kv_c=empty(tokens, shape.latent),
-        w_uk_t=empty(shape.heads, shape.nope, shape.latent, dtype=platform.fp8 if shape.fp8_absorb else shape.act),
-        kv_cache=empty(blocks, shape.block_size, width, dtype=stored),
+        q=empty(tokens, heads, model.nope + model.rope),
+        k_pe=empty(tokens, model.rope),
+        kv_c=empty(tokens, model.latent),
+        w_uk_t=empty(heads, model.nope, model.latent, dtype=platform.fp8 if fp8_weight else act),
+        kv_cache=empty(blocks, options.block_size, model.latent + model.rope, dtype=stored),
         slot_mapping=empty(tokens, dtype=torch.int64),
         positions=empty(tokens, dtype=torch.int64),
-        cos_sin_cache=empty(4096, shape.rope),
-        k_scale=empty(1, dtype=torch.float32),
-        q_scale=empty(1, dtype=torch.float32),
+        cos_sin_cache=empty(4096, model.rope),
+        k_scale=scale,
+        q_scale=scale,
         is_neox=False,
         out_dtype=stored,
-        w_uk_scale=empty(1, dtype=torch.float32) if shape.fp8_absorb else None,
+        w_uk_scale=scale if fp8_weight else None,
     )
 
 
 def _points(limit: int, view: str | int) -> list[int]:
     """The last batch size before every border that a back end knows of, up to ``limit``."""
     borders = {PER_HEAD_TOKENS - 1, *((view - 1,) if isinstance(view, int) and view > 1 else ())}
-    borders |= {*(entry.max_tokens for entries in TABLE.values() for entry in entries)}
-    borders |= {cap.from_tokens - 1 for cap in CAPS if cap.from_tokens > 1}
+    borders |= {*(entry.max_tokens for entries in tiles.TABLE.values() for entry in entries)}
+    borders |= {cap.from_tokens - 1 for cap in tiles.CAPS if cap.from_tokens > 1}
     return sorted({border for border in borders if border < limit} | {limit})
 
 
 def _alike(span: KernelSpan, other: KernelSpan) -> bool:
-    names = tuple(name for name, _ in span.refusals)
-    return (span.kernel, span.detail, names) == (other.kernel, other.detail, tuple(name for name, _ in other.refusals))
-
-
-def _at(kernel: str, platform: Platform, aiter: AiterBackend, inputs: DecodeInputs) -> KernelSpan:
-    refusals: list[tuple[str, str]] = []
-    tokens = inputs.num_tokens
-    for name in select.candidates(kernel, platform):
-        reason, detail = _ask(name, platform, aiter, inputs)
-        if reason is None:
-            return KernelSpan(tokens, tokens, name, detail, tuple(refusals))
-        refusals.append((name, reason))
-    return KernelSpan(tokens, tokens, None, "", tuple(refusals))
-
-
-def _ask(name: str, platform: Platform, aiter: AiterBackend, inputs: DecodeInputs) -> tuple[str | None, str]:
-    if name == "aiter":
-        if platform.arch not in contract.ARCHITECTURES:
-            return f"AITER's op is for gfx942 and gfx950; this card is {platform.arch}", ""
-        decision = aiter.decide(inputs)
-        return decision.reason, f"its {decision.plan.kernel} kernel" if decision.plan else ""
-    if name == "triton":
-        entry = entry_for(platform.arch, inputs.num_tokens, inputs.num_heads)
-        return _triton(platform, inputs), f"tile {entry.tile.block_t}x{entry.tile.block_l}, {entry.basis}"
-    detail = "vLLM's own kernels on private copies" if name == "stock" else "plain PyTorch"
-    return contract_violation(inputs), detail
-
-
-def _triton(platform: Platform, inputs: DecodeInputs) -> str | None:
-    """What ``TritonBackend.refuse`` would say there; what it looks at on this machine is answered for that card."""
-    for check in triton_backend.ANYWHERE:
-        if (reason := check(inputs)) is not None:
-            return reason
-    native = triton_backend.FP8_OF_ARCH.get(platform.arch)
-    if inputs.kv_cache.dtype.itemsize == 1 and inputs.kv_cache.dtype != native:
-        return f"kv_cache: {platform.arch} converts to {native} in hardware, not to {inputs.kv_cache.dtype}"
-    cap = cap_for(platform.arch, inputs.num_heads, inputs.out_dtype.itemsize == 1, inputs.num_tokens)
-    return None if cap is None else f"{inputs.num_tokens} tokens: measured slower from {cap.from_tokens} on"
+    """Whether both run alike and pass over the same back ends; the reasons name token counts, so they may differ."""
+    return (span.kernel, span.detail) == (other.kernel, other.detail) and [name for name, _ in span.refusals] == [
+        name for name, _ in other.refusals
+    ]
 
 
 def _never(*arguments: Any) -> Any:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.commands import fields
-from vllm_aiter_mla.commands.fields import WIDTH, whole
+from vllm_aiter_mla.commands.plan import fields
+from vllm_aiter_mla.commands.plan.fields import WIDTH, whole
 
 EXAMPLES = Path(__file__).parent / "models"
 

@@ -11,9 +11,10 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView, LayerView, Refusal, admit_config, admit_layer
-from vllm_aiter_mla.commands.plan import vllm_rules
 from vllm_aiter_mla.commands.plan.model import ModelFacts
-from vllm_aiter_mla.commands.plan.options import ServeOptions
+from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
+from vllm_aiter_mla.compat import offline, surface
+from vllm_aiter_mla.compat import version as compat_version
 
 # What the matcher says of a layer without RoPE (passes/match.py); it reads graphs, and here is none.
 NO_ROPE = ("no_rope", "no rotary embedding is applied to q (a NoPE layer, or outside this graph)")
@@ -70,37 +71,29 @@ def reasons(options: ServeOptions, model: ModelFacts) -> tuple[Reason, ...]:
     ]
     if model.is_mla and model.is_nope:
         found.append(Reason("graph", *NO_ROPE))
-    return tuple({reason.code: reason for reason in reversed(found)}[code] for code in _in_order(found))
+    first: dict[str, Reason] = {}
+    for reason in found:
+        first.setdefault(reason.code, reason)
+    return tuple(first.values())
 
 
 def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
-    """What the gate would read after vLLM's own defaults; knobs of the graph as the user gave them."""
-    from vllm_aiter_mla.compat import surface, vllm_version
-
-    version, env, compilation = vllm_version.installed(), options.env, options.compilation
-    rocm = options.arch.startswith("gfx")
+    """What the gate would read after vLLM's own defaults; what cuts the graph stands as the user gave it."""
+    version, env = compat_version.installed(), options.env
     breakable = env.on("VLLM_USE_BREAKABLE_CUDAGRAPH")
-    ops = compilation.splitting_ops
-    return ConfigView(
+    return replace(
+        options.view,
         vllm_version=version,
-        version_supported=vllm_version.in_window(version) or options.settings.debug.untested_vllm,
+        version_supported=compat_version.in_window(version) or options.settings.debug.untested_vllm,
         missing=surface.missing_capabilities(),
         op_schema=surface.op_differences() if model.is_mla else (),
         is_mla=model.is_mla and not env.on("VLLM_MLA_DISABLE"),
         is_sparse=model.is_sparse,
-        enforce_eager=options.enforce_eager,
         breakable_cudagraph=breakable,
-        mode="NONE" if breakable else options.mode,
-        backend=compilation.backend or "inductor",
-        dcp=options.dcp,
-        pcp=options.pcp,
-        hisparse=options.hisparse,
-        kv_cache_dtype=options.kv_cache_dtype,
+        mode="NONE" if breakable else options.view.mode,
         model_dtype=options.dtype,
-        fp8_bmm=rocm and env.on("VLLM_ROCM_USE_AITER") and env.on("VLLM_ROCM_USE_AITER_FP8BMM"),
+        fp8_bmm=_uses_aiter(options) and env.on("VLLM_ROCM_USE_AITER_FP8BMM"),
         kernel=options.settings.kernel,
-        use_inductor_graph_partition=compilation.use_inductor_graph_partition,
-        splitting_ops=None if ops is None else tuple(ops),
     )
 
 
@@ -110,11 +103,11 @@ def layer_view(options: ServeOptions, model: ModelFacts) -> LayerView:
         impl=implementation(options, model),
         is_sparse=model.is_sparse,
         fp4_bmm=fp4_absorb(options, model),
-        kv_cache_dtype=options.kv_cache_dtype,
+        kv_cache_dtype=options.view.kv_cache_dtype,
         model_dtype=options.dtype,
-        dcp_world_size=options.dcp,
-        pcp_world_size=options.pcp,
-        hisparse=options.hisparse,
+        dcp_world_size=options.view.dcp,
+        pcp_world_size=options.view.pcp,
+        hisparse=options.view.hisparse,
         # Heads that cannot be dealt out are a reason of their own, not a wrong geometry.
         num_heads=heads_per_rank(options, model) or model.heads,
         qk_nope_head_dim=model.nope,
@@ -126,16 +119,18 @@ def layer_view(options: ServeOptions, model: ModelFacts) -> LayerView:
 
 def fp8_absorb(options: ServeOptions, model: ModelFacts) -> bool:
     """Whether vLLM would hold the absorbed weight in fp8: where AITER is on, unless it is switched off or fp4."""
-    on = options.arch.startswith("gfx") and options.env.on("VLLM_ROCM_USE_AITER")
-    return on and options.env.on("VLLM_ROCM_USE_AITER_FP8BMM") and not fp4_absorb(options, model)
+    fp8_bmm = _uses_aiter(options) and options.env.on("VLLM_ROCM_USE_AITER_FP8BMM")
+    return fp8_bmm and not fp4_absorb(options, model)
 
 
 def fp4_absorb(options: ServeOptions, model: ModelFacts) -> bool:
     """Whether it would be held in fp4. vLLM's MLAAttention: CDNA4 only, and where kv_b_proj is held in bfloat16."""
-    on = options.arch == "gfx950" and options.env.on("VLLM_ROCM_USE_AITER")
-    return (
-        on and options.env.on("VLLM_ROCM_USE_AITER_FP4BMM") and not model.kv_b_quantised and options.dtype == "bfloat16"
-    )
+    on = options.arch == "gfx950" and _uses_aiter(options) and options.env.on("VLLM_ROCM_USE_AITER_FP4BMM")
+    return on and not model.kv_b_quantised and options.dtype == "bfloat16"
+
+
+def _uses_aiter(options: ServeOptions) -> bool:
+    return options.arch.startswith("gfx") and options.env.on("VLLM_ROCM_USE_AITER")
 
 
 def heads_per_rank(options: ServeOptions, model: ModelFacts) -> int:
@@ -146,13 +141,13 @@ def heads_per_rank(options: ServeOptions, model: ModelFacts) -> int:
 def implementation(options: ServeOptions, model: ModelFacts) -> str:
     """Class of the attention implementation vLLM would pick: the given backend's, else the platform's first choice."""
     if options.attention_backend:
-        return vllm_rules.impl_name(options.attention_backend)
+        return offline.impl_name(options.attention_backend)
     if not options.arch.startswith("gfx"):
         return "FlashMLASparseImpl" if model.is_sparse else "FlashAttnMLAImpl"
     if model.is_sparse:
         return "ROCMAiterMLASparseImpl"
-    uses_aiter = options.env.on("VLLM_ROCM_USE_AITER") and options.env.on("VLLM_ROCM_USE_AITER_MLA")
-    return "AiterMLAImpl" if uses_aiter else "TritonMLAImpl"
+    aiter = _uses_aiter(options) and options.env.on("VLLM_ROCM_USE_AITER_MLA")
+    return "AiterMLAImpl" if aiter else "TritonMLAImpl"
 
 
 def _undivided(options: ServeOptions, model: ModelFacts) -> tuple[Reason, ...]:
@@ -172,7 +167,3 @@ def _all(view: Any, admit: Callable[[Any], Refusal | None], scope: str) -> list[
         neutral = {name: defaults[name] for name in _CAUSES.get(refusal.code, ()) if name in defaults}
         view = replace(view, **neutral)
     return found
-
-
-def _in_order(found: list[Reason]) -> list[str]:
-    return list(dict.fromkeys(reason.code for reason in found))

@@ -1,4 +1,4 @@
-"""The options of ``vllm serve`` as ``plan`` reads them: vLLM's own parser, no engine, no model loaded.
+"""The options of ``vllm serve`` as ``plan`` needs them: read by vLLM's own parser, no engine, no model loaded.
 
 What vLLM would take from the card or the checkpoint and ``plan`` cannot see is assumed, and every assumption is kept
 as a sentence for the reader.
@@ -11,17 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_aiter_mla.commands.fields import DTYPES
+from vllm_aiter_mla.admission import ConfigView
+from vllm_aiter_mla.commands.plan.fields import DTYPES
 from vllm_aiter_mla.commands.plan.model import ModelFacts
-from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings, resolve
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import offline
+from vllm_aiter_mla.compat.offline import OptionError
+from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 
 # max_num_seqs and max_num_batched_tokens of an API server, by card: EngineArgs.get_batch_defaults of vLLM 0.32 goes by
 # memory (160 GiB and more, 70 GiB and more).
 BATCH_DEFAULTS = {"gfx942": (1024, 16384), "gfx950": (1024, 16384), "sm90": (1024, 8192)}
-ARCHES = tuple(BATCH_DEFAULTS)
 
 # Past these a plan's products leave 64 bits; no engine is near.
 MOST_REQUESTS, MOST_DRAFTS, MOST_TOKENS, MOST_BLOCK, MOST_RANKS = 2**20, 2**10, 2**30, 2**16, 2**16
+RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size",
+         "prefill_context_parallel_size")  # fmt: skip
 
 # vLLM's own defaults (vllm/envs.py), except VLLM_ROCM_USE_AITER: that one is off, and nothing can engage without it.
 ENV_DEFAULTS = {
@@ -32,10 +37,6 @@ ENV_DEFAULTS = {
     "VLLM_USE_BREAKABLE_CUDAGRAPH": "0",
     "VLLM_MLA_DISABLE": "0",
 }
-
-
-class OptionError(ValueError):
-    """An option is wrong; the message names it and its value."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,13 @@ class ServeOptions:
     Attributes:
         arch: the card planned for.
         settings: the plugin's own options, switched on.
-        tp, pp, dcp, pcp: degrees of tensor, pipeline, decode- and prefill-context parallelism.
+        env: vLLM's variables.
+        parsed: vLLM's own namespace, for vLLM's own rules.
+        view: what admission reads of the options.
+        tp, pp: degrees of tensor and pipeline parallelism.
         max_num_seqs, max_num_batched_tokens, num_drafts: the scheduler's bounds.
+        dtype: of the activations.
         block_size: of the KV cache, in tokens.
-        compilation: vLLM's parsed ``CompilationConfig``.
         attention_backend: as given, e.g. ``TRITON_MLA``; empty when left to vLLM.
         assumptions: sentences.
     """
@@ -92,62 +96,70 @@ class ServeOptions:
     arch: str
     settings: Settings
     env: Environment
-    compilation: Any
-    tp: int = 1
-    pp: int = 1
-    dcp: int = 1
-    pcp: int = 1
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    num_drafts: int = 0
-    kv_cache_dtype: str = "auto"
-    dtype: str = "bfloat16"
-    block_size: int = 16
-    enforce_eager: bool = False
-    mode: str = "VLLM_COMPILE"
-    performance_mode: str = "balanced"
-    attention_backend: str = ""
-    hisparse: bool = False
-    assumptions: tuple[str, ...] = ()
+    parsed: Any
+    view: ConfigView
+    tp: int
+    pp: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_drafts: int
+    dtype: str
+    block_size: int
+    attention_backend: str
+    assumptions: tuple[str, ...]
+
+    @property
+    def fp8_cache(self) -> bool:
+        """Whether cache and prepared query are fp8."""
+        return self.view.kv_cache_dtype.startswith("fp8")
 
 
-def read(parsed: Any, model: ModelFacts, arch: str, env: Environment) -> ServeOptions:
-    """Turn vLLM's parsed namespace into :class:`ServeOptions`.
+def read(arguments: Sequence[str], model: ModelFacts, arch: str, env: Environment) -> ServeOptions:
+    """Read the options of ``vllm serve``, without MODEL.
 
     Raises:
         SettingsError: one of the plugin's own options is wrong.
-        OptionError: one of vLLM's is out of range; vLLM finds that only when it builds the engine.
+        OptionError: one of vLLM's is wrong, or out of a range that vLLM checks only when it builds the engine.
+        VllmMissingError: vLLM is not importable.
     """
+    from vllm_aiter_mla import plugin
+
+    # vLLM loads plugins itself while it builds the parser; VLLM_PLUGINS may leave this one out.
+    plugin.register()
+    parsed = offline.serve_options([model.name, *arguments])
+    for name in RANKS:
+        _in_range(f"--{name.replace('_', '-')}", getattr(parsed, name, 1), MOST_RANKS)
     notes: list[str] = []
-    seqs, batched = _batch(parsed, arch, notes)
+    default_seqs, default_batched = BATCH_DEFAULTS[arch]
+    from_server = f"{default_seqs}, the API server's default in vLLM 0.32 on {arch}"
+    sixteen = "16 assumed; the backend may choose another, which may change AITER's kernel"
     return ServeOptions(
         arch=arch,
+        max_num_seqs=_or_default(parsed, "max_num_seqs", default_seqs, MOST_REQUESTS, from_server, notes),
+        max_num_batched_tokens=_or_default(
+            parsed,
+            "max_num_batched_tokens",
+            default_batched,
+            MOST_TOKENS,
+            f"{default_batched}, that server's default",
+            notes,
+        ),
         settings=_settings(parsed, notes),
         env=env,
-        compilation=parsed.compilation_config,
-        tp=_ranks(parsed, "tensor_parallel_size"),
-        pp=_ranks(parsed, "pipeline_parallel_size"),
-        dcp=_ranks(parsed, "decode_context_parallel_size"),
-        pcp=_ranks(parsed, "prefill_context_parallel_size"),
-        max_num_seqs=seqs,
-        max_num_batched_tokens=batched,
+        parsed=parsed,
+        view=offline.view_of_options(parsed),
+        tp=parsed.tensor_parallel_size,
+        pp=parsed.pipeline_parallel_size,
         num_drafts=_drafts(parsed, model, notes),
-        kv_cache_dtype=str(parsed.kv_cache_dtype),
         dtype=_dtype(parsed, model),
-        block_size=_block_size(parsed, notes),
-        enforce_eager=bool(parsed.enforce_eager),
-        mode=_mode(parsed),
-        performance_mode=str(getattr(parsed, "performance_mode", "balanced")),
+        block_size=_or_default(parsed, "block_size", 16, MOST_BLOCK, sixteen, notes),
         attention_backend=_backend(parsed),
-        hisparse=getattr(parsed.attention_config, "hisparse_config", None) is not None,
         assumptions=(*notes, *_about(arch, env)),
     )
 
 
 def _settings(parsed: Any, notes: list[str]) -> Settings:
-    from vllm_aiter_mla.compat.patches import pass_config
-
-    settings = resolve(pass_config.values_of(parsed.compilation_config.pass_config), parsed.additional_config)
+    settings = compat_config.settings_of(parsed)
     if settings.max_token_num is not None:
         _in_range(f"{LIMIT_FIELD} (or aiter_mla.max_token_num)", settings.max_token_num, MOST_TOKENS)
     if settings.enabled:
@@ -163,8 +175,13 @@ def _in_range(option: str, value: object, most: int) -> int:
     return value
 
 
-def _ranks(parsed: Any, name: str) -> int:
-    return _in_range(f"--{name.replace('_', '-')}", getattr(parsed, name, 1), MOST_RANKS)
+def _or_default(parsed: Any, name: str, default: int, most: int, note: str, notes: list[str]) -> int:
+    """The option's value where it is given, else the default and a note that says so."""
+    value, option = getattr(parsed, name), f"--{name.replace('_', '-')}"
+    if value is not None:
+        return _in_range(option, value, most)
+    notes.append(f"{option} is not given: {note}")
+    return default
 
 
 def _dtype(parsed: Any, model: ModelFacts) -> str:
@@ -172,51 +189,21 @@ def _dtype(parsed: Any, model: ModelFacts) -> str:
     return model.dtype if asked == "auto" else DTYPES.get(asked, asked)
 
 
-def _batch(parsed: Any, arch: str, notes: list[str]) -> tuple[int, int]:
-    seqs, batched = parsed.max_num_seqs, parsed.max_num_batched_tokens
-    default_seqs, default_batched = BATCH_DEFAULTS[arch]
-    if seqs is None:
-        notes.append(f"--max-num-seqs is not given: {default_seqs}, the API server's default in vLLM 0.32 on {arch}")
-    if batched is None:
-        notes.append(f"--max-num-batched-tokens is not given: {default_batched}, that server's default")
-    return (
-        default_seqs if seqs is None else _in_range("--max-num-seqs", seqs, MOST_REQUESTS),
-        default_batched if batched is None else _in_range("--max-num-batched-tokens", batched, MOST_TOKENS),
-    )
-
-
 def _drafts(parsed: Any, model: ModelFacts, notes: list[str]) -> int:
     """Speculative tokens per request; from the checkpoint where an MTP method leaves the number open, as vLLM does."""
-    spec = parsed.speculative_config
-    if spec is not None and not isinstance(spec, Mapping):
+    spec = {} if parsed.speculative_config is None else parsed.speculative_config
+    if not isinstance(spec, Mapping):
         raise OptionError(f"--speculative-config {spec}: a JSON object expected")
-    given = getattr(parsed, "spec_tokens", None)
-    if given is not None:
-        return _in_range("--spec-tokens", given, MOST_DRAFTS)
-    count = (spec or {}).get("num_speculative_tokens")
-    if count is not None:
-        return _in_range("--speculative-config num_speculative_tokens", count, MOST_DRAFTS)
-    method = getattr(parsed, "spec_method", None) or (spec or {}).get("method")
+    places = ("--spec-tokens", getattr(parsed, "spec_tokens", None)), (
+        "--speculative-config num_speculative_tokens", spec.get("num_speculative_tokens"))  # fmt: skip
+    for option, count in places:
+        if count is not None:
+            return _in_range(option, count, MOST_DRAFTS)
+    method = getattr(parsed, "spec_method", None) or spec.get("method")
     if not method:
         return 0
     notes.append(f"num_speculative_tokens is not given: {max(model.draft_layers, 1)} assumed for {method}")
     return max(model.draft_layers, 1)
-
-
-def _block_size(parsed: Any, notes: list[str]) -> int:
-    if parsed.block_size is not None:
-        return _in_range("--block-size", parsed.block_size, MOST_BLOCK)
-    notes.append(
-        "--block-size is not given: 16 assumed; the backend may choose another, which may change AITER's kernel"
-    )
-    return 16
-
-
-def _mode(parsed: Any) -> str:
-    mode = parsed.compilation_config.mode
-    if mode is not None:
-        return str(mode.name)
-    return "VLLM_COMPILE" if int(parsed.optimization_level) > 0 else "NONE"
 
 
 def _backend(parsed: Any) -> str:

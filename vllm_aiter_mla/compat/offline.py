@@ -1,0 +1,194 @@
+"""What the commands ask vLLM without an engine: its options, compile ranges, capture sizes, attention classes, ops.
+
+What: private methods of ``VllmConfig`` run on a stand-in that holds the few attributes they read.
+Why: they are the installed release's rule, and a whole ``VllmConfig`` needs the card that is planned for.
+Link: ``vllm/config/vllm.py``, ``_set_cudagraph_sizes`` and ``_set_compile_ranges`` (0.30 to 0.33).
+Probe: they raise whatever goes wrong there; the caller says that the figures are not known, and guesses none.
+Remove when: vLLM offers either as a function of plain numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from vllm_aiter_mla.admission import ConfigView
+
+# Where `vllm serve` has its parser: the first since 0.32, the second before.
+SERVE_PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
+
+
+class VllmMissingError(RuntimeError):
+    """vLLM cannot be imported, so its options cannot be read."""
+
+
+class OptionError(ValueError):
+    """An option is wrong; the message names it and its value."""
+
+
+def serve_options(arguments: Sequence[str]) -> Any:
+    """The options of ``vllm serve``, read by vLLM's own parser: a namespace with vLLM's own config objects in it.
+
+    The plugin must be registered before, or its own options are unknown.
+
+    Raises:
+        VllmMissingError: vLLM is not importable.
+        OptionError: an option is wrong; vLLM's sentence, with the closest name where a name is not known.
+    """
+    try:
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError as error:
+        raise VllmMissingError(f"options of `vllm serve` are read by vLLM's own parser: {error}") from error
+    parser = _serve_parser(FlexibleArgumentParser())
+    parser.error = _refuse
+    given: list[str] = []
+    for action in parser._actions:
+        if action.dest == "compilation_config":
+            action.type = partial(_compilation_config, action.type, given)
+    try:
+        parsed = parser.parse_args(list(arguments))
+    except OptionError:
+        raise
+    except Exception as error:
+        raise OptionError(f"vLLM's parser of options: {type(error).__name__}: {error}") from error
+    parsed.compilation_given = json.loads(given[-1]) if given else {}
+    return parsed
+
+
+def pass_asked_for(parsed: Any, name: str) -> bool:
+    """Whether a switch of ``pass_config`` was given as true; vLLM turns some off again on a machine without a card."""
+    from pydantic import TypeAdapter
+
+    value = (parsed.compilation_given.get("pass_config") or {}).get(name)
+    return value is not None and TypeAdapter(bool).validate_python(value)
+
+
+def view_of_options(parsed: Any) -> ConfigView:
+    """What admission reads of a config, as far as the options alone tell it; the rest stands at its defaults."""
+    compilation = parsed.compilation_config
+    mode, ops = compilation.mode, compilation.splitting_ops
+    unset = "VLLM_COMPILE" if int(parsed.optimization_level) > 0 else "NONE"
+    return ConfigView(
+        enforce_eager=bool(parsed.enforce_eager),
+        mode=unset if mode is None else str(mode.name),
+        backend=compilation.backend or "inductor",
+        dcp=getattr(parsed, "decode_context_parallel_size", 1),
+        pcp=getattr(parsed, "prefill_context_parallel_size", 1),
+        hisparse=getattr(parsed.attention_config, "hisparse_config", None) is not None,
+        kv_cache_dtype=str(parsed.kv_cache_dtype),
+        use_inductor_graph_partition=compilation.use_inductor_graph_partition,
+        splitting_ops=None if ops is None else tuple(ops),
+    )
+
+
+def capture_sizes(parsed: Any, max_num_seqs: int, num_drafts: int, max_num_batched_tokens: int) -> tuple[int, ...]:
+    """The sizes, in tokens, for which vLLM would capture graphs; it may round some up to whole requests afterwards."""
+    from vllm.config import CUDAGraphMode, VllmConfig
+
+    compilation = copy.deepcopy(parsed.compilation_config)
+    if compilation.cudagraph_mode is None:
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    stand_in = SimpleNamespace(
+        compilation_config=compilation,
+        model_config=SimpleNamespace(enforce_eager=False),
+        num_speculative_tokens=num_drafts,
+        parallel_config=SimpleNamespace(tensor_parallel_size=parsed.tensor_parallel_size),
+        performance_mode=str(getattr(parsed, "performance_mode", "balanced")),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs),
+        speculative_config=None,
+        uniform_decode_query_len=1 + num_drafts,
+    )
+    VllmConfig._set_cudagraph_sizes(stand_in)  # type: ignore[arg-type]
+    return tuple(compilation.cudagraph_capture_sizes)
+
+
+def compile_range_ends(parsed: Any, more: Sequence[int], max_num_batched_tokens: int) -> list[int]:
+    """Last token count of each range that vLLM would compile, with ``more`` among the endpoints."""
+    from vllm.config import VllmConfig
+
+    compilation = copy.deepcopy(parsed.compilation_config)
+    # Its endpoint needs the card's own limit; see all_reduce_bytes.
+    compilation.pass_config.fuse_allreduce_rms = False
+    compilation.compile_ranges_endpoints = [*(compilation.compile_ranges_endpoints or ()), *more]
+    scheduler = SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens)
+    stand_in = SimpleNamespace(compilation_config=compilation, scheduler_config=scheduler)
+    VllmConfig._set_compile_ranges(stand_in)  # type: ignore[arg-type]
+    return sorted(set(compilation.compile_ranges_endpoints))
+
+
+def all_reduce_bytes() -> int:
+    """Largest message of vLLM's fused all-reduce + RMSNorm on ROCm, where vLLM ends a range: a constant there."""
+    module = import_module("vllm.distributed.device_communicators.aiter_custom_all_reduce")
+    return int(module.AiterCustomAllreduce.effective_max_size())
+
+
+def impl_name(backend: str) -> str:
+    """Class name of the attention implementation behind a name of vLLM's backend registry."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    path = AttentionBackendEnum[backend].value
+    # CUSTOM has no class of its own: a plugin registers one.
+    return str(path).rpartition(".")[2].removesuffix("Backend") + "Impl" if path else f"another plugin's ({backend})"
+
+
+def fused_rope_kv_write() -> Callable[..., None] | str:
+    """vLLM's op that rotates q_pe and k_pe in place and writes the KV rows, or why there is none here."""
+    try:
+        from vllm import _custom_ops
+    except Exception as error:
+        return f"vllm is not importable: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    import torch
+
+    if not hasattr(torch.ops._C_cache_ops, "concat_and_cache_mla_rope_fused"):
+        return "this vllm has no concat_and_cache_mla_rope_fused"
+    return _custom_ops.concat_and_cache_mla_rope_fused
+
+
+def _refuse(message: str) -> NoReturn:
+    raise OptionError(message)
+
+
+def _serve_parser(parser: Any) -> Any:
+    for name in SERVE_PARSERS:
+        try:
+            module = import_module(name)
+        except ModuleNotFoundError:
+            continue
+        return module.make_arg_parser(parser)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    parser.add_argument("model_tag", nargs="?")
+    return AsyncEngineArgs.add_cli_args(parser)
+
+
+def _compilation_config(read: Callable[[str], Any], given: list[str], text: str) -> Any:
+    """``read`` of vLLM's, with its findings in one line: name, value, sentence. ``given`` gets the text."""
+    given.append(text)
+    try:
+        return read(text)
+    except argparse.ArgumentTypeError as error:
+        findings = getattr(error.__cause__, "errors", None)
+        if findings is None:
+            raise
+        raise argparse.ArgumentTypeError("; ".join(map(_finding, findings()))) from error
+
+
+def _finding(found: Any) -> str:
+    """One of pydantic's findings: ``pass_config.fuse_norm_qant=True: ...; did you mean 'fuse_norm_quant'?``."""
+    from vllm.config import CompilationConfig, PassConfig
+
+    path = tuple(map(str, found["loc"]))
+    text = f"{'.'.join(path)}{'=' * bool(path)}{found['input']!r}: {found['msg']}"
+    if found["type"] != "unexpected_keyword_argument" or len(path) > 2:
+        return text
+    known = [field.name for field in dataclasses.fields(CompilationConfig if len(path) == 1 else PassConfig)]
+    close = difflib.get_close_matches(path[-1], known, n=1)
+    return f"{text}; did you mean {close[0]!r}?" if close else text
