@@ -1,0 +1,286 @@
+"""What is decided about one layer: admitted or not, which kernel, why. Decided once, and asked by everybody.
+
+The passes ask before they rewrite a layer, the ops when they run it, the worker what to check, the compile cache what
+its graphs depend on. Nothing here knows who emits a layer, and nothing outside decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+
+from vllm_aiter_mla.admission import Refusal, admit_layer
+from vllm_aiter_mla.census import state as census
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import kernels as vllm_kernels
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.kernels import absorb, select, stock
+from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.platform import Platform, detect_platform
+from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING
+from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
+from vllm_aiter_mla.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is decided about one layer under one rotary style.
+
+    Attributes:
+        kernel: name of the back end that runs it, or None where none takes it.
+        refusal: why it does not get the whole fast path, or None. ``kernel_shape``: the wanted kernel does not take the
+            layer, but passes 1 and 2 do; any other code: it stays stock.
+        shape: what the kernel was chosen for; None where admission refused the layer first.
+    """
+
+    kernel: str | None
+    refusal: Refusal | None = None
+    shape: LayerShape | None = None
+
+    @property
+    def stays_stock(self) -> bool:
+        """Whether no pass may touch the layer."""
+        return self.refusal is not None and self.refusal.code != "kernel_shape"
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is kept about one layer: it belongs to one engine for its whole life."""
+
+    settings: Settings
+    selector: select.Selector
+    unchecked: str | None = None
+    decisions: dict[tuple[Any, ...], Decision] = field(default_factory=dict)
+
+
+_layers: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+_nothing_is_checked: list[str] = []
+"""Why no layer of this process may run a kernel that needs a check, or nothing."""
+
+
+def decide(
+    module: Any, *, is_neox: bool, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None
+) -> Decision:
+    """The decision about a layer; the same answer until a check takes its kernel away.
+
+    Args:
+        module: vLLM's ``MLAAttention``, its weights loaded.
+        is_neox: pairing of the rotation, which the layer itself does not know.
+        act: the activation dtype where the graph shows it, by default that of the layer's weight.
+        table_dtype: dtype of the rotary table where the graph shows it.
+    """
+    known = _of(module)
+    key = (is_neox, act, table_dtype)
+    found = known.decisions.get(key)
+    if found is None:
+        found = known.decisions[key] = _decide(module, known, *key)
+    return found
+
+
+def _decide(
+    module: Any, known: _Known, is_neox: bool, act: torch.dtype | None, table_dtype: torch.dtype | None
+) -> Decision:
+    refusal = admit_layer(compat_layer.layer_view(module, table_dtype))
+    if refusal is not None:
+        return Decision(None, refusal)
+    shape = shape_of(module, is_neox=is_neox, act=act)
+    kernel, refusal = _kernel_for(known, shape)
+    return Decision(kernel, refusal, shape)
+
+
+def _kernel_for(known: _Known, shape: LayerShape) -> tuple[str | None, Refusal | None]:
+    """(name of the back end that will run, why it is not the wanted one)."""
+    selector, asked = known.selector, known.settings.kernel
+    wanted = selector.names[0]
+    if asked == "auto" and wanted == "stock":
+        # vLLM's kernels on private copies would cost more than leaving the layer alone.
+        arch = selector.platform.arch
+        unknown = f"auto knows no fused kernel for {arch}; kernel=triton can be asked for by name"
+        return None, Refusal("kernel_unavailable", unknown)
+    backend = selector.backend(wanted)
+    if isinstance(backend, str):
+        return None, Refusal("kernel_unavailable", f"kernel={asked}: {backend}")
+    unchecked = _why_unchecked(known)
+    if unchecked is not None and not backend.trusted:
+        return selector.names[-1], Refusal("kernel_shape", unchecked)
+    choice = selector.choose(synthetic_inputs(shape, tokens=1))
+    reason = next((reason for name, reason in choice.refusals if name == wanted), None)
+    refusal = None if reason is None else Refusal("kernel_shape", reason)
+    return None if choice.backend is None else choice.backend.name, refusal
+
+
+def shape_of(module: Any, *, is_neox: bool, act: torch.dtype | None = None) -> LayerShape:
+    """What decides the kernel of a layer, without a batch; ``act`` as in ``decide``.
+
+    Raises:
+        UnknownWeightError: the absorbed weight is held in no form that the kernels know.
+    """
+    act = act or compat_layer.activation_dtype(module)
+    assert act is not None, "admission refuses a layer without an absorbed weight"
+    weight = weight_of(module)
+    quantised = module.kv_cache_dtype.startswith("fp8")
+    return LayerShape(
+        heads=module.num_heads,
+        nope_dim=module.qk_nope_head_dim,
+        cache_dtype=vllm_kernels.fp8_dtype() if quantised else act,
+        out_dtype=compat_layer.prepared_query_dtype(module, act),
+        block_size=compat_layer.block_size(module),
+        is_neox=is_neox,
+        act=act,
+        device=weight.tensors[0][1].device,
+        latent=module.kv_lora_rank,
+        rope=module.qk_rope_head_dim,
+        weight=weight.key,
+    )
+
+
+def weight_of(module: Any) -> absorb.AbsorbWeight:
+    """The layer's W_UK in the form in which vLLM multiplies by it; read per call, because reloading replaces it.
+
+    Raises:
+        UnknownWeightError: no form of ours is in the layer's tensors.
+    """
+    return absorb.read(compat_layer.absorb_tensors(module))
+
+
+def prepare(name: str, module: Any, inputs: DecodeInputs) -> torch.Tensor:
+    """Run the layer's back end: q_prepared [T, N, L+R], KV rows written.
+
+    Raises:
+        NoKernelError: no back end takes the call; the message holds every reason.
+    """
+    known = _of(module)
+    if _why_unchecked(known) is not None:
+        return _fall_back(name, known.selector, inputs)
+    choice = known.selector.choose(inputs)
+    if choice.backend is None or choice.run is None:
+        return known.selector.prepare(inputs)  # raises with every candidate's reason
+    census.engage(name, choice.backend.name)
+    return choice.run(inputs)
+
+
+def _fall_back(name: str, selector: select.Selector, inputs: DecodeInputs) -> torch.Tensor:
+    """Run the last candidate, which needs no self-check: vLLM's own kernels, on a CPU the reference."""
+    backend = selector.backend(selector.names[-1])
+    reason = backend if isinstance(backend, str) else backend.refuse(inputs)
+    if reason is not None or isinstance(backend, str):
+        raise select.NoKernelError(f"{selector.names[-1]}: {reason}")
+    census.engage(name, backend.name)
+    return backend.prepare(inputs)
+
+
+def distrust(reason: str, module: Any = None) -> None:
+    """Keep a layer, or without one every layer of this process, off its chosen kernel for good.
+
+    Where the self-check raises there may be no operands to demote a layer shape by; the layer itself is known.
+
+    Args:
+        reason: why its kernel could not be checked.
+        module: the attention layer; None for all.
+    """
+    if module is None:
+        _nothing_is_checked.append(reason)
+    else:
+        _of(module).unchecked = reason
+    _forget_decisions()
+
+
+def why_unchecked(module: Any) -> str | None:
+    """Why the chosen kernel must not run for the layer, or None."""
+    return _why_unchecked(_of(module))
+
+
+def _why_unchecked(known: _Known) -> str | None:
+    return _nothing_is_checked[0] if _nothing_is_checked else known.unchecked
+
+
+def demote(module: Any, shape: LayerShape, reason: str) -> None:
+    """Take the chosen back end away from every layer of this shape, for good: its self-check failed."""
+    selector = _of(module).selector
+    inputs = synthetic_inputs(shape, tokens=1)
+    backend = selector.choose(inputs).backend
+    if backend is not None:
+        selector.demote(backend.name, inputs, reason)
+    _forget_decisions()  # an engine before this one may have decided for the kernel
+
+
+def candidates(module: Any) -> Iterator[tuple[select.Selector, LayerShape]]:
+    """What has to be checked before the layer may run: for both rotary styles, because it does not know its own."""
+    for is_neox in (False, True):
+        shape = decide(module, is_neox=is_neox).shape
+        if shape is not None:
+            yield _of(module).selector, shape
+
+
+def cache_key(modules: dict[str, Any]) -> tuple[str, ...]:
+    """What each layer shape will run on, or why it will not: a key for the compile cache.
+
+    A graph is rewritten or not by this, and none of vLLM's own keys knows of AITER, the card or a failed check: without
+    it an engine would start from the untouched graph of a run before AITER was mended.
+    """
+    found = set()
+    for name, module in modules.items():
+        unchecked = why_unchecked(module)
+        if unchecked is not None:
+            found.add(f"{name}: unchecked: {unchecked}")
+            continue
+        for is_neox in (False, True):
+            decision = decide(module, is_neox=is_neox)
+            if decision.shape is not None:
+                # The card by its type: its index differs from rank to rank, and may from start to start.
+                kind = replace(decision.shape, device=torch.device(decision.shape.device).type)
+                found.add(f"{kind}: {decision.kernel}; {decision.refusal}")
+    return tuple(sorted(found))
+
+
+def reset() -> None:
+    """Forget the platform and every decision: the sandbox changes the platform between engines."""
+    _layers.clear()
+    _nothing_is_checked.clear()
+    current_platform.cache_clear()
+    _selector.cache_clear()
+
+
+@lru_cache(maxsize=1)
+def current_platform() -> Platform:
+    """The card of this process."""
+    return detect_platform()
+
+
+def _of(module: Any) -> _Known:
+    """What is kept about a layer; its options are its engine's, because it keeps its engine's config.
+
+    A worker that starts from a compiled artifact sees neither the gate nor a pass, so they are read here.
+    """
+    known = _layers.get(module)
+    if known is None:
+        settings = compat_config.settings_of(compat_layer.config_of(module))
+        view = cast(ViewPolicy, settings.aiter_view)
+        selector = _selector(settings.kernel, settings.debug.rounding, view, current_platform())
+        known = _layers[module] = _Known(settings, selector)
+    return known
+
+
+@lru_cache(maxsize=8)
+def _selector(kernel: str, rounding: str, view: ViewPolicy, platform: Platform) -> select.Selector:
+    """The back ends for one engine's options; engines with the same options share it."""
+    numerics = TWO_ROUNDING if rounding == "two" else AITER
+    factories: dict[str, select.Factory] = {
+        **select.FACTORIES,
+        "aiter": partial(select.aiter_factory, view=view),
+        "stock": partial(stock.factory, vllm=vllm_kernels),
+        "reference": lambda _: ReferenceBackend(numerics),
+    }
+    return select.Selector(kernel, platform, factories)
+
+
+def _forget_decisions() -> None:
+    for known in _layers.values():
+        known.decisions.clear()
