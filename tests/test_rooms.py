@@ -27,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "passes": PURE | {"compat", "report", "runtime"},
     "worker": {"compat", "passes", "report", "runtime"},
     "gate": PURE | {"compat", "report", "worker"},
-    "plugin": {"compat", "gate", "runtime", "sandbox", "worker"},
+    "plugin": {"compat", "gate", "runtime", "worker"},
     "sandbox": PURE | {"compat", "kernels", "report", "runtime"},
     "bench": {"cli", "kernels"},
     "cli": {"bench", "harness", "report", "sandbox"},

@@ -69,9 +69,9 @@ def q_scale_is_applied_twice() -> None:
 
 def no_implementation_is_known() -> None:
     """Every layer is refused at admission."""
-    from vllm_aiter_mla import admission
+    from vllm_aiter_mla.compat import layer_view
 
-    admission._impls.clear()
+    layer_view.KNOWN_IMPLS.clear()
 
 
 def another_fingerprint() -> None:

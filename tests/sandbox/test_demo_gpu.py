@@ -10,10 +10,9 @@ import torch
 from rich.console import Console
 from test_demo import result
 
-from vllm_aiter_mla import admission, sandbox
-from vllm_aiter_mla.admission import LayerView, admit_layer
+from vllm_aiter_mla.compat import layer_view
 from vllm_aiter_mla.report import gauge
-from vllm_aiter_mla.sandbox import arms, child, demo, engine
+from vllm_aiter_mla.sandbox import arms, child, demo, engine, plugin
 from vllm_aiter_mla.sandbox.arms import Options
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
@@ -29,7 +28,7 @@ def a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     platform = SimpleNamespace(is_cuda_alike=lambda: True, is_cpu=lambda: False, device_type="cuda")
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
-    monkeypatch.setattr(admission, "_impls", set(admission.allowed_impls()))
+    monkeypatch.setattr(layer_view, "KNOWN_IMPLS", set(layer_view.KNOWN_IMPLS))
     return platform
 
 
@@ -46,7 +45,6 @@ def test_on_a_gpu_the_triton_kernel_meets_stock_over_both_caches_and_every_scena
 
 def test_the_engine_on_a_gpu_runs_on_vllms_own_platform(tmp_path):
     environment = engine.environment_for(GPU, tmp_path, tmp_path)
-    assert environment[sandbox.SANDBOX_ENV] == sandbox.ON_GPU
     assert not {"VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"} & (environment.keys() - os.environ.keys())
     # With fp8 absorb weights there would be no W_UK_T for the kernel.
     assert environment["VLLM_ROCM_USE_AITER_FP8BMM"] == "0"
@@ -63,31 +61,26 @@ def test_the_options_for_a_gpu_are_options_of_this_vllm(tmp_path):
 
     arguments = EngineArgs(model=str(tmp_path), **child.on_device(GPU))
     assert arguments.kv_cache_memory_bytes == child.GPU_KV_BYTES
-    backend, implementation = sandbox.GPU_ATTENTION
+    backend, implementation = plugin.GPU_ATTENTION
     assert AttentionBackendEnum[arguments.attention_backend].name == backend
     assert AttentionBackendEnum[backend].get_class().get_impl_cls().__name__ == implementation
     assert child.on_device(EngineSpec()) == {}
 
 
-def test_only_the_gpu_sandbox_admits_vllms_triton_attention(a_gpu, monkeypatch):
-    layer = LayerView(impl=sandbox.GPU_ATTENTION[1])
-    assert admit_layer(layer).code == "impl"
-    monkeypatch.setenv(sandbox.SANDBOX_ENV, sandbox.ON_GPU)
-    assert sandbox.requested()
-    sandbox.activate()
-    assert admit_layer(layer) is None
+def test_only_the_gpu_sandbox_admits_vllms_triton_attention(a_gpu):
+    assert plugin.GPU_ATTENTION[1] not in layer_view.KNOWN_IMPLS
+    plugin.activate()
+    assert plugin.GPU_ATTENTION[1] in layer_view.KNOWN_IMPLS
 
 
-def test_the_gpu_sandbox_on_a_cpu_build_is_an_error(monkeypatch):
-    monkeypatch.setenv(sandbox.SANDBOX_ENV, sandbox.ON_GPU)
-    with pytest.raises(RuntimeError, match="needs vLLM's CUDA or ROCm platform"):
-        sandbox.activate()
+def test_an_engine_for_a_gpu_on_a_cpu_build_is_an_error():
+    with pytest.raises(RuntimeError, match="for a GPU, vLLM's platform is cpu"):
+        plugin.check_device("gpu")
 
 
-def test_the_cpu_sandbox_on_a_gpu_build_is_an_error(a_gpu, monkeypatch):
-    monkeypatch.setenv(sandbox.SANDBOX_ENV, sandbox.ON_CPU)
-    with pytest.raises(RuntimeError, match="CPU platform only, not on cuda"):
-        sandbox.activate()
+def test_an_engine_for_a_cpu_on_a_gpu_build_is_an_error(a_gpu):
+    with pytest.raises(RuntimeError, match="for a CPU, vLLM's platform is cuda"):
+        plugin.check_device("cpu")
 
 
 def test_a_gpu_beside_a_vllm_built_for_cpus_is_named(a_gpu, monkeypatch):
