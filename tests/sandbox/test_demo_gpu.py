@@ -12,8 +12,8 @@ from test_demo import result
 
 from vllm_aiter_mla.compat import layer_view
 from vllm_aiter_mla.report import gauge
-from vllm_aiter_mla.sandbox import arms, child, demo, engine, plugin
-from vllm_aiter_mla.sandbox.arms import Options
+from vllm_aiter_mla.sandbox import child, demo, engine, plugin, runs
+from vllm_aiter_mla.sandbox.runs import Options
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
 GPU = EngineSpec(device="gpu", kernel="triton")
@@ -33,14 +33,14 @@ def a_gpu(monkeypatch):
 
 
 def test_on_a_gpu_the_triton_kernel_meets_stock_over_both_caches_and_every_scenario(a_gpu):
-    assert arms.why_not(Options(kernel="triton", tensor_parallel_size=2)) is None
-    bf16, fp8 = arms.arms(Options(kernel="triton"))
-    assert [arm.spec.kv_cache_dtype for arm in (bf16, fp8)] == ["auto", "fp8"]
-    for arm in (bf16, fp8):
-        assert (arm.spec.device, arm.spec.kernel, arm.spec.enabled) == ("gpu", "triton", True)
-        assert (arm.base.device, arm.base.enabled) == ("gpu", False)
-        assert arm.spec.scenarios == arms.BF16_SCENARIOS
-    assert (bf16.bound, fp8.bound) == (arms.SUM_ORDER, None)
+    assert runs.why_not(Options(kernel="triton", tensor_parallel_size=2)) is None
+    bf16, fp8 = runs.runs(Options(kernel="triton"))
+    assert [run.spec.kv_cache_dtype for run in (bf16, fp8)] == ["auto", "fp8"]
+    for run in (bf16, fp8):
+        assert (run.spec.device, run.spec.kernel, run.spec.enabled) == ("gpu", "triton", True)
+        assert (run.base.device, run.base.enabled) == ("gpu", False)
+        assert run.spec.scenarios == runs.BF16_SCENARIOS
+    assert (bf16.bound, fp8.bound) == (runs.SUM_ORDER, None)
 
 
 def test_the_engine_on_a_gpu_runs_on_vllms_own_platform(tmp_path):
@@ -86,17 +86,17 @@ def test_an_engine_for_a_cpu_on_a_gpu_build_is_an_error(a_gpu):
 def test_a_gpu_beside_a_vllm_built_for_cpus_is_named(a_gpu, monkeypatch):
     monkeypatch.setattr(a_gpu, "is_cuda_alike", lambda: False)
     monkeypatch.setattr(a_gpu, "device_type", "cpu")
-    assert "platform is 'cpu', although torch sees a GPU" in arms.why_not(Options(kernel="triton"))
+    assert "platform is 'cpu', although torch sees a GPU" in runs.why_not(Options(kernel="triton"))
 
 
 def test_more_workers_than_gpus_are_refused_with_both_numbers(a_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    why = arms.why_not(Options(kernel="triton", tensor_parallel_size=2))
+    why = runs.why_not(Options(kernel="triton", tensor_parallel_size=2))
     assert why == "demo: --tensor-parallel-size 2: torch sees 1 GPU here"
 
 
 def test_the_demo_on_a_gpu_prints_the_card_and_its_bound(a_gpu, monkeypatch):
-    on = result(arms.BF16_SCENARIOS)
+    on = result(runs.BF16_SCENARIOS)
     on.versions["device"] = "A Card"
     monkeypatch.setattr(engine, "run", lambda spec, **_: on)
     console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
