@@ -254,6 +254,7 @@ class LayerView:
     Attributes:
         name: vLLM's layer name, for the message.
         impl: class name of ``layer.impl``.
+        known_impls: class names of the implementations that the fast path calls correctly.
         q_pad_num_heads: heads the implementation pads the query to, ``None`` without padding.
         kv_cache_ndim: dimensions of the bound KV cache; ``None`` while none is bound (compilation runs before).
         num_heads, qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank, v_head_dim: N (per rank), P, R, L and V.
@@ -261,6 +262,7 @@ class LayerView:
 
     name: str = ""
     impl: str = "AiterMLAImpl"
+    known_impls: frozenset[str] = frozenset({"AiterMLAImpl"})
     is_sparse: bool = False
     q_pad_num_heads: int | None = None
     has_absorbed_weight: bool = True
@@ -282,19 +284,6 @@ class LayerView:
     v_head_dim: int = 128
 
 
-_impls = {"AiterMLAImpl"}
-
-
-def allow_impl(name: str) -> None:
-    """Let layers whose implementation class is called ``name`` take the fast path; the sandbox adds its own."""
-    _impls.add(name)
-
-
-def allowed_impls() -> frozenset[str]:
-    """Class names of the attention implementations the fast path may call."""
-    return frozenset(_impls)
-
-
 def admit_layer(view: LayerView) -> Refusal | None:
     """First reason for which this layer stays stock, or ``None``. One layer's refusal never touches another's."""
     for check in (_implementation, _absorb, _layer_parallel, _layer_cache, _geometry):
@@ -307,8 +296,9 @@ def admit_layer(view: LayerView) -> Refusal | None:
 def _implementation(view: LayerView) -> Refusal | None:
     if view.is_sparse:
         return Refusal("sparse_mla", f"{view.impl} is sparse")
-    if view.impl not in _impls:
-        return Refusal("impl", f"attention implementation is {view.impl}; known: {', '.join(sorted(_impls))}")
+    if view.impl not in view.known_impls:
+        known = ", ".join(sorted(view.known_impls))
+        return Refusal("impl", f"attention implementation is {view.impl}; known: {known}")
     if view.q_pad_num_heads:
         return Refusal("q_padding", f"the query is padded to {view.q_pad_num_heads} heads")
     if view.sliding_window:

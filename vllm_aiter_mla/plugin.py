@@ -24,8 +24,6 @@ def register() -> None:
         return
     _registered = True
     patches.run("torch ops", _register_ops)
-    if _sandbox_requested():
-        patches.run("sandbox", _activate_sandbox)
     patches.apply_all(CALLS)
     _report(patches.failures())
 
@@ -50,19 +48,6 @@ def _register_ops() -> None:
     from vllm_aiter_mla.ops.register import register as define_ops
 
     define_ops()
-
-
-def _sandbox_requested() -> bool:
-    from vllm_aiter_mla import sandbox
-
-    return sandbox.requested()
-
-
-def _activate_sandbox() -> None:
-    # Before the platform hook, so that the gate sees the compilation mode that the sandbox keeps.
-    from vllm_aiter_mla import sandbox
-
-    sandbox.activate()
 
 
 def _report(failures: dict[str, patches.Failure]) -> None:

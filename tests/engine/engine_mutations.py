@@ -69,9 +69,9 @@ def q_scale_is_applied_twice() -> None:
 
 def no_implementation_is_known() -> None:
     """Every layer is refused at admission."""
-    from vllm_aiter_mla import admission
+    from vllm_aiter_mla.compat import layer as compat_layer
 
-    admission._impls.clear()
+    compat_layer.KNOWN_IMPLS.clear()
 
 
 def another_fingerprint() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_aiter_mla.sandbox.arms import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
+from vllm_aiter_mla.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
 SMALL = {"num_hidden_layers": 2}

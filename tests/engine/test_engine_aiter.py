@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from test_engine_parity import assert_all_engaged, assert_parity
 
-from vllm_aiter_mla.sandbox.arms import EXACT
 from vllm_aiter_mla.sandbox.compare import compare
+from vllm_aiter_mla.sandbox.runs import EXACT
 
 
 def kernels(result):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_engine_parity import assert_all_engaged
 
-from vllm_aiter_mla.sandbox.arms import EXACT, SUM_ORDER
 from vllm_aiter_mla.sandbox.compare import compare
+from vllm_aiter_mla.sandbox.runs import EXACT, SUM_ORDER
 
 
 def kernels(result):

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_aiter_mla import sandbox
 from vllm_aiter_mla.gate import ATTENTION_OP
-from vllm_aiter_mla.sandbox import child
+from vllm_aiter_mla.sandbox import child, plugin
 from vllm_aiter_mla.sandbox.model import TinyDeepseek
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
@@ -82,7 +81,8 @@ def test_the_demo_on_a_gpu_gets_its_attention_and_its_bucket_from_vllm(model, pl
         "kv_cache_dtype": cache,
         "max_num_seqs": spec.max_num_seqs,
     }
-    found, log = build(model, platform, arch, options, **{sandbox.SANDBOX_ENV: sandbox.ON_GPU})
+    path = os.pathsep.join(filter(None, [str(plugin.FOLDER), os.environ.get("PYTHONPATH")]))
+    found, log = build(model, platform, arch, options, PYTHONPATH=path)
     assert found["limit"] == spec.max_num_seqs
-    assert found["backend"] == sandbox.GPU_ATTENTION[1]
+    assert found["backend"] == plugin.GPU_ATTENTION[1]
     assert "kernel triton" in log

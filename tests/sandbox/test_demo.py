@@ -125,11 +125,11 @@ def test_bad_options_exit_2_and_name_the_option_before_an_engine_starts(options,
 
 
 def test_the_full_demo_runs_both_caches_and_all_numerics():
-    arms = demo.arms(demo.Options())
-    assert {arm.spec.kv_cache_dtype for arm in arms} == {"auto", "fp8"}
-    assert [arm.numerics for arm in arms if arm.bound] == ["activation dtype", "two-rounding"]
-    assert {"aiter", "stock, one step perturbed"} <= {arm.numerics for arm in arms if not arm.bound}
-    assert all(not arm.base.enabled and not arm.base.stock_pass for arm in arms)
+    runs = demo.runs(demo.Options())
+    assert {run.spec.kv_cache_dtype for run in runs} == {"auto", "fp8"}
+    assert [run.numerics for run in runs if run.bound] == ["activation dtype", "two-rounding"]
+    assert {"aiter", "stock, one step perturbed"} <= {run.numerics for run in runs if not run.bound}
+    assert all(not run.base.enabled and not run.base.stock_pass for run in runs)
 
 
 def test_a_spec_survives_its_journey_as_json(tmp_path):

@@ -28,7 +28,7 @@ def demo(
     vLLM's own platform and its Triton MLA back end, graphs captured, and says why not where there is none.
     """
     from vllm_aiter_mla.commands import outputs
-    from vllm_aiter_mla.sandbox.arms import Options, why_not
+    from vllm_aiter_mla.sandbox.runs import Options, why_not
 
     try:
         outputs.check({"--json": json}, {"--keep": keep})

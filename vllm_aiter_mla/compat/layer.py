@@ -8,6 +8,9 @@ import torch
 
 from vllm_aiter_mla.admission import LayerView
 
+KNOWN_IMPLS = {"AiterMLAImpl"}
+"""Class names of the attention implementations that the fast path calls correctly; the sandbox adds its own."""
+
 
 def layer_view(layer: Any, cos_sin_dtype: torch.dtype | None = None) -> LayerView:
     """Read the facts that admission decides on; unknown attributes of other releases count as their neutral value.
@@ -22,6 +25,7 @@ def layer_view(layer: Any, cos_sin_dtype: torch.dtype | None = None) -> LayerVie
     return LayerView(
         name=layer.layer_name,
         impl=type(impl).__name__,
+        known_impls=frozenset(KNOWN_IMPLS),
         is_sparse=bool(getattr(impl, "is_sparse", False)),
         q_pad_num_heads=getattr(layer, "q_pad_num_heads", None),
         has_absorbed_weight=isinstance(getattr(layer, "W_K" if uses_fp8_bmm(layer) else "W_UK_T", None), torch.Tensor),

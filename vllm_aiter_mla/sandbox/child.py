@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla import sandbox
+from vllm_aiter_mla.sandbox import plugin
 from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec
 
 # 16 requests of 512 tokens in 4 layers take 38 MB of bf16 rows.
@@ -21,8 +21,11 @@ STARTED = time.perf_counter()
 def main(spec_path: str, out_path: str) -> None:
     """Build the model, start the engine, run the scenarios, write the result."""
     spec = EngineSpec.load(Path(spec_path))
-    load_plugins(spec)
-    from vllm_aiter_mla.sandbox import knobs
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    plugin.check_device(spec.device)
+    from vllm_aiter_mla.sandbox import knobs, scenarios
 
     knobs.apply(spec)
     # In the cache root: vLLM's cache key holds the model's path, and a warm start must find the same.
@@ -33,19 +36,8 @@ def main(spec_path: str, out_path: str) -> None:
     outcome = {}
     for name in spec.scenarios:
         print(f"sandbox: scenario {name}", flush=True)
-        from vllm_aiter_mla.sandbox import scenarios
-
         outcome[name] = scenarios.run(llm.llm_engine, name)
     result(spec, llm, outcome).save(Path(out_path))
-
-
-def load_plugins(spec: EngineSpec) -> None:
-    """Load vLLM's plugins; without ours, the sandbox is switched on by hand."""
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    if not spec.plugin:
-        sandbox.activate()
 
 
 def build(spec: EngineSpec, folder: Path) -> Any:
@@ -76,7 +68,7 @@ def on_device(spec: EngineSpec) -> dict[str, Any]:
     """Options of vLLM's that the device needs: on a GPU a fixed back end and little memory, beside other work."""
     if spec.device == "cpu":
         return {}
-    backend, _ = sandbox.GPU_ATTENTION
+    backend, _ = plugin.GPU_ATTENTION
     return {"attention_backend": backend, "kv_cache_memory_bytes": GPU_KV_BYTES, "gpu_memory_utilization": 0.1}
 
 

@@ -13,17 +13,17 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_aiter_mla.sandbox import engine
-from vllm_aiter_mla.sandbox.arms import Arm, Options, arms, describe, why_not
 from vllm_aiter_mla.sandbox.compare import Figures, compare, op_count
 from vllm_aiter_mla.sandbox.demo_tables import layer_table, scenario_table
+from vllm_aiter_mla.sandbox.runs import Options, Run, describe, runs, why_not
 from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec
 
 
 @dataclass(slots=True)
 class Outcome:
-    """One arm, run and compared."""
+    """One run beside its baseline."""
 
-    arm: Arm
+    run: Run
     base: EngineResult
     result: EngineResult
     figures: dict[str, Figures]
@@ -37,20 +37,20 @@ class Outcome:
     def layers_ok(self) -> bool:
         """Every MLA layer of every rank engaged."""
         records = self.result.census
-        return not self.arm.spec.enabled or (
+        return not self.run.spec.enabled or (
             bool(records) and all(len(r["engaged"]) == r["total"] > 0 for r in records)
         )
 
     def scenario_ok(self, name: str) -> bool:
-        """Whether a scenario holds its bounds; arms without any always do."""
-        return self.arm.bound is None or self.arm.bound.holds(self.figures[name])
+        """Whether a scenario holds its bounds; a run without bounds holds them."""
+        return self.run.bound is None or self.run.bound.holds(self.figures[name])
 
     def ops_per_layer(self) -> tuple[float, float] | None:
         """Computing calls in the bucket's graph per layer, stock and fused; None where the flag is off."""
         start, end = self.result.ranges[0]
         key = f"{start}-{end}"
         graphs = (self.base.graphs.get(key), self.result.graphs.get(key))
-        if not self.arm.spec.enabled or None in graphs:
+        if not self.run.spec.enabled or None in graphs:
             return None
         layers = max(self.result.census[0]["total"], 1)
         return op_count(graphs[0] or "") / layers, op_count(graphs[1] or "") / layers
@@ -61,14 +61,14 @@ class Outcome:
         first = records[0] if records else {"engaged": {}, "total": 0, "refused": {}, "decode_bucket": None}
         refused = {name: why for record in records for name, why in record["refused"].items()}
         return {
-            "name": self.arm.name,
-            "kv_cache_dtype": self.arm.spec.kv_cache_dtype,
-            "numerics": self.arm.numerics,
-            "gated": self.arm.bound is not None,
-            "bound": None if self.arm.bound is None else str(self.arm.bound),
+            "name": self.run.name,
+            "kv_cache_dtype": self.run.spec.kv_cache_dtype,
+            "numerics": self.run.numerics,
+            "gated": self.run.bound is not None,
+            "bound": None if self.run.bound is None else str(self.run.bound),
             "device": self.result.versions["device"],
-            "flag": self.arm.spec.enabled,
-            "tensor_parallel_size": self.arm.spec.tensor_parallel_size,
+            "flag": self.run.spec.enabled,
+            "tensor_parallel_size": self.run.spec.tensor_parallel_size,
             "bucket": first["decode_bucket"],
             "ranges": [list(r) for r in self.result.ranges],
             "layers": {"engaged": len(first["engaged"]), "total": first["total"], "refused": refused},
@@ -88,7 +88,7 @@ def main(options: Options, console: Console | None = None) -> int:
         console.print(problem, style="red", highlight=False)
         return 2
     try:
-        outcomes = list(_run(arms(options), console))
+        outcomes = list(_run(runs(options), console))
     except engine.EngineFailedError as error:
         console.print(str(error), style="red", highlight=False, markup=False)
         return 1
@@ -109,11 +109,11 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=150)
 
 
-def _run(plan: list[Arm], console: Console) -> Iterator[Outcome]:
-    """Run every distinct engine once, in order, and compare each arm with its baseline."""
+def _run(plan: list[Run], console: Console) -> Iterator[Outcome]:
+    """Run every distinct engine once, in order, and compare each of them with its baseline."""
     wanted: list[EngineSpec] = []
-    for arm in plan:
-        wanted += [spec for spec in (arm.base, arm.spec) if spec not in wanted]
+    for run in plan:
+        wanted += [spec for spec in (run.base, run.spec) if spec not in wanted]
     results: dict[int, EngineResult] = {}
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (
@@ -133,9 +133,9 @@ def _run(plan: list[Arm], console: Console) -> Iterator[Outcome]:
                     progress.update(task, description=f"{label}: {stage}")
 
             results[number] = engine.run(spec, inductor=Path(inductor), on_step=on_line)
-    for arm in plan:
-        base, result = results[wanted.index(arm.base)], results[wanted.index(arm.spec)]
-        yield Outcome(arm, base, result, compare(base, result))
+    for run in plan:
+        base, result = results[wanted.index(run.base)], results[wanted.index(run.spec)]
+        yield Outcome(run, base, result, compare(base, result))
 
 
 def _stage(line: str) -> str | None:
@@ -158,7 +158,7 @@ def _print(outcomes: list[Outcome], console: Console) -> None:
     for outcome in outcomes:
         for line in outcome.result.log:
             if "engaged" in line:
-                console.print(f"{outcome.arm.name}: {line[line.index('aiter-mla:') :]}", highlight=False)
+                console.print(f"{outcome.run.name}: {line[line.index('aiter-mla:') :]}", highlight=False)
     verdict = "every bound holds" if all(outcome.ok for outcome in outcomes) else "A BOUND IS MISSED"
     console.print(f"demo: {verdict}", style="green" if "holds" in verdict else "red")
 

@@ -40,9 +40,9 @@ def scenario_table(outcomes: list[Outcome]) -> Table:
         table.add_column(heading, justify="left" if heading in ("run", "scenario", "verdict") else "right")
     for outcome in outcomes:
         for name, found in outcome.figures.items():
-            verdict = "reported" if outcome.arm.bound is None else "ok" if outcome.scenario_ok(name) else "MISSED"
+            verdict = "reported" if outcome.run.bound is None else "ok" if outcome.scenario_ok(name) else "MISSED"
             table.add_row(
-                outcome.arm.name,
+                outcome.run.name,
                 name,
                 str(found.tokens),
                 str(found.tokens_equal),
@@ -55,4 +55,4 @@ def scenario_table(outcomes: list[Outcome]) -> Table:
 
 
 def _bounds(outcomes: list[Outcome]) -> str:
-    return "; ".join(f"{o.arm.name}: {o.arm.bound}" for o in outcomes if o.arm.bound is not None)
+    return "; ".join(f"{o.run.name}: {o.run.bound}" for o in outcomes if o.run.bound is not None)

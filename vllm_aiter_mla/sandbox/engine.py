@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_aiter_mla.compat.patches import gauge
-from vllm_aiter_mla.sandbox import ON_CPU, ON_GPU, SANDBOX_ENV
+from vllm_aiter_mla.sandbox import plugin
 from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec
 
 TIMEOUT_S = 600
@@ -89,10 +89,13 @@ def _read(process: subprocess.Popen[str], on_step: Callable[[str], None]) -> lis
 
 
 def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, str]:
-    """Environment of the engine's process: sandbox on, private caches, quiet logs."""
+    """Environment of the engine's process: the sandbox's plugin on its path, private caches, quiet logs."""
+    path = os.pathsep.join(filter(None, [str(plugin.FOLDER), os.environ.get("PYTHONPATH")]))
     environment = {
         **os.environ,
         **_environment_of_device(spec),
+        "PYTHONPATH": path,
+        "VLLM_PLUGINS": f"aiter_mla,{plugin.NAME}" if spec.plugin else plugin.NAME,
         "VLLM_CACHE_ROOT": str(cache),
         "TORCHINDUCTOR_CACHE_DIR": str(inductor),
         "VLLM_DISABLE_COMPILE_CACHE": "0" if spec.compile_cache else "1",
@@ -108,8 +111,6 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
     if not spec.compile_cache:
         # Compiled C++ is found again by its source; whole graphs are not, or a planted bug would not be compiled in.
         environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
-    if not spec.plugin:
-        environment["VLLM_PLUGINS"] = "none"
     # This process may have built a config of its own: its engine's gauge is not this one's.
     environment.pop(gauge.FOLDER, None)
     return environment
@@ -118,8 +119,8 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
 def _environment_of_device(spec: EngineSpec) -> dict[str, str]:
     if spec.device == "gpu":
         # AITER's fp8 and fp4 absorb weights, where AITER is on, leave no bf16 ones for the Triton kernel.
-        return {SANDBOX_ENV: ON_GPU, "VLLM_ROCM_USE_AITER_FP8BMM": "0", "VLLM_ROCM_USE_AITER_FP4BMM": "0"}
-    environment = {SANDBOX_ENV: ON_CPU, "VLLM_CPU_KVCACHE_SPACE": "1"}
+        return {"VLLM_ROCM_USE_AITER_FP8BMM": "0", "VLLM_ROCM_USE_AITER_FP4BMM": "0"}
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if spec.tensor_parallel_size > 1:
         # Two workers on two cores deadlock on vLLM's automatic binding.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(spec.tensor_parallel_size))

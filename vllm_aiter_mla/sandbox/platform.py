@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
-_MARK = "_aiter_mla_sandbox"
 # Set by a spec: vLLM's own MLA RoPE pass, which PassConfig switches off on anything that is no GPU.
 stock_pass = False
 
 
+@cache
 def wrap(platform_cls: type) -> None:
     """Wrap ``platform_cls.check_and_update_config`` so that the compile pipeline survives it. Idempotent."""
     inner = platform_cls.check_and_update_config  # type: ignore[attr-defined]
-    if getattr(inner, _MARK, False):
-        return
 
     @wraps(inner)
     def check_and_update_config(vllm_config: Any) -> None:
@@ -23,7 +21,6 @@ def wrap(platform_cls: type) -> None:
         inner(vllm_config)
         wanted.restore(vllm_config)
 
-    setattr(check_and_update_config, _MARK, True)
     platform_cls.check_and_update_config = staticmethod(check_and_update_config)  # type: ignore[attr-defined]
 
 

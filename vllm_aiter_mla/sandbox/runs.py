@@ -63,7 +63,7 @@ lost, 69 % to 81 % and 1.7 to 2.3.
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class Run:
     """One run and the baseline it is held against.
 
     Attributes:
@@ -81,7 +81,7 @@ class Arm:
     bound: Bound | None
 
 
-def arms(options: Options) -> list[Arm]:
+def runs(options: Options) -> list[Run]:
     """The runs of the demo, baselines first where they are compared with themselves."""
     if options.kernel == "triton":
         return _on_gpu(options)
@@ -95,21 +95,21 @@ def arms(options: Options) -> list[Arm]:
         fake_arch=fake,
         dump_graphs=tp == 1,
     )
-    found = [Arm("bf16 KV", bf16, _off(bf16), "activation dtype", EXACT)]
+    found = [Run("bf16 KV", bf16, _off(bf16), "activation dtype", EXACT)]
     if options.quick:
         return found
     fp8 = replace(bf16, scenarios=FP8_SCENARIOS, max_num_batched_tokens=512, kv_cache_dtype="fp8")
     off = _off(fp8)
     if not fake:
-        found.append(Arm("fp8 KV, two-rounding", fp8, off, "two-rounding", EXACT))
-    found.append(Arm("fp8 KV, AITER's numerics", replace(fp8, rounding="single"), off, "aiter", None))
+        found.append(Run("fp8 KV, two-rounding", fp8, off, "two-rounding", EXACT))
+    found.append(Run("fp8 KV, AITER's numerics", replace(fp8, rounding="single"), off, "aiter", None))
     if tp == 1:
         perturbed = replace(off, perturb=0.03, dump_graphs=False)
-        found.append(Arm("fp8 KV, stock + one fp8 step on 3 %", perturbed, off, "stock, one step perturbed", None))
+        found.append(Run("fp8 KV, stock + one fp8 step on 3 %", perturbed, off, "stock, one step perturbed", None))
     return found
 
 
-def _on_gpu(options: Options) -> list[Arm]:
+def _on_gpu(options: Options) -> list[Run]:
     """The Triton kernel on the card that torch sees, under vLLM's own platform, with its graphs captured."""
     bf16 = EngineSpec(
         device="gpu",
@@ -119,10 +119,10 @@ def _on_gpu(options: Options) -> list[Arm]:
         kernel="triton",
         dump_graphs=options.tensor_parallel_size == 1,
     )
-    found = [Arm("bf16 KV", bf16, _off(bf16), "aiter", SUM_ORDER)]
+    found = [Run("bf16 KV", bf16, _off(bf16), "aiter", SUM_ORDER)]
     if not options.quick:
         fp8 = replace(bf16, kv_cache_dtype="fp8")
-        found.append(Arm("fp8 KV", fp8, _off(fp8), "aiter", None))
+        found.append(Run("fp8 KV", fp8, _off(fp8), "aiter", None))
     return found
 
 
