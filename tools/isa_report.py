@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from vllm_aiter_mla import evidence  # noqa: E402
 from vllm_aiter_mla.cli import outputs  # noqa: E402
 
 # Triton's names of the 8-bit floats; a target that lacks one breaks a bound, a word that is none is a wrong option.
@@ -60,11 +61,11 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(compile_target(options.worker, options.fp8_type)))
         return 0
     # One process per architecture: see vllm_aiter_mla/kernels/triton/aot.py.
-    reports = [run_worker(name, options.fp8_type) for name in options.arch]
+    reports = [run_worker(name, options.fp8_type) | evidence.stamp("isa", 1) for name in options.arch]
     text = "\n\n".join(table(report) for report in reports)
     print(json.dumps(reports, indent=1) if options.json == PRINTED else text)
     if options.json is not None and options.json != PRINTED:
-        options.json.write_text(json.dumps(reports, indent=1) + "\n")
+        evidence.write(options.json, reports)
     if options.html is not None:
         options.html.write_text(page(reports))
     broken = sum(len(row["breaches"]) for report in reports for row in report["rows"])

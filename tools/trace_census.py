@@ -267,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"trace_census: {error}", file=sys.stderr)
         return 2
     record = {"tool": "trace_census", "traces": [census.as_record() for census in found]}
-    print(json.dumps(record, indent=1) if given.json else table(found))
+    print(json.dumps(record | _stamp(), indent=1) if given.json else table(found))
     for path, census in zip(given.traces, found, strict=True):
         if not census.writes:
             print(f"trace_census: {path}: {_no_write(census)}", file=sys.stderr)
@@ -309,6 +309,13 @@ def _patterns(given: list[str]) -> dict[str, str]:
             raise TraceError(f"--pattern {entry}: ROLE=REGEX expected, with a role of {', '.join(ROLES)}")
         patterns[role] = _regex(f"--pattern {role}=", pattern)
     return patterns
+
+
+def _stamp() -> dict[str, Any]:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from vllm_aiter_mla import evidence
+
+    return evidence.stamp("trace", 1)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from test_demo import result
 
 from vllm_aiter_mla import admission, sandbox
 from vllm_aiter_mla.admission import LayerView, admit_layer
-from vllm_aiter_mla.compat.patches import gauge
+from vllm_aiter_mla.census import gauge
 from vllm_aiter_mla.sandbox import arms, child, demo, engine
 from vllm_aiter_mla.sandbox.arms import Options
 from vllm_aiter_mla.sandbox.spec import EngineSpec

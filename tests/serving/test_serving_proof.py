@@ -25,7 +25,7 @@ def test_gauge_is_the_proof_for_a_server_whose_log_is_not_here() -> None:
 
 
 def test_gauge_with_more_labels_is_read_too() -> None:
-    assert engaged.gauge('vllm:aiter_mla_layers{state="engaged",engine="0"} 2\n') == {"engaged": 2}
+    assert engaged.gauge('vllm:aiter_mla_layers{engine="0",model_name="m",state="engaged"} 2.0\n') == {"engaged": 2}
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,15 @@ def test_what_is_looked_for_stands_in_the_installed_vllm_and_in_the_plugin() -> 
     vllm = pytest.importorskip("vllm")
     from pathlib import Path
 
-    from vllm_aiter_mla.census import record as announce
-    from vllm_aiter_mla.compat.patches import gauge
+    from vllm_aiter_mla.census import gauge
+    from vllm_aiter_mla.census import record as census_record
 
     source = (Path(vllm.__file__).parent / "config" / "compilation.py").read_text()
     assert engaged._NO_STOCK_PASS in source
     assert "Enabled custom fusions: %s" in source
     assert gauge.NAME == engaged.GAUGE
     record = {"engaged": {"a": "aiter"}, "total": 1, "kv_cache_dtype": "fp8", "decode_bucket": [1, 8], "refused": {}}
-    assert engaged.check_on(f"aiter-mla: {announce.line(record)}", None).startswith("1/1 MLA layers engaged")
+    assert engaged.check_on(f"aiter-mla: {census_record.line(record)}", None).startswith("1/1 MLA layers engaged")
     record |= {"engaged": {}, "partial": {}, "refused": {"a": ("key", "text")}}
     with pytest.raises(ServingError, match="key: text"):
-        engaged.check_on(f"aiter-mla: {announce.line(record)}", None)
+        engaged.check_on(f"aiter-mla: {census_record.line(record)}", None)

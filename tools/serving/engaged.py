@@ -13,7 +13,7 @@ from serving.errors import ServingError
 GAUGE = "vllm:aiter_mla_layers"
 _ENGAGED = re.compile(r"aiter-mla: (\d+/\d+ MLA layers engaged \(.*)")
 _DECLINED = re.compile(r"aiter-mla: (0/\d+: .*|off although it was switched on: .*|.* failed, vLLM runs stock.*)")
-_GAUGE = re.compile(rf'^{GAUGE}\{{state="(engaged|refused)"[^}}]*\}} ([0-9.eE+]+)', re.MULTILINE)
+_GAUGE = re.compile(rf'^{GAUGE}\{{[^}}]*state="(engaged|refused)"[^}}]*\}} ([0-9.eE+]+)', re.MULTILINE)
 _FUSIONS = re.compile(r"Enabled custom fusions: (.*)")
 _NO_STOCK_PASS = "MLA KV cache update with RoPE fusion enabled but"
 

@@ -19,7 +19,7 @@ from serving.arms import Arm
 from serving.schedule import PER_ARM, PER_RUN, RUNNING
 from serving.server import LAUNCH, arguments
 from serving.session import Session
-from vllm_aiter_mla import __version__
+from vllm_aiter_mla import __version__, evidence
 
 # In a process of its own: a CUDA context in the tool's would take memory of the card away from the servers.
 _CARD = """
@@ -109,7 +109,7 @@ def write(given: argparse.Namespace, text: str, record: dict) -> None:
     if given.out:
         given.out.write_text(text)
     if given.json:
-        given.json.write_text(json.dumps(record, indent=1))
+        evidence.write(given.json, record | evidence.stamp(given.tool, 1))
 
 
 def _servers(session: Session) -> list[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
+from vllm_aiter_mla import evidence
 from vllm_aiter_mla.bench.points import HEADS, TOKENS, grid
 from vllm_aiter_mla.cli import outputs
 
@@ -54,7 +54,7 @@ def main(
         return 2
     print(page.text(report))
     if json_path is not None:
-        json_path.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+        evidence.write(json_path, report.as_dict() | evidence.stamp("bench", 1))
     if html_path is not None:
         html_path.write_text(page.page(report))
     wrong = any(row.wrong for row in report.rows)

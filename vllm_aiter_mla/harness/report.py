@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+from vllm_aiter_mla import evidence
 from vllm_aiter_mla.harness.runner import Result
 from vllm_aiter_mla.harness.session import Session, command
 
@@ -16,7 +16,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 
 def write_json(session: Session, path: Path) -> None:
     """The session as JSON: status, machine, missing back ends, results with their findings and commands."""
-    path.write_text(json.dumps(session.as_dict(), indent=1) + "\n", encoding="utf-8")
+    evidence.write(path, session.as_dict() | evidence.stamp("verify", 1))
 
 
 def write_junit(session: Session, path: Path) -> None:

@@ -117,6 +117,8 @@ class _Chain:
 
     def rewrite(self, match: LayerMatch, plan: Plan, out_dtype: torch.dtype) -> None:
         """Run the passes on one layer, up to the one after which the chain stops."""
+        if self.stop_after is not None:
+            census.keep_partial(match.layer_name, "stop_after", f"debug.stop_after={self.stop_after}")
         whole = self.stop_after is None and plan.refused is None
         fused = self.fuse(self.graph, match, lazy=whole)
         if self.stop_after == "rope_kv_cache":

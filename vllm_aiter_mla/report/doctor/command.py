@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from vllm_aiter_mla import __version__
+from vllm_aiter_mla import __version__, evidence
 from vllm_aiter_mla.report.doctor import arguments, installed, machine, options, switches
 from vllm_aiter_mla.report.doctor.check import STATUSES, Check, Given, exit_status, run
 from vllm_aiter_mla.report.doctor.guard import aiter_not_importable
@@ -42,7 +42,7 @@ def main(
         return WRONG
     checks = examine(Given(compilation=first, additional=second))
     if as_json:
-        print(json.dumps(as_record(checks), indent=1))
+        print(json.dumps(as_record(checks) | evidence.stamp("doctor", 1), indent=1))
     else:
         print("\n".join(lines(checks)))
     return exit_status(checks)

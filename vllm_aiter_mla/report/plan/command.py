@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from vllm_aiter_mla import evidence
 from vllm_aiter_mla.report.plan import build, model, options, page, vllm_rules
 from vllm_aiter_mla.settings import SettingsError
 
@@ -31,7 +32,7 @@ def main(name: str, arguments: Sequence[str], arch: str, env: Sequence[str], *, 
     except (model.ModelNotFoundError, SettingsError, ValueError, vllm_rules.VllmMissingError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return WRONG
-    print(json.dumps(plan, indent=1) if as_json else page.text(plan))
+    print(json.dumps(plan | evidence.stamp("plan", 1), indent=1) if as_json else page.text(plan))
     return ENGAGES if plan["verdict"] == build.ENGAGED else DOES_NOT
 
 
