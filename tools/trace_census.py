@@ -245,7 +245,7 @@ def run(argv: Sequence[str]) -> int:
     given = read_options(argv)
     found = [count(path, given.patterns, given.steps, given.step_marker) for path in given.traces]
     record = {"tool": "trace_census", "traces": [census.as_record() for census in found]}
-    print(json.dumps(record, indent=1) if given.json else table(found))
+    print(json.dumps(record | _stamp(), indent=1) if given.json else table(found))
     for path, census in zip(given.traces, found, strict=True):
         if not census.writes:
             print(visible(f"trace_census: {path}: {_no_write(census)}"), file=sys.stderr)
@@ -297,6 +297,13 @@ def _check_regex(option: str, text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     return guarded("trace_census", lambda: run(sys.argv[1:] if argv is None else argv))
+
+
+def _stamp() -> dict[str, Any]:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from vllm_aiter_mla import evidence
+
+    return evidence.stamp("trace", 1)
 
 
 if __name__ == "__main__":

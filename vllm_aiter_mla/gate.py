@@ -21,7 +21,9 @@ from typing import Any
 
 from vllm_aiter_mla import bucket, worker
 from vllm_aiter_mla.admission import MLA_ATTENTION_OP, Refusal, admit_config
-from vllm_aiter_mla.census import record as announce
+from vllm_aiter_mla.census import gauge as census_gauge
+from vllm_aiter_mla.census.file import write_census
+from vllm_aiter_mla.census.record import of_declined
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, user_pass
 from vllm_aiter_mla.compat.patches import gauge, platform_hook, worker_hook
@@ -91,7 +93,13 @@ def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any) -> N
     # The hook before the pass: should it fail, no worker may run kernels that nobody has checked.
     worker_hook.install(worker.attach)
     user_pass.install(compilation, worker.pipeline_class()(limit=limit, settings=settings, chained=chained))
-    gauge.install()
+    _show_gauge()
+
+
+def _show_gauge() -> None:
+    with log.warned(f"the gauge {census_gauge.NAME} is not available"):
+        census_gauge.prepare()
+        gauge.install(gauge.Gauge(census_gauge.NAME, census_gauge.HELP, census_gauge.layers_of))
 
 
 def _open_graph(compilation: Any) -> None:
@@ -118,12 +126,16 @@ def _decline(vllm_config: Any, refusal: Refusal, settings: Settings) -> None:
 
 
 def _record(vllm_config: Any, refusal: Refusal) -> None:
-    """Leave the refusal where programs look for the census; whatever goes wrong there, the engine starts."""
-    try:
-        layers = compat_config.mla_layers(vllm_config.model_config)
-        announce.declined(refusal.code, refusal.message, layers, str(vllm_config.cache_config.cache_dtype))
-    except Exception as error:
-        log.say_once(logging.WARNING, f"the census could not be written: {type(error).__name__}: {error}")
+    """Leave the refusal where programs look for the census; whatever goes wrong there, the engine starts.
+
+    Nothing of ours runs in the workers then, so the process that built the config speaks for all ranks.
+    """
+    with log.warned("the census could not be written"):
+        layers, cache = compat_config.mla_layers(vllm_config.model_config), str(vllm_config.cache_config.cache_dtype)
+        record = of_declined(refusal.code, refusal.message, layers, cache) | compat_config.metric_labels(vllm_config)
+        _show_gauge()
+        census_gauge.publish(record, declined=True)
+        write_census(compat_config.cache_folder(), record)
 
 
 def _announce(vllm_config: Any, settings: Settings, limit: int) -> None:

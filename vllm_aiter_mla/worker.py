@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from vllm_aiter_mla.census import file, gauge, record, state
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, user_pass
 from vllm_aiter_mla.compat.patches import worker_hook
@@ -60,10 +61,9 @@ def check_kernels(worker: Any) -> None:
 
 
 def _check_kernels(config: Any) -> None:
-    from vllm_aiter_mla.census import state as census
     from vllm_aiter_mla.runtime import selfcheck
 
-    census.reset()
+    state.reset()
     pipeline, strict = engaged_pass(config), _is_strict(config)
     sizes = config.compilation_config.cudagraph_capture_sizes or ()
     layers = mla_layers(config)
@@ -78,38 +78,58 @@ def take_census(worker: Any) -> None:
     Raises:
         SettingsError: no layer engaged, or no verdict can be made, in strict mode.
     """
-    from vllm_aiter_mla.census import record as announce
-
     config = worker.vllm_config
-    record: dict[str, Any] = {}
+    verdict: dict[str, Any] = {}
     try:
         _guarded(config, "the verdict is not complete", lambda: _run_once(worker))
-        _guarded(config, "no verdict could be made", lambda: record.update(_verdict(worker)))
-        if record:
-            _guarded(config, "no verdict could be said", lambda: announce.say(record, _is_strict(config)))
+        _guarded(config, "no verdict could be made", lambda: verdict.update(_verdict(worker)))
+        if verdict:
+            _guarded(config, "no verdict could be said", lambda: _say(verdict, _is_strict(config)))
     finally:
-        if record:
-            announce.write_down(
-                record,
-                key=lambda: str(config.compute_hash()),
-                capture_sizes=lambda: capture_sizes(config.compilation_config),
-            )
+        if verdict:
+            _write_down(config, verdict)
 
 
 def _run_once(worker: Any) -> None:
     """Run a dummy batch where no layer has run yet: warm-up covers the largest batch, and there may be no graphs."""
-    from vllm_aiter_mla.census import state as census
-
-    if mla_layers(worker.vllm_config) and not census.current().engaged:
+    if mla_layers(worker.vllm_config) and not state.current().engaged:
         worker.execute_dummy_batch()
 
 
 def _verdict(worker: Any) -> dict[str, Any]:
-    from vllm_aiter_mla.census import record as announce
-
     config = worker.vllm_config
     limit, rank = engaged_pass(config).limit, int(getattr(worker, "rank", 0))
-    return announce.as_record(sorted(mla_layers(config)), limit, _cache_name(config), rank)
+    found = record.as_record(sorted(mla_layers(config)), limit, _cache_name(config), rank)
+    return found | compat_config.metric_labels(config)
+
+
+def _say(verdict: dict[str, Any], strict: bool) -> None:
+    """Say the verdict: rank 0 speaks for all. Every rank that holds MLA layers keeps strict mode's promise.
+
+    Raises:
+        SettingsError: strict mode, and no layer engaged.
+    """
+    is_first, text = verdict["rank"] == 0, record.line(verdict)
+    if strict and not verdict["engaged"] and (is_first or verdict["total"]):
+        raise SettingsError(f"{log.PREFIX}{text} ({STRICT_OPTION})")
+    if is_first:
+        # Every engine of a process has its verdict said, also one that reads like the last.
+        log.say(logging.INFO if verdict["engaged"] else logging.WARNING, text)
+
+
+def _write_down(config: Any, verdict: dict[str, Any]) -> None:
+    """Write the census to its file and for the gauge; what fails costs a warning and nothing else."""
+    with log.warned("the refusals could not be kept or read"):
+        key = str(config.compute_hash())
+        noted = file.keep_refusals(compat_config.cache_folder(), key, verdict)
+        if noted is not None and verdict["rank"] == 0:
+            log.say(logging.INFO, f"noted when these graphs were compiled: {noted}")
+    with log.warned("the captured sizes could not be read"):
+        verdict["capture_sizes"] = capture_sizes(config.compilation_config)
+    with log.warned(f"the gauge {gauge.NAME} is not available"):
+        gauge.publish(verdict)
+    with log.warned("the census could not be written"):
+        file.write_census(compat_config.cache_folder(), verdict)
 
 
 def _guarded(config: Any, what: str, step: Callable[[], None], *, checks_kernels: bool = False) -> None:

@@ -19,8 +19,8 @@ import pytest
 from vllm.config import PassConfig
 
 from vllm_aiter_mla import plugin
+from vllm_aiter_mla.census import gauge
 from vllm_aiter_mla.compat import log, patches
-from vllm_aiter_mla.compat.patches import gauge
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 plugin.register()

@@ -19,10 +19,10 @@ from vllm.config import VllmConfig
 
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
+from vllm_aiter_mla.census import gauge
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.compat import version as compat_version
-from vllm_aiter_mla.compat.patches import gauge
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 
 
@@ -75,7 +75,7 @@ def test_a_declined_config_is_in_the_census_file_and_in_the_gauge(
     layers = support.DEEPSEEK_V2["num_hidden_layers"]
     assert (record["total"], record["engaged"]) == (layers, {})
     assert {code for code, _ in record["refused"].values()} == {"compilation_mode"}
-    assert gauge.counts(gauge._read()) == {"engaged": 0, "refused": layers}
+    assert gauge.layers_of("0") == {"engaged": 0, "refused": layers}
     assert lines.at(logging.WARNING)[0].endswith("(run: vllm-aiter-mla doctor)")
 
 
@@ -92,7 +92,7 @@ def test_a_refusal_that_cannot_be_recorded_costs_a_warning_and_no_engine(
     def fails(*arguments: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(gate.announce, "declined", fails)
+    monkeypatch.setattr(gate, "write_census", fails)
     built = support.vllm_config(mla_model, additional_config=ON)
     assert pass_of(built) is None
     said = lines.at(logging.WARNING)

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from runtime.opcalls import NAME, layer_of
 from vllm_aiter_mla import worker
 from vllm_aiter_mla.admission import Refusal
-from vllm_aiter_mla.census import record as announce
+from vllm_aiter_mla.census import record
 from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
@@ -59,7 +59,7 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[int, str]
     lines: list[tuple[int, str]] = []
     monkeypatch.setattr(log, "say", lambda level, text, stacklevel=2: lines.append((level, text)))
     monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(announce, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path)
     return lines
 
 
@@ -219,8 +219,8 @@ AT_THE_CENSUS = {
     "the pass": lambda patch, one: patch(worker, "engaged_pass", planted),
     "the cache": lambda patch, one: patch(one.vllm_config, "cache_config", None),
     "the rank": lambda patch, one: patch(one, "rank", "first", raising=False),
-    "the verdict": lambda patch, one: patch(announce, "as_record", planted),
-    "the line": lambda patch, one: patch(announce, "line", planted),
+    "the verdict": lambda patch, one: patch(record, "as_record", planted),
+    "the line": lambda patch, one: patch(record, "line", planted),
 }
 
 

@@ -6,13 +6,16 @@ import contextlib
 import json
 import logging
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from vllm_aiter_mla import worker
-from vllm_aiter_mla.census import record as announce
+from vllm_aiter_mla import evidence, worker
+from vllm_aiter_mla.census import file, record
 from vllm_aiter_mla.census import state as census
+from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.settings import SettingsError
 
@@ -24,19 +27,25 @@ def said(monkeypatch, tmp_path):
     """A fresh census and cache folder; collects (level, line)."""
     lines: list[tuple[int, str]] = []
     monkeypatch.setattr(census, "_census", census.Census())
-    monkeypatch.setattr(announce, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(log, "say", lambda level, text, stacklevel=2: lines.append((level, text)))
     monkeypatch.setattr(log, "_said", set())
     return lines
 
 
-def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=()):
+def config(key="k" * 64, capture_sizes=()):
+    """As much of vLLM's as is asked for the files."""
+    compilation = SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_capture_sizes=capture_sizes)
+    return SimpleNamespace(compute_hash=lambda: key, compilation_config=compilation)
+
+
+def after_warm_up(*, strict=False, rank=0, **changes):
     """As the worker does it: the verdict, and whatever becomes of it, the files."""
-    record = announce.as_record(LAYERS, 512, "fp8", rank)
+    verdict = record.as_record(LAYERS, 512, "fp8", rank)
     try:
-        announce.say(record, strict)
+        worker._say(verdict, strict)
     finally:
-        announce.write_down(record, key=lambda: key, capture_sizes=lambda: capture_sizes)
+        worker._write_down(config(**changes), verdict)
 
 
 def test_census_all_engaged_is_one_info_line(said):
@@ -69,9 +78,9 @@ def test_census_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
     after_warm_up(rank=3)
     assert said == []
     (path,) = tmp_path.glob("census-*-3.json")
-    record = json.loads(path.read_text())
-    assert record["total"] == 2
-    assert record["refused"][LAYERS[0]] == ["not_run", "its fused op has not run"]
+    written = json.loads(path.read_text())
+    assert written["total"] == 2
+    assert written["refused"][LAYERS[0]] == ["not_run", "its fused op has not run"]
 
 
 def test_census_of_a_warm_start_knows_the_refusals_of_the_cold_one(said, monkeypatch, tmp_path):
@@ -96,7 +105,7 @@ BROKEN = {
     "a text for a reason": '{"refused": {}, "partial": {"model.layers.0.attn": "no_rope"}}',
     "one reason too many": '{"refused": {"model.layers.0.attn": ["a", "b", "c"]}, "partial": {}}',
     "too deep": "[" * 200_000,
-    "too large": " " * (announce.LARGEST + 1),
+    "too large": " " * (file.LARGEST + 1),
 }
 
 
@@ -106,7 +115,7 @@ def test_fail_closed_a_broken_refusals_file_costs_a_warning_and_never_the_verdic
     (tmp_path / f"refusals-{'k' * 16}-0.json").write_text(content)
     with pytest.raises(SettingsError, match="0/2") if strict else contextlib.nullcontext():
         after_warm_up(strict=strict)
-    texts = [text for _, text in said if text.startswith("the refusals could not be read: ")]
+    texts = [text for _, text in said if text.startswith("the refusals could not be kept or read: ")]
     assert len(texts) == 1
     assert strict or said[0][1].startswith("0/2: not_run")
     assert len(list(tmp_path.glob("census-*.json"))) == 1
@@ -121,7 +130,7 @@ def test_fail_closed_what_is_no_file_is_not_read(said, tmp_path, kind):
     {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to(good)}[kind]()
     with pytest.raises(SettingsError, match="0/2: not_run"):
         after_warm_up(strict=True)
-    assert [text for _, text in said if "the refusals could not be read" in text]
+    assert [text for _, text in said if "the refusals could not be kept or read" in text]
     assert not [text for _, text in said if "no_rope" in text]
 
 
@@ -130,7 +139,7 @@ def test_fail_closed_the_verdict_needs_no_folder(said, monkeypatch, strict):
     def unreadable():
         raise PermissionError("planted")
 
-    monkeypatch.setattr(announce, "cache_folder", unreadable)
+    monkeypatch.setattr(compat_config, "cache_folder", unreadable)
     with pytest.raises(SettingsError, match="0/2") if strict else contextlib.nullcontext():
         after_warm_up(strict=strict)
     assert strict or said[0][1].startswith("0/2: not_run")
@@ -138,21 +147,10 @@ def test_fail_closed_the_verdict_needs_no_folder(said, monkeypatch, strict):
 
 
 def test_fail_closed_the_verdict_is_said_before_any_file_is_touched(said, monkeypatch):
-    monkeypatch.setattr(announce, "cache_folder", lambda: said.append((0, "a file is touched")))
+    monkeypatch.setattr(compat_config, "cache_folder", lambda: said.append((0, "a file is touched")))
     after_warm_up()
     assert said[0][1].startswith("0/2: not_run")
     assert said[1] == (0, "a file is touched")
-
-
-@pytest.mark.parametrize("broken", ["key", "capture_sizes"])
-def test_fail_closed_what_is_asked_for_the_files_alone_costs_the_files_alone(said, tmp_path, broken):
-    def planted():
-        raise KeyError("planted")
-
-    record = announce.as_record(LAYERS, 512, "fp8", 0)
-    announce.write_down(record, **{"key": lambda: "k" * 64} | {broken: planted})
-    assert [level for level, text in said if "KeyError: 'planted'" in text] == [logging.WARNING]
-    assert len(list(tmp_path.glob("census-*.json"))) == 1
 
 
 def test_fail_closed_every_rank_that_holds_layers_keeps_the_promise_of_strict_mode(said):
@@ -174,14 +172,13 @@ def test_census_files_are_never_seen_half_written(said, tmp_path, monkeypatch):
     (path,) = tmp_path.glob("refusals-*.json")
     before = path.read_text()
 
-    def full(self, text, *rest):
-        with open(self, "w") as file:
-            file.write(text[:7])
+    def full(self, target):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(type(path), "write_text", full)
+    monkeypatch.setattr(type(path), "replace", full)
     after_warm_up()
     assert path.read_text() == before
+    assert [left.name for left in tmp_path.iterdir() if left.name.endswith(".new")] == []
 
 
 def test_census_of_the_next_engine_starts_empty_and_has_its_own_verdict(said):
@@ -213,7 +210,7 @@ def test_census_of_another_configuration_is_not_mixed_in(said, monkeypatch):
 
 def test_census_that_cannot_be_written_is_a_warning(said, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(announce, "cache_folder", lambda: tmp_path / "file" / "below")
+    monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path / "file" / "below")
     census.engage(LAYERS[0], "aiter")
     after_warm_up()
     assert any(level == logging.WARNING and "could not be written" in text for level, text in said)
@@ -231,3 +228,72 @@ def test_census_file_names_the_captured_sizes(said, tmp_path):
 def test_census_sizes_are_those_of_graphs_that_exist(mode, sizes, captured):
     compilation = SimpleNamespace(cudagraph_mode=SimpleNamespace(name=mode), cudagraph_capture_sizes=sizes)
     assert worker.capture_sizes(compilation) == captured
+
+
+def written_by(tmp_path, **process):
+    """A census file as another process left it, its process described by ``process``."""
+    verdict = record.as_record(LAYERS, 512, "fp8", 0)
+    known = file.process(os.getpid()) | process
+    path = tmp_path / f"census-{known['pid']}-0.json"
+    path.write_text(json.dumps(verdict | {"process": known} | evidence.stamp("census", 1)))
+    return path
+
+
+def ended_pid():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_census_files_of_ended_processes_are_removed_at_the_next_start(said, tmp_path):
+    ended = written_by(tmp_path, pid=ended_pid())
+    reused = written_by(tmp_path, pid=os.getppid(), started=1)
+    alive = written_by(tmp_path, **file.process(1))
+    after_warm_up()
+    assert not ended.exists()
+    assert not reused.exists(), "its number belongs to another process now"
+    assert alive.exists()
+
+
+def test_census_files_of_other_machines_and_containers_stay(said, tmp_path, monkeypatch):
+    """On a shared cache root a process of another host cannot be looked for, and its number may be free here."""
+    container = written_by(tmp_path, pid=ended_pid(), pid_namespace="pid:[1]")
+    with monkeypatch.context() as patching:
+        patching.setattr(evidence, "host", lambda: "another")
+        host = written_by(tmp_path, pid=ended_pid())
+    foreign = tmp_path / "census-1-1.json"
+    foreign.write_text("half a fi")
+    after_warm_up()
+    assert container.exists()
+    assert host.exists()
+    assert foreign.exists()
+
+
+@pytest.mark.mutation
+def test_mutation_census_files_are_removed_whoever_wrote_them(said, tmp_path, monkeypatch):
+    monkeypatch.setattr(file, "has_ended", lambda process: True)
+    with pytest.raises(AssertionError):
+        test_census_files_of_other_machines_and_containers_stay(said, tmp_path, monkeypatch)
+
+
+def test_census_and_refusals_can_be_traced(said, tmp_path):
+    census.current().compiled["1-512"] = {"matched": 1}
+    after_warm_up()
+    for kind in ("census", "refusals"):
+        (path,) = tmp_path.glob(f"{kind}-*.json")
+        assert json.loads(path.read_text())["evidence"]["schema"] == f"vllm-aiter-mla/{kind}"
+
+
+def test_census_names_model_and_engine_as_vllm_labels_its_metrics():
+    parallel = SimpleNamespace(data_parallel_index=3, data_parallel_rank=0)
+    given = SimpleNamespace(model_config=SimpleNamespace(served_model_name="served"), parallel_config=parallel)
+    assert compat_config.metric_labels(given) == {"model_name": "served", "engine": "3"}
+    assert compat_config.metric_labels(SimpleNamespace()) == {"model_name": None, "engine": None}
+
+
+def test_census_of_a_layer_that_kept_two_passes_says_why_it_is_not_engaged(said):
+    """Not that its fused op has not run: it was never to run."""
+    census.keep_partial(LAYERS[0], "stop_after", "debug.stop_after=q_prep_lift")
+    found = record.as_record(LAYERS, 512, "fp8", 0)
+    assert found["refused"][LAYERS[0]] == ["stop_after", "debug.stop_after=q_prep_lift"]
+    assert found["refused"][LAYERS[1]] == list(record.NOT_RUN)

@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 from test_demo import result
 
+from vllm_aiter_mla.census import gauge
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.compat.patches import gauge
 from vllm_aiter_mla.sandbox import child, demo, engine, plugin, runs
 from vllm_aiter_mla.sandbox.runs import Options
 from vllm_aiter_mla.sandbox.spec import EngineSpec

@@ -82,15 +82,15 @@ def test_what_is_looked_for_stands_in_the_installed_vllm_and_in_the_plugin() -> 
     vllm = pytest.importorskip("vllm")
     from pathlib import Path
 
-    from vllm_aiter_mla.census import record as announce
-    from vllm_aiter_mla.compat.patches import gauge
+    from vllm_aiter_mla.census import gauge
+    from vllm_aiter_mla.census import record as census_record
 
     source = (Path(vllm.__file__).parent / "config" / "compilation.py").read_text()
     assert proof._NO_STOCK_PASS in source
     assert "Enabled custom fusions: %s" in source
     assert gauge.NAME == proof.GAUGE
     record = {"engaged": {"a": "aiter"}, "total": 1, "kv_cache_dtype": "fp8", "decode_bucket": [1, 8], "refused": {}}
-    assert proof.check_on(f"aiter-mla: {announce.line(record)}", None).startswith("1/1 MLA layers engaged")
+    assert proof.check_on(f"aiter-mla: {census_record.line(record)}", None).startswith("1/1 MLA layers engaged")
     record |= {"engaged": {}, "partial": {}, "refused": {"a": ("key", "text")}}
     with pytest.raises(RunError, match="key: text"):
-        proof.check_on(f"aiter-mla: {announce.line(record)}", None)
+        proof.check_on(f"aiter-mla: {census_record.line(record)}", None)

@@ -19,7 +19,7 @@ from typing import Any
 from tools.common import escaped, visible
 from tools.serving.sides import OFF, ON, Side
 from tools.serving.sweep import PER_RUN, PER_SIDE, RUNNING, SERVER, Compared
-from vllm_aiter_mla import __version__
+from vllm_aiter_mla import __version__, evidence
 
 # In a process of its own: a CUDA context in the tool's would take memory of the card away from the servers.
 _CARD = """
@@ -91,7 +91,7 @@ def finish(
     if given.out:
         given.out.write_text(text)
     if given.json:
-        given.json.write_text(json.dumps(record, indent=1))
+        evidence.write(given.json, record | evidence.stamp(given.tool, 1))
 
 
 def document(

@@ -38,8 +38,10 @@ def file_problem(path: Path) -> str | None:
     target = path.resolve() if path.is_symlink() else path
     if target.is_dir():
         return "is a folder"
-    if target.exists():
-        return None if os.access(target, os.W_OK) else "not writable"
+    if target.exists() and not os.access(target, os.W_OK):
+        return "not writable"
+    if target.exists() and (not target.is_file() or os.access(path.parent, os.W_OK | os.X_OK)):
+        return None  # a device, or a file that can be replaced in its folder
     if not target.parent.is_dir():
         return "its folder does not exist"
     return None if os.access(target.parent, os.W_OK | os.X_OK) else "its folder is not writable"

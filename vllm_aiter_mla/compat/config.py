@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView
@@ -51,6 +52,23 @@ def mla_layers(model: Any) -> tuple[int, ...]:
     # A shortened model keeps the list of the whole one.
     kept = range(1, text.num_hidden_layers + 1)
     return tuple(index - 1 for index in (kept if listed is None else listed) if index in kept)
+
+
+def cache_folder() -> Path:
+    """Where the plugin keeps its files: under vLLM's own cache root."""
+    from vllm import envs
+
+    return Path(envs.VLLM_CACHE_ROOT) / "aiter_mla"
+
+
+def metric_labels(vllm_config: Any) -> dict[str, str | None]:
+    """``model_name`` and ``engine`` as vLLM's metrics label this engine; a fact that cannot be read is None."""
+    model = getattr(vllm_config, "model_config", None)
+    parallel = getattr(vllm_config, "parallel_config", None)
+    # The rank that an engine of a dense model forgets, because its workers form no group with the other engines'.
+    index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", None))
+    name = getattr(model, "served_model_name", None)
+    return {"model_name": None if name is None else str(name), "engine": None if index is None else str(index)}
 
 
 def _model_facts(model: Any) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 logger = logging.getLogger("vllm.aiter_mla")
 """A child of "vllm": vLLM configures handlers for that name alone, so a logger of our own name would be mute."""
@@ -22,6 +24,15 @@ def say_once(level: int, message: str) -> None:
 def say(level: int, message: str, stacklevel: int = 2) -> None:
     """Log ``message`` at ``level``; vLLM prints the file and line, and they should be those of the caller."""
     logger.log(level, "%s%s", PREFIX, message, stacklevel=stacklevel)
+
+
+@contextlib.contextmanager
+def warned(what: str) -> Iterator[None]:
+    """Turn an exception of the block into one warning that begins with ``what``: for steps nothing depends on."""
+    try:
+        yield
+    except Exception as error:
+        say_once(logging.WARNING, f"{what}: {type(error).__name__}: {error}")
 
 
 def forget() -> None:

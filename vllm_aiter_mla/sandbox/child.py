@@ -122,7 +122,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
 
 def census_records() -> list[dict[str, Any]]:
     """The census files that this run's workers wrote, by rank; the cache root is this run's own."""
-    from vllm_aiter_mla.census.record import cache_folder
+    from vllm_aiter_mla.compat.config import cache_folder
 
     files = [path for path in cache_folder().glob("census-*.json") if path.stat().st_mtime >= _start_of_process()]
     return sorted((json.loads(path.read_text()) for path in files), key=lambda record: record["rank"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from vllm_aiter_mla import evidence
 from vllm_aiter_mla.sandbox import engine
 from vllm_aiter_mla.sandbox.compare import Figures, compare, op_count
 from vllm_aiter_mla.sandbox.demo_tables import layer_table, scenario_table
@@ -96,7 +96,7 @@ def main(options: Options, console: Console | None = None) -> int:
     record = {"runs": [outcome.as_dict() for outcome in outcomes], "ok": all(outcome.ok for outcome in outcomes)}
     record["versions"] = outcomes[0].result.versions
     if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=1))
+        evidence.write(options.json, record | evidence.stamp("demo", 1))
         console.print(f"figures written to {options.json}")
     if options.keep is not None:
         _keep(options.keep, outcomes, record)
@@ -165,7 +165,7 @@ def _print(outcomes: list[Outcome], console: Console) -> None:
 
 def _keep(folder: Path, outcomes: list[Outcome], record: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "demo.json").write_text(json.dumps(record, indent=1))
+    evidence.write(folder / "demo.json", record | evidence.stamp("demo", 1))
     for number, outcome in enumerate(outcomes):
         for state, result in (("off", outcome.base), ("on", outcome.result)):
-            (folder / f"run{number}-{state}.json").write_text(json.dumps(asdict(result)))
+            evidence.write(folder / f"run{number}-{state}.json", asdict(result) | evidence.stamp("engine", 1))

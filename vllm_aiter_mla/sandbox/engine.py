@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_aiter_mla.compat.patches import gauge
+from vllm_aiter_mla.census import gauge
 from vllm_aiter_mla.sandbox import plugin
 from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec
 

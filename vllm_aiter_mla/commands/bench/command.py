@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +47,7 @@ def main(
         Exit status: 0; 1 where a path was wrong, or ``check`` is set and a bound is broken; 2 without a GPU or with a
         wrong option.
     """
+    from vllm_aiter_mla import evidence
     from vllm_aiter_mla.commands import outputs
     from vllm_aiter_mla.commands.bench import page, points, run
 
@@ -62,7 +62,7 @@ def main(
         return 2
     print(page.text(report))
     if json_path is not None:
-        json_path.write_text(json_module.dumps(report.as_dict(), indent=1) + "\n")
+        evidence.write(json_path, report.as_dict() | evidence.stamp("bench", 1))
     if html_path is not None:
         html_path.write_text(page.page(report))
     wrong = any(row.wrong for row in report.rows)

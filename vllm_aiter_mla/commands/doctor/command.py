@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_aiter_mla import __version__
+from vllm_aiter_mla import __version__, evidence
 from vllm_aiter_mla.commands.doctor import conflicts, given, installed, machine, switches
 from vllm_aiter_mla.commands.doctor.check import STATUSES, Check, exit_status, run
 from vllm_aiter_mla.commands.doctor.guard import aiter_not_importable
@@ -46,7 +46,11 @@ def main(arguments: Sequence[str] = (), *, as_json: bool = False) -> int:
     # vLLM logs to stdout, where the findings go.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     checks = examine(arguments)
-    print(json_module.dumps(as_record(checks), indent=1) if as_json else "\n".join(lines(checks)))
+    print(
+        json_module.dumps(as_record(checks) | evidence.stamp("doctor", 1), indent=1)
+        if as_json
+        else "\n".join(lines(checks))
+    )
     return exit_status(checks)
 
 

@@ -53,6 +53,7 @@ def main(name: str, arguments: Sequence[str], arch: str, env: Sequence[str], *, 
     """
     # vLLM logs to stdout, where the plan goes.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    from vllm_aiter_mla import evidence
     from vllm_aiter_mla.commands.plan import build, model, printout, serve_options
     from vllm_aiter_mla.compat.offline import VllmMissingError
 
@@ -64,7 +65,7 @@ def main(name: str, arguments: Sequence[str], arch: str, env: Sequence[str], *, 
     except (model.ModelNotFoundError, ValueError, VllmMissingError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return WRONG
-    print(json_module.dumps(record, indent=1) if as_json else printout.text(record))
+    print(json_module.dumps(record | evidence.stamp("plan", 1), indent=1) if as_json else printout.text(record))
     return ENGAGES if record["verdict"] == build.ENGAGED else DOES_NOT
 
 

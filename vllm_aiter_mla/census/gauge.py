@@ -1,0 +1,87 @@
+"""``vllm:aiter_mla_layers{state="engaged|refused"}``: how its figures get from the workers to the front end.
+
+The census is taken in worker processes; metrics are served by the front end, which is another process, and with
+several API servers by several. So each worker writes its verdicts to a folder of this run that it finds through the
+environment, and the front end reads them when vLLM builds its Prometheus metrics, after the engines have warmed up.
+
+Limits: workers on another machine (Ray) share neither the folder nor the variable; a run whose workers wrote nothing
+has no gauge rather than a wrong one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_aiter_mla import evidence
+from vllm_aiter_mla.census.file import has_ended, process
+
+NAME = "vllm:aiter_mla_layers"
+HELP = "MLA layers by verdict of vllm-aiter-mla: on the fast path (engaged) or left as they are (refused)."
+FOLDER = "AITER_MLA_GAUGE_DIR"
+"""Environment variable that leads workers to this run's folder; set by ``prepare``, inherited by spawned processes."""
+
+_DECLINED = "declined.json"
+_folder: tempfile.TemporaryDirectory[str] | None = None
+
+
+def prepare() -> None:
+    """Make this run's folder, unless a parent process has; it goes with the process that made it. Idempotent.
+
+    Raises:
+        OSError: there is no place for it.
+    """
+    global _folder
+    if not os.environ.get(FOLDER):
+        _folder = tempfile.TemporaryDirectory(prefix="aiter-mla-gauge-", ignore_cleanup_errors=True)
+        os.environ[FOLDER] = _folder.name
+
+
+def publish(record: dict[str, Any], declined: bool = False) -> None:
+    """Leave one worker's census for the front end; nothing happens where no run was prepared.
+
+    Args:
+        record: of ``record.as_record``.
+        declined: it speaks for an engine that was declined as a whole; it counts only where no worker has written,
+            because the process may build another engine after it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = os.environ.get(FOLDER)
+    if folder and Path(folder).is_dir():
+        name = _DECLINED if declined else f"{os.getpid()}-{record['rank']}.json"
+        layers = {key: sorted(record[key]) for key in ("engaged", "refused")}
+        about = {"engine": record.get("engine") or "0", "process": process(os.getpid())}
+        evidence.write(Path(folder) / name, layers | about | evidence.stamp("gauge", 1))
+
+
+def layers_of(engine: str) -> dict[str, int]:
+    """Layers of one engine by state, of the workers that run now; empty where there are none.
+
+    Args:
+        engine: vLLM's index of it, as its metrics label it.
+    """
+    folder = os.environ.get(FOLDER)
+    found = {path.name: json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))} if folder else {}
+    declined = found.pop(_DECLINED, None)
+    workers = [record for record in found.values() if not has_ended(record["process"])]
+    if not workers:
+        return {} if declined is None else counts([declined])
+    return counts([record for record in workers if record["engine"] == engine])
+
+
+def counts(records: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Layers by state over all ranks: engaged only where every rank that holds the layer says so.
+
+    Ranks of a tensor-parallel group hold the same layers, those of a pipeline different ones; both come out right.
+    """
+    if not records:
+        return {}
+    engaged = {name for record in records for name in record["engaged"]}
+    refused = {name for record in records for name in record["refused"]}
+    return {"engaged": len(engaged - refused), "refused": len(refused)}
