@@ -22,7 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "kernels": set(),
     "harness": {"kernels"},
     "compat": {"admission", "fingerprint", "settings"},
-    "report": PURE | {"compat", "kernels", "plugin"},
+    "report": PURE | {"commands", "compat", "kernels", "plugin"},
     "runtime": PURE | {"compat", "kernels", "report"},
     "passes": PURE | {"compat", "report", "runtime"},
     "worker": {"compat", "passes", "report", "runtime"},

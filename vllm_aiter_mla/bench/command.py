@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vllm_aiter_mla.bench.points import HEADS, TOKENS, grid
 from vllm_aiter_mla.cli import outputs
+from vllm_aiter_mla.commands.report.render import NoTemplateEngineError, environment
 
 KINDS = {"fp8": (True,), "bf16": (False,), "both": (True, False)}
 DEFAULT_ROUNDS = 50
@@ -36,15 +37,17 @@ def main(
         check: whether a broken bound is a failure.
 
     Returns:
-        Exit status: 0; 1 where a path was wrong, or ``check`` is set and a bound is broken; 2 without a GPU or with a
-        wrong option.
+        Exit status: 0; 1 where a path was wrong, or ``check`` is set and a bound is broken; 2 without a GPU, with a
+        wrong option, or where a page is asked for and jinja2 is missing.
     """
     from vllm_aiter_mla.bench import page, run
 
     try:
         check_options(tokens, heads, kind, rounds)
         outputs.check({"--json": json_path, "--html": html_path})
-    except ValueError as error:
+        if html_path is not None:
+            environment()
+    except (ValueError, NoTemplateEngineError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     try:
