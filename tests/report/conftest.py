@@ -12,15 +12,11 @@ from vllm_aiter_mla.commands.report.render import html_of
 
 
 @pytest.fixture(scope="session")
-def graphs() -> dict[str, str]:
-    return {name: (DATA / f"{name}.fx.txt").read_text() for name in ("stock", "fused")}
-
-
-@pytest.fixture(scope="session")
-def kept(tmp_path_factory: pytest.TempPathFactory, graphs: dict[str, str]) -> Path:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as ``demo --quick --keep`` left it, its graphs cut to one layer."""
     folder = tmp_path_factory.mktemp("kept") / "kept"
     folder.mkdir()
+    graphs = {name: (DATA / f"{name}.fx.txt").read_text() for name in ("stock", "fused")}
     (folder / "demo.json").write_text((DATA / "demo.json").read_text())
     census = [json.loads((DATA / "census.json").read_text())]
     off = engine_result({"1-16": graphs["stock"], "17-64": graphs["stock"]}, [])

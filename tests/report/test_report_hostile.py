@@ -16,6 +16,7 @@ import report_chromium as chromium
 from report_support import every_kind
 from typer.testing import CliRunner
 
+import vllm_aiter_mla
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report import inputs, render, shapes
 from vllm_aiter_mla.commands.report.render import html_of
@@ -103,7 +104,12 @@ def poisoned(value: Any, shape: Any) -> Any:
         parts = shape if isinstance(shape, tuple) else shape * len(value)
         return [poisoned(one, part) for one, part in zip(value, parts, strict=True)]
     if shape is str and "call_function" in value:
-        return value.replace("unified_mla_kv_cache_update.", f"unified_mla_kv_cache_update{HOSTILE_OP}.")
+        attention = (
+            f"%x : [num_users=1] = call_function[target=torch.ops.vllm.unified_mla_attention{HOSTILE_OP}.default]"
+        )
+        return (
+            value.replace("torch.ops.aten.neg.", f"torch.ops.aten.neg{HOSTILE_OP}.") + f"\n    {attention}(args = ())"
+        )
     return value + HOSTILE if shape is str else value
 
 
@@ -232,7 +238,7 @@ def test_hostile_markup_has_no_way_round_the_escaping() -> None:
     """Values are never marked as safe, and markup is written in templates alone."""
     folder = Path(render.__file__).parent
     sources = {path.name: path.read_text() for path in folder.iterdir() if path.suffix in (".py", ".j2", ".css")}
-    assert {"page.html.j2", "charts.j2", "render.py"} <= set(sources)
+    assert {"page.html.j2", "parts.j2", "render.py"} <= set(sources)
     for name, text in sources.items():
         assert not re.search(r"\bMarkup\(|import Markup|\|\s*safe\b|autoescape\s+false|autoescape=False", text), name
         if name.endswith(".py"):
@@ -261,7 +267,7 @@ def unescaped(monkeypatch: pytest.MonkeyPatch, expression: str | None) -> None:
 @pytest.mark.parametrize(
     "expression",
     [None, "{{ cell }}", "{{ chart.title }}", "{{ mark.text }}", "{{ mark.tip }}", "{{ row.name }}", "{{ label }}",
-     "{{ why }}", "{{ f.message }}", "{{ result.command }}", "{{ box.words }}", "{{ run.census }}", "{{ bound.text }}"],
+     "{{ why }}", "{{ f.message }}", "{{ result.command }}", "{{ op }}", "{{ run.census }}", "{{ bound.text }}"],
 )  # fmt: skip
 def test_hostile_mutation_an_unescaped_field_is_caught(
     expression: str | None, hostile_files: list[Path], monkeypatch: pytest.MonkeyPatch
@@ -288,3 +294,28 @@ def test_hostile_files_run_no_script_in_chromium(
     open_page = html_of(hostile_files)
     assert title(open_page) == ours, "the policy alone stops it"
     assert title(open_page.replace("Content-Security-Policy", "nothing")) == "owned"
+
+
+def test_hostile_names_in_a_models_config_are_one_printable_line_of_the_plan(tmp_path: Path) -> None:
+    example = Path(vllm_aiter_mla.__file__).parent
+    (source,) = example.rglob("models/deepseek-v2-lite.json")
+    config = json.loads(source.read_text())["config"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v2\x1b[2J\r\nVerdict: fine"}))
+    done = CliRunner().invoke(app, ["plan", str(tmp_path)])
+    assert "Verdict: fine" in done.output
+    assert not CONTROLS.search(done.output)
+    assert not re.search(r"^Verdict: fine", done.output, re.MULTILINE)
+
+
+def test_hostile_brackets_are_no_markup_in_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    """rich would colour by [red], and end in an error at a [/closing] that nothing opened."""
+    from rich.table import Table
+
+    from vllm_aiter_mla.sandbox import demo
+
+    table = Table("refused")
+    table.add_row("sparse: [red]no[/closing]")
+    console = demo._console()
+    console.print(table)
+    console.print("a layer: [red]no[/closing]")
+    assert capsys.readouterr().out.count("[red]no[/closing]") == 2

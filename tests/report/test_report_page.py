@@ -13,80 +13,74 @@ from report_support import DATA, engine_result
 from typer.testing import CliRunner
 
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.report import fx, layers
+from vllm_aiter_mla.commands.report import graphs
 from vllm_aiter_mla.commands.report.render import html_of
+from vllm_aiter_mla.sandbox.compare import op_count
+
+STAGES = (graphs.STOCK, *graphs.STAGES.values())
 
 
-def layer(text: str) -> layers.Layer:
-    nodes = fx.parse(text)
-    return layers.cut(nodes, layers.attentions(nodes)[0])
+def text_of(recorded: dict[str, str], stage: str) -> str:
+    """The graph of a stage; those of runs that stop after a pass are made from the recorded ones."""
+    if stage == STAGES[3]:
+        lifted = recorded["fused"].replace("mla_attention_with_prepared_q", "unified_mla_attention_with_output")
+        ours = "vllm_aiter_mla.fused_qk_rope_kv_cache_q_prep"
+        return lifted.replace(ours, "vllm.fused_rope_unified_mla_kv_cache_update")
+    if stage == STAGES[2]:
+        return recorded["fused"].replace("fused_qk_rope_kv_cache_q_prep", "mla_decode_q_prep")
+    return recorded["stock" if stage == STAGES[0] else "fused"]
 
 
-def test_report_graph_marks_what_the_passes_took_away_and_put_in(graphs: dict[str, str]) -> None:
-    stock, fused = layer(graphs["stock"]), layer(graphs["fused"])
-    layers.mark(stock, fused)
-    assert (stock.stage, fused.stage) == (layers.STOCK, "after pass 3: AITER fusion")
-    assert sorted(box.label for box in fused.boxes.values() if box.changed) == [
-        "fused_qk_rope_kv_cache_q_prep",
-        "mla_attention_with_prepared_q",
-    ]
-    assert [box.label for box in stock.boxes.values() if box.changed] == [
-        "RoPE and other ops",
-        "unified_mla_kv_cache_update",
-        "unified_mla_attention_with_output",
-    ]
-    for one in (stock, fused):
-        kept = {(box.label, box.ops.total()) for box in one.boxes.values() if not box.changed}
-        assert kept == {("GEMM", 2), ("RMS norm", 8)}
-    assert {"aten.neg", "aten.slice_scatter", "aten.index"} <= {name for name, _ in stock.boxes[layers.OTHERS].ops}
-    assert (stock.ops, stock.changed, fused.ops, fused.changed) == (25, 17, 10, 2)
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, str]:
+    return {name: (DATA / f"{name}.fx.txt").read_text() for name in ("stock", "fused")}
 
 
-def test_report_graph_of_a_layer_against_itself_has_no_mark(graphs: dict[str, str]) -> None:
-    one, two = layer(graphs["stock"]), layer(graphs["stock"].replace("%mul_75", "%renamed"))
-    layers.mark(one, two)
-    assert not one.changed
-    assert not two.changed
+def labels(recorded: dict[str, str], stage: str) -> dict[str, str]:
+    return graphs.boxes(graphs.ops(text_of(recorded, stage)))
 
 
-def test_report_graph_sees_a_changed_constant(graphs: dict[str, str]) -> None:
-    one, two = layer(graphs["stock"]), layer(graphs["stock"].replace("1e-06", "1e-05"))
-    layers.mark(one, two)
-    assert [box.label for box in two.boxes.values() if box.changed] == ["RMS norm"]
+def test_report_graph_marks_what_the_passes_took_away_and_put_in(recorded: dict[str, str]) -> None:
+    stock, fused = labels(recorded, STAGES[0]), labels(recorded, STAGES[1])
+
+    def marked(one: dict[str, str], other: dict[str, str]) -> list[str]:
+        return [mark["text"] for mark in graphs.draw(one, other, "x", "a layer").marks if mark["css"] == "strong"]
+
+    gone = ["unified_mla_kv_cache_update", graphs.ROPE, "unified_mla_attention_with_output"]
+    assert sorted(marked(stock, fused)) == sorted(gone)
+    assert marked(fused, stock) == ["fused_qk_rope_kv_cache_q_prep", "mla_attention_with_prepared_q"]
+    assert marked(stock, stock) == []
 
 
-def test_report_graph_text_need_not_be_in_topological_order(graphs: dict[str, str]) -> None:
-    lines = graphs["stock"].splitlines()
-    turned = layer("\n".join([lines[0], *reversed(lines[1:])]))
-    assert {box.label for box in turned.boxes.values()} == {box.label for box in layer(graphs["stock"]).boxes.values()}
-    assert turned.ops == layer(graphs["stock"]).ops
+def test_report_counts_ops_as_the_demo_does(recorded: dict[str, str]) -> None:
+    for text in recorded.values():
+        assert graphs.ops(text).total() == op_count(text)
 
 
-def rewritten(graphs: dict[str, str], stage: str) -> str:
-    """The graph of a run that stops after a pass, made from the recorded ones."""
-    if stage == "after pass 1: RoPE + KV write":
-        return (
-            graphs["fused"]
-            .replace("mla_attention_with_prepared_q", "unified_mla_attention_with_output")
-            .replace("vllm_aiter_mla.fused_qk_rope_kv_cache_q_prep", "vllm.fused_rope_unified_mla_kv_cache_update")
-        )
-    return graphs["fused"].replace("fused_qk_rope_kv_cache_q_prep", "mla_decode_q_prep")
+def test_report_graph_counts_the_op_inside_auto_functionalized(recorded: dict[str, str]) -> None:
+    found = graphs.ops(recorded["fused"])
+    assert found["mla_attention_with_prepared_q"] == 1
+    assert found["onednn_mm"] == 2
+    assert "auto_functionalized" not in found
 
 
-@pytest.mark.parametrize("stage", [layers.STOCK, *(stage for _, stage in layers.STAGES)])
-def test_report_drawing_has_a_place_for_every_op_of_a_stage_and_no_overlap(graphs: dict[str, str], stage: str) -> None:
-    text = graphs["stock" if stage == layers.STOCK else "fused"]
-    one = layer(rewritten(graphs, stage) if stage.startswith(("after pass 1", "after pass 2")) else text)
-    assert one.stage == stage
-    chart = layers.draw(one, "x", "a layer")
+@pytest.mark.parametrize("stage", STAGES)
+def test_report_drawing_shows_a_stage_without_overlap_and_no_edge_points_up(
+    recorded: dict[str, str], stage: str
+) -> None:
+    found = graphs.ops(text_of(recorded, stage))
+    assert graphs.stage_of(found) == stage
+    names = labels(recorded, stage)
+    assert [op for op in graphs.STAGES if op in names] == [op for op, name in graphs.STAGES.items() if name == stage]
+    chart = graphs.draw(names, {}, "x", "a layer")
     boxes = [mark["attributes"] for mark in chart.marks if mark["tag"] == "rect"]
-    assert len(boxes) == len(one.boxes)
+    assert len(boxes) == len(names)
     for number, box in enumerate(boxes):
         assert 0 <= box["x"] <= box["x"] + box["width"] <= chart.width
         assert 0 <= box["y"] <= box["y"] + box["height"] <= chart.height
         for other in boxes[number + 1 :]:
             beside = box["x"] + box["width"] <= other["x"] or other["x"] + other["width"] <= box["x"]
-            assert beside or box["y"] + box["height"] <= other["y"]
+            assert beside or box["y"] + box["height"] <= other["y"] or other["y"] + other["height"] <= box["y"]
     for mark in chart.marks:
         if mark["css"] == "edge":
             (x, start), (end_x, end) = (map(float, point.split(",")) for point in mark["attributes"]["points"].split())
@@ -94,10 +88,11 @@ def test_report_drawing_has_a_place_for_every_op_of_a_stage_and_no_overlap(graph
             assert start < end
 
 
-def test_report_drawing_shows_an_op_that_it_does_not_know(graphs: dict[str, str]) -> None:
-    line = "%mul_tensor_29 : [num_users=2] = call_function[target=torch.ops."
-    text = graphs["fused"].replace(f"{line}aten.mul.Tensor]", f"{line}vllm.something_new]")
-    assert [name for name, _ in layer(text).boxes[layers.OTHERS].ops] == ["something_new"]
+def test_report_names_the_ops_whose_number_differs(kept: Path) -> None:
+    page = html_of([kept])
+    assert "<tr><td>aten.neg</td>" in page
+    assert "<td>fused_qk_rope_kv_cache_q_prep</td>" in page
+    assert "<td>aten.rsqrt</td>" not in page
 
 
 class Page(HTMLParser):
@@ -147,9 +142,9 @@ def test_report_of_a_kept_demo_shows_census_ranges_and_both_graphs(kept: Path) -
 
 
 def test_report_draws_a_run_that_stops_after_a_pass_between_the_two(
-    kept: Path, graphs: dict[str, str], written: Any
+    kept: Path, recorded: dict[str, str], written: Any
 ) -> None:
-    lifted = graphs["fused"].replace("fused_qk_rope_kv_cache_q_prep", "mla_decode_q_prep")
+    lifted = text_of(recorded, STAGES[2])
     stopped = written("stop-after-2.json", engine_result({"1-16": lifted}, []))
     page = html_of([kept, stopped])
     stages = re.findall(r"<figcaption><strong>([^<]+)</strong>", page)

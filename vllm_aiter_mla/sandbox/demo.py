@@ -105,8 +105,9 @@ def main(options: Options, console: Console | None = None) -> int:
 
 
 def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=150)
+    # Names of layers and messages may hold brackets: none of them is markup.
+    console = Console(markup=False)
+    return console if console.is_terminal else Console(width=150, markup=False)
 
 
 def _run(plan: list[Run], console: Console) -> Iterator[Outcome]:
@@ -115,7 +116,7 @@ def _run(plan: list[Run], console: Console) -> Iterator[Outcome]:
     for run in plan:
         wanted += [spec for spec in (run.base, run.spec) if spec not in wanted]
     results: dict[int, EngineResult] = {}
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory(prefix="aiter-mla-") as inductor,
         Progress(*columns, console=console, transient=not console.is_terminal) as progress,

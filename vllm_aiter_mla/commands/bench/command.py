@@ -44,20 +44,23 @@ def main(
     """Run the benchmark and print it; the arguments are those of ``bench``.
 
     Returns:
-        Exit status: 0; 1 where a path was wrong, or ``check`` is set and a bound is broken; 2 without a GPU or with a
-        wrong option.
+        Exit status: 0; 1 where a path was wrong, or ``check`` is set and a bound is broken; 2 without a GPU, with a
+        wrong option, or where a page is asked for and jinja2 is missing.
     """
     from vllm_aiter_mla import evidence
     from vllm_aiter_mla.commands import outputs
     from vllm_aiter_mla.commands.bench import page, points, run
+    from vllm_aiter_mla.commands.report.render import NoTemplateEngineError, environment
 
     tokens, heads = (points.TOKENS if tokens is None else tokens), (points.HEADS if heads is None else heads)
     try:
         check_options(tokens, heads, kind, rounds)
         outputs.check({"--json": json_path, "--html": html_path})
+        if html_path is not None:
+            environment()
         grid = points.grid(tokens, heads, KINDS[kind])
         report = run.run(grid, rounds, lambda done: print(done, file=sys.stderr))
-    except (ValueError, run.NoGpuError) as error:
+    except (ValueError, NoTemplateEngineError, run.NoGpuError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     print(page.text(report))

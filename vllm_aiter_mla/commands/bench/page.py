@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import html
-
 from vllm_aiter_mla.commands.bench import paths as who
 from vllm_aiter_mla.commands.bench.run import Report, Row, bounds, caps
+from vllm_aiter_mla.commands.report import charts
+from vllm_aiter_mla.commands.report.render import fill
 
 NAMES = (who.OURS, who.UNFUSED, who.STOCK, who.TORCH, who.AITER)
-# Okabe and Ito: told apart by colour-blind readers.
-LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 UNKNOWN = "-"
 
 
@@ -61,49 +59,28 @@ def _cap_lines(report: Report) -> list[str]:
     if not found:
         return ["caps: none called for by the points measured"]
     return [
-        "caps for tiles.CAPS, so that the back end steps aside where it was slower:",
+        "caps for tiles.CAPS, so that the back end is not chosen where it was slower:",
         *[f"  {cap}," for cap in found],
     ]
 
 
 def page(report: Report) -> str:
-    """The same as HTML: one chart per number of heads and type, microseconds against tokens, then the text."""
-    groups = sorted({(row.point.heads, row.point.quantised) for row in report.rows})
-    parts = [
-        "<!doctype html><html lang='en'><meta charset='utf-8'><title>Decode preparation</title>",
-        "<style>body{font:14px system-ui,sans-serif;margin:2em}svg text{font:11px system-ui,sans-serif}",
-        "figure{display:inline-block;margin:0 1em 1em 0}</style><h1>Decode preparation, us per call</h1>",
-        f"<p>{html.escape(head(report))}</p>",
-    ]
-    for heads, kind in groups:
-        rows = [row for row in report.rows if (row.point.heads, row.point.quantised) == (heads, kind)]
-        parts.append(f"<figure>{chart(rows)}<figcaption>N = {heads}, {'fp8' if kind else 'bf16'}</figcaption></figure>")
-    return "\n".join([*parts, f"<pre>{html.escape(text(report))}</pre></html>", ""])
+    """The same as HTML: one chart per number of heads and type, microseconds against tokens, then the text.
+
+    Raises:
+        NoTemplateEngineError: jinja2 is missing.
+    """
+    drawn = []
+    for number, (heads, quantised) in enumerate(sorted({(r.point.heads, r.point.quantised) for r in report.rows})):
+        rows = [row for row in report.rows if (row.point.heads, row.point.quantised) == (heads, quantised)]
+        caption = f"N = {heads}, {'fp8' if quantised else 'bf16'}"
+        drawn.append((caption, chart(rows, f"c{number}", caption)))
+    values = {"title": "Decode preparation, us per call", "about": head(report), "charts": drawn, "text": text(report)}
+    return fill("figures.html.j2", values)
 
 
-def chart(rows: list[Row], width: int = 420, height: int = 240) -> str:
-    """Inline SVG: one line per path, tokens evenly spaced, microseconds from zero."""
+def chart(rows: list[Row], ident: str, caption: str) -> charts.Chart:
+    """One line per path, tokens evenly spaced, microseconds from zero."""
     rows = sorted(rows, key=lambda row: row.point.tokens)
-    top = max((t.median_us for row in rows for t in row.timings.values()), default=1.0)
-    left, bottom = 46, height - 40
-    step = (width - left - 10) / max(len(rows) - 1, 1)
-    parts = [f"<svg role='img' aria-label='microseconds against tokens' width='{width}' height='{height}'>"]
-    for part in range(5):
-        y = bottom - (bottom - 10) * part / 4
-        parts.append(f"<line x1='{left}' x2='{width - 10}' y1='{y:.1f}' y2='{y:.1f}' stroke='#ddd'/>")
-        parts.append(f"<text x='{left - 4}' y='{y + 4:.1f}' text-anchor='end'>{top * part / 4:.1f}</text>")
-    for index, row in enumerate(rows):
-        parts.append(
-            f"<text x='{left + step * index:.1f}' y='{bottom + 14}' text-anchor='middle'>{row.point.tokens}</text>"
-        )
-    for place, (name, colour) in enumerate(zip(NAMES, LINE_COLOURS, strict=True)):
-        dots = [
-            (left + step * index, bottom - (bottom - 10) * row.timings[name].median_us / top)
-            for index, row in enumerate(rows)
-            if name in row.timings
-        ]
-        if dots:
-            joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in dots)
-            parts.append(f"<polyline points='{joined}' fill='none' stroke='{colour}' stroke-width='2'/>")
-            parts.append(f"<text x='{left + 75 * place}' y='{height - 8}' fill='{colour}'>{name}</text>")
-    return "".join([*parts, "</svg>"])
+    series = {name: [row.timings[name].median_us if name in row.timings else None for row in rows] for name in NAMES}
+    return charts.lines(ident, f"Microseconds against tokens, {caption}", [row.point.tokens for row in rows], series)

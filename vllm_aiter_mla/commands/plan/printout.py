@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from vllm_aiter_mla.commands.printable import line
+
 HEADLINES = {
     "engaged": "{mla}/{mla} MLA layers would engage",
     "partial": "0/{mla} MLA layers would engage fully; they would keep passes 1 and 2 (no fused kernel for the shape)",
@@ -14,8 +16,8 @@ FEW = 6
 
 
 def text(plan: dict[str, Any]) -> str:
-    """The whole page."""
-    return "\n".join(_lines(plan))
+    """The whole page; what a model's config holds is one line each, without control characters."""
+    return "\n".join(map(line, _lines(plan)))
 
 
 def _lines(plan: dict[str, Any]) -> Iterator[str]:

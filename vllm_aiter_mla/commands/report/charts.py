@@ -1,4 +1,4 @@
-"""Charts as plain records of marks; ``charts.j2`` writes them as SVG. Colours are CSS classes, so themes apply."""
+"""Charts as plain records of marks; ``parts.j2`` writes them as SVG. Colours are CSS classes, so themes apply."""
 
 from __future__ import annotations
 
@@ -167,5 +167,5 @@ def lines(ident: str, title: str, across: Sequence[int], series: Mapping[str, Se
     for place, (name, dots) in enumerate(shown.items()):
         if dots:
             chart.line(f"series s{place}", *((left + step * n, bottom - high * value / top) for n, value in dots))
-            chart.text((left + 75 * place, 232), name, "start", f"s{place}")
+            chart.text((left + 75 * place, 232), name, "start", f"series s{place}")
     return chart

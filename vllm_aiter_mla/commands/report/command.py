@@ -23,6 +23,7 @@ def report(
     figure is also in a table. Exits 2 when an input cannot be shown, and writes nothing then.
     """
     from vllm_aiter_mla.commands import outputs
+    from vllm_aiter_mla.commands.printable import line
     from vllm_aiter_mla.commands.report.inputs import InputError
     from vllm_aiter_mla.commands.report.render import NoTemplateEngineError, html_of
 
@@ -31,9 +32,9 @@ def report(
         page = html_of(inputs)
         out.write_text(page, encoding="utf-8")
     except (InputError, NoTemplateEngineError, outputs.OutputError) as error:
-        typer.echo(f"report: {error}", err=True)
+        typer.echo(line(f"report: {error}"), err=True)
         raise typer.Exit(2) from error
     except OSError as error:
-        typer.echo(f"report: {out}: {error.strerror or error}", err=True)
+        typer.echo(line(f"report: {out}: {error.strerror or error}"), err=True)
         raise typer.Exit(2) from error
-    typer.echo(f"report written to {out} ({len(page.encode()) // 1024} KiB, opens without a network)")
+    typer.echo(line(f"report written to {out} ({len(page.encode()) // 1024} KiB, opens without a network)"))

@@ -1,13 +1,80 @@
-"""The section of graphs: per engine run a layer before and after each pass, and proof that nothing else changed."""
+"""The section of graphs: an MLA layer before and after each pass in a fixed drawing, and what differs in the texts.
+
+The chain of a layer is known (stock, and after pass 1, 2 and 3), so every box has its place; a graph's text says which
+of them are there. A text is what ``str(graph)`` gives; torch is not needed to read it.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from itertools import pairwise
 from typing import Any
 
-from vllm_aiter_mla.commands.report import fx, layers
+from vllm_aiter_mla.commands.report.charts import CHARACTER, Chart
 from vllm_aiter_mla.commands.report.inputs import InputError, Inputs, Record
 
-_ORDER = (layers.STOCK, *(stage for _, stage in reversed(layers.STAGES)))
+# The op called, and the first argument: for ``auto_functionalized`` the op inside it.
+_CALL = re.compile(r"= call_function\[target=([^\]]+)\](?:\(args = \(([\w.]+))?")
+# Neither computes anything: views and the unpacking of results.
+_FREE = re.compile(
+    r"aten\.(reshape|view|slice|split|split_with_sizes|unsqueeze|squeeze|expand|permute|transpose|alias|select)\b"
+    r"|operator\.getitem|aten\.sym_size"
+)
+_ATTENTION = re.compile(r"unified_mla_attention|mla_attention_with_prepared_q")
+KV_WRITE = "unified_mla_kv_cache_update"
+# The furthest pass that a graph shows, by the op that it puts in; first match wins.
+STAGES = {
+    "fused_qk_rope_kv_cache_q_prep": "after pass 3: AITER fusion",
+    "mla_decode_q_prep": "after pass 2: q_prep lift",
+    "fused_rope_unified_mla_kv_cache_update": "after pass 1: RoPE + KV write",
+}
+STOCK = "stock"
+_ORDER = (STOCK, *reversed(STAGES.values()))
+# What the attention op does by itself, where no node shows it.
+INSIDE = {
+    "unified": "split, absorb BMM, concat, fp8 quant where asked for, attention, v-up projection",
+    "prepared": "attention, v-up projection; a prefill row takes the stock path inside the op",
+}
+
+GEMM, NORM, ROPE = "GEMM", "RMS norm", "RoPE, op by op"
+COLUMNS, ROW, HEIGHT, WIDE, GAP = ("q", "k_pe", "kv_c"), 58.0, 32.0, 150.0, 14.0
+# By box: first and last column, and the row.
+PLACES = {
+    GEMM: (0, 2, 0),
+    ROPE: (0, 1, 1),
+    NORM: (2, 2, 1),
+    KV_WRITE: (1, 2, 2),
+    "fused_rope_unified_mla_kv_cache_update": (0, 2, 2),
+    "fused_qk_rope_kv_cache_q_prep": (0, 2, 2),
+    "mla_decode_q_prep": (0, 0, 3),
+    "attention": (0, 2, 4),
+}
+
+
+def ops(text: str) -> Counter[str]:
+    """Calls of a graph that compute something, by op: ``aten.mul``, ``mla_decode_q_prep``; as `demo` counts them."""
+    calls = (inner if inner and "auto_functionalized" in target else target for target, inner in _CALL.findall(text))
+    return Counter(_short(target) for target in calls if not _FREE.search(target))
+
+
+def _short(target: str) -> str:
+    parts = target.removeprefix("torch.ops.").removesuffix(".default").split(".")
+    return ".".join(parts[:2]) if parts[0] in ("aten", "prims") else parts[1] if len(parts) > 1 else parts[0]
+
+
+def stage_of(found: Counter[str]) -> str:
+    """How far the passes came, told by the ops that they put in."""
+    return next((stage for op, stage in STAGES.items() if op in found), STOCK)
+
+
+def boxes(found: Counter[str]) -> dict[str, str]:
+    """Labels of a layer's boxes by place. The GEMMs and the norm are in every layer; stock rotates op by op."""
+    labels = {place: place for place in PLACES if place in (GEMM, NORM) or place in found}
+    if stage_of(found) == STOCK:
+        labels[ROPE] = ROPE
+    attention = [op for op, _ in found.most_common() if _ATTENTION.search(op)]
+    return labels | {"attention": attention[0]}
 
 
 def sections(inputs: Inputs) -> list[dict[str, Any]]:
@@ -37,33 +104,33 @@ def _comparison(ident: str, title: str, records: list[Record]) -> dict[str, Any]
         if stage is not None:
             stages.setdefault(stage["name"], stage)
     ordered = sorted(stages.values(), key=lambda stage: _ORDER.index(stage["name"]))
-    # The last one is compared last: the stock side shows what is gone in the end.
-    for stage in ordered[1:]:
-        layers.mark(ordered[0]["layer"], stage["layer"])
     for number, stage in enumerate(ordered):
-        words = f"{title}: one MLA layer's FX graph, {stage['name']}"
-        stage["chart"] = layers.draw(stage["layer"], f"{ident}s{number}", words)
-    return {"title": title, "stages": ordered, "ranges": []}
+        # The first shows what is gone in the end, the others what is not in the first.
+        other = ordered[0 if number else -1]
+        words = f"{title}: one MLA layer, {stage['name']}"
+        stage["chart"] = draw(boxes(stage["ops"]), boxes(other["ops"]), f"{ident}s{number}", words)
+    names = sorted({op for stage in ordered for op in stage["ops"]})
+    counts = [(op, *(stage["ops"][op] for stage in ordered)) for op in names]
+    different = [row for row in counts if len(ordered) == 1 or len(set(row[1:])) > 1]
+    return {"title": title, "stages": ordered, "counts": different, "ranges": []}
 
 
 def _stage(record: Record) -> dict[str, Any] | None:
-    """The first MLA layer of a run's decode bucket."""
-    if not record.data["ranges"]:
+    """The graph of a run's decode bucket; None where it was not kept or has no MLA layer."""
+    name = "{}-{}".format(*(record.data["ranges"] or [(0, 0)])[0])
+    if name not in record.data["graphs"]:
         return None
-    name = "{}-{}".format(*record.data["ranges"][0])
-    text = record.data["graphs"].get(name)
-    if text is None:
-        return None
-    try:
-        nodes = fx.parse(text)
-    except fx.GraphTextError as error:
-        raise InputError(f"{record.path}: graph of {name}: {error}") from error
-    found = layers.attentions(nodes)
+    found = ops(record.data["graphs"][name])
     if not found:
+        raise InputError(
+            f"{record.path}: graph of {name}: no node found; lines of %name : ... = op[target=...] expected"
+        )
+    attention = {op: count for op, count in found.items() if _ATTENTION.search(op)}
+    if not attention:
         return None
-    layer = layers.cut(nodes, found[0])
-    shown = {"name": layer.stage, "source": record.name, "layer": layer, "range": name, "count": len(found)}
-    return shown | {"inside": layers.INSIDE[layer.stage]}
+    inside = INSIDE["prepared" if any("prepared" in op for op in attention) else "unified"]
+    shown = {"name": stage_of(found), "source": record.name, "range": name, "ops": found, "inside": inside}
+    return shown | {"attention": attention, "per_layer": found.total() / sum(attention.values())}
 
 
 def _ranges(off: Record, on: Record) -> list[tuple[str, str, str]]:
@@ -78,3 +145,27 @@ def _ranges(off: Record, on: Record) -> list[tuple[str, str, str]]:
         verdict = "identical to stock, byte for byte" if before == after else "rewritten"
         rows.append((key, verdict, f"{len(before.splitlines())} -> {len(after.splitlines())}"))
     return rows
+
+
+def draw(labels: dict[str, str], others: dict[str, str], ident: str, title: str) -> Chart:
+    """A layer's boxes in their places; those that ``others`` lacks are marked by more than colour."""
+    changed = {place for place, label in labels.items() if others.get(place) != label}
+    words = "; ".join(label + (" (differs)" if place in changed else "") for place, label in labels.items())
+    height = 20 + ROW * max(row for *_, row in PLACES.values()) + HEIGHT + 4
+    chart = Chart(ident, WIDE * len(COLUMNS), height, title, f"Operations from inputs to attention: {words}.")
+    for column, name in enumerate(COLUMNS):
+        x = WIDE * (column + 0.5)
+        chart.text((x, 12), name, css="note")
+        rows = sorted(PLACES[place][2] for place in labels if PLACES[place][0] <= column <= PLACES[place][1])
+        for above, below in pairwise(rows):
+            end = 20 + below * ROW
+            chart.line("edge", (x, 20 + above * ROW + HEIGHT), (x, end))
+            chart.line("tip", (x - 4, end - 8), (x + 4, end - 8), (x, end))
+    for place, label in labels.items():
+        first, last, row = PLACES[place]
+        x, y, wide = first * WIDE + GAP / 2, 20 + row * ROW, (last - first + 1) * WIDE - GAP
+        css = "box changed" if place in changed else "box gemm" if place == GEMM else "box"
+        chart.rect(css, (x, y, wide, HEIGHT), label, 6)
+        shown = label if len(label) * CHARACTER <= wide else label[: int(wide / CHARACTER) - 1] + "…"
+        chart.text((x + wide / 2, y + 20), shown, css="strong" if place in changed else "")
+    return chart

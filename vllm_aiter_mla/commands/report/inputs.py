@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vllm_aiter_mla.commands.report.shapes import Given, Map, Maybe, ShapeError, line, take
+from vllm_aiter_mla.commands.printable import line
+from vllm_aiter_mla.commands.report.shapes import Given, Map, Maybe, ShapeError, take
 
 EXPECTED = (
     "a folder of `demo --keep`, the JSON of `demo --json`, `verify --json`, `bench --json` or `plan --json`, "

@@ -139,7 +139,7 @@ def planned(record: Record, ident: str) -> dict[str, Any]:
     """Launches per layer and step by formula, from a plan: static."""
     by_tokens = (record.data["figures"] or {"by_tokens": {}})["by_tokens"]
     rows = [
-        (tokens, path, len(figures["launches"]), figures["launches_per_step"], figures["bytes"])
+        (tokens, path, len(figures["launches"]), figures["launches_per_step"], f"{figures['bytes']:,}")
         for tokens, paths in by_tokens.items()
         for path, figures in paths.items()
     ]

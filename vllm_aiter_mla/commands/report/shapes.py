@@ -7,9 +7,10 @@ A shape is a type (``str``, ``int``, ``bool``; ``float`` takes integers too), a 
 from __future__ import annotations
 
 import re
-import unicodedata
 from dataclasses import dataclass
 from typing import Any
+
+from vllm_aiter_mla.commands.printable import printable
 
 # Past it a figure is no count, size or time of ours, and float arithmetic on it may overflow.
 LARGEST = 10**15
@@ -42,21 +43,6 @@ class Given:
 
 class ShapeError(ValueError):
     """A value is missing or not of its shape; the message names the field, what is expected, and the value."""
-
-
-def printable(text: str) -> str:
-    """The text with control, format and unassigned characters written out (``\\x1b``); line ends and tabs stay."""
-    if text.isprintable():
-        return text
-    return "".join(
-        c.encode("unicode_escape").decode() if unicodedata.category(c)[0] == "C" and c not in "\n\t" else c
-        for c in text
-    )
-
-
-def line(text: str) -> str:
-    """As ``printable``, on one line."""
-    return printable(text).replace("\n", "\\n").replace("\t", " ")
 
 
 def _wrong(field: str, expected: str, value: object) -> ShapeError:
