@@ -20,7 +20,7 @@ def dump():
 @pytest.fixture
 def subject():
     """The reference, as ``verify`` runs it."""
-    return backends.find("reference").load()
+    return backends.load("reference")
 
 
 @pytest.fixture

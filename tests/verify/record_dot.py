@@ -8,7 +8,7 @@ import torch
 from vllm_aiter_mla.verify import backends, devices
 from vllm_aiter_mla.verify.session import native_fp8
 from vllm_aiter_mla.verify.setting import REAL, variants
-from vllm_aiter_mla.verify.subject import build
+from vllm_aiter_mla.verify.subject import Subject, build
 from vllm_aiter_mla.verify.world import Batch, World
 
 
@@ -17,12 +17,12 @@ def main(folder: Path) -> None:
     variant = variants("cuda", native_fp8(), quick=True)[0]
     for name in backends.FINDERS:
         found = backends.find(name)
-        if found.load is None:
-            print(f"{name}: {found.reason}")
+        if not isinstance(found, Subject):
+            print(f"{name}: {found}")
             continue
         world = World(REAL, variant, 16, 1, 1, "cuda", 0)
         world.before_capture(16, Batch(1))
-        (segment,) = build("kernel", world, found.load(), 16)
+        (segment,) = build("kernel", world, found, 16)
         segment.run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=True)

@@ -139,7 +139,8 @@ def test_verify_never_imports_vllm():
         "import sys\n"
         "sys.modules['vllm'] = None\n"
         "from vllm_aiter_mla.verify import session, terminal, inductor, graphs, selftest\n"
-        "found = session.run(session.Request(backend=('reference',), only=('fresh-data',), variant=('fp8',)))\n"
+        "found = session.Session(session.Request(backend=('reference',), only=('fresh-data',), variant=('fp8',)))\n"
+        "list(found.run())\n"
         "print(found.status, [name for name in sys.modules if name.startswith('vllm.')])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from vllm_aiter_mla.commands.verify import verify
 from vllm_aiter_mla.verify import backends, faults, session
-from vllm_aiter_mla.verify.backends import HERE, Available
 
 ROOT = Path(__file__).resolve().parents[2]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
@@ -32,10 +31,8 @@ def cli():
 def faulty(monkeypatch):
     """A back end called "reference" that reads a scale once and never again."""
     (fault,) = (fault for fault in faults.FAULTS if fault.name == "scale-baked-in")
-    right = backends.find("reference").load
-    monkeypatch.setitem(
-        backends.FINDERS, "reference", lambda: Available("reference", HERE, load=lambda: fault.plant(right()))
-    )
+    right = backends.FINDERS["reference"]
+    monkeypatch.setitem(backends.FINDERS, "reference", lambda: fault.plant(right()))
 
 
 ONE = ("--backend", "reference", "--only", "fresh-data", "--variant", "fp8")
@@ -64,7 +61,7 @@ def test_a_failure_exits_1_and_prints_the_command_that_repeats_it(cli, faulty):
 
 
 def test_nothing_to_run_exits_2_with_the_reason(cli, monkeypatch):
-    monkeypatch.setitem(backends.FINDERS, "aiter", lambda: Available("aiter", reason="no such card"))
+    monkeypatch.setitem(backends.FINDERS, "aiter", lambda: "no such card")
     done = cli("--backend", "aiter")
     assert done.exit_code == 2
     assert "no such card" in done.output
@@ -139,8 +136,9 @@ def test_the_interpreting_process_that_dies_is_a_failure(monkeypatch):
         yield
 
     monkeypatch.setattr(session.interpreted, "run", die)
-    monkeypatch.setitem(backends.FINDERS, "triton", lambda: Available("triton", backends.INTERPRETED))
-    found = session.run(session.Request(backend=("triton",)))
+    monkeypatch.setitem(backends.FINDERS, "triton", lambda: None)
+    found = session.Session(session.Request(backend=("triton",)))
+    list(found.run())
     assert found.status == session.FAILED
     assert "out of luck" in found.results[0].findings[0].message
 
@@ -182,10 +180,9 @@ def test_a_failure_in_pytest_names_the_oracle_and_the_command_that_repeats_it(tm
     (tmp_path / "conftest.py").write_text(
         "def pytest_configure(config):\n"
         "    from vllm_aiter_mla.verify import backends, faults\n"
-        "    right = backends.find('reference').load\n"
+        "    right = backends.FINDERS['reference']\n"
         "    fault = next(fault for fault in faults.FAULTS if fault.name == 'rotates-its-inputs')\n"
-        "    found = backends.Available('reference', backends.HERE, load=lambda: fault.plant(right()))\n"
-        "    backends.FINDERS['reference'] = lambda: found\n"
+        "    backends.FINDERS['reference'] = lambda: fault.plant(right())\n"
     )
     done = plugin(tmp_path, *SELECTED)
     assert done.returncode == 1

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_aiter_mla.verify import devices
-from vllm_aiter_mla.verify.devices import DeviceError, HipRuntime
+from vllm_aiter_mla.verify.devices import DeviceError
 
 
 class Code(IntEnum):
@@ -20,49 +20,58 @@ class Code(IntEnum):
     hipErrorNoDevice = 100  # noqa: N815
 
 
-def hip(**calls):
-    """A module like hip-python's with one MI300X; ``calls`` replace some of it."""
-    usual = {
-        "hipGetDeviceCount": lambda: (Code.hipSuccess, 1),
-        "hipRuntimeGetVersion": lambda: (Code.hipSuccess, 70_051_831),
-        "hipDriverGetVersion": lambda: (Code.hipSuccess, 70_051_831),
-    }
-    return SimpleNamespace(**(usual | calls))
+@pytest.fixture
+def hip(monkeypatch):
+    """Puts a module like hip-python's, with one MI300X, in its place; the arguments replace some of its calls."""
+
+    def install(**calls):
+        usual = {
+            "hipGetDeviceCount": lambda: (Code.hipSuccess, 1),
+            "hipRuntimeGetVersion": lambda: (Code.hipSuccess, 70_051_831),
+            "hipDriverGetVersion": lambda: (Code.hipSuccess, 70_051_831),
+        }
+        monkeypatch.setitem(sys.modules, "hip", SimpleNamespace())
+        monkeypatch.setitem(sys.modules, "hip.hip", SimpleNamespace(**(usual | calls)))
+
+    return install
 
 
-def test_no_device_is_one_sentence_with_the_name_of_the_error():
-    runtime = HipRuntime(hip(hipGetDeviceCount=lambda: (Code.hipErrorNoDevice, 0)))
+def test_no_device_is_one_sentence_with_the_name_of_the_error(hip):
+    hip(hipGetDeviceCount=lambda: (Code.hipErrorNoDevice, 0))
     with pytest.raises(DeviceError, match=r"^hipGetDeviceCount says hipErrorNoDevice$"):
-        runtime.device_count()
+        devices.hip_dot(1)
 
 
-def test_no_library_is_one_sentence():
+def test_no_library_is_one_sentence(hip):
     def missing():
         raise RuntimeError("failed to dlopen 'b'libamdhip64.so'': cannot open shared object file\nmore\nlines")
 
+    hip(hipGetDeviceCount=missing)
     with pytest.raises(DeviceError) as caught:
-        HipRuntime(hip(hipGetDeviceCount=missing)).device_count()
+        devices.hip_dot(1)
     assert "libamdhip64" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_call_that_the_library_lacks_is_one_sentence():
+def test_a_call_that_the_library_lacks_is_one_sentence(hip):
+    hip()
     with pytest.raises(DeviceError, match="cannot call hipGraphDebugDotPrint"):
-        HipRuntime(hip()).dot(1)
+        devices.hip_dot(1)
 
 
 def test_hip_python_missing_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "hip", None)
     monkeypatch.setitem(sys.modules, "hip.hip", None)
     with pytest.raises(DeviceError, match="vllm-aiter-mla\\[rocm\\]"):
-        HipRuntime()
+        devices.hip_versions()
 
 
-def test_versions_are_those_of_rocm():
-    assert HipRuntime(hip()).versions() == {"hip runtime": "7.0.51831", "hip driver": "7.0.51831"}
+def test_versions_are_those_of_rocm(hip):
+    hip()
+    assert devices.hip_versions() == {"hip runtime": "7.0.51831", "hip driver": "7.0.51831"}
 
 
-def test_the_plain_dump_is_asked_for_with_flags_0(dump):
+def test_the_plain_dump_is_asked_for_with_flags_0(dump, hip):
     """A verbose one is printed into a buffer of 500 bytes by ROCm's older runtimes, whatever a kernel's name."""
     asked = []
 
@@ -72,7 +81,8 @@ def test_the_plain_dump_is_asked_for_with_flags_0(dump):
             file.write(dump("hip_plain"))
         return (Code.hipSuccess,)
 
-    assert "fuse_qk_rope" in HipRuntime(hip(hipGraphDebugDotPrint=print_dot)).dot(0x1234)
+    hip(hipGraphDebugDotPrint=print_dot)
+    assert "fuse_qk_rope" in devices.hip_dot(0x1234)
     assert asked == [(0x1234, 0)]
 
 
@@ -97,7 +107,7 @@ def test_the_real_hip_python_says_one_sentence_here():
         "spec = importlib.util.spec_from_file_location('devices', sys.argv[1])\n"
         "devices = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(devices)\n"
-        "try:\n    print('devices:', devices.HipRuntime(hip).device_count())\n"
+        "try:\n    print('devices:', devices.hip_call('hipGetDeviceCount')[0])\n"
         "except devices.DeviceError as error:\n    print('DeviceError:', error)\n"
     )
     done = subprocess.run([python, "-c", code, devices.__file__], capture_output=True, text=True, check=False)

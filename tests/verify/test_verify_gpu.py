@@ -14,24 +14,30 @@ pytestmark = [
 ]
 
 
+def ran(**asked):
+    found = session.Session(session.Request(**asked))
+    list(found.run())
+    return found
+
+
 @pytest.mark.parametrize("name", list(backends.FINDERS))
 def test_verify_gpu_every_back_end_here_passes(name):
-    found = session.run(session.Request(backend=(name,), quick=True))
+    found = ran(backend=(name,), quick=True)
     if name in found.missing:
         pytest.skip(found.missing[name])
     failed = [(r.case, r.variant, r.findings) for r in found.results if r.status == "failed"]
     assert failed == []
     assert found.status == session.PASSED
-    assert found.engine == "graph capture"
+    assert found.engine.name == "graph capture"
 
 
 def test_verify_gpu_inductor_records_each_size_once():
-    found = session.run(session.Request(backend=("triton",), only=("compiled-by-inductor",)))
+    found = ran(backend=("triton",), only=("compiled-by-inductor",))
     assert [r.findings for r in found.results if r.status == "failed"] == []
 
 
 def test_verify_gpu_census_is_read_from_the_graph():
-    found = session.run(session.Request(backend=("triton",), only=("kernel-census",), variant=("fp8",)))
+    found = ran(backend=("triton",), only=("kernel-census",), variant=("fp8",))
     assert "1 launch: 1 x decode_prep_kernel" in found.results[0].launches.values()
 
 
@@ -39,6 +45,6 @@ def test_verify_gpu_every_planted_fault_is_caught():
     engine = session.engine_here()
     fp8 = variants(engine.device, session.native_fp8(), quick=True)[0]
     verdicts = selftest.self_test(
-        FAULTS, backends.find("reference").load, engine, fp8, Options(REAL, session.CPU_LIMIT)
+        FAULTS, lambda: backends.load("reference"), engine, fp8, Options(REAL, session.CPU_LIMIT)
     )
     assert [(v.fault.name, v.message, v.control) for v in verdicts if not v.ok] == []

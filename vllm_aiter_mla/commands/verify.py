@@ -114,18 +114,18 @@ def _list(console: Console) -> int:
 
 
 def _self_test(console: Console, seed: int) -> int:
+    from functools import partial
+
     from vllm_aiter_mla.verify import backends, selftest, session, terminal
     from vllm_aiter_mla.verify.faults import FAULTS
     from vllm_aiter_mla.verify.runner import Options
     from vllm_aiter_mla.verify.setting import REAL, SMALL, variants
 
-    load = backends.find("reference").load
-    assert load is not None
     engine = session.engine_here()
     fp8 = variants(engine.device, session.native_fp8(), quick=True)[0]
     options = Options(REAL if engine.graphs else SMALL, session.CPU_LIMIT, seed)
     caught = 0
-    for verdict in selftest.self_test(FAULTS, load, engine, fp8, options):
+    for verdict in selftest.self_test(FAULTS, partial(backends.load, "reference"), engine, fp8, options):
         console.print(terminal.verdict_line(verdict), soft_wrap=True)
         caught += verdict.ok
     console.print(f"self-test, {engine.name}: {caught}/{len(FAULTS)} planted faults caught by their named cases")

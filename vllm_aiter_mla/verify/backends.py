@@ -1,42 +1,20 @@
-"""Which back ends can be verified here: each has a loader, or a reason why not."""
+"""Which back ends can be verified here: each is found as a subject, or as the reason why not."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 
 from vllm_aiter_mla.verify.subject import Subject, subject_of
 
-# How a back end is run: in this process, or in one that interprets Triton.
-HERE, INTERPRETED = "here", "interpreted"
+Found = Subject | str | None
+"""A back end made anew, why there is none, or None: it runs in a process that interprets Triton."""
 
 
-@dataclass(frozen=True, slots=True)
-class Available:
-    """A back end of this machine.
-
-    Attributes:
-        name: as ``kernel=`` has it.
-        where: ``HERE`` or ``INTERPRETED``; empty where it is missing.
-        reason: why it is missing.
-        load: builds the subject; only where ``where`` is ``HERE``.
-    """
-
-    name: str
-    where: str = ""
-    reason: str = ""
-    load: Callable[[], Subject] | None = None
-
-
-FINDERS: dict[str, Callable[[], Available]] = {}
-"""How each back end is looked for, by name, in the order in which they run; add your own."""
-
-
-def find(name: str) -> Available:
+def find(name: str) -> Found:
     """The back end ``name``; one that breaks while it is looked for is missing, with what it said.
 
     Raises:
@@ -46,40 +24,44 @@ def find(name: str) -> Available:
     try:
         return finder()
     except Exception as error:  # importing a vendor's package may do anything
-        return Available(name, reason=f"{type(error).__name__}: {error}")
+        return f"{type(error).__name__}: {error}"
 
 
-def _reference() -> Available:
+def load(name: str) -> Subject:
+    """The back end ``name``, which was found before.
+
+    Raises:
+        RuntimeError: it is not there any more.
+    """
+    found = find(name)
+    if not isinstance(found, Subject):
+        raise RuntimeError(f"{name}: {found or 'not in this process'}")
+    return found
+
+
+def _reference() -> Found:
     from vllm_aiter_mla.kernels.select import ReferenceBackend
 
-    return Available("reference", HERE, load=lambda: subject_of(ReferenceBackend()))
+    return subject_of(ReferenceBackend())
 
 
-def _triton() -> Available:
+def _triton() -> Found:
     if find_spec("triton") is None:
-        return Available("triton", reason="the package triton is not installed")
+        return "the package triton is not installed"
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        return Available("triton", INTERPRETED)
+        return None
     from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
-    return Available("triton", HERE, load=lambda: subject_of(TritonBackend()))
+    return subject_of(TritonBackend())
 
 
-def _aiter() -> Available:
+def _aiter() -> Found:
     from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.kernels.select import aiter_factory
 
-    platform = detect_platform()
-    found = aiter_factory(platform)
-    if isinstance(found, str):
-        return Available("aiter", reason=found)
-
-    def load() -> Subject:
-        backend = aiter_factory(platform)
-        assert not isinstance(backend, str)
-        return subject_of(backend)
-
-    return Available("aiter", HERE, load=load)
+    found = aiter_factory(detect_platform())
+    return found if isinstance(found, str) else subject_of(found)
 
 
-FINDERS.update(reference=_reference, triton=_triton, aiter=_aiter)
+FINDERS: dict[str, Callable[[], Found]] = {"reference": _reference, "triton": _triton, "aiter": _aiter}
+"""How each back end is looked for, in the order in which they run; add your own."""

@@ -24,7 +24,7 @@ _CUDA_KERNEL = re.compile(r"\{\s*ID\s*\|\s*\d+[^|]*\|\s*(.+?)(?:\\<|\})", re.DOT
 _KIND = re.compile(r"[A-Z][A-Z_]*")
 
 # Kinds of kernels that a line names; a fused step has one or two.
-SPOKEN = 6
+NAMED = 6
 
 
 class DotError(ValueError):
@@ -58,9 +58,9 @@ class Census:
     def text(self) -> str:
         """One line: "2 launches: 1 x Cijk_..., 1 x fuse_qk_rope..."."""
         counted = Counter((*map(short, self.kernels), *self.others)).most_common()
-        words = [f"{count} x {name}" for name, count in counted[:SPOKEN]]
-        if len(counted) > SPOKEN:
-            words.append(f"{len(counted) - SPOKEN} other kinds")
+        words = [f"{count} x {name}" for name, count in counted[:NAMED]]
+        if len(counted) > NAMED:
+            words.append(f"{len(counted) - NAMED} other kinds")
         return f"{self.launches} launch{'es' * (self.launches != 1)}: {', '.join(words)}"
 
 

@@ -22,66 +22,51 @@ class DeviceError(RuntimeError):
     """A runtime cannot answer; the message is one sentence that says why."""
 
 
-class HipRuntime:
-    """The calls of hip-python that this project makes, each with its error turned into one sentence.
+def hip_call(name: str, *arguments: Any) -> tuple[Any, ...]:
+    """What a call of hip-python returns behind its error code.
 
-    ``hipGraphGetNodes`` is not among them: it hands an uninitialised capacity over (6.4, 7.2, 10.0).
-
-    Args:
-        module: hip-python's ``hip.hip``; imported by default.
+    ``hipGraphGetNodes`` is never called: it hands an uninitialised capacity over (6.4, 7.2, 10.0).
 
     Raises:
-        DeviceError: hip-python is not installed.
+        DeviceError: hip-python is not installed, has no such call, or the call fails.
     """
-
-    def __init__(self, module: Any = None) -> None:
-        self._hip = module if module is not None else _import_hip()
-
-    def device_count(self) -> int:
-        """AMD GPUs that this process sees, at least one. Raises DeviceError."""
-        (count,) = self._call("hipGetDeviceCount")
-        if not count:
-            raise DeviceError("HIP sees no AMD GPU")
-        return int(count)
-
-    def versions(self) -> dict[str, str]:
-        """Versions of the HIP runtime and driver, for instance {"hip runtime": "7.0.51831"}. Raises DeviceError."""
-        names = {"hip runtime": "hipRuntimeGetVersion", "hip driver": "hipDriverGetVersion"}
-        return {what: _hip_version(self._call(name)[0]) for what, name in names.items()}
-
-    def dot(self, graph: int) -> str:
-        """The plain DOT text of a graph, given the address that ``CUDAGraph.raw_cuda_graph()`` returns.
-
-        Plain on purpose: HIP prints a verbose label into a fixed buffer without looking at the length of a kernel's
-        name, 500 bytes in ROCm/clr and 4096 later (hip_graph_internal.hpp, GraphKernelNode::GetLabel); PyTorch's own
-        names are longer than the former. The plain label holds the name in a string.
-
-        Raises:
-            DeviceError: HIP refuses, or this process holds two HIP runtimes and the graph belongs to the other one.
-        """
-        check_one_runtime()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "graph.dot"
-            self._call("hipGraphDebugDotPrint", graph, str(path).encode(), 0)
-            return path.read_text(errors="replace")
-
-    def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
-        """Call, and return what follows the error code."""
-        try:
-            result = getattr(self._hip, name)(*arguments)
-        except (RuntimeError, AttributeError) as error:
-            raise DeviceError(f"hip-python cannot call {name}: {first_line(error)}") from None
-        code, *values = result if isinstance(result, tuple) else (result,)
-        if int(code) != 0:
-            raise DeviceError(f"{name} says {getattr(code, 'name', code)}")
-        return tuple(values)
-
-
-def _import_hip() -> Any:
     try:
-        return importlib.import_module("hip.hip")
+        result = getattr(importlib.import_module("hip.hip"), name)(*arguments)
     except ImportError:
         raise DeviceError("hip-python is not installed: pip install 'vllm-aiter-mla[rocm]'") from None
+    except (RuntimeError, AttributeError) as error:
+        raise DeviceError(f"hip-python cannot call {name}: {first_line(error)}") from None
+    code, *values = result if isinstance(result, tuple) else (result,)
+    if int(code) != 0:
+        raise DeviceError(f"{name} says {getattr(code, 'name', code)}")
+    return tuple(values)
+
+
+def hip_dot(graph: int) -> str:
+    """The plain DOT text of a graph, given the address that ``CUDAGraph.raw_cuda_graph()`` returns.
+
+    Plain on purpose: HIP prints a verbose label into a fixed buffer without looking at the length of a kernel's
+    name, 500 bytes in ROCm/clr and 4096 later (hip_graph_internal.hpp, GraphKernelNode::GetLabel); PyTorch's own
+    names are longer than the former. The plain label holds the name in a string.
+
+    Raises:
+        DeviceError: HIP refuses, sees no GPU, or this process holds two HIP runtimes and the graph is the other one's.
+    """
+    if not hip_call("hipGetDeviceCount")[0]:  # loads the library, before the copies are counted
+        raise DeviceError("HIP sees no AMD GPU")
+    check_one_runtime()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.dot"
+        hip_call("hipGraphDebugDotPrint", graph, str(path).encode(), 0)
+        return path.read_text(errors="replace")
+
+
+def hip_versions() -> dict[str, str]:
+    """Versions of the HIP runtime and driver, for instance {"hip runtime": "7.0.51831"}. Raises DeviceError."""
+    names = {"hip runtime": "hipRuntimeGetVersion", "hip driver": "hipDriverGetVersion"}
+    # HIP_VERSION is major * 10,000,000 + minor * 100,000 + patch.
+    found = {what: int(hip_call(name)[0]) for what, name in names.items()}
+    return {what: f"{n // 10_000_000}.{n // 100_000 % 100}.{n % 100_000}" for what, n in found.items()}
 
 
 def check_one_runtime(maps: Path = MAPS) -> None:
@@ -103,9 +88,7 @@ def graph_dot(graph: torch.cuda.CUDAGraph) -> str:
         DeviceError: why there is none.
     """
     if torch.version.hip is not None:
-        runtime = HipRuntime()
-        runtime.device_count()  # loads the library, before the copies are counted
-        return runtime.dot(graph.raw_cuda_graph())
+        return hip_dot(graph.raw_cuda_graph())
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch announces every dump as a warning
         path = Path(folder) / "graph.dot"
@@ -126,7 +109,7 @@ def machine() -> dict[str, str]:
         return found | {"runtime": f"CUDA {torch.version.cuda}"} | _cuda_versions()
     found |= {"runtime": f"ROCm {torch.version.hip}", "arch": card.gcnArchName}
     try:
-        return found | HipRuntime().versions()
+        return found | hip_versions()
     except DeviceError as error:
         return found | {"introspection": str(error)}
 
@@ -148,9 +131,3 @@ def first_line(error: BaseException) -> str:
     """What an error says, on one line."""
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__
-
-
-def _hip_version(value: Any) -> str:
-    # HIP_VERSION is major * 10,000,000 + minor * 100,000 + patch.
-    value = int(value)
-    return f"{value // 10_000_000}.{value // 100_000 % 100}.{value % 100_000}"

@@ -76,6 +76,16 @@ def _first_copies() -> Callable[[torch.Tensor], torch.Tensor]:
     return copy
 
 
+def _copied_once(field: str) -> Plant:
+    """A kernel that goes on with the copy of an operand that it made at its first call."""
+
+    def plant(subject: Subject) -> Subject:
+        copy = _first_copies()
+        return _given(subject, lambda inputs: {field: copy(getattr(inputs, field))})
+
+    return plant
+
+
 def leaves_padded_rows(subject: Subject) -> Subject:
     """Not a fault: a back end that leaves rows without a slot unwritten, as AITER does without its 15th argument."""
 
@@ -129,10 +139,15 @@ def _frozen_metadata_branch(subject: Subject) -> Subject:
     return replace(_then(subject, rotating), attend=trusting)
 
 
-@_fault("cos and sin are copied at the first call and never again", "table-rewritten", "query-rope")
-def _stale_table(subject: Subject) -> Subject:
-    copy = _first_copies()
-    return _given(subject, lambda inputs: {"cos_sin_cache": copy(inputs.cos_sin_cache)})
+_COPIED = (
+    ("stale-table", "cos and sin are copied", "cos_sin_cache", "table-rewritten", "query-rope"),
+    ("scale-baked-in", "a scale is read", "q_scale", "scales-changed", "query-nope"),
+    ("weights-copied", "the absorbed weights are copied", "w_uk_t", "weights-replaced", "query-nope"),
+    ("slots-copied", "the slots are copied", "slot_mapping", "other-slots", "cache-rows"),
+)
+for _name, _what, _field, _case, _oracle in _COPIED:
+    _what += " at the first call, before the capture, and never again"
+    FAULTS.append(Fault(_name, _what, _case, _oracle, _copied_once(_field)))
 
 
 @_fault("cos and sin are copied at every call", "fresh-data", "no-table-copy")
@@ -147,12 +162,6 @@ def _table_copied_per_call(subject: Subject) -> Subject:
 @_fault("the op reads a scale on the host", "fresh-data", "no-sync")
 def _host_sync(subject: Subject) -> Subject:
     return _given(subject, lambda inputs: {"q_scale": torch.full_like(inputs.q_scale, float(inputs.q_scale.item()))})
-
-
-@_fault("a scale is read once, at the first call, and is a constant of the graph", "scales-changed", "query-nope")
-def _scale_baked_in(subject: Subject) -> Subject:
-    copy = _first_copies()
-    return _given(subject, lambda inputs: {"q_scale": copy(inputs.q_scale)})
 
 
 @_fault("the row after the last written one is written too", "other-slots", "cache-elsewhere")
@@ -201,18 +210,6 @@ def _allocates_on_replay(subject: Subject) -> Subject:
         subject.attend(call)
 
     return replace(subject, attend=hoarding)
-
-
-@_fault("the absorbed weights are copied at the first call", "weights-replaced", "query-nope")
-def _weights_copied(subject: Subject) -> Subject:
-    copy = _first_copies()
-    return _given(subject, lambda inputs: {"w_uk_t": copy(inputs.w_uk_t)})
-
-
-@_fault("the slots are copied before the capture, and the graph holds the copy", "other-slots", "cache-rows")
-def _slots_copied(subject: Subject) -> Subject:
-    copy = _first_copies()
-    return _given(subject, lambda inputs: {"slot_mapping": copy(inputs.slot_mapping)})
 
 
 @_fault("q is rotated in place, as vLLM's own rotary kernel does", "fresh-data", "inputs-unchanged")

@@ -44,10 +44,10 @@ class GraphEngine(TapeEngine):
         return Recorded(graph.replay, census, reason), outputs
 
     def _watched(self, run: Callable[[], Outputs]) -> Callable[[], object]:
-        return run  # torch's allocator keeps the account
+        return run  # torch's allocator counts
 
     def probe(self, segments: list[Segment]) -> Probe:
-        """Run once with torch's synchronisation check on: an error here is kinder than one inside a capture."""
+        """Run once with torch's synchronisation check on: inside a capture it would end the capture."""
         probe = Probe()
         for segment in segments:
             torch.cuda.synchronize()

@@ -18,6 +18,7 @@ from vllm_aiter_mla.verify.setting import Variant
 
 # A launch lasts milliseconds here: the long runs are short ones.
 SOAK = 8
+ENGINE = "eager replay, interpreted"
 
 
 def run(cases: Sequence[Case], variants: Sequence[Variant], options: Options) -> Iterator[Result]:
@@ -49,11 +50,9 @@ def run_one(case: Case, variant: Variant, options: Options) -> Result:
     from vllm_aiter_mla.verify import backends, runner
     from vllm_aiter_mla.verify.engines import TapeEngine
 
-    load = backends.find("triton").load
-    assert load is not None
     engine = TapeEngine()
-    engine.name = "eager replay, interpreted"
-    return runner.run_case(case, variant, load(), engine, options)
+    engine.name = ENGINE
+    return runner.run_case(case, variant, backends.load("triton"), engine, options)
 
 
 def record_launches() -> None:

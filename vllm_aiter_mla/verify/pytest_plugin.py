@@ -6,6 +6,7 @@ imported.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -35,8 +36,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     for job in jobs:
         for variant in job.variants:
             for case in job.cases:
-                one = verify.Job(job.backend, (case,), (variant,), job.options)
-                name = f"{job.backend.name}-{case.name}[{variant.name}]"
+                one = dataclasses.replace(job, cases=(case,), variants=(variant,))
+                name = f"{job.backend}-{case.name}[{variant.name}]"
                 items.append(VerifyItem.from_parent(parent, name=name, job=one, engine=engine, request=request))
     items += [VerifyItem.from_parent(parent, name=name, why=why) for name, why in missing.items()]
 

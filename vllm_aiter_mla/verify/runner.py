@@ -21,7 +21,7 @@ from vllm_aiter_mla.verify.world import Batch, World, nan_byte
 
 # How often a long run is compared with the reference.
 SOAK_CHECKS = 4
-# What a long run may claim outside torch's books: other processes share the device.
+# By how much the memory in use outside torch's allocator may grow: other processes share the device.
 UNCLAIMED_GROWTH = 64 << 20
 
 
@@ -128,7 +128,7 @@ class _Run:
         self.attends = case.kind in ("full", "piecewise")
         self.captured: dict[int, Captured] = {}
         self.segments: dict[int, list[Segment]] = {}
-        # A pool of an earlier case is gone with its graphs: names are never used twice.
+        # No other case may use the same pool: it is freed with the graphs of its case.
         self.pools = f"run {next(_runs)}"
 
     def go(self) -> None:

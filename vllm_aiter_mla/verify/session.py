@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from vllm_aiter_mla.verify import backends, devices, interpreted
-from vllm_aiter_mla.verify.backends import Available
 from vllm_aiter_mla.verify.cases import Case, cases
 from vllm_aiter_mla.verify.engines import TapeEngine
 from vllm_aiter_mla.verify.oracles import Finding
@@ -57,31 +56,44 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One back end's part of a run: its cases times its variants."""
+    """One back end's part of a run: its cases times its variants, here or in a process that interprets Triton."""
 
-    backend: Available
+    backend: str
+    here: bool
     cases: tuple[Case, ...]
     variants: tuple[Variant, ...]
     options: Options
 
 
-@dataclass
 class Session:
     """A run and its outcome.
 
     Attributes:
         request: what was asked for.
+        engine: how graphs are replayed.
         machine: card and versions.
-        engine: how graphs were replayed.
         missing: back ends that are not here, and why.
-        results: one per case, variant, back end and round.
+        total: how many results will come.
+        results: one per case, variant, back end and round, as far as they have come.
+
+    Raises:
+        NoSuchError: an unknown case, variant or back end.
     """
 
-    request: Request
-    machine: dict[str, str]
-    engine: str
-    missing: dict[str, str] = field(default_factory=dict)
-    results: list[Result] = field(default_factory=list)
+    def __init__(self, request: Request) -> None:
+        self.request, self.engine, self.machine = request, engine_here(), devices.machine()
+        self.jobs, self.missing = plan(request, self.engine)
+        self.total = sum(len(job.cases) * len(job.variants) for job in self.jobs) * request.repeat
+        self.results: list[Result] = []
+
+    def run(self) -> Iterator[Result]:
+        """Run it all; yields each result as it comes."""
+        for round_ in range(self.request.repeat):
+            for job in self.jobs:
+                options = replace(job.options, seed=self.request.seed + round_)
+                for result in run_job(replace(job, options=options), self.engine):
+                    self.results.append(result)
+                    yield result
 
     @property
     def status(self) -> int:
@@ -96,7 +108,7 @@ class Session:
         return {
             "status": self.status,
             "machine": self.machine,
-            "engine": self.engine,
+            "engine": self.engine.name,
             "missing": self.missing,
             "results": [r.as_dict() | {"command": command(r, self.request)} for r in self.results],
         }
@@ -133,13 +145,14 @@ def plan(request: Request, engine: TapeEngine) -> tuple[list[Job], dict[str, str
     if request.limit is not None and not low <= request.limit <= high:
         raise NoSuchError(f"--limit {request.limit}: between {low} and {high} tokens expected")
     _chosen(request.only, tuple(case.name for case in cases(low)), "case", part=True)
-    found = [backends.find(name) for name in _chosen(request.backend, tuple(backends.FINDERS), "back end")]
-    missing = {each.name: each.reason for each in found if not each.where}
-    return [_job(request, engine, each) for each in found if each.where], missing
+    found = {name: backends.find(name) for name in _chosen(request.backend, tuple(backends.FINDERS), "back end")}
+    missing = {name: reason for name, reason in found.items() if isinstance(reason, str)}
+    return [
+        _job(request, engine, name, each is not None) for name, each in found.items() if name not in missing
+    ], missing
 
 
-def _job(request: Request, engine: TapeEngine, found: Available) -> Job:
-    here = found.where == backends.HERE
+def _job(request: Request, engine: TapeEngine, name: str, here: bool) -> Job:
     limit, replays = (GPU_LIMIT, GPU_REPLAYS) if engine.graphs else (CPU_LIMIT, CPU_REPLAYS)
     if not here:
         limit, replays = INTERPRETED_LIMIT, interpreted.SOAK
@@ -154,7 +167,7 @@ def _job(request: Request, engine: TapeEngine, found: Available) -> Job:
     wanted = tuple(c for c in every if c.name in names and (request.only or c.quick or (here and not request.quick)))
     kinds = variants(engine.device, native_fp8(), quick=(request.quick or not here) and not request.variant)
     chosen = _chosen(request.variant, tuple(kind.name for kind in kinds), "variant")
-    return Job(found, wanted, tuple(kind for kind in kinds if kind.name in chosen), options)
+    return Job(name, here, wanted, tuple(kind for kind in kinds if kind.name in chosen), options)
 
 
 def _chosen(asked: tuple[str, ...], known: tuple[str, ...], what: str, part: bool = False) -> tuple[str, ...]:
@@ -168,52 +181,22 @@ def _chosen(asked: tuple[str, ...], known: tuple[str, ...], what: str, part: boo
     return tuple(name for name in known if name in chosen)
 
 
-def run(
-    request: Request,
-    started: Callable[[Session, int], None] = lambda session, total: None,
-    done: Callable[[Result], None] = lambda result: None,
-) -> Session:
-    """Run it all.
-
-    Args:
-        request: what to run.
-        started: told the session, and how many results will come.
-        done: told each result.
-
-    Raises:
-        NoSuchError: an unknown case, variant or back end.
-    """
-    engine = engine_here()
-    jobs, missing = plan(request, engine)
-    session = Session(request, devices.machine(), engine.name, missing)
-    started(session, sum(len(job.cases) * len(job.variants) for job in jobs) * request.repeat)
-    for round_ in range(request.repeat):
-        for job in jobs:
-            options = replace(job.options, seed=request.seed + round_)
-            for result in run_job(replace(job, options=options), engine):
-                session.results.append(result)
-                done(result)
-    return session
-
-
 def run_job(job: Job, engine: TapeEngine) -> Iterator[Result]:
     """The results of one back end's cases as they come; ``engine`` runs those that run in this process."""
-    if job.backend.where == backends.INTERPRETED:
+    if not job.here:
         yield from _interpreted(job)
         return
-    assert job.backend.load is not None
     for variant in job.variants:
         for case in job.cases:
             # A new back end for each case: what one leaves behind must not help or harm the next.
-            yield run_case(case, variant, job.backend.load(), engine, job.options)
+            yield run_case(case, variant, backends.load(job.backend), engine, job.options)
 
 
 def _interpreted(job: Job) -> Iterator[Result]:
     try:
         yield from interpreted.run(job.cases, job.variants, job.options)
     except BrokenProcessPool as error:
-        case, variant = job.cases[0].name, job.variants[0].name
-        broken = Result(case, variant, job.backend.name, "eager replay, interpreted", job.options.seed)
+        broken = Result(job.cases[0].name, job.variants[0].name, job.backend, interpreted.ENGINE, job.options.seed)
         broken.add([Finding("runs", f"the interpreting process ended: {devices.first_line(error)}")], "start")
         yield broken
 

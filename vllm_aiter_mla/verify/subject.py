@@ -151,34 +151,44 @@ def build(kind: str, world: World, subject: Subject, size: int, slots: int | Non
         size: T.
         slots: S, where it is below T; by default the slot mapping is longer than T.
     """
-    results: Outputs = {}
     contexts = [context_of(world, subject, i, slots, kind == "piecewise") for i in range(len(world.layers))]
-
-    def prepare(i: int) -> None:
-        own = world.layers[i]
-        q, k_pe, kv_c, positions = own.q[:size], own.k_pe[:size], own.kv_c[:size], world.positions[:size]
-        results[query_name(i)] = fused(world, contexts[i], own, q, k_pe, kv_c, positions)
-
-    def attention(i: int) -> None:
-        subject.attend(Attend(contexts[i], world, world.layers[i], results[query_name(i)]))
-
-    def tail() -> None:
-        # Something behind the attention that a graph computes from its output buffer.
-        results.update({f"final.{i}": layer.out[:size] * 2 for i, layer in enumerate(world.layers)})
-
-    def segment(captured: bool, *parts: Callable[[], None]) -> Segment:
-        def run() -> Outputs:
-            for part in parts:
-                part()
-            return results
-
-        return Segment(captured, run)
-
-    prepares = [partial(prepare, i) for i in range(len(contexts))]
-    attentions = [partial(attention, i) for i in range(len(contexts))]
+    step = _Step(world, subject, size, contexts, {})
+    layers = [(partial(step.prepare, i), partial(step.attend, i)) for i in range(len(contexts))]
     if kind == "kernel":
-        return [segment(True, *prepares)]
-    pairs = list(zip(prepares, attentions, strict=True))
+        return [step.segment(*(prepare for prepare, _ in layers))]
     if kind == "full":
-        return [segment(True, *(part for pair in pairs for part in pair), tail)]
-    return [*(segment(part in prepares, part) for pair in pairs for part in pair), segment(True, tail)]
+        return [step.segment(*(call for pair in layers for call in pair), step.tail)]
+    pieces = ((step.segment(prepare), step.segment(attend, captured=False)) for prepare, attend in layers)
+    return [*(segment for pair in pieces for segment in pair), step.segment(step.tail)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The calls of a step; each adds what it computes to ``results``."""
+
+    world: World
+    subject: Subject
+    size: int
+    contexts: list[bodies.LayerContext]
+    results: Outputs
+
+    def prepare(self, i: int) -> None:
+        own, size = self.world.layers[i], self.size
+        q, k_pe, kv_c, positions = own.q[:size], own.k_pe[:size], own.kv_c[:size], self.world.positions[:size]
+        self.results[query_name(i)] = fused(self.world, self.contexts[i], own, q, k_pe, kv_c, positions)
+
+    def attend(self, i: int) -> None:
+        call = Attend(self.contexts[i], self.world, self.world.layers[i], self.results[query_name(i)])
+        self.subject.attend(call)
+
+    def tail(self) -> None:
+        # Something behind the attention that a graph computes from its output buffer.
+        self.results.update({f"final.{i}": layer.out[: self.size] * 2 for i, layer in enumerate(self.world.layers)})
+
+    def segment(self, *calls: Callable[[], None], captured: bool = True) -> Segment:
+        return Segment(captured, partial(self._run, calls))
+
+    def _run(self, calls: tuple[Callable[[], None], ...]) -> Outputs:
+        for call in calls:
+            call()
+        return self.results

@@ -58,7 +58,7 @@ class Tape(TorchDispatchMode):
         fresh = _fresh(args, kwargs, result)
         self.shapes += [(name, tuple(tensor.shape)) for tensor in fresh.values()]
         if name in EMPTY or not (fresh or func._schema.is_mutable):
-            # An address, not work. Keep new memory alive, as a graph's pool does.
+            # Nothing to repeat: memory or a view. New memory is kept alive, as a graph's pool does.
             self._kept += fresh.values()
             return
 

@@ -10,31 +10,24 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_aiter_mla.verify.engines import TapeEngine
 from vllm_aiter_mla.verify.oracles import ORACLES
 from vllm_aiter_mla.verify.runner import Result
 from vllm_aiter_mla.verify.selftest import Verdict
 from vllm_aiter_mla.verify.session import NO_GRAPHS, Request, Session, command
-from vllm_aiter_mla.verify.session import run as run_session
 
 _MARKS = {"passed": "[green]ok[/]", "failed": "[red]FAILED[/]", "skipped": "[yellow]skipped[/]"}
 
 
 def run(request: Request, console: Console) -> Session:
     """Run and print as it goes. Raises NoSuchError."""
+    session = Session(request)
+    for line in _header(session):
+        console.print(line)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-
-        def started(session: Session, total: int) -> None:
-            for line in _header(session):
-                console.print(line)
-            progress.update(task, total=total)
-
-        def done(result: Result) -> None:
+        task = progress.add_task("starting", total=session.total)
+        for result in session.run():
             progress.update(task, advance=1, description=f"{result.backend} {result.variant} {result.case}")
-
-        session = run_session(request, started, done)
     for backend in dict.fromkeys(result.backend for result in session.results):
         console.print(_table(backend, [result for result in session.results if result.backend == backend]))
     for line in (*_failures(session), *_footer(session)):
@@ -45,7 +38,7 @@ def run(request: Request, console: Console) -> Session:
 def _header(session: Session) -> Iterator[str]:
     """Machine, engine, and which back ends are missing."""
     yield "machine: " + escape(", ".join(f"{name} {value}" for name, value in session.machine.items()))
-    if session.engine == TapeEngine.name:
+    if not session.engine.graphs:
         yield (
             f"[bold]{NO_GRAPHS}[/]: torch sees no GPU. What follows is eager replay: recorded ATen calls, repeated on "
             "the same tensors with the same Python values. It says nothing about a driver, a kernel on a GPU or time."
@@ -94,8 +87,8 @@ def _footer(session: Session) -> Iterator[str]:
     counts = Counter(result.status for result in session.results)
     replays, seconds = (sum(getattr(result, name) for result in session.results) for name in ("replays", "seconds"))
     sums = ", ".join(f"{counts[status]} {status}" for status in _MARKS)
-    yield f"{session.engine}: {sums}; {replays} replays; {seconds:.1f} s"
-    if session.engine == TapeEngine.name:
+    yield f"{session.engine.name}: {sums}; {replays} replays; {seconds:.1f} s"
+    if not session.engine.graphs:
         yield NO_GRAPHS
 
 
