@@ -44,7 +44,7 @@ def guarded(tool: str, body: Callable[[], int]) -> int:
         print(f"{tool}: {visible(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
-        print(f"{tool}: interrupted, servers stopped, nothing written", file=sys.stderr)
+        print(f"{tool}: interrupted; what was started is stopped, nothing is written", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,6 +1,6 @@
 """Both tools end to end: real servers, vLLM's own benchmark, lm-eval, the small model on a CPU.
 
-Two server starts each; about two minutes each on two cores. Both share a folder, so that kernels are compiled once.
+Two server starts and six clients each, some minutes on two cores. Both share a folder: kernels are compiled once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Both sides in turn by `vllm bench sweep serve`, and what it saved.
 
-vLLM's sweep (read and run at 0.32.0) starts a server for each entry of its server parameters, in their order, runs
-every entry of its client parameters on it, and saves what each run wrote. Entries may differ in their name alone, so a
-list of "run 1 on, run 1 off, run 2 off, run 2 on" alternates; the linked variable ``run`` keeps each run's points, and
-so its seeds, on that run's two servers. What it lacks stands in its two commands: ``launch`` gives each side variables
-and a log of its own, ``proof`` looks at the server before each point.
+vLLM's sweep (run at 0.32.0; 0.29.0 has the same options) starts a server for each entry of its server parameters, in
+their order, runs every entry of its client parameters on it, and saves what each run wrote. Entries may differ in their
+name alone, so a list of "run 1 on, run 1 off, run 2 off, run 2 on" alternates; the linked variable ``run`` keeps each
+run's points, and so its seeds, on that run's two servers. What it lacks stands in its two commands: ``launch`` gives
+each side variables and a log of its own, ``proof`` looks at the server before each point.
 
 The sweep ends a server with SIGKILL, and starts each with VLLM_SERVER_DEV_MODE=1, both sides alike.
 """
@@ -178,12 +178,14 @@ def _sweep(argv: list[str], folder: Path) -> None:
     # For the sweep's own look at /health: a proxy for the outside must not be asked for this machine.
     hosts = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"]))
     os.environ |= {"NO_PROXY": hosts, "no_proxy": hosts}
-    # The sweep prints every command; the table goes to stdout, and our two commands say their steps.
-    with (folder / "sweep.log").open("w") as out, contextlib.redirect_stdout(out):
+    # vLLM's logger keeps the stdout of its import, and the table goes to ours.
+    with contextlib.redirect_stdout(sys.stderr):
         from vllm.benchmarks.sweep.serve import SweepServeArgs, run_main
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        parser = SweepServeArgs.add_cli_args(FlexibleArgumentParser())
+    parser = SweepServeArgs.add_cli_args(FlexibleArgumentParser())
+    # The sweep prints every command; our two commands say their steps on stderr.
+    with (folder / "sweep.log").open("w") as out, contextlib.redirect_stdout(out):
         try:
             run_main(SweepServeArgs.from_cli_args(parser.parse_args(argv)))
         except RuntimeError as error:
@@ -209,7 +211,7 @@ def _failure(folder: Path, cause: BaseException) -> str:
     if isinstance(cause, subprocess.CalledProcessError):
         which, said = "client", f"the client ended with status {cause.returncode}"
     else:
-        which, said = "server", f"{cause} (limit: --start-timeout)"
+        which, said = "server", f"{cause}{' (--start-timeout)' if isinstance(cause, TimeoutError) else ''}"
     logs = sorted(folder.glob(f"{which}-*.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
         return f"vLLM's sweep failed: {type(cause).__name__}: {cause}"
