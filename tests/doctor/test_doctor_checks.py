@@ -192,7 +192,7 @@ def test_the_flag_is_alive_in_a_graph_that_holds_the_layer(compilation: dict[str
     assert conflicts.dead_flag(with_config(compilation)).status == "ok"
 
 
-def test_knobs_that_cut_the_graph_are_refused_in_admissions_words() -> None:
+def test_options_that_cut_the_graph_are_refused_in_admissions_words() -> None:
     found = conflicts.graph(with_config({"use_inductor_graph_partition": False}))
     assert found.detail == str(admit_config(ConfigView(use_inductor_graph_partition=False)))
     assert conflicts.graph(with_config({"mode": 0})).detail.startswith("compilation_mode")

@@ -13,7 +13,7 @@ import pytest
 from vllm_aiter_mla.commands.doctor import command
 
 RUN = "from vllm_aiter_mla.commands.doctor.command import main; import sys; sys.exit(main(as_json=True))"
-# A machine without torch and vLLM: whoever looks for them finds nothing.
+# A machine without torch and vLLM: neither can be found.
 BARE = (
     "import sys\n"
     "class Nothing:\n"

@@ -97,7 +97,7 @@ def test_without_aiter_the_backend_is_the_reason() -> None:
     assert codes(planned("deepseek-r1", "-tp", "8", "--attention-backend", "FLASHMLA")) == ["impl"]
 
 
-def test_the_graph_knobs_are_read_as_given() -> None:
+def test_the_options_of_the_graph_are_read_as_given() -> None:
     assert codes(planned("kimi-k2", "-tp", "8", "-cc.use_inductor_graph_partition=false")) == ["graph_partition"]
     assert codes(planned("kimi-k2", "-tp", "8", "-O0")) == ["compilation_mode"]
     assert codes(planned("kimi-k2", "-tp", "8", "-cc.splitting_ops=[]")) == []

@@ -134,7 +134,7 @@ def test_a_name_that_is_no_path_is_an_unknown_model(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("tp", ["7", "256"])
-def test_heads_that_cannot_be_dealt_out_are_a_refusal(tp: str) -> None:
+def test_heads_that_the_ranks_do_not_divide_are_a_refusal(tp: str) -> None:
     from vllm_aiter_mla.commands.plan import printout
 
     plan = planned(R1, "-tp", tp)

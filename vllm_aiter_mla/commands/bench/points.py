@@ -63,7 +63,7 @@ def sets_needed(point: Point, resident: int) -> int:
 
 
 def operands(point: Point, fp8_dtype: torch.dtype, count: int, device: str = "cuda") -> list[DecodeInputs]:
-    """``count`` independent sets with weights, q, latent and cache of their own, as one layer after another brings."""
+    """``count`` independent sets with weights, q, latent and cache of their own, as different layers have them."""
     g = torch.Generator(device=device).manual_seed(0)
     table = torch.randn(MAX_POSITION, ROPE, generator=g, device=device).to(ACT)
     ones = torch.tensor([0.5], device=device), torch.tensor([0.05], device=device)

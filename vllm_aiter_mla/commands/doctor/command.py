@@ -16,7 +16,7 @@ from vllm_aiter_mla.commands.doctor import conflicts, given, installed, machine,
 from vllm_aiter_mla.commands.doctor.check import STATUSES, Check, exit_status, run
 from vllm_aiter_mla.commands.doctor.guard import aiter_not_importable
 
-# The options of `vllm serve` are vLLM's business: typer hands over what it does not know.
+# typer passes on the options it does not know: vLLM's own parser reads them.
 COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 CHECKS = (*machine.CHECKS, *installed.CHECKS, *switches.CHECKS, *conflicts.CHECKS)
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] = (), *, as_json: bool = False) -> int:
 
 
 def examine(arguments: Sequence[str]) -> tuple[Check, ...]:
-    """Every finding, in the order of ``CHECKS``; AITER is not imported, whoever tries."""
+    """Every finding, in the order of ``CHECKS``; AITER is not imported, even where vLLM tries."""
     with aiter_not_importable():
         return run(CHECKS, given.read(arguments))
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import importlib.util
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_aiter_mla.commands.doctor import machine
@@ -151,19 +149,15 @@ def atom(given: Given) -> Check:
 
 
 def vllm_version() -> str | None:
-    """vLLM's version as its ``_version.py`` has it, without importing vLLM; None when it is not installed."""
+    """vLLM's version from its metadata, without importing it where there are any; None when it is not installed."""
     try:
-        spec = importlib.util.find_spec("vllm")
+        if importlib.util.find_spec("vllm") is None:
+            return None
     except (ImportError, ValueError):
         return None
-    if spec is None or spec.origin is None:
-        return None
-    source = Path(spec.origin).parent / "_version.py"
-    if source.is_file():
-        for node in ast.parse(source.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Assign) and "__version__" in map(ast.unparse, node.targets):
-                return str(ast.literal_eval(node.value))
-    return (vllm_distribution() or "").partition(" ")[2] or None
+    from vllm_aiter_mla.compat import vllm_version as release
+
+    return (vllm_distribution() or "").partition(" ")[2] or release.installed()
 
 
 def vllm_distribution() -> str | None:

@@ -14,7 +14,7 @@ FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
 def use_aiter(given: Given) -> Check:
     """AITER must be switched on in vLLM, for MLA too: only then is the attention AITER's."""
     if machine.rocm_version() is None:
-        return Check("use-aiter", "ok", "VLLM_ROCM_USE_AITER plays no part without ROCm; there, set it to 1")
+        return Check("use-aiter", "ok", "VLLM_ROCM_USE_AITER has no effect without ROCm; with ROCm set it to 1")
     for name, default in (("VLLM_ROCM_USE_AITER", False), ("VLLM_ROCM_USE_AITER_MLA", True)):
         if not switched_on(given.env, name, default):
             origin = f"={given.env[name]}" if name in given.env else " is unset, which means off"
@@ -37,7 +37,7 @@ def fp8_bmm(given: Given) -> Check:
 def fp4_bmm(given: Given) -> Check:
     """The fp4 absorb BMM is on by default on MI350X and MI355X for layers whose kv_b_proj is bfloat16."""
     if machine.gpu_arch() != "gfx950":
-        return Check("fp4-bmm", "ok", "plays a part on gfx950 only")
+        return Check("fp4-bmm", "ok", "has an effect on gfx950 only")
     if not switched_on(given.env, FP4_BMM, True):
         return Check("fp4-bmm", "ok", f"{FP4_BMM}=0")
     return Check(

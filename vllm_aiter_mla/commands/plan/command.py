@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-# The options of `vllm serve` are vLLM's business: typer hands over what it does not know.
+# typer passes on the options it does not know: vLLM's own parser reads them.
 COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 ENGAGES, DOES_NOT, WRONG = 0, 1, 2
 

@@ -66,9 +66,8 @@ class ModelFacts:
 
 def examples() -> dict[str, dict[str, Any]]:
     """The bundled examples by name, each with ``example`` (what it rests on) and ``config``."""
-    return {
-        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(EXAMPLES.glob("*.json"), key=_stem)
-    }
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in EXAMPLES.glob("*.json")}
+    return dict(sorted(found.items()))
 
 
 def load(name: str) -> ModelFacts:
@@ -103,39 +102,34 @@ def facts(name: str, config: dict[str, Any], source: str, basis: str = "", assum
         ValueError: a field that is needed is missing, or of a wrong type or size; names it.
     """
     try:
-        return _facts(name, config, source, basis, assumed)
+        return ModelFacts(name=name, source=source, basis=basis, assumed=assumed, **_fields(config))
     except fields.FieldError as error:
         raise ValueError(f"{name} ({source}): {error}") from error
 
 
-def _facts(name: str, config: dict[str, Any], source: str, basis: str, assumed: tuple[str, ...]) -> ModelFacts:
+def _fields(config: dict[str, Any]) -> dict[str, Any]:
     text = fields.mapping(config, "text_config") or config
     is_mla = text.get("kv_lora_rank") is not None and text.get("is_causal", True) is not False
     _require(text, "num_hidden_layers", *(["num_attention_heads"] if is_mla else []))
-    return ModelFacts(
-        name=name,
-        source=source,
-        basis=basis,
-        assumed=assumed,
-        model_type=str(text.get("model_type", "")),
-        is_mla=is_mla,
-        is_sparse=text.get("index_topk") is not None,
-        is_nope=bool(text.get("mla_use_nope")) or text.get("qk_rope_head_dim") == 0,
-        dtype=_dtype(text, config),
-        kv_b_quantised=_kv_b_quantised(
-            fields.mapping(text, "quantization_config") or fields.mapping(config, "quantization_config")
-        ),
-        hidden_size=whole(text, "hidden_size"),
-        layers=_layers(text),
-        mla_layers=mla_layers(text),
-        heads=whole(text, "num_attention_heads", WIDTH, least=1),
-        nope=whole(text, "qk_nope_head_dim", WIDTH),
-        rope=whole(text, "qk_rope_head_dim", WIDTH),
-        latent=whole(text, "kv_lora_rank", WIDTH),
-        v=whole(text, "v_head_dim", WIDTH),
-        max_position=whole(text, "max_position_embeddings"),
-        draft_layers=whole(text, "num_nextn_predict_layers", WIDTH),
-    )
+    quantisation = fields.mapping(text, "quantization_config") or fields.mapping(config, "quantization_config")
+    return {
+        "model_type": str(text.get("model_type", "")),
+        "is_mla": is_mla,
+        "is_sparse": text.get("index_topk") is not None,
+        "is_nope": bool(text.get("mla_use_nope")) or text.get("qk_rope_head_dim") == 0,
+        "dtype": _dtype(text, config),
+        "kv_b_quantised": _kv_b_quantised(quantisation),
+        "hidden_size": whole(text, "hidden_size"),
+        "layers": _layers(text),
+        "mla_layers": mla_layers(text),
+        "heads": whole(text, "num_attention_heads", WIDTH, least=1),
+        "nope": whole(text, "qk_nope_head_dim", WIDTH),
+        "rope": whole(text, "qk_rope_head_dim", WIDTH),
+        "latent": whole(text, "kv_lora_rank", WIDTH),
+        "v": whole(text, "v_head_dim", WIDTH),
+        "max_position": whole(text, "max_position_embeddings"),
+        "draft_layers": whole(text, "num_nextn_predict_layers", WIDTH),
+    }
 
 
 def _require(text: Mapping[str, Any], *keys: str) -> None:
@@ -155,10 +149,6 @@ def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     return "bfloat16"
 
 
-def _stem(path: Path) -> str:
-    return path.stem
-
-
 def _from_example(name: str, entry: dict[str, Any]) -> ModelFacts:
     about = entry["example"]
     return facts(name, entry["config"], "bundled example", about["basis"], tuple(about["assumed"]))
@@ -169,7 +159,7 @@ def _local_file(name: str) -> Path | None:
         path = Path(name).expanduser()
         found = next((candidate for candidate in (path / "config.json", path) if candidate.is_file()), None)
         is_folder = path.is_dir()
-    except (OSError, RuntimeError):  # too long for a path, or ~ of nobody
+    except (OSError, RuntimeError):  # too long for a path, or ~ of an unknown user
         return None
     if found is not None:
         return found

@@ -53,7 +53,7 @@ def _model(plan: dict[str, Any]) -> Iterator[str]:
     yield f"  layers       {layers['mla']} of {layers['total']} with MLA ({model['model_type']}: {kind})"
     if model["is_mla"]:
         sizes = f"P {model['nope']}, R {model['rope']}, L {model['latent']}, V {model['v']}"
-        share = f"= {plan['heads_per_rank']} per rank" if plan["heads_per_rank"] else "cannot be dealt out"
+        share = f"= {plan['heads_per_rank']} per rank" if plan["heads_per_rank"] else "not divisible"
         yield f"  heads        {model['heads']} / TP {options['tp']} {share}; {sizes}"
     yield f"  KV cache     {options['kv_cache_dtype']}, activations {options['dtype']}, block {options['block_size']}"
 

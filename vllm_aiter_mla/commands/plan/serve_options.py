@@ -23,7 +23,7 @@ from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 # memory (160 GiB and more, 70 GiB and more).
 BATCH_DEFAULTS = {"gfx942": (1024, 16384), "gfx950": (1024, 16384), "sm90": (1024, 8192)}
 
-# Past these a plan's products leave 64 bits; no engine is near.
+# Past these the products that a plan forms leave 64 bits; no engine comes near.
 MOST_REQUESTS, MOST_DRAFTS, MOST_TOKENS, MOST_BLOCK, MOST_RANKS = 2**20, 2**10, 2**30, 2**16, 2**16
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size",
          "prefill_context_parallel_size")  # fmt: skip
@@ -60,7 +60,7 @@ def environment(given: Sequence[str], process: Mapping[str, str] | None = None) 
     """Merge ``--env NAME=VALUE`` over this process's environment over the defaults.
 
     Raises:
-        OptionError: an entry without ``=``, or a name that plays no part in the plan.
+        OptionError: an entry without ``=``, or a name that the plan does not read.
     """
     process = os.environ if process is None else process
     values, origins = dict(ENV_DEFAULTS), dict.fromkeys(ENV_DEFAULTS, "default")

@@ -54,7 +54,7 @@ class Reason:
     Attributes:
         scope: "engine", "layer", "graph" or "kernel": who would refuse.
         code: stable name; docs/troubleshooting.md explains it.
-        message: the sentence of whoever refuses.
+        message: the sentence of the part that refuses.
     """
 
     scope: str
@@ -108,7 +108,7 @@ def layer_view(options: ServeOptions, model: ModelFacts) -> LayerView:
         dcp_world_size=options.view.dcp,
         pcp_world_size=options.view.pcp,
         hisparse=options.view.hisparse,
-        # Heads that cannot be dealt out are a reason of their own, not a wrong geometry.
+        # Heads that the ranks do not divide are a reason of their own, not a wrong geometry.
         num_heads=heads_per_rank(options, model) or model.heads,
         qk_nope_head_dim=model.nope,
         qk_rope_head_dim=model.rope,
@@ -134,7 +134,7 @@ def _uses_aiter(options: ServeOptions) -> bool:
 
 
 def heads_per_rank(options: ServeOptions, model: ModelFacts) -> int:
-    """N: query heads are dealt over the tensor-parallel ranks; 0 where they cannot be."""
+    """N: query heads of one tensor-parallel rank; 0 where the ranks do not divide them."""
     return 0 if model.heads % options.tp else model.heads // options.tp
 
 
