@@ -120,17 +120,17 @@ def _show(points: list[Point], compiled: Compile, missed: list[str]) -> None:
 def _run_child() -> dict[str, Any]:
     """Measure in a process of its own, with a fresh cache, so that the engine compiles from cold."""
     from vllm_aiter_mla.sandbox.engine import environment_for
-    from vllm_aiter_mla.sandbox.spec import EngineSpec
+    from vllm_aiter_mla.sandbox.spec import EngineSpec, save
 
     spec = EngineSpec(linear="aten", model={"num_hidden_layers": ENGINE_LAYERS}, scenarios=())
     with tempfile.TemporaryDirectory(prefix="aiter-mla-bench-") as folder:
         work = Path(folder)
-        spec.save(work / "spec.json")
+        save(spec, work / "spec")
         command = [
             sys.executable,
             os.path.abspath(__file__),
             "--child",
-            str(work / "spec.json"),
+            str(work / "spec"),
             str(work / "out.json"),
         ]
         environment = environment_for(spec, work / "cache", work / "inductor")
@@ -150,9 +150,9 @@ def _measure(spec_path: Path) -> dict[str, Any]:
 
     load_general_plugins()
     from vllm_aiter_mla.sandbox import child, knobs
-    from vllm_aiter_mla.sandbox.spec import EngineSpec
+    from vllm_aiter_mla.sandbox.spec import load
 
-    spec = EngineSpec.load(spec_path)
+    spec = load(spec_path)
     knobs.apply(spec)
     with _watching() as (compiles, graphs):
         llm = child.build(spec, spec_path.parent / "model")

@@ -15,7 +15,7 @@ import engine_specs
 import pytest
 
 from vllm_aiter_mla.sandbox import engine
-from vllm_aiter_mla.sandbox.spec import EngineResult
+from vllm_aiter_mla.sandbox.spec import EngineResult, load
 
 HERE = Path(__file__).parent
 
@@ -40,7 +40,7 @@ class Engines:
     def __call__(self, name: str) -> EngineResult:
         """The result of an engine, waited for; raises ``engine.EngineFailedError`` if it failed."""
         if name not in self.results:
-            done, failed = self.folder / f"{name}.json", self.folder / f"{name}.failed"
+            done, failed = self.folder / f"{name}.result", self.folder / f"{name}.failed"
             ended = False
             while not done.exists() and not failed.exists():
                 if ended:
@@ -49,7 +49,7 @@ class Engines:
                 time.sleep(0.2)
             if failed.exists():
                 raise engine.EngineFailedError(failed.read_text())
-            self.results[name] = EngineResult.load(done)
+            self.results[name] = load(done)
         return self.results[name]
 
     def close(self) -> None:

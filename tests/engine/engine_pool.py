@@ -12,6 +12,7 @@ from pathlib import Path
 import engine_specs
 
 from vllm_aiter_mla.sandbox import engine
+from vllm_aiter_mla.sandbox.spec import save
 
 
 class Pool:
@@ -40,8 +41,8 @@ class Pool:
         inductor = cache / "inductor" if spec.compile_cache else self.folder / "inductor"
         written = self.folder / f"{name}.new"
         try:
-            engine.run(spec, cache=cache, inductor=inductor).save(written)
-            written.rename(self.folder / f"{name}.json")
+            save(engine.run(spec, cache=cache, inductor=inductor), written)
+            written.rename(self.folder / f"{name}.result")
         except Exception as error:
             written.write_text(error.log if isinstance(error, engine.EngineFailedError) else repr(error))
             written.rename(self.folder / f"{name}.failed")

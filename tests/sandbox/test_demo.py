@@ -10,7 +10,7 @@ from rich.console import Console
 
 from vllm_aiter_mla.sandbox import demo, engine
 from vllm_aiter_mla.sandbox.compare import compare, op_count
-from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec
+from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec, load, save
 
 STEPS = [[(3, {3: -0.5, 4: -1.0}), (4, {4: -0.2, 5: -2.0}), (5, {5: -0.1, 6: -3.0})]]
 
@@ -132,9 +132,8 @@ def test_the_full_demo_runs_both_caches_and_all_numerics():
     assert all(not run.base.enabled and not run.base.stock_pass for run in runs)
 
 
-def test_a_spec_survives_its_journey_as_json(tmp_path):
+def test_a_spec_and_a_result_survive_their_journey_through_files(tmp_path):
     spec = replace(EngineSpec(), scales=(0.5, 0.7), model={"num_hidden_layers": 2}, scenarios=("short", "long"))
-    spec.save(tmp_path / "spec.json")
-    assert EngineSpec.load(tmp_path / "spec.json") == spec
-    result().save(tmp_path / "out.json")
-    assert EngineResult.load(tmp_path / "out.json").scenarios == result().scenarios
+    for record in (spec, result()):
+        save(record, tmp_path / "record")
+        assert load(tmp_path / "record") == record

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla.sandbox import plugin
-from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec
+from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec, load, save
 
 # 16 requests of 512 tokens in 4 layers take 38 MB of bf16 rows.
 GPU_KV_BYTES = 256 << 20
@@ -20,7 +20,7 @@ STARTED = time.perf_counter()
 
 def main(spec_path: str, out_path: str) -> None:
     """Build the model, start the engine, run the scenarios, write the result."""
-    spec = EngineSpec.load(Path(spec_path))
+    spec: EngineSpec = load(Path(spec_path))
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -37,7 +37,7 @@ def main(spec_path: str, out_path: str) -> None:
     for name in spec.scenarios:
         print(f"sandbox: scenario {name}", flush=True)
         outcome[name] = scenarios.run(llm.llm_engine, name)
-    result(spec, llm, outcome).save(Path(out_path))
+    save(result(spec, llm, outcome), Path(out_path))
 
 
 def build(spec: EngineSpec, folder: Path) -> Any:

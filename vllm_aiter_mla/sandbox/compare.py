@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_aiter_mla.sandbox.spec import EngineResult, Step
@@ -43,13 +43,7 @@ class Figures:
 
     def as_dict(self) -> dict[str, Any]:
         """What the demo's JSON holds per scenario."""
-        return {
-            "tokens": self.tokens,
-            "tokens_equal": self.tokens_equal,
-            "top1_agreement": self.top1_agreement,
-            "max_abs_dlogprob": self.max_abs_dlogprob,
-            "mean_abs_dlogprob": self.mean_abs_dlogprob,
-        }
+        return asdict(self) | {"top1_agreement": self.top1_agreement}
 
 
 def compare(base: EngineResult, other: EngineResult) -> dict[str, Figures]:

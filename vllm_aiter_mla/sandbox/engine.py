@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm_aiter_mla.census import gauge
 from vllm_aiter_mla.sandbox import plugin
-from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec
+from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec, load, save
 
 TIMEOUT_S = 600
 
@@ -45,12 +45,12 @@ def run(
     """
     with tempfile.TemporaryDirectory(prefix="aiter-mla-") as folder:
         work = Path(folder)
-        spec.save(work / "spec.json")
+        save(spec, work / "spec")
         cache, inductor = cache or work / "cache", inductor or work / "inductor"
         _share_model_notes(cache, inductor)
         environment = environment_for(spec, cache, inductor)
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_aiter_mla.sandbox.child", str(work / "spec.json"), str(work / "out.json")],
+            [sys.executable, "-m", "vllm_aiter_mla.sandbox.child", str(work / "spec"), str(work / "out")],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -58,9 +58,9 @@ def run(
             errors="replace",
         )
         lines = _read(process, on_step)
-        if process.returncode or not (work / "out.json").is_file():
+        if process.returncode or not (work / "out").is_file():
             raise EngineFailedError("".join(lines))
-        result = EngineResult.load(work / "out.json")
+        result: EngineResult = load(work / "out")
         result.log = [line.rstrip() for line in lines if "aiter-mla:" in line]
         return result
 

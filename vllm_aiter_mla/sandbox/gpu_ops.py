@@ -10,39 +10,30 @@ from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate, scatter_row
 _LIBRARIES: list[torch.library.Library] = []
 
 # FixFunctionalizationPass and the fusion modules name these when they are imported or run. None is ever called here:
-# a schema is enough, and a call without a kernel fails loudly.
-_MISSING_SCHEMAS = {
-    "fused_add_rms_norm_static_fp8_quant": (
-        "(Tensor! result, Tensor input, Tensor! residual, Tensor weight, Tensor scale, float epsilon) -> ()"
-    ),
-    "rms_norm_static_fp8_quant": "(Tensor! result, Tensor input, Tensor weight, Tensor scale, float epsilon) -> ()",
-    "rms_norm_dynamic_per_token_quant": (
-        "(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, Tensor? scale_ub,"
-        " Tensor!? residual) -> ()"
-    ),
-    "silu_and_mul_quant": "(Tensor! result, Tensor input, Tensor scale) -> ()",
-    "fused_qk_norm_rope": (
-        "(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, int head_dim, float eps, Tensor q_weight,"
-        " Tensor k_weight, Tensor cos_sin_cache, bool is_neox, Tensor position_ids,"
-        " int forced_token_heads_per_warp=-1) -> ()"
-    ),
-    "static_scaled_fp8_quant": "(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()",
-    "dynamic_scaled_fp8_quant": "(Tensor! result, Tensor input, Tensor! scale) -> ()",
-    "dynamic_per_token_scaled_fp8_quant": ("(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()"),
-}
+# the name is enough, and a call fails loudly.
+_MISSING = (
+    "fused_add_rms_norm_static_fp8_quant",
+    "rms_norm_static_fp8_quant",
+    "rms_norm_dynamic_per_token_quant",
+    "silu_and_mul_quant",
+    "fused_qk_norm_rope",
+    "static_scaled_fp8_quant",
+    "dynamic_scaled_fp8_quant",
+    "dynamic_per_token_scaled_fp8_quant",
+)
 
 
 def register() -> None:
-    """Define the missing schemas and the stock RoPE + KV kernel, and replace the CPU kernel of RoPE. Idempotent."""
+    """Define the missing names and the stock RoPE + KV kernel, and replace the CPU kernel of RoPE. Idempotent."""
     if _LIBRARIES:
         return
     # vLLM's own library first: loaded later, it would define these names a second time and abort the process.
     import vllm._custom_ops  # noqa: F401
 
     library = torch.library.Library("_C", "FRAGMENT")
-    for name, schema in _MISSING_SCHEMAS.items():
+    for name in _MISSING:
         if not hasattr(torch.ops._C, name):
-            library.define(name + schema)
+            library.define(f"{name}() -> ()")
     # vLLM's AVX2 library rounds each product of NeoX pairs to bf16, its AVX-512 library and its GPU kernel do not.
     library.impl("rotary_embedding", rotary_embedding, "CPU")
     _LIBRARIES.append(library)
@@ -109,9 +100,7 @@ def concat_and_cache_mla_rope_fused(
 
     The rotated values are rounded to the activation dtype before they are quantised.
     """
-    cos, sin = gather_cos_sin(cos_sin_cache, positions)
-    q_pe.copy_(rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), is_neox))
-    k_pe.copy_(rotate(k_pe, cos, sin, is_neox))
+    rotary_embedding(positions, q_pe, k_pe, k_pe.shape[-1], cos_sin_cache, is_neox)
     write_kv_rows(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_scale)
 
 

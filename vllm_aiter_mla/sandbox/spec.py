@@ -1,9 +1,9 @@
-"""What one engine run of the sandbox is, and what it gives back: plain records that travel as JSON."""
+"""What one engine run of the sandbox is, and what it gives back: plain records that travel in files."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+import pickle
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +72,6 @@ class EngineSpec:
     compile_cache: bool = False
     plugin: bool = True
 
-    def save(self, path: Path) -> None:
-        """Write the record as JSON."""
-        path.write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def load(path: Path) -> EngineSpec:
-        """Read a record written by ``save``."""
-        values = json.loads(path.read_text())
-        values["scenarios"] = tuple(values["scenarios"])
-        values["scales"] = None if values["scales"] is None else tuple(values["scales"])
-        return EngineSpec(**values)
-
 
 # One generated token: its id and the log-probabilities of the five likeliest ids.
 Step = tuple[int, dict[int, float]]
@@ -111,17 +99,12 @@ class EngineResult:
     versions: dict[str, str]
     seconds: float
 
-    def save(self, path: Path) -> None:
-        """Write the record as JSON."""
-        path.write_text(json.dumps(asdict(self)))
 
-    @staticmethod
-    def load(path: Path) -> EngineResult:
-        """Read a record written by ``save``; JSON turns integer keys into strings, this turns them back."""
-        values = json.loads(path.read_text())
-        values["scenarios"] = {
-            name: [[(token, {int(k): v for k, v in probs.items()}) for token, probs in request] for request in requests]
-            for name, requests in values["scenarios"].items()
-        }
-        values["ranges"] = [tuple(r) for r in values["ranges"]]
-        return EngineResult(**values)
+def save(record: EngineSpec | EngineResult, path: Path) -> None:
+    """Write a record for another process of this run."""
+    path.write_bytes(pickle.dumps(record))
+
+
+def load(path: Path) -> Any:
+    """Read what ``save`` wrote."""
+    return pickle.loads(path.read_bytes())
