@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from importlib import import_module
 
+CONFIG_FIELDS = ("compile_ranges_endpoints", "inductor_compile_config", "splitting_ops", "use_inductor_graph_partition")
+PLATFORM_NAMES = ("check_and_update_config", "apply_config_platform_defaults", "pass_key")
+
 ATTENTION_MODULE = "vllm.model_executor.layers.attention.mla_attention"
 # vLLM imports it on GPU platforms alone, but it can be imported anywhere. Pass 1 writes its op into every graph.
 FUSED_MODULE = "vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion"
@@ -36,16 +39,12 @@ def missing_capabilities() -> tuple[str, ...]:
     from vllm.config import CompilationConfig
     from vllm.platforms import current_platform
 
-    wanted: dict[str, tuple[object, str]] = {
-        f"CompilationConfig.{name}": (CompilationConfig, name) for name in ("_attention_ops",)
-    }
     fields = getattr(CompilationConfig, "__dataclass_fields__", {})
-    names = ("compile_ranges_endpoints", "inductor_compile_config", "splitting_ops", "use_inductor_graph_partition")
-    missing = [f"CompilationConfig.{name}" for name in names if name not in fields]
-    for name in ("check_and_update_config", "apply_config_platform_defaults", "pass_key"):
-        wanted[f"Platform.{name}"] = (type(current_platform), name)
-    missing += [label for label, (owner, name) in wanted.items() if not hasattr(owner, name)]
-    return tuple(missing)
+    missing = [f"CompilationConfig.{name}" for name in CONFIG_FIELDS if name not in fields]
+    if not hasattr(CompilationConfig, "_attention_ops"):  # of the class, not a field
+        missing.append("CompilationConfig._attention_ops")
+    platform = type(current_platform)
+    return (*missing, *(f"Platform.{name}" for name in PLATFORM_NAMES if not hasattr(platform, name)))
 
 
 def op_differences() -> tuple[str, ...]:

@@ -190,25 +190,24 @@ class _Matcher:
 
     def _kv_update(self) -> KVUpdate:
         dep = self.kw.get("kv_cache_dummy_dep")
-        update_op = torch.ops.vllm.unified_mla_kv_cache_update.default
-        if is_call(dep, update_op):
-            found = KVUpdate.of_update(dep)  # type: ignore[arg-type]
-            readers = set(dep.users)  # type: ignore[union-attr]
-        elif is_call(dep, operator.getitem) and dep.args[1] == 0 and pr.rotary_call(dep.args[0]):  # type: ignore[union-attr]
-            found = KVUpdate.of_fused(dep.args[0])  # type: ignore[union-attr,arg-type]
-            readers = set(dep.users)  # type: ignore[union-attr]
-            if set(results(found.node)) != {0, 1, 2}:
-                raise NoMatchError(
-                    "stock_fusion_incomplete", "stock's fused RoPE + KV op lacks one of its three results"
-                )
-        else:
-            raise NoMatchError("no_kv_update", "no KV-cache update is tied to the attention op in this graph piece")
-        if readers != {self.attention}:
+        found = self._find_update(dep)
+        if set(dep.users) != {self.attention}:  # type: ignore[union-attr]
             raise NoMatchError("kv_update_shared", "something besides attention waits for the KV-cache update")
         if layer_name_of(found.layer_name) != self.name:
             raise NoMatchError("layer_name_mismatch", "the KV-cache update names another layer")
         if not same_value(found.kv_c, self.kw["kv_c_normed"]):
             raise NoMatchError("kv_c_mismatch", "the KV-cache update and attention read different latents")
+        return found
+
+    def _find_update(self, dep: Any) -> KVUpdate:
+        """The node that writes the KV rows before attention, from the argument that orders the two."""
+        if is_call(dep, torch.ops.vllm.unified_mla_kv_cache_update.default):
+            return KVUpdate.of_update(dep)
+        if not is_call(dep, operator.getitem) or dep.args[1] != 0 or not pr.rotary_call(dep.args[0]):
+            raise NoMatchError("no_kv_update", "no KV-cache update is tied to the attention op in this graph piece")
+        found = KVUpdate.of_fused(dep.args[0])
+        if set(results(found.node)) != {0, 1, 2}:
+            raise NoMatchError("stock_fusion_incomplete", "stock's fused RoPE + KV op lacks one of its three results")
         return found
 
     def _rope_cone(self, what: str, node: Any) -> pr.ConeNodes:

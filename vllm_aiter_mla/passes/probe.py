@@ -169,30 +169,35 @@ class Cone:
         Raises:
             ConeTooLargeError: more than ``MAX_CONE`` nodes.
         """
-        cone = ConeNodes()
-        stack = [target]
+        cone, stack = ConeNodes(), [target]
         while stack:
             node = stack.pop()
             if node in cone.inner or node in cone.roots:
                 continue
             if len(cone.inner) > MAX_CONE:
                 raise ConeTooLargeError(target.name)
-            if self._inner(node):
-                cone.inner.add(node)
-                stack.extend(parent for parent in node.all_input_nodes if not isinstance(val(parent), torch.SymInt))
-            elif (found := lookup(node)) is not None:
-                cone.inner.add(node)
-                cone.tables.add(found[0])
-                cone.positions.add(found[1])
-            elif (operand := rotated_operand(node)) is not None:
-                call: fx.Node = node.args[0]  # type: ignore[assignment]
-                cone.inner.update((node, call))
-                cone.tables.add(call.kwargs["cos_sin_cache"])  # type: ignore[arg-type]
-                cone.positions.add(call.kwargs["positions"])  # type: ignore[arg-type]
-                stack.append(operand)
-            else:
-                cone.roots.add(node)
+            stack.extend(self._place(node, cone))
         return cone
+
+    def _place(self, node: fx.Node, cone: ConeNodes) -> list[fx.Node]:
+        """Give ``node`` its role in ``cone``; returns the nodes above it that the expression goes on to."""
+        if self._inner(node):
+            cone.inner.add(node)
+            return [parent for parent in node.all_input_nodes if not isinstance(val(parent), torch.SymInt)]
+        if (found := lookup(node)) is not None:
+            cone.inner.add(node)
+            cone.tables.add(found[0])
+            cone.positions.add(found[1])
+            return []
+        operand = rotated_operand(node)
+        if operand is None:
+            cone.roots.add(node)
+            return []
+        call: fx.Node = node.args[0]  # type: ignore[assignment]
+        cone.inner.update((node, call))
+        cone.tables.add(call.kwargs["cos_sin_cache"])  # type: ignore[arg-type]
+        cone.positions.add(call.kwargs["positions"])  # type: ignore[arg-type]
+        return [operand]
 
     def _inner(self, node: fx.Node) -> bool:
         if node.op != "call_function":
