@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -244,6 +247,15 @@ def test_hostile_markup_has_no_way_round_the_escaping() -> None:
         if name.endswith(".py"):
             assert not re.search(r"</|<(svg|rect|text|div|p|g)\b", text), name
     assert render.environment().autoescape is True
+
+
+def test_hostile_policy_names_the_hash_of_the_pages_one_style(page: str) -> None:
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="(.*?)">', page)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    allowed = ["default-src 'none'", f"style-src 'sha256-{digest}'", "img-src data:", "base-uri 'none'"]
+    assert html.unescape(policy).split("; ") == [*allowed, "form-action 'none'"]
+    assert "style=" not in page
 
 
 def unescaped(monkeypatch: pytest.MonkeyPatch, expression: str | None) -> None:

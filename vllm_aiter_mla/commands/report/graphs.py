@@ -15,7 +15,7 @@ from vllm_aiter_mla.commands.report.charts import CHARACTER, Chart
 from vllm_aiter_mla.commands.report.inputs import InputError, Inputs, Record
 
 # The op called, and the first argument: for ``auto_functionalized`` the op inside it.
-_CALL = re.compile(r"= call_function\[target=([^\]]+)\](?:\(args = \(([\w.]+))?")
+_CALL = re.compile(r"^ *%\w+ :.*?= call_function\[target=([^\]]+)\](?:\(args = \(([\w.]+))?", re.MULTILINE)
 # Neither computes anything: views and the unpacking of results.
 _FREE = re.compile(
     r"aten\.(reshape|view|slice|split|split_with_sizes|unsqueeze|squeeze|expand|permute|transpose|alias|select)\b"
