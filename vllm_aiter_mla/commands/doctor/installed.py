@@ -155,7 +155,7 @@ def vllm_version() -> str | None:
             return None
     except (ImportError, ValueError):
         return None
-    from vllm_aiter_mla.compat import vllm_version as release
+    from vllm_aiter_mla.compat import version as release
 
     return (vllm_distribution() or "").partition(" ")[2] or release.installed()
 
