@@ -116,7 +116,7 @@ def test_every_log_line_is_explained(line: str) -> None:
         ("report/announce.py", "(run: vllm-aiter-mla doctor)"),
         ("report/announce.py", "the model has no MLA layer"),
         ("runtime/selfcheck.py", "this layer shape falls back to vLLM's own kernels"),
-        ("kernels/aiter/selfcheck.py", "self-check "),
+        ("kernels/selfcheck.py", "self-check "),
         ("runtime/fused.py", "is being captured without a "),
         ("runtime/attention.py", "is inside a piecewise graph"),
         ("kernels/aiter/backend.py", "first AITER call of a layer shape "),

@@ -12,22 +12,23 @@ from passes.stubs import BLOCK_SIZE, StubLayer
 from runtime.opcalls import layer_of
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import reference, select
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.runtime import kernel, selfcheck
 from vllm_aiter_mla.settings import SettingsError
 
 
-class Candidate:
+class Candidate(KernelBackend):
     """A "triton" kernel that is the reference but for what a test plants."""
 
     name = "triton"
     launches = 0
     warmed: tuple[int, ...] = ()
 
-    def refuse(self, inputs: DecodeInputs) -> str | None:
-        return contract_violation(inputs)
+    def bind(self, inputs: DecodeInputs) -> Binding | str:
+        return contract_violation(inputs) or Binding(self.run)
 
-    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
         self.launches += 1
         return reference.prepare(inputs)
 
@@ -36,12 +37,12 @@ class Candidate:
 
 
 class Wrong(Candidate):
-    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
-        return -super().prepare(inputs)
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
+        return -super().run(inputs)
 
 
 class Raising(Candidate):
-    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
         raise RuntimeError("HIP error: invalid device function")
 
 
@@ -60,7 +61,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 def layers_on(candidate: Candidate, monkeypatch: pytest.MonkeyPatch, **spoilt: Any) -> dict[str, StubLayer]:
     """Two layers of one shape that ask for ``candidate``; the first one's attributes replaced by ``spoilt``."""
-    monkeypatch.setitem(select._FACTORIES, "triton", lambda platform: candidate)
+    monkeypatch.setitem(select.FACTORIES, "triton", lambda platform: candidate)
     layers = {f"layers.{index}": layer_of() for index in range(2)}
     for layer in layers.values():
         layer._vllm_config.additional_config["aiter_mla"]["kernel"] = "triton"
@@ -140,7 +141,7 @@ def test_verdicts_tell_an_engine_with_the_kernel_from_one_without(monkeypatch, s
     assert usable == selfcheck.verdicts(layers)
     assert len(usable) == 2, "both rotary styles of one shape"
     kernel.reset()
-    monkeypatch.setitem(select._FACTORIES, "triton", lambda platform: "not installed")
+    monkeypatch.setitem(select.FACTORIES, "triton", lambda platform: "not installed")
     absent = selfcheck.verdicts(layers)
     assert "not installed" in absent[0]
     kernel.reset()

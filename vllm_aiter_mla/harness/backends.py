@@ -65,7 +65,7 @@ def has_gpu() -> bool:
 
 
 def _reference() -> Available:
-    from vllm_aiter_mla.kernels.select import ReferenceBackend
+    from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 
     return Available("reference", HERE, load=lambda: subject_of(ReferenceBackend()))
 

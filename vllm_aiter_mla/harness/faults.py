@@ -14,6 +14,7 @@ import torch
 from vllm_aiter_mla.harness import attention
 from vllm_aiter_mla.harness.subject import Attend, Call, Subject, attend
 from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 Plant = Callable[[Subject], Subject]
@@ -234,10 +235,11 @@ def _weights_copied(subject: Subject) -> Subject:
     copies: dict[int, torch.Tensor] = {}
 
     def prepare(call: Call) -> torch.Tensor:
-        weights = call.inputs.w_uk_t
+        weights = call.layer.w_uk_t
         if weights.data_ptr() not in copies:
             copies[weights.data_ptr()] = weights.clone()
-        return subject.prepare(replace(call, inputs=replace(call.inputs, w_uk_t=copies[weights.data_ptr()])))
+        held = PlainWeight(copies[weights.data_ptr()])
+        return subject.prepare(replace(call, inputs=replace(call.inputs, weight=held)))
 
     return replace(subject, prepare=prepare)
 

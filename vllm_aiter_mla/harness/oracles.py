@@ -12,8 +12,8 @@ from vllm_aiter_mla.harness.engines import Probe
 from vllm_aiter_mla.harness.subject import Outputs, Subject, query_name
 from vllm_aiter_mla.harness.world import GUARD_BLOCKS, Layer, World, raw
 from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.compare import OWN_BMM, difference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.selfcheck import OWN_BMM, difference
 
 ORACLES: dict[str, str] = {
     "runs": "the step runs, and its capture succeeds",

@@ -15,6 +15,7 @@ from vllm_aiter_mla.harness import attention
 from vllm_aiter_mla.harness.world import Batch, Layer, World
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import KernelBackend
+from vllm_aiter_mla.kernels.compare import EXACT
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 Outputs = dict[str, torch.Tensor]
@@ -95,17 +96,14 @@ class Subject:
 
 
 def subject_of(backend: KernelBackend) -> Subject:
-    """A back end, with what it says about itself: ``defined_rows`` and ``numerics`` where it has them."""
-    rows = getattr(backend, "defined_rows", None)
-    rule = getattr(backend, "numerics", None)
+    """A back end, with what it says about itself."""
 
     def defined(inputs: DecodeInputs) -> torch.Tensor:
-        count = inputs.num_tokens if rows is None else rows(inputs)
-        return torch.arange(inputs.num_tokens, device=inputs.q.device) < count
+        return torch.arange(inputs.num_tokens, device=inputs.q.device) < backend.defined_rows(inputs)
 
     def numerics(inputs: DecodeInputs) -> tuple[reference.Numerics, ...]:
         # AITER's truncating store is read from its source; should a release round instead, that is no failure.
-        return tuple(dict.fromkeys((reference.AITER if rule is None else rule(inputs), reference.AITER)))
+        return tuple(dict.fromkeys((backend.numerics(inputs), reference.AITER)))
 
     return Subject(
         name=backend.name,
@@ -113,7 +111,7 @@ def subject_of(backend: KernelBackend) -> Subject:
         prepare=lambda call: backend.prepare(call.inputs),
         defined=defined,
         numerics=numerics,
-        reference_bmm=backend.name != "triton",
+        reference_bmm=backend.bounds == EXACT,
         exact_rope=backend.name == "reference",
         plain=reference.prepare if backend.name == "reference" else None,
     )

@@ -47,12 +47,11 @@ def fused_qk_rope_kv_cache_q_prep(
         if planned is not None:  # else the first call with a cache raises, with every back end's reason
             census.engage(ctx.name, planned)
         return _empty(q, k_pe, kv_c, out_dtype)
-    w_uk_t, w_uk_scale = weight_of(ctx.layer)
     inputs = DecodeInputs(
         q=q,
         k_pe=k_pe,
         kv_c=kv_c,
-        w_uk_t=w_uk_t,
+        weight=weight_of(ctx.layer),
         kv_cache=context.fp8_view(ctx.kv_cache),
         slot_mapping=ctx.slots[: q.shape[0]],
         positions=positions,
@@ -61,7 +60,6 @@ def fused_qk_rope_kv_cache_q_prep(
         q_scale=ctx.layer._q_scale,
         is_neox=is_neox,
         out_dtype=out_dtype,
-        w_uk_scale=w_uk_scale,
     )
     return kernel.prepare(ctx.name, ctx.layer, inputs)
 

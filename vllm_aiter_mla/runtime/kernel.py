@@ -14,7 +14,8 @@ from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING
-from vllm_aiter_mla.kernels.selfcheck import LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 from vllm_aiter_mla.report import census
 from vllm_aiter_mla.runtime.absorb import weight_of
 from vllm_aiter_mla.settings import Settings
@@ -55,14 +56,14 @@ def selector(kernel: str, rounding: str, view: ViewPolicy, platform: Platform) -
     """The chooser for one engine's options; it remembers a choice per call shape."""
     from vllm_aiter_mla.runtime import stock
 
-    select.register_backend("stock", stock.factory)
     numerics = TWO_ROUNDING if rounding == "two" else AITER
-    select.register_backend("reference", lambda _: select.ReferenceBackend(numerics))
-    select.register_backend("aiter", partial(select.aiter_factory, view=view))
-    chooser = select.Selector(kernel, platform)
-    for name in {*chooser.names, "reference"}:
-        chooser.backend(name)  # built now: another engine in this process may register other options
-    return chooser
+    factories: dict[str, select.Factory] = {
+        **select.FACTORIES,
+        "aiter": partial(select.aiter_factory, view=view),
+        "stock": stock.factory,
+        "reference": lambda _: ReferenceBackend(numerics),
+    }
+    return select.Selector(kernel, platform, factories)
 
 
 def selector_of(layer: Any) -> select.Selector:
@@ -95,7 +96,7 @@ def prepare(layer_name: str, layer: Any, inputs: DecodeInputs) -> torch.Tensor:
 def shape_of(layer: Any, *, is_neox: bool, act: torch.dtype, out_dtype: torch.dtype) -> LayerShape:
     """What decides the kernel of a layer, without a batch."""
     quantised = layer.kv_cache_dtype.startswith("fp8")
-    weight, weight_scale = weight_of(layer)
+    weight = weight_of(layer)
     return LayerShape(
         heads=layer.num_heads,
         nope_dim=layer.qk_nope_head_dim,
@@ -104,18 +105,16 @@ def shape_of(layer: Any, *, is_neox: bool, act: torch.dtype, out_dtype: torch.dt
         block_size=layer._vllm_config.cache_config.block_size or 16,
         is_neox=is_neox,
         act=act,
-        device=weight.device,
+        device=weight.tensors[0][1].device,
         latent=layer.kv_lora_rank,
         rope=layer.qk_rope_head_dim,
-        weight_dtype=None if weight_scale is None else weight.dtype,
+        weight=weight.key,
     )
 
 
 def fp8_dtype() -> torch.dtype:
-    """The platform's fp8 type, as vLLM names it."""
-    from vllm.platforms import current_platform as platform
-
-    return platform.fp8_dtype()
+    """The card's fp8 type."""
+    return current_platform().fp8
 
 
 def plan(layer: Any, shape: LayerShape) -> Plan:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.runtime.absorb import absorb, weight_of
+from vllm_aiter_mla.runtime.absorb import weight_of
 from vllm_aiter_mla.runtime.context import layer_context
 
 
@@ -18,7 +18,7 @@ def mla_decode_q_prep(
     layer = layer_context(layer_name).layer
     nope = q.shape[-1] - rope_dim
     q_nope, q_pe = q.split([nope, rope_dim], dim=-1)
-    absorbed = absorb(q_nope, *weight_of(layer))
+    absorbed = weight_of(layer).product(q_nope)
     if out_dtype == q.dtype:
         return torch.cat([absorbed, q_pe], dim=-1)
     return layer._decode_concat_quant_fp8_op(absorbed, q_pe, layer._q_scale)

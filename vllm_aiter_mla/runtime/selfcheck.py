@@ -13,12 +13,10 @@ from vllm_aiter_mla.admission import admit_layer
 from vllm_aiter_mla.compat import layer_view, log
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.select import Selector
-from vllm_aiter_mla.kernels.selfcheck import LayerShape, self_check, synthetic_inputs
+from vllm_aiter_mla.kernels.selfcheck import self_check
+from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 from vllm_aiter_mla.runtime import kernel
 from vllm_aiter_mla.settings import SettingsError
-
-# What the check compares with, and vLLM's own kernels: nothing to fall back to, and no new code of ours or AITER's.
-TRUSTED = frozenset({"reference", "stock"})
 
 
 def check_layers(layers: dict[str, Any], *, strict: bool, capture_sizes: Sequence[int] = ()) -> None:
@@ -83,7 +81,7 @@ def verdicts(layers: dict[str, Any]) -> tuple[str, ...]:
 def _check(chooser: Selector, shape: LayerShape, strict: bool, capture_sizes: Sequence[int]) -> None:
     inputs = synthetic_inputs(shape, tokens=1)
     backend = chooser.choose(inputs).backend
-    if backend is None or backend.name in TRUSTED:
+    if backend is None or backend.trusted:
         return
     trouble = _trouble(backend, shape, inputs, capture_sizes)
     if trouble is None:
@@ -100,7 +98,7 @@ def _trouble(backend: Any, shape: LayerShape, inputs: DecodeInputs, capture_size
     """Why the kernel must not serve this shape, or None; one that cannot be compiled or launched is as bad as wrong."""
     try:
         result = self_check(backend, shape)
-        if result.ok and capture_sizes and hasattr(backend, "warm_up"):
+        if result.ok and capture_sizes:
             backend.warm_up(inputs, capture_sizes)
     except Exception as error:
         return f"{backend.name}: self-check FAILED: {type(error).__name__}: {error}"

@@ -5,27 +5,27 @@ from __future__ import annotations
 import torch
 
 from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.runtime.absorb import absorb
+from vllm_aiter_mla.kernels.reference import TWO_ROUNDING
 
 
-class StockBackend:
+class StockBackend(KernelBackend):
     """RoPE + KV write, absorb BMM, concat and quantisation as three or four launches of vLLM's kernels."""
 
     name = "stock"
+    trusted = True
 
-    def refuse(self, inputs: DecodeInputs) -> str | None:
-        """Why the shared contract is broken, or None."""
-        return contract_violation(inputs)
+    def bind(self, inputs: DecodeInputs) -> Binding | str:
+        """See the base class; rounds RoPE to the activation dtype first, as vLLM does."""
+        return contract_violation(inputs) or inputs.weight.missing() or Binding(self._run, numerics=TWO_ROUNDING)
 
-    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
-        """See ``KernelBackend.prepare``; rounds RoPE to the activation dtype first, as vLLM does."""
-        q_nope, q_pe = inputs.q.split([inputs.nope_dim, inputs.rope_dim], dim=-1)
-        q_pe = q_pe.contiguous()
+    def _run(self, inputs: DecodeInputs) -> torch.Tensor:
+        q_pe = inputs.q[..., inputs.nope_dim :].contiguous()
         if inputs.num_tokens:
             self._rotate_and_write(inputs, q_pe)
-        query = torch.cat([absorb(q_nope, inputs.w_uk_t, inputs.w_uk_scale), q_pe], dim=-1)
+        query = torch.cat([inputs.weight.product(inputs.q_nope), q_pe], dim=-1)
         return query if not fp8.is_fp8(inputs.out_dtype) else _quantise(query, inputs.q_scale)
 
     def _rotate_and_write(self, inputs: DecodeInputs, q_pe: torch.Tensor) -> None:

@@ -12,7 +12,8 @@ from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.dispatch import PER_HEAD_TOKENS, ViewPolicy
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
-from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.platform import Platform, hardware_fp8
+from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.triton import backend as triton_backend
 from vllm_aiter_mla.kernels.triton.tiles import CAPS, TABLE, cap_for, entry_for
 
@@ -81,7 +82,7 @@ def spans(
     """The bucket ``1..limit`` cut where the answer changes; ``view`` is the option ``aiter_view``."""
     platform = platform_of(arch)
     # The op is never called: a refusal and a plan are metadata.
-    aiter = AiterBackend(platform, op=_never, view=cast(ViewPolicy, view), fp8_gemm=lambda: _never)
+    aiter = AiterBackend(platform, op=_never, view=cast(ViewPolicy, view), missing=lambda weight: None)
     found: list[KernelSpan] = []
     for tokens in _points(limit, view):
         one = _at(kernel, platform, aiter, operands(shape, platform, tokens))
@@ -96,27 +97,20 @@ def spans(
 def operands(shape: LayerKernelShape, platform: Platform, tokens: int) -> DecodeInputs:
     """A decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
     stored = platform.fp8 if shape.quantised else shape.act
-    width = shape.latent + shape.rope
-    blocks = max(2, -(-tokens // shape.block_size))
-
-    def empty(*size: int, dtype: torch.dtype = shape.act) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="meta")
-
-    return DecodeInputs(
-        q=empty(tokens, shape.heads, shape.nope + shape.rope),
-        k_pe=empty(tokens, shape.rope),
-        kv_c=empty(tokens, shape.latent),
-        w_uk_t=empty(shape.heads, shape.nope, shape.latent, dtype=platform.fp8 if shape.fp8_absorb else shape.act),
-        kv_cache=empty(blocks, shape.block_size, width, dtype=stored),
-        slot_mapping=empty(tokens, dtype=torch.int64),
-        positions=empty(tokens, dtype=torch.int64),
-        cos_sin_cache=empty(4096, shape.rope),
-        k_scale=empty(1, dtype=torch.float32),
-        q_scale=empty(1, dtype=torch.float32),
-        is_neox=False,
+    layer = LayerShape(
+        heads=shape.heads,
+        nope_dim=shape.nope,
+        cache_dtype=stored,
         out_dtype=stored,
-        w_uk_scale=empty(1, dtype=torch.float32) if shape.fp8_absorb else None,
+        block_size=shape.block_size,
+        is_neox=False,
+        act=shape.act,
+        device="meta",
+        latent=shape.latent,
+        rope=shape.rope,
+        weight=("fp8", platform.fp8) if shape.fp8_absorb else ("plain",),
     )
+    return synthetic_inputs(layer, tokens)
 
 
 def _points(limit: int, view: str | int) -> list[int]:
@@ -147,8 +141,8 @@ def _ask(name: str, platform: Platform, aiter: AiterBackend, inputs: DecodeInput
     if name == "aiter":
         if platform.arch not in contract.ARCHITECTURES:
             return f"AITER's op is for gfx942 and gfx950; this card is {platform.arch}", ""
-        decision = aiter.decide(inputs)
-        return decision.reason, f"its {decision.plan.kernel} kernel" if decision.plan else ""
+        bound = aiter.bind(inputs)
+        return (bound, "") if isinstance(bound, str) else (None, f"its {bound.kernel} kernel")
     if name == "triton":
         entry = entry_for(platform.arch, inputs.num_tokens, inputs.num_heads)
         return _triton(platform, inputs), f"tile {entry.tile.block_t}x{entry.tile.block_l}, {entry.basis}"
@@ -161,7 +155,7 @@ def _triton(platform: Platform, inputs: DecodeInputs) -> str | None:
     for check in triton_backend.ANYWHERE:
         if (reason := check(inputs)) is not None:
             return reason
-    native = triton_backend.FP8_OF_ARCH.get(platform.arch)
+    native = hardware_fp8(platform.arch)
     if inputs.kv_cache.dtype.itemsize == 1 and inputs.kv_cache.dtype != native:
         return f"kv_cache: {platform.arch} converts to {native} in hardware, not to {inputs.kv_cache.dtype}"
     cap = cap_for(platform.arch, inputs.num_heads, inputs.out_dtype.itemsize == 1, inputs.num_tokens)
