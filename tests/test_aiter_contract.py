@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.absorb import PlainWeight
+from vllm_aiter_mla.kernels.absorb.plain import plain
 from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.backend import launch
-from vllm_aiter_mla.kernels.aiter.dispatch import make_plan
+from vllm_aiter_mla.kernels.aiter.dispatch import route_of
 from vllm_aiter_mla.kernels.aiter.module import load_op
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, call_key, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
 
@@ -38,6 +40,12 @@ def every_other(x: torch.Tensor, dim: int) -> torch.Tensor:
     view = wide[(slice(None),) * dim + (slice(None, None, 2),)]
     view.copy_(x)
     return view
+
+
+def ghost_of(good: DecodeInputs) -> DecodeInputs:
+    """The same operands without memory: whoever looked at a value would raise."""
+    parts = {name: tensor.to("meta") for name, tensor in good.tensors if name != "w_uk_t"}
+    return replace(good, weight=PlainWeight(plain(good.weight).to("meta")), **parts)
 
 
 def four_dims(good: DecodeInputs) -> DecodeInputs:
@@ -84,12 +92,12 @@ def strided_cache(good: DecodeInputs) -> DecodeInputs:
 
 
 def single_precision(good: DecodeInputs) -> DecodeInputs:
-    wide = {name: getattr(good, name).float() for name in ("q", "k_pe", "kv_c", "w_uk_t", "cos_sin_cache")}
-    return replace(good, **wide)
+    wide = {name: getattr(good, name).float() for name in ("q", "k_pe", "kv_c", "cos_sin_cache")}
+    return replace(good, weight=PlainWeight(plain(good.weight).float()), **wide)
 
 
 def without_nope(good: DecodeInputs) -> DecodeInputs:
-    return replace(good, q=good.q[..., 16:], w_uk_t=good.w_uk_t[:, :0])
+    return replace(good, q=good.q[..., 16:], weight=PlainWeight(plain(good.weight)[:, :0]))
 
 
 # (the check's name, how to break it, what the fake does when the check is bypassed).
@@ -99,7 +107,7 @@ BROKEN: list[tuple[str, Callable[[DecodeInputs], DecodeInputs], str | None]] = [
     ("cache-rank", four_dims, "SIGABRT"),
     ("cache-empty", lambda good: replace(good, kv_cache=torch.empty(3, 0, 576, dtype=good.kv_cache.dtype)), "SIGFPE"),
     ("cache-empty", lambda good: replace(good, kv_cache=torch.empty(0, 16, 576, dtype=good.kv_cache.dtype)), "SIGABRT"),
-    ("shapes", lambda good: replace(good, w_uk_t=good.w_uk_t[:, :8]), "raised"),
+    ("shapes", lambda good: replace(good, weight=PlainWeight(plain(good.weight)[:, :8])), "raised"),
     ("shapes", lambda good: replace(good, kv_c=good.kv_c[:3].clone()), "SIGABRT"),
     ("cache-width", narrower_cache, "wrong"),
     ("table", lambda good: replace(good, cos_sin_cache=good.cos_sin_cache[:, :62].contiguous()), "SIGABRT"),
@@ -139,9 +147,9 @@ def run_unchecked(broken: DecodeInputs) -> torch.Tensor:
     cos, sin = (half.contiguous() for half in broken.cos_sin_cache.chunk(2, dim=-1))
     p = broken.nope_dim
     cache = broken.kv_cache if broken.kv_cache.dim() == 3 else broken.kv_cache.squeeze(1)
-    plan = make_plan(cache, broken.slot_mapping.shape[0], broken.num_heads, 64, GFX942, "as-is")
-    q_latent = reference.absorb(broken.q[..., :p], broken.w_uk_t)
-    launch(load_op(), q_latent, broken.q[..., p:], broken, out, (cos, sin), plan)
+    route = route_of(cache, broken.slot_mapping.shape[0], broken.num_heads, 64, GFX942, "as-is")
+    q_latent = broken.weight.product(broken.q[..., :p])
+    launch(load_op(), q_latent, broken.q[..., p:], broken, out, (cos, sin), route)
     return out
 
 
@@ -180,7 +188,7 @@ def test_the_same_call_unbroken_is_right() -> None:
 
 
 def test_every_check_has_a_test() -> None:
-    elsewhere = {"fp8-absorb"}  # test_aiter_fp8_absorb.py
+    elsewhere = {"absorb"}  # test_aiter_fp8_absorb.py
     tested = {name for name, _, _ in BROKEN} | {"rocm", "arch", "devices", "int-strides"} | elsewhere
     assert tested == {check.name for check in contract.CHECKS}
 
@@ -202,7 +210,7 @@ def test_other_widths_are_declined_and_a_narrow_latent_loses_half_its_rope_on_th
     narrow = replace(
         good,
         kv_c=good.kv_c[:, :256].contiguous(),
-        w_uk_t=good.w_uk_t[..., :256].contiguous(),
+        weight=PlainWeight(plain(good.weight)[..., :256].contiguous()),
         kv_cache=good.kv_cache[..., :320].contiguous(),
     )
     assert str(contract.violation(narrow, GFX942)).startswith("widths: kv_lora_rank 256 and rope width 64")
@@ -210,7 +218,7 @@ def test_other_widths_are_declined_and_a_narrow_latent_loses_half_its_rope_on_th
 
 def test_an_operand_on_another_device_is_declined() -> None:
     good = inputs()
-    elsewhere = replace(good, w_uk_t=good.w_uk_t.to("meta"))
+    elsewhere = replace(good, weight=PlainWeight(plain(good.weight).to("meta")))
     assert str(contract.violation(elsewhere, GFX942)).startswith("devices: w_uk_t is on meta, the cache on cpu")
 
 
@@ -229,23 +237,23 @@ def test_what_aiter_may_see_keeps_the_contract_of_all_back_ends(cases: list) -> 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_stride_that_wraps_in_32_bits_is_declined(name: str, dim: int) -> None:
     good = inputs()
-    ghost = {operand: getattr(good, operand).to("meta") for operand in contract.OPERANDS}
-    shape, strides = ghost[name].shape, list(ghost[name].stride())
+    ghost = ghost_of(good)
+    given = getattr(ghost, name)
+    shape, strides = given.shape, list(given.stride())
     if len(shape) == 2 and dim == 1:
         return  # the last stride, 1 by another check
-    strides[dim] = contract.STRIDE_LIMIT
     for stride, refused in ((contract.STRIDE_LIMIT, True), (contract.STRIDE_LIMIT - 576, False)):
         strides[dim] = stride
-        wide = torch.empty_strided(shape, strides, dtype=ghost[name].dtype, device="meta")
-        reason = str(contract.violation(replace(good, **{**ghost, name: wide}), GFX942))
+        wide = torch.empty_strided(shape, strides, dtype=given.dtype, device="meta")
+        reason = str(contract.violation(replace(ghost, **{name: wide}), GFX942))
         assert reason.startswith(f"int-strides: {name} has strides") == refused, reason
 
 
 def test_a_cache_too_large_for_one_block_is_not_handed_over_as_one() -> None:
     ghost = torch.empty(1 << 18, 16, 576, dtype=FP8["gfx942"], device="meta")
-    assert make_plan(ghost, 7, 16, 64, GFX942, "opt").view == "as-is"
-    assert make_plan(ghost.view(-1, 1, 576), 7, 16, 64, GFX942, "opt").kernel == "per-head"
-    assert make_plan(ghost[: 1 << 8].view(-1, 1, 576), 7, 16, 64, GFX942, "opt").view == "one-block"
+    assert route_of(ghost, 7, 16, 64, GFX942, "opt").view == "as-is"
+    assert route_of(ghost.view(-1, 1, 576), 7, 16, 64, GFX942, "opt").kernel == "per-head"
+    assert route_of(ghost[: 1 << 8].view(-1, 1, 576), 7, 16, 64, GFX942, "opt").view == "one-block"
 
 
 @pytest.mark.parametrize("view", ["opt", "per-head", 1, 64, "auto"])
@@ -268,11 +276,11 @@ def test_too_few_heads_for_the_opt_kernel_are_declined_from_256_tokens_on() -> N
 
 def test_the_general_kernel_aborts_on_the_flag_for_all_rows() -> None:
     few = inputs(heads=2)
-    plan = make_plan(few.kv_cache, 7, 2, 64, GFX942, "as-is")
-    assert plan.kernel == "general"
-    assert not plan.honours_all_rows
+    route = route_of(few.kv_cache, 7, 2, 64, GFX942, "as-is")
+    assert route.kernel == "general"
+    assert not route.honours_all_rows
     op_ = load_op()
-    q_latent = reference.absorb(few.q[..., :16], few.w_uk_t)
+    q_latent = few.weight.product(few.q_nope)
     halves = [half.contiguous() for half in few.cos_sin_cache.chunk(2, -1)]
     out = torch.empty(7, 2, 576, dtype=few.out_dtype)
     outcome = fate(
@@ -291,17 +299,16 @@ def test_a_query_spanning_4_gib_per_token_is_copied_before_the_launch() -> None:
     assert "over 4 GiB" in str(contract.span_violation(wide))
     given = []
     operands = inputs(heads=128, tokens=1, nope=4)
-    plan = make_plan(operands.kv_cache, 1, 128, 64, GFX942)
-    launch(lambda *args: given.append(args[0]), wide[:1], operands.q, operands, operands.q, (wide, wide), plan)
+    route = route_of(operands.kv_cache, 1, 128, 64, GFX942)
+    launch(lambda *args: given.append(args[0]), wide[:1], operands.q, operands, operands.q, (wide, wide), route)
     assert given[0].is_contiguous()
 
 
 def test_checks_read_metadata_only() -> None:
-    # A meta tensor has no data at all: whoever looked at a value would raise.
     good = inputs()
-    ghost = replace(good, **{name: getattr(good, name).to("meta") for name in contract.OPERANDS})
+    ghost = ghost_of(good)
     assert contract.violation(ghost, GFX942) is None
-    assert contract.call_key(ghost) != contract.call_key(good)
+    assert call_key(ghost) != call_key(good)
 
 
 def test_a_zero_token_launch_poisons_the_next_call_and_prepare_never_makes_one() -> None:
@@ -323,7 +330,7 @@ def test_a_poisoned_row_is_not_a_number() -> None:
     op_ = load_op()
     out = torch.zeros(7, 4, 576, dtype=torch.bfloat16)
     halves = [half.contiguous() for half in some.cos_sin_cache.chunk(2, -1)]
-    q_latent = reference.absorb(some.q[..., :16], some.w_uk_t)
+    q_latent = some.weight.product(some.q_nope)
     op_(
         q_latent, some.q[..., 16:], some.kv_c, some.k_pe, some.kv_cache, out, some.slot_mapping, some.k_scale,
         some.q_scale, some.positions, *halves, False, True, False,

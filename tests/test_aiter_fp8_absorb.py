@@ -12,15 +12,17 @@ from fake_aiter.support import FP8, ROCM, inputs, same_bytes, twin
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_aiter_mla import layers
 from vllm_aiter_mla.admission import ConfigView, admit_config
 from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels import absorb, fp8, reference
+from vllm_aiter_mla.kernels.absorb import fp8 as fp8_form
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.aiter.module import load_fp8_gemm
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.selfcheck import LayerShape, self_check, synthetic_inputs
+from vllm_aiter_mla.kernels.selfcheck import self_check
+from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.stock import StockBackend
 from vllm_aiter_mla.sandbox.fake_aiter import gemm, install, op
 
@@ -37,7 +39,7 @@ def arch(request) -> Iterator[str]:
 
 def shape(arch: str, cache: torch.dtype | None = None, heads: int = 4, nope: int = 128) -> LayerShape:
     stored = FP8[arch] if cache is None else cache
-    return LayerShape(heads, nope, stored, stored, 16, False, weight_dtype=FP8[arch])
+    return LayerShape(heads, nope, stored, stored, 16, False, weight=("fp8", FP8[arch]))
 
 
 def operands(arch: str, **changes) -> DecodeInputs:
@@ -87,7 +89,7 @@ def test_reference_and_fake_agree_within_one_step_of_bf16(tokens, heads, nope, f
     q = (torch.randn(tokens, heads, nope, generator=generator) * magnitude).bfloat16()
     weight = fp8.round_saturating(torch.randn(heads, 512, nope, generator=generator) * 30, fp8.flavour_of(flavour))
     scale = torch.tensor(0.01)
-    ours = reference.absorb_fp8(q, weight.transpose(1, 2), scale)
+    ours = fp8_form.absorb_fp8(q, weight, scale)
     theirs = gemm.batched_gemm(q.transpose(0, 1), weight, scale, transpose_bm=True)
     assert ours.shape == theirs.shape == (tokens, heads, 512)
     assert ours.is_contiguous()
@@ -97,33 +99,39 @@ def test_reference_and_fake_agree_within_one_step_of_bf16(tokens, heads, nope, f
 
 def test_the_product_is_close_to_the_unquantised_one(arch) -> None:
     given_ = operands(arch)
-    exact = torch.einsum("tnp,npl->tnl", given_.q[..., :128].double(), given_.w_uk_t.double() * given_.w_uk_scale)
-    found = reference.absorbed(given_, given_.q[..., :128])
+    exact = torch.einsum(
+        "tnp,npl->tnl",
+        given_.q[..., :128].double(),
+        (given_.weight.codes.double() * given_.weight.scale).transpose(1, 2),
+    )
+    found = given_.weight.reference(given_.q_nope)
     # Quantising q to e4m3 by group costs half a step of 2**-3 per factor; over 128 terms a few percent of the norm.
     assert (found.double() - exact).norm() / exact.norm() < 0.05
 
 
 def test_a_missing_gemm_is_a_refusal_that_names_the_switch(arch) -> None:
-    bound = AiterBackend(Platform(arch, ROCM), fp8_gemm=lambda: "no such module")
-    assert bound.refuse(operands(arch)) == "fp8-absorb: no such module; set VLLM_ROCM_USE_AITER_FP8BMM=0"
+    bound = AiterBackend(
+        Platform(arch, ROCM), missing=lambda weight: "no such module" if weight.form == "fp8" else None
+    )
+    assert bound.refuse(operands(arch)) == "absorb: no such module; set VLLM_ROCM_USE_AITER_FP8BMM=0"
     assert bound.refuse(inputs(arch)) is None, "layers with plain weights do not need it"
 
 
 def test_without_aiter_the_gemm_is_a_reason_and_no_error() -> None:
-    assert str(load_fp8_gemm()).startswith("AITER's fp8 batched GEMM cannot be imported")
+    assert str(fp8_form.load_gemm()).startswith("AITER's fp8 batched GEMM cannot be imported")
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda given_: {"w_uk_scale": None}, "w_uk_t is torch.float8"),
-        (lambda given_: {"w_uk_t": given_.w_uk_t.float().bfloat16()}, "w_uk_t is torch.bfloat16 beside a w_uk_scale"),
-        (lambda given_: {"w_uk_scale": given_.w_uk_scale.double()}, "w_uk_scale is 1 element(s) of torch.float64"),
+        (lambda held: absorb.PlainWeight(held.codes.transpose(1, 2)), "w_uk_t: dtype torch.bfloat16 (that of q)"),
+        (lambda held: replace(held, codes=held.codes.float().bfloat16()), "W_K: an e4m3 type expected, got torch.bf"),
+        (lambda held: replace(held, scale=held.scale.double()), "W_K_scale: one float32 element expected, got 1 of"),
     ],
 )
 def test_a_weight_and_a_scale_that_do_not_belong_together_are_refused(arch, change, says) -> None:
     given_ = operands(arch)
-    broken = replace(given_, **change(given_))
+    broken = replace(given_, weight=change(given_.weight))
     assert says in str(AiterBackend(Platform(arch, ROCM)).refuse(broken))
     assert contract_violation(broken) is not None
     assert contract_violation(given_) is None
@@ -131,8 +139,8 @@ def test_a_weight_and_a_scale_that_do_not_belong_together_are_refused(arch, chan
 
 def test_the_fp8_type_of_the_other_card_is_refused(arch) -> None:
     (other,) = set(ARCHES) - {arch}
-    given_ = replace(operands(arch), w_uk_t=operands(other).w_uk_t)
-    assert "fp8-absorb" in str(AiterBackend(Platform(arch, ROCM)).refuse(given_))
+    given_ = replace(operands(arch), weight=operands(other).weight)
+    assert "absorb: W_K: " in str(AiterBackend(Platform(arch, ROCM)).refuse(given_))
 
 
 def test_kernels_are_chosen_apart_for_both_kinds_of_weight(arch) -> None:
@@ -161,7 +169,7 @@ def test_vllms_own_kernels_multiply_by_the_same_gemm(arch, monkeypatch) -> None:
     monkeypatch.setattr(StockBackend, "_rotate_and_write", lambda *arguments: None)
     q_out = StockBackend(vllm_kernels).prepare(given_)
     assert gemm.calls == [(4, 7)]
-    assert bf16_steps(q_out[..., :512], reference.absorbed(given_, given_.q[..., :128])) <= 1
+    assert bf16_steps(q_out[..., :512], given_.weight.reference(given_.q_nope)) <= 1
 
 
 def layer(**attributes) -> SimpleNamespace:
@@ -171,13 +179,32 @@ def layer(**attributes) -> SimpleNamespace:
 
 def test_a_layers_weight_is_read_as_vllm_keeps_it() -> None:
     plain = layer(W_UK_T=torch.zeros(4, 128, 512, dtype=torch.float16))
-    assert compat_layer.absorb_weight(plain) == (plain.W_UK_T, None)
+    assert layers.weight_of(plain) == absorb.PlainWeight(plain.W_UK_T)
     assert compat_layer.activation_dtype(plain) == torch.float16
     codes, scale = torch.zeros(4, 512, 128).to(torch.float8_e4m3fn), torch.tensor(0.5)
     held = layer(is_aiter_triton_fp8_bmm_enabled=True, W_K=codes, W_K_scale=scale)
-    weight, found = compat_layer.absorb_weight(held)
-    assert (weight.shape, weight.data_ptr(), found) == ((4, 128, 512), codes.data_ptr(), scale)
+    weight = layers.weight_of(held)
+    assert weight == absorb.Fp8Weight(codes, scale)
+    assert (weight.sizes, weight.key) == ((4, 128, 512), ("fp8", torch.float8_e4m3fn))
     assert compat_layer.activation_dtype(held) == torch.bfloat16
+
+
+def test_a_weight_of_no_known_form_is_an_error_that_names_its_tensors() -> None:
+    with pytest.raises(absorb.UnknownWeightError, match=r"in W_K of torch\.uint8, W_K_scale of torch\.uint8"):
+        absorb.read({"W_K": torch.zeros(4, 512, 64, dtype=torch.uint8), "W_K_scale": torch.zeros(1, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize("form", absorb.FORMS, ids=lambda form: form.form)
+def test_a_form_reads_back_what_it_makes_and_multiplies_near_the_plain_product(form) -> None:
+    key = (form.form, torch.float8_e4m3fnuz)
+    plain, q = torch.randn(2, 128, 512).bfloat16(), torch.randn(3, 2, 128).bfloat16()
+    made = absorb.make(plain, key)
+    assert made.sizes == (2, 128, 512)
+    assert made.broken(torch.bfloat16) is None
+    names = {"w_uk_t": "W_UK_T"}
+    assert absorb.read({names.get(name, name): tensor for name, tensor in made.tensors}) == made
+    exact = torch.einsum("tnp,npl->tnl", q.float(), plain.float())
+    assert (made.reference(q).float() - exact).norm() / exact.norm() < 0.06
 
 
 @pytest.mark.mutation
@@ -194,11 +221,9 @@ def test_a_layers_weight_is_read_as_vllm_keeps_it() -> None:
         ),
     ],
 )
-def test_mutation_of_the_product_is_caught_by_the_self_check(arch, plant) -> None:
-    bound = AiterBackend(
-        Platform(arch, ROCM), fp8_gemm=lambda: lambda x, w, s, **how: plant(gemm.batched_gemm, x, w, s, **how)
-    )
-    result = self_check(bound, shape(arch, torch.bfloat16))
+def test_mutation_of_the_product_is_caught_by_the_self_check(arch, plant, monkeypatch) -> None:
+    monkeypatch.setattr(fp8_form, "_gemms", [lambda x, w, s, **how: plant(gemm.batched_gemm, x, w, s, **how)])
+    result = self_check(AiterBackend(Platform(arch, ROCM)), shape(arch, torch.bfloat16))
     assert not result.ok
     assert "its absorb product is" in result.message
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from fake_aiter.support import FP8, ROCM, fate, inputs
 
-from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.aiter.backend import AiterBackend, Decision
-from vllm_aiter_mla.kernels.aiter.dispatch import make_plan
+from vllm_aiter_mla.kernels.absorb import plain
+from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.aiter.dispatch import route_of
+from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.selfcheck import LayerShape, SelfCheckResult, self_check
+from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult, self_check
+from vllm_aiter_mla.kernels.shape import LayerShape
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
 
 pytestmark = pytest.mark.mutation
@@ -41,11 +44,10 @@ def wrong_parts(result: SelfCheckResult) -> set[str]:
 class Unchecked(AiterBackend):
     """The back end with its contract torn out."""
 
-    def _examine(self, operands: DecodeInputs) -> Decision:
+    def bind(self, operands: DecodeInputs) -> Binding:
         cache = operands.kv_cache if operands.kv_cache.dim() == 3 else operands.kv_cache.squeeze(1)
-        return Decision(
-            None, make_plan(cache, operands.slot_mapping.shape[0], operands.num_heads, 64, PLATFORM, "as-is")
-        )
+        route = route_of(cache, operands.slot_mapping.shape[0], operands.num_heads, 64, PLATFORM, "as-is")
+        return Binding(partial(self._run, route, ()))
 
 
 def test_mutation_none_planted_passes() -> None:
@@ -102,19 +104,19 @@ def test_mutation_reciprocal_scales_are_caught_by_the_self_check() -> None:
 
 
 def test_mutation_an_unabsorbed_query_kills_or_is_caught_by_the_self_check(monkeypatch) -> None:
-    monkeypatch.setattr(reference, "absorb", lambda q_nope, w_uk_t: q_nope.contiguous())
+    monkeypatch.setattr(plain, "absorb", lambda q_nope, w_uk_t: q_nope.contiguous())
     bound, operands = AiterBackend(PLATFORM), inputs(nope=128)
     assert fate(lambda: bound.prepare(operands)).startswith("SIGABRT: [AITER] check failed: q_out.size(2)")
 
 
 def test_mutation_an_unabsorbed_query_of_the_latent_width_is_caught_by_the_self_check(monkeypatch) -> None:
-    absorb = reference.absorb
+    absorb = plain.absorb
 
     class Unabsorbed(AiterBackend):
         def prepare(self, operands: DecodeInputs) -> torch.Tensor:
-            monkeypatch.setattr(reference, "absorb", lambda q_nope, w_uk_t: q_nope.contiguous())
+            monkeypatch.setattr(plain, "absorb", lambda q_nope, w_uk_t: q_nope.contiguous())
             out = super().prepare(operands)
-            monkeypatch.setattr(reference, "absorb", absorb)
+            monkeypatch.setattr(plain, "absorb", absorb)
             return out
 
     assert wrong_parts(check(Unabsorbed(PLATFORM), nope=512)) == {"q nope"}

@@ -12,8 +12,9 @@ from fake_aiter.support import FP8, backend, inputs, raw, same_bytes, twin, unfu
 
 from vllm_aiter_mla.kernels import fp8, reference
 from vllm_aiter_mla.kernels.aiter.backend import launch
+from vllm_aiter_mla.kernels.aiter.dispatch import route_of
+from vllm_aiter_mla.kernels.compare import steps_of
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.selfcheck import steps_of
 from vllm_aiter_mla.sandbox.fake_aiter import execute, install, op
 
 TOKENS = (0, 1, 7, 64, 255, 256, 300)
@@ -138,14 +139,14 @@ def test_a_query_cut_from_a_wider_projection_agrees(arch) -> None:
 def test_a_bmm_output_in_head_major_order_gives_the_same(arch) -> None:
     operands = inputs(arch, heads=16)
     bound, expected = backend(arch), twin(operands)
-    plan = bound.decide(operands).plan
-    q_latent = reference.absorb(operands.q[..., :16], operands.w_uk_t)
+    route = route_of(operands.kv_cache, 7, 16, 64, bound.platform)
+    q_latent = operands.weight.product(operands.q_nope)
     transposed = q_latent.transpose(0, 1).contiguous().transpose(0, 1)
     assert not transposed.is_contiguous()
     out = torch.empty(7, 16, 576, dtype=operands.out_dtype)
     halves = bound.tables.halves(operands.cos_sin_cache)
-    launch(bound._op, transposed, operands.q[..., 16:], operands, out, halves, plan)
-    assert same_bytes(out, reference.prepare(expected, plan.numerics))
+    launch(bound._op, transposed, operands.q[..., 16:], operands, out, halves, route)
+    assert same_bytes(out, reference.prepare(expected, route.numerics))
 
 
 def test_inputs_stay_unrotated(arch) -> None:

@@ -11,7 +11,8 @@ from fake_aiter.support import FP8, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels.absorb.fp8 import absorb_fp8
 from vllm_aiter_mla.sandbox.fake_aiter import gemm
 
 VECTORS = np.load(Path(__file__).parent / "kernels" / "data" / "aiter_fp8_gemm.npz")
@@ -20,7 +21,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def by_reference(q: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return reference.absorb_fp8(q, weight.transpose(1, 2), scale)
+    return absorb_fp8(q, weight, scale)
 
 
 def by_fake(q: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

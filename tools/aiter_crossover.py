@@ -18,9 +18,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError
 from vllm_aiter_mla.kernels.platform import detect_platform
-from vllm_aiter_mla.kernels.selfcheck import LayerShape, self_check, synthetic_inputs
+from vllm_aiter_mla.kernels.selfcheck import self_check
+from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 255)  # the per-head kernel ends at 255
 LAUNCHES, REPEATS = 64, 21
@@ -113,7 +115,7 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = read(argv)
     platform = detect_platform()
-    if platform.arch not in ("gfx942", "gfx950"):
+    if platform.arch not in ARCHITECTURES:
         print(f"not measured: this needs an MI300X or MI355X, and this machine is {platform.arch}", file=sys.stderr)
         return 2
     stored = platform.fp8 if options.kv == "fp8" else torch.bfloat16

@@ -6,7 +6,8 @@ its graphs depend on. Nothing here knows who emits a layer, and nothing outside 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -19,7 +20,8 @@ from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.kernels import absorb, select, stock
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.kernels import absorb, select, selfcheck, stock
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
@@ -56,13 +58,14 @@ class _Known:
 
     settings: Settings
     selector: select.Selector
-    unchecked: str | None = None
     decisions: dict[tuple[Any, ...], Decision] = field(default_factory=dict)
 
 
 _layers: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+_unchecked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Layers that must not run a kernel that needs a check, with the reason; nothing has to be read to find it."""
 _nothing_is_checked: list[str] = []
-"""Why no layer of this process may run a kernel that needs a check, or nothing."""
+"""Why no layer of this process may run one, or nothing."""
 
 
 def decide(
@@ -91,11 +94,11 @@ def _decide(
     if refusal is not None:
         return Decision(None, refusal)
     shape = shape_of(module, is_neox=is_neox, act=act)
-    kernel, refusal = _kernel_for(known, shape)
+    kernel, refusal = _kernel_for(module, known, shape)
     return Decision(kernel, refusal, shape)
 
 
-def _kernel_for(known: _Known, shape: LayerShape) -> tuple[str | None, Refusal | None]:
+def _kernel_for(module: Any, known: _Known, shape: LayerShape) -> tuple[str | None, Refusal | None]:
     """(name of the back end that will run, why it is not the wanted one)."""
     selector, asked = known.selector, known.settings.kernel
     wanted = selector.names[0]
@@ -104,12 +107,11 @@ def _kernel_for(known: _Known, shape: LayerShape) -> tuple[str | None, Refusal |
         arch = selector.platform.arch
         unknown = f"auto knows no fused kernel for {arch}; kernel=triton can be asked for by name"
         return None, Refusal("kernel_unavailable", unknown)
-    backend = selector.backend(wanted)
+    backend, unchecked = selector.backend(wanted), why_unchecked(module)
+    if unchecked is not None and (isinstance(backend, str) or not backend.trusted):
+        return selector.names[-1], Refusal("kernel_shape", unchecked)
     if isinstance(backend, str):
         return None, Refusal("kernel_unavailable", f"kernel={asked}: {backend}")
-    unchecked = _why_unchecked(known)
-    if unchecked is not None and not backend.trusted:
-        return selector.names[-1], Refusal("kernel_shape", unchecked)
     choice = selector.choose(synthetic_inputs(shape, tokens=1))
     reason = next((reason for name, reason in choice.refusals if name == wanted), None)
     refusal = None if reason is None else Refusal("kernel_shape", reason)
@@ -157,7 +159,7 @@ def prepare(name: str, module: Any, inputs: DecodeInputs) -> torch.Tensor:
         NoKernelError: no back end takes the call; the message holds every reason.
     """
     known = _of(module)
-    if _why_unchecked(known) is not None:
+    if why_unchecked(module) is not None:
         return _fall_back(name, known.selector, inputs)
     choice = known.selector.choose(inputs)
     if choice.backend is None or choice.run is None:
@@ -188,61 +190,80 @@ def distrust(reason: str, module: Any = None) -> None:
     if module is None:
         _nothing_is_checked.append(reason)
     else:
-        _of(module).unchecked = reason
+        _unchecked[module] = reason
     _forget_decisions()
 
 
 def why_unchecked(module: Any) -> str | None:
     """Why the chosen kernel must not run for the layer, or None."""
-    return _why_unchecked(_of(module))
+    if _nothing_is_checked:
+        return _nothing_is_checked[0]
+    return _unchecked.get(module) if _unchecked else None
 
 
-def _why_unchecked(known: _Known) -> str | None:
-    return _nothing_is_checked[0] if _nothing_is_checked else known.unchecked
+def self_check(module: Any, shape: LayerShape, capture_sizes: Sequence[int] = ()) -> str | None:
+    """Run the chosen kernel beside the reference: why it must not serve this shape, or None.
+
+    One that cannot be compiled or launched is as bad as a wrong one.
+
+    Args:
+        module: a layer of the shape.
+        shape: one of ``shapes``.
+        capture_sizes: token counts for which a kernel that compiles per count is compiled now.
+    """
+    inputs = synthetic_inputs(shape, tokens=1)
+    backend = selector_of(module).choose(inputs).backend
+    if backend is None or backend.trusted:
+        return None
+    try:
+        result = selfcheck.self_check(backend, shape)
+        if result.ok and capture_sizes:
+            backend.warm_up(inputs, capture_sizes)
+    except Exception as error:
+        return f"{backend.name}: self-check FAILED: {type(error).__name__}: {error}"
+    log.say_once(logging.DEBUG, result.message)
+    return None if result.ok else result.message
 
 
 def demote(module: Any, shape: LayerShape, reason: str) -> None:
     """Take the chosen back end away from every layer of this shape, for good: its self-check failed."""
-    selector = _of(module).selector
-    inputs = synthetic_inputs(shape, tokens=1)
+    selector, inputs = selector_of(module), synthetic_inputs(shape, tokens=1)
     backend = selector.choose(inputs).backend
     if backend is not None:
         selector.demote(backend.name, inputs, reason)
     _forget_decisions()  # an engine before this one may have decided for the kernel
 
 
-def candidates(module: Any) -> Iterator[tuple[select.Selector, LayerShape]]:
-    """What has to be checked before the layer may run: for both rotary styles, because it does not know its own."""
-    for is_neox in (False, True):
-        shape = decide(module, is_neox=is_neox).shape
-        if shape is not None:
-            yield _of(module).selector, shape
+def shapes(module: Any) -> tuple[LayerShape, ...]:
+    """What the layer's kernel is chosen for, under both rotary styles, as it does not know its own; none if refused."""
+    decisions = [decide(module, is_neox=is_neox) for is_neox in (False, True)]
+    return tuple(decision.shape for decision in decisions if decision.shape is not None)
 
 
-def cache_key(modules: dict[str, Any]) -> tuple[str, ...]:
-    """What each layer shape will run on, or why it will not: a key for the compile cache.
+def selector_of(module: Any) -> select.Selector:
+    """The back ends of the layer's engine."""
+    return _of(module).selector
+
+
+def key_of(module: Any) -> tuple[str, ...]:
+    """What the layer will run on, or why it will not, under both rotary styles: a part of the compile cache's key.
 
     A graph is rewritten or not by this, and none of vLLM's own keys knows of AITER, the card or a failed check: without
     it an engine would start from the untouched graph of a run before AITER was mended.
     """
-    found = set()
-    for name, module in modules.items():
-        unchecked = why_unchecked(module)
-        if unchecked is not None:
-            found.add(f"{name}: unchecked: {unchecked}")
-            continue
-        for is_neox in (False, True):
-            decision = decide(module, is_neox=is_neox)
-            if decision.shape is not None:
-                # The card by its type: its index differs from rank to rank, and may from start to start.
-                kind = replace(decision.shape, device=torch.device(decision.shape.device).type)
-                found.add(f"{kind}: {decision.kernel}; {decision.refusal}")
-    return tuple(sorted(found))
+    found = []
+    for decision in (decide(module, is_neox=is_neox) for is_neox in (False, True)):
+        if decision.shape is not None:
+            # The card by its type: its index differs from rank to rank, and may from start to start.
+            kind = replace(decision.shape, device=torch.device(decision.shape.device).type)
+            found.append(f"{kind}: {decision.kernel}; {decision.refusal}")
+    return tuple(found)
 
 
 def reset() -> None:
     """Forget the platform and every decision: the sandbox changes the platform between engines."""
     _layers.clear()
+    _unchecked.clear()
     _nothing_is_checked.clear()
     current_platform.cache_clear()
     _selector.cache_clear()

@@ -10,9 +10,10 @@ strict mode. Otherwise the layers concerned run vLLM's own kernels, one line say
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm_aiter_mla import layers
 from vllm_aiter_mla.census import file, gauge, record, state
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, user_pass
@@ -61,15 +62,87 @@ def check_kernels(worker: Any) -> None:
 
 
 def _check_kernels(config: Any) -> None:
-    from vllm_aiter_mla.runtime import selfcheck
-
     state.reset()
     pipeline, strict = engaged_pass(config), _is_strict(config)
     sizes = config.compilation_config.cudagraph_capture_sizes or ()
-    layers = mla_layers(config)
-    selfcheck.check_layers(layers, strict=strict, capture_sizes=[size for size in sizes if size <= pipeline.limit])
+    modules = compat_config.mla_modules(config)
+    check_layers(modules, strict=strict, capture_sizes=[size for size in sizes if size <= pipeline.limit])
     # Before the first graph is compiled: which layers the passes leave alone depends on it.
-    pipeline.kernels = selfcheck.verdicts(layers, strict=strict)
+    pipeline.kernels = cache_key(modules, strict=strict)
+
+
+def check_layers(modules: dict[str, Any], *, strict: bool, capture_sizes: Sequence[int] = ()) -> None:
+    """Load each layer shape's kernel, compare it with the reference, and demote it to ``stock`` where it fails.
+
+    A layer whose check cannot be made goes to ``stock`` too, and the layers after it are still checked.
+
+    Args:
+        modules: the model's MLA layers by name.
+        strict: whether a kernel that fails its check, or cannot be checked, is an error.
+        capture_sizes: token counts for which a kernel that compiles per count is compiled now.
+
+    Raises:
+        SettingsError: a mismatch, or anything that raises on the way, in strict mode.
+    """
+    checked: set[tuple[Any, ...]] = set()
+
+    def check(module: Any) -> None:
+        shapes = layers.shapes(module)
+        for shape in shapes:
+            kind = (layers.selector_of(module), shape)
+            if kind not in checked:
+                _check(module, shape, strict, capture_sizes)
+                # Only now: if the check raises, the next layer of this kind must not pass for checked.
+                checked.add(kind)
+        if not shapes:
+            layers.distrust("it was not admitted when the kernels were checked", module)
+
+    _each(modules, check, strict)
+
+
+def _check(module: Any, shape: layers.LayerShape, strict: bool, capture_sizes: Sequence[int]) -> None:
+    trouble = layers.self_check(module, shape, capture_sizes)
+    if trouble is None:
+        return
+    where = f"heads {shape.heads}, {shape.cache_dtype} cache, block size {shape.block_size}"
+    if strict:
+        raise SettingsError(f"{log.PREFIX}{trouble} ({where}; {STRICT_OPTION})")
+    log.say_once(logging.ERROR, f"{trouble} ({where}); this layer shape falls back to vLLM's own kernels")
+    layers.demote(module, shape, trouble)
+
+
+def cache_key(modules: dict[str, Any], *, strict: bool = False) -> tuple[str, ...]:
+    """What each layer shape will run on, or why it will not: a key for the compile cache.
+
+    Raises:
+        SettingsError: a layer cannot be asked, in strict mode.
+    """
+    found: set[str] = set()
+    checked = {name: module for name, module in modules.items() if layers.why_unchecked(module) is None}
+    _each(checked, lambda module: found.update(layers.key_of(module)), strict)
+    unchecked = {name: layers.why_unchecked(module) for name, module in modules.items()}
+    found.update(f"{name}: unchecked: {reason}" for name, reason in unchecked.items() if reason is not None)
+    return tuple(sorted(found))
+
+
+def _each(modules: dict[str, Any], step: Callable[[Any], None], strict: bool) -> None:
+    """Do ``step`` for every layer; one for which it raises goes to vLLM's own kernels, all of them in one line."""
+    failed: dict[str, str] = {}
+    for name, module in modules.items():
+        try:
+            step(module)
+        except Exception as error:
+            if strict and isinstance(error, SettingsError):
+                raise
+            reason = f"its kernel could not be checked: {type(error).__name__}: {error}"
+            layers.distrust(reason, module)
+            if strict:
+                raise SettingsError(f"{log.PREFIX}{name}: {reason} ({STRICT_OPTION})") from error
+            failed[name] = reason
+    if failed:
+        name, reason = next(iter(failed.items()))
+        what = f"{len(failed)} MLA layer(s) fall back to vLLM's own kernels"
+        log.say_once(logging.ERROR, f"{what}: {name}: {reason}")
 
 
 def take_census(worker: Any) -> None:
@@ -92,14 +165,14 @@ def take_census(worker: Any) -> None:
 
 def _run_once(worker: Any) -> None:
     """Run a dummy batch where no layer has run yet: warm-up covers the largest batch, and there may be no graphs."""
-    if mla_layers(worker.vllm_config) and not state.current().engaged:
+    if compat_config.mla_modules(worker.vllm_config) and not state.current().engaged:
         worker.execute_dummy_batch()
 
 
 def _verdict(worker: Any) -> dict[str, Any]:
     config = worker.vllm_config
     limit, rank = engaged_pass(config).limit, int(getattr(worker, "rank", 0))
-    found = record.as_record(sorted(mla_layers(config)), limit, _cache_name(config), rank)
+    found = record.as_record(sorted(compat_config.mla_modules(config)), limit, compat_config.cache_name(config), rank)
     return found | compat_config.metric_labels(config)
 
 
@@ -125,7 +198,7 @@ def _write_down(config: Any, verdict: dict[str, Any]) -> None:
         if noted is not None and verdict["rank"] == 0:
             log.say(logging.INFO, f"noted when these graphs were compiled: {noted}")
     with log.warned("the captured sizes could not be read"):
-        verdict["capture_sizes"] = capture_sizes(config.compilation_config)
+        verdict["capture_sizes"] = compat_config.capture_sizes(config.compilation_config)
     with log.warned(f"the gauge {gauge.NAME} is not available"):
         gauge.publish(verdict)
     with log.warned("the census could not be written"):
@@ -146,9 +219,7 @@ def _guarded(config: Any, what: str, step: Callable[[], None], *, checks_kernels
     except Exception as error:
         reason = f"{what}: {type(error).__name__}: {error}"
         if checks_kernels:
-            from vllm_aiter_mla.runtime import kernel
-
-            kernel.distrust(reason)
+            layers.distrust(reason)
         strict = _is_strict(config)
         if strict and isinstance(error, SettingsError):
             raise
@@ -166,21 +237,3 @@ def _is_strict(config: Any) -> bool:
         except Exception:
             continue  # the other is asked; what is wrong with this one shows where it is needed
     return False
-
-
-def mla_layers(vllm_config: Any) -> dict[str, Any]:
-    """The MLA attention layers of the model by name."""
-    layers = vllm_config.compilation_config.static_forward_context
-    return {name: layer for name, layer in layers.items() if hasattr(layer, "kv_lora_rank") and hasattr(layer, "impl")}
-
-
-def capture_sizes(compilation: Any) -> list[int]:
-    """Sizes of the graphs that this engine captured; vLLM keeps its list even where the graph mode is NONE."""
-    mode = compilation.cudagraph_mode
-    return [] if mode is None or mode.name == "NONE" else sorted(compilation.cudagraph_capture_sizes or ())
-
-
-def _cache_name(config: Any) -> str:
-    """The cache's dtype; "auto" is the model's."""
-    name = str(config.cache_config.cache_dtype)
-    return str(config.model_config.dtype).removeprefix("torch.") if name == "auto" else name

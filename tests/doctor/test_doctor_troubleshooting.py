@@ -18,7 +18,17 @@ PACKAGE = ROOT / "vllm_aiter_mla"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SHORTEST = 8  # letters of a fragment that still identifies a line
 # Rooms that speak while serving; the others are commands of their own.
-SERVING = ("plugin.py", "gate.py", "worker.py", "compat", "compat/patches", "passes", "runtime", "kernels/aiter")
+SERVING = (
+    "plugin.py",
+    "gate.py",
+    "worker.py",
+    "layers.py",
+    "compat",
+    "compat/patches",
+    "passes",
+    "ops",
+    "kernels/aiter",
+)
 
 
 def sources(*names: str) -> list[Path]:
@@ -123,8 +133,8 @@ def test_every_log_line_is_explained(line: str) -> None:
         ("worker.py", "the verdict is not complete"),
         ("worker.py", "no verdict could be made"),
         ("worker.py", "no verdict could be said"),
-        ("runtime/selfcheck.py", "its kernel could not be checked: "),
-        ("runtime/selfcheck.py", "this layer shape falls back to vLLM's own kernels"),
+        ("worker.py", "its kernel could not be checked: "),
+        ("worker.py", "this layer shape falls back to vLLM's own kernels"),
         ("kernels/selfcheck.py", "self-check "),
         ("ops/bodies.py", "is being captured without a "),
         ("ops/bodies.py", "is inside a piecewise graph"),

@@ -61,10 +61,10 @@ def every_second_layer_is_refused() -> None:
 
 def q_scale_is_applied_twice() -> None:
     """The query is scaled before the kernel and by it."""
-    from vllm_aiter_mla.kernels import reference
+    from vllm_aiter_mla.kernels.absorb import plain
 
-    inner = reference.absorb
-    reference.absorb = lambda q_nope, w: inner(q_nope, w) / 0.7
+    inner = plain.absorb
+    plain.absorb = lambda q_nope, w: inner(q_nope, w) / 0.7
 
 
 def no_implementation_is_known() -> None:

@@ -13,10 +13,11 @@ from dataclasses import replace
 import torch
 
 from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels.absorb.plain import plain
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.selfcheck import LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 ROCM = (7, 0)
@@ -41,13 +42,7 @@ def inputs(
     """Synthetic operands; ``cache`` and ``query`` are "fp8" (the card's) or "act"."""
     kinds = {"fp8": FP8[arch], "act": act}
     shape = LayerShape(heads, nope, kinds[cache], kinds[query], block_size, is_neox, act)
-    return synthetic_inputs(shape, tokens) if tokens else empty(synthetic_inputs(shape, 1))
-
-
-def empty(one: DecodeInputs) -> DecodeInputs:
-    """The same layer with no tokens at all."""
-    cut = {name: getattr(one, name)[:0] for name in ("q", "k_pe", "kv_c", "slot_mapping", "positions")}
-    return replace(one, **cut)
+    return synthetic_inputs(shape, tokens)
 
 
 def twin(operands: DecodeInputs) -> DecodeInputs:
@@ -95,7 +90,7 @@ def unfused(operands: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
     t, n, p = operands.num_tokens, operands.num_heads, operands.nope_dim
     # The same BMM and layout as the fused path, or its own rounding would be compared.
     latent = operands.q.new_empty(t, n, operands.latent_dim)
-    torch.bmm(operands.q[..., :p].transpose(0, 1), operands.w_uk_t, out=latent.transpose(0, 1))
+    torch.bmm(operands.q[..., :p].transpose(0, 1), plain(operands.weight), out=latent.transpose(0, 1))
     limit = operands.cos_sin_cache.shape[0] - 1
     cos, sin = operands.cos_sin_cache[operands.positions.clamp(0, limit)].float().chunk(2, -1)
     query = torch.cat([latent, _turn(operands.q[..., p:], cos[:, None], sin[:, None], operands.is_neox)], -1)

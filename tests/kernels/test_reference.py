@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels.absorb import PlainWeight
+from vllm_aiter_mla.kernels.absorb.plain import plain
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, check_shapes
+from vllm_aiter_mla.kernels.shape import PATTERN, LayerShape, synthetic_inputs
 
 FLAVOURS = list(fp8.FLAVOURS.values())
 BF16 = torch.bfloat16
-FILL = 0x35  # what untouched cache bytes hold
 
 flavours = pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: str(flavour.dtype))
 
@@ -34,21 +36,9 @@ def operands(
     act: torch.dtype = BF16,
 ) -> DecodeInputs:
     """A small random call; row 1 is padded where there is one."""
-    gen = torch.Generator().manual_seed(seed)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=gen).to(act)
-
-    blocks = -(-max(tokens, 1) // block) + 1
-    slots = torch.randperm(blocks * block, generator=gen)[:tokens]
-    slots[1:2] = -1
-    raw = torch.full((blocks, block, (latent + rope) * cache.itemsize), FILL, dtype=torch.uint8)
-    return DecodeInputs(
-        q=normal(tokens, heads, nope + rope), k_pe=normal(tokens, rope), kv_c=normal(tokens, latent),
-        w_uk_t=normal(heads, nope, latent), kv_cache=raw.view(cache), slot_mapping=slots,
-        positions=torch.randint(0, 11, (tokens,), generator=gen), cos_sin_cache=normal(11, rope).sin(),
-        k_scale=torch.tensor(0.07), q_scale=torch.tensor(0.11), is_neox=is_neox, out_dtype=out,
-    )  # fmt: skip
+    shape = LayerShape(heads, nope, cache, out, block, is_neox, act, latent=latent, rope=rope)
+    table = torch.randn(11, rope, generator=torch.Generator().manual_seed(seed)).sin().to(act)
+    return synthetic_inputs(shape, tokens, seed, padded=1, table=table)
 
 
 def fresh(call: DecodeInputs, **changes: object) -> DecodeInputs:
@@ -148,7 +138,7 @@ def test_the_prepared_row_is_absorbed_nope_then_rope(is_neox: bool) -> None:
     for t in range(5):
         cos, sin = call.cos_sin_cache[call.positions[t]].chunk(2)
         for n in range(2):
-            latent = call.q[t, n, :8] @ call.w_uk_t[n]
+            latent = call.q[t, n, :8] @ plain(call.weight)[n]
             torch.testing.assert_close(out[t, n, :16], latent)
             assert torch.equal(out[t, n, 16:], reference.rotate(call.q[t, n, 8:], cos, sin, is_neox))
 
@@ -178,9 +168,9 @@ def test_only_rows_with_a_slot_are_written(tokens: int, block: int, seed: int, c
     kept = call.slot_mapping[call.slot_mapping >= 0]
     untouched = torch.ones(rows(call).shape[0], dtype=torch.bool)
     untouched[kept] = False
-    assert (rows(call).view(torch.uint8)[untouched] == FILL).all()
+    assert (rows(call).view(torch.uint8)[untouched] == PATTERN).all()
     if len(kept):
-        assert (rows(call).view(torch.uint8)[kept] != FILL).any()
+        assert (rows(call).view(torch.uint8)[kept] != PATTERN).any()
 
 
 def test_any_block_size_writes_the_same_slots() -> None:
@@ -198,21 +188,21 @@ def test_rows_beyond_the_slots_are_prepared_but_not_written() -> None:
     call = operands(tokens=6)
     short = fresh(call, slot_mapping=call.slot_mapping[:3])
     assert same(reference.prepare(short), reference.prepare(call))
-    assert (rows(short).view(torch.uint8)[call.slot_mapping[3:]] == FILL).all()
+    assert (rows(short).view(torch.uint8)[call.slot_mapping[3:]] == PATTERN).all()
 
 
 def test_strided_operands_give_the_same_bytes() -> None:
     call = operands(cache=torch.float8_e4m3fn, out=torch.float8_e4m3fn)
     wide_q, wide_k, wide_c = (torch.full(size, 9.0, dtype=BF16) for size in ((5, 4, 30), (5, 20), (5, 40)))
     wide_q[:, 1:3, 7:23], wide_k[:, 3:11], wide_c[:, 5:21] = call.q, call.k_pe, call.kv_c
-    gaps = torch.full((call.kv_cache.shape[0], 9, 24), FILL, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    gaps = torch.full((call.kv_cache.shape[0], 9, 24), PATTERN, dtype=torch.uint8).view(torch.float8_e4m3fn)
     strided = replace(
         call, q=wide_q[:, 1:3, 7:23], k_pe=wide_k[:, 3:11], kv_c=wide_c[:, 5:21], kv_cache=gaps[:, :4],
-        w_uk_t=call.w_uk_t.transpose(1, 2).contiguous().transpose(1, 2),
+        weight=PlainWeight(plain(call.weight).transpose(1, 2).contiguous().transpose(1, 2)),
     )  # fmt: skip
     assert same(reference.prepare(strided), reference.prepare(call))
     assert same(strided.kv_cache, call.kv_cache)
-    assert (gaps[:, 4:].view(torch.uint8) == FILL).all()
+    assert (gaps[:, 4:].view(torch.uint8) == PATTERN).all()
 
 
 def test_two_rounding_mode_rounds_the_rotated_values_first() -> None:
@@ -248,7 +238,7 @@ def test_a_truncated_cache_row_is_the_rounded_one_or_one_step_nearer_to_zero() -
 def test_no_token_and_no_cache_are_served() -> None:
     nothing = operands(tokens=0)
     assert reference.prepare(nothing).shape == (0, 2, 24)
-    assert (nothing.kv_cache.view(torch.uint8) == FILL).all()
+    assert (nothing.kv_cache.view(torch.uint8) == PATTERN).all()
     call = operands()
     bare = replace(call, kv_cache=torch.empty(0, 4, 24, dtype=BF16))
     assert same(reference.prepare(bare), reference.prepare(call))
@@ -258,10 +248,9 @@ def test_no_token_and_no_cache_are_served() -> None:
 
 def test_inputs_stay_as_they_were() -> None:
     call = operands()
-    names = ("q", "k_pe", "kv_c", "w_uk_t", "slot_mapping", "positions", "cos_sin_cache", "k_scale", "q_scale")
-    before = {name: getattr(call, name).clone() for name in names}
+    before = {name: tensor.clone() for name, tensor in call.tensors if name != "kv_cache"}
     reference.prepare(call)
-    assert all(torch.equal(getattr(call, name), before[name]) for name in names)
+    assert all(torch.equal(dict(call.tensors)[name], tensor) for name, tensor in before.items())
 
 
 def test_meets_the_bar_of_pr_55230_at_small_widths() -> None:
@@ -269,7 +258,7 @@ def test_meets_the_bar_of_pr_55230_at_small_widths() -> None:
     call = operands(tokens=300, heads=4, cache=torch.float8_e4m3fn, out=torch.float8_e4m3fn)
     call = replace(call, q_scale=torch.tensor(0.25), k_scale=torch.tensor(0.5))
     out = reference.prepare(call)
-    latent = reference.absorb(call.q[..., :8], call.w_uk_t)
+    latent = call.weight.product(call.q_nope)
     cos, sin = call.cos_sin_cache[call.positions].float().chunk(2, -1)
     turned = reference.rotate(call.q[..., 8:], cos[:, None], sin[:, None], False)
     nope, rope = ((x.float() / call.q_scale).clamp(-448, 448).to(torch.float8_e4m3fn) for x in (latent, turned))
@@ -283,7 +272,7 @@ BROKEN = {
     "q": lambda call: replace(call, k_pe=call.k_pe[:, :7]),
     "k_pe": lambda call: replace(call, k_pe=call.k_pe[:4]),
     "kv_c": lambda call: replace(call, kv_c=call.kv_c.half()),
-    "w_uk_t": lambda call: replace(call, w_uk_t=call.w_uk_t[:1]),
+    "w_uk_t": lambda call: replace(call, weight=PlainWeight(plain(call.weight)[:1])),
     "positions": lambda call: replace(call, positions=call.positions.int()),
     "kv_cache": lambda call: replace(call, kv_cache=call.kv_cache.view(torch.uint8)[..., :24]),
     "slot_mapping": lambda call: replace(call, slot_mapping=torch.zeros(6, dtype=torch.int64)),

@@ -8,9 +8,8 @@ import pytest
 import torch
 import vllm._custom_ops  # noqa: F401  loads vLLM's own library before the sandbox fills its gaps
 
-from vllm_aiter_mla import plugin
+from vllm_aiter_mla import layers, plugin
 from vllm_aiter_mla.census import state as census
-from vllm_aiter_mla.runtime import kernel
 from vllm_aiter_mla.sandbox import gpu_ops
 
 plugin.register()
@@ -21,11 +20,11 @@ gpu_ops.register()
 def fresh() -> Iterator[None]:
     """No verdict and no choice of kernel from an earlier test; one thread."""
     census.reset()
-    kernel.reset()
+    layers.reset()
     threads = torch.get_num_threads()
     # The tensors are tiny, and a machine that tests may have few cores.
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
     census.reset()
-    kernel.reset()
+    layers.reset()

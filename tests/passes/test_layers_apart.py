@@ -13,9 +13,9 @@ from torch import fx
 from passes.execute import assert_rewritten_right, calls, clone, rewrite, stubs_for
 from passes.graphs import Builder, Spelling, build
 from passes.stubs import DECODE, MIXED, StubLayer
+from vllm_aiter_mla import layers as decided
 from vllm_aiter_mla.census import state as census
-from vllm_aiter_mla.kernels.select import ReferenceBackend
-from vllm_aiter_mla.runtime import kernel
+from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 
 BF16 = torch.bfloat16
 OURS = ("fused_qk_rope_kv_cache_q_prep", "mla_attention_with_prepared_q")
@@ -128,12 +128,12 @@ def test_kernel_that_refuses_a_layers_shape_keeps_passes_one_and_two(monkeypatch
     stubs = stubs_for(builder.layers, builder.spelling)
     odd = stubs[1]
     # Another number of heads for the chooser; the graph and the layer keep theirs.
-    refuse = ReferenceBackend.refuse
+    bind = ReferenceBackend.bind
     odd._vllm_config.cache_config.block_size = 99
     monkeypatch.setattr(
         ReferenceBackend,
-        "refuse",
-        lambda self, inputs: "no kernel for blocks of 99" if inputs.kv_cache.shape[1] == 99 else refuse(self, inputs),
+        "bind",
+        lambda self, inputs: "no kernel for blocks of 99" if inputs.kv_cache.shape[1] == 99 else bind(self, inputs),
     )
     counts = assert_rewritten_right(gm, stubs, batches=(DECODE, MIXED), stops=(None,))
     assert counts == {
@@ -170,8 +170,8 @@ def test_a_layer_with_blocks_of_one_is_rewritten_whole_or_not_at_all(
     stubs[0]._vllm_config.cache_config.block_size = 1
     if stop is None:
         assert rewrite(clone(gm), stubs)["aiter_fusion"] == 1
-        kernel.reset()
-        monkeypatch.setattr(ReferenceBackend, "refuse", lambda self, inputs: "demoted")
+        decided.reset()
+        monkeypatch.setattr(ReferenceBackend, "bind", lambda self, inputs: "demoted")
     counts = rewrite(gm, stubs, stop)
     assert (counts["matched"], counts["refused"]) == (0, 1)
     assert [code for code, _ in census.current().refused.values()] == ["kernel_shape"]

@@ -54,6 +54,24 @@ def mla_layers(model: Any) -> tuple[int, ...]:
     return tuple(index - 1 for index in (kept if listed is None else listed) if index in kept)
 
 
+def mla_modules(vllm_config: Any) -> dict[str, Any]:
+    """The MLA attention layers of a worker's model by name."""
+    found = vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in found.items() if hasattr(layer, "kv_lora_rank") and hasattr(layer, "impl")}
+
+
+def capture_sizes(compilation: Any) -> list[int]:
+    """Sizes of the graphs that an engine captured; vLLM keeps its list even where the graph mode is NONE."""
+    mode = compilation.cudagraph_mode
+    return [] if mode is None or mode.name == "NONE" else sorted(compilation.cudagraph_capture_sizes or ())
+
+
+def cache_name(vllm_config: Any) -> str:
+    """The KV cache's dtype as vLLM spells it; "auto" is the model's."""
+    name = str(vllm_config.cache_config.cache_dtype)
+    return str(vllm_config.model_config.dtype).removeprefix("torch.") if name == "auto" else name
+
+
 def cache_folder() -> Path:
     """Where the plugin keeps its files: under vLLM's own cache root."""
     from vllm import envs

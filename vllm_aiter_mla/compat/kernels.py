@@ -60,22 +60,6 @@ def quantise_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return quantised
 
 
-def fp8_bmm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:
-    """AITER's batched GEMM as vLLM calls it: x [T, N, P] with fp8 weight [N, L, P] -> [T, N, L] in x's dtype.
-
-    Args:
-        x: activations, quantised inside by groups of ``group`` values along P.
-        weight: fp8 codes.
-        scale: one float32, dequantisation scale of ``weight``.
-        group: values that share a scale.
-    """
-    from vllm._aiter_ops import rocm_aiter_ops
-
-    return rocm_aiter_ops.triton_fp8_bmm(
-        x.transpose(0, 1), weight, scale, group_size=group, transpose_bm=True, dtype=x.dtype
-    )
-
-
 def fp8_dtype() -> torch.dtype:
     """The platform's fp8 type, as vLLM names it."""
     from vllm.platforms import current_platform

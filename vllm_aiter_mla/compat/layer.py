@@ -73,16 +73,17 @@ def prepared_query_dtype(layer: Any, act: torch.dtype) -> torch.dtype:
     return current_platform.fp8_dtype() if quantised else act
 
 
-def absorb_weight(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(W_UK_T [N, P, L], None), or (its fp8 codes [N, P, L], their scale) under VLLM_ROCM_USE_AITER_FP8BMM.
+def absorb_tensors(layer: Any) -> dict[str, torch.Tensor]:
+    """The tensors in which vLLM keeps W_UK, by vLLM's names. Read per call: reloading the model replaces them."""
+    names = ("W_K", "W_K_scale") if uses_fp8_bmm(layer) else ("W_UK_T",)
+    return {name: getattr(layer, name) for name in names}
 
-    Read per call: reloading the model replaces the tensors in place or as a whole.
-    """
-    if uses_fp8_bmm(layer):
-        return layer.W_K.transpose(1, 2), layer.W_K_scale
-    return layer.W_UK_T, None
+
+def config_of(layer: Any) -> Any:
+    """The ``VllmConfig`` of the layer's engine, which it keeps."""
+    return layer._vllm_config
 
 
 def block_size(layer: Any) -> int:
     """Tokens in a block of the layer's KV cache, 16 where vLLM has not decided yet."""
-    return int(layer._vllm_config.cache_config.block_size or 16)
+    return int(config_of(layer).cache_config.block_size or 16)

@@ -7,6 +7,10 @@ import functools
 import torch
 
 
+class KernelCaptureError(RuntimeError):
+    """Work that must happen outside a graph capture was asked for inside one; the message says what to do."""
+
+
 @functools.cache
 def _has_gpu() -> bool:
     # Asked once: torch reads the environment and calls the driver every time.

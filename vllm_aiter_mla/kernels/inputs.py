@@ -1,12 +1,16 @@
-"""What every kernel back end is given for one layer and one step, and its metadata-only description."""
+"""What every kernel back end is given for one layer and one step, what all demand of it, and the keys of a call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels.absorb.form import AbsorbWeight
+
+VECTOR_BYTES = 16  # of the widest memory access; where a tensor starts within it is part of a call's key
 
 
 class KernelInputError(ValueError):
@@ -24,7 +28,7 @@ class DecodeInputs:
         q: [T, N, P+R] act, not rotated; any row and head stride, last stride 1.
         k_pe: [T, R] act, not rotated; any row stride.
         kv_c: [T, L] act, after its norm; any row stride.
-        w_uk_t: [N, P, L] act, the absorbed up-projection; or fp8 with ``w_uk_scale``.
+        weight: the absorbed up-projection W_UK in the form in which vLLM holds it.
         kv_cache: [blocks, block_size, L+R] act or the platform's fp8 type (never raw uint8). Written in place.
         slot_mapping: [S] int64; block * block_size + offset, or -1 for a row without a KV row.
         positions: [T] int64; clamped into the table as AITER does.
@@ -33,13 +37,12 @@ class DecodeInputs:
         q_scale: one float32, dequantisation scale of the query.
         is_neox: True pairs (i, i + R/2), False (GPT-J, DeepSeek) pairs (2i, 2i+1).
         out_dtype: dtype of the prepared query: act, or fp8 where the cache is fp8.
-        w_uk_scale: one float32, dequantisation scale of an fp8 ``w_uk_t``; None beside a weight in act.
     """
 
     q: torch.Tensor
     k_pe: torch.Tensor
     kv_c: torch.Tensor
-    w_uk_t: torch.Tensor
+    weight: AbsorbWeight
     kv_cache: torch.Tensor
     slot_mapping: torch.Tensor
     positions: torch.Tensor
@@ -48,7 +51,6 @@ class DecodeInputs:
     q_scale: torch.Tensor
     is_neox: bool
     out_dtype: torch.dtype
-    w_uk_scale: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +77,50 @@ class DecodeInputs:
         """P, width of a query head's un-rotated part."""
         return self.q.shape[2] - self.rope_dim
 
+    @property
+    def q_nope(self) -> torch.Tensor:
+        """[T, N, P], the query's un-rotated part; a view."""
+        return self.q[..., : self.nope_dim]
+
+    @property
+    def tensors(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        """(name, tensor) of every operand, the weight's included."""
+        return (
+            ("q", self.q), ("k_pe", self.k_pe), ("kv_c", self.kv_c), ("kv_cache", self.kv_cache),
+            ("slot_mapping", self.slot_mapping), ("positions", self.positions), ("cos_sin_cache", self.cos_sin_cache),
+            ("k_scale", self.k_scale), ("q_scale", self.q_scale), *self.weight.tensors,
+        )  # fmt: skip
+
+    def new_query(self) -> torch.Tensor:
+        """[T, N, L+R] of ``out_dtype``, contiguous and uninitialised."""
+        return self.q.new_empty(
+            (self.num_tokens, self.num_heads, self.latent_dim + self.rope_dim), dtype=self.out_dtype
+        )
+
+
+def call_key(inputs: DecodeInputs) -> tuple[Any, ...]:
+    """What a choice of kernel depends on: equal keys are treated alike. Metadata only, once per eager call."""
+    return (
+        inputs.is_neox,
+        inputs.out_dtype,
+        inputs.weight.form,
+        *[
+            (t.shape, t.stride(), t.dtype, t.device, t.storage_offset() * t.itemsize % VECTOR_BYTES)
+            for _, t in inputs.tensors
+        ],
+    )
+
+
+def layer_key(inputs: DecodeInputs) -> tuple[Any, ...]:
+    """What makes a layer shape: the call key without tokens, strides and the cache's block size.
+
+    The block size is left out because a self-check on synthetic blocks must speak for the real ones.
+    """
+    return (
+        inputs.num_heads, inputs.nope_dim, inputs.rope_dim, inputs.latent_dim, inputs.q.dtype, inputs.kv_cache.dtype,
+        inputs.out_dtype, inputs.is_neox, inputs.kv_cache.device, inputs.weight.key,
+    )  # fmt: skip
+
 
 def check_shapes(inputs: DecodeInputs) -> None:
     """Check what every back end relies on, from metadata alone (no device synchronisation).
@@ -87,7 +133,9 @@ def check_shapes(inputs: DecodeInputs) -> None:
         raise KernelInputError(f"q: [T, N, P+R] with P > 0 and an even R expected, got {tuple(inputs.q.shape)}, R={r}")
     _expect("k_pe", inputs.k_pe, (t, r))
     _expect("kv_c", inputs.kv_c, (t, lat))
-    _expect("w_uk_t", inputs.w_uk_t, (n, p, lat))
+    if inputs.weight.sizes != (n, p, lat):
+        name, wanted = inputs.weight.tensors[0][0], [n, p, lat]
+        raise KernelInputError(f"{name}: N, P and L of {wanted} expected, got {list(inputs.weight.sizes)}")
     _expect("positions", inputs.positions, (t,))
     if inputs.kv_cache.dim() != 3 or inputs.kv_cache.shape[2] != lat + r:
         raise KernelInputError(
@@ -120,7 +168,8 @@ def _expect_dtypes(inputs: DecodeInputs) -> None:
         dtype = getattr(inputs, name).dtype
         if dtype != act:
             raise KernelInputError(f"{name}: dtype {act} (that of q) expected, got {dtype}")
-    _expect_weight(inputs)
+    if (broken := inputs.weight.broken(act)) is not None:
+        raise KernelInputError(broken)
     for name in ("slot_mapping", "positions"):
         dtype = getattr(inputs, name).dtype
         if dtype != torch.int64:
@@ -138,17 +187,6 @@ def _expect_dtypes(inputs: DecodeInputs) -> None:
         raise KernelInputError(f"kv_cache: an e4m3 type or {act} expected, got {cache}")
     if inputs.out_dtype not in allowed:
         raise KernelInputError(f"out_dtype: one of {allowed} expected beside a {cache} cache, got {inputs.out_dtype}")
-
-
-def _expect_weight(inputs: DecodeInputs) -> None:
-    act, dtype = inputs.q.dtype, inputs.w_uk_t.dtype
-    if inputs.w_uk_scale is None:
-        if dtype != act:
-            raise KernelInputError(f"w_uk_t: dtype {act} (that of q) expected without a w_uk_scale, got {dtype}")
-        return
-    if not fp8.is_fp8(dtype):
-        raise KernelInputError(f"w_uk_t: an e4m3 type expected beside a w_uk_scale, got {dtype}")
-    _expect_scale("w_uk_scale", inputs.w_uk_scale)
 
 
 def _expect_scale(name: str, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What the choice of a kernel needs to know about the machine."""
+"""The card a kernel is chosen for: the one table of what each converts in hardware."""
 
 from __future__ import annotations
 
@@ -7,12 +7,29 @@ from dataclasses import dataclass
 
 import torch
 
-# AITER takes its fp8 type from the card it finds: aiter/utility/dtypes.py, defaultDtypes.
-_FP8 = {
-    "gfx942": torch.float8_e4m3fnuz,
-    "gfx950": torch.float8_e4m3fn,
-    "sm90": torch.float8_e4m3fn,
-    "cpu": torch.float8_e4m3fn,
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One architecture.
+
+    Attributes:
+        sold_as: names of cards that have it.
+        fp8: the e4m3 type that it converts to in hardware; any other is a software cast. AITER takes the same type
+            from the card it finds: aiter/utility/dtypes.py, defaultDtypes.
+    """
+
+    sold_as: str
+    fp8: torch.dtype
+
+
+CARDS = {
+    "gfx942": Card("MI300X, MI325X", torch.float8_e4m3fnuz),
+    "gfx950": Card("MI350X, MI355X", torch.float8_e4m3fn),
+    "sm89": Card("L4, L40S", torch.float8_e4m3fn),
+    "sm90": Card("H100, H200", torch.float8_e4m3fn),
+    "sm100": Card("B200", torch.float8_e4m3fn),
+    "sm103": Card("B300", torch.float8_e4m3fn),
+    "sm120": Card("RTX PRO 6000", torch.float8_e4m3fn),
 }
 
 
@@ -21,7 +38,7 @@ class Platform:
     """The card and the ROCm release a kernel is chosen for.
 
     Attributes:
-        arch: "gfx942" (MI300X), "gfx950" (MI355X), another gfx name, "sm90" and the like, or "cpu".
+        arch: a name of ``CARDS``, another gfx or sm name, or "cpu".
         rocm: (major, minor) of the ROCm release torch was built for, or None outside ROCm.
     """
 
@@ -30,13 +47,14 @@ class Platform:
 
     @property
     def fp8(self) -> torch.dtype:
-        """The e4m3 flavour of the card; e4m3fn where nothing else is known."""
-        return _FP8.get(self.arch, torch.float8_e4m3fn)
+        """The e4m3 type that an fp8 tensor has here: e4m3fn where no hardware asks for another."""
+        return hardware_fp8(self.arch) or torch.float8_e4m3fn
 
-    @property
-    def is_rocm(self) -> bool:
-        """Whether this is an AMD card."""
-        return self.arch.startswith("gfx")
+
+def hardware_fp8(arch: str) -> torch.dtype | None:
+    """The e4m3 type that ``arch`` converts to in hardware, or None where it is not known to have one."""
+    card = CARDS.get(arch)
+    return None if card is None else card.fp8
 
 
 def parse_rocm(version: str | None) -> tuple[int, int] | None:
@@ -55,8 +73,3 @@ def detect_platform() -> Platform:
         # "gfx942:sramecc+:xnack-" -> "gfx942"
         return Platform(properties.gcnArchName.split(":")[0], rocm)
     return Platform(f"sm{properties.major}{properties.minor}")
-
-
-def detect_arch() -> str:
-    """The architecture's name alone; see :func:`detect_platform`."""
-    return detect_platform().arch

@@ -33,7 +33,6 @@ class Numerics:
 
 
 AITER = Numerics()
-FP8_GROUP = 128  # values that share a scale in the fp8 absorb product; vLLM's group_size
 TWO_ROUNDING = Numerics(rounding="two")
 
 
@@ -43,7 +42,7 @@ def prepare(inputs: DecodeInputs, numerics: Numerics = AITER, q_latent: torch.Te
     Args:
         inputs: the operands; only ``kv_cache`` is written, and only rows whose slot is >= 0.
         numerics: which roundings to follow.
-        q_latent: [T, N, L], the absorbed query where it is given; by default ``absorbed``.
+        q_latent: [T, N, L], the absorbed query where it is given; by default the weight's reference product.
 
     Returns:
         q_prepared [T, N, L+R] of ``inputs.out_dtype``, contiguous; every row is defined, padded ones included.
@@ -52,57 +51,18 @@ def prepare(inputs: DecodeInputs, numerics: Numerics = AITER, q_latent: torch.Te
         KernelInputError: an operand breaks the shared contract.
     """
     check_shapes(inputs)
-    q_out = inputs.q.new_empty(
-        (inputs.num_tokens, inputs.num_heads, inputs.latent_dim + inputs.rope_dim), dtype=inputs.out_dtype
-    )
+    q_out = inputs.new_query()
     if inputs.num_tokens == 0:
         return q_out
     cos, sin = gather_cos_sin(inputs.cos_sin_cache, inputs.positions)
-    q_nope, q_pe = inputs.q.split([inputs.nope_dim, inputs.rope_dim], dim=-1)
-    q_rot = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), inputs.is_neox)
+    q_rot = rotate(inputs.q[..., inputs.nope_dim :], cos.unsqueeze(1), sin.unsqueeze(1), inputs.is_neox)
     inv_q = _reciprocal(inputs.q_scale)
-    q_latent = absorbed(inputs, q_nope) if q_latent is None else q_latent
+    q_latent = inputs.weight.reference(inputs.q_nope) if q_latent is None else q_latent
     q_out[..., : inputs.latent_dim] = store_nope(q_latent, inv_q, inputs.out_dtype)
     q_out[..., inputs.latent_dim :] = store_rope(q_rot, inv_q, inputs.out_dtype, inputs.q.dtype, numerics)
     if inputs.slot_mapping.numel() and inputs.kv_cache.numel():
         scatter_rows(inputs.kv_cache, inputs.slot_mapping, kv_rows(inputs, cos, sin, numerics))
     return q_out
-
-
-def absorbed(inputs: DecodeInputs, q_nope: torch.Tensor) -> torch.Tensor:
-    """The absorbed query [T, N, L] of ``inputs``, by the product that its weight's type asks for."""
-    if inputs.w_uk_scale is None:
-        return absorb(q_nope, inputs.w_uk_t)
-    return absorb_fp8(q_nope, inputs.w_uk_t, inputs.w_uk_scale)
-
-
-def absorb_fp8(q_nope: torch.Tensor, w_uk_t: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
-    """q_nope [T, N, P] x fp8 W_UK_T [N, P, L] -> [T, N, L] in q_nope's dtype, as AITER's fp8 batched GEMM computes it.
-
-    Each 128 values of a row are quantised by their own largest magnitude, at least 1e-10; the products, exact in
-    float32, are summed there and scaled twice. The largest magnitude passes over a NaN, which is then quantised to the
-    lowest value: Triton's ``max`` and ``clamp`` become v_max_f32 and v_med3_f32 on gfx9.
-    Source: batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant.
-    """
-    flavour = fp8.flavour_of(w_uk_t.dtype)
-    total = q_nope.new_zeros((w_uk_t.shape[0], q_nope.shape[0], w_uk_t.shape[2]), dtype=torch.float32)
-    for first in range(0, q_nope.shape[2], FP8_GROUP):
-        group = q_nope[..., first : first + FP8_GROUP].transpose(0, 1).float()
-        largest = torch.where(group.isnan(), 0.0, group.abs()).amax(-1, keepdim=True).clamp(min=1e-10)
-        step = largest * (1.0 / flavour.max)
-        codes = fp8.round_saturating(group * step.reciprocal(), flavour)
-        total += torch.bmm(codes.float(), w_uk_t[:, first : first + FP8_GROUP].float()) * step
-    return (total * w_scale.reshape(-1)[0]).to(q_nope.dtype).transpose(0, 1).contiguous()
-
-
-def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
-    """q_nope [T, N, P] x W_UK_T [N, P, L] -> [T, N, L], token-major and contiguous, rounded to the activation dtype.
-
-    Writes the batched product straight into the token-major buffer, as vLLM's ``forward_impl`` does.
-    """
-    out = q_nope.new_empty((q_nope.shape[0], w_uk_t.shape[0], w_uk_t.shape[2]))
-    torch.bmm(q_nope.transpose(0, 1), w_uk_t, out=out.transpose(0, 1))
-    return out
 
 
 def gather_cos_sin(cos_sin_cache: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

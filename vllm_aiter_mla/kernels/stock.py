@@ -6,9 +6,11 @@ from typing import Protocol
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.reference import TWO_ROUNDING
 
 
 class VLLMKernels(Protocol):
@@ -37,39 +39,28 @@ class VLLMKernels(Protocol):
         """``x`` [rows, width] in the platform's fp8 type."""
         ...
 
-    def fp8_bmm(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:
-        """x [T, N, P] with fp8 weight [N, L, P] -> [T, N, L] in x's dtype."""
-        ...
 
-
-class StockBackend:
+class StockBackend(KernelBackend):
     """RoPE + KV write, absorb BMM, concat and quantisation as three or four launches of vLLM's kernels."""
 
     name = "stock"
+    trusted = True
 
     def __init__(self, vllm: VLLMKernels) -> None:
         self._vllm = vllm
 
-    def refuse(self, inputs: DecodeInputs) -> str | None:
-        """Why the shared contract is broken, or None."""
-        return contract_violation(inputs)
+    def bind(self, inputs: DecodeInputs) -> Binding | str:
+        """See the base class; rounds RoPE to the activation dtype first, as vLLM does."""
+        return contract_violation(inputs) or inputs.weight.missing() or Binding(self._run, numerics=TWO_ROUNDING)
 
-    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
-        """See ``KernelBackend.prepare``; rounds RoPE to the activation dtype first, as vLLM does."""
-        q_nope, q_pe = inputs.q.split([inputs.nope_dim, inputs.rope_dim], dim=-1)
-        q_pe = q_pe.contiguous()
+    def _run(self, inputs: DecodeInputs) -> torch.Tensor:
+        q_pe = inputs.q[..., inputs.nope_dim :].contiguous()
         if inputs.num_tokens:
             self._rotate_and_write(inputs, q_pe)
-        query = torch.cat([self._absorb(inputs, q_nope), q_pe], dim=-1)
+        query = torch.cat([inputs.weight.product(inputs.q_nope), q_pe], dim=-1)
         if not fp8.is_fp8(inputs.out_dtype):
             return query
         return self._vllm.quantise_fp8(query.flatten(1), inputs.q_scale).view(query.shape)
-
-    def _absorb(self, inputs: DecodeInputs, q_nope: torch.Tensor) -> torch.Tensor:
-        """q_nope [T, N, P] -> [T, N, L] in its dtype, by the product that vLLM's ``forward_impl`` calls."""
-        if inputs.w_uk_scale is None:
-            return reference.absorb(q_nope, inputs.w_uk_t)
-        return self._vllm.fp8_bmm(q_nope, inputs.w_uk_t.transpose(1, 2), inputs.w_uk_scale, reference.FP8_GROUP)
 
     def _rotate_and_write(self, inputs: DecodeInputs, q_pe: torch.Tensor) -> None:
         """Rotate the copy ``q_pe`` and a copy of k_pe in place, and write the KV rows."""

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from vllm_aiter_mla import layers
+from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import context, kernels
-from vllm_aiter_mla.compat import layer as vllm_layer
-from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.ops.bodies import Batch, LayerContext
-from vllm_aiter_mla.runtime import kernel
 
 
 class VLLMLayer:
@@ -28,20 +28,13 @@ class VLLMLayer:
         scale: torch.Tensor = self.module._q_scale
         return scale
 
-    def weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As vLLM keeps it."""
-        return vllm_layer.absorb_weight(self.module)
+    def weight(self) -> AbsorbWeight:
+        """In the form in which vLLM keeps it."""
+        return layers.weight_of(self.module)
 
     def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
         """By the back end that was chosen for the layer. Raises NoKernelError."""
-        return kernel.prepare(self.name, self.module, inputs)
-
-    def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
-        """By the product that vLLM's ``forward_impl`` calls."""
-        weight, scale = self.weight()
-        if scale is None:
-            return reference.absorb(q_nope, weight)
-        return kernels.fp8_bmm(q_nope, weight.transpose(1, 2), scale, reference.FP8_GROUP)
+        return layers.prepare(self.name, self.module, inputs)
 
     def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
         """By vLLM's own kernel."""
@@ -86,6 +79,14 @@ def layer_and_batch(layer_name: Any) -> tuple[LayerContext, Batch]:
         return _context(call), NO_BATCH
     decode_only = context.is_decode_only(metadata, call.slots)
     return _context(call), Batch(metadata, metadata.num_actual_tokens, decode_only)
+
+
+def note_while_profiling(ctx: LayerContext, *, is_neox: bool, act: torch.dtype) -> None:
+    """Count the layer as engaged while vLLM profiles memory, with the kernel that its calls will run on."""
+    assert isinstance(ctx.layer, VLLMLayer)
+    kernel = layers.decide(ctx.layer.module, is_neox=is_neox, act=act).kernel
+    if kernel is not None:  # else the first call with a cache raises, with every back end's reason
+        census.engage(ctx.name, kernel)
 
 
 def _context(call: context.LayerCall) -> LayerContext:

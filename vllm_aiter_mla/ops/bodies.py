@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from vllm_aiter_mla.kernels import capture
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 
@@ -25,16 +26,12 @@ class MLALayer(Protocol):
         """One float32, dequantisation scale of the query."""
         ...
 
-    def weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The absorbed weight [N, P, L] and its scale, which is None for a weight in the activation dtype."""
+    def weight(self) -> AbsorbWeight:
+        """The absorbed weight W_UK, in the form in which the layer holds it."""
         ...
 
     def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
         """Run the layer's kernel: q_prepared [T, N, L+R], KV rows written."""
-        ...
-
-    def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
-        """q_nope [T, N, P] -> [T, N, L], as the layer's own attention multiplies."""
         ...
 
     def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
@@ -134,13 +131,12 @@ def fused_prepare(
             )
         return declared(q, k_pe, kv_c, out_dtype)  # profiling: attention zero-fills its output and reads none of this
     assert ctx.slots is not None
-    w_uk_t, w_uk_scale = ctx.layer.weight()
     return ctx.layer.prepare(
         DecodeInputs(
             q=q,
             k_pe=k_pe,
             kv_c=kv_c,
-            w_uk_t=w_uk_t,
+            weight=ctx.layer.weight(),
             kv_cache=ctx.kv_cache,
             slot_mapping=ctx.slots[: q.shape[0]],
             positions=positions,
@@ -149,7 +145,6 @@ def fused_prepare(
             q_scale=ctx.layer.q_scale,
             is_neox=is_neox,
             out_dtype=out_dtype,
-            w_uk_scale=w_uk_scale,
         )
     )
 
@@ -157,7 +152,7 @@ def fused_prepare(
 def decode_q_prep(layer: MLALayer, q: torch.Tensor, rope_dim: int, out_dtype: torch.dtype) -> torch.Tensor:
     """Rotated q [T, N, P+R] -> q_prepared [T, N, L+R] of ``out_dtype``, as the layer's own attention prepares it."""
     q_nope, q_pe = q.split([q.shape[-1] - rope_dim, rope_dim], dim=-1)
-    absorbed = layer.absorb(q_nope)
+    absorbed = layer.weight().product(q_nope)
     if out_dtype == q.dtype:
         return torch.cat([absorbed, q_pe], dim=-1)
     return layer.quantise(absorbed, q_pe)

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import custom_ops
 from vllm_aiter_mla.ops import adapter, bodies
-from vllm_aiter_mla.runtime import kernel
 
 NAMESPACE = "vllm_aiter_mla"
 ATTENTION_OP = f"{NAMESPACE}::mla_attention_with_prepared_q"
@@ -88,7 +86,7 @@ def fused_qk_rope_kv_cache_q_prep(
     ctx = adapter.layer_context(layer_name)
     prepared = bodies.fused_prepare(ctx, q, k_pe, kv_c, positions, cos_sin_cache, k_scale, is_neox, out_dtype)
     if not ctx.has_cache:
-        _engage(ctx, q.dtype, is_neox, out_dtype)
+        adapter.note_while_profiling(ctx, is_neox=is_neox, act=q.dtype)
     return prepared
 
 
@@ -105,15 +103,6 @@ def fused_qk_rope_kv_cache_q_prep_fake(
 ) -> torch.Tensor:
     """Shape and dtype from the tensor and scalar arguments alone."""
     return bodies.declared(q, k_pe, kv_c, out_dtype)
-
-
-def _engage(ctx: bodies.LayerContext, act: torch.dtype, is_neox: bool, out_dtype: torch.dtype) -> None:
-    """Note, while vLLM profiles memory, which kernel the layer's calls will run on."""
-    layer = ctx.layer.module  # type: ignore[attr-defined]
-    shape = kernel.shape_of(layer, is_neox=is_neox, act=act, out_dtype=out_dtype)
-    planned = kernel.plan(layer, shape).kernel
-    if planned is not None:  # else the first call with a cache raises, with every back end's reason
-        census.engage(ctx.name, planned)
 
 
 def mla_attention_with_prepared_q(

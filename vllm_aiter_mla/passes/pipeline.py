@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from vllm_aiter_mla import bucket, fingerprint
-from vllm_aiter_mla.admission import Refusal, admit_layer
+from vllm_aiter_mla import bucket, fingerprint, layers
+from vllm_aiter_mla.admission import Refusal
 from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import context, log
-from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat.inductor import InductorPass, get_pass_context
 from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
 from vllm_aiter_mla.passes.fx import settle
@@ -21,7 +20,6 @@ from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 from vllm_aiter_mla.passes.probe import real_tensors
 from vllm_aiter_mla.passes.q_prep_lift import MLADecodeQPrepLiftPass
 from vllm_aiter_mla.passes.rope_kv_cache import MLARoPEKVCacheFusionPass
-from vllm_aiter_mla.runtime import kernel
 from vllm_aiter_mla.settings import Settings
 
 
@@ -36,7 +34,7 @@ class AiterMLAPipeline(InductorPass):
         chained: a pass of the user's that stood in this slot before; it runs first, under its own range gate.
 
     Attributes:
-        kernels: what each layer shape runs on in this worker, of ``selfcheck.verdicts``; empty until it has loaded.
+        kernels: what each layer shape runs on in this worker, of ``layers.cache_key``; empty until it has loaded.
     """
 
     def __init__(self, *, limit: int, settings: Settings, chained: InductorPass | None = None) -> None:
@@ -83,10 +81,10 @@ class AiterMLAPipeline(InductorPass):
 def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
     """Match every MLA layer of ``graph`` and rewrite those that are admitted; returns counts by pass."""
     chain = _Chain(graph, settings.debug.stop_after)
-    layers = context.layers_of_forward_context()
+    modules = context.layers_of_forward_context()
     matched = refused = 0
     for name, found in match_layers(graph):
-        admitted = found if isinstance(found, Refusal) else _admit_guarded(found, layers, settings)
+        admitted = found if isinstance(found, Refusal) else _admit_guarded(found, modules, settings)
         if isinstance(admitted, Refusal):
             refused += 1
             census.refuse(name, admitted.code, admitted.message)
@@ -145,34 +143,30 @@ Admitted = tuple[LayerMatch, Refusal | None, torch.dtype]
 """A layer that is rewritten, why the passes end before the third or None, and what its decode kernel reads."""
 
 
-def _admit_guarded(match: LayerMatch, layers: dict[str, Any], settings: Settings) -> Admitted | Refusal:
+def _admit_guarded(match: LayerMatch, modules: dict[str, Any], settings: Settings) -> Admitted | Refusal:
     """``_admit``; an exception there refuses the layer instead of ending the engine."""
     try:
-        return _admit(match, layers, settings)
+        return _admit(match, modules, settings)
     except Exception as error:
         return Refusal("not_evaluated", f"admission raised {type(error).__name__}: {error}")
 
 
-def _admit(match: LayerMatch, layers: dict[str, Any], settings: Settings) -> Admitted | Refusal:
+def _admit(match: LayerMatch, modules: dict[str, Any], settings: Settings) -> Admitted | Refusal:
     """Layer admission, then the kernel: a layer that no kernel could serve in this process is left alone."""
-    layer = layers.get(match.layer_name)
+    layer = modules.get(match.layer_name)
     if layer is None:
         return Refusal("layer_unknown", "the layer is not in this model's forward context")
-    refusal = admit_layer(compat_layer.layer_view(layer, match.cos_sin_cache.meta["val"].dtype))
-    if refusal is not None:
-        return refusal
-    act = match.q.meta["val"].dtype
-    out_dtype = compat_layer.prepared_query_dtype(layer, act)
+    act, table = match.q.meta["val"].dtype, match.cos_sin_cache.meta["val"].dtype
     with real_tensors():
-        shape = kernel.shape_of(layer, is_neox=match.is_neox, act=act, out_dtype=out_dtype)
-        plan = kernel.plan(layer, shape)
-    early = plan.refusal
-    if early is not None and early.code == "kernel_unavailable":
+        decision = layers.decide(layer, is_neox=match.is_neox, act=act, table_dtype=table)
+    early, shape = decision.refusal, decision.shape
+    if early is not None and (decision.stays_stock or shape is None):
         return early
+    assert shape is not None
     if settings.debug.stop_after is not None:
         early = Refusal("stop_after", f"debug.stop_after={settings.debug.stop_after}")
     if early is not None and shape.block_size == 1:
         # vLLM's op squeezes dimension 1 of a cache that has lost its dimension of the single head already.
         reason = f"{early.message}; vLLM's fused RoPE and cache op, which would stay, takes no block size of 1"
         return Refusal("kernel_shape", reason)
-    return match, early, out_dtype
+    return match, early, shape.out_dtype

@@ -40,7 +40,7 @@ def load(name: str) -> Subject:
 
 
 def _reference() -> Found:
-    from vllm_aiter_mla.kernels.select import ReferenceBackend
+    from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 
     return subject_of(ReferenceBackend())
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels.absorb.plain import PlainWeight, plain
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.verify.subject import Attend, Subject
 from vllm_aiter_mla.verify.world import Batch
@@ -81,6 +82,8 @@ def _copied_once(field: str) -> Plant:
 
     def plant(subject: Subject) -> Subject:
         copy = _first_copies()
+        if field == "weight":
+            return _given(subject, lambda inputs: {field: PlainWeight(copy(plain(inputs.weight)))})
         return _given(subject, lambda inputs: {field: copy(getattr(inputs, field))})
 
     return plant
@@ -142,7 +145,7 @@ def _frozen_metadata_branch(subject: Subject) -> Subject:
 _COPIED = (
     ("stale-table", "cos and sin are copied", "cos_sin_cache", "table-rewritten", "query-rope"),
     ("scale-baked-in", "a scale is read", "q_scale", "scales-changed", "query-nope"),
-    ("weights-copied", "the absorbed weights are copied", "w_uk_t", "weights-replaced", "query-nope"),
+    ("weights-copied", "the absorbed weights are copied", "weight", "weights-replaced", "query-nope"),
     ("slots-copied", "the slots are copied", "slot_mapping", "other-slots", "cache-rows"),
 )
 for _name, _what, _field, _case, _oracle in _COPIED:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight, PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.verify.world import Batch, Layer, World
 
@@ -37,17 +38,13 @@ class PlainLayer:
         """See ``MLALayer.q_scale``; likewise the methods below."""
         return self.own.q_scale
 
-    def weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def weight(self) -> AbsorbWeight:
         """In the activation dtype."""
-        return self.own.w_uk_t, None
+        return PlainWeight(self.own.w_uk_t)
 
     def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
         """By the kernel under test."""
         return self.kernel(inputs, self.world.batch)
-
-    def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
-        """By the reference."""
-        return reference.absorb(q_nope, self.own.w_uk_t)
 
     def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
         """By the reference."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.compare import OWN_BMM, difference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.selfcheck import OWN_BMM, difference
 from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.verify.engines import Probe
 from vllm_aiter_mla.verify.layer import PlainLayer

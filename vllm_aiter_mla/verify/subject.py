@@ -10,6 +10,7 @@ import torch
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import KernelBackend
+from vllm_aiter_mla.kernels.compare import EXACT
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.verify.layer import Kernel, PlainLayer
@@ -104,16 +105,14 @@ class Subject:
 
 
 def subject_of(backend: KernelBackend) -> Subject:
-    """A back end, with what it says about itself: ``defined_rows`` and ``numerics`` where it has them."""
-    rows = getattr(backend, "defined_rows", None)
-    rule = getattr(backend, "numerics", None)
+    """A back end, with what it says about itself."""
 
     def defined(inputs: DecodeInputs) -> torch.Tensor:
-        return torch.arange(inputs.num_tokens, device=inputs.q.device) < (rows(inputs) if rows else inputs.num_tokens)
+        return torch.arange(inputs.num_tokens, device=inputs.q.device) < backend.defined_rows(inputs)
 
     def numerics(inputs: DecodeInputs) -> tuple[reference.Numerics, ...]:
         # AITER's truncating store is read from its source; should a release round instead, that is no failure.
-        return tuple(dict.fromkeys((rule(inputs) if rule else reference.AITER, reference.AITER)))
+        return tuple(dict.fromkeys((backend.numerics(inputs), reference.AITER)))
 
     is_reference = backend.name == "reference"
     return Subject(
@@ -122,7 +121,7 @@ def subject_of(backend: KernelBackend) -> Subject:
         prepare=lambda inputs, batch: backend.prepare(inputs),
         defined=defined,
         numerics=numerics,
-        reference_bmm=backend.name != "triton",
+        reference_bmm=backend.bounds == EXACT,
         exact_rope=is_reference,
         plain=reference.prepare if is_reference else None,
     )

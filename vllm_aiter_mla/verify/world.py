@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.verify.setting import Geometry, Variant
 
@@ -129,7 +130,7 @@ class World:
             q=layer.q[:size],
             k_pe=layer.k_pe[:size],
             kv_c=layer.kv_c[:size],
-            w_uk_t=layer.w_uk_t,
+            weight=PlainWeight(layer.w_uk_t),
             kv_cache=layer.kv_cache,
             slot_mapping=self.slots[: size if slots is None else slots],
             positions=self.positions[:size],

@@ -13,8 +13,10 @@ from triton_cases import Case, build, sparse_bytes
 pytest.importorskip("triton")
 
 from tools import aot
-from vllm_aiter_mla.kernels import capture
+from vllm_aiter_mla.kernels import capture, select
+from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.inputs import KernelInputError
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton import backend, kernel, launcher, tiles
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
@@ -65,7 +67,10 @@ def far_rows(inputs):
 BROKEN = {
     "k_pe": (lambda x: {"k_pe": x.k_pe[:4]}, "k_pe: shape [5, 64] expected"),
     "kv_c": (lambda x: {"kv_c": x.kv_c.t().contiguous().t()}, "kv_c: last stride 1"),
-    "w_uk_t": (lambda x: {"w_uk_t": x.w_uk_t.repeat(1, 2, 2)[:, ::2, ::2]}, "w_uk_t: stride 1 along P or L"),
+    "w_uk_t": (
+        lambda x: {"weight": PlainWeight(x.weight.w_uk_t.repeat(1, 2, 2)[:, ::2, ::2])},
+        "w_uk_t: stride 1 along P or L",
+    ),
     "kv_cache": (lambda x: {"kv_cache": x.kv_cache.view(torch.uint8)}, "view uint8 storage"),
     "flavour": (
         lambda x: {"kv_cache": x.kv_cache.view(torch.float8_e4m3fn), "out_dtype": torch.float8_e4m3fn},
@@ -98,13 +103,13 @@ def test_triton_backend_declines_float32(on_any_device):
     )
 
 
-def test_triton_backend_remembers_a_reason_by_everything_it_depends_on(on_any_device):
-    backend = TritonBackend()
+def test_a_choice_is_remembered_by_everything_that_the_triton_checks_depend_on(on_any_device):
+    chosen = select.Selector("triton", Platform("gfx942"))
     inputs = operands()
-    assert backend.refuse(inputs) is None
+    assert chosen.choose(inputs).backend.name == "triton"
     for change, word in BROKEN.values():
-        assert word in str(backend.refuse(replace(inputs, **change(inputs))))
-    assert backend.refuse(inputs) is None
+        assert word in chosen.choose(replace(inputs, **change(inputs))).refusals[0][1]
+    assert chosen.choose(inputs).backend.name == "triton"
 
 
 def test_triton_backend_takes_what_it_should(on_any_device):

@@ -80,7 +80,7 @@ def test_triton_bench_covers_the_grid_of_the_issue():
 def test_triton_bench_counts_each_byte_of_a_call_once(quantised):
     point = Point(3, 2, quantised)
     (x,) = points.operands(point, torch.float8_e4m3fn, 1, device="cpu")
-    read = [x.q, x.k_pe, x.kv_c, x.w_uk_t, x.slot_mapping, x.positions, x.cos_sin_cache[:3]]
+    read = [x.q, x.k_pe, x.kv_c, x.weight.w_uk_t, x.slot_mapping, x.positions, x.cos_sin_cache[:3]]
     out = reference.prepare(x)
     cache_rows = x.kv_cache.view(-1, 576)[:3]
     assert point.bytes_once == sum(t.numel() * t.dtype.itemsize for t in [*read, out, cache_rows])
@@ -97,7 +97,7 @@ def test_triton_bench_rotates_more_bytes_than_the_caches_hold():
 def test_triton_bench_operand_sets_share_nothing_but_table_and_scales():
     a, b = points.operands(Point(2, 2, True), torch.float8_e4m3fn, 2, device="cpu")
     for name in ("q", "kv_c", "w_uk_t", "kv_cache"):
-        first, second = getattr(a, name), getattr(b, name)
+        first, second = dict(a.tensors)[name], dict(b.tensors)[name]
         assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
 

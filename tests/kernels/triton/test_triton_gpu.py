@@ -16,8 +16,9 @@ from triton_cases import GUARD_BLOCKS, Case, build, compare, on_cpu, wrong_value
 pytest.importorskip("triton")
 
 from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.platform import hardware_fp8
 from vllm_aiter_mla.kernels.triton import baselines, kernel, launcher
-from vllm_aiter_mla.kernels.triton.backend import FP8_OF_ARCH, TritonBackend
+from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +32,7 @@ INSIDE_SANITIZER = "TRITON_TESTS_IN_SANITIZER"
 
 
 def native_fp8():
-    return str(FP8_OF_ARCH[launcher.current_arch()]).removeprefix("torch.")
+    return str(hardware_fp8(launcher.current_arch())).removeprefix("torch.")
 
 
 def on_gpu(case: Case):

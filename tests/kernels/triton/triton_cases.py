@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 # Blocks before and after the cache, and rows before and after the cos/sin table: what a bug reads or writes out of
@@ -68,7 +69,7 @@ def build(case: Case, device: str = "cpu") -> tuple[DecodeInputs, torch.Tensor]:
         q=_on(q, device),
         k_pe=_on(latent_and_rope, device)[:, case.latent : width],
         kv_c=_on(latent_and_rope, device)[:, : case.latent],
-        w_uk_t=(w if case.w_major == "L" else w.transpose(1, 2)).to(device),
+        weight=PlainWeight((w if case.w_major == "L" else w.transpose(1, 2)).to(device)),
         kv_cache=storage[GUARD_BLOCKS:-GUARD_BLOCKS],
         slot_mapping=_slots(case, blocks * case.block_size, g).to(device),
         positions=_positions(t, g).to(device),
@@ -137,7 +138,7 @@ def _nope_record(cpu: DecodeInputs, got: torch.Tensor, expected: torch.Tensor) -
             "nope_different": different,
             "bmm_bound": 0.0,
         }
-    q, w = cpu.q[..., : cpu.nope_dim].double(), cpu.w_uk_t.double()
+    q, w = cpu.q[..., : cpu.nope_dim].double(), cpu.weight.w_uk_t.double()
     exact = torch.einsum("tnp,npl->tnl", q, w)
     # One rounding to the activation dtype (unit roundoff u), and P float32 additions (2**-24 each) in any order.
     unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[cpu.q.dtype]

@@ -48,7 +48,7 @@ def _vllm() -> Path:
         return Path(STOCK, None, op)
 
     def prepare(inputs: DecodeInputs) -> torch.Tensor:
-        absorbed = reference.absorb(inputs.q[..., : inputs.nope_dim], inputs.w_uk_t)
+        absorbed = inputs.weight.product(inputs.q_nope)
         q_pe = inputs.q[..., inputs.nope_dim :]
         quantised = fp8.is_fp8(inputs.kv_cache.dtype)
         # The op rotates q_pe and k_pe in place: a replay rotates what the last one left, which costs the same.
@@ -70,7 +70,7 @@ def _aiter(sample: DecodeInputs) -> Path:
         from vllm_aiter_mla.kernels.platform import detect_platform
 
         backend = AiterBackend(detect_platform())
-        reason = backend.refuse(sample)
+        bound = backend.bind(sample)
     except Exception as error:
         return Path(AITER, None, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
-    return Path(AITER, None if reason else backend.prepare, reason)
+    return Path(AITER, None, bound) if isinstance(bound, str) else Path(AITER, bound.run)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 
 NOPE, ROPE, LATENT, BLOCK_SIZE = 128, 64, 512, 64
 MAX_POSITION = 4096
@@ -66,41 +67,6 @@ def operands(point: Point, fp8_dtype: torch.dtype, count: int, device: str = "cu
     """``count`` independent sets with weights, q, latent and cache of their own, as different layers have them."""
     g = torch.Generator(device=device).manual_seed(0)
     table = torch.randn(MAX_POSITION, ROPE, generator=g, device=device).to(ACT)
-    ones = torch.tensor([0.5], device=device), torch.tensor([0.05], device=device)
-    return [_one(point, fp8_dtype, g, table, ones, device) for _ in range(count)]
-
-
-def _one(
-    point: Point,
-    fp8_dtype: torch.dtype,
-    g: torch.Generator,
-    table: torch.Tensor,
-    scales: tuple[torch.Tensor, torch.Tensor],
-    device: str,
-) -> DecodeInputs:
-    t, n = point.tokens, point.heads
     stored = fp8_dtype if point.quantised else ACT
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=g, device=device, dtype=torch.float32).to(ACT)
-
-    blocks = -(-t // BLOCK_SIZE) * 4
-    latent = random(t, LATENT + ROPE)
-    cache = torch.zeros(
-        (blocks, BLOCK_SIZE, LATENT + ROPE), dtype=torch.uint8 if point.quantised else ACT, device=device
-    )
-    slots = torch.randperm(blocks * BLOCK_SIZE, generator=g, device=device)[:t]
-    return DecodeInputs(
-        q=random(t, n, NOPE + ROPE),
-        k_pe=latent[:, LATENT:],
-        kv_c=latent[:, :LATENT],
-        w_uk_t=random(n, NOPE, LATENT) * NOPE**-0.5,
-        kv_cache=cache.view(stored),
-        slot_mapping=slots,
-        positions=torch.randint(0, MAX_POSITION, (t,), generator=g, device=device),
-        cos_sin_cache=table,
-        k_scale=scales[0],
-        q_scale=scales[1],
-        is_neox=False,
-        out_dtype=stored,
-    )
+    shape = LayerShape(point.heads, NOPE, stored, stored, BLOCK_SIZE, False, ACT, device, LATENT, ROPE)
+    return [synthetic_inputs(shape, point.tokens, padded=None, table=table, generator=g) for _ in range(count)]

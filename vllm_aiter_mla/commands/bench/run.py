@@ -81,11 +81,11 @@ def run(points: list[Point], rounds: int, progress: Callable[[str], None] = lamb
         NoGpuError: torch sees no GPU, or Triton's back end has no hardware fp8 type for this one.
     """
     require_gpu()
-    from vllm_aiter_mla.kernels.triton.backend import FP8_OF_ARCH
+    from vllm_aiter_mla.kernels.platform import hardware_fp8
     from vllm_aiter_mla.kernels.triton.launcher import current_arch
 
     arch = current_arch()
-    native = FP8_OF_ARCH.get(arch)
+    native = hardware_fp8(arch)
     if native is None and any(point.quantised for point in points):
         raise NoGpuError(f"{arch} has no fp8 conversion in hardware; ask for bf16 only")
     report = Report(machine(), arch, timing.copy_gbps(), rounds)

@@ -139,9 +139,9 @@ def gpu_arch() -> str | None:
     """gfx942, sm90, ...: of the current device, else of the first card that the AMD driver lists."""
     found = module("torch")
     if not isinstance(found, Exception) and found.cuda.is_available():
-        from vllm_aiter_mla.kernels.platform import detect_arch
+        from vllm_aiter_mla.kernels.platform import detect_platform
 
-        return detect_arch()
+        return detect_platform().arch
     for node in sorted(KFD_NODES.glob("*/properties")):
         for line in node.read_text().splitlines():
             key, _, value = line.partition(" ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -11,13 +10,14 @@ import torch
 from vllm_aiter_mla.commands.plan import verdict
 from vllm_aiter_mla.commands.plan.model import ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
-from vllm_aiter_mla.kernels import select
+from vllm_aiter_mla.kernels import absorb, select
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.dispatch import PER_HEAD_TOKENS, ViewPolicy
-from vllm_aiter_mla.kernels.backend import KernelBackend
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.platform import Platform, hardware_fp8
+from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 from vllm_aiter_mla.kernels.triton import backend as triton
 from vllm_aiter_mla.kernels.triton import tiles
 
@@ -51,7 +51,7 @@ class PlannedSelector(select.Selector):
         super().__init__(self.asked, Platform(arch, ROCM if arch.startswith("gfx") else None))
         view = cast(ViewPolicy, options.settings.aiter_view)
         self._planned: dict[str, KernelBackend | str] = {
-            "aiter": AiterBackend(self.platform, op=_never, view=view, fp8_gemm=lambda: _never)
+            "aiter": AiterBackend(self.platform, op=_never, view=view, missing=lambda weight: None)
             if arch in ARCHITECTURES
             else select.aiter_factory(self.platform),
             "triton": _PlannedTriton(arch),
@@ -63,7 +63,7 @@ class PlannedSelector(select.Selector):
         return self._planned[name]
 
     def unavailable(self) -> str | None:
-        """Why no fused kernel would be chosen in that process at all, or None; as ``runtime.kernel`` decides it."""
+        """Why no fused kernel would be chosen in that process at all, or None; as ``layers`` decides it."""
         if self.asked == "auto" and self.names[0] == "stock":
             return f"auto knows no fused kernel for {self.platform.arch}; kernel=triton can be asked for by name"
         backend = self.backend(self.names[0])
@@ -77,21 +77,21 @@ class _PlannedTriton(triton.TritonBackend):
         super().__init__()
         self._arch = arch
 
-    def refuse(self, inputs: DecodeInputs) -> str | None:
+    def bind(self, inputs: DecodeInputs) -> Binding | str:
+        return self._objection(inputs) or Binding(_never)
+
+    def _objection(self, inputs: DecodeInputs) -> str | None:
         for check in triton.ANYWHERE:
             if (reason := check(inputs)) is not None:
                 return reason
-        stored, native = inputs.kv_cache.dtype, triton.FP8_OF_ARCH.get(self._arch)
+        stored, native = inputs.kv_cache.dtype, hardware_fp8(self._arch)
         if stored.itemsize == 1 and stored != native:
             return f"kv_cache: {self._arch} converts to {native} in hardware, not to {stored}"
         cap = tiles.cap_for(self._arch, inputs.num_heads, inputs.out_dtype.itemsize == 1, inputs.num_tokens)
         return None if cap is None else f"{inputs.num_tokens} tokens: measured slower from {cap.from_tokens} on"
 
-    def bind(self, inputs: DecodeInputs) -> Callable[[DecodeInputs], torch.Tensor]:
-        return _never
 
-
-class _PlannedStock(select.ReferenceBackend):
+class _PlannedStock(ReferenceBackend):
     """vLLM's own kernels take whatever the shared contract allows."""
 
     name = "stock"
@@ -141,7 +141,7 @@ def operands(options: ServeOptions, model: ModelFacts, platform: Platform, token
         q=empty(tokens, heads, model.nope + model.rope),
         k_pe=empty(tokens, model.rope),
         kv_c=empty(tokens, model.latent),
-        w_uk_t=empty(heads, model.nope, model.latent, dtype=platform.fp8 if fp8_weight else act),
+        weight=absorb.make(empty(heads, model.nope, model.latent), ("fp8", platform.fp8) if fp8_weight else ("plain",)),
         kv_cache=empty(blocks, options.block_size, model.latent + model.rope, dtype=stored),
         slot_mapping=empty(tokens, dtype=torch.int64),
         positions=empty(tokens, dtype=torch.int64),
@@ -150,7 +150,6 @@ def operands(options: ServeOptions, model: ModelFacts, platform: Platform, token
         q_scale=scale,
         is_neox=False,
         out_dtype=stored,
-        w_uk_scale=scale if fp8_weight else None,
     )
 
 

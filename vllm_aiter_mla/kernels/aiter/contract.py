@@ -9,22 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels.aiter.dispatch import LATENT, ROPE, STRIDE_LIMIT, Plan
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.aiter.dispatch import LATENT, ROPE, STRIDE_LIMIT, Route
+from vllm_aiter_mla.kernels.inputs import VECTOR_BYTES, DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform
 
 ACTIVATIONS = (torch.bfloat16, torch.float16)
 ARCHITECTURES = ("gfx942", "gfx950")
 SPAN_LIMIT = 1 << 32  # bytes one buffer descriptor reaches: opus.hpp, make_gmem(ptr, unsigned size)
-VECTOR_BYTES = 16
-OPERANDS = (
-    "q", "k_pe", "kv_c", "w_uk_t", "kv_cache", "slot_mapping", "positions", "cos_sin_cache", "k_scale", "q_scale",
-)  # fmt: skip
-
 Finding = Callable[[DecodeInputs, Platform], "str | None"]
 
 
@@ -61,8 +55,8 @@ def _arch(inputs: DecodeInputs, platform: Platform) -> str | None:
 
 
 def _ranks(inputs: DecodeInputs, platform: Platform) -> str | None:
-    expected = {"q": 3, "k_pe": 2, "kv_c": 2, "w_uk_t": 3, "cos_sin_cache": 2, "slot_mapping": 1, "positions": 1}
-    given = {name: getattr(inputs, name).dim() for name in expected}
+    expected = {"q": 3, "k_pe": 2, "kv_c": 2, "cos_sin_cache": 2, "slot_mapping": 1, "positions": 1, "W_UK": 3}
+    given = {name: tensor.dim() for name, tensor in inputs.tensors} | {"W_UK": len(inputs.weight.sizes)}
     return _first(f"{name} has {given[name]} dimensions, not {n}" for name, n in expected.items() if given[name] != n)
 
 
@@ -84,8 +78,8 @@ def _widths(inputs: DecodeInputs, platform: Platform) -> str | None:
 
 def _shapes(inputs: DecodeInputs, platform: Platform) -> str | None:
     t, n, p = inputs.num_tokens, inputs.num_heads, inputs.nope_dim
-    expected = {"k_pe": (t, ROPE), "kv_c": (t, LATENT), "w_uk_t": (n, p, LATENT)}
-    given = {name: tuple(getattr(inputs, name).shape) for name in expected}
+    expected = {"k_pe": (t, ROPE), "kv_c": (t, LATENT), "W_UK": (n, p, LATENT)}
+    given = {"k_pe": tuple(inputs.k_pe.shape), "kv_c": tuple(inputs.kv_c.shape), "W_UK": inputs.weight.sizes}
     return _first(f"{name} is {given[name]}, not {want}" for name, want in expected.items() if given[name] != want)
 
 
@@ -103,19 +97,12 @@ def _activation(inputs: DecodeInputs, platform: Platform) -> str | None:
     act = inputs.kv_c.dtype
     if act not in ACTIVATIONS:
         return f"kv_c is {act}"
-    others = _named(inputs, "q", "k_pe", "cos_sin_cache", *(() if inputs.w_uk_scale is not None else ("w_uk_t",)))
+    others = _named(inputs, "q", "k_pe", "cos_sin_cache")
     return _first(f"{name} is {tensor.dtype} beside {act}" for name, tensor in others if tensor.dtype != act)
 
 
-def _fp8_absorb(inputs: DecodeInputs, platform: Platform) -> str | None:
-    scale = inputs.w_uk_scale
-    if scale is None:
-        return None
-    if inputs.w_uk_t.dtype != platform.fp8:
-        return f"w_uk_t is {inputs.w_uk_t.dtype} beside a w_uk_scale"
-    if scale.dtype != torch.float32 or scale.numel() < 1 or scale.device != inputs.w_uk_t.device:
-        return f"w_uk_scale is {scale.numel()} element(s) of {scale.dtype} on {scale.device}"
-    return None
+def _absorb(inputs: DecodeInputs, platform: Platform) -> str | None:
+    return inputs.weight.broken(inputs.kv_c.dtype) or inputs.weight.refuse(platform)
 
 
 def _cache_bytes(inputs: DecodeInputs, platform: Platform) -> str | None:
@@ -132,24 +119,14 @@ def _out_dtype(inputs: DecodeInputs, platform: Platform) -> str | None:
     return None if inputs.out_dtype in allowed else f"a {inputs.out_dtype} query beside a {inputs.kv_cache.dtype} cache"
 
 
-def _query_stride(inputs: DecodeInputs, platform: Platform) -> str | None:
-    return _last_stride(inputs.q)
+def _dense(name: str) -> Finding:
+    """The check that the last dimension of the operand ``name`` has stride 1."""
 
+    def find(inputs: DecodeInputs, platform: Platform) -> str | None:
+        ((_, tensor),) = _named(inputs, name)
+        return None if tensor.stride(-1) == 1 else f"its last stride is {tensor.stride(-1)}"
 
-def _latent_stride(inputs: DecodeInputs, platform: Platform) -> str | None:
-    return _last_stride(inputs.kv_c)
-
-
-def _key_stride(inputs: DecodeInputs, platform: Platform) -> str | None:
-    return _last_stride(inputs.k_pe)
-
-
-def _cache_stride(inputs: DecodeInputs, platform: Platform) -> str | None:
-    return _last_stride(inputs.kv_cache)
-
-
-def _last_stride(tensor: torch.Tensor) -> str | None:
-    return None if tensor.stride(-1) == 1 else f"its last stride is {tensor.stride(-1)}"
+    return find
 
 
 def _int_strides(inputs: DecodeInputs, platform: Platform) -> str | None:
@@ -185,10 +162,8 @@ def _devices(inputs: DecodeInputs, platform: Platform) -> str | None:
     home = inputs.kv_cache.device
     if home.type == "cuda" and home.index != torch.cuda.current_device():
         return f"the cache is on {home}, the current device is cuda:{torch.cuda.current_device()}"
-    others = _named(inputs, *OPERANDS)
-    return _first(
-        f"{name} is on {tensor.device}, the cache on {home}" for name, tensor in others if tensor.device != home
-    )
+    others = (f"{name} is on {tensor.device}" for name, tensor in inputs.tensors if tensor.device != home)
+    return _first(f"{other}, the cache on {home}" for other in others)
 
 
 def _alignment(inputs: DecodeInputs, platform: Platform) -> str | None:
@@ -215,7 +190,7 @@ CHECKS = (
     Check("arch", "the op is built and self-checked for gfx942 and gfx950 only",
           "use kernel=triton or kernel=stock", _arch),
     Check("ranks", "AITER aborts on a 3-D k_pe or kv_c and on q of another rank, and misreads the rest",
-          "pass q and w_uk_t 3-D, the others 2-D, indices 1-D", _ranks),
+          "pass q and W_UK 3-D, the others 2-D, indices 1-D", _ranks),
     Check("cache-rank", "AITER takes size(1) for the block size: a 4-D [blocks, 1, block, 576] is read as block size 1",
           "pass [blocks, block_size, 576]", _cache_rank),
     Check("cache-empty", "AITER divides by the block size and writes without looking",
@@ -228,18 +203,18 @@ CHECKS = (
     Check("activation-dtype", "AITER reads all of them as kv_c's type, and aborts on an unknown one",
           "cast the model and its rotary table to bf16 or fp16; in fp32 its products round as nothing else does",
           _activation),
-    Check("fp8-absorb", "AITER's batched GEMM reads the weight as the card's fp8",
-          "set VLLM_ROCM_USE_AITER_FP8BMM=0", _fp8_absorb),
+    Check("absorb", "AITER's batched GEMM reads the weight as the card's own type",
+          "let vLLM hold it in the activation dtype: set VLLM_ROCM_USE_AITER_FP8BMM=0", _absorb),
     Check("cache-uint8", "AITER aborts on uint8: 'kv cache data type is not supported'",
           "view it as the card's fp8 type", _cache_bytes),
     Check("cache-dtype", "another fp8 flavour or integer type ends in an abort or an assertion, another float type is"
           " silently written as kv_c's", "use the activation dtype or fp8 (e4m3) for the KV cache", _cache_dtype),
     Check("out-dtype", "AITER aborts on an fp8 query beside a float cache and writes other float types as kv_c's",
           "ask for the activation dtype or the cache's fp8 type", _out_dtype),
-    Check("q-stride", "the last stride is taken for 1", "make q contiguous in its last dimension", _query_stride),
-    Check("kv_c-stride", "AITER aborts", "make kv_c contiguous in its last dimension", _latent_stride),
-    Check("k_pe-stride", "AITER aborts", "make k_pe contiguous in its last dimension", _key_stride),
-    Check("cache-stride", "the last stride is taken for 1", "use a layout with dense rows", _cache_stride),
+    Check("q-stride", "the last stride is taken for 1", "make q contiguous in its last dimension", _dense("q")),
+    Check("kv_c-stride", "AITER aborts", "make kv_c contiguous in its last dimension", _dense("kv_c")),
+    Check("k_pe-stride", "AITER aborts", "make k_pe contiguous in its last dimension", _dense("k_pe")),
+    Check("cache-stride", "the last stride is taken for 1", "use a layout with dense rows", _dense("kv_cache")),
     Check("int-strides", "AITER keeps strides in 32 bits: they would wrap", "keep rows less than 2^31 elements apart",
           _int_strides),
     Check("index-dtype", "AITER reads the bytes as int64 whatever they are", "cast to torch.int64", _index_dtype),
@@ -259,9 +234,9 @@ def violation(inputs: DecodeInputs, platform: Platform) -> str | None:
     return _first(reason for check in CHECKS if (reason := check.reason(inputs, platform)) is not None)
 
 
-def kernel_violation(plan: Plan, heads: int, tokens: int) -> str | None:
-    """Why the kernel of ``plan`` must not run, or None: known only after the checks above have passed."""
-    if plan.honours_all_rows:
+def kernel_violation(route: Route, heads: int, tokens: int) -> str | None:
+    """Why the kernel of ``route`` must not run, or None: known only after the checks above have passed."""
+    if route.honours_all_rows:
         return None
     return (
         f"kernel: {heads} heads and {tokens} tokens land on AITER's general kernel; it aborts on compute_all_q_rope, "
@@ -281,26 +256,3 @@ def span_violation(q_nope: torch.Tensor) -> str | None:
     if span < SPAN_LIMIT:
         return None
     return f"q_nope: one token spans {span} bytes, over 4 GiB; AITER would drop the heads beyond; make it contiguous"
-
-
-def call_key(inputs: DecodeInputs) -> tuple[Any, ...]:
-    """What the checks, the choice of kernel and the call depend on; equal keys are treated alike."""
-    tensors = (getattr(inputs, name) for name in OPERANDS)
-    scale = None if inputs.w_uk_scale is None else _tensor_key(inputs.w_uk_scale)
-    return (inputs.is_neox, inputs.out_dtype, scale, *map(_tensor_key, tensors))
-
-
-def layer_key(inputs: DecodeInputs) -> tuple[Any, ...]:
-    """What makes a layer shape: the call key without tokens, strides and the cache's block size.
-
-    The block size is left out because a self-check on synthetic blocks must speak for the real ones.
-    """
-    return (
-        inputs.num_heads, inputs.nope_dim, inputs.rope_dim, inputs.latent_dim, inputs.q.dtype, inputs.kv_cache.dtype,
-        inputs.out_dtype, inputs.is_neox, inputs.kv_cache.device, inputs.w_uk_t.dtype,
-    )  # fmt: skip
-
-
-def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    offset = tensor.storage_offset() * tensor.itemsize % VECTOR_BYTES
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, offset)

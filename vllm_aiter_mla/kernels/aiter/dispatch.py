@@ -26,8 +26,8 @@ OPT_WORK = 2048  # latent * heads from which the opt kernel is taken
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How a call will be run.
+class Route:
+    """How a call reaches one of AITER's kernels.
 
     Attributes:
         kernel: the AITER kernel that will run.
@@ -64,9 +64,9 @@ def truncates_cache_rope(kernel: KernelName, arch: str, cache_dtype: torch.dtype
     return kernel == "opt" and arch == "gfx942" and cache_dtype == torch.bfloat16
 
 
-def make_plan(
+def route_of(
     kv_cache: torch.Tensor, tokens: int, heads: int, rope: int, platform: Platform, policy: ViewPolicy = "auto"
-) -> Plan:
+) -> Route:
     """Choose the view of ``kv_cache`` [blocks, block_size, latent+rope] and name the kernel that follows from it.
 
     Policies "per-head" and "opt" ask for that kernel; a number asks for per-head below that many tokens and for opt
@@ -80,28 +80,28 @@ def make_plan(
     if isinstance(policy, int):
         policy = "per-head" if tokens < policy else "opt"
 
-    def planned(view: CacheView, block: int) -> Plan:
+    def through(view: CacheView, block: int) -> Route:
         kernel = kernel_for(block, latent, rope, heads, tokens)
-        return Plan(
+        return Route(
             kernel, view, Numerics(truncate_cache_rope=truncates_cache_rope(kernel, platform.arch, kv_cache.dtype))
         )
 
-    plans = [planned("as-is", kv_cache.shape[1])]
+    routes = [through("as-is", kv_cache.shape[1])]
     if policy != "as-is" and kv_cache.is_contiguous():
-        plans.append(planned("tokens", 1))
+        routes.append(through("tokens", 1))
         if kv_cache.numel() < STRIDE_LIMIT:  # the whole cache is one block's stride
-            plans.append(planned("one-block", slots))
-    serving = [plan for plan in plans if plan.honours_all_rows]
-    wanted = [plan for plan in serving if _is_wanted(plan, policy)]
-    return (wanted or serving or plans)[0]
+            routes.append(through("one-block", slots))
+    serving = [route for route in routes if route.honours_all_rows]
+    wanted = [route for route in serving if _is_wanted(route, policy)]
+    return (wanted or serving or routes)[0]
 
 
-def _is_wanted(plan: Plan, policy: ViewPolicy) -> bool:
-    return plan.kernel == policy if policy in ("per-head", "opt") else not plan.numerics.truncate_cache_rope
+def _is_wanted(route: Route, policy: ViewPolicy) -> bool:
+    return route.kernel == policy if policy in ("per-head", "opt") else not route.numerics.truncate_cache_rope
 
 
 def apply_view(kv_cache: torch.Tensor, view: CacheView) -> torch.Tensor:
-    """The cache as the plan wants it handed over; no copy, no allocation."""
+    """The cache as the route wants it handed over; no copy, no allocation."""
     if view == "tokens":
         return kv_cache.view(-1, 1, kv_cache.shape[2])
     if view == "one-block":

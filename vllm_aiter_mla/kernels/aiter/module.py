@@ -1,21 +1,16 @@
-"""The one place that imports AITER and hands out its op."""
+"""The one place that imports AITER and hands out its fused op."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from vllm_aiter_mla.kernels.aiter.locate import OP, REQUIRED, locate_aiter, signature_problem
 
 Op = Callable[..., None]
-Gemm = Callable[..., torch.Tensor]
-
-FP8_GEMM = "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant"
-# Where vLLM imports it from, and where AITER's sources hold it since they sort their GEMMs.
-FP8_GEMM_HOMES = ("aiter.ops.triton", "aiter.ops.triton.gemm.batched")
 
 
 class AiterUnavailableError(RuntimeError):
@@ -43,17 +38,6 @@ def load_op() -> Op:
     if reason is not None:
         raise AiterUnavailableError(reason)
     return op
-
-
-def load_fp8_gemm() -> Gemm | str:
-    """AITER's batched GEMM over fp8 weights, which vLLM's absorb step calls, or why there is none. Never raises."""
-    problems = []
-    for home in FP8_GEMM_HOMES:
-        try:
-            return cast(Gemm, getattr(importlib.import_module(f"{home}.{FP8_GEMM}"), FP8_GEMM))
-        except Exception as error:  # as for the op: its modules look at the card and at Triton when imported
-            problems.append(f"{type(error).__name__}: {error}")
-    return f"AITER's fp8 batched GEMM cannot be imported: {problems[-1]}"
 
 
 def schema_problem(op: Any) -> str | None:

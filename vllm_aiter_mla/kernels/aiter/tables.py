@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from vllm_aiter_mla.kernels.capture import KernelCaptureError
+
 Halves = tuple[torch.Tensor, torch.Tensor]
-
-
-class KernelCaptureError(RuntimeError):
-    """Work that must happen outside a graph capture was asked for inside one; the message says what to do."""
 
 
 @dataclass(slots=True)

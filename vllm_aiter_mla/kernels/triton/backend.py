@@ -10,7 +10,11 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels.absorb.plain import PlainWeight, plain
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
+from vllm_aiter_mla.kernels.compare import OWN_BMM
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, contract_violation
+from vllm_aiter_mla.kernels.platform import hardware_fp8
 from vllm_aiter_mla.kernels.triton import interpreted
 from vllm_aiter_mla.kernels.triton.tiles import Tile, cap_for
 
@@ -19,63 +23,26 @@ MIN_WIDTH = 16
 INT32_SPAN = 1 << 31
 # Rows that any program addresses with one 32-bit offset: the largest block_t or rope_rows of the table.
 BLOCK_ROWS = 128
-# Call shapes remembered; a serving process sees its capture sizes, not thousands.
-KEEP = 4096
-# What each architecture converts to in hardware; any other pairing compiles to a software cast.
-FP8_OF_ARCH = {
-    "gfx942": torch.float8_e4m3fnuz,
-    "gfx950": torch.float8_e4m3fn,
-    "sm89": torch.float8_e4m3fn,
-    "sm90": torch.float8_e4m3fn,
-    "sm100": torch.float8_e4m3fn,
-    "sm103": torch.float8_e4m3fn,
-    "sm120": torch.float8_e4m3fn,
-}
 
 
-class TritonBackend:
+class TritonBackend(KernelBackend):
     """One portable launch, absorb BMM included. Opt-in until a user measures it on his card."""
 
     name = "triton"
+    bounds = OWN_BMM
 
-    def __init__(self) -> None:
-        self._reasons: dict[tuple[Any, ...], str | None] = {}
+    def bind(self, inputs: DecodeInputs) -> Binding | str:
+        """See the base class: one launch, on the tile that belongs to the call's shape.
 
-    def refuse(self, inputs: DecodeInputs) -> str | None:
-        """Why this call cannot be taken, or None. Metadata only: no device synchronisation.
-
-        Remembered by everything the checks look at, because a step that is not in a graph asks once per layer.
+        Every row of the result is defined. fp8 saturates in both halves; NaN becomes the lowest finite value. The run
+        raises KernelCaptureError where a graph is being captured and this variant was not compiled beforehand.
         """
-        key = _key(inputs)
-        if key not in self._reasons:
-            if len(self._reasons) >= KEEP:
-                self._reasons.clear()
-            self._reasons[key] = next((reason for check in _CHECKS if (reason := check(inputs)) is not None), None)
-        return self._reasons[key]
-
-    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
-        """One launch: q_prepared [T, N, L+R] of ``inputs.out_dtype``, and the KV rows whose slot is >= 0.
-
-        Every row of q_prepared is defined. fp8 saturates in both halves; NaN becomes the lowest finite value.
-
-        Raises:
-            KernelInputError: ``refuse`` has a reason; it is the message.
-            RuntimeError: a graph is being captured and this variant was not compiled beforehand.
-        """
-        return self.bind(inputs)(inputs)
-
-    def bind(self, inputs: DecodeInputs) -> Callable[[DecodeInputs], torch.Tensor]:
-        """``prepare`` for calls of the shape of ``inputs``, on the tile that belongs to it.
-
-        Raises:
-            KernelInputError: ``refuse`` has a reason; it is the message.
-        """
-        reason = self.refuse(inputs)
+        reason = next((reason for check in _CHECKS if (reason := check(inputs)) is not None), None)
         if reason is not None:
-            raise KernelInputError(f"triton: {reason}")
+            return reason
         from vllm_aiter_mla.kernels.triton import launcher
 
-        return partial(_launch, launcher, launcher.entry(inputs).tile)
+        return Binding(partial(_launch, launcher, launcher.entry(inputs).tile))
 
     def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> tuple[Tile, ...]:
         """Compile, outside capture, what graphs of ``token_counts`` rows need; see ``launcher.warm_up``.
@@ -99,13 +66,6 @@ def _launch(launcher: Any, tile: Tile, inputs: DecodeInputs) -> torch.Tensor:
     return result
 
 
-def _key(inputs: DecodeInputs) -> tuple[Any, ...]:
-    """All that the checks depend on: shapes, strides, dtypes and devices; the architecture is fixed for a process."""
-    tensors = [getattr(inputs, name) for name in ("q", *_TENSORS)]
-    scaled = inputs.w_uk_scale is not None
-    return (inputs.is_neox, inputs.out_dtype, scaled, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
-
-
 def _no_triton(inputs: DecodeInputs) -> str | None:
     return None if find_spec("triton") else "the package triton is not installed"
 
@@ -116,8 +76,8 @@ def _contract(inputs: DecodeInputs) -> str | None:
         return broken
     if inputs.q.dtype not in (torch.bfloat16, torch.float16):
         return f"q: torch.bfloat16 or torch.float16 expected, got {inputs.q.dtype}"
-    if inputs.w_uk_scale is not None:
-        return f"w_uk_t: {inputs.q.dtype} expected, got {inputs.w_uk_t.dtype}; set VLLM_ROCM_USE_AITER_FP8BMM=0"
+    if not isinstance(inputs.weight, PlainWeight):
+        return f"W_UK: {inputs.q.dtype} expected, got the form {inputs.weight.form}; {inputs.weight.avoid}"
     if inputs.cos_sin_cache.shape[0] == 0:
         return "cos_sin_cache: at least one row expected, got none"
     return None
@@ -127,10 +87,9 @@ def _device(inputs: DecodeInputs) -> str | None:
     device = inputs.q.device
     if device.type != ("cpu" if interpreted() else "cuda"):
         return f"a GPU is needed, q is on {device.type}"
-    for name in _TENSORS:
-        other = getattr(inputs, name).device
-        if other != device:
-            return f"{name}: {device} (that of q) expected, got {other}"
+    for name, tensor in inputs.tensors:
+        if tensor.device != device:
+            return f"{name}: {device} (that of q) expected, got {tensor.device}"
     return None
 
 
@@ -147,8 +106,8 @@ def _layout(inputs: DecodeInputs) -> str | None:
         tensor = getattr(inputs, name)
         if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             return f"{name}: last stride 1 expected, got {tensor.stride(-1)}"
-    if 1 not in inputs.w_uk_t.stride()[1:]:
-        return f"w_uk_t: stride 1 along P or L expected, got {inputs.w_uk_t.stride()}"
+    if 1 not in (stride := plain(inputs.weight).stride())[1:]:
+        return f"w_uk_t: stride 1 along P or L expected, got {stride}"
     return None
 
 
@@ -158,7 +117,7 @@ def _spans(inputs: DecodeInputs) -> str | None:
         "q": _span(inputs.q, min(inputs.num_tokens, BLOCK_ROWS)),
         "k_pe": _span(inputs.k_pe, min(inputs.num_tokens, BLOCK_ROWS)),
         "kv_c": _span(inputs.kv_c, min(inputs.num_tokens, BLOCK_ROWS)),
-        "w_uk_t": _span(inputs.w_uk_t, 1),
+        "w_uk_t": _span(plain(inputs.weight), 1),
         "cos_sin_cache": _span(inputs.cos_sin_cache, inputs.cos_sin_cache.shape[0]),
     }
     for name, span in spans.items():
@@ -180,7 +139,7 @@ def _fp8(inputs: DecodeInputs) -> str | None:
     if not fp8.is_fp8(dtype):
         return None if dtype == inputs.q.dtype else f"kv_cache: an e4m3 type or {inputs.q.dtype} expected, got {dtype}"
     arch = launcher.current_arch()
-    native = FP8_OF_ARCH.get(arch)
+    native = hardware_fp8(arch)
     if arch == "interpreter" or native == dtype:
         return None
     return f"kv_cache: {arch} converts to {native or 'no e4m3 type'} in hardware, {dtype} would be a software cast"
@@ -199,17 +158,6 @@ def _cap(inputs: DecodeInputs) -> str | None:
     return _capped(inputs, inputs.num_tokens)
 
 
-_TENSORS = (
-    "k_pe",
-    "kv_c",
-    "w_uk_t",
-    "kv_cache",
-    "slot_mapping",
-    "positions",
-    "cos_sin_cache",
-    "k_scale",
-    "q_scale",
-)
 ANYWHERE: tuple[Callable[[DecodeInputs], str | None], ...] = (_contract, _widths, _layout, _spans)
 """The checks that depend on the operands alone; ``plan`` asks them about a card that is not there."""
 

@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.triton.kernel import (
     SCALAR_POINTERS,
@@ -172,7 +171,7 @@ def concat_quant(inputs: DecodeInputs, absorbed: torch.Tensor, q_rot: torch.Tens
 
 def unfused(inputs: DecodeInputs) -> torch.Tensor:
     """The whole sequence in three launches, as ``KernelBackend.prepare``; the caller has checked the operands."""
-    absorbed = reference.absorb(inputs.q[..., : inputs.nope_dim], inputs.w_uk_t)
+    absorbed = inputs.weight.product(inputs.q_nope)
     return concat_quant(inputs, absorbed, rope_kv(inputs))
 
 

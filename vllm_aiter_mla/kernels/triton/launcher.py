@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.kernels import capture, fp8
+from vllm_aiter_mla.kernels.absorb.plain import plain
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.triton import interpreted
 from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
@@ -61,7 +62,7 @@ def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
 
 def strides(inputs: DecodeInputs) -> tuple[int, ...]:
     """The kernel's stride arguments in its order, in elements."""
-    q, w, cache = inputs.q, inputs.w_uk_t, inputs.kv_cache
+    q, w, cache = inputs.q, plain(inputs.weight), inputs.kv_cache
     return (
         _row_stride(q, 0),
         _row_stride(q, 1),
@@ -83,16 +84,14 @@ def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
         q_prepared [T, N, L+R] of ``inputs.out_dtype``, contiguous: the only allocation.
 
     Raises:
-        RuntimeError: a graph is being captured and this variant has not been compiled: see ``warm_up``.
+        KernelCaptureError: a graph is being captured and this variant has not been compiled: see ``warm_up``.
     """
-    tokens, heads = inputs.num_tokens, inputs.num_heads
-    width = inputs.latent_dim + inputs.rope_dim
-    out = torch.empty((tokens, heads, width), dtype=inputs.out_dtype, device=inputs.q.device)
+    tokens, heads, out = inputs.num_tokens, inputs.num_heads, inputs.new_query()
     if tokens == 0:
         return out
     slots = inputs.slot_mapping.shape[0] if inputs.kv_cache.numel() else 0
     compile_time = constants(inputs, tile)
-    tensors = (inputs.q, inputs.k_pe, inputs.kv_c, inputs.w_uk_t, inputs.kv_cache, out)
+    tensors = (inputs.q, inputs.k_pe, inputs.kv_c, plain(inputs.weight), inputs.kv_cache, out)
     steps = strides(inputs)
     _require_compiled(_variant(tensors, steps, compile_time, tile))
     options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
@@ -172,7 +171,9 @@ def _require_compiled(variant: tuple[Any, ...]) -> None:
     if variant in _compiled:
         return
     if capture.is_capturing():
-        raise RuntimeError("triton: a graph is being captured and this variant is not compiled; call warm_up before")
+        raise capture.KernelCaptureError(
+            "triton: a graph is being captured and this variant is not compiled; call warm_up before"
+        )
     _compiled.add(variant)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_aiter_mla.kernels.aiter.module import FP8_GEMM
+from vllm_aiter_mla.kernels.absorb.fp8 import GEMM
 
 VERSIONS = ("0.1.20", "0.1.19", "0.1.7", "0.1.20+future", "broken", "namespace", "pypi")
 
@@ -78,7 +78,7 @@ def write_tree(root: Path, version: str = "0.1.20", prebuilt: bool = True, edita
     if version != "broken":
         _write(package / "ops" / "cache.py", _SOURCE.format(op=_op_source(version)))
         _write(package / "ops" / "triton" / "__init__.py", "")
-        _write(package / "ops" / "triton" / f"{FP8_GEMM}.py", _GEMM.format(name=FP8_GEMM))
+        _write(package / "ops" / "triton" / f"{GEMM}.py", _GEMM.format(name=GEMM))
     if version != "namespace":
         _write(package / "__init__.py", "from .ops.cache import *  # noqa\n")
     if prebuilt:

@@ -11,11 +11,11 @@ from passes.graphs import Spelling
 from passes.stubs import PADDED
 from passes.test_recognised import build
 
-from runtime import opcalls
-from runtime.opcalls import FAKES, OPS, batch_of, layer_of
+from ops import opcalls
+from ops.opcalls import FAKES, OPS, batch_of, layer_of
+from vllm_aiter_mla import layers
 from vllm_aiter_mla.compat import context
 from vllm_aiter_mla.ops import adapter, bodies
-from vllm_aiter_mla.runtime import kernel
 
 pytestmark = pytest.mark.mutation
 
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.mutation
     ],
 )
 def test_mutation_i1_fused_op_returns_something_else_than_declared(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
-    real = kernel.prepare
-    monkeypatch.setattr(kernel, "prepare", lambda *args: spoil(real(*args)))
+    real = layers.prepare
+    monkeypatch.setattr(layers, "prepare", lambda *args: spoil(real(*args)))
     with pytest.raises((AssertionError, RuntimeError)):
         opcalls.assert_real_matches_fake("fused_qk_rope_kv_cache_q_prep", layer_of(), PADDED)
 

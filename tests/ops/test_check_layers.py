@@ -9,26 +9,28 @@ import pytest
 import torch
 from passes.stubs import BLOCK_SIZE, StubLayer
 
-from runtime.opcalls import layer_of
+from ops.opcalls import layer_of
+from vllm_aiter_mla import layers as decided
+from vllm_aiter_mla import worker
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import reference, select
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
-from vllm_aiter_mla.kernels.selfcheck import synthetic_inputs
-from vllm_aiter_mla.runtime import kernel, selfcheck
+from vllm_aiter_mla.kernels.shape import synthetic_inputs
 from vllm_aiter_mla.settings import SettingsError
 
 
-class Candidate:
+class Candidate(KernelBackend):
     """A "triton" kernel that is the reference but for what a test plants."""
 
     name = "triton"
     launches = 0
     warmed: tuple[int, ...] = ()
 
-    def refuse(self, inputs: DecodeInputs) -> str | None:
-        return contract_violation(inputs)
+    def bind(self, inputs: DecodeInputs) -> Binding | str:
+        return contract_violation(inputs) or Binding(self.run)
 
-    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
         self.launches += 1
         return reference.prepare(inputs)
 
@@ -37,12 +39,12 @@ class Candidate:
 
 
 class Wrong(Candidate):
-    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
-        return -super().prepare(inputs)
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
+        return -super().run(inputs)
 
 
 class Raising(Candidate):
-    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
         raise RuntimeError("HIP error: invalid device function")
 
 
@@ -61,7 +63,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 def layers_on(candidate: Candidate, monkeypatch: pytest.MonkeyPatch, **spoilt: Any) -> dict[str, StubLayer]:
     """Two layers of one shape that ask for ``candidate``; the first one's attributes replaced by ``spoilt``."""
-    monkeypatch.setitem(select._FACTORIES, "triton", lambda platform: candidate)
+    monkeypatch.setitem(select.FACTORIES, "triton", lambda platform: candidate)
     layers = {f"layers.{index}": layer_of() for index in range(2)}
     for layer in layers.values():
         layer._vllm_config.additional_config["aiter_mla"]["kernel"] = "triton"
@@ -71,14 +73,13 @@ def layers_on(candidate: Candidate, monkeypatch: pytest.MonkeyPatch, **spoilt: A
 
 
 def chosen(layer: StubLayer) -> str | None:
-    shape = kernel.shape_of(layer, is_neox=True, act=torch.bfloat16, out_dtype=torch.bfloat16)
-    return kernel.plan(layer, shape).kernel
+    return decided.decide(layer, is_neox=True).kernel
 
 
 def test_a_right_kernel_is_kept_and_warmed_for_the_captured_sizes(monkeypatch, said) -> None:
     candidate = Candidate()
     layers = layers_on(candidate, monkeypatch)
-    selfcheck.check_layers(layers, strict=True, capture_sizes=[1, 8])
+    worker.check_layers(layers, strict=True, capture_sizes=[1, 8])
     assert candidate.warmed == (1, 8)
     assert chosen(layers["layers.0"]) == "triton"
     assert [level for level, _ in said if level > logging.DEBUG] == []
@@ -87,9 +88,9 @@ def test_a_right_kernel_is_kept_and_warmed_for_the_captured_sizes(monkeypatch, s
 def test_layers_of_one_shape_are_checked_once(monkeypatch, said) -> None:
     candidate = Candidate()
     layers = layers_on(candidate, monkeypatch)
-    selfcheck.check_layers({"one": layers["layers.0"]}, strict=True)
+    worker.check_layers({"one": layers["layers.0"]}, strict=True)
     once, candidate.launches = candidate.launches, 0
-    selfcheck.check_layers(layers, strict=True)
+    worker.check_layers(layers, strict=True)
     assert candidate.launches == once
 
 
@@ -101,9 +102,9 @@ def test_layers_of_one_shape_are_checked_once(monkeypatch, said) -> None:
 def test_a_kernel_that_fails_is_demoted_and_in_strict_mode_an_error(monkeypatch, said, candidate, why) -> None:
     layers = layers_on(candidate, monkeypatch)
     with pytest.raises(SettingsError, match="strict=true") as raised:
-        selfcheck.check_layers(layers, strict=True, capture_sizes=[1])
+        worker.check_layers(layers, strict=True, capture_sizes=[1])
     assert why in str(raised.value)
-    selfcheck.check_layers(layers, strict=False, capture_sizes=[1])
+    worker.check_layers(layers, strict=False, capture_sizes=[1])
     assert chosen(layers["layers.0"]) == "reference"
     errors = [text for level, text in said if level == logging.ERROR]
     assert errors
@@ -113,7 +114,7 @@ def test_a_kernel_that_fails_is_demoted_and_in_strict_mode_an_error(monkeypatch,
 def test_a_failed_check_reaches_a_plan_that_was_made_before_it(monkeypatch, said) -> None:
     layers = layers_on(Wrong(), monkeypatch)
     assert chosen(layers["layers.0"]) == "triton"
-    selfcheck.check_layers(layers, strict=False)
+    worker.check_layers(layers, strict=False)
     assert chosen(layers["layers.0"]) == "reference"
 
 
@@ -121,7 +122,7 @@ def test_a_layer_that_admission_refuses_is_not_checked_and_hides_no_other(monkey
     """An fp4 weight beside an fp8 switch has no shape that a check could be made for."""
     spoilt = {"is_aiter_triton_fp4_bmm_enabled": True, "W_UK_T": torch.zeros(2, 8, 32, dtype=torch.uint8)}
     layers = layers_on(Wrong(), monkeypatch, **spoilt)
-    selfcheck.check_layers(layers, strict=False)
+    worker.check_layers(layers, strict=False)
     assert chosen(layers["layers.1"]) == "reference"
 
 
@@ -129,9 +130,9 @@ def test_a_layer_that_cannot_be_asked_hides_no_other(monkeypatch, said) -> None:
     """The passes leave it alone; the wrong kernel of its neighbour must still be found."""
     layers = layers_on(Wrong(), monkeypatch)
     del layers["layers.0"].qk_nope_head_dim
-    selfcheck.check_layers(layers, strict=False)
+    worker.check_layers(layers, strict=False)
     assert chosen(layers["layers.1"]) == "reference"
-    verdicts = selfcheck.verdicts(layers)
+    verdicts = worker.cache_key(layers)
     assert len(verdicts) == 3
     assert verdicts[-1].startswith("layers.0: unchecked: ")
 
@@ -139,17 +140,17 @@ def test_a_layer_that_cannot_be_asked_hides_no_other(monkeypatch, said) -> None:
 def test_verdicts_tell_an_engine_with_the_kernel_from_one_without(monkeypatch, said) -> None:
     """They are part of the compile cache's key: a graph left alone for want of a kernel must not outlive the want."""
     layers = layers_on(Candidate(), monkeypatch)
-    usable = selfcheck.verdicts(layers)
-    assert usable == selfcheck.verdicts(layers)
+    usable = worker.cache_key(layers)
+    assert usable == worker.cache_key(layers)
     assert len(usable) == 2, "both rotary styles of one shape"
-    kernel.reset()
-    monkeypatch.setitem(select._FACTORIES, "triton", lambda platform: "not installed")
-    absent = selfcheck.verdicts(layers)
+    decided.reset()
+    monkeypatch.setitem(select.FACTORIES, "triton", lambda platform: "not installed")
+    absent = worker.cache_key(layers)
     assert "not installed" in absent[0]
-    kernel.reset()
+    decided.reset()
     failed = layers_on(Wrong(), monkeypatch)
-    selfcheck.check_layers(failed, strict=False)
-    assert len({usable, absent, selfcheck.verdicts(failed)}) == 3
+    worker.check_layers(failed, strict=False)
+    assert len({usable, absent, worker.cache_key(failed)}) == 3
 
 
 def test_verdicts_hold_no_index_of_a_card() -> None:
@@ -157,7 +158,7 @@ def test_verdicts_hold_no_index_of_a_card() -> None:
 
 
 def _verdicts_of_one() -> tuple[str, ...]:
-    return selfcheck.verdicts({"one": layer_of()})
+    return worker.cache_key({"one": layer_of()})
 
 
 def failing_at(call: int, real: Any) -> Any:
@@ -174,21 +175,22 @@ def failing_at(call: int, real: Any) -> Any:
 
 def prepared_by_the_candidate(layer: StubLayer, candidate: Candidate) -> bool:
     """Whether the op's own path runs it for ``layer``."""
-    shape = kernel.shape_of(layer, is_neox=True, act=torch.bfloat16, out_dtype=torch.bfloat16)
+    shape = decided.shape_of(layer, is_neox=True)
     candidate.launches = 0
-    kernel.prepare("layers.0", layer, synthetic_inputs(shape))
+    decided.prepare("layers.0", layer, synthetic_inputs(shape))
     return candidate.launches > 0
 
 
-@pytest.mark.parametrize("call", range(3))
+@pytest.mark.parametrize("call", range(6))
 def test_fail_closed_rows_that_cannot_be_made_cost_that_layer_its_kernel_and_no_other(monkeypatch, said, call) -> None:
     """Neither the passes' question nor the op's call reaches a kernel that was not checked."""
     candidate = Candidate()
     layers = layers_on(candidate, monkeypatch)
-    monkeypatch.setattr(selfcheck, "synthetic_inputs", failing_at(call, synthetic_inputs))
-    selfcheck.check_layers(layers, strict=False)
-    unchecked = {name for name, layer in layers.items() if kernel.why_unchecked(layer)}
-    assert unchecked == ({"layers.0"} if call < 2 else set()), "both styles were made by the third call"
+    monkeypatch.setattr(decided, "synthetic_inputs", failing_at(call, synthetic_inputs))
+    worker.check_layers(layers, strict=False)
+    unchecked = {name for name, layer in layers.items() if decided.why_unchecked(layer)}
+    # Both rotary styles of the first layer are decided on and checked by the fourth call.
+    assert unchecked == {"layers.0" if call < 4 else "layers.1"}
     for name, layer in layers.items():
         assert chosen(layer) == ("reference" if name in unchecked else "triton")
         assert prepared_by_the_candidate(layer, candidate) == (name not in unchecked)
@@ -198,41 +200,41 @@ def test_fail_closed_rows_that_cannot_be_made_cost_that_layer_its_kernel_and_no_
 def test_fail_closed_a_check_that_raised_is_made_again_for_the_next_layer_of_the_kind(monkeypatch, said) -> None:
     """A kind whose check raised must not pass for checked."""
     layers = layers_on(Wrong(), monkeypatch)
-    monkeypatch.setattr(selfcheck, "synthetic_inputs", failing_at(0, synthetic_inputs))
-    selfcheck.check_layers(layers, strict=False)
+    monkeypatch.setattr(decided, "synthetic_inputs", failing_at(0, synthetic_inputs))
+    worker.check_layers(layers, strict=False)
     assert {chosen(layer) for layer in layers.values()} == {"reference"}
-    assert kernel.why_unchecked(layers["layers.1"]) is None, "it was demoted by its shape"
+    assert decided.why_unchecked(layers["layers.1"]) is None, "it was demoted by its shape"
 
 
 def test_fail_closed_many_layers_that_cannot_be_checked_are_one_line(monkeypatch, said) -> None:
     layers = layers_on(Candidate(), monkeypatch)
-    monkeypatch.setattr(kernel, "plan_of", lambda *args: (_ for _ in ()).throw(KeyError("planted")))
-    selfcheck.check_layers(layers, strict=False)
+    monkeypatch.setattr(decided, "_kernel_for", lambda *args: (_ for _ in ()).throw(KeyError("planted")))
+    worker.check_layers(layers, strict=False)
     (line,) = [text for level, text in said if level > logging.DEBUG]
     assert line.startswith("2 MLA layer(s) fall back to vLLM's own kernels: layers.0: ")
 
 
 def test_fail_closed_a_kernel_without_memory_for_its_check_is_demoted(monkeypatch, said) -> None:
     class Hungry(Candidate):
-        def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
+        def run(self, inputs: DecodeInputs) -> torch.Tensor:
             raise torch.OutOfMemoryError("HIP out of memory")
 
     layers = layers_on(Hungry(), monkeypatch)
     with pytest.raises(SettingsError, match="HIP out of memory"):
-        selfcheck.check_layers(layers, strict=True)
-    selfcheck.check_layers(layers, strict=False)
+        worker.check_layers(layers, strict=True)
+    worker.check_layers(layers, strict=False)
     assert {chosen(layer) for layer in layers.values()} == {"reference"}
 
 
-@pytest.mark.parametrize("broken", ["plan_of", "shape_of"])
+@pytest.mark.parametrize("broken", ["decide", "_of"])
 def test_fail_closed_verdicts_that_cannot_be_asked_for(monkeypatch, said, broken) -> None:
     layers = layers_on(Candidate(), monkeypatch)
-    selfcheck.check_layers(layers, strict=False)
+    worker.check_layers(layers, strict=False)
     with monkeypatch.context() as patching:
-        patching.setattr(kernel, broken, lambda *args, **kwargs: (_ for _ in ()).throw(KeyError("planted")))
+        patching.setattr(decided, broken, lambda *args, **kwargs: (_ for _ in ()).throw(KeyError("planted")))
         with pytest.raises(SettingsError, match="planted"):
-            selfcheck.verdicts({"one": layer_of()}, strict=True)
-        found = selfcheck.verdicts(layers)
+            worker.cache_key({"one": layer_of()}, strict=True)
+        found = worker.cache_key(layers)
     assert all(": unchecked: " in line for line in found)
     assert {chosen(layer) for layer in layers.values()} == {"reference"}
 
@@ -240,7 +242,7 @@ def test_fail_closed_verdicts_that_cannot_be_asked_for(monkeypatch, said, broken
 def test_fail_closed_a_layer_that_was_refused_at_the_check_stays_unchecked(monkeypatch, said) -> None:
     layers = layers_on(Candidate(), monkeypatch)
     layers["layers.0"].sliding_window = 128
-    selfcheck.check_layers(layers, strict=True)
+    worker.check_layers(layers, strict=True)
     layers["layers.0"].sliding_window = None
     assert [chosen(layer) for layer in layers.values()] == ["reference", "triton"]
 
@@ -248,6 +250,6 @@ def test_fail_closed_a_layer_that_was_refused_at_the_check_stays_unchecked(monke
 @pytest.mark.mutation
 def test_mutation_fail_closed_a_raising_check_counts_as_made(monkeypatch, said) -> None:
     """The former way: the exception is noted, and the layer goes on with its kernel."""
-    monkeypatch.setattr(kernel, "distrust", lambda *args: None)
+    monkeypatch.setattr(decided, "distrust", lambda *args: None)
     with pytest.raises(AssertionError):
         test_fail_closed_rows_that_cannot_be_made_cost_that_layer_its_kernel_and_no_other(monkeypatch, said, 0)

@@ -12,10 +12,11 @@ from vllm import _custom_ops
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
-from runtime import opcalls
-from runtime.opcalls import FAKES, FUNCTIONAL, OPS, SIZES, arguments, batch_of, layer_of
+from ops import opcalls
+from ops.opcalls import FAKES, FUNCTIONAL, OPS, SIZES, arguments, batch_of, layer_of
 from vllm_aiter_mla.compat import context
 from vllm_aiter_mla.compat import kernels as vllm_kernels
+from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.reference import store_nope
 from vllm_aiter_mla.kernels.stock import StockBackend
@@ -159,8 +160,8 @@ def test_the_stock_kernels_quantise_a_query_of_any_length(tokens: int, monkeypat
         "fused_qk_rope_kv_cache_q_prep", layer, tokens
     )
     given = DecodeInputs(
-        q, k_pe, kv_c, layer.W_UK_T, context.fp8_view(layer.kv_cache), torch.arange(tokens), positions, table, k_scale,
-        layer._q_scale, is_neox, out_dtype,
+        q, k_pe, kv_c, PlainWeight(layer.W_UK_T), context.fp8_view(layer.kv_cache), torch.arange(tokens), positions,
+        table, k_scale, layer._q_scale, is_neox, out_dtype,
     )  # fmt: skip
     backend = StockBackend(vllm_kernels)
     assert backend.refuse(given) is None

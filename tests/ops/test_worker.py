@@ -8,11 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm.platforms import current_platform
 
-from runtime.opcalls import NAME, layer_of
-from vllm_aiter_mla import worker
+from ops.opcalls import NAME, layer_of
+from vllm_aiter_mla import layers, worker
 from vllm_aiter_mla.admission import Refusal
 from vllm_aiter_mla.census import record
 from vllm_aiter_mla.census import state as census
@@ -21,7 +20,6 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat.patches import worker_hook
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
-from vllm_aiter_mla.runtime import kernel, selfcheck
 from vllm_aiter_mla.settings import Settings, SettingsError
 
 
@@ -84,10 +82,8 @@ def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_: Any, options: d
 
 def test_loading_starts_a_census_checks_the_kernels_and_keys_the_cache(said, monkeypatch) -> None:
     given: list[Any] = []
-    check = selfcheck.check_layers
-    monkeypatch.setattr(
-        selfcheck, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs))
-    )
+    check = worker.check_layers
+    monkeypatch.setattr(worker, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs)))
     census.engage("a layer of the engine before", "aiter")
     pass_ = ours()
     one = Worker(pass_)
@@ -95,7 +91,7 @@ def test_loading_starts_a_census_checks_the_kernels_and_keys_the_cache(said, mon
     assert one.load_model() == "loaded"
     assert census.current().engaged == {}
     assert given == [{"strict": False, "capture_sizes": [1, 8]}]
-    assert pass_.kernels == selfcheck.verdicts({NAME: worker.mla_layers(one.vllm_config)[NAME]})
+    assert pass_.kernels == worker.cache_key({NAME: compat_config.mla_modules(one.vllm_config)[NAME]})
     assert pass_.uuid() != before
 
 
@@ -123,17 +119,17 @@ def planted(*args: Any, **kwargs: Any) -> Any:
 # What the check asks, and how each of it may raise.
 AT_THE_CHECK = {
     "census.reset": lambda patch, one: patch(census, "reset", planted),
-    "check_layers": lambda patch, one: patch(selfcheck, "check_layers", planted),
-    "verdicts": lambda patch, one: patch(selfcheck, "verdicts", planted),
+    "check_layers": lambda patch, one: patch(worker, "check_layers", planted),
+    "cache_key": lambda patch, one: patch(worker, "cache_key", planted),
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
     "the sizes": lambda patch, one: patch(one.vllm_config.compilation_config, "cudagraph_capture_sizes", [None]),
     "the pass": lambda patch, one: patch(worker, "engaged_pass", planted),
-    "the options": lambda patch, one: patch(kernel, "settings_of", planted),
+    "the options": lambda patch, one: patch(layers, "_of", planted),
     "the layer": lambda patch, one: patch(compat_layer, "layer_view", planted),
     "the weights": lambda patch, one: patch(compat_layer, "activation_dtype", planted),
-    "the chooser": lambda patch, one: patch(kernel, "selector_of", planted),
-    "the plan": lambda patch, one: patch(kernel, "plan_of", planted),
-    "the rows": lambda patch, one: patch(selfcheck, "synthetic_inputs", planted),
+    "the back ends": lambda patch, one: patch(layers, "selector_of", planted),
+    "the decision": lambda patch, one: patch(layers, "decide", planted),
+    "the rows": lambda patch, one: patch(layers, "synthetic_inputs", planted),
 }
 
 
@@ -144,16 +140,17 @@ def test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(said, 
 
 def assert_check_fails_closed(said: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
     one = Worker(ours(), kernel="triton")
-    layer = worker.mla_layers(one.vllm_config)[NAME]
+    layer = compat_config.mla_modules(one.vllm_config)[NAME]
     with monkeypatch.context() as patching:
         spoil(patching.setattr, one)
         assert one.load_model() == "loaded"
-    assert kernel.why_unchecked(layer), "the layer counts as checked"
+    assert layers.why_unchecked(layer), "the layer counts as checked"
     lines = [level for level, text in said if "'planted'" in text or "TypeError" in text]
     assert lines == [logging.ERROR], "one line says so"
-    shape = kernel.shape_of(layer, is_neox=True, act=torch.bfloat16, out_dtype=torch.bfloat16)
-    assert kernel.plan(layer, shape) == kernel.Plan(
-        "reference", Refusal("kernel_shape", str(kernel.why_unchecked(layer)))
+    decision = layers.decide(layer, is_neox=True)
+    assert (decision.kernel, decision.refusal) == (
+        "reference",
+        Refusal("kernel_shape", str(layers.why_unchecked(layer))),
     )
 
 
@@ -167,7 +164,7 @@ def test_fail_closed_whatever_raises_at_the_check_stops_a_strict_worker(said, mo
 
 @pytest.mark.mutation
 def test_mutation_fail_closed_the_guard_forgets_to_distrust(said, monkeypatch) -> None:
-    monkeypatch.setattr(kernel, "distrust", lambda *args: None)
+    monkeypatch.setattr(layers, "distrust", lambda *args: None)
     with pytest.raises(AssertionError, match="counts as checked"):
         assert_check_fails_closed(said, monkeypatch, AT_THE_CHECK["check_layers"])
 
@@ -199,7 +196,7 @@ def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: b
             Worker(ours(), strict=True)
         return
     one = Worker(ours())
-    assert kernel.why_unchecked(worker.mla_layers(one.vllm_config)[NAME])
+    assert layers.why_unchecked(compat_config.mla_modules(one.vllm_config)[NAME])
     assert [level for level, text in said if "could not be hooked" in text] == [logging.ERROR]
 
 
@@ -210,7 +207,7 @@ def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, st
     pass_ = AiterMLAPipeline(limit=16, settings=Settings(enabled=True, strict=strict))
     with pytest.raises(SettingsError, match="strict=true") if strict else contextlib.nullcontext():
         one = Worker(pass_)
-        assert kernel.why_unchecked(worker.mla_layers(one.vllm_config)[NAME])
+        assert layers.why_unchecked(compat_config.mla_modules(one.vllm_config)[NAME])
 
 
 AT_THE_CENSUS = {

@@ -1,1 +1,0 @@
-"""What a rewritten graph calls. The ops do not know who emits them."""
