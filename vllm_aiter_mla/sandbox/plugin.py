@@ -35,7 +35,7 @@ def activate() -> None:
 
     gpu_ops.register()
     attention.register()
-    platform.wrap(type(current_platform))
+    platform.wrap(type(current_platform))  # type: ignore[arg-type]
     KNOWN_IMPLS.add("SandboxMLAImpl")
     resume()
 
