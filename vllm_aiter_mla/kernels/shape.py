@@ -66,19 +66,21 @@ def synthetic_inputs(
         table: the rotary table; 4 * T rows by default.
         generator: where to draw from, on its own device.
     """
-    draw = torch.Generator().manual_seed(seed) if generator is None else generator
     width, device = shape.latent + shape.rope, torch.device(shape.device)
+    if device.type == "meta":
+        draw, home = None, device
+    else:
+        draw = torch.Generator().manual_seed(seed) if generator is None else generator
+        home = draw.device
 
     def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
-        if device.type == "meta":
-            return torch.empty(size, dtype=shape.act, device=device)
-        return (torch.randn(size, generator=draw, device=draw.device) * scale).to(shape.act).to(device)
+        return (torch.randn(size, generator=draw, device=home) * scale).to(shape.act).to(device)
 
     if table is None:
-        angles = torch.rand(4 * max(tokens, 1), shape.rope // 2, generator=draw, device=draw.device) * 6.283
+        angles = torch.rand(4 * max(tokens, 1), shape.rope // 2, generator=draw, device=home) * 6.283
         table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(shape.act).to(device)
     blocks = max(3, -(-tokens // shape.block_size) + 1)
-    slots = torch.randperm(blocks * shape.block_size, generator=draw, device=draw.device)[:tokens]
+    slots = torch.randperm(blocks * shape.block_size, generator=draw, device=home)[:tokens]
     if padded is not None:
         slots[min(padded, tokens - 1) :][:1] = -1
     # One block of another layer before it: vLLM packs the caches of all layers into one allocation.
@@ -93,7 +95,7 @@ def synthetic_inputs(
         weight=absorb.make(weight, shape.weight),
         kv_cache=raw[1:].view(shape.cache_dtype),
         slot_mapping=slots.to(device),
-        positions=torch.randint(0, table.shape[0], (tokens,), generator=draw, device=draw.device).to(device),
+        positions=torch.randint(0, table.shape[0], (tokens,), generator=draw, device=home).to(device),
         cos_sin_cache=table,
         k_scale=torch.tensor(K_SCALE, dtype=torch.float32, device=device),
         q_scale=torch.tensor(Q_SCALE, dtype=torch.float32, device=device),
