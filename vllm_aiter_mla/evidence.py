@@ -20,7 +20,7 @@ from vllm_aiter_mla import __version__
 
 KEY = "evidence"
 """Where the stamp stands in a record."""
-# What is written to is not in a folder where a file could be put in its place.
+# A path below these is opened and written to: no file can be put in its place.
 _DEVICES = (Path("/dev"), Path("/proc"))
 
 

@@ -177,7 +177,7 @@ def _verdict(worker: Any) -> dict[str, Any]:
 
 
 def _say(verdict: dict[str, Any], strict: bool) -> None:
-    """Say the verdict: rank 0 speaks for all. Every rank that holds MLA layers keeps strict mode's promise.
+    """Say the verdict on rank 0. In strict mode any rank that holds MLA layers stops where none is engaged.
 
     Raises:
         SettingsError: strict mode, and no layer engaged.

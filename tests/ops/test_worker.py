@@ -19,6 +19,7 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat.patches import worker_hook
+from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import Settings, SettingsError
 
@@ -208,6 +209,25 @@ def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, st
     with pytest.raises(SettingsError, match="strict=true") if strict else contextlib.nullcontext():
         one = Worker(pass_)
         assert layers.why_unchecked(compat_config.mla_modules(one.vllm_config)[NAME])
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said, monkeypatch, strict: bool) -> None:
+    """Nor does it take an artifact of a worker whose kernels were checked: they have another key."""
+    rewritten: list[Any] = []
+    monkeypatch.setattr(pipeline, "rewrite", lambda *args: (rewritten.append(args), {})[1])
+    context = SimpleNamespace(compile_range=SimpleNamespace(start=1, end=16))
+    monkeypatch.setattr(pipeline, "get_pass_context", lambda: context)
+    pass_ = AiterMLAPipeline(limit=16, settings=Settings(enabled=True, strict=strict))
+    unchecked = pass_.uuid()
+    with pytest.raises(SettingsError, match="never checked") if strict else contextlib.nullcontext():
+        pass_(None)
+    assert rewritten == []
+    assert strict or said == [(logging.ERROR, "no graph is rewritten: the kernels of this worker were never checked")]
+    pass_.kernels = ()
+    pass_(None)
+    assert len(rewritten) == 1
+    assert pass_.uuid() != unchecked
 
 
 AT_THE_CENSUS = {

@@ -14,6 +14,7 @@ import torch
 from passes.execute import assert_rewritten_right, calls, clean, clone, rewrite, stubs_for
 from passes.graphs import Builder, Layer, Spelling, build, shuffled
 from passes.stubs import DECODE, MIXED, Sizes
+from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.passes.fx import view_root
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 
@@ -177,3 +178,5 @@ def test_chain_stops_where_it_is_told_to(stop: str | None, present: set[str]) ->
     every |= {"fused_qk_rope_kv_cache_q_prep"}
     assert {name for name in every if calls(gm, name)} == present
     assert all(len(calls(gm, name)) == 2 for name in present)
+    known = {} if stop is None else {layer.name: ("stop_after", f"debug.stop_after={stop}") for layer in layers}
+    assert census.current().partial == known

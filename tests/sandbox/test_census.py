@@ -153,7 +153,7 @@ def test_fail_closed_the_verdict_is_said_before_any_file_is_touched(said, monkey
     assert said[1] == (0, "a file is touched")
 
 
-def test_fail_closed_every_rank_that_holds_layers_keeps_the_promise_of_strict_mode(said):
+def test_fail_closed_strict_mode_stops_every_rank_that_holds_layers(said):
     with pytest.raises(SettingsError, match="0/2"):
         after_warm_up(strict=True, rank=3)
 

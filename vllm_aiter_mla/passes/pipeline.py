@@ -20,7 +20,7 @@ from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 from vllm_aiter_mla.passes.probe import real_tensors
 from vllm_aiter_mla.passes.q_prep_lift import MLADecodeQPrepLiftPass
 from vllm_aiter_mla.passes.rope_kv_cache import MLARoPEKVCacheFusionPass
-from vllm_aiter_mla.settings import Settings
+from vllm_aiter_mla.settings import STRICT_OPTION, Settings, SettingsError
 
 
 class AiterMLAPipeline(InductorPass):
@@ -34,14 +34,15 @@ class AiterMLAPipeline(InductorPass):
         chained: a pass of the user's that stood in this slot before; it runs first, under its own range gate.
 
     Attributes:
-        kernels: what each layer shape runs on in this worker, of ``layers.cache_key``; empty until it has loaded.
+        kernels: what each layer shape runs on in this worker, of ``worker.cache_key``; None until they are checked, and
+            nothing is rewritten before.
     """
 
     def __init__(self, *, limit: int, settings: Settings, chained: InductorPass | None = None) -> None:
         self.limit = limit
         self.settings = settings
         self.chained = chained
-        self.kernels: tuple[str, ...] = ()
+        self.kernels: tuple[str, ...] | None = None
 
     def uuid(self) -> str:
         """Key of vLLM's and Inductor's caches: everything that decides which graph comes out.
@@ -67,9 +68,23 @@ class AiterMLAPipeline(InductorPass):
         compile_range = get_pass_context().compile_range
         if self.chained is not None and self._chained_wants(compile_range):
             self.chained(graph)
-        if self._mine(compile_range):
+        if self._mine(compile_range) and self._is_checked():
             counts = rewrite(graph, self.settings)
             census.count(f"{compile_range.start}-{compile_range.end}", counts)
+
+    def _is_checked(self) -> bool:
+        """Whether the kernels of this worker were checked: its start-up hook may never have been called.
+
+        Raises:
+            SettingsError: they were not, in strict mode.
+        """
+        if self.kernels is not None:
+            return True
+        reason = "no graph is rewritten: the kernels of this worker were never checked"
+        if self.settings.strict:
+            raise SettingsError(f"{log.PREFIX}{reason} ({STRICT_OPTION})")
+        log.say_once(logging.ERROR, reason)
+        return False
 
     def _mine(self, compile_range: Any) -> bool:
         return bucket.in_bucket(compile_range.end, self.limit)

@@ -1,6 +1,6 @@
 """Two moments in a worker's life: after its weights are loaded, and after its warm-up.
 
-vLLM tells plugins of neither. What happens there is ``vllm_aiter_mla.worker``'s business; this is how it gets there.
+vLLM tells plugins of neither. This file only calls; ``vllm_aiter_mla.worker`` decides what is done then.
 """
 
 from __future__ import annotations
