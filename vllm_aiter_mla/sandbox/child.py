@@ -112,7 +112,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
         log=[],
         versions={
             "python": platform.python_version(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),  # a class of torch's, which a reader may not have
             "vllm": vllm.__version__,
             "device": "CPU" if spec.device == "cpu" else torch.cuda.get_device_name(),
         },
