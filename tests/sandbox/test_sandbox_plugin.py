@@ -12,7 +12,7 @@ import pytest
 from vllm.config import CompilationMode
 
 import vllm_aiter_mla
-from vllm_aiter_mla.compat import platform_hook
+from vllm_aiter_mla.compat.patches import platform_hook
 from vllm_aiter_mla.sandbox import engine, platform, plugin
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
