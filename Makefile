@@ -10,7 +10,7 @@ ARGS ?=
 export PYTHONUNBUFFERED := 1
 
 # What is compared to the bit and takes under two minutes, for a machine without AVX-512; ARGS= names more.
-AVX2_TESTS := tests/runtime tests/passes/test_recognised.py tests/passes/test_traced.py
+AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced.py
 
 .PHONY: setup demo test lint unit test-avx2 avx2-quick format lock clean
 
