@@ -48,15 +48,15 @@ def passes_ignore_the_range() -> None:
 
 def every_second_layer_is_refused() -> None:
     """Not a bug but a probe: one layer's refusal must not touch its neighbour."""
+    from vllm_aiter_mla import layers
     from vllm_aiter_mla.admission import Refusal
-    from vllm_aiter_mla.passes import pipeline
 
-    inner = pipeline.admit_layer
+    inner = layers.admit_layer
 
     def admit_layer(view):
         return Refusal("geometry", "refused by the test") if ".0." in view.name else inner(view)
 
-    pipeline.admit_layer = admit_layer
+    layers.admit_layer = admit_layer
 
 
 def q_scale_is_applied_twice() -> None:
@@ -85,14 +85,14 @@ def the_aiter_kernel_is_wrong() -> None:
     """AITER's kernel rotates by the wrong pairing: what a broken build would do."""
     from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 
-    inner = AiterBackend.prepare
+    inner = AiterBackend._run
 
-    def prepare(self, inputs):
+    def run(self, route, key, inputs):
         from dataclasses import replace
 
-        return inner(self, replace(inputs, is_neox=not inputs.is_neox))
+        return inner(self, route, key, replace(inputs, is_neox=not inputs.is_neox))
 
-    AiterBackend.prepare = prepare
+    AiterBackend._run = run
 
 
 def a_request_has_one_decode_row() -> None:
