@@ -80,19 +80,19 @@ def test_i5_the_graph_above_the_bucket_is_that_of_stock(engines):
     assert engines("bf16-on").graphs["1-16"] != engines("bf16-off").graphs["1-16"]
 
 
-@pytest.mark.engine("small-off-graphs", "small-no-plugin")
+@pytest.mark.engine("small-off", "small-no-plugin")
 def test_i5_flag_off_is_vllm_without_the_plugin(engines):
-    off, bare = engines("small-off-graphs"), engines("small-no-plugin")
+    off, bare = engines("small-off"), engines("small-no-plugin")
     assert off.graphs == bare.graphs
     assert off.scenarios == bare.scenarios
     assert off.census == bare.census == []
 
 
-@pytest.mark.engine("small-off-graphs", "mutation-above-bucket")
+@pytest.mark.engine("small-off", "mutation-above-bucket")
 @pytest.mark.mutation
 def test_mutation_i5_passes_that_ignore_the_range_are_caught(engines):
     with pytest.raises(AssertionError):
-        assert_same_graph_above_the_bucket(engines("small-off-graphs"), engines("mutation-above-bucket"))
+        assert_same_graph_above_the_bucket(engines("small-off"), engines("mutation-above-bucket"))
 
 
 # I8: what fired is said once; nothing fired is a warning with the reason, or an error in strict mode.
