@@ -41,6 +41,7 @@ LAYER_REASONS: dict[str, str] = {
     "no_absorbed_weight": "the layer holds no absorbed weight W_UK_T",
     "fp4_bmm": "the absorb matrix is held in fp4 for AITER's batched GEMM",
     "amx_bmm": "the absorb matrix is packed for AMX",
+    "activation_dtype": "the graph computes in another dtype than the layer whose kernel was checked",
     "cos_sin_dtype": "the cos/sin table has another dtype than the activations",
     "kv_cache_ndim": "the KV cache is not [blocks, block size, latent + rope]",
     "sliding_window": "the layer attends over a sliding window",
