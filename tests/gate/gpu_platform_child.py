@@ -23,6 +23,7 @@ def take_rocm(arch: str) -> None:
     pretend_cards(types.SimpleNamespace(gcnArchName=f"{arch}:sramecc+:xnack-", total_memory=192 << 30), (9, 4))
     torch.version.hip = "7.0.1"
     without_libraries("vllm._C", "vllm._rocm_C")
+    define_ops_of_the_library()
     import vllm.platforms.rocm as rocm
 
     vllm.platforms._current_platform = rocm.RocmPlatform()
@@ -47,7 +48,7 @@ def without_libraries(*names: str) -> None:
 
 
 def define_ops_of_the_library() -> None:
-    """Ops that ``vllm._C_stable_libtorch`` registers and that vLLM's RoPE + KV fusion names when it is imported."""
+    """Ops that vLLM's library registers and that RoPE + KV fusion names when it is imported."""
     library = torch.library.Library("_C", "FRAGMENT")
     LIBRARIES.append(library)
     library.define(
