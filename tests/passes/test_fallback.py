@@ -58,7 +58,7 @@ def test_an_admission_that_raises_leaves_the_layers_stock(monkeypatch: pytest.Mo
         raise RuntimeError("planted")
 
     gm, layers = build(2, dtype=BF16)
-    monkeypatch.setattr("vllm_aiter_mla.passes.pipeline.admit_layer", raises)
+    monkeypatch.setattr("vllm_aiter_mla.layers.admit_layer", raises)
     counts = assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16)), stops=(None,))
     assert (counts["refused"], counts["aiter_fusion"]) == (2, 0)
     assert {code for code, _ in census.current().refused.values()} == {"not_evaluated"}
