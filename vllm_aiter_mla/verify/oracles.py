@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.compare import OWN_BMM, difference
+from vllm_aiter_mla.kernels.compare import EXACT, OWN_BMM, difference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.ops import bodies
-from vllm_aiter_mla.verify.engines import Probe
-from vllm_aiter_mla.verify.layer import PlainLayer
+from vllm_aiter_mla.verify.buffers import Buffers, raw
+from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Layer
+from vllm_aiter_mla.verify.recording import Recording
 from vllm_aiter_mla.verify.subject import Outputs, Subject, query_name
-from vllm_aiter_mla.verify.world import GUARD_BLOCKS, Layer, World, raw
 
 ORACLES: dict[str, str] = {
     "runs": "the step runs, and its capture succeeds",
@@ -65,75 +65,73 @@ class Right:
     out: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Before:
-    """Copies of all operands before a step, by name, and what should come of each layer."""
+class Expected:
+    """Copies of all operands before a step, and what should come of each layer. Make it after ``Buffers.step``.
 
-    copies: dict[str, torch.Tensor]
-    layers: list[Right]
+    Args:
+        buffers: what the step reads and writes.
+        subject: what is tested.
+        size: T.
+        slots: S, None for as many as rows.
+        attends: whether the attention op runs too.
+    """
+
+    def __init__(self, buffers: Buffers, subject: Subject, size: int, slots: int | None, attends: bool) -> None:
+        self.buffers, self.subject = buffers, subject
+        self.copies = {name: tensor.clone() for name, tensor in _operands(buffers)}
+        attends = attends and not buffers.batch.dummy
+        self.layers = [_right(subject, layer, layer.inputs(size, slots), attends) for layer in buffers.layers]
+
+    def check(self, outputs: Outputs) -> list[Finding]:
+        """Every oracle of the step, which has run."""
+        findings: list[Finding] = []
+        slots = self.copies["slot_mapping"]
+        for i, (layer, right) in enumerate(zip(self.buffers.layers, self.layers, strict=True)):
+            got = outputs[query_name(i)]
+            found = [*(list(_shape(right.inputs, got)) or _query(self.subject, right, got))]
+            found += [*_cache(self.subject, layer, right, slots), *_output(layer, right, outputs.get(f"final.{i}"))]
+            findings += [replace(f, message=f"layer {i}: {f.message}") for f in found]
+        for name, tensor in _operands(self.buffers):
+            if not torch.equal(raw(tensor), raw(self.copies[name])):
+                findings.append(Finding("inputs-unchanged", f"{name} was changed by the step"))
+        return findings
 
 
-def prepare(world: World, subject: Subject, size: int, slots: int | None, attends: bool) -> Before:
-    """Copy what a step may touch, and compute what it should give. Call it after ``World.step``."""
-    right = [_right(world, subject, layer, world.inputs(layer, size, slots), attends) for layer in world.layers]
-    return Before({name: tensor.clone() for name, tensor in _operands(world)}, right)
-
-
-def _right(world: World, subject: Subject, layer: Layer, inputs: DecodeInputs, attends: bool) -> Right:
+def _right(subject: Subject, layer: Layer, inputs: DecodeInputs, attends: bool) -> Right:
     queries, storages = [], []
-    for numerics in subject.numerics(inputs):
+    # AITER's truncating store is read from its source; should a release round instead, that is no failure.
+    for numerics in dict.fromkeys((subject.backend.numerics(inputs), reference.AITER)):
         shadow = replace(layer, storage=layer.storage.clone())
         queries.append(reference.prepare(replace(inputs, kv_cache=shadow.kv_cache), numerics))
         storages.append(shadow.storage)
-    out = None
-    if attends and not world.batch.dummy:
-        out = _attended(world, replace(layer, storage=storages[0]), queries[0])
+    out = _attended(replace(layer, storage=storages[0]), queries[0]) if attends else None
     return Right(inputs, layer.storage.clone(), queries, storages, out)
 
 
-def _attended(world: World, layer: Layer, query: torch.Tensor) -> torch.Tensor:
+def _attended(layer: Layer, query: torch.Tensor) -> torch.Tensor:
     """[n, N*V] of the real rows: decode attention, or for a mixed batch the layer's own, of rotated operands."""
-    plain, n, batch = PlainLayer(world, layer, _no_kernel), world.batch.rows, world.batch
+    buffers, batch, n = layer.buffers, layer.buffers.batch, layer.buffers.batch.rows
     out = torch.empty_like(layer.out[:n])
     if not batch.prefill_rows:
-        plain.v_up(plain.forward_mqa(query[:n], layer.kv_cache, batch), out)
+        layer.v_up(layer.forward_mqa(query[:n], layer.kv_cache, batch), out)
         return out
     q, k_pe = layer.q[:n].clone(), layer.k_pe[:n].clone()
-    plain.rotate(q[..., world.geometry.nope :], k_pe, world.positions[:n], world.table, world.variant.is_neox)
-    plain.stock_forward(q, layer.kv_c[:n], k_pe.unsqueeze(1), batch, out)
+    layer.rotate(q[..., buffers.geometry.nope :], k_pe, buffers.positions[:n], buffers.table, buffers.variant.is_neox)
+    layer.stock_forward(q, layer.kv_c[:n], k_pe.unsqueeze(1), batch, out)
     return out
 
 
-def _no_kernel(inputs: DecodeInputs, batch: object) -> torch.Tensor:
-    raise AssertionError("what is expected never runs what is tested")
-
-
-def _operands(world: World) -> Iterator[tuple[str, torch.Tensor]]:
+def _operands(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
     yield from (
-        ("cos_sin_cache", world.table),
-        ("positions", world.positions),
-        ("slot_mapping", world.slots),
-        ("block table", world.row_blocks),
-        ("sequence lengths", world.row_keys),
+        ("cos_sin_cache", buffers.table),
+        ("positions", buffers.positions),
+        ("slot_mapping", buffers.slots),
+        ("block table", buffers.row_blocks),
+        ("sequence lengths", buffers.row_keys),
     )
-    for i, layer in enumerate(world.layers):
+    for i, layer in enumerate(buffers.layers):
         for name in ("q", "k_pe", "kv_c", "w_uk_t", "w_uv", "k_scale", "q_scale"):
             yield f"{name} of layer {i}", getattr(layer, name)
-
-
-def check(world: World, subject: Subject, before: Before, outputs: Outputs) -> list[Finding]:
-    """Every oracle of a step that has run."""
-    findings: list[Finding] = []
-    for i, (layer, right) in enumerate(zip(world.layers, before.layers, strict=True)):
-        got = outputs[query_name(i)]
-        shape = list(_shape(right.inputs, got))
-        found = [*(shape or _query(subject, right, got)), *_cache(subject, layer, right, before.copies["slot_mapping"])]
-        found += _output(world, layer, right, outputs.get(f"final.{i}"))
-        findings += [replace(f, message=f"layer {i}: {f.message}") for f in found]
-    for name, tensor in _operands(world):
-        if not torch.equal(raw(tensor), raw(before.copies[name])):
-            findings.append(Finding("inputs-unchanged", f"{name} was changed by the step"))
-    return findings
 
 
 def _shape(inputs: DecodeInputs, got: torch.Tensor) -> Iterator[Finding]:
@@ -144,17 +142,26 @@ def _shape(inputs: DecodeInputs, got: torch.Tensor) -> Iterator[Finding]:
 
 
 def _query(subject: Subject, right: Right, got: torch.Tensor) -> Iterator[Finding]:
-    rows = subject.defined(right.inputs).nonzero().flatten()
-    if not rows.numel():
+    rows, lat = subject.defined_rows(right.inputs), right.inputs.latent_dim
+    mine, expected = got[:rows], [query[:rows] for query in right.queries]
+    if bad := _not_finite(mine):
+        yield Finding("finite", f"q_prepared holds NaN or Inf in {bad}")
         return
-    mine, lat = _rows(got, rows), right.inputs.latent_dim
-    if not bool(mine.float().isfinite().all()):
-        yield Finding("finite", f"q_prepared holds NaN or Inf in {_bad_rows(mine, rows)}")
-        return
-    expected = [_rows(query, rows) for query in right.queries]
-    nope = _least(mine[..., :lat], [e[..., :lat] for e in expected], subject.reference_bmm, OWN_BMM.slack, 1.0)
-    rope = _least(mine[..., lat:], [e[..., lat:] for e in expected], subject.exact_rope, 0.0, ROPE_SHARE)
+    exact_nope, exact_rope = subject.backend.bounds == EXACT, _exact_rope(subject)
+    nope = _least(mine[..., :lat], [e[..., :lat] for e in expected], exact_nope, OWN_BMM.slack, 1.0)
+    rope = _least(mine[..., lat:], [e[..., lat:] for e in expected], exact_rope)
     yield from (Finding(name, reason) for name, reason in (("query-nope", nope), ("query-rope", rope)) if reason)
+
+
+def _exact_rope(subject: Subject) -> bool:
+    """Whether rotated halves must agree to the bit: nobody rotates as the reference does but itself."""
+    return subject.backend.name == "reference"
+
+
+def _not_finite(x: torch.Tensor) -> str:
+    """Which rows hold NaN or Inf, or an empty string."""
+    bad = (~x.float().isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist()
+    return f"row(s) {', '.join(map(str, bad[:6]))}{' ...' if len(bad) > 6 else ''}" if bad else ""
 
 
 def _rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -163,12 +170,9 @@ def _rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return data.index_select(0, rows).view(x.dtype)
 
 
-def _bad_rows(x: torch.Tensor, rows: torch.Tensor) -> str:
-    bad = rows[~x.float().isfinite().flatten(1).all(dim=1)].tolist()
-    return f"row(s) {', '.join(map(str, bad[:6]))}{' ...' if len(bad) > 6 else ''}"
-
-
-def _least(got: torch.Tensor, accepted: list[torch.Tensor], exact: bool, slack: float, share: float) -> str:
+def _least(
+    got: torch.Tensor, accepted: list[torch.Tensor], exact: bool, slack: float = 0.0, share: float = ROPE_SHARE
+) -> str:
     """Why ``got`` is none of ``accepted``, or an empty string."""
     reasons = [_distance(got, expected, exact, slack, share) for expected in accepted]
     return "" if "" in reasons else reasons[0]
@@ -193,8 +197,8 @@ def _cache(subject: Subject, layer: Layer, right: Right, slots: torch.Tensor) ->
     if written.numel():
         got = _rows(layer.storage.view(-1, width), written)
         accepted = [_rows(own.view(-1, width), written) for own in right.storages]
-        latent = _least(got[:, :lat], [rows[:, :lat] for rows in accepted], True, 0.0, 0.0)
-        rope = _least(got[:, lat:], [rows[:, lat:] for rows in accepted], subject.exact_rope, 0.0, ROPE_SHARE)
+        latent = _least(got[:, :lat], [rows[:, :lat] for rows in accepted], exact=True)
+        rope = _least(got[:, lat:], [rows[:, lat:] for rows in accepted], _exact_rope(subject))
         for part, reason in (("latent", latent), ("rotated", rope)):
             if reason:
                 yield Finding("cache-rows", f"{part} part of the written rows: {reason}")
@@ -206,31 +210,29 @@ def _elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> It
     changed[written] = False
     if bool(changed.any()):
         first = int(changed.nonzero()[0]) - GUARD_BLOCKS * layer.storage.shape[1]
-        yield Finding(
-            "cache-elsewhere",
-            f"{int(changed.sum())} cache row(s) that belong to no slot of the step were written, first slot {first}",
-        )
+        what = "cache row(s) that belong to no slot of the step were written, first slot"
+        yield Finding("cache-elsewhere", f"{int(changed.sum())} {what} {first}")
 
 
-def _output(world: World, layer: Layer, right: Right, final: torch.Tensor | None) -> Iterator[Finding]:
-    n = world.batch.rows
+def _output(layer: Layer, right: Right, final: torch.Tensor | None) -> Iterator[Finding]:
+    batch = layer.buffers.batch
+    n = batch.rows
     if right.out is None or not n:
         return
     got, wanted = layer.out[:n].float(), right.out.float()
-    if not bool(got.isfinite().all()):
-        bad = _bad_rows(got, torch.arange(n, device=got.device))
+    if bad := _not_finite(got):
         yield Finding("finite", f"the attention's output holds NaN or Inf in {bad}")
         return
     error = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
     if float(error.max()) > ROW_ERROR:
         row = int(error.argmax())
-        kind = "prefill" if row >= world.batch.decode_rows else "decode"
+        kind = "prefill" if row >= batch.decode_rows else "decode"
         yield Finding("attention-output", f"{kind} row {row} is off by {float(error.max()):.0%}")
     if final is not None and not torch.equal(raw(final[:n]), raw(layer.out[:n] * 2)):
         yield Finding("attention-output", "what follows the attention did not see its output")
 
 
-def check_probe(probe: Probe, table_rows: int) -> list[Finding]:
+def check_probe(probe: Recording, table_rows: int) -> list[Finding]:
     """Oracles of one eager call before the capture: synchronisations, and copies as long as the table."""
     findings = []
     if probe.syncs:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from vllm_aiter_mla.verify import backends, devices, interpreted
 from vllm_aiter_mla.verify.cases import Case, cases
-from vllm_aiter_mla.verify.engines import TapeEngine
+from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.oracles import Finding
 from vllm_aiter_mla.verify.runner import Options, Result, run_case
 from vllm_aiter_mla.verify.setting import REAL, SMALL, Variant, variants
@@ -110,11 +110,11 @@ class Session:
             "machine": self.machine,
             "engine": self.engine.name,
             "missing": self.missing,
-            "results": [r.as_dict() | {"command": command(r, self.request)} for r in self.results],
+            "results": [asdict(r) | {"command": command(r, self.request)} for r in self.results],
         }
 
 
-def engine_here() -> TapeEngine:
+def engine_here() -> EagerEngine:
     """Real graphs where there is a GPU, eager replay elsewhere.
 
     Eager replay sets torch to one thread: its tensors are tiny, and threads that wait for one another took more than
@@ -125,7 +125,7 @@ def engine_here() -> TapeEngine:
 
         return GraphEngine()
     torch.set_num_threads(1)
-    return TapeEngine()
+    return EagerEngine()
 
 
 def native_fp8() -> torch.dtype:
@@ -135,7 +135,7 @@ def native_fp8() -> torch.dtype:
     return detect_platform().fp8
 
 
-def plan(request: Request, engine: TapeEngine) -> tuple[list[Job], dict[str, str]]:
+def plan(request: Request, engine: EagerEngine) -> tuple[list[Job], dict[str, str]]:
     """The jobs of one round, and the back ends that are missing.
 
     Raises:
@@ -152,7 +152,7 @@ def plan(request: Request, engine: TapeEngine) -> tuple[list[Job], dict[str, str
     ], missing
 
 
-def _job(request: Request, engine: TapeEngine, name: str, here: bool) -> Job:
+def _job(request: Request, engine: EagerEngine, name: str, here: bool) -> Job:
     limit, replays = (GPU_LIMIT, GPU_REPLAYS) if engine.graphs else (CPU_LIMIT, CPU_REPLAYS)
     if not here:
         limit, replays = INTERPRETED_LIMIT, interpreted.SOAK
@@ -181,7 +181,7 @@ def _chosen(asked: tuple[str, ...], known: tuple[str, ...], what: str, part: boo
     return tuple(name for name in known if name in chosen)
 
 
-def run_job(job: Job, engine: TapeEngine) -> Iterator[Result]:
+def run_job(job: Job, engine: EagerEngine) -> Iterator[Result]:
     """The results of one back end's cases as they come; ``engine`` runs those that run in this process."""
     if not job.here:
         yield from _interpreted(job)

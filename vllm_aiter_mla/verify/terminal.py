@@ -76,13 +76,13 @@ def _failures(session: Session) -> Iterator[str]:
 
 
 def _footer(session: Session) -> Iterator[str]:
-    """Reasons of skipped cases, the census, the oracles, and the sum."""
+    """Reasons of skipped cases, the launches of a step, the oracles, and the sum."""
     reasons = (f"{r.backend} {r.case}: {escape(r.reason)}" for r in session.results if r.reason)
     yield from dict.fromkeys(reasons)
     for result in session.results:
         if result.case == "kernel-census" and result.launches:
             size, text = next(iter(result.launches.items()))
-            yield f"census {result.backend} {result.variant}, T={size}: {escape(text)}"
+            yield f"launches of {result.backend} {result.variant}, T={size}: {escape(text)}"
     yield f"oracles: {', '.join(ORACLES)}"
     counts = Counter(result.status for result in session.results)
     replays, seconds = (sum(getattr(result, name) for result in session.results) for name in ("replays", "seconds"))
