@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from vllm_aiter_mla.kernels import fp8
 from vllm_aiter_mla.kernels.absorb.plain import PlainWeight, plain
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.ops.bodies import LayerContext
-from vllm_aiter_mla.verify.layer import Batch, Layer
+from vllm_aiter_mla.verify.layer import Batch, Kernel, Layer
 from vllm_aiter_mla.verify.subject import Subject
 
 Plant = Callable[[Subject], Subject]
+Attend = Callable[[LayerContext, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,82 +45,89 @@ class Fault:
     base: Plant = lambda subject: subject
 
 
-def _given(change: Callable[[DecodeInputs], dict[str, Any]]) -> Plant:
-    """A kernel that gets other operands."""
-
-    def plant(subject: Subject) -> Subject:
-        return replace(subject, prepare=lambda inputs, batch: subject.prepare(replace(inputs, **change(inputs)), batch))
-
-    return plant
+def _kernel(change: Callable[[Kernel, DecodeInputs, Batch], torch.Tensor]) -> Plant:
+    """``change`` in the place of the kernel; it is given the right one."""
+    return lambda right: replace(right, prepare=partial(change, right.prepare))
 
 
-def _then(spoil: Callable[[torch.Tensor, DecodeInputs, Batch], torch.Tensor]) -> Plant:
-    """A kernel that does something more with its result."""
-
-    def plant(subject: Subject) -> Subject:
-        return replace(subject, prepare=lambda inputs, batch: spoil(subject.prepare(inputs, batch), inputs, batch))
-
-    return plant
+def _attention(change: Callable[..., None]) -> Plant:
+    """``change`` in the place of the attention op; it is given the right one, the layer and the prepared query."""
+    return lambda right: replace(right, attend=partial(change, right.attend))
 
 
 def _copied_once(field: str) -> Plant:
     """A kernel that goes on with the copy of an operand that it made when it saw it for the first time."""
 
-    def plant(subject: Subject) -> Subject:
+    def plant(right: Subject) -> Subject:
         copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
 
-        def copied(inputs: DecodeInputs) -> dict[str, Any]:
+        def copied(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
             tensor = plain(inputs.weight) if field == "weight" else getattr(inputs, field)
             key = (tensor.data_ptr(), tensor.shape)
             if key not in copies:
                 copies[key] = tensor.clone()
-            return {field: PlainWeight(copies[key]) if field == "weight" else copies[key]}
+            change: dict[str, Any] = {field: PlainWeight(copies[key]) if field == "weight" else copies[key]}
+            return run(replace(inputs, **change), batch)
 
-        return _given(copied)(subject)
+        return _kernel(copied)(right)
 
     return plant
 
 
-def leaves_padded_rows(subject: Subject) -> Subject:
+def leaves_padded_rows(right: Subject) -> Subject:
     """Not a fault: a back end that leaves rows without a slot unwritten, as AITER does without its 15th argument."""
 
-    def partly(whole: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    def partly(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+        whole = run(inputs, batch)
         out = torch.empty_like(whole)
         mine, theirs = _bytes(out), _bytes(whole)
         mine.copy_(torch.where((inputs.slot_mapping >= 0).view(-1, 1, 1), theirs, mine))
         return out
 
-    return replace(_then(partly)(subject), defined_rows=lambda inputs: int((inputs.slot_mapping >= 0).sum()))
+    return replace(_kernel(partly)(right), defined_rows=lambda inputs: int((inputs.slot_mapping >= 0).sum()))
 
 
-def _slices_decode_rows(subject: Subject) -> Subject:
-    def prepare(inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-        names = ("q", "k_pe", "kv_c", "positions", "slot_mapping")
-        cut = {name: getattr(inputs, name)[: batch.decode_rows] for name in names}
-        part = subject.prepare(replace(inputs, **cut), batch)
-        whole = part.new_empty((inputs.num_tokens, *part.shape[1:]))
-        whole[: part.shape[0]] = part
-        return whole
-
-    return replace(subject, prepare=prepare)
+@_kernel
+def _cuts_result(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    return run(inputs, batch)[: batch.decode_rows]
 
 
-def _frozen_metadata_branch(subject: Subject) -> Subject:
-    def rotating(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-        if batch.prefill_rows:
-            q_pe = inputs.q[..., inputs.nope_dim :]
-            Layer.rotate(q_pe, inputs.k_pe, inputs.positions, inputs.cos_sin_cache, inputs.is_neox)
-        return query
-
-    return replace(_then(rotating)(subject), attend=lambda ctx, query: subject.attend(ctx, query, is_rotated=True))
-
-
-def _table_again(inputs: DecodeInputs) -> dict[str, torch.Tensor]:
-    cos, sin = inputs.cos_sin_cache.chunk(2, dim=-1)
-    return {"cos_sin_cache": torch.cat([cos.contiguous(), sin.contiguous()], dim=-1)}
+@_kernel
+def _slices_decode_rows(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    names = ("q", "k_pe", "kv_c", "positions", "slot_mapping")
+    part = run(replace(inputs, **{name: getattr(inputs, name)[: batch.decode_rows] for name in names}), batch)
+    whole = part.new_empty((inputs.num_tokens, *part.shape[1:]))
+    whole[: part.shape[0]] = part
+    return whole
 
 
-def _writes_behind(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+@_kernel
+def _rotates_if_prefill(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    query = run(inputs, batch)
+    if batch.prefill_rows:
+        q_pe = inputs.q[..., inputs.nope_dim :]
+        Layer.rotate(q_pe, inputs.k_pe, inputs.positions, inputs.cos_sin_cache, inputs.is_neox)
+    return query
+
+
+def _frozen_metadata_branch(right: Subject) -> Subject:
+    return replace(_rotates_if_prefill(right), attend=partial(right.attend, is_rotated=True))
+
+
+@_kernel
+def _copies_table(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    halves = [half.contiguous() for half in inputs.cos_sin_cache.chunk(2, dim=-1)]
+    return run(replace(inputs, cos_sin_cache=torch.cat(halves, dim=-1)), batch)
+
+
+@_kernel
+def _reads_scale(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    return run(replace(inputs, q_scale=torch.full_like(inputs.q_scale, float(inputs.q_scale.item()))), batch)
+
+
+@_kernel
+def _writes_behind(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    query = run(inputs, batch)
     rows = inputs.kv_cache.view(torch.uint8).flatten(0, 1)
     last = inputs.slot_mapping.max().view(1)
     behind = (last.clamp(min=0) + 1) % rows.shape[0]
@@ -127,52 +136,52 @@ def _writes_behind(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> t
     return query
 
 
-def _wrapped_slots(inputs: DecodeInputs) -> dict[str, torch.Tensor]:
+@_kernel
+def _wraps_slots(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
     rows, given = inputs.kv_cache.shape[0] * inputs.kv_cache.shape[1], inputs.slot_mapping
-    return {"slot_mapping": torch.where(given < 0, given + rows, given)}
+    return run(replace(inputs, slot_mapping=torch.where(given < 0, given + rows, given)), batch)
 
 
-def _mixes_rows(subject: Subject) -> Subject:
-    def mixing(ctx: LayerContext, query: torch.Tensor) -> None:
-        largest = query.float().abs().amax()
-        subject.attend(ctx, (query.float() / largest * largest).to(query.dtype))
-
-    return replace(subject, attend=mixing)
+@_attention
+def _mixes_rows(attend: Attend, ctx: LayerContext, query: torch.Tensor) -> None:
+    largest = query.float().abs().amax()
+    attend(ctx, (query.float() / largest * largest).to(query.dtype))
 
 
-def _hoards(subject: Subject) -> Subject:
+def _hoards(right: Subject) -> Subject:
     workspaces: list[torch.Tensor] = []
 
-    def hoarding(ctx: LayerContext, query: torch.Tensor) -> None:
+    def hoarding(attend: Attend, ctx: LayerContext, query: torch.Tensor) -> None:
         workspaces.append(torch.empty_like(query))
-        subject.attend(ctx, query)
+        attend(ctx, query)
 
-    return replace(subject, attend=hoarding)
+    return _attention(hoarding)(right)
 
 
-def _flips_query(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-    q_pe = inputs.q[..., inputs.nope_dim :]
+@_kernel
+def _flips_query(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    query, q_pe = run(inputs, batch), inputs.q[..., inputs.nope_dim :]
     q_pe.copy_(q_pe.flip(-1))
     return query
 
 
-def _one_buffer(subject: Subject) -> Subject:
+def _one_buffer(right: Subject) -> Subject:
     buffers: dict[int, torch.Tensor] = {}
 
-    def sharing(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    def sharing(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+        query = run(inputs, batch)
         buffer = buffers.setdefault(inputs.num_tokens, torch.empty_like(query))
         _bytes(buffer).copy_(_bytes(query))
         return buffer
 
-    return _then(sharing)(subject)
+    return _kernel(sharing)(right)
 
 
-def _one_position(subject: Subject) -> Subject:
-    def again(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-        subject.prepare(replace(inputs, positions=inputs.positions[:1].repeat(inputs.num_tokens)), batch)
-        return query
-
-    return _then(again)(subject)
+@_kernel
+def _one_position(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    query = run(inputs, batch)
+    run(replace(inputs, positions=inputs.positions[:1].repeat(inputs.num_tokens)), batch)
+    return query
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,66 +191,37 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 _ONCE = "at the first call, before the capture, and never again"
 FAULTS = [
-    Fault(
-        "fake-lies-about-rows", "the op returns the decode rows of the batch, its fake declares T",
-        "rows-grow-and-shrink", "shape-and-dtype", _then(lambda query, inputs, batch: query[: batch.decode_rows]),
-    ),
-    Fault(
-        "slices-decode-rows", "the op prepares the decode rows that Python knows of, no others",
-        "eager-between-replays", "cache-rows", _slices_decode_rows,
-    ),
-    Fault(
-        "frozen-metadata-branch",
-        "the captured op rotates q and k_pe for prefill rows only if the batch had some when it was captured",
-        "mixed-batch-piecewise", "attention-output", _frozen_metadata_branch,
-    ),
-    Fault(
-        "stale-table", f"cos and sin are copied {_ONCE}",
-        "table-rewritten", "query-rope", _copied_once("cos_sin_cache"),
-    ),
+    Fault("fake-lies-about-rows", "the op returns the decode rows of the batch, its fake declares T",
+          "rows-grow-and-shrink", "shape-and-dtype", _cuts_result),
+    Fault("slices-decode-rows", "the op prepares the decode rows that Python knows of, no others",
+          "eager-between-replays", "cache-rows", _slices_decode_rows),
+    Fault("frozen-metadata-branch",
+          "the captured op rotates q and k_pe for prefill rows only if the batch had some when it was captured",
+          "mixed-batch-piecewise", "attention-output", _frozen_metadata_branch),
+    Fault("stale-table", f"cos and sin are copied {_ONCE}",
+          "table-rewritten", "query-rope", _copied_once("cos_sin_cache")),
     Fault("table-copied-per-call", "cos and sin are copied at every call",
-        "fresh-data", "no-table-copy", _given(_table_again)),
-    Fault(
-        "host-sync", "the op reads a scale on the host", "fresh-data", "no-sync",
-        _given(lambda inputs: {"q_scale": torch.full_like(inputs.q_scale, float(inputs.q_scale.item()))}),
-    ),
+          "fresh-data", "no-table-copy", _copies_table),
+    Fault("host-sync", "the op reads a scale on the host", "fresh-data", "no-sync", _reads_scale),
     Fault("scale-baked-in", f"a scale is read {_ONCE}", "scales-changed", "query-nope", _copied_once("q_scale")),
-    Fault(
-        "write-outside-slot", "the row after the last written one is written too",
-        "other-slots", "cache-elsewhere", _then(_writes_behind),
-    ),
-    Fault(
-        "writes-slot-minus-one", "a row with slot -1 writes its KV row to the end of the cache",
-        "rows-grow-and-shrink", "cache-elsewhere", _given(_wrapped_slots),
-    ),
-    Fault(
-        "mixes-padded-rows",
-        "the attention op scales the query by the largest value of all rows, undefined padded ones included",
-        "padded-rows-are-poison", "finite", _mixes_rows, base=leaves_padded_rows,
-    ),
-    Fault(
-        "allocates-on-replay", "the attention op between two graphs keeps a new workspace at every step",
-        "long-run-piecewise", "memory", _hoards,
-    ),
-    Fault(
-        "weights-copied", f"the absorbed weights are copied {_ONCE}",
-        "weights-replaced", "query-nope", _copied_once("weight"),
-    ),
+    Fault("write-outside-slot", "the row after the last written one is written too",
+          "other-slots", "cache-elsewhere", _writes_behind),
+    Fault("writes-slot-minus-one", "a row with slot -1 writes its KV row to the end of the cache",
+          "rows-grow-and-shrink", "cache-elsewhere", _wraps_slots),
+    Fault("mixes-padded-rows",
+          "the attention op scales the query by the largest value of all rows, undefined padded ones included",
+          "padded-rows-are-poison", "finite", _mixes_rows, base=leaves_padded_rows),
+    Fault("allocates-on-replay", "the attention op between two graphs keeps a new workspace at every step",
+          "long-run-piecewise", "memory", _hoards),
+    Fault("weights-copied", f"the absorbed weights are copied {_ONCE}",
+          "weights-replaced", "query-nope", _copied_once("weight")),
     Fault("slots-copied", f"the slots are copied {_ONCE}", "other-slots", "cache-rows", _copied_once("slot_mapping")),
-    Fault(
-        "rotates-its-inputs", "q is rotated in place, as vLLM's own rotary kernel does",
-        "fresh-data", "inputs-unchanged", _then(_flips_query),
-    ),
-    Fault(
-        "one-buffer-for-all-layers", "all layers of a step share one query buffer",
-        "two-layers-one-graph", "query-nope", _one_buffer,
-    ),
-    Fault(
-        "launches-more", "a step in several launches: the op makes two copies of its result more",
-        "kernel-census", "launches", _then(lambda query, inputs, batch: query.clone().clone()),
-    ),
-    Fault(
-        "one-position-for-all-keys", "all KV rows of a step are rotated by the first row's position",
-        "fresh-data", "cache-rows", _one_position,
-    ),
+    Fault("rotates-its-inputs", "q is rotated in place, as vLLM's own rotary kernel does",
+          "fresh-data", "inputs-unchanged", _flips_query),
+    Fault("one-buffer-for-all-layers", "all layers of a step share one query buffer",
+          "two-layers-one-graph", "query-nope", _one_buffer),
+    Fault("launches-more", "a step in several launches: the op makes two copies of its result more",
+          "kernel-census", "launches", _kernel(lambda run, inputs, batch: run(inputs, batch).clone().clone())),
+    Fault("one-position-for-all-keys", "all KV rows of a step are rotated by the first row's position",
+          "fresh-data", "cache-rows", _one_position),
 ]  # fmt: skip
