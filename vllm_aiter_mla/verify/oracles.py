@@ -46,25 +46,6 @@ class Finding:
     step: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Right:
-    """One layer's operands and cache before a step, and what should come of them.
-
-    Attributes:
-        inputs: the operands.
-        storage: a copy of the guarded cache.
-        queries: q_prepared [T, N, latent+R], one per accepted rounding.
-        storages: the guarded cache after the step, likewise.
-        out: [n, N*V], or None where no attention runs.
-    """
-
-    inputs: DecodeInputs
-    storage: torch.Tensor
-    queries: list[torch.Tensor]
-    storages: list[torch.Tensor]
-    out: torch.Tensor | None
-
-
 class Expected:
     """Copies of all operands before a step, and what should come of each layer. Make it after ``Buffers.step``.
 
@@ -77,35 +58,91 @@ class Expected:
     """
 
     def __init__(self, buffers: Buffers, subject: Subject, size: int, slots: int | None, attends: bool) -> None:
-        self.buffers, self.subject = buffers, subject
-        self.copies = {name: tensor.clone() for name, tensor in _operands(buffers)}
         attends = attends and not buffers.batch.dummy
-        self.layers = [_right(subject, layer, layer.inputs(size, slots), attends) for layer in buffers.layers]
+        self._buffers = buffers
+        self._copies = {name: tensor.clone() for name, tensor in _operands(buffers)}
+        self._layers = [_Layer(subject, layer, layer.inputs(size, slots), attends) for layer in buffers.layers]
 
     def check(self, outputs: Outputs) -> list[Finding]:
         """Every oracle of the step, which has run."""
         findings: list[Finding] = []
-        slots = self.copies["slot_mapping"]
-        for i, (layer, right) in enumerate(zip(self.buffers.layers, self.layers, strict=True)):
-            got = outputs[query_name(i)]
-            found = [*(list(_shape(right.inputs, got)) or _query(self.subject, right, got))]
-            found += [*_cache(self.subject, layer, right, slots), *_output(layer, right, outputs.get(f"final.{i}"))]
+        for i, layer in enumerate(self._layers):
+            found = layer.check(outputs[query_name(i)], outputs.get(f"final.{i}"), self._copies["slot_mapping"])
             findings += [replace(f, message=f"layer {i}: {f.message}") for f in found]
-        for name, tensor in _operands(self.buffers):
-            if not torch.equal(raw(tensor), raw(self.copies[name])):
+        for name, tensor in _operands(self._buffers):
+            if not torch.equal(raw(tensor), raw(self._copies[name])):
                 findings.append(Finding("inputs-unchanged", f"{name} was changed by the step"))
         return findings
 
 
-def _right(subject: Subject, layer: Layer, inputs: DecodeInputs, attends: bool) -> Right:
-    queries, storages = [], []
-    # AITER's truncating store is read from its source; should a release round instead, that is no failure.
-    for numerics in dict.fromkeys((subject.backend.numerics(inputs), reference.AITER)):
-        shadow = replace(layer, storage=layer.storage.clone())
-        queries.append(reference.prepare(replace(inputs, kv_cache=shadow.kv_cache), numerics))
-        storages.append(shadow.storage)
-    out = _attended(replace(layer, storage=storages[0]), queries[0]) if attends else None
-    return Right(inputs, layer.storage.clone(), queries, storages, out)
+class _Layer:
+    """One layer's operands and cache before a step, and what should come of them, once per accepted rounding."""
+
+    def __init__(self, subject: Subject, own: Layer, inputs: DecodeInputs, attends: bool) -> None:
+        self.own, self.inputs, self.rows = own, inputs, subject.defined_rows
+        self.exact_nope = subject.backend.bounds == EXACT
+        # Nobody rotates as the reference does but itself.
+        self.exact_rope = subject.backend.name == "reference"
+        self.storage = own.storage.clone()
+        self.queries: list[torch.Tensor] = []
+        self.storages: list[torch.Tensor] = []
+        # AITER's truncating store is read from its source; should a release round instead, that is no failure.
+        for numerics in dict.fromkeys((subject.backend.numerics(inputs), reference.AITER)):
+            shadow = replace(own, storage=own.storage.clone())
+            self.queries.append(reference.prepare(replace(inputs, kv_cache=shadow.kv_cache), numerics))
+            self.storages.append(shadow.storage)
+        self.out = _attended(replace(own, storage=self.storages[0]), self.queries[0]) if attends else None
+
+    def check(self, got: torch.Tensor, final: torch.Tensor | None, slots: torch.Tensor) -> Iterator[Finding]:
+        """The oracles of this layer: its query, its cache and its attention's output."""
+        inputs = self.inputs
+        declared = bodies.declared(inputs.q.to("meta"), inputs.k_pe, inputs.kv_c, inputs.out_dtype)
+        if got.shape != declared.shape or got.dtype != declared.dtype:
+            was, wanted = (f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (got, declared))
+            yield Finding("shape-and-dtype", f"the fake declares {wanted}, the op returned {was}")
+        else:
+            yield from self._query(got)
+        yield from self._cache(slots[: inputs.slot_mapping.shape[0]])
+        yield from self._output(final)
+
+    def _query(self, got: torch.Tensor) -> Iterator[Finding]:
+        rows, lat = self.rows(self.inputs), self.inputs.latent_dim
+        got, expected = got[:rows], [query[:rows] for query in self.queries]
+        if bad := _not_finite(got):
+            yield Finding("finite", f"q_prepared holds NaN or Inf in {bad}")
+            return
+        nope = _least(got[..., :lat], [e[..., :lat] for e in expected], self.exact_nope, OWN_BMM.slack, 1.0)
+        rope = _least(got[..., lat:], [e[..., lat:] for e in expected], self.exact_rope)
+        yield from (Finding(name, reason) for name, reason in (("query-nope", nope), ("query-rope", rope)) if reason)
+
+    def _cache(self, slots: torch.Tensor) -> Iterator[Finding]:
+        storage, lat = self.own.storage, self.inputs.latent_dim
+        written = slots[slots >= 0] + GUARD_BLOCKS * storage.shape[1]
+        if written.numel():
+            got, *accepted = (_rows(each.flatten(0, 1), written) for each in (storage, *self.storages))
+            latent = _least(got[:, :lat], [rows[:, :lat] for rows in accepted], exact=True)
+            rope = _least(got[:, lat:], [rows[:, lat:] for rows in accepted], self.exact_rope)
+            for part, reason in (("latent", latent), ("rotated", rope)):
+                if reason:
+                    yield Finding("cache-rows", f"{part} part of the written rows: {reason}")
+        yield from _elsewhere(self.own, self.storage, written)
+
+    def _output(self, final: torch.Tensor | None) -> Iterator[Finding]:
+        batch, out = self.own.buffers.batch, self.own.out
+        n = batch.rows
+        if self.out is None or not n:
+            return
+        got, wanted = out[:n].float(), self.out.float()
+        if bad := _not_finite(got):
+            yield Finding("finite", f"the attention's output holds NaN or Inf in {bad}")
+            return
+        error = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
+        if float(error.max()) > ROW_ERROR:
+            row = int(error.argmax())
+            kind = "prefill" if row >= batch.decode_rows else "decode"
+            yield Finding("attention-output", f"{kind} row {row} is off by {float(error.max()):.0%}")
+        if final is not None and not torch.equal(raw(final[:n]), raw(out[:n] * 2)):
+            yield Finding("attention-output", "what follows the attention did not see its output")
 
 
 def _attended(layer: Layer, query: torch.Tensor) -> torch.Tensor:
@@ -134,30 +171,6 @@ def _operands(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{name} of layer {i}", getattr(layer, name)
 
 
-def _shape(inputs: DecodeInputs, got: torch.Tensor) -> Iterator[Finding]:
-    declared = bodies.declared(inputs.q.to("meta"), inputs.k_pe, inputs.kv_c, inputs.out_dtype)
-    if got.shape != declared.shape or got.dtype != declared.dtype:
-        was, wanted = (f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (got, declared))
-        yield Finding("shape-and-dtype", f"the fake declares {wanted}, the op returned {was}")
-
-
-def _query(subject: Subject, right: Right, got: torch.Tensor) -> Iterator[Finding]:
-    rows, lat = subject.defined_rows(right.inputs), right.inputs.latent_dim
-    mine, expected = got[:rows], [query[:rows] for query in right.queries]
-    if bad := _not_finite(mine):
-        yield Finding("finite", f"q_prepared holds NaN or Inf in {bad}")
-        return
-    exact_nope, exact_rope = subject.backend.bounds == EXACT, _exact_rope(subject)
-    nope = _least(mine[..., :lat], [e[..., :lat] for e in expected], exact_nope, OWN_BMM.slack, 1.0)
-    rope = _least(mine[..., lat:], [e[..., lat:] for e in expected], exact_rope)
-    yield from (Finding(name, reason) for name, reason in (("query-nope", nope), ("query-rope", rope)) if reason)
-
-
-def _exact_rope(subject: Subject) -> bool:
-    """Whether rotated halves must agree to the bit: nobody rotates as the reference does but itself."""
-    return subject.backend.name == "reference"
-
-
 def _not_finite(x: torch.Tensor) -> str:
     """Which rows hold NaN or Inf, or an empty string."""
     bad = (~x.float().isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist()
@@ -173,36 +186,15 @@ def _rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def _least(
     got: torch.Tensor, accepted: list[torch.Tensor], exact: bool, slack: float = 0.0, share: float = ROPE_SHARE
 ) -> str:
-    """Why ``got`` is none of ``accepted``, or an empty string."""
-    reasons = [_distance(got, expected, exact, slack, share) for expected in accepted]
-    return "" if "" in reasons else reasons[0]
-
-
-def _distance(got: torch.Tensor, expected: torch.Tensor, exact: bool, slack: float, share: float) -> str:
-    if torch.equal(raw(got), raw(expected)):
-        return ""
-    found = difference(got.contiguous(), expected.contiguous(), slack)
-    if not exact and found.steps <= 1 and found.share <= share:
-        return ""
-    wrong = (got.float() != expected.float()).nonzero()
+    """How far ``got`` is from the first of ``accepted``, or an empty string where it is one of them."""
+    distances = [difference(got.contiguous(), each.contiguous(), slack) for each in accepted]
+    for each, found in zip(accepted, distances, strict=True):
+        if torch.equal(raw(got), raw(each)) or (not exact and found.steps <= 1 and found.share <= share):
+            return ""
+    wrong = (got.float() != accepted[0].float()).nonzero()
     where = f", first at {wrong[0].tolist()}" if wrong.numel() else ""
     allowed = "none may" if exact else f"one step on {share:.0%} may"
-    return f"{found.share:.1%} of the values differ, up to {found.steps} step(s){where}; {allowed}"
-
-
-def _cache(subject: Subject, layer: Layer, right: Right, slots: torch.Tensor) -> Iterator[Finding]:
-    width, lat = layer.storage.shape[2], right.inputs.latent_dim
-    slots = slots[: right.inputs.slot_mapping.shape[0]]
-    written = slots[slots >= 0] + GUARD_BLOCKS * layer.storage.shape[1]
-    if written.numel():
-        got = _rows(layer.storage.view(-1, width), written)
-        accepted = [_rows(own.view(-1, width), written) for own in right.storages]
-        latent = _least(got[:, :lat], [rows[:, :lat] for rows in accepted], exact=True)
-        rope = _least(got[:, lat:], [rows[:, lat:] for rows in accepted], _exact_rope(subject))
-        for part, reason in (("latent", latent), ("rotated", rope)):
-            if reason:
-                yield Finding("cache-rows", f"{part} part of the written rows: {reason}")
-    yield from _elsewhere(layer, right.storage, written)
+    return f"{distances[0].share:.1%} of the values differ, up to {distances[0].steps} step(s){where}; {allowed}"
 
 
 def _elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> Iterator[Finding]:
@@ -212,24 +204,6 @@ def _elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> It
         first = int(changed.nonzero()[0]) - GUARD_BLOCKS * layer.storage.shape[1]
         what = "cache row(s) that belong to no slot of the step were written, first slot"
         yield Finding("cache-elsewhere", f"{int(changed.sum())} {what} {first}")
-
-
-def _output(layer: Layer, right: Right, final: torch.Tensor | None) -> Iterator[Finding]:
-    batch = layer.buffers.batch
-    n = batch.rows
-    if right.out is None or not n:
-        return
-    got, wanted = layer.out[:n].float(), right.out.float()
-    if bad := _not_finite(got):
-        yield Finding("finite", f"the attention's output holds NaN or Inf in {bad}")
-        return
-    error = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
-    if float(error.max()) > ROW_ERROR:
-        row = int(error.argmax())
-        kind = "prefill" if row >= batch.decode_rows else "decode"
-        yield Finding("attention-output", f"{kind} row {row} is off by {float(error.max()):.0%}")
-    if final is not None and not torch.equal(raw(final[:n]), raw(layer.out[:n] * 2)):
-        yield Finding("attention-output", "what follows the attention did not see its output")
 
 
 def check_probe(probe: Recording, table_rows: int) -> list[Finding]:

@@ -104,7 +104,7 @@ def build(kind: str, buffers: Buffers, subject: Subject, size: int, slots: int |
         # Something behind the attention that a graph computes from its output buffer.
         results.update({f"final.{i}": layer.out[:size] * 2 for i, layer in enumerate(buffers.layers)})
 
-    def segment(*calls: Callable[[], None], captured: bool = True) -> Segment:
+    def segment(captured: bool, *calls: Callable[[], None]) -> Segment:
         def run() -> Outputs:
             for call in calls:
                 call()
@@ -112,12 +112,13 @@ def build(kind: str, buffers: Buffers, subject: Subject, size: int, slots: int |
 
         return Segment(captured, run)
 
-    prepares = [partial(prepare, i) for i in range(len(contexts))]
-    attends = [partial(attention, i) for i in range(len(contexts))]
-    if kind == "kernel":
-        return [segment(*prepares)]
-    pairs = list(zip(prepares, attends, strict=True))
-    if kind == "full":
-        return [segment(*(call for pair in pairs for call in pair), tail)]
-    pieces = [part for first, then in pairs for part in (segment(first), segment(then, captured=False))]
-    return [*pieces, segment(tail)]
+    calls: list[tuple[bool, Callable[[], None]]] = []
+    for i in range(len(contexts)):
+        calls.append((True, partial(prepare, i)))
+        if kind != "kernel":
+            calls.append((False, partial(attention, i)))
+    if kind != "kernel":
+        calls.append((True, tail))
+    if kind == "piecewise":
+        return [segment(captured, call) for captured, call in calls]
+    return [segment(True, *(call for _, call in calls))]
