@@ -149,7 +149,7 @@ class Layer:
         absorbed = torch.einsum("tnp,npl->tnl", q[:rows, :, :nope].float(), self.w_uk_t.float())
         query = torch.cat([absorbed, q[:rows, :, nope:].float()], dim=-1)
         self.v_up(self._attend_cache(query[:n], self.kv_cache), output[:n])
-        keys = torch.cat([kv_c[n:rows], k_pe[n:rows].flatten(1)], dim=-1).float().expand(rows - n, -1, -1)
+        keys = torch.cat([kv_c[n:rows], k_pe[n:rows].flatten(1)], dim=-1).float()
         self.v_up(self._attend(query[n:], keys, self.buffers.row_keys.new_full((rows - n,), rows - n)), output[n:rows])
 
     def _attend_cache(self, query: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -164,9 +164,12 @@ class Layer:
         return self._attend(query, keys, self.buffers.row_keys[:n])
 
     def _attend(self, query: torch.Tensor, keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """query [n, N, L+R] over the first ``counts`` [n] of keys [n, K, L+R] -> [n, N, L]; no key gives zeros."""
-        g = self.buffers.geometry
-        hidden = torch.arange(keys.shape[1], device=query.device) >= counts.view(-1, 1, 1)
-        logits = torch.einsum("tnd,tkd->tnk", query, keys) * (g.nope + g.rope) ** -0.5
+        """query [n, N, L+R] over the first ``counts`` [n] of keys [n, K, L+R], or [K, L+R] of all -> [n, N, L].
+
+        A row without a key gives zeros.
+        """
+        g, own = self.buffers.geometry, "tk" if keys.dim() == 3 else "k"
+        hidden = torch.arange(keys.shape[-2], device=query.device) >= counts.view(-1, 1, 1)
+        logits = torch.einsum(f"tnd,{own}d->tnk", query, keys) * (g.nope + g.rope) ** -0.5
         weights = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1).masked_fill(hidden, 0.0)
-        return torch.einsum("tnk,tkl->tnl", weights, keys[..., : g.latent])
+        return torch.einsum(f"tnk,{own}l->tnl", weights, keys[..., : g.latent])
