@@ -6,7 +6,8 @@ import pytest
 import torch
 from verify_support import LIMIT
 
-from vllm_aiter_mla.verify import backends, cases, engines, runner, setting
+from vllm_aiter_mla.verify import backends, cases, runner, setting
+from vllm_aiter_mla.verify.engine import EagerEngine
 
 DATA = Path(__file__).parent / "data"
 
@@ -25,13 +26,13 @@ def subject():
 
 @pytest.fixture
 def run():
-    """Run one case by name on a tape: ``run("fresh-data", subject, variant="fp8")``."""
+    """Run one case by name, replayed eagerly: ``run("fresh-data", subject, variant="fp8")``."""
     by_name = {case.name: case for case in cases.cases(LIMIT)}
     kinds = {kind.name: kind for kind in setting.variants("cpu", torch.float8_e4m3fn, quick=False)}
 
     def run_one(name, subject, variant="fp8", soak=40, engine=None, seed=0):
         options = runner.Options(setting.SMALL, LIMIT, seed, soak)
-        return runner.run_case(by_name[name], kinds[variant], subject, engine or engines.TapeEngine(), options)
+        return runner.run_case(by_name[name], kinds[variant], subject, engine or EagerEngine(), options)
 
     return run_one
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 
 from vllm_aiter_mla.verify import backends, devices
+from vllm_aiter_mla.verify.buffers import Buffers
+from vllm_aiter_mla.verify.layer import Batch
 from vllm_aiter_mla.verify.session import native_fp8
 from vllm_aiter_mla.verify.setting import REAL, variants
 from vllm_aiter_mla.verify.subject import Subject, build
-from vllm_aiter_mla.verify.world import Batch, World
 
 
 def main(folder: Path) -> None:
@@ -20,9 +21,9 @@ def main(folder: Path) -> None:
         if not isinstance(found, Subject):
             print(f"{name}: {found}")
             continue
-        world = World(REAL, variant, 16, 1, 1, "cuda", 0)
-        world.before_capture(16, Batch(1))
-        (segment,) = build("kernel", world, found, 16)
+        buffers = Buffers(REAL, variant, 16, 1, 1, "cuda", 0)
+        buffers.before_capture(Batch(1))
+        (segment,) = build("kernel", buffers, found, 16)
         segment.run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=True)

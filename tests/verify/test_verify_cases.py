@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from verify_support import LIMIT, broken
 
-from vllm_aiter_mla.verify import cases, engines, interpreted, runner, setting
+from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.verify import cases, interpreted, runner, setting
+from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.oracles import ORACLES
 from vllm_aiter_mla.verify.subject import subject_of
 
@@ -75,19 +78,19 @@ def _failed(load):
         for case in cases.cases(8):
             if case.kind == "compiled" or not case.quick:
                 continue
-            # The fake is one op of Python: what it launches is no census of AITER's.
+            # The fake is one op of Python: what it launches says nothing of AITER's.
             if case.name == "kernel-census":
                 continue
-            result = runner.run_case(case, variant, load(), engines.TapeEngine(), options)
+            result = runner.run_case(case, variant, load(), EagerEngine(), options)
             if result.status != "passed":
                 failed.append((case.name, variant.name, result.reason, result.findings))
     return failed
 
 
 def test_a_seed_gives_the_same_data_alone_and_among_others(run, subject):
-    alone = run("fresh-data", subject, seed=3).as_dict() | {"seconds": 0}
+    alone = asdict(run("fresh-data", subject, seed=3)) | {"seconds": 0}
     run("other-slots", subject, seed=3)
-    assert run("fresh-data", subject, seed=3).as_dict() | {"seconds": 0} == alone
+    assert asdict(run("fresh-data", subject, seed=3)) | {"seconds": 0} == alone
 
 
 def test_capture_sizes_hold_both_ends_of_the_bucket():
@@ -115,16 +118,16 @@ def test_every_case_replays_only_what_it_captured(limit):
 
 
 def test_a_back_end_that_declines_is_skipped_with_its_reason(run, subject):
-    from dataclasses import replace
+    class Declining(ReferenceBackend):
+        def bind(self, inputs):
+            return "too small for me"
 
-    result = run("fresh-data", replace(subject, refuse=lambda inputs: "too small for me"))
+    result = run("fresh-data", subject_of(Declining()))
     assert result.status == "skipped"
     assert "too small for me" in result.reason
 
 
 def test_a_back_end_that_raises_is_a_failure_and_no_crash(run, subject):
-    from dataclasses import replace
-
     def prepare(inputs, batch):
         raise ZeroDivisionError("in the kernel")
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 from verify_support import LIMIT, broken
 
-from vllm_aiter_mla.verify import backends, engines, oracles, runner, selftest, setting
+from vllm_aiter_mla.kernels.compare import OWN_BMM
+from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.verify import backends, oracles, runner, selftest, setting
 from vllm_aiter_mla.verify.cases import cases
-from vllm_aiter_mla.verify.engines import Captured, TapeEngine
+from vllm_aiter_mla.verify.engine import Captured, EagerEngine
 from vllm_aiter_mla.verify.faults import FAULTS, Fault, leaves_padded_rows
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
@@ -30,7 +32,7 @@ ASKED_FOR = {
 def judge(fault):
     fp8 = setting.variants("cpu", torch.float8_e4m3fn, quick=True)[0]
     options = runner.Options(setting.SMALL, LIMIT)
-    (verdict,) = selftest.self_test([fault], lambda: backends.load("reference"), TapeEngine(), fp8, options)
+    (verdict,) = selftest.self_test([fault], lambda: backends.load("reference"), EagerEngine(), fp8, options)
     return verdict
 
 
@@ -61,7 +63,7 @@ def test_a_fault_in_a_wrong_control_is_not_counted_as_caught():
     assert not verdict.ok
 
 
-class Forgetful(TapeEngine):
+class Forgetful(EagerEngine):
     """Runs Python again at every replay: no emulation of a capture at all."""
 
     def capture(self, segments, pool, side_stream):
@@ -110,7 +112,11 @@ def test_a_back_end_with_a_bmm_of_its_own_may_be_a_step_off_and_the_reference_ma
         return prepared
 
     assert "query-nope" in broken(run("fresh-data", replace(subject, prepare=nudged)))
-    loose = replace(subject, prepare=nudged, reference_bmm=False)
+
+    class OwnProduct(ReferenceBackend):
+        bounds = OWN_BMM
+
+    loose = replace(subject, backend=OwnProduct(), prepare=nudged)
     assert run("fresh-data", loose).status == "passed"
 
 
@@ -122,13 +128,13 @@ def test_a_failure_holds_the_step_that_showed_it(run, subject):
 def test_memory_growth_is_told_from_a_temporary(run, subject):
     attend = subject.attend
 
-    def with_temporary(call):
+    def with_temporary(*call):
         torch.empty(1000)
-        attend(call)
+        attend(*call)
 
     assert run("long-run-piecewise", replace(subject, attend=with_temporary)).status == "passed"
 
 
 def test_engines_name_what_they_are():
-    assert engines.TapeEngine().name == "eager replay"
-    assert not engines.TapeEngine().graphs
+    assert EagerEngine().name == "eager replay"
+    assert not EagerEngine().graphs

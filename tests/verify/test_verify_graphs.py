@@ -10,7 +10,7 @@ from verify_support import broken
 
 from vllm_aiter_mla.verify import graphs
 from vllm_aiter_mla.verify.faults import FAULTS
-from vllm_aiter_mla.verify.tape import Tape
+from vllm_aiter_mla.verify.recording import Recording
 
 
 class Graph:
@@ -25,13 +25,13 @@ class Graph:
 
     def replay(self):
         assert self.ready
-        self.tape.replay()
+        self.made.replay()
 
     def debug_dump(self, path):
         warnings.warn("DEBUG: calling debug_dump()", stacklevel=1)
         nodes = "".join(
             f'"graph_0_node_{i}"[style="bold" shape="octagon" label="{i}\n{name}\n"];\n'
-            for i, name in enumerate(self.tape.names())
+            for i, name in enumerate(self.made.names)
         )
         with open(path, "w") as file:
             file.write(f"digraph dot {{\n{nodes}}}\n")
@@ -39,21 +39,21 @@ class Graph:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """torch.cuda with graphs made of tapes; returns what was asked of it."""
+    """torch.cuda with graphs made of recordings; returns what was asked of it."""
     asked = SimpleNamespace(pools=[], streams=[], sync_modes=[], restored=0, allocations=0)
 
     class Capture:
         def __init__(self, graph, pool=None, stream=None):
-            self.graph, self.tape = graph, Tape()
+            self.graph, self.made = graph, Recording()
             asked.pools.append(pool)
             asked.streams.append(stream)
 
         def __enter__(self):
-            self.tape.__enter__()
+            self.made.__enter__()
 
         def __exit__(self, *error):
-            self.tape.__exit__(*error)
-            self.graph.tape = self.tape
+            self.made.__exit__(*error)
+            self.graph.made = self.made
 
     class Stream:
         def wait_stream(self, other):
@@ -90,7 +90,7 @@ def engine(cuda):
     return engine
 
 
-def test_the_census_comes_from_the_dump(run, subject, engine):
+def test_the_launches_come_from_the_dump(run, subject, engine):
     result = run("kernel-census", subject, engine=engine)
     assert result.status == "passed", result.findings
     assert "aten.bmm" in result.launches["12"] or "other kinds" in result.launches["12"]
@@ -158,7 +158,7 @@ def test_replays_that_ask_for_memory_fail(run, subject, engine, monkeypatch):
     assert broken(run("long-run", subject, engine=engine)) == {"memory"}
 
 
-def test_a_dump_that_cannot_be_had_skips_the_census_with_the_reason(run, subject, engine, monkeypatch):
+def test_a_dump_that_cannot_be_had_skips_the_count_with_the_reason(run, subject, engine, monkeypatch):
     monkeypatch.setattr(Graph, "debug_dump", lambda self, path: None)
     result = run("kernel-census", subject, engine=engine)
     assert result.status == "skipped"

@@ -6,12 +6,13 @@ plain tensors; it imports torch, never vLLM.
 | module | what |
 |---|---|
 | ``setting`` | sizes, dtypes and capture sizes of a run |
-| ``world`` | the buffers that serving keeps between steps, and how a step fills them |
+| ``buffers`` | the buffers that serving keeps between steps, and how a step fills them |
 | ``layer`` | a layer of plain tensors in the place of vLLM's |
 | ``subject`` | what is under test: a back end inside the op bodies, and the steps made of them |
-| ``tape``, ``engines``, ``graphs`` | capture and replay: a tape of ATen calls anywhere, CUDA and HIP graphs on a GPU |
+| ``engine``, ``recording`` | capture and replay anywhere: recorded ATen calls are repeated |
+| ``graphs`` | capture and replay on a GPU: CUDA and HIP graphs |
 | ``cases``, ``oracles``, ``runner``, ``inductor`` | what happens, what is checked, and the loop that joins them |
-| ``census``, ``devices`` | the kernels of a captured graph, and the card they ran on |
+| ``launches``, ``devices`` | what a captured graph launches, and the card it ran on |
 | ``faults``, ``selftest`` | planted faults, each caught by a named case |
 | ``backends``, ``interpreted``, ``session`` | which back ends are here, and a whole run |
 | ``terminal``, ``pytest_plugin`` | a run on the terminal, and inside pytest |

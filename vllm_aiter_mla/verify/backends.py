@@ -15,11 +15,7 @@ Found = Subject | str | None
 
 
 def find(name: str) -> Found:
-    """The back end ``name``; one that breaks while it is looked for is missing, with what it said.
-
-    Raises:
-        KeyError: an unknown name.
-    """
+    """The back end ``name``; one that breaks while it is looked for is missing, with what it said. Raises KeyError."""
     finder = FINDERS[name]
     try:
         return finder()
@@ -28,11 +24,7 @@ def find(name: str) -> Found:
 
 
 def load(name: str) -> Subject:
-    """The back end ``name``, which was found before.
-
-    Raises:
-        RuntimeError: it is not there any more.
-    """
+    """The back end ``name``, which was found before. Raises RuntimeError where it is not there any more."""
     found = find(name)
     if not isinstance(found, Subject):
         raise RuntimeError(f"{name}: {found or 'not in this process'}")

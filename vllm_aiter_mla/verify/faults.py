@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels import fp8
 from vllm_aiter_mla.kernels.absorb.plain import PlainWeight, plain
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.verify.subject import Attend, Subject
-from vllm_aiter_mla.verify.world import Batch
+from vllm_aiter_mla.ops.bodies import LayerContext
+from vllm_aiter_mla.verify.layer import Batch, Kernel, Layer
+from vllm_aiter_mla.verify.subject import Subject
 
 Plant = Callable[[Subject], Subject]
+Attend = Callable[[LayerContext, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,216 +45,183 @@ class Fault:
     base: Plant = lambda subject: subject
 
 
-FAULTS: list[Fault] = []
+def _kernel(change: Callable[[Kernel, DecodeInputs, Batch], torch.Tensor]) -> Plant:
+    """``change`` in the place of the kernel; it is given the right one."""
+    return lambda right: replace(right, prepare=partial(change, right.prepare))
 
 
-def _fault(what: str, case: str, oracle: str, base: Plant | None = None) -> Callable[[Plant], Plant]:
-    def note(plant: Plant) -> Plant:
-        name = plant.__name__.strip("_").replace("_", "-")
-        FAULTS.append(Fault(name, what, case, oracle, plant, base or (lambda subject: subject)))
-        return plant
-
-    return note
-
-
-def _given(subject: Subject, change: Callable[[DecodeInputs], dict[str, Any]]) -> Subject:
-    """``subject`` whose kernel gets other operands."""
-    return replace(subject, prepare=lambda inputs, batch: subject.prepare(replace(inputs, **change(inputs)), batch))
-
-
-def _then(subject: Subject, spoil: Callable[[torch.Tensor, DecodeInputs, Batch], torch.Tensor]) -> Subject:
-    """``subject`` whose kernel does something more with its result."""
-    return replace(subject, prepare=lambda inputs, batch: spoil(subject.prepare(inputs, batch), inputs, batch))
-
-
-def _first_copies() -> Callable[[torch.Tensor], torch.Tensor]:
-    """Gives the copy that it made when it saw a tensor for the first time."""
-    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        key = (tensor.data_ptr(), tensor.shape)
-        if key not in copies:
-            copies[key] = tensor.clone()
-        return copies[key]
-
-    return copy
+def _attention(change: Callable[..., None]) -> Plant:
+    """``change`` in the place of the attention op; it is given the right one, the layer and the prepared query."""
+    return lambda right: replace(right, attend=partial(change, right.attend))
 
 
 def _copied_once(field: str) -> Plant:
-    """A kernel that goes on with the copy of an operand that it made at its first call."""
+    """A kernel that goes on with the copy of an operand that it made when it saw it for the first time."""
 
-    def plant(subject: Subject) -> Subject:
-        copy = _first_copies()
-        if field == "weight":
-            return _given(subject, lambda inputs: {field: PlainWeight(copy(plain(inputs.weight)))})
-        return _given(subject, lambda inputs: {field: copy(getattr(inputs, field))})
+    def plant(right: Subject) -> Subject:
+        copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+
+        def copied(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+            tensor = plain(inputs.weight) if field == "weight" else getattr(inputs, field)
+            key = (tensor.data_ptr(), tensor.shape)
+            if key not in copies:
+                copies[key] = tensor.clone()
+            change: dict[str, Any] = {field: PlainWeight(copies[key]) if field == "weight" else copies[key]}
+            return run(replace(inputs, **change), batch)
+
+        return _kernel(copied)(right)
 
     return plant
 
 
-def leaves_padded_rows(subject: Subject) -> Subject:
+def leaves_padded_rows(right: Subject) -> Subject:
     """Not a fault: a back end that leaves rows without a slot unwritten, as AITER does without its 15th argument."""
 
-    def partly(whole: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    def partly(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+        whole = run(inputs, batch)
         out = torch.empty_like(whole)
         mine, theirs = _bytes(out), _bytes(whole)
-        mine.copy_(torch.where(defined(inputs).view(-1, 1, 1), theirs, mine))
+        mine.copy_(torch.where((inputs.slot_mapping >= 0).view(-1, 1, 1), theirs, mine))
         return out
 
-    def defined(inputs: DecodeInputs) -> torch.Tensor:
-        return inputs.slot_mapping >= 0
-
-    return replace(_then(subject, partly), defined=defined)
+    return replace(_kernel(partly)(right), defined_rows=lambda inputs: int((inputs.slot_mapping >= 0).sum()))
 
 
-@_fault("the op returns the decode rows of the batch, its fake declares T", "rows-grow-and-shrink", "shape-and-dtype")
-def _fake_lies_about_rows(subject: Subject) -> Subject:
-    return _then(subject, lambda query, inputs, batch: query[: batch.decode_rows])
+@_kernel
+def _cuts_result(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    return run(inputs, batch)[: batch.decode_rows]
 
 
-@_fault("the op prepares the decode rows that Python knows of, no others", "eager-between-replays", "cache-rows")
-def _slices_decode_rows(subject: Subject) -> Subject:
-    def prepare(inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-        names = ("q", "k_pe", "kv_c", "positions", "slot_mapping")
-        cut = {name: getattr(inputs, name)[: batch.decode_rows] for name in names}
-        part = subject.prepare(replace(inputs, **cut), batch)
-        whole = part.new_empty((inputs.num_tokens, *part.shape[1:]))
-        whole[: part.shape[0]] = part
-        return whole
-
-    return replace(subject, prepare=prepare)
+@_kernel
+def _slices_decode_rows(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    names = ("q", "k_pe", "kv_c", "positions", "slot_mapping")
+    part = run(replace(inputs, **{name: getattr(inputs, name)[: batch.decode_rows] for name in names}), batch)
+    whole = part.new_empty((inputs.num_tokens, *part.shape[1:]))
+    whole[: part.shape[0]] = part
+    return whole
 
 
-@_fault(
-    "the captured op rotates q and k_pe for prefill rows only if the batch had some when it was captured",
-    "mixed-batch-piecewise",
-    "attention-output",
-)
-def _frozen_metadata_branch(subject: Subject) -> Subject:
-    def rotating(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-        if batch.prefill_rows:
-            cos, sin = reference.gather_cos_sin(inputs.cos_sin_cache, inputs.positions)
-            q_pe, k_pe = inputs.q[..., inputs.nope_dim :], inputs.k_pe
-            q_pe.copy_(reference.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), inputs.is_neox))
-            k_pe.copy_(reference.rotate(k_pe, cos, sin, inputs.is_neox))
-        return query
-
-    def trusting(call: Attend) -> None:
-        subject.attend(replace(call, is_rotated=True))
-
-    return replace(_then(subject, rotating), attend=trusting)
+@_kernel
+def _rotates_if_prefill(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    query = run(inputs, batch)
+    if batch.prefill_rows:
+        q_pe = inputs.q[..., inputs.nope_dim :]
+        Layer.rotate(q_pe, inputs.k_pe, inputs.positions, inputs.cos_sin_cache, inputs.is_neox)
+    return query
 
 
-_COPIED = (
-    ("stale-table", "cos and sin are copied", "cos_sin_cache", "table-rewritten", "query-rope"),
-    ("scale-baked-in", "a scale is read", "q_scale", "scales-changed", "query-nope"),
-    ("weights-copied", "the absorbed weights are copied", "weight", "weights-replaced", "query-nope"),
-    ("slots-copied", "the slots are copied", "slot_mapping", "other-slots", "cache-rows"),
-)
-for _name, _what, _field, _case, _oracle in _COPIED:
-    _what += " at the first call, before the capture, and never again"
-    FAULTS.append(Fault(_name, _what, _case, _oracle, _copied_once(_field)))
+def _frozen_metadata_branch(right: Subject) -> Subject:
+    return replace(_rotates_if_prefill(right), attend=partial(right.attend, is_rotated=True))
 
 
-@_fault("cos and sin are copied at every call", "fresh-data", "no-table-copy")
-def _table_copied_per_call(subject: Subject) -> Subject:
-    def table(inputs: DecodeInputs) -> dict[str, torch.Tensor]:
-        cos, sin = inputs.cos_sin_cache.chunk(2, dim=-1)
-        return {"cos_sin_cache": torch.cat([cos.contiguous(), sin.contiguous()], dim=-1)}
-
-    return _given(subject, table)
+@_kernel
+def _copies_table(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    halves = [half.contiguous() for half in inputs.cos_sin_cache.chunk(2, dim=-1)]
+    return run(replace(inputs, cos_sin_cache=torch.cat(halves, dim=-1)), batch)
 
 
-@_fault("the op reads a scale on the host", "fresh-data", "no-sync")
-def _host_sync(subject: Subject) -> Subject:
-    return _given(subject, lambda inputs: {"q_scale": torch.full_like(inputs.q_scale, float(inputs.q_scale.item()))})
+@_kernel
+def _reads_scale(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    return run(replace(inputs, q_scale=torch.full_like(inputs.q_scale, float(inputs.q_scale.item()))), batch)
 
 
-@_fault("the row after the last written one is written too", "other-slots", "cache-elsewhere")
-def _write_outside_slot(subject: Subject) -> Subject:
-    def writing(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-        rows = inputs.kv_cache.view(torch.uint8).flatten(0, 1)
-        last = inputs.slot_mapping.max().view(1)
-        behind = (last.clamp(min=0) + 1) % rows.shape[0]
-        there = rows.index_select(0, behind)
-        rows.index_copy_(0, behind, torch.where(last.view(1, 1) >= 0, there ^ 0x11, there))
-        return query
-
-    return _then(subject, writing)
+@_kernel
+def _writes_behind(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    query = run(inputs, batch)
+    rows = inputs.kv_cache.view(torch.uint8).flatten(0, 1)
+    last = inputs.slot_mapping.max().view(1)
+    behind = (last.clamp(min=0) + 1) % rows.shape[0]
+    there = rows.index_select(0, behind)
+    rows.index_copy_(0, behind, torch.where(last.view(1, 1) >= 0, there ^ 0x11, there))
+    return query
 
 
-@_fault("a row with slot -1 writes its KV row to the end of the cache", "rows-grow-and-shrink", "cache-elsewhere")
-def _writes_slot_minus_one(subject: Subject) -> Subject:
-    def slots(inputs: DecodeInputs) -> dict[str, torch.Tensor]:
-        rows, given = inputs.kv_cache.shape[0] * inputs.kv_cache.shape[1], inputs.slot_mapping
-        return {"slot_mapping": torch.where(given < 0, given + rows, given)}
-
-    return _given(subject, slots)
+@_kernel
+def _wraps_slots(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    rows, given = inputs.kv_cache.shape[0] * inputs.kv_cache.shape[1], inputs.slot_mapping
+    return run(replace(inputs, slot_mapping=torch.where(given < 0, given + rows, given)), batch)
 
 
-@_fault(
-    "the attention op scales the query by the largest value of all rows, undefined padded ones included",
-    "padded-rows-are-poison",
-    "finite",
-    base=leaves_padded_rows,
-)
-def _mixes_padded_rows(subject: Subject) -> Subject:
-    def mixing(call: Attend) -> None:
-        q = call.q_prepared.float()
-        largest = q.abs().amax()
-        subject.attend(replace(call, q_prepared=(q / largest * largest).to(call.q_prepared.dtype)))
-
-    return replace(subject, attend=mixing)
+@_attention
+def _mixes_rows(attend: Attend, ctx: LayerContext, query: torch.Tensor) -> None:
+    largest = query.float().abs().amax()
+    attend(ctx, (query.float() / largest * largest).to(query.dtype))
 
 
-@_fault("the attention op between two graphs keeps a new workspace at every step", "long-run-piecewise", "memory")
-def _allocates_on_replay(subject: Subject) -> Subject:
+def _hoards(right: Subject) -> Subject:
     workspaces: list[torch.Tensor] = []
 
-    def hoarding(call: Attend) -> None:
-        workspaces.append(torch.empty_like(call.layer.out))
-        subject.attend(call)
+    def hoarding(attend: Attend, ctx: LayerContext, query: torch.Tensor) -> None:
+        workspaces.append(torch.empty_like(query))
+        attend(ctx, query)
 
-    return replace(subject, attend=hoarding)
-
-
-@_fault("q is rotated in place, as vLLM's own rotary kernel does", "fresh-data", "inputs-unchanged")
-def _rotates_its_inputs(subject: Subject) -> Subject:
-    def rotating(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-        q_pe = inputs.q[..., inputs.nope_dim :]
-        q_pe.copy_(q_pe.flip(-1))
-        return query
-
-    return _then(subject, rotating)
+    return _attention(hoarding)(right)
 
 
-@_fault("all layers of a step share one query buffer", "two-layers-one-graph", "query-nope")
-def _one_buffer_for_all_layers(subject: Subject) -> Subject:
+@_kernel
+def _flips_query(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    query, q_pe = run(inputs, batch), inputs.q[..., inputs.nope_dim :]
+    q_pe.copy_(q_pe.flip(-1))
+    return query
+
+
+def _one_buffer(right: Subject) -> Subject:
     buffers: dict[int, torch.Tensor] = {}
 
-    def sharing(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    def sharing(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+        query = run(inputs, batch)
         buffer = buffers.setdefault(inputs.num_tokens, torch.empty_like(query))
         _bytes(buffer).copy_(_bytes(query))
         return buffer
 
-    return _then(subject, sharing)
+    return _kernel(sharing)(right)
 
 
-@_fault("a step in several launches: the op makes two copies of its result more", "kernel-census", "launches")
-def _launches_more(subject: Subject) -> Subject:
-    return _then(subject, lambda query, inputs, batch: query.clone().clone())
-
-
-@_fault("all KV rows of a step are rotated by the first row's position", "fresh-data", "cache-rows")
-def _one_position_for_all_keys(subject: Subject) -> Subject:
-    def again(query: torch.Tensor, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-        first = inputs.positions[:1].repeat(inputs.num_tokens)
-        subject.prepare(replace(inputs, positions=first), batch)
-        return query
-
-    return _then(subject, again)
+@_kernel
+def _one_position(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+    query = run(inputs, batch)
+    run(replace(inputs, positions=inputs.positions[:1].repeat(inputs.num_tokens)), batch)
+    return query
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """fp8 as bytes: few operations know fp8."""
     return tensor.view(torch.uint8) if fp8.is_fp8(tensor.dtype) else tensor
+
+
+_ONCE = "at the first call, before the capture, and never again"
+FAULTS = [
+    Fault("fake-lies-about-rows", "the op returns the decode rows of the batch, its fake declares T",
+          "rows-grow-and-shrink", "shape-and-dtype", _cuts_result),
+    Fault("slices-decode-rows", "the op prepares the decode rows that Python knows of, no others",
+          "eager-between-replays", "cache-rows", _slices_decode_rows),
+    Fault("frozen-metadata-branch",
+          "the captured op rotates q and k_pe for prefill rows only if the batch had some when it was captured",
+          "mixed-batch-piecewise", "attention-output", _frozen_metadata_branch),
+    Fault("stale-table", f"cos and sin are copied {_ONCE}",
+          "table-rewritten", "query-rope", _copied_once("cos_sin_cache")),
+    Fault("table-copied-per-call", "cos and sin are copied at every call",
+          "fresh-data", "no-table-copy", _copies_table),
+    Fault("host-sync", "the op reads a scale on the host", "fresh-data", "no-sync", _reads_scale),
+    Fault("scale-baked-in", f"a scale is read {_ONCE}", "scales-changed", "query-nope", _copied_once("q_scale")),
+    Fault("write-outside-slot", "the row after the last written one is written too",
+          "other-slots", "cache-elsewhere", _writes_behind),
+    Fault("writes-slot-minus-one", "a row with slot -1 writes its KV row to the end of the cache",
+          "rows-grow-and-shrink", "cache-elsewhere", _wraps_slots),
+    Fault("mixes-padded-rows",
+          "the attention op scales the query by the largest value of all rows, undefined padded ones included",
+          "padded-rows-are-poison", "finite", _mixes_rows, base=leaves_padded_rows),
+    Fault("allocates-on-replay", "the attention op between two graphs keeps a new workspace at every step",
+          "long-run-piecewise", "memory", _hoards),
+    Fault("weights-copied", f"the absorbed weights are copied {_ONCE}",
+          "weights-replaced", "query-nope", _copied_once("weight")),
+    Fault("slots-copied", f"the slots are copied {_ONCE}", "other-slots", "cache-rows", _copied_once("slot_mapping")),
+    Fault("rotates-its-inputs", "q is rotated in place, as vLLM's own rotary kernel does",
+          "fresh-data", "inputs-unchanged", _flips_query),
+    Fault("one-buffer-for-all-layers", "all layers of a step share one query buffer",
+          "two-layers-one-graph", "query-nope", _one_buffer),
+    Fault("launches-more", "a step in several launches: the op makes two copies of its result more",
+          "kernel-census", "launches", _kernel(lambda run, inputs, batch: run(inputs, batch).clone().clone())),
+    Fault("one-position-for-all-keys", "all KV rows of a step are rotated by the first row's position",
+          "fresh-data", "cache-rows", _one_position),
+]  # fmt: skip

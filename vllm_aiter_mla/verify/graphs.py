@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.verify import devices
-from vllm_aiter_mla.verify.census import Census, DotError
-from vllm_aiter_mla.verify.engines import CaptureError, Probe, Recorded, TapeEngine
+from vllm_aiter_mla.verify import devices, launches
+from vllm_aiter_mla.verify.engine import CaptureError, EagerEngine, Recorded
+from vllm_aiter_mla.verify.recording import Recording
 from vllm_aiter_mla.verify.subject import Outputs, Segment
 
 
-class GraphEngine(TapeEngine):
+class GraphEngine(EagerEngine):
     """Real graphs on torch's current GPU."""
 
     name = "graph capture"
@@ -28,7 +28,7 @@ class GraphEngine(TapeEngine):
     def _record(self, segment: Segment, pool: str, side_stream: bool) -> tuple[Recorded, Outputs]:
         torch.cuda.synchronize()
         handle = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
-        # keep_graph leaves the graph beside its executable form, for the census.
+        # keep_graph leaves the graph beside its executable form, to count its launches.
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         current = torch.cuda.current_stream()
         try:
@@ -38,30 +38,32 @@ class GraphEngine(TapeEngine):
             # Leaving a broken capture raises before torch.cuda.graph has put the caller's stream back.
             torch.cuda.set_stream(current)
             raise CaptureError(devices.first_line(error)) from error
-        census, reason = _census(graph)
+        found: tuple[str, ...] | str
+        try:
+            found = launches.of_dot(devices.graph_dot(graph))
+        except (devices.DeviceError, launches.DotError) as error:
+            found = f"no list of launches: {error}"
         graph.instantiate()
         torch.cuda.synchronize()
-        return Recorded(graph.replay, census, reason), outputs
+        return Recorded(graph.replay, found), outputs
 
     def _watched(self, run: Callable[[], Outputs]) -> Callable[[], object]:
         return run  # torch's allocator counts
 
-    def probe(self, segments: list[Segment]) -> Probe:
+    def probe(self, segment: Segment) -> Recording:
         """Run once with torch's synchronisation check on: inside a capture it would end the capture."""
-        probe = Probe()
-        for segment in segments:
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error" if segment.captured else "default")
-            try:
-                found = super().probe([segment])
-            except RuntimeError as error:
-                if "synchroniz" not in str(error):
-                    raise
-                return Probe([devices.first_line(error)], probe.shapes)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            probe.shapes += found.shapes
-        return probe
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return super().probe(segment)
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            found = Recording()
+            found.syncs.append(devices.first_line(error))
+            return found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
     def on_side_stream(self, run: Callable[[], None]) -> None:
         """Run on a new stream between two waits."""
@@ -79,19 +81,8 @@ class GraphEngine(TapeEngine):
         """Blocks that torch's allocator has handed out since the start; None under an allocator that keeps no count."""
         return torch.cuda.memory_stats().get("allocation.all.allocated")
 
-    def live_bytes(self) -> int:
-        """Bytes of the GPU that tensors hold."""
+    def memory(self) -> tuple[int, int]:
+        """Bytes of tensors; and bytes in use outside torch's allocator: code, other libraries, other processes."""
         gc.collect()
-        return int(torch.cuda.memory_allocated())
-
-    def unclaimed_bytes(self) -> int:
-        """Bytes in use on the GPU outside torch's allocator: code, other libraries, other processes."""
         free, total = torch.cuda.mem_get_info()
-        return int(total - free - torch.cuda.memory_reserved())
-
-
-def _census(graph: torch.cuda.CUDAGraph) -> tuple[Census | None, str]:
-    try:
-        return Census.of_dot(devices.graph_dot(graph)), ""
-    except (devices.DeviceError, DotError) as error:
-        return None, f"no census: {error}"
+        return int(torch.cuda.memory_allocated()), int(total - free - torch.cuda.memory_reserved())

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 import torch
 
 from vllm_aiter_mla.ops import bodies
-from vllm_aiter_mla.verify import oracles
+from vllm_aiter_mla.verify.buffers import Buffers
 from vllm_aiter_mla.verify.cases import Case
-from vllm_aiter_mla.verify.engines import TapeEngine
-from vllm_aiter_mla.verify.oracles import Finding
+from vllm_aiter_mla.verify.engine import EagerEngine
+from vllm_aiter_mla.verify.layer import Batch
+from vllm_aiter_mla.verify.oracles import Expected, Finding
 from vllm_aiter_mla.verify.subject import Subject, context_of, fused, query_name
-from vllm_aiter_mla.verify.world import Batch, World
 
 ROUNDS = 6
 _TROUBLE = re.compile(
@@ -25,34 +25,34 @@ _TROUBLE = re.compile(
 _number = itertools.count()
 
 
-def run(case: Case, world: World, subject: Subject, engine: TapeEngine) -> list[Finding]:
+def run(case: Case, buffers: Buffers, subject: Subject, engine: EagerEngine) -> list[Finding]:
     """Compile one op call per size and replay it; the oracles of every other case, and Inductor's own log.
 
     Without a GPU Inductor makes no graphs: what is left is its check of results against the fake.
     """
     library = torch.library.Library(f"vllm_aiter_mla_verify_{next(_number)}", "DEF")
-    op = _define(library, world, subject)
+    op = _define(library, buffers, subject)
     torch._dynamo.reset()
     mode = "reduce-overhead" if engine.graphs else "default"
     compiled = torch.compile(lambda *operands: op(*operands), mode=mode, dynamic=False, fullgraph=True)
     try:
         with _logged() as lines:
-            findings = [f for size in case.sizes for f in _replay(world, subject, compiled, engine, size)]
+            findings = [f for size in case.sizes for f in _replay(buffers, subject, compiled, engine, size)]
         return findings + [Finding("no-re-record", line) for line in lines if _TROUBLE.search(line)]
     finally:
         torch._dynamo.reset()
         library._destroy()
 
 
-def _define(library: torch.library.Library, world: World, subject: Subject) -> Callable[..., torch.Tensor]:
+def _define(library: torch.library.Library, buffers: Buffers, subject: Subject) -> Callable[..., torch.Tensor]:
     """The op as the plugin registers it: functional to the graph, its cache and slots from outside."""
-    context, layer = context_of(world, subject, 0, None, False), world.layers[0]
+    context = context_of(buffers, subject, 0)
 
     def real(q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return fused(world, context, layer, q, k_pe, kv_c, positions)
+        return fused(context, (q, k_pe, kv_c, positions))
 
     def fake(q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return bodies.declared(q, k_pe, kv_c, world.variant.out)
+        return bodies.declared(q, k_pe, kv_c, buffers.variant.out)
 
     library.define("prepare(Tensor q, Tensor k_pe, Tensor kv_c, Tensor positions) -> Tensor")
     library.impl("prepare", real, "CompositeExplicitAutograd")
@@ -61,21 +61,20 @@ def _define(library: torch.library.Library, world: World, subject: Subject) -> C
 
 
 def _replay(
-    world: World, subject: Subject, compiled: Callable[..., torch.Tensor], engine: TapeEngine, size: int
+    buffers: Buffers, subject: Subject, compiled: Callable[..., torch.Tensor], engine: EagerEngine, size: int
 ) -> Iterator[Finding]:
-    layer = world.layers[0]
     for number in range(ROUNDS):
-        world.step(size, Batch(max(size - number % 2, 1)))
-        before = oracles.prepare(world, subject, size, None, attends=False)
+        buffers.step(Batch(max(size - number % 2, 1)))
+        expected = Expected(buffers, subject, size, None, attends=False)
         if engine.graphs:
             torch.compiler.cudagraph_mark_step_begin()
         try:
-            got = compiled(layer.q[:size], layer.k_pe[:size], layer.kv_c[:size], world.positions[:size])
+            got = compiled(*buffers.layers[0].operands(size))
         except AssertionError as error:  # Inductor's own check of a result against the fake
             yield Finding("shape-and-dtype", f"T={size}: {str(error).splitlines()[0]}")
             return
         engine.synchronize()
-        found = oracles.check(world, subject, before, {query_name(0): got})
+        found = expected.check({query_name(0): got})
         yield from found
         if found:
             return

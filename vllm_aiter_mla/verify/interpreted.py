@@ -34,43 +34,35 @@ def run(cases: Sequence[Case], variants: Sequence[Variant], options: Options) ->
 
 
 def prepare() -> None:
-    """The process, before its first case."""
+    """The process, before its first case: Triton interprets, and each launch of its kernel is recorded as one."""
     os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
-    from vllm_aiter_mla.kernels.triton import interpreter
+    from vllm_aiter_mla.kernels.triton import interpreter, launcher
 
     interpreter.install()
     torch.set_num_threads(1)
-    record_launches()
+    launcher.decode_prep_kernel = _Recorded(launcher.decode_prep_kernel)
 
 
 def run_one(case: Case, variant: Variant, options: Options) -> Result:
     """One case, in the process that interprets."""
     from vllm_aiter_mla.verify import backends, runner
-    from vllm_aiter_mla.verify.engines import TapeEngine
+    from vllm_aiter_mla.verify.engine import EagerEngine
 
-    engine = TapeEngine()
+    engine = EagerEngine()
     engine.name = ENGINE
     return runner.run_case(case, variant, backends.load("triton"), engine, options)
 
 
-def record_launches() -> None:
-    """Let the launcher's kernel be recorded on a tape, as one launch. Idempotent."""
-    from vllm_aiter_mla.kernels.triton import launcher
-
-    if not isinstance(launcher.decode_prep_kernel, _OnTape):
-        launcher.decode_prep_kernel = _OnTape(launcher.decode_prep_kernel)
-
-
-class _OnTape:
-    """A kernel whose launches a tape sees."""
+class _Recorded:
+    """A kernel whose launches are recorded."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        from vllm_aiter_mla.verify.tape import launch_foreign
+        from vllm_aiter_mla.verify.recording import launch_foreign
 
         launch = self._kernel[grid]
         return lambda *given, **named: launch_foreign("decode_prep_kernel", lambda: launch(*given, **named))

@@ -4,56 +4,124 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_aiter_mla.kernels import fp8, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight, PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.verify.world import Batch, Layer, World
 
-Kernel = Callable[[DecodeInputs, Batch], torch.Tensor]
+if TYPE_CHECKING:
+    from vllm_aiter_mla.verify.buffers import Buffers
+
+# Blocks before and after the cache: what a bug writes out of bounds stays inside the allocation, and is seen.
+GUARD_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class PlainLayer:
-    """``bodies.MLALayer`` over the buffers of a world.
+class Batch:
+    """What Python knows of a step, in the place of vLLM's attention metadata.
+
+    Attributes:
+        rows: real rows; the rest of the padded size has slot -1 and whatever the last step left.
+        prefill_rows: how many of them, the last ones, belong to a prefill.
+        dummy: no metadata at all, as while a piecewise graph is captured.
+    """
+
+    rows: int
+    prefill_rows: int = 0
+    dummy: bool = False
+
+    @property
+    def decode_rows(self) -> int:
+        """Real rows of decode requests."""
+        return self.rows - self.prefill_rows
+
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Kernel = Callable[[DecodeInputs, Batch], torch.Tensor]
+"""A back end's ``prepare``; it is given the batch too, which it must not look at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """``bodies.MLALayer`` over one layer's own tensors and the buffers that all layers share.
 
     Decode rows read the cache, row by row and without a host synchronisation; no row reads another one, so padded rows
     may hold anything. Prefill rows read q, k_pe and kv_c as they are handed over, so that a rotation that is missing or
     done twice changes the output.
 
     Attributes:
-        world: the buffers that all layers share.
-        own: this layer's tensors.
-        kernel: what is under test; it is given the batch too, which it must not look at.
+        buffers: what all layers share.
+        q: [L, N, P+R] act, not rotated; a slice of wider rows.
+        k_pe: [L, R] act, a slice of one tensor with kv_c.
+        kv_c: [L, latent] act.
+        w_uk_t: [N, P, latent] act.
+        w_uv: [N, latent, V] act.
+        storage: [GUARD + blocks + GUARD, block_size, latent+R], the cache between its guards.
+        k_scale: one float32.
+        q_scale: one float32.
+        out: [L, N*V] act, the attention's output.
+        kernel: what is under test; None where the layer only says what is expected.
     """
 
-    world: World
-    own: Layer
-    kernel: Kernel
+    buffers: Buffers
+    q: torch.Tensor
+    k_pe: torch.Tensor
+    kv_c: torch.Tensor
+    w_uk_t: torch.Tensor
+    w_uv: torch.Tensor
+    storage: torch.Tensor
+    k_scale: torch.Tensor
+    q_scale: torch.Tensor
+    out: torch.Tensor
+    kernel: Kernel | None = None
 
     @property
-    def q_scale(self) -> torch.Tensor:
-        """See ``MLALayer.q_scale``; likewise the methods below."""
-        return self.own.q_scale
+    def kv_cache(self) -> torch.Tensor:
+        """[blocks, block_size, latent+R] without the guards."""
+        return self.storage[GUARD_BLOCKS:-GUARD_BLOCKS]
+
+    def operands(self, size: int) -> Operands:
+        """q, k_pe, kv_c and positions of a padded size: views, so that a graph sees what the next step writes."""
+        return self.q[:size], self.k_pe[:size], self.kv_c[:size], self.buffers.positions[:size]
+
+    def inputs(self, size: int, slots: int | None = None) -> DecodeInputs:
+        """What the kernel should be given at a padded size, with ``slots`` slots (by default as many as rows)."""
+        q, k_pe, kv_c, positions = self.operands(size)
+        return DecodeInputs(
+            q=q,
+            k_pe=k_pe,
+            kv_c=kv_c,
+            weight=self.weight(),
+            kv_cache=self.kv_cache,
+            slot_mapping=self.buffers.slots[: size if slots is None else slots],
+            positions=positions,
+            cos_sin_cache=self.buffers.table,
+            k_scale=self.k_scale,
+            q_scale=self.q_scale,
+            is_neox=self.buffers.variant.is_neox,
+            out_dtype=self.buffers.variant.out,
+        )
 
     def weight(self) -> AbsorbWeight:
-        """In the activation dtype."""
-        return PlainWeight(self.own.w_uk_t)
+        """In the activation dtype; this and the rest are the methods of ``MLALayer``."""
+        return PlainWeight(self.w_uk_t)
 
     def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
         """By the kernel under test."""
-        return self.kernel(inputs, self.world.batch)
+        assert self.kernel is not None, "what is expected never runs what is tested"
+        return self.kernel(inputs, self.buffers.batch)
 
     def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
         """By the reference."""
-        return reference.store_nope(
-            torch.cat([absorbed, q_pe], dim=-1), self.q_scale.reciprocal(), self.world.variant.out
-        )
+        joined = torch.cat([absorbed, q_pe], dim=-1)
+        return reference.store_nope(joined, self.q_scale.reciprocal(), self.buffers.variant.out)
 
+    @staticmethod
     def rotate(
-        self, q_pe: torch.Tensor, k_pe: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool
+        q_pe: torch.Tensor, k_pe: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool
     ) -> None:
         """By the reference, rounded to the activation dtype."""
         cos, sin = reference.gather_cos_sin(table, positions)
@@ -67,7 +135,7 @@ class PlainLayer:
 
     def v_up(self, attended: torch.Tensor, out: torch.Tensor) -> None:
         """In float32, rounded once."""
-        out.copy_(torch.einsum("tnl,nlv->tnv", attended, self.own.w_uv.float()).flatten(1))
+        out.copy_(torch.einsum("tnl,nlv->tnv", attended, self.w_uv.float()).flatten(1))
 
     def stock_forward(
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: Batch | None, output: torch.Tensor
@@ -77,31 +145,31 @@ class PlainLayer:
             output.zero_()
             return
         n, rows = metadata.decode_rows, metadata.rows
-        nope = self.world.geometry.nope
-        absorbed = torch.einsum("tnp,npl->tnl", q[:rows, :, :nope].float(), self.own.w_uk_t.float())
+        nope = self.buffers.geometry.nope
+        absorbed = torch.einsum("tnp,npl->tnl", q[:rows, :, :nope].float(), self.w_uk_t.float())
         query = torch.cat([absorbed, q[:rows, :, nope:].float()], dim=-1)
-        self.v_up(self._attend_cache(query[:n], self.own.kv_cache), output[:n])
+        self.v_up(self._attend_cache(query[:n], self.kv_cache), output[:n])
         keys = torch.cat([kv_c[n:rows], k_pe[n:rows].flatten(1)], dim=-1).float()
-        self.v_up(self._attend(query[n:], keys, None), output[n:rows])
+        self.v_up(self._attend(query[n:], keys, self.buffers.row_keys.new_full((rows - n,), rows - n)), output[n:rows])
 
     def _attend_cache(self, query: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        """Attention over paged keys: query [n, N, L+R] in real units -> [n, N, L]; a row without a key gives zeros."""
+        """Attention over paged keys: query [n, N, L+R] in real units -> [n, N, L]."""
         n = query.shape[0]
         # Bytes: indexing is not implemented for fp8 everywhere.
         data = cache.view(torch.uint8) if fp8.is_fp8(cache.dtype) else cache
-        picked = data.index_select(0, self.world.row_blocks[:n].flatten()).view(cache.dtype)
-        keys = picked.view(n, self.world.geometry.blocks * cache.shape[1], cache.shape[2]).float()
-        if self.world.variant.quantised:
-            keys = keys * self.own.k_scale
-        hidden = torch.arange(keys.shape[1], device=query.device) >= self.world.row_keys[:n].unsqueeze(1)
-        return self._attend(query, keys, hidden.unsqueeze(1))
+        picked = data.index_select(0, self.buffers.row_blocks[:n].flatten()).view(cache.dtype)
+        keys = picked.view(n, self.buffers.geometry.blocks * cache.shape[1], cache.shape[2]).float()
+        if self.buffers.variant.quantised:
+            keys = keys * self.k_scale
+        return self._attend(query, keys, self.buffers.row_keys[:n])
 
-    def _attend(self, query: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-        """query [n, N, L+R], keys [n, K, L+R] of each row or [K, L+R] of all, hidden [n, 1, K] -> [n, N, L]."""
-        g, own = self.world.geometry, "tk" if keys.dim() == 3 else "k"
+    def _attend(self, query: torch.Tensor, keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """query [n, N, L+R] over the first ``counts`` [n] of keys [n, K, L+R], or [K, L+R] of all -> [n, N, L].
+
+        A row without a key gives zeros.
+        """
+        g, own = self.buffers.geometry, "tk" if keys.dim() == 3 else "k"
+        hidden = torch.arange(keys.shape[-2], device=query.device) >= counts.view(-1, 1, 1)
         logits = torch.einsum(f"tnd,{own}d->tnk", query, keys) * (g.nope + g.rope) ** -0.5
-        if hidden is None:
-            weights = torch.softmax(logits, dim=-1)
-        else:
-            weights = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1).masked_fill(hidden, 0.0)
+        weights = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1).masked_fill(hidden, 0.0)
         return torch.einsum(f"tnk,{own}l->tnl", weights, keys[..., : g.latent])

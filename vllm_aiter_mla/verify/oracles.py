@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.compare import OWN_BMM, difference
+from vllm_aiter_mla.kernels.compare import EXACT, OWN_BMM, difference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.ops import bodies
-from vllm_aiter_mla.verify.engines import Probe
-from vllm_aiter_mla.verify.layer import PlainLayer
+from vllm_aiter_mla.verify.buffers import Buffers, raw
+from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Layer
+from vllm_aiter_mla.verify.recording import Recording
 from vllm_aiter_mla.verify.subject import Outputs, Subject, query_name
-from vllm_aiter_mla.verify.world import GUARD_BLOCKS, Layer, World, raw
 
 ORACLES: dict[str, str] = {
     "runs": "the step runs, and its capture succeeds",
@@ -46,115 +46,135 @@ class Finding:
     step: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Right:
-    """One layer's operands and cache before a step, and what should come of them.
+class Expected:
+    """Copies of all operands before a step, and what should come of each layer. Make it after ``Buffers.step``.
 
-    Attributes:
-        inputs: the operands.
-        storage: a copy of the guarded cache.
-        queries: q_prepared [T, N, latent+R], one per accepted rounding.
-        storages: the guarded cache after the step, likewise.
-        out: [n, N*V], or None where no attention runs.
+    Args:
+        buffers: what the step reads and writes.
+        subject: what is tested.
+        size: T.
+        slots: S, None for as many as rows.
+        attends: whether the attention op runs too.
     """
 
-    inputs: DecodeInputs
-    storage: torch.Tensor
-    queries: list[torch.Tensor]
-    storages: list[torch.Tensor]
-    out: torch.Tensor | None
+    def __init__(self, buffers: Buffers, subject: Subject, size: int, slots: int | None, attends: bool) -> None:
+        attends = attends and not buffers.batch.dummy
+        self._buffers = buffers
+        self._copies = {name: tensor.clone() for name, tensor in _operands(buffers)}
+        self._layers = [_Layer(subject, layer, layer.inputs(size, slots), attends) for layer in buffers.layers]
+
+    def check(self, outputs: Outputs) -> list[Finding]:
+        """Every oracle of the step, which has run."""
+        findings: list[Finding] = []
+        for i, layer in enumerate(self._layers):
+            found = layer.check(outputs[query_name(i)], outputs.get(f"final.{i}"), self._copies["slot_mapping"])
+            findings += [replace(f, message=f"layer {i}: {f.message}") for f in found]
+        for name, tensor in _operands(self._buffers):
+            if not torch.equal(raw(tensor), raw(self._copies[name])):
+                findings.append(Finding("inputs-unchanged", f"{name} was changed by the step"))
+        return findings
 
 
-@dataclass(frozen=True, slots=True)
-class Before:
-    """Copies of all operands before a step, by name, and what should come of each layer."""
+class _Layer:
+    """One layer's operands and cache before a step, and what should come of them, once per accepted rounding."""
 
-    copies: dict[str, torch.Tensor]
-    layers: list[Right]
+    def __init__(self, subject: Subject, own: Layer, inputs: DecodeInputs, attends: bool) -> None:
+        self.own, self.inputs, self.rows = own, inputs, subject.defined_rows
+        self.exact_nope = subject.backend.bounds == EXACT
+        # Nobody rotates as the reference does but itself.
+        self.exact_rope = subject.backend.name == "reference"
+        self.storage = own.storage.clone()
+        self.queries: list[torch.Tensor] = []
+        self.storages: list[torch.Tensor] = []
+        # AITER's truncating store is read from its source; should a release round instead, that is no failure.
+        for numerics in dict.fromkeys((subject.backend.numerics(inputs), reference.AITER)):
+            shadow = replace(own, storage=own.storage.clone())
+            self.queries.append(reference.prepare(replace(inputs, kv_cache=shadow.kv_cache), numerics))
+            self.storages.append(shadow.storage)
+        self.out = _attended(replace(own, storage=self.storages[0]), self.queries[0]) if attends else None
+
+    def check(self, got: torch.Tensor, final: torch.Tensor | None, slots: torch.Tensor) -> Iterator[Finding]:
+        """The oracles of this layer: its query, its cache and its attention's output."""
+        inputs = self.inputs
+        declared = bodies.declared(inputs.q.to("meta"), inputs.k_pe, inputs.kv_c, inputs.out_dtype)
+        if got.shape != declared.shape or got.dtype != declared.dtype:
+            was, wanted = (f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (got, declared))
+            yield Finding("shape-and-dtype", f"the fake declares {wanted}, the op returned {was}")
+        else:
+            yield from self._query(got)
+        yield from self._cache(slots[: inputs.slot_mapping.shape[0]])
+        yield from self._output(final)
+
+    def _query(self, got: torch.Tensor) -> Iterator[Finding]:
+        rows, lat = self.rows(self.inputs), self.inputs.latent_dim
+        got, expected = got[:rows], [query[:rows] for query in self.queries]
+        if bad := _not_finite(got):
+            yield Finding("finite", f"q_prepared holds NaN or Inf in {bad}")
+            return
+        nope = _least(got[..., :lat], [e[..., :lat] for e in expected], self.exact_nope, OWN_BMM.slack, 1.0)
+        rope = _least(got[..., lat:], [e[..., lat:] for e in expected], self.exact_rope)
+        yield from (Finding(name, reason) for name, reason in (("query-nope", nope), ("query-rope", rope)) if reason)
+
+    def _cache(self, slots: torch.Tensor) -> Iterator[Finding]:
+        storage, lat = self.own.storage, self.inputs.latent_dim
+        written = slots[slots >= 0] + GUARD_BLOCKS * storage.shape[1]
+        if written.numel():
+            got, *accepted = (_rows(each.flatten(0, 1), written) for each in (storage, *self.storages))
+            latent = _least(got[:, :lat], [rows[:, :lat] for rows in accepted], exact=True)
+            rope = _least(got[:, lat:], [rows[:, lat:] for rows in accepted], self.exact_rope)
+            for part, reason in (("latent", latent), ("rotated", rope)):
+                if reason:
+                    yield Finding("cache-rows", f"{part} part of the written rows: {reason}")
+        yield from _elsewhere(self.own, self.storage, written)
+
+    def _output(self, final: torch.Tensor | None) -> Iterator[Finding]:
+        batch, out = self.own.buffers.batch, self.own.out
+        n = batch.rows
+        if self.out is None or not n:
+            return
+        got, wanted = out[:n].float(), self.out.float()
+        if bad := _not_finite(got):
+            yield Finding("finite", f"the attention's output holds NaN or Inf in {bad}")
+            return
+        error = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
+        if float(error.max()) > ROW_ERROR:
+            row = int(error.argmax())
+            kind = "prefill" if row >= batch.decode_rows else "decode"
+            yield Finding("attention-output", f"{kind} row {row} is off by {float(error.max()):.0%}")
+        if final is not None and not torch.equal(raw(final[:n]), raw(out[:n] * 2)):
+            yield Finding("attention-output", "what follows the attention did not see its output")
 
 
-def prepare(world: World, subject: Subject, size: int, slots: int | None, attends: bool) -> Before:
-    """Copy what a step may touch, and compute what it should give. Call it after ``World.step``."""
-    right = [_right(world, subject, layer, world.inputs(layer, size, slots), attends) for layer in world.layers]
-    return Before({name: tensor.clone() for name, tensor in _operands(world)}, right)
-
-
-def _right(world: World, subject: Subject, layer: Layer, inputs: DecodeInputs, attends: bool) -> Right:
-    queries, storages = [], []
-    for numerics in subject.numerics(inputs):
-        shadow = replace(layer, storage=layer.storage.clone())
-        queries.append(reference.prepare(replace(inputs, kv_cache=shadow.kv_cache), numerics))
-        storages.append(shadow.storage)
-    out = None
-    if attends and not world.batch.dummy:
-        out = _attended(world, replace(layer, storage=storages[0]), queries[0])
-    return Right(inputs, layer.storage.clone(), queries, storages, out)
-
-
-def _attended(world: World, layer: Layer, query: torch.Tensor) -> torch.Tensor:
+def _attended(layer: Layer, query: torch.Tensor) -> torch.Tensor:
     """[n, N*V] of the real rows: decode attention, or for a mixed batch the layer's own, of rotated operands."""
-    plain, n, batch = PlainLayer(world, layer, _no_kernel), world.batch.rows, world.batch
+    buffers, batch, n = layer.buffers, layer.buffers.batch, layer.buffers.batch.rows
     out = torch.empty_like(layer.out[:n])
     if not batch.prefill_rows:
-        plain.v_up(plain.forward_mqa(query[:n], layer.kv_cache, batch), out)
+        layer.v_up(layer.forward_mqa(query[:n], layer.kv_cache, batch), out)
         return out
     q, k_pe = layer.q[:n].clone(), layer.k_pe[:n].clone()
-    plain.rotate(q[..., world.geometry.nope :], k_pe, world.positions[:n], world.table, world.variant.is_neox)
-    plain.stock_forward(q, layer.kv_c[:n], k_pe.unsqueeze(1), batch, out)
+    layer.rotate(q[..., buffers.geometry.nope :], k_pe, buffers.positions[:n], buffers.table, buffers.variant.is_neox)
+    layer.stock_forward(q, layer.kv_c[:n], k_pe.unsqueeze(1), batch, out)
     return out
 
 
-def _no_kernel(inputs: DecodeInputs, batch: object) -> torch.Tensor:
-    raise AssertionError("what is expected never runs what is tested")
-
-
-def _operands(world: World) -> Iterator[tuple[str, torch.Tensor]]:
+def _operands(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
     yield from (
-        ("cos_sin_cache", world.table),
-        ("positions", world.positions),
-        ("slot_mapping", world.slots),
-        ("block table", world.row_blocks),
-        ("sequence lengths", world.row_keys),
+        ("cos_sin_cache", buffers.table),
+        ("positions", buffers.positions),
+        ("slot_mapping", buffers.slots),
+        ("block table", buffers.row_blocks),
+        ("sequence lengths", buffers.row_keys),
     )
-    for i, layer in enumerate(world.layers):
+    for i, layer in enumerate(buffers.layers):
         for name in ("q", "k_pe", "kv_c", "w_uk_t", "w_uv", "k_scale", "q_scale"):
             yield f"{name} of layer {i}", getattr(layer, name)
 
 
-def check(world: World, subject: Subject, before: Before, outputs: Outputs) -> list[Finding]:
-    """Every oracle of a step that has run."""
-    findings: list[Finding] = []
-    for i, (layer, right) in enumerate(zip(world.layers, before.layers, strict=True)):
-        got = outputs[query_name(i)]
-        shape = list(_shape(right.inputs, got))
-        found = [*(shape or _query(subject, right, got)), *_cache(subject, layer, right, before.copies["slot_mapping"])]
-        found += _output(world, layer, right, outputs.get(f"final.{i}"))
-        findings += [replace(f, message=f"layer {i}: {f.message}") for f in found]
-    for name, tensor in _operands(world):
-        if not torch.equal(raw(tensor), raw(before.copies[name])):
-            findings.append(Finding("inputs-unchanged", f"{name} was changed by the step"))
-    return findings
-
-
-def _shape(inputs: DecodeInputs, got: torch.Tensor) -> Iterator[Finding]:
-    declared = bodies.declared(inputs.q.to("meta"), inputs.k_pe, inputs.kv_c, inputs.out_dtype)
-    if got.shape != declared.shape or got.dtype != declared.dtype:
-        was, wanted = (f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (got, declared))
-        yield Finding("shape-and-dtype", f"the fake declares {wanted}, the op returned {was}")
-
-
-def _query(subject: Subject, right: Right, got: torch.Tensor) -> Iterator[Finding]:
-    rows = subject.defined(right.inputs).nonzero().flatten()
-    if not rows.numel():
-        return
-    mine, lat = _rows(got, rows), right.inputs.latent_dim
-    if not bool(mine.float().isfinite().all()):
-        yield Finding("finite", f"q_prepared holds NaN or Inf in {_bad_rows(mine, rows)}")
-        return
-    expected = [_rows(query, rows) for query in right.queries]
-    nope = _least(mine[..., :lat], [e[..., :lat] for e in expected], subject.reference_bmm, OWN_BMM.slack, 1.0)
-    rope = _least(mine[..., lat:], [e[..., lat:] for e in expected], subject.exact_rope, 0.0, ROPE_SHARE)
-    yield from (Finding(name, reason) for name, reason in (("query-nope", nope), ("query-rope", rope)) if reason)
+def _not_finite(x: torch.Tensor) -> str:
+    """Which rows hold NaN or Inf, or an empty string."""
+    bad = (~x.float().isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist()
+    return f"row(s) {', '.join(map(str, bad[:6]))}{' ...' if len(bad) > 6 else ''}" if bad else ""
 
 
 def _rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -163,42 +183,18 @@ def _rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return data.index_select(0, rows).view(x.dtype)
 
 
-def _bad_rows(x: torch.Tensor, rows: torch.Tensor) -> str:
-    bad = rows[~x.float().isfinite().flatten(1).all(dim=1)].tolist()
-    return f"row(s) {', '.join(map(str, bad[:6]))}{' ...' if len(bad) > 6 else ''}"
-
-
-def _least(got: torch.Tensor, accepted: list[torch.Tensor], exact: bool, slack: float, share: float) -> str:
-    """Why ``got`` is none of ``accepted``, or an empty string."""
-    reasons = [_distance(got, expected, exact, slack, share) for expected in accepted]
-    return "" if "" in reasons else reasons[0]
-
-
-def _distance(got: torch.Tensor, expected: torch.Tensor, exact: bool, slack: float, share: float) -> str:
-    if torch.equal(raw(got), raw(expected)):
-        return ""
-    found = difference(got.contiguous(), expected.contiguous(), slack)
-    if not exact and found.steps <= 1 and found.share <= share:
-        return ""
-    wrong = (got.float() != expected.float()).nonzero()
+def _least(
+    got: torch.Tensor, accepted: list[torch.Tensor], exact: bool, slack: float = 0.0, share: float = ROPE_SHARE
+) -> str:
+    """How far ``got`` is from the first of ``accepted``, or an empty string where it is one of them."""
+    distances = [difference(got.contiguous(), each.contiguous(), slack) for each in accepted]
+    for each, found in zip(accepted, distances, strict=True):
+        if torch.equal(raw(got), raw(each)) or (not exact and found.steps <= 1 and found.share <= share):
+            return ""
+    wrong = (got.float() != accepted[0].float()).nonzero()
     where = f", first at {wrong[0].tolist()}" if wrong.numel() else ""
     allowed = "none may" if exact else f"one step on {share:.0%} may"
-    return f"{found.share:.1%} of the values differ, up to {found.steps} step(s){where}; {allowed}"
-
-
-def _cache(subject: Subject, layer: Layer, right: Right, slots: torch.Tensor) -> Iterator[Finding]:
-    width, lat = layer.storage.shape[2], right.inputs.latent_dim
-    slots = slots[: right.inputs.slot_mapping.shape[0]]
-    written = slots[slots >= 0] + GUARD_BLOCKS * layer.storage.shape[1]
-    if written.numel():
-        got = _rows(layer.storage.view(-1, width), written)
-        accepted = [_rows(own.view(-1, width), written) for own in right.storages]
-        latent = _least(got[:, :lat], [rows[:, :lat] for rows in accepted], True, 0.0, 0.0)
-        rope = _least(got[:, lat:], [rows[:, lat:] for rows in accepted], subject.exact_rope, 0.0, ROPE_SHARE)
-        for part, reason in (("latent", latent), ("rotated", rope)):
-            if reason:
-                yield Finding("cache-rows", f"{part} part of the written rows: {reason}")
-    yield from _elsewhere(layer, right.storage, written)
+    return f"{distances[0].share:.1%} of the values differ, up to {distances[0].steps} step(s){where}; {allowed}"
 
 
 def _elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> Iterator[Finding]:
@@ -206,31 +202,11 @@ def _elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> It
     changed[written] = False
     if bool(changed.any()):
         first = int(changed.nonzero()[0]) - GUARD_BLOCKS * layer.storage.shape[1]
-        yield Finding(
-            "cache-elsewhere",
-            f"{int(changed.sum())} cache row(s) that belong to no slot of the step were written, first slot {first}",
-        )
+        what = "cache row(s) that belong to no slot of the step were written, first slot"
+        yield Finding("cache-elsewhere", f"{int(changed.sum())} {what} {first}")
 
 
-def _output(world: World, layer: Layer, right: Right, final: torch.Tensor | None) -> Iterator[Finding]:
-    n = world.batch.rows
-    if right.out is None or not n:
-        return
-    got, wanted = layer.out[:n].float(), right.out.float()
-    if not bool(got.isfinite().all()):
-        bad = _bad_rows(got, torch.arange(n, device=got.device))
-        yield Finding("finite", f"the attention's output holds NaN or Inf in {bad}")
-        return
-    error = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
-    if float(error.max()) > ROW_ERROR:
-        row = int(error.argmax())
-        kind = "prefill" if row >= world.batch.decode_rows else "decode"
-        yield Finding("attention-output", f"{kind} row {row} is off by {float(error.max()):.0%}")
-    if final is not None and not torch.equal(raw(final[:n]), raw(layer.out[:n] * 2)):
-        yield Finding("attention-output", "what follows the attention did not see its output")
-
-
-def check_probe(probe: Probe, table_rows: int) -> list[Finding]:
+def check_probe(probe: Recording, table_rows: int) -> list[Finding]:
     """Oracles of one eager call before the capture: synchronisations, and copies as long as the table."""
     findings = []
     if probe.syncs:

@@ -7,6 +7,7 @@ imported.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -34,11 +35,10 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     jobs, missing = verify.plan(request, engine)
     parent = _Verify.from_parent(session, name="aiter-mla-verify", nodeid="aiter-mla-verify")
     for job in jobs:
-        for variant in job.variants:
-            for case in job.cases:
-                one = dataclasses.replace(job, cases=(case,), variants=(variant,))
-                name = f"{job.backend}-{case.name}[{variant.name}]"
-                items.append(VerifyItem.from_parent(parent, name=name, job=one, engine=engine, request=request))
+        for variant, case in itertools.product(job.variants, job.cases):
+            one = dataclasses.replace(job, cases=(case,), variants=(variant,))
+            name = f"{job.backend}-{case.name}[{variant.name}]"
+            items.append(VerifyItem.from_parent(parent, name=name, job=one, engine=engine, request=request))
     items += [VerifyItem.from_parent(parent, name=name, why=why) for name, why in missing.items()]
 
 

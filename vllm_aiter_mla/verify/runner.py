@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 import time
 import zlib
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
-from vllm_aiter_mla.verify import census, oracles
-from vllm_aiter_mla.verify.cases import ALL, Case, Eager, Launches, Replay, Soak, Step
+from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.verify import launches, oracles
+from vllm_aiter_mla.verify.buffers import Buffers, nan_byte
+from vllm_aiter_mla.verify.cases import Case, Eager, Replay, Soak, Step
 from vllm_aiter_mla.verify.devices import first_line
-from vllm_aiter_mla.verify.engines import Captured, CaptureError, TapeEngine, run_eager
-from vllm_aiter_mla.verify.oracles import Finding
+from vllm_aiter_mla.verify.engine import Captured, CaptureError, EagerEngine, run_eager
+from vllm_aiter_mla.verify.layer import Batch
+from vllm_aiter_mla.verify.oracles import Expected, Finding
 from vllm_aiter_mla.verify.setting import Geometry, Variant
 from vllm_aiter_mla.verify.subject import Outputs, Segment, Subject, build, query_name
-from vllm_aiter_mla.verify.world import Batch, World, nan_byte
 
 # How often a long run is compared with the reference.
 SOAK_CHECKS = 4
@@ -44,7 +46,7 @@ class Options:
 
 @dataclass
 class Result:
-    """Outcome of a case.
+    """Outcome of a case; the fields are those of the JSON file.
 
     Attributes:
         case: its name; likewise ``variant``, ``backend``, ``engine``.
@@ -54,7 +56,7 @@ class Result:
         captures: graphs captured.
         replays: replays made.
         checks: steps compared with the reference.
-        launches: the census of each captured size, in words.
+        launches: those of each captured size, in words.
         seconds: wall clock.
         seed: the run's seed.
     """
@@ -79,26 +81,22 @@ class Result:
         if findings:
             self.status = "failed"
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
-
-def run_case(case: Case, variant: Variant, subject: Subject, engine: TapeEngine, options: Options) -> Result:
+def run_case(case: Case, variant: Variant, subject: Subject, engine: EagerEngine, options: Options) -> Result:
     """Run one case; a fault of the subject is a finding, never an exception."""
-    result = Result(case.name, variant.name, subject.name, engine.name, options.seed)
+    result = Result(case.name, variant.name, subject.backend.name, engine.name, options.seed)
     started = time.monotonic()
+    # The same numbers whichever cases run beside it.
+    seed = zlib.crc32(f"{options.seed}/{case.name}/{variant.name}".encode())
     try:
         with torch.no_grad():
+            buffers = Buffers(options.geometry, variant, options.limit, case.layers, case.width, engine.device, seed)
             if case.kind == "compiled":
                 from vllm_aiter_mla.verify import inductor
 
-                world = new_world(case, variant, engine, options)
-                result.add(inductor.run(case, world, subject, engine), "compiled")
+                result.add(inductor.run(case, buffers, subject, engine), "compiled")
             else:
-                _Run(case, variant, subject, engine, options, result).go()
-    except _StopError:
-        pass
+                _Run(case, buffers, subject, engine, options.soak, result).go()
     except CaptureError as error:
         result.add([Finding("runs", f"the capture failed: {first_line(error)}")], "capture")
     except Exception as error:
@@ -107,24 +105,14 @@ def run_case(case: Case, variant: Variant, subject: Subject, engine: TapeEngine,
     return result
 
 
-def new_world(case: Case, variant: Variant, engine: TapeEngine, options: Options) -> World:
-    """The buffers of a case: the same numbers whichever cases run beside it."""
-    seed = zlib.crc32(f"{options.seed}/{case.name}/{variant.name}".encode())
-    return World(options.geometry, variant, options.limit, case.layers, case.width, engine.device, seed)
-
-
-class _StopError(Exception):
-    """The case cannot go on; the result says why."""
-
-
 class _Run:
     """The state of one case under way."""
 
     def __init__(
-        self, case: Case, variant: Variant, subject: Subject, engine: TapeEngine, options: Options, result: Result
+        self, case: Case, buffers: Buffers, subject: Subject, engine: EagerEngine, soak: int, result: Result
     ) -> None:
-        self.case, self.subject, self.engine, self.options, self.result = case, subject, engine, options, result
-        self.world = new_world(case, variant, engine, options)
+        self.case, self.buffers, self.subject, self.engine = case, buffers, subject, engine
+        self.soak, self.result = soak, result
         self.attends = case.kind in ("full", "piecewise")
         self.captured: dict[int, Captured] = {}
         self.segments: dict[int, list[Segment]] = {}
@@ -132,78 +120,84 @@ class _Run:
         self.pools = f"run {next(_runs)}"
 
     def go(self) -> None:
-        """Everything, in order."""
+        """Everything, in order, until something breaks."""
         for size in self.case.sizes:
-            reason = self.subject.refuse(self.world.inputs(self.world.layers[0], size, self._slots(size)))
+            reason = self.subject.backend.refuse(self.buffers.layers[0].inputs(size, self._slots(size)))
             if reason is not None:
-                self.result.status, self.result.reason = "skipped", f"{self.subject.name} declines T={size}: {reason}"
+                self.result.status = "skipped"
+                self.result.reason = f"{self.subject.backend.name} declines T={size}: {reason}"
                 return
-        for size in sorted(self.case.sizes, reverse=True):
-            self._capture(size)
-        for number, step in enumerate(self.case.steps, 1):
-            self._note(self._step(step), f"step {number}: {step}")
-
-    def _note(self, findings: list[Finding], step: str) -> None:
-        self.result.add(findings, step)
-        if findings:
-            raise _StopError
+        sizes = sorted(self.case.sizes, reverse=True)
+        parts = [(f"capture of T={size}", partial(self._capture, size)) for size in sizes]
+        parts += [(f"step {i}: {step}", partial(self._step, step)) for i, step in enumerate(self.case.steps, 1)]
+        for name, part in parts:
+            self.result.add(part(), name)
+            if self.result.findings:
+                return
 
     def _slots(self, size: int) -> int | None:
         return size - self.case.missing_slots if self.case.missing_slots else None
 
-    def _program(self, size: int) -> list[Segment]:
-        if size not in self.segments:
-            self.segments[size] = build(self.case.kind, self.world, self.subject, size, self._slots(size))
-        return self.segments[size]
+    def _build(self, size: int) -> list[Segment]:
+        return build(self.case.kind, self.buffers, self.subject, size, self._slots(size))
 
-    def _capture(self, size: int) -> None:
+    def _expected(self, size: int, attends: bool) -> Expected:
+        return Expected(self.buffers, self.subject, size, self._slots(size), attends)
+
+    def _capture(self, size: int) -> list[Finding]:
         """Warm up, probe, capture; then nothing may have been written, for no row had a slot."""
         batch = {"kernel": Batch(1), "full": Batch(size), "piecewise": Batch(1, dummy=True)}[self.case.kind]
-        self.world.before_capture(size, batch)
-        before = oracles.prepare(self.world, self.subject, size, self._slots(size), attends=False)
-        segments = build(self.case.kind, self.world, self.subject, size, self._slots(size))
+        self.buffers.before_capture(batch)
+        expected = self._expected(size, attends=False)
+        segments = self._build(size)
         outputs = run_eager(segments)  # compiles and loads whatever the first call of a size compiles and loads
         self.engine.synchronize()
-        found = oracles.check_probe(self.engine.probe(segments), self.options.geometry.max_position)
+        found = []
+        for segment in segments:
+            if segment.captured:
+                found += oracles.check_probe(self.engine.probe(segment), self.buffers.geometry.max_position)
+            else:
+                segment.run()
         if any(finding.oracle == "no-sync" for finding in found):
-            self._note(found, f"before the capture of T={size}")
+            return found  # it would end a real capture
         pool = self.pools if self.case.shared_pool else f"{self.pools}, T={size}"
         captured = self.captured[size] = self.engine.capture(segments, pool, self.case.side_stream)
         self.result.captures += len(captured.recorded)
-        first = captured.recorded[0]
-        if first.syncs:
-            found.append(Finding("no-sync", f"met while capturing: {first.syncs}"))
-        self.result.launches[str(size)] = first.census.text() if first.census else first.no_census
+        if syncs := captured.recorded[0].syncs:
+            found.append(Finding("no-sync", f"met while capturing: {syncs}"))
+        names = captured.recorded[0].launches
+        self.result.launches[str(size)] = names if isinstance(names, str) else launches.in_words(names)
         # A back end may have left rows undefined here; only what must be true of a run without slots is checked.
-        found += [f for f in oracles.check(self.world, self.subject, before, outputs) if f.oracle not in _VALUES]
-        self._note(found, f"capture of T={size}")
+        return found + [f for f in expected.check(outputs) if f.oracle not in _VALUES]
 
     def _step(self, step: Step) -> list[Finding]:
         if isinstance(step, Replay | Eager):
             return self._run(step)
         if isinstance(step, Soak):
             return self._soak(step)
-        if isinstance(step, Launches):
+        if step == "launches":
             return self._launches()
-        self.world.change(step.what)
+        self.buffers.change(step)
         return []
 
     def _run(self, step: Replay | Eager) -> list[Finding]:
         """One step with new data, compared with the reference."""
         rows = step.size - self.case.missing_slots if step.rows is None else step.rows
-        self.world.step(step.size, Batch(rows, step.prefill), step.fresh if isinstance(step, Replay) else ALL)
-        before = oracles.prepare(self.world, self.subject, step.size, self._slots(step.size), self.attends)
-        if isinstance(step, Eager):
-            outputs = run_eager(self._program(step.size))
-        else:
+        self.buffers.step(Batch(rows, step.prefill), step.fresh)
+        expected = self._expected(step.size, self.attends)
+        if isinstance(step, Replay):
             outputs = self._replayed(self.captured[step.size], step.side)
+        else:
+            if step.size not in self.segments:
+                self.segments[step.size] = self._build(step.size)
+            outputs = run_eager(self.segments[step.size])
         self.engine.synchronize()
         self.result.checks += 1
-        return oracles.check(self.world, self.subject, before, outputs)
+        return expected.check(outputs)
 
     def _replayed(self, captured: Captured, side: bool) -> Outputs:
         """Replay over prepared queries full of NaN: what a replay does not write is seen by whoever reads it."""
-        for i in range(len(self.world.layers)):
+        for i in range(len(self.buffers.layers)):
             query = captured.outputs[query_name(i)]
             if query.numel():
                 query.view(torch.uint8).fill_(nan_byte(query.dtype))
@@ -216,18 +210,15 @@ class _Run:
 
     def _soak(self, step: Soak) -> list[Finding]:
         """Many replays in ``SOAK_CHECKS`` portions: compare after each; memory must not grow after the first."""
-        captured, portion = self.captured[step.size], max(self.options.soak // SOAK_CHECKS, 1)
+        captured, portion = self.captured[step.size], max(self.soak // SOAK_CHECKS, 1)
         held = (0, 0)
         for check in range(SOAK_CHECKS):
             findings = self._many(captured, portion) + self._run(Replay(step.size))
             if findings:
                 return findings
             if check == 0:
-                held = self._memory()
-        return _growth(held, self._memory(), portion * (SOAK_CHECKS - 1))
-
-    def _memory(self) -> tuple[int, int]:
-        return self.engine.live_bytes(), self.engine.unclaimed_bytes()
+                held = self.engine.memory()
+        return _growth(held, self.engine.memory(), portion * (SOAK_CHECKS - 1))
 
     def _many(self, captured: Captured, times: int) -> list[Finding]:
         """Replay ``times`` times; where nothing eager lies between the graphs, nobody may ask for memory."""
@@ -244,25 +235,24 @@ class _Run:
     def _launches(self) -> list[Finding]:
         findings = []
         for size, captured in self.captured.items():
-            found = captured.recorded[0]
-            if found.census is None:
-                self.result.status, self.result.reason = "skipped", found.no_census
+            names = captured.recorded[0].launches
+            if isinstance(names, str):
+                self.result.status, self.result.reason = "skipped", names
                 continue
-            wrong = census.violation(self.subject.name, found.census, self.case.layers, self._budget(size))
+            wrong = launches.violation(self.subject.backend.name, names, self.case.layers, self._budget(size))
             if wrong is not None:
                 findings.append(Finding("launches", f"T={size}: {wrong}"))
         return findings
 
     def _budget(self, size: int) -> int | None:
-        """Launches of the subject's plain call at this size, counted in a capture of its own."""
-        plain = self.subject.plain
-        if plain is None:
+        """Launches of a plain call of the reference at this size, counted in a capture of its own."""
+        if self.subject.backend.name != "reference":
             return None
-        inputs = self.world.inputs(self.world.layers[0], size, self._slots(size))
-        segment = Segment(True, lambda: {query_name(0): plain(inputs)})
+        inputs = self.buffers.layers[0].inputs(size, self._slots(size))
+        segment = Segment(True, lambda: {query_name(0): reference.prepare(inputs)})
         segment.run()
-        found = self.engine.capture([segment], f"{self.pools}, plain, T={size}", False).recorded[0].census
-        return None if found is None else found.launches
+        found = self.engine.capture([segment], f"{self.pools}, plain, T={size}", False).recorded[0].launches
+        return None if isinstance(found, str) else len(found)
 
 
 _runs = itertools.count()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from vllm_aiter_mla.verify.cases import cases
-from vllm_aiter_mla.verify.engines import TapeEngine
+from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.faults import Fault
 from vllm_aiter_mla.verify.runner import Options, Result, run_case
 from vllm_aiter_mla.verify.setting import Variant
@@ -39,7 +39,7 @@ class Verdict:
 
 
 def self_test(
-    faults: Iterable[Fault], subject: Callable[[], Subject], engine: TapeEngine, variant: Variant, options: Options
+    faults: Iterable[Fault], subject: Callable[[], Subject], engine: EagerEngine, variant: Variant, options: Options
 ) -> Iterator[Verdict]:
     """Plant each fault in a right back end and run the case that must catch it.
 

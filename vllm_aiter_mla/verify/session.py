@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 
 from vllm_aiter_mla.verify import backends, devices, interpreted
 from vllm_aiter_mla.verify.cases import Case, cases
-from vllm_aiter_mla.verify.engines import TapeEngine
+from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.oracles import Finding
 from vllm_aiter_mla.verify.runner import Options, Result, run_case
 from vllm_aiter_mla.verify.setting import REAL, SMALL, Variant, variants
@@ -66,32 +67,32 @@ class Job:
 
 
 class Session:
-    """A run and its outcome.
+    """A run and its outcome. Raises NoSuchError.
 
     Attributes:
         request: what was asked for.
         engine: how graphs are replayed.
         machine: card and versions.
+        jobs: of one round.
         missing: back ends that are not here, and why.
-        total: how many results will come.
         results: one per case, variant, back end and round, as far as they have come.
-
-    Raises:
-        NoSuchError: an unknown case, variant or back end.
     """
 
     def __init__(self, request: Request) -> None:
         self.request, self.engine, self.machine = request, engine_here(), devices.machine()
         self.jobs, self.missing = plan(request, self.engine)
-        self.total = sum(len(job.cases) * len(job.variants) for job in self.jobs) * request.repeat
         self.results: list[Result] = []
+
+    @property
+    def total(self) -> int:
+        """How many results will come."""
+        return sum(len(job.cases) * len(job.variants) for job in self.jobs) * self.request.repeat
 
     def run(self) -> Iterator[Result]:
         """Run it all; yields each result as it comes."""
-        for round_ in range(self.request.repeat):
+        for seed in range(self.request.seed, self.request.seed + self.request.repeat):
             for job in self.jobs:
-                options = replace(job.options, seed=self.request.seed + round_)
-                for result in run_job(replace(job, options=options), self.engine):
+                for result in run_job(replace(job, options=replace(job.options, seed=seed)), self.engine):
                     self.results.append(result)
                     yield result
 
@@ -110,11 +111,11 @@ class Session:
             "machine": self.machine,
             "engine": self.engine.name,
             "missing": self.missing,
-            "results": [r.as_dict() | {"command": command(r, self.request)} for r in self.results],
+            "results": [asdict(r) | {"command": command(r, self.request)} for r in self.results],
         }
 
 
-def engine_here() -> TapeEngine:
+def engine_here() -> EagerEngine:
     """Real graphs where there is a GPU, eager replay elsewhere.
 
     Eager replay sets torch to one thread: its tensors are tiny, and threads that wait for one another took more than
@@ -125,7 +126,7 @@ def engine_here() -> TapeEngine:
 
         return GraphEngine()
     torch.set_num_threads(1)
-    return TapeEngine()
+    return EagerEngine()
 
 
 def native_fp8() -> torch.dtype:
@@ -135,42 +136,37 @@ def native_fp8() -> torch.dtype:
     return detect_platform().fp8
 
 
-def plan(request: Request, engine: TapeEngine) -> tuple[list[Job], dict[str, str]]:
-    """The jobs of one round, and the back ends that are missing.
-
-    Raises:
-        NoSuchError: an unknown name, or a limit outside ``LIMITS``.
-    """
+def plan(request: Request, engine: EagerEngine) -> tuple[list[Job], dict[str, str]]:
+    """The jobs of one round, and the back ends that are missing with the reason. Raises NoSuchError."""
     low, high = LIMITS
     if request.limit is not None and not low <= request.limit <= high:
         raise NoSuchError(f"--limit {request.limit}: between {low} and {high} tokens expected")
-    _chosen(request.only, tuple(case.name for case in cases(low)), "case", part=True)
-    found = {name: backends.find(name) for name in _chosen(request.backend, tuple(backends.FINDERS), "back end")}
+    _chosen(request.only, [case.name for case in cases(low)], "case", part=True)
+    found = {name: backends.find(name) for name in _chosen(request.backend, list(backends.FINDERS), "back end")}
     missing = {name: reason for name, reason in found.items() if isinstance(reason, str)}
-    return [
-        _job(request, engine, name, each is not None) for name, each in found.items() if name not in missing
-    ], missing
+    jobs = [_job(request, engine, name, each is not None) for name, each in found.items() if name not in missing]
+    return jobs, missing
 
 
-def _job(request: Request, engine: TapeEngine, name: str, here: bool) -> Job:
+def _job(request: Request, engine: EagerEngine, name: str, here: bool) -> Job:
     limit, replays = (GPU_LIMIT, GPU_REPLAYS) if engine.graphs else (CPU_LIMIT, CPU_REPLAYS)
     if not here:
         limit, replays = INTERPRETED_LIMIT, interpreted.SOAK
     elif request.quick:
         replays = QUICK_REPLAYS
-    options = Options(
-        REAL if engine.graphs else SMALL, request.limit or limit, request.seed, request.replays or replays
-    )
+    geometry = REAL if engine.graphs else SMALL
+    options = Options(geometry, request.limit or limit, request.seed, request.replays or replays)
     every = cases(options.limit)
-    names = _chosen(request.only, tuple(case.name for case in every), "case", part=True)
+    names = _chosen(request.only, [case.name for case in every], "case", part=True)
     # A case or variant asked for by name is run, however long it takes.
-    wanted = tuple(c for c in every if c.name in names and (request.only or c.quick or (here and not request.quick)))
-    kinds = variants(engine.device, native_fp8(), quick=(request.quick or not here) and not request.variant)
-    chosen = _chosen(request.variant, tuple(kind.name for kind in kinds), "variant")
+    short = request.quick or not here
+    wanted = tuple(case for case in every if case.name in names and (request.only or case.quick or not short))
+    kinds = variants(engine.device, native_fp8(), quick=short and not request.variant)
+    chosen = _chosen(request.variant, [kind.name for kind in kinds], "variant")
     return Job(name, here, wanted, tuple(kind for kind in kinds if kind.name in chosen), options)
 
 
-def _chosen(asked: tuple[str, ...], known: tuple[str, ...], what: str, part: bool = False) -> tuple[str, ...]:
+def _chosen(asked: tuple[str, ...], known: list[str], what: str, part: bool = False) -> list[str]:
     """The names that were asked for, all where none was; ``part`` lets a piece stand for every name that holds it."""
     chosen = set() if asked else set(known)
     for text in asked:
@@ -178,21 +174,16 @@ def _chosen(asked: tuple[str, ...], known: tuple[str, ...], what: str, part: boo
         if not found:
             raise NoSuchError(f"no {what} called {text!r}; there are {', '.join(known)}")
         chosen |= found
-    return tuple(name for name in known if name in chosen)
+    return [name for name in known if name in chosen]
 
 
-def run_job(job: Job, engine: TapeEngine) -> Iterator[Result]:
+def run_job(job: Job, engine: EagerEngine) -> Iterator[Result]:
     """The results of one back end's cases as they come; ``engine`` runs those that run in this process."""
-    if not job.here:
-        yield from _interpreted(job)
-        return
-    for variant in job.variants:
-        for case in job.cases:
+    if job.here:
+        for variant, case in product(job.variants, job.cases):
             # A new back end for each case: what one leaves behind must not help or harm the next.
             yield run_case(case, variant, backends.load(job.backend), engine, job.options)
-
-
-def _interpreted(job: Job) -> Iterator[Result]:
+        return
     try:
         yield from interpreted.run(job.cases, job.variants, job.options)
     except BrokenProcessPool as error:

@@ -3,128 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import KernelBackend
-from vllm_aiter_mla.kernels.compare import EXACT
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.ops import bodies
-from vllm_aiter_mla.verify.layer import Kernel, PlainLayer
-from vllm_aiter_mla.verify.world import Layer, World
+from vllm_aiter_mla.verify.buffers import Buffers
+from vllm_aiter_mla.verify.layer import Kernel, Layer, Operands
 
 Outputs = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Attend:
-    """One call of the attention op.
-
-    Attributes:
-        context: the layer as the op body takes it.
-        world: the buffers that all layers share.
-        layer: the layer's tensors.
-        q_prepared: [T, N, latent+R].
-        is_rotated: what the op is told of q and k_pe.
-    """
-
-    context: bodies.LayerContext
-    world: World
-    layer: Layer
-    q_prepared: torch.Tensor
-    is_rotated: bool = False
-
-
-def attend(call: Attend) -> None:
-    """The attention op of the plugin."""
-    world, layer, size = call.world, call.layer, call.q_prepared.shape[0]
-    step = world.batch
+def attend(ctx: bodies.LayerContext, q_prepared: torch.Tensor, is_rotated: bool = False) -> None:
+    """The attention op of the plugin: q_prepared [T, N, latent+R]; ``is_rotated`` is what it is told of q and k_pe."""
+    layer, size = ctx.layer, q_prepared.shape[0]
+    assert isinstance(layer, Layer)
+    buffers, step = layer.buffers, layer.buffers.batch
     batch = bodies.Batch(None if step.dummy else step, step.rows, not step.dummy and step.prefill_rows == 0)
+    q, k_pe, kv_c, positions = layer.operands(size)
     bodies.attention(
-        call.context, batch, layer.q[:size], layer.kv_c[:size], layer.k_pe[:size], call.q_prepared, layer.out[:size],
-        world.positions[:size], world.table, world.variant.is_neox, call.is_rotated,
+        ctx, batch, q, kv_c, k_pe, q_prepared, layer.out[:size],
+        positions, buffers.table, buffers.variant.is_neox, is_rotated,
     )  # fmt: skip
-
-
-def fused(
-    world: World,
-    context: bodies.LayerContext,
-    layer: Layer,
-    q: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_c: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
-    """The fused op of the plugin."""
-    is_neox, out = world.variant.is_neox, world.variant.out
-    return bodies.fused_prepare(context, q, k_pe, kv_c, positions, world.table, layer.k_scale, is_neox, out)
-
-
-def context_of(world: World, subject: Subject, index: int, slots: int | None, piecewise: bool) -> bodies.LayerContext:
-    """A layer as the op bodies take it; ``slots`` is S, by default the whole buffer, however many rows a step has."""
-    layer = world.layers[index]
-    plain = PlainLayer(world, layer, subject.prepare)
-    return bodies.LayerContext(f"layer {index}", plain, layer.kv_cache, world.slots[:slots], piecewise)
-
-
-def all_rows(inputs: DecodeInputs) -> torch.Tensor:
-    """Every row of q_prepared is defined: bool [T]."""
-    return torch.ones(inputs.num_tokens, dtype=torch.bool, device=inputs.q.device)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A back end as the plugin would run it; a planted fault replaces one field.
+    """A back end as the plugin would run it; a planted fault replaces what it changes.
 
     Attributes:
-        name: of the back end.
-        refuse: why a call cannot be taken, or None.
+        backend: what it says about itself counts.
         prepare: its kernel.
+        defined_rows: how many leading rows of q_prepared it defines.
         attend: the attention op.
-        defined: which rows of q_prepared the back end defines, bool [T].
-        numerics: the roundings that count as right, the documented one first.
-        reference_bmm: whether the absorb BMM is the reference's own, so that the nope half must agree to the bit.
-        exact_rope: whether the rotated half must agree to the bit.
-        plain: a call that launches as much as one of the back end may, where ``census.EXPECTED`` has no list for it.
     """
 
-    name: str
-    refuse: Callable[[DecodeInputs], str | None]
+    backend: KernelBackend
     prepare: Kernel
-    attend: Callable[[Attend], None] = attend
-    defined: Callable[[DecodeInputs], torch.Tensor] = all_rows
-    numerics: Callable[[DecodeInputs], tuple[reference.Numerics, ...]] = field(
-        default=lambda inputs: (reference.AITER,)
-    )
-    reference_bmm: bool = True
-    exact_rope: bool = True
-    plain: Callable[[DecodeInputs], torch.Tensor] | None = None
+    defined_rows: Callable[[DecodeInputs], int]
+    attend: Callable[..., None] = attend
 
 
 def subject_of(backend: KernelBackend) -> Subject:
-    """A back end, with what it says about itself."""
+    """A back end without a fault."""
+    return Subject(backend, lambda inputs, batch: backend.prepare(inputs), backend.defined_rows)
 
-    def defined(inputs: DecodeInputs) -> torch.Tensor:
-        return torch.arange(inputs.num_tokens, device=inputs.q.device) < backend.defined_rows(inputs)
 
-    def numerics(inputs: DecodeInputs) -> tuple[reference.Numerics, ...]:
-        # AITER's truncating store is read from its source; should a release round instead, that is no failure.
-        return tuple(dict.fromkeys((backend.numerics(inputs), reference.AITER)))
+def context_of(
+    buffers: Buffers, subject: Subject, index: int, slots: int | None = None, piecewise: bool = False
+) -> bodies.LayerContext:
+    """A layer as the op bodies take it; ``slots`` is S, by default the whole buffer, however many rows a step has."""
+    layer = replace(buffers.layers[index], kernel=subject.prepare)
+    return bodies.LayerContext(f"layer {index}", layer, layer.kv_cache, buffers.slots[:slots], piecewise)
 
-    is_reference = backend.name == "reference"
-    return Subject(
-        name=backend.name,
-        refuse=backend.refuse,
-        prepare=lambda inputs, batch: backend.prepare(inputs),
-        defined=defined,
-        numerics=numerics,
-        reference_bmm=backend.bounds == EXACT,
-        exact_rope=is_reference,
-        plain=reference.prepare if is_reference else None,
-    )
+
+def fused(ctx: bodies.LayerContext, operands: Operands) -> torch.Tensor:
+    """The fused op of the plugin, over ``Layer.operands``: q_prepared [T, N, latent+R]."""
+    layer = ctx.layer
+    assert isinstance(layer, Layer)
+    table, variant = layer.buffers.table, layer.buffers.variant
+    return bodies.fused_prepare(ctx, *operands, table, layer.k_scale, variant.is_neox, variant.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,54 +81,44 @@ def query_name(index: int) -> str:
     return f"q_prepared.{index}"
 
 
-def build(kind: str, world: World, subject: Subject, size: int, slots: int | None = None) -> list[Segment]:
+def build(kind: str, buffers: Buffers, subject: Subject, size: int, slots: int | None = None) -> list[Segment]:
     """The segments of one step at a padded size.
 
     Args:
         kind: "kernel" is the fused op alone; "full" has the attention op in the same graph; "piecewise" leaves it out.
-        world: the buffers.
+        buffers: what the step reads and writes.
         subject: what is tested.
         size: T.
         slots: S, where it is below T; by default the slot mapping is longer than T.
     """
-    contexts = [context_of(world, subject, i, slots, kind == "piecewise") for i in range(len(world.layers))]
-    step = _Step(world, subject, size, contexts, {})
-    layers = [(partial(step.prepare, i), partial(step.attend, i)) for i in range(len(contexts))]
-    if kind == "kernel":
-        return [step.segment(*(prepare for prepare, _ in layers))]
-    if kind == "full":
-        return [step.segment(*(call for pair in layers for call in pair), step.tail)]
-    pieces = ((step.segment(prepare), step.segment(attend, captured=False)) for prepare, attend in layers)
-    return [*(segment for pair in pieces for segment in pair), step.segment(step.tail)]
+    contexts = [context_of(buffers, subject, i, slots, kind == "piecewise") for i in range(len(buffers.layers))]
+    results: Outputs = {}
 
+    def prepare(i: int) -> None:
+        results[query_name(i)] = fused(contexts[i], buffers.layers[i].operands(size))
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The calls of a step; each adds what it computes to ``results``."""
+    def attention(i: int) -> None:
+        subject.attend(contexts[i], results[query_name(i)])
 
-    world: World
-    subject: Subject
-    size: int
-    contexts: list[bodies.LayerContext]
-    results: Outputs
-
-    def prepare(self, i: int) -> None:
-        own, size = self.world.layers[i], self.size
-        q, k_pe, kv_c, positions = own.q[:size], own.k_pe[:size], own.kv_c[:size], self.world.positions[:size]
-        self.results[query_name(i)] = fused(self.world, self.contexts[i], own, q, k_pe, kv_c, positions)
-
-    def attend(self, i: int) -> None:
-        call = Attend(self.contexts[i], self.world, self.world.layers[i], self.results[query_name(i)])
-        self.subject.attend(call)
-
-    def tail(self) -> None:
+    def tail() -> None:
         # Something behind the attention that a graph computes from its output buffer.
-        self.results.update({f"final.{i}": layer.out[: self.size] * 2 for i, layer in enumerate(self.world.layers)})
+        results.update({f"final.{i}": layer.out[:size] * 2 for i, layer in enumerate(buffers.layers)})
 
-    def segment(self, *calls: Callable[[], None], captured: bool = True) -> Segment:
-        return Segment(captured, partial(self._run, calls))
+    def segment(captured: bool, *calls: Callable[[], None]) -> Segment:
+        def run() -> Outputs:
+            for call in calls:
+                call()
+            return results
 
-    def _run(self, calls: tuple[Callable[[], None], ...]) -> Outputs:
-        for call in calls:
-            call()
-        return self.results
+        return Segment(captured, run)
+
+    calls: list[tuple[bool, Callable[[], None]]] = []
+    for i in range(len(contexts)):
+        calls.append((True, partial(prepare, i)))
+        if kind != "kernel":
+            calls.append((False, partial(attention, i)))
+    if kind != "kernel":
+        calls.append((True, tail))
+    if kind == "piecewise":
+        return [segment(captured, call) for captured, call in calls]
+    return [segment(True, *(call for _, call in calls))]

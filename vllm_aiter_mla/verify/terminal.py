@@ -53,15 +53,12 @@ def _table(backend: str, results: list[Result]) -> Table:
     for name in ("case", "variants", "graphs", "replays", "checks", "seconds"):
         table.add_column(name, justify="left" if name in ("case", "variants") else "right", no_wrap=True)
     for case in dict.fromkeys(result.case for result in results):
-        table.add_row(*_row(case, [result for result in results if result.case == case]))
+        of_case = [result for result in results if result.case == case]
+        counts = Counter(result.status for result in of_case)
+        marks = ", ".join(f"{counts[status]} {mark}" for status, mark in _MARKS.items() if counts[status])
+        sums = (str(sum(getattr(result, name) for result in of_case)) for name in ("captures", "replays", "checks"))
+        table.add_row(case, marks, *sums, f"{sum(result.seconds for result in of_case):.2f}")
     return table
-
-
-def _row(case: str, results: list[Result]) -> tuple[str, ...]:
-    counts = Counter(result.status for result in results)
-    marks = ", ".join(f"{counts[status]} {mark}" for status, mark in _MARKS.items() if counts[status])
-    sums = (sum(getattr(result, name) for result in results) for name in ("captures", "replays", "checks"))
-    return (case, marks, *map(str, sums), f"{sum(result.seconds for result in results):.2f}")
 
 
 def _failures(session: Session) -> Iterator[str]:
@@ -76,13 +73,13 @@ def _failures(session: Session) -> Iterator[str]:
 
 
 def _footer(session: Session) -> Iterator[str]:
-    """Reasons of skipped cases, the census, the oracles, and the sum."""
+    """Reasons of skipped cases, the launches of a step, the oracles, and the sum."""
     reasons = (f"{r.backend} {r.case}: {escape(r.reason)}" for r in session.results if r.reason)
     yield from dict.fromkeys(reasons)
     for result in session.results:
         if result.case == "kernel-census" and result.launches:
             size, text = next(iter(result.launches.items()))
-            yield f"census {result.backend} {result.variant}, T={size}: {escape(text)}"
+            yield f"launches of {result.backend} {result.variant}, T={size}: {escape(text)}"
     yield f"oracles: {', '.join(ORACLES)}"
     counts = Counter(result.status for result in session.results)
     replays, seconds = (sum(getattr(result, name) for result in session.results) for name in ("replays", "seconds"))

@@ -1,23 +1,23 @@
-"""The tape: a replay repeats what was recorded, and nothing that Python would decide anew."""
+"""The recording: a replay repeats what was recorded, and nothing that Python would decide anew."""
 
 import torch
 
-from vllm_aiter_mla.verify.engines import TapeEngine
+from vllm_aiter_mla.verify.engine import EagerEngine
+from vllm_aiter_mla.verify.recording import Watch, launch_foreign, recording
 from vllm_aiter_mla.verify.subject import Segment
-from vllm_aiter_mla.verify.tape import Watch, launch_foreign, recording
 
 
 def record(run):
-    with recording() as tape:
+    with recording() as made:
         result = run()
-    return tape, result
+    return made, result
 
 
 def test_a_replay_reads_buffers_anew_and_writes_where_it_wrote():
     x = torch.ones(3)
-    tape, out = record(lambda: (x * 2).view(3, 1).float() + 1)
+    made, out = record(lambda: (x * 2).view(3, 1).float() + 1)
     x.fill_(5)
-    tape.replay()
+    made.replay()
     assert out.flatten().tolist() == [11, 11, 11]
 
 
@@ -29,19 +29,19 @@ def test_a_replay_keeps_a_python_branch_a_shape_and_a_number_of_the_recording():
         part = x[: state["rows"]] * state["scale"]
         return part * 2 if state["double"] else part
 
-    tape, out = record(run)
+    made, out = record(run)
     state.update(double=False, rows=4, scale=100.0)
-    tape.replay()
+    made.replay()
     assert out.tolist() == [6, 6]
 
 
 def test_a_number_read_from_a_tensor_is_frozen_and_noted_as_a_synchronisation():
     x, scale = torch.ones(2), torch.tensor([2.0])
-    tape, out = record(lambda: x * float(scale.item()))
+    made, out = record(lambda: x * float(scale.item()))
     scale.fill_(7)
-    tape.replay()
+    made.replay()
     assert out.tolist() == [2, 2]
-    assert tape.syncs == ["aten._local_scalar_dense"]
+    assert made.syncs == ["aten._local_scalar_dense"]
 
 
 def test_shapes_that_depend_on_data_are_synchronisations():
@@ -52,17 +52,17 @@ def test_shapes_that_depend_on_data_are_synchronisations():
 
 
 def test_fresh_memory_keeps_what_it_held():
-    tape, out = record(lambda: torch.empty(2))
+    made, out = record(lambda: torch.empty(2))
     out.fill_(float("nan"))
-    tape.replay()
+    made.replay()
     assert out.isnan().all()
-    assert tape.names() == []
+    assert made.names == []
 
 
 def test_writes_in_place_are_repeated():
     x, total = torch.ones(2), torch.zeros(2)
-    tape, _ = record(lambda: total[:1].add_(x[:1]))
-    tape.replay()
+    made, _ = record(lambda: total[:1].add_(x[:1]))
+    made.replay()
     assert total.tolist() == [2, 0]
 
 
@@ -72,10 +72,10 @@ def test_a_launch_outside_aten_is_one_entry_and_is_repeated():
     def kernel():
         out.copy_(x * 3)
 
-    tape, _ = record(lambda: launch_foreign("kernel", kernel))
+    made, _ = record(lambda: launch_foreign("kernel", kernel))
     x.fill_(2)
-    tape.replay()
-    assert tape.names() == ["kernel"]
+    made.replay()
+    assert made.names == ["kernel"]
     assert out.tolist() == [6, 6]
 
 
@@ -96,7 +96,7 @@ def test_an_eager_segment_between_two_captured_ones_runs_anew():
         outputs["b"] = middle * 10
         return outputs
 
-    captured = TapeEngine().capture([Segment(True, first), Segment(False, between), Segment(True, last)], "", False)
+    captured = EagerEngine().capture([Segment(True, first), Segment(False, between), Segment(True, last)], "", False)
     x.fill_(4)
     captured.replay()
     assert len(seen) == 2

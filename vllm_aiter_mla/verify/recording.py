@@ -25,19 +25,21 @@ INDEXING = frozenset({"aten.index", "aten.index_put", "aten.index_put_"})
 EMPTY = frozenset(f"aten.{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
 
 
-class Tape(TorchDispatchMode):
+class Recording(TorchDispatchMode):
     """Records while it is entered; :meth:`replay` afterwards.
 
     Attributes:
+        names: what a replay launches, in order.
         syncs: names of the calls that would have waited for the device.
         shapes: (name, shape) of all fresh memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.names: list[str] = []
         self.syncs: list[str] = []
         self.shapes: list[tuple[str, tuple[int, ...]]] = []
-        self._calls: list[tuple[str, Callable[[], object]]] = []
+        self._calls: list[Callable[[], object]] = []
         self._kept: list[torch.Tensor] = []
         self._paused = False
 
@@ -67,7 +69,11 @@ class Tape(TorchDispatchMode):
             for index, target in fresh.items():
                 target.copy_(leaves[index])
 
-        self._calls.append((name, again))
+        self._add(name, again)
+
+    def _add(self, name: str, call: Callable[[], object]) -> None:
+        self.names.append(name)
+        self._calls.append(call)
 
     def foreign(self, name: str, launch: Callable[[], Any]) -> Any:
         """Record a kernel launch that ATen does not see, as one call; what it does inside is not recorded."""
@@ -76,17 +82,13 @@ class Tape(TorchDispatchMode):
             result = launch()
         finally:
             self._paused = False
-        self._calls.append((name, launch))
+        self._add(name, launch)
         return result
 
     def replay(self) -> None:
         """Repeat every call in order, and put new results where the recorded ones lie."""
-        for _, call in self._calls:
+        for call in self._calls:
             call()
-
-    def names(self) -> list[str]:
-        """What a replay launches, in order."""
-        return [name for name, _ in self._calls]
 
 
 class Watch(TorchDispatchMode):
@@ -111,23 +113,23 @@ class Watch(TorchDispatchMode):
         return sum(size for _, size in self._made.values())
 
 
-_active: list[Tape] = []
+_active: list[Recording] = []
 
 
 @contextmanager
-def recording() -> Iterator[Tape]:
-    """A new tape that records within the block; foreign launches find it through :func:`launch_foreign`."""
-    tape = Tape()
-    _active.append(tape)
+def recording() -> Iterator[Recording]:
+    """A new recording of the block; foreign launches find it through :func:`launch_foreign`."""
+    made = Recording()
+    _active.append(made)
     try:
-        with tape:
-            yield tape
+        with made:
+            yield made
     finally:
-        _active.remove(tape)
+        _active.remove(made)
 
 
 def launch_foreign(name: str, launch: Callable[[], Any]) -> Any:
-    """Run a launch that is no ATen call, on the tape that is recording, if any."""
+    """Run a launch that is no ATen call, and record it where something records."""
     return _active[-1].foreign(name, launch) if _active else launch()
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_aiter_mla.verify.census import Census
+from vllm_aiter_mla.verify.recording import Recording, Watch, recording
 from vllm_aiter_mla.verify.subject import Outputs, Segment
-from vllm_aiter_mla.verify.tape import Watch, recording
 
 
 class CaptureError(RuntimeError):
@@ -20,14 +19,12 @@ class Recorded:
 
     Attributes:
         replay: run it again.
-        census: the kernels in it, or None where they cannot be told.
-        no_census: why not.
+        launches: names of what it launches, or why they cannot be told.
         syncs: host synchronisations met while capturing.
     """
 
     replay: Callable[[], None]
-    census: Census | None
-    no_census: str = ""
+    launches: tuple[str, ...] | str
     syncs: list[str] = field(default_factory=list)
 
 
@@ -45,15 +42,7 @@ class Captured:
             call()
 
 
-@dataclass(slots=True)
-class Probe:
-    """What one eager call does besides its result: host synchronisations, and (op, shape) of the memory it makes."""
-
-    syncs: list[str] = field(default_factory=list)
-    shapes: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-
-
-class TapeEngine:
+class EagerEngine:
     """Eager replay: the recorded ATen calls again, on the same tensors with the same Python values. Any device.
 
     ``graphs.GraphEngine`` replaces what a GPU does otherwise.
@@ -87,9 +76,9 @@ class TapeEngine:
         return captured
 
     def _record(self, segment: Segment, pool: str, side_stream: bool) -> tuple[Recorded, Outputs]:
-        with recording() as tape:
+        with recording() as made:
             outputs = segment.run()
-        return Recorded(tape.replay, Census(tuple(tape.names())), syncs=tape.syncs), outputs
+        return Recorded(made.replay, tuple(made.names), made.syncs), outputs
 
     def _watched(self, run: Callable[[], Outputs]) -> Callable[[], object]:
         def watched() -> None:
@@ -98,16 +87,11 @@ class TapeEngine:
 
         return watched
 
-    def probe(self, segments: list[Segment]) -> Probe:
-        """Run a step eagerly, once, and watch it; segments that are not captured may synchronise."""
-        probe = Probe()
-        for segment in segments:
-            with recording() as tape:
-                segment.run()
-            if segment.captured:
-                probe.syncs += tape.syncs
-                probe.shapes += tape.shapes
-        return probe
+    def probe(self, segment: Segment) -> Recording:
+        """Run a segment eagerly, once, and note its host synchronisations and the memory that it makes."""
+        with recording() as made:
+            segment.run()
+        return made
 
     def on_side_stream(self, run: Callable[[], None]) -> None:
         """Run on a stream of its own, ordered after what was enqueued; a CPU has one only."""
@@ -120,13 +104,12 @@ class TapeEngine:
         """How often memory was asked for; None here, where a repeated call makes temporaries that no graph makes."""
         return None
 
-    def live_bytes(self) -> int:
-        """Bytes that tensors hold: here those that the eager parts of replays made, for a tape makes none."""
-        return self._watch.live_bytes()
+    def memory(self) -> tuple[int, int]:
+        """Bytes that tensors hold, and bytes of the device in use outside torch's allocator.
 
-    def unclaimed_bytes(self) -> int:
-        """Bytes of the device in use outside torch's allocator; 0 where nobody knows."""
-        return 0
+        Here those that the eager parts of replays made, for a recording makes none, and 0, for nobody knows.
+        """
+        return self._watch.live_bytes(), 0
 
 
 def run_eager(segments: list[Segment]) -> Outputs:

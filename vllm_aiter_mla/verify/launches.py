@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 KERNEL = "KERNEL"
 # Nodes that order others and do nothing.
@@ -23,7 +24,7 @@ _ATTRIBUTE = re.compile(r'(\w+)\s*=\s*"((?:[^"\\]|\\.)*)"')
 _CUDA_KERNEL = re.compile(r"\{\s*ID\s*\|\s*\d+[^|]*\|\s*(.+?)(?:\\<|\})", re.DOTALL)
 _KIND = re.compile(r"[A-Z][A-Z_]*")
 
-# Kinds of kernels that a line names; a fused step has one or two.
+# Kinds of launches that a line names; a fused step has one or two.
 NAMED = 6
 
 
@@ -31,44 +32,28 @@ class DotError(ValueError):
     """The text is no dump of a graph with nodes in it; the message says what was found."""
 
 
-@dataclass(frozen=True, slots=True)
-class Census:
-    """The work in a captured graph.
+def of_dot(text: str) -> tuple[str, ...]:
+    """What the graph of a DOT dump launches: names of kernels ("?" without one), kinds of other work. Raises DotError.
 
-    Attributes:
-        kernels: names in order.
-        others: kinds of the other nodes that do work, for instance "MEMSET".
+    An unknown kind counts: only what orders others does not.
     """
+    return tuple((name or "?") if kind == KERNEL else kind for kind, name in nodes(text) if kind not in BARRIERS)
 
-    kernels: tuple[str, ...]
-    others: tuple[str, ...] = ()
 
-    @classmethod
-    def of_dot(cls, text: str) -> Census:
-        """The census of a DOT dump. Raises DotError."""
-        found = nodes(text)
-        others = (kind for kind, _ in found if kind != KERNEL and kind not in BARRIERS)
-        return cls(tuple(name or "?" for kind, name in found if kind == KERNEL), tuple(others))
-
-    @property
-    def launches(self) -> int:
-        """Kernels, copies and fills."""
-        return len(self.kernels) + len(self.others)
-
-    def text(self) -> str:
-        """One line: "2 launches: 1 x Cijk_..., 1 x fuse_qk_rope..."."""
-        counted = Counter((*map(short, self.kernels), *self.others)).most_common()
-        words = [f"{count} x {name}" for name, count in counted[:NAMED]]
-        if len(counted) > NAMED:
-            words.append(f"{len(counted) - NAMED} other kinds")
-        return f"{self.launches} launch{'es' * (self.launches != 1)}: {', '.join(words)}"
+def in_words(names: Sequence[str]) -> str:
+    """One line: "2 launches: 1 x Cijk_..., 1 x fuse_qk_rope..."."""
+    counted = Counter(map(short, names)).most_common()
+    words = [f"{count} x {name}" for name, count in counted[:NAMED]]
+    if len(counted) > NAMED:
+        words.append(f"{len(counted) - NAMED} other kinds")
+    return f"{len(names)} launch{'es' * (len(names) != 1)}: {', '.join(words)}"
 
 
 def nodes(text: str) -> list[tuple[str, str]]:
     """(kind, name) of the nodes of a dump in the order they are written; the name is a kernel's, as the runtime has it.
 
     Raises:
-        DotError: no ``digraph`` at all, or one without a node: an empty census would look like a graph without work.
+        DotError: no ``digraph`` at all, or one without a node: an empty list would look like a graph without work.
     """
     if "digraph" not in text:
         raise DotError(f"no DOT text: it starts with {text[:40]!r}")
@@ -90,8 +75,7 @@ def _node(attributes: dict[str, str]) -> tuple[str, str]:
     return kind[0] if kind else "UNKNOWN", ""
 
 
-@dataclass(frozen=True, slots=True)
-class Allowed:
+class Allowed(NamedTuple):
     """Launches of one kind that a layer may make: names that match ``pattern``, from ``least`` to ``most`` of them."""
 
     what: str
@@ -101,47 +85,43 @@ class Allowed:
 
 
 # The absorb BMM may be followed by the reduction of its split-K form; nothing else may stand beside AITER's op.
-_BMM = Allowed(
-    "absorb BMM", r"gemm|bmm|matmul|cijk|tensile|hipblaslt|cublas|nvjet|cutlass|xmma|splitk|postgsu|dot_kernel", 1, 2
-)
+# The narrow pattern first: a kernel's name may hold "gemm" among its template arguments.
+_BMM = r"gemm|bmm|matmul|cijk|tensile|hipblaslt|cublas|nvjet|cutlass|xmma|splitk|postgsu|dot_kernel"
 EXPECTED: dict[str, tuple[Allowed, ...]] = {
     "triton": (Allowed("the one launch", r"decode_prep_kernel", 1, 1),),
-    "aiter": (_BMM, Allowed("AITER's op", r"rope.*(cache|concat|cat)", 1, 1)),
+    "aiter": (Allowed("AITER's op", r"rope.*(cache|concat|cat)", 1, 1), Allowed("absorb BMM", _BMM, 1, 2)),
 }
 
 
-def violation(backend: str, census: Census, layers: int, budget: int | None = None) -> str | None:
+def violation(backend: str, names: Sequence[str], layers: int, budget: int | None = None) -> str | None:
     """Why ``layers`` calls of a back end must not launch this, or None.
 
     Args:
         backend: its name; ``EXPECTED`` says what its calls are made of.
-        census: of the captured graph.
+        names: of the captured graph's launches.
         layers: calls in it.
         budget: launches a call may make, for a back end without an entry; without one it passes.
     """
     allowed = EXPECTED.get(backend)
     if allowed is None:
-        if budget is None or census.launches <= budget * layers:
+        if budget is None or len(names) <= budget * layers:
             return None
-        return f"{budget} launches per layer expected, {census.launches} found in {layers} layer(s); {census.text()}"
-    most = sum(kind.most for kind in allowed) * layers
-    counted = Counter(_classify(name, allowed) for name in (*census.kernels, *census.others))
+        return f"{budget} launches per layer expected, {len(names)} found in {layers} layer(s); {in_words(names)}"
+    counted = Counter(_classify(name, allowed) for name in names)
     for kind in allowed:
         found = counted.pop(kind.what, 0)
         if not kind.least * layers <= found <= kind.most * layers:
             wanted = f"{kind.least}" if kind.least == kind.most else f"{kind.least} to {kind.most}"
-            return f"{kind.what}: {wanted} per layer expected, {found} found in {layers} layer(s); {census.text()}"
+            return f"{kind.what}: {wanted} per layer expected, {found} found in {layers} layer(s); {in_words(names)}"
     if counted:
-        return f"at most {most} launches of {layers} layer(s) expected, with no others; {census.text()}"
+        most = sum(kind.most for kind in allowed) * layers
+        return f"at most {most} launches of {layers} layer(s) expected, with no others; {in_words(names)}"
     return None
 
 
 def _classify(name: str, allowed: tuple[Allowed, ...]) -> str:
-    # The narrow pattern first: a kernel's name may hold "gemm" among its template arguments.
-    for kind in reversed(allowed):
-        if re.search(kind.pattern, name, re.IGNORECASE):
-            return kind.what
-    return "others"
+    matching = (kind.what for kind in allowed if re.search(kind.pattern, name, re.IGNORECASE))
+    return next(matching, "others")
 
 
 def short(name: str) -> str:
