@@ -22,7 +22,7 @@ def test_a_copy_elsewhere_has_the_same_fingerprint(copy: Path) -> None:
     assert fingerprint.fingerprint_of(copy, __version__) == fingerprint.fingerprint_of(PACKAGE, __version__)
 
 
-@pytest.mark.parametrize("room", [".", "passes", "runtime", "kernels", "compat"])
+@pytest.mark.parametrize("room", [".", "passes", "ops", "kernels", "compat"])
 def test_changing_one_source_changes_the_fingerprint(copy: Path, room: str) -> None:
     before = fingerprint.fingerprint_of(copy, __version__)
     with (copy / room / "__init__.py").open("a") as source:
@@ -59,7 +59,7 @@ def test_commands_and_reports_do_not_cost_a_recompile(copy: Path, room: str) -> 
 
 def test_the_rooms_that_decide_graphs_are_all_covered() -> None:
     rooms = {path.relative_to(PACKAGE).parts[0] for path in fingerprint.sources(PACKAGE)}
-    assert {"passes", "runtime", "kernels", "compat", "gate.py", "admission.py", "settings.py", "bucket.py"} <= rooms
+    assert {"passes", "ops", "kernels", "compat", "gate.py", "admission.py", "settings.py", "bucket.py"} <= rooms
 
 
 def test_fingerprinting_takes_less_than_20_ms() -> None:

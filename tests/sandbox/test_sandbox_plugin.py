@@ -78,4 +78,4 @@ def knows_the_sandbox(source: str) -> bool:
 def test_only_the_demo_command_imports_the_sandbox():
     root = Path(vllm_aiter_mla.__file__).parent
     files = [path.relative_to(root) for path in root.rglob("*.py") if knows_the_sandbox(path.read_text())]
-    assert [str(path) for path in files if path.parts[0] != "sandbox"] == ["cli/demo.py"]
+    assert [str(path) for path in files if path.parts[0] != "sandbox"] == ["commands/demo.py"]
