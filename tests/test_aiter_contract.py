@@ -43,7 +43,7 @@ def every_other(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def ghost_of(good: DecodeInputs) -> DecodeInputs:
-    """The same operands without memory: whoever looked at a value would raise."""
+    """The same operands without memory: looking at a value raises."""
     parts = {name: tensor.to("meta") for name, tensor in good.tensors if name != "w_uk_t"}
     return replace(good, weight=PlainWeight(plain(good.weight).to("meta")), **parts)
 

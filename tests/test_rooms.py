@@ -1,4 +1,4 @@
-"""The rooms of the package: who may import whom, late imports included, and where vLLM may be imported."""
+"""The rooms, that is the parts of the package: who may import whom, late imports too, and who may import vLLM."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _is_device(path: Path) -> bool:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder that another user's link stands for: whoever owns the link decides where it leads."""
+    """Refuse a folder that is another user's link: its owner can change where it leads."""
     found = folder.lstat()
     if stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0):
         raise PermissionError(f"{folder} is a link that belongs to another user")

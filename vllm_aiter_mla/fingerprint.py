@@ -1,8 +1,8 @@
 """Identity of the plugin's code, for cache keys: a changed plugin must never run a stale compiled artifact.
 
 vLLM's and Inductor's caches know the graph and the config, not the code of an out-of-tree pass. The fingerprint is
-the plugin's version plus a SHA-256 over its own sources that decide graphs and numerics. Commands, reports and the
-regression runs are left out: editing a table must not cost a recompile. Imports neither torch nor vLLM.
+the plugin's version plus a SHA-256 over those of its sources that decide graphs and numbers. Commands, ``verify`` and
+the census are left out: a change there must not make a server compile again. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm_aiter_mla import __version__
 
-IRRELEVANT_ROOMS = frozenset({"census", "commands", "verify"})
+IRRELEVANT = frozenset({"census", "commands", "verify"})
 """Sub-packages that neither change a graph nor a number."""
 
 
@@ -36,5 +36,5 @@ def fingerprint_of(root: Path, version: str) -> str:
 
 def sources(root: Path) -> list[Path]:
     """The ``.py`` files that count, in a fixed order."""
-    found = (path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in IRRELEVANT_ROOMS)
+    found = (path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in IRRELEVANT)
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())

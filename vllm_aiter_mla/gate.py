@@ -1,8 +1,8 @@
 """The gate: reads the settings, admits or declines, and makes the few changes to a ``VllmConfig`` that engage.
 
-Called by ``compat.platform_hook`` for every ``VllmConfig`` that is built, after the platform's own checks and before
-vLLM computes compile ranges and splitting ops. With the flag off it reads and returns: nothing is touched. With the
-flag on and the config admitted it changes four fields of ``compilation_config`` and nothing else:
+``compat.patches.platform_hook`` calls it for every ``VllmConfig`` that is built, after the platform's own checks and
+before vLLM computes compile ranges and splitting ops. With the flag off it reads and returns: nothing is touched. With
+the flag on and the config admitted it changes four fields of ``compilation_config`` and nothing else:
 
 - ``compile_ranges_endpoints`` gains L;
 - ``inductor_compile_config`` gains the pass, a pass of the user's chained in front;
@@ -52,7 +52,7 @@ def apply(vllm_config: Any) -> Decision:
     """Decide on ``vllm_config`` and, when admitted, engage. Idempotent: ``replace()`` runs it on the same config again.
 
     Raises:
-        SettingsError: an option is wrong, or, in strict mode, the fast path has to step aside.
+        SettingsError: an option is wrong, or, in strict mode, the engine is declined.
     """
     settings = compat_config.settings_of(vllm_config)
     if not settings.enabled:
@@ -70,7 +70,7 @@ def apply(vllm_config: Any) -> Decision:
         return Decision(settings, refusal=refusal)
     limit = _limit_of(vllm_config, settings)
     if engaged is not None and settings.max_token_num is None:
-        # A draft's config may know of no speculation; it must not shrink the bucket of the target it shares with.
+        # A draft model's config may hold no draft tokens; it must not shrink the bucket that it shares with its target.
         limit = max(limit, engaged.limit)
     _engage(compilation, settings, limit, engaged)
     _announce(vllm_config, settings, limit)
@@ -103,14 +103,14 @@ def _show_gauge() -> None:
 
 
 def _open_graph(compilation: Any) -> None:
-    """Keep the whole layer in one FX graph, and our attention op out of every piecewise capture."""
+    """Keep the whole layer in one FX graph, and our attention op outside piecewise graphs."""
     knobs = platform_hook.knobs_of(compilation)
     if knobs.splitting_ops is None:
         if not compilation.use_inductor_graph_partition:
             compilation.use_inductor_graph_partition = True
             log.say_once(logging.INFO, "use_inductor_graph_partition=True (was left unset; the passes need it)")
         if ATTENTION_OP not in (compilation.splitting_ops or ()):
-            # What set_splitting_ops_for_v1 would fill in under graph partition, so that ours can stand beside it.
+            # What set_splitting_ops_for_v1 would fill in under graph partition; ours is added to it below.
             compilation.splitting_ops = list(compilation._attention_ops)
     ops = compilation.splitting_ops or []
     if MLA_ATTENTION_OP in ops and ATTENTION_OP not in ops:
@@ -128,7 +128,7 @@ def _decline(vllm_config: Any, refusal: Refusal, settings: Settings) -> None:
 def _record(vllm_config: Any, refusal: Refusal) -> None:
     """Leave the refusal where programs look for the census; whatever goes wrong there, the engine starts.
 
-    Nothing of ours runs in the workers then, so the process that built the config speaks for all ranks.
+    Nothing of ours runs in the workers then, so the process that built the config writes one record for all ranks.
     """
     with log.warned("the census could not be written"):
         layers, cache = compat_config.mla_layers(vllm_config.model_config), str(vllm_config.cache_config.cache_dtype)

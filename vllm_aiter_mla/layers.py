@@ -183,7 +183,7 @@ def _fall_back(name: str, selector: select.Selector, inputs: DecodeInputs) -> to
 
 
 def distrust(reason: str, module: Any = None) -> None:
-    """Keep a layer, or without one every layer of this process, off its chosen kernel for good.
+    """Keep a layer, or without one every layer of this process, off its chosen kernel until the process ends.
 
     Where the self-check raises there may be no operands to demote a layer shape by; the layer itself is known.
 
@@ -230,7 +230,7 @@ def self_check(module: Any, shape: LayerShape, capture_sizes: Sequence[int] = ()
 
 
 def demote(module: Any, shape: LayerShape, reason: str) -> None:
-    """Take the chosen back end away from every layer of this shape, for good: its self-check failed."""
+    """Take the chosen back end away from every layer of this shape until the process ends: its self-check failed."""
     selector, inputs = selector_of(module), synthetic_inputs(shape, tokens=1)
     backend = selector.choose(inputs).backend
     if backend is not None:
@@ -253,7 +253,7 @@ def key_of(module: Any) -> tuple[str, ...]:
     """What the layer will run on, or why it will not, under both rotary styles: a part of the compile cache's key.
 
     A graph is rewritten or not by this, and none of vLLM's own keys knows of AITER, the card or a failed check: without
-    it an engine would start from the untouched graph of a run before AITER was mended.
+    it an engine would start from the unchanged graph of a run before AITER was repaired.
     """
     found = []
     for decision in (decide(module, is_neox=is_neox) for is_neox in (False, True)):

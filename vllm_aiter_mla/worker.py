@@ -1,7 +1,7 @@
 """What the plugin does in a worker whose fast path is on: the self-check after loading, the census after warm-up.
 
-vLLM's memory profiling may already capture graphs, so the self-check comes right after loading; the census can tell
-the truth only once the compiled graphs have run.
+vLLM's memory profiling may already capture graphs, so the self-check comes right after loading. The census counts
+layers that have run, so it comes after the compiled graphs have run once.
 
 Both fail closed: whatever goes wrong before every kernel is checked, or before the verdict is said, is an error in
 strict mode. Otherwise the layers concerned run vLLM's own kernels, one line says so, and the worker goes on.

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_aiter_mla"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SHORTEST = 8  # letters of a fragment that still identifies a line
-# Rooms that speak while serving; the others are commands of their own.
+# Parts that log while serving; the others are commands of their own.
 SERVING = (
     "plugin.py",
     "gate.py",
@@ -32,7 +32,7 @@ SERVING = (
 
 
 def sources(*names: str) -> list[Path]:
-    """The files of rooms or single files of the package."""
+    """The files of these folders of the package, or single files."""
     return [
         path for name in names for path in ([PACKAGE / name] if name.endswith(".py") else (PACKAGE / name).glob("*.py"))
     ]

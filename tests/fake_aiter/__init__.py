@@ -1,1 +1,1 @@
-"""Test-side door to the fake AITER, whose implementation the demo shares: vllm_aiter_mla/sandbox/fake_aiter."""
+"""The fake AITER for the tests; the demo uses it too: vllm_aiter_mla/sandbox/fake_aiter."""

@@ -1,4 +1,4 @@
-"""Claims about a gate that steps aside: one line, the knob's name, the census, and an untouched config."""
+"""Claims about an engine that the gate declines: one line, the knob's name, the census, and an untouched config."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def made_up_measurements() -> dict[str, dict[str, Any]]:
         {"point": point | {"rate": 50.0}, "estimates": {}, "invalid": "on, run 2: 3 of 200 requests failed"},
     ]
     scores = {name: {"value": 0.9, "stderr": 0.01} for name in ("strict-match", "flexible-extract")}
-    answers = {arm: {str(run): {"figures": scores, "answers": {}} for run in range(3)} for arm in ("off", "on")}
+    answers = {side: {str(run): {"figures": scores, "answers": {}} for run in range(3)} for side in ("off", "on")}
     return {
         "serving.json": {"tool": "serve_bench", **both, "rows": rows, "results": {}},
         "gsm8k.json": {"tool": "accuracy", **both, "answers": answers},

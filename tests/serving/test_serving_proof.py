@@ -7,9 +7,7 @@ import pytest
 from tools.common import RunError
 from tools.serving import proof
 
-CENSUS = (
-    "(Worker pid=1) INFO [announce.py:86] aiter-mla: 61/61 MLA layers engaged (aiter, fp8 KV, decode bucket 1..256)"
-)
+CENSUS = "(Worker pid=1) INFO [worker.py:193] aiter-mla: 61/61 MLA layers engaged (aiter, fp8 KV, decode bucket 1..256)"
 METRICS = """# TYPE vllm:aiter_mla_layers gauge
 vllm:aiter_mla_layers{state="engaged"} 58.0
 vllm:aiter_mla_layers{state="refused"} 3.0

@@ -46,8 +46,8 @@ def publish(record: dict[str, Any], declined: bool = False) -> None:
 
     Args:
         record: of ``record.as_record``.
-        declined: it speaks for an engine that was declined as a whole; it counts only where no worker has written,
-            because the process may build another engine after it.
+        declined: the record is of an engine that was declined as a whole; it counts only where no worker has
+            written, because the process may build another engine after it.
 
     Raises:
         OSError: it cannot be written.

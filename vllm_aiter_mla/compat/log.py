@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 
 logger = logging.getLogger("vllm.aiter_mla")
-"""A child of "vllm": vLLM configures handlers for that name alone, so a logger of our own name would be mute."""
+"""A child of "vllm": vLLM configures handlers for that name alone, so a logger of another name would print nothing."""
 
 PREFIX = "aiter-mla: "
 

@@ -37,8 +37,8 @@ def why_not_chainable(compilation: Any) -> Refusal | None:
 def wrapped(compilation: Any) -> Any:
     """The user's pass as an ``InductorPass``, ``None`` when there is none.
 
-    vLLM wraps a callable given as ``inductor_passes`` itself; one put straight into ``inductor_compile_config`` it
-    would stumble over while compiling, so that one is wrapped here in the same way.
+    vLLM wraps a callable given as ``inductor_passes`` itself. With one put straight into ``inductor_compile_config`` it
+    would fail while compiling, so that one is wrapped here in the same way.
 
     Raises:
         TypeError: not callable, or of a kind whose source cannot be found.

@@ -114,7 +114,7 @@ def call_key(inputs: DecodeInputs) -> tuple[Any, ...]:
 def layer_key(inputs: DecodeInputs) -> tuple[Any, ...]:
     """What makes a layer shape: the call key without tokens, strides and the cache's block size.
 
-    The block size is left out because a self-check on synthetic blocks must speak for the real ones.
+    The block size is left out because a self-check on synthetic blocks must hold for the real ones.
     """
     return (
         inputs.num_heads, inputs.nope_dim, inputs.rope_dim, inputs.latent_dim, inputs.q.dtype, inputs.kv_cache.dtype,

@@ -125,7 +125,7 @@ class Selector:
         return choice.run(inputs)
 
     def demote(self, name: str, inputs: DecodeInputs, reason: str) -> None:
-        """Take the back end ``name`` away from the layer shape of ``inputs``, for good: its self-check failed."""
+        """Take the back end ``name`` away from the layer shape of ``inputs``, lastingly: its self-check failed."""
         self._demoted[name, layer_key(inputs)] = reason
         self._choices.clear()
 

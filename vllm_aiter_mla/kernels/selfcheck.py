@@ -76,7 +76,7 @@ def _check_once(backend: KernelBackend, inputs: DecodeInputs) -> SelfCheckResult
     untouched = _bytes(inputs.kv_cache).clone()
     q_out = backend.prepare(inputs)
     results = []
-    # AITER's opt kernel is read to truncate a bf16 cache's rope part on gfx942. Should it round, so much the better.
+    # By its source, AITER's opt kernel truncates a bf16 cache's rope part on gfx942. Rounding is accepted as well.
     for numerics in dict.fromkeys((backend.numerics(inputs), reference.AITER)):
         twin = replace(inputs, kv_cache=untouched.clone().view(inputs.kv_cache.dtype))
         results.append(_compare(backend, inputs, q_out, twin, reference.prepare(twin, numerics, product)))

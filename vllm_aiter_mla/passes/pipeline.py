@@ -60,7 +60,7 @@ class AiterMLAPipeline(InductorPass):
         )
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
-        """Whether this or the chained pass wants the range."""
+        """Whether this or the chained pass rewrites graphs of the range."""
         return self._mine(compile_range) or self._chained_wants(compile_range)
 
     def __call__(self, graph: fx.Graph) -> None:

@@ -1,15 +1,10 @@
 """A gauge of the plugin's among vLLM's own metrics.
 
-Symptom: ``/metrics`` says nothing of the fast path.
-Why: vLLM keeps its metrics in a registry of its own, in a multiprocess folder or in Ray's, clears what is named
-``vllm:`` when it builds them, and offers plugins no place among them.
-How: ``PrometheusStatLogger.__init__`` is wrapped, in front ends whose gate has found the flag on: at once where its
-module is loaded, else when vLLM loads it, which is only where metrics are on. The gauge is made there with vLLM's own
-gauge class, so it lands where all the others do, and carries their labels. Nothing here raises into vLLM, and nothing
-imports ``prometheus_client``.
-Link: https://docs.vllm.ai/en/latest/design/metrics/
-Probe: ``test_gauge_hook_fits_the_installed_vllm``; where the class looks different, one warning and no gauge.
-Remove when: vLLM lets plugins add metrics.
+vLLM keeps its metrics in a registry of its own, in a multiprocess folder or in Ray's, and clears what is named
+``vllm:`` when it builds them. So ``PrometheusStatLogger.__init__`` is wrapped: at once where its module is loaded, else
+when vLLM loads it, which it does only where metrics are on. The gauge is made there with vLLM's own gauge class, so it
+stands among vLLM's metrics and carries their labels. Where the class looks different there is one warning and no gauge.
+Nothing here raises into vLLM, and nothing imports ``prometheus_client``.
 """
 
 from __future__ import annotations

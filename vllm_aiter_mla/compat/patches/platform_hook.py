@@ -4,8 +4,8 @@ The order there is: ``apply_config_platform_defaults``, mode, optimisation-level
 compile ranges, splitting ops. Two methods of the platform class are wrapped:
 
 - the first, to note what the user left alone (by the time of the second the optimisation level has replaced ``None``
-  by ``False`` and nothing tells the two apart), and to get outside of whoever wrapped the second in the meantime;
-- the second, to call the gate after the platform has had its say and before ranges and splitting are computed.
+  by ``False`` and nothing tells the two apart), and to wrap the second anew where another plugin has wrapped it since;
+- the second, to call the gate after the platform's own changes and before ranges and splitting are computed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _nesting = threading.local()
 def install(gate: Callable[[Any], None], platform_cls: type | None = None) -> None:
     """Wrap the current platform's class, or ``platform_cls``, so that ``gate`` is called. Twice is harmless.
 
-    Where someone else has wrapped the method since, the hook goes around theirs as well and the inner copy only
-    passes through: the gate runs once and sees what the outermost wrapper leaves behind, whoever came first.
+    Where another plugin has wrapped the method since, it is wrapped once more, and the inner copy of the hook only
+    calls on: the gate runs once, after all wrappers, and sees the config as they leave it.
     """
     if platform_cls is None:
         from vllm.platforms import current_platform
@@ -64,7 +64,7 @@ def note(vllm_config: Any) -> None:
 
 
 def knobs_of(compilation: Any) -> UserKnobs:
-    """What the user gave. A config that was never noted is taken at its word: a filled-in False counts as explicit."""
+    """What the user gave. A config that was never noted is read as it stands: a filled-in False counts as explicit."""
     known = _noted.get(id(compilation))
     if known is not None and known[0]() is compilation:
         return known[1]

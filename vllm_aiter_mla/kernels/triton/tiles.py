@@ -79,7 +79,7 @@ FALLBACK = (_SKINNY, _SHORT, Entry(NO_LIMIT, NO_LIMIT, _PLAIN))
 
 @dataclass(frozen=True, slots=True)
 class Cap:
-    """Where the one launch was measured slower than the unfused sequence: from ``from_tokens`` on, step aside.
+    """Where the one launch was measured slower than the unfused sequence: declined from ``from_tokens`` on.
 
     Attributes:
         arch: as in ``TABLE``.
