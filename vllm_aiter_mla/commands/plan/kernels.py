@@ -10,7 +10,7 @@ import torch
 from vllm_aiter_mla.commands.plan import verdict
 from vllm_aiter_mla.commands.plan.model import ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
-from vllm_aiter_mla.kernels import absorb, select
+from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.dispatch import PER_HEAD_TOKENS, ViewPolicy
@@ -18,6 +18,7 @@ from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform, hardware_fp8
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.triton import backend as triton
 from vllm_aiter_mla.kernels.triton import tiles
 
@@ -131,26 +132,12 @@ def operands(options: ServeOptions, model: ModelFacts, platform: Platform, token
     """A decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
     act = getattr(torch, options.dtype, torch.bfloat16)
     stored = platform.fp8 if options.fp8_cache else act
-    heads, fp8_weight = verdict.heads_per_rank(options, model), verdict.fp8_absorb(options, model)
-
-    def empty(*size: int, dtype: torch.dtype = act) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="meta")
-
-    scale, blocks = empty(1, dtype=torch.float32), max(2, -(-tokens // options.block_size))
-    return DecodeInputs(
-        q=empty(tokens, heads, model.nope + model.rope),
-        k_pe=empty(tokens, model.rope),
-        kv_c=empty(tokens, model.latent),
-        weight=absorb.make(empty(heads, model.nope, model.latent), ("fp8", platform.fp8) if fp8_weight else ("plain",)),
-        kv_cache=empty(blocks, options.block_size, model.latent + model.rope, dtype=stored),
-        slot_mapping=empty(tokens, dtype=torch.int64),
-        positions=empty(tokens, dtype=torch.int64),
-        cos_sin_cache=empty(4096, model.rope),
-        k_scale=scale,
-        q_scale=scale,
-        is_neox=False,
-        out_dtype=stored,
-    )
+    weight = ("fp8", platform.fp8) if verdict.fp8_absorb(options, model) else ("plain",)
+    shape = LayerShape(
+        verdict.heads_per_rank(options, model), model.nope, stored, stored, options.block_size, False, act, "meta",
+        model.latent, model.rope, weight,
+    )  # fmt: skip
+    return synthetic_inputs(shape, tokens, padded=None)
 
 
 def _points(limit: int, view: str | int) -> list[int]:
