@@ -63,22 +63,25 @@ def _kernel_reason(spans: tuple[KernelSpan, ...] | str) -> Refusal | None:
 
 def _figures(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, Any]:
     heads, stored = verdict.heads_per_rank(options, model), 1 if options.fp8_cache else formulas.ACT
-    table = {}
     weight = 1 if verdict.fp8_absorb(options, model) else formulas.ACT
+    table: dict[int, dict[str, Any]] = {}
     for tokens in sorted({1, min(64, limit), limit}):
         step = formulas.Step(tokens, heads, model.nope, model.rope, model.latent, stored, weight)
+        paths = {name: path(step) for name, path in formulas.PATHS.items()}
         table[tokens] = {
             name: {
-                "launches": [asdict(launch) for launch in path(step)],
-                "launches_per_step": len(path(step)) * len(model.mla_layers),
-                "bytes": formulas.moved(path(step)),
+                "launches": [asdict(launch) for launch in launches],
+                "launches_per_step": len(launches) * len(model.mla_layers),
+                "bytes": formulas.moved(launches),
             }
-            for name, path in formulas.PATHS.items()
+            for name, launches in paths.items()
         }
     return {
         "by_tokens": table,
-        "q_prepared_bytes": formulas.q_prepared_bytes(limit, heads, model.latent + model.rope, stored),
-        "table_halves_bytes": formulas.table_halves_bytes(model.max_position, model.rope),
+        # Of the largest prepared query in the bucket; layers run one after the other, so one of them is alive.
+        "q_prepared_bytes": limit * heads * (model.latent + model.rope) * stored,
+        # The contiguous cos and sin that the AITER path keeps, once per rotary table and rank.
+        "table_halves_bytes": model.max_position * model.rope * formulas.ACT,
     }
 
 
