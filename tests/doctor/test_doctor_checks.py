@@ -65,8 +65,8 @@ def test_switches_name_the_variable_without_rocm_too(monkeypatch: pytest.MonkeyP
 
 
 def test_a_switch_that_leaves_nothing_to_fuse_is_a_problem() -> None:
-    assert switches.mla_disabled(given(VLLM_MLA_DISABLE="1")).status == "problem"
-    assert switches.breakable(given(VLLM_USE_BREAKABLE_CUDAGRAPH="1")).status == "problem"
+    assert switches.mla(given(VLLM_MLA_DISABLE="1")).status == "problem"
+    assert switches.breakable_graphs(given(VLLM_USE_BREAKABLE_CUDAGRAPH="1")).status == "problem"
 
 
 def test_an_allow_list_that_leaves_the_plugin_out_is_a_problem() -> None:
@@ -222,7 +222,7 @@ def test_wrong_or_useless_options_are_told() -> None:
     [((), 0), (("ok", "warning"), 0), (("ok", "unknown"), 2), (("unknown", "problem"), 1), (("problem",), 1)],
 )
 def test_a_problem_outweighs_an_unknown(statuses: tuple[Any, ...], status: int) -> None:
-    assert exit_status(Check("x", one, "") for one in statuses) == status
+    assert exit_status(Check(one, "") for one in statuses) == status
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken\nbox"), SystemExit(3), ImportError("no")])

@@ -74,11 +74,11 @@ def test_without_vllm_the_plugins_own_options_are_still_checked() -> None:
     status, checks = doctor(BARE + RUN.replace("main(as_json=True)", mistyped))
     assert (status, checks["settings"]["status"]) == (1, "problem")
     assert "did you mean 'fuse_aiter_qk_rope_kvcache_mla'?" in checks["settings"]["detail"]
-    dotted = "main(['-cc.mode=3', '--additional_config', '{}'], as_json=True)"
-    status, checks = doctor(BARE + RUN.replace("main(as_json=True)", dotted))
+    others = "main(['-tp', '8', '-cc.mode=3', '--additional_config', '{}'], as_json=True)"
+    status, checks = doctor(BARE + RUN.replace("main(as_json=True)", others))
     assert checks["settings"]["status"] == checks["graph"]["status"] == checks["user-pass"]["status"] == "unknown"
     assert "read by vLLM's own parser" in checks["settings"]["detail"]
-    assert "not read: -cc.mode=3" in checks["settings"]["detail"]
+    assert checks["settings"]["detail"].endswith("not read: -tp 8")
 
 
 def test_the_guard_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

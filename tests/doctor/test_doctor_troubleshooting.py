@@ -59,14 +59,11 @@ def codes_of(node: ast.expr) -> list[str]:
 
 def codes_given() -> set[str]:
     """The codes that the package gives as a reason, literally, wherever it makes a refusal."""
-    found = {verdict.HEADS, verdict.NO_ROPE[0]}
+    found = {verdict.NO_ROPE[0]}
     for path in PACKAGE.rglob("*.py"):
         for call in calls(path, "Refusal", "NoMatchError"):
             if call.args:
                 found.update(codes_of(call.args[0]))
-        for call in calls(path, "Reason"):
-            if len(call.args) > 1:
-                found.update(codes_of(call.args[1]))
         # A code beside its line, as a pair: ("not_run", "its fused op ...").
         tuples = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Tuple))
         found.update(code for node in tuples for code in strings(node)[:1] if code == "not_run")

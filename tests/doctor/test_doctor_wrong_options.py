@@ -51,6 +51,36 @@ def test_a_mistyped_flag_is_told_without_vllm_too(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([f"-cc.pass_config.{FLAG}l=true"], f"pass_config.{FLAG}l=True: did you mean '{FLAG}'?"),
+        ([f"-cc.pass_config.{FLAG}l", "true"], f"did you mean '{FLAG}'?"),
+        ([f"--compilation_config.pass_config.{FLAG}l=true"], f"did you mean '{FLAG}'?"),
+        (["--additional-config.aiter_mla.kernel", "tritn"], "aiter_mla.kernel: expected one of auto, aiter"),
+        (["--additional_config.aiter_mla.kernl=triton"], "did you mean 'kernel'?"),
+        (["-cc.pass_config=5"], "pass_config=5: an object expected"),
+        (["-cc.pass_config=5", f"-cc.pass_config.{FLAG}=true"], "pass_config was given a value before"),
+        (["-cc.mode"], "-cc.mode: a value expected"),
+    ],
+)
+def test_a_dotted_spelling_is_read_without_vllm_too(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    without_vllm(monkeypatch)
+    found = conflicts.settings(given.read(arguments))
+    assert (found.status, said in found.detail) == ("problem", True), found
+
+
+def test_dotted_values_of_one_option_are_merged_without_vllm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_vllm(monkeypatch)
+    more = ["-cc.splitting_ops+=a,b", f"-cc.pass_config.{FLAG}=true", "-cc.mode=3", "-tp", "8"]
+    found = given.read([*more, "--additional-config.aiter_mla.kernel", "triton"])
+    assert vars(found.served.compilation_config.pass_config) == {FLAG: True}
+    assert found.served.additional_config == {"aiter_mla": {"kernel": "triton"}}
+    assert found.unread.endswith("not read: -tp 8")
+
+
+@pytest.mark.parametrize(
     ("additional", "said"),
     [
         ({"aiter_mla": {"kernel": "tritn"}}, "aiter_mla.kernel: expected one of auto, aiter"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plan_support import ENGAGING, NO_FP8_BMM, codes, planned
@@ -137,19 +138,34 @@ def test_a_model_without_mla_gets_a_plan_too(tmp_path: Path) -> None:
     assert plan["kernels"] is None
 
 
-def test_each_refusal_of_admission_knows_what_to_take_out_of_the_view() -> None:
-    # What a config or an option can bring about; the others need a running layer.
-    unplanned = {
-        "heads_not_divisible",
-        "user_pass",
-        "q_padding",
-        "no_absorbed_weight",
-        "amx_bmm",
-        "cos_sin_dtype",
-        "kv_cache_ndim",
-    }
-    codes = {*admission.ENGINE_REASONS, *admission.LAYER_REASONS}
-    assert codes - unplanned - {"sliding_window"} == set(verdict._CAUSES)
+ENGINE = admission.ConfigView(
+    version_supported=False, missing=("x",), op_schema=("x",), atom_active=True, is_mla=False, is_sparse=True,
+    enforce_eager=True, breakable_cudagraph=True, mode="NONE", backend="eager", dcp=2, pcp=2, hisparse=True,
+    kv_cache_dtype="fp8_e5m2", model_dtype="float16", fp8_bmm=True, kernel="triton",
+    use_inductor_graph_partition=False,
+)  # fmt: skip
+LAYER = admission.LayerView(
+    impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, fp4_bmm=True, amx_bmm=True,
+    kv_cache_dtype="fp8_e5m2", kv_cache_ndim=4, dcp_world_size=2, pcp_world_size=2, dcp_q_replicate=True, hisparse=True,
+    cos_sin_dtype_matches=False, sliding_window=True, num_heads=0, kv_lora_rank=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("view", "admit"), [(ENGINE, admission.admit_config), (LAYER, admission.admit_layer)])
+def test_a_view_with_everything_wrong_gives_every_reason_of_admission(view: Any, admit: Any) -> None:
+    found = [refusal.code for refusal in verdict._all(view, admit)]
+    # A mode that breakable graphs did not set, and partition options given together, are each a view of their own.
+    known = set(admission.ENGINE_REASONS) - {"compilation_mode", "splitting_ops", "user_pass", "heads_not_divisible"}
+    shared = {"sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
+    assert set(found) == (known if admit is admission.admit_config else set(admission.LAYER_REASONS) | shared)
+    assert all(found.count(code) == 1 for code in set(found) - {"dcp", "geometry"})
+
+
+@pytest.mark.parametrize("ops", [(admission.KV_UPDATE_OP,), (admission.MLA_ATTENTION_OP, admission.KV_UPDATE_OP)])
+def test_one_cause_is_taken_out_and_the_others_stay(ops: tuple[str, ...]) -> None:
+    view = admission.ConfigView(mode="NONE", splitting_ops=ops, fp8_bmm=True, kernel="triton")
+    codes = [refusal.code for refusal in verdict._all(view, admission.admit_config)]
+    assert codes == ["compilation_mode", "fp8_bmm", "splitting_ops"]
 
 
 def test_examples_carry_what_they_rest_on() -> None:

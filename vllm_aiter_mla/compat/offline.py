@@ -34,6 +34,11 @@ class OptionError(ValueError):
     """An option is wrong; the message names it and its value."""
 
 
+def refuse(message: str) -> NoReturn:
+    """Raise OptionError, where argparse would print and exit."""
+    raise OptionError(message)
+
+
 def serve_options(arguments: Sequence[str]) -> Any:
     """The options of ``vllm serve``, read by vLLM's own parser: a namespace with vLLM's own config objects in it.
 
@@ -48,7 +53,7 @@ def serve_options(arguments: Sequence[str]) -> Any:
     except ImportError as error:
         raise VllmMissingError(f"options of `vllm serve` are read by vLLM's own parser: {error}") from error
     parser = _serve_parser(FlexibleArgumentParser())
-    parser.error = _refuse
+    parser.error = refuse
     given: list[str] = []
     for action in parser._actions:
         if action.dest == "compilation_config":
@@ -150,10 +155,6 @@ def fused_rope_kv_write() -> Callable[..., None] | str:
     if not hasattr(torch.ops._C_cache_ops, "concat_and_cache_mla_rope_fused"):
         return "this vllm has no concat_and_cache_mla_rope_fused"
     return _custom_ops.concat_and_cache_mla_rope_fused
-
-
-def _refuse(message: str) -> NoReturn:
-    raise OptionError(message)
 
 
 def _serve_parser(parser: Any) -> Any:

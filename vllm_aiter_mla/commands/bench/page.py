@@ -9,6 +9,7 @@ from vllm_aiter_mla.commands.report.render import fill
 
 NAMES = (who.OURS, who.UNFUSED, who.STOCK, who.TORCH, who.AITER)
 UNKNOWN = "-"
+NO_CAPS = "caps: none called for by the points measured"
 
 
 def text(report: Report) -> str:
@@ -24,7 +25,10 @@ def text(report: Report) -> str:
             f"WRONG, not timed: {name} at T={row.point.tokens} N={row.point.heads}: {why}"
             for name, why in row.wrong.items()
         ]
-    lines += ["", *_bound_lines(report), "", *_cap_lines(report)]
+    lines += ["", *_bound_lines(report), ""]
+    found = caps(report)
+    lines.append("caps for tiles.CAPS, so that the back end is not chosen where it was slower:" if found else NO_CAPS)
+    lines += [f"  {cap}," for cap in found]
     return "\n".join(lines)
 
 
@@ -35,14 +39,17 @@ def head(report: Report) -> str:
 
 def _line(row: Row, copy: float) -> str:
     point = row.point
+    percent = None if row.gbps is None else 100 * row.gbps / copy
     cells = [f"{point.tokens:>4} {point.heads:>4} {'fp8' if point.quantised else 'bf16':<5}"]
-    cells += [f"{row.timings[n].median_us:>14.2f}" if n in row.timings else f"{UNKNOWN:>14}" for n in NAMES]
-    cells.append(f"{row.ratio:>6.2f}" if row.ratio is not None else f"{UNKNOWN:>6}")
-    cells.append(f"{row.gbps:>6.0f}" if row.gbps is not None else f"{UNKNOWN:>6}")
-    cells.append(f"{100 * row.gbps / copy:>6.0f}" if row.gbps is not None else f"{UNKNOWN:>6}")
+    cells += [_cell(row.timings[n].median_us if n in row.timings else None, "14.2f") for n in NAMES]
+    cells += [_cell(row.ratio, "6.2f"), _cell(row.gbps, "6.0f"), _cell(percent, "6.0f")]
     cells.append("/".join(str(row.timings[n].launches) if n in row.timings else UNKNOWN for n in NAMES))
     slower = row.ratio is not None and row.ratio < 1
     return " ".join(cells) + ("  slower than the unfused sequence" if slower else "")
+
+
+def _cell(value: float | None, form: str) -> str:
+    return f"{UNKNOWN:>{form.partition('.')[0]}}" if value is None else f"{value:>{form}}"
 
 
 def _bound_lines(report: Report) -> list[str]:
@@ -52,16 +59,6 @@ def _bound_lines(report: Report) -> list[str]:
         figure = "" if bound.measured is None else f" (lowest {bound.measured:.2f})"
         lines.append(f"bound: {bound.text}: {verdict}{figure}")
     return lines
-
-
-def _cap_lines(report: Report) -> list[str]:
-    found = caps(report)
-    if not found:
-        return ["caps: none called for by the points measured"]
-    return [
-        "caps for tiles.CAPS, so that the back end is not chosen where it was slower:",
-        *[f"  {cap}," for cap in found],
-    ]
 
 
 def page(report: Report) -> str:

@@ -47,7 +47,8 @@ def measure(paths: Sequence[Path], sets: list[DecodeInputs], rounds: int) -> dic
     for _ in range(rounds + 2):
         for name, (graph, _) in graphs.items():
             samples[name].append(replay_us(graph.replay) / calls)
-    return {name: _summary(values[2:], launches[name]) for name, values in samples.items()}
+    kept = {name: values[2:] for name, values in samples.items()}
+    return {name: Timing(statistics.median(v), min(v), max(v), launches[name]) for name, v in kept.items()}
 
 
 def capture(path: Path, calls: list[DecodeInputs]) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
@@ -92,7 +93,3 @@ def copy_gbps(rounds: int = 20) -> float:
     target = torch.empty_like(source)
     times = [replay_us(lambda: target.copy_(source)) for _ in range(rounds + 2)]
     return 2 * COPY_BYTES / statistics.median(times[2:]) * 1e-3
-
-
-def _summary(values: list[float], launches: int) -> Timing:
-    return Timing(statistics.median(values), min(values), max(values), launches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_aiter_mla.commands.doctor.given import Given
@@ -17,20 +17,25 @@ class Check:
     """What one check found.
 
     Attributes:
-        name: short and stable.
         status: "ok"; "warning", it works but look at it; "problem", the fast path will not engage or not work;
             "unknown", it cannot be told from here.
         detail: the finding, with the figures.
         remedy: what to do; empty when there is nothing to do.
+        name: of the check, short and stable; put in when it is run.
     """
 
-    name: str
     status: Status
     detail: str
     remedy: str = ""
+    name: str = ""
 
 
 CheckFunction = Callable[[Given], Check]
+
+
+def named(*checks: CheckFunction) -> tuple[tuple[str, CheckFunction], ...]:
+    """Checks with their names: the function's, with hyphens."""
+    return tuple((check.__name__.replace("_", "-"), check) for check in checks)
 
 
 def run(checks: Iterable[tuple[str, CheckFunction]], given: Given) -> tuple[Check, ...]:
@@ -48,11 +53,8 @@ def exit_status(checks: Iterable[Check]) -> int:
 
 def _guarded(name: str, check: CheckFunction, given: Given) -> Check:
     try:
-        return check(given)
+        return replace(check(given), name=name)
     # SystemExit too: a package that gives up while it is imported must not end the examination.
     except (Exception, SystemExit) as error:
-        return Check(name, "unknown", f"the check failed: {type(error).__name__}: {_first_line(error)}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        return Check("unknown", f"the check failed: {type(error).__name__}: {first_line}", name=name)

@@ -46,11 +46,8 @@ def main(arguments: Sequence[str] = (), *, as_json: bool = False) -> int:
     # vLLM logs to stdout, where the findings go.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     checks = examine(arguments)
-    print(
-        json_module.dumps(as_record(checks) | evidence.stamp("doctor", 1), indent=1)
-        if as_json
-        else "\n".join(lines(checks))
-    )
+    record = as_record(checks) | evidence.stamp("doctor", 1)
+    print(json_module.dumps(record, indent=1) if as_json else "\n".join(lines(checks)))
     return exit_status(checks)
 
 
@@ -62,7 +59,11 @@ def examine(arguments: Sequence[str]) -> tuple[Check, ...]:
 
 def as_record(checks: Sequence[Check]) -> dict[str, Any]:
     """The findings for a program."""
-    return {"plugin": __version__, "exit": exit_status(checks), "checks": [asdict(check) for check in checks]}
+    return {
+        "plugin": __version__,
+        "exit": exit_status(checks),
+        "checks": [{"name": check.name} | asdict(check) for check in checks],
+    }
 
 
 def lines(checks: Sequence[Check]) -> Iterator[str]:

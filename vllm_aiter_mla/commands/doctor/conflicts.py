@@ -8,8 +8,9 @@ from typing import Any
 
 from vllm_aiter_mla.admission import KV_UPDATE_OP, ConfigView, admit_config
 from vllm_aiter_mla.commands.doctor import switches
-from vllm_aiter_mla.commands.doctor.check import Check
+from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
+from vllm_aiter_mla.compat import offline
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings, SettingsError, unused_options
 
 STOCK_FLAG = "fuse_rope_kvcache_cat_mla"
@@ -22,76 +23,75 @@ SEE_SETTINGS = "see the line `settings` above"
 def settings(given: Given) -> Check:
     """The plugin's own options, in both spellings, and options that vLLM refuses."""
     if given.wrong:
-        return Check("settings", "problem", given.wrong, CORRECT)
+        return Check("problem", given.wrong, CORRECT)
     try:
         found = _settings(given)
     except SettingsError as error:
-        return Check("settings", "problem", str(error), CORRECT)
+        return Check("problem", str(error), CORRECT)
     near = _near_namespace(given)
     if near is not None:
         return Check(
-            "settings", "warning", f"additional_config.{near} is not read by this plugin: its key is {NAMESPACE}",
+            "warning",
+            f"additional_config.{near} is not read by this plugin: its key is {NAMESPACE}",
             f"write {NAMESPACE}, unless another plugin reads it",
-        )  # fmt: skip
+        )
     unused = unused_options(found)
     if unused:
-        return Check("settings", "warning", f"{', '.join(unused)} set but {FLAG_FIELD} is off: no effect", SWITCH_ON)
+        return Check("warning", f"{', '.join(unused)} set but {FLAG_FIELD} is off: no effect", SWITCH_ON)
     if given.unread:
-        return Check("settings", "unknown", given.unread, "install vLLM, or run doctor on the machine that serves")
+        return Check("unknown", given.unread, "install vLLM, or run doctor on the machine that serves")
     if found.enabled:
-        return Check("settings", "ok", f"on, kernel {found.kernel}{', strict' if found.strict else ''}")
-    return Check("settings", "ok", f"off, the default; switch it on with {SWITCH_ON}")
+        return Check("ok", f"on, kernel {found.kernel}{', strict' if found.strict else ''}")
+    return Check("ok", f"off, the default; switch it on with {SWITCH_ON}")
 
 
 def graph(given: Given) -> Check:
     """Options by which admission declines the whole engine: the graph is cut, or there is none, or the kernel."""
     if _unknown(given):
-        return Check("graph", "unknown", "the options were not read", SEE_SETTINGS)
+        return Check("unknown", "the options were not read", SEE_SETTINGS)
     view = replace(_view(given), fp8_bmm=switches.fp8_absorb(given.env), kernel=_settings(given).kernel)
     refusal = admit_config(view)
     if refusal is not None:
-        return Check("graph", "problem", str(refusal), "change the option that the line names")
+        return Check("problem", str(refusal), "change the option that the line names")
     if given.served is None:
-        return Check("graph", "ok", f"no options given; vLLM's defaults are right; else {GIVE}")
-    return Check("graph", "ok", "the graph holds whole MLA layers")
+        return Check("ok", f"no options given; vLLM's defaults are right; else {GIVE}")
+    return Check("ok", "the graph holds whole MLA layers")
 
 
 def dead_flag(given: Given) -> Check:
     """vLLM's own RoPE + KV fusion: switched on alone it is on in the log and matches nothing."""
     if _unknown(given):
-        return Check("dead-flag", "unknown", "the options were not read", SEE_SETTINGS)
-    from vllm_aiter_mla.compat import offline
-
+        return Check("unknown", "the options were not read", SEE_SETTINGS)
     if given.served is None or not offline.pass_asked_for(given.served, STOCK_FLAG):
-        return Check("dead-flag", "ok", f"{STOCK_FLAG}: not set")
+        return Check("ok", f"{STOCK_FLAG}: not set")
     view = _view(given)
     partition, splitting = view.use_inductor_graph_partition, view.splitting_ops
     if partition or (splitting is not None and KV_UPDATE_OP not in splitting):
-        return Check("dead-flag", "ok", f"{STOCK_FLAG} and a graph it can match in")
+        return Check("ok", f"{STOCK_FLAG} and a graph it can match in")
     if _settings(given).enabled and partition is None and splitting is None:
-        return Check("dead-flag", "ok", f"{STOCK_FLAG}: this plugin opens the graph, so it can match")
+        return Check("ok", f"{STOCK_FLAG}: this plugin opens the graph, so it can match")
     condition = (
         f"{STOCK_FLAG}=true alone is on in vLLM's log and matches nothing, because the graph is cut at {KV_UPDATE_OP}"
     )
-    return Check("dead-flag", "problem", condition, "set use_inductor_graph_partition=true with it, or drop it")
+    return Check("problem", condition, "set use_inductor_graph_partition=true with it, or drop it")
 
 
 def user_pass(given: Given) -> Check:
     """Another custom pass in the slot that this plugin's pass takes."""
     if _unknown(given):
-        return Check("user-pass", "unknown", "the options were not read", SEE_SETTINGS)
+        return Check("unknown", "the options were not read", SEE_SETTINGS)
     if given.served is None:
-        return Check("user-pass", "ok", f"not looked for; to have it checked, {GIVE}")
+        return Check("ok", f"not looked for; to have it checked, {GIVE}")
     from vllm_aiter_mla.compat import user_pass as slot
 
     compilation = given.served.compilation_config
     refusal = slot.why_not_chainable(compilation)
     if refusal is not None:
-        return Check("user-pass", "problem", refusal.message, "name it in inductor_passes, which vLLM resolves")
-    named = compilation.inductor_passes.get(slot.slot())
-    if named is None:
-        return Check("user-pass", "ok", "the slot of the custom pass is free")
-    return Check("user-pass", "warning", f"{named} stands in the slot: it is kept and runs first", "nothing, if wanted")
+        return Check("problem", refusal.message, "name it in inductor_passes, which vLLM resolves")
+    present = compilation.inductor_passes.get(slot.slot())
+    if present is None:
+        return Check("ok", "the slot of the custom pass is free")
+    return Check("warning", f"{present} stands in the slot: it is kept and runs first", "nothing, if wanted")
 
 
 def _unknown(given: Given) -> bool:
@@ -106,8 +106,6 @@ def _settings(given: Given) -> Settings:
 
 
 def _view(given: Given) -> ConfigView:
-    from vllm_aiter_mla.compat import offline
-
     return ConfigView() if given.served is None else offline.view_of_options(given.served)
 
 
@@ -118,4 +116,4 @@ def _near_namespace(given: Given) -> str | None:
     return close[0] if close else None
 
 
-CHECKS = (("settings", settings), ("graph", graph), ("dead-flag", dead_flag), ("user-pass", user_pass))
+CHECKS = named(settings, graph, dead_flag, user_pass)

@@ -9,8 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
+from vllm_aiter_mla.compat import offline
 from vllm_aiter_mla.settings import PASS_CONFIG_FIELDS
 
 CONFIGS = (("--compilation-config", "-cc"), ("--additional-config",))
@@ -40,7 +41,6 @@ def read(arguments: Sequence[str]) -> Given:
     if not arguments:
         return Given()
     from vllm_aiter_mla import plugin
-    from vllm_aiter_mla.compat import offline
 
     plugin.register()
     try:
@@ -63,20 +63,54 @@ def _refuse_two_spellings(arguments: Sequence[str]) -> None:
 
 def _without_vllm(arguments: Sequence[str], why: str) -> Given:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = _refuse  # type: ignore[method-assign]
+    parser.error = offline.refuse  # type: ignore[method-assign]
     for names in CONFIGS:
-        parser.add_argument(*names, names[0].replace("n-c", "n_c"), type=_json_object, default={})
+        parser.add_argument(*names, "--" + names[0][2:].replace("-", "_"), type=_json_object, default={})
     try:
-        own, rest = parser.parse_known_args(arguments)
-        passes = own.compilation_config.get("pass_config", {})
+        dotted, others = _dotted(arguments)
+        own, rest = parser.parse_known_args(others)
+        compilation, additional = (
+            dotted.get(names[0]) or getattr(own, names[0][2:].replace("-", "_")) for names in CONFIGS
+        )
+        passes = compilation.get("pass_config", {})
         _refuse_near_names(passes)
     except ValueError as error:
         return Given(wrong=str(error))
     config = SimpleNamespace(pass_config=SimpleNamespace(**passes))
-    unread = f"{why}; not read: {' '.join(rest)} (give configs as JSON)" if rest else why
-    return Given(
-        served=SimpleNamespace(compilation_config=config, additional_config=own.additional_config), unread=unread
-    )
+    unread = f"{why}; not read: {' '.join(rest)}" if rest else why
+    return Given(served=SimpleNamespace(compilation_config=config, additional_config=additional), unread=unread)
+
+
+def _dotted(arguments: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Values given as ``-cc.a.b=v`` or ``-cc.a.b v``, nested, by the config's long name; and the other arguments."""
+    found: dict[str, dict[str, Any]] = {}
+    others, left = [], iter(arguments)
+    for argument in left:
+        head, equals, value = argument.partition("=")
+        option, _, path = head.partition(".")
+        names = next((names for names in CONFIGS if option.replace("_", "-") in names), None)
+        if names is None or not path:
+            others.append(argument)
+            continue
+        place: Any = found.setdefault(names[0], {})
+        *parents, key = path.split(".")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"{head}: {parent} was given a value before")
+        text = value if equals else next(left, None)
+        if text is None:
+            raise ValueError(f"{argument}: a value expected")
+        # A list is given by `+=`; none of the plugin's own options is one.
+        place[key.removesuffix("+")] = _json_or_text(text)
+    return found, others
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -87,10 +121,6 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text}: a JSON object expected")
     return value
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ValueError(message)
 
 
 def _refuse_near_names(passes: object) -> None:

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING
 
 from vllm_aiter_mla.commands.doctor import machine
-from vllm_aiter_mla.commands.doctor.check import Check
+from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
 from vllm_aiter_mla.settings import NAMESPACE
 
@@ -25,17 +25,18 @@ def vllm(given: Given) -> Check:
 
     version, distribution = vllm_version(), vllm_distribution()
     if version is None:
-        return Check("vllm", "problem", "vLLM is not installed", "install vLLM 0.30 to 0.33 for ROCm")
+        return Check("problem", "vLLM is not installed", "install vLLM 0.30 to 0.33 for ROCm")
     low, high = (".".join(map(str, bound)) for bound in WINDOW)
     if not in_window(version):
         return Check(
-            "vllm", "problem", f"{version} is outside {low} <= vLLM < {high}: the plugin declines",
+            "problem",
+            f"{version} is outside {low} <= vLLM < {high}: the plugin declines",
             "use a release inside, or try additional_config.aiter_mla.debug.untested_vllm=true",
-        )  # fmt: skip
+        )
     detail = f"{version} ({distribution or 'no distribution'}), inside {low} <= vLLM < {high}"
     if distribution is not None and not distribution.startswith("vllm "):
         detail += "; the command `vllm` asks for a distribution called vllm and fails here, the Python API works"
-    return Check("vllm", "ok", detail)
+    return Check("ok", detail)
 
 
 def plugin(given: Given) -> Check:
@@ -45,25 +46,20 @@ def plugin(given: Given) -> Check:
     others = sorted({point.name for point in points if point.name != NAMESPACE and not _vllms_own(point)})
     beside = f"; beside it: {', '.join(others)}" if others else ""
     if not ours:
-        return Check(
-            "plugin", "problem", f"no entry point {NAMESPACE} in {GENERAL}{beside}", "pip install vllm-aiter-mla"
-        )
+        return Check("problem", f"no entry point {NAMESPACE} in {GENERAL}{beside}", "pip install vllm-aiter-mla")
     if len({point.value for point in ours}) > 1:
-        return Check(
-            "plugin", "warning", f"{NAMESPACE} is registered more than once", "remove all but one installation"
-        )
-    return Check("plugin", "ok", f"entry point {NAMESPACE} = {ours[0].value}{beside}")
+        return Check("warning", f"{NAMESPACE} is registered more than once", "remove all but one installation")
+    return Check("ok", f"entry point {NAMESPACE} = {ours[0].value}{beside}")
 
 
 def vllm_plugins(given: Given) -> Check:
     """``VLLM_PLUGINS`` is an allow-list: set, it may leave this plugin out."""
     allowed = given.env.get("VLLM_PLUGINS")
     if allowed is None:
-        return Check("vllm-plugins", "ok", "VLLM_PLUGINS is unset: every plugin is loaded")
+        return Check("ok", "VLLM_PLUGINS is unset: every plugin is loaded")
     if NAMESPACE in [name.strip() for name in allowed.split(",")]:
-        return Check("vllm-plugins", "ok", f"VLLM_PLUGINS={allowed}")
-    return Check(
-        "vllm-plugins", "problem", f"VLLM_PLUGINS={allowed!r} leaves {NAMESPACE} out: the flag will be unknown",
+        return Check("ok", f"VLLM_PLUGINS={allowed}")
+    return Check("problem", f"VLLM_PLUGINS={allowed!r} leaves {NAMESPACE} out: the flag will be unknown",
         f"add {NAMESPACE} to VLLM_PLUGINS, or unset it",
     )  # fmt: skip
 
@@ -71,45 +67,45 @@ def vllm_plugins(given: Given) -> Check:
 def surface(given: Given) -> Check:
     """The config-level things the gate builds on."""
     if vllm_version() is None:
-        return _no_vllm("surface")
+        return _no_vllm()
     from vllm_aiter_mla.compat.surface import missing_capabilities
 
     missing = missing_capabilities()
     if missing:
-        return Check("surface", "problem", f"this vLLM lacks {', '.join(missing)}: the plugin declines", SEE_VLLM)
-    return Check("surface", "ok", "every hook of vLLM's that the plugin needs is there")
+        return Check("problem", f"this vLLM lacks {', '.join(missing)}: the plugin declines", SEE_VLLM)
+    return Check("ok", "every hook of vLLM's that the plugin needs is there")
 
 
 def mla_ops(given: Given) -> Check:
     """vLLM's MLA ops have the arguments that the passes know."""
     if vllm_version() is None:
-        return _no_vllm("mla-ops")
+        return _no_vllm()
     from vllm_aiter_mla.compat.surface import ATTENTION_MODULE, SCHEMAS, op_differences
 
     imported = machine.module(ATTENTION_MODULE)
     if isinstance(imported, Exception):
-        return Check("mla-ops", "unknown", f"{ATTENTION_MODULE} is not importable: {imported}")
+        return Check("unknown", f"{ATTENTION_MODULE} is not importable: {imported}")
     found = op_differences()
     if found:
-        return Check("mla-ops", "problem", f"{'; '.join(found)}: the plugin declines", SEE_VLLM)
-    return Check("mla-ops", "ok", ", ".join(SCHEMAS))
+        return Check("problem", f"{'; '.join(found)}: the plugin declines", SEE_VLLM)
+    return Check("ok", ", ".join(SCHEMAS))
 
 
 def patches(given: Given) -> Check:
     """The plugin's own patches, applied here as vLLM would have them applied."""
     if vllm_version() is None:
-        return _no_vllm("patches")
+        return _no_vllm()
     from vllm_aiter_mla import plugin as ours
     from vllm_aiter_mla.compat import patches
 
     ours.register()
     failures = patches.failures()
     if not failures:
-        return Check("patches", "ok", ", ".join(patch.name for patch in patches.PATCHES))
+        return Check("ok", ", ".join(patch.name for patch in patches.PATCHES))
     shown = "; ".join(f"{name}: {failure.error}" for name, failure in failures.items())
     if any(failure.required for failure in failures.values()):
-        return Check("patches", "problem", f"{shown}: vLLM runs stock", f"{SEE_VLLM}; report it with this line")
-    return Check("patches", "warning", shown, "use additional_config.aiter_mla instead of the flag")
+        return Check("problem", f"{shown}: vLLM runs stock", f"{SEE_VLLM}; report it with this line")
+    return Check("warning", shown, "use additional_config.aiter_mla instead of the flag")
 
 
 def aiter(given: Given) -> Check:
@@ -118,13 +114,12 @@ def aiter(given: Given) -> Check:
     if found.reason is not None:
         absent = found.package is None and found.distribution is None
         if absent and machine.rocm_version() is None:
-            return Check("aiter", "unknown", "not installed here, and no ROCm either", machine.ELSEWHERE)
-        return Check("aiter", "problem", found.reason, "see docs/aiter.md")
+            return Check("unknown", "not installed here, and no ROCm either", machine.ELSEWHERE)
+        return Check("problem", found.reason, "see docs/aiter.md")
     detail = f"{found.distribution or 'without metadata'}, {len(found.signature)} arguments"
     if found.prebuilt:
-        return Check("aiter", "ok", f"{detail}, built")
-    return Check(
-        "aiter", "warning", f"{detail}; module_cache is not built: the first start compiles it, which takes minutes",
+        return Check("ok", f"{detail}, built")
+    return Check("warning", f"{detail}; module_cache is not built: the first start compiles it, which takes minutes",
         "nothing; expect a slow first start",
     )  # fmt: skip
 
@@ -140,12 +135,10 @@ def atom(given: Given) -> Check:
     """ATOM's platform plugin replaces the models."""
     points = [point for point in importlib.metadata.entry_points(group=PLATFORM) if _is_atoms(point)]
     if not points:
-        return Check("atom", "ok", "ATOM's vLLM plugin is not installed")
+        return Check("ok", "ATOM's vLLM plugin is not installed")
     if given.env.get("ATOM_DISABLE_VLLM_PLUGIN") == "1":
-        return Check("atom", "ok", "installed and switched off by ATOM_DISABLE_VLLM_PLUGIN=1")
-    return Check(
-        "atom", "problem", "ATOM's plugin owns the model: this plugin declines", "set ATOM_DISABLE_VLLM_PLUGIN=1"
-    )
+        return Check("ok", "installed and switched off by ATOM_DISABLE_VLLM_PLUGIN=1")
+    return Check("problem", "ATOM's plugin owns the model: this plugin declines", "set ATOM_DISABLE_VLLM_PLUGIN=1")
 
 
 def vllm_version() -> str | None:
@@ -169,8 +162,8 @@ def vllm_distribution() -> str | None:
     return found
 
 
-def _no_vllm(name: str) -> Check:
-    return Check(name, "unknown", "vLLM is not installed", SEE_VLLM)
+def _no_vllm() -> Check:
+    return Check("unknown", "vLLM is not installed", SEE_VLLM)
 
 
 def _vllms_own(point: EntryPoint) -> bool:
@@ -181,13 +174,4 @@ def _is_atoms(point: EntryPoint) -> bool:
     return point.value.partition(":")[0].partition(".")[0] == "atom"
 
 
-CHECKS = (
-    ("vllm", vllm),
-    ("plugin", plugin),
-    ("vllm-plugins", vllm_plugins),
-    ("surface", surface),
-    ("mla-ops", mla_ops),
-    ("patches", patches),
-    ("aiter", aiter),
-    ("atom", atom),
-)
+CHECKS = named(vllm, plugin, vllm_plugins, surface, mla_ops, patches, aiter, atom)

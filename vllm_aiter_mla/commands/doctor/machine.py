@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from vllm_aiter_mla.commands.doctor.check import Check
+from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
 
 ARCHITECTURES = {"gfx942": "MI300X, MI325X", "gfx950": "MI350X, MI355X"}
@@ -28,79 +28,75 @@ def python(given: Given) -> Check:
     """The interpreter."""
     version = platform.python_version()
     if sys.version_info >= OLDEST_PYTHON:
-        return Check("python", "ok", version)
-    return Check("python", "problem", f"{version} is too old", "use Python 3.10 or newer")
+        return Check("ok", version)
+    return Check("problem", f"{version} is too old", "use Python 3.10 or newer")
 
 
 def torch(given: Given) -> Check:
     """torch, and what it was built for."""
     found = module("torch")
     if isinstance(found, Exception):
-        return Check(
-            "torch", "problem", f"not importable: {found}", "install the ROCm build of torch; vLLM needs it too"
-        )
+        return Check("problem", f"not importable: {found}", "install the ROCm build of torch; vLLM needs it too")
     if hip(found):
-        return Check("torch", "ok", f"{found.__version__} for ROCm {hip(found)}")
+        return Check("ok", f"{found.__version__} for ROCm {hip(found)}")
     if found.version.cuda:
         return Check(
-            "torch", "warning", f"{found.__version__} for CUDA {found.version.cuda}: AITER needs ROCm, and no MLA "
-            "implementation of vLLM's on CUDA is admitted yet", "serve on MI300X or MI355X",
-        )  # fmt: skip
-    return Check("torch", "warning", f"{found.__version__}, a CPU build: for demo, plan and tests", ELSEWHERE)
+            "warning",
+            f"{found.__version__} for CUDA {found.version.cuda}: AITER needs ROCm, and no MLA "
+            "implementation of vLLM's on CUDA is admitted yet",
+            "serve on MI300X or MI355X",
+        )
+    return Check("warning", f"{found.__version__}, a CPU build: for demo, plan and tests", ELSEWHERE)
 
 
 def rocm(given: Given) -> Check:
     """The ROCm release: the one torch was built for, else the installed one."""
     version = rocm_version()
     if version is None:
-        return Check("rocm", "unknown", "no ROCm is visible from here", ELSEWHERE)
+        return Check("unknown", "no ROCm is visible from here", ELSEWHERE)
     if int(version.partition(".")[0]) >= OLDEST_ROCM:
-        return Check("rocm", "ok", version)
-    return Check("rocm", "problem", f"{version}: AITER's bf16 arithmetic is wrong before 7", "use a ROCm 7 image")
+        return Check("ok", version)
+    return Check("problem", f"{version}: AITER's bf16 arithmetic is wrong before 7", "use a ROCm 7 image")
 
 
 def driver(given: Given) -> Check:
     """The kernel driver, from its own files."""
     if AMD_MODULE.is_dir():
         version = AMD_MODULE / "version"
-        return Check("driver", "ok", f"amdgpu {version.read_text().strip() if version.is_file() else 'of the kernel'}")
+        return Check("ok", f"amdgpu {version.read_text().strip() if version.is_file() else 'of the kernel'}")
     if NVIDIA_DRIVER.is_file():
-        return Check("driver", "warning", f"NVIDIA: {NVIDIA_DRIVER.read_text().splitlines()[0]}", SEE_TORCH)
-    return Check("driver", "unknown", "no GPU driver is visible from here", ELSEWHERE)
+        return Check("warning", f"NVIDIA: {NVIDIA_DRIVER.read_text().splitlines()[0]}", SEE_TORCH)
+    return Check("unknown", "no GPU driver is visible from here", ELSEWHERE)
 
 
 def gpu(given: Given) -> Check:
     """The card's architecture."""
     arch = gpu_arch()
     if arch is None:
-        return Check("gpu", "unknown", "no GPU is visible from here", ELSEWHERE)
+        return Check("unknown", "no GPU is visible from here", ELSEWHERE)
     if arch in ARCHITECTURES:
-        return Check("gpu", "ok", f"{arch} ({ARCHITECTURES[arch]})")
+        return Check("ok", f"{arch} ({ARCHITECTURES[arch]})")
     if arch.startswith("gfx"):
-        return Check("gpu", "problem", f"{arch}: AITER's op is for {', '.join(ARCHITECTURES)}", "serve on another card")
-    return Check("gpu", "problem", f"{arch}: not an AMD card, and no MLA implementation there is admitted", SEE_TORCH)
+        return Check("problem", f"{arch}: AITER's op is for {', '.join(ARCHITECTURES)}", "serve on another card")
+    return Check("problem", f"{arch}: not an AMD card, and no MLA implementation there is admitted", SEE_TORCH)
 
 
 def triton(given: Given) -> Check:
     """Triton, for ``kernel=triton`` only."""
     version = distribution("triton", "pytorch-triton-rocm", "triton-rocm")
     if version is None:
-        return Check(
-            "triton", "warning", "not installed: kernel=triton is not available", "only if you want that kernel"
-        )
-    return Check("triton", "ok", version)
+        return Check("warning", "not installed: kernel=triton is not available", "only if you want that kernel")
+    return Check("ok", version)
 
 
 def hip_python(given: Given) -> Check:
     """hip-python, for ``verify`` only."""
     version = distribution("hip-python")
     if version is not None:
-        return Check("hip-python", "ok", version)
+        return Check("ok", version)
     if rocm_version() is None:
-        return Check("hip-python", "ok", "not installed, and not needed without ROCm")
-    return Check(
-        "hip-python", "warning", "not installed: `verify` looks less deep", "pip install 'vllm-aiter-mla[rocm]'"
-    )
+        return Check("ok", "not installed, and not needed without ROCm")
+    return Check("warning", "not installed: `verify` looks less deep", "pip install 'vllm-aiter-mla[rocm]'")
 
 
 def module(name: str) -> ModuleType | Exception:
@@ -156,12 +152,4 @@ def gfx_name(target_version: int) -> str:
     return f"gfx{major}{minor:x}{stepping:x}"
 
 
-CHECKS = (
-    ("python", python),
-    ("torch", torch),
-    ("rocm", rocm),
-    ("driver", driver),
-    ("gpu", gpu),
-    ("triton", triton),
-    ("hip-python", hip_python),
-)
+CHECKS = named(python, torch, rocm, driver, gpu, triton, hip_python)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vllm_aiter_mla.commands.doctor import machine
-from vllm_aiter_mla.commands.doctor.check import Check
+from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
 
 FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
@@ -14,53 +14,53 @@ FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
 def use_aiter(given: Given) -> Check:
     """AITER must be switched on in vLLM, for MLA too: only then is the attention AITER's."""
     if machine.rocm_version() is None:
-        return Check("use-aiter", "ok", "VLLM_ROCM_USE_AITER has no effect without ROCm; with ROCm set it to 1")
+        return Check("ok", "VLLM_ROCM_USE_AITER has no effect without ROCm; with ROCm set it to 1")
     for name, default in (("VLLM_ROCM_USE_AITER", False), ("VLLM_ROCM_USE_AITER_MLA", True)):
         if not switched_on(given.env, name, default):
             origin = f"={given.env[name]}" if name in given.env else " is unset, which means off"
-            return Check("use-aiter", "problem", f"{name}{origin}: vLLM takes another MLA backend", f"set {name}=1")
-    return Check("use-aiter", "ok", "VLLM_ROCM_USE_AITER=1")
+            return Check("problem", f"{name}{origin}: vLLM takes another MLA backend", f"set {name}=1")
+    return Check("ok", "VLLM_ROCM_USE_AITER=1")
 
 
 def fp8_bmm(given: Given) -> Check:
     """The fp8 absorb BMM is on by default with AITER; the kernel aiter takes its weights, triton does not."""
     if machine.rocm_version() is None:
-        return Check("fp8-bmm", "ok", f"no ROCm here; where AITER is on, {FP8_BMM} is on too")
+        return Check("ok", f"no ROCm here; where AITER is on, {FP8_BMM} is on too")
     if not switched_on(given.env, "VLLM_ROCM_USE_AITER", False):
-        return Check("fp8-bmm", "ok", "off with AITER")
+        return Check("ok", "off with AITER")
     if not switched_on(given.env, FP8_BMM, True):
-        return Check("fp8-bmm", "ok", f"{FP8_BMM}=0: absorb weights in the activation dtype")
+        return Check("ok", f"{FP8_BMM}=0: absorb weights in the activation dtype")
     origin = "is on" if FP8_BMM in given.env else "is unset, which means on"
-    return Check("fp8-bmm", "ok", f"{FP8_BMM} {origin}: fp8 absorb weights, which kernel=triton declines")
+    return Check("ok", f"{FP8_BMM} {origin}: fp8 absorb weights, which kernel=triton declines")
 
 
 def fp4_bmm(given: Given) -> Check:
     """The fp4 absorb BMM is on by default on MI350X and MI355X for layers whose kv_b_proj is bfloat16."""
     if machine.gpu_arch() != "gfx950":
-        return Check("fp4-bmm", "ok", "has an effect on gfx950 only")
+        return Check("ok", "has an effect on gfx950 only")
     if not switched_on(given.env, FP4_BMM, True):
-        return Check("fp4-bmm", "ok", f"{FP4_BMM}=0")
-    return Check(
-        "fp4-bmm", "warning", f"{FP4_BMM} is on: layers whose kv_b_proj is not quantised are declined",
+        return Check("ok", f"{FP4_BMM}=0")
+    return Check("warning", f"{FP4_BMM} is on: layers whose kv_b_proj is not quantised are declined",
         f"set {FP4_BMM}=0 for checkpoints with bfloat16 attention",
     )  # fmt: skip
 
 
-def mla_disabled(given: Given) -> Check:
+def mla(given: Given) -> Check:
     """Without MLA there is nothing to do."""
     if switched_on(given.env, "VLLM_MLA_DISABLE", False):
-        return Check("mla", "problem", "VLLM_MLA_DISABLE is set: no layer uses MLA", "unset VLLM_MLA_DISABLE")
-    return Check("mla", "ok", "VLLM_MLA_DISABLE is not set")
+        return Check("problem", "VLLM_MLA_DISABLE is set: no layer uses MLA", "unset VLLM_MLA_DISABLE")
+    return Check("ok", "VLLM_MLA_DISABLE is not set")
 
 
-def breakable(given: Given) -> Check:
+def breakable_graphs(given: Given) -> Check:
     """Breakable CUDA graphs run the model without torch.compile."""
     if switched_on(given.env, "VLLM_USE_BREAKABLE_CUDAGRAPH", False):
         return Check(
-            "breakable-graphs", "problem", "VLLM_USE_BREAKABLE_CUDAGRAPH is set: nothing is compiled, nothing fused",
+            "problem",
+            "VLLM_USE_BREAKABLE_CUDAGRAPH is set: nothing is compiled, nothing fused",
             "set VLLM_USE_BREAKABLE_CUDAGRAPH=0",
-        )  # fmt: skip
-    return Check("breakable-graphs", "ok", "off")
+        )
+    return Check("ok", "off")
 
 
 def fp8_absorb(env: Mapping[str, str]) -> bool:
@@ -74,10 +74,4 @@ def switched_on(env: Mapping[str, str], name: str, default: bool) -> bool:
     return env[name].lower() in ("1", "true") if name in env else default
 
 
-CHECKS = (
-    ("use-aiter", use_aiter),
-    ("fp8-bmm", fp8_bmm),
-    ("fp4-bmm", fp4_bmm),
-    ("mla", mla_disabled),
-    ("breakable-graphs", breakable),
-)
+CHECKS = named(use_aiter, fp8_bmm, fp4_bmm, mla, breakable_graphs)

@@ -6,11 +6,11 @@ from dataclasses import asdict
 from typing import Any
 
 from vllm_aiter_mla import __version__, bucket
+from vllm_aiter_mla.admission import LEVELS, Refusal
 from vllm_aiter_mla.commands.plan import formulas, kernels, ranges, verdict
 from vllm_aiter_mla.commands.plan.kernels import KernelSpan
 from vllm_aiter_mla.commands.plan.model import ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
-from vllm_aiter_mla.commands.plan.verdict import Reason
 from vllm_aiter_mla.compat import version as compat_version
 
 ENGAGED, PARTIAL, REFUSED = "engaged", "partial", "refused"
@@ -19,9 +19,9 @@ ENGAGED, PARTIAL, REFUSED = "engaged", "partial", "refused"
 def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
     """The plan as plain containers."""
     limit = bucket.decode_limit(options.max_num_seqs, options.num_drafts, options.settings.max_token_num)
-    reasons = list(verdict.reasons(options, model))
+    reasons, heads = verdict.reasons(options, model), verdict.heads_per_rank(options, model)
     spans: tuple[KernelSpan, ...] | str | None = None
-    if model.is_mla and verdict.heads_per_rank(options, model):
+    if model.is_mla and heads:
         spans = kernels.spans(options, model, limit)
         reasons += filter(None, [_kernel_reason(spans)])
     return {
@@ -31,56 +31,64 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
         "arch": options.arch,
         "options": _options(options),
         "environment": {name: [options.env.values[name], options.env.origins[name]] for name in options.env.values},
-        "heads_per_rank": verdict.heads_per_rank(options, model),
+        "heads_per_rank": heads,
         "limit": limit,
-        "compile_ranges": asdict(ranges.compile_ranges(options, model, limit)),
-        "captures": asdict(ranges.captures(options, limit)),
+        "compile_ranges": ranges.compile_ranges(options, model, limit),
+        "captures": ranges.captures(options, limit),
         "verdict": _verdict(reasons),
-        "layers": {"mla": len(model.mla_layers), "total": model.layers, "engaged": _engaged(reasons, model)},
-        "reasons": [asdict(reason) for reason in reasons],
+        "layers": {
+            "mla": len(model.mla_layers),
+            "total": model.layers,
+            "engaged": 0 if reasons else len(model.mla_layers),
+        },
+        "reasons": [{"scope": _level(reason.code), **asdict(reason)} for reason in reasons],
         "kernels": None if spans is None else [asdict(span) for span in spans if not isinstance(span, str)],
         "figures": None if spans is None else _figures(options, model, limit),
         "assumptions": [*options.assumptions, *_limits_of_the_plan(options, model)],
     }
 
 
-def _kernel_reason(spans: tuple[KernelSpan, ...] | str) -> Reason | None:
+def _level(code: str) -> str:
+    """Who refuses: "engine", "layer", "graph" or "kernel"."""
+    return next(level for level, codes in LEVELS.items() if code in codes)
+
+
+def _kernel_reason(spans: tuple[KernelSpan, ...] | str) -> Refusal | None:
     if isinstance(spans, str):
-        return Reason("kernel", "kernel_unavailable", spans)
+        return Refusal("kernel_unavailable", spans)
     # The server decides with one row: a back end that does not even take that leaves passes 1 and 2.
     refused = spans[0].refusals
-    return Reason("kernel", "kernel_shape", refused[0][1]) if refused else None
+    return Refusal("kernel_shape", refused[0][1]) if refused else None
 
 
 def _figures(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, Any]:
     heads, stored = verdict.heads_per_rank(options, model), 1 if options.fp8_cache else formulas.ACT
-    table = {}
     weight = 1 if verdict.fp8_absorb(options, model) else formulas.ACT
+    table: dict[int, dict[str, Any]] = {}
     for tokens in sorted({1, min(64, limit), limit}):
         step = formulas.Step(tokens, heads, model.nope, model.rope, model.latent, stored, weight)
+        paths = {name: path(step) for name, path in formulas.PATHS.items()}
         table[tokens] = {
             name: {
-                "launches": [asdict(launch) for launch in path(step)],
-                "launches_per_step": len(path(step)) * len(model.mla_layers),
-                "bytes": formulas.moved(path(step)),
+                "launches": [asdict(launch) for launch in launches],
+                "launches_per_step": len(launches) * len(model.mla_layers),
+                "bytes": formulas.moved(launches),
             }
-            for name, path in formulas.PATHS.items()
+            for name, launches in paths.items()
         }
     return {
         "by_tokens": table,
-        "q_prepared_bytes": formulas.q_prepared_bytes(limit, heads, model.latent + model.rope, stored),
-        "table_halves_bytes": formulas.table_halves_bytes(model.max_position, model.rope),
+        # Of the largest prepared query in the bucket; layers run one after the other, so one of them is alive.
+        "q_prepared_bytes": limit * heads * (model.latent + model.rope) * stored,
+        # The contiguous cos and sin that the AITER path keeps, once per rotary table and rank.
+        "table_halves_bytes": model.max_position * model.rope * formulas.ACT,
     }
 
 
-def _verdict(reasons: list[Reason]) -> str:
+def _verdict(reasons: list[Refusal]) -> str:
     if not reasons:
         return ENGAGED
     return PARTIAL if all(reason.code == "kernel_shape" for reason in reasons) else REFUSED
-
-
-def _engaged(reasons: list[Reason], model: ModelFacts) -> int:
-    return len(model.mla_layers) if _verdict(reasons) == ENGAGED else 0
 
 
 def _options(options: ServeOptions) -> dict[str, Any]:

@@ -104,16 +104,6 @@ def moved(launches: tuple[Launch, ...]) -> int:
     return sum(launch.read + launch.written for launch in launches)
 
 
-def q_prepared_bytes(limit: int, heads: int, width: int, stored: int) -> int:
-    """Bytes of the largest prepared query inside the bucket. Layers run one after the other: one of them is alive."""
-    return limit * heads * width * stored
-
-
-def table_halves_bytes(max_position: int, rope: int) -> int:
-    """Bytes of the contiguous cos and sin that the AITER path keeps, once per rotary table and rank."""
-    return max_position * rope * ACT
-
-
 def _absorb(step: Step) -> Launch:
     weights = step.weight * step.heads * step.nope * step.latent
     latent = ACT * step.tokens * step.heads * step.latent

@@ -10,14 +10,15 @@ import torch
 from vllm_aiter_mla.commands.plan import verdict
 from vllm_aiter_mla.commands.plan.model import ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
-from vllm_aiter_mla.kernels import absorb, select
+from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.dispatch import PER_HEAD_TOKENS, ViewPolicy
-from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
+from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform, hardware_fp8
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.triton import backend as triton
 from vllm_aiter_mla.kernels.triton import tiles
 
@@ -48,19 +49,17 @@ class PlannedSelector(select.Selector):
 
     def __init__(self, options: ServeOptions) -> None:
         self.asked, arch = options.settings.kernel, options.arch
-        super().__init__(self.asked, Platform(arch, ROCM if arch.startswith("gfx") else None))
         view = cast(ViewPolicy, options.settings.aiter_view)
-        self._planned: dict[str, KernelBackend | str] = {
-            "aiter": AiterBackend(self.platform, op=_never, view=view, missing=lambda weight: None)
-            if arch in ARCHITECTURES
-            else select.aiter_factory(self.platform),
-            "triton": _PlannedTriton(arch),
-            "stock": _PlannedStock(),
+        planned: dict[str, select.Factory] = {
+            "aiter": lambda card: (
+                AiterBackend(card, op=_never, view=view, missing=lambda weight: None)
+                if arch in ARCHITECTURES
+                else select.aiter_factory(card)
+            ),
+            "triton": lambda card: _PlannedTriton(arch),
+            "stock": lambda card: _PlannedStock(),
         }
-
-    def backend(self, name: str) -> KernelBackend | str:
-        """See the base class."""
-        return self._planned[name]
+        super().__init__(self.asked, Platform(arch, ROCM if arch.startswith("gfx") else None), planned)
 
     def unavailable(self) -> str | None:
         """Why no fused kernel would be chosen in that process at all, or None; as ``layers`` decides it."""
@@ -78,17 +77,16 @@ class _PlannedTriton(triton.TritonBackend):
         self._arch = arch
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
-        return self._objection(inputs) or Binding(_never)
-
-    def _objection(self, inputs: DecodeInputs) -> str | None:
-        for check in triton.ANYWHERE:
-            if (reason := check(inputs)) is not None:
-                return reason
+        reason = next((reason for check in triton.ANYWHERE if (reason := check(inputs)) is not None), None)
+        if reason is not None:
+            return reason
         stored, native = inputs.kv_cache.dtype, hardware_fp8(self._arch)
         if stored.itemsize == 1 and stored != native:
             return f"kv_cache: {self._arch} converts to {native} in hardware, not to {stored}"
         cap = tiles.cap_for(self._arch, inputs.num_heads, inputs.out_dtype.itemsize == 1, inputs.num_tokens)
-        return None if cap is None else f"{inputs.num_tokens} tokens: measured slower from {cap.from_tokens} on"
+        if cap is not None:
+            return f"{inputs.num_tokens} tokens: measured slower from {cap.from_tokens} on"
+        return Binding(_never)
 
 
 class _PlannedStock(ReferenceBackend):
@@ -106,7 +104,7 @@ def spans(options: ServeOptions, model: ModelFacts, limit: int) -> tuple[KernelS
     found: list[KernelSpan] = []
     for tokens in _points(limit, options.settings.aiter_view):
         one = at(chooser, operands(options, model, chooser.platform, tokens))
-        if found and _alike(found[-1], one):
+        if found and _answer(found[-1]) == _answer(one):
             found[-1] = replace(found[-1], last=tokens)
         else:
             found.append(replace(one, first=found[-1].last + 1 if found else 1))
@@ -131,26 +129,12 @@ def operands(options: ServeOptions, model: ModelFacts, platform: Platform, token
     """A decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
     act = getattr(torch, options.dtype, torch.bfloat16)
     stored = platform.fp8 if options.fp8_cache else act
-    heads, fp8_weight = verdict.heads_per_rank(options, model), verdict.fp8_absorb(options, model)
-
-    def empty(*size: int, dtype: torch.dtype = act) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="meta")
-
-    scale, blocks = empty(1, dtype=torch.float32), max(2, -(-tokens // options.block_size))
-    return DecodeInputs(
-        q=empty(tokens, heads, model.nope + model.rope),
-        k_pe=empty(tokens, model.rope),
-        kv_c=empty(tokens, model.latent),
-        weight=absorb.make(empty(heads, model.nope, model.latent), ("fp8", platform.fp8) if fp8_weight else ("plain",)),
-        kv_cache=empty(blocks, options.block_size, model.latent + model.rope, dtype=stored),
-        slot_mapping=empty(tokens, dtype=torch.int64),
-        positions=empty(tokens, dtype=torch.int64),
-        cos_sin_cache=empty(4096, model.rope),
-        k_scale=scale,
-        q_scale=scale,
-        is_neox=False,
-        out_dtype=stored,
-    )
+    weight = ("fp8", platform.fp8) if verdict.fp8_absorb(options, model) else ("plain",)
+    shape = LayerShape(
+        verdict.heads_per_rank(options, model), model.nope, stored, stored, options.block_size, False, act, "meta",
+        model.latent, model.rope, weight,
+    )  # fmt: skip
+    return synthetic_inputs(shape, tokens, padded=None)
 
 
 def _points(limit: int, view: str | int) -> list[int]:
@@ -161,11 +145,9 @@ def _points(limit: int, view: str | int) -> list[int]:
     return sorted({border for border in borders if border < limit} | {limit})
 
 
-def _alike(span: KernelSpan, other: KernelSpan) -> bool:
-    """Whether both run alike and pass over the same back ends; the reasons name token counts, so they may differ."""
-    return (span.kernel, span.detail) == (other.kernel, other.detail) and [name for name, _ in span.refusals] == [
-        name for name, _ in other.refusals
-    ]
+def _answer(span: KernelSpan) -> tuple[object, ...]:
+    """What spans that run alike share; the reasons of refusals name token counts, so they may differ."""
+    return span.kernel, span.detail, [name for name, _ in span.refusals]
 
 
 def _never(*arguments: Any) -> Any:

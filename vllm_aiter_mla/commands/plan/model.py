@@ -110,7 +110,9 @@ def facts(name: str, config: dict[str, Any], source: str, basis: str = "", assum
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
     text = fields.mapping(config, "text_config") or config
     is_mla = text.get("kv_lora_rank") is not None and text.get("is_causal", True) is not False
-    _require(text, "num_hidden_layers", *(["num_attention_heads"] if is_mla else []))
+    for key in ("num_hidden_layers", *(["num_attention_heads"] if is_mla else [])):
+        if text.get(key) is None:
+            raise fields.FieldError(f"no {key}: not a model config")
     quantisation = fields.mapping(text, "quantization_config") or fields.mapping(config, "quantization_config")
     return {
         "model_type": str(text.get("model_type", "")),
@@ -120,7 +122,7 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
         "dtype": _dtype(text, config),
         "kv_b_quantised": _kv_b_quantised(quantisation),
         "hidden_size": whole(text, "hidden_size"),
-        "layers": _layers(text),
+        "layers": whole(text, "num_hidden_layers", WIDTH, least=1),
         "mla_layers": mla_layers(text),
         "heads": whole(text, "num_attention_heads", WIDTH, least=1),
         "nope": whole(text, "qk_nope_head_dim", WIDTH),
@@ -130,16 +132,6 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
         "max_position": whole(text, "max_position_embeddings"),
         "draft_layers": whole(text, "num_nextn_predict_layers", WIDTH),
     }
-
-
-def _require(text: Mapping[str, Any], *keys: str) -> None:
-    for key in keys:
-        if text.get(key) is None:
-            raise fields.FieldError(f"no {key}: not a model config")
-
-
-def _layers(text: Mapping[str, Any]) -> int:
-    return whole(text, "num_hidden_layers", WIDTH, least=1)
 
 
 def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -197,14 +189,12 @@ def mla_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
     """
     if text.get("kv_lora_rank") is None:
         return ()
-    layers = _layers(text)
+    layers = whole(text, "num_hidden_layers", WIDTH, least=1)
     listed = fields.layer_numbers(fields.mapping(text, "linear_attn_config"), "full_attn_layers")
     # A shortened model keeps the list of the whole one.
     return tuple(range(layers)) if listed is None else tuple(index - 1 for index in listed if index <= layers)
 
 
 def _kv_b_quantised(quantisation: Mapping[str, Any]) -> bool:
-    if not quantisation:
-        return False
     left_out = [*fields.names(quantisation, "ignore"), *fields.names(quantisation, "modules_to_not_convert")]
-    return not any("self_attn" in name or "kv_b_proj" in name for name in left_out)
+    return bool(quantisation) and not any("self_attn" in name or "kv_b_proj" in name for name in left_out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from vllm_aiter_mla import bucket
 from vllm_aiter_mla.commands.plan.model import ModelFacts
@@ -13,65 +13,41 @@ from vllm_aiter_mla.compat import offline
 ACT = 2
 
 
-@dataclass(frozen=True)
-class Captures:
-    """Sizes for which vLLM captures graphs, split at L; ``note`` replaces them where they are not known.
+def captures(options: ServeOptions, limit: int) -> dict[str, Any]:
+    """The sizes for which vLLM would capture graphs: ``inside`` (up to L), ``outside``, ``note`` where there are none.
 
-    Attributes:
-        inside: sizes up to L.
-        outside: sizes above L.
-        note: why there are none, or what to know about them.
+    Speculative decoding may round some up to whole requests afterwards.
     """
-
-    inside: tuple[int, ...] = ()
-    outside: tuple[int, ...] = ()
-    note: str = ""
-
-
-def captures(options: ServeOptions, limit: int) -> Captures:
-    """The sizes vLLM would capture; speculative decoding may round some up to whole requests afterwards."""
+    sizes: tuple[int, ...] = ()
     if options.view.enforce_eager:
-        return Captures(note="none: --enforce-eager")
-    try:
-        sizes = offline.capture_sizes(
-            options.parsed, options.max_num_seqs, options.num_drafts, options.max_num_batched_tokens
-        )
-    except Exception as error:
-        return Captures(note=_not_known(error))
-    return Captures(
-        inside=tuple(size for size in sizes if size <= limit),
-        outside=tuple(size for size in sizes if size > limit),
-        note="" if sizes else "none: CUDA graphs are off",
-    )
+        note = "none: --enforce-eager"
+    else:
+        try:
+            sizes = offline.capture_sizes(
+                options.parsed, options.max_num_seqs, options.num_drafts, options.max_num_batched_tokens
+            )
+            note = "" if sizes else "none: CUDA graphs are off"
+        except Exception as error:
+            note = _not_known(error)
+    inside = tuple(size for size in sizes if size <= limit)
+    return {"inside": inside, "outside": tuple(size for size in sizes if size > limit), "note": note}
 
 
-@dataclass(frozen=True)
-class Ranges:
-    """vLLM's compile ranges with L among the endpoints.
+def compile_ranges(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, Any]:
+    """The ranges vLLM would compile with L among the endpoints, each one more Inductor compile of the model.
 
-    Attributes:
-        ranges: (first, last) token count, in order.
-        inside: how many of them, from the first on, lie in the bucket.
-        note: what is not known about them.
+    ``ranges`` holds (first, last) token count in order; the first ``inside`` of them lie in the bucket; ``note`` says
+    what is not known.
     """
-
-    ranges: tuple[tuple[int, int], ...] = ()
-    inside: int = 0
-    note: str = ""
-
-
-def compile_ranges(options: ServeOptions, model: ModelFacts, limit: int) -> Ranges:
-    """The ranges vLLM would compile, each one more Inductor compile of the model."""
     more, note = _all_reduce_endpoint(options, model)
     try:
         ends = offline.compile_range_ends(
             options.parsed, bucket.endpoints_with(more, limit), options.max_num_batched_tokens
         )
     except Exception as error:
-        return Ranges(note=_not_known(error))
-    starts = [1, *(end + 1 for end in ends[:-1])]
-    inside = sum(bucket.in_bucket(end, limit) for end in ends)
-    return Ranges(tuple(zip(starts, ends, strict=True)), inside, note)
+        return {"ranges": (), "inside": 0, "note": _not_known(error)}
+    ranges = tuple(zip([1, *(end + 1 for end in ends)], ends, strict=False))
+    return {"ranges": ranges, "inside": sum(bucket.in_bucket(end, limit) for end in ends), "note": note}
 
 
 def _all_reduce_endpoint(options: ServeOptions, model: ModelFacts) -> tuple[list[int], str]:

@@ -130,19 +130,14 @@ def read(arguments: Sequence[str], model: ModelFacts, arch: str, env: Environmen
     for name in RANKS:
         _in_range(f"--{name.replace('_', '-')}", getattr(parsed, name, 1), MOST_RANKS)
     notes: list[str] = []
-    default_seqs, default_batched = BATCH_DEFAULTS[arch]
-    from_server = f"{default_seqs}, the API server's default in vLLM 0.32 on {arch}"
+    seqs, batched = BATCH_DEFAULTS[arch]
+    from_server = f"{seqs}, the API server's default in vLLM 0.32 on {arch}"
     sixteen = "16 assumed; the backend may choose another, which may change AITER's kernel"
     return ServeOptions(
         arch=arch,
-        max_num_seqs=_or_default(parsed, "max_num_seqs", default_seqs, MOST_REQUESTS, from_server, notes),
+        max_num_seqs=_or_default(parsed, "max_num_seqs", seqs, MOST_REQUESTS, from_server, notes),
         max_num_batched_tokens=_or_default(
-            parsed,
-            "max_num_batched_tokens",
-            default_batched,
-            MOST_TOKENS,
-            f"{default_batched}, that server's default",
-            notes,
+            parsed, "max_num_batched_tokens", batched, MOST_TOKENS, f"{batched}, that server's default", notes
         ),
         settings=_settings(parsed, notes),
         env=env,

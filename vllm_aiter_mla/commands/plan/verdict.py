@@ -7,7 +7,7 @@ question put again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView, LayerView, Refusal, admit_config, admit_layer
@@ -19,62 +19,18 @@ from vllm_aiter_mla.compat import version as compat_version
 # What the matcher says of a layer without RoPE (passes/match.py); it reads graphs, and here is none.
 NO_ROPE = ("no_rope", "no rotary embedding is applied to q (a NoPE layer, or outside this graph)")
 
-# vLLM's refusal to start; admission never sees such an engine.
-HEADS = "heads_not_divisible"
 
-# The fields of a view that a refusal comes from.
-_CAUSES = {
-    "vllm_version": ("version_supported",),
-    "capability": ("missing",),
-    "op_schema": ("op_schema",),
-    "atom": ("atom_active",),
-    "not_mla": ("is_mla",),
-    "sparse_mla": ("is_sparse",),
-    "enforce_eager": ("enforce_eager",),
-    "breakable_cudagraph": ("breakable_cudagraph", "mode"),
-    "compilation_mode": ("mode",),
-    "backend": ("backend",),
-    "dcp": ("dcp", "dcp_world_size", "dcp_q_replicate"),
-    "pcp": ("pcp", "pcp_world_size"),
-    "hisparse": ("hisparse",),
-    "fp8_bmm": ("fp8_bmm",),
-    "fp4_bmm": ("fp4_bmm",),
-    "kv_cache_dtype": ("kv_cache_dtype",),
-    "graph_partition": ("use_inductor_graph_partition",),
-    "splitting_ops": ("splitting_ops",),
-    "impl": ("impl",),
-    "geometry": ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "v_head_dim"),
-}
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why something does not engage.
-
-    Attributes:
-        scope: "engine", "layer", "graph" or "kernel": who would refuse.
-        code: stable name; docs/troubleshooting.md explains it.
-        message: the sentence of the part that refuses.
-    """
-
-    scope: str
-    code: str
-    message: str
-
-
-def reasons(options: ServeOptions, model: ModelFacts) -> tuple[Reason, ...]:
+def reasons(options: ServeOptions, model: ModelFacts) -> list[Refusal]:
     """Every reason, in the order in which they would stop the fast path; a code appears once."""
-    found = [
-        *_undivided(options, model),
-        *_all(config_view(options, model), admit_config, "engine"),
-        *(_all(layer_view(options, model), admit_layer, "layer") if model.is_mla else ()),
-    ]
+    found = _undivided(options, model) + _all(config_view(options, model), admit_config)
+    if model.is_mla:
+        found += _all(layer_view(options, model), admit_layer)
     if model.is_mla and model.is_nope:
-        found.append(Reason("graph", *NO_ROPE))
-    first: dict[str, Reason] = {}
-    for reason in found:
-        first.setdefault(reason.code, reason)
-    return tuple(first.values())
+        found.append(Refusal(*NO_ROPE))
+    first: dict[str, Refusal] = {}
+    for refusal in found:
+        first.setdefault(refusal.code, refusal)
+    return list(first.values())
 
 
 def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
@@ -150,20 +106,33 @@ def implementation(options: ServeOptions, model: ModelFacts) -> str:
     return "AiterMLAImpl" if aiter else "TritonMLAImpl"
 
 
-def _undivided(options: ServeOptions, model: ModelFacts) -> tuple[Reason, ...]:
+def _undivided(options: ServeOptions, model: ModelFacts) -> list[Refusal]:
     """vLLM's own refusal (``ModelConfig.verify_with_parallel_config``)."""
     if model.heads % options.tp == 0:
-        return ()
+        return []
     text = f"{model.heads} heads are not divisible by --tensor-parallel-size {options.tp}: vLLM will not start"
-    return (Reason("engine", HEADS, text),)
+    return [Refusal("heads_not_divisible", text)]
 
 
-def _all(view: Any, admit: Callable[[Any], Refusal | None], scope: str) -> list[Reason]:
-    defaults = {item.name: item.default for item in fields(view) if item.default is not MISSING}
-    found: list[Reason] = []
-    # One round per code at most: a code that stays after its cause was taken out would come for ever.
-    while (refusal := admit(view)) is not None and refusal.code not in {reason.code for reason in found}:
-        found.append(Reason(scope, refusal.code, refusal.message))
-        neutral = {name: defaults[name] for name in _CAUSES.get(refusal.code, ()) if name in defaults}
-        view = replace(view, **neutral)
+def _all(view: Any, admit: Callable[[Any], Refusal | None]) -> list[Refusal]:
+    """Every refusal of the view: each one's cause is put back to its default, and the question asked again."""
+    found = []
+    while (refusal := admit(view)) is not None:
+        found.append(refusal)
+        view = replace(view, **_cause(view, admit, refusal.code))
     return found
+
+
+def _cause(view: Any, admit: Callable[[Any], Refusal | None], code: str) -> dict[str, Any]:
+    """The field that a refusal comes from, with its default: the defaults describe what is admitted.
+
+    It is the last of the fields that must go, in their order, before the answer is another one.
+    """
+    for item in fields(view):
+        view = replace(view, **{item.name: item.default})
+        refusal = admit(view)
+        if refusal is None or refusal.code != code:
+            # Breakable graphs are what set the mode; alone it would be a second reason.
+            more = {"mode": ConfigView.mode} if item.name == "breakable_cudagraph" else {}
+            return {item.name: item.default, **more}
+    raise AssertionError(f"a view of defaults is refused: {code}")

@@ -17,8 +17,7 @@ class Chart:
 
     Attributes:
         ident: prefix of its element ids, one per page and never from a file.
-        width: of the drawing; likewise ``height``.
-        height: see ``width``.
+        width, height: of the drawing.
         title: what it is.
         description: its figures in words.
         marks: elements in drawing order: tag, attributes, text, and the tip shown on hovering.
@@ -52,8 +51,7 @@ def bars(ident: str, title: str, rows: Sequence[tuple[str, Sequence[tuple[str, f
     """Horizontal bars, each with a line of text above it.
 
     Args:
-        ident: see ``Chart``; likewise ``title``.
-        title: see ``ident``.
+        ident, title: see ``Chart``.
         rows: per bar its text, and its parts: CSS class, figure, and the tip.
     """
     width, step = 340.0, 46.0
@@ -73,8 +71,7 @@ def token_axis(ident: str, title: str, ranges: Sequence[Sequence[int]], limit: i
     """Compile ranges as bars on a logarithmic axis of tokens per step, capture sizes as ticks under them.
 
     Args:
-        ident: see ``Chart``; likewise ``title``.
-        title: see ``ident``.
+        ident, title: see ``Chart``.
         ranges: [start, end] in tokens.
         limit: L of the decode bucket, or None where the fast path is off.
         sizes: captured sizes in tokens; empty where none is known.
@@ -147,8 +144,7 @@ def lines(ident: str, title: str, across: Sequence[int], series: Mapping[str, Se
     """One line per name, points evenly spaced, figures from zero, with the names under it; at most five names.
 
     Args:
-        ident: see ``Chart``; likewise ``title``.
-        title: see ``ident``.
+        ident, title: see ``Chart``.
         across: what stands under each point.
         series: figures by name, one per point; None is left out.
     """

@@ -79,14 +79,14 @@ def boxes(found: Counter[str]) -> dict[str, str]:
 
 def sections(inputs: Inputs) -> list[dict[str, Any]]:
     """One comparison per kept run; runs that stop after a pass join the comparison whose stock graph is theirs."""
-    by_name = {record.name: record for record in inputs.engines}
+    by_name = {record.name: record for record in inputs["engines"]}
     pairs, alone = [], dict(by_name)
     for name, record in by_name.items():
         off = by_name.get(name.removesuffix("-on") + "-off")
         if name.endswith("-on") and off is not None:
             pairs.append((name.removesuffix("-on"), off, record))
             del alone[name], alone[off.name]
-    runs = inputs.demos[0].data["runs"] if inputs.demos else []
+    runs = inputs["demos"][0].data["runs"] if inputs["demos"] else []
     found = []
     for number, (name, off, on) in enumerate(pairs):
         title = runs[number]["name"] if number < len(runs) else name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,32 +33,8 @@ class Record:
     path: Path
 
 
-@dataclass(slots=True)
-class Inputs:
-    """Everything read, by kind.
-
-    Attributes:
-        demos: ``demo --json``; likewise ``verifies``, ``benches``, ``plans``.
-        verifies: see ``demos``.
-        benches: see ``demos``.
-        plans: see ``demos``.
-        censuses: one per rank of a served run.
-        traces: ``tools/trace_census.py --json``.
-        servings: ``tools/serve_bench.py --json``.
-        accuracies: ``tools/accuracy.py --json``.
-        engines: single engine runs with their graphs, named "run0-off" and so on in a kept demo.
-    """
-
-    demos: list[Record] = field(default_factory=list)
-    verifies: list[Record] = field(default_factory=list)
-    benches: list[Record] = field(default_factory=list)
-    plans: list[Record] = field(default_factory=list)
-    censuses: list[Record] = field(default_factory=list)
-    traces: list[Record] = field(default_factory=list)
-    servings: list[Record] = field(default_factory=list)
-    accuracies: list[Record] = field(default_factory=list)
-    engines: list[Record] = field(default_factory=list)
-
+# Everything read, by kind; the kinds are those of _KINDS below.
+Inputs = dict[str, list[Record]]
 
 _RANGE = (int, int)
 _REASONS = Map((str, str))
@@ -145,7 +121,8 @@ _SERVING_ROW = {
 _SCORES = Map({"figures": Map({"value": float, "stderr": float})}, r"[0-9]{1,9}", "the number of a run")
 _MEASURED = {"tool": str, "about": Map(str), "census": str, "baseline": str}
 
-# (kind, keys that tell it, what is taken of it): the first that has all its keys.
+# (kind, keys that tell it, what is taken of it): the first that has all its keys. "censuses" are one per rank of a
+# served run; "engines" single runs with their graphs, named "run0-off" and so on in a kept demo.
 _KINDS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("engines", ("scenarios", "graphs", "ranges", "census"), _ENGINE),
     ("demos", ("runs", "versions"), {"runs": [_DEMO_RUN], "versions": Map(str)}),
@@ -160,12 +137,12 @@ _KINDS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
 
 
 def read(paths: Sequence[Path]) -> Inputs:
-    """Read every path.
+    """Read every path; each kind has its list, which may be empty.
 
     Raises:
         InputError: one is missing, no JSON, nothing that the report knows, or holds a value of a wrong type.
     """
-    found = Inputs()
+    found: Inputs = {kind: [] for kind, *_ in _KINDS}
     for path in paths:
         if path.is_dir():
             _read_folder(path, found)
@@ -188,28 +165,24 @@ def _read_file(path: Path, name: str, found: Inputs) -> None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
         kind, shape = _kind_of(data)
-        getattr(found, kind).append(Record(line(name), take(data, shape), path))
+        found[kind].append(Record(line(name), take(data, shape), path))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
-    except (ShapeError, _UnknownError) as error:
+    except ShapeError as error:
         raise InputError(f"{path}: {error}") from error
     # A JSON nested thousands of levels deep ends in a RecursionError.
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: no JSON: {error}; expected {EXPECTED}") from error
 
 
-class _UnknownError(ValueError):
-    """No kind of input has these keys."""
-
-
 def _kind_of(data: object) -> tuple[str, dict[str, Any]]:
-    """The field of ``Inputs`` that a file's content belongs to, and what is taken of it."""
+    """The kind that a file's content is of, and what is taken of it."""
     if isinstance(data, dict):
         for kind, keys, shape in _KINDS:
             if all(key in data for key in keys):
                 return kind, shape
     listed = ", ".join(key[:40] for key in sorted(data)[:6]) if isinstance(data, dict) else type(data).__name__
-    raise _UnknownError(f"not recognised (found: {listed or 'nothing'}); expected {EXPECTED}")
+    raise ShapeError(f"not recognised (found: {listed or 'nothing'}); expected {EXPECTED}")
 
 
 def _no_number(name: str) -> NoReturn:

@@ -23,12 +23,12 @@ def build(inputs: Inputs) -> dict[str, Any]:
         "axes": axes(inputs),
         "graphs": graphs.sections(inputs),
         "ops": ops(inputs),
-        "planned": [planned(record, f"p{number}") for number, record in enumerate(inputs.plans)],
-        "benches": [bench(record, f"b{number}") for number, record in enumerate(inputs.benches)],
-        "verifies": [verify(record, f"v{number}") for number, record in enumerate(inputs.verifies)],
-        "traces": [measured.trace(record) for record in inputs.traces],
-        "servings": [measured.serving(record) for record in inputs.servings],
-        "accuracies": [measured.accuracy(record) for record in inputs.accuracies],
+        "planned": [planned(record, f"p{number}") for number, record in enumerate(inputs["plans"])],
+        "benches": [bench(record, f"b{number}") for number, record in enumerate(inputs["benches"])],
+        "verifies": [verify(record, f"v{number}") for number, record in enumerate(inputs["verifies"])],
+        "traces": [measured.trace(record) for record in inputs["traces"]],
+        "servings": [measured.serving(record) for record in inputs["servings"]],
+        "accuracies": [measured.accuracy(record) for record in inputs["accuracies"]],
         "versions": versions(inputs),
         "plugin": __version__,
         "not_measured": NOT_MEASURED,
@@ -36,7 +36,7 @@ def build(inputs: Inputs) -> dict[str, Any]:
 
 
 def _runs(inputs: Inputs) -> list[dict[str, Any]]:
-    return [run for record in inputs.demos for run in record.data["runs"]]
+    return [run for record in inputs["demos"] for run in record.data["runs"]]
 
 
 def census(inputs: Inputs) -> list[dict[str, Any]]:
@@ -46,10 +46,10 @@ def census(inputs: Inputs) -> list[dict[str, Any]]:
         row = _verdict(run["name"], run["layers"], run["layers"]["refused"], run["kernels"])
         row |= {"state": row["state"] if run["flag"] else "off", "where": _where(run["kernels"])}
         rows.append(row | {"bucket": run["bucket"], "cache": run["kv_cache_dtype"]})
-    rows += [_rank(record.name, record.data) for record in inputs.censuses]
-    if not inputs.demos:
-        rows += [_rank(record.name, one) for record in inputs.engines for one in record.data["census"]]
-    for record in inputs.plans:
+    rows += [_rank(record.name, record.data) for record in inputs["censuses"]]
+    if not inputs["demos"]:
+        rows += [_rank(record.name, one) for record in inputs["engines"] for one in record.data["census"]]
+    for record in inputs["plans"]:
         plan = record.data
         refused = {reason["scope"]: (reason["code"], reason["message"]) for reason in plan["reasons"]}
         kernels = sorted({span["kernel"] for span in plan["kernels"] or [] if span["kernel"]})
@@ -88,12 +88,12 @@ def axes(inputs: Inputs) -> list[dict[str, Any]]:
     for run in _runs(inputs):
         limit = run["bucket"][1] if run["bucket"] else None
         wanted.append((run["name"], run["ranges"], limit, [], "none: the sandbox captures no graphs on a CPU"))
-    for record in inputs.plans:
+    for record in inputs["plans"]:
         plan = record.data
         sizes = plan["captures"]["inside"] + plan["captures"]["outside"]
         note = plan["captures"]["note"] or ("planned, static" if sizes else "none")
         wanted.append((plan["model"]["name"], plan["compile_ranges"]["ranges"], plan["limit"], sizes, note))
-    for record in inputs.censuses:
+    for record in inputs["censuses"]:
         ranges = sorted([int(part) for part in key.split("-")] for key in record.data["compiled"])
         sizes = record.data["capture_sizes"]
         note = "" if sizes else "not recorded in a census"
@@ -217,10 +217,10 @@ def _launches(results: list[dict[str, Any]], on_cpu: bool) -> list[tuple[str, st
 
 def versions(inputs: Inputs) -> list[tuple[str, str, str]]:
     """What each input was made with: (input, what, version)."""
-    known = [(record.name, record.data["versions"]) for record in inputs.demos or inputs.engines]
-    known += [(record.name, record.data["machine"]) for record in (*inputs.benches, *inputs.verifies)]
-    known += [(record.name, record.data["about"]) for record in (*inputs.servings, *inputs.accuracies)]
-    for record in inputs.plans:
+    known = [(record.name, record.data["versions"]) for record in inputs["demos"] or inputs["engines"]]
+    known += [(record.name, record.data["machine"]) for record in (*inputs["benches"], *inputs["verifies"])]
+    known += [(record.name, record.data["about"]) for record in (*inputs["servings"], *inputs["accuracies"])]
+    for record in inputs["plans"]:
         known.append(
             (record.name, {"vllm-aiter-mla": record.data["plugin"], "vllm": record.data["vllm"] or "not installed"})
         )

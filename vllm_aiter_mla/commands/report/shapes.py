@@ -62,30 +62,23 @@ def take(value: Any, shape: Any, field: str = "") -> Any:
     """
     if isinstance(shape, Maybe):
         return None if value is None else take(value, shape.shape, field)
+    if isinstance(shape, Map | dict) and not isinstance(value, dict):
+        raise _wrong(field, "a mapping", value)
+    if isinstance(shape, list | tuple) and not isinstance(value, list):
+        raise _wrong(field, "a list" if isinstance(shape, list) else f"a list of {len(shape)}", value)
     if isinstance(shape, Map):
-        items = _of(dict, value, field)
-        return {_key(key, shape, field): take(one, shape.value, f"{field}[{_short(key)}]") for key, one in items}
+        for key in value:
+            if re.fullmatch(shape.key, key) is None:
+                raise _wrong(f"key of {field}", shape.words, key)
+        return {printable(key): take(one, shape.value, f"{field}[{_short(key)}]") for key, one in value.items()}
     if isinstance(shape, dict):
-        return _record(dict(_of(dict, value, field)), shape, field)
-    if isinstance(shape, list):
-        return [take(one, shape[0], f"{field}[{n}]") for n, one in enumerate(_of(list, value, field))]
-    if isinstance(shape, tuple):
-        if not isinstance(value, list) or len(value) != len(shape):
-            raise _wrong(field, f"a list of {len(shape)}", value)
-        return [take(one, part, f"{field}[{n}]") for n, (one, part) in enumerate(zip(value, shape, strict=True))]
+        return _record(value, shape, field)
+    if isinstance(shape, list | tuple):
+        parts = shape * len(value) if isinstance(shape, list) else shape
+        if len(parts) != len(value):
+            raise _wrong(field, f"a list of {len(parts)}", value)
+        return [take(one, part, f"{field}[{n}]") for n, (one, part) in enumerate(zip(value, parts, strict=True))]
     return _plain(value, shape, field)
-
-
-def _of(kind: type, value: Any, field: str) -> Any:
-    if not isinstance(value, kind):
-        raise _wrong(field, "a mapping" if kind is dict else "a list", value)
-    return value.items() if isinstance(value, dict) else value
-
-
-def _key(key: str, shape: Map, field: str) -> str:
-    if re.fullmatch(shape.key, key) is None:
-        raise _wrong(f"key of {field}", shape.words, key)
-    return printable(key)
 
 
 def _record(value: dict[str, Any], shape: dict[str, Any], field: str) -> dict[str, Any]:
