@@ -28,7 +28,7 @@ def layer_view(layer: Any, cos_sin_dtype: torch.dtype | None = None) -> LayerVie
         known_impls=frozenset(KNOWN_IMPLS),
         is_sparse=bool(getattr(impl, "is_sparse", False)),
         q_pad_num_heads=getattr(layer, "q_pad_num_heads", None),
-        has_absorbed_weight=isinstance(getattr(layer, "W_K" if uses_fp8_bmm(layer) else "W_UK_T", None), torch.Tensor),
+        has_absorbed_weight=all(isinstance(getattr(layer, name, None), torch.Tensor) for name in _weight_names(layer)),
         fp4_bmm=bool(getattr(layer, "is_aiter_triton_fp4_bmm_enabled", False)),
         amx_bmm=bool(getattr(layer, "is_amx_bmm_enabled", False)),
         kv_cache_dtype=layer.kv_cache_dtype,
@@ -75,8 +75,11 @@ def prepared_query_dtype(layer: Any, act: torch.dtype) -> torch.dtype:
 
 def absorb_tensors(layer: Any) -> dict[str, torch.Tensor]:
     """The tensors in which vLLM keeps W_UK, by vLLM's names. Read per call: reloading the model replaces them."""
-    names = ("W_K", "W_K_scale") if uses_fp8_bmm(layer) else ("W_UK_T",)
-    return {name: getattr(layer, name) for name in names}
+    return {name: getattr(layer, name) for name in _weight_names(layer)}
+
+
+def _weight_names(layer: Any) -> tuple[str, ...]:
+    return ("W_K", "W_K_scale") if uses_fp8_bmm(layer) else ("W_UK_T",)
 
 
 def config_of(layer: Any) -> Any:

@@ -35,16 +35,16 @@ aten = torch.ops.aten
 
 # Arguments of the attention op that the rewritten call carries over.
 READ_ARGS = ("q", "kv_c_normed", "k_pe", "output", "layer_name", "kv_cache_dummy_dep")
-# Those that must be absent or None: output quantisation and DCP query replication. Any other one is unknown.
-NONE_ARGS = (
-    "output_scale",
-    "output_block_scale",
-    "quant_group_size",
-    "quant_scale_ue8m0",
-    "quant_col_major",
-    "quant_tma_aligned",
-    "q_dcp_replicated",
-)
+# Those that must be absent or None, with the reason for which a layer that gives one is refused. Any other is unknown.
+NONE_ARGS = {
+    "output_scale": "fused_output_quant",
+    "output_block_scale": "fused_output_quant",
+    "quant_group_size": "fused_output_quant",
+    "quant_scale_ue8m0": "fused_output_quant",
+    "quant_col_major": "fused_output_quant",
+    "quant_tma_aligned": "fused_output_quant",
+    "q_dcp_replicated": "dcp_q_replicated",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +176,9 @@ class _Matcher:
 
     def _check_attention(self) -> None:
         refuse_unknown(self.attention, (*READ_ARGS, *NONE_ARGS))
-        for arg in NONE_ARGS:
+        for arg, code in NONE_ARGS.items():
             if self.kw.get(arg) is not None:
-                raise NoMatchError(
-                    "dcp_q_replicated" if arg == "q_dcp_replicated" else "fused_output_quant",
-                    f"the attention op is given {arg}",
-                )
+                raise NoMatchError(code, f"the attention op is given {arg}")
         if self.name == "?":
             raise NoMatchError("layer_name_unreadable", "the layer's name cannot be read from the graph")
         live = {index for index, item in results(self.attention).items() if item.users}
