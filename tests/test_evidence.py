@@ -115,6 +115,17 @@ def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
     os.close(reader)
 
 
+def test_a_link_to_a_pipe_is_replaced_and_a_folder_of_devices_is_no_device(tmp_path: Path) -> None:
+    """Neither may block the start of a worker, nor lead a file elsewhere."""
+    pipe, link = tmp_path / "pipe", tmp_path / "census.json"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    evidence.write(link, {"a": 1})
+    assert not link.is_symlink()
+    assert json.loads(link.read_text()) == {"a": 1}
+    assert not evidence._is_device(Path("/dev/shm/census.json"))
+
+
 def test_every_schema_that_is_written_is_documented() -> None:
     root = Path(evidence.__file__).parents[1]
     sources = [path.read_text() for folder in ("vllm_aiter_mla", "tools") for path in (root / folder).rglob("*.py")]

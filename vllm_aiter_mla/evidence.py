@@ -20,8 +20,8 @@ from vllm_aiter_mla import __version__
 
 KEY = "evidence"
 """Where the stamp stands in a record."""
-# A path below these is opened and written to: no file can be put in its place.
-_DEVICES = (Path("/dev"), Path("/proc"))
+# Open files of this process, which are links by their nature: ``--json /dev/stdout``, or a shell's ``>(...)``.
+_STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 def stamp(schema: str, version: int) -> dict[str, Any]:
@@ -96,9 +96,14 @@ def write(path: Path, record: Any) -> None:
 
 
 def _is_device(path: Path) -> bool:
-    if any(place in path.absolute().parents for place in _DEVICES):
+    """Whether ``path`` is a stream of this process, a device or a pipe. A link in its place is none: it is replaced."""
+    if path.absolute().parent in _STREAMS or str(path.absolute()) in ("/dev/stdout", "/dev/stderr"):
         return True
-    return path.exists() and not (path.is_file() or path.is_dir())
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def _check_folder(folder: Path) -> None:

@@ -60,7 +60,7 @@ def apply(vllm_config: Any) -> Decision:
         return Decision(settings)
     compilation = vllm_config.compilation_config
     engaged = worker.engaged_pass(vllm_config)
-    refusal = admit_config(compat_config.view_of(vllm_config, settings))
+    refusal = _refusal(vllm_config, settings)
     if refusal is None and engaged is None:
         refusal = user_pass.why_not_chainable(compilation)
     if refusal is not None:
@@ -75,6 +75,15 @@ def apply(vllm_config: Any) -> Decision:
     _engage(compilation, settings, limit, engaged)
     _announce(vllm_config, settings, limit)
     return Decision(settings, limit=limit)
+
+
+def _refusal(vllm_config: Any, settings: Settings) -> Refusal | None:
+    """Why the engine is declined, or None; a config that cannot be read is one of an unknown vLLM."""
+    try:
+        view = compat_config.view_of(vllm_config, settings)
+    except Exception as error:
+        return Refusal("capability", f"this vLLM's config cannot be read: {type(error).__name__}: {error}")
+    return admit_config(view)
 
 
 def _limit_of(vllm_config: Any, settings: Settings) -> int:

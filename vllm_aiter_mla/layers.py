@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -64,6 +64,8 @@ class _Known:
 _layers: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
 _unchecked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Layers that must not run a kernel that needs a check, with the reason; nothing has to be read to find it."""
+_checked: WeakSet[Any] = WeakSet()
+"""Layers whose kernel passed its check in this process; a kernel that needs one runs for no other layer."""
 _nothing_is_checked: list[str] = []
 """Why no layer of this process may run one, or nothing."""
 
@@ -114,12 +116,19 @@ def _kernel_for(module: Any, known: _Known, shape: LayerShape) -> tuple[str | No
     backend, unchecked = selector.backend(wanted), why_unchecked(module)
     if unchecked is not None and (isinstance(backend, str) or not backend.trusted):
         return selector.names[-1], Refusal("kernel_shape", unchecked)
-    if isinstance(backend, str):
-        return None, Refusal("kernel_unavailable", f"kernel={asked}: {backend}")
-    choice = selector.choose(synthetic_inputs(shape, tokens=1))
+    missing = backend if isinstance(backend, str) else weight_of(module).missing()
+    if missing is not None:
+        return None, Refusal("kernel_unavailable", f"kernel={asked}: {missing}")
+    choice = _choice(selector, shape)
     reason = next((reason for name, reason in choice.refusals if name == wanted), None)
     refusal = None if reason is None else Refusal("kernel_shape", reason)
     return None if choice.backend is None else choice.backend.name, refusal
+
+
+@lru_cache(maxsize=64)
+def _choice(selector: select.Selector, shape: LayerShape) -> select.Choice:
+    """The choice for a layer shape: a model has few of them, and drawing operands for each of its layers takes long."""
+    return selector.choose(synthetic_inputs(shape, tokens=1))
 
 
 def shape_of(module: Any, *, is_neox: bool, act: torch.dtype | None = None) -> LayerShape:
@@ -163,11 +172,12 @@ def prepare(name: str, module: Any, inputs: DecodeInputs) -> torch.Tensor:
         NoKernelError: no back end takes the call; the message holds every reason.
     """
     known = _of(module)
-    if why_unchecked(module) is not None:
-        return _fall_back(name, known.selector, inputs)
     choice = known.selector.choose(inputs)
     if choice.backend is None or choice.run is None:
         return known.selector.prepare(inputs)  # raises with every candidate's reason
+    if not choice.backend.trusted and (module not in _checked or why_unchecked(module) is not None):
+        # A compiled artifact may hold the op although nothing was checked in this process.
+        return _fall_back(name, known.selector, inputs)
     census.engage(name, choice.backend.name)
     return choice.run(inputs)
 
@@ -180,6 +190,11 @@ def _fall_back(name: str, selector: select.Selector, inputs: DecodeInputs) -> to
         raise select.NoKernelError(f"{selector.names[-1]}: {reason}")
     census.engage(name, backend.name)
     return backend.prepare(inputs)
+
+
+def trust(module: Any) -> None:
+    """Let the layer run its chosen kernel: the check of every shape that it may have has passed."""
+    _checked.add(module)
 
 
 def distrust(reason: str, module: Any = None) -> None:
@@ -195,6 +210,7 @@ def distrust(reason: str, module: Any = None) -> None:
         _nothing_is_checked.append(reason)
     else:
         _unchecked[module] = reason
+        _checked.discard(module)
     _forget_decisions()
 
 
@@ -268,6 +284,7 @@ def reset() -> None:
     """Forget the platform and every decision: the sandbox changes the platform between engines."""
     _layers.clear()
     _unchecked.clear()
+    _checked.clear()
     _nothing_is_checked.clear()
     current_platform.cache_clear()
     _selector.cache_clear()
@@ -307,5 +324,6 @@ def _selector(kernel: str, rounding: str, view: ViewPolicy, platform: Platform) 
 
 
 def _forget_decisions() -> None:
+    _choice.cache_clear()
     for known in _layers.values():
         known.decisions.clear()

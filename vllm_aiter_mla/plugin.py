@@ -29,8 +29,12 @@ def register() -> None:
 
 
 def _gate(vllm_config: Any) -> None:
-    from vllm_aiter_mla import gate
-
+    try:
+        from vllm_aiter_mla import gate
+    except Exception as error:
+        # With the flag off this must not cost a server its start; with it on nothing engages, and this line says why.
+        log.say_once(logging.ERROR, f"the plugin does not load, vLLM runs stock: {type(error).__name__}: {error}")
+        return
     gate.apply(vllm_config)
 
 

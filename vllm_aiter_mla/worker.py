@@ -94,7 +94,9 @@ def check_layers(modules: dict[str, Any], *, strict: bool, capture_sizes: Sequen
                 _check(module, shape, strict, capture_sizes)
                 # Only now: if the check raises, the next layer of this kind must not pass for checked.
                 checked.add(kind)
-        if not shapes:
+        if shapes:
+            layers.trust(module)
+        else:
             layers.distrust("it was not admitted when the kernels were checked", module)
 
     _each(modules, check, strict)
@@ -164,9 +166,23 @@ def take_census(worker: Any) -> None:
 
 
 def _run_once(worker: Any) -> None:
-    """Run a dummy batch where no layer has run yet: warm-up covers the largest batch, and there may be no graphs."""
-    if compat_config.mla_modules(worker.vllm_config) and not state.current().engaged:
+    """Run a dummy batch where no graph inside the bucket was captured: warm-up itself covers the largest batch alone.
+
+    A dummy batch holds collectives: every rank of a group has to run it, or none. So the config decides, which all
+    share, and not what one rank knows alone, for instance that its kernel was demoted.
+    """
+    config = worker.vllm_config
+    if compat_config.mla_modules(config) and not _captured_inside(config):
         worker.execute_dummy_batch()
+
+
+def _captured_inside(config: Any) -> bool:
+    """Whether a graph inside the bucket was captured; a config that does not tell, tells no rank."""
+    try:
+        sizes, limit = compat_config.capture_sizes(config.compilation_config), engaged_pass(config).limit
+    except Exception:
+        return False
+    return any(size <= limit for size in sizes)
 
 
 def _verdict(worker: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Worker:
         compilation.inductor_compile_config = {} if pass_ is None else {current_platform.pass_key: pass_}
         compilation.static_forward_context = {NAME: layer}
         compilation.cudagraph_capture_sizes = [1, 8, 64]
-        compilation.cudagraph_mode = SimpleNamespace(name="FULL")
+        compilation.cudagraph_mode = SimpleNamespace(name="NONE")
         self.vllm_config = layer._vllm_config
         self.vllm_config.cache_config.cache_dtype = "auto"
         self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16")
@@ -96,14 +96,28 @@ def test_loading_starts_a_census_checks_the_kernels_and_keys_the_cache(said, mon
     assert pass_.uuid() != before
 
 
-def test_warm_up_runs_a_dummy_batch_only_where_nothing_has_run(said) -> None:
+def test_warm_up_runs_a_dummy_batch_where_no_graph_of_the_bucket_was_captured(said) -> None:
     one = Worker(ours())
     one.load_model()
     assert one.compile_or_warm_up_model() == "warm"
     assert one.dummies == 1
     assert said[-1] == (logging.INFO, "1/1 MLA layers engaged (reference, bf16 KV, decode bucket 1..16)")
-    one.compile_or_warm_up_model()
-    assert one.dummies == 1
+
+
+@pytest.mark.parametrize(("mode", "dummies"), [("NONE", 1), ("FULL", 0)])
+def test_a_rank_whose_kernel_was_demoted_runs_as_many_dummy_batches_as_the_others(
+    said, mode: str, dummies: int
+) -> None:
+    """They hold collectives: a rank that ran one more would wait for the others, or read their answers to another."""
+    ranks = [Worker(ours()), Worker(ours(), kernel="triton")]
+    for one in ranks:
+        one.vllm_config.compilation_config.cudagraph_mode = SimpleNamespace(name=mode)
+        one.load_model()
+    layers.distrust("planted", compat_config.mla_modules(ranks[1].vllm_config)[NAME])
+    for one in ranks:
+        census.reset()
+        one.compile_or_warm_up_model()
+    assert [one.dummies for one in ranks] == [dummies] * 2
 
 
 class Spoilt:

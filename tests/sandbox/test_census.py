@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -40,12 +41,15 @@ def config(key="k" * 64, capture_sizes=()):
 
 
 def after_warm_up(*, strict=False, rank=0, **changes):
-    """As the worker does it: the verdict, and whatever becomes of it, the files."""
-    verdict = record.as_record(LAYERS, 512, "fp8", rank)
-    try:
-        worker._say(verdict, strict)
-    finally:
-        worker._write_down(config(**changes), verdict)
+    """The worker's own ``take_census``; what it would ask of a running engine is answered here."""
+    one = SimpleNamespace(vllm_config=config(**changes), rank=rank)
+    answers = {
+        "_run_once": lambda _: None,
+        "_verdict": lambda _: record.as_record(LAYERS, 512, "fp8", rank),
+        "_is_strict": lambda _: strict,
+    }
+    with patch.multiple(worker, **answers):
+        worker.take_census(one)
 
 
 def test_census_all_engaged_is_one_info_line(said):
