@@ -5,7 +5,7 @@
 One engine of the sandbox (8 layers, bf16, plain GEMMs as on GPUs) compiles the decode bucket from cold. The passes are
 timed where they run, inside that compile, against vLLM's Inductor call for the range. Its post-grad graph is then laid
 out side by side up to 64 layers, and both our passes and stock's MLARoPEKVCacheCatFusionPass are timed on copies in the
-same process. Every time is the least of a few runs: on a shared machine the others measure the neighbours.
+same process. Every time is the least of a few runs, because other work on the machine makes runs slower.
 
 Exit status 1 when a bound is missed: per layer at 64 layers at most 1.3 times that at 8, at most a tenth of stock's
 pass at the same number of layers, at most 2 % of the compile. No bound is in milliseconds: machines differ. On those

@@ -1,7 +1,7 @@
-"""What is decided about one layer: admitted or not, which kernel, why. Decided once, and asked by everybody.
+"""One decision per layer: is it admitted, which kernel runs, and why. It is made once.
 
 The passes ask before they rewrite a layer, the ops when they run it, the worker what to check, the compile cache what
-its graphs depend on. Nothing here knows who emits a layer, and nothing outside decides.
+its graphs depend on. This file does not know who emits a layer. No other file decides.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def metric_labels(vllm_config: Any) -> dict[str, str | None]:
     """``model_name`` and ``engine`` as vLLM's metrics label this engine; a fact that cannot be read is None."""
     model = getattr(vllm_config, "model_config", None)
     parallel = getattr(vllm_config, "parallel_config", None)
-    # The rank that an engine of a dense model forgets, because its workers form no group with the other engines'.
+    # vLLM resets data_parallel_rank for dense models; data_parallel_index keeps it.
     index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", None))
     name = getattr(model, "served_model_name", None)
     return {"model_name": None if name is None else str(name), "engine": None if index is None else str(index)}

@@ -17,7 +17,8 @@ def release_of(version: str) -> tuple[int, int] | None:
 def in_window(version: str) -> bool:
     """Whether ``version`` is supported; a version that cannot be read is not, nor is a pre-release of the bound.
 
-    Builds from a shallow checkout call themselves ``0.1.dev1+g...``: they are outside too, and need the user's word.
+    Builds from a shallow checkout call themselves ``0.1.dev1+g...``. They are outside too: for them the user
+    must set ``debug.untested_vllm``.
     """
     release = release_of(version)
     return release is not None and WINDOW[0] <= release < WINDOW[1]

@@ -135,7 +135,7 @@ def scatter_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -
     has one, and where no row has one, the bytes that are there.
     """
     valid = slots >= 0
-    # argmax of a bool tensor is not implemented on every device; of equal maxima torch promises none, any will do.
+    # int32, because argmax of bool is missing on some devices. Any of the equal maxima is right.
     donor = valid.to(torch.int32).argmax()
     source = torch.where(valid, torch.arange(slots.shape[0], device=slots.device), donor)
     target = slots[source].clamp(min=0)

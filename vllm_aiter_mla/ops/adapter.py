@@ -29,37 +29,37 @@ class VLLMLayer:
         return scale
 
     def weight(self) -> AbsorbWeight:
-        """In the form in which vLLM keeps it."""
+        """Returns the weight in the form in which vLLM keeps it."""
         return layers.weight_of(self.module)
 
     def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
-        """By the back end that was chosen for the layer. Raises NoKernelError."""
+        """Runs the back end that was chosen for the layer. Raises NoKernelError."""
         return layers.prepare(self.name, self.module, inputs)
 
     def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
-        """By vLLM's own kernel."""
+        """Quantises with vLLM's kernel."""
         quantised: torch.Tensor = self.module._decode_concat_quant_fp8_op(absorbed, q_pe, self.q_scale)
         return quantised
 
     def rotate(
         self, q_pe: torch.Tensor, k_pe: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool
     ) -> None:
-        """By vLLM's own rotary kernel."""
+        """Rotates with vLLM's rotary kernel."""
         kernels.rotary_embedding(positions, q_pe, k_pe, table, is_neox)
 
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """By the attention implementation of the layer."""
+        """Attends with the layer's attention implementation."""
         attended: torch.Tensor = self.module.impl.forward_mqa(q_prepared, kv_cache, metadata, self.module)[0]
         return attended
 
     def v_up(self, attended: torch.Tensor, out: torch.Tensor) -> None:
-        """By vLLM's own projection."""
+        """Projects with vLLM's own projection."""
         self.module._v_up_proj(attended, out=out)
 
     def stock_forward(
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: Any, output: torch.Tensor
     ) -> None:
-        """``forward_impl``, which takes the cache as vLLM stores it."""
+        """Calls ``forward_impl``, which takes the cache as vLLM stores it."""
         self.module.forward_impl(q, kv_c, k_pe, self.module.kv_cache, metadata, output=output)
 
 

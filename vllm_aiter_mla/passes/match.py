@@ -106,7 +106,7 @@ def match_layers(graph: fx.Graph) -> list[tuple[str, LayerMatch | Refusal]]:
 
 
 def _match_or_refuse(attention: fx.Node, name: str, cone: pr.Cone, live: Liveness) -> LayerMatch | Refusal:
-    """One layer. Whatever its graph raises refuses this layer alone: the others, and the engine, go on."""
+    """Match one layer. An exception refuses this layer only."""
     try:
         return _Matcher(attention, name, cone, live).match()
     except NoMatchError as error:

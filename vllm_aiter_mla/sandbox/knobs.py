@@ -50,7 +50,7 @@ def plain_linears() -> None:
 
 
 def perturb_cache(share: float) -> None:
-    """Move a fixed ``share`` of the rope part of every fp8 KV row by one step: the yardstick of the demo's figures."""
+    """Shift a fixed ``share`` of fp8 rope values by one step. The demo compares its differences with this."""
     from vllm_aiter_mla.sandbox import attention, gpu_ops
 
     write = gpu_ops.write_kv_rows

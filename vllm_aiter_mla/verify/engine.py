@@ -107,7 +107,7 @@ class EagerEngine:
     def memory(self) -> tuple[int, int]:
         """Bytes that tensors hold, and bytes of the device in use outside torch's allocator.
 
-        Here those that the eager parts of replays made, for a recording makes none, and 0, for nobody knows.
+        Here: the bytes made by the eager parts of a replay; and 0, because a CPU cannot tell.
         """
         return self._watch.live_bytes(), 0
 

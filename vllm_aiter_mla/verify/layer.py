@@ -106,16 +106,16 @@ class Layer:
         )
 
     def weight(self) -> AbsorbWeight:
-        """In the activation dtype; this and the rest are the methods of ``MLALayer``."""
+        """Returns the weight in the activation dtype. This and the rest are the methods of ``MLALayer``."""
         return PlainWeight(self.w_uk_t)
 
     def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
-        """By the kernel under test."""
+        """Runs the kernel under test."""
         assert self.kernel is not None, "what is expected never runs what is tested"
         return self.kernel(inputs, self.buffers.batch)
 
     def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
-        """By the reference."""
+        """Quantises with the reference."""
         joined = torch.cat([absorbed, q_pe], dim=-1)
         return reference.store_nope(joined, self.q_scale.reciprocal(), self.buffers.variant.out)
 
@@ -123,24 +123,24 @@ class Layer:
     def rotate(
         q_pe: torch.Tensor, k_pe: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool
     ) -> None:
-        """By the reference, rounded to the activation dtype."""
+        """Rotates with the reference and rounds to the activation dtype."""
         cos, sin = reference.gather_cos_sin(table, positions)
         q_pe.copy_(reference.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), is_neox))
         k_pe.copy_(reference.rotate(k_pe, cos, sin, is_neox))
 
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Batch) -> torch.Tensor:
-        """Every row over the first ``row_keys`` keys of its own blocks, in float32."""
+        """Attends with each row over the first ``row_keys`` keys of its own blocks, in float32."""
         scale = self.q_scale if fp8.is_fp8(q_prepared.dtype) else 1.0
         return self._attend_cache(q_prepared.float() * scale, kv_cache)
 
     def v_up(self, attended: torch.Tensor, out: torch.Tensor) -> None:
-        """In float32, rounded once."""
+        """Projects in float32 and rounds once."""
         out.copy_(torch.einsum("tnl,nlv->tnv", attended, self.w_uv.float()).flatten(1))
 
     def stock_forward(
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: Batch | None, output: torch.Tensor
     ) -> None:
-        """Decode rows over the cache, prefill rows over one another's keys as they are handed over."""
+        """Decode rows attend over the cache, prefill rows over one another's keys as they are handed over."""
         if metadata is None:
             output.zero_()
             return

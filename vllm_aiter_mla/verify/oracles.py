@@ -81,7 +81,7 @@ class _Layer:
     def __init__(self, subject: Subject, own: Layer, inputs: DecodeInputs, attends: bool) -> None:
         self.own, self.inputs, self.rows = own, inputs, subject.defined_rows
         self.exact_nope = subject.backend.bounds == EXACT
-        # Nobody rotates as the reference does but itself.
+        # Only the reference's own rotation equals it to the bit.
         self.exact_rope = subject.backend.name == "reference"
         self.storage = own.storage.clone()
         self.queries: list[torch.Tensor] = []

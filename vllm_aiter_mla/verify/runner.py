@@ -150,7 +150,7 @@ class _Run:
         self.buffers.before_capture(batch)
         expected = self._expected(size, attends=False)
         segments = self._build(size)
-        outputs = run_eager(segments)  # compiles and loads whatever the first call of a size compiles and loads
+        outputs = run_eager(segments)  # the first call of a size compiles its kernels
         self.engine.synchronize()
         found = []
         for segment in segments:

@@ -181,7 +181,7 @@ def run_job(job: Job, engine: EagerEngine) -> Iterator[Result]:
     """The results of one back end's cases as they come; ``engine`` runs those that run in this process."""
     if job.here:
         for variant, case in product(job.variants, job.cases):
-            # A new back end for each case: what one leaves behind must not help or harm the next.
+            # A new back end for each case, because state kept by one case could change the next.
             yield run_case(case, variant, backends.load(job.backend), engine, job.options)
         return
     try:

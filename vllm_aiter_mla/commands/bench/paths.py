@@ -29,7 +29,7 @@ def available(sample: DecodeInputs) -> list[Path]:
     from vllm_aiter_mla.kernels.triton.launcher import entry, launch
 
     return [
-        # Without the back end's measured cap: from where on it is slower is what is to be measured.
+        # Without the measured cap: this benchmark finds the size from which the kernel is slower.
         Path(OURS, lambda inputs: launch(inputs, entry(inputs).tile)),
         Path(UNFUSED, baselines.unfused),
         _vllm(),

@@ -1,4 +1,4 @@
-"""Fields of a model config: one that is not what it should be is named with its value, and never guessed around."""
+"""Reads fields of a model config. A wrong value is an error that names field and value."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _comparison(ident: str, title: str, records: list[Record]) -> dict[str, Any]
             stages.setdefault(stage["name"], stage)
     ordered = sorted(stages.values(), key=lambda stage: _ORDER.index(stage["name"]))
     for number, stage in enumerate(ordered):
-        # The first shows what is gone in the end, the others what is not in the first.
+        # Mark in the first graph what the last one lacks, and in the others what the first lacks.
         other = ordered[0 if number else -1]
         words = f"{title}: one MLA layer, {stage['name']}"
         stage["chart"] = draw(boxes(stage["ops"]), boxes(other["ops"]), f"{ident}s{number}", words)

@@ -209,7 +209,7 @@ def _launches(results: list[dict[str, Any]], on_cpu: bool) -> list[tuple[str, st
     sizes: dict[tuple[str, str, str], set[int]] = {}
     for result in results:
         for size, words in result["launches"].items():
-            # The harness counts launches; where it replayed eagerly these are calls of PyTorch ops.
+            # verify counts launches; in eager replay it counts PyTorch ops.
             said = words.replace("launches:", "ops:") if on_cpu else words
             sizes.setdefault((result["backend"], result["variant"], said), set()).add(int(size))
     return [(b, v, ", ".join(map(str, sorted(found))), words) for (b, v, words), found in sizes.items()]

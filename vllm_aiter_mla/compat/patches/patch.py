@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Calls:
-    """Whom the hooks call: given from above, because compat/ does not know who decides.
+    """Functions that the patches call. plugin.py passes them in, because compat/ must not import gate or worker.
 
     Attributes:
         gate: takes each ``VllmConfig`` that is built.

@@ -27,7 +27,7 @@ INSTALL = f"install amd-aiter {FIRST_GOOD} or newer (PyPI's `aiter` is another p
 
 @dataclass(frozen=True, slots=True)
 class AiterInstall:
-    """What was found, and why it will not do, if it will not.
+    """What was found; and the reason, if AITER cannot be used.
 
     Attributes:
         reason: one sentence why AITER cannot be used, or None.
@@ -47,7 +47,7 @@ class AiterInstall:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing speaks against importing it."""
+        """Whether it can be imported."""
         return self.reason is None
 
 

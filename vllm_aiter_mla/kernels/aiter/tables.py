@@ -44,7 +44,7 @@ class TableHalves:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Tables held, dead ones that were not yet swept included."""
+        """Number of tables kept; freed ones count until they are removed."""
         return len(self._entries)
 
     def halves(self, table: torch.Tensor) -> Halves:

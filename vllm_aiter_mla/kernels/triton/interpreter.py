@@ -1,4 +1,4 @@
-"""Triton's interpreter with float casts that can be trusted: the CPU oracle's other side, for tests only.
+"""Corrects the float casts of Triton's interpreter. For tests only.
 
 Symptom: as shipped (3.6 to 3.9) its casts round half up, drop mantissa carries and truncate float32 to bfloat16, its
 dot product of bfloat16 multiplies the bit patterns, and after a launch it copies every argument's whole storage onto

@@ -1,9 +1,9 @@
-"""A stand-in for AMD's AITER on machines without an AMD card, as unforgiving as the real one.
+"""A stand-in for AMD's AITER on machines without an AMD card. It ends the process where AITER would.
 
 ``install(arch, version)`` writes a package ``aiter`` with the real file layout into a directory and puts it first on
-the import path, for child processes too. Its one op runs in plain PyTorch, reads memory as AITER's kernels do
-(addresses, not shapes) and ends the process where AITER would. It belongs to the demo and the tests; nothing else
-imports it, and it says nothing about AMD hardware.
+the import path, for child processes too. Its one op runs in plain PyTorch and reads memory as AITER's kernels do
+(addresses, not shapes). It belongs to the demo and the tests; nothing else imports it, and it says nothing about AMD
+hardware.
 
 ``trees`` writes the packages, good and broken; ``op`` validates and dispatches; ``execute`` is the arithmetic;
 ``gemm`` the batched GEMM over fp8 weights; ``memory`` the raw reads and the ways to die.

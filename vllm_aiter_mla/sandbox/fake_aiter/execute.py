@@ -39,7 +39,7 @@ def run(call: Call) -> None:
     """Write ``q_out`` and ``kv_cache`` as the chosen kernel would.
 
     AITER leaves rows it skips as they were, that is with whatever the allocator handed out. Here all of ``q_out`` is
-    poisoned with NaN first: whoever reads a row that was not written shall notice.
+    filled with NaN first, so that reading an unwritten row is noticed.
     """
     act, tokens = call.kv_c.dtype, call.slot_mapping.shape[0]
     _bytes(call.q_out).fill_(FP8_NAN.get(call.q_out.dtype, 0xFF))

@@ -1,4 +1,4 @@
-"""The fake's front door: AITER's host-side checks and its choice of kernel, in its order.
+"""The entry of the fake op: AITER's host-side checks, then its choice of kernel, in AITER's order.
 
 Source: ``fused_qk_rope_concat_and_cache_mla`` in csrc/kernels/cache_kernels.cu, ``_aiter_dtype_id`` in
 aiter/utility/dtypes.py and ``torch_compile_guard`` in aiter/jit/utils/torch_guard.py.
@@ -140,7 +140,7 @@ def _dispatch(
 
 
 def _launch_guard(tokens: int) -> None:
-    # A launch error is not looked at where it happens: HIP hands it to whoever asks next.
+    # HIP reports a launch error at the next call, not at the launch.
     if _pending_error:
         raise RuntimeError(_pending_error.pop())
     if tokens == 0:
