@@ -96,6 +96,7 @@ LAYER_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"hisparse": True}, "hisparse"),
     ({"kv_cache_ndim": 4}, "kv_cache_ndim"),
     ({"cos_sin_dtype_matches": False}, "cos_sin_dtype"),
+    ({"graph_dtype": "float16"}, "activation_dtype"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
     ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype"),
     ({"num_heads": 0}, "geometry"),

@@ -258,6 +258,7 @@ class LayerView:
         known_impls: class names of the implementations that the fast path calls correctly.
         q_pad_num_heads: heads the implementation pads the query to, ``None`` without padding.
         kv_cache_ndim: dimensions of the bound KV cache; ``None`` while none is bound (compilation runs before).
+        graph_dtype: what a graph computes in, where it is another dtype than the layer's; empty where it is the same.
         num_heads, qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank, v_head_dim: N (per rank), P, R, L and V.
     """
 
@@ -276,6 +277,7 @@ class LayerView:
     pcp_world_size: int = 1
     dcp_q_replicate: bool = False
     hisparse: bool = False
+    graph_dtype: str = ""
     cos_sin_dtype_matches: bool = True
     sliding_window: bool = False
     num_heads: int = 16
@@ -330,6 +332,10 @@ def _layer_cache(view: LayerView) -> Refusal | None:
         return Refusal("hisparse", "the layer's KV rows are managed by HiSparse")
     if view.kv_cache_ndim not in (None, 3):
         return Refusal("kv_cache_ndim", f"the KV cache has {view.kv_cache_ndim} dimensions, not 3")
+    if view.graph_dtype:
+        # The self-check ran in the layer's own dtype: it says nothing about another.
+        message = f"the graph computes in {view.graph_dtype}, the layer's weights are for {view.model_dtype}"
+        return Refusal("activation_dtype", message)
     if not view.cos_sin_dtype_matches:
         return Refusal("cos_sin_dtype", "the cos/sin table's dtype differs from the activations'")
     return _kv_cache_dtype(view.kv_cache_dtype, view.model_dtype)

@@ -92,11 +92,7 @@ def decide(
 def _decide(
     module: Any, known: _Known, is_neox: bool, act: torch.dtype | None, table_dtype: torch.dtype | None
 ) -> Decision:
-    refusal = admit_layer(compat_layer.layer_view(module, table_dtype))
-    own = compat_layer.activation_dtype(module)
-    if refusal is None and act not in (None, own):
-        # The self-check ran in the layer's own dtype: it says nothing about another.
-        refusal = Refusal("activation_dtype", f"the graph computes in {act}, the layer's weights are for {own}")
+    refusal = admit_layer(compat_layer.layer_view(module, table_dtype, act))
     if refusal is not None:
         return Decision(None, refusal)
     shape = shape_of(module, is_neox=is_neox, act=act)

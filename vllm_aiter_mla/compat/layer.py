@@ -12,12 +12,15 @@ KNOWN_IMPLS = {"AiterMLAImpl"}
 """Class names of the attention implementations that the fast path calls correctly; the sandbox adds its own."""
 
 
-def layer_view(layer: Any, cos_sin_dtype: torch.dtype | None = None) -> LayerView:
+def layer_view(
+    layer: Any, cos_sin_dtype: torch.dtype | None = None, graph_dtype: torch.dtype | None = None
+) -> LayerView:
     """Read the facts that admission decides on; unknown attributes of other releases count as their neutral value.
 
     Args:
         layer: the attention module, its weights loaded.
         cos_sin_dtype: dtype of the rotary table where the graph shows it.
+        graph_dtype: activation dtype of the graph, where there is one.
     """
     impl = layer.impl
     act = activation_dtype(layer)
@@ -38,6 +41,7 @@ def layer_view(layer: Any, cos_sin_dtype: torch.dtype | None = None) -> LayerVie
         pcp_world_size=2 if getattr(layer, "use_pcp", False) else 1,
         dcp_q_replicate=bool(getattr(layer, "dcp_q_replicate", False)),
         hisparse=getattr(layer, "hisparse_cache", None) is not None,
+        graph_dtype="" if graph_dtype in (None, act) else str(graph_dtype).removeprefix("torch."),
         cos_sin_dtype_matches=cos_sin_dtype is None or act is None or cos_sin_dtype == act,
         sliding_window=getattr(layer, "sliding_window", None) is not None,
         num_heads=layer.num_heads,
