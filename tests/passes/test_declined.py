@@ -276,14 +276,7 @@ CASES: dict[str, Case] = {
     "stock's fusion without one result": ("stock_fusion_incomplete", without_a_result, {"prefused": True}),
     "a layer name that cannot be read": ("layer_name_unreadable", nameless, {}),
     "positions that are not int64": ("positions", narrow_positions, {}),
-    **{
-        f"attention given {name}": (
-            "dcp_q_replicated" if name == "q_dcp_replicated" else "fused_output_quant",
-            output_quant(name),
-            {},
-        )
-        for name in NONE_ARGS
-    },
+    **{f"attention given {name}": (code, output_quant(name), {}) for name, code in NONE_ARGS.items()},
 }
 EXTRA_ROPES = {
     "partial": partial,

@@ -1,7 +1,7 @@
 """What of vLLM this plugin is built on: names of its config and platform, and the schemas of its MLA ops.
 
-The gate declines an engine whose vLLM differs. To support a new argument of an op, add it to ``SCHEMAS`` here and to
-the arguments that the matcher reads (``passes.match``, ``passes.kv_update``), and carry it into the rewritten call.
+The gate declines an engine whose vLLM differs. A new argument of an op has to be added to ``SCHEMAS`` here, and to
+the lists of ``passes.match`` or ``passes.kv_update``: docs/development.md says what each of them then does with it.
 """
 
 from __future__ import annotations
