@@ -30,13 +30,6 @@ def define(
     )
 
 
-def layer_name_of(layer_name: Any) -> str:
-    """The dotted name behind the argument ``layer_name`` of an op."""
-    from vllm.utils.torch_utils import _resolve_layer_name
-
-    return str(_resolve_layer_name(layer_name))
-
-
 def with_attention_hooks(function: Callable[..., None]) -> Callable[..., None]:
     """``function`` under the two decorators that vLLM's own attention ops carry, applied at the first call.
 

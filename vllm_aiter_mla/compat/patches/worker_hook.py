@@ -73,6 +73,6 @@ PATCH = Patch(
     probe="the census line after warm-up; its absence shows",
     remove_when="vLLM calls plugins after a worker has loaded its weights and after its warm-up",
     apply=lambda calls: install_if_loaded(calls.attach),
-    # Without it the fast path is right but unchecked and unannounced.
+    # Without it no kernel is checked, and no graph is rewritten.
     required=True,
 )
