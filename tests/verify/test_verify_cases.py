@@ -29,7 +29,7 @@ def test_the_reference_passes_every_case(run, subject, variant):
         assert result.checks > 0 or name.startswith("kernel-census"), name
 
 
-def test_inductor_finds_the_fake_right(run, subject):
+def test_the_op_inside_torch_compile_changes_the_buffers_that_it_is_given(run, subject):
     result = run("compiled-by-inductor", subject)
     assert result.status == "passed", result.findings
 
@@ -128,7 +128,7 @@ def test_a_back_end_that_declines_is_skipped_with_its_reason(run, subject):
 
 
 def test_a_back_end_that_raises_is_a_failure_and_no_crash(run, subject):
-    def prepare(inputs, batch):
+    def prepare(inputs):
         raise ZeroDivisionError("in the kernel")
 
     result = run("fresh-data", replace(subject, prepare=prepare))
