@@ -32,7 +32,7 @@ def run(case: Case, buffers: Buffers, subject: Subject, engine: EagerEngine) -> 
     """
     library = torch.library.Library(f"vllm_aiter_mla_verify_{next(_number)}", "DEF")
     outputs: Outputs = {}
-    op = _define(library, Op(buffers, subject, 0, outputs))
+    op = _define(library, Op(buffers, subject, 0, outputs, "piecewise"))
     width = buffers.layers[0].out.shape[1]
 
     def step(q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, positions: torch.Tensor) -> tuple[Any, ...]:
@@ -57,7 +57,7 @@ def _define(library: torch.library.Library, op: Op) -> Callable[..., None]:
 
     def attend(*given: torch.Tensor) -> None:
         *rows, positions, out = given
-        op.attend(Rows(*rows), positions, out)
+        op(Rows(*rows), positions, out)
 
     schema = "attend(Tensor(a!) q, Tensor(b!) k_pe, Tensor kv_c, Tensor positions, Tensor(c!) out) -> ()"
     library.define(schema, tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe))

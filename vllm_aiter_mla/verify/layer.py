@@ -128,23 +128,11 @@ class Layer:
         return reference.store_nope(joined, self.q_scale.reciprocal(), self.buffers.variant.out)
 
     def rope_and_write(
-        self,
-        q_pe: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_c: torch.Tensor,
-        positions: torch.Tensor,
-        table: torch.Tensor,
-        slots: torch.Tensor,
-        k_scale: torch.Tensor,
-        is_neox: bool,
-    ) -> None:
-        """Does what vLLM's kernel does: it wants a slot for each row, and leaves k_pe as it is where that is negative.
-
-        Raises:
-            ValueError: other rows than slots.
-        """
-        if not len(slots) == len(q_pe) == len(k_pe) == len(kv_c) == len(positions):
-            raise ValueError(f"one slot per row expected, got {len(slots)} slots for {len(q_pe)} rows")
+        self, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, positions: torch.Tensor,
+        table: torch.Tensor, slots: torch.Tensor, k_scale: torch.Tensor, is_neox: bool,
+    ) -> None:  # fmt: skip
+        """Does what vLLM's kernel does, which wants a slot per row and leaves k_pe as it is where that is negative."""
+        assert len(slots) == len(q_pe) == len(k_pe) == len(kv_c) == len(positions), "one slot per row"
         given = k_pe.clone()
         self.rotate(q_pe, k_pe, positions, table, is_neox)
         k_pe.copy_(torch.where(slots.view(-1, 1) >= 0, k_pe, given))

@@ -17,18 +17,6 @@ from vllm_aiter_mla.verify.layer import Rows
 Outputs = dict[str, torch.Tensor]
 
 
-def attend(
-    step: bodies.LayerStep,
-    q: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_c: torch.Tensor,
-    rope: bodies.Rope,
-    out: torch.Tensor,
-) -> None:
-    """The op of the plugin; looked up at every call."""
-    bodies.attention_with_rope(step, q, k_pe, kv_c, rope, out)
-
-
 def produce(source: Rows, work: Rows) -> None:
     """Write a step's rows anew, as the matrix products in front of the op do."""
     for given, written in zip(source, work, strict=True):
@@ -51,7 +39,7 @@ class Subject:
     backend: KernelBackend
     prepare: Run
     defined_rows: Callable[[DecodeInputs], int]
-    attend: Callable[..., None] = attend
+    attend: Callable[..., None] = lambda *given: bodies.attention_with_rope(*given)  # looked up at every call
     produce: Callable[[Rows, Rows], None] = produce
     splitting: bool = True
 
@@ -62,51 +50,41 @@ def subject_of(backend: KernelBackend) -> Subject:
 
 
 class Op:
-    """One layer's op over the buffers; its prepared query is noted among the step's outputs, if there is one.
+    """One layer's op over the buffers; what the kernel prepares is noted among the step's outputs.
 
     Args:
         buffers: what the step reads and writes.
         subject: what is tested.
         index: of the layer.
         outputs: of the step.
-        slots: S; by default the whole buffer, however many rows a step has.
-        piecewise: whether the op is told that graphs are piecewise.
+        kind: as ``build`` has it.
+        slots: likewise.
     """
 
     def __init__(
-        self, buffers: Buffers, subject: Subject, index: int, outputs: Outputs, slots: int | None = None,
-        piecewise: bool = False,
-    ) -> None:  # fmt: skip
-        self._buffers, self._subject, self._outputs = buffers, subject, outputs
-        self._slots, self._piecewise, self._name = slots, piecewise, query_name(index)
-        self.layer = replace(buffers.layers[index], tested=self._noted)
-
-    def attend(self, rows: Rows, positions: torch.Tensor, out: torch.Tensor) -> None:
-        """What serving runs."""
-        self._outputs.pop(self._name, None)
-        self._subject.attend(self._step(), *rows, self._rope(positions), out)
-
-    def prepare(self, rows: Rows, positions: torch.Tensor) -> None:
-        """What a full graph holds of it before the decode kernel."""
-        query = bodies.prepared_query(self._step(), *rows, self._rope(positions))
-        assert query is not None, "the layer always has a kernel"
-        self._outputs[self._name] = query
+        self, buffers: Buffers, subject: Subject, index: int, outputs: Outputs, kind: str, slots: int | None = None
+    ) -> None:
+        self._buffers, self._subject, self._outputs, self._kind = buffers, subject, outputs, kind
+        self._slots, self._name = slots, query_name(index)
+        self._layer = replace(buffers.layers[index], tested=self._noted)
 
     def _noted(self, inputs: DecodeInputs) -> torch.Tensor:
         self._outputs[self._name] = query = self._subject.prepare(inputs)
         return query
 
-    def _rope(self, positions: torch.Tensor) -> bodies.Rope:
-        return bodies.Rope(positions, self._buffers.table, self.layer.k_scale, self._buffers.variant.is_neox)
-
-    def _step(self) -> bodies.LayerStep:
-        """What Python knows of the step now."""
-        batch, cache, slots = self._buffers.batch, self.layer.kv_cache, self._buffers.slots[: self._slots]
-        metadata = None if batch.dummy else batch
-        decode_only = not batch.dummy and not batch.prefill_rows
-        return bodies.LayerStep(
-            self._name, self.layer, cache, slots, metadata, batch.rows, decode_only, self._piecewise
+    def __call__(self, rows: Rows, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Run it on what Python knows of the step now."""
+        layer, batch, table = self._layer, self._buffers.batch, self._buffers.table
+        step = bodies.LayerStep(
+            self._name, layer, layer.kv_cache, self._buffers.slots[: self._slots], None if batch.dummy else batch,
+            batch.rows, not batch.dummy and not batch.prefill_rows, self._kind == "piecewise",
         )  # fmt: skip
+        rope = bodies.Rope(positions, table, layer.k_scale, self._buffers.variant.is_neox)
+        self._outputs.pop(self._name, None)
+        if self._kind != "kernel":
+            self._subject.attend(step, *rows, rope, out)
+        elif (query := bodies.prepared_query(step, *rows, rope)) is not None:
+            self._outputs[self._name] = query
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +113,6 @@ def build(kind: str, buffers: Buffers, subject: Subject, size: int, slots: int |
     """
     results: Outputs = {}
     positions = buffers.positions[:size]
-    ops = [Op(buffers, subject, i, results, slots, kind == "piecewise") for i in range(len(buffers.layers))]
 
     def tail() -> None:
         # Something behind the attention that a graph computes from its output buffer.
@@ -149,14 +126,15 @@ def build(kind: str, buffers: Buffers, subject: Subject, size: int, slots: int |
 
         return Segment(captured, run)
 
-    if kind == "kernel":
-        return [segment(True, *(partial(op.prepare, op.layer.source.first(size), positions) for op in ops))]
     calls: list[tuple[bool, Callable[[], None]]] = []
-    for layer, op in zip(buffers.layers, ops, strict=True):
-        work = layer.work.first(size)
-        calls.append((True, partial(subject.produce, layer.source.first(size), work)))
-        calls.append((False, partial(op.attend, work, positions, layer.out[:size])))
-    calls.append((True, tail))
+    for i, layer in enumerate(buffers.layers):
+        op = Op(buffers, subject, i, results, kind, slots)
+        source, work = layer.source.first(size), layer.work.first(size)
+        if kind != "kernel":
+            calls.append((True, partial(subject.produce, source, work)))
+        calls.append((False, partial(op, source if kind == "kernel" else work, positions, layer.out[:size])))
+    if kind != "kernel":
+        calls.append((True, tail))
     if kind == "piecewise":
         return [segment(captured, call) for captured, call in calls]
     return [segment(True, *(call for _, call in calls))]
