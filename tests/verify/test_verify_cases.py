@@ -13,6 +13,7 @@ from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 from vllm_aiter_mla.verify import cases, interpreted, runner, setting
 from vllm_aiter_mla.verify.buffers import Buffers
 from vllm_aiter_mla.verify.engine import EagerEngine
+from vllm_aiter_mla.verify.faults import FAULTS
 from vllm_aiter_mla.verify.oracles import ORACLES
 from vllm_aiter_mla.verify.subject import subject_of
 
@@ -33,6 +34,12 @@ def test_the_reference_passes_every_case(run, subject, variant):
 def test_the_op_inside_torch_compile_changes_the_buffers_that_it_is_given(run, subject):
     result = run("compiled-by-inductor", subject)
     assert result.status == "passed", result.findings
+
+
+@pytest.mark.mutation
+def test_mutation_the_op_inside_torch_compile_rotates_copies(run, subject):
+    (fault,) = (fault for fault in FAULTS if fault.name == "rotates-copies")
+    assert "attention-output" in broken(run("compiled-by-inductor", fault.plant(subject)))
 
 
 def test_the_interpreted_kernel_passes_with_one_launch():
