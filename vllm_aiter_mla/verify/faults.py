@@ -126,10 +126,6 @@ def _rotates_again(right: Op, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torc
     Layer.rotate(q_pe, k_pe, positions, table, is_neox)
 
 
-def _rotates_copies(right: Op, q_pe: torch.Tensor, k_pe: torch.Tensor, *given: Any) -> None:
-    right(q_pe.clone(), k_pe.clone(), *given)
-
-
 def _produces_once(right: Subject) -> Subject:
     done: set[tuple[int, torch.Size]] = set()
 
@@ -223,7 +219,8 @@ FAULTS = [
     Fault("rotates-twice", "rows that vLLM's kernel has rotated are rotated again",
           "mixed-batch-piecewise", "attention-output", _method("rope_and_write", _rotates_again)),
     Fault("rotates-copies", "copies are rotated, and the layer's own attention gets q and k_pe as they were",
-          "mixed-batch-piecewise", "attention-output", _method("rope_and_write", _rotates_copies)),
+          "mixed-batch-piecewise", "attention-output",
+          _method("rope_and_write", lambda right, q_pe, k_pe, *given: right(q_pe.clone(), k_pe.clone(), *given))),
     Fault("rotates-padded-rows", "the padding of a mixed batch is rotated like its real rows",
           "mixed-batch-piecewise", "inputs-unchanged", _takes_padding_for_rows),
     Fault("prepares-padded-rows", "the padding of a decode batch is prepared, and the decode kernel reads it",
