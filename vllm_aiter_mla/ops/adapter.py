@@ -44,7 +44,7 @@ class VLLMLayer:
     def q_scale(self) -> torch.Tensor:
         """See ``MLALayer.q_scale``; likewise the methods below."""
         scale = self._buffers.get("_q_scale")
-        return self.module._q_scale if scale is None else scale  # type: ignore[no-any-return]
+        return self.module._q_scale if scale is None else scale
 
     def weight(self) -> AbsorbWeight:
         """Returns the weight in the form in which vLLM keeps it."""
