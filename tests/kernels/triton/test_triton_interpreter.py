@@ -123,10 +123,17 @@ def test_triton_baseline_of_the_benchmark_writes_the_bytes_of_stock(interpreted,
 
 @pytest.mark.parametrize("quantised", [True, False])
 def test_triton_bench_paths_agree_on_the_operands_of_the_benchmark(interpreted, quantised):
-    found = interpreted("bench_row", quantised=quantised)
+    found = interpreted("bench_row", quantised=quantised, fp8_weight=False)
     assert found["runnable"] == ["one launch", "unfused", "torch"]
     assert found["wrong"] == {}
     assert "not importable" in found["missing"]["vllm"]
+
+
+def test_triton_bench_over_fp8_weights_without_aiter_measures_the_launch_and_says_why_no_other(interpreted):
+    found = interpreted("bench_row", quantised=True, fp8_weight=True)
+    assert found["runnable"] == ["one launch", "torch"]
+    assert found["wrong"] == {}
+    assert "AITER's fp8 batched GEMM cannot be imported" in found["missing"]["unfused"]
 
 
 def test_triton_kernel_keeps_nan_payloads_in_bf16_and_gives_the_lowest_fp8(interpreted):
@@ -145,6 +152,33 @@ def test_triton_query_rows_beyond_two_to_the_31_elements_are_read_right(interpre
     assert found["refused"] is None
     assert found["wrong_rope"] == 0
     assert found["nope_steps"] <= 1
+
+
+# What a start-up compares on each card with one head: 7 rows, then what each further tile needs, up to L.
+CHECKED = {
+    ("gfx942", 1024): [7, 32, 65],
+    ("gfx942", 20): [7, 20],
+    ("gfx942", 16): [7],
+    ("sm90", 1024): [7, 32, 65, 129],
+}
+
+
+@pytest.mark.parametrize(("arch", "limit"), CHECKED)
+@pytest.mark.parametrize("weight", ["plain", "fp8"])
+def test_triton_self_check_runs_each_tile_that_the_bucket_reaches(interpreted, arch, limit, weight):
+    codes = {"gfx942": "float8_e4m3fnuz", "sm90": "float8_e4m3fn"}[arch]
+    found = interpreted("self_checked", arch=arch, limit=limit, weight=codes if weight == "fp8" else weight)
+    assert found["ok"], found["message"]
+    assert [tokens for tokens, _ in found["launched"]] == CHECKED[arch, limit]
+    assert len({tile for _, tile in found["launched"]}) == len(found["launched"])
+
+
+@pytest.mark.mutation
+def test_triton_mutation_one_bad_tile_fails_the_self_check(interpreted):
+    for tile in ("32x64/4w", "64x64/4w"):
+        found = interpreted("self_checked", arch="gfx942", limit=1024, weight="plain", bad_tile=tile)
+        assert not found["ok"]
+        assert "FAILED" in found["message"]
 
 
 def test_triton_interpreter_casts_are_wrong_as_shipped_and_exact_once_replaced(interpreted):

@@ -22,11 +22,14 @@ from triton_mutations import MUTATIONS
 
 from vllm_aiter_mla.commands.bench import paths, points, run
 from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.selfcheck import self_check
+from vllm_aiter_mla.kernels.shape import LayerShape
 from vllm_aiter_mla.kernels.triton import baselines, interpreter, kernel, launcher, product
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.kernels.triton.tiles import TABLE
 
 BACKEND = TritonBackend()
+_LAUNCH = launcher.launch
 _SHIPPED = triton_interpreter._convert_float
 _FOLDER = tempfile.TemporaryDirectory()
 
@@ -91,10 +94,34 @@ def compare_unfused(case: dict[str, Any]) -> dict[str, Any]:
     return cases.compare(inputs, storage, baselines.unfused, reference.TWO_ROUNDING)
 
 
-def bench_row(quantised: bool) -> dict[str, Any]:
+def self_checked(arch: str, limit: int, weight: str, bad_tile: str | None = None) -> dict[str, Any]:
+    """The start-up check on a small layer as on a card of ``arch``: its verdict, and the T of every call it compared.
+
+    ``bad_tile``: label of a tile that writes one value of the query wrong.
+    """
+    launched = []
+
+    def launch(inputs: Any, tile: Any) -> torch.Tensor:
+        launched.append((inputs.num_tokens, tile.label))
+        out = _LAUNCH(inputs, tile)
+        if tile.label == bad_tile:
+            out[-1, 0, 0] = -out[-1, 0, 0] - 8
+        return out
+
+    act, key = torch.bfloat16, ("plain",) if weight == "plain" else ("fp8", getattr(torch, weight))
+    shape = LayerShape(1, 128, act, act, 1, False, latent=64, rope=16, weight=key)
+    launcher.launch, launcher.current_arch, before = launch, lambda: arch, launcher.current_arch
+    try:
+        found = self_check(BACKEND, shape, limit)
+    finally:
+        launcher.launch, launcher.current_arch = _LAUNCH, before
+    return {"ok": found.ok, "message": found.message, "launched": launched[1:]}
+
+
+def bench_row(quantised: bool, fp8_weight: bool) -> dict[str, Any]:
     """Every path the benchmark would time, run on one of its own operand sets and compared as it compares them."""
     sys.modules["vllm"] = None  # type: ignore[assignment]  # a machine without vLLM
-    (inputs,) = points.operands(points.Point(9, 2, quantised), torch.float8_e4m3fn, 1, device="cpu")
+    (inputs,) = points.operands(points.Point(9, 2, quantised, fp8_weight), torch.float8_e4m3fn, 1, device="cpu")
     ways = paths.available(inputs)
     runnable = [way.name for way in ways if way.prepare is not None]
     missing = {way.name: way.reason for way in ways if way.prepare is None}
@@ -213,6 +240,7 @@ OPERATIONS = {
     "odd_rows": odd_rows,
     "fp8_dots": fp8_dots,
     "compare_unfused": compare_unfused,
+    "self_checked": self_checked,
     "bench_row": bench_row,
     "nan_and_payload": nan_and_payload,
     "far_cache": far_cache,
