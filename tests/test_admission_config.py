@@ -37,7 +37,6 @@ CONFIG_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"dcp": 2}, "dcp", "decode_context_parallel_size"),
     ({"pcp": 2}, "pcp", "prefill_context_parallel_size"),
     ({"hisparse": True}, "hisparse", "hisparse_config"),
-    ({"fp8_bmm": True, "kernel": "triton"}, "fp8_bmm", "VLLM_ROCM_USE_AITER_FP8BMM"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype", "kv_cache_dtype"),
     ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype", "fp8_ds_mla"),
     ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype", "nvfp4"),

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_aiter_mla import layers
-from vllm_aiter_mla.admission import ConfigView, admit_config
 from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, fp8, reference
@@ -150,18 +149,6 @@ def test_kernels_are_chosen_apart_for_both_kinds_of_weight(arch) -> None:
     bound.prepare(operands(arch))
     assert gemm.calls == [(4, 7)]
     assert len(bound._warm) == 2
-
-
-def test_the_triton_kernel_declines_and_the_gate_says_so_beforehand() -> None:
-    pytest.importorskip("triton")
-    from vllm_aiter_mla.kernels.triton import backend
-
-    assert "VLLM_ROCM_USE_AITER_FP8BMM=0" in str(backend._contract(operands("gfx942")))
-    refusal = admit_config(ConfigView(fp8_bmm=True, kernel="triton"))
-    assert refusal is not None
-    assert refusal.code == "fp8_bmm"
-    for kernel in ("auto", "aiter", "stock"):
-        assert admit_config(ConfigView(fp8_bmm=True, kernel=kernel)) is None
 
 
 def test_vllms_own_kernels_multiply_by_the_same_gemm(arch, monkeypatch) -> None:

@@ -29,7 +29,6 @@ ENGINE_REASONS: dict[str, str] = {
     "pcp": "prefill context parallelism splits a prompt over ranks",
     "hisparse": "HiSparse keeps KV rows in host memory",
     "kv_cache_dtype": "the KV cache's dtype or layout is not one the kernels write",
-    "fp8_bmm": "the absorb matrix is held in fp8 for AITER's batched GEMM, and the kernel asked for takes none",
     "graph_partition": "an explicit use_inductor_graph_partition=False cuts the graph at the attention op",
     "splitting_ops": "explicit splitting_ops cut the graph at the attention op or the KV-cache update",
     "user_pass": "the custom pass already in place cannot be chained",
@@ -135,8 +134,6 @@ class ConfigView:
         model_dtype: activation dtype without the ``torch.`` prefix; empty when unknown.
         use_inductor_graph_partition: as the user gave it; ``None`` when left alone.
         splitting_ops: as the user gave them; ``None`` when left alone.
-        fp8_bmm: AITER's fp8 batched GEMM is switched on for the absorb step.
-        kernel: the plugin's kernel option.
     """
 
     vllm_version: str = ""
@@ -155,8 +152,6 @@ class ConfigView:
     hisparse: bool = False
     kv_cache_dtype: str = "auto"
     model_dtype: str = ""
-    fp8_bmm: bool = False
-    kernel: str = "auto"
     use_inductor_graph_partition: bool | None = None
     splitting_ops: tuple[str, ...] | None = None
 
@@ -217,8 +212,6 @@ def _parallel(view: ConfigView) -> Refusal | None:
 def _cache(view: ConfigView) -> Refusal | None:
     if view.hisparse:
         return Refusal("hisparse", "attention_config.hisparse_config is set")
-    if view.fp8_bmm and view.kernel == "triton":
-        return Refusal("fp8_bmm", "kernel=triton takes no fp8 absorb weights; set VLLM_ROCM_USE_AITER_FP8BMM=0")
     return _kv_cache_dtype(view.kv_cache_dtype, view.model_dtype)
 
 

@@ -34,11 +34,10 @@ def fake_torch(hip: str | None, cuda: str | None = None) -> Any:
 
 
 @pytest.mark.usefixtures("rocm_card")
-def test_the_fp8_bmm_that_vllm_switches_on_is_taken_by_aiter_and_not_by_triton() -> None:
+def test_the_fp8_bmm_that_vllm_switches_on_is_no_problem() -> None:
     found = switches.fp8_bmm(given(VLLM_ROCM_USE_AITER="1"))
     assert found.status == "ok"
     assert "unset, which means on" in found.detail
-    assert "which kernel=triton declines" in found.detail
     off = given(VLLM_ROCM_USE_AITER="1", VLLM_ROCM_USE_AITER_FP8BMM="0")
     assert switches.fp8_bmm(off).status == "ok"
 

@@ -32,8 +32,6 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
         mode="unset" if compilation.mode is None else compilation.mode.name,
         backend=compilation.backend,
         hisparse=getattr(vllm_config.attention_config, "hisparse_config", None) is not None,
-        fp8_bmm=_fp8_bmm(),
-        kernel=settings.kernel,
         use_inductor_graph_partition=knobs.use_inductor_graph_partition,
         splitting_ops=knobs.splitting_ops,
         dcp=getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1),
@@ -114,17 +112,3 @@ def _breakable_cudagraph() -> bool:
     except ImportError:
         return False
     return bool(is_breakable_cudagraph_enabled())
-
-
-def _fp8_bmm() -> bool:
-    """Whether every absorb matrix that is not fp4 will be fp8: on by default wherever VLLM_ROCM_USE_AITER is.
-
-    fp4 is left to the layer: AITER quantises only bf16 weights to fp4 and keeps the others as they are.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_rocm():
-        return False
-    from vllm._aiter_ops import rocm_aiter_ops
-
-    return bool(rocm_aiter_ops.is_fp8bmm_enabled())

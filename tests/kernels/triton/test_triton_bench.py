@@ -43,6 +43,7 @@ def test_triton_bench_without_a_gpu_says_so_in_one_line_and_exits_2(capsys):
     ("wrong", "told"),
     [
         ({"kind": "fp4"}, "--type fp4: fp8, bf16, both expected"),
+        ({"weights": "fp4"}, "--weights fp4: bf16, fp8 expected"),
         ({"rounds": 0}, "--rounds 0: between 1 and"),
         ({"tokens": (4, -1)}, "--tokens -1: between 1 and"),
         ({"tokens": (10**20,)}, "--tokens 100000000000000000000: between 1 and"),
@@ -77,10 +78,11 @@ def test_triton_bench_covers_the_grid_of_the_issue():
 
 
 @pytest.mark.parametrize("quantised", [True, False])
-def test_triton_bench_counts_each_byte_of_a_call_once(quantised):
-    point = Point(3, 2, quantised)
+@pytest.mark.parametrize("fp8_weight", [True, False])
+def test_triton_bench_counts_each_byte_of_a_call_once(quantised, fp8_weight):
+    point = Point(3, 2, quantised, fp8_weight)
     (x,) = points.operands(point, torch.float8_e4m3fn, 1, device="cpu")
-    read = [x.q, x.k_pe, x.kv_c, x.weight.w_uk_t, x.slot_mapping, x.positions, x.cos_sin_cache[:3]]
+    read = [x.q, x.k_pe, x.kv_c, x.weight.tensors[0][1], x.slot_mapping, x.positions, x.cos_sin_cache[:3]]
     out = reference.prepare(x)
     cache_rows = x.kv_cache.view(-1, 576)[:3]
     assert point.bytes_once == sum(t.numel() * t.dtype.itemsize for t in [*read, out, cache_rows])

@@ -86,12 +86,12 @@ def run(points: list[Point], rounds: int, progress: Callable[[str], None] = lamb
 
     arch = current_arch()
     native = hardware_fp8(arch)
-    if native is None and any(point.quantised for point in points):
+    if native is None and any(point.quantised or point.fp8_weight for point in points):
         raise NoGpuError(f"{arch} has no fp8 conversion in hardware; ask for bf16 only")
     report = Report(machine(), arch, timing.copy_gbps(), rounds)
     for point in points:
         report.rows.append(_row(point, native or torch.float8_e4m3fn, rounds))
-        progress(f"T={point.tokens} N={point.heads} {'fp8' if point.quantised else 'bf16'}")
+        progress(f"T={point.tokens} N={point.heads} {point.label}")
     return report
 
 

@@ -23,7 +23,7 @@ def use_aiter(given: Given) -> Check:
 
 
 def fp8_bmm(given: Given) -> Check:
-    """The fp8 absorb BMM is on by default with AITER; the kernel aiter takes its weights, triton does not."""
+    """The fp8 absorb BMM is on by default with AITER; the kernels aiter and triton take its weights."""
     if machine.rocm_version() is None:
         return Check("ok", f"no ROCm here; where AITER is on, {FP8_BMM} is on too")
     if not switched_on(given.env, "VLLM_ROCM_USE_AITER", False):
@@ -31,7 +31,7 @@ def fp8_bmm(given: Given) -> Check:
     if not switched_on(given.env, FP8_BMM, True):
         return Check("ok", f"{FP8_BMM}=0: absorb weights in the activation dtype")
     origin = "is on" if FP8_BMM in given.env else "is unset, which means on"
-    return Check("ok", f"{FP8_BMM} {origin}: fp8 absorb weights, which kernel=triton declines")
+    return Check("ok", f"{FP8_BMM} {origin}: fp8 absorb weights")
 
 
 def fp4_bmm(given: Given) -> Check:
@@ -61,12 +61,6 @@ def breakable_graphs(given: Given) -> Check:
             "set VLLM_USE_BREAKABLE_CUDAGRAPH=0",
         )
     return Check("ok", "off")
-
-
-def fp8_absorb(env: Mapping[str, str]) -> bool:
-    """Whether vLLM would hold the absorbed weights in fp8 here: with AITER on, unless that is switched off."""
-    on = machine.rocm_version() is not None and switched_on(env, "VLLM_ROCM_USE_AITER", False)
-    return on and switched_on(env, FP8_BMM, True)
 
 
 def switched_on(env: Mapping[str, str], name: str, default: bool) -> bool:

@@ -48,8 +48,6 @@ def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
         breakable_cudagraph=breakable,
         mode="NONE" if breakable else options.view.mode,
         model_dtype=options.dtype,
-        fp8_bmm=_uses_aiter(options) and env.on("VLLM_ROCM_USE_AITER_FP8BMM"),
-        kernel=options.settings.kernel,
     )
 
 
