@@ -23,7 +23,9 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import absorb, select, selfcheck, stock
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
+from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.measure import table
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
@@ -68,6 +70,8 @@ _checked: WeakSet[Any] = WeakSet()
 """Layers whose kernel passed its check in this process; a kernel that needs one runs for no other layer."""
 _nothing_is_checked: list[str] = []
 """Why no layer of this process may run one, or nothing."""
+_measured: set[tuple[select.Selector, LayerShape]] = set()
+"""Layer shapes whose kernel a measurement chooses, per token count."""
 
 
 def decide(
@@ -103,6 +107,9 @@ def _decide(
 def _kernel_for(module: Any, known: _Known, shape: LayerShape) -> tuple[str | None, Refusal | None]:
     """(name of the back end that will run, why it is not the wanted one)."""
     selector, asked = known.selector, known.settings.kernel
+    if (selector, shape) in _measured and why_unchecked(module) is None:
+        first = _choice(selector, shape).backend
+        return None if first is None else first.name, None
     wanted = selector.names[0]
     if asked == "auto" and wanted == "stock":
         # vLLM's kernels on private copies would cost more than leaving the layer alone.
@@ -231,14 +238,53 @@ def self_check(module: Any, shape: LayerShape, capture_sizes: Sequence[int] = ()
     backend = selector_of(module).choose(inputs).backend
     if backend is None or backend.trusted:
         return None
+    return _trouble_of(backend, shape, capture_sizes)
+
+
+def _trouble_of(backend: KernelBackend, shape: LayerShape, capture_sizes: Sequence[int]) -> str | None:
     try:
         result = selfcheck.self_check(backend, shape)
         if result.ok and capture_sizes:
-            backend.warm_up(inputs, capture_sizes)
+            backend.warm_up(synthetic_inputs(shape, tokens=1), capture_sizes)
     except Exception as error:
         return f"{backend.name}: self-check FAILED: {type(error).__name__}: {error}"
     log.say_once(logging.DEBUG, result.message)
     return None if result.ok else result.message
+
+
+def check_contenders(module: Any, shape: LayerShape, capture_sizes: Sequence[int] = ()) -> tuple[str, ...]:
+    """Check, as ``self_check`` does, what a measurement may choose besides; what fails is demoted, with the reasons.
+
+    Nobody has asked for these by name, and without them the chosen kernel runs: that is no failure of the engine.
+    """
+    found = contenders(module, shape)
+    if not found:
+        return ()
+    inputs, selector = synthetic_inputs(shape, tokens=1), selector_of(module)
+    chosen, failed = selector.choose(inputs).backend, []
+    for name, backend in found.items():
+        trouble = None if backend is chosen or backend.trusted else _trouble_of(backend, shape, capture_sizes)
+        if trouble is not None:
+            selector.demote(name, inputs, trouble)
+            failed.append(trouble)
+    return tuple(failed)
+
+
+def contenders(module: Any, shape: LayerShape) -> dict[str, KernelBackend]:
+    """The back ends between which a measurement may choose for layers of this shape; none where none is to be made."""
+    known = _of(module)
+    if not known.settings.measures or not known.selector.contenders:
+        return {}
+    return known.selector.takers(synthetic_inputs(shape, tokens=1))
+
+
+def prefer(module: Any, ranges: table.Ranges) -> None:
+    """Let layers of this shape run what was measured, under both rotary styles; without ``ranges`` the static order."""
+    selector = selector_of(module)
+    for shape in shapes(module):
+        selector.prefer(synthetic_inputs(shape, tokens=1), ranges)
+        (_measured.add if ranges else _measured.discard)((selector, shape))
+    _forget_decisions()
 
 
 def demote(module: Any, shape: LayerShape, reason: str) -> None:
@@ -265,14 +311,16 @@ def key_of(module: Any) -> tuple[str, ...]:
     """What the layer will run on, or why it will not, under both rotary styles: a part of the compile cache's key.
 
     A graph is rewritten or not by this, and none of vLLM's own keys knows of AITER, the card or a failed check: without
-    it an engine would start from the unchanged graph of a run before AITER was repaired.
+    it an engine would start from the unchanged graph of a run before AITER was repaired. What was measured is no part
+    of it: the one op is in the graph whichever kernel it then runs, so another choice needs no other graph.
     """
     found = []
     for decision in (decide(module, is_neox=is_neox) for is_neox in (False, True)):
         if decision.shape is not None:
             # The card by its type: its index differs from rank to rank, and may from start to start.
             kind = replace(decision.shape, device=torch.device(decision.shape.device).type)
-            found.append(f"{kind}: {decision.kernel}; {decision.refusal}")
+            measured = (selector_of(module), decision.shape) in _measured
+            found.append(f"{kind}: {'measured' if measured else decision.kernel}; {decision.refusal}")
     return tuple(found)
 
 
@@ -282,6 +330,7 @@ def reset() -> None:
     _unchecked.clear()
     _checked.clear()
     _nothing_is_checked.clear()
+    _measured.clear()
     current_platform.cache_clear()
     _selector.cache_clear()
 
@@ -301,14 +350,14 @@ def _of(module: Any) -> _Known:
     if known is None:
         settings = compat_config.settings_of(compat_layer.config_of(module))
         view = cast(ViewPolicy, settings.aiter_view)
-        selector = _selector(settings.kernel, settings.debug.rounding, view, current_platform())
+        selector = _selector(settings.kernel, settings.measures, settings.debug.rounding, view, current_platform())
         known = _layers[module] = _Known(settings, selector)
     return known
 
 
 @lru_cache(maxsize=8)
-def _selector(kernel: str, rounding: str, view: ViewPolicy, platform: Platform) -> select.Selector:
-    """The back ends for one engine's options; engines with the same options share it."""
+def _selector(kernel: str, measures: bool, rounding: str, view: ViewPolicy, platform: Platform) -> select.Selector:
+    """The back ends for one engine's options; engines with the same options share it, what was measured included."""
     numerics = TWO_ROUNDING if rounding == "two" else AITER
     factories: dict[str, select.Factory] = {
         **select.FACTORIES,
