@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vllm_aiter_mla.admission import ConfigView
 from vllm_aiter_mla.compat import patches, surface
@@ -75,6 +76,19 @@ def cache_folder() -> Path:
     from vllm import envs
 
     return Path(envs.VLLM_CACHE_ROOT) / "aiter_mla"
+
+
+def device_type(vllm_config: Any) -> str | None:
+    """ "cuda" (ROCm's too), "cpu", ...: of the engine's workers; None where the config does not tell."""
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+    return None if device is None else str(device)
+
+
+def as_current(vllm_config: Any) -> AbstractContextManager[None]:
+    """Make it vLLM's current config for a block, as it is while vLLM builds its layers."""
+    from vllm.config import set_current_vllm_config
+
+    return cast("AbstractContextManager[None]", set_current_vllm_config(vllm_config))
 
 
 def metric_labels(vllm_config: Any) -> dict[str, str | None]:

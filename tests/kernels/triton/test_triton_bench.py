@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from vllm_aiter_mla.commands.bench import command, page, paths, points, run, timing
 from vllm_aiter_mla.commands.bench.points import Point
 from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.measure.operands import MAX_SETS, sets_needed
 
 MACHINE = {"card": "a card", "torch": "2.11", "triton": "3.6", "runtime": "CUDA 13", "python": "3.12"}
 
@@ -91,9 +92,9 @@ def test_triton_bench_counts_each_byte_of_a_call_once(quantised, fp8_weight):
 
 def test_triton_bench_rotates_more_bytes_than_the_caches_hold():
     for point in points.grid(points.TOKENS, points.HEADS, (True,)):
-        count = points.sets_needed(point, 60 << 20)
+        count = sets_needed(point.bytes_once, 60 << 20)
         assert count * point.bytes_once >= 2 * (60 << 20)
-        assert count <= points.MAX_SETS
+        assert count <= MAX_SETS
 
 
 def test_triton_bench_operand_sets_share_nothing_but_table_and_scales():

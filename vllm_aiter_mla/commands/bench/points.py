@@ -15,8 +15,6 @@ MAX_POSITION = 4096
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 HEADS = (8, 16, 32, 64, 128)
 ACT = torch.bfloat16
-# Operand sets of one measurement: as many as do not fit in the caches, and no more than a graph can hold comfortably.
-MIN_SETS, MAX_SETS = 8, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +54,6 @@ class Point:
 def grid(tokens: Sequence[int], heads: Sequence[int], kinds: Sequence[bool], fp8_weight: bool = False) -> list[Point]:
     """All points, quantised ones first, by heads, then by tokens."""
     return [Point(t, n, kind, fp8_weight) for kind in kinds for n in heads for t in tokens]
-
-
-def cache_bytes() -> int:
-    """Bytes the caches of the current GPU can hold on to: L2, and on ROCm the 256 MiB last-level cache of MI300."""
-    size = int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
-    return max(size, 256 << 20) if torch.version.hip is not None else size
-
-
-def sets_needed(point: Point, resident: int) -> int:
-    """Operand sets whose bytes are at least twice what the caches hold, so that no set is found there again."""
-    return max(MIN_SETS, min(MAX_SETS, -(-2 * resident // point.bytes_once)))
 
 
 def operands(point: Point, fp8_dtype: torch.dtype, count: int, device: str = "cuda") -> list[DecodeInputs]:

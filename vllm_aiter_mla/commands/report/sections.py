@@ -19,6 +19,7 @@ def build(inputs: Inputs) -> dict[str, Any]:
     """Everything the template needs."""
     return {
         "census": census(inputs),
+        "choices": measured.choices(inputs["censuses"]),
         "demo_runs": _runs(inputs),
         "axes": axes(inputs),
         "graphs": graphs.sections(inputs),
