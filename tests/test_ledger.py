@@ -49,7 +49,7 @@ def test_decode_batches_went_through_aiters_op_and_no_other_batch_did(counted: l
 
 def test_the_page_holds_what_the_tool_counts(counted: ledger.Counted) -> None:
     assert between(ledger.MARKS[True]) == ledger.render(counted), "run: python tools/ledger.py --quick --page FILE"
-    assert between(("<!-- launches: begin -->", "<!-- launches: end -->")) == ledger.launches()
+    assert between(ledger.LAUNCHES) == ledger.launches()
 
 
 def test_every_row_of_the_page_is_at_most_stocks_strongest() -> None:

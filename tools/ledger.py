@@ -38,6 +38,7 @@ MARKS = (
     ("<!-- ledger, ops alone: begin -->", "<!-- ledger, ops alone: end -->"),
 )
 """Around the tables of the engines, and around those of ``--quick``."""
+LAUNCHES = ("<!-- launches: begin -->", "<!-- launches: end -->")
 TIMEOUT_S = 1800
 
 
@@ -85,6 +86,7 @@ def main() -> int:
         write_json(options.json, counted)
     if options.page:
         put(options.page, text, marks)
+        put(options.page, launches(), LAUNCHES)
     found = violations(rows)
     print("\n".join(f"ABOVE STOCK: {line}" for line in found) or "ours is at most stock's strongest in every row")
     return 1 if found else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,6 +11,7 @@ import torch
 from tools.counting import launches, stub_layer
 from tools.counting.counter import Counter, Event, sizes
 
+Call = Callable[[], Any]
 SIDES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "stock": (("rope", "write"), ("attention",)),
     "stock's fusions": (("rope and write",), ("attention",)),
@@ -29,31 +30,26 @@ def count(side: str, cache: str) -> dict[str, list[Event]]:
     found = {}
     for kind, batch in stub_layer.BATCHES.items():
         with stub_layer.step(cache, batch) as layer:
-            _run(layer, *SIDES[side])  # a table is copied once, at the first call
-            found[kind] = _counted(layer, *SIDES[side])
+            calls = stub_layer.calls(layer)
+            captured, called = ([calls[name] for name in names] for names in SIDES[side])
+            _counted(layer, captured, called)  # a rotary table is copied once, at the first call
+            found[kind] = _counted(layer, captured, called)
     return found
 
 
-def _run(layer: stub_layer.Layer, captured: Sequence[str], called: Sequence[str]) -> None:
-    ops = stub_layer.calls(layer)
-    for name in (*captured, *called):
-        ops[name]()
-
-
-def _counted(layer: Any, captured: Sequence[str], called: Sequence[str]) -> list[Event]:
+def _counted(layer: Any, captured: Sequence[Call], called: Sequence[Call]) -> list[Event]:
     counter = Counter(launches.KERNELS)
 
     def quantised(absorbed: torch.Tensor, q_pe: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         shape = (*absorbed.shape[:-1], absorbed.shape[-1] + q_pe.shape[-1])
         return absorbed.new_empty(shape, dtype=stub_layer.fp8_dtype())
 
-    ops = stub_layer.calls(layer)
     write = counter.one_launch(
         "concat_and_cache_mla", layer.impl.do_kv_cache_update, lambda _, *args: launches.concat_and_write(*args[:4])
     )
     quantise = counter.one_launch("concat + fp8", quantised, lambda result, *args: sizes((result, *args)), 1)
     decode = counter.one_launch(
-        "decode attention", lambda *args: layer.impl._out, lambda result, q, *_: sizes((q, result[0])), 1
+        "decode attention", layer.impl.forward_mqa, lambda result, q, *_: sizes((q, result[0])), 1
     )
 
     def forward_mqa(q: Any, *rest: Any) -> Any:
@@ -66,8 +62,8 @@ def _counted(layer: Any, captured: Sequence[str], called: Sequence[str]) -> list
         counter,
     ):
         with counter.inside_a_piece():
-            for name in captured:
-                ops[name]()
-        for name in called:
-            ops[name]()
+            for call in captured:
+                call()
+        for call in called:
+            call()
     return [event for event in counter.events if event.launches or event.allocations]

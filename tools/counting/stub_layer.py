@@ -62,9 +62,9 @@ def quantiser() -> Any:
 
     compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, backend="inductor", custom_ops=["none"])
     with (
-        mock.patch.object(custom_op, "get_cached_compilation_config", lambda: compilation),
+        mock.patch.object(custom_op, "get_cached_compilation_config", return_value=compilation),
         mock.patch.object(type(current_platform), "simple_compile_backend", staticmethod(backend)),
-        mock.patch.object(custom_op, "maybe_disable_graph_partition", lambda backend: {}),
+        mock.patch.object(custom_op, "maybe_disable_graph_partition", return_value={}),
     ):
         return _DecodeConcatQuantFP8(static=True, group_shape=GroupShape.PER_TENSOR, compile_native=True)
 
@@ -73,13 +73,13 @@ class _Implementation:
     is_sparse, dcp_world_size, supports_quant_query_input = False, 1, True
 
     def __init__(self) -> None:
-        self._out = torch.zeros(ROWS, HEADS, LATENT, dtype=ACT), None
+        self._out = torch.zeros(ROWS, HEADS, LATENT, dtype=ACT)
 
     def forward_mqa(self, q: Any, cache: torch.Tensor, metadata: Any, layer: Any) -> Any:
         """An output that is there already; a query in two parts is joined first, as ``AiterMLAImpl`` does."""
         if isinstance(q, tuple):
-            torch.cat(q, dim=-1)
-        return self._out
+            q = torch.cat(q, dim=-1)
+        return self._out[: q.shape[0]], None
 
     def forward_mha(self, *args: Any, **kwargs: Any) -> None:
         """Prefill attention: nothing."""
@@ -95,7 +95,7 @@ class Layer(torch.nn.Module):
     """``MLAAttention`` without its constructor."""
 
     hisparse_cache = q_pad_num_heads = prefill_backend = sliding_window = None
-    use_pcp = dcp_q_replicate = False
+    use_pcp = dcp_q_replicate = pcp_shard_decode_requests = False
     is_aiter_triton_fp4_bmm_enabled = is_aiter_triton_fp8_bmm_enabled = is_amx_bmm_enabled = False
     num_heads, qk_nope_head_dim, qk_rope_head_dim = HEADS, NOPE, ROPE
     kv_lora_rank, v_head_dim = LATENT, VALUE
@@ -179,7 +179,7 @@ def step(cache: str, batch: Batch) -> Iterator[Layer]:
     )
     with (
         install(ARCH),
-        mock.patch.object(layers, "detect_platform", lambda: Platform(ARCH, ROCM)),
+        mock.patch.object(layers, "detect_platform", return_value=Platform(ARCH, ROCM)),
         override_forward_context(context),
         torch.inference_mode(),
     ):
