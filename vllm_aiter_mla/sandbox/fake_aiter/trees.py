@@ -78,7 +78,7 @@ def write_tree(root: Path, version: str = "0.1.20", prebuilt: bool = True, edita
     if version != "broken":
         _write(package / "ops" / "cache.py", _SOURCE.format(op=_op_source(version)))
         _write(package / "ops" / "triton" / "__init__.py", "")
-        _write(package / "ops" / "triton" / f"{GEMM}.py", _GEMM.format(name=GEMM))
+        _write(package / "ops" / "triton" / f"{GEMM.name}.py", _GEMM.format(name=GEMM.name))
     if version != "namespace":
         _write(package / "__init__.py", "from .ops.cache import *  # noqa\n")
     if prebuilt:
