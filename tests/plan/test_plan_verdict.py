@@ -79,11 +79,16 @@ def test_the_option_aiter_view_moves_the_border() -> None:
     assert [(span["last"], span["detail"]) for span in spans] == [(99, "its per-head kernel"), (256, "its opt kernel")]
 
 
-def test_fp4_bmm_on_gfx950_depends_on_the_weights() -> None:
-    env = (NO_FP8_BMM,)
-    assert codes(planned("kimi-k2.5", "-tp", "8", arch="gfx950", env=env)) == ["fp4_bmm"]
-    assert codes(planned("kimi-k2.5", "-tp", "8", arch="gfx942", env=env)) == []
-    assert codes(planned("kimi-k2", "-tp", "8", arch="gfx950", env=env)) == []
+@pytest.mark.parametrize(
+    ("model", "arch", "bytes_per_value"),
+    [("kimi-k2.5", "gfx950", 17 / 32), ("kimi-k2.5", "gfx942", 2), ("kimi-k2", "gfx950", 2)],
+)
+def test_mxfp4_weights_on_gfx950_beside_bf16_attention_engage_and_are_counted(model, arch, bytes_per_value) -> None:
+    plan = planned(model, "-tp", "8", arch=arch, env=(NO_FP8_BMM, "VLLM_ROCM_USE_AITER_FP4BMM=1"))
+    assert (codes(plan), plan["verdict"]) == ([], "engaged")
+    absorb = plan["figures"]["by_tokens"][1]["aiter"]["launches"][0]
+    heads = plan["heads_per_rank"]
+    assert absorb["read"] == heads * 128 * 512 * bytes_per_value + 2 * heads * 128
 
 
 def test_every_reason_is_named_not_only_the_first() -> None:
@@ -145,7 +150,7 @@ ENGINE = admission.ConfigView(
     use_inductor_graph_partition=False,
 )  # fmt: skip
 LAYER = admission.LayerView(
-    impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, fp4_bmm=True, amx_bmm=True,
+    impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, missing=("x",), amx_bmm=True,
     kv_cache_dtype="fp8_e5m2", kv_cache_ndim=4, dcp_world_size=2, pcp_world_size=2, dcp_q_replicate=True, hisparse=True,
     graph_dtype="float16", cos_sin_dtype_matches=False, sliding_window=True, num_heads=0, kv_lora_rank=0,
 )  # fmt: skip
@@ -156,7 +161,7 @@ def test_a_view_with_everything_wrong_gives_every_reason_of_admission(view: Any,
     found = [refusal.code for refusal in verdict._all(view, admit)]
     # A mode that breakable graphs did not set, and partition options given together, are each a view of their own.
     known = set(admission.ENGINE_REASONS) - {"compilation_mode", "splitting_ops", "user_pass", "heads_not_divisible"}
-    shared = {"sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
+    shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
     assert set(found) == (known if admit is admission.admit_config else set(admission.LAYER_REASONS) | shared)
     assert all(found.count(code) == 1 for code in set(found) - {"dcp", "geometry"})
 

@@ -100,7 +100,12 @@ class Mxfp4Weight(AbsorbWeight):
 
     def reference(self, q_nope: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        return dot_mxfp4(q_nope, self.codes, self.scales).to(q_nope.dtype).contiguous()
+        return absorb_mxfp4(q_nope, self.codes, self.scales)
+
+
+def absorb_mxfp4(q_nope: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """q_nope [T, N, P] x mxfp4 W_UK -> [T, N, L] in q_nope's dtype, as AITER's batched GEMM without ``y_scale``."""
+    return dot_mxfp4(q_nope, codes, scales).to(q_nope.dtype).contiguous()
 
 
 def dot_mxfp4(q_nope: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
