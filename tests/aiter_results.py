@@ -30,7 +30,7 @@ class FusedCall:
         arch, kernel: the card, and which of its kernels ran.
         all_rows: whether rows without a slot were asked for.
         inputs: q [T, N, 512 + 64] with the absorbed query in front, beside an identity for W_UK.
-        cache, query: what the call left; a byte that it did not write is ``CACHE_FILL`` or ``QUERY_FILL``.
+        cache, query: what the call left; an element that it did not write holds ``CACHE_FILL`` or ``QUERY_FILL``.
     """
 
     arch: str
@@ -51,6 +51,11 @@ class FusedCall:
         return torch.arange(self.inputs.num_tokens)[(self.inputs.slot_mapping >= 0) | self.all_rows]
 
 
+def plain_bits(x: torch.Tensor) -> torch.Tensor:
+    """The elements as integers of their width."""
+    return x.view(torch.uint8 if x.itemsize == 1 else torch.int16)
+
+
 def fused_call(index: int) -> FusedCall:
     """The call with that number, over a fresh cache."""
     facts, arrays = _fused()[0][index], _fused()[1]
@@ -66,7 +71,7 @@ def fused_call(index: int) -> FusedCall:
         k_pe=kv[:, LATENT:],
         kv_c=kv[:, :LATENT],
         weight=PlainWeight(torch.eye(LATENT, dtype=bf16).expand(query_heads, LATENT, LATENT)),
-        kv_cache=torch.full_like(wanted.view(torch.uint8), CACHE_FILL).view(stored),
+        kv_cache=torch.full_like(plain_bits(wanted), CACHE_FILL).view(stored),
         slot_mapping=given("slots"),
         positions=given("positions"),
         cos_sin_cache=torch.cat([given("cos", bf16), given("sin", bf16)], -1),

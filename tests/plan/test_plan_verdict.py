@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm.envs
 from plan_support import ENGAGING, NO_FP8_BMM, codes, planned
 
 from vllm_aiter_mla import admission
@@ -89,6 +91,33 @@ def test_mxfp4_weights_on_gfx950_beside_bf16_attention_engage_and_are_counted(mo
     absorb = plan["figures"]["by_tokens"][1]["aiter"]["launches"][0]
     heads = plan["heads_per_rank"]
     assert absorb["read"] == heads * 128 * 512 * bytes_per_value + 2 * heads * 128
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+TABLE = PAGE.partition("### What a checkpoint needs")[2].partition("\n## ")[0]
+ROWS = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in TABLE.splitlines() if line.startswith("| `")]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row[:2]))
+@pytest.mark.parametrize(("release", "default"), [("0.32", True), ("0.33", False)])
+def test_the_table_of_checkpoints_says_what_plan_says_for_both_defaults_of_vllm(row, release, default, monkeypatch):
+    """One flag and VLLM_ROCM_USE_AITER=1 are enough everywhere: no row needs another variable."""
+    name, arch, before, since, needed = row
+    for variable in (serve_options.FP8_BMM, serve_options.FP4_BMM):
+        unset = lambda variable=variable: bool(int(os.environ.get(variable, str(int(default)))))  # noqa: E731
+        monkeypatch.setitem(vllm.envs.environment_variables, variable, unset)
+    plan = planned(name, "--kv-cache-dtype", "fp8", arch=arch, env=())
+    assert (plan["verdict"], codes(plan)) == ("engaged", [])
+    assert plan["absorb_weight"] == {"activation dtype": "plain"}.get(said := before if default else since, said)
+    assert needed == "nothing more"
+    notes = [note for note in plan["assumptions"] if "BMM is unset: " in note]
+    assert len(notes) == (2 if arch == "gfx950" else 1)
+    assert all(f"is unset: {'on' if default else 'off'}, the default of vLLM " in note for note in notes)
+
+
+def test_the_table_of_checkpoints_has_four_of_them_on_both_cards() -> None:
+    names = ("deepseek-r1", "deepseek-r1-mxfp4", "deepseek-v2-lite", "kimi-k2.5")
+    assert [row[:2] for row in ROWS] == [[name, arch] for name in names for arch in ("gfx942", "gfx950")]
 
 
 def test_every_reason_is_named_not_only_the_first() -> None:
