@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from stubs import Sizes, StubLayer
 
+from passes.stubs import Sizes, StubLayer
 from vllm_aiter_mla.admission import admit_layer
 from vllm_aiter_mla.compat import layer as compat_layer
 
