@@ -12,7 +12,7 @@ from vllm_aiter_mla.kernels.fp8 import is_fp8
 def chosen(index: int) -> bool:
     """A call with all rows and one without are the same to this kernel; a call of 8 heads takes it a second."""
     call = fused_call(index)
-    return call.kernel == "general" or call.all_rows and (call.kernel == "opt" or is_fp8(call.query.dtype))
+    return call.kernel == "general" or (call.all_rows and (call.kernel == "opt" or is_fp8(call.query.dtype)))
 
 
 CALLS = [index for index in FUSED_CALLS if chosen(index)]
