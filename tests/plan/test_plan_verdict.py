@@ -111,7 +111,7 @@ def test_the_table_of_checkpoints_says_what_plan_says_for_both_defaults_of_vllm(
     assert plan["absorb_weight"] == {"activation dtype": "plain"}.get(said := before if default else since, said)
     assert needed == "nothing more"
     notes = [note for note in plan["assumptions"] if "BMM is unset: " in note]
-    assert len(notes) == (2 if arch == "gfx950" else 1)
+    assert len(notes) == (2 if "mxfp4" in (before, since) else 1)
     assert all(f"is unset: {'on' if default else 'off'}, the default of vLLM " in note for note in notes)
 
 

@@ -153,7 +153,7 @@ def read(arguments: Sequence[str], model: ModelFacts, arch: str, env: Environmen
         dtype=_dtype(parsed, model),
         block_size=_or_default(parsed, "block_size", 16, MOST_BLOCK, sixteen, notes),
         attention_backend=_backend(parsed),
-        assumptions=(*notes, *_about(arch, env)),
+        assumptions=(*notes, *_about(arch, env, model)),
     )
 
 
@@ -210,13 +210,14 @@ def _backend(parsed: Any) -> str:
     return str(getattr(chosen, "name", chosen) or "")
 
 
-def _about(arch: str, env: Environment) -> list[str]:
+def _about(arch: str, env: Environment, model: ModelFacts) -> list[str]:
     if not arch.startswith("gfx"):
         return []
     notes = ["ROCm 7 and an AITER with the 15-argument op are assumed: `vllm-aiter-mla doctor` looks at the machine"]
     if env.origins[USE_AITER] == "default":
         notes.append("VLLM_ROCM_USE_AITER=1 is assumed; vLLM's default is 0, and without it nothing engages: export it")
-    for name in (FP8_BMM, FP4_BMM) if arch == "gfx950" else (FP8_BMM,):
+    # vLLM holds a quantised kv_b_proj in no mxfp4, and no other card's.
+    for name in (FP8_BMM,) if arch != "gfx950" or model.kv_b_quantised else (FP8_BMM, FP4_BMM):
         if env.origins[name] == "default":
             state, other, value = ("on", "without", 0) if env.on(name) else ("off", "with", 1)
             default = f"{state}, the default of vLLM {compat_version.installed()}"
