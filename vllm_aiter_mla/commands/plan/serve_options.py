@@ -216,7 +216,7 @@ def _about(arch: str, env: Environment, model: ModelFacts) -> list[str]:
     notes = ["ROCm 7 and an AITER with the 15-argument op are assumed: `vllm-aiter-mla doctor` looks at the machine"]
     if env.origins[USE_AITER] == "default":
         notes.append("VLLM_ROCM_USE_AITER=1 is assumed; vLLM's default is 0, and without it nothing engages: export it")
-    # vLLM holds a quantised kv_b_proj in no mxfp4, and no other card's.
+    # The fp4 switch does nothing on another card, and nothing beside a quantised kv_b_proj.
     for name in (FP8_BMM,) if arch != "gfx950" or model.kv_b_quantised else (FP8_BMM, FP4_BMM):
         if env.origins[name] == "default":
             state, other, value = ("on", "without", 0) if env.on(name) else ("off", "with", 1)
