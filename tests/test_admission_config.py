@@ -86,7 +86,7 @@ LAYER_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"impl": "TritonMLAImpl"}, "impl"),
     ({"q_pad_num_heads": 16}, "q_padding"),
     ({"sliding_window": True}, "sliding_window"),
-    ({"fp4_bmm": True, "has_absorbed_weight": False}, "fp4_bmm"),
+    ({"missing": ("use_pcp", "impl.is_sparse")}, "capability"),
     ({"amx_bmm": True, "has_absorbed_weight": False}, "amx_bmm"),
     ({"has_absorbed_weight": False}, "no_absorbed_weight"),
     ({"has_rope_kernel": False}, "no_rope_kernel"),

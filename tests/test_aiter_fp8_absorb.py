@@ -117,7 +117,7 @@ def test_a_missing_gemm_is_a_refusal_that_names_the_switch(arch) -> None:
 
 
 def test_without_aiter_the_gemm_is_a_reason_and_no_error() -> None:
-    assert str(fp8_form.load_gemm()).startswith("AITER's fp8 batched GEMM cannot be imported")
+    assert str(fp8_form.GEMM.load()).startswith("AITER's fp8 batched GEMM cannot be imported")
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_a_layers_weight_is_read_as_vllm_keeps_it() -> None:
 
 
 def test_a_weight_of_no_known_form_is_an_error_that_names_its_tensors() -> None:
-    with pytest.raises(absorb.UnknownWeightError, match=r"in W_K of torch\.uint8, W_K_scale of torch\.uint8"):
-        absorb.read({"W_K": torch.zeros(4, 512, 64, dtype=torch.uint8), "W_K_scale": torch.zeros(1, dtype=torch.uint8)})
+    with pytest.raises(absorb.UnknownWeightError, match=r"in W_K of torch\.int8, W_K_scale of torch\.uint8"):
+        absorb.read({"W_K": torch.zeros(4, 512, 64, dtype=torch.int8), "W_K_scale": torch.zeros(1, dtype=torch.uint8)})
 
 
 @pytest.mark.parametrize("form", absorb.FORMS, ids=lambda form: form.form)
@@ -191,7 +191,9 @@ def test_a_form_reads_back_what_it_makes_and_multiplies_near_the_plain_product(f
     names = {"w_uk_t": "W_UK_T"}
     assert absorb.read({names.get(name, name): tensor for name, tensor in made.tensors}) == made
     exact = torch.einsum("tnp,npl->tnl", q.float(), plain.float())
-    assert (made.reference(q).float() - exact).norm() / exact.norm() < 0.06
+    # Half a step of 2**-3 per factor in fp8, of 2**-1 in mxfp4; over 128 terms about two thirds of it remain.
+    error = {"plain": 0.005, "fp8": 0.06, "mxfp4": 0.2}[form.form]
+    assert (made.reference(q).float() - exact).norm() / exact.norm() < error
 
 
 @pytest.mark.mutation
@@ -209,7 +211,7 @@ def test_a_form_reads_back_what_it_makes_and_multiplies_near_the_plain_product(f
     ],
 )
 def test_mutation_of_the_product_is_caught_by_the_self_check(arch, plant, monkeypatch) -> None:
-    monkeypatch.setattr(fp8_form, "_gemms", [lambda x, w, s, **how: plant(gemm.batched_gemm, x, w, s, **how)])
+    monkeypatch.setattr(fp8_form.GEMM, "found", lambda x, w, s, **how: plant(gemm.batched_gemm, x, w, s, **how))
     result = self_check(AiterBackend(Platform(arch, ROCM)), shape(arch, torch.bfloat16))
     assert not result.ok
     assert "its absorb product is" in result.message

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm.envs
 from plan_support import ENGAGING, NO_FP8_BMM, codes, planned
 
 from vllm_aiter_mla import admission
@@ -80,11 +82,43 @@ def test_the_option_aiter_view_moves_the_border() -> None:
     assert [(span["last"], span["detail"]) for span in spans] == [(99, "its per-head kernel"), (256, "its opt kernel")]
 
 
-def test_fp4_bmm_on_gfx950_depends_on_the_weights() -> None:
-    env = (NO_FP8_BMM,)
-    assert codes(planned("kimi-k2.5", "-tp", "8", arch="gfx950", env=env)) == ["fp4_bmm"]
-    assert codes(planned("kimi-k2.5", "-tp", "8", arch="gfx942", env=env)) == []
-    assert codes(planned("kimi-k2", "-tp", "8", arch="gfx950", env=env)) == []
+@pytest.mark.parametrize(
+    ("model", "arch", "bytes_per_value"),
+    [("kimi-k2.5", "gfx950", 17 / 32), ("kimi-k2.5", "gfx942", 2), ("kimi-k2", "gfx950", 2)],
+)
+def test_mxfp4_weights_on_gfx950_beside_bf16_attention_engage_and_are_counted(model, arch, bytes_per_value) -> None:
+    plan = planned(model, "-tp", "8", arch=arch, env=(NO_FP8_BMM, "VLLM_ROCM_USE_AITER_FP4BMM=1"))
+    assert (codes(plan), plan["verdict"]) == ([], "engaged")
+    absorb = plan["figures"]["by_tokens"][1]["aiter"]["launches"][0]
+    heads = plan["heads_per_rank"]
+    assert absorb["read"] == heads * 128 * 512 * bytes_per_value + 2 * heads * 128
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+TABLE = PAGE.partition("### What a checkpoint needs")[2].partition("\n## ")[0]
+ROWS = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in TABLE.splitlines() if line.startswith("| `")]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row[:2]))
+@pytest.mark.parametrize(("release", "default"), [("0.32", True), ("0.33", False)])
+def test_the_table_of_checkpoints_says_what_plan_says_for_both_defaults_of_vllm(row, release, default, monkeypatch):
+    """One flag and VLLM_ROCM_USE_AITER=1 are enough everywhere: no row needs another variable."""
+    name, arch, before, since, needed = row
+    for variable in (serve_options.FP8_BMM, serve_options.FP4_BMM):
+        unset = lambda variable=variable: bool(int(os.environ.get(variable, str(int(default)))))  # noqa: E731
+        monkeypatch.setitem(vllm.envs.environment_variables, variable, unset)
+    plan = planned(name, "--kv-cache-dtype", "fp8", arch=arch, env=())
+    assert (plan["verdict"], codes(plan)) == ("engaged", [])
+    assert plan["absorb_weight"] == {"activation dtype": "plain"}.get(said := before if default else since, said)
+    assert needed == "nothing more"
+    notes = [note for note in plan["assumptions"] if "BMM is unset: " in note]
+    assert len(notes) == (2 if "mxfp4" in (before, since) else 1)
+    assert all(f"is unset: {'on' if default else 'off'}, the default of vLLM " in note for note in notes)
+
+
+def test_the_table_of_checkpoints_has_four_of_them_on_both_cards() -> None:
+    names = ("deepseek-r1", "deepseek-r1-mxfp4", "deepseek-v2-lite", "kimi-k2.5")
+    assert [row[:2] for row in ROWS] == [[name, arch] for name in names for arch in ("gfx942", "gfx950")]
 
 
 def test_every_reason_is_named_not_only_the_first() -> None:
@@ -145,7 +179,7 @@ ENGINE = admission.ConfigView(
     use_inductor_graph_partition=False,
 )  # fmt: skip
 LAYER = admission.LayerView(
-    impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, fp4_bmm=True, amx_bmm=True,
+    impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, missing=("x",), amx_bmm=True,
     kv_cache_dtype="fp8_e5m2", kv_cache_ndim=4, dcp_world_size=2, pcp_world_size=2, dcp_q_replicate=True, hisparse=True,
     graph_dtype="float16", cos_sin_dtype_matches=False, sliding_window=True, num_heads=0, kv_lora_rank=0,
 )  # fmt: skip
@@ -156,7 +190,7 @@ def test_a_view_with_everything_wrong_gives_every_reason_of_admission(view: Any,
     found = [refusal.code for refusal in verdict._all(view, admit)]
     # A mode that breakable graphs did not set, and partition options given together, are each a view of their own.
     known = set(admission.ENGINE_REASONS) - {"compilation_mode", "splitting_ops", "user_pass", "heads_not_divisible"}
-    shared = {"sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
+    shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
     assert set(found) == (known if admit is admission.admit_config else set(admission.LAYER_REASONS) | shared)
     assert all(found.count(code) == 1 for code in set(found) - {"dcp", "geometry"})
 

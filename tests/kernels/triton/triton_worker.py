@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import triton_cases as cases
+from aiter_results import LATENT, fused_call
 from triton.runtime import interpreter as triton_interpreter
 from triton_mutations import MUTATIONS
 
@@ -126,6 +127,22 @@ def bench_row(quantised: bool, fp8_weight: bool) -> dict[str, Any]:
     runnable = [way.name for way in ways if way.prepare is not None]
     missing = {way.name: way.reason for way in ways if way.prepare is None}
     return {"runnable": runnable, "missing": missing, "wrong": run.disagreements(ways, inputs)}
+
+
+def aiter_vector(index: int) -> dict[str, Any]:
+    """The kernel, over an identity for W_UK, against what AITER's own fused op left: bytes that differ, by part."""
+    call = fused_call(index)
+    refused = BACKEND.refuse(call.inputs)
+    if refused is not None:
+        return {"refused": refused}
+    query, cache = BACKEND.prepare(call.inputs)[call.rows], call.inputs.kv_cache
+    pairs = {
+        "q nope": (query[..., :LATENT], call.query[call.rows][..., :LATENT]),
+        "q rope": (query[..., LATENT:], call.query[call.rows][..., LATENT:]),
+        "kv nope": (cache[..., :LATENT], call.cache[..., :LATENT]),
+        "kv rope": (cache[..., LATENT:], call.cache[..., LATENT:]),
+    }
+    return {"refused": None} | {name: cases.wrong_values(*pair) for name, pair in pairs.items()}
 
 
 def nan_and_payload() -> dict[str, Any]:
@@ -242,6 +259,7 @@ OPERATIONS = {
     "compare_unfused": compare_unfused,
     "self_checked": self_checked,
     "bench_row": bench_row,
+    "aiter_vector": aiter_vector,
     "nan_and_payload": nan_and_payload,
     "far_cache": far_cache,
     "far_query": far_query,

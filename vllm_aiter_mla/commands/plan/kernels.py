@@ -123,7 +123,8 @@ def operands(options: ServeOptions, model: ModelFacts, platform: Platform, token
     """A decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
     act = getattr(torch, options.dtype, torch.bfloat16)
     stored = platform.fp8 if options.fp8_cache else act
-    weight = ("fp8", platform.fp8) if verdict.fp8_absorb(options, model) else ("plain",)
+    form = verdict.weight_form(options, model)
+    weight = (form, platform.fp8) if form == "fp8" else (form,)
     shape = LayerShape(
         verdict.heads_per_rank(options, model), model.nope, stored, stored, options.block_size, False, act, "meta",
         model.latent, model.rope, weight,
