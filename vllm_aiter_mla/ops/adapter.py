@@ -170,12 +170,10 @@ def note_while_profiling(step: LayerStep, *, is_neox: bool, act: torch.dtype) ->
 def _step_key(inputs: DecodeInputs) -> tuple[Any, ...]:
     """What a graph may hand over otherwise in another step: sizes, strides, and where the rows start.
 
-    Widths and dtypes are the layer's: one graph has them like another.
+    Widths, dtypes and the rotary table are the layer's: one graph has them like another.
     """
-    q, k_pe, kv_c, table = inputs.q, inputs.k_pe, inputs.kv_c, inputs.cos_sin_cache
+    q, k_pe, kv_c, slots = inputs.q, inputs.k_pe, inputs.kv_c, inputs.slot_mapping
     return (
-        q.shape[0], q.stride(), q.storage_offset(), q.dtype,
-        k_pe.stride(), k_pe.storage_offset(), kv_c.stride(), kv_c.storage_offset(), kv_c.dtype,
-        inputs.positions.stride(), inputs.slot_mapping.shape[0], inputs.slot_mapping.stride(),
-        table.shape[0], table.stride(), table.storage_offset(), inputs.is_neox,
+        q.shape[0], q.stride(), q.storage_offset(), k_pe.stride(), k_pe.storage_offset(), kv_c.stride(),
+        kv_c.storage_offset(), inputs.positions.stride(), slots.shape[0], slots.stride(), q.dtype, inputs.is_neox,
     )  # fmt: skip

@@ -181,12 +181,16 @@ def rotate_and_write(step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c:
 
     A batch without slots or without a cache is rotated and writes nothing, as in vLLM.
     """
-    n, width = step.num_actual_tokens, k_pe.shape[-1]
-    q_pe, k_pe, positions = q[:n, :, q.shape[-1] - width :], k_pe[:n], rope.positions[:n]
-    if step.slots is None or not step.kv_cache.numel():
+    n, width, positions, slots = step.num_actual_tokens, k_pe.shape[-1], rope.positions, step.slots
+    if n != q.shape[0]:
+        q, k_pe, kv_c, positions = q[:n], k_pe[:n], kv_c[:n], positions[:n]
+    q_pe = q.narrow(2, q.shape[2] - width, width)
+    if slots is None or not step.kv_cache.numel():
         step.layer.rotate(q_pe, k_pe, positions, rope.table, rope.is_neox)
         return
-    step.layer.rope_and_write(q_pe, k_pe, kv_c[:n], positions, rope.table, step.slots[:n], rope.k_scale, rope.is_neox)
+    if n != slots.shape[0]:
+        slots = slots[:n]
+    step.layer.rope_and_write(q_pe, k_pe, kv_c, positions, rope.table, slots, rope.k_scale, rope.is_neox)
 
 
 def attention(

@@ -16,7 +16,7 @@ def absorb(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
 
     Writes the batched product straight into the token-major buffer, as vLLM's ``forward_impl`` does.
     """
-    out = q_nope.new_empty((q_nope.shape[0], w_uk_t.shape[0], w_uk_t.shape[2]))
+    out = q_nope.new_empty((q_nope.size(0), w_uk_t.size(0), w_uk_t.size(2)))
     torch.bmm(q_nope.transpose(0, 1), w_uk_t, out=out.transpose(0, 1))
     return out
 

@@ -88,13 +88,16 @@ class AiterBackend(KernelBackend):
         return Binding(partial(self._run, route, layer_key(inputs), widths), route.kernel, route.numerics)
 
     def _run(self, route: Route, key: tuple[Any, ...], widths: list[int], inputs: DecodeInputs) -> torch.Tensor:
-        self._guard_capture(key, inputs)
+        is_warm = key in self._warm
+        if not is_warm:
+            self._guard_capture(inputs)
         q_out = inputs.new_query()
         halves = self.tables.halves(inputs.cos_sin_cache)
         # Tensor.split goes through Python and takes twice as long.
         q_nope, q_pe = torch.split_with_sizes(inputs.q, widths, -1)
         launch(self._op, inputs.weight.product(q_nope), q_pe, inputs, q_out, halves, route)
-        self._warm.add(key)
+        if not is_warm:
+            self._warm.add(key)
         return q_out
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
@@ -110,8 +113,8 @@ class AiterBackend(KernelBackend):
         """How many leading rows of the result are defined: one per slot, padded slots included."""
         return inputs.slot_mapping.shape[0]
 
-    def _guard_capture(self, key: tuple[Any, ...], inputs: DecodeInputs) -> None:
-        if key not in self._warm and self._capturing():
+    def _guard_capture(self, inputs: DecodeInputs) -> None:
+        if self._capturing():
             raise KernelCaptureError(
                 f"first AITER call of a layer shape ({inputs.num_heads} heads, {inputs.kv_cache.dtype} cache, "
                 f"{inputs.out_dtype} query) during a graph capture: AITER would load or compile its module inside it; "
@@ -144,7 +147,7 @@ def launch(
         halves: contiguous cos and sin, [max_position, 32] each.
         route: the kernel meant to run, and the view of the cache that leads there.
     """
-    if contract.span_violation(q_latent) is not None:
+    if not q_latent.is_contiguous() and contract.span_violation(q_latent) is not None:
         q_latent = q_latent.contiguous()
     op(
         q_latent, q_pe, inputs.kv_c, inputs.k_pe, apply_view(inputs.kv_cache, route.view), q_out, inputs.slot_mapping,

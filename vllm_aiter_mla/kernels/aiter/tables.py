@@ -83,4 +83,4 @@ class TableHalves:
 
 
 def _key(table: torch.Tensor) -> tuple[Any, ...]:
-    return (table.data_ptr(), table.shape, table.stride(), table.dtype, table.device)
+    return (table.data_ptr(), table.shape, table.stride(), table.dtype)
