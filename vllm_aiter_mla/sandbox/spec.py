@@ -36,6 +36,7 @@ class EngineSpec:
         mutation: "module:function" that plants a bug in the engine's process; tests only.
         dump_graphs: return the post-grad FX graph text by range.
         fake_arch: let the platform look like this AMD card over the fake AITER.
+        attention: "sandbox" for the sandbox's back end, "aiter" for vLLM's own over ``fake_arch``.
         fp8_bmm: hold absorbed weights in fp8, over the fake AITER.
         interpret: run Triton kernels on CPU tensors through Triton's interpreter.
         device: "cpu" for the sandbox's platform; "gpu" for vLLM's own, with its Triton MLA back end.
@@ -65,6 +66,7 @@ class EngineSpec:
     mutation: str | None = None
     dump_graphs: bool = False
     fake_arch: str | None = None
+    attention: str = "sandbox"
     fp8_bmm: bool = False
     interpret: bool = False
     device: str = "cpu"
