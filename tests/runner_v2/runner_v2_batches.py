@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -139,7 +140,7 @@ def _drafts(setup: Setup, count: int = 5) -> tuple[int, ...]:
     return (setup.drafts,) * count
 
 
-KINDS = {
+KINDS: dict[str, Callable[[Setup], Step]] = {
     "decode, no graph": lambda s: real(s, *decoding(s), drafts=_drafts(s), graphs=False),
     "decode, full graph, padded": lambda s: real(s, *decoding(s), drafts=_drafts(s)),
     "decode, padded to another rank": lambda s: real(s, *decoding(s), drafts=_drafts(s), at_least=7 * (1 + s.drafts)),
@@ -149,11 +150,11 @@ KINDS = {
     "mixed": lambda s: real(s, *decoding(s, 2), (5, 0, 5), drafts=(*_drafts(s, 2), 0)),
     "chunk after context": lambda s: real(s, *decoding(s, 1), (20, 8, 6), drafts=(*_drafts(s, 1), 0)),
     "one-token chunk": lambda s: real(s, (9, 9, 1), (20, 8, 1)),
-    "uneven drafts": lambda s: real(s, (5, 9, 1 + s.drafts), (6, 9, 1), drafts=(s.drafts, 0)),
+    "drafts for some": lambda s: real(s, (5, 9, 1 + s.drafts), (6, 9, 1), drafts=(s.drafts, 0)),
     "dummy, no graph": lambda s: dummy(s, 2, 2 * (1 + s.drafts), graphs=False),
     "dummy, full graph": lambda s: dummy(s, 2, 2 * (1 + s.drafts), graphs=True),
     "capture of a full graph": lambda s: capture(s, "FULL", 4, 4 * (1 + s.drafts)),
-    "capture of a piecewise graph": lambda s: capture(s, "PIECEWISE", 8, 16),
+    "capture of a piecewise graph": lambda s: capture(s, "PIECEWISE", 8, 8),
     "draft step": lambda s: draft_step(s, 9, 10, 11),
     "profiling": profile,
 }

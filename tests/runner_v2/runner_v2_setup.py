@@ -161,8 +161,10 @@ class Setup:
 
 
 def _rows(step: Step, count: int) -> str:
-    """Which rows of a step so many rows are; a step without padding has real rows alone."""
-    return {0: "none", step.real: "real"}.get(count, "all" if count == step.rows else str(count))
+    """Which rows of a step so many rows are; where nothing is padded, they are the real ones."""
+    if count == 0:
+        return "none"
+    return "real" if count == step.real else "all" if count == step.rows else str(count)
 
 
 class _noted:  # noqa: N801

@@ -88,7 +88,7 @@ def _replace_kernels() -> None:
             op_func=_aiter_ops._rocm_aiter_mla_decode_fwd_impl,
             mutates_args=["o"],
         )
-    rocm_aiter_mla._expand_page_indices_kernel = _PageIndices()
+    rocm_aiter_mla._expand_page_indices_kernel = PageIndices()
     vars(mla_attention)["current_platform"] = _NoCPU(current_platform)
 
 
@@ -106,7 +106,7 @@ class _NoCPU:
         return False
 
 
-class _PageIndices:
+class PageIndices:
     """vLLM's Triton kernel that turns block numbers into one index per key."""
 
     def __getitem__(self, grid: tuple[int, int]) -> Any:
