@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 MLA_ATTENTION_OP = "vllm::unified_mla_attention_with_output"
 KV_UPDATE_OP = "vllm::unified_mla_kv_cache_update"
+ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_mla::mla_attention_with_rope")
+"""The plugin's attention ops, after pass 2 and after pass 3, in the spelling of ``splitting_ops``."""
 
 ENGINE_REASONS: dict[str, str] = {
     "vllm_version": "vLLM's release is outside the range this plugin was written against",
@@ -41,6 +43,7 @@ LAYER_REASONS: dict[str, str] = {
     "no_absorbed_weight": "the layer holds no absorbed weight W_UK_T",
     "fp4_bmm": "the absorb matrix is held in fp4 for AITER's batched GEMM",
     "amx_bmm": "the absorb matrix is packed for AMX",
+    "no_rope_kernel": "this build of vLLM lacks its kernel that rotates and writes the KV rows in one launch",
     "activation_dtype": "the graph computes in another dtype than the layer whose kernel was checked",
     "cos_sin_dtype": "the cos/sin table has another dtype than the activations",
     "kv_cache_ndim": "the KV cache is not [blocks, block size, latent + rope]",
@@ -73,6 +76,8 @@ GRAPH_REASONS: dict[str, str] = {
     "positions": "positions are not one int64 per token",
     "latent_shape": "kv_c is not [tokens, kv_lora_rank] with a static width",
     "rotated_value_read_elsewhere": "something outside the layer reads a rotated value",
+    "graph_input": "the un-rotated query or key is an input of the graph: it may not be rotated in place",
+    "output_shared": "something else is given the attention op's output buffer",
     "query_read_elsewhere": "something outside the layer reads the query projection",
     "key_read_elsewhere": "something outside the layer reads the un-rotated k_pe",
     "graph_too_deep": "the expression above the query or the key is too large for a RoPE",
@@ -270,6 +275,7 @@ class LayerView:
     has_absorbed_weight: bool = True
     fp4_bmm: bool = False
     amx_bmm: bool = False
+    has_rope_kernel: bool = True
     kv_cache_dtype: str = "auto"
     model_dtype: str = ""
     kv_cache_ndim: int | None = None
@@ -306,6 +312,8 @@ def _implementation(view: LayerView) -> Refusal | None:
         return Refusal("q_padding", f"the query is padded to {view.q_pad_num_heads} heads")
     if view.sliding_window:
         return Refusal("sliding_window", "the layer has a sliding window")
+    if not view.has_rope_kernel:
+        return Refusal("no_rope_kernel", "this build of vLLM has no concat_and_cache_mla_rope_fused")
     return None
 
 

@@ -7,7 +7,7 @@ the flag on and the config admitted it changes four fields of ``compilation_conf
 - ``compile_ranges_endpoints`` gains L;
 - ``inductor_compile_config`` gains the pass, a pass of the user's chained in front;
 - ``use_inductor_graph_partition`` becomes True where the user left it alone;
-- ``splitting_ops`` lists our attention op beside vLLM's.
+- ``splitting_ops`` lists our attention ops beside vLLM's.
 
 The class-wide ``CompilationConfig._attention_ops`` stays as it is: a change there would reach configs whose flag is
 off in the same process, and change their cache key.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_aiter_mla import bucket, worker
-from vllm_aiter_mla.admission import MLA_ATTENTION_OP, Refusal, admit_config
+from vllm_aiter_mla.admission import ATTENTION_OPS, MLA_ATTENTION_OP, Refusal, admit_config
 from vllm_aiter_mla.census import gauge as census_gauge
 from vllm_aiter_mla.census.file import write_census
 from vllm_aiter_mla.census.record import of_declined
@@ -28,9 +28,6 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, user_pass
 from vllm_aiter_mla.compat.patches import gauge, platform_hook, worker_hook
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, STRICT_OPTION, Settings, SettingsError, unused_options
-
-ATTENTION_OP = "vllm_aiter_mla::mla_attention_with_prepared_q"
-"""The attention op of the rewritten graph, in the spelling of ``splitting_ops``."""
 
 
 @dataclass(frozen=True)
@@ -112,18 +109,18 @@ def _show_gauge() -> None:
 
 
 def _open_graph(compilation: Any) -> None:
-    """Keep the whole layer in one FX graph, and our attention op outside piecewise graphs."""
+    """Keep the whole layer in one FX graph, and our attention ops outside piecewise graphs."""
     knobs = platform_hook.knobs_of(compilation)
     if knobs.splitting_ops is None:
         if not compilation.use_inductor_graph_partition:
             compilation.use_inductor_graph_partition = True
             log.say_once(logging.INFO, "use_inductor_graph_partition=True (was left unset; the passes need it)")
-        if ATTENTION_OP not in (compilation.splitting_ops or ()):
+        if not set(ATTENTION_OPS) <= set(compilation.splitting_ops or ()):
             # What set_splitting_ops_for_v1 would fill in under graph partition; ours is added to it below.
             compilation.splitting_ops = list(compilation._attention_ops)
     ops = compilation.splitting_ops or []
-    if MLA_ATTENTION_OP in ops and ATTENTION_OP not in ops:
-        compilation.splitting_ops = [*ops, ATTENTION_OP]
+    if MLA_ATTENTION_OP in ops:
+        compilation.splitting_ops = [*ops, *(op for op in ATTENTION_OPS if op not in ops)]
 
 
 def _decline(vllm_config: Any, refusal: Refusal, settings: Settings) -> None:

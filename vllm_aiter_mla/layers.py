@@ -16,13 +16,13 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from vllm_aiter_mla.admission import Refusal, admit_layer
-from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import absorb, select, selfcheck, stock
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
+from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING
@@ -37,8 +37,8 @@ class Decision:
 
     Attributes:
         kernel: name of the back end that runs it, or None where none takes it.
-        refusal: why it does not get the whole fast path, or None. ``kernel_shape``: the wanted kernel does not take the
-            layer, but passes 1 and 2 do; any other code: it stays stock.
+        refusal: why it does not get the fast path, or None. ``kernel_shape``: the wanted kernel does not take the
+            layer, and it gets vLLM's own fusion of RoPE and KV write, pass 1; any other code: no pass touches it.
         shape: what the kernel was chosen for; None where admission refused the layer first.
     """
 
@@ -68,6 +68,7 @@ _checked: WeakSet[Any] = WeakSet()
 """Layers whose kernel passed its check in this process; a kernel that needs one runs for no other layer."""
 _nothing_is_checked: list[str] = []
 """Why no layer of this process may run one, or nothing."""
+_generation = [0]
 
 
 def decide(
@@ -161,36 +162,42 @@ def weight_of(module: Any) -> absorb.AbsorbWeight:
     return absorb.read(compat_layer.absorb_tensors(module))
 
 
-def prepare(name: str, module: Any, inputs: DecodeInputs) -> torch.Tensor:
-    """Run the layer's back end: q_prepared [T, N, L+R], KV rows written.
+STOCK = "stock"
 
-    Raises:
-        NoKernelError: no back end takes the call; the message holds every reason.
+
+def kernel_for(module: Any, inputs: DecodeInputs) -> tuple[str, Run | None]:
+    """Name of what runs calls of this shape, and its function; ``STOCK`` and None where vLLM's own attention does.
+
+    Whatever goes wrong here, the batch is served by vLLM's own attention, and one line says why.
     """
-    known = _of(module)
-    choice = known.selector.choose(inputs)
+    try:
+        choice = _of(module).selector.choose(inputs)
+    except Exception as error:
+        return _stock(f"no kernel could be chosen: {type(error).__name__}: {error}")
     if choice.backend is None or choice.run is None:
-        return known.selector.prepare(inputs)  # raises with every candidate's reason
-    if not choice.backend.trusted and (module not in _checked or why_unchecked(module) is not None):
+        return _stock("; ".join(f"{name}: {reason}" for name, reason in choice.refusals))
+    if not choice.backend.trusted and why_unchecked(module) is not None:
+        return STOCK, None  # said when it was found
+    if not choice.backend.trusted and module not in _checked:
         # A compiled artifact may hold the op although nothing was checked in this process.
-        return _fall_back(name, known.selector, inputs)
-    census.engage(name, choice.backend.name)
-    return choice.run(inputs)
+        return _stock(f"{choice.backend.name} was not checked in this process")
+    return (choice.backend.name, choice.run) if choice.backend.name != STOCK else (STOCK, None)
 
 
-def _fall_back(name: str, selector: select.Selector, inputs: DecodeInputs) -> torch.Tensor:
-    """Run the last candidate, which needs no self-check: vLLM's own kernels, on a CPU the reference."""
-    backend = selector.backend(selector.names[-1])
-    reason = backend if isinstance(backend, str) else backend.refuse(inputs)
-    if reason is not None or isinstance(backend, str):
-        raise select.NoKernelError(f"{selector.names[-1]}: {reason}")
-    census.engage(name, backend.name)
-    return backend.prepare(inputs)
+def _stock(reason: str) -> tuple[str, None]:
+    log.say_once(logging.ERROR, f"decode batches of some layers run vLLM's own attention: {reason}")
+    return STOCK, None
+
+
+def generation() -> int:
+    """Changes whenever a decision may: what was found for an older one has to be found anew."""
+    return _generation[0]
 
 
 def trust(module: Any) -> None:
     """Let the layer run its chosen kernel: the check of every shape that it may have has passed."""
     _checked.add(module)
+    _generation[0] += 1
 
 
 def distrust(reason: str, module: Any = None) -> None:
@@ -282,6 +289,7 @@ def reset() -> None:
     _unchecked.clear()
     _checked.clear()
     _nothing_is_checked.clear()
+    _generation[0] += 1
     current_platform.cache_clear()
     _selector.cache_clear()
 
@@ -320,6 +328,7 @@ def _selector(kernel: str, rounding: str, view: ViewPolicy, platform: Platform) 
 
 
 def _forget_decisions() -> None:
+    _generation[0] += 1
     _choice.cache_clear()
     for known in _layers.values():
         known.decisions.clear()

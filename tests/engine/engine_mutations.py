@@ -5,38 +5,27 @@ from __future__ import annotations
 
 def attention_does_not_split() -> None:
     """The attention op is missing from the splitting set: piecewise graphs would hold it."""
+    from torch._inductor import scheduler
+
     from vllm_aiter_mla import gate
+    from vllm_aiter_mla.admission import ATTENTION_OPS
 
     inner = gate._open_graph
 
     def open_graph(compilation):
         inner(compilation)
-        compilation.splitting_ops = [op for op in compilation.splitting_ops if op != gate.ATTENTION_OP]
+        compilation.splitting_ops = [op for op in compilation.splitting_ops if op not in ATTENTION_OPS]
 
     gate._open_graph = open_graph
-
-
-def fused_op_branches_on_metadata() -> None:
-    """The fused op writes KV rows for decode batches as Python sees them, and for no others."""
-    from vllm_aiter_mla.ops import adapter, bodies
-
-    inner = bodies.fused_prepare
-
-    def fused_prepare(ctx, *operands):
-        batch = adapter.layer_and_batch(ctx.name)[1]
-        if batch.metadata is not None and batch.metadata.num_prefills == 0:
-            # "A decode batch has one row per request": true for what was captured, frozen for what is replayed.
-            ctx = ctx._replace(slots=ctx.slots[:1])
-        return inner(ctx, *operands)
-
-    bodies.fused_prepare = fused_prepare
+    scheduler.is_cudagraph_unsafe_op = lambda node: False  # the op's tag would cut as well
 
 
 def prefill_rows_stay_raw() -> None:
-    """The attention op hands prefill rows on as they come: nothing has rotated them."""
+    """The op hands prefill rows on as they come: it writes their KV rows, and rotates copies for that."""
     from vllm_aiter_mla.ops import bodies
 
-    bodies.rotated_copies = lambda layer, q, k_pe, *_: (q, k_pe)
+    inner = bodies.rotate_and_write
+    bodies.rotate_and_write = lambda step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
 
 
 def passes_ignore_the_range() -> None:
@@ -104,10 +93,10 @@ def a_request_has_one_decode_row() -> None:
 
     inner = bodies.decode
 
-    def decode(ctx, batch, q_prepared, output):
-        n, requests = batch.num_actual_tokens, batch.metadata.num_decodes
+    def decode(step, q_prepared, output):
+        n, requests = step.num_actual_tokens, step.metadata.num_decodes
         last = q_prepared[:n].view(requests, n // requests, *q_prepared.shape[1:])[:, -1:]
-        inner(ctx, batch, last.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:]), output)
+        inner(step, last.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:]), output)
 
     bodies.decode = decode
 

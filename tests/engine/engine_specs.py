@@ -68,9 +68,6 @@ SPECS: dict[str, EngineSpec] = {
     "piecewise-none": replace(_small, piecewise="none"),
     "piecewise-decode": replace(_small, piecewise="decode"),
     "mutation-no-split": replace(_small, piecewise="none", mutation="engine_mutations:attention_does_not_split"),
-    "mutation-metadata-branch": replace(
-        _small, piecewise="decode", mutation="engine_mutations:fused_op_branches_on_metadata"
-    ),
     "mutation-raw-prefill": replace(_small, mutation="engine_mutations:prefill_rows_stay_raw"),
     "mutation-above-bucket": replace(_small, dump_graphs=True, mutation="engine_mutations:passes_ignore_the_range"),
     "small-no-plugin": replace(_off(_small), dump_graphs=True, plugin=False),

@@ -17,7 +17,7 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.config.utils import replace
 
 from vllm_aiter_mla import fingerprint, gate
-from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
+from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
@@ -78,17 +78,16 @@ def test_endpoints_of_the_user_stay(config: Build) -> None:
     assert ranges_of(built) == [(1, 16), (17, 100), (101, 2048)]
 
 
-def test_our_attention_op_splits_beside_vllms_and_the_kv_update_does_not(config: Build) -> None:
+def test_our_attention_ops_split_beside_vllms_and_the_kv_update_does_not(config: Build) -> None:
     ops = config(additional_config=ON).compilation_config.splitting_ops
-    assert [op for op in ops if op != gate.ATTENTION_OP] == CompilationConfig._attention_ops
-    assert ops.count(gate.ATTENTION_OP) == 1
+    assert ops == [*CompilationConfig._attention_ops, *ATTENTION_OPS]
     assert KV_UPDATE_OP not in ops
 
 
 def test_the_list_that_every_config_shares_is_not_touched(config: Build) -> None:
     config(additional_config=ON)
-    assert gate.ATTENTION_OP not in CompilationConfig._attention_ops
-    assert gate.ATTENTION_OP not in config().compilation_config.splitting_ops
+    for ops in (CompilationConfig._attention_ops, config().compilation_config.splitting_ops):
+        assert not set(ATTENTION_OPS) & set(ops)
 
 
 def test_piecewise_graphs_are_kept(config: Build) -> None:
@@ -101,10 +100,10 @@ def test_piecewise_graphs_are_kept(config: Build) -> None:
         assert built.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
 
 
-def test_a_users_explicit_splitting_list_gains_our_op_under_graph_partition(config: Build) -> None:
+def test_a_users_explicit_splitting_list_gains_our_ops_under_graph_partition(config: Build) -> None:
     options = {"use_inductor_graph_partition": True, "splitting_ops": [MLA_ATTENTION_OP]}
     built = config(additional_config=ON, compilation_config=options)
-    assert built.compilation_config.splitting_ops == [MLA_ATTENTION_OP, gate.ATTENTION_OP]
+    assert built.compilation_config.splitting_ops == [MLA_ATTENTION_OP, *ATTENTION_OPS]
 
 
 def test_empty_splitting_ops_need_no_partition_and_stay_empty(config: Build) -> None:
@@ -162,7 +161,7 @@ def test_replacing_a_config_installs_and_adds_nothing_twice(config: Build) -> No
     assert pass_of(again) is first
     assert isinstance(first.chained, CallableInductorPass)
     assert again.compilation_config.compile_ranges_endpoints == endpoints
-    assert again.compilation_config.splitting_ops.count(gate.ATTENTION_OP) == 1
+    assert all(again.compilation_config.splitting_ops.count(op) == 1 for op in ATTENTION_OPS)
     assert gate.apply(again) == gate.Decision(first.settings, limit=16)
 
 
@@ -235,7 +234,7 @@ def test_mutation_a_gate_that_edits_the_shared_op_list_is_caught(
     monkeypatch.setattr(CompilationConfig, "_attention_ops", list(CompilationConfig._attention_ops))
     before = support.observed(config())
     config(additional_config=ON)
-    CompilationConfig._attention_ops.append(gate.ATTENTION_OP)
+    CompilationConfig._attention_ops.append(ATTENTION_OPS[1])
     assert support.observed(config()) != before
 
 
@@ -334,7 +333,9 @@ def test_the_real_pipeline_has_the_interface_the_gate_builds_on(config: Build, m
     assert pass_of(config(additional_config=ON, compilation_config=USERS_PASS)).uuid() != before
 
 
-def test_the_op_the_gate_splits_at_is_the_one_the_runtime_defines() -> None:
-    from vllm_aiter_mla.ops import register as ops
+@pytest.mark.parametrize("name", ATTENTION_OPS)
+def test_the_ops_the_gate_splits_at_are_defined_and_cut_inductors_graphs_by_their_tag_too(name: str) -> None:
+    import torch
 
-    assert gate.ATTENTION_OP == ops.ATTENTION_OP
+    namespace, _, op = name.partition("::")
+    assert torch.Tag.cudagraph_unsafe in getattr(getattr(torch.ops, namespace), op).default.tags

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_aiter_mla.gate import ATTENTION_OP
+from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.sandbox import child, plugin
 from vllm_aiter_mla.sandbox.model import TinyDeepseek
 from vllm_aiter_mla.sandbox.spec import EngineSpec
@@ -52,7 +52,7 @@ def test_on_vllms_rocm_platform_one_flag_opens_the_bucket_and_keeps_full_graphs(
     assert found["ranges"][0] == [1, 256]
     assert found["graph_partition"] is True
     assert found["cudagraph_mode"] == "FULL_AND_PIECEWISE"
-    assert {ATTENTION_OP, "vllm::unified_mla_attention_with_output"} <= set(found["splitting_ops"])
+    assert {*ATTENTION_OPS, "vllm::unified_mla_attention_with_output"} <= set(found["splitting_ops"])
     assert "decode bucket 1..256" in log
 
 
@@ -66,7 +66,7 @@ def test_on_vllms_rocm_platform_fp8_absorb_weights_decline_the_triton_kernel_alo
 def test_on_vllms_rocm_platform_without_the_flag_nothing_of_ours_is_in_the_config(model):
     found, log = build(model, "rocm", "gfx942", {"kv_cache_dtype": "fp8", "max_num_seqs": 256})
     assert found["limit"] is None
-    assert ATTENTION_OP not in found["splitting_ops"]
+    assert not set(ATTENTION_OPS) & set(found["splitting_ops"])
     assert "aiter-mla" not in log
 
 

@@ -19,15 +19,15 @@ NAME = "model.layers.0.attn"
 SIZES = Sizes()
 OPS: dict[str, Any] = {
     "mla_decode_q_prep": torch.ops.vllm_aiter_mla.mla_decode_q_prep.default,
-    "fused_qk_rope_kv_cache_q_prep": torch.ops.vllm_aiter_mla.fused_qk_rope_kv_cache_q_prep.default,
     "mla_attention_with_prepared_q": torch.ops.vllm_aiter_mla.mla_attention_with_prepared_q.default,
+    "mla_attention_with_rope": torch.ops.vllm_aiter_mla.mla_attention_with_rope.default,
 }
 FAKES: dict[str, Callable[..., Any]] = {
     "mla_decode_q_prep": register.mla_decode_q_prep_fake,
-    "fused_qk_rope_kv_cache_q_prep": register.fused_qk_rope_kv_cache_q_prep_fake,
     "mla_attention_with_prepared_q": register.mla_attention_with_prepared_q_fake,
+    "mla_attention_with_rope": register.mla_attention_with_rope_fake,
 }
-FUNCTIONAL = ("mla_decode_q_prep", "fused_qk_rope_kv_cache_q_prep")
+ATTENTION = ("mla_attention_with_prepared_q", "mla_attention_with_rope")
 
 
 def batch_of(rows: int, **changes: Any) -> Batch:
@@ -58,10 +58,11 @@ def arguments(op: str, layer: StubLayer, rows: int) -> tuple[Any, ...]:
     name = _encode_layer_name(NAME)
     if op == "mla_decode_q_prep":
         return q, z.latent, z.r, out_dtype, name
-    if op == "fused_qk_rope_kv_cache_q_prep":
-        return q, k_pe, kv_c, positions, table, layer._k_scale, True, out_dtype, name
+    output = rand(rows, z.n * z.v)
+    if op == "mla_attention_with_rope":
+        return q, k_pe, kv_c, positions, table, layer._k_scale, output, True, name
     prepared = rand(rows, z.n, z.latent + z.r).to(out_dtype)
-    return q, kv_c, k_pe, prepared, rand(rows, z.n * z.v), name, positions, table, True, False, None
+    return q, kv_c, k_pe.unsqueeze(1), prepared, output, name, None
 
 
 def assert_real_matches_fake(op: str, layer: StubLayer, batch: Batch) -> None:
@@ -71,23 +72,36 @@ def assert_real_matches_fake(op: str, layer: StubLayer, batch: Batch) -> None:
         real = OPS[op](*args)
     fake = FAKES[op](*args)
     assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride()), real.shape
-    assert batch.profiling or bool(real.float().isfinite().all()), "a row is undefined"
+    assert bool(real.float().isfinite().all()), "a row is undefined"
+
+
+def assert_changes_only_what_it_declares(op: str, layer: StubLayer, batch: Batch) -> None:
+    """I1, for ops without a result: only arguments that the schema marks are changed, and no padded row of them."""
+    args = arguments(op, layer, batch.rows)
+    before = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    with forward([layer], batch):
+        OPS[op](*args)
+    for declared, was, now in zip(OPS[op]._schema.arguments, before, args, strict=True):
+        if isinstance(now, torch.Tensor):
+            written = declared.alias_info is not None and declared.alias_info.is_write
+            same = torch.equal(was[batch.real :], now[batch.real :]) if written else torch.equal(was, now)
+            assert same, f"{declared.name} was changed"
 
 
 def assert_raises_while_capturing_without_slots(layer: StubLayer) -> None:
     """I2: no graph may be captured whose KV write is missing."""
-    args = arguments("fused_qk_rope_kv_cache_q_prep", layer, 3)
+    args = arguments("mla_attention_with_rope", layer, 3)
     with forward([layer], batch_of(3, profiling=True)), raised() as errors:
-        OPS["fused_qk_rope_kv_cache_q_prep"](*args)
+        OPS["mla_attention_with_rope"](*args)
     assert errors, "captured without slots"
     assert "slot mapping" in str(errors[0])
 
 
-def assert_refuses_a_piecewise_capture(layer: StubLayer) -> None:
+def assert_refuses_a_piecewise_capture(op: str, layer: StubLayer) -> None:
     """Attention inside a piecewise graph would be frozen for every later batch."""
-    args = arguments("mla_attention_with_prepared_q", layer, 3)
+    args = arguments(op, layer, 3)
     with forward([layer], batch_of(3), CUDAGraphMode.PIECEWISE), raised() as errors:
-        OPS["mla_attention_with_prepared_q"](*args)
+        OPS[op](*args)
     assert errors, "captured inside a piecewise graph"
     assert "splitting_ops" in str(errors[0])
 
@@ -121,7 +135,7 @@ def assert_fake_is_blind(fake: Callable[..., Any], op: str, cache: str = "auto")
     at = next(i for i, arg in enumerate(OPS[op]._schema.arguments) if arg.name == "layer_name")
     meta = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
     blind = fake(*meta[:at], Opaque(), *meta[at + 1 :])
-    if op in FUNCTIONAL:
+    if op not in ATTENTION:
         assert tuple(blind.shape) == (3, SIZES.n, SIZES.latent + SIZES.r)
         assert is_fp8(blind.dtype) == (cache == "fp8")
     else:

@@ -8,12 +8,11 @@ import pytest
 import torch
 from passes.execute import assert_rewritten_right, clone, stubs_for
 from passes.graphs import Spelling
-from passes.stubs import PADDED
+from passes.stubs import MIXED, PADDED
 from passes.test_recognised import build
 
 from ops import opcalls
-from ops.opcalls import FAKES, OPS, batch_of, layer_of
-from vllm_aiter_mla import layers
+from ops.opcalls import ATTENTION, FAKES, OPS, batch_of, layer_of
 from vllm_aiter_mla.compat import context
 from vllm_aiter_mla.ops import adapter, bodies
 
@@ -29,11 +28,25 @@ pytestmark = pytest.mark.mutation
         pytest.param(lambda q: torch.cat([q[:4], torch.full_like(q[4:], float("nan"))]), id="padded rows undefined"),
     ],
 )
-def test_mutation_i1_fused_op_returns_something_else_than_declared(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
-    real = layers.prepare
-    monkeypatch.setattr(layers, "prepare", lambda *args: spoil(real(*args)))
+def test_mutation_i1_prepared_query_is_not_what_its_fake_declares(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
+    real = bodies.decode_q_prep
+    monkeypatch.setattr(bodies, "decode_q_prep", lambda *args: spoil(real(*args)))
     with pytest.raises((AssertionError, RuntimeError)):
-        opcalls.assert_real_matches_fake("fused_qk_rope_kv_cache_q_prep", layer_of(), PADDED)
+        opcalls.assert_real_matches_fake("mla_decode_q_prep", layer_of(), PADDED)
+
+
+@pytest.mark.parametrize("rows", ["positions", "padded q_pe"])
+def test_mutation_i1_the_op_changes_more_than_it_declares(monkeypatch: pytest.MonkeyPatch, rows: str) -> None:
+    real = bodies.rotate_and_write
+
+    def greedy(step: Any, q: Any, k_pe: Any, kv_c: Any, rope: Any) -> None:
+        if rows == "positions":
+            rope.positions.add_(1)
+        real(step._replace(num_actual_tokens=q.shape[0]) if rows == "padded q_pe" else step, q, k_pe, kv_c, rope)
+
+    monkeypatch.setattr(bodies, "rotate_and_write", greedy)
+    with pytest.raises(AssertionError):
+        opcalls.assert_changes_only_what_it_declares("mla_attention_with_rope", layer_of(), MIXED)
 
 
 def test_mutation_i1_fake_declares_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,21 +56,19 @@ def test_mutation_i1_fake_declares_another_width(monkeypatch: pytest.MonkeyPatch
         opcalls.assert_real_matches_fake(op, layer_of(), batch_of(2))
 
 
-def test_mutation_i2_fused_op_does_not_ask_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_i2_the_op_does_not_ask_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     opcalls.capturing(monkeypatch)
-    empty = bodies.declared
-    monkeypatch.setitem(
-        OPS, "fused_qk_rope_kv_cache_q_prep", lambda q, k_pe, kv_c, *rest: empty(q, k_pe, kv_c, rest[-2])
-    )
+    monkeypatch.setattr(bodies, "_check_capture", lambda step: None)
     with pytest.raises(AssertionError, match="captured without slots"):
         opcalls.assert_raises_while_capturing_without_slots(layer_of())
 
 
-def test_mutation_attention_does_not_ask_for_the_kind_of_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", ATTENTION)
+def test_mutation_i2_attention_does_not_ask_for_the_kind_of_graph(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     opcalls.capturing(monkeypatch)
     monkeypatch.setattr(context, "is_piecewise", lambda: False)
     with pytest.raises(AssertionError, match="inside a piecewise graph"):
-        opcalls.assert_refuses_a_piecewise_capture(layer_of())
+        opcalls.assert_refuses_a_piecewise_capture(op, layer_of())
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -65,23 +76,27 @@ def test_mutation_i7_fake_reads_the_layer(op: str) -> None:
     at = next(i for i, arg in enumerate(OPS[op]._schema.arguments) if arg.name == "layer_name")
 
     def nosy(*args: Any) -> Any:
-        adapter.layer_context(args[at])
+        adapter.layer_step(args[at])
         return FAKES[op](*args)
 
     with pytest.raises(AssertionError):
         opcalls.assert_fake_is_blind(nosy, op)
 
 
-def test_mutation_i10_decode_attention_reads_the_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def every_row(
-        ctx: bodies.LayerContext, batch: bodies.Batch, q_prepared: torch.Tensor, output: torch.Tensor
-    ) -> None:
-        n = batch.num_actual_tokens
-        ctx.layer.v_up(ctx.layer.forward_mqa(q_prepared, ctx.kv_cache, batch.metadata)[:n], output[:n])
+@pytest.mark.parametrize("stop", ["q_prep_lift", None])
+def test_mutation_i10_decode_attention_reads_the_padded_rows(monkeypatch: pytest.MonkeyPatch, stop: Any) -> None:
+    def every_row(step: bodies.LayerStep, q_prepared: torch.Tensor, output: torch.Tensor) -> None:
+        n = step.num_actual_tokens
+        step.layer.v_up(step.layer.forward_mqa(q_prepared, step.kv_cache, step.metadata)[:n], output[:n])
+
+    def prepares_every_row(step: bodies.LayerStep, q: torch.Tensor, *rest: Any) -> Any:
+        return real(step._replace(num_actual_tokens=q.shape[0]), q, *rest)
 
     gm, layers = build(1, dtype=torch.bfloat16)
     stubs = stubs_for(layers, Spelling(dtype=torch.bfloat16))
-    assert_rewritten_right(clone(gm), stubs, batches=(PADDED,), stops=(None,))
+    assert_rewritten_right(clone(gm), stubs, batches=(PADDED,), stops=(stop,))
+    real = bodies.prepared_query
     monkeypatch.setattr(bodies, "decode", every_row)
+    monkeypatch.setattr(bodies, "prepared_query", prepares_every_row)
     with pytest.raises(AssertionError):
-        assert_rewritten_right(gm, stubs, batches=(PADDED,), stops=(None,))
+        assert_rewritten_right(gm, stubs, batches=(PADDED,), stops=(stop,))

@@ -6,21 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from passes.stubs import BATCHES, Batch, forward
+from passes.stubs import BATCHES, SHORT_SLOTS, Batch, forward
 from torch.testing._internal.optests import generate_tests
 from vllm import _custom_ops
 from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from ops import opcalls
-from ops.opcalls import FAKES, FUNCTIONAL, OPS, SIZES, arguments, batch_of, layer_of
-from vllm_aiter_mla.compat import context
-from vllm_aiter_mla.compat import kernels as vllm_kernels
+from ops.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
+from vllm_aiter_mla import layers
+from vllm_aiter_mla.compat import context, kernels
+from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.reference import store_nope
 from vllm_aiter_mla.kernels.stock import StockBackend
+from vllm_aiter_mla.sandbox import gpu_ops
 
+ROPE = "mla_attention_with_rope"
 each_op = pytest.mark.parametrize("op", OPS)
 each_cache = pytest.mark.parametrize("cache", ["auto", "fp8"])
 
@@ -41,86 +45,155 @@ def test_opcheck_passes(monkeypatch: pytest.MonkeyPatch, op: str, cache: str, ro
         torch.library.opcheck(OPS[op], args, test_utils=utils)
 
 
-@pytest.mark.parametrize("op", FUNCTIONAL)
 @each_cache
 @pytest.mark.parametrize("rows", [0, 1, 2, 7])
-def test_i1_real_result_has_the_declared_shape_dtype_and_strides(op: str, cache: str, rows: int) -> None:
-    opcalls.assert_real_matches_fake(op, layer_of(cache), batch_of(rows))
+def test_i1_real_result_has_the_declared_shape_dtype_and_strides(cache: str, rows: int) -> None:
+    opcalls.assert_real_matches_fake("mla_decode_q_prep", layer_of(cache), batch_of(rows))
 
 
-@pytest.mark.parametrize("op", FUNCTIONAL)
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
-def test_i1_padded_rows_and_every_kind_of_batch_are_declared_alike(op: str, batch: Batch) -> None:
-    opcalls.assert_real_matches_fake(op, layer_of(), batch)
+def test_i1_padded_rows_and_every_kind_of_batch_are_declared_alike(batch: Batch) -> None:
+    opcalls.assert_real_matches_fake("mla_decode_q_prep", layer_of(), batch)
 
 
-def test_i1_fewer_slots_than_rows_still_prepare_every_row() -> None:
+@pytest.mark.parametrize("op", ATTENTION)
+@each_cache
+@pytest.mark.parametrize("batch", [*BATCHES, SHORT_SLOTS], ids=lambda batch: batch.name)
+def test_i1_attention_changes_no_argument_that_it_does_not_declare(op: str, cache: str, batch: Batch) -> None:
+    opcalls.assert_changes_only_what_it_declares(op, layer_of(cache), batch)
+
+
+def test_decode_rows_are_prepared_without_a_change_to_q_and_k_pe() -> None:
+    layer, batch = layer_of(), batch_of(6, decodes=4, slots=4)
+    args = arguments(ROPE, layer, batch.rows)
+    before = [arg.clone() for arg in args[:2]]
+    with forward([layer], batch):
+        OPS[ROPE](*args)
+    assert all(map(torch.equal, before, args[:2]))
+    assert (layer.kv_cache != layer.initial).any(-1).sum() == 4
+
+
+def test_only_real_rows_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pads a graph is read by nobody, so no kernel is given it."""
+    seen, layer, batch = [], layer_of(), batch_of(6, decodes=4)
+    real = layers.kernel_for
+    monkeypatch.setattr(layers, "kernel_for", lambda module, inputs: (seen.append(inputs), real(module, inputs))[1])
+    with forward([layer], batch):
+        OPS[ROPE](*arguments(ROPE, layer, batch.rows))
+    (inputs,) = seen
+    assert {inputs.num_tokens, *(t.shape[0] for t in (inputs.k_pe, inputs.kv_c, inputs.slot_mapping))} == {4}
+
+
+def test_a_batch_with_prefill_rows_is_rotated_once_in_place_and_prepared_by_no_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, batch = layer_of(), batch_of(5, decodes=3, prefills=2)
+    args = arguments(ROPE, layer, batch.rows)
+    q, k_pe, calls = args[0].clone(), args[1].clone(), []
+    monkeypatch.setattr(layers, "kernel_for", lambda *_: pytest.fail("a kernel was asked for"))
+    real = kernels.rope_and_write
+    monkeypatch.setattr(kernels, "rope_and_write", lambda *given: (calls.append(given), real(*given))[1])
+    given = []
+    monkeypatch.setattr(layer, "forward_impl", lambda *got, **rest: given.append(got))
+    with forward([layer], batch):
+        OPS[ROPE](*args)
+    assert len(calls) == len(given) == 1
+    assert [got.data_ptr() for got in given[0][:3]] == [args[0].data_ptr(), args[2].data_ptr(), args[1].data_ptr()]
+    rotated_q, rotated_k = q.clone(), k_pe.clone()
+    gpu_ops.rotary_embedding(args[3], rotated_q[..., SIZES.p :], rotated_k, SIZES.r, args[4], True)
+    assert torch.equal(args[0][..., SIZES.p :], rotated_q[..., SIZES.p :])
+    assert torch.equal(args[1], rotated_k)
+
+
+def test_a_batch_without_slots_is_rotated_and_writes_nothing() -> None:
+    layer, batch = layer_of(), batch_of(3, decodes=0, prefills=3)
+    args = arguments(ROPE, layer, batch.rows)
+    before = args[1].clone()
+    with forward([layer], batch):
+        get_forward_context().slot_mapping = {}
+        OPS[ROPE](*args)
+    assert not torch.equal(args[1], before)
+    assert torch.equal(layer.kv_cache, layer.initial)
+
+
+def test_a_call_is_bound_once_and_again_after_a_weight_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, layer = [], layer_of()
+    real = layers.kernel_for
+    monkeypatch.setattr(layers, "kernel_for", lambda *args: (found.append(args), real(*args))[1])
+    args = arguments(ROPE, layer, 3)
+    with forward([layer], batch_of(3)):
+        for _ in range(3):
+            OPS[ROPE](*args)
+        assert len(found) == 1
+        layer.W_UK_T = layer.W_UK_T * 2
+        OPS[ROPE](*args)
+        assert len(found) == 2
+        assert found[1][1].weight.w_uk_t is layer.W_UK_T
+        layers.distrust("planted", layer)
+        OPS[ROPE](*args)
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("broken", ["raises", "refuses"])
+def test_a_call_for_which_no_kernel_can_be_chosen_runs_vllms_own_attention(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     layer = layer_of()
-    batch = batch_of(6, decodes=4, slots=4)
-    opcalls.assert_real_matches_fake("fused_qk_rope_kv_cache_q_prep", layer, batch)
-    changed = (layer.kv_cache != layer.initial).any(-1).sum()
-    assert changed == 4
+    args, want = arguments(ROPE, layer, 3), arguments(ROPE, layer, 3)
+    choice = select.Choice(None, (("aiter", "planted"),))
+
+    def choose(selector: Any, inputs: Any) -> Any:
+        if broken == "raises":
+            raise ValueError("planted")
+        return choice
+
+    with forward([layer], batch_of(3)):
+        OPS[ROPE](*want)
+        layer.kv_cache.copy_(layer.initial)
+        monkeypatch.setattr(select.Selector, "choose", choose)
+        layers.distrust("forget what was found", layer)
+        with caplog.at_level("ERROR"):
+            OPS[ROPE](*args)
+    assert torch.equal(args[6], want[6])
+    assert "planted" in caplog.text
 
 
-def test_fused_op_mutates_no_argument() -> None:
-    layer = layer_of()
-    args = arguments("fused_qk_rope_kv_cache_q_prep", layer, 4)
-    before = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
-    with forward([layer], batch_of(4)):
-        OPS["fused_qk_rope_kv_cache_q_prep"](*args)
-    for a, b in zip(args, before, strict=True):
-        assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
-
-
-def test_fused_op_looks_at_no_metadata() -> None:
-    """The same rows and the same cache whether the batch is said to hold decodes or prefills."""
-    layer, seen = layer_of(), []
-    for batch in (batch_of(4), batch_of(4, decodes=0, prefills=4)):
-        with forward([layer], batch):
-            result = OPS["fused_qk_rope_kv_cache_q_prep"](*arguments("fused_qk_rope_kv_cache_q_prep", layer, 4))
-            seen.append((result, layer.kv_cache.clone()))
-    assert torch.equal(seen[0][0], seen[1][0])
-    assert torch.equal(seen[0][1], seen[1][1])
-
-
-def test_i2_fused_op_raises_when_captured_without_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i2_the_op_raises_when_captured_without_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     opcalls.capturing(monkeypatch)
     opcalls.assert_raises_while_capturing_without_slots(layer_of())
 
 
-def test_i2_fused_op_raises_when_captured_before_the_cache_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i2_the_op_raises_when_captured_before_the_cache_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     opcalls.capturing(monkeypatch)
     layer = layer_of()
     with forward([layer], batch_of(3)):
         layer.kv_cache = torch.empty(0)
-        with pytest.raises(RuntimeError, match="without a KV cache"):
-            OPS["fused_qk_rope_kv_cache_q_prep"](*arguments("fused_qk_rope_kv_cache_q_prep", layer, 3))
+        with pytest.raises(RuntimeError, match="without KV cache"):
+            OPS[ROPE](*arguments(ROPE, layer, 3))
 
 
-def test_i2_fused_op_is_captured_with_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", ATTENTION)
+def test_i2_attention_refuses_a_piecewise_capture(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     opcalls.capturing(monkeypatch)
-    opcalls.assert_real_matches_fake("fused_qk_rope_kv_cache_q_prep", layer_of(), batch_of(3))
+    opcalls.assert_refuses_a_piecewise_capture(op, layer_of())
 
 
-def test_attention_refuses_a_piecewise_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    opcalls.capturing(monkeypatch)
-    opcalls.assert_refuses_a_piecewise_capture(layer_of())
-
-
+@pytest.mark.parametrize("op", ATTENTION)
 @pytest.mark.parametrize(
     ("capturing", "mode"),
     [(True, CUDAGraphMode.FULL), (False, CUDAGraphMode.PIECEWISE), (False, CUDAGraphMode.NONE)],
 )
 def test_attention_runs_in_full_captures_and_beside_piecewise_graphs(
-    monkeypatch: pytest.MonkeyPatch, capturing: bool, mode: Any
+    monkeypatch: pytest.MonkeyPatch, capturing: bool, mode: Any, op: str
 ) -> None:
     opcalls.capturing(monkeypatch, capturing)
     layer = layer_of()
-    args = arguments("mla_attention_with_prepared_q", layer, 3)
+    args = arguments(op, layer, 3)
+    output = args[6 if op == ROPE else 4]
     with forward([layer], batch_of(3), mode):
-        before = args[4].clone()
-        OPS["mla_attention_with_prepared_q"](*args)
-    assert not torch.equal(args[4], before)
+        before = output.clone()
+        OPS[op](*args)
+    assert not torch.equal(output, before)
 
 
 @each_op
@@ -155,15 +228,13 @@ def test_uint8_storage_is_viewed_as_the_cards_flavour_without_a_copy(
 
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_the_stock_kernels_quantise_a_query_of_any_length(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = layer_of("fp8")
-    q, k_pe, kv_c, positions, table, k_scale, is_neox, out_dtype, _ = arguments(
-        "fused_qk_rope_kv_cache_q_prep", layer, tokens
-    )
+    layer, out_dtype = layer_of("fp8"), torch.float8_e4m3fn
+    q, k_pe, kv_c, positions, table, k_scale, _, is_neox, _ = arguments(ROPE, layer, tokens)
     given = DecodeInputs(
         q, k_pe, kv_c, PlainWeight(layer.W_UK_T), context.fp8_view(layer.kv_cache), torch.arange(tokens), positions,
         table, k_scale, layer._q_scale, is_neox, out_dtype,
     )  # fmt: skip
-    backend = StockBackend(vllm_kernels)
+    backend = StockBackend(kernels)
     assert backend.refuse(given) is None
     monkeypatch.setattr(backend, "_rotate_and_write", lambda inputs, q_pe: None)
     # vLLM's quantisation kernel takes the rows of a matrix, and CPU builds have none.

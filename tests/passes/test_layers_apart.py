@@ -18,7 +18,7 @@ from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 
 BF16 = torch.bfloat16
-OURS = ("fused_qk_rope_kv_cache_q_prep", "mla_attention_with_prepared_q")
+OURS = ("mla_attention_with_rope",)
 STOCK = ("unified_mla_kv_cache_update", "unified_mla_attention_with_output")
 
 
@@ -59,7 +59,7 @@ def assert_layers_apart(at: int) -> None:
         assert len(calls(changed, name)) == 2, name
     for name in STOCK:
         assert len(calls(changed, name)) == 1, name
-    for name in ("mla_decode_q_prep", "fused_rope_unified_mla_kv_cache_update"):
+    for name in ("mla_decode_q_prep", "fused_rope_unified_mla_kv_cache_update", "mla_attention_with_prepared_q"):
         assert not calls(changed, name), name
     assert list(census.current().refused) == [refused.name]
     assert_rewritten_right(gm, stubs_for(builder.layers, builder.spelling), batches=(DECODE, MIXED))
@@ -122,8 +122,8 @@ def test_unavailable_kernel_leaves_the_graph_alone() -> None:
     assert {code for code, _ in census.current().refused.values()} == {"kernel_unavailable"}
 
 
-def test_kernel_that_refuses_a_layers_shape_keeps_passes_one_and_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third pass is skipped for that layer alone; the chain is right where it stops."""
+def test_kernel_that_refuses_a_layers_shape_leaves_it_vllms_own_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That layer ends after pass 1: after pass 2 alone, prefill rows would be prepared for nothing."""
     gm, builder = three_layers()
     stubs = stubs_for(builder.layers, builder.spelling)
     odd = stubs[1]
@@ -141,13 +141,14 @@ def test_kernel_that_refuses_a_layers_shape_keeps_passes_one_and_two(monkeypatch
         "refused": 0,
         "rope_kv_cache": 3,
         "stock_fused": 0,
-        "q_prep_lift": 3,
+        "q_prep_lift": 2,
         "aiter_fusion": 2,
     }
     assert census.current().partial == {odd.layer_name: ("kernel_shape", "no kernel for blocks of 99")}
     changed = clone(gm)
     rewrite(changed, stubs)
-    assert len(calls(changed, "mla_decode_q_prep")) == 1
+    assert not calls(changed, "mla_decode_q_prep")
+    assert len(calls(changed, "fused_rope_unified_mla_kv_cache_update")) == 1
     assert len(calls(changed, "fused_rope_unified_mla_kv_cache_update")) == 1
 
 

@@ -15,7 +15,7 @@ from passes.rotary import ROPES
 from passes.test_layers_apart import assert_layers_apart
 from vllm_aiter_mla.compat import context
 from vllm_aiter_mla.ops import bodies
-from vllm_aiter_mla.passes import aiter_fusion, match, pipeline, probe, q_prep_lift, rope_kv_cache
+from vllm_aiter_mla.passes import aiter_fusion, match, pipeline, probe, rope_kv_cache
 from vllm_aiter_mla.passes.fx import Emitter
 
 pytestmark = pytest.mark.mutation
@@ -117,16 +117,20 @@ def test_mutation_pass_one_rotates_without_writing_back(monkeypatch: pytest.Monk
     assert_caught_by_execution()
 
 
-def test_mutation_pass_three_says_that_the_query_is_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
-    emit = q_prep_lift.emit_attention
-    monkeypatch.setattr(
-        aiter_fusion, "emit_attention", lambda *args, **kwargs: emit(*args, **kwargs | {"is_rotated": True})
-    )
+def test_mutation_i3_prefill_rows_are_not_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "rotate_and_write", lambda *args: None)
     assert_caught_by_execution()
 
 
-def test_mutation_i3_attention_does_not_rotate_prefill_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "rotated_copies", lambda layer, q, k_pe, *rest: (q, k_pe))
+def test_mutation_i3_prefill_rows_are_rotated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = bodies.rotate_and_write
+    monkeypatch.setattr(bodies, "rotate_and_write", lambda *args: (once(*args), once(*args)))
+    assert_caught_by_execution()
+
+
+def test_mutation_i3_only_the_query_of_prefill_rows_is_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = bodies.rotate_and_write
+    monkeypatch.setattr(bodies, "rotate_and_write", lambda step, q, k_pe, *rest: once(step, q, k_pe.clone(), *rest))
     assert_caught_by_execution()
 
 

@@ -148,14 +148,14 @@ def test_nothing_of_passes_one_and_two_is_left_after_three() -> None:
     gm, layers = build(3, spelling=Spelling(dtype=BF16))
     stubs = stubs_for(layers, Spelling(dtype=BF16))
     gone = ("unified_mla_kv_cache_update", "fused_rope_unified_mla_kv_cache_update", "mla_decode_q_prep")
-    gone += ("unified_mla_attention_with_output",)
+    gone += ("unified_mla_attention_with_output", "mla_attention_with_prepared_q")
     changed = clone(gm)
     rewrite(changed, stubs)
     for name in gone:
         assert not calls(changed, name), name
     cleaned = clean(changed)
     left = [str(node.target) for node in cleaned.graph.nodes if node.op == "call_function"]
-    assert left.count("vllm_aiter_mla.fused_qk_rope_kv_cache_q_prep.default") == 3
+    assert left.count("vllm_aiter_mla.mla_attention_with_rope.default") == 3
     assert not [name for name in left if "slice_scatter" in name or "aten.copy" in name or "index" in name]
 
 
@@ -167,7 +167,7 @@ def test_nothing_of_passes_one_and_two_is_left_after_three() -> None:
             "q_prep_lift",
             {"fused_rope_unified_mla_kv_cache_update", "mla_decode_q_prep", "mla_attention_with_prepared_q"},
         ),
-        (None, {"fused_qk_rope_kv_cache_q_prep", "mla_attention_with_prepared_q"}),
+        (None, {"mla_attention_with_rope"}),
     ],
 )
 def test_chain_stops_where_it_is_told_to(stop: str | None, present: set[str]) -> None:
@@ -175,7 +175,7 @@ def test_chain_stops_where_it_is_told_to(stop: str | None, present: set[str]) ->
     rewrite(gm, stubs_for(layers, Spelling()), stop)
     every = {"unified_mla_kv_cache_update", "unified_mla_attention_with_output", "mla_decode_q_prep"}
     every |= {"fused_rope_unified_mla_kv_cache_update", "mla_attention_with_prepared_q"}
-    every |= {"fused_qk_rope_kv_cache_q_prep"}
+    every |= {"mla_attention_with_rope"}
     assert {name for name in every if calls(gm, name)} == present
     assert all(len(calls(gm, name)) == 2 for name in present)
     known = {} if stop is None else {layer.name: ("stop_after", f"debug.stop_after={stop}") for layer in layers}

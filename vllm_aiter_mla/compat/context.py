@@ -16,10 +16,8 @@ class LayerCall(NamedTuple):
         name: the layer's dotted name.
         metadata: of the layer's attention; None while profiling and in dummy runs.
         module: vLLM's ``MLAAttention``.
-        kv_cache: [blocks, block_size, L+R] in the activation dtype or the platform's fp8 type; empty before the cache
-            exists.
+        kv_cache: [blocks, block_size, L+R] as vLLM stores it; empty before the cache exists.
         slots: [S] int64; None while profiling.
-        is_piecewise: whether the forward pass runs, or records, piecewise graphs.
     """
 
     name: str
@@ -27,7 +25,6 @@ class LayerCall(NamedTuple):
     module: Any
     kv_cache: torch.Tensor
     slots: torch.Tensor | None
-    is_piecewise: bool
 
 
 def layer_call(layer_name: Any) -> LayerCall:
@@ -35,7 +32,7 @@ def layer_call(layer_name: Any) -> LayerCall:
     vllm = _vllm()
     name = vllm.resolve_name(layer_name)
     metadata, module, kv_cache, slots = vllm.attention_context(name)
-    return LayerCall(name, metadata, module, fp8_view(kv_cache), slots, is_piecewise())
+    return LayerCall(name, metadata, module, kv_cache, slots)
 
 
 def is_piecewise() -> bool:

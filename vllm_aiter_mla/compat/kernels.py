@@ -8,11 +8,14 @@ import torch
 def rotary_embedding(
     positions: torch.Tensor, q_pe: torch.Tensor, k_pe: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool
 ) -> None:
-    """Rotate q_pe [T, N, R], contiguous, and k_pe [T, R] in place; rounds to their dtype."""
+    """Rotate q_pe [T, N, R] and k_pe [T, R] in place, any strides; rounds to their dtype."""
     from vllm import _custom_ops as ops
 
     # Flat: the CPU kernel of this op takes the last dimension for all heads, whatever the number of dimensions.
-    ops.rotary_embedding(positions, q_pe.flatten(1), k_pe, k_pe.shape[-1], cos_sin_cache, is_neox)
+    query, key = q_pe.flatten(1), k_pe.contiguous()
+    ops.rotary_embedding(positions, query, key, k_pe.shape[-1], cos_sin_cache, is_neox)
+    q_pe.copy_(query.view(q_pe.shape))
+    k_pe.copy_(key)
 
 
 def has_rope_and_write() -> bool:
@@ -29,6 +32,7 @@ def rope_and_write(
     is_neox: bool,
     slots: torch.Tensor,
     kv_cache: torch.Tensor,
+    kv_cache_dtype: str,
     k_scale: torch.Tensor,
 ) -> None:
     """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows, in one launch.
@@ -42,13 +46,13 @@ def rope_and_write(
         is_neox: pairing of the rotation.
         slots: [T] int64, -1 for a row without a KV row.
         kv_cache: [blocks, block_size, L+R], the activation dtype, or an fp8 cache as uint8.
+        kv_cache_dtype: as the layer has it, in vLLM's spelling.
         k_scale: one float32, dequantisation scale of the cache.
     """
     from vllm import _custom_ops as ops
 
-    name = "fp8" if kv_cache.dtype == torch.uint8 else "auto"
     ops.concat_and_cache_mla_rope_fused(
-        positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slots, kv_cache, name, k_scale
+        positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slots, kv_cache, kv_cache_dtype, k_scale
     )
 
 

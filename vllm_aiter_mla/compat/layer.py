@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.admission import LayerView
+from vllm_aiter_mla.compat import kernels
 
 KNOWN_IMPLS = {"AiterMLAImpl"}
 """Class names of the attention implementations that the fast path calls correctly; the sandbox adds its own."""
@@ -34,6 +35,7 @@ def layer_view(
         has_absorbed_weight=all(isinstance(getattr(layer, name, None), torch.Tensor) for name in _weight_names(layer)),
         fp4_bmm=bool(getattr(layer, "is_aiter_triton_fp4_bmm_enabled", False)),
         amx_bmm=bool(getattr(layer, "is_amx_bmm_enabled", False)),
+        has_rope_kernel=kernels.has_rope_and_write(),
         kv_cache_dtype=layer.kv_cache_dtype,
         model_dtype=str(act).removeprefix("torch.") if act is not None else "",
         kv_cache_ndim=cache.dim() if isinstance(cache, torch.Tensor) and cache.numel() else None,

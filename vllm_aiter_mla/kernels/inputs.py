@@ -17,7 +17,7 @@ class KernelInputError(ValueError):
     """A tensor handed to a kernel breaks the shared contract; the message names the tensor and the value."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made per layer and step, and a frozen one takes five times as long
 class DecodeInputs:
     """The operands of the decode-side preparation of one MLA layer.
 

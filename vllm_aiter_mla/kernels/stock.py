@@ -30,6 +30,7 @@ class VLLMKernels(Protocol):
         is_neox: bool,
         slots: torch.Tensor,
         kv_cache: torch.Tensor,
+        kv_cache_dtype: str,
         k_scale: torch.Tensor,
     ) -> None:
         """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows."""
@@ -74,6 +75,7 @@ class StockBackend(KernelBackend):
             inputs.is_neox,
             _padded(inputs),
             inputs.kv_cache.view(torch.uint8) if is_quantised else inputs.kv_cache,
+            "fp8" if is_quantised else "auto",
             inputs.k_scale,
         )
 

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from vllm_aiter_mla import layers
 from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import context, kernels
+from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
+from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.ops.bodies import Batch, LayerContext
+from vllm_aiter_mla.ops.bodies import LayerStep
+
+_KEEP = 4096  # call shapes that a layer remembers; more than the token counts of any bucket
 
 
 class VLLMLayer:
-    """``bodies.MLALayer`` over vLLM's ``MLAAttention`` module, which it holds as ``module``."""
+    """``bodies.MLALayer`` over vLLM's ``MLAAttention`` module, of which there is one of these.
 
-    __slots__ = ("module", "name")
+    What follows from the layer and the shape of a call is found once and remembered. Weights, scales and the cache are
+    read per call, because vLLM replaces them: where one of them is another tensor than before, all is found anew.
+    """
 
     def __init__(self, name: str, module: Any) -> None:
-        self.name, self.module = name, module
+        self.name = name
+        self._module = weakref.ref(module)
+        self._weight: AbsorbWeight | None = None
+        self._tensors: tuple[torch.Tensor, ...] = ()
+        self._dtypes: dict[torch.dtype, torch.dtype] = {}
+        self._runs: dict[tuple[Any, ...], tuple[str, Run | None]] = {}
+        self._lasting: tuple[Any, ...] = ()
+        self._cache: Callable[[], Any] = lambda: None
+        self._generation = -1
+
+    @property
+    def module(self) -> Any:
+        """vLLM's module."""
+        return self._module()
 
     @property
     def q_scale(self) -> torch.Tensor:
@@ -30,16 +52,62 @@ class VLLMLayer:
 
     def weight(self) -> AbsorbWeight:
         """Returns the weight in the form in which vLLM keeps it."""
-        return layers.weight_of(self.module)
+        tensors = tuple(compat_layer.absorb_tensors(self.module).values())
+        if self._weight is None or not _same(tensors, self._tensors):
+            self._weight, self._tensors = layers.weight_of(self.module), tensors
+        return self._weight
 
-    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
-        """Runs the back end that was chosen for the layer. Raises NoKernelError."""
-        return layers.prepare(self.name, self.module, inputs)
+    def query_dtype(self, act: torch.dtype) -> torch.dtype:
+        """By the same test as in vLLM."""
+        found = self._dtypes.get(act)
+        if found is None:
+            found = self._dtypes[act] = compat_layer.prepared_query_dtype(self.module, act)
+        return found
+
+    def kernel(self, inputs: DecodeInputs) -> Run | None:
+        """Returns what was chosen for the layer and this shape of a call, and counts the layer as engaged."""
+        key = _step_key(inputs)
+        found = self._runs.get(key) if self._still_holds(inputs) else None
+        if found is None:
+            if len(self._runs) >= _KEEP:
+                self._runs.clear()
+            found = self._runs[key] = layers.kernel_for(self.module, inputs)
+        census.engage(self.name, found[0])
+        return found[1]
+
+    def _still_holds(self, inputs: DecodeInputs) -> bool:
+        """Whether what is remembered was found for these tensors and these decisions; it is forgotten otherwise."""
+        cache, lasting = self.module.kv_cache, (inputs.weight, inputs.cos_sin_cache, inputs.k_scale, inputs.q_scale)
+        known = self._cache() is cache and self._generation == layers.generation()
+        if known and _same(lasting, self._lasting):
+            return True
+        self._runs.clear()
+        self._lasting, self._generation = lasting, layers.generation()
+        # Weak: a cache that vLLM throws away after profiling must not be kept alive from here.
+        self._cache = weakref.ref(cache)
+        return False
 
     def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
         """Quantises with vLLM's kernel."""
         quantised: torch.Tensor = self.module._decode_concat_quant_fp8_op(absorbed, q_pe, self.q_scale)
         return quantised
+
+    def rope_and_write(
+        self,
+        q_pe: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        k_scale: torch.Tensor,
+        is_neox: bool,
+    ) -> None:
+        """Calls the kernel of vLLM's own fusion, with the cache as vLLM stores it."""
+        module = self.module
+        kernels.rope_and_write(
+            positions, q_pe, k_pe, kv_c, table, is_neox, slots, module.kv_cache, module.kv_cache_dtype, k_scale
+        )
 
     def rotate(
         self, q_pe: torch.Tensor, k_pe: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool
@@ -49,7 +117,8 @@ class VLLMLayer:
 
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Attends with the layer's attention implementation."""
-        attended: torch.Tensor = self.module.impl.forward_mqa(q_prepared, kv_cache, metadata, self.module)[0]
+        module = self.module
+        attended: torch.Tensor = module.impl.forward_mqa(q_prepared, kv_cache, metadata, module)[0]
         return attended
 
     def v_up(self, attended: torch.Tensor, out: torch.Tensor) -> None:
@@ -60,34 +129,64 @@ class VLLMLayer:
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: Any, output: torch.Tensor
     ) -> None:
         """Calls ``forward_impl``, which takes the cache as vLLM stores it."""
-        self.module.forward_impl(q, kv_c, k_pe, self.module.kv_cache, metadata, output=output)
+        module = self.module
+        module.forward_impl(q, kv_c, k_pe, module.kv_cache, metadata, output=output)
 
 
-NO_BATCH = Batch(metadata=None, num_actual_tokens=0, decode_only=False)
+_adapters: WeakKeyDictionary[Any, VLLMLayer] = WeakKeyDictionary()
 
 
-def layer_context(layer_name: Any) -> LayerContext:
-    """The context of the layer that an op was given by name."""
-    return _context(context.layer_call(layer_name))
+def layer_of(call: context.LayerCall) -> VLLMLayer:
+    """The one adapter of a call's layer."""
+    found = _adapters.get(call.module)
+    if found is None:
+        found = _adapters[call.module] = VLLMLayer(call.name, call.module)
+    return found
 
 
-def layer_and_batch(layer_name: Any) -> tuple[LayerContext, Batch]:
-    """As ``layer_context``, with what is known of the batch: for the attention op alone."""
+def layer_step(layer_name: Any) -> LayerStep:
+    """One layer in the current step, for an op that was given it by name."""
     call = context.layer_call(layer_name)
-    metadata = call.metadata
-    if metadata is None:
-        return _context(call), NO_BATCH
-    decode_only = context.is_decode_only(metadata, call.slots)
-    return _context(call), Batch(metadata, metadata.num_actual_tokens, decode_only)
+    metadata, slots, kv_cache = call.metadata, call.slots, call.kv_cache
+    decode_only = metadata is not None and kv_cache.numel() > 0 and context.is_decode_only(metadata, slots)
+    return LayerStep(
+        call.name,
+        layer_of(call),
+        context.fp8_view(kv_cache) if decode_only else kv_cache,
+        slots,
+        metadata,
+        0 if metadata is None else metadata.num_actual_tokens,
+        decode_only,
+        context.is_piecewise(),
+    )
 
 
-def note_while_profiling(ctx: LayerContext, *, is_neox: bool, act: torch.dtype) -> None:
+def note_while_profiling(step: LayerStep, *, is_neox: bool, act: torch.dtype) -> None:
     """Count the layer as engaged while vLLM profiles memory, with the kernel that its calls will run on."""
-    assert isinstance(ctx.layer, VLLMLayer)
-    kernel = layers.decide(ctx.layer.module, is_neox=is_neox, act=act).kernel
-    if kernel is not None:  # else the first call with a cache raises, with every back end's reason
-        census.engage(ctx.name, kernel)
+    assert isinstance(step.layer, VLLMLayer)
+    kernel = layers.decide(step.layer.module, is_neox=is_neox, act=act).kernel
+    if kernel is not None:
+        census.engage(step.name, kernel)
 
 
-def _context(call: context.LayerCall) -> LayerContext:
-    return LayerContext(call.name, VLLMLayer(call.name, call.module), call.kv_cache, call.slots, call.is_piecewise)
+def _same(given: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
+    """Whether two tuples hold the same objects; a tensor's own ``==`` would compare values."""
+    if len(given) != len(known):
+        return False
+    for one, other in zip(given, known, strict=False):  # noqa: SIM110  a generator would cost more than it compares
+        if one is not other:
+            return False
+    return True
+
+
+def _step_key(inputs: DecodeInputs) -> tuple[Any, ...]:
+    """What of a call changes from step to step: the rows' sizes, strides, dtypes and places in their storage."""
+    q, k_pe, kv_c, positions, slots = inputs.q, inputs.k_pe, inputs.kv_c, inputs.positions, inputs.slot_mapping
+    return (
+        q.shape, q.stride(), q.storage_offset(), q.dtype,
+        k_pe.shape, k_pe.stride(), k_pe.storage_offset(), k_pe.dtype,
+        kv_c.shape, kv_c.stride(), kv_c.storage_offset(), kv_c.dtype,
+        positions.shape, positions.stride(), positions.storage_offset(), positions.dtype,
+        slots.shape, slots.stride(), slots.storage_offset(), slots.dtype,
+        inputs.is_neox,
+    )  # fmt: skip

@@ -10,16 +10,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.kernels import capture
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
+from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 
 class MLALayer(Protocol):
-    """What belongs to the layer itself: in serving vLLM's module, in ``verify`` a layer made of plain tensors.
-
-    Nothing is kept between calls: weights and scales are read per call, because reloading replaces them.
-    """
+    """What belongs to the layer itself: in serving vLLM's module, in ``verify`` a layer made of plain tensors."""
 
     @property
     def q_scale(self) -> torch.Tensor:
@@ -30,18 +29,39 @@ class MLALayer(Protocol):
         """The absorbed weight W_UK, in the form in which the layer holds it."""
         ...
 
-    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
-        """Run the layer's kernel: q_prepared [T, N, L+R], KV rows written."""
+    def query_dtype(self, act: torch.dtype) -> torch.dtype:
+        """What the layer's decode kernel reads where the activations are ``act``: fp8, or ``act``."""
+        ...
+
+    def kernel(self, inputs: DecodeInputs) -> Run | None:
+        """What prepares a batch of decode rows; None where the layer's own attention does it."""
         ...
 
     def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
         """[T, N, L] and [T, N, R] -> fp8 [T, N, L+R], as the layer's own attention quantises its query."""
         ...
 
+    def rope_and_write(
+        self,
+        q_pe: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        k_scale: torch.Tensor,
+        is_neox: bool,
+    ) -> None:
+        """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows, by vLLM's one kernel for it.
+
+        k_pe stays as it is in rows without a slot.
+        """
+        ...
+
     def rotate(
         self, q_pe: torch.Tensor, k_pe: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool
     ) -> None:
-        """Rotate q_pe [T, N, R] and k_pe [T, R], both contiguous, in place."""
+        """Rotate q_pe [T, N, R] and k_pe [T, R] in place."""
         ...
 
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
@@ -59,8 +79,8 @@ class MLALayer(Protocol):
         ...
 
 
-class LayerContext(NamedTuple):
-    """One MLA layer inside a forward pass, without what is known of the batch.
+class LayerStep(NamedTuple):
+    """One MLA layer in one step.
 
     Attributes:
         name: the layer's dotted name.
@@ -68,6 +88,9 @@ class LayerContext(NamedTuple):
         kv_cache: [blocks, block_size, L+R] in the activation dtype or the platform's fp8 type; empty before the cache
             exists.
         slots: [S] int64, S may exceed T; None while profiling.
+        metadata: of the layer's own attention, handed on as it is; None while profiling and in dummy runs.
+        num_actual_tokens: real rows; the others pad a graph.
+        decode_only: whether every real row is a decode row, with a slot for its KV row.
         is_piecewise: whether the forward pass runs, or records, piecewise graphs.
     """
 
@@ -75,78 +98,124 @@ class LayerContext(NamedTuple):
     layer: MLALayer
     kv_cache: torch.Tensor
     slots: torch.Tensor | None
-    is_piecewise: bool
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether there are slots and a cache to write to; neither is there while vLLM profiles memory."""
-        return self.slots is not None and self.kv_cache.numel() > 0
-
-
-class Batch(NamedTuple):
-    """What Python knows of a step; for the attention op alone, because a captured op would freeze it.
-
-    Attributes:
-        metadata: of the layer's own attention, handed on as it is; None while profiling and in dummy runs.
-        num_actual_tokens: real rows.
-        decode_only: whether every real row is a decode row whose KV row has been written.
-    """
-
     metadata: Any
     num_actual_tokens: int
     decode_only: bool
+    is_piecewise: bool
 
 
-def declared(q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised q_prepared [T, N, L+R] of ``out_dtype``: what the fake of ``fused_prepare`` returns."""
-    return q.new_empty((q.shape[0], q.shape[1], kv_c.shape[-1] + k_pe.shape[-1]), dtype=out_dtype)
+class Rope(NamedTuple):
+    """How a layer rotates, and the scale of its KV rows: what an op is given beside a step's rows.
+
+    Attributes:
+        positions: [T] int64.
+        table: cos and sin, [max_position, R].
+        k_scale: one float32, dequantisation scale of the cache.
+        is_neox: pairing of the rotation.
+    """
+
+    positions: torch.Tensor
+    table: torch.Tensor
+    k_scale: torch.Tensor
+    is_neox: bool
 
 
-def fused_prepare(
-    ctx: LayerContext,
-    q: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_c: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    k_scale: torch.Tensor,
-    is_neox: bool,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Un-rotated q [T, N, P+R], k_pe [T, R] and kv_c [T, L] -> q_prepared [T, N, L+R] of ``out_dtype``; writes KV rows.
+def attention_with_rope(
+    step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope, output: torch.Tensor
+) -> None:
+    """Do one layer from the un-rotated query to ``output``: the op in which pass 3 ends.
 
-    It may be captured in a piecewise graph and replayed for any batch, so it is given nothing that belongs to a batch:
-    every row is prepared, and rows whose slot is >= 0 are written.
+    A batch of decode rows is prepared by the layer's kernel, its real rows alone. Any other batch is rotated where it
+    lies, with the KV rows written in the same launch, and goes to the layer's own attention: what vLLM does by itself.
+
+    Args:
+        step: the layer, and what is known of the batch.
+        q: [T, N, P+R], not rotated. q_pe of the real rows is rotated in place where the layer's own attention runs.
+        k_pe: [T, R], not rotated; likewise.
+        kv_c: [T, L].
+        rope: the rotation.
+        output: [T, N*V], written in place; padded rows stay as they are.
 
     Raises:
-        RuntimeError: captured without slots or a cache: the write would be missing from every replay.
+        RuntimeError: captured inside a piecewise graph, or without a batch: the graph would be wrong for every replay.
     """
-    if not ctx.has_cache:
-        if capture.is_capturing():
-            missing = "slot mapping" if ctx.slots is None else "KV cache"
-            raise RuntimeError(
-                f"aiter-mla: {ctx.name} is being captured without a {missing}; its KV write would be missing from "
-                "every replay. Capture after the KV cache is bound and with slot mappings, or switch "
-                "pass_config.fuse_aiter_qk_rope_kvcache_mla off."
-            )
-        return declared(q, k_pe, kv_c, out_dtype)  # profiling: attention zero-fills its output and reads none of this
-    assert ctx.slots is not None
-    return ctx.layer.prepare(
-        DecodeInputs(
-            q=q,
-            k_pe=k_pe,
-            kv_c=kv_c,
-            weight=ctx.layer.weight(),
-            kv_cache=ctx.kv_cache,
-            slot_mapping=ctx.slots[: q.shape[0]],
-            positions=positions,
-            cos_sin_cache=cos_sin_cache,
-            k_scale=k_scale,
-            q_scale=ctx.layer.q_scale,
-            is_neox=is_neox,
-            out_dtype=out_dtype,
-        )
+    if capture.is_capturing():
+        _check_capture(step)
+    query = prepared_query(step, q, k_pe, kv_c, rope) if step.decode_only else None
+    if query is not None:
+        decode(step, query, output)
+        return
+    if step.metadata is not None:
+        rotate_and_write(step, q, k_pe, kv_c, rope)
+    step.layer.stock_forward(q, kv_c, k_pe.unsqueeze(1), step.metadata, output)
+
+
+def prepared_query(
+    step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope
+) -> torch.Tensor | None:
+    """q_prepared [n, N, L+R] of the n real rows by the layer's kernel, KV rows written; None where it has none."""
+    n, layer, positions, slots = step.num_actual_tokens, step.layer, rope.positions, step.slots
+    assert slots is not None
+    if n != q.shape[0]:
+        q, k_pe, kv_c, positions = q[:n], k_pe[:n], kv_c[:n], positions[:n]
+    inputs = DecodeInputs(
+        q=q,
+        k_pe=k_pe,
+        kv_c=kv_c,
+        weight=layer.weight(),
+        kv_cache=step.kv_cache,
+        slot_mapping=slots if slots.shape[0] == n else slots[:n],
+        positions=positions,
+        cos_sin_cache=rope.table,
+        k_scale=rope.k_scale,
+        q_scale=layer.q_scale,
+        is_neox=rope.is_neox,
+        out_dtype=layer.query_dtype(q.dtype),
     )
+    run = layer.kernel(inputs)
+    return None if run is None else run(inputs)
+
+
+def rotate_and_write(step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope) -> None:
+    """Rotate the real rows of q and k_pe where they lie, and write their KV rows.
+
+    A batch without slots or without a cache is rotated and writes nothing, as in vLLM.
+    """
+    n, width = step.num_actual_tokens, k_pe.shape[-1]
+    q_pe, k_pe, positions = q[:n, :, q.shape[-1] - width :], k_pe[:n], rope.positions[:n]
+    if step.slots is None or not step.kv_cache.numel():
+        step.layer.rotate(q_pe, k_pe, positions, rope.table, rope.is_neox)
+        return
+    step.layer.rope_and_write(q_pe, k_pe, kv_c[:n], positions, rope.table, step.slots[:n], rope.k_scale, rope.is_neox)
+
+
+def attention(
+    step: LayerStep,
+    q: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    q_prepared: torch.Tensor,
+    output: torch.Tensor,
+) -> None:
+    """Fill ``output`` [T, N*V]: decode rows with ``q_prepared``, any other batch with the layer's own attention.
+
+    Args:
+        step: the layer, and what is known of the batch.
+        q: [T, N, P+R], rotated.
+        kv_c: [T, L].
+        k_pe: [T, 1, R], rotated.
+        q_prepared: [T, N, L+R].
+        output: [T, N*V], written in place.
+
+    Raises:
+        RuntimeError: as ``attention_with_rope``.
+    """
+    if capture.is_capturing():
+        _check_capture(step)
+    if step.decode_only:
+        decode(step, q_prepared, output)
+    else:
+        step.layer.stock_forward(q, kv_c, k_pe.view(-1, 1, k_pe.shape[-1]), step.metadata, output)
 
 
 def decode_q_prep(layer: MLALayer, q: torch.Tensor, rope_dim: int, out_dtype: torch.dtype) -> torch.Tensor:
@@ -158,69 +227,26 @@ def decode_q_prep(layer: MLALayer, q: torch.Tensor, rope_dim: int, out_dtype: to
     return layer.quantise(absorbed, q_pe)
 
 
-def attention(
-    ctx: LayerContext,
-    batch: Batch,
-    q: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    q_prepared: torch.Tensor,
-    output: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    is_rotated: bool,
-) -> None:
-    """Fill ``output`` [T, N*V]: decode rows with ``q_prepared``, any other batch with the layer's own attention.
-
-    Args:
-        ctx: the layer.
-        batch: the step.
-        q: [T, N, P+R]; rotated where ``is_rotated``. Never changed, nor is k_pe.
-        kv_c: [T, L].
-        k_pe: [T, R] or [T, 1, R]; rotated where ``is_rotated``.
-        q_prepared: [T, N, L+R].
-        output: [T, N*V], written in place.
-        positions: [T] int64.
-        cos_sin_cache: [max_position, R].
-        is_neox: pairing of the rotation.
-        is_rotated: False where q and k_pe have not been rotated yet (after pass 3).
-
-    Raises:
-        RuntimeError: captured inside a piecewise graph: whatever this batch is, it would be frozen for all.
-    """
-    if ctx.is_piecewise and capture.is_capturing():
-        raise RuntimeError(
-            f"aiter-mla: the attention of {ctx.name} is inside a piecewise graph. Add "
-            "'vllm_aiter_mla::mla_attention_with_prepared_q' to compilation_config.splitting_ops, or leave "
-            "splitting_ops unset."
-        )
-    if batch.decode_only:
-        decode(ctx, batch, q_prepared, output)
-        return
-    if batch.metadata is not None and not is_rotated:
-        q, k_pe = rotated_copies(ctx.layer, q, k_pe, positions, cos_sin_cache, is_neox)
-    ctx.layer.stock_forward(q, kv_c, k_pe.view(-1, 1, k_pe.shape[-1]), batch.metadata, output)
-
-
-def decode(ctx: LayerContext, batch: Batch, q_prepared: torch.Tensor, output: torch.Tensor) -> None:
+def decode(step: LayerStep, q_prepared: torch.Tensor, output: torch.Tensor) -> None:
     """Decode attention and v-up projection of the real rows; padded rows of ``output`` stay as they are."""
-    n = batch.num_actual_tokens
-    attended = ctx.layer.forward_mqa(q_prepared[:n], ctx.kv_cache, batch.metadata)
-    ctx.layer.v_up(attended, output[:n])
+    n = step.num_actual_tokens
+    if n != output.shape[0]:
+        q_prepared, output = q_prepared[:n], output[:n]
+    step.layer.v_up(step.layer.forward_mqa(q_prepared, step.kv_cache, step.metadata), output)
 
 
-def rotated_copies(
-    layer: MLALayer,
-    q: torch.Tensor,
-    k_pe: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Private rotated copies of q [T, N, P+R] and k_pe [T, R]: (q, k_pe)."""
-    rope_dim = k_pe.shape[-1]
-    q_pe = q[..., -rope_dim:].contiguous()
-    k_rotated = k_pe.reshape(-1, rope_dim).clone()
-    layer.rotate(q_pe, k_rotated, positions[: q.shape[0]], cos_sin_cache, is_neox)
-    return torch.cat([q[..., :-rope_dim], q_pe], dim=-1), k_rotated
+def _check_capture(step: LayerStep) -> None:
+    """Raise where what is being captured would be wrong for every replay."""
+    if step.is_piecewise:
+        raise RuntimeError(
+            f"aiter-mla: the attention of {step.name} is inside a piecewise graph. Add the plugin's ops "
+            f"({', '.join(ATTENTION_OPS)}) to compilation_config.splitting_ops, or leave splitting_ops unset."
+        )
+    found = {"attention metadata": step.metadata, "slot mapping": step.slots, "KV cache": step.kv_cache.numel() or None}
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
+        raise RuntimeError(
+            f"aiter-mla: {step.name} is being captured without {' and '.join(missing)}; its KV write would be missing "
+            "from every replay. Capture after the KV cache is bound and with slot mappings, or switch "
+            "pass_config.fuse_aiter_qk_rope_kvcache_mla off."
+        )

@@ -207,6 +207,9 @@ def _infer(node: fx.Node) -> None:
         returned = _fake_call(op, (), node.kwargs) if op._schema.returns else None
         node.meta["val"] = (returned, *(val(node.kwargs[name]) for name in mutated))
         return
+    if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns:
+        node.meta["val"] = None
+        return
     # Our own fakes are called as they are: the way through the dispatcher doubles the cost of a layer.
     value = _fake_call(ops.FAKES.get(_name(node.target), node.target), node.args, node.kwargs)
     if value is not None:

@@ -181,6 +181,8 @@ class _Matcher:
                 raise NoMatchError(code, f"the attention op is given {arg}")
         if self.name == "?":
             raise NoMatchError("layer_name_unreadable", "the layer's name cannot be read from the graph")
+        if any(user is not self.attention and user in self.live for user in self.kw["output"].users):
+            raise NoMatchError("output_shared", "something else is given the attention op's output buffer")
         live = {index for index, item in results(self.attention).items() if item.users}
         if not live <= {1} or any(not is_call(user, operator.getitem) for user in self.attention.users):
             raise NoMatchError("attention_results", "something reads more of the attention op than its output")
@@ -238,6 +240,8 @@ class _Matcher:
         root = next(iter(cone.roots))
         if not isinstance(val(root), torch.Tensor):
             raise NoMatchError("rope_other_operand", f"the root of the rotated {what} is no tensor")
+        if root.op == "placeholder":
+            raise NoMatchError("graph_input", f"the un-rotated {what} is an input of the graph")
         return root
 
     def _probe(self, table: fx.Node, positions: fx.Node, roots: Iterable[fx.Node], rope_dim: int) -> pr.Probe:

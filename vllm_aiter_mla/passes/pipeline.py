@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor.pattern_matcher import stable_topological_sort
 
 from vllm_aiter_mla import bucket, fingerprint, layers
 from vllm_aiter_mla.admission import Refusal
@@ -98,7 +99,11 @@ def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
     chain = _Chain(graph, settings.debug.stop_after)
     modules = context.layers_of_forward_context()
     matched = refused = 0
-    for name, found in match_layers(graph):
+    layers_found = match_layers(graph)
+    if layers_found:
+        # Pass 3 puts in a raw call, and nothing but the order keeps a reader of its buffers behind it.
+        stable_topological_sort(graph)
+    for name, found in layers_found:
         admitted = found if isinstance(found, Refusal) else _admit_guarded(found, modules, settings)
         if isinstance(admitted, Refusal):
             refused += 1
@@ -136,9 +141,13 @@ class _Chain:
         self.prepare = MLAAiterQkRopeKVCacheFusionPass()
 
     def rewrite(self, match: LayerMatch, early: Refusal | None, out_dtype: torch.dtype) -> None:
-        """Run the passes on one layer; with ``early``, a reason to end early, without the third."""
+        """Run the passes on one layer; with ``early``, why the third does not run.
+
+        A layer whose kernel refuses it ends after the first: after the second, a batch with prefill rows would be
+        prepared for nothing.
+        """
         fused = self.fuse(self.graph, match, lazy=early is None)
-        if self.stop_after == "rope_kv_cache":
+        if early is not None and self.stop_after != "q_prep_lift":
             return
         lifted = self.lift(self.graph, fused, out_dtype, lazy=early is None)
         if early is None:

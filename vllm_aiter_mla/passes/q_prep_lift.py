@@ -25,7 +25,6 @@ class QPrepLifted:
     fused: RopeKVFused
     q_prep: fx.Node
     attention: fx.Node
-    out_dtype: torch.dtype
 
 
 class MLADecodeQPrepLiftPass:
@@ -46,43 +45,27 @@ class MLADecodeQPrepLiftPass:
             out_dtype,
             match.layer_name_arg,
         )
-        attention = emit_attention(
-            emit, match.attention, fused, q=fused.q, k_pe=fused.k_pe, q_prepared=q_prep, is_rotated=True
-        )
+        attention = self._emit_attention(emit, fused, q_prep)
         self.rewritten += 1
-        return QPrepLifted(fused, q_prep, attention, out_dtype)
+        return QPrepLifted(fused, q_prep, attention)
 
-
-def emit_attention(
-    emit: Emitter,
-    old: fx.Node,
-    fused: RopeKVFused,
-    *,
-    q: fx.Node,
-    k_pe: fx.Node,
-    q_prepared: fx.Node,
-    is_rotated: bool,
-) -> fx.Node:
-    """Put our attention op where ``old`` stands, give it ``old``'s output buffer, and erase ``old``."""
-    match = fused.match
-    new = emit.functionalized(
-        torch.ops.vllm_aiter_mla.mla_attention_with_prepared_q.default,
-        q=q,
-        kv_c_normed=match.kv_c,
-        k_pe=k_pe,
-        q_prepared=q_prepared,
-        output=old.kwargs["output"],
-        layer_name=match.layer_name_arg,
-        positions=match.positions,
-        cos_sin_cache=match.cos_sin_cache,
-        is_neox=match.is_neox,
-        is_rotated=is_rotated,
-        kv_cache_dummy_dep=fused.dummy if is_rotated else None,
-    )
-    for index, item in results(old).items():
-        if index == 1:
-            item.replace_all_uses_with(emit.result(new, 1))
-    for user in list(old.users):
-        emit.graph.erase_node(user)
-    emit.graph.erase_node(old)
-    return new
+    def _emit_attention(self, emit: Emitter, fused: RopeKVFused, q_prep: fx.Node) -> fx.Node:
+        """Put our attention op where vLLM's stands, give it the output buffer, and erase vLLM's."""
+        match, old = fused.match, fused.match.attention
+        new = emit.functionalized(
+            torch.ops.vllm_aiter_mla.mla_attention_with_prepared_q.default,
+            q=fused.q,
+            kv_c_normed=match.kv_c,
+            k_pe=fused.k_pe,
+            q_prepared=q_prep,
+            output=old.kwargs["output"],
+            layer_name=match.layer_name_arg,
+            kv_cache_dummy_dep=fused.dummy,
+        )
+        for index, item in results(old).items():
+            if index == 1:
+                item.replace_all_uses_with(emit.result(new, 1))
+        for user in list(old.users):
+            emit.graph.erase_node(user)
+        emit.graph.erase_node(old)
+        return new

@@ -101,7 +101,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
     import torch
     import vllm
 
-    from vllm_aiter_mla.sandbox import knobs
+    from vllm_aiter_mla.sandbox import knobs, piecewise
 
     config = llm.llm_engine.vllm_config
     return EngineResult(
@@ -109,6 +109,9 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
         census=census_records(),
         ranges=[(r.start, r.end) for r in config.compilation_config.get_compile_ranges()],
         graphs=dict(knobs.GRAPHS),
+        code=dict(knobs.CODE),
+        branches=dict(knobs.BRANCHES),
+        pieces=max(piecewise.PIECES, default=0),
         log=[],
         versions={
             "python": platform.python_version(),

@@ -110,9 +110,17 @@ def concat_and_cache_mla_rope_fused(
 ) -> None:
     """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows, as vLLM's GPU kernel of this name does.
 
-    The rotated values are rounded to the activation dtype before they are quantised.
+    The rotated values are rounded to the activation dtype before they are quantised. A row without a slot keeps its
+    k_pe: the kernel returns before it rotates the key. There must be one slot per row.
+
+    Raises:
+        ValueError: there are more or fewer slots than rows.
     """
-    rotary_embedding(positions, q_pe, k_pe, k_pe.shape[-1], cos_sin_cache, is_neox)
+    if slot_mapping.shape[0] != q_pe.shape[0]:
+        raise ValueError(f"slot_mapping: {q_pe.shape[0]} slots expected, got {slot_mapping.shape[0]}")
+    rotated = k_pe.clone()
+    rotary_embedding(positions, q_pe, rotated, k_pe.shape[-1], cos_sin_cache, is_neox)
+    k_pe.copy_(torch.where((slot_mapping >= 0).unsqueeze(-1), rotated, k_pe))
     write_kv_rows(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_scale)
 
 

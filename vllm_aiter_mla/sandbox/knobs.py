@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from vllm_aiter_mla.sandbox import aiter_attention, piecewise, platform
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
 GRAPHS: dict[str, str] = {}
+CODE: dict[str, str] = {}
+BRANCHES: Counter[str] = Counter()
 
 
 def apply(spec: EngineSpec) -> None:
@@ -39,6 +42,21 @@ def apply(spec: EngineSpec) -> None:
         perturb_cache(spec.perturb)
     if spec.dump_graphs:
         dump_graphs()
+    count_branches()
+
+
+def count_branches() -> None:
+    """Count what the op does with its batches: a claim about prefill rows is empty where none came by."""
+    from vllm_aiter_mla.ops import bodies
+
+    for name in ("prepared_query", "rotate_and_write"):
+        inner = getattr(bodies, name)
+
+        def counted(*args: Any, name: str = name, inner: Any = inner) -> Any:
+            BRANCHES[name] += 1
+            return inner(*args)
+
+        setattr(bodies, name, counted)
 
 
 def plain_linears() -> None:
@@ -76,7 +94,8 @@ def perturb_cache(share: float) -> None:
 
 
 def dump_graphs() -> None:
-    """Keep the text of each range's graph as it leaves vLLM's post-grad passes."""
+    """Keep the text of each range's graph as it leaves vLLM's post-grad passes, and the code that Inductor makes."""
+    from torch._inductor.graph import GraphLowering
     from vllm.compilation.passes import pass_manager
     from vllm.compilation.passes.inductor_pass import get_pass_context
 
@@ -84,9 +103,15 @@ def dump_graphs() -> None:
 
     def call(self: Any, graph: torch.fx.Graph) -> None:
         inner(self, graph)
-        r = get_pass_context().compile_range
-        GRAPHS[f"{r.start}-{r.end}"] = str(graph)
+        GRAPHS[compile_range()] = str(graph)
 
+    def compile_range() -> str:
+        r = get_pass_context().compile_range
+        return f"{r.start}-{r.end}"
+
+    GraphLowering.save_output_code = staticmethod(  # type: ignore[assignment]
+        lambda code: CODE.__setitem__(compile_range(), code)
+    )
     pass_manager.PostGradPassManager.__call__ = call  # type: ignore[method-assign]
 
 

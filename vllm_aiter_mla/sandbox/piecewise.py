@@ -3,7 +3,8 @@
 On a GPU, Inductor cuts the graph at the splitting ops and vLLM captures every piece once, with the metadata that
 Python sees then: none at all (model runner v1) or that of a decode batch (v2). A replay runs the recorded kernels
 over current buffers, but no Python: whatever a captured op decided from the metadata is frozen. Here the graph is cut
-by the same rule, and while a piece runs, the forward context shows the frozen metadata; buffers stay current.
+by Inductor's own rule, its nodes said to be a GPU's, and while a piece runs, the forward context shows the frozen
+metadata; buffers stay current.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
 KINDS = ("none", "decode")
+PIECES: list[int] = []
+"""For each piece that was made, how many its graph has."""
 
 
 def emulate(kind: str) -> None:
@@ -30,39 +34,31 @@ def emulate(kind: str) -> None:
     """
     if kind not in KINDS:
         raise ValueError(f"piecewise: expected one of {', '.join(KINDS)}, got {kind!r}")
-    from torch._inductor.scheduler import Scheduler
+    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
     from vllm.compilation import decorators
 
     stock_rule = Scheduler.should_partition
 
     def should_partition(scheduler: Any, node: Any) -> str | None:
         # Only vLLM's model graph names splitting ops; the sampler's small graphs are none of ours.
-        named = torch._inductor.config.custom_should_partition_ops
-        return _gpu_rule(node, set(named)) if named else stock_rule(scheduler, node)
+        if not torch._inductor.config.custom_should_partition_ops:
+            return stock_rule(scheduler, node)
+        with mock.patch.object(BaseSchedulerNode, "is_gpu", return_value=True):
+            return stock_rule(scheduler, node)
 
     Scheduler.should_partition = should_partition  # type: ignore[method-assign,assignment]
 
+    def wrapped(piece: Callable[..., Any], about: Any) -> Callable[..., Any]:
+        PIECES.append(about.num_partitions)
+        return _frozen(piece, kind)
+
     @contextlib.contextmanager
     def wrapped_partitions(vllm_config: Any) -> Iterator[None]:
-        torch._inductor.utils.set_customized_partition_wrappers(lambda piece, _: _frozen(piece, kind))
+        torch._inductor.utils.set_customized_partition_wrappers(wrapped)
         yield
         torch._inductor.utils.set_customized_partition_wrappers(None)  # type: ignore[arg-type]
 
     decorators.maybe_use_cudagraph_partition_wrapper = wrapped_partitions
-
-
-def _gpu_rule(node: Any, named: set[str]) -> str | None:
-    """Inductor's rule without "this is a CPU node": only ops that were named as splitting ops cut."""
-    from torch._inductor import ir
-
-    for member in getattr(node, "snodes", None) or [node]:
-        inner = member.node
-        if isinstance(inner, ir.FallbackKernel) and inner.op_overload is not None:
-            name = str(inner.op_overload.name())
-            overload = getattr(inner.op_overload, "_overloadname", "")
-            if {name, f"{name}.{overload}"} & named:
-                return f"custom partition op: {name}"
-    return None
 
 
 def _frozen(piece: Callable[..., Any], kind: str) -> Callable[..., Any]:

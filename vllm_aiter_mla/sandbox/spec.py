@@ -88,6 +88,10 @@ class EngineResult:
         census: one record per rank (see ``census.record.as_record``); empty with the flag off.
         ranges: vLLM's compile ranges as [start, end].
         graphs: post-grad FX graph text by "start-end", where asked for.
+        code: what Inductor made of them, likewise.
+        branches: how often the one op prepared decode rows, and how often it rotated in place, by the body's name; of
+            this process.
+        pieces: pieces that an emulated piecewise capture would record, of the graph with the most.
         log: the plugin's own log lines.
         versions: of Python, torch and vLLM.
         seconds: from process start to the last token.
@@ -97,6 +101,9 @@ class EngineResult:
     census: list[dict[str, Any]]
     ranges: list[tuple[int, int]]
     graphs: dict[str, str]
+    code: dict[str, str]
+    branches: dict[str, int]
+    pieces: int
     log: list[str]
     versions: dict[str, str]
     seconds: float

@@ -21,11 +21,11 @@ _FREE = re.compile(
     r"aten\.(reshape|view|slice|split|split_with_sizes|unsqueeze|squeeze|expand|permute|transpose|alias|select)\b"
     r"|operator\.getitem|aten\.sym_size"
 )
-_ATTENTION = re.compile(r"unified_mla_attention|mla_attention_with_prepared_q")
+_ATTENTION = re.compile(r"unified_mla_attention|mla_attention_with_(prepared_q|rope)")
 KV_WRITE = "unified_mla_kv_cache_update"
 # The furthest pass that a graph shows, by the op that it puts in; first match wins.
 STAGES = {
-    "fused_qk_rope_kv_cache_q_prep": "after pass 3: AITER fusion",
+    "mla_attention_with_rope": "after pass 3: AITER fusion",
     "mla_decode_q_prep": "after pass 2: q_prep lift",
     "fused_rope_unified_mla_kv_cache_update": "after pass 1: RoPE + KV write",
 }
@@ -35,6 +35,8 @@ _ORDER = (STOCK, *reversed(STAGES.values()))
 INSIDE = {
     "unified": "split, absorb BMM, concat, fp8 quant where asked for, attention, v-up projection",
     "prepared": "attention, v-up projection; a prefill row takes the stock path inside the op",
+    "rope": "decode rows: absorb BMM, one launch that rotates, assembles, quantises and writes, attention, v-up "
+    "projection; with a prefill row: RoPE and KV write in one launch, then the stock path",
 }
 
 GEMM, NORM, ROPE = "GEMM", "RMS norm", "RoPE, op by op"
@@ -46,7 +48,6 @@ PLACES = {
     NORM: (2, 2, 1),
     KV_WRITE: (1, 2, 2),
     "fused_rope_unified_mla_kv_cache_update": (0, 2, 2),
-    "fused_qk_rope_kv_cache_q_prep": (0, 2, 2),
     "mla_decode_q_prep": (0, 0, 3),
     "attention": (0, 2, 4),
 }
@@ -128,7 +129,7 @@ def _stage(record: Record) -> dict[str, Any] | None:
     attention = {op: count for op, count in found.items() if _ATTENTION.search(op)}
     if not attention:
         return None
-    inside = INSIDE["prepared" if any("prepared" in op for op in attention) else "unified"]
+    inside = INSIDE[next(kind for kind in reversed(INSIDE) if any(kind in op for op in attention))]
     shown = {"name": stage_of(found), "source": record.name, "range": name, "ops": found, "inside": inside}
     return shown | {"attention": attention, "per_layer": found.total() / sum(attention.values())}
 
