@@ -137,15 +137,8 @@ class Setup:
     def _ours(
         self, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, at: torch.Tensor, output: torch.Tensor
     ) -> None:
-        from vllm_aiter_mla.compat.layer import prepared_query_dtype
-
-        ops, dtype = torch.ops.vllm_aiter_mla, prepared_query_dtype(self.layer, q.dtype)
-        table = self.rope.cos_sin_cache
-        prepared = ops.fused_qk_rope_kv_cache_q_prep(
-            q, k_pe, kv_c, at, table, self.layer._k_scale, self.rope.is_neox_style, dtype, LAYER
-        )
-        ops.mla_attention_with_prepared_q(
-            q, kv_c, k_pe, prepared, output, LAYER, at, table, self.rope.is_neox_style, False
+        torch.ops.vllm_aiter_mla.mla_attention_with_rope(
+            q, k_pe, kv_c, at, self.rope.cos_sin_cache, self.layer._k_scale, output, self.rope.is_neox_style, LAYER
         )
 
     def _stock(
