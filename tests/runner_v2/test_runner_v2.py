@@ -32,7 +32,9 @@ def table() -> dict[str, tuple[str, ...]]:
 @pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)
 def found(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runner-v2")
-    environment = engine.environment_for(EngineSpec(interpret=True), folder / "cache", folder / "inductor")
+    # One cache root for all: vLLM's notes on the model class take it another process of ten seconds.
+    cache = tmp_path_factory.getbasetemp() / "runner-v2-cache"
+    environment = engine.environment_for(EngineSpec(interpret=True), cache, folder / "inductor")
     path = os.pathsep.join([environment["PYTHONPATH"], str(HERE)])
     run = subprocess.run(
         [sys.executable, str(HERE / "runner_v2_child.py"), str(folder / "model"), json.dumps(request.param)],
