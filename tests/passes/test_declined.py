@@ -174,6 +174,17 @@ def one_gemm(edit: Edit) -> None:
     edit.layer.q_gemm.replace_all_uses_with(edit.layer.kv_gemm)
 
 
+def query_from_outside(edit: Edit) -> None:
+    """A rotation in place would change what the graph's caller holds."""
+    s = edit.b.spelling.sizes
+    edit.layer.q_gemm.replace_all_uses_with(edit.b.input("q_in", edit.b.t.meta["val"], s.n * (s.p + s.r)))
+
+
+def key_from_outside(edit: Edit) -> None:
+    s = edit.b.spelling.sizes
+    edit.layer.kv_gemm.replace_all_uses_with(edit.b.input("kv_in", edit.b.t.meta["val"], s.latent + s.r))
+
+
 def without_a_result(edit: Edit) -> None:
     """Stock's node whose rotated key nobody takes out; attention reads the raw one."""
     edit.attend(k_pe=edit.call(aten.unsqueeze.default, edit.layer.k_raw, 1))
@@ -273,6 +284,13 @@ CASES: dict[str, Case] = {
     ),
     "stock's fusion with q_pe bound to the key": ("rope_other_operand", misbound_by_stock, {"prefused": True}),
     "a query and a key of one GEMM": ("crossed_branches", one_gemm, {}),
+    "a query that is an input of the graph": ("graph_input", query_from_outside, {}),
+    "a key that is an input of the graph": ("graph_input", key_from_outside, {}),
+    "an output buffer with another reader": (
+        "output_shared",
+        lambda e: e.read(e.layer.attention.kwargs["output"]),
+        {},
+    ),
     "stock's fusion without one result": ("stock_fusion_incomplete", without_a_result, {"prefused": True}),
     "a layer name that cannot be read": ("layer_name_unreadable", nameless, {}),
     "positions that are not int64": ("positions", narrow_positions, {}),

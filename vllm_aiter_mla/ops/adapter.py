@@ -77,7 +77,7 @@ class VLLMLayer:
 
     def _still_holds(self, inputs: DecodeInputs) -> bool:
         """Whether what is remembered was found for these tensors and these decisions; it is forgotten otherwise."""
-        cache, lasting = self.module.kv_cache, (inputs.weight, inputs.cos_sin_cache, inputs.k_scale, inputs.q_scale)
+        cache, lasting = self.module.kv_cache, (inputs.weight, inputs.q_scale)
         known = self._cache() is cache and self._generation == layers.generation()
         if known and _same(lasting, self._lasting):
             return True
@@ -180,13 +180,15 @@ def _same(given: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
 
 
 def _step_key(inputs: DecodeInputs) -> tuple[Any, ...]:
-    """What of a call changes from step to step: the rows' sizes, strides, dtypes and places in their storage."""
+    """What a graph hands over, as metadata; of the table and the scale too, which come as a new alias at every call."""
     q, k_pe, kv_c, positions, slots = inputs.q, inputs.k_pe, inputs.kv_c, inputs.positions, inputs.slot_mapping
+    table, scale = inputs.cos_sin_cache, inputs.k_scale
     return (
         q.shape, q.stride(), q.storage_offset(), q.dtype,
         k_pe.shape, k_pe.stride(), k_pe.storage_offset(), k_pe.dtype,
         kv_c.shape, kv_c.stride(), kv_c.storage_offset(), kv_c.dtype,
         positions.shape, positions.stride(), positions.storage_offset(), positions.dtype,
         slots.shape, slots.stride(), slots.storage_offset(), slots.dtype,
-        inputs.is_neox,
+        table.shape, table.stride(), table.storage_offset(), table.dtype,
+        scale.shape, scale.dtype, inputs.is_neox,
     )  # fmt: skip

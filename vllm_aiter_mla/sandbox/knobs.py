@@ -96,7 +96,7 @@ def perturb_cache(share: float) -> None:
 def dump_graphs() -> None:
     """Keep the text of each range's graph as it leaves vLLM's post-grad passes, and the code that Inductor makes."""
     from torch._inductor.graph import GraphLowering
-    from vllm.compilation.passes import pass_manager
+    from vllm.compilation.passes import inductor_pass, pass_manager
     from vllm.compilation.passes.inductor_pass import get_pass_context
 
     inner = pass_manager.PostGradPassManager.__call__
@@ -109,9 +109,11 @@ def dump_graphs() -> None:
         r = get_pass_context().compile_range
         return f"{r.start}-{r.end}"
 
-    GraphLowering.save_output_code = staticmethod(  # type: ignore[assignment]
-        lambda code: CODE.__setitem__(compile_range(), code)
-    )
+    def keep(code: str) -> None:
+        if inductor_pass._pass_context is not None:  # else a small graph of the sampler's
+            CODE[compile_range()] = code
+
+    GraphLowering.save_output_code = staticmethod(keep)  # type: ignore[assignment]
     pass_manager.PostGradPassManager.__call__ = call  # type: ignore[method-assign]
 
 

@@ -88,25 +88,25 @@ class EngineResult:
         census: one record per rank (see ``census.record.as_record``); empty with the flag off.
         ranges: vLLM's compile ranges as [start, end].
         graphs: post-grad FX graph text by "start-end", where asked for.
-        code: what Inductor made of them, likewise.
-        branches: how often the one op prepared decode rows, and how often it rotated in place, by the body's name; of
-            this process.
-        pieces: pieces that an emulated piecewise capture would record, of the graph with the most.
         log: the plugin's own log lines.
         versions: of Python, torch and vLLM.
         seconds: from process start to the last token.
+        code: what Inductor made of ``graphs``.
+        branches: how often the one op prepared decode rows, and how often it rotated in place, by the body's name; of
+            this process.
+        pieces: pieces that an emulated piecewise capture would record, of the graph with the most.
     """
 
     scenarios: dict[str, list[list[Step]]]
     census: list[dict[str, Any]]
     ranges: list[tuple[int, int]]
     graphs: dict[str, str]
-    code: dict[str, str]
-    branches: dict[str, int]
-    pieces: int
     log: list[str]
     versions: dict[str, str]
     seconds: float
+    code: dict[str, str] = field(default_factory=dict)
+    branches: dict[str, int] = field(default_factory=dict)
+    pieces: int = 0
 
 
 def save(record: EngineSpec | EngineResult, path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What `tools/ledger.py` counts with: the launches, allocations and bytes of a layer."""

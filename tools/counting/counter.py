@@ -1,0 +1,162 @@
+"""Count launches, allocations and bytes as torch's dispatcher sees them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+BODIES = ("vllm", "vllm_aiter_mla")
+"""Namespaces whose ops are Python: they launch nothing themselves, what they call is counted."""
+OVERWRITTEN = frozenset({"copy_", "fill_", "zero_", "index_copy_"})
+"""In-place ops that do not read what they write."""
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+Bytes = Callable[..., int]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened in a step, in order.
+
+    Attributes:
+        name: of the kernel, the op or the allocation.
+        launches: kernels that a GPU would be given.
+        allocations: buffers asked of the allocator; none for a buffer without bytes.
+        moved: bytes that the launch has to read and write at least once.
+        captured: whether it happened inside a piece that a piecewise graph would have recorded.
+    """
+
+    name: str
+    launches: int = 0
+    allocations: int = 0
+    moved: int = 0
+    captured: bool = False
+
+
+def size(tensor: torch.Tensor) -> int:
+    """Bytes of the distinct elements of a tensor: a broadcast dimension counts once."""
+    elements = tensor.itemsize
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= length if stride else min(length, 1)
+    return elements
+
+
+def sizes(tensors: Iterable[Any]) -> int:
+    """Bytes of all the tensors among the values."""
+    return sum(size(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+class Counter(TorchDispatchMode):
+    """Notes each op that runs under it as an ``Event``.
+
+    A view costs nothing. An op that fills new storage is one launch and one allocation for each new buffer. An op of
+    ``BODIES`` is entered; one that ``kernels`` names is one launch with the bytes its function computes, whatever the
+    CPU does inside it.
+
+    Args:
+        kernels: by the op's qualified name, the bytes of one launch of it, from the op's arguments.
+    """
+
+    def __init__(self, kernels: dict[str, Bytes]) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.events: list[Event] = []
+        self.captured = False
+        self._paused = False
+
+    def note(self, name: str, launches: int = 0, allocations: int = 0, moved: int = 0) -> None:
+        """Append an event; nothing is noted inside what counts as one launch."""
+        if self._paused:
+            return
+        self.events.append(Event(name, launches, allocations, moved, self.captured))
+
+    @contextmanager
+    def inside_a_piece(self) -> Iterator[None]:
+        """What happens now would be recorded by a piecewise graph."""
+        before, self.captured = self.captured, True
+        try:
+            yield
+        finally:
+            self.captured = before
+
+    def one_launch(
+        self, name: str, function: Callable[..., Any], bytes_of: Bytes, allocations: int = 0
+    ) -> Callable[..., Any]:
+        """``function`` as one launch: what it does on a CPU is not counted.
+
+        ``bytes_of`` is given the result and the arguments.
+        """
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self._paused = self._paused, True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._paused = before
+            self.note(name, 1, allocations, bytes_of(result, *args, **kwargs))
+            return result
+
+        return call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        if self._paused:
+            return func(*args, **kwargs)
+        if name.partition("::")[0] in BODIES:
+            with self:
+                result = func.redispatch(_CPU, *args, **kwargs)
+            self.note(name)
+            return result
+        bytes_of = self.kernels.get(name)
+        moved = None if bytes_of is None else bytes_of(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if moved is None:
+            self._note_op(func._schema, args, kwargs, result)
+        else:
+            self.note(name, 1, 0, moved)
+        return result
+
+    def _note_op(self, schema: Any, args: Any, kwargs: Any, result: Any) -> None:
+        given = list(_given(schema, args, kwargs))
+        written = [value for value, is_write in given if is_write]
+        read = [value for value, is_write in given if not is_write]
+        known = {value.untyped_storage()._cdata for value in tree_leaves([args, kwargs]) if _is_tensor(value)}
+        fresh = {
+            value.untyped_storage()._cdata: value
+            for value in tree_leaves(result)
+            if _is_tensor(value) and value.untyped_storage()._cdata not in known
+        }
+        filled = [value for value in (*written, *fresh.values()) if value.numel()]
+        allocations = sum(value.numel() > 0 for value in fresh.values())
+        name = schema.name.partition("::")[2]
+        if name.startswith(("empty", "new_empty")):
+            self.note(schema.name, 0, allocations)
+        elif filled:
+            again = 0 if name in OVERWRITTEN or _has_out(schema) else sizes(written)
+            self.note(schema.name, 1, allocations, sizes(read) + sizes(filled) + again)
+
+
+def _given(schema: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Each tensor among the arguments, and whether the op writes it."""
+    named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    for argument in schema.arguments:
+        is_write = argument.alias_info is not None and argument.alias_info.is_write
+        for value in tree_leaves(named.get(argument.name)):
+            if _is_tensor(value):
+                yield value, is_write
+
+
+def _has_out(schema: Any) -> bool:
+    return any(argument.is_out for argument in schema.arguments)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,157 @@
+"""Time the host's work for one layer: Python and dispatch of our op beside those of stock's ops, kernels stubbed.
+
+    python tools/host_cost.py [--rounds N] [--json FILE]
+
+Stock is vLLM's strongest configuration, its own RoPE and KV-write fusion on. Without graphs both of its ops are called
+from Python; with piecewise graphs the RoPE and KV write is replayed with its piece, and the attention op alone is
+called; a full graph calls nothing, on either side. docs/ledger.md says what the stubs leave in.
+
+Rounds of the sides follow one another, and the least round of each counts, so that other work on the machine does not
+decide. Exit status 1 where ours takes longer than stock's ops in any row.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.common import Parser, guarded, positive  # noqa: E402
+
+CALLS = 100
+MOST = 1.0
+BATCHES = {"all decode": 0, "one prefill among decodes": 1}
+"""Kinds of batches, with the rows that belong to a prefill."""
+MODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "none": (("stock rope", "stock attention"), ("ours prepare", "ours attention")),
+    "piecewise": (("stock attention",), ("ours attention",)),
+    "full": ((), ()),
+}
+"""What Python calls in each graph mode: stock's ops and ours."""
+
+Call = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Least microseconds per layer and step, on both sides."""
+
+    cache: str
+    batch: str
+    graphs: str
+    stock_us: float
+    ours_us: float
+
+    @property
+    def ratio(self) -> float:
+        """Ours of stock's; 0 where neither calls anything."""
+        return self.ours_us / self.stock_us if self.stock_us else 0.0
+
+
+def main() -> int:
+    """Time, print, judge."""
+    parser = Parser(__doc__, "host_cost.py [--rounds N] [--json FILE]")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    positive("--rounds", options.rounds)
+    rows = measure(options.rounds)
+    show(rows)
+    missed = misses(rows)
+    if options.json:
+        from vllm_aiter_mla import evidence
+
+        record = {"rows": [asdict(row) | {"ratio": row.ratio} for row in rows], "missed": missed}
+        evidence.write(options.json, record | evidence.stamp("host_cost", 1))
+    print("\n".join(f"MISSED: {line}" for line in missed) or "ours takes at most stock's time in every row")
+    return 1 if missed else 0
+
+
+def measure(rounds: int) -> list[Row]:
+    """A row for each cache, batch and graph mode."""
+    prepare_process()
+    from tools.counting.stub_layer import calls
+
+    rows = []
+    for cache in ("fp8", "auto"):
+        for batch, prefills in BATCHES.items():
+            with calls(cache, prefills) as ops:
+                rows += [Row(cache, batch, *figures) for figures in times(ops, rounds)]
+    return rows
+
+
+def prepare_process() -> None:
+    """Load vLLM's plugins, this one among them, before anything of vLLM is configured."""
+    os.environ.setdefault("VLLM_PLUGINS", "aiter_mla")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.compilation.passes.fusion import mla_rope_kvcache_cat_fusion  # noqa: F401  defines stock's fused op
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+
+
+def times(ops: Mapping[str, Call], rounds: int) -> list[tuple[str, float, float]]:
+    """(graph mode, stock's microseconds, ours), each mode's two sides in turns."""
+    found = []
+    for mode, sides in MODES.items():
+        bodies = [[ops[name] for name in side] for side in sides]
+        stock, ours = least(bodies, rounds)
+        found.append((mode, stock, ours))
+    return found
+
+
+def least(sides: Sequence[Sequence[Call]], rounds: int, clock: Callable[[], int] = time.perf_counter_ns) -> list[float]:
+    """Least microseconds of one pass through each side's calls; a side without calls takes none.
+
+    The sides take turns, and every second round in the other order.
+    """
+    found = [0.0 if not side else float("inf") for side in sides]
+    order = [index for index, side in enumerate(sides) if side]
+    gc.collect()
+    gc.disable()
+    try:
+        for index in order * 2:
+            _pass(sides[index], clock)  # caches fill
+        for turn in range(rounds):
+            for index in order if turn % 2 else reversed(order):
+                found[index] = min(found[index], _pass(sides[index], clock))
+    finally:
+        gc.enable()
+    return found
+
+
+def _pass(side: Sequence[Call], clock: Callable[[], int]) -> float:
+    begin = clock()
+    for _ in range(CALLS):
+        for call in side:
+            call()
+    return (clock() - begin) / CALLS / 1e3
+
+
+def misses(rows: Sequence[Row]) -> list[str]:
+    """The rows above the bound, one line each."""
+    return [
+        f"{row.cache} cache, {row.batch}, graphs {row.graphs}: {row.ratio:.2f} of stock's time (<= {MOST:.2f})"
+        for row in rows
+        if row.ratio > MOST
+    ]
+
+
+def show(rows: Sequence[Row]) -> None:
+    """The rows as a table."""
+    print("microseconds of the host per layer and step, kernels stubbed; a full graph is replayed without Python")
+    print(f"{'KV cache':9} {'batch':26} {'graphs':10} {'stock':>7} {'ours':>7} {'ratio':>6}")
+    for row in rows:
+        ratio = f"{row.ratio:6.2f}" if row.stock_us else "     -"
+        print(f"{row.cache:9} {row.batch:26} {row.graphs:10} {row.stock_us:7.1f} {row.ours_us:7.1f} {ratio}")
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("host_cost", main))

@@ -1,0 +1,224 @@
+"""Count what one layer launches, allocates and moves in each kind of batch: stock, stock's own fusions, and ours.
+
+    python tools/ledger.py [--kv-cache-dtype fp8|auto|both] [--json FILE] [--page docs/ledger.md]
+
+Each side is a real engine of the sandbox (two layers, plain GEMMs as on GPUs, over the fake AITER), driven through one
+batch of each kind and counted by torch's dispatcher and in Inductor's code; docs/ledger.md says what is counted. Exit
+status 1 where ours is above the lower of the other two in launches, allocations or bytes of any row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.common import Parser, RunError, UsageError, guarded  # noqa: E402
+from tools.counting.counter import Event  # noqa: E402
+from tools.counting.launches import TABLE  # noqa: E402
+
+SIDES = ("stock", "stock's fusions", "ours")
+CACHES = ("fp8", "auto")
+MODES = ("none", "piecewise", "full")
+IN_FULL_GRAPHS = ("all decode", "padded decode")
+"""vLLM replays full graphs of this attention for batches of decode rows alone."""
+SHOWN = ("all decode", "one prefill among decodes")
+MARKS = ("<!-- ledger: begin -->", "<!-- ledger: end -->")
+TIMEOUT_S = 1800
+
+
+class Cost(NamedTuple):
+    """What one layer costs in one batch: kernels launched, buffers allocated, bytes read and written."""
+
+    launches: int
+    allocations: int
+    moved: int
+
+    def __str__(self) -> str:
+        """As a cell: ``launches / allocations / bytes``."""
+        return f"{self.launches} / {self.allocations} / {self.moved}"
+
+
+class Row(NamedTuple):
+    """One kind of batch in one graph mode; the costs in the order of ``SIDES``."""
+
+    cache: str
+    kind: str
+    mode: str
+    costs: tuple[Cost, ...]
+
+
+Events = Mapping[str, Sequence[Event]]
+
+
+def main() -> int:
+    """Run, print, judge."""
+    parser = Parser(__doc__, "ledger.py [--kv-cache-dtype fp8|auto|both] [--json FILE] [--page FILE]")
+    parser.add_argument("--kv-cache-dtype", choices=(*CACHES, "both"), default="both", dest="cache")
+    parser.add_argument("--json", type=Path, help="write every event there")
+    parser.add_argument("--page", type=Path, help="put the tables between the marks of this page")
+    options = parser.parse_args()
+    if options.page and MARKS[0] not in options.page.read_text(encoding="utf-8"):
+        raise UsageError(f"--page {options.page}: no line {MARKS[0]}")
+    caches = CACHES if options.cache == "both" else (options.cache,)
+    counted = {cache: [count(side, cache) for side in SIDES] for cache in caches}
+    rows = [row for cache, sides in counted.items() for row in rows_of(cache, sides)]
+    text = render(rows, {cache: [shown(events) for events in sides] for cache, sides in counted.items()})
+    print(text)
+    if options.json:
+        write_json(options.json, counted)
+    if options.page:
+        put(options.page, text)
+    found = violations(rows)
+    print("\n".join(f"ABOVE STOCK: {line}" for line in found) or "ours is at most stock's strongest in every row")
+    return 1 if found else 0
+
+
+def count(side: str, cache: str) -> Events:
+    """The events of one layer by kind of batch, from an engine in a process of its own. Raises RunError."""
+    from vllm_aiter_mla.sandbox.engine import environment_for
+    from vllm_aiter_mla.sandbox.spec import save
+
+    spec = spec_of(side, cache)
+    print(f"counting {side}, {cache} KV cache", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="aiter-mla-ledger-") as folder:
+        work = Path(folder)
+        save(spec, work / "spec")
+        environment = environment_for(spec, work / "cache", work / "inductor")
+        environment["PYTHONPATH"] += f":{ROOT}"
+        done = subprocess.run(
+            [sys.executable, "-m", "tools.counting.engine", str(work / "spec"), str(work / "out")],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S,
+        )  # fmt: skip
+        if done.returncode:
+            raise RunError(f"the engine of {side} failed:\n{done.stdout[-4000:]}")
+        found = json.loads((work / "out").read_text())
+    return {kind: [Event(**event) for event in events] for kind, events in found.items()}
+
+
+def spec_of(side: str, cache: str) -> Any:
+    """The engine of a side; all three see the same card, the same ranges and the same pieces."""
+    from tools.counting.engine import LIMIT, TOKENS
+    from vllm_aiter_mla.sandbox.spec import EngineSpec
+
+    ours = EngineSpec(
+        scenarios=(), linear="aten", model={"num_hidden_layers": 2}, max_num_seqs=LIMIT, max_num_batched_tokens=TOKENS,
+        fake_arch="gfx942", piecewise="none", kernel="aiter", rounding="single", stock_pass=True, kv_cache_dtype=cache,
+    )  # fmt: skip
+    if side == "ours":
+        return ours
+    return replace(ours, enabled=False, kernel="auto", stock_pass=side != "stock")
+
+
+def rows_of(cache: str, sides: Sequence[Events]) -> list[Row]:
+    """A row for each kind and each mode that it can run in."""
+    return [
+        Row(cache, kind, mode, tuple(cost(events[kind], mode) for events in sides))
+        for kind in sides[0]
+        for mode in MODES
+        if mode != "full" or kind in IN_FULL_GRAPHS
+    ]
+
+
+def cost(events: Iterable[Event], mode: str) -> Cost:
+    """The sum of a layer's events; what a graph replays asks the allocator for nothing."""
+    found = list(events)
+    asked = [event for event in found if mode == "none" or (mode == "piecewise" and not event.captured)]
+    return Cost(
+        sum(event.launches for event in found),
+        sum(event.allocations for event in asked),
+        sum(event.moved for event in found),
+    )
+
+
+def violations(rows: Iterable[Row]) -> list[str]:
+    """Where ours is above the lower of the other two, one line each."""
+    found = []
+    for row in rows:
+        *others, ours = row.costs
+        for name, value in ours._asdict().items():
+            least = min(getattr(other, name) for other in others)
+            if value > least:
+                found.append(f"{row.cache} cache, {row.kind}, graphs {row.mode}: {name} {value}, stock {least}")
+    return found
+
+
+def shown(events: Events) -> dict[str, str]:
+    """What is launched in the kinds that the page shows, in order; what a piecewise graph replays in brackets."""
+    return {kind: in_words(events[kind]) for kind in SHOWN}
+
+
+def in_words(events: Iterable[Event]) -> str:
+    """Names of the launches in order."""
+    names = [(event.name.rpartition("::")[2], event.captured) for event in events if event.launches]
+    return ", ".join(f"[{name}]" if captured else name for name, captured in names)
+
+
+def render(rows: Sequence[Row], launched: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
+    """The tables as Markdown."""
+    lines = []
+    for cache, sides in launched.items():
+        lines += [f"### KV cache: {cache}", "", table(("batch", "graphs", *SIDES))]
+        lines += [line((row.kind, row.mode, *map(str, row.costs))) for row in rows if row.cache == cache]
+        lines += ["", table(("batch", "side", "launches in order; [replayed by a piecewise graph]"))]
+        lines += [line((kind, side, of[kind])) for kind in SHOWN for side, of in zip(SIDES, sides, strict=True)]
+        lines.append("")
+    lines += ["### One launch", "", table(("what", "launches", "bytes", "by"))]
+    return "\n".join([*lines, *map(line, TABLE)])
+
+
+def table(head: Sequence[str]) -> str:
+    """The head of a Markdown table."""
+    return f"{line(head)}\n{'|---' * len(head)}|"
+
+
+def line(cells: Sequence[str]) -> str:
+    """A row of one."""
+    return f"| {' | '.join(cells)} |"
+
+
+def read(text: str) -> list[Row]:
+    """The rows of a page that ``render`` wrote."""
+    found, cache = [], ""
+    for text_line in text.splitlines():
+        cache = text_line.removeprefix("### KV cache: ") if text_line.startswith("### KV cache: ") else cache
+        cells = [cell.strip() for cell in text_line.strip("|").split("|")]
+        costs = [re.fullmatch(r"(\d+) / (\d+) / (\d+)", cell) for cell in cells[2:]]
+        if len(costs) == len(SIDES) and all(costs):
+            numbers = tuple(Cost(*map(int, match.groups())) for match in costs if match)
+            found.append(Row(cache, cells[0], cells[1], numbers))
+    return found
+
+
+def put(page: Path, text: str) -> None:
+    """Replace what stands between the marks of ``page``."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2]
+    page.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}", encoding="utf-8")
+
+
+def write_json(path: Path, counted: Mapping[str, Sequence[Events]]) -> None:
+    """Every event of every side."""
+    from vllm_aiter_mla import evidence
+
+    events = {
+        cache: {
+            side: {kind: [asdict(event) for event in found] for kind, found in of.items()}
+            for side, of in zip(SIDES, sides, strict=True)
+        }
+        for cache, sides in counted.items()
+    }
+    evidence.write(path, {"events": events} | evidence.stamp("ledger", 1))
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("ledger", main))
