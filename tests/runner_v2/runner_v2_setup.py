@@ -39,13 +39,16 @@ class Setup:
 
     def __init__(self, folder: Path, kv_cache_dtype: str, drafts: int, arch: str, kernel: str) -> None:
         self.drafts = drafts
-        self.config = _config(folder, kv_cache_dtype, arch, kernel)
+        self.config = _config(folder, kv_cache_dtype, drafts, arch, kernel)
         from vllm.config import set_current_vllm_config
+
+        from vllm_aiter_mla import layers
 
         with set_current_vllm_config(self.config):
             _alone()
             self.layer, self.rope = _layer(self.config)
             self._v2(drafts)
+        layers.trust(self.layer)  # no worker has checked its kernel here
 
     def _v2(self, drafts: int) -> None:
         """V2's own objects, as its runner makes them."""
@@ -179,7 +182,7 @@ class _noted:  # noqa: N801
         del vars(self.owner)[self.name]
 
 
-def _config(folder: Path, kv_cache_dtype: str, arch: str, kernel: str) -> Any:
+def _config(folder: Path, kv_cache_dtype: str, drafts: int, arch: str, kernel: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
 
@@ -194,7 +197,7 @@ def _config(folder: Path, kv_cache_dtype: str, arch: str, kernel: str) -> Any:
     engine.pretend(arch)
     aiter_attention.take(arch)
     rocm_aiter_mla._expand_page_indices_kernel = kernel_of_vllm
-    model = TinyDeepseek(num_hidden_layers=1, num_attention_heads=N)
+    model = TinyDeepseek(num_hidden_layers=1, num_attention_heads=N, num_nextn_predict_layers=int(drafts > 0))
     return EngineArgs(
         model=str(model.save(folder)),
         skip_tokenizer_init=True,
@@ -202,6 +205,7 @@ def _config(folder: Path, kv_cache_dtype: str, arch: str, kernel: str) -> Any:
         max_num_seqs=MAX_REQS,
         max_num_batched_tokens=MAX_TOKENS,
         kv_cache_dtype=kv_cache_dtype,
+        speculative_config={"method": "mtp", "num_speculative_tokens": drafts} if drafts else None,
         additional_config={"aiter_mla": {"enabled": True, "kernel": kernel, "debug": {"rounding": "two"}}},
     ).create_engine_config()
 

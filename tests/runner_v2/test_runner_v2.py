@@ -26,7 +26,7 @@ def table() -> dict[str, tuple[str, ...]]:
     """The page: by kind of batch, rows counted, rows with a slot, who decides."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
-    return {kind: rest[:3] for kind, *rest in cells[1:]}
+    return {kind: tuple(rest[:3]) for kind, *rest in cells[1:]}
 
 
 @pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)

@@ -137,9 +137,7 @@ def _over_aiters_class(options: Options) -> list[Run]:
         return found
     # Scales are put into layers of this process alone; the draft's graph would hide the model's.
     scales = (0.5, 0.7) if options.tensor_parallel_size == 1 else None
-    fp8 = spec(
-        8, kv_cache_dtype="fp8", drafts=2, scenarios=BF16_SCENARIOS, scales=scales, dump_graphs=False
-    )
+    fp8 = spec(8, kv_cache_dtype="fp8", drafts=2, scenarios=BF16_SCENARIOS, scales=scales, dump_graphs=False)
     off, two = _off(fp8), replace(fp8, kernel="reference")
     found += [
         Run("fp8 KV, 8 heads, 2 drafts, two-rounding", two, off, "two-rounding", EXACT),
