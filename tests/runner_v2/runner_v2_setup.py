@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -92,11 +93,11 @@ class Setup:
 
     def compare(self, step: Step) -> dict[str, Any]:
         """Run a step through our op and through stock's, from the same cache; what decided, what is equal."""
-        ours, ours_cache, called = self._run(step, self._ours)
+        ours, ours_cache, by_the_layer = self._run(step, self._ours)
         stock, stock_cache, _ = self._run(step, self._stock)
         metadata = step.metadata and step.metadata[LAYER]
         return {
-            "decided": "nobody" if metadata is None else "the layer" if "forward_impl" in called else "the op",
+            "decided": "nobody" if metadata is None else "the layer" if by_the_layer else "the op",
             "counted": "no metadata" if metadata is None else _rows(step, metadata.num_actual_tokens),
             "written": "no slots" if step.slots is None else _rows(step, int((step.slots[LAYER] >= 0).sum())),
             "output": bool(torch.equal(ours[: step.real], stock[: step.real])),
@@ -111,7 +112,7 @@ class Setup:
             return self.content.clone()
         return self.content.to(current_platform.fp8_dtype()).view(torch.uint8)
 
-    def _run(self, step: Step, run: Any) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    def _run(self, step: Step, run: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
         from vllm.config import CUDAGraphMode
         from vllm.forward_context import set_forward_context
 
@@ -122,20 +123,18 @@ class Setup:
         output = torch.zeros(step.rows, N * V, dtype=torch.bfloat16)
         cache = self._cache()
         self.layer.kv_cache = cache if step.slots is not None else torch.tensor([])
-        called: list[str] = []
         with (
-            _noted(self.layer, "forward_impl", called),
-            _noted(self.layer.impl, "forward_mqa", called),
+            mock.patch.object(self.layer, "forward_impl", wraps=self.layer.forward_impl) as own,
             set_forward_context(
                 step.metadata,
                 self.config,
                 num_tokens=step.rows,
                 slot_mapping=step.slots,
                 cudagraph_runtime_mode=CUDAGraphMode[step.mode],
-            ),  # fmt: skip
+            ),
         ):
             run(q, k_pe, kv_c, step.positions, output)
-        return output, cache.view(torch.uint8), called
+        return output, cache.view(torch.uint8), own.called
 
     def _ours(
         self, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, at: torch.Tensor, output: torch.Tensor
@@ -161,25 +160,6 @@ def _rows(step: Step, count: int) -> str:
     if count == 0:
         return "none"
     return "real" if count == step.real else "all" if count == step.rows else str(count)
-
-
-class _noted:  # noqa: N801
-    """Notes the calls of one method of an object."""
-
-    def __init__(self, owner: Any, name: str, called: list[str]) -> None:
-        self.owner, self.name, self.called = owner, name, called
-
-    def __enter__(self) -> None:
-        inner = getattr(self.owner, self.name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.called.append(self.name)
-            return inner(*args, **kwargs)
-
-        vars(self.owner)[self.name] = call
-
-    def __exit__(self, *_: object) -> None:
-        del vars(self.owner)[self.name]
 
 
 def _config(folder: Path, kv_cache_dtype: str, drafts: int, arch: str, kernel: str) -> Any:
