@@ -90,6 +90,7 @@ LAYER_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"fp4_bmm": True, "has_absorbed_weight": False}, "fp4_bmm"),
     ({"amx_bmm": True, "has_absorbed_weight": False}, "amx_bmm"),
     ({"has_absorbed_weight": False}, "no_absorbed_weight"),
+    ({"has_rope_kernel": False}, "no_rope_kernel"),
     ({"dcp_world_size": 4}, "dcp"),
     ({"dcp_q_replicate": True}, "dcp"),
     ({"pcp_world_size": 2}, "pcp"),

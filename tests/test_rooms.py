@@ -29,7 +29,8 @@ ARROWS: dict[str, set[str]] = {
     "gate": FIRST | {"census", "compat", "layers", "passes", "worker"},
     "plugin": {"compat", "gate", "ops", "worker"},
     "verify": FIRST | {"kernels", "ops.bodies"},
-    "sandbox": FIRST | {"kernels", "census", "compat", "layers", "ops", "passes", "gate", "worker", "plugin", "verify"},
+    "sandbox": FIRST
+    | {"kernels", "census", "compat", "layers", "ops.bodies", "ops", "passes", "gate", "worker", "plugin", "verify"},
 }
 ARROWS["commands"] = set(ARROWS)
 """Each may import those named; docs/development.md draws it. Nobody may import ``commands``."""

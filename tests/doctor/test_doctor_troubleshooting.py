@@ -134,7 +134,7 @@ def test_every_log_line_is_explained(line: str) -> None:
         ("worker.py", "its kernel could not be checked: "),
         ("worker.py", "this layer shape falls back to vLLM's own kernels"),
         ("kernels/selfcheck.py", "self-check "),
-        ("ops/bodies.py", "is being captured without a "),
+        ("ops/bodies.py", "is being captured without "),
         ("ops/bodies.py", "is inside a piecewise graph"),
         ("kernels/aiter/backend.py", "first AITER call of a layer shape "),
         ("kernels/aiter/tables.py", "the cos/sin table is new or was changed, and a graph is being captured"),

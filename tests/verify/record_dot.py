@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
             print(f"{name}: {found}")
             continue
         buffers = Buffers(REAL, variant, 16, 1, 1, "cuda", 0)
-        buffers.before_capture(Batch(1))
+        buffers.before_capture(Batch(16))
         (segment,) = build("kernel", buffers, found, 16)
         segment.run()
         torch.cuda.synchronize()

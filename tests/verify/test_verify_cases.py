@@ -11,7 +11,9 @@ from verify_support import LIMIT, broken
 
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 from vllm_aiter_mla.verify import cases, interpreted, runner, setting
+from vllm_aiter_mla.verify.buffers import Buffers
 from vllm_aiter_mla.verify.engine import EagerEngine
+from vllm_aiter_mla.verify.faults import FAULTS
 from vllm_aiter_mla.verify.oracles import ORACLES
 from vllm_aiter_mla.verify.subject import subject_of
 
@@ -29,9 +31,15 @@ def test_the_reference_passes_every_case(run, subject, variant):
         assert result.checks > 0 or name.startswith("kernel-census"), name
 
 
-def test_inductor_finds_the_fake_right(run, subject):
+def test_the_op_inside_torch_compile_changes_the_buffers_that_it_is_given(run, subject):
     result = run("compiled-by-inductor", subject)
     assert result.status == "passed", result.findings
+
+
+@pytest.mark.mutation
+def test_mutation_the_op_inside_torch_compile_rotates_copies(run, subject):
+    (fault,) = (fault for fault in FAULTS if fault.name == "rotates-copies")
+    assert "attention-output" in broken(run("compiled-by-inductor", fault.plant(subject)))
 
 
 def test_the_interpreted_kernel_passes_with_one_launch():
@@ -128,7 +136,7 @@ def test_a_back_end_that_declines_is_skipped_with_its_reason(run, subject):
 
 
 def test_a_back_end_that_raises_is_a_failure_and_no_crash(run, subject):
-    def prepare(inputs, batch):
+    def prepare(inputs):
         raise ZeroDivisionError("in the kernel")
 
     result = run("fresh-data", replace(subject, prepare=prepare))
@@ -148,3 +156,22 @@ def test_verify_never_imports_vllm():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split(maxsplit=1) == ["0", "[]\n"], done.stderr[-2000:]
+
+
+def test_the_layer_rotates_and_writes_as_the_kernel_of_vllm_does():
+    variant = setting.variants("cpu", torch.float8_e4m3fn, quick=True)[1]
+    buffers = Buffers(setting.SMALL, variant, 4, 1, 1, "cpu", 0)
+    (layer,) = buffers.layers
+    buffers.positions.fill_(7)
+    slots = torch.tensor([3, -1, 9])
+    (q, k_pe, kv_c), cache = (rows[:3].clone() for rows in layer.source), layer.kv_cache.clone().flatten(0, 1)
+    given = (kv_c, buffers.positions[:3], buffers.table)
+    q_pe, before = q[..., setting.SMALL.nope :], layer.source
+    layer.rope_and_write(q_pe, k_pe, *given, slots, layer.k_scale, variant.is_neox)
+    assert [bool((k_pe[i] != before.k_pe[i]).any()) for i in range(3)] == [True, False, True]
+    assert all(bool((q_pe[i] != before.q[i, :, setting.SMALL.nope :]).any()) for i in range(3))
+    changed = (layer.kv_cache.flatten(0, 1) != cache).any(dim=1)
+    assert changed.nonzero().flatten().tolist() == [3, 9]
+    assert torch.equal(layer.kv_cache.flatten(0, 1)[[3, 9]], torch.cat([kv_c, k_pe], dim=-1)[[0, 2]])
+    with pytest.raises(AssertionError, match="one slot per row"):
+        layer.rope_and_write(q_pe, k_pe, *given, slots[:2], layer.k_scale, variant.is_neox)

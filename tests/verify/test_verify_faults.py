@@ -15,9 +15,11 @@ from vllm_aiter_mla.verify.faults import FAULTS, Fault, leaves_padded_rows
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
 ASKED_FOR = {
-    "fake-lies-about-rows",
-    "slices-decode-rows",
-    "frozen-metadata-branch",
+    "captured-in-a-piece",
+    "rotates-twice",
+    "rotates-copies",
+    "prepares-padded-rows",
+    "rows-not-written-anew",
     "stale-table",
     "table-copied-per-call",
     "host-sync",
@@ -82,8 +84,8 @@ def _again(segment, outputs):
 
 
 @pytest.mark.mutation
-def test_mutation_without_frozen_python_the_frozen_branch_goes_unnoticed(run, subject):
-    fault = BY_NAME["frozen-metadata-branch"]
+def test_mutation_without_frozen_python_a_captured_branch_goes_unnoticed(run, subject):
+    fault = BY_NAME["captured-in-a-piece"]
     assert "attention-output" in broken(run(fault.case, fault.plant(subject)))
     assert "attention-output" not in broken(run(fault.case, fault.plant(subject), engine=Forgetful()))
 
@@ -105,8 +107,8 @@ def test_mutation_without_the_look_elsewhere_stray_writes_go_unnoticed(run, subj
 
 
 def test_a_back_end_with_a_bmm_of_its_own_may_be_a_step_off_and_the_reference_may_not(run, subject):
-    def nudged(inputs, batch):
-        prepared = subject.prepare(inputs, batch)
+    def nudged(inputs):
+        prepared = subject.prepare(inputs)
         steps = prepared.view(torch.uint8)
         steps[0, 0, :1] ^= 1  # a neighbour in fp8
         return prepared

@@ -123,10 +123,10 @@ def test_the_synchronisation_check_is_on_for_the_probe_and_off_again(run, subjec
 def test_a_call_that_synchronises_is_found_before_it_can_break_a_capture(run, subject, engine, cuda):
     from dataclasses import replace
 
-    def prepare(inputs, batch):
+    def prepare(inputs):
         if cuda.sync_modes[-1:] == ["error"]:
             raise RuntimeError("called a synchronizing CUDA operation")
-        return subject.prepare(inputs, batch)
+        return subject.prepare(inputs)
 
     result = run("fresh-data", replace(subject, prepare=prepare), engine=engine)
     assert broken(result) == {"no-sync"}
@@ -137,10 +137,10 @@ def test_a_call_that_synchronises_is_found_before_it_can_break_a_capture(run, su
 def test_a_capture_that_fails_is_a_finding_and_puts_the_stream_back(run, subject, engine, cuda):
     from dataclasses import replace
 
-    def prepare(inputs, batch):
+    def prepare(inputs):
         if cuda.pools:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
-        return subject.prepare(inputs, batch)
+        return subject.prepare(inputs)
 
     result = run("fresh-data", replace(subject, prepare=prepare), engine=engine)
     assert broken(result) == {"runs"}
@@ -166,7 +166,7 @@ def test_a_dump_that_cannot_be_had_skips_the_count_with_the_reason(run, subject,
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize("name", ["launches-more", "frozen-metadata-branch", "scale-baked-in", "mixes-padded-rows"])
+@pytest.mark.parametrize("name", ["launches-more", "captured-in-a-piece", "scale-baked-in", "mixes-padded-rows"])
 def test_mutation_planted_faults_are_caught_by_the_gpu_engine_too(run, subject, engine, name):
     (fault,) = (fault for fault in FAULTS if fault.name == name)
     assert fault.oracle in broken(run(fault.case, fault.plant(fault.base(subject)), engine=engine))

@@ -114,7 +114,12 @@ TABLE = (
         "query read, output written; the cache is left out: the same rows in all",
         "the same",
     ),
-    ("prefill attention, for new tokens or for a chunk of context", "1 + its output", "q, k, v, output", "the same in all"),
+    (
+        "prefill attention, for new tokens or for a chunk of context",
+        "1 + its output",
+        "q, k, v, output",
+        "the same in all",
+    ),
     ("a kernel that Inductor makes", "1", "each buffer it reads or writes, whole", "one fused node of its scheduler"),
     ("a GEMM, a copy, any other op", "1", "its operands; a broadcast dimension once", "torch's dispatcher"),
     ("a view", "0", "0", "torch's dispatcher"),

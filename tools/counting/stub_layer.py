@@ -146,7 +146,5 @@ def _calls(layer: Layer, out_dtype: torch.dtype) -> dict[str, Callable[[], None]
         "stock rope": lambda: rope(positions, q_pe, k_pe, kv_c, table, False, cache, k_scale, name),
         "stock attention": lambda: attention(q, kv_c, k_3d, output, name),
         "ours prepare": lambda: prepare(q, k_pe, kv_c, positions, table, k_scale, False, out_dtype, name),
-        "ours attention": lambda: attend(
-            q, kv_c, k_pe, query, output, name, positions, table, False, False
-        ),
+        "ours attention": lambda: attend(q, kv_c, k_pe, query, output, name, positions, table, False, False),
     }

@@ -9,30 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 
-class LayerCall(NamedTuple):
-    """One MLA layer inside a forward pass.
+def layer_call(layer_name: Any) -> tuple[str, Any, Any, torch.Tensor, torch.Tensor | None]:
+    """What vLLM's forward context holds for the layer: (name, metadata, module, cache, slots).
 
-    Attributes:
-        name: the layer's dotted name.
-        metadata: of the layer's attention; None while profiling and in dummy runs.
-        module: vLLM's ``MLAAttention``.
-        kv_cache: [blocks, block_size, L+R] as vLLM stores it; empty before the cache exists.
-        slots: [S] int64; None while profiling.
+    The metadata is that of the layer's attention, None while profiling and in dummy runs; the module is vLLM's
+    ``MLAAttention``; the cache [blocks, block_size, L+R] is as vLLM stores it, empty before it exists; the slots [S]
+    are int64, None while profiling.
     """
-
-    name: str
-    metadata: Any
-    module: Any
-    kv_cache: torch.Tensor
-    slots: torch.Tensor | None
-
-
-def layer_call(layer_name: Any) -> LayerCall:
-    """What vLLM's forward context holds for the layer."""
     vllm = _vllm()
     name = vllm.resolve_name(layer_name)
-    metadata, module, kv_cache, slots = vllm.attention_context(name)
-    return LayerCall(name, metadata, module, kv_cache, slots)
+    return name, *vllm.attention_context(name)
 
 
 def is_piecewise() -> bool:

@@ -93,9 +93,9 @@ class DecodeInputs:
 
     def new_query(self) -> torch.Tensor:
         """[T, N, L+R] of ``out_dtype``, contiguous and uninitialised."""
-        return self.q.new_empty(
-            (self.num_tokens, self.num_heads, self.latent_dim + self.rope_dim), dtype=self.out_dtype
-        )
+        tokens, heads, _ = self.q.shape
+        width = self.kv_cache.shape[-1]
+        return torch.empty((tokens, heads, width), dtype=self.out_dtype, device=self.q.device)
 
 
 def call_key(inputs: DecodeInputs) -> tuple[Any, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,6 +17,7 @@ from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.ops.bodies import LayerStep
 
+_ADAPTER = "_aiter_mla_adapter"
 _KEEP = 4096  # call shapes that a layer remembers; more than the token counts of any bucket
 
 
@@ -29,26 +29,22 @@ class VLLMLayer:
     """
 
     def __init__(self, name: str, module: Any) -> None:
-        self.name = name
-        self._module = weakref.ref(module)
+        self.name, self.module = name, module
+        self._buffers = getattr(module, "_buffers", {})  # a look-up through the module takes ten times as long
         self._weight: AbsorbWeight | None = None
         self._tensors: tuple[torch.Tensor, ...] = ()
         self._dtypes: dict[torch.dtype, torch.dtype] = {}
         self._runs: dict[tuple[Any, ...], tuple[str, Run | None]] = {}
-        self._lasting: tuple[Any, ...] = ()
-        self._cache: Callable[[], Any] = lambda: None
+        self._lasting: tuple[Any, Any] = (None, None)
         self._generation = -1
-
-    @property
-    def module(self) -> Any:
-        """vLLM's module."""
-        return self._module()
+        self._cache: Callable[[], torch.Tensor | None] = lambda: None
+        self._view: torch.Tensor | None = None
 
     @property
     def q_scale(self) -> torch.Tensor:
         """See ``MLALayer.q_scale``; likewise the methods below."""
-        scale: torch.Tensor = self.module._q_scale
-        return scale
+        scale = self._buffers.get("_q_scale")
+        return self.module._q_scale if scale is None else scale
 
     def weight(self) -> AbsorbWeight:
         """Returns the weight in the form in which vLLM keeps it."""
@@ -77,15 +73,24 @@ class VLLMLayer:
 
     def _still_holds(self, inputs: DecodeInputs) -> bool:
         """Whether what is remembered was found for these tensors and these decisions; it is forgotten otherwise."""
-        cache, lasting = self.module.kv_cache, (inputs.weight, inputs.q_scale)
-        known = self._cache() is cache and self._generation == layers.generation()
-        if known and _same(lasting, self._lasting):
+        generation = layers.generation()
+        if generation == self._generation and inputs.weight is self._lasting[0] and inputs.q_scale is self._lasting[1]:
             return True
         self._runs.clear()
-        self._lasting, self._generation = lasting, layers.generation()
-        # Weak: a cache that vLLM throws away after profiling must not be kept alive from here.
-        self._cache = weakref.ref(cache)
+        self._lasting, self._generation = (inputs.weight, inputs.q_scale), generation
         return False
+
+    def cache_view(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The layer's cache as the kernels take it, made once per cache; what was found for another is forgotten."""
+        if self._cache() is not kv_cache:
+            self._runs.clear()
+            # What vLLM throws away after profiling must not be kept alive from here.
+            self._cache, view = weakref.ref(kv_cache, self._forget_view), context.fp8_view(kv_cache)
+            self._view = None if view is kv_cache else view
+        return kv_cache if self._view is None else self._view
+
+    def _forget_view(self, _: Any) -> None:
+        self._view = None
 
     def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
         """Quantises with vLLM's kernel."""
@@ -133,32 +138,20 @@ class VLLMLayer:
         module.forward_impl(q, kv_c, k_pe, module.kv_cache, metadata, output=output)
 
 
-_adapters: WeakKeyDictionary[Any, VLLMLayer] = WeakKeyDictionary()
-
-
-def layer_of(call: context.LayerCall) -> VLLMLayer:
-    """The one adapter of a call's layer."""
-    found = _adapters.get(call.module)
-    if found is None:
-        found = _adapters[call.module] = VLLMLayer(call.name, call.module)
-    return found
-
-
 def layer_step(layer_name: Any) -> LayerStep:
     """One layer in the current step, for an op that was given it by name."""
-    call = context.layer_call(layer_name)
-    metadata, slots, kv_cache = call.metadata, call.slots, call.kv_cache
-    decode_only = metadata is not None and kv_cache.numel() > 0 and context.is_decode_only(metadata, slots)
-    return LayerStep(
-        call.name,
-        layer_of(call),
-        context.fp8_view(kv_cache) if decode_only else kv_cache,
-        slots,
-        metadata,
-        0 if metadata is None else metadata.num_actual_tokens,
-        decode_only,
-        context.is_piecewise(),
-    )
+    name, metadata, module, kv_cache, slots = context.layer_call(layer_name)
+    # Kept by the module itself, so that the two go together.
+    layer = module.__dict__.get(_ADAPTER)
+    if layer is None:
+        layer = module.__dict__[_ADAPTER] = VLLMLayer(name, module)
+    if metadata is None:
+        return LayerStep(name, layer, kv_cache, slots, None, 0, False, context.is_piecewise())
+    decode_only = context.is_decode_only(metadata, slots) and kv_cache.numel() > 0
+    if decode_only:
+        kv_cache = layer.cache_view(kv_cache)
+    rows = metadata.num_actual_tokens
+    return LayerStep(name, layer, kv_cache, slots, metadata, rows, decode_only, context.is_piecewise())
 
 
 def note_while_profiling(step: LayerStep, *, is_neox: bool, act: torch.dtype) -> None:
@@ -180,15 +173,14 @@ def _same(given: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
 
 
 def _step_key(inputs: DecodeInputs) -> tuple[Any, ...]:
-    """What a graph hands over, as metadata; of the table and the scale too, which come as a new alias at every call."""
-    q, k_pe, kv_c, positions, slots = inputs.q, inputs.k_pe, inputs.kv_c, inputs.positions, inputs.slot_mapping
-    table, scale = inputs.cos_sin_cache, inputs.k_scale
+    """What a graph may hand over otherwise in another step: sizes, strides, and where the rows start.
+
+    Widths and dtypes are the layer's: one graph has them like another.
+    """
+    q, k_pe, kv_c, table = inputs.q, inputs.k_pe, inputs.kv_c, inputs.cos_sin_cache
     return (
-        q.shape, q.stride(), q.storage_offset(), q.dtype,
-        k_pe.shape, k_pe.stride(), k_pe.storage_offset(), k_pe.dtype,
-        kv_c.shape, kv_c.stride(), kv_c.storage_offset(), kv_c.dtype,
-        positions.shape, positions.stride(), positions.storage_offset(), positions.dtype,
-        slots.shape, slots.stride(), slots.storage_offset(), slots.dtype,
-        table.shape, table.stride(), table.storage_offset(), table.dtype,
-        scale.shape, scale.dtype, inputs.is_neox,
+        q.shape[0], q.stride(), q.storage_offset(), q.dtype,
+        k_pe.stride(), k_pe.storage_offset(), kv_c.stride(), kv_c.storage_offset(), kv_c.dtype,
+        inputs.positions.stride(), inputs.slot_mapping.shape[0], inputs.slot_mapping.stride(),
+        table.shape[0], table.stride(), table.storage_offset(), inputs.is_neox,
     )  # fmt: skip

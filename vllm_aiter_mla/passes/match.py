@@ -181,7 +181,8 @@ class _Matcher:
                 raise NoMatchError(code, f"the attention op is given {arg}")
         if self.name == "?":
             raise NoMatchError("layer_name_unreadable", "the layer's name cannot be read from the graph")
-        if any(user is not self.attention and user in self.live for user in self.kw["output"].users):
+        output = self.kw["output"]
+        if not isinstance(output, fx.Node) or any(u is not self.attention and u in self.live for u in output.users):
             raise NoMatchError("output_shared", "something else is given the attention op's output buffer")
         live = {index for index, item in results(self.attention).items() if item.users}
         if not live <= {1} or any(not is_call(user, operator.getitem) for user in self.attention.users):

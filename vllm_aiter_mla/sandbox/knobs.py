@@ -113,7 +113,7 @@ def dump_graphs() -> None:
         if inductor_pass._pass_context is not None:  # else a small graph of the sampler's
             CODE[compile_range()] = code
 
-    GraphLowering.save_output_code = staticmethod(keep)  # type: ignore[assignment]
+    GraphLowering.save_output_code = staticmethod(keep)
     pass_manager.PostGradPassManager.__call__ = call  # type: ignore[method-assign]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from vllm_aiter_mla.kernels import fp8, reference
-from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Batch, Layer
+from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Batch, Layer, Rows
 from vllm_aiter_mla.verify.setting import Geometry, Variant
 
 K_SCALE, Q_SCALE = 0.053, 0.047
@@ -49,18 +49,21 @@ class Buffers:
         angles = torch.rand(self.geometry.max_position, self.geometry.rope // 2, generator=self.generator) * 6.283
         return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.variant.act).to(self.device)
 
-    def _layer(self) -> Layer:
+    def _rows(self) -> Rows:
+        """Slices of wider rows, as vLLM hands them over: a kernel that takes them for dense reads the wrong row."""
         g, width = self.geometry, self.geometry.latent + self.geometry.rope
-        # Slices of wider rows, as vLLM hands them over: a kernel that takes them for dense reads the wrong row.
         q = self._normal(self.limit, g.heads, g.nope + g.rope + 16)[..., : g.nope + g.rope]
         joint = self._normal(self.limit, width + 16)
+        return Rows(q, joint[:, g.latent : width], joint[:, : g.latent])
+
+    def _layer(self) -> Layer:
+        g, width = self.geometry, self.geometry.latent + self.geometry.rope
         rows = torch.randn(self.blocks + 2 * GUARD_BLOCKS, g.block_size, width, generator=self.generator)
         cache = reference.store_nope(rows.to(self.variant.act), torch.tensor(1 / K_SCALE), self.variant.cache)
         return Layer(
             buffers=self,
-            q=q,
-            k_pe=joint[:, g.latent : width],
-            kv_c=joint[:, : g.latent],
+            source=self._rows(),
+            work=self._rows(),
             w_uk_t=self._normal(g.heads, g.nope, g.latent, scale=g.nope**-0.5),
             w_uv=self._normal(g.heads, g.latent, g.value, scale=g.latent**-0.5),
             storage=cache.to(self.device),
@@ -89,7 +92,7 @@ class Buffers:
         fresh = ALL if rows != self.batch.rows else fresh
         if "data" in fresh:
             for layer in self.layers:
-                for buffer in (layer.q, layer.k_pe, layer.kv_c):
+                for buffer in layer.source:
                     buffer[:rows] = self._normal(rows, *buffer.shape[1:])
         if "positions" in fresh:
             drawn = torch.randint(0, self.geometry.max_position, (rows,), generator=self.generator)

@@ -52,7 +52,8 @@ class Case:
         serving: what serving does, in one sentence.
         sizes: the padded sizes to capture.
         steps: what happens then.
-        kind: the op alone, or the attention op too: in the same graph, between two graphs, or compiled by Inductor.
+        kind: the preparation alone; or the op with what stands before and after it: in one graph, between two graphs,
+            or compiled by Inductor.
         layers: layers in a step.
         width: tokens a decode request brings, 1 + drafts.
         missing_slots: by how many the slot mapping is shorter than the padded size.
@@ -90,7 +91,7 @@ def cases(limit: int) -> tuple[Case, ...]:
         *_graphs(limit, sizes),
         *_attention(limit),
         Case(
-            "compiled-by-inductor", "torch.compile puts the op into graphs of its own and never records a size twice",
+            "compiled-by-inductor", "torch.compile leaves the op out of its graphs and never records a size twice",
             sizes[-2:], (), kind="compiled", quick=False,
         ),
     )  # fmt: skip
@@ -164,7 +165,7 @@ def _graphs(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
                 Replay(limit), Eager(limit, limit, half), Replay(few[1], 2), Eager(half, half, 2), Replay(1),
                 Replay(limit),
             ),
-            shared_pool=True,
+            kind="full", shared_pool=True,
         ),
         Case(
             "side-stream", "the capture runs on a stream of the caller's, the replay on another",
@@ -187,18 +188,18 @@ def _attention(limit: int) -> tuple[Case, ...]:
     half, third = limit // 2, limit // 3
     return (
         Case(
-            "full-graph-decode", "the whole attention op in one graph with the op, for decode batches",
+            "full-graph-decode", "the whole op in one graph with what stands around it, for decode batches",
             (half, limit), (Replay(limit), Replay(limit, half), Replay(half, 1), Replay(limit, limit - 1)),
             kind="full", shared_pool=True,
         ),
         Case(
-            "piecewise-decode", "the attention op runs between two graphs",
+            "piecewise-decode", "the op runs between two graphs and prepares the real rows alone",
             (half, limit), (Replay(limit), Replay(limit, half), Replay(half), Replay(limit, 1)),
             kind="piecewise", shared_pool=True,
         ),
         Case(
             "mixed-batch-piecewise",
-            "a short prompt fits a captured size: prefill rows run through graphs recorded for decode",
+            "a short prompt fits a captured size: prefill rows run through the graphs of that size",
             (half, limit),
             (
                 Replay(limit), Replay(limit, limit, half), Replay(half, half, half), Replay(limit, limit - 1, third),
@@ -208,8 +209,8 @@ def _attention(limit: int) -> tuple[Case, ...]:
         ),
         Case(
             "padded-rows-are-poison",
-            "rows that the back end leaves undefined hold NaN when the attention op sees them", (limit,),
-            (Replay(limit, half), Replay(limit, limit - 1), Replay(limit, 1)), kind="piecewise",
+            "rows of a full graph that the back end leaves undefined hold NaN when the decode kernel sees them",
+            (limit,), (Replay(limit, half), Replay(limit, limit - 1), Replay(limit, 1)), kind="full",
         ),
         Case(
             "two-layers-piecewise", "a layer's output goes on to the next layer's graph",
@@ -217,7 +218,7 @@ def _attention(limit: int) -> tuple[Case, ...]:
             kind="piecewise", layers=2, quick=False,
         ),
         Case(
-            "long-run-piecewise", "graphs and the attention op between them run thousands of times",
+            "long-run-piecewise", "graphs and the op between them run thousands of times",
             (half,), (Replay(half), Soak(half)), kind="piecewise",
         ),
     )  # fmt: skip

@@ -30,7 +30,7 @@ class Recorded:
 
 @dataclass(slots=True)
 class Captured:
-    """A captured step: what to call in order, the captured segments among it, and outputs at fixed addresses."""
+    """A captured step: what to call in order, the captured segments among it, and its outputs as they are now."""
 
     calls: list[Callable[[], object]]
     recorded: list[Recorded]
@@ -72,7 +72,7 @@ class EagerEngine:
             else:
                 outputs = segment.run()
                 captured.calls.append(self._watched(segment.run))
-            captured.outputs = dict(outputs)
+            captured.outputs = outputs
         return captured
 
     def _record(self, segment: Segment, pool: str, side_stream: bool) -> tuple[Recorded, Outputs]:

@@ -15,13 +15,14 @@ import torch
 
 from vllm_aiter_mla.kernels import fp8
 from vllm_aiter_mla.kernels.absorb.plain import PlainWeight, plain
+from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.ops.bodies import LayerContext
-from vllm_aiter_mla.verify.layer import Batch, Kernel, Layer
+from vllm_aiter_mla.ops import bodies
+from vllm_aiter_mla.verify.layer import Layer, Rows
 from vllm_aiter_mla.verify.subject import Subject
 
 Plant = Callable[[Subject], Subject]
-Attend = Callable[[LayerContext, torch.Tensor], None]
+Op = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,34 @@ class Fault:
     base: Plant = lambda subject: subject
 
 
-def _kernel(change: Callable[[Kernel, DecodeInputs, Batch], torch.Tensor]) -> Plant:
+def _kernel(change: Callable[[Run, DecodeInputs], torch.Tensor]) -> Plant:
     """``change`` in the place of the kernel; it is given the right one."""
     return lambda right: replace(right, prepare=partial(change, right.prepare))
 
 
-def _attention(change: Callable[..., None]) -> Plant:
-    """``change`` in the place of the attention op; it is given the right one, the layer and the prepared query."""
+def _op(change: Callable[..., None]) -> Plant:
+    """``change`` in the place of the op; it is given the right one, the step and what the op is given beside it."""
     return lambda right: replace(right, attend=partial(change, right.attend))
+
+
+class _Changed:
+    """A layer with one method changed; ``change`` is given the right one."""
+
+    def __init__(self, layer: bodies.MLALayer, method: str, change: Callable[..., Any]) -> None:
+        self._layer = layer
+        setattr(self, method, partial(change, getattr(layer, method)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def _method(name: str, change: Callable[..., Any]) -> Plant:
+    """``change`` in the place of a method of the layer."""
+
+    def changed(attend: Op, step: bodies.LayerStep, *given: Any) -> None:
+        attend(step._replace(layer=_Changed(step.layer, name, change)), *given)
+
+    return _op(changed)
 
 
 def _copied_once(field: str) -> Plant:
@@ -61,13 +82,13 @@ def _copied_once(field: str) -> Plant:
     def plant(right: Subject) -> Subject:
         copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
 
-        def copied(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+        def copied(run: Run, inputs: DecodeInputs) -> torch.Tensor:
             tensor = plain(inputs.weight) if field == "weight" else getattr(inputs, field)
             key = (tensor.data_ptr(), tensor.shape)
             if key not in copies:
                 copies[key] = tensor.clone()
             change: dict[str, Any] = {field: PlainWeight(copies[key]) if field == "weight" else copies[key]}
-            return run(replace(inputs, **change), batch)
+            return run(replace(inputs, **change))
 
         return _kernel(copied)(right)
 
@@ -77,8 +98,8 @@ def _copied_once(field: str) -> Plant:
 def leaves_padded_rows(right: Subject) -> Subject:
     """Not a fault: a back end that leaves rows without a slot unwritten, as AITER does without its 15th argument."""
 
-    def partly(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-        whole = run(inputs, batch)
+    def partly(run: Run, inputs: DecodeInputs) -> torch.Tensor:
+        whole = run(inputs)
         out = torch.empty_like(whole)
         mine, theirs = _bytes(out), _bytes(whole)
         mine.copy_(torch.where((inputs.slot_mapping >= 0).view(-1, 1, 1), theirs, mine))
@@ -87,47 +108,50 @@ def leaves_padded_rows(right: Subject) -> Subject:
     return replace(_kernel(partly)(right), defined_rows=lambda inputs: int((inputs.slot_mapping >= 0).sum()))
 
 
-@_kernel
-def _cuts_result(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-    return run(inputs, batch)[: batch.decode_rows]
+@_op
+def _prepares_mixed_batches(attend: Op, step: bodies.LayerStep, *given: Any) -> None:
+    if step.metadata is not None and not step.decode_only:
+        bodies.prepared_query(step, *given[:-1])
+    attend(step, *given)
+
+
+@_op
+def _takes_padding_for_rows(attend: Op, step: bodies.LayerStep, q: torch.Tensor, *given: Any) -> None:
+    attend(step if step.metadata is None else step._replace(num_actual_tokens=q.shape[0]), q, *given)
+
+
+def _rotates_again(right: Op, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, *given: Any) -> None:
+    right(q_pe, k_pe, kv_c, *given)
+    positions, table, _, _, is_neox = given
+    Layer.rotate(q_pe, k_pe, positions, table, is_neox)
+
+
+def _produces_once(right: Subject) -> Subject:
+    done: set[tuple[int, torch.Size]] = set()
+
+    def produce(source: Rows, work: Rows) -> None:
+        key = (work.q.data_ptr(), work.q.shape)
+        if key not in done:
+            right.produce(source, work)
+        done.add(key)
+
+    return replace(right, produce=produce)
 
 
 @_kernel
-def _slices_decode_rows(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-    names = ("q", "k_pe", "kv_c", "positions", "slot_mapping")
-    part = run(replace(inputs, **{name: getattr(inputs, name)[: batch.decode_rows] for name in names}), batch)
-    whole = part.new_empty((inputs.num_tokens, *part.shape[1:]))
-    whole[: part.shape[0]] = part
-    return whole
-
-
-@_kernel
-def _rotates_if_prefill(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-    query = run(inputs, batch)
-    if batch.prefill_rows:
-        q_pe = inputs.q[..., inputs.nope_dim :]
-        Layer.rotate(q_pe, inputs.k_pe, inputs.positions, inputs.cos_sin_cache, inputs.is_neox)
-    return query
-
-
-def _frozen_metadata_branch(right: Subject) -> Subject:
-    return replace(_rotates_if_prefill(right), attend=partial(right.attend, is_rotated=True))
-
-
-@_kernel
-def _copies_table(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+def _copies_table(run: Run, inputs: DecodeInputs) -> torch.Tensor:
     halves = [half.contiguous() for half in inputs.cos_sin_cache.chunk(2, dim=-1)]
-    return run(replace(inputs, cos_sin_cache=torch.cat(halves, dim=-1)), batch)
+    return run(replace(inputs, cos_sin_cache=torch.cat(halves, dim=-1)))
 
 
 @_kernel
-def _reads_scale(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-    return run(replace(inputs, q_scale=torch.full_like(inputs.q_scale, float(inputs.q_scale.item()))), batch)
+def _reads_scale(run: Run, inputs: DecodeInputs) -> torch.Tensor:
+    return run(replace(inputs, q_scale=torch.full_like(inputs.q_scale, float(inputs.q_scale.item()))))
 
 
 @_kernel
-def _writes_behind(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-    query = run(inputs, batch)
+def _writes_behind(run: Run, inputs: DecodeInputs) -> torch.Tensor:
+    query = run(inputs)
     rows = inputs.kv_cache.view(torch.uint8).flatten(0, 1)
     last = inputs.slot_mapping.max().view(1)
     behind = (last.clamp(min=0) + 1) % rows.shape[0]
@@ -137,30 +161,29 @@ def _writes_behind(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Ten
 
 
 @_kernel
-def _wraps_slots(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
+def _wraps_slots(run: Run, inputs: DecodeInputs) -> torch.Tensor:
     rows, given = inputs.kv_cache.shape[0] * inputs.kv_cache.shape[1], inputs.slot_mapping
-    return run(replace(inputs, slot_mapping=torch.where(given < 0, given + rows, given)), batch)
+    return run(replace(inputs, slot_mapping=torch.where(given < 0, given + rows, given)))
 
 
-@_attention
-def _mixes_rows(attend: Attend, ctx: LayerContext, query: torch.Tensor) -> None:
+def _mixes_rows(right: Callable[..., torch.Tensor], query: torch.Tensor, *given: Any) -> torch.Tensor:
     largest = query.float().abs().amax()
-    attend(ctx, (query.float() / largest * largest).to(query.dtype))
+    return right((query.float() / largest * largest).to(query.dtype), *given)
 
 
 def _hoards(right: Subject) -> Subject:
     workspaces: list[torch.Tensor] = []
 
-    def hoarding(attend: Attend, ctx: LayerContext, query: torch.Tensor) -> None:
-        workspaces.append(torch.empty_like(query))
-        attend(ctx, query)
+    def hoarding(attend: Op, step: bodies.LayerStep, q: torch.Tensor, *given: Any) -> None:
+        workspaces.append(torch.empty_like(q))
+        attend(step, q, *given)
 
-    return _attention(hoarding)(right)
+    return _op(hoarding)(right)
 
 
 @_kernel
-def _flips_query(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-    query, q_pe = run(inputs, batch), inputs.q[..., inputs.nope_dim :]
+def _flips_query(run: Run, inputs: DecodeInputs) -> torch.Tensor:
+    query, q_pe = run(inputs), inputs.q[..., inputs.nope_dim :]
     q_pe.copy_(q_pe.flip(-1))
     return query
 
@@ -168,8 +191,8 @@ def _flips_query(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tenso
 def _one_buffer(right: Subject) -> Subject:
     buffers: dict[int, torch.Tensor] = {}
 
-    def sharing(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-        query = run(inputs, batch)
+    def sharing(run: Run, inputs: DecodeInputs) -> torch.Tensor:
+        query = run(inputs)
         buffer = buffers.setdefault(inputs.num_tokens, torch.empty_like(query))
         _bytes(buffer).copy_(_bytes(query))
         return buffer
@@ -178,9 +201,9 @@ def _one_buffer(right: Subject) -> Subject:
 
 
 @_kernel
-def _one_position(run: Kernel, inputs: DecodeInputs, batch: Batch) -> torch.Tensor:
-    query = run(inputs, batch)
-    run(replace(inputs, positions=inputs.positions[:1].repeat(inputs.num_tokens)), batch)
+def _one_position(run: Run, inputs: DecodeInputs) -> torch.Tensor:
+    query = run(inputs)
+    run(replace(inputs, positions=inputs.positions[:1].repeat(inputs.num_tokens)))
     return query
 
 
@@ -191,13 +214,21 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 _ONCE = "at the first call, before the capture, and never again"
 FAULTS = [
-    Fault("fake-lies-about-rows", "the op returns the decode rows of the batch, its fake declares T",
-          "rows-grow-and-shrink", "shape-and-dtype", _cuts_result),
-    Fault("slices-decode-rows", "the op prepares the decode rows that Python knows of, no others",
-          "eager-between-replays", "cache-rows", _slices_decode_rows),
-    Fault("frozen-metadata-branch",
-          "the captured op rotates q and k_pe for prefill rows only if the batch had some when it was captured",
-          "mixed-batch-piecewise", "attention-output", _frozen_metadata_branch),
+    Fault("captured-in-a-piece", "the op is captured with a decode batch in a graph that mixed batches replay too",
+          "mixed-batch-piecewise", "attention-output", lambda right: replace(right, splitting=False)),
+    Fault("rotates-twice", "rows that vLLM's kernel has rotated are rotated again",
+          "mixed-batch-piecewise", "attention-output", _method("rope_and_write", _rotates_again)),
+    Fault("rotates-copies", "copies are rotated, and the layer's own attention gets q and k_pe as they were",
+          "mixed-batch-piecewise", "attention-output",
+          _method("rope_and_write", lambda right, q_pe, k_pe, *given: right(q_pe.clone(), k_pe.clone(), *given))),
+    Fault("rotates-padded-rows", "the padding of a mixed batch is rotated like its real rows",
+          "mixed-batch-piecewise", "inputs-unchanged", _takes_padding_for_rows),
+    Fault("prepares-padded-rows", "the padding of a decode batch is prepared, and the decode kernel reads it",
+          "piecewise-decode", "shape-and-dtype", _takes_padding_for_rows),
+    Fault("prepares-mixed-batches", "a batch with prefill rows is prepared too, for nobody",
+          "mixed-batch-piecewise", "shape-and-dtype", _prepares_mixed_batches),
+    Fault("rows-not-written-anew", "a full graph holds the op and not what writes its q, k_pe and kv_c",
+          "full-graph-decode", "query-nope", _produces_once),
     Fault("stale-table", f"cos and sin are copied {_ONCE}",
           "table-rewritten", "query-rope", _copied_once("cos_sin_cache")),
     Fault("table-copied-per-call", "cos and sin are copied at every call",
@@ -209,19 +240,19 @@ FAULTS = [
     Fault("writes-slot-minus-one", "a row with slot -1 writes its KV row to the end of the cache",
           "rows-grow-and-shrink", "cache-elsewhere", _wraps_slots),
     Fault("mixes-padded-rows",
-          "the attention op scales the query by the largest value of all rows, undefined padded ones included",
-          "padded-rows-are-poison", "finite", _mixes_rows, base=leaves_padded_rows),
-    Fault("allocates-on-replay", "the attention op between two graphs keeps a new workspace at every step",
+          "attention scales the query by the largest value of all rows, undefined padded ones included",
+          "padded-rows-are-poison", "finite", _method("forward_mqa", _mixes_rows), base=leaves_padded_rows),
+    Fault("allocates-on-replay", "the op between two graphs keeps a new workspace at every step",
           "long-run-piecewise", "memory", _hoards),
     Fault("weights-copied", f"the absorbed weights are copied {_ONCE}",
           "weights-replaced", "query-nope", _copied_once("weight")),
     Fault("slots-copied", f"the slots are copied {_ONCE}", "other-slots", "cache-rows", _copied_once("slot_mapping")),
-    Fault("rotates-its-inputs", "q is rotated in place, as vLLM's own rotary kernel does",
+    Fault("rotates-its-inputs", "q of a decode batch is changed in place, as vLLM's own rotary kernel does",
           "fresh-data", "inputs-unchanged", _flips_query),
     Fault("one-buffer-for-all-layers", "all layers of a step share one query buffer",
           "two-layers-one-graph", "query-nope", _one_buffer),
     Fault("launches-more", "a step in several launches: the op makes two copies of its result more",
-          "kernel-census", "launches", _kernel(lambda run, inputs, batch: run(inputs, batch).clone().clone())),
+          "kernel-census", "launches", _kernel(lambda run, inputs: run(inputs).clone().clone())),
     Fault("one-position-for-all-keys", "all KV rows of a step are rotated by the first row's position",
           "fresh-data", "cache-rows", _one_position),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The op inside ``torch.compile``: Inductor makes its own graphs, and must neither record again nor warn of a shape."""
+"""The op inside ``torch.compile``: Inductor cuts its graphs at it, records no size again and warns of no shape."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.verify.buffers import Buffers
 from vllm_aiter_mla.verify.cases import Case
 from vllm_aiter_mla.verify.engine import EagerEngine
-from vllm_aiter_mla.verify.layer import Batch
+from vllm_aiter_mla.verify.layer import Batch, Rows
 from vllm_aiter_mla.verify.oracles import Expected, Finding
-from vllm_aiter_mla.verify.subject import Subject, context_of, fused, query_name
+from vllm_aiter_mla.verify.subject import Op, Outputs, Subject
 
 ROUNDS = 6
 _TROUBLE = re.compile(
@@ -26,55 +26,61 @@ _number = itertools.count()
 
 
 def run(case: Case, buffers: Buffers, subject: Subject, engine: EagerEngine) -> list[Finding]:
-    """Compile one op call per size and replay it; the oracles of every other case, and Inductor's own log.
+    """Compile one step per size and run batches of all kinds; the oracles of every other case, and Inductor's log.
 
-    Without a GPU Inductor makes no graphs: what is left is its check of results against the fake.
+    Without a GPU Inductor makes no graphs: what is left is that the op changes the buffers that it is given.
     """
     library = torch.library.Library(f"vllm_aiter_mla_verify_{next(_number)}", "DEF")
-    op = _define(library, buffers, subject)
+    outputs: Outputs = {}
+    op = _define(library, Op(buffers, subject, 0, outputs, "piecewise"))
+    width = buffers.layers[0].out.shape[1]
+
+    def step(q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, positions: torch.Tensor) -> tuple[Any, ...]:
+        rows, out = (q * 1, k_pe * 1, kv_c * 1), q.new_empty((q.shape[0], width))
+        op(*rows, positions, out)
+        return out * 2, *rows
+
     torch._dynamo.reset()
-    mode = "reduce-overhead" if engine.graphs else "default"
-    compiled = torch.compile(lambda *operands: op(*operands), mode=mode, dynamic=False, fullgraph=True)
+    options: dict[str, Any] = {"triton.cudagraphs": engine.graphs, "graph_partition": True}
+    compiled = torch.compile(step, options=options, dynamic=False, fullgraph=True)
     try:
         with _logged() as lines:
-            findings = [f for size in case.sizes for f in _replay(buffers, subject, compiled, engine, size)]
+            findings = [f for size in case.sizes for f in _replay(buffers, subject, compiled, engine, size, outputs)]
         return findings + [Finding("no-re-record", line) for line in lines if _TROUBLE.search(line)]
     finally:
         torch._dynamo.reset()
         library._destroy()
 
 
-def _define(library: torch.library.Library, buffers: Buffers, subject: Subject) -> Callable[..., torch.Tensor]:
-    """The op as the plugin registers it: functional to the graph, its cache and slots from outside."""
-    context = context_of(buffers, subject, 0)
+def _define(library: torch.library.Library, op: Op) -> Callable[..., None]:
+    """The op as the plugin registers it: it changes what it is given, returns nothing and is outside graphs."""
 
-    def real(q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return fused(context, (q, k_pe, kv_c, positions))
+    def attend(*given: torch.Tensor) -> None:
+        *rows, positions, out = given
+        op(Rows(*rows), positions, out)
 
-    def fake(q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return bodies.declared(q, k_pe, kv_c, buffers.variant.out)
-
-    library.define("prepare(Tensor q, Tensor k_pe, Tensor kv_c, Tensor positions) -> Tensor")
-    library.impl("prepare", real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{library.ns}::prepare", fake, lib=library)
-    return getattr(torch.ops, library.ns).prepare.default
+    schema = "attend(Tensor(a!) q, Tensor(b!) k_pe, Tensor kv_c, Tensor positions, Tensor(c!) out) -> ()"
+    library.define(schema, tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe))
+    library.impl("attend", attend, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{library.ns}::attend", lambda *given: None, lib=library)
+    return getattr(torch.ops, library.ns).attend.default
 
 
 def _replay(
-    buffers: Buffers, subject: Subject, compiled: Callable[..., torch.Tensor], engine: EagerEngine, size: int
+    buffers: Buffers, subject: Subject, compiled: Callable[..., Any], engine: EagerEngine, size: int, outputs: Outputs
 ) -> Iterator[Finding]:
+    layer = buffers.layers[0]
     for number in range(ROUNDS):
-        buffers.step(Batch(max(size - number % 2, 1)))
-        expected = Expected(buffers, subject, size, None, attends=False)
+        rows = max(size - number % 2, 1)
+        buffers.step(Batch(rows, rows // 2 if number % 3 == 2 else 0))
+        expected = Expected(buffers, subject, size, rows, None, attends=True)
         if engine.graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        try:
-            got = compiled(*buffers.layers[0].operands(size))
-        except AssertionError as error:  # Inductor's own check of a result against the fake
-            yield Finding("shape-and-dtype", f"T={size}: {str(error).splitlines()[0]}")
-            return
+        final, *produced = compiled(*layer.source.first(size), buffers.positions[:size])
+        for buffer, got in zip((layer.out, *layer.work), (final / 2, *produced), strict=True):
+            buffer[:size] = got  # where the oracles look
         engine.synchronize()
-        found = expected.check({query_name(0): got})
+        found = expected.check(outputs | {"final.0": final})
         yield from found
         if found:
             return

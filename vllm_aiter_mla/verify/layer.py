@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from vllm_aiter_mla.kernels import fp8, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight, PlainWeight
+from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 if TYPE_CHECKING:
@@ -39,9 +39,22 @@ class Batch:
         return self.rows - self.prefill_rows
 
 
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-Kernel = Callable[[DecodeInputs, Batch], torch.Tensor]
-"""A back end's ``prepare``; it is given the batch too, which it must not look at."""
+class Rows(NamedTuple):
+    """What a step's matrix products hand to a layer, not rotated.
+
+    Attributes:
+        q: [L, N, P+R] act; a slice of wider rows.
+        k_pe: [L, R] act, a slice of one tensor with kv_c.
+        kv_c: [L, latent] act.
+    """
+
+    q: torch.Tensor
+    k_pe: torch.Tensor
+    kv_c: torch.Tensor
+
+    def first(self, size: int) -> Rows:
+        """The rows of a padded size: views, so that a graph sees what the next step writes."""
+        return Rows(*(tensor[:size] for tensor in self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,50 +67,41 @@ class Layer:
 
     Attributes:
         buffers: what all layers share.
-        q: [L, N, P+R] act, not rotated; a slice of wider rows.
-        k_pe: [L, R] act, a slice of one tensor with kv_c.
-        kv_c: [L, latent] act.
+        source: the rows of a step, which nothing may change.
+        work: what a captured segment writes from ``source`` and the op is given, which may rotate it in place.
         w_uk_t: [N, P, latent] act.
         w_uv: [N, latent, V] act.
         storage: [GUARD + blocks + GUARD, block_size, latent+R], the cache between its guards.
         k_scale: one float32.
         q_scale: one float32.
         out: [L, N*V] act, the attention's output.
-        kernel: what is under test; None where the layer only says what is expected.
+        tested: the kernel under test; None where the layer only says what is expected.
     """
 
     buffers: Buffers
-    q: torch.Tensor
-    k_pe: torch.Tensor
-    kv_c: torch.Tensor
+    source: Rows
+    work: Rows
     w_uk_t: torch.Tensor
     w_uv: torch.Tensor
     storage: torch.Tensor
     k_scale: torch.Tensor
     q_scale: torch.Tensor
     out: torch.Tensor
-    kernel: Kernel | None = None
+    tested: Run | None = None
 
     @property
     def kv_cache(self) -> torch.Tensor:
         """[blocks, block_size, latent+R] without the guards."""
         return self.storage[GUARD_BLOCKS:-GUARD_BLOCKS]
 
-    def operands(self, size: int) -> Operands:
-        """q, k_pe, kv_c and positions of a padded size: views, so that a graph sees what the next step writes."""
-        return self.q[:size], self.k_pe[:size], self.kv_c[:size], self.buffers.positions[:size]
-
     def inputs(self, size: int, slots: int | None = None) -> DecodeInputs:
-        """What the kernel should be given at a padded size, with ``slots`` slots (by default as many as rows)."""
-        q, k_pe, kv_c, positions = self.operands(size)
+        """What the kernel should be given of ``size`` rows, and of ``slots`` slots (by default as many)."""
         return DecodeInputs(
-            q=q,
-            k_pe=k_pe,
-            kv_c=kv_c,
+            **self.source.first(size)._asdict(),
             weight=self.weight(),
             kv_cache=self.kv_cache,
-            slot_mapping=self.buffers.slots[: size if slots is None else slots],
-            positions=positions,
+            slot_mapping=self.buffers.slots[:slots][:size],
+            positions=self.buffers.positions[:size],
             cos_sin_cache=self.buffers.table,
             k_scale=self.k_scale,
             q_scale=self.q_scale,
@@ -109,15 +113,31 @@ class Layer:
         """Returns the weight in the activation dtype. This and the rest are the methods of ``MLALayer``."""
         return PlainWeight(self.w_uk_t)
 
-    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
-        """Runs the kernel under test."""
-        assert self.kernel is not None, "what is expected never runs what is tested"
-        return self.kernel(inputs, self.buffers.batch)
+    def query_dtype(self, act: torch.dtype) -> torch.dtype:
+        """As the variant has it."""
+        return self.buffers.variant.out
+
+    def kernel(self, inputs: DecodeInputs) -> Run:
+        """Returns the kernel under test."""
+        assert self.tested is not None, "what is expected never runs what is tested"
+        return self.tested
 
     def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
         """Quantises with the reference."""
         joined = torch.cat([absorbed, q_pe], dim=-1)
         return reference.store_nope(joined, self.q_scale.reciprocal(), self.buffers.variant.out)
+
+    def rope_and_write(
+        self, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, positions: torch.Tensor,
+        table: torch.Tensor, slots: torch.Tensor, k_scale: torch.Tensor, is_neox: bool,
+    ) -> None:  # fmt: skip
+        """Does what vLLM's kernel does, which wants a slot per row and leaves k_pe as it is where that is negative."""
+        assert len(slots) == len(q_pe) == len(k_pe) == len(kv_c) == len(positions), "one slot per row"
+        given = k_pe.clone()
+        self.rotate(q_pe, k_pe, positions, table, is_neox)
+        k_pe.copy_(torch.where(slots.view(-1, 1) >= 0, k_pe, given))
+        rows = reference.store_nope(torch.cat([kv_c, k_pe], dim=-1), k_scale.reciprocal(), self.kv_cache.dtype)
+        reference.scatter_rows(self.kv_cache, slots, rows)
 
     @staticmethod
     def rotate(

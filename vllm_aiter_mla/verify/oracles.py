@@ -10,21 +10,20 @@ import torch
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.compare import EXACT, OWN_BMM, difference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.verify.buffers import Buffers, raw
-from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Layer
+from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Layer, Rows
 from vllm_aiter_mla.verify.recording import Recording
 from vllm_aiter_mla.verify.subject import Outputs, Subject, query_name
 
 ORACLES: dict[str, str] = {
     "runs": "the step runs, and its capture succeeds",
-    "shape-and-dtype": "results have the shape and dtype their fakes declare",
+    "shape-and-dtype": "a query is prepared for decode batches alone, of the rows, shape and dtype that are read",
     "query-nope": "the query's un-rotated half is the reference's: to the bit, or a step off where a kernel has a BMM",
     "query-rope": "the query's rotated half is the reference's: to the bit, or one step off on 1 % of the values",
     "finite": "defined rows hold no NaN and no Inf",
     "cache-rows": "the written cache rows are the reference's",
     "cache-elsewhere": "every other byte of the cache, and of the guards around it, is what it was",
-    "inputs-unchanged": "the operands are what they were",
+    "inputs-unchanged": "operands are what they were, but for the rope parts of real rows in a batch with prefill rows",
     "attention-output": "the attention's output is that of a reference attention, within 2 % of a row's length",
     "no-sync": "nothing waits for the device while a graph is captured",
     "no-table-copy": "no call copies the cos/sin table",
@@ -53,26 +52,41 @@ class Expected:
         buffers: what the step reads and writes.
         subject: what is tested.
         size: T.
+        rows: how many of them are prepared where the batch has decode rows alone.
         slots: S, None for as many as rows.
-        attends: whether the attention op runs too.
+        attends: whether the whole op runs, and what stands in front of it.
     """
 
-    def __init__(self, buffers: Buffers, subject: Subject, size: int, slots: int | None, attends: bool) -> None:
-        attends = attends and not buffers.batch.dummy
+    def __init__(
+        self, buffers: Buffers, subject: Subject, size: int, rows: int, slots: int | None, attends: bool
+    ) -> None:
         self._buffers = buffers
         self._copies = {name: tensor.clone() for name, tensor in _operands(buffers)}
-        self._layers = [_Layer(subject, layer, layer.inputs(size, slots), attends) for layer in buffers.layers]
+        self._layers = [_Layer(subject, layer, layer.inputs(rows, slots), attends) for layer in buffers.layers]
+        self._produced = size if attends else 0
 
     def check(self, outputs: Outputs) -> list[Finding]:
         """Every oracle of the step, which has run."""
         findings: list[Finding] = []
         for i, layer in enumerate(self._layers):
-            found = layer.check(outputs[query_name(i)], outputs.get(f"final.{i}"), self._copies["slot_mapping"])
+            found = layer.check(outputs.get(query_name(i)), outputs.get(f"final.{i}"), self._copies["slot_mapping"])
             findings += [replace(f, message=f"layer {i}: {f.message}") for f in found]
-        for name, tensor in _operands(self._buffers):
-            if not torch.equal(raw(tensor), raw(self._copies[name])):
-                findings.append(Finding("inputs-unchanged", f"{name} was changed by the step"))
-        return findings
+        pairs = [(name, tensor, self._copies[name]) for name, tensor in _operands(self._buffers)]
+        for i, own in enumerate(self._buffers.layers):
+            names = (f"work buffer {name} of layer {i}" for name in Rows._fields)
+            pairs += zip(names, own.work.first(self._produced), self._worked(own), strict=True)
+        changed = [name for name, tensor, wanted in pairs if not torch.equal(raw(tensor), raw(wanted))]
+        return findings + [Finding("inputs-unchanged", f"{name} was changed by the step") for name in changed]
+
+    def _worked(self, own: Layer) -> Rows:
+        """What the work buffers should hold: their source, or what they do hold where a mixed batch may rotate."""
+        batch, size, nope = self._buffers.batch, self._produced, self._buffers.geometry.nope
+        wanted = Rows(*(rows.clone() for rows in own.source.first(size)))
+        if batch.prefill_rows:
+            wanted.q[: batch.rows, :, nope:] = own.work.q[: batch.rows, :, nope:]
+            slotted = (self._buffers.slots[:size] >= 0).view(-1, 1)
+            wanted.k_pe.copy_(torch.where(slotted, own.work.k_pe[:size], wanted.k_pe))
+        return wanted
 
 
 class _Layer:
@@ -80,29 +94,30 @@ class _Layer:
 
     def __init__(self, subject: Subject, own: Layer, inputs: DecodeInputs, attends: bool) -> None:
         self.own, self.inputs, self.rows = own, inputs, subject.defined_rows
+        batch = own.buffers.batch
         self.exact_nope = subject.backend.bounds == EXACT
-        # Only the reference's own rotation equals it to the bit.
-        self.exact_rope = subject.backend.name == "reference"
+        # Only the reference's own rotation equals it to the bit, and what the layer itself writes of mixed batches.
+        self.exact_rope = subject.backend.name == "reference" or batch.prefill_rows > 0
         self.storage = own.storage.clone()
         self.queries: list[torch.Tensor] = []
-        self.storages: list[torch.Tensor] = []
+        shadows: list[Layer] = []
         # AITER's truncating store is read from its source; should a release round instead, that is no failure.
-        for numerics in dict.fromkeys((subject.backend.numerics(inputs), reference.AITER)):
-            shadow = replace(own, storage=own.storage.clone())
-            self.queries.append(reference.prepare(replace(inputs, kv_cache=shadow.kv_cache), numerics))
-            self.storages.append(shadow.storage)
-        self.out = _attended(replace(own, storage=self.storages[0]), self.queries[0]) if attends else None
+        several = dict.fromkeys((subject.backend.numerics(inputs), reference.AITER))
+        for numerics in () if batch.dummy or batch.prefill_rows else several:
+            shadows.append(replace(own, storage=own.storage.clone()))
+            self.queries.append(reference.prepare(replace(inputs, kv_cache=shadows[-1].kv_cache), numerics))
+        shadows = shadows or [replace(own, storage=own.storage.clone())]
+        self.out = _attended(shadows[0], self.queries) if attends and not batch.dummy else None
+        self.storages = [shadow.storage for shadow in shadows]
 
-    def check(self, got: torch.Tensor, final: torch.Tensor | None, slots: torch.Tensor) -> Iterator[Finding]:
+    def check(self, got: torch.Tensor | None, final: torch.Tensor | None, slots: torch.Tensor) -> Iterator[Finding]:
         """The oracles of this layer: its query, its cache and its attention's output."""
-        inputs = self.inputs
-        declared = bodies.declared(inputs.q.to("meta"), inputs.k_pe, inputs.kv_c, inputs.out_dtype)
-        if got.shape != declared.shape or got.dtype != declared.dtype:
-            was, wanted = (f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (got, declared))
-            yield Finding("shape-and-dtype", f"the fake declares {wanted}, the op returned {was}")
-        else:
+        was, wanted = _described(got), _described(self.queries[0] if self.queries else None)
+        if was != wanted:
+            yield Finding("shape-and-dtype", f"{wanted} expected, {was} prepared")
+        elif got is not None:
             yield from self._query(got)
-        yield from self._cache(slots[: inputs.slot_mapping.shape[0]])
+        yield from self._cache(slots[: self.inputs.slot_mapping.shape[0]])
         yield from self._output(final)
 
     def _query(self, got: torch.Tensor) -> Iterator[Finding]:
@@ -145,17 +160,24 @@ class _Layer:
             yield Finding("attention-output", "what follows the attention did not see its output")
 
 
-def _attended(layer: Layer, query: torch.Tensor) -> torch.Tensor:
-    """[n, N*V] of the real rows: decode attention, or for a mixed batch the layer's own, of rotated operands."""
+def _attended(layer: Layer, queries: list[torch.Tensor]) -> torch.Tensor:
+    """[n, N*V] of the real rows: decode attention, or without a query the layer's own, which writes the KV rows too."""
     buffers, batch, n = layer.buffers, layer.buffers.batch, layer.buffers.batch.rows
     out = torch.empty_like(layer.out[:n])
-    if not batch.prefill_rows:
-        layer.v_up(layer.forward_mqa(query[:n], layer.kv_cache, batch), out)
+    if queries:
+        layer.v_up(layer.forward_mqa(queries[0][:n], layer.kv_cache, batch), out)
         return out
-    q, k_pe = layer.q[:n].clone(), layer.k_pe[:n].clone()
-    layer.rotate(q[..., buffers.geometry.nope :], k_pe, buffers.positions[:n], buffers.table, buffers.variant.is_neox)
-    layer.stock_forward(q, layer.kv_c[:n], k_pe.unsqueeze(1), batch, out)
+    q, k_pe, kv_c = (tensor.clone() for tensor in layer.source.first(n))
+    layer.rope_and_write(
+        q[..., buffers.geometry.nope :], k_pe, kv_c, buffers.positions[:n], buffers.table, buffers.slots[:n],
+        layer.k_scale, buffers.variant.is_neox,
+    )  # fmt: skip
+    layer.stock_forward(q, kv_c, k_pe.unsqueeze(1), batch, out)
     return out
+
+
+def _described(query: torch.Tensor | None) -> str:
+    return "no query" if query is None else f"{list(query.shape)} {str(query.dtype).removeprefix('torch.')}"
 
 
 def _operands(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
@@ -167,8 +189,9 @@ def _operands(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
         ("sequence lengths", buffers.row_keys),
     )
     for i, layer in enumerate(buffers.layers):
-        for name in ("q", "k_pe", "kv_c", "w_uk_t", "w_uv", "k_scale", "q_scale"):
+        for name in ("w_uk_t", "w_uv", "k_scale", "q_scale"):
             yield f"{name} of layer {i}", getattr(layer, name)
+        yield from ((f"{name} of layer {i}", rows) for name, rows in layer.source._asdict().items())
 
 
 def _not_finite(x: torch.Tensor) -> str:

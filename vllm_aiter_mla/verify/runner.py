@@ -113,7 +113,7 @@ class _Run:
     ) -> None:
         self.case, self.buffers, self.subject, self.engine = case, buffers, subject, engine
         self.soak, self.result = soak, result
-        self.attends = case.kind in ("full", "piecewise")
+        self.kind = case.kind if subject.splitting or case.kind != "piecewise" else "full"
         self.captured: dict[int, Captured] = {}
         self.segments: dict[int, list[Segment]] = {}
         # No other case may use the same pool: it is freed with the graphs of its case.
@@ -139,16 +139,17 @@ class _Run:
         return size - self.case.missing_slots if self.case.missing_slots else None
 
     def _build(self, size: int) -> list[Segment]:
-        return build(self.case.kind, self.buffers, self.subject, size, self._slots(size))
+        return build(self.kind, self.buffers, self.subject, size, self._slots(size))
 
-    def _expected(self, size: int, attends: bool) -> Expected:
-        return Expected(self.buffers, self.subject, size, self._slots(size), attends)
+    def _expected(self, size: int, frozen: bool) -> Expected:
+        """``frozen``: a replay. In a graph the op prepares the rows of its capture, else those of the batch."""
+        rows = size if frozen and self.case.kind != "piecewise" else self.buffers.batch.rows
+        return Expected(self.buffers, self.subject, size, rows, self._slots(size), self.case.kind != "kernel")
 
     def _capture(self, size: int) -> list[Finding]:
         """Warm up, probe, capture; then nothing may have been written, for no row had a slot."""
-        batch = {"kernel": Batch(1), "full": Batch(size), "piecewise": Batch(1, dummy=True)}[self.case.kind]
-        self.buffers.before_capture(batch)
-        expected = self._expected(size, attends=False)
+        self.buffers.before_capture(Batch(0, dummy=True) if self.kind == "piecewise" else Batch(size))
+        expected = self._expected(size, frozen=True)
         segments = self._build(size)
         outputs = run_eager(segments)  # the first call of a size compiles its kernels
         self.engine.synchronize()
@@ -184,7 +185,7 @@ class _Run:
         """One step with new data, compared with the reference."""
         rows = step.size - self.case.missing_slots if step.rows is None else step.rows
         self.buffers.step(Batch(rows, step.prefill), step.fresh)
-        expected = self._expected(step.size, self.attends)
+        expected = self._expected(step.size, isinstance(step, Replay))
         if isinstance(step, Replay):
             outputs = self._replayed(self.captured[step.size], step.side)
         else:
@@ -198,8 +199,8 @@ class _Run:
     def _replayed(self, captured: Captured, side: bool) -> Outputs:
         """Replay over prepared queries full of NaN: what a replay does not write is seen by whoever reads it."""
         for i in range(len(self.buffers.layers)):
-            query = captured.outputs[query_name(i)]
-            if query.numel():
+            query = captured.outputs.get(query_name(i))
+            if query is not None and query.numel():
                 query.view(torch.uint8).fill_(nan_byte(query.dtype))
         if side:
             self.engine.on_side_stream(captured.replay)

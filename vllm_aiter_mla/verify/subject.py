@@ -8,26 +8,19 @@ from functools import partial
 
 import torch
 
-from vllm_aiter_mla.kernels.backend import KernelBackend
+from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.verify.buffers import Buffers
-from vllm_aiter_mla.verify.layer import Kernel, Layer, Operands
+from vllm_aiter_mla.verify.layer import Rows
 
 Outputs = dict[str, torch.Tensor]
 
 
-def attend(ctx: bodies.LayerContext, q_prepared: torch.Tensor, is_rotated: bool = False) -> None:
-    """The attention op of the plugin: q_prepared [T, N, latent+R]; ``is_rotated`` is what it is told of q and k_pe."""
-    layer, size = ctx.layer, q_prepared.shape[0]
-    assert isinstance(layer, Layer)
-    buffers, step = layer.buffers, layer.buffers.batch
-    batch = bodies.Batch(None if step.dummy else step, step.rows, not step.dummy and step.prefill_rows == 0)
-    q, k_pe, kv_c, positions = layer.operands(size)
-    bodies.attention(
-        ctx, batch, q, kv_c, k_pe, q_prepared, layer.out[:size],
-        positions, buffers.table, buffers.variant.is_neox, is_rotated,
-    )  # fmt: skip
+def produce(source: Rows, work: Rows) -> None:
+    """Write a step's rows anew, as the matrix products in front of the op do."""
+    for given, written in zip(source, work, strict=True):
+        written.copy_(given)
 
 
 @dataclass(frozen=True)
@@ -38,34 +31,60 @@ class Subject:
         backend: what it says about itself counts.
         prepare: its kernel.
         defined_rows: how many leading rows of q_prepared it defines.
-        attend: the attention op.
+        attend: the op.
+        produce: what stands in front of the op.
+        splitting: whether graphs end before the op; else a piecewise step is one graph, captured with a decode batch.
     """
 
     backend: KernelBackend
-    prepare: Kernel
+    prepare: Run
     defined_rows: Callable[[DecodeInputs], int]
-    attend: Callable[..., None] = attend
+    attend: Callable[..., None] = lambda *given: bodies.attention_with_rope(*given)  # looked up at every call
+    produce: Callable[[Rows, Rows], None] = produce
+    splitting: bool = True
 
 
 def subject_of(backend: KernelBackend) -> Subject:
     """A back end without a fault."""
-    return Subject(backend, lambda inputs, batch: backend.prepare(inputs), backend.defined_rows)
+    return Subject(backend, backend.prepare, backend.defined_rows)
 
 
-def context_of(
-    buffers: Buffers, subject: Subject, index: int, slots: int | None = None, piecewise: bool = False
-) -> bodies.LayerContext:
-    """A layer as the op bodies take it; ``slots`` is S, by default the whole buffer, however many rows a step has."""
-    layer = replace(buffers.layers[index], kernel=subject.prepare)
-    return bodies.LayerContext(f"layer {index}", layer, layer.kv_cache, buffers.slots[:slots], piecewise)
+class Op:
+    """One layer's op over the buffers; what the kernel prepares is noted among the step's outputs.
 
+    Args:
+        buffers: what the step reads and writes.
+        subject: what is tested.
+        index: of the layer.
+        outputs: of the step.
+        kind: as ``build`` has it.
+        slots: likewise.
+    """
 
-def fused(ctx: bodies.LayerContext, operands: Operands) -> torch.Tensor:
-    """The fused op of the plugin, over ``Layer.operands``: q_prepared [T, N, latent+R]."""
-    layer = ctx.layer
-    assert isinstance(layer, Layer)
-    table, variant = layer.buffers.table, layer.buffers.variant
-    return bodies.fused_prepare(ctx, *operands, table, layer.k_scale, variant.is_neox, variant.out)
+    def __init__(
+        self, buffers: Buffers, subject: Subject, index: int, outputs: Outputs, kind: str, slots: int | None = None
+    ) -> None:
+        self._buffers, self._subject, self._outputs, self._kind = buffers, subject, outputs, kind
+        self._slots, self._name = slots, query_name(index)
+        self._layer = replace(buffers.layers[index], tested=self._noted)
+
+    def _noted(self, inputs: DecodeInputs) -> torch.Tensor:
+        self._outputs[self._name] = query = self._subject.prepare(inputs)
+        return query
+
+    def __call__(self, rows: Rows, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Run it on what Python knows of the step now."""
+        layer, batch, table = self._layer, self._buffers.batch, self._buffers.table
+        step = bodies.LayerStep(
+            self._name, layer, layer.kv_cache, self._buffers.slots[: self._slots], None if batch.dummy else batch,
+            batch.rows, not batch.dummy and not batch.prefill_rows, self._kind == "piecewise",
+        )  # fmt: skip
+        rope = bodies.Rope(positions, table, layer.k_scale, self._buffers.variant.is_neox)
+        self._outputs.pop(self._name, None)
+        if self._kind != "kernel":
+            self._subject.attend(step, *rows, rope, out)
+        elif (query := bodies.prepared_query(step, *rows, rope)) is not None:
+            self._outputs[self._name] = query
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +101,18 @@ def query_name(index: int) -> str:
 
 
 def build(kind: str, buffers: Buffers, subject: Subject, size: int, slots: int | None = None) -> list[Segment]:
-    """The segments of one step at a padded size.
+    """The segments of one step at a padded size; all return the same dict, which each run brings up to date.
 
     Args:
-        kind: "kernel" is the fused op alone; "full" has the attention op in the same graph; "piecewise" leaves it out.
+        kind: "kernel" is the preparation of decode rows alone; "full" has what stands in front of the op, the op and
+            what follows in one graph; "piecewise" leaves the op out.
         buffers: what the step reads and writes.
         subject: what is tested.
         size: T.
         slots: S, where it is below T; by default the slot mapping is longer than T.
     """
-    contexts = [context_of(buffers, subject, i, slots, kind == "piecewise") for i in range(len(buffers.layers))]
     results: Outputs = {}
-
-    def prepare(i: int) -> None:
-        results[query_name(i)] = fused(contexts[i], buffers.layers[i].operands(size))
-
-    def attention(i: int) -> None:
-        subject.attend(contexts[i], results[query_name(i)])
+    positions = buffers.positions[:size]
 
     def tail() -> None:
         # Something behind the attention that a graph computes from its output buffer.
@@ -113,10 +127,12 @@ def build(kind: str, buffers: Buffers, subject: Subject, size: int, slots: int |
         return Segment(captured, run)
 
     calls: list[tuple[bool, Callable[[], None]]] = []
-    for i in range(len(contexts)):
-        calls.append((True, partial(prepare, i)))
+    for i, layer in enumerate(buffers.layers):
+        op = Op(buffers, subject, i, results, kind, slots)
+        source, work = layer.source.first(size), layer.work.first(size)
         if kind != "kernel":
-            calls.append((False, partial(attention, i)))
+            calls.append((True, partial(subject.produce, source, work)))
+        calls.append((False, partial(op, source if kind == "kernel" else work, positions, layer.out[:size])))
     if kind != "kernel":
         calls.append((True, tail))
     if kind == "piecewise":
