@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_aiter_mla import layers
-from vllm_aiter_mla.admission import ConfigView, admit_config
 from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, fp8, reference
@@ -118,7 +117,7 @@ def test_a_missing_gemm_is_a_refusal_that_names_the_switch(arch) -> None:
 
 
 def test_without_aiter_the_gemm_is_a_reason_and_no_error() -> None:
-    assert str(fp8_form.load_gemm()).startswith("AITER's fp8 batched GEMM cannot be imported")
+    assert str(fp8_form.GEMM.load()).startswith("AITER's fp8 batched GEMM cannot be imported")
 
 
 @pytest.mark.parametrize(
@@ -152,18 +151,6 @@ def test_kernels_are_chosen_apart_for_both_kinds_of_weight(arch) -> None:
     assert len(bound._warm) == 2
 
 
-def test_the_triton_kernel_declines_and_the_gate_says_so_beforehand() -> None:
-    pytest.importorskip("triton")
-    from vllm_aiter_mla.kernels.triton import backend
-
-    assert "VLLM_ROCM_USE_AITER_FP8BMM=0" in str(backend._contract(operands("gfx942")))
-    refusal = admit_config(ConfigView(fp8_bmm=True, kernel="triton"))
-    assert refusal is not None
-    assert refusal.code == "fp8_bmm"
-    for kernel in ("auto", "aiter", "stock"):
-        assert admit_config(ConfigView(fp8_bmm=True, kernel=kernel)) is None
-
-
 def test_vllms_own_kernels_multiply_by_the_same_gemm(arch, monkeypatch) -> None:
     given_ = operands(arch, cache=torch.bfloat16)
     monkeypatch.setattr(StockBackend, "_rotate_and_write", lambda *arguments: None)
@@ -190,8 +177,8 @@ def test_a_layers_weight_is_read_as_vllm_keeps_it() -> None:
 
 
 def test_a_weight_of_no_known_form_is_an_error_that_names_its_tensors() -> None:
-    with pytest.raises(absorb.UnknownWeightError, match=r"in W_K of torch\.uint8, W_K_scale of torch\.uint8"):
-        absorb.read({"W_K": torch.zeros(4, 512, 64, dtype=torch.uint8), "W_K_scale": torch.zeros(1, dtype=torch.uint8)})
+    with pytest.raises(absorb.UnknownWeightError, match=r"in W_K of torch\.int8, W_K_scale of torch\.uint8"):
+        absorb.read({"W_K": torch.zeros(4, 512, 64, dtype=torch.int8), "W_K_scale": torch.zeros(1, dtype=torch.uint8)})
 
 
 @pytest.mark.parametrize("form", absorb.FORMS, ids=lambda form: form.form)
@@ -204,7 +191,9 @@ def test_a_form_reads_back_what_it_makes_and_multiplies_near_the_plain_product(f
     names = {"w_uk_t": "W_UK_T"}
     assert absorb.read({names.get(name, name): tensor for name, tensor in made.tensors}) == made
     exact = torch.einsum("tnp,npl->tnl", q.float(), plain.float())
-    assert (made.reference(q).float() - exact).norm() / exact.norm() < 0.06
+    # Half a step of 2**-3 per factor in fp8, of 2**-1 in mxfp4; over 128 terms about two thirds of it remain.
+    error = {"plain": 0.005, "fp8": 0.06, "mxfp4": 0.2}[form.form]
+    assert (made.reference(q).float() - exact).norm() / exact.norm() < error
 
 
 @pytest.mark.mutation
@@ -222,7 +211,7 @@ def test_a_form_reads_back_what_it_makes_and_multiplies_near_the_plain_product(f
     ],
 )
 def test_mutation_of_the_product_is_caught_by_the_self_check(arch, plant, monkeypatch) -> None:
-    monkeypatch.setattr(fp8_form, "_gemms", [lambda x, w, s, **how: plant(gemm.batched_gemm, x, w, s, **how)])
+    monkeypatch.setattr(fp8_form.GEMM, "found", lambda x, w, s, **how: plant(gemm.batched_gemm, x, w, s, **how))
     result = self_check(AiterBackend(Platform(arch, ROCM)), shape(arch, torch.bfloat16))
     assert not result.ok
     assert "its absorb product is" in result.message

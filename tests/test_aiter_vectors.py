@@ -1,21 +1,23 @@
-"""The fp8 absorb product against what AITER's own source computed, and the values that those calls do not hold."""
+"""Reference and fake against what AITER's own sources computed, and the values that those calls do not hold."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from aiter_results import CACHE_FILL, DATA, FUSED_CALLS, QUERY_FILL, FusedCall, fused_call, plain_bits
 from fake_aiter.support import FP8, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels import fp8, reference
 from vllm_aiter_mla.kernels.absorb.fp8 import absorb_fp8
-from vllm_aiter_mla.sandbox.fake_aiter import gemm
+from vllm_aiter_mla.kernels.absorb.mxfp4 import absorb_mxfp4, dot_mxfp4
+from vllm_aiter_mla.kernels.aiter.dispatch import truncates_cache_rope
+from vllm_aiter_mla.sandbox.fake_aiter import gemm, gemm_fp4, op
 
-VECTORS = np.load(Path(__file__).parent / "kernels" / "data" / "aiter_fp8_gemm.npz")
+VECTORS = np.load(DATA / "aiter_fp8_gemm.npz")
+FP4_VECTORS = np.load(DATA / "aiter_fp4_gemm.npz")
 CALLS = sorted({key.split("/")[0] for key in VECTORS})
 NAN, INF = float("nan"), float("inf")
 
@@ -40,8 +42,83 @@ def test_the_product_is_that_of_aiters_source_to_the_byte(call, product) -> None
     assert same_bytes(product(x, weight, torch.from_numpy(VECTORS[f"{call}/scale"])), y)
 
 
-def test_all_twelve_calls_are_there() -> None:
-    assert len(CALLS) == 12
+def test_all_sixty_six_calls_are_there() -> None:
+    """48 of the fused op on its three kernels, 12 of the fp8 GEMM, 6 of the mxfp4 GEMM."""
+    assert (len(FUSED_CALLS), len(CALLS), len(FP4_CALLS)) == (48, 12, 6)
+    kinds = {(call.arch, call.kernel, call.all_rows) for call in map(fused_call, FUSED_CALLS)}
+    both = {(arch, kernel, whole) for arch in FP8 for kernel in ("per-head", "opt") for whole in (False, True)}
+    assert kinds == both | {(arch, "general", False) for arch in FP8}
+
+
+def fp4_call(call: str) -> tuple[torch.Tensor, ...]:
+    x, weight, scales, y = (torch.from_numpy(FP4_VECTORS[f"{call}/{name}"]) for name in ("x", "w", "w_scale", "y"))
+    return x.view(torch.bfloat16), weight, scales, y.view(torch.bfloat16)
+
+
+FP4_CALLS = sorted({key.split("/")[0] for key in FP4_VECTORS})
+
+
+@pytest.mark.parametrize("call", FP4_CALLS)
+def test_the_absorb_product_over_fp4_weights_is_that_of_aiters_source_to_the_byte(call) -> None:
+    x, weight, scales, y = fp4_call(call)
+    scale = torch.from_numpy(FP4_VECTORS[f"{call}/y_scale"]) if f"{call}/y_scale" in FP4_VECTORS else None
+    # AITER multiplies by the reciprocal of y_scale before it rounds; ours passes none.
+    product = dot_mxfp4(x, weight, scales) * (1.0 if scale is None else scale.reciprocal())
+    assert same_bytes(product.bfloat16().contiguous(), y)
+    if scale is None:
+        assert same_bytes(absorb_mxfp4(x, weight, scales), y)
+
+
+@pytest.mark.parametrize("call", FP4_CALLS)
+def test_the_fake_gemm_over_fp4_weights_is_that_of_aiters_source_to_the_byte(call, monkeypatch) -> None:
+    monkeypatch.setenv("FAKE_AITER_ARCH", "gfx950")
+    x, weight, scales, y = fp4_call(call)
+    scale = torch.from_numpy(FP4_VECTORS[f"{call}/y_scale"]) if f"{call}/y_scale" in FP4_VECTORS else None
+    assert same_bytes(gemm_fp4.batched_gemm(x.transpose(0, 1), weight, scales, transpose_bm=True, y_scale=scale), y)
+
+
+def assert_as_aiter_left_them(call: FusedCall, query: torch.Tensor) -> None:
+    """Cache and defined rows byte by byte; the others AITER leaves as they were, and nobody may read them."""
+    assert same_bytes(call.inputs.kv_cache, call.cache)
+    assert same_bytes(query[call.rows], call.query[call.rows])
+    assert (plain_bits(call.query).index_fill(0, call.rows, QUERY_FILL) == QUERY_FILL).all()
+    assert (plain_bits(call.cache) == CACHE_FILL).any()
+
+
+@pytest.mark.parametrize("index", FUSED_CALLS)
+def test_the_reference_has_the_bytes_of_aiters_fused_op(index) -> None:
+    call = fused_call(index)
+    truncates = truncates_cache_rope(call.kernel, call.arch, call.cache.dtype)
+    numerics = reference.Numerics(truncate_cache_rope=truncates)
+    assert_as_aiter_left_them(call, reference.prepare(call.inputs, numerics))
+
+
+@pytest.mark.parametrize("index", FUSED_CALLS)
+def test_the_fake_has_the_bytes_of_aiters_fused_op_and_takes_the_same_kernel(index, monkeypatch) -> None:
+    call = fused_call(index)
+    monkeypatch.setenv("FAKE_AITER_ARCH", call.arch)
+    given_, query = call.inputs, torch.empty_like(call.query)
+    cos, sin = (half.contiguous() for half in given_.cos_sin_cache.chunk(2, -1))
+    op.forget()
+    op.call(
+        call.latent, given_.q[..., 512:], given_.kv_c, given_.k_pe, given_.kv_cache, query, given_.slot_mapping,
+        given_.k_scale, given_.q_scale, given_.positions, cos, sin, given_.is_neox, True, call.all_rows,
+    )  # fmt: skip
+    assert op.forget() == [(call.kernel, given_.num_tokens)]
+    assert_as_aiter_left_them(call, query)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("plant", ["two roundings", "no truncation", "another scale"])
+def test_mutation_of_the_reference_is_seen_in_aiters_results(plant) -> None:
+    stored = torch.bfloat16 if plant == "no truncation" else FP8["gfx942"]
+    calls = (call for call in map(fused_call, FUSED_CALLS) if (call.kernel, call.arch) == ("opt", "gfx942"))
+    call = next(call for call in calls if call.cache.dtype == stored)
+    if plant == "another scale":
+        call.inputs.k_scale.mul_(1.25)
+    numerics = reference.TWO_ROUNDING if plant == "two roundings" else reference.AITER
+    with pytest.raises(AssertionError):
+        assert_as_aiter_left_them(call, reference.prepare(call.inputs, numerics))
 
 
 def weight_of(flavour: fp8.Fp8Flavour, heads: int = 1, nope: int = 128) -> torch.Tensor:

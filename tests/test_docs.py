@@ -21,7 +21,7 @@ DEVELOPMENT = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
 OURS = "vllm_aiter_mla/"
 NOT_HERE = ("aiter/", "vllm/", "csrc/")
 """Beginnings of paths in AITER's and vLLM's sources."""
-PLANNED = {"kernels/absorb/mxfp4.py", "kernels/mine.py", "compat/patches/mine.py", "compat/patches/mla_wrapper.py"}
+PLANNED = {"kernels/absorb/mine.py", "kernels/mine.py", "compat/patches/mine.py", "compat/patches/mla_wrapper.py"}
 PLANNED |= {"module/forward.py", "commands/mine.py"}
 """Files that the page tells the reader to make."""
 

@@ -9,13 +9,19 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, MAX_BLOCK_K, TABLE, Tile
+from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, TABLE, Tile
 
 # A whole DeepSeek-V3 layer: the heads that an entry without a limit is compiled for.
 MANY_HEADS = 128
 NOPE, ROPE, LATENT = 128, 64, 512
 # Pointers to single elements; the launcher's alignment check leaves them out, so they carry no divisibility.
-SCALAR_TYPES = {"slot_ptr": "i64", "pos_ptr": "i64", "k_scale_ptr": "fp32", "q_scale_ptr": "fp32"}
+SCALAR_TYPES = {
+    "slot_ptr": "i64",
+    "pos_ptr": "i64",
+    "k_scale_ptr": "fp32",
+    "q_scale_ptr": "fp32",
+    "w_scale_ptr": "fp32",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,7 @@ class Variant:
         quantised: fp8 query and cache, else bfloat16 both.
         pointer_hint: tensors below 2 GiB (``tt.pointer_range`` 32); a larger cache loses the hint. ROCm only.
         weight_major: "L" or "P", the axis along which W_UK_T has unit stride; vLLM produces both.
+        weight: form of the absorbed weight, "plain" (bfloat16) or "fp8".
     """
 
     tile: Tile
@@ -56,6 +63,7 @@ class Variant:
     quantised: bool = True
     pointer_hint: bool = True
     weight_major: str = "L"
+    weight: str = "plain"
 
     @property
     def label(self) -> str:
@@ -63,12 +71,15 @@ class Variant:
         tile = self.tile
         parts = [f"{tile.block_t}x{tile.block_l}/{tile.num_warps}w", f"N{self.heads}"]
         parts += ["fp8" if self.quantised else "bf16", "neox" if self.is_neox else "gptj"]
-        parts += [f"W-{self.weight_major}", "<2GiB" if self.pointer_hint else ">2GiB"]
+        parts += [f"W-{self.weight}-{self.weight_major}", "<2GiB" if self.pointer_hint else ">2GiB"]
         return " ".join(parts)
 
 
 def variants(target: Target) -> list[Variant]:
-    """Every tile of the target's table, and on its largest tile the other pairing, type and weight layout."""
+    """Every tile of the target's table, plain and (ROCm) over fp8 weights; at its ends the other pairing and layout.
+
+    The last tile also with bfloat16 in the cache and the query, over each form of the weight.
+    """
     tiles: dict[Tile, int] = {}
     for entry in TABLE[target.name]:
         tiles.setdefault(entry.tile, min(MANY_HEADS, entry.max_heads))
@@ -80,6 +91,10 @@ def variants(target: Target) -> list[Variant]:
         found.append(Variant(tile, tiles[tile], is_neox=True))
         found.append(Variant(tile, tiles[tile], weight_major="P"))
     found.append(Variant(last, tiles[last], quantised=False))
+    # vLLM holds fp8 absorb weights, with unit stride along P, on ROCm only.
+    for tile in ordered if target.backend == "hip" else (first, last):
+        found.append(Variant(tile, tiles[tile], weight_major="P", weight="fp8"))
+    found.append(Variant(last, tiles[last], quantised=False, weight_major="P", weight="fp8"))
     return found
 
 
@@ -97,9 +112,12 @@ def compile_variant(target: Target, variant: Variant, fp8_type: str | None = Non
     _claim_process(target)
     from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
 
-    stored = (fp8_type or target.fp8_type) if variant.quantised else "bf16"
+    fp8_type = fp8_type or target.fp8_type
+    stored = fp8_type if variant.quantised else "bf16"
     unhinted = () if variant.pointer_hint else ("cache_ptr",)
     types = {"cache_ptr": stored, "out_ptr": stored}
+    if variant.weight == "fp8":
+        types["w_ptr"] = fp8_type
     return compile_kernel(target, decode_prep_kernel, constants(target, variant), types, variant.tile, unhinted)
 
 
@@ -148,7 +166,7 @@ def compile_kernel(
 def constants(target: Target, variant: Variant) -> dict[str, Any]:
     """The compile-time arguments of the kernel, as ``launcher.constants`` would give them."""
     tile = variant.tile
-    limit = target.fp8_max if variant.quantised else 0.0
+    limit, is_fp8 = target.fp8_max if variant.quantised else 0.0, variant.weight == "fp8"
     return {
         "N": variant.heads,
         "P": NOPE,
@@ -158,13 +176,14 @@ def constants(target: Target, variant: Variant) -> dict[str, Any]:
         "IS_NEOX": variant.is_neox,
         "Q_FP8_MAX": limit,
         "KV_FP8_MAX": limit,
+        "W_FP8_MAX": target.fp8_max if is_fp8 else 0.0,
         "BLOCK_T": tile.block_t,
         "BLOCK_L": tile.block_l,
-        "BLOCK_K": min(MAX_BLOCK_K, NOPE),
         "ROPE_ROWS": tile.rope_rows,
         "KV_ROWS": tile.kv_rows,
-        # The launcher's specialisation on 1.
+        # The launcher's specialisation on 1, and on an argument that is not there.
         "w_stride_l" if variant.weight_major == "L" else "w_stride_p": 1,
+        **({} if is_fp8 else {"w_scale_ptr": None}),
     }
 
 

@@ -13,7 +13,6 @@ decide. Exit status 1 where ours takes longer than stock's ops in any row.
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +24,12 @@ sys.path.insert(0, str(ROOT))
 
 from tools.common import Parser, guarded, positive  # noqa: E402
 
-CALLS = 100
+CALLS = 25
 MOST = 1.0
-BATCHES = {"all decode": 0, "one prefill among decodes": 1}
-"""Kinds of batches, with the rows that belong to a prefill."""
+BATCHES = ("all decode", "one prefill among decodes")
 MODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "none": (("stock rope", "stock attention"), ("ours prepare", "ours attention")),
-    "piecewise": (("stock attention",), ("ours attention",)),
+    "none": (("rope and write", "attention"), ("ours",)),
+    "piecewise": (("attention",), ("ours",)),
     "full": ((), ()),
 }
 """What Python calls in each graph mode: stock's ops and ours."""
@@ -76,25 +74,14 @@ def main() -> int:
 
 def measure(rounds: int) -> list[Row]:
     """A row for each cache, batch and graph mode."""
-    prepare_process()
-    from tools.counting.stub_layer import calls
+    from tools.counting import stub_layer
 
     rows = []
     for cache in ("fp8", "auto"):
-        for batch, prefills in BATCHES.items():
-            with calls(cache, prefills) as ops:
-                rows += [Row(cache, batch, *figures) for figures in times(ops, rounds)]
+        for batch in BATCHES:
+            with stub_layer.step(cache, stub_layer.BATCHES[batch]) as layer, stub_layer.without_kernels(layer):
+                rows += [Row(cache, batch, *figures) for figures in times(stub_layer.calls(layer), rounds)]
     return rows
-
-
-def prepare_process() -> None:
-    """Load vLLM's plugins, this one among them, before anything of vLLM is configured."""
-    os.environ.setdefault("VLLM_PLUGINS", "aiter_mla")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm.compilation.passes.fusion import mla_rope_kvcache_cat_fusion  # noqa: F401  defines stock's fused op
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
 
 
 def times(ops: Mapping[str, Call], rounds: int) -> list[tuple[str, float, float]]:

@@ -32,6 +32,7 @@ class Figures:
         occupancy: waves per SIMD (ROCm) or warps per multiprocessor (CUDA) that registers and LDS allow.
         instructions: instructions in the text (amdgcn, PTX).
         matrix: MFMA, MMA or WGMMA instructions.
+        fp8_matrix: those of them that multiply fp8.
         fp8_conversions: hardware conversions to fp8, two values each.
         wide_loads: 16-byte loads from global memory.
         byte_stores: single-byte stores to global memory.
@@ -44,6 +45,7 @@ class Figures:
     occupancy: int
     instructions: int
     matrix: int
+    fp8_matrix: int
     fp8_conversions: int
     wide_loads: int
     byte_stores: int
@@ -77,6 +79,7 @@ def amdgcn_figures(text: str, arch: str, lds: int, num_warps: int) -> Figures:
         occupancy=waves,
         instructions=len(names),
         matrix=_count(names, r"v_mfma_"),
+        fp8_matrix=_count(names, r"v_mfma_f32_\w+_(fp8_fp8|f8f6f4)"),
         fp8_conversions=_count(names, r"v_cvt_(scalef32_)?pk_fp8_f32"),
         wide_loads=_count(names, r"(global|buffer)_load_(dwordx4|b128)"),
         byte_stores=_count(names, r"(global|buffer)_store_(byte|b8)"),
@@ -97,6 +100,7 @@ def ptx_figures(text: str, usage: dict[str, int], shared: int, num_warps: int) -
         occupancy=min(SM90_WARPS, blocks * num_warps),
         instructions=len(names),
         matrix=_count(names, r"(wgmma\.mma_async|mma\.sync)"),
+        fp8_matrix=_count(names, r"(wgmma\.mma_async|mma\.sync).*\.e4m3\.e4m3"),
         fp8_conversions=_count(names, r"cvt\.rn\.satfinite\.e4m3x2\.f32"),
         wide_loads=_count(names, r"ld\.global.*\.v4\.b32"),
         byte_stores=_count(names, r"st\.global.*\.[bu]8$"),
@@ -123,21 +127,26 @@ def breaches(target: Target, variant: Variant, found: Figures) -> list[str]:
     """The bounds that ``found`` breaks, one sentence each; empty when it keeps them all."""
     tile = variant.tile
     threads = tile.num_warps * target.warp_size
+    over_fp8 = variant.weight == "fp8"
     q_loads = max(1, tile.block_t * NOPE * 2 // 16 // threads)
-    w_loads = max(1, NOPE * tile.block_l * 2 // 16 // threads)
+    w_loads = max(1, NOPE * tile.block_l * (1 if over_fp8 else 2) // 16 // threads)
     stored = tile.block_t * tile.block_l + 2 * tile.rope_rows * ROPE + tile.kv_rows * LATENT
-    conversions = stored // threads // 2 if variant.quantised else 0
+    # Over fp8 weights q_nope is quantised too.
+    converted = stored * variant.quantised + tile.block_t * NOPE * over_fp8
+    conversions = converted // threads // 2
     broken = []
     if found.fp8_conversions < conversions:
         broken.append(f"{conversions} hardware fp8 conversions expected, {found.fp8_conversions} found")
     if found.matrix == 0:
         broken.append("no matrix instruction")
+    if over_fp8 and target.backend == "hip" and found.fp8_matrix < found.matrix:
+        broken.append(f"{found.matrix} fp8 matrix instructions expected, {found.fp8_matrix} found")
     if found.spills:
         broken.append(f"{found.spills} spilled")
     if found.scratch:
         broken.append(f"{found.scratch} bytes of scratch")
     if found.wide_loads < q_loads + w_loads:
-        broken.append(f"{q_loads + w_loads} 16-byte loads of q and W_UK_T expected, {found.wide_loads} in all")
+        broken.append(f"{q_loads + w_loads} 16-byte loads of q and the weight expected, {found.wide_loads} in all")
     if found.byte_stores:
         broken.append(f"{found.byte_stores} single-byte stores")
     if found.occupancy < 1:

@@ -39,6 +39,7 @@ COLUMNS = {
     "occupancy": "waves",
     "instructions": "instr",
     "matrix": "matrix",
+    "fp8_matrix": "fp8 mat",
     "fp8_conversions": "fp8 cvt",
     "wide_loads": "16B ld",
     "byte_stores": "1B st",

@@ -1,10 +1,11 @@
 """Count what one layer launches, allocates and moves in each kind of batch: stock, stock's own fusions, and ours.
 
-    python tools/ledger.py [--kv-cache-dtype fp8|auto|both] [--json FILE] [--page docs/ledger.md]
+    python tools/ledger.py [--quick] [--kv-cache-dtype fp8|auto|both] [--json FILE] [--page docs/ledger.md]
 
 Each side is a real engine of the sandbox (two layers, plain GEMMs as on GPUs, over the fake AITER), driven through one
-batch of each kind and counted by torch's dispatcher and in Inductor's code; docs/ledger.md says what is counted. Exit
-status 1 where ours is above the lower of the other two in launches, allocations or bytes of any row.
+batch of each kind and counted by torch's dispatcher and in Inductor's code. With --quick it is the ops of one layer
+alone, without an engine. docs/ledger.md says what is counted. Exit status 1 where ours is above the lower of the other
+two in launches, allocations or bytes of any row.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ MODES = ("none", "piecewise", "full")
 IN_FULL_GRAPHS = ("all decode", "padded decode")
 """vLLM replays full graphs of this attention for batches of decode rows alone."""
 SHOWN = ("all decode", "one prefill among decodes")
-MARKS = ("<!-- ledger: begin -->", "<!-- ledger: end -->")
+MARKS = (
+    ("<!-- ledger: begin -->", "<!-- ledger: end -->"),
+    ("<!-- ledger, ops alone: begin -->", "<!-- ledger, ops alone: end -->"),
+)
+"""Around the tables of the engines, and around those of ``--quick``."""
+LAUNCHES = ("<!-- launches: begin -->", "<!-- launches: end -->")
 TIMEOUT_S = 1800
 
 
@@ -58,29 +64,41 @@ class Row(NamedTuple):
 
 
 Events = Mapping[str, Sequence[Event]]
+Counted = Mapping[str, Sequence[Events]]
 
 
 def main() -> int:
     """Run, print, judge."""
-    parser = Parser(__doc__, "ledger.py [--kv-cache-dtype fp8|auto|both] [--json FILE] [--page FILE]")
+    parser = Parser(__doc__, "ledger.py [--quick] [--kv-cache-dtype fp8|auto|both] [--json FILE] [--page FILE]")
+    parser.add_argument("--quick", action="store_true", help="the ops of one layer, without an engine")
     parser.add_argument("--kv-cache-dtype", choices=(*CACHES, "both"), default="both", dest="cache")
     parser.add_argument("--json", type=Path, help="write every event there")
     parser.add_argument("--page", type=Path, help="put the tables between the marks of this page")
     options = parser.parse_args()
-    if options.page and MARKS[0] not in options.page.read_text(encoding="utf-8"):
-        raise UsageError(f"--page {options.page}: no line {MARKS[0]}")
-    caches = CACHES if options.cache == "both" else (options.cache,)
-    counted = {cache: [count(side, cache) for side in SIDES] for cache in caches}
+    marks = MARKS[options.quick]
+    if options.page and marks[0] not in options.page.read_text(encoding="utf-8"):
+        raise UsageError(f"--page {options.page}: no line {marks[0]}")
+    counted = count_all(CACHES if options.cache == "both" else (options.cache,), quick=options.quick)
     rows = [row for cache, sides in counted.items() for row in rows_of(cache, sides)]
-    text = render(rows, {cache: [shown(events) for events in sides] for cache, sides in counted.items()})
+    text = render(counted)
     print(text)
     if options.json:
         write_json(options.json, counted)
     if options.page:
-        put(options.page, text)
+        put(options.page, text, marks)
+        put(options.page, launches(), LAUNCHES)
     found = violations(rows)
     print("\n".join(f"ABOVE STOCK: {line}" for line in found) or "ours is at most stock's strongest in every row")
     return 1 if found else 0
+
+
+def count_all(caches: Sequence[str], *, quick: bool) -> Counted:
+    """The events of every side by cache, in the order of ``SIDES``."""
+    if quick:
+        from tools.counting import ops
+
+        return {cache: [ops.count(side, cache) for side in SIDES] for cache in caches}
+    return {cache: [count(side, cache) for side in SIDES] for cache in caches}
 
 
 def count(side: str, cache: str) -> Events:
@@ -152,28 +170,29 @@ def violations(rows: Iterable[Row]) -> list[str]:
     return found
 
 
-def shown(events: Events) -> dict[str, str]:
-    """What is launched in the kinds that the page shows, in order; what a piecewise graph replays in brackets."""
-    return {kind: in_words(events[kind]) for kind in SHOWN}
-
-
 def in_words(events: Iterable[Event]) -> str:
     """Names of the launches in order."""
     names = [(event.name.rpartition("::")[2], event.captured) for event in events if event.launches]
     return ", ".join(f"[{name}]" if captured else name for name, captured in names)
 
 
-def render(rows: Sequence[Row], launched: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
+def render(counted: Counted) -> str:
     """The tables as Markdown."""
     lines = []
-    for cache, sides in launched.items():
+    for cache, sides in counted.items():
         lines += [f"### KV cache: {cache}", "", table(("batch", "graphs", *SIDES))]
-        lines += [line((row.kind, row.mode, *map(str, row.costs))) for row in rows if row.cache == cache]
+        lines += [line((row.kind, row.mode, *map(str, row.costs))) for row in rows_of(cache, sides)]
         lines += ["", table(("batch", "side", "launches in order; [replayed by a piecewise graph]"))]
-        lines += [line((kind, side, of[kind])) for kind in SHOWN for side, of in zip(SIDES, sides, strict=True)]
+        lines += [
+            line((kind, side, in_words(of[kind]))) for kind in SHOWN for side, of in zip(SIDES, sides, strict=True)
+        ]
         lines.append("")
-    lines += ["### One launch", "", table(("what", "launches", "bytes", "by"))]
-    return "\n".join([*lines, *map(line, TABLE)])
+    return "\n".join(lines).strip()
+
+
+def launches() -> str:
+    """The table of what one launch is, as Markdown."""
+    return "\n".join([table(("what", "launches", "bytes", "by")), *map(line, TABLE)])
 
 
 def table(head: Sequence[str]) -> str:
@@ -199,14 +218,14 @@ def read(text: str) -> list[Row]:
     return found
 
 
-def put(page: Path, text: str) -> None:
+def put(page: Path, text: str, marks: tuple[str, str]) -> None:
     """Replace what stands between the marks of ``page``."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
-    page.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}", encoding="utf-8")
+    before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
+    after = rest.partition(marks[1])[2]
+    page.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{after}", encoding="utf-8")
 
 
-def write_json(path: Path, counted: Mapping[str, Sequence[Events]]) -> None:
+def write_json(path: Path, counted: Counted) -> None:
     """Every event of every side."""
     from vllm_aiter_mla import evidence
 

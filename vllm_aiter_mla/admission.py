@@ -16,7 +16,7 @@ ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_ml
 
 ENGINE_REASONS: dict[str, str] = {
     "vllm_version": "vLLM's release is outside the range this plugin was written against",
-    "capability": "this vLLM lacks something the plugin builds on, or one of the plugin's patches did not apply",
+    "capability": "this vLLM, or a layer of it, lacks what the plugin reads, or one of the plugin's patches failed",
     "op_schema": "one of vLLM's MLA ops has other arguments than this plugin knows, or is missing",
     "atom": "ATOM's vLLM plugin is active and replaces the model",
     "not_mla": "the model does not use MLA attention",
@@ -29,7 +29,6 @@ ENGINE_REASONS: dict[str, str] = {
     "pcp": "prefill context parallelism splits a prompt over ranks",
     "hisparse": "HiSparse keeps KV rows in host memory",
     "kv_cache_dtype": "the KV cache's dtype or layout is not one the kernels write",
-    "fp8_bmm": "the absorb matrix is held in fp8 for AITER's batched GEMM, and the kernel asked for takes none",
     "graph_partition": "an explicit use_inductor_graph_partition=False cuts the graph at the attention op",
     "splitting_ops": "explicit splitting_ops cut the graph at the attention op or the KV-cache update",
     "user_pass": "the custom pass already in place cannot be chained",
@@ -40,8 +39,7 @@ ENGINE_REASONS: dict[str, str] = {
 LAYER_REASONS: dict[str, str] = {
     "impl": "the attention implementation is not one the fast path calls correctly",
     "q_padding": "the implementation pads the number of query heads",
-    "no_absorbed_weight": "the layer holds no absorbed weight W_UK_T",
-    "fp4_bmm": "the absorb matrix is held in fp4 for AITER's batched GEMM",
+    "no_absorbed_weight": "the layer holds no absorbed weight W_UK_T, W_K or W_K_scale where vLLM would read it",
     "amx_bmm": "the absorb matrix is packed for AMX",
     "no_rope_kernel": "this build of vLLM lacks its kernel that rotates and writes the KV rows in one launch",
     "activation_dtype": "the graph computes in another dtype than the layer whose kernel was checked",
@@ -135,8 +133,6 @@ class ConfigView:
         model_dtype: activation dtype without the ``torch.`` prefix; empty when unknown.
         use_inductor_graph_partition: as the user gave it; ``None`` when left alone.
         splitting_ops: as the user gave them; ``None`` when left alone.
-        fp8_bmm: AITER's fp8 batched GEMM is switched on for the absorb step.
-        kernel: the plugin's kernel option.
     """
 
     vllm_version: str = ""
@@ -155,8 +151,6 @@ class ConfigView:
     hisparse: bool = False
     kv_cache_dtype: str = "auto"
     model_dtype: str = ""
-    fp8_bmm: bool = False
-    kernel: str = "auto"
     use_inductor_graph_partition: bool | None = None
     splitting_ops: tuple[str, ...] | None = None
 
@@ -217,8 +211,6 @@ def _parallel(view: ConfigView) -> Refusal | None:
 def _cache(view: ConfigView) -> Refusal | None:
     if view.hisparse:
         return Refusal("hisparse", "attention_config.hisparse_config is set")
-    if view.fp8_bmm and view.kernel == "triton":
-        return Refusal("fp8_bmm", "kernel=triton takes no fp8 absorb weights; set VLLM_ROCM_USE_AITER_FP8BMM=0")
     return _kv_cache_dtype(view.kv_cache_dtype, view.model_dtype)
 
 
@@ -259,6 +251,7 @@ class LayerView:
 
     Attributes:
         name: vLLM's layer name, for the message.
+        missing: attributes that every layer of a known vLLM has and this one lacks; nothing else is read then.
         impl: class name of ``layer.impl``.
         known_impls: class names of the implementations that the fast path calls correctly.
         q_pad_num_heads: heads the implementation pads the query to, ``None`` without padding.
@@ -268,12 +261,12 @@ class LayerView:
     """
 
     name: str = ""
+    missing: tuple[str, ...] = ()
     impl: str = "AiterMLAImpl"
     known_impls: frozenset[str] = frozenset({"AiterMLAImpl"})
     is_sparse: bool = False
     q_pad_num_heads: int | None = None
     has_absorbed_weight: bool = True
-    fp4_bmm: bool = False
     amx_bmm: bool = False
     has_rope_kernel: bool = True
     kv_cache_dtype: str = "auto"
@@ -303,6 +296,8 @@ def admit_layer(view: LayerView) -> Refusal | None:
 
 
 def _implementation(view: LayerView) -> Refusal | None:
+    if view.missing:
+        return Refusal("capability", f"the attention layer of this vLLM lacks {', '.join(view.missing)}")
     if view.is_sparse:
         return Refusal("sparse_mla", f"{view.impl} is sparse")
     if view.impl not in view.known_impls:
@@ -318,12 +313,10 @@ def _implementation(view: LayerView) -> Refusal | None:
 
 
 def _absorb(view: LayerView) -> Refusal | None:
-    if view.fp4_bmm:
-        return Refusal("fp4_bmm", "set VLLM_ROCM_USE_AITER_FP4BMM=0; its fp4 absorb weights are not supported yet")
     if view.amx_bmm:
         return Refusal("amx_bmm", "the CPU backend packed the absorb weights for AMX; choose CPU_MLA")
     if not view.has_absorbed_weight:
-        return Refusal("no_absorbed_weight", "the layer has no W_UK_T")
+        return Refusal("no_absorbed_weight", "the layer has no W_UK_T, or no W_K and W_K_scale where vLLM reads these")
     return None
 
 

@@ -25,7 +25,7 @@ _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 def stamp(schema: str, version: int) -> dict[str, Any]:
-    """The stamp under its key, to be merged into a record: ``record | stamp("census", 1)``.
+    """The stamp under its key, to be merged into a record: ``record | stamp("census", 2)``.
 
     Args:
         schema: name of the record's layout; ``docs/files.md`` lists the fields of each.
@@ -93,6 +93,21 @@ def write(path: Path, record: Any) -> None:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+
+
+def read(path: Path, largest: int) -> Any:
+    """The JSON in ``path``, following no link.
+
+    Raises:
+        OSError: it cannot be read; FileNotFoundError where there is no such file.
+        ValueError: it is larger than ``largest`` bytes, or no JSON.
+    """
+    # Not waited for either: a pipe in its place would block for ever.
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        text = file.read(largest + 1)
+    if len(text) > largest:
+        raise ValueError(f"larger than {largest} bytes")
+    return json.loads(text)
 
 
 def _is_device(path: Path) -> bool:

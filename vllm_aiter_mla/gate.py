@@ -105,7 +105,10 @@ def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any) -> N
 def _show_gauge() -> None:
     with log.warned(f"the gauge {census_gauge.NAME} is not available"):
         census_gauge.prepare()
-        gauge.install(gauge.Gauge(census_gauge.NAME, census_gauge.HELP, census_gauge.layers_of))
+        gauge.install(
+            gauge.Gauge(census_gauge.NAME, census_gauge.HELP, "state", census_gauge.layers_of),
+            gauge.Gauge(census_gauge.SAVED, census_gauge.SAVED_HELP, "tokens", census_gauge.saved_of),
+        )
 
 
 def _open_graph(compilation: Any) -> None:

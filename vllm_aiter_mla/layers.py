@@ -22,8 +22,9 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import absorb, select, selfcheck, stock
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
-from vllm_aiter_mla.kernels.backend import Run
+from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.measure import table
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
@@ -69,6 +70,8 @@ _checked: WeakSet[Any] = WeakSet()
 _nothing_is_checked: list[str] = []
 """Why no layer of this process may run one, or nothing."""
 _generation = [0]
+_measured: set[tuple[select.Selector, LayerShape]] = set()
+"""Layer shapes whose kernel a measurement chooses, per token count."""
 
 
 def decide(
@@ -104,6 +107,9 @@ def _decide(
 def _kernel_for(module: Any, known: _Known, shape: LayerShape) -> tuple[str | None, Refusal | None]:
     """(name of the back end that will run, why it is not the wanted one)."""
     selector, asked = known.selector, known.settings.kernel
+    if (selector, shape) in _measured and why_unchecked(module) is None:
+        first = _choice(selector, shape).backend
+        return None if first is None else first.name, None
     wanted = selector.names[0]
     if asked == "auto" and wanted == "stock":
         # vLLM's kernels on private copies would cost more than leaving the layer alone.
@@ -224,7 +230,9 @@ def why_unchecked(module: Any) -> str | None:
     return _unchecked.get(module) if _unchecked else None
 
 
-def self_check(module: Any, shape: LayerShape, capture_sizes: Sequence[int] = ()) -> str | None:
+def self_check(
+    module: Any, shape: LayerShape, capture_sizes: Sequence[int] = (), limit: int | None = None
+) -> str | None:
     """Run the chosen kernel beside the reference: why it must not serve this shape, or None.
 
     One that cannot be compiled or launched is as bad as a wrong one.
@@ -233,19 +241,65 @@ def self_check(module: Any, shape: LayerShape, capture_sizes: Sequence[int] = ()
         module: a layer of the shape.
         shape: one of ``shapes``.
         capture_sizes: token counts for which a kernel that compiles per count is compiled now.
+        limit: L, the largest batch that it will be given; None: any.
     """
     inputs = synthetic_inputs(shape, tokens=1)
     backend = selector_of(module).choose(inputs).backend
     if backend is None or backend.trusted:
         return None
+    return _trouble_of(backend, shape, capture_sizes, limit)
+
+
+def _trouble_of(
+    backend: KernelBackend, shape: LayerShape, capture_sizes: Sequence[int], limit: int | None
+) -> str | None:
     try:
-        result = selfcheck.self_check(backend, shape)
+        result = selfcheck.self_check(backend, shape, limit)
         if result.ok and capture_sizes:
-            backend.warm_up(inputs, capture_sizes)
+            backend.warm_up(synthetic_inputs(shape, tokens=1), capture_sizes)
     except Exception as error:
         return f"{backend.name}: self-check FAILED: {type(error).__name__}: {error}"
     log.say_once(logging.DEBUG, result.message)
     return None if result.ok else result.message
+
+
+def check_contenders(
+    module: Any, shape: LayerShape, capture_sizes: Sequence[int] = (), limit: int | None = None
+) -> tuple[str, ...]:
+    """Check, as ``self_check`` does, what a measurement may choose besides; what fails is demoted, with the reasons.
+
+    Nobody has asked for these by name, and without them the chosen kernel runs: that is no failure of the engine.
+    """
+    found = contenders(module, shape)
+    if not found:
+        return ()
+    inputs, selector = synthetic_inputs(shape, tokens=1), selector_of(module)
+    chosen, failed = selector.choose(inputs).backend, []
+    for name, backend in found.items():
+        trouble = None
+        if backend is not chosen and not backend.trusted:
+            trouble = _trouble_of(backend, shape, capture_sizes, limit)
+        if trouble is not None:
+            selector.demote(name, inputs, trouble)
+            failed.append(trouble)
+    return tuple(failed)
+
+
+def contenders(module: Any, shape: LayerShape) -> dict[str, KernelBackend]:
+    """The back ends between which a measurement may choose for layers of this shape; none where none is to be made."""
+    known = _of(module)
+    if not known.settings.measures or not known.selector.contenders:
+        return {}
+    return known.selector.takers(synthetic_inputs(shape, tokens=1))
+
+
+def prefer(module: Any, ranges: table.Ranges) -> None:
+    """Let layers of this shape run what was measured, under both rotary styles; without ``ranges`` the static order."""
+    selector = selector_of(module)
+    for shape in shapes(module):
+        selector.prefer(synthetic_inputs(shape, tokens=1), ranges)
+        (_measured.add if ranges else _measured.discard)((selector, shape))
+    _forget_decisions()
 
 
 def demote(module: Any, shape: LayerShape, reason: str) -> None:
@@ -272,14 +326,16 @@ def key_of(module: Any) -> tuple[str, ...]:
     """What the layer will run on, or why it will not, under both rotary styles: a part of the compile cache's key.
 
     A graph is rewritten or not by this, and none of vLLM's own keys knows of AITER, the card or a failed check: without
-    it an engine would start from the unchanged graph of a run before AITER was repaired.
+    it an engine would start from the unchanged graph of a run before AITER was repaired. What was measured is no part
+    of it: the one op is in the graph whichever kernel it then runs, so another choice needs no other graph.
     """
     found = []
     for decision in (decide(module, is_neox=is_neox) for is_neox in (False, True)):
         if decision.shape is not None:
             # The card by its type: its index differs from rank to rank, and may from start to start.
             kind = replace(decision.shape, device=torch.device(decision.shape.device).type)
-            found.append(f"{kind}: {decision.kernel}; {decision.refusal}")
+            measured = (selector_of(module), decision.shape) in _measured
+            found.append(f"{kind}: {'measured' if measured else decision.kernel}; {decision.refusal}")
     return tuple(found)
 
 
@@ -290,6 +346,7 @@ def reset() -> None:
     _checked.clear()
     _nothing_is_checked.clear()
     _generation[0] += 1
+    _measured.clear()
     current_platform.cache_clear()
     _selector.cache_clear()
 
@@ -309,14 +366,14 @@ def _of(module: Any) -> _Known:
     if known is None:
         settings = compat_config.settings_of(compat_layer.config_of(module))
         view = cast(ViewPolicy, settings.aiter_view)
-        selector = _selector(settings.kernel, settings.debug.rounding, view, current_platform())
+        selector = _selector(settings.kernel, settings.measures, settings.debug.rounding, view, current_platform())
         known = _layers[module] = _Known(settings, selector)
     return known
 
 
 @lru_cache(maxsize=8)
-def _selector(kernel: str, rounding: str, view: ViewPolicy, platform: Platform) -> select.Selector:
-    """The back ends for one engine's options; engines with the same options share it."""
+def _selector(kernel: str, measures: bool, rounding: str, view: ViewPolicy, platform: Platform) -> select.Selector:
+    """The back ends for one engine's options; engines with the same options share it, what was measured included."""
     numerics = TWO_ROUNDING if rounding == "two" else AITER
     factories: dict[str, select.Factory] = {
         **select.FACTORIES,

@@ -4,7 +4,7 @@ Spelling one is two fields of vLLM's ``pass_config``; spelling two is ``addition
 
     pass_config.fuse_aiter_qk_rope_kvcache_mla              bool, default false
     pass_config.aiter_qk_rope_kvcache_fusion_max_token_num  int > 0, default unset
-    additional_config.aiter_mla.enabled | max_token_num | kernel | aiter_view | strict | debug
+    additional_config.aiter_mla.enabled | max_token_num | kernel | measure | aiter_view | strict | debug
 
 What "given" means. In ``additional_config`` a key that is present is given (``max_token_num: null`` counts as
 unset). In ``pass_config`` vLLM fills every field, so an explicit ``false`` cannot be told from the default: the flag
@@ -64,6 +64,7 @@ class Settings:
         enabled: the one switch.
         max_token_num: decode-bucket limit in tokens; ``None`` derives it from the scheduler's bounds.
         kernel: which back end prepares the query, one of ``KERNELS``.
+        measure: with kernel ``auto``, time the kernels and vLLM's own at start-up and run the fastest.
         aiter_view: which of AITER's two decode kernels to reach by the view of the cache: one of ``AITER_VIEWS``, or
             the number of tokens from which opt is taken instead of per-head. See docs/aiter.md.
         strict: turn every decline into an error instead of a warning.
@@ -73,9 +74,15 @@ class Settings:
     enabled: bool = False
     max_token_num: int | None = None
     kernel: str = "auto"
+    measure: bool = True
     aiter_view: str | int = "auto"
     strict: bool = False
     debug: DebugSettings = field(default_factory=DebugSettings)
+
+    @property
+    def measures(self) -> bool:
+        """Whether kernels are timed at start-up: with ``auto`` alone, and where the third pass may run."""
+        return self.measure and self.kernel == "auto" and self.debug.stop_after is None
 
 
 def resolve(pass_config_values: Mapping[str, object], additional_config: object) -> Settings:
@@ -94,6 +101,7 @@ def resolve(pass_config_values: Mapping[str, object], additional_config: object)
         enabled=_merge_flag(flag, given.get("enabled")),
         max_token_num=_merge_limit(limit, given.get("max_token_num")),
         kernel=given.get("kernel", "auto"),
+        measure=given.get("measure", True),
         aiter_view=given.get("aiter_view", "auto"),
         strict=given.get("strict", False),
         debug=given.get("debug", DebugSettings()),
@@ -129,6 +137,7 @@ def _read_namespace(additional_config: object) -> dict[str, Any]:
         "enabled": _bool,
         "max_token_num": lambda name, value: None if value is None else _positive_int(name, value),
         "kernel": lambda name, value: _choice(name, value, KERNELS),
+        "measure": _bool,
         "aiter_view": _view,
         "strict": _bool,
         "debug": _debug,

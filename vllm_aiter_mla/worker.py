@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from vllm_aiter_mla import layers
+from vllm_aiter_mla import layers, measuring
 from vllm_aiter_mla.census import file, gauge, record, state
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, user_pass
@@ -58,20 +59,37 @@ def check_kernels(worker: Any) -> None:
         SettingsError: a kernel fails its check, or one cannot be made, in strict mode.
     """
     config = worker.vllm_config
-    _guarded(config, "the kernels could not be checked", lambda: _check_kernels(config), checks_kernels=True)
+    what, is_checked = "the kernels could not be checked", False
+    try:
+        _guarded(config, what, lambda: _check_kernels(config), checks_kernels=True)
+        is_checked = True
+    finally:
+        # Also where the check has raised: the other ranks wait for this one's answer.
+        measuring.choose(config, partial(_limit, config) if is_checked else None)
+    _guarded(config, what, lambda: _tell_the_cache(config), checks_kernels=True)
+
+
+def _limit(config: Any) -> int:
+    """L of the decode bucket."""
+    return int(engaged_pass(config).limit)
 
 
 def _check_kernels(config: Any) -> None:
     state.reset()
-    pipeline, strict = engaged_pass(config), _is_strict(config)
-    sizes = config.compilation_config.cudagraph_capture_sizes or ()
+    limit, sizes = _limit(config), config.compilation_config.cudagraph_capture_sizes or ()
     modules = compat_config.mla_modules(config)
-    check_layers(modules, strict=strict, capture_sizes=[size for size in sizes if size <= pipeline.limit])
-    # Before the first graph is compiled: which layers the passes leave alone depends on it.
-    pipeline.kernels = cache_key(modules, strict=strict)
+    inside = [size for size in sizes if size <= limit]
+    check_layers(modules, strict=_is_strict(config), capture_sizes=inside, limit=limit)
 
 
-def check_layers(modules: dict[str, Any], *, strict: bool, capture_sizes: Sequence[int] = ()) -> None:
+def _tell_the_cache(config: Any) -> None:
+    """Before the first graph is compiled: which layers the passes leave alone depends on it."""
+    engaged_pass(config).kernels = cache_key(compat_config.mla_modules(config), strict=_is_strict(config))
+
+
+def check_layers(
+    modules: dict[str, Any], *, strict: bool, capture_sizes: Sequence[int] = (), limit: int | None = None
+) -> None:
     """Load each layer shape's kernel, compare it with the reference, and demote it to ``stock`` where it fails.
 
     A layer whose check cannot be made goes to ``stock`` too, and the layers after it are still checked.
@@ -80,6 +98,7 @@ def check_layers(modules: dict[str, Any], *, strict: bool, capture_sizes: Sequen
         modules: the model's MLA layers by name.
         strict: whether a kernel that fails its check, or cannot be checked, is an error.
         capture_sizes: token counts for which a kernel that compiles per count is compiled now.
+        limit: L, the largest batch that a kernel will be given; None: any.
 
     Raises:
         SettingsError: a mismatch, or anything that raises on the way, in strict mode.
@@ -91,7 +110,9 @@ def check_layers(modules: dict[str, Any], *, strict: bool, capture_sizes: Sequen
         for shape in shapes:
             kind = (layers.selector_of(module), shape)
             if kind not in checked:
-                _check(module, shape, strict, capture_sizes)
+                _check(module, shape, strict, capture_sizes, limit)
+                for trouble in layers.check_contenders(module, shape, capture_sizes, limit):
+                    log.say_once(logging.WARNING, f"{trouble} ({_named(shape)}); it is not among those that are timed")
                 # Only now: if the check raises, the next layer of this kind must not pass for checked.
                 checked.add(kind)
         if shapes:
@@ -102,15 +123,20 @@ def check_layers(modules: dict[str, Any], *, strict: bool, capture_sizes: Sequen
     _each(modules, check, strict)
 
 
-def _check(module: Any, shape: layers.LayerShape, strict: bool, capture_sizes: Sequence[int]) -> None:
-    trouble = layers.self_check(module, shape, capture_sizes)
+def _check(
+    module: Any, shape: layers.LayerShape, strict: bool, capture_sizes: Sequence[int], limit: int | None
+) -> None:
+    trouble = layers.self_check(module, shape, capture_sizes, limit)
     if trouble is None:
         return
-    where = f"heads {shape.heads}, {shape.cache_dtype} cache, block size {shape.block_size}"
     if strict:
-        raise SettingsError(f"{log.PREFIX}{trouble} ({where}; {STRICT_OPTION})")
-    log.say_once(logging.ERROR, f"{trouble} ({where}); this layer shape falls back to vLLM's own kernels")
+        raise SettingsError(f"{log.PREFIX}{trouble} ({_named(shape)}; {STRICT_OPTION})")
+    log.say_once(logging.ERROR, f"{trouble} ({_named(shape)}); this layer shape falls back to vLLM's own kernels")
     layers.demote(module, shape, trouble)
+
+
+def _named(shape: layers.LayerShape) -> str:
+    return f"heads {shape.heads}, {shape.cache_dtype} cache, block size {shape.block_size}"
 
 
 def cache_key(modules: dict[str, Any], *, strict: bool = False) -> tuple[str, ...]:

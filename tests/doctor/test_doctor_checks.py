@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm.envs
 from doctor_support import with_config
 
 from vllm_aiter_mla.admission import ConfigView, admit_config
@@ -34,13 +36,26 @@ def fake_torch(hip: str | None, cuda: str | None = None) -> Any:
 
 
 @pytest.mark.usefixtures("rocm_card")
-def test_the_fp8_bmm_that_vllm_switches_on_is_taken_by_aiter_and_not_by_triton() -> None:
-    found = switches.fp8_bmm(given(VLLM_ROCM_USE_AITER="1"))
+@pytest.mark.parametrize(("check", "name"), [(switches.fp8_bmm, "FP8"), (switches.fp4_bmm, "FP4")])
+@pytest.mark.parametrize("default", [True, False])
+def test_the_forms_of_the_weight_follow_the_installed_vllms_defaults(check, name, default, monkeypatch) -> None:
+    """On in 0.30 to 0.32, off in 0.33; either form engages with the kernel aiter, so that neither is a warning."""
+    variable = f"VLLM_ROCM_USE_AITER_{name}BMM"
+    unset = lambda: bool(int(os.environ.get(variable, str(int(default)))))  # noqa: E731
+    monkeypatch.setitem(vllm.envs.environment_variables, variable, unset)
+    found = check(given(VLLM_ROCM_USE_AITER="1"))
     assert found.status == "ok"
-    assert "unset, which means on" in found.detail
-    assert "which kernel=triton declines" in found.detail
-    off = given(VLLM_ROCM_USE_AITER="1", VLLM_ROCM_USE_AITER_FP8BMM="0")
-    assert switches.fp8_bmm(off).status == "ok"
+    assert f"{variable} is unset, in this vLLM {'on' if default else 'off'}: " in found.detail
+    other = check(given(VLLM_ROCM_USE_AITER="1", **{variable: str(int(not default))}))
+    assert other.detail.startswith(f"{variable} {'off' if default else 'on'}: ")
+    assert check(given()).detail == "off with AITER"
+    assert check(given(VLLM_ROCM_USE_AITER="1", **{variable: "maybe"})).status == "problem"
+
+
+@pytest.mark.usefixtures("rocm_card")
+def test_a_vllm_that_cannot_be_asked_leaves_the_forms_of_the_weight_unknown(monkeypatch) -> None:
+    monkeypatch.delitem(vllm.envs.environment_variables, "VLLM_ROCM_USE_AITER_FP8BMM")
+    assert switches.fp8_bmm(given(VLLM_ROCM_USE_AITER="1")).status == "unknown"
 
 
 @pytest.mark.usefixtures("rocm_card")
@@ -49,12 +64,6 @@ def test_aiter_left_off_is_a_problem() -> None:
     without_mla = given(VLLM_ROCM_USE_AITER="1", VLLM_ROCM_USE_AITER_MLA="0")
     assert switches.use_aiter(without_mla).remedy == "set VLLM_ROCM_USE_AITER_MLA=1"
     assert switches.use_aiter(given(VLLM_ROCM_USE_AITER="True")).status == "ok"
-
-
-@pytest.mark.usefixtures("rocm_card")
-def test_the_fp4_bmm_is_a_warning_on_gfx950() -> None:
-    assert switches.fp4_bmm(given()).status == "warning"
-    assert switches.fp4_bmm(given(VLLM_ROCM_USE_AITER_FP4BMM="0")).status == "ok"
 
 
 def test_switches_name_the_variable_without_rocm_too(monkeypatch: pytest.MonkeyPatch) -> None:

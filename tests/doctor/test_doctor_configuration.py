@@ -28,7 +28,7 @@ def test_every_choice_is_documented(choice: str) -> None:
     assert f"`{choice}`" in PAGE
 
 
-@pytest.mark.parametrize("name", [*(name for name, _ in CHECKS), *serve_options.ENV_DEFAULTS, *model.examples()])
+@pytest.mark.parametrize("name", [*(name for name, _ in CHECKS), *serve_options.VARIABLES, *model.examples()])
 def test_every_check_variable_and_example_is_documented(name: str) -> None:
     assert f"`{name}`" in PAGE
 

@@ -168,20 +168,6 @@ def test_every_option_of_vllm_serve_is_read(arguments: list[str], code: str | No
     assert code is None or found.detail.startswith(code)
 
 
-def test_kernel_triton_beside_the_fp8_bmm_of_rocm_is_declined_as_the_server_would(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    triton = {"aiter_mla": {"kernel": "triton", "enabled": True}}
-    monkeypatch.setattr(machine, "rocm_version", lambda: "7.0.2")
-    found = conflicts.graph(with_config(None, triton, VLLM_ROCM_USE_AITER="1"))
-    assert (found.status, found.detail.partition(":")[0]) == ("problem", "fp8_bmm")
-    off = conflicts.graph(with_config(None, triton, VLLM_ROCM_USE_AITER="1", VLLM_ROCM_USE_AITER_FP8BMM="0"))
-    assert off.status == conflicts.graph(with_config(None, triton)).status == "ok"
-    assert conflicts.graph(with_config(None, None, VLLM_ROCM_USE_AITER="1")).status == "ok"
-    monkeypatch.setattr(machine, "rocm_version", lambda: None)
-    assert conflicts.graph(with_config(None, triton, VLLM_ROCM_USE_AITER="1")).status == "ok"
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

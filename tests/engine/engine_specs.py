@@ -35,6 +35,8 @@ def _off(spec: EngineSpec) -> EngineSpec:
 _aiter942 = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx942", kv_cache_dtype="fp8")
 # Stock and ours over AITER's fp8 batched GEMM, vLLM's default where AITER is on.
 _fp8_bmm = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx950", fp8_bmm=True)
+# The same over mxfp4 weights, vLLM's default up to 0.32 on gfx950 beside bf16 attention.
+_fp4_bmm = replace(_fp8_bmm, fp8_bmm=False, fp4_bmm=True)
 # One request at a time: a core of its own schedules by the clock, and which requests share a step moves the last bits.
 _aiter950 = replace(_small, scenarios=("short",), kernel="aiter", rounding="single", fake_arch="gfx950", spawn=True)
 # The real Triton kernel on CPU tensors; a step takes a few tenths of a second.
@@ -85,6 +87,8 @@ SPECS: dict[str, EngineSpec] = {
     "aiter-gfx950-bf16": _aiter950,
     "aiter-fp8-bmm-off": _off(_fp8_bmm),
     "aiter-fp8-bmm-on": _fp8_bmm,
+    "aiter-fp4-bmm-off": _off(_fp4_bmm),
+    "aiter-fp4-bmm-on": _fp4_bmm,
     "aiter-fp8-bmm-q-prep": replace(_fp8_bmm, stop_after="q_prep_lift"),
     "aiter-gfx942-broken": replace(_aiter942, mutation="engine_mutations:the_aiter_kernel_is_wrong"),
     "class-gfx942-off": _off(_class942),

@@ -46,6 +46,16 @@ def test_absorb_weights_in_fp8_are_right_where_the_chain_stops_after_pass_2(engi
     assert all(EXACT.holds(figures) for figures in found.values()), found
 
 
+@pytest.mark.engine("aiter-fp8-bmm-off", "aiter-fp4-bmm-off", "aiter-fp4-bmm-on")
+def test_absorb_weights_in_fp4_equal_stock_which_multiplies_by_the_same_gemm(engines):
+    """Beside a bf16 cache stock's GEMM gets no ``y_scale``; what it does beside fp8: tests/test_absorb_fp4.py."""
+    stock = engines("aiter-fp4-bmm-off")
+    assert stock.scenarios != engines("aiter-fp8-bmm-off").scenarios, "the weights were not held in mxfp4"
+    assert kernels(engines("aiter-fp4-bmm-on")) == [{"aiter"}]
+    assert_all_engaged(engines("aiter-fp4-bmm-on"))
+    assert_parity(stock, engines("aiter-fp4-bmm-on"))
+
+
 @pytest.mark.engine("aiter-gfx942-broken")
 @pytest.mark.mutation
 def test_mutation_a_wrong_aiter_kernel_fails_its_self_check_and_is_not_used(engines):

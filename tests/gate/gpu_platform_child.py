@@ -81,10 +81,6 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if request["platform"] != "cpu":
         {"rocm": take_rocm, "cuda": take_cuda}[request["platform"]](request["arch"])
-    if request.get("fp8_bmm"):
-        from vllm._aiter_ops import rocm_aiter_ops
-
-        rocm_aiter_ops.is_fp8bmm_enabled = classmethod(lambda cls: True)  # vLLM's answer where AITER is installed
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
 

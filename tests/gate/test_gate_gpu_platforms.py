@@ -30,10 +30,10 @@ def model(tmp_path_factory):
     return folder
 
 
-def build(model, platform, arch, options, fp8_bmm=False, **environment):
+def build(model, platform, arch, options, **environment):
     """(what the child says, what it logged)."""
     environment["VLLM_CACHE_ROOT"] = str(Path(model) / "cache")
-    request = {"platform": platform, "arch": arch, "model": model, "options": options, "fp8_bmm": fp8_bmm}
+    request = {"platform": platform, "arch": arch, "model": model, "options": options}
     run = subprocess.run(
         [sys.executable, str(CHILD), json.dumps(request)],
         capture_output=True,
@@ -47,20 +47,13 @@ def build(model, platform, arch, options, fp8_bmm=False, **environment):
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_on_vllms_rocm_platform_one_flag_opens_the_bucket_and_keeps_full_graphs(model, arch):
     options = ON | {"kv_cache_dtype": "fp8"}
-    found, log = build(model, "rocm", arch, options, fp8_bmm=True, VLLM_ROCM_USE_AITER="1")
+    found, log = build(model, "rocm", arch, options, VLLM_ROCM_USE_AITER="1")
     assert found["limit"] == 256
     assert found["ranges"][0] == [1, 256]
     assert found["graph_partition"] is True
     assert found["cudagraph_mode"] == "FULL_AND_PIECEWISE"
     assert {*ATTENTION_OPS, "vllm::unified_mla_attention_with_output"} <= set(found["splitting_ops"])
     assert "decode bucket 1..256" in log
-
-
-def test_on_vllms_rocm_platform_fp8_absorb_weights_decline_the_triton_kernel_alone(model):
-    options = {"additional_config": {"aiter_mla": {"enabled": True, "kernel": "triton"}}, "max_num_seqs": 256}
-    found, log = build(model, "rocm", "gfx942", options, fp8_bmm=True)
-    assert found["limit"] is None
-    assert "off although it was switched on: fp8_bmm" in log
 
 
 def test_on_vllms_rocm_platform_without_the_flag_nothing_of_ours_is_in_the_config(model):

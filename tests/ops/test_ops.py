@@ -8,7 +8,6 @@ import pytest
 import torch
 from passes.stubs import BATCHES, SHORT_SLOTS, Batch, forward
 from torch.testing._internal.optests import generate_tests
-from vllm import _custom_ops
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
@@ -226,25 +225,46 @@ def test_uint8_storage_is_viewed_as_the_cards_flavour_without_a_copy(
     assert context.fp8_view(other) is other
 
 
+class VLLMsKernels:
+    """What vLLM's kernels do, by the reference's parts; a CPU build has none of them."""
+
+    def __init__(self, out_dtype: torch.dtype) -> None:
+        self.out_dtype, self.given = out_dtype, []
+
+    def rope_and_write(self, positions: Any, q_pe: Any, k_pe: Any, kv_c: Any, *rest: Any) -> None:
+        self.given += [q_pe, k_pe]
+        q_pe.neg_()
+        k_pe.neg_()
+
+    def concat_quantise_fp8(self, absorbed: torch.Tensor, q_pe: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return store_nope(torch.cat([absorbed, q_pe], -1), 1 / scale, self.out_dtype)
+
+
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_the_stock_kernels_quantise_a_query_of_any_length(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens: int) -> None:
     layer, out_dtype = layer_of("fp8"), torch.float8_e4m3fn
     q, k_pe, kv_c, positions, table, k_scale, _, is_neox, _ = arguments(ROPE, layer, tokens)
     given = DecodeInputs(
         q, k_pe, kv_c, PlainWeight(layer.W_UK_T), context.fp8_view(layer.kv_cache), torch.arange(tokens), positions,
         table, k_scale, layer._q_scale, is_neox, out_dtype,
     )  # fmt: skip
-    backend = StockBackend(kernels)
+    vllms, before = VLLMsKernels(out_dtype), q.clone()
+    backend = StockBackend(vllms)
     assert backend.refuse(given) is None
-    monkeypatch.setattr(backend, "_rotate_and_write", lambda inputs, q_pe: None)
-    # vLLM's quantisation kernel takes the rows of a matrix, and CPU builds have none.
-    shapes: list[int] = []
-
-    def quantise(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shapes.append(x.dim())
-        return store_nope(x, 1 / scale, out_dtype), scale
-
-    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", quantise)
     query = backend.prepare(given)
     assert (query.shape, query.dtype) == ((tokens, SIZES.n, SIZES.latent + SIZES.r), out_dtype)
-    assert shapes == [2]
+    assert [one.data_ptr() for one in vllms.given] == [q[..., SIZES.p :].data_ptr(), k_pe.data_ptr()][
+        : 2 * bool(tokens)
+    ]
+    assert torch.equal(q[..., SIZES.p :], -before[..., SIZES.p :])
+    assert torch.equal(q[..., : SIZES.p], before[..., : SIZES.p])
+
+
+def test_the_last_kernel_of_stock_is_the_one_that_vllms_layers_call() -> None:
+    from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+
+    absorbed, q_pe, scale = torch.randn(3, 2, 32).bfloat16(), torch.randn(3, 2, 16).bfloat16(), torch.tensor(0.5)
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))):
+        query = kernels.concat_quantise_fp8(absorbed, q_pe, scale)
+    expected = store_nope(torch.cat([absorbed, q_pe], -1), 1 / scale, torch.float8_e4m3fn)
+    assert torch.equal(query.view(torch.uint8), expected.view(torch.uint8))

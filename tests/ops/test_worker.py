@@ -91,7 +91,7 @@ def test_loading_starts_a_census_checks_the_kernels_and_keys_the_cache(said, mon
     before = pass_.uuid()
     assert one.load_model() == "loaded"
     assert census.current().engaged == {}
-    assert given == [{"strict": False, "capture_sizes": [1, 8]}]
+    assert given == [{"strict": False, "capture_sizes": [1, 8], "limit": 16}]
     assert pass_.kernels == worker.cache_key({NAME: compat_config.mla_modules(one.vllm_config)[NAME]})
     assert pass_.uuid() != before
 

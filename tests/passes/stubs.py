@@ -63,6 +63,8 @@ class StubLayer:
     use_pcp = False
     dcp_q_replicate = False
     sliding_window = None
+    q_pad_num_heads = None
+    is_aiter_triton_fp4_bmm_enabled = is_aiter_triton_fp8_bmm_enabled = is_amx_bmm_enabled = False
 
     def __init__(self, name: str, sizes: Sizes, dtype: torch.dtype, cache_dtype: str = "auto", **options: Any) -> None:
         generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))

@@ -95,7 +95,7 @@ def test_layer_outside_the_forward_context_is_refused() -> None:
     [
         ("sparse_mla", lambda layer: setattr(layer.impl, "is_sparse", True)),
         ("q_padding", lambda layer: setattr(layer, "q_pad_num_heads", 16)),
-        ("fp4_bmm", lambda layer: setattr(layer, "is_aiter_triton_fp4_bmm_enabled", True)),
+        ("capability", lambda layer: delattr(layer.impl, "supports_quant_query_input")),
         ("no_absorbed_weight", lambda layer: setattr(layer, "W_UK_T", None)),
         ("kv_cache_dtype", lambda layer: setattr(layer, "kv_cache_dtype", "fp8_ds_mla")),
         ("dcp", lambda layer: setattr(layer.impl, "dcp_world_size", 2)),

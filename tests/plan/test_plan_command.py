@@ -28,12 +28,10 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_the_page_holds_the_bucket_the_reason_and_the_way_out() -> None:
-    status, out, _ = invoke(*R1, *MTP, *TRITON)
+    status, out, _ = invoke(*R1, *MTP, *DCP)
     assert status == command.DOES_NOT
     assert "L = 512" in out
-    assert "fp8_bmm: kernel=triton takes no fp8 absorb weights; set VLLM_ROCM_USE_AITER_FP8BMM=0" in " ".join(
-        out.split()
-    )
+    assert "dcp: decode_context_parallel_size is 2; the fast path needs 1" in " ".join(out.split())
     status, out, _ = invoke(*R1, *MTP)
     assert status == command.ENGAGES
     assert "61/61 MLA layers would engage" in out

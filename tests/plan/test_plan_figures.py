@@ -81,6 +81,20 @@ def test_the_one_launch_moves_what_the_benchmark_counts(tokens: int, heads: int,
     assert formulas.moved(formulas.aiter(step)) - once == 4 * tokens * heads * 512
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+def test_the_one_launch_over_fp8_weights_moves_what_the_benchmark_counts(tokens: int) -> None:
+    step = formulas.Step(tokens, 16, 128, 64, 512, 1, weight=1)
+    assert formulas.moved(formulas.triton(step)) == Point(tokens, 16, True, fp8_weight=True).bytes_once
+
+
+def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most_half_of_stocks_bytes() -> None:
+    step = formulas.Step(64, 16, 128, 64, 512, stored=1, weight=1)
+    assert formulas.moved(formulas.triton(step)) == 2_151_424
+    assert formulas.triton_share(step) == pytest.approx(0.477, abs=0.001)
+    assert formulas.triton_share(step) <= 0.5
+    assert formulas.triton_share(formulas.Step(64, 16, 128, 64, 512, stored=1)) > 0.5, "plain weights: not half"
+
+
 def test_launches_per_layer_are_those_of_the_architecture() -> None:
     for stored, expected in ((1, (5, 3, 2, 1)), (2, (4, 3, 2, 1))):
         step = formulas.Step(8, 16, 128, 64, 512, stored)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm.envs
 from plan_support import ENGAGING, NO_FP8_BMM, codes, planned
 
 from vllm_aiter_mla import admission
@@ -37,12 +39,13 @@ def test_vllms_default_fp8_bmm_engages_with_aiter_over_weights_of_one_byte() -> 
     assert moved[1] - moved[0] == 16 * 128 * 512
 
 
-def test_vllms_default_fp8_bmm_is_a_reason_with_the_triton_kernel() -> None:
-    plan = planned("deepseek-r1", "-tp", "8", *TRITON, env=())
-    assert codes(plan)[0] == "fp8_bmm"
-    view = admission.ConfigView(fp8_bmm=True, kernel="triton")
-    assert plan["reasons"][0]["message"] == admission.admit_config(view).message  # type: ignore[union-attr]
-    assert "fp8_bmm" not in codes(planned("deepseek-r1", "-tp", "8", *TRITON))
+def test_vllms_default_fp8_bmm_engages_with_triton_over_weights_of_one_byte() -> None:
+    plan, plain = planned("deepseek-r1", "-tp", "8", *TRITON, env=()), planned("deepseek-r1", "-tp", "8", *TRITON)
+    assert (plan["verdict"], codes(plan)) == ("engaged", [])
+    assert {span["kernel"] for span in plan["kernels"]} == {"triton"}
+    assert plan["kernels"][-1]["detail"] == "tile 64x64/4w, static choice"
+    moved = [one["figures"]["by_tokens"][1]["triton"]["bytes"] for one in (plan, plain)]
+    assert moved[1] - moved[0] == 16 * 128 * 512
 
 
 def test_dcp_2_is_refused_with_admissions_own_words() -> None:
@@ -79,11 +82,43 @@ def test_the_option_aiter_view_moves_the_border() -> None:
     assert [(span["last"], span["detail"]) for span in spans] == [(99, "its per-head kernel"), (256, "its opt kernel")]
 
 
-def test_fp4_bmm_on_gfx950_depends_on_the_weights() -> None:
-    env = (NO_FP8_BMM,)
-    assert codes(planned("kimi-k2.5", "-tp", "8", arch="gfx950", env=env)) == ["fp4_bmm"]
-    assert codes(planned("kimi-k2.5", "-tp", "8", arch="gfx942", env=env)) == []
-    assert codes(planned("kimi-k2", "-tp", "8", arch="gfx950", env=env)) == []
+@pytest.mark.parametrize(
+    ("model", "arch", "bytes_per_value"),
+    [("kimi-k2.5", "gfx950", 17 / 32), ("kimi-k2.5", "gfx942", 2), ("kimi-k2", "gfx950", 2)],
+)
+def test_mxfp4_weights_on_gfx950_beside_bf16_attention_engage_and_are_counted(model, arch, bytes_per_value) -> None:
+    plan = planned(model, "-tp", "8", arch=arch, env=(NO_FP8_BMM, "VLLM_ROCM_USE_AITER_FP4BMM=1"))
+    assert (codes(plan), plan["verdict"]) == ([], "engaged")
+    absorb = plan["figures"]["by_tokens"][1]["aiter"]["launches"][0]
+    heads = plan["heads_per_rank"]
+    assert absorb["read"] == heads * 128 * 512 * bytes_per_value + 2 * heads * 128
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+TABLE = PAGE.partition("### What a checkpoint needs")[2].partition("\n## ")[0]
+ROWS = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in TABLE.splitlines() if line.startswith("| `")]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row[:2]))
+@pytest.mark.parametrize(("release", "default"), [("0.32", True), ("0.33", False)])
+def test_the_table_of_checkpoints_says_what_plan_says_for_both_defaults_of_vllm(row, release, default, monkeypatch):
+    """One flag and VLLM_ROCM_USE_AITER=1 are enough everywhere: no row needs another variable."""
+    name, arch, before, since, needed = row
+    for variable in (serve_options.FP8_BMM, serve_options.FP4_BMM):
+        unset = lambda variable=variable: bool(int(os.environ.get(variable, str(int(default)))))  # noqa: E731
+        monkeypatch.setitem(vllm.envs.environment_variables, variable, unset)
+    plan = planned(name, "--kv-cache-dtype", "fp8", arch=arch, env=())
+    assert (plan["verdict"], codes(plan)) == ("engaged", [])
+    assert plan["absorb_weight"] == {"activation dtype": "plain"}.get(said := before if default else since, said)
+    assert needed == "nothing more"
+    notes = [note for note in plan["assumptions"] if "BMM is unset: " in note]
+    assert len(notes) == (2 if "mxfp4" in (before, since) else 1)
+    assert all(f"is unset: {'on' if default else 'off'}, the default of vLLM " in note for note in notes)
+
+
+def test_the_table_of_checkpoints_has_four_of_them_on_both_cards() -> None:
+    names = ("deepseek-r1", "deepseek-r1-mxfp4", "deepseek-v2-lite", "kimi-k2.5")
+    assert [row[:2] for row in ROWS] == [[name, arch] for name in names for arch in ("gfx942", "gfx950")]
 
 
 def test_every_reason_is_named_not_only_the_first() -> None:
@@ -110,8 +145,7 @@ def test_triton_by_name_plans_for_the_named_card() -> None:
     assert {span["kernel"] for span in plan["kernels"]} == {"triton"}
     assert codes(plan) == ["impl"]
     glm = planned("glm-5", "-tp", "8", *kernel)
-    assert "power of two" in glm["kernels"][0]["refusals"][0][1]
-    assert "kernel_shape" in codes(glm)
+    assert {span["kernel"] for span in glm["kernels"]} == {"triton"}, "a nope width of 192: blocks of 128 and 64"
 
 
 @pytest.mark.parametrize(
@@ -141,11 +175,11 @@ def test_a_model_without_mla_gets_a_plan_too(tmp_path: Path) -> None:
 ENGINE = admission.ConfigView(
     version_supported=False, missing=("x",), op_schema=("x",), atom_active=True, is_mla=False, is_sparse=True,
     enforce_eager=True, breakable_cudagraph=True, mode="NONE", backend="eager", dcp=2, pcp=2, hisparse=True,
-    kv_cache_dtype="fp8_e5m2", model_dtype="float16", fp8_bmm=True, kernel="triton",
+    kv_cache_dtype="fp8_e5m2", model_dtype="float16",
     use_inductor_graph_partition=False,
 )  # fmt: skip
 LAYER = admission.LayerView(
-    impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, fp4_bmm=True, amx_bmm=True,
+    impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, missing=("x",), amx_bmm=True,
     kv_cache_dtype="fp8_e5m2", kv_cache_ndim=4, dcp_world_size=2, pcp_world_size=2, dcp_q_replicate=True, hisparse=True,
     graph_dtype="float16", cos_sin_dtype_matches=False, sliding_window=True, num_heads=0, kv_lora_rank=0,
 )  # fmt: skip
@@ -156,16 +190,16 @@ def test_a_view_with_everything_wrong_gives_every_reason_of_admission(view: Any,
     found = [refusal.code for refusal in verdict._all(view, admit)]
     # A mode that breakable graphs did not set, and partition options given together, are each a view of their own.
     known = set(admission.ENGINE_REASONS) - {"compilation_mode", "splitting_ops", "user_pass", "heads_not_divisible"}
-    shared = {"sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
+    shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
     assert set(found) == (known if admit is admission.admit_config else set(admission.LAYER_REASONS) | shared)
     assert all(found.count(code) == 1 for code in set(found) - {"dcp", "geometry"})
 
 
 @pytest.mark.parametrize("ops", [(admission.KV_UPDATE_OP,), (admission.MLA_ATTENTION_OP, admission.KV_UPDATE_OP)])
 def test_one_cause_is_taken_out_and_the_others_stay(ops: tuple[str, ...]) -> None:
-    view = admission.ConfigView(mode="NONE", splitting_ops=ops, fp8_bmm=True, kernel="triton")
+    view = admission.ConfigView(mode="NONE", splitting_ops=ops, hisparse=True)
     codes = [refusal.code for refusal in verdict._all(view, admission.admit_config)]
-    assert codes == ["compilation_mode", "fp8_bmm", "splitting_ops"]
+    assert codes == ["compilation_mode", "hisparse", "splitting_ops"]
 
 
 def test_examples_carry_what_they_rest_on() -> None:

@@ -83,6 +83,17 @@ def _trace(name: str, counts: dict[str, int]) -> dict[str, Any]:
     return shared | launches | {"trace": name, "counts": counts}
 
 
+def measured_shape() -> dict[str, Any]:
+    """What a census holds of one layer shape that was timed; the figures are made up."""
+    counts = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    us = {
+        str(t): {"aiter": 3.2 + t / 60, "stock": 5.4 + t / 55, "triton": 2.2 + t / 90 + t * t / 30000} for t in counts
+    }
+    chosen = [[1, 128, "triton"], [129, 1024, "aiter"]]
+    shape = "16 heads, widths 128+64 and 512, bfloat16, plain weight, made up for a test"
+    return {"shape": shape, "layers": [f"model.layers.{n}.attn" for n in range(61)], "chosen": chosen, "us": us}
+
+
 def made_up_plan() -> dict[str, Any]:
     """What ``plan --json`` prints, cut to what the report reads."""
     path = {"launches": [{"name": "absorb BMM"}], "launches_per_step": 61, "bytes": 1000}
@@ -121,6 +132,7 @@ def every_kind() -> dict[str, dict[str, Any]]:
     census["refused"] = {"model.layers.9.self_attn.attn": ["sparse", "sparse MLA"]}
     census["partial"] = {"model.layers.8.self_attn.attn": ["kernel_shape", "no kernel"]}
     census["capture_sizes"] = [1, 16]
+    census["measured"] = [measured_shape()]
     recorded["demo"]["runs"][0]["layers"]["refused"] = {"model.layers.3": ["sparse", "sparse MLA"]}
     return {
         "engines": engine_result(graphs, [census]),

@@ -166,6 +166,18 @@ def test_gauge_of_several_engines_has_the_figures_of_each(vllm_like: Path) -> No
     assert figures == {"0": "2.0", "1": "1.0"}
 
 
+def test_gauge_of_what_a_step_saves_counts_each_layer_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks of a tensor-parallel group hold the same layers; what is not engaged saves nothing."""
+    us = {1: {"stock": 5.0, "aiter": 3.0}, 64: {"stock": 6.5, "aiter": 7.0}}
+    chosen = [[1, 1, "aiter"], [2, 64, "stock"]]
+    measured = [{"shape": "made up", "layers": ["a", "b", "c"], "chosen": chosen, "us": us}]
+    monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
+    for rank in range(2):
+        gauge.publish({"rank": rank, "engaged": {"a": "aiter", "b": "aiter"}, "refused": {}, "measured": measured})
+    assert gauge.saved_of("0") == {"1": 4.0, "64": 0.0}
+    assert gauge.saved_of("1") == {}
+
+
 @pytest.mark.parametrize(
     "wrong",
     ["no JSON", "[]", '{"engaged": ["a"]}', '{"engaged": [], "refused": [], "engine": "0", "process": {}}'],

@@ -1,15 +1,32 @@
-"""What the project's tools measured, on the page: traces, serving times, accuracy."""
+"""What was measured, on the page: kernels at start-up, traces, serving times, accuracy."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from report_support import DATA, measured_shape
 
 from vllm_aiter_mla.commands.report.render import html_of
 
 
 def cells(page: str) -> list[str]:
     return [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", page)]
+
+
+def test_report_draws_the_measured_choice_once_for_all_ranks(written: Callable[[str, Any], Path]) -> None:
+    census = json.loads((DATA / "census.json").read_text()) | {"measured": [measured_shape()]}
+    page = html_of([written(f"census-{rank}.json", census | {"rank": rank}) for rank in range(2)])
+    assert page.count("Measured at start-up: triton 1..128, aiter 129..1024</h3>") == 1
+    assert "rank 0: 61 layers; census-1.json, rank 1: 61 layers" in page
+    drawn = re.findall(r'<polyline class="series s(\d)"', page)
+    assert drawn == ["0", "1", "2"], "one line per candidate"
+    found = cells(page)
+    at = found.index("64")
+    assert found[at + 1 : at + 5] == ["4.27", "6.56", "3.05", "triton"]
 
 
 def test_report_of_traces_counts_launches_side_by_side(measured: list[Path]) -> None:

@@ -239,7 +239,7 @@ def written_by(tmp_path, **process):
     verdict = record.as_record(LAYERS, 512, "fp8", 0)
     known = file.process(os.getpid()) | process
     path = tmp_path / f"census-{known['pid']}-0.json"
-    path.write_text(json.dumps(verdict | {"process": known} | evidence.stamp("census", 1)))
+    path.write_text(json.dumps(verdict | {"process": known} | evidence.stamp("census", 2)))
     return path
 
 

@@ -99,9 +99,10 @@ class Counter(TorchDispatchMode):
             before, self._paused = self._paused, True
             try:
                 result = function(*args, **kwargs)
+                moved = bytes_of(result, *args, **kwargs)
             finally:
                 self._paused = before
-            self.note(name, 1, allocations, bytes_of(result, *args, **kwargs))
+            self.note(name, 1, allocations, moved)
             return result
 
         return call

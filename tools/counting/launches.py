@@ -100,13 +100,13 @@ TABLE = (
         "concat + fp8 quantisation of the query",
         "1 + a buffer",
         "absorbed query and q_pe read, fp8 query written",
-        "`_DecodeConcatQuantFP8` of vLLM's `mla_attention.py`, compiled: torch.compile fuses it",
+        "`_DecodeConcatQuantFP8` of `vllm/model_executor/layers/attention/mla_attention.py`, compiled",
     ),
     (
         "concat of a query that is not quantised",
         "1 + a buffer",
         "absorbed query and q_pe read, query written",
-        "`AiterMLAImpl.forward_mqa` of vLLM's `rocm_aiter_mla.py`",
+        "`AiterMLAImpl.forward_mqa` of `vllm/v1/attention/backends/mla/rocm_aiter_mla.py`",
     ),
     (
         "the decode kernel",

@@ -1,8 +1,8 @@
-"""An MLA layer of vLLM's own Python over kernels that return at once: what is left is the host's work.
+"""One MLA layer of vLLM's own Python without an engine: its ops and ours, to be counted or to be timed.
 
 vLLM's ``MLAAttention.forward_impl``, its ops and its forward context run as they are; so do our op, layers, selector
-and AITER back end. Replaced are ``torch.bmm``, vLLM's rope and KV kernel, its quantisation, the attention kernels and
-AITER's op. Allocations, views and dispatch are real. Scales are buffers of an ``nn.Module`` as in vLLM.
+and AITER back end. The attention kernels return at once, the same in all. To be timed, ``without_kernels`` also
+replaces ``torch.bmm``, vLLM's rotary kernels and AITER's op: allocations, views and dispatch stay.
 """
 
 from __future__ import annotations
@@ -10,20 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from vllm import _custom_ops
-from vllm.config import CUDAGraphMode, PassConfig
+from vllm.compilation.passes.fusion import mla_rope_kvcache_cat_fusion  # noqa: F401  defines stock's fused op
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, PassConfig
 from vllm.forward_context import ForwardContext, override_forward_context
-from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention, _DecodeConcatQuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import _encode_layer_name
 
 from vllm_aiter_mla import layers
+from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.ops import register
 from vllm_aiter_mla.sandbox import gpu_ops
-from vllm_aiter_mla.sandbox.fake_aiter import engine
+from vllm_aiter_mla.sandbox.fake_aiter.engine import ROCM
+from vllm_aiter_mla.sandbox.fake_aiter.trees import install
 
+ARCH = "gfx950"
 NAME = "model.layers.0.self_attn.attn"
 ROWS = 4
 """Few, so that a buffer comes from malloc's own lists and no page is asked of the kernel."""
@@ -31,45 +39,73 @@ HEADS, NOPE, ROPE, LATENT, VALUE, Q_LORA = 16, 128, 64, 512, 128, 1536
 ACT = torch.bfloat16
 
 
-class _Quantise(torch.nn.Module):
-    """In the place of vLLM's ``_DecodeConcatQuantFP8``, which is a module too."""
+def fp8_dtype() -> torch.dtype:
+    """The fp8 type of the card that the layer is on."""
+    return current_platform.fp8_dtype()
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._out = [torch.zeros(ROWS, HEADS, LATENT + ROPE).to(dtype)]
 
-    def forward(self, absorbed: torch.Tensor, q_pe: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """A prepared query that is there already."""
-        return self._out[0]
+def quantiser() -> Any:
+    """vLLM's own concat and quantisation as it runs beside Inductor: a function of torch.compile's, its kernel stubbed.
+
+    Dynamo's guards and vLLM's wrapper around it are the host's work; the kernel's output is allocated in every call.
+    """
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
+        known: list[torch.Tensor] = []
+
+        def launch(*args: Any) -> Any:
+            if not known:
+                known.extend(graph(*args))
+            return [out.new_empty(out.shape) for out in known]
+
+        return launch
+
+    compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, backend="inductor", custom_ops=["none"])
+    with (
+        mock.patch.object(custom_op, "get_cached_compilation_config", return_value=compilation),
+        mock.patch.object(type(current_platform), "simple_compile_backend", staticmethod(backend)),
+        mock.patch.object(custom_op, "maybe_disable_graph_partition", return_value={}),
+    ):
+        return _DecodeConcatQuantFP8(static=True, group_shape=GroupShape.PER_TENSOR, compile_native=True)
 
 
 class _Implementation:
     is_sparse, dcp_world_size, supports_quant_query_input = False, 1, True
 
     def __init__(self) -> None:
-        self._out = torch.zeros(ROWS, HEADS, LATENT, dtype=ACT), None
+        self._out = torch.zeros(ROWS, HEADS, LATENT, dtype=ACT)
 
     def forward_mqa(self, q: Any, cache: torch.Tensor, metadata: Any, layer: Any) -> Any:
-        """An output that is there already, in as many rows as decode."""
-        return self._out
+        """An output that is there already; a query in two parts is joined first, as ``AiterMLAImpl`` does."""
+        if isinstance(q, tuple):
+            q = torch.cat(q, dim=-1)
+        return self._out[: q.shape[0]], None
 
     def forward_mha(self, *args: Any, **kwargs: Any) -> None:
         """Prefill attention: nothing."""
+
+    def do_kv_cache_update(
+        self, kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, name: str, scale: Any
+    ) -> None:
+        """What ``concat_and_cache_mla`` does on a GPU."""
+        gpu_ops.write_kv_rows(kv_c, k_pe, cache, slots, scale)
 
 
 class Layer(torch.nn.Module):
     """``MLAAttention`` without its constructor."""
 
     hisparse_cache = q_pad_num_heads = prefill_backend = sliding_window = None
-    use_pcp = dcp_q_replicate = False
+    use_pcp = dcp_q_replicate = pcp_shard_decode_requests = False
     is_aiter_triton_fp4_bmm_enabled = is_aiter_triton_fp8_bmm_enabled = is_amx_bmm_enabled = False
     num_heads, qk_nope_head_dim, qk_rope_head_dim = HEADS, NOPE, ROPE
     kv_lora_rank, v_head_dim = LATENT, VALUE
     layer_name = NAME
     forward_impl, _v_up_proj = MLAAttention.forward_impl, MLAAttention._v_up_proj
     prepare_kv_cache_update = MLAAttention.prepare_kv_cache_update
+    update_kv_cache = MLAAttention.update_kv_cache
+    chunked_prefill_workspace_size = 0
 
-    def __init__(self, cache: str, fp8: torch.dtype) -> None:
+    def __init__(self, cache: str) -> None:
         super().__init__()
         self.kv_cache_dtype, self.impl = cache, _Implementation()
         self.register_buffer("_k_scale", torch.ones(()))
@@ -77,7 +113,7 @@ class Layer(torch.nn.Module):
         self.W_UK_T = torch.zeros(HEADS, NOPE, LATENT, dtype=ACT)
         self.W_UV = torch.zeros(HEADS, LATENT, VALUE, dtype=ACT)
         self.kv_cache = torch.zeros(8, 16, LATENT + ROPE, dtype=torch.uint8 if cache == "fp8" else ACT)
-        self._decode_concat_quant_fp8_op = _Quantise(fp8)
+        self._decode_concat_quant_fp8_op = quantiser()
         self._vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(block_size=16),
             compilation_config=SimpleNamespace(pass_config=PassConfig()),
@@ -85,66 +121,113 @@ class Layer(torch.nn.Module):
         )
 
 
-def metadata(prefills: int) -> Any:
-    """As vLLM's MLA builders make it, of ``ROWS`` rows."""
-    return SimpleNamespace(
-        decode=SimpleNamespace(),
-        prefill=SimpleNamespace() if prefills else None,
-        num_prefills=int(prefills > 0),
-        num_decodes=ROWS - prefills,
-        num_decode_tokens=ROWS - prefills,
-        num_actual_tokens=ROWS,
-    )
+class Batch(NamedTuple):
+    """Rows of each sort among ``ROWS``; the rest pads a graph. No metadata in a dummy run."""
+
+    decodes: int
+    prefills: int = 0
+    dummy: bool = False
+
+    def metadata(self) -> Any:
+        """As vLLM's MLA builders make it."""
+        if self.dummy:
+            return None
+        return SimpleNamespace(
+            decode=SimpleNamespace() if self.decodes else None,
+            prefill=SimpleNamespace() if self.prefills else None,
+            num_prefills=int(self.prefills > 0),
+            num_decodes=self.decodes,
+            num_decode_tokens=self.decodes,
+            num_actual_tokens=self.decodes + self.prefills,
+        )
+
+    def slots(self) -> torch.Tensor:
+        """A slot for each real row, -1 for padding."""
+        rows = torch.arange(ROWS)
+        return torch.where(rows < self.decodes + self.prefills, rows, -1)
+
+
+BATCHES = {
+    "all decode": Batch(ROWS),
+    "padded decode": Batch(ROWS - 1),
+    "one prefill among decodes": Batch(ROWS - 1, 1),
+    "all short prompts": Batch(0, ROWS),
+    "dummy": Batch(0, dummy=True),
+}
 
 
 @contextmanager
-def calls(cache: str, prefills: int) -> Iterator[dict[str, Callable[[], None]]]:
-    """The ops of one layer as a compiled graph calls them, by name, each ready to be timed.
+def step(cache: str, batch: Batch) -> Iterator[Layer]:
+    """One layer inside vLLM's forward context of a batch, on a card that the plugin takes for gfx950.
+
+    Its fp8 type is that of a CPU too, so nothing of vLLM's platform has to be changed.
 
     Args:
         cache: "fp8" or "auto".
-        prefills: how many of the rows belong to a prefill.
+        batch: the rows.
     """
     gpu_ops.register()
-    fp8 = engine.FP8["gfx942"]
-    engine.pretend("gfx942")
-    layer = Layer(cache, fp8)
+    register.register()
+    layers.reset()
+    layer = Layer(cache)
     layers.trust(layer)
     context = ForwardContext(
         no_compile_layers={NAME: layer},
-        attn_metadata={NAME: metadata(prefills)},
-        slot_mapping={NAME: torch.arange(ROWS)},
+        attn_metadata=None if batch.dummy else {NAME: batch.metadata()},
+        slot_mapping={} if batch.dummy else {NAME: batch.slots()},
         cudagraph_runtime_mode=CUDAGraphMode.NONE,
     )
+    with (
+        install(ARCH),
+        mock.patch.object(layers, "detect_platform", return_value=Platform(ARCH, ROCM)),
+        override_forward_context(context),
+        torch.inference_mode(),
+    ):
+        try:
+            yield layer
+        finally:
+            layers.reset()
+
+
+@contextmanager
+def without_kernels(layer: Layer) -> Iterator[None]:
+    """What is left is the host's work."""
     backend: Any = layers.selector_of(layer).backend("aiter")
     nothing = lambda *args, **kwargs: None  # noqa: E731
     with (
-        override_forward_context(context),
-        torch.inference_mode(),
         mock.patch.object(torch, "bmm", nothing),
+        mock.patch.object(torch, "cat", _joined),
         mock.patch.object(_custom_ops, "concat_and_cache_mla_rope_fused", nothing),
         mock.patch.object(_custom_ops, "rotary_embedding", nothing),
         mock.patch.object(backend, "_op", nothing),
     ):
-        yield _calls(layer, fp8 if cache == "fp8" else ACT)
-    layers.reset()
+        yield
 
 
-def _calls(layer: Layer, out_dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+def _joined(tensors: Any, dim: int) -> torch.Tensor:
+    """The buffer that ``torch.cat`` allocates."""
+    first = tensors[0]
+    return first.new_empty((*first.shape[:-1], sum(tensor.shape[-1] for tensor in tensors)))
+
+
+def calls(layer: Layer) -> dict[str, Callable[[], Any]]:
+    """The ops of the layer as a compiled graph calls them, by name."""
     name = _encode_layer_name(NAME)
     q = torch.zeros(ROWS, HEADS * (NOPE + ROPE), dtype=ACT).view(ROWS, HEADS, NOPE + ROPE)
     k_pe = torch.zeros(ROWS, Q_LORA + LATENT + ROPE, dtype=ACT)[:, Q_LORA + LATENT :]
     kv_c, output = torch.zeros(ROWS, LATENT, dtype=ACT), torch.zeros(ROWS, HEADS * VALUE, dtype=ACT)
     positions, table = torch.arange(ROWS), torch.zeros(1024, ROPE, dtype=ACT)
     q_pe, k_3d, k_scale, cache = q[..., NOPE:], k_pe.unsqueeze(1), layer._k_scale, layer.kv_cache_dtype
-    stock, ours = torch.ops.vllm, torch.ops.vllm_aiter_mla
-    rope = stock.fused_rope_unified_mla_kv_cache_update.default
-    attention = stock.unified_mla_attention_with_output.default
-    prepare, attend = ours.fused_qk_rope_kv_cache_q_prep.default, ours.mla_attention_with_prepared_q.default
-    query = q.new_zeros((ROWS, HEADS, LATENT + ROPE)).to(out_dtype)
+    vllm = torch.ops.vllm
+    rotary = torch.ops._C.rotary_embedding.default
+    write = vllm.unified_mla_kv_cache_update.default
+    fused = vllm.fused_rope_unified_mla_kv_cache_update.default
+    attention = vllm.unified_mla_attention_with_output.default
+    ours = torch.ops.vllm_aiter_mla.mla_attention_with_rope.default
     return {
-        "stock rope": lambda: rope(positions, q_pe, k_pe, kv_c, table, False, cache, k_scale, name),
-        "stock attention": lambda: attention(q, kv_c, k_3d, output, name),
-        "ours prepare": lambda: prepare(q, k_pe, kv_c, positions, table, k_scale, False, out_dtype, name),
-        "ours attention": lambda: attend(q, kv_c, k_pe, query, output, name, positions, table, False, False),
+        "rope": lambda: rotary(positions, q_pe, k_pe, ROPE, table, False),
+        "write": lambda: write(kv_c, k_3d, name, cache, k_scale),
+        "rope and write": lambda: fused(positions, q_pe, k_pe, kv_c, table, False, cache, k_scale, name),
+        "attention": lambda: attention(q, kv_c, k_3d, output, name),
+        "ours": lambda: ours(q, k_pe, kv_c, positions, table, k_scale, output, False, name),
     }

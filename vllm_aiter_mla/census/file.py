@@ -5,7 +5,6 @@ Whatever is wrong with a file is raised to the caller, who has said the verdict 
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ def write_census(folder: Path, record: dict[str, Any]) -> None:
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    stamped = record | {"process": process(os.getpid())} | evidence.stamp("census", 1)
+    stamped = record | {"process": process(os.getpid())} | evidence.stamp("census", 2)
     evidence.write(folder / f"census-{os.getpid()}-{record['rank']}.json", stamped)
     _remove_ended(folder)
 
@@ -77,7 +76,7 @@ def read_refusals(path: Path) -> tuple[Reasons, Reasons]:
         FileNotFoundError: there is no such file.
         Exception: it cannot be read, is too large, or holds something else.
     """
-    known = _read(path)
+    known = evidence.read(path, LARGEST)
     refused, partial = known["refused"], known["partial"]
     for table in (refused, partial):
         for why in dict.values(table):
@@ -86,19 +85,10 @@ def read_refusals(path: Path) -> tuple[Reasons, Reasons]:
     return refused, partial
 
 
-def _read(path: Path) -> Any:
-    # Not followed, and not waited for: a pipe in its place would block for ever.
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        text = file.read(LARGEST + 1)
-    if len(text) > LARGEST:
-        raise ValueError(f"larger than {LARGEST} bytes")
-    return json.loads(text)
-
-
 def _remove_ended(folder: Path) -> None:
     for path in folder.glob("census-*-*.json"):
         try:
-            record = _read(path)
+            record = evidence.read(path, LARGEST)
             if record[evidence.KEY]["host"] == evidence.host() and has_ended(record["process"]):
                 path.unlink(missing_ok=True)
         except Exception:

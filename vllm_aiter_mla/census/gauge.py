@@ -1,4 +1,5 @@
-"""``vllm:aiter_mla_layers{state="engaged|refused"}``: how its figures get from the workers to the front end.
+"""``vllm:aiter_mla_layers{state="engaged|refused"}`` and ``vllm:aiter_mla_saved_microseconds{tokens="64"}``: how their
+figures get from the workers to the front end.
 
 The census is taken in worker processes; metrics are served by the front end, which is another process, and with
 several API servers by several. So each worker writes its verdicts to a folder of this run that it finds through the
@@ -19,9 +20,15 @@ from typing import Any
 
 from vllm_aiter_mla import evidence
 from vllm_aiter_mla.census.file import has_ended, process
+from vllm_aiter_mla.census.record import saved_us
 
 NAME = "vllm:aiter_mla_layers"
 HELP = "MLA layers by verdict of vllm-aiter-mla: on the fast path (engaged) or left as they are (refused)."
+SAVED = "vllm:aiter_mla_saved_microseconds"
+SAVED_HELP = (
+    "Microseconds that one decode step saves in its MLA layers against vLLM's own kernels, by tokens in the step: "
+    "measured at start-up, not while serving."
+)
 FOLDER = "AITER_MLA_GAUGE_DIR"
 """Environment variable that leads workers to this run's folder; set by ``prepare``, inherited by spawned processes."""
 
@@ -55,7 +62,8 @@ def publish(record: dict[str, Any], declined: bool = False) -> None:
     folder = os.environ.get(FOLDER)
     if folder and Path(folder).is_dir():
         name = _DECLINED if declined else f"{os.getpid()}-{record['rank']}.json"
-        layers = {key: sorted(record[key]) for key in ("engaged", "refused")}
+        layers: dict[str, Any] = {key: sorted(record[key]) for key in ("engaged", "refused")}
+        layers["saved_us"] = saved_us(record)
         about = {"engine": record.get("engine") or "0", "process": process(os.getpid())}
         evidence.write(Path(folder) / name, layers | about | evidence.stamp("gauge", 1))
 
@@ -66,13 +74,30 @@ def layers_of(engine: str) -> dict[str, int]:
     Args:
         engine: vLLM's index of it, as its metrics label it.
     """
+    return counts(_records(engine))
+
+
+def saved_of(engine: str) -> dict[str, float]:
+    """Microseconds saved in one step by its tokens, over the layers of one engine; empty where nothing was measured.
+
+    Each layer counts once: ranks of a tensor-parallel group hold the same layers, and agree on the figures.
+    """
+    by_layer: dict[str, dict[str, float]] = {}
+    for record in _records(engine):
+        for tokens, layers in record.get("saved_us", {}).items():
+            by_layer.setdefault(tokens, {}).update(layers)
+    return {tokens: round(sum(layers.values()), 1) for tokens, layers in by_layer.items()}
+
+
+def _records(engine: str) -> list[dict[str, Any]]:
+    """What the workers of one engine wrote that run now; where there are none of any, that of a declined engine."""
     folder = os.environ.get(FOLDER)
     found = {path.name: json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))} if folder else {}
     declined = found.pop(_DECLINED, None)
     workers = [record for record in found.values() if not has_ended(record["process"])]
     if not workers:
-        return {} if declined is None else counts([declined])
-    return counts([record for record in workers if record["engine"] == engine])
+        return [] if declined is None else [declined]
+    return [record for record in workers if record["engine"] == engine]
 
 
 def counts(records: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -10,6 +10,9 @@ from vllm_aiter_mla.census import state
 NOT_RUN = ("not_run", "its fused op has not run")
 """Code and reason of a layer that nobody has refused and that is not engaged."""
 
+SHOWN = 64
+"""Tokens of the step whose measured time the line gives, or the nearest count that was timed."""
+
 
 def as_record(total: Sequence[str], limit: int, kv_cache_dtype: str, rank: int) -> dict[str, Any]:
     """What this process has counted; a layer that is not engaged counts as refused, with the reason that is known.
@@ -29,6 +32,7 @@ def as_record(total: Sequence[str], limit: int, kv_cache_dtype: str, rank: int) 
         "refused": {name: list(reason) for name, reason in why.items() if name not in now.engaged},
         "partial": {name: list(reason) for name, reason in now.partial.items()},
         "compiled": now.compiled,
+        "measured": now.measured,
         "decode_bucket": [1, limit],
         "capture_sizes": [],
         "kv_cache_dtype": kv_cache_dtype,
@@ -51,6 +55,7 @@ def of_declined(code: str, message: str, layers: Sequence[int], kv_cache_dtype: 
         "refused": {f"layer {index}": [code, message] for index in layers},
         "partial": {},
         "compiled": {},
+        "measured": [],
         "decode_bucket": [],
         "capture_sizes": [],
         "kv_cache_dtype": kv_cache_dtype,
@@ -62,11 +67,44 @@ def line(record: dict[str, Any]) -> str:
     engaged, total = record["engaged"], record["total"]
     if not engaged:
         return f"0/{total}: {first_reason(record)} (run: vllm-aiter-mla doctor)"
-    kernels = "+".join(sorted(set(engaged.values())))
+    text = f"{len(engaged)}/{total} MLA layers engaged ({_measured(record) or _kernels(record)})"
+    return text if len(engaged) == total else f"{text}; {total - len(engaged)} refused: {first_reason(record)}"
+
+
+def _kernels(record: dict[str, Any]) -> str:
     cache = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(record["kv_cache_dtype"], "fp8")
     low, high = record["decode_bucket"]
-    text = f"{len(engaged)}/{total} MLA layers engaged ({kernels}, {cache} KV, decode bucket {low}..{high})"
-    return text if len(engaged) == total else f"{text}; {total - len(engaged)} refused: {first_reason(record)}"
+    return f"{'+'.join(sorted(set(record['engaged'].values())))}, {cache} KV, decode bucket {low}..{high}"
+
+
+def _measured(record: dict[str, Any]) -> str | None:
+    """What runs where and what it gains, for the shape of most layers; None where nothing was measured."""
+    if not record["measured"]:
+        return None
+    most, *others = sorted(record["measured"], key=lambda one: -len(one["layers"]))
+    where = ", ".join(f"{name} {first}..{last}" for first, last, name in most["chosen"])
+    tokens = min(most["us"], key=lambda count: abs(count - SHOWN))
+    ours, stock = chosen_and_stock(most, tokens)
+    figures = f"{ours:.1f} us a layer at {tokens} token{'s' * (tokens != 1)} against stock's {stock:.1f}, measured here"
+    more = f"; {len(others)} more layer shape{'s' * (len(others) != 1)} in the census" if others else ""
+    return f"{where}; {figures}{more}"
+
+
+def chosen_and_stock(shape: dict[str, Any], tokens: int) -> tuple[float, float]:
+    """Microseconds a layer at a count that was timed, of what runs there and of stock's sequence."""
+    name = next(name for first, last, name in shape["chosen"] if first <= tokens <= last)
+    return shape["us"][tokens][name], shape["us"][tokens]["stock"]
+
+
+def saved_us(record: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """Microseconds that a step saves against stock's sequence: by token count and engaged layer."""
+    found: dict[int, dict[str, float]] = {}
+    for shape in record.get("measured", ()):
+        for tokens in shape["us"]:
+            ours, stock = chosen_and_stock(shape, tokens)
+            layers = (name for name in shape["layers"] if name in record["engaged"])
+            found.setdefault(tokens, {}).update(dict.fromkeys(layers, stock - ours))
+    return found
 
 
 def first_reason(record: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ the passes only; they are noted when a graph is compiled.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -17,6 +18,8 @@ class Census:
         engaged: layers whose fused op has run, with the kernel that ran.
         refused: layers that the passes left alone, with (code, reason).
         partial: layers rewritten by passes 1 and 2 only, with (code, reason).
+        measured: per layer shape what was timed at start-up and chosen: "shape" in words, "layers" by name, "chosen" as
+            [first, last, kernel] in tokens, "us" a layer by token count and candidate.
         compiled: what the passes did in each compile range, over all graphs of it, as "start-end" -> counts by pass.
     """
 
@@ -24,6 +27,7 @@ class Census:
     refused: dict[str, tuple[str, str]] = field(default_factory=dict)
     partial: dict[str, tuple[str, str]] = field(default_factory=dict)
     compiled: dict[str, dict[str, int]] = field(default_factory=dict)
+    measured: list[dict[str, Any]] = field(default_factory=list)
 
 
 _census = Census()
@@ -50,6 +54,11 @@ def keep_partial(layer_name: str, code: str, reason: str) -> None:
     _census.partial[layer_name] = (code, reason)
 
 
+def measure(shape: dict[str, Any]) -> None:
+    """Note what was timed and chosen for one layer shape."""
+    _census.measured.append(shape)
+
+
 def count(compile_range: str, counts: dict[str, int]) -> None:
     """Note what the passes did to one graph of a range; a draft model brings a second graph for the same range."""
     known = _census.compiled.setdefault(compile_range, {})
@@ -59,5 +68,5 @@ def count(compile_range: str, counts: dict[str, int]) -> None:
 
 def reset() -> None:
     """Forget everything: one process may build several engines, one after the other."""
-    for verdicts in (_census.engaged, _census.refused, _census.partial, _census.compiled):
+    for verdicts in (_census.engaged, _census.refused, _census.partial, _census.compiled, _census.measured):
         verdicts.clear()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vllm_aiter_mla.admission import ConfigView
 from vllm_aiter_mla.compat import patches, surface
@@ -32,8 +33,6 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
         mode="unset" if compilation.mode is None else compilation.mode.name,
         backend=compilation.backend,
         hisparse=getattr(vllm_config.attention_config, "hisparse_config", None) is not None,
-        fp8_bmm=_fp8_bmm(),
-        kernel=settings.kernel,
         use_inductor_graph_partition=knobs.use_inductor_graph_partition,
         splitting_ops=knobs.splitting_ops,
         dcp=getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1),
@@ -79,6 +78,19 @@ def cache_folder() -> Path:
     return Path(envs.VLLM_CACHE_ROOT) / "aiter_mla"
 
 
+def device_type(vllm_config: Any) -> str | None:
+    """ "cuda" (ROCm's too), "cpu", ...: of the engine's workers; None where the config does not tell."""
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+    return None if device is None else str(device)
+
+
+def as_current(vllm_config: Any) -> AbstractContextManager[None]:
+    """Make it vLLM's current config for a block, as it is while vLLM builds its layers."""
+    from vllm.config import set_current_vllm_config
+
+    return cast("AbstractContextManager[None]", set_current_vllm_config(vllm_config))
+
+
 def metric_labels(vllm_config: Any) -> dict[str, str | None]:
     """``model_name`` and ``engine`` as vLLM's metrics label this engine; a fact that cannot be read is None."""
     model = getattr(vllm_config, "model_config", None)
@@ -114,17 +126,3 @@ def _breakable_cudagraph() -> bool:
     except ImportError:
         return False
     return bool(is_breakable_cudagraph_enabled())
-
-
-def _fp8_bmm() -> bool:
-    """Whether every absorb matrix that is not fp4 will be fp8: on by default wherever VLLM_ROCM_USE_AITER is.
-
-    fp4 is left to the layer: AITER quantises only bf16 weights to fp4 and keeps the others as they are.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_rocm():
-        return False
-    from vllm._aiter_ops import rocm_aiter_ops
-
-    return bool(rocm_aiter_ops.is_fp8bmm_enabled())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 
@@ -56,12 +59,33 @@ def rope_and_write(
     )
 
 
-def quantise_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``x`` [rows, width] in the platform's fp8 type, divided by ``scale``, one float32."""
-    from vllm import _custom_ops as ops
+def concat_quantise_fp8(absorbed: torch.Tensor, q_pe: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """absorbed [T, N, L] and q_pe [T, N, R] side by side in the platform's fp8 type, divided by ``scale``, one float32.
 
-    quantised, _ = ops.scaled_fp8_quant(x, scale)
+    What vLLM's layers of the current ``VllmConfig`` do: by default one kernel, which Inductor makes of plain PyTorch.
+
+    Raises:
+        AssertionError: vLLM has no current config (``set_current_vllm_config``).
+    """
+    from vllm.config import get_current_vllm_config
+
+    compilation = get_current_vllm_config().compilation_config
+    quantised: torch.Tensor = _concat_quantiser(compilation.mode, compilation.backend, *compilation.custom_ops)(
+        absorbed, q_pe, scale
+    )
     return quantised
+
+
+@functools.lru_cache(maxsize=8)
+def _concat_quantiser(*_: Any) -> Any:
+    """As ``MLAAttention.__init__`` makes its own. No layer's own is used: what is compiled for it then is its affair.
+
+    Called with what decides in vLLM which function it is: mode, back end and custom ops of the compilation config.
+    """
+    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    return mla_attention._DecodeConcatQuantFP8(static=True, group_shape=GroupShape.PER_TENSOR, compile_native=True)
 
 
 def fp8_dtype() -> torch.dtype:

@@ -77,6 +77,10 @@ class KernelBackend(ABC):
         bound = self.bind(inputs)
         return None if isinstance(bound, str) else bound.kernel
 
+    def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
+        """Token counts that a check of such calls has to try, so that each of its kernels runs once."""
+        return ()
+
     def absorbed(self, inputs: DecodeInputs) -> torch.Tensor | None:
         """[T, N, L], the absorbed query by its own product; None where it is the reference's or inside a launch."""
         return None

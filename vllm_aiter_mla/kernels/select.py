@@ -16,8 +16,9 @@ from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
 from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError
-from vllm_aiter_mla.kernels.backend import KernelBackend, Run
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, call_key, layer_key
+from vllm_aiter_mla.kernels.measure import table
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 
@@ -35,9 +36,9 @@ class NoKernelError(RuntimeError):
 def candidates(kernel: str, platform: Platform) -> tuple[str, ...]:
     """The back ends to try, in order, for the option ``kernel`` on ``platform``.
 
-    "auto" is AITER on gfx942 and gfx950, the reference on a CPU and vLLM's own kernels elsewhere: Triton is opt-in
-    until it is measured on the user's card. Anything asked for by name falls back to "stock", and on a CPU, where
-    there are no such kernels, to the reference.
+    This order is static: "auto" is AITER on gfx942 and gfx950, the reference on a CPU and vLLM's own kernels elsewhere.
+    Measured figures come before it: ``Selector.prefer``. Anything asked for by name falls back to "stock", and on a
+    CPU, where there are no such kernels, to the reference.
 
     Raises:
         ValueError: an unknown ``kernel``.
@@ -50,6 +51,16 @@ def candidates(kernel: str, platform: Platform) -> tuple[str, ...]:
         kernel = "reference" if kernel == "stock" else kernel
         return (kernel,) if kernel == "reference" else (kernel, "reference")
     return (kernel,) if kernel == "stock" else (kernel, "stock")
+
+
+def contenders(kernel: str, platform: Platform) -> tuple[str, ...]:
+    """The back ends between which a measurement on the user's card may choose, in static order; "stock" ends it.
+
+    None where the user has named a kernel, and on a CPU.
+    """
+    if kernel != "auto" or platform.arch == "cpu":
+        return ()
+    return ("aiter", "triton", "stock") if platform.arch in ARCHITECTURES else ("triton", "stock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +90,12 @@ class Selector:
     def __init__(self, kernel: str, platform: Platform, factories: Mapping[str, Factory] | None = None) -> None:
         self.platform = platform
         self.names = candidates(kernel, platform)
+        self.contenders = contenders(kernel, platform)
         self._factories = dict(FACTORIES if factories is None else factories)
         self._built: dict[str, KernelBackend | str] = {}
         self._choices: dict[tuple[Any, ...], Choice] = {}
         self._demoted: dict[tuple[str, tuple[Any, ...]], str] = {}
+        self._preferred: dict[tuple[Any, ...], table.Ranges] = {}
 
     def backend(self, name: str) -> KernelBackend | str:
         """The back end called ``name``, built on first use, or the reason why there is none."""
@@ -103,15 +116,32 @@ class Selector:
 
     def _choose(self, inputs: DecodeInputs) -> Choice:
         refusals: list[tuple[str, str]] = []
-        for name in self.names:
-            backend = self.backend(name)
-            bound = backend if isinstance(backend, str) else backend.bind(inputs)
-            if not isinstance(bound, str) and self._demoted:
-                bound = self._demoted.get((name, layer_key(inputs)), bound)
+        for name in self._order(inputs):
+            backend, bound = self.backend(name), self._bind(name, inputs)
             if not isinstance(backend, str) and not isinstance(bound, str):
                 return Choice(backend, tuple(refusals), bound.run)
             refusals.append((name, str(bound)))
         return Choice(None, tuple(refusals))
+
+    def _order(self, inputs: DecodeInputs) -> tuple[str, ...]:
+        """What was measured to be the fastest at this many tokens, then the static order."""
+        measured = self._preferred.get(layer_key(inputs), ()) if self._preferred else ()
+        name = table.name_at(measured, inputs.num_tokens)
+        return self.names if name is None else tuple(dict.fromkeys((name, *self.names)))
+
+    def _bind(self, name: str, inputs: DecodeInputs) -> Binding | str:
+        backend = self.backend(name)
+        bound = backend if isinstance(backend, str) else backend.bind(inputs)
+        return bound if isinstance(bound, str) else self._demoted.get((name, layer_key(inputs)), bound)
+
+    def takers(self, inputs: DecodeInputs) -> dict[str, KernelBackend]:
+        """The contenders that take this call and passed their check, by name."""
+        found = {name: self.backend(name) for name in self.contenders}
+        return {
+            name: backend
+            for name, backend in found.items()
+            if not isinstance(backend, str) and not isinstance(self._bind(name, inputs), str)
+        }
 
     def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
         """Run the chosen back end: q_prepared [T, N, L+R], KV rows written.
@@ -123,6 +153,14 @@ class Selector:
         if choice.run is None:
             raise NoKernelError("; ".join(f"{name}: {reason}" for name, reason in choice.refusals))
         return choice.run(inputs)
+
+    def prefer(self, inputs: DecodeInputs, ranges: table.Ranges) -> None:
+        """Let calls of the layer shape of ``inputs`` run what ``ranges`` says; without any, by the static order again.
+
+        Where the preferred back end does not take a call, the static order goes on from there.
+        """
+        self._preferred[layer_key(inputs)] = ranges
+        self._choices.clear()
 
     def demote(self, name: str, inputs: DecodeInputs, reason: str) -> None:
         """Take the back end ``name`` away from the layer shape of ``inputs``, lastingly: its self-check failed."""

@@ -16,8 +16,6 @@ from vllm_aiter_mla.kernels.compare import Bounds, Difference, difference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 
-MANY_TOKENS = 256  # AITER's per-head kernel hands over to another here
-
 
 @dataclass(frozen=True, slots=True)
 class SelfCheckResult:
@@ -44,23 +42,37 @@ def warm_up(backend: KernelBackend, shape: LayerShape) -> None:
         backend.prepare(one)
 
 
-def self_check(backend: KernelBackend, shape: LayerShape) -> SelfCheckResult:
+def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = None) -> SelfCheckResult:
     """Warm ``backend`` up and compare it with the reference on synthetic rows; a disagreement is no error.
 
-    Call it on every rank, outside graph capture; it synchronises with the device. If a longer batch runs on another
-    kernel of the back end, that one is checked too. Where a form of the weight has a bound for its product, the
-    product is compared by that, and the rest with the reference over that same product.
+    Call it on every rank, outside graph capture; it synchronises with the device. Each kernel of the back end that a
+    batch of up to ``limit`` rows reaches is checked, one batch each. Where a form of the weight has a bound for its
+    product, the product is compared by that, and the rest with the reference over that same product.
+
+    Args:
+        backend: what is checked.
+        shape: the layer.
+        limit: L, the last token count of the decode bucket; None: any.
+
+    Returns:
+        The first result that failed, or else that of the fewest rows.
 
     Raises:
         KernelCaptureError: called inside a capture.
     """
     warm_up(backend, shape)
     few = synthetic_inputs(shape)
-    result = _check_once(backend, few)
-    if result.ok and backend.kernel_of(few) is not None:
-        many = synthetic_inputs(shape, MANY_TOKENS)
-        if backend.refuse(many) is None and backend.kernel_of(few) != backend.kernel_of(many):
-            return _check_once(backend, many)
+    result, seen = _check_once(backend, few), {backend.kernel_of(few)}
+    counts = {min(count, limit or count) for count in backend.tried_counts(few)} if result.ok else ()
+    for tokens in sorted(counts):
+        more = synthetic_inputs(shape, tokens)
+        kernel = backend.kernel_of(more)
+        if kernel in seen or backend.refuse(more) is not None:
+            continue
+        seen.add(kernel)
+        found = _check_once(backend, more)
+        if not found.ok:
+            return found
     return result
 
 
@@ -79,7 +91,10 @@ def _check_once(backend: KernelBackend, inputs: DecodeInputs) -> SelfCheckResult
     # By its source, AITER's opt kernel truncates a bf16 cache's rope part on gfx942. Rounding is accepted as well.
     for numerics in dict.fromkeys((backend.numerics(inputs), reference.AITER)):
         twin = replace(inputs, kv_cache=untouched.clone().view(inputs.kv_cache.dtype))
-        results.append(_compare(backend, inputs, q_out, twin, reference.prepare(twin, numerics, product)))
+        expected = reference.prepare(twin, numerics, product)
+        # A product inside the launch cannot be compared by itself: its bound is for the query then.
+        inside = inputs.weight.product_bound if product is None else 0.0
+        results.append(_compare(backend, inputs, q_out, twin, expected, inside))
         if results[-1].ok:
             return results[-1]
     return results[0]
@@ -99,6 +114,7 @@ def _compare(
     q_out: torch.Tensor,
     twin: DecodeInputs,
     expected: torch.Tensor,
+    product_bound: float,
 ) -> SelfCheckResult:
     if q_out.shape != expected.shape or q_out.dtype != expected.dtype:
         given, wanted = (f"{list(t.shape)} {t.dtype}" for t in (q_out, expected))
@@ -117,7 +133,10 @@ def _compare(
     outside = torch.ones(cache.shape[0], dtype=torch.bool, device=cache.device)
     outside[written] = False
     stray = int((_bytes(cache)[outside] != _bytes(expected_cache)[outside]).sum())
-    ok = stray == 0 and all(_within(name, found, bounds) for name, found in differences.items())
+    wrong = {name for name, found in differences.items() if not _within(name, found, bounds)}
+    if wrong == {"q nope"} and _deviation(*parts["q nope"]) <= product_bound:
+        wrong = set()
+    ok = stray == 0 and not wrong
     figures = ", ".join(f"{name} {d.steps} step(s) on {d.share:.2%}" for name, d in differences.items())
     message = f"{backend.name}: self-check {'passed' if ok else 'FAILED'}: {figures}, {stray} stray bytes"
     return SelfCheckResult(ok, message, differences, stray)

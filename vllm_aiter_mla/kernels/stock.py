@@ -1,4 +1,4 @@
-"""The ``stock`` back end: vLLM's own kernels on private copies, what a failed self-check falls back to."""
+"""The ``stock`` back end: the sequence that vLLM itself runs, its fusions on. Others are timed against it."""
 
 from __future__ import annotations
 
@@ -36,13 +36,17 @@ class VLLMKernels(Protocol):
         """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows."""
         ...
 
-    def quantise_fp8(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """``x`` [rows, width] in the platform's fp8 type."""
+    def concat_quantise_fp8(self, absorbed: torch.Tensor, q_pe: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """absorbed [T, N, L] and q_pe [T, N, R], side by side in the platform's fp8 type."""
         ...
 
 
 class StockBackend(KernelBackend):
-    """RoPE + KV write, absorb BMM, concat and quantisation as three or four launches of vLLM's kernels."""
+    """RoPE + KV write in place, absorb BMM, concat + quantisation: three launches, of vLLM's kernels, nothing copied.
+
+    **It rotates q and k_pe of its inputs in place**, as vLLM does: who calls it twice, or compares its result with
+    another back end's, gives it copies. For timing and comparisons; a step that vLLM is to serve goes to vLLM.
+    """
 
     name = "stock"
     trusted = True
@@ -55,21 +59,20 @@ class StockBackend(KernelBackend):
         return contract_violation(inputs) or inputs.weight.missing() or Binding(self._run, numerics=TWO_ROUNDING)
 
     def _run(self, inputs: DecodeInputs) -> torch.Tensor:
-        q_pe = inputs.q[..., inputs.nope_dim :].contiguous()
+        q_pe = inputs.q[..., inputs.nope_dim :]
         if inputs.num_tokens:
             self._rotate_and_write(inputs, q_pe)
-        query = torch.cat([inputs.weight.product(inputs.q_nope), q_pe], dim=-1)
+        absorbed = inputs.weight.product(inputs.q_nope)
         if not fp8.is_fp8(inputs.out_dtype):
-            return query
-        return self._vllm.quantise_fp8(query.flatten(1), inputs.q_scale).view(query.shape)
+            return torch.cat([absorbed, q_pe], dim=-1)
+        return self._vllm.concat_quantise_fp8(absorbed, q_pe, inputs.q_scale)
 
     def _rotate_and_write(self, inputs: DecodeInputs, q_pe: torch.Tensor) -> None:
-        """Rotate the copy ``q_pe`` and a copy of k_pe in place, and write the KV rows."""
         is_quantised = fp8.is_fp8(inputs.kv_cache.dtype)
         self._vllm.rope_and_write(
             inputs.positions,
             q_pe,
-            inputs.k_pe.clone(),
+            inputs.k_pe,
             inputs.kv_c,
             inputs.cos_sin_cache,
             inputs.is_neox,

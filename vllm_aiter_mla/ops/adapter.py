@@ -32,7 +32,7 @@ class VLLMLayer:
         self.name, self.module = name, module
         self._buffers = getattr(module, "_buffers", {})  # a look-up through the module takes ten times as long
         self._weight: AbsorbWeight | None = None
-        self._tensors: tuple[torch.Tensor, ...] = ()
+        self._tensors: tuple[tuple[str, torch.Tensor], ...] = ()
         self._dtypes: dict[torch.dtype, torch.dtype] = {}
         self._runs: dict[tuple[Any, ...], tuple[str, Run | None]] = {}
         self._lasting: tuple[Any, Any] = (None, None)
@@ -48,9 +48,14 @@ class VLLMLayer:
 
     def weight(self) -> AbsorbWeight:
         """Returns the weight in the form in which vLLM keeps it."""
-        tensors = tuple(compat_layer.absorb_tensors(self.module).values())
-        if self._weight is None or not _same(tensors, self._tensors):
-            self._weight, self._tensors = layers.weight_of(self.module), tensors
+        if self._weight is not None:
+            for name, tensor in self._tensors:
+                if getattr(self.module, name, None) is not tensor:
+                    break
+            else:
+                return self._weight
+        self._tensors = tuple(compat_layer.absorb_tensors(self.module).items())
+        self._weight = layers.weight_of(self.module)
         return self._weight
 
     def query_dtype(self, act: torch.dtype) -> torch.dtype:
@@ -160,16 +165,6 @@ def note_while_profiling(step: LayerStep, *, is_neox: bool, act: torch.dtype) ->
     kernel = layers.decide(step.layer.module, is_neox=is_neox, act=act).kernel
     if kernel is not None:
         census.engage(step.name, kernel)
-
-
-def _same(given: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
-    """Whether two tuples hold the same objects; a tensor's own ``==`` would compare values."""
-    if len(given) != len(known):
-        return False
-    for one, other in zip(given, known, strict=False):  # noqa: SIM110  a generator would cost more than it compares
-        if one is not other:
-            return False
-    return True
 
 
 def _step_key(inputs: DecodeInputs) -> tuple[Any, ...]:

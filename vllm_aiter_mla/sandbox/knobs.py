@@ -29,6 +29,8 @@ def apply(spec: EngineSpec) -> None:
             aiter_attention.take(spec.fake_arch)
         if spec.fp8_bmm:
             engine.hold_weights_in_fp8()
+        if spec.fp4_bmm:
+            engine.hold_weights_in_fp4()
     if spec.interpret:
         from vllm_aiter_mla.kernels.triton import interpreter
 

@@ -38,6 +38,7 @@ class EngineSpec:
         fake_arch: let the platform look like this AMD card over the fake AITER.
         attention: "sandbox" for the sandbox's back end, "aiter" for vLLM's own over ``fake_arch``.
         fp8_bmm: hold absorbed weights in fp8, over the fake AITER.
+        fp4_bmm: hold absorbed weights in mxfp4, over the fake AITER; gfx950 alone.
         interpret: run Triton kernels on CPU tensors through Triton's interpreter.
         device: "cpu" for the sandbox's platform; "gpu" for vLLM's own, with its Triton MLA back end.
         spawn: run the engine core in its own process, as vLLM does by default.
@@ -68,6 +69,7 @@ class EngineSpec:
     fake_arch: str | None = None
     attention: str = "sandbox"
     fp8_bmm: bool = False
+    fp4_bmm: bool = False
     interpret: bool = False
     device: str = "cpu"
     spawn: bool = False

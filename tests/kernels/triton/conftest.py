@@ -21,7 +21,8 @@ Ask = Callable[..., dict[str, Any]]
 def interpreted() -> Iterator[Ask]:
     """Ask the interpreting process: ``interpreted("compare", case={...})``; its exception fails the test."""
     pytest.importorskip("triton")
-    environment = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join((str(ROOT), str(HERE))))
+    path = os.pathsep.join(map(str, (ROOT, HERE, ROOT / "tests")))
+    environment = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=path)
     environment["OMP_NUM_THREADS"] = "1"
     worker = subprocess.Popen(
         [sys.executable, str(HERE / "triton_worker.py")],

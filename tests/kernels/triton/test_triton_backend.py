@@ -15,9 +15,10 @@ pytest.importorskip("triton")
 from tools import aot
 from vllm_aiter_mla.kernels import capture, select
 from vllm_aiter_mla.kernels.absorb import PlainWeight
+from vllm_aiter_mla.kernels.absorb import fp8 as fp8_form
 from vllm_aiter_mla.kernels.inputs import KernelInputError
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.triton import backend, kernel, launcher, tiles
+from vllm_aiter_mla.kernels.triton import backend, kernel, launcher, product, tiles
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
 
@@ -92,9 +93,41 @@ def test_triton_backend_names_the_operand_it_declines(on_any_device, name):
     assert word in reason
 
 
-@pytest.mark.parametrize(("width", "case"), [("nope", {"nope": 96}), ("rope", {"rope": 48}), ("latent", {"latent": 8})])
+@pytest.mark.parametrize("nope", [8, 96, 136, 144])
+def test_triton_backend_declines_a_nope_width_that_its_blocks_cannot_hold(on_any_device, nope):
+    plain, codes = (operands(nope=nope, **form) for form in ({}, {"weight": "float8_e4m3fnuz"}))
+    reasons = [str(TritonBackend().refuse(inputs)) for inputs in (plain, codes)]
+    taken = "None" if nope == 144 else f"nope width: blocks of 128 and a power of two from 16 on expected, got {nope}"
+    assert reasons == [taken, f"nope width: blocks of 128 and a power of two from 32 on expected, got {nope}"]
+
+
+@pytest.mark.parametrize(("width", "case"), [("rope", {"rope": 48}), ("latent", {"latent": 8})])
 def test_triton_backend_declines_widths_that_are_no_power_of_two(on_any_device, width, case):
     assert f"{width} width: a power of two from 16 on" in str(TritonBackend().refuse(operands(**case)))
+
+
+def test_triton_backend_declines_codes_of_another_cards_fp8_type(on_any_device):
+    reason = TritonBackend().refuse(operands(weight="float8_e4m3fn"))
+    assert str(reason).startswith("W_K: gfx942 converts to torch.float8_e4m3fnuz in hardware")
+
+
+def test_triton_blocks_of_the_reduction_are_the_groups_of_aiters_gemm():
+    assert tiles.BLOCK_K == fp8_form.GROUP
+    assert product.FLOOR.value == fp8_form.FLOOR
+
+
+def test_triton_kernel_of_a_call_is_the_tile_it_runs_on(on_any_device):
+    names = {TritonBackend().kernel_of(operands(tokens=tokens)) for tokens in (1, 16, 17, 32, 33, 200)}
+    assert names == {tile.label for tile in {entry.tile for entry in tiles.TABLE["gfx942"]}}
+
+
+@given(st.sampled_from([*tiles.TABLE, "sm80"]), st.integers(1, 512))
+def test_triton_check_tries_every_tile_that_any_batch_runs_on_and_a_second_block_of_the_last(arch, heads):
+    counts = tiles.tried_counts(arch, heads)
+    tried = [tiles.entry_for(arch, count, heads).tile for count in counts]
+    assert len(set(tried)) == len(tried)
+    assert set(tried) == {tiles.entry_for(arch, tokens, heads).tile for tokens in range(1, 600)}
+    assert counts[-1] > tried[-1].block_t
 
 
 def test_triton_backend_declines_float32(on_any_device):
@@ -113,6 +146,9 @@ def test_a_choice_is_remembered_by_everything_that_the_triton_checks_depend_on(o
 
 
 def test_triton_backend_takes_what_it_should(on_any_device):
+    codes = {"weight": "float8_e4m3fnuz"}
+    for case in ({"nope": 192}, codes, codes | {"w_major": "P", "nope": 192}, codes | {"out": "bfloat16"}):
+        assert TritonBackend().refuse(operands(**case)) is None
     for case in ({}, {"is_neox": True}, {"w_major": "P"}, {"tokens": 0}, {"slots": 0}, {"out": "bfloat16"}):
         assert TritonBackend().refuse(operands(**case)) is None
 
@@ -153,7 +189,7 @@ def test_triton_grid_counts_query_tiles_rope_rows_and_cache_rows(recorder):
     TritonBackend().prepare(inputs)
     ((grid,), given, _) = recorder.launches[0]
     assert grid == 3 * 2 * 8 + 7 + 2 + 11
-    assert given[11:14] == (70, 41, inputs.cos_sin_cache.shape[0] - 1)
+    assert given[12:15] == (70, 41, inputs.cos_sin_cache.shape[0] - 1)
 
 
 def test_triton_no_token_launches_nothing_and_an_empty_cache_gets_no_row(recorder):
@@ -161,7 +197,7 @@ def test_triton_no_token_launches_nothing_and_an_empty_cache_gets_no_row(recorde
     assert recorder.launches == []
     inputs = operands()
     TritonBackend().prepare(replace(inputs, kv_cache=inputs.kv_cache[:0]))
-    assert recorder.launches[0][1][12] == 0
+    assert recorder.launches[0][1][13] == 0
 
 
 def test_triton_step_arguments_are_not_specialised_on():
@@ -176,7 +212,7 @@ def test_triton_warm_up_compiles_each_tile_once_with_one_row_and_no_slot(recorde
     found = TritonBackend().warm_up(inputs, [0, 1, 2, 8, 24, 32, 256, 512])
     expected = [entry.tile for entry in tiles.TABLE["gfx942"]]
     assert list(found) == expected
-    assert [(given[11], given[12]) for _, given, _ in recorder.launches] == [(1, 0)] * len(expected)
+    assert [(given[12], given[13]) for _, given, _ in recorder.launches] == [(1, 0)] * len(expected)
 
 
 def test_triton_warm_up_without_a_row_is_an_error(recorder):
@@ -248,14 +284,19 @@ def test_triton_launches_of_one_tile_share_one_variant_whatever_t_s_and_alignmen
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm90"])
-@pytest.mark.parametrize("w_major", ["L", "P"])
-def test_triton_hints_of_the_gate_are_those_the_launcher_finds(recorder, arch, w_major):
+@pytest.mark.parametrize(("w_major", "form"), [("L", "plain"), ("P", "plain"), ("P", "fp8")])
+def test_triton_hints_of_the_gate_are_those_the_launcher_finds(recorder, arch, w_major, form):
     """What tools/isa_report.py compiles is what a GPU would run, not something better."""
     target = aot.TARGETS[arch]
     dtype = "float8_e4m3fnuz" if arch == "gfx942" else "float8_e4m3fn"
-    inputs = build(Case(heads=4, w_major=w_major, cache=dtype))[0]
+    inputs = build(Case(heads=4, w_major=w_major, cache=dtype, weight=dtype if form == "fp8" else form))[0]
     launcher.launch(inputs, tiles.entry_for(arch, 5, 4).tile)
     stored = {"cache_ptr": target.fp8_type, "out_ptr": target.fp8_type}
+    stored |= {"w_ptr": target.fp8_type} if form == "fp8" else {}
+    compiled = aot.constants(
+        target, aot.Variant(tiles.entry_for(arch, 5, 4).tile, 4, weight_major=w_major, weight=form)
+    )
     for name, found in specialisation(arch, recorder.launches[0]).items():
+        assert (found[0] == "constexpr") == (name in compiled), name
         if found[0] != "constexpr":
             assert found == aot._argument(target, name, stored, ()), name

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from vllm_aiter_mla.commands.bench import command, page, paths, points, run, timing
 from vllm_aiter_mla.commands.bench.points import Point
 from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.measure.operands import MAX_SETS, sets_needed
 
 MACHINE = {"card": "a card", "torch": "2.11", "triton": "3.6", "runtime": "CUDA 13", "python": "3.12"}
 
@@ -43,6 +44,7 @@ def test_triton_bench_without_a_gpu_says_so_in_one_line_and_exits_2(capsys):
     ("wrong", "told"),
     [
         ({"kind": "fp4"}, "--type fp4: fp8, bf16, both expected"),
+        ({"weights": "fp4"}, "--weights fp4: bf16, fp8 expected"),
         ({"rounds": 0}, "--rounds 0: between 1 and"),
         ({"tokens": (4, -1)}, "--tokens -1: between 1 and"),
         ({"tokens": (10**20,)}, "--tokens 100000000000000000000: between 1 and"),
@@ -77,10 +79,11 @@ def test_triton_bench_covers_the_grid_of_the_issue():
 
 
 @pytest.mark.parametrize("quantised", [True, False])
-def test_triton_bench_counts_each_byte_of_a_call_once(quantised):
-    point = Point(3, 2, quantised)
+@pytest.mark.parametrize("fp8_weight", [True, False])
+def test_triton_bench_counts_each_byte_of_a_call_once(quantised, fp8_weight):
+    point = Point(3, 2, quantised, fp8_weight)
     (x,) = points.operands(point, torch.float8_e4m3fn, 1, device="cpu")
-    read = [x.q, x.k_pe, x.kv_c, x.weight.w_uk_t, x.slot_mapping, x.positions, x.cos_sin_cache[:3]]
+    read = [x.q, x.k_pe, x.kv_c, x.weight.tensors[0][1], x.slot_mapping, x.positions, x.cos_sin_cache[:3]]
     out = reference.prepare(x)
     cache_rows = x.kv_cache.view(-1, 576)[:3]
     assert point.bytes_once == sum(t.numel() * t.dtype.itemsize for t in [*read, out, cache_rows])
@@ -89,9 +92,9 @@ def test_triton_bench_counts_each_byte_of_a_call_once(quantised):
 
 def test_triton_bench_rotates_more_bytes_than_the_caches_hold():
     for point in points.grid(points.TOKENS, points.HEADS, (True,)):
-        count = points.sets_needed(point, 60 << 20)
+        count = sets_needed(point.bytes_once, 60 << 20)
         assert count * point.bytes_once >= 2 * (60 << 20)
-        assert count <= points.MAX_SETS
+        assert count <= MAX_SETS
 
 
 def test_triton_bench_operand_sets_share_nothing_but_table_and_scales():

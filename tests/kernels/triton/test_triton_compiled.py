@@ -38,7 +38,10 @@ def test_triton_figures_show_hardware_fp8_matrix_units_and_no_spill(reports, nam
         assert (found["spills"], found["scratch"], found["byte_stores"]) == (0, 0, 0), row["label"]
         assert found["matrix"] > 0
         assert found["occupancy"] >= 1
-        assert (found["fp8_conversions"] > 0) == (" fp8 " in row["label"])
+        over_fp8 = "W-fp8" in row["label"]
+        assert (found["fp8_conversions"] > 0) == (" fp8 " in row["label"] or over_fp8)
+        if name != "sm90":
+            assert found["fp8_matrix"] == (found["matrix"] if over_fp8 else 0), row["label"]
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
@@ -54,6 +57,7 @@ def test_triton_mutation_software_fp8_cast_breaks_a_bound_and_exits_1(isa_report
     done = isa_report("--arch", "gfx942", "--fp8-type", "fp8e4nv")
     assert done.returncode == 1
     assert "hardware fp8 conversions expected, 0 found" in done.stdout
+    assert "fp8 matrix instructions expected, 0 found" in done.stdout
 
 
 @pytest.mark.mutation
@@ -71,7 +75,7 @@ def test_triton_mutation_lost_alignment_hint_breaks_a_bound():
         "print(isa.breaches(target, variant, isa.figures(target, variant, aot.compile_variant(target, variant))))\n"
     )
     done = subprocess.run([sys.executable, "-c", plant, str(ROOT)], capture_output=True, text=True, check=True)
-    assert "16-byte loads of q and W_UK_T expected" in done.stdout
+    assert "16-byte loads of q and the weight expected" in done.stdout
 
 
 SHAPES = """
@@ -90,10 +94,18 @@ for changes, types in (
     ({"BLOCK_SIZE": 1, "N": 1}, {"cache_ptr": fp8, "out_ptr": fp8}),
     ({"BLOCK_SIZE": 48, "N": 3}, {"cache_ptr": fp8, "out_ptr": fp8}),
     ({"P": 256, "R": 128, "L": 1024}, {"cache_ptr": fp8, "out_ptr": fp8}),
-    ({"P": 16, "R": 16, "L": 16, "BLOCK_L": 16, "BLOCK_K": 16}, {"cache_ptr": fp8, "out_ptr": fp8}),
-    ({"P": 16, "R": 16, "L": 16, "BLOCK_L": 16, "BLOCK_K": 16, "IS_NEOX": True}, {"cache_ptr": fp8, "out_ptr": fp8}),
+    ({"P": 16, "R": 16, "L": 16, "BLOCK_L": 16}, {"cache_ptr": fp8, "out_ptr": fp8}),
+    ({"P": 16, "R": 16, "L": 16, "BLOCK_L": 16, "IS_NEOX": True}, {"cache_ptr": fp8, "out_ptr": fp8}),
+    ({"P": 192}, {"cache_ptr": fp8, "out_ptr": fp8}),
 ):
     aot.compile_kernel(target, kernel.decode_prep_kernel, aot.constants(target, plain) | changes, types, plain.tile)
+over_fp8 = aot.Variant(plain.tile, 16, weight_major="P", weight="fp8")
+for changes, types in (
+    ({"P": 192}, {"cache_ptr": fp8, "out_ptr": fp8, "w_ptr": fp8}),
+    ({"P": 32, "Q_FP8_MAX": 0.0}, {"cache_ptr": fp8, "w_ptr": fp8}),
+    ({}, acts | {"cache_ptr": fp8, "out_ptr": fp8, "w_ptr": fp8}),
+):
+    aot.compile_kernel(target, kernel.decode_prep_kernel, aot.constants(target, over_fp8) | changes, types, plain.tile)
 whole = aot.constants(target, plain)
 names = ("N", "P", "R", "L", "BLOCK_SIZE", "IS_NEOX", "KV_FP8_MAX", "ROPE_ROWS", "KV_ROWS")
 chosen = {name: whole[name] for name in names}

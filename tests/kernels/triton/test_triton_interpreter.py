@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from triton_cases import Case
 from triton_mutations import MUTATIONS
 
 # The interpreter sums the 128 products in another order than torch: a bfloat16 rounding may fall the other way, which
 # is one fp8 step. 0.5 % is far above what any case shows and far below what a mutant does.
 NOPE_FRACTION = 0.005
+# Codes of the weight, with the stride that vLLM gives them.
+CODES = {"weight": "float8_e4m3fn", "w_major": "P"}
 
 CASES = [
     Case(),
@@ -31,6 +35,13 @@ CASES = [
     Case(nope=256, rope=128, latent=1024, heads=1),
     Case(nope=16, rope=16, latent=16, heads=5, tokens=33, cache="bfloat16"),
     Case(block_size=48, tokens=7),
+    Case(nope=192, heads=3),
+    Case(**CODES),
+    Case(weight="float8_e4m3fnuz", w_major="P", cache="float8_e4m3fnuz", block_size=1, is_neox=True),
+    Case(**CODES, cache="bfloat16", nope=192, heads=3, tokens=17),
+    Case(**CODES, act="float16", cache="float16", nope=256),
+    Case(weight="float8_e4m3fn", out="bfloat16", nope=64),
+    Case(**CODES, no_slot="all", nope=32),
 ]
 
 
@@ -42,6 +53,41 @@ def test_triton_kernel_writes_the_bytes_of_the_reference(interpreted, case):
     assert found["wrong_cache"] == 0, "cache, its untouched rows and the guards around it"
     assert found["nope_steps"] <= 1
     assert found["nope_different"] <= NOPE_FRACTION
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    tokens=st.integers(1, 33),
+    heads=st.integers(1, 16),
+    slots=st.integers(0, 33),
+    nope=st.sampled_from([128, 192]),
+    form=st.sampled_from([{}, CODES]),
+    cache=st.sampled_from(["bfloat16", "float8_e4m3fn"]),
+    no_slot=st.sampled_from(["some", "all", "none"]),
+    seed=st.integers(0, 99),
+)
+def test_triton_any_number_of_heads_tokens_and_slots_gives_the_bytes_of_the_reference(
+    interpreted, tokens, heads, slots, nope, form, cache, no_slot, seed
+):
+    case = Case(
+        tokens=tokens, heads=heads, slots=min(slots, tokens), nope=nope, cache=cache, no_slot=no_slot, seed=seed,
+        latent=64, **form,
+    )  # fmt: skip
+    found = interpreted("compare", case=asdict(case))
+    assert (found["refused"], found["wrong_rope"], found["wrong_cache"]) == (None, 0, 0)
+    assert found["nope_steps"] <= 1
+    assert found["nope_different"] <= NOPE_FRACTION
+
+
+def test_triton_rows_of_zeros_of_tiny_numbers_and_with_a_nan_are_quantised_as_aiter_does(interpreted):
+    found = interpreted("odd_rows")
+    assert found["wrong_rope"] == 0
+    assert found["nope_steps"] <= 1
+
+
+def test_triton_interpreter_multiplies_fp8_codes_as_the_numbers_they_are(interpreted):
+    """Sums of 16 products, each below 20: float32 leaves an error below 1e-4; bit patterns would give thousands."""
+    assert max(interpreted("fp8_dots").values()) < 1e-4
 
 
 @pytest.mark.parametrize("act", ["bfloat16", "float16"])
@@ -60,8 +106,9 @@ def test_triton_kernel_saturates_both_halves_where_the_reference_overflows_to_na
 
 
 @pytest.mark.parametrize(("arch", "index"), [("gfx942", 0), ("gfx942", 1), ("gfx942", 2), ("gfx950", 3), ("sm90", 4)])
-def test_triton_tiles_of_the_table_agree_with_the_reference(interpreted, arch, index):
-    found = interpreted("compare_tile", arch=arch, index=index)
+@pytest.mark.parametrize("weight", ["plain", "float8_e4m3fn"])
+def test_triton_tiles_of_the_table_agree_with_the_reference(interpreted, arch, index, weight):
+    found = interpreted("compare_tile", arch=arch, index=index, weight=weight)
     assert (found["wrong_rope"], found["wrong_cache"]) == (0, 0)
     assert found["nope_steps"] <= 1
 
@@ -76,10 +123,17 @@ def test_triton_baseline_of_the_benchmark_writes_the_bytes_of_stock(interpreted,
 
 @pytest.mark.parametrize("quantised", [True, False])
 def test_triton_bench_paths_agree_on_the_operands_of_the_benchmark(interpreted, quantised):
-    found = interpreted("bench_row", quantised=quantised)
+    found = interpreted("bench_row", quantised=quantised, fp8_weight=False)
     assert found["runnable"] == ["one launch", "unfused", "torch"]
     assert found["wrong"] == {}
     assert "not importable" in found["missing"]["vllm"]
+
+
+def test_triton_bench_over_fp8_weights_without_aiter_measures_the_launch_and_says_why_no_other(interpreted):
+    found = interpreted("bench_row", quantised=True, fp8_weight=True)
+    assert found["runnable"] == ["one launch", "torch"]
+    assert found["wrong"] == {}
+    assert "AITER's fp8 batched GEMM cannot be imported" in found["missing"]["unfused"]
 
 
 def test_triton_kernel_keeps_nan_payloads_in_bf16_and_gives_the_lowest_fp8(interpreted):
@@ -100,6 +154,33 @@ def test_triton_query_rows_beyond_two_to_the_31_elements_are_read_right(interpre
     assert found["nope_steps"] <= 1
 
 
+# What a start-up compares on each card with one head: 7 rows, then what each further tile needs, up to L.
+CHECKED = {
+    ("gfx942", 1024): [7, 32, 65],
+    ("gfx942", 20): [7, 20],
+    ("gfx942", 16): [7],
+    ("sm90", 1024): [7, 32, 65, 129],
+}
+
+
+@pytest.mark.parametrize(("arch", "limit"), CHECKED)
+@pytest.mark.parametrize("weight", ["plain", "fp8"])
+def test_triton_self_check_runs_each_tile_that_the_bucket_reaches(interpreted, arch, limit, weight):
+    codes = {"gfx942": "float8_e4m3fnuz", "sm90": "float8_e4m3fn"}[arch]
+    found = interpreted("self_checked", arch=arch, limit=limit, weight=codes if weight == "fp8" else weight)
+    assert found["ok"], found["message"]
+    assert [tokens for tokens, _ in found["launched"]] == CHECKED[arch, limit]
+    assert len({tile for _, tile in found["launched"]}) == len(found["launched"])
+
+
+@pytest.mark.mutation
+def test_triton_mutation_one_bad_tile_fails_the_self_check(interpreted):
+    for tile in ("32x64/4w", "64x64/4w"):
+        found = interpreted("self_checked", arch="gfx942", limit=1024, weight="plain", bad_tile=tile)
+        assert not found["ok"]
+        assert "FAILED" in found["message"]
+
+
 def test_triton_interpreter_casts_are_wrong_as_shipped_and_exact_once_replaced(interpreted):
     wrong = interpreted("wrong_casts")
     assert {name: count for name, count in wrong.items() if "replaced" in name and count} == {}
@@ -117,6 +198,10 @@ CAUGHT_BY = {
     "accumulator_not_rounded": (Case(), "nope_different"),
     "overflow_not_saturated": (Case(magnitude=300.0, cache="float8_e4m3fnuz"), "wrong_cache"),
     "last_token_block_dropped": (Case(tokens=70, heads=1), "nope_different"),
+    "group_scale_dropped": (Case(**CODES), "nope_different"),
+    "weight_scale_dropped": (Case(**CODES), "nope_different"),
+    "signed_row_maximum": (Case(**CODES), "nope_different"),
+    "rest_of_the_row_dropped": (Case(**CODES, nope=192), "nope_different"),
 }
 
 
@@ -132,4 +217,13 @@ def test_triton_mutation_is_caught_by_the_comparison(interpreted, name):
 def test_triton_mutation_of_a_32_bit_slot_is_caught_by_the_far_cache(interpreted):
     found = interpreted("far_cache", cache="float8_e4m3fn", mutation="slot_in_32_bits")
     assert found["wrong"] > 0
-    assert set(CAUGHT_BY) | {"slot_in_32_bits"} == set(MUTATIONS)
+
+
+@pytest.mark.mutation
+def test_triton_mutation_of_the_floor_is_caught_by_a_row_of_zeros(interpreted):
+    assert interpreted("odd_rows", mutation="row_maximum_without_floor")["nope_steps"] > 1
+
+
+@pytest.mark.mutation
+def test_triton_each_mutation_has_its_test():
+    assert set(CAUGHT_BY) | {"slot_in_32_bits", "row_maximum_without_floor"} == set(MUTATIONS)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8, reference
-from vllm_aiter_mla.kernels.absorb import PlainWeight
+from vllm_aiter_mla.kernels import absorb, fp8, reference
+from vllm_aiter_mla.kernels.compare import difference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 # Blocks before and after the cache, and rows before and after the cos/sin table: what a bug reads or writes out of
@@ -34,6 +34,7 @@ class Case:
     out: str | None = None
     is_neox: bool = False
     w_major: str = "L"
+    weight: str = "plain"  # or the fp8 type of codes
     no_slot: str = "some"  # "some" rows, "all" rows or "none"
     magnitude: float = 1.0
     seed: int = 0
@@ -69,7 +70,7 @@ def build(case: Case, device: str = "cpu") -> tuple[DecodeInputs, torch.Tensor]:
         q=_on(q, device),
         k_pe=_on(latent_and_rope, device)[:, case.latent : width],
         kv_c=_on(latent_and_rope, device)[:, : case.latent],
-        weight=PlainWeight((w if case.w_major == "L" else w.transpose(1, 2)).to(device)),
+        weight=_weight(case, w if case.w_major == "L" else w.transpose(1, 2), device),
         kv_cache=storage[GUARD_BLOCKS:-GUARD_BLOCKS],
         slot_mapping=_slots(case, blocks * case.block_size, g).to(device),
         positions=_positions(t, g).to(device),
@@ -80,6 +81,15 @@ def build(case: Case, device: str = "cpu") -> tuple[DecodeInputs, torch.Tensor]:
         out_dtype=getattr(torch, case.out or case.cache),
     )
     return inputs, storage
+
+
+def _weight(case: Case, w_uk_t: torch.Tensor, device: str) -> absorb.AbsorbWeight:
+    """The weight in the case's form; codes keep the unit stride that ``w_uk_t`` [N, P, L] has."""
+    if case.weight == "plain":
+        return absorb.PlainWeight(w_uk_t.to(device))
+    made = absorb.make(w_uk_t, ("fp8", getattr(torch, case.weight)))
+    codes = made.codes if case.w_major == "P" else made.codes.transpose(1, 2).contiguous().transpose(1, 2)
+    return absorb.Fp8Weight(_on(codes, device), made.scale.to(device))
 
 
 def compare(
@@ -111,7 +121,8 @@ def on_cpu(inputs: DecodeInputs, storage: torch.Tensor) -> tuple[DecodeInputs, t
     copy = storage.detach().cpu().clone()
     values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
     moved = {name: v.cpu() for name, v in values.items() if isinstance(v, torch.Tensor) and name != "kv_cache"}
-    return replace(inputs, **moved, kv_cache=copy[GUARD_BLOCKS:-GUARD_BLOCKS]), copy
+    weight = type(inputs.weight)(*(tensor.cpu() for _, tensor in inputs.weight.tensors))
+    return replace(inputs, **moved, weight=weight, kv_cache=copy[GUARD_BLOCKS:-GUARD_BLOCKS]), copy
 
 
 def wrong_values(got: torch.Tensor, expected: torch.Tensor) -> int:
@@ -131,24 +142,17 @@ def wrong_values(got: torch.Tensor, expected: torch.Tensor) -> int:
 def _nope_record(cpu: DecodeInputs, got: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
     if got.numel() == 0:
         return {"nope_steps": 0, "nope_different": 0.0, "bmm_bound": 0.0}
-    different = float((_bits(got) != _bits(expected)).double().mean())
-    if fp8.is_fp8(got.dtype):
-        return {
-            "nope_steps": int(fp8.step_distance(got, expected).max()),
-            "nope_different": different,
-            "bmm_bound": 0.0,
-        }
-    q, w = cpu.q[..., : cpu.nope_dim].double(), cpu.weight.w_uk_t.double()
+    found = difference(got, expected)
+    record = {"nope_steps": found.steps, "nope_different": found.share}
+    if fp8.is_fp8(got.dtype) or not isinstance(cpu.weight, absorb.PlainWeight):
+        return record | {"bmm_bound": 0.0}
+    q, w = cpu.q_nope.double(), cpu.weight.w_uk_t.double()
     exact = torch.einsum("tnp,npl->tnl", q, w)
     # One rounding to the activation dtype (unit roundoff u), and P float32 additions (2**-24 each) in any order.
     unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[cpu.q.dtype]
     sums = torch.einsum("tnp,npl->tnl", q.abs(), w.abs())
     bound = unit * exact.abs() + (1 + unit) * cpu.nope_dim * 2.0**-24 * sums
-    return {
-        "nope_steps": int((_ordinal(got) - _ordinal(expected)).abs().max()),
-        "nope_different": different,
-        "bmm_bound": float(((got.double() - exact).abs() / bound).max()),
-    }
+    return record | {"bmm_bound": float(((got.double() - exact).abs() / bound).max())}
 
 
 def sparse_bytes(size: int) -> torch.Tensor:
@@ -158,11 +162,6 @@ def sparse_bytes(size: int) -> torch.Tensor:
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8 if x.dtype.itemsize == 1 else torch.int16)
-
-
-def _ordinal(x: torch.Tensor) -> torch.Tensor:
-    raw = x.contiguous().view(torch.int16).to(torch.int32)
-    return torch.where(raw < 0, -(raw & 0x7FFF), raw)
 
 
 def _filled_cache(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> torch.Tensor:

@@ -17,16 +17,20 @@ from typing import Any
 
 import torch
 import triton_cases as cases
+from aiter_results import LATENT, fused_call
 from triton.runtime import interpreter as triton_interpreter
 from triton_mutations import MUTATIONS
 
 from vllm_aiter_mla.commands.bench import paths, points, run
 from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.triton import baselines, interpreter, kernel, launcher
+from vllm_aiter_mla.kernels.selfcheck import self_check
+from vllm_aiter_mla.kernels.shape import LayerShape
+from vllm_aiter_mla.kernels.triton import baselines, interpreter, kernel, launcher, product
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.kernels.triton.tiles import TABLE
 
 BACKEND = TritonBackend()
+_LAUNCH = launcher.launch
 _SHIPPED = triton_interpreter._convert_float
 _FOLDER = tempfile.TemporaryDirectory()
 
@@ -53,11 +57,36 @@ def compare(case: dict[str, Any], mutation: str | None = None) -> dict[str, Any]
         return {"refused": None} | cases.compare(inputs, storage, BACKEND.prepare)
 
 
-def compare_tile(arch: str, index: int) -> dict[str, Any]:
+def compare_tile(arch: str, index: int, weight: str) -> dict[str, Any]:
     """One tile of an architecture's table, forced on a call that crosses its token blocks."""
     tile = list(dict.fromkeys(entry.tile for entry in TABLE[arch]))[index]
-    inputs, storage = cases.build(cases.Case(tokens=tile.block_t + 3, heads=1))
+    inputs, storage = cases.build(cases.Case(tokens=tile.block_t + 3, heads=1, weight=weight))
     return cases.compare(inputs, storage, lambda given: launcher.launch(given, tile))
+
+
+def odd_rows(mutation: str | None = None) -> dict[str, Any]:
+    """fp8 weights under rows of zeros, of numbers below the floor, and with a NaN among ordinary ones."""
+    inputs, storage = cases.build(cases.Case(weight="float8_e4m3fn", w_major="P", cache="bfloat16"))
+    inputs.q[0] = 0.0
+    inputs.q[1] *= 1e-13
+    inputs.q[2, :, 5] = float("nan")
+    with planted(mutation):
+        return cases.compare(inputs, storage, BACKEND.prepare)
+
+
+def fp8_dots() -> dict[str, float]:
+    """Largest error of an interpreted dot of fp8 codes, against the product of the numbers that they stand for."""
+    import triton.language as tl
+
+    found = {}
+    for dtype, name in ((torch.float8_e4m3fn, "float8e4nv"), (torch.float8_e4m3fnuz, "float8e4b8")):
+        a, b = (torch.randn(16, 16, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2))
+        handles = [triton_interpreter.TensorHandle(x.view(torch.uint8).numpy(), getattr(tl, name)) for x in (a, b)]
+        start = triton_interpreter.TensorHandle(torch.ones(16, 16).numpy(), tl.float32)
+        result = triton_interpreter.InterpreterBuilder.create_dot(None, *handles, start, None, 0)
+        exact = a.double() @ b.double() + 1
+        found[name] = float((torch.from_numpy(result.data).double() - exact).abs().max())
+    return found
 
 
 def compare_unfused(case: dict[str, Any]) -> dict[str, Any]:
@@ -66,14 +95,54 @@ def compare_unfused(case: dict[str, Any]) -> dict[str, Any]:
     return cases.compare(inputs, storage, baselines.unfused, reference.TWO_ROUNDING)
 
 
-def bench_row(quantised: bool) -> dict[str, Any]:
+def self_checked(arch: str, limit: int, weight: str, bad_tile: str | None = None) -> dict[str, Any]:
+    """The start-up check on a small layer as on a card of ``arch``: its verdict, and the T of every call it compared.
+
+    ``bad_tile``: label of a tile that writes one value of the query wrong.
+    """
+    launched = []
+
+    def launch(inputs: Any, tile: Any) -> torch.Tensor:
+        launched.append((inputs.num_tokens, tile.label))
+        out = _LAUNCH(inputs, tile)
+        if tile.label == bad_tile:
+            out[-1, 0, 0] = -out[-1, 0, 0] - 8
+        return out
+
+    act, key = torch.bfloat16, ("plain",) if weight == "plain" else ("fp8", getattr(torch, weight))
+    shape = LayerShape(1, 128, act, act, 1, False, latent=64, rope=16, weight=key)
+    launcher.launch, launcher.current_arch, before = launch, lambda: arch, launcher.current_arch
+    try:
+        found = self_check(BACKEND, shape, limit)
+    finally:
+        launcher.launch, launcher.current_arch = _LAUNCH, before
+    return {"ok": found.ok, "message": found.message, "launched": launched[1:]}
+
+
+def bench_row(quantised: bool, fp8_weight: bool) -> dict[str, Any]:
     """Every path the benchmark would time, run on one of its own operand sets and compared as it compares them."""
     sys.modules["vllm"] = None  # type: ignore[assignment]  # a machine without vLLM
-    (inputs,) = points.operands(points.Point(9, 2, quantised), torch.float8_e4m3fn, 1, device="cpu")
+    (inputs,) = points.operands(points.Point(9, 2, quantised, fp8_weight), torch.float8_e4m3fn, 1, device="cpu")
     ways = paths.available(inputs)
     runnable = [way.name for way in ways if way.prepare is not None]
     missing = {way.name: way.reason for way in ways if way.prepare is None}
     return {"runnable": runnable, "missing": missing, "wrong": run.disagreements(ways, inputs)}
+
+
+def aiter_vector(index: int) -> dict[str, Any]:
+    """The kernel, over an identity for W_UK, against what AITER's own fused op left: bytes that differ, by part."""
+    call = fused_call(index)
+    refused = BACKEND.refuse(call.inputs)
+    if refused is not None:
+        return {"refused": refused}
+    query, cache = BACKEND.prepare(call.inputs)[call.rows], call.inputs.kv_cache
+    pairs = {
+        "q nope": (query[..., :LATENT], call.query[call.rows][..., :LATENT]),
+        "q rope": (query[..., LATENT:], call.query[call.rows][..., LATENT:]),
+        "kv nope": (cache[..., :LATENT], call.cache[..., :LATENT]),
+        "kv rope": (cache[..., LATENT:], call.cache[..., LATENT:]),
+    }
+    return {"refused": None} | {name: cases.wrong_values(*pair) for name, pair in pairs.items()}
 
 
 def nan_and_payload() -> dict[str, Any]:
@@ -157,17 +226,25 @@ class planted:  # noqa: N801
 
 
 def mutant(name: str) -> Any:
+    """The kernel with one bug planted, in its own file or in that of the product."""
     old, new, times = MUTATIONS[name]
-    source = Path(kernel.__file__).read_text()
-    assert source.count(old) == times, f"{name}: {old!r} stands {source.count(old)} times in the kernel, not {times}"
-    path = Path(_FOLDER.name) / f"kernel_{name}.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sources = {module.__name__: Path(module.__file__).read_text() for module in (product, kernel)}
+    found = sum(source.count(old) for source in sources.values())
+    assert found == times, f"{name}: {old!r} stands {found} times in the kernel, not {times}"
+    bad = _module(f"product_{name}", sources[product.__name__].replace(old, new))
+    source = sources[kernel.__name__].replace(old, new).replace(f"from {product.__name__} ", f"from {bad.__name__} ")
+    return _module(f"kernel_{name}", source).decode_prep_kernel
+
+
+def _module(name: str, source: str) -> Any:
+    path = Path(_FOLDER.name) / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.decode_prep_kernel
+    return module
 
 
 def _as_int32(offset: int) -> int:
@@ -177,8 +254,12 @@ def _as_int32(offset: int) -> int:
 OPERATIONS = {
     "compare": compare,
     "compare_tile": compare_tile,
+    "odd_rows": odd_rows,
+    "fp8_dots": fp8_dots,
     "compare_unfused": compare_unfused,
+    "self_checked": self_checked,
     "bench_row": bench_row,
+    "aiter_vector": aiter_vector,
     "nan_and_payload": nan_and_payload,
     "far_cache": far_cache,
     "far_query": far_query,

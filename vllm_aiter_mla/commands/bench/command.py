@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 KINDS = {"fp8": (True,), "bf16": (False,), "both": (True, False)}
+WEIGHTS = ("bf16", "fp8")
 DEFAULT_ROUNDS = 50
 # Past these an operand alone fills a card.
 MOST = {"--tokens": 65536, "--heads": 1024, "--rounds": 100000}
@@ -23,13 +24,14 @@ def bench(
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with a chart to this file.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Exit 1 when a bound is broken.")] = False,
+    weights: Annotated[str, typer.Option(help="Absorb weights: bf16 or fp8.")] = WEIGHTS[0],
 ) -> None:
     """Time the one Triton launch against the unfused sequence, plain PyTorch and AITER. Needs a GPU; exits 2 without.
 
     Every path is captured in a graph and replayed over operands that do not fit in the cache; the table gives
     microseconds, the ratio to the best unfused sequence, GB/s beside a copy measured in the same run, and launches.
     """
-    raise typer.Exit(main(tokens, heads, kind, rounds, json, html, check))
+    raise typer.Exit(main(tokens, heads, kind, rounds, json, html, check, weights))
 
 
 def main(
@@ -40,6 +42,7 @@ def main(
     json_path: Path | None = None,
     html_path: Path | None = None,
     check: bool = False,
+    weights: str = WEIGHTS[0],
 ) -> int:
     """Run the benchmark and print it; the arguments are those of ``bench``.
 
@@ -54,11 +57,11 @@ def main(
 
     tokens, heads = (points.TOKENS if tokens is None else tokens), (points.HEADS if heads is None else heads)
     try:
-        check_options(tokens, heads, kind, rounds)
+        check_options(tokens, heads, kind, rounds, weights)
         outputs.check({"--json": json_path, "--html": html_path})
         if html_path is not None:
             environment()
-        grid = points.grid(tokens, heads, KINDS[kind])
+        grid = points.grid(tokens, heads, KINDS[kind], weights == "fp8")
         report = run.run(grid, rounds, lambda done: print(done, file=sys.stderr))
     except (ValueError, NoTemplateEngineError, run.NoGpuError) as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -73,10 +76,11 @@ def main(
     return 1 if wrong or (check and broken) else 0
 
 
-def check_options(tokens: Sequence[int], heads: Sequence[int], kind: str, rounds: int) -> None:
+def check_options(tokens: Sequence[int], heads: Sequence[int], kind: str, rounds: int, weights: str) -> None:
     """Raise ValueError with option and value where one is out of range."""
-    if kind not in KINDS:
-        raise ValueError(f"--type {kind}: {', '.join(KINDS)} expected")
+    for option, given, known in (("--type", kind, KINDS), ("--weights", weights, WEIGHTS)):
+        if given not in known:
+            raise ValueError(f"{option} {given}: {', '.join(known)} expected")
     for option, values in (("--tokens", tokens), ("--heads", heads), ("--rounds", (rounds,))):
         if not values:
             raise ValueError(f"{option}: at least one value expected")

@@ -15,7 +15,7 @@ NO_CAPS = "caps: none called for by the points measured"
 def text(report: Report) -> str:
     """The table, the paths that could not run, the bounds and the caps that the figures call for."""
     lines = [head(report), ""]
-    columns = [f"{'T':>4} {'N':>4} {'type':<5}"] + [f"{name + ' us':>14}" for name in NAMES]
+    columns = [f"{'T':>4} {'N':>4} {'type':<7}"] + [f"{name + ' us':>14}" for name in NAMES]
     lines.append(" ".join([*columns, f"{'ratio':>6}", f"{'GB/s':>6}", f"{'% copy':>6}", "launches"]))
     lines += [_line(row, report.copy_gbps) for row in report.rows]
     if report.rows:
@@ -40,7 +40,7 @@ def head(report: Report) -> str:
 def _line(row: Row, copy: float) -> str:
     point = row.point
     percent = None if row.gbps is None else 100 * row.gbps / copy
-    cells = [f"{point.tokens:>4} {point.heads:>4} {'fp8' if point.quantised else 'bf16':<5}"]
+    cells = [f"{point.tokens:>4} {point.heads:>4} {point.label:<7}"]
     cells += [_cell(row.timings[n].median_us if n in row.timings else None, "14.2f") for n in NAMES]
     cells += [_cell(row.ratio, "6.2f"), _cell(row.gbps, "6.0f"), _cell(percent, "6.0f")]
     cells.append("/".join(str(row.timings[n].launches) if n in row.timings else UNKNOWN for n in NAMES))
@@ -68,9 +68,9 @@ def page(report: Report) -> str:
         NoTemplateEngineError: jinja2 is missing.
     """
     drawn = []
-    for number, (heads, quantised) in enumerate(sorted({(r.point.heads, r.point.quantised) for r in report.rows})):
-        rows = [row for row in report.rows if (row.point.heads, row.point.quantised) == (heads, quantised)]
-        caption = f"N = {heads}, {'fp8' if quantised else 'bf16'}"
+    for number, (heads, label) in enumerate(sorted({(r.point.heads, r.point.label) for r in report.rows})):
+        rows = [row for row in report.rows if (row.point.heads, row.point.label) == (heads, label)]
+        caption = f"N = {heads}, {label}"
         drawn.append((caption, chart(rows, f"c{number}", caption)))
     values = {"title": "Decode preparation, us per call", "about": head(report), "charts": drawn, "text": text(report)}
     return fill("figures.html.j2", values)

@@ -28,11 +28,13 @@ def available(sample: DecodeInputs) -> list[Path]:
     from vllm_aiter_mla.kernels.triton import baselines
     from vllm_aiter_mla.kernels.triton.launcher import entry, launch
 
+    without = sample.weight.missing()
     return [
         # Without the measured cap: this benchmark finds the size from which the kernel is slower.
         Path(OURS, lambda inputs: launch(inputs, entry(inputs).tile)),
-        Path(UNFUSED, baselines.unfused),
-        _vllm(),
+        # Over fp8 weights both multiply by AITER's GEMM.
+        Path(UNFUSED, None, without) if without else Path(UNFUSED, baselines.unfused),
+        Path(STOCK, None, without) if without else _vllm(),
         Path(TORCH, lambda inputs: reference.prepare(inputs, reference.TWO_ROUNDING)),
         _aiter(sample),
     ]

@@ -15,17 +15,21 @@ MAX_POSITION = 4096
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 HEADS = (8, 16, 32, 64, 128)
 ACT = torch.bfloat16
-# Operand sets of one measurement: as many as do not fit in the caches, and no more than a graph can hold comfortably.
-MIN_SETS, MAX_SETS = 8, 512
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One call: T tokens, N heads, fp8 (query and cache) or bfloat16."""
+    """One call: T tokens, N heads, fp8 (query and cache) or bfloat16, absorb weights of one byte or of two."""
 
     tokens: int
     heads: int
     quantised: bool
+    fp8_weight: bool = False
+
+    @property
+    def label(self) -> str:
+        """Types, for a table: of query and cache, and of the weight where it is fp8."""
+        return ("fp8" if self.quantised else "bf16") + ("/w8" if self.fp8_weight else "")
 
     @property
     def item(self) -> int:
@@ -36,7 +40,7 @@ class Point:
     def bytes_once(self) -> int:
         """Bytes that must move, each counted once: weights, q, latent, k_pe and table rows, query and cache rows."""
         t, n = self.tokens, self.heads
-        weights = n * NOPE * LATENT * 2
+        weights = n * NOPE * LATENT * (1 if self.fp8_weight else 2)
         read = t * n * (NOPE + ROPE) * 2 + t * (LATENT + ROPE) * 2 + t * (ROPE * 2 + 16)
         written = t * (n + 1) * (LATENT + ROPE) * self.item
         return weights + read + written
@@ -47,20 +51,9 @@ class Point:
         return 2 * self.tokens * self.heads * NOPE * LATENT
 
 
-def grid(tokens: Sequence[int], heads: Sequence[int], kinds: Sequence[bool]) -> list[Point]:
+def grid(tokens: Sequence[int], heads: Sequence[int], kinds: Sequence[bool], fp8_weight: bool = False) -> list[Point]:
     """All points, quantised ones first, by heads, then by tokens."""
-    return [Point(t, n, kind) for kind in kinds for n in heads for t in tokens]
-
-
-def cache_bytes() -> int:
-    """Bytes the caches of the current GPU can hold on to: L2, and on ROCm the 256 MiB last-level cache of MI300."""
-    size = int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
-    return max(size, 256 << 20) if torch.version.hip is not None else size
-
-
-def sets_needed(point: Point, resident: int) -> int:
-    """Operand sets whose bytes are at least twice what the caches hold, so that no set is found there again."""
-    return max(MIN_SETS, min(MAX_SETS, -(-2 * resident // point.bytes_once)))
+    return [Point(t, n, kind, fp8_weight) for kind in kinds for n in heads for t in tokens]
 
 
 def operands(point: Point, fp8_dtype: torch.dtype, count: int, device: str = "cuda") -> list[DecodeInputs]:
@@ -68,5 +61,6 @@ def operands(point: Point, fp8_dtype: torch.dtype, count: int, device: str = "cu
     g = torch.Generator(device=device).manual_seed(0)
     table = torch.randn(MAX_POSITION, ROPE, generator=g, device=device).to(ACT)
     stored = fp8_dtype if point.quantised else ACT
-    shape = LayerShape(point.heads, NOPE, stored, stored, BLOCK_SIZE, False, ACT, device, LATENT, ROPE)
+    weight = ("fp8", fp8_dtype) if point.fp8_weight else ("plain",)
+    shape = LayerShape(point.heads, NOPE, stored, stored, BLOCK_SIZE, False, ACT, device, LATENT, ROPE, weight)
     return [synthetic_inputs(shape, point.tokens, padded=None, table=table, generator=g) for _ in range(count)]

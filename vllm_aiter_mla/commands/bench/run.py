@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -10,9 +9,12 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.commands.bench import paths, timing
-from vllm_aiter_mla.commands.bench.points import Point, cache_bytes, operands, sets_needed
+from vllm_aiter_mla.commands.bench.points import Point, operands
 from vllm_aiter_mla.kernels import fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.measure.card import machine
+from vllm_aiter_mla.kernels.measure.clock import cache_bytes
+from vllm_aiter_mla.kernels.measure.operands import sets_needed
 
 # Paths differ by one rounding of the rope half and by summation order: one fp8 step, or a bf16 step, in few values.
 MAX_DIFFERENT = 0.10
@@ -86,12 +88,12 @@ def run(points: list[Point], rounds: int, progress: Callable[[str], None] = lamb
 
     arch = current_arch()
     native = hardware_fp8(arch)
-    if native is None and any(point.quantised for point in points):
+    if native is None and any(point.quantised or point.fp8_weight for point in points):
         raise NoGpuError(f"{arch} has no fp8 conversion in hardware; ask for bf16 only")
     report = Report(machine(), arch, timing.copy_gbps(), rounds)
     for point in points:
         report.rows.append(_row(point, native or torch.float8_e4m3fn, rounds))
-        progress(f"T={point.tokens} N={point.heads} {'fp8' if point.quantised else 'bf16'}")
+        progress(f"T={point.tokens} N={point.heads} {point.label}")
     return report
 
 
@@ -101,21 +103,8 @@ def require_gpu() -> None:
         raise NoGpuError(f"a GPU is needed, torch {torch.__version__} sees none; nothing was measured")
 
 
-def machine() -> dict[str, str]:
-    """Card and versions, as they belong beside any figure."""
-    import triton
-
-    return {
-        "card": torch.cuda.get_device_name(),
-        "torch": str(torch.__version__),
-        "triton": triton.__version__,
-        "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
-        "python": platform.python_version(),
-    }
-
-
 def _row(point: Point, native: torch.dtype, rounds: int) -> Row:
-    count = sets_needed(point, cache_bytes())
+    count = sets_needed(point.bytes_once, cache_bytes())
     sets = operands(point, native, count)
     available = paths.available(sets[0])
     wrong = disagreements(available, sets[0])

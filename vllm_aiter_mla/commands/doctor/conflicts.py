@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import replace
 from typing import Any
 
 from vllm_aiter_mla.admission import KV_UPDATE_OP, ConfigView, admit_config
-from vllm_aiter_mla.commands.doctor import switches
 from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
 from vllm_aiter_mla.compat import offline
@@ -46,11 +44,10 @@ def settings(given: Given) -> Check:
 
 
 def graph(given: Given) -> Check:
-    """Options by which admission declines the whole engine: the graph is cut, or there is none, or the kernel."""
+    """Options by which admission declines the whole engine: the graph is cut, or there is none."""
     if _unknown(given):
         return Check("unknown", "the options were not read", SEE_SETTINGS)
-    view = replace(_view(given), fp8_bmm=switches.fp8_absorb(given.env), kernel=_settings(given).kernel)
-    refusal = admit_config(view)
+    refusal = admit_config(_view(given))
     if refusal is not None:
         return Check("problem", str(refusal), "change the option that the line names")
     if given.served is None:

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from vllm_aiter_mla.commands.doctor import machine
 from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
+from vllm_aiter_mla.compat import switches
 
-FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
+USE_AITER, FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
 
 
 def use_aiter(given: Given) -> Check:
     """AITER must be switched on in vLLM, for MLA too: only then is the attention AITER's."""
     if machine.rocm_version() is None:
         return Check("ok", "VLLM_ROCM_USE_AITER has no effect without ROCm; with ROCm set it to 1")
-    for name, default in (("VLLM_ROCM_USE_AITER", False), ("VLLM_ROCM_USE_AITER_MLA", True)):
+    for name, default in ((USE_AITER, False), ("VLLM_ROCM_USE_AITER_MLA", True)):
         if not switched_on(given.env, name, default):
             origin = f"={given.env[name]}" if name in given.env else " is unset, which means off"
             return Check("problem", f"{name}{origin}: vLLM takes another MLA backend", f"set {name}=1")
@@ -23,26 +24,33 @@ def use_aiter(given: Given) -> Check:
 
 
 def fp8_bmm(given: Given) -> Check:
-    """The fp8 absorb BMM is on by default with AITER; the kernel aiter takes its weights, triton does not."""
+    """Which form the absorb weight has beside an AITER that is on: fp8, or what fp4 leaves."""
     if machine.rocm_version() is None:
-        return Check("ok", f"no ROCm here; where AITER is on, {FP8_BMM} is on too")
-    if not switched_on(given.env, "VLLM_ROCM_USE_AITER", False):
+        return Check("ok", f"{FP8_BMM} has an effect on ROCm only")
+    if not switched_on(given.env, USE_AITER, False):
         return Check("ok", "off with AITER")
-    if not switched_on(given.env, FP8_BMM, True):
-        return Check("ok", f"{FP8_BMM}=0: absorb weights in the activation dtype")
-    origin = "is on" if FP8_BMM in given.env else "is unset, which means on"
-    return Check("ok", f"{FP8_BMM} {origin}: fp8 absorb weights, which kernel=triton declines")
+    return _bmm(given, FP8_BMM, "W_UK and W_UV in fp8", "W_UK and W_UV in the activation dtype")
 
 
 def fp4_bmm(given: Given) -> Check:
-    """The fp4 absorb BMM is on by default on MI350X and MI355X for layers whose kv_b_proj is bfloat16."""
+    """On gfx950 vLLM asks for mxfp4 first, where ``kv_b_proj`` is bf16; the kernel aiter takes these weights too."""
     if machine.gpu_arch() != "gfx950":
         return Check("ok", "has an effect on gfx950 only")
-    if not switched_on(given.env, FP4_BMM, True):
-        return Check("ok", f"{FP4_BMM}=0")
-    return Check("warning", f"{FP4_BMM} is on: layers whose kv_b_proj is not quantised are declined",
-        f"set {FP4_BMM}=0 for checkpoints with bfloat16 attention",
-    )  # fmt: skip
+    if not switched_on(given.env, USE_AITER, False):
+        return Check("ok", "off with AITER")
+    return _bmm(given, FP4_BMM, "W_UK and W_UV in mxfp4 where kv_b_proj is bf16", f"see {FP8_BMM} above")
+
+
+def _bmm(given: Given, name: str, held: str, otherwise: str) -> Check:
+    """How the installed vLLM takes the switch ``name``: its default is not the same in every release."""
+    try:
+        on = switches.switched_on(name, given.env)
+    except ValueError as error:
+        return Check("problem", str(error), "correct it; vLLM would not start")
+    if on is None:
+        return Check("unknown", f"{name}: vLLM cannot be asked for its default", "see the line `vllm` above")
+    origin = name if name in given.env else f"{name} is unset, in this vLLM"
+    return Check("ok", f"{origin} {'on' if on else 'off'}: {held if on else otherwise}")
 
 
 def mla(given: Given) -> Check:
@@ -63,14 +71,8 @@ def breakable_graphs(given: Given) -> Check:
     return Check("ok", "off")
 
 
-def fp8_absorb(env: Mapping[str, str]) -> bool:
-    """Whether vLLM would hold the absorbed weights in fp8 here: with AITER on, unless that is switched off."""
-    on = machine.rocm_version() is not None and switched_on(env, "VLLM_ROCM_USE_AITER", False)
-    return on and switched_on(env, FP8_BMM, True)
-
-
 def switched_on(env: Mapping[str, str], name: str, default: bool) -> bool:
-    """vLLM's reading of a switch (vllm/envs.py)."""
+    """vLLM's reading of a switch whose default is the same in every release of the window (vllm/envs.py)."""
     return env[name].lower() in ("1", "true") if name in env else default
 
 

@@ -32,6 +32,7 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
         "options": _options(options),
         "environment": {name: [options.env.values[name], options.env.origins[name]] for name in options.env.values},
         "heads_per_rank": heads,
+        "absorb_weight": verdict.weight_form(options, model) if model.is_mla else None,
         "limit": limit,
         "compile_ranges": ranges.compile_ranges(options, model, limit),
         "captures": ranges.captures(options, limit),
@@ -63,7 +64,7 @@ def _kernel_reason(spans: tuple[KernelSpan, ...] | str) -> Refusal | None:
 
 def _figures(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, Any]:
     heads, stored = verdict.heads_per_rank(options, model), 1 if options.fp8_cache else formulas.ACT
-    weight = 1 if verdict.fp8_absorb(options, model) else formulas.ACT
+    weight = formulas.WEIGHT[verdict.weight_form(options, model)]
     table: dict[int, dict[str, Any]] = {}
     for tokens in sorted({1, min(64, limit), limit}):
         step = formulas.Step(tokens, heads, model.nope, model.rope, model.latent, stored, weight)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 ACT = 2  # bytes of a bfloat16 or float16 value
 INDEX = 8  # bytes of an int64 slot or position
+WEIGHT = {"plain": ACT, "fp8": 1, "mxfp4": 17 / 32}
+"""Bytes of a value of the absorbed weight by its form; 32 values of mxfp4 have 16 bytes and one of scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class Step:
         heads: N, query heads of the rank.
         nope, rope, latent: P, R and L.
         stored: e, bytes of a value in the KV cache and in the prepared query; 1 for fp8, 2 for bfloat16.
-        weight: w, bytes of a value of the absorbed weight; 1 under VLLM_ROCM_USE_AITER_FP8BMM.
+        weight: w, bytes of a value of the absorbed weight, one of ``WEIGHT``.
     """
 
     tokens: int
@@ -30,7 +32,7 @@ class Step:
     rope: int
     latent: int
     stored: int
-    weight: int = ACT
+    weight: float = ACT
 
     @property
     def query(self) -> int:
@@ -68,7 +70,10 @@ def stock(step: Step) -> tuple[Launch, ...]:
 
 
 def stock_fused(step: Step) -> tuple[Launch, ...]:
-    """vLLM with its own RoPE + KV pass on and Inductor's fused concat (and quantisation): the strongest baseline."""
+    """vLLM with its own RoPE + KV pass on and Inductor's fused concat (and quantisation): the strongest baseline.
+
+    Over fp8 weights the GEMM quantises q_nope as it reads it, which moves no byte more.
+    """
     t, r, n = step.tokens, step.rope, step.heads
     return (
         Launch(
@@ -90,7 +95,7 @@ def aiter(step: Step) -> tuple[Launch, ...]:
 def triton(step: Step) -> tuple[Launch, ...]:
     """One launch with the absorb BMM inside; ``bench.points.Point.bytes_once`` for DeepSeek's widths."""
     t, n = step.tokens, step.heads
-    read = ACT * n * step.nope * step.latent + ACT * t * n * (step.nope + step.rope) + ACT * step.row
+    read = int(step.weight * n * step.nope * step.latent) + ACT * t * n * (step.nope + step.rope) + ACT * step.row
     read += t * (ACT * step.rope + 2 * INDEX)
     return (Launch("Triton: absorb BMM, RoPE, KV write, query", read, step.stored * (step.query + step.row)),)
 
@@ -104,7 +109,12 @@ def moved(launches: tuple[Launch, ...]) -> int:
     return sum(launch.read + launch.written for launch in launches)
 
 
+def triton_share(step: Step) -> float:
+    """Bytes of the one Triton launch over those of stock's strongest configuration."""
+    return moved(triton(step)) / moved(stock_fused(step))
+
+
 def _absorb(step: Step) -> Launch:
-    weights = step.weight * step.heads * step.nope * step.latent
+    weights = int(step.weight * step.heads * step.nope * step.latent)
     latent = ACT * step.tokens * step.heads * step.latent
     return Launch("absorb BMM", weights + ACT * step.tokens * step.heads * step.nope, latent)

@@ -16,7 +16,7 @@ from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.dispatch import PER_HEAD_TOKENS, ViewPolicy
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.platform import Platform, hardware_fp8
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.triton import backend as triton
@@ -77,16 +77,10 @@ class _PlannedTriton(triton.TritonBackend):
         self._arch = arch
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
-        reason = next((reason for check in triton.ANYWHERE if (reason := check(inputs)) is not None), None)
+        reason = triton.refused_on(self._arch, inputs)
         if reason is not None:
             return reason
-        stored, native = inputs.kv_cache.dtype, hardware_fp8(self._arch)
-        if stored.itemsize == 1 and stored != native:
-            return f"kv_cache: {self._arch} converts to {native} in hardware, not to {stored}"
-        cap = tiles.cap_for(self._arch, inputs.num_heads, inputs.out_dtype.itemsize == 1, inputs.num_tokens)
-        if cap is not None:
-            return f"{inputs.num_tokens} tokens: measured slower from {cap.from_tokens} on"
-        return Binding(_never)
+        return Binding(_never, tiles.entry_for(self._arch, inputs.num_tokens, inputs.num_heads).tile.label)
 
 
 class _PlannedStock(ReferenceBackend):
@@ -118,8 +112,8 @@ def at(chooser: PlannedSelector, inputs: DecodeInputs) -> KernelSpan:
     if isinstance(backend, AiterBackend):
         detail = f"its {backend.kernel_of(inputs)} kernel"
     elif isinstance(backend, triton.TritonBackend):
-        entry = tiles.entry_for(chooser.platform.arch, tokens, inputs.num_heads)
-        detail = f"tile {entry.tile.block_t}x{entry.tile.block_l}, {entry.basis}"
+        basis = tiles.entry_for(chooser.platform.arch, tokens, inputs.num_heads).basis
+        detail = f"tile {backend.kernel_of(inputs)}, {basis}"
     elif backend is not None:
         detail = "vLLM's own kernels on private copies"
     return KernelSpan(tokens, tokens, None if backend is None else backend.name, detail, choice.refusals)
@@ -129,7 +123,8 @@ def operands(options: ServeOptions, model: ModelFacts, platform: Platform, token
     """A decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
     act = getattr(torch, options.dtype, torch.bfloat16)
     stored = platform.fp8 if options.fp8_cache else act
-    weight = ("fp8", platform.fp8) if verdict.fp8_absorb(options, model) else ("plain",)
+    form = verdict.weight_form(options, model)
+    weight = (form, platform.fp8) if form == "fp8" else (form,)
     shape = LayerShape(
         verdict.heads_per_rank(options, model), model.nope, stored, stored, options.block_size, False, act, "meta",
         model.latent, model.rope, weight,

@@ -197,4 +197,5 @@ def mla_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _kv_b_quantised(quantisation: Mapping[str, Any]) -> bool:
     left_out = [*fields.names(quantisation, "ignore"), *fields.names(quantisation, "modules_to_not_convert")]
+    left_out += fields.names(quantisation, "exclude")  # AMD's Quark
     return bool(quantisation) and not any("self_attn" in name or "kv_b_proj" in name for name in left_out)

@@ -13,6 +13,12 @@ HEADLINES = {
     "refused": "0/{mla} MLA layers would engage",
 }
 FEW = 6
+WEIGHTS = {
+    "plain": "in the activation dtype",
+    "fp8": "in fp8 (VLLM_ROCM_USE_AITER_FP8BMM)",
+    "mxfp4": "in mxfp4 (VLLM_ROCM_USE_AITER_FP4BMM, kv_b_proj in bfloat16)",
+}
+"""By form: vLLM holds the absorb weight and the value projection alike."""
 
 
 def text(plan: dict[str, Any]) -> str:
@@ -55,6 +61,7 @@ def _model(plan: dict[str, Any]) -> Iterator[str]:
         sizes = f"P {model['nope']}, R {model['rope']}, L {model['latent']}, V {model['v']}"
         share = f"= {plan['heads_per_rank']} per rank" if plan["heads_per_rank"] else "not divisible"
         yield f"  heads        {model['heads']} / TP {options['tp']} {share}; {sizes}"
+        yield f"  W_UK, W_UV   {WEIGHTS[plan['absorb_weight']]}"
     yield f"  KV cache     {options['kv_cache_dtype']}, activations {options['dtype']}, block {options['block_size']}"
 
 

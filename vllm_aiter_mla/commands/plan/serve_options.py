@@ -15,7 +15,8 @@ from vllm_aiter_mla.admission import ConfigView
 from vllm_aiter_mla.commands.plan.fields import DTYPES
 from vllm_aiter_mla.commands.plan.model import ModelFacts
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import offline
+from vllm_aiter_mla.compat import offline, switches
+from vllm_aiter_mla.compat import version as compat_version
 from vllm_aiter_mla.compat.offline import OptionError
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 
@@ -28,15 +29,10 @@ MOST_REQUESTS, MOST_DRAFTS, MOST_TOKENS, MOST_BLOCK, MOST_RANKS = 2**20, 2**10, 
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size",
          "prefill_context_parallel_size")  # fmt: skip
 
-# vLLM's own defaults (vllm/envs.py), except VLLM_ROCM_USE_AITER: that one is off, and nothing can engage without it.
-ENV_DEFAULTS = {
-    "VLLM_ROCM_USE_AITER": "1",
-    "VLLM_ROCM_USE_AITER_MLA": "1",
-    "VLLM_ROCM_USE_AITER_FP8BMM": "1",
-    "VLLM_ROCM_USE_AITER_FP4BMM": "1",
-    "VLLM_USE_BREAKABLE_CUDAGRAPH": "0",
-    "VLLM_MLA_DISABLE": "0",
-}
+USE_AITER, FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
+VARIABLES = (
+    USE_AITER, "VLLM_ROCM_USE_AITER_MLA", FP8_BMM, FP4_BMM, "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_MLA_DISABLE",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,26 +48,34 @@ class Environment:
     origins: Mapping[str, str]
 
     def on(self, name: str) -> bool:
-        """Whether vLLM reads the variable as true."""
-        return self.values[name].lower() in ("1", "true")
+        """Whether the installed vLLM reads the variable as true."""
+        return bool(switches.switched_on(name, self.values))
 
 
 def environment(given: Sequence[str], process: Mapping[str, str] | None = None) -> Environment:
-    """Merge ``--env NAME=VALUE`` over this process's environment over the defaults.
+    """Merge ``--env NAME=VALUE`` over this process's environment over the installed vLLM's defaults.
+
+    One default is not vLLM's: VLLM_ROCM_USE_AITER counts as on, because nothing can engage without it.
 
     Raises:
-        OptionError: an entry without ``=``, or a name that the plan does not read.
+        OptionError: an entry without ``=``, a name that the plan does not read, or a value that vLLM cannot read.
     """
     process = os.environ if process is None else process
-    values, origins = dict(ENV_DEFAULTS), dict.fromkeys(ENV_DEFAULTS, "default")
-    for name in ENV_DEFAULTS:
+    values = {name: str(int(name == USE_AITER or bool(switches.switched_on(name)))) for name in VARIABLES}
+    origins = dict.fromkeys(VARIABLES, "default")
+    for name in VARIABLES:
         if name in process:
             values[name], origins[name] = process[name], "environment"
     for entry in given:
         name, equals, value = entry.partition("=")
-        if not equals or name not in ENV_DEFAULTS:
-            raise OptionError(f"--env {entry}: NAME=VALUE expected, with a name of {', '.join(ENV_DEFAULTS)}")
+        if not equals or name not in VARIABLES:
+            raise OptionError(f"--env {entry}: NAME=VALUE expected, with a name of {', '.join(VARIABLES)}")
         values[name], origins[name] = value, "--env"
+    for name in VARIABLES:
+        try:
+            switches.switched_on(name, values)
+        except ValueError as error:
+            raise OptionError(str(error)) from error
     return Environment(values, origins)
 
 
@@ -149,7 +153,7 @@ def read(arguments: Sequence[str], model: ModelFacts, arch: str, env: Environmen
         dtype=_dtype(parsed, model),
         block_size=_or_default(parsed, "block_size", 16, MOST_BLOCK, sixteen, notes),
         attention_backend=_backend(parsed),
-        assumptions=(*notes, *_about(arch, env)),
+        assumptions=(*notes, *_about(arch, env, model)),
     )
 
 
@@ -206,13 +210,16 @@ def _backend(parsed: Any) -> str:
     return str(getattr(chosen, "name", chosen) or "")
 
 
-def _about(arch: str, env: Environment) -> list[str]:
+def _about(arch: str, env: Environment, model: ModelFacts) -> list[str]:
     if not arch.startswith("gfx"):
         return []
     notes = ["ROCm 7 and an AITER with the 15-argument op are assumed: `vllm-aiter-mla doctor` looks at the machine"]
-    if env.origins["VLLM_ROCM_USE_AITER"] == "default":
+    if env.origins[USE_AITER] == "default":
         notes.append("VLLM_ROCM_USE_AITER=1 is assumed; vLLM's default is 0, and without it nothing engages: export it")
-    for name in ("VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"):
-        if env.origins[name] == "default" and (arch == "gfx950" or "FP8" in name):
-            notes.append(f"{name} is unset: on, vLLM's default; plan without it by --env {name}=0")
+    # The fp4 switch does nothing on another card, and nothing beside a quantised kv_b_proj.
+    for name in (FP8_BMM,) if arch != "gfx950" or model.kv_b_quantised else (FP8_BMM, FP4_BMM):
+        if env.origins[name] == "default":
+            state, other, value = ("on", "without", 0) if env.on(name) else ("off", "with", 1)
+            default = f"{state}, the default of vLLM {compat_version.installed()}"
+            notes.append(f"{name} is unset: {default}; plan {other} it by --env {name}={value}")
     return notes

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView, LayerView, Refusal, admit_config, admit_layer
 from vllm_aiter_mla.commands.plan.model import ModelFacts
-from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
+from vllm_aiter_mla.commands.plan.serve_options import FP4_BMM, FP8_BMM, USE_AITER, ServeOptions
 from vllm_aiter_mla.compat import offline, surface
 from vllm_aiter_mla.compat import version as compat_version
 
@@ -48,8 +48,6 @@ def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
         breakable_cudagraph=breakable,
         mode="NONE" if breakable else options.view.mode,
         model_dtype=options.dtype,
-        fp8_bmm=_uses_aiter(options) and env.on("VLLM_ROCM_USE_AITER_FP8BMM"),
-        kernel=options.settings.kernel,
     )
 
 
@@ -58,7 +56,6 @@ def layer_view(options: ServeOptions, model: ModelFacts) -> LayerView:
     return LayerView(
         impl=implementation(options, model),
         is_sparse=model.is_sparse,
-        fp4_bmm=fp4_absorb(options, model),
         kv_cache_dtype=options.view.kv_cache_dtype,
         model_dtype=options.dtype,
         dcp_world_size=options.view.dcp,
@@ -73,20 +70,21 @@ def layer_view(options: ServeOptions, model: ModelFacts) -> LayerView:
     )
 
 
-def fp8_absorb(options: ServeOptions, model: ModelFacts) -> bool:
-    """Whether vLLM would hold the absorbed weight in fp8: where AITER is on, unless it is switched off or fp4."""
-    fp8_bmm = _uses_aiter(options) and options.env.on("VLLM_ROCM_USE_AITER_FP8BMM")
-    return fp8_bmm and not fp4_absorb(options, model)
+def weight_form(options: ServeOptions, model: ModelFacts) -> str:
+    """Form in which vLLM would hold the absorbed weight, by the name of ``kernels.absorb``; fp4 is asked first.
 
-
-def fp4_absorb(options: ServeOptions, model: ModelFacts) -> bool:
-    """Whether it would be held in fp4. vLLM's MLAAttention: CDNA4 only, and where kv_b_proj is held in bfloat16."""
-    on = options.arch == "gfx950" and _uses_aiter(options) and options.env.on("VLLM_ROCM_USE_AITER_FP4BMM")
-    return on and not model.kv_b_quantised and options.dtype == "bfloat16"
+    Source: vLLM's ``MLAAttention``. mxfp4 is for CDNA 4 alone, and where ``kv_b_proj`` is held in bfloat16.
+    """
+    if not _uses_aiter(options):
+        return "plain"
+    bf16 = not model.kv_b_quantised and options.dtype == "bfloat16"
+    if options.arch == "gfx950" and bf16 and options.env.on(FP4_BMM):
+        return "mxfp4"
+    return "fp8" if options.env.on(FP8_BMM) else "plain"
 
 
 def _uses_aiter(options: ServeOptions) -> bool:
-    return options.arch.startswith("gfx") and options.env.on("VLLM_ROCM_USE_AITER")
+    return options.arch.startswith("gfx") and options.env.on(USE_AITER)
 
 
 def heads_per_rank(options: ServeOptions, model: ModelFacts) -> int:

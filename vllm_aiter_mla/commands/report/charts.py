@@ -148,15 +148,15 @@ def lines(ident: str, title: str, across: Sequence[int], series: Mapping[str, Se
         across: what stands under each point.
         series: figures by name, one per point; None is left out.
     """
-    width, left, bottom, high = 420.0, 46.0, 200.0, 190.0
+    width, left, right, bottom, high = 420.0, 46.0, 16.0, 200.0, 190.0
     top = max((v for values in series.values() for v in values if v is not None), default=0.0) or 1.0
-    step = (width - left - 10) / max(len(across) - 1, 1)
+    step = (width - left - right) / max(len(across) - 1, 1)
     shown = {name: [(n, v) for n, v in enumerate(values) if v is not None] for name, values in series.items()}
     words = "; ".join(f"{name}: {', '.join(f'{v:.2f}' for _, v in dots)}" for name, dots in shown.items() if dots)
     chart = Chart(ident, width, 240, title, f"At {', '.join(map(str, across))}: {words}.")
     for part in range(5):
         y = bottom - high * part / 4
-        chart.line("grid", (left, y), (width - 10, y))
+        chart.line("grid", (left, y), (width - right, y))
         chart.text((left - 4, y + 4), f"{top * part / 4:.1f}", "end", "note")
     for n, value in enumerate(across):
         chart.text((left + step * n, bottom + 14), str(value), css="note")

@@ -39,6 +39,12 @@ Inputs = dict[str, list[Record]]
 _RANGE = (int, int)
 _REASONS = Map((str, str))
 _BY_RANGE = {"key": r"[0-9]{1,15}-[0-9]{1,15}", "words": "a range, START-END,"}
+_MEASURED_SHAPE = {
+    "shape": str,
+    "layers": [str],
+    "chosen": [(int, int, str)],
+    "us": Map(Map(float), r"[0-9]{1,9}", "a number of tokens"),
+}
 _CENSUS = {
     "rank": Given(int, 0),
     "total": int,
@@ -46,6 +52,7 @@ _CENSUS = {
     "refused": _REASONS,
     "partial": Given(_REASONS, {}),
     "compiled": Given(Map({}, **_BY_RANGE), {}),
+    "measured": Given([_MEASURED_SHAPE], []),
     "capture_sizes": Given([int], []),
     "decode_bucket": _RANGE,
     "kv_cache_dtype": Given(str, "-"),
@@ -156,8 +163,8 @@ def _read_folder(folder: Path, found: Inputs) -> None:
     if not files:
         raise InputError(f"{folder}: no JSON file in this folder; expected {EXPECTED}")
     for path in files:
-        # What a worker keeps beside its census for warm starts.
-        if not path.name.startswith("refusals-"):
+        # What a worker keeps beside its census for the next start.
+        if not path.name.startswith(("refusals-", "measured-")):
             _read_file(path, f"{folder.name}/{path.stem}", found)
 
 

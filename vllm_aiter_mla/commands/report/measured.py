@@ -1,12 +1,43 @@
-"""What the project's tools measured on a running server: launches in traces, serving times, accuracy."""
+"""What was measured on a server: kernels at start-up, launches in traces, serving times, accuracy."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.inputs import Record
 
 NOT_GIVEN = "-"
+
+
+def choices(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Time over tokens of every layer shape that was timed at start-up, one line per candidate, and what runs where.
+
+    The ranks of an engine agree on the figures, so equal ones are drawn once.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for record in records:
+        for shape in record.data["measured"]:
+            known = found.setdefault(str((shape["shape"], shape["chosen"], shape["us"])), _choice(shape, len(found)))
+            known["names"].append(f"{record.name}, rank {record.data['rank']}: {len(shape['layers'])} layers")
+    return list(found.values())
+
+
+def _choice(shape: dict[str, Any], number: int) -> dict[str, Any]:
+    by_tokens = {int(tokens): figures for tokens, figures in sorted(shape["us"].items(), key=lambda one: int(one[0]))}
+    names = sorted({name for figures in by_tokens.values() for name in figures})
+    series = {name: [figures.get(name) for figures in by_tokens.values()] for name in names}
+    rows = []
+    for tokens, figures in by_tokens.items():
+        runs = next((name for first, last, name in shape["chosen"] if first <= tokens <= last), NOT_GIVEN)
+        cells = [f"{figures[name]:.2f}" if name in figures else NOT_GIVEN for name in names]
+        rows.append((tokens, *cells, runs))
+    title = f"Microseconds a layer by tokens in the step, {shape['shape']}"
+    where = ", ".join(f"{name} {first}..{last}" for first, last, name in shape["chosen"])
+    chart = charts.lines(f"m{number}", title, list(by_tokens), series)
+    drawn = {"chart": chart, "heads": ("T", *names, "runs"), "rows": rows}
+    return drawn | {"shape": shape["shape"], "where": where, "names": []}
 
 
 def trace(record: Record) -> dict[str, Any]:

@@ -19,6 +19,7 @@ def build(inputs: Inputs) -> dict[str, Any]:
     """Everything the template needs."""
     return {
         "census": census(inputs),
+        "choices": measured.choices(inputs["censuses"]),
         "demo_runs": _runs(inputs),
         "axes": axes(inputs),
         "graphs": graphs.sections(inputs),
@@ -156,6 +157,7 @@ def bench(record: Record, ident: str) -> dict[str, Any]:
     cells = {(row["point"]["quantised"], row["point"]["heads"], row["point"]["tokens"]): row for row in rows}
     ratios = {key: row["ratio"] for key, row in cells.items()}
     top = max([1.2, *(ratio for ratio in ratios.values() if ratio is not None)]) * 1.12
+    over = " over fp8 weights" if rows and rows[0]["point"].get("fp8_weight") else ""
     kinds = []
     for quantised in sorted({key[0] for key in cells}, reverse=True):
         heads, tokens = (sorted({key[part] for key in cells if key[0] == quantised}) for part in (1, 2))
@@ -163,10 +165,10 @@ def bench(record: Record, ident: str) -> dict[str, Any]:
         drawn = []
         for number, n in enumerate(heads):
             points = [(t, ratios.get((quantised, n, t))) for t in tokens]
-            title = f"Ratio to the best unfused sequence, N = {n}, {name}"
+            title = f"Ratio to the best unfused sequence, N = {n}, {name}{over}"
             drawn.append((n, charts.ratio_bars(f"{ident}{name}{number}", title, points, top)))
         table = [(t, [_bench_cell(cells.get((quantised, n, t))) for n in heads]) for t in tokens]
-        kinds.append({"name": name, "charts": drawn, "rows": table})
+        kinds.append({"name": name + over, "charts": drawn, "rows": table})
     return data | {
         "name": record.name,
         "kinds": kinds,

@@ -1,8 +1,8 @@
-"""A gauge of the plugin's among vLLM's own metrics.
+"""Gauges of the plugin's among vLLM's own metrics.
 
 vLLM keeps its metrics in a registry of its own, in a multiprocess folder or in Ray's, and clears what is named
 ``vllm:`` when it builds them. So ``PrometheusStatLogger.__init__`` is wrapped: at once where its module is loaded, else
-when vLLM loads it, which it does only where metrics are on. The gauge is made there with vLLM's own gauge class, so it
+when vLLM loads it, which it does only where metrics are on. A gauge is made there with vLLM's own gauge class, so it
 stands among vLLM's metrics and carries their labels. Where the class looks different there is one warning and no gauge.
 Nothing here raises into vLLM, and nothing imports ``prometheus_client``.
 """
@@ -13,7 +13,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
@@ -33,26 +33,32 @@ class Gauge:
     Attributes:
         name: of the gauge.
         help: its description.
-        values: gives the figures by state for an engine, vLLM's index of it as a string; empty for none.
+        label: what its figures are told apart by.
+        values: gives the figures by that label for an engine, vLLM's index of it as a string; empty for none.
     """
 
     name: str
     help: str
-    values: Callable[[str], dict[str, int]]
+    label: str
+    values: Callable[[str], Mapping[str, float]]
 
 
-def install(gauge: Gauge) -> None:
-    """Show ``gauge``; call it in the front end, before engines start. Idempotent, and never raises."""
-    with log.warned(f"the gauge {gauge.name} is not available"):
+def install(*gauges: Gauge) -> None:
+    """Show ``gauges``; call it in the front end, before engines start. Idempotent, and never raises."""
+    with log.warned(_missing(gauges)):
         loaded = sys.modules.get(_LOGGERS)
         if loaded is not None:
-            _wrap(loaded, gauge)
+            _wrap(loaded, gauges)
         elif not any(isinstance(finder, _WhenLoaded) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _WhenLoaded(gauge))
+            sys.meta_path.insert(0, _WhenLoaded(gauges))
 
 
-def _wrap(module: ModuleType, gauge: Gauge) -> None:
-    """Let vLLM's Prometheus logger make our gauge with its own class, right after its own metrics."""
+def _missing(gauges: Sequence[Gauge]) -> str:
+    return f"the gauge {' or '.join(gauge.name for gauge in gauges)} is not available"
+
+
+def _wrap(module: ModuleType, gauges: Sequence[Gauge]) -> None:
+    """Let vLLM's Prometheus logger make our gauges with its own class, right after its own metrics."""
     cls: Any = module.PrometheusStatLogger
     inner = cls.__init__
     if getattr(inner, _MARK, False):
@@ -61,8 +67,9 @@ def _wrap(module: ModuleType, gauge: Gauge) -> None:
     @wraps(inner)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         inner(self, *args, **kwargs)
-        with log.warned(f"the gauge {gauge.name} is not available"):
-            _set(self, gauge)
+        for gauge in gauges:
+            with log.warned(_missing([gauge])):
+                _set(self, gauge)
 
     setattr(init, _MARK, True)
     cls.__init__ = init
@@ -78,19 +85,19 @@ def _set(logger: Any, gauge: Gauge) -> None:
     made = logger._gauge_cls(
         name=gauge.name,
         documentation=gauge.help,
-        labelnames=["model_name", "engine", "state"],
+        labelnames=["model_name", "engine", gauge.label],
         multiprocess_mode="mostrecent",
     )
     for engine, values in found.items():
-        for state, layers in values.items():
-            made.labels(model, engine, state).set(layers)
+        for label, value in values.items():
+            made.labels(model, engine, label).set(value)
 
 
 class _WhenLoaded(importlib.abc.MetaPathFinder):
     """Wraps the module of vLLM's loggers once it is loaded: loading it for them would import prometheus_client."""
 
-    def __init__(self, gauge: Gauge) -> None:
-        self.gauge = gauge
+    def __init__(self, gauges: Sequence[Gauge]) -> None:
+        self.gauges = gauges
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -101,18 +108,18 @@ class _WhenLoaded(importlib.abc.MetaPathFinder):
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            with log.warned(f"the gauge {self.gauge.name} is not available"):
-                _wrap_when_executed(spec.loader, self.gauge)
+            with log.warned(_missing(self.gauges)):
+                _wrap_when_executed(spec.loader, self.gauges)
         return spec
 
 
-def _wrap_when_executed(loader: Any, gauge: Gauge) -> None:
+def _wrap_when_executed(loader: Any, gauges: Sequence[Gauge]) -> None:
     inner = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         inner(module)
-        with log.warned(f"the gauge {gauge.name} is not available"):
-            _wrap(module, gauge)
+        with log.warned(_missing(gauges)):
+            _wrap(module, gauges)
 
     loader.exec_module = exec_module
 
@@ -120,7 +127,7 @@ def _wrap_when_executed(loader: Any, gauge: Gauge) -> None:
 PATCH = Patch(
     name="gauge",
     what="PrometheusStatLogger.__init__, in front ends whose fast path is on",
-    why="the gauge vllm:aiter_mla_layers has to live in vLLM's own registry, and vLLM offers plugins none",
+    why="the gauges vllm:aiter_mla_* have to live in vLLM's own registry, and vLLM offers plugins none",
     how="wrapped when vLLM imports the module; the gate installs it, never registration",
     link="https://docs.vllm.ai/en/latest/design/metrics/",
     probe="test_gauge_hook_fits_the_installed_vllm",

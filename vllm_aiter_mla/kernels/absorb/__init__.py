@@ -8,9 +8,10 @@ import torch
 
 from vllm_aiter_mla.kernels.absorb.form import AbsorbWeight, Key
 from vllm_aiter_mla.kernels.absorb.fp8 import Fp8Weight
+from vllm_aiter_mla.kernels.absorb.mxfp4 import Mxfp4Weight
 from vllm_aiter_mla.kernels.absorb.plain import PlainWeight
 
-FORMS: tuple[type[AbsorbWeight], ...] = (PlainWeight, Fp8Weight)
+FORMS: tuple[type[AbsorbWeight], ...] = (PlainWeight, Fp8Weight, Mxfp4Weight)
 
 
 class UnknownWeightError(ValueError):

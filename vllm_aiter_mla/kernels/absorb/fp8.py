@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 
 from vllm_aiter_mla.kernels import fp8
 from vllm_aiter_mla.kernels.absorb.form import AbsorbWeight, Key
+from vllm_aiter_mla.kernels.absorb.gemm import AiterGemm
 from vllm_aiter_mla.kernels.platform import Platform
 
-Gemm = Callable[..., torch.Tensor]
-
-GEMM = "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant"
-# Where vLLM imports it from, and where AITER's sources hold it since they sort their GEMMs.
-HOMES = ("aiter.ops.triton", "aiter.ops.triton.gemm.batched")
+GEMM = AiterGemm("batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant", "fp8")
 GROUP = 128  # values of a query row that share a scale; vLLM's group_size
 FLOOR = 1e-10  # the least that AITER's kernel takes for a group's largest magnitude, in float32
-
-_gemms: list[Gemm] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +74,11 @@ class Fp8Weight(AbsorbWeight):
 
     def missing(self) -> str | None:
         """See the base class."""
-        found = gemm()
-        return found if isinstance(found, str) else None
+        return GEMM.missing()
 
     def product(self, q_nope: torch.Tensor) -> torch.Tensor:
         """See the base class; vLLM's own call of AITER's GEMM. Only where nothing is ``missing``."""
-        return cast(Gemm, gemm())(
+        return GEMM(
             q_nope.transpose(0, 1), self.codes, self.scale, group_size=GROUP, dtype=q_nope.dtype, transpose_bm=True
         )
 
@@ -94,33 +87,12 @@ class Fp8Weight(AbsorbWeight):
         return absorb_fp8(q_nope, self.codes, self.scale)
 
 
-def gemm() -> Gemm | str:
-    """AITER's batched GEMM over fp8 weights, which vLLM's absorb step calls, or why there is none. Never raises."""
-    if not _gemms:
-        found = load_gemm()
-        if isinstance(found, str):
-            return found
-        _gemms.append(found)
-    return _gemms[0]
-
-
-def load_gemm() -> Gemm | str:
-    """As :func:`gemm`, looked up anew."""
-    problems = []
-    for home in HOMES:
-        try:
-            return cast(Gemm, getattr(importlib.import_module(f"{home}.{GEMM}"), GEMM))
-        except Exception as error:  # its modules look at the card and at Triton when imported
-            problems.append(f"{type(error).__name__}: {error}")
-    return f"AITER's fp8 batched GEMM cannot be imported: {problems[-1]}"
-
-
 def absorb_fp8(q_nope: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """q_nope [T, N, P] x fp8 codes [N, L, P] -> [T, N, L] in q_nope's dtype, as AITER's batched GEMM computes it.
 
     Each 128 values of a row are quantised by their own largest magnitude, at least 1e-10; the products, exact in
     float32, are summed there and scaled twice. The largest magnitude passes over a NaN, which is then quantised to the
-    lowest value: Triton's ``max`` and ``clamp`` become v_max_f32 and v_med3_f32 on gfx9. Source: AITER's ``GEMM``.
+    lowest value: Triton's ``max`` and ``clamp`` become v_max_f32 and v_med3_f32 on gfx9. Source: AITER's kernel.
     """
     flavour = fp8.flavour_of(codes.dtype)
     total = q_nope.new_zeros((codes.shape[0], q_nope.shape[0], codes.shape[1]), dtype=torch.float32)

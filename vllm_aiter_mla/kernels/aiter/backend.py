@@ -10,7 +10,14 @@ import torch
 
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter import contract
-from vllm_aiter_mla.kernels.aiter.dispatch import VIEW_POLICIES, Route, ViewPolicy, apply_view, route_of
+from vllm_aiter_mla.kernels.aiter.dispatch import (
+    PER_HEAD_TOKENS,
+    VIEW_POLICIES,
+    Route,
+    ViewPolicy,
+    apply_view,
+    route_of,
+)
 from vllm_aiter_mla.kernels.aiter.module import Op, load_op
 from vllm_aiter_mla.kernels.aiter.tables import Halves, TableHalves
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
@@ -89,6 +96,11 @@ class AiterBackend(KernelBackend):
         launch(self._op, inputs.weight.product(q_nope), q_pe, inputs, q_out, halves, route)
         self._warm.add(key)
         return q_out
+
+    def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
+        """See the base class: both sides of where the view changes kernels, and where AITER itself does."""
+        view = (max(self.view - 1, 1), self.view) if isinstance(self.view, int) else ()
+        return (*view, PER_HEAD_TOKENS)
 
     def absorbed(self, inputs: DecodeInputs) -> torch.Tensor:
         """[T, N, 512] in the activation dtype, by the product that vLLM calls for this form of the weight."""

@@ -203,8 +203,9 @@ CHECKS = (
     Check("activation-dtype", "AITER reads all of them as kv_c's type, and aborts on an unknown one",
           "cast the model and its rotary table to bf16 or fp16; in fp32 its products round as nothing else does",
           _activation),
-    Check("absorb", "AITER's batched GEMM reads the weight as the card's own type",
-          "let vLLM hold it in the activation dtype: set VLLM_ROCM_USE_AITER_FP8BMM=0", _absorb),
+    Check("absorb", "AITER's batched GEMM reads the weight as the card's own type, in whole blocks",
+          "let vLLM hold it otherwise: mxfp4 goes by VLLM_ROCM_USE_AITER_FP4BMM=0, fp8 by VLLM_ROCM_USE_AITER_FP8BMM=0",
+          _absorb),
     Check("cache-uint8", "AITER aborts on uint8: 'kv cache data type is not supported'",
           "view it as the card's fp8 type", _cache_bytes),
     Check("cache-dtype", "another fp8 flavour or integer type ends in an abort or an assertion, another float type is"

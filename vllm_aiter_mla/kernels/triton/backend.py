@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from vllm_aiter_mla.kernels import fp8
-from vllm_aiter_mla.kernels.absorb.plain import PlainWeight, plain
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.compare import OWN_BMM
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, contract_violation
 from vllm_aiter_mla.kernels.platform import hardware_fp8
-from vllm_aiter_mla.kernels.triton import interpreted
-from vllm_aiter_mla.kernels.triton.tiles import Tile, cap_for
+from vllm_aiter_mla.kernels.triton import interpreted, tiles
+from vllm_aiter_mla.kernels.triton.tiles import Tile, cap_for, entry_for
+from vllm_aiter_mla.kernels.triton.weights import MIN_WIDTH, Operand, operand, width_violation
 
-# Below 16 neither the matrix instructions nor 16-byte accesses have anything to work on.
-MIN_WIDTH = 16
 INT32_SPAN = 1 << 31
 # Rows that any program addresses with one 32-bit offset: the largest block_t or rope_rows of the table.
 BLOCK_ROWS = 128
@@ -37,12 +35,23 @@ class TritonBackend(KernelBackend):
         Every row of the result is defined. fp8 saturates in both halves; NaN becomes the lowest finite value. The run
         raises KernelCaptureError where a graph is being captured and this variant was not compiled beforehand.
         """
-        reason = next((reason for check in _CHECKS if (reason := check(inputs)) is not None), None)
+        reason = next((reason for check in _HERE if (reason := check(inputs)) is not None), None)
         if reason is not None:
             return reason
         from vllm_aiter_mla.kernels.triton import launcher
 
-        return Binding(partial(_launch, launcher, launcher.entry(inputs).tile))
+        arch = launcher.current_arch()
+        reason = refused_on(arch, inputs)
+        if reason is not None:
+            return reason
+        tile = entry_for(arch, inputs.num_tokens, inputs.num_heads).tile
+        return Binding(partial(_launch, launcher, tile), tile.label)
+
+    def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
+        """See the base class: one for each tile."""
+        from vllm_aiter_mla.kernels.triton import launcher
+
+        return tiles.tried_counts(launcher.current_arch(), inputs.num_heads)
 
     def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> tuple[Tile, ...]:
         """Compile, outside capture, what graphs of ``token_counts`` rows need; see ``launcher.warm_up``.
@@ -58,7 +67,8 @@ class TritonBackend(KernelBackend):
             raise KernelInputError(f"triton: {reason}")
         from vllm_aiter_mla.kernels.triton import launcher
 
-        return launcher.warm_up(template, [count for count in token_counts if _capped(template, count) is None])
+        arch = launcher.current_arch()
+        return launcher.warm_up(template, [count for count in token_counts if _capped(arch, template, count) is None])
 
 
 def _launch(launcher: Any, tile: Tile, inputs: DecodeInputs) -> torch.Tensor:
@@ -76,8 +86,9 @@ def _contract(inputs: DecodeInputs) -> str | None:
         return broken
     if inputs.q.dtype not in (torch.bfloat16, torch.float16):
         return f"q: torch.bfloat16 or torch.float16 expected, got {inputs.q.dtype}"
-    if not isinstance(inputs.weight, PlainWeight):
-        return f"W_UK: {inputs.q.dtype} expected, got the form {inputs.weight.form}; {inputs.weight.avoid}"
+    weight = operand(inputs.weight)
+    if isinstance(weight, str):
+        return weight
     if inputs.cos_sin_cache.shape[0] == 0:
         return "cos_sin_cache: at least one row expected, got none"
     return None
@@ -94,11 +105,15 @@ def _device(inputs: DecodeInputs) -> str | None:
 
 
 def _widths(inputs: DecodeInputs) -> str | None:
-    widths = {"nope": inputs.nope_dim, "rope": inputs.rope_dim, "latent": inputs.latent_dim}
-    for name, width in widths.items():
+    for name, width in {"rope": inputs.rope_dim, "latent": inputs.latent_dim}.items():
         if width < MIN_WIDTH or width & (width - 1):
             return f"{name} width: a power of two from {MIN_WIDTH} on expected, got {width}"
-    return None
+    return width_violation(inputs.nope_dim, _weight(inputs).fp8_max > 0)
+
+
+def _weight(inputs: DecodeInputs) -> Operand:
+    """What the kernel loads of the weight; ``_contract`` has refused the other forms."""
+    return cast(Operand, operand(inputs.weight))
 
 
 def _layout(inputs: DecodeInputs) -> str | None:
@@ -106,18 +121,20 @@ def _layout(inputs: DecodeInputs) -> str | None:
         tensor = getattr(inputs, name)
         if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             return f"{name}: last stride 1 expected, got {tensor.stride(-1)}"
-    if 1 not in (stride := plain(inputs.weight).stride())[1:]:
-        return f"w_uk_t: stride 1 along P or L expected, got {stride}"
+    weight = _weight(inputs)
+    if 1 not in (stride := weight.values.stride())[1:]:
+        return f"{weight.name}: stride 1 along P or L expected, got {stride} of [N, P, L]"
     return None
 
 
 def _spans(inputs: DecodeInputs) -> str | None:
     """Offsets within a block of rows are 32-bit; the block's own base is 64-bit."""
+    weight = _weight(inputs)
     spans = {
         "q": _span(inputs.q, min(inputs.num_tokens, BLOCK_ROWS)),
         "k_pe": _span(inputs.k_pe, min(inputs.num_tokens, BLOCK_ROWS)),
         "kv_c": _span(inputs.kv_c, min(inputs.num_tokens, BLOCK_ROWS)),
-        "w_uk_t": _span(plain(inputs.weight), 1),
+        weight.name: _span(weight.values, 1),
         "cos_sin_cache": _span(inputs.cos_sin_cache, inputs.cos_sin_cache.shape[0]),
     }
     for name, span in spans.items():
@@ -132,33 +149,31 @@ def _span(tensor: torch.Tensor, rows: int) -> int:
     return max(rows - 1, 0) * tensor.stride(0) + inner + 1
 
 
-def _fp8(inputs: DecodeInputs) -> str | None:
-    from vllm_aiter_mla.kernels.triton import launcher
+def _software_fp8(arch: str, inputs: DecodeInputs) -> str | None:
+    cache, native, weight = inputs.kv_cache.dtype, hardware_fp8(arch), _weight(inputs)
+    if not fp8.is_fp8(cache) and cache != inputs.q.dtype:
+        return f"kv_cache: an e4m3 type or {inputs.q.dtype} expected, got {cache}"
+    for name, dtype in (("kv_cache", cache), (weight.name, weight.values.dtype)):
+        if fp8.is_fp8(dtype) and arch != "interpreter" and dtype != native:
+            return (
+                f"{name}: {arch} converts to {native or 'no e4m3 type'} in hardware, {dtype} would be a software cast"
+            )
+    return None
 
-    dtype = inputs.kv_cache.dtype
-    if not fp8.is_fp8(dtype):
-        return None if dtype == inputs.q.dtype else f"kv_cache: an e4m3 type or {inputs.q.dtype} expected, got {dtype}"
-    arch = launcher.current_arch()
-    native = hardware_fp8(arch)
-    if arch == "interpreter" or native == dtype:
-        return None
-    return f"kv_cache: {arch} converts to {native or 'no e4m3 type'} in hardware, {dtype} would be a software cast"
 
-
-def _capped(inputs: DecodeInputs, tokens: int) -> str | None:
-    from vllm_aiter_mla.kernels.triton import launcher
-
-    cap = cap_for(launcher.current_arch(), inputs.num_heads, fp8.is_fp8(inputs.out_dtype), tokens)
+def _capped(arch: str, inputs: DecodeInputs, tokens: int) -> str | None:
+    cap = cap_for(arch, inputs.num_heads, fp8.is_fp8(inputs.out_dtype), tokens)
     if cap is None:
         return None
     return f"{tokens} tokens: measured slower than the unfused sequence from {cap.from_tokens} on ({cap.basis})"
 
 
-def _cap(inputs: DecodeInputs) -> str | None:
-    return _capped(inputs, inputs.num_tokens)
+def refused_on(arch: str, inputs: DecodeInputs) -> str | None:
+    """Why a card of ``arch`` does not run this call, or None; ``plan`` asks about a card that is not there."""
+    for check in (_contract, _widths, _layout, _spans):
+        if (reason := check(inputs)) is not None:
+            return reason
+    return _software_fp8(arch, inputs) or _capped(arch, inputs, inputs.num_tokens)
 
 
-ANYWHERE: tuple[Callable[[DecodeInputs], str | None], ...] = (_contract, _widths, _layout, _spans)
-"""The checks that depend on the operands alone; ``plan`` asks them about a card that is not there."""
-
-_CHECKS = (_no_triton, _contract, _device, _widths, _layout, _spans, _fp8, _cap)
+_HERE: tuple[Callable[[DecodeInputs], str | None], ...] = (_no_triton, _contract, _device)

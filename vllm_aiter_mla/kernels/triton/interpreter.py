@@ -1,8 +1,9 @@
 """Corrects the float casts of Triton's interpreter. For tests only.
 
 Symptom: as shipped (3.6 to 3.9) its casts round half up, drop mantissa carries and truncate float32 to bfloat16, its
-dot product of bfloat16 multiplies the bit patterns, and after a launch it copies every argument's whole storage onto
-itself. Remove each patch when Triton's own interpreter passes tests/kernels/triton without it.
+dot product of bfloat16 (up to 3.8 that of fp8 too) multiplies the bit patterns, and after a launch it copies every
+argument's whole storage onto itself. Remove each patch when Triton's own interpreter passes tests/kernels/triton
+without it.
 
 ``TRITON_INTERPRET=1`` must be in the environment before the kernel's module is imported, and a process that has it
 cannot cross-compile: this module checks the first and the tests give each use a process of its own.
@@ -61,7 +62,7 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: object, max_num_imprecise_acc: object) -> Any:
-    """float32 dot of bfloat16 or float16 operands, accumulated onto ``d``."""
+    """float32 dot of bfloat16, float16 or fp8 operands, accumulated onto ``d``; every product is exact."""
     from triton.runtime import interpreter
 
     left, right = (_as_float32(operand) for operand in (a, b))
@@ -69,9 +70,9 @@ def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: object, max_num_imp
 
 
 def _as_float32(operand: Any) -> np.ndarray:
-    if operand.dtype.scalar.name == "bf16":
-        return (operand.data.astype(np.uint32) << 16).view(np.float32)
-    return operand.data.astype(np.float32)
+    """The values behind the bit patterns in which the interpreter holds bfloat16 and fp8."""
+    raw = torch.from_numpy(np.ascontiguousarray(operand.data))
+    return raw.view(_torch_dtype(operand.dtype.scalar)).float().numpy()
 
 
 def _restore_nothing(self: Any, args_dev: object, args_hst: object, kwargs: object, kwargs_hst: object) -> None:

@@ -12,21 +12,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_aiter_mla.kernels.triton.product import absorbed, saturated
+
 # Run-time integers whose value changes from step to step. Were they specialised (on 1, on divisibility by 16), a graph
 # captured at T = 1 or T = 24 would need a compilation that no warm-up at another T had made.
 STEP_ARGS = ("num_tokens", "num_slots", "last_position")
 # Read one element at a time: their alignment changes no instruction, so it must not make a variant either.
-SCALAR_POINTERS = ("slot_ptr", "pos_ptr", "k_scale_ptr", "q_scale_ptr")
+SCALAR_POINTERS = ("slot_ptr", "pos_ptr", "k_scale_ptr", "q_scale_ptr", "w_scale_ptr")
 
 
 @triton.jit
 def _store_form(x, inv_scale, FP8_MAX: tl.constexpr, OUT: tl.constexpr):
-    """The stored form of float32 ``x``: saturated fp8 of x * inv_scale where FP8_MAX > 0, else rounded to OUT.
-
-    max of the lower bound, then min of the upper one: a NaN loses to the lower bound and becomes -FP8_MAX.
-    """
+    """The stored form of float32 ``x``: saturated fp8 of x * inv_scale where FP8_MAX > 0, else rounded to OUT."""
     if FP8_MAX > 0:
-        x = tl.minimum(tl.maximum(x * inv_scale, -FP8_MAX), FP8_MAX)
+        x = saturated(x * inv_scale, FP8_MAX)
     return x.to(OUT)
 
 
@@ -82,6 +81,7 @@ def _rotate_and_store(
 def _query_tile(
     q_ptr,
     w_ptr,
+    w_scale_ptr,
     out_ptr,
     inv_scale,
     head,
@@ -97,9 +97,9 @@ def _query_tile(
     P: tl.constexpr,
     ROW: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    W_FP8_MAX: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
     """Absorb BMM of one head, BLOCK_T tokens and BLOCK_L latent columns, and its store.
 
@@ -109,20 +109,17 @@ def _query_tile(
     act: tl.constexpr = q_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_T)
     cols = first_col + tl.arange(0, BLOCK_L)
-    row_mask = (rows < num_tokens - first_token)[:, None]
-    q_base = q_ptr + first_token.to(tl.int64) * q_stride_t + head.to(tl.int64) * q_stride_h
-    w_base = w_ptr + head.to(tl.int64) * w_stride_h
-    acc = tl.zeros((BLOCK_T, BLOCK_L), tl.float32)
-    for k in tl.static_range(0, P, BLOCK_K):
-        ks = k + tl.arange(0, BLOCK_K)
-        q = tl.load(q_base + rows[:, None] * q_stride_t + ks[None, :], mask=row_mask, other=0.0)
-        w = tl.load(w_base + ks[:, None] * w_stride_p + cols[None, :] * w_stride_l)
-        acc = tl.dot(q, w, acc)
+    row_mask = rows < num_tokens - first_token
+    q_row = q_ptr + first_token.to(tl.int64) * q_stride_t + head.to(tl.int64) * q_stride_h + rows * q_stride_t
+    acc = absorbed(
+        q_row, w_ptr + head.to(tl.int64) * w_stride_h, w_scale_ptr, row_mask, cols, w_stride_p, w_stride_l, P,
+        W_FP8_MAX, BLOCK_T, BLOCK_L,
+    )  # fmt: skip
     x = acc.to(act)
     if FP8_MAX > 0:
         x = _store_form(x.to(tl.float32), inv_scale, FP8_MAX, out_ptr.dtype.element_ty)
     out_base = out_ptr + (first_token.to(tl.int64) * N + head) * ROW
-    tl.store(out_base + rows[:, None] * (N * ROW) + cols[None, :], x, mask=row_mask)
+    tl.store(out_base + rows[:, None] * (N * ROW) + cols[None, :], x, mask=row_mask[:, None])
 
 
 @triton.jit
@@ -243,7 +240,7 @@ def decode_prep_kernel(
     q_ptr,  # [T, N, P+R] act
     k_pe_ptr,  # [T, R] act
     kv_c_ptr,  # [T, L] act
-    w_ptr,  # [N, P, L] act, unit stride along P or L
+    w_ptr,  # [N, P, L] act or fp8 codes, unit stride along P or L
     cache_ptr,  # [blocks, BLOCK_SIZE, L+R] act or fp8
     out_ptr,  # [T, N, L+R] act or fp8, contiguous
     slot_ptr,  # [S] int64
@@ -251,6 +248,7 @@ def decode_prep_kernel(
     cos_sin_ptr,  # [last_position + 1, R] act
     k_scale_ptr,
     q_scale_ptr,
+    w_scale_ptr,  # one float32 of fp8 codes, else None
     num_tokens,  # T
     num_slots,  # S <= T
     last_position,
@@ -272,9 +270,9 @@ def decode_prep_kernel(
     IS_NEOX: tl.constexpr,
     Q_FP8_MAX: tl.constexpr,  # 0: the query is stored in the activation dtype, unscaled
     KV_FP8_MAX: tl.constexpr,  # 0: so is the cache
+    W_FP8_MAX: tl.constexpr,  # 0: the weight is held in the activation dtype
     BLOCK_T: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     ROPE_ROWS: tl.constexpr,
     KV_ROWS: tl.constexpr,
 ):
@@ -297,8 +295,8 @@ def decode_prep_kernel(
         first_token = (rest - head * token_blocks) * BLOCK_T
         first_col = (pid - rest * latent_blocks) * BLOCK_L
         _query_tile(
-            q_ptr, w_ptr, out_ptr, inv_q, head, first_token, first_col, num_tokens, q_stride_t, q_stride_h,
-            w_stride_h, w_stride_p, w_stride_l, N, P, L + R, Q_FP8_MAX, BLOCK_T, BLOCK_L, BLOCK_K,
+            q_ptr, w_ptr, w_scale_ptr, out_ptr, inv_q, head, first_token, first_col, num_tokens, q_stride_t,
+            q_stride_h, w_stride_h, w_stride_p, w_stride_l, N, P, L + R, Q_FP8_MAX, W_FP8_MAX, BLOCK_T, BLOCK_L,
         )  # fmt: skip
     elif pid < query_tiles + rope_tiles:
         inv_q = _inverse(q_scale_ptr)

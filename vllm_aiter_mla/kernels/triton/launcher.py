@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.kernels import capture, fp8
-from vllm_aiter_mla.kernels.absorb.plain import plain
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError
 from vllm_aiter_mla.kernels.triton import interpreted
 from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
-from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, MAX_BLOCK_K, Entry, Tile, entry_for
+from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, Entry, Tile, entry_for
+from vllm_aiter_mla.kernels.triton.weights import Operand, operand
 
 
 @lru_cache(maxsize=1)
@@ -52,9 +52,9 @@ def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
         "IS_NEOX": inputs.is_neox,
         "Q_FP8_MAX": _fp8_max(inputs.out_dtype),
         "KV_FP8_MAX": _fp8_max(inputs.kv_cache.dtype),
+        "W_FP8_MAX": weight(inputs).fp8_max,
         "BLOCK_T": tile.block_t,
         "BLOCK_L": min(tile.block_l, inputs.latent_dim),
-        "BLOCK_K": min(MAX_BLOCK_K, inputs.nope_dim),
         "ROPE_ROWS": tile.rope_rows,
         "KV_ROWS": tile.kv_rows,
     }
@@ -62,7 +62,7 @@ def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
 
 def strides(inputs: DecodeInputs) -> tuple[int, ...]:
     """The kernel's stride arguments in its order, in elements."""
-    q, w, cache = inputs.q, plain(inputs.weight), inputs.kv_cache
+    q, w, cache = inputs.q, weight(inputs).values, inputs.kv_cache
     return (
         _row_stride(q, 0),
         _row_stride(q, 1),
@@ -75,6 +75,18 @@ def strides(inputs: DecodeInputs) -> tuple[int, ...]:
         _row_stride(cache, 0),
         _row_stride(cache, 1),
     )
+
+
+def weight(inputs: DecodeInputs) -> Operand:
+    """What the kernel loads of the weight.
+
+    Raises:
+        KernelInputError: its form is none that the kernel multiplies by.
+    """
+    found = operand(inputs.weight)
+    if isinstance(found, str):
+        raise KernelInputError(f"triton: {found}")
+    return found
 
 
 def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
@@ -91,7 +103,8 @@ def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
         return out
     slots = inputs.slot_mapping.shape[0] if inputs.kv_cache.numel() else 0
     compile_time = constants(inputs, tile)
-    tensors = (inputs.q, inputs.k_pe, inputs.kv_c, plain(inputs.weight), inputs.kv_cache, out)
+    w = weight(inputs)
+    tensors = (inputs.q, inputs.k_pe, inputs.kv_c, w.values, inputs.kv_cache, out)
     steps = strides(inputs)
     _require_compiled(_variant(tensors, steps, compile_time, tile))
     options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
@@ -105,6 +118,7 @@ def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
         inputs.cos_sin_cache,
         inputs.k_scale,
         inputs.q_scale,
+        w.scale,
         tokens,
         slots,
         inputs.cos_sin_cache.shape[0] - 1,

@@ -33,6 +33,11 @@ class Tile:
     kv_rows: int = 4
     mfma: int = 0
 
+    @property
+    def label(self) -> str:
+        """Short name, unique within a table."""
+        return f"{self.block_t}x{self.block_l}/{self.num_warps}w"
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -99,8 +104,9 @@ class Cap:
 # Not measured: no cap. `vllm-aiter-mla bench` prints the entries its figures call for.
 CAPS: tuple[Cap, ...] = ()
 
-# Width of the reduction block: DeepSeek's whole nope width, so that all loads of a tile are under way at once.
-MAX_BLOCK_K = 128
+# Width of the reduction block: DeepSeek's whole nope width, so that all loads of a tile are under way at once. It is
+# also the group in which AITER's fp8 GEMM quantises a query row (``absorb.fp8.GROUP``): each block has one scale a row.
+BLOCK_K = 128
 # The compiler's default differs between Triton's releases. Products of two bfloat16 or two float16 values are exact in
 # float32, so a fused multiply-add changes no byte of the rotation; off is the pinned choice all the same.
 FP_FUSION = False
@@ -112,6 +118,16 @@ def entry_for(arch: str, tokens: int, heads: int) -> Entry:
         if tokens <= entry.max_tokens and heads <= entry.max_heads:
             return entry
     raise ValueError(f"no tile for {tokens} tokens and {heads} heads on {arch}: the last entry must cover everything")
+
+
+def tried_counts(arch: str, heads: int) -> tuple[int, ...]:
+    """One token count for each tile that ``arch`` runs: the fullest it takes, or one row more than its block holds."""
+    first, found = 1, {}
+    for entry in TABLE.get(arch, FALLBACK):
+        if heads <= entry.max_heads and first <= entry.max_tokens:
+            found[entry.tile] = min(entry.max_tokens, max(first, entry.tile.block_t + 1))
+            first = entry.max_tokens + 1
+    return tuple(found.values())
 
 
 def cap_for(arch: str, heads: int, quantised: bool, tokens: int) -> Cap | None:

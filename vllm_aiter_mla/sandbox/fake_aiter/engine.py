@@ -52,6 +52,19 @@ def hold_weights_in_fp8() -> None:
     vars(mla_attention)["tqdm"] = lambda sizes, **_: sizes[:2]
 
 
+def hold_weights_in_fp4() -> None:
+    """Let vLLM keep absorbed weights in mxfp4, as it did by default on gfx950 beside a bf16 ``kv_b_proj``.
+
+    Call it after :func:`pretend`, before a model is loaded.
+    """
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    def enabled(cls: type) -> bool:
+        return True
+
+    rocm_aiter_ops.is_fp4bmm_enabled = classmethod(enabled)  # type: ignore[method-assign, assignment]
+
+
 def resume() -> Platform | None:
     """In a spawned worker: fake the checks again if the parent did; the import path is inherited. None otherwise."""
     arch = os.environ.get(_ENV)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_aiter_mla.kernels.absorb.fp8 import GEMM
+from vllm_aiter_mla.kernels.absorb import fp8, mxfp4
 
 VERSIONS = ("0.1.20", "0.1.19", "0.1.7", "0.1.20+future", "broken", "namespace", "pypi")
 
@@ -40,9 +40,9 @@ def fused_qk_rope_concat_and_cache_mla(
     {arguments},
 ) -> None: ...
 """
-_GEMM = '''"""Stand-in for AITER's batched GEMM over fp8 weights."""
+_TRITON = '''"""Stand-in for one of AITER's Triton functions."""
 
-from vllm_aiter_mla.sandbox.fake_aiter.gemm import batched_gemm as {name}
+from vllm_aiter_mla.sandbox.fake_aiter.{module} import {function} as {name}
 '''
 _MLA = '''"""Stand-in for AITER's MLA decode."""
 
@@ -69,6 +69,12 @@ _INIT = """from vllm_aiter_mla.sandbox.fake_aiter.mla import (  # noqa
 from . import dtypes  # noqa
 from .ops.cache import *  # noqa
 """
+# Module and function below aiter.ops.triton, and what stands in for it.
+_TRITON_FUNCTIONS = (
+    (fp8.GEMM.name, fp8.GEMM.name, "gemm", "batched_gemm"),
+    (mxfp4.GEMM.name, mxfp4.GEMM.name, "gemm_fp4", "batched_gemm"),
+    ("quant", "dynamic_mxfp4_quant", "gemm_fp4", "dynamic_mxfp4_quant"),
+)
 _CORE = '''"""Stand-in for AITER's just-in-time layer: registers the one op the fake has."""
 
 from vllm_aiter_mla.sandbox.fake_aiter import op
@@ -102,7 +108,9 @@ def write_tree(root: Path, version: str = "0.1.20", prebuilt: bool = True, edita
     _write(package / "ops" / "__init__.py", "")
     if version != "broken":
         _write(package / "ops" / "cache.py", _SOURCE.format(op=_op_source(version)))
-        _write(package / "ops" / "triton" / f"{GEMM}.py", _GEMM.format(name=GEMM))
+        for file, name, module, function in _TRITON_FUNCTIONS:
+            source = _TRITON.format(module=module, function=function, name=name)
+            _write(package / "ops" / "triton" / f"{file}.py", source)
     _write(package / "mla.py", _MLA)
     _write(package / "dtypes.py", _DTYPES)
     for folder in ("gluon", ""):

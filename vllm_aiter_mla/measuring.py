@@ -1,0 +1,207 @@
+"""The user's card decides: kernels timed at start-up, one choice for all ranks of an engine, kept for the next start.
+
+What cannot be timed keeps the static order, with one line; that is no error, in strict mode either, because nothing is
+wrong then. Settings and the device's type alone decide whether the ranks exchange their figures: a rank that waited
+for another that never comes would hang.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_aiter_mla import fingerprint, layers
+from vllm_aiter_mla.census import state as census
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import log, ranks
+from vllm_aiter_mla.kernels.measure import card, store, sweep, table
+from vllm_aiter_mla.kernels.measure.clock import Clock, DeviceClock
+from vllm_aiter_mla.kernels.shape import LayerShape
+
+STATIC = "the static order of kernels stands"
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Layers of one shape in this process.
+
+    Attributes:
+        module: one of them.
+        shape: theirs, under one of the rotary styles: pairing values otherwise takes no longer.
+        names: all of them.
+        key: what its figures are kept by; empty where nothing is to be timed.
+        kept: the figures of an earlier start.
+    """
+
+    module: Any
+    shape: LayerShape
+    names: list[str] = field(default_factory=list)
+    key: dict[str, Any] = field(default_factory=dict)
+    kept: table.Rounds | None = None
+
+
+def choose(config: Any, limit: Callable[[], int] | None) -> None:
+    """Time the kernels of this rank's layers, agree with the other ranks, and let each layer run the fastest.
+
+    Never raises, and takes part in the exchange whatever happens here.
+
+    Args:
+        config: the worker's ``VllmConfig``.
+        limit: gives L of the decode bucket; None where this rank's kernels could not be checked.
+    """
+    if not _is_asked_for(config):
+        return
+    found: dict[str, _Kind] = {}
+    answer = _timed(config, limit, found)
+    place, answers = _exchanged(answer)
+    try:
+        figures, troubles = agree(answers)
+        for text, kind in found.items():
+            _apply(text, kind, figures.get(text, {}))
+    except Exception as error:
+        troubles = [f"rank {place}: {_line(error)}"]
+        log.say_once(logging.WARNING, f"the measured choice could not be used: {_line(error)}; {STATIC}")
+    if place == 0:
+        _say(troubles, answer)
+
+
+def _is_asked_for(config: Any) -> bool:
+    """From what every rank of the engine reads alike."""
+    try:
+        return compat_config.settings_of(config).measures and compat_config.device_type(config) != "cpu"
+    except Exception:
+        return False  # the check of the kernels has said what is wrong with them
+
+
+def _timed(config: Any, limit: Callable[[], int] | None, found: dict[str, _Kind]) -> dict[str, Any]:
+    """What this rank hands over: "kinds" {shape: {"rounds" or "why"}}, "why" of the whole rank, "seconds", "timed"."""
+    kinds: dict[str, Any] = {}
+    answer: dict[str, Any] = {"kinds": kinds, "why": None, "seconds": 0.0, "timed": 0}
+    if limit is None:
+        return answer | {"why": "its kernels could not be checked"}
+    clock = None
+    try:
+        counts = sweep.token_counts(limit())
+        found.update(_kinds(config))
+        clock = device_clock()
+        budget = sweep.Budget(clock)
+        for text, kind in found.items():
+            kinds[text] = _figures(config, kind, counts, clock, budget)
+        answer["seconds"] = budget.spent
+    except Exception as error:
+        answer["why"] = _line(error)
+    answer["timed"] = sum(bool(kind.key) and kind.kept is None for kind in found.values())
+    # Only here: an exception's traceback holds what was allocated until it has been handled.
+    if clock is not None and answer["timed"]:
+        with log.warned("the memory of the timing could not be given back"):
+            clock.give_back()
+    return answer
+
+
+def device_clock() -> Clock:
+    """The clock of this process's device."""
+    return DeviceClock()
+
+
+def _kinds(config: Any) -> dict[str, _Kind]:
+    """The admitted layers of this rank by what tells their shapes apart, the same words on every rank."""
+    found: dict[str, _Kind] = {}
+    for name, module in compat_config.mla_modules(config).items():
+        shapes = layers.shapes(module)
+        if shapes:
+            kind = found.setdefault(_described(shapes[0]), _Kind(module, shapes[0]))
+            kind.names.append(name)
+    return found
+
+
+def _described(shape: LayerShape) -> str:
+    """The shape without its device, whose index differs from rank to rank, and without the rotary style."""
+    act, cache, query = (str(t).removeprefix("torch.") for t in (shape.act, shape.cache_dtype, shape.out_dtype))
+    weight = " ".join(str(part).removeprefix("torch.") for part in shape.weight)
+    return (
+        f"{shape.heads} heads, widths {shape.nope_dim}+{shape.rope} and {shape.latent}, {act}, {weight} weight, "
+        f"{query} query, {cache} cache in blocks of {shape.block_size}"
+    )
+
+
+def _figures(config: Any, kind: _Kind, counts: Sequence[int], clock: Clock, budget: sweep.Budget) -> dict[str, Any]:
+    """One shape's figures, from an earlier start or timed now; none where there is nothing to choose between."""
+    backends = layers.contenders(kind.module, kind.shape)
+    if len(backends) < 2 or table.STOCK not in backends:
+        return {"rounds": {}}
+    unchecked = layers.why_unchecked(kind.module)
+    if unchecked is not None:
+        return {"why": unchecked}
+    about = card.about() | {"code": fingerprint.fingerprint(), "shape": _described(kind.shape)}
+    kind.key = about | {"counts": list(counts), "candidates": list(backends)}
+    with log.warned("figures of an earlier start are not used"):
+        kind.kept = store.read(compat_config.cache_folder(), kind.key)
+    if kind.kept is not None:
+        return {"rounds": kind.kept}
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices), compat_config.as_current(config):
+            weight = layers.weight_of(kind.module)
+            return {"rounds": sweep.time_shape(backends, kind.shape, weight, counts, clock, budget)}
+    except Exception as error:
+        return {"why": _line(error)}
+
+
+def _exchanged(answer: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+    """(place of this rank, the answers of all ranks); this rank's alone, without figures, where that fails."""
+    try:
+        place, texts = ranks.exchange(json.dumps(answer))
+        return place, [json.loads(text) for text in texts]
+    except Exception as error:
+        return 0, [{"kinds": {}, "why": f"the ranks could not exchange their figures: {_line(error)}"}]
+
+
+def agree(answers: Sequence[dict[str, Any]]) -> tuple[dict[str, table.Rounds], list[str]]:
+    """One table per layer shape for all ranks, and why there is none for others. Pure, so every rank gets the same.
+
+    A shape that any of its ranks could not time has no table, nor has any where a rank does not even know its shapes.
+    A rank without layers of a shape, as in a pipeline, has no say in it.
+    """
+    troubles = [f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]]
+    tables: dict[str, list[table.Rounds]] = {}
+    for rank, answer in enumerate(answers):
+        for text, one in answer["kinds"].items():
+            if "why" in one:
+                troubles.append(f"rank {rank}: {one['why']}")
+            rounds = {int(tokens): by for tokens, by in one.get("rounds", {}).items()}
+            tables.setdefault(text, []).append(rounds)
+    if any(answer["why"] for answer in answers):
+        return {}, troubles
+    merged = {text: table.slowest(found) for text, found in tables.items()}
+    return {text: rounds for text, rounds in merged.items() if rounds}, troubles
+
+
+def _apply(text: str, kind: _Kind, rounds: table.Rounds) -> None:
+    """Let the layers of a shape run what the figures say, by the static order where there are none."""
+    chosen = table.ranges(rounds, layers.selector_of(kind.module).contenders)
+    layers.prefer(kind.module, chosen)
+    if not chosen:
+        return
+    figures = table.medians(rounds)
+    census.measure({"shape": text, "layers": kind.names, "chosen": [list(one) for one in chosen], "us": figures})
+    if rounds != kind.kept:
+        with log.warned("the measured figures could not be kept"):
+            store.write(compat_config.cache_folder(), kind.key, rounds)
+
+
+def _say(troubles: Sequence[str], answer: dict[str, Any]) -> None:
+    if troubles:
+        more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
+        log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {STATIC}")
+    elif answer["timed"]:
+        spent = f"{answer['seconds']:.1f} s of at most {sweep.BUDGET_S:g} s"
+        log.say(logging.INFO, f"kernels timed on this card in {spent}: {answer['timed']} layer shape(s)")
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
