@@ -92,6 +92,8 @@ WRONG = [
     ("demo", ["--arch", "gfx950"], "demo: --arch gfx950: only with --kernel fake-aiter; --kernel is reference"),
     ("demo", ["--kernel", "nonsense"], "demo: --kernel: expected reference, fake-aiter or triton, got 'nonsense'"),
     ("demo", ["--kernel", "fake-aiter", "--arch", "x"], "demo: --arch: expected gfx942 or gfx950, got 'x'"),
+    ("demo", ["--attention", "aiter"], "demo: --attention aiter: only with --kernel fake-aiter; --kernel is reference"),
+    ("demo", ["--kernel", "fake-aiter", "--attention", "x"], "demo: --attention: expected aiter or sandbox, got 'x'"),
     ("bench", ["--json", "."], "bench: --json .: is a folder"),
     ("bench", ["--rounds", "-3"], "bench: --rounds -3: between 1 and 100000 expected"),
 ]

@@ -99,3 +99,10 @@ def a_request_has_one_decode_row() -> None:
         inner(step, last.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:]), output)
 
     bodies.decode = decode
+
+
+def a_mixed_batch_counts_as_decode() -> None:
+    """The op looks for decode rows in the metadata and not for prefill rows beside them."""
+    from vllm_aiter_mla.compat import context
+
+    context.is_decode_only = lambda metadata, slots: metadata.decode is not None

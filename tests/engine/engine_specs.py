@@ -42,6 +42,15 @@ _aiter950 = replace(_small, scenarios=("short",), kernel="aiter", rounding="sing
 # The real Triton kernel on CPU tensors; a step takes a few tenths of a second.
 _triton = replace(_small, kernel="triton", rounding="single", interpret=True)
 _triton_fp8 = replace(_triton, scenarios=("mixed",), kv_cache_dtype="fp8", scales=SCALES)
+# vLLM's own AITER attention. Its decode takes 16 heads and more: 8 are padded on gfx942; gfx950 has a kernel for them.
+_class942 = replace(
+    _mtp, scenarios=("mixed", "chunked"), model={"num_hidden_layers": 1, "num_attention_heads": 8},
+    max_num_batched_tokens=CHUNK_TOKENS, kernel="reference", fake_arch="gfx942", attention="aiter",
+)  # fmt: skip
+_class950 = replace(
+    _tp2, model={"num_hidden_layers": 1, "num_attention_heads": 16}, kernel="aiter", rounding="single",
+    fake_arch="gfx950", attention="aiter",
+)  # fmt: skip
 
 
 SPECS: dict[str, EngineSpec] = {
@@ -82,6 +91,13 @@ SPECS: dict[str, EngineSpec] = {
     "aiter-fp4-bmm-on": _fp4_bmm,
     "aiter-fp8-bmm-q-prep": replace(_fp8_bmm, stop_after="q_prep_lift"),
     "aiter-gfx942-broken": replace(_aiter942, mutation="engine_mutations:the_aiter_kernel_is_wrong"),
+    "class-gfx942-off": _off(_class942),
+    "class-gfx942-on": _class942,
+    "class-gfx942-mixed-as-decode": replace(
+        _class942, scenarios=("mixed",), mutation="engine_mutations:a_mixed_batch_counts_as_decode"
+    ),
+    "class-gfx950-off": _off(_class950),
+    "class-gfx950-on": _class950,
     "triton-on-cpu": replace(_small, scenarios=("short",), kernel="triton"),
     "triton-bf16": _triton,
     "triton-fp8": _triton_fp8,

@@ -31,6 +31,9 @@ def result(scenarios=("mixed",), steps=None, engaged=2, total=2):
         census=[record],
         ranges=[(1, 16), (17, 64)],
         graphs={"1-16": "%a = call_function[target=torch.ops.aten.mm.default](args = ())"},
+        code={},
+        branches={},
+        pieces=0,
         log=["INFO aiter-mla: 2/2 MLA layers engaged"],
         versions={"vllm": "0", "device": "CPU"},
         seconds=1.0,
@@ -130,6 +133,19 @@ def test_the_full_demo_runs_both_caches_and_all_numerics():
     assert [run.numerics for run in runs if run.bound] == ["activation dtype", "two-rounding"]
     assert {"aiter", "stock, one step perturbed"} <= {run.numerics for run in runs if not run.bound}
     assert all(not run.base.enabled and not run.base.stock_pass for run in runs)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_the_demo_over_the_fake_aiter_runs_vllms_own_attention_class_with_every_kind_of_head_count(arch):
+    runs = demo.runs(demo.Options(kernel="fake-aiter", arch=arch))
+    assert {(run.spec.attention, run.spec.fake_arch) for run in runs} == {("aiter", arch)}
+    assert {run.spec.model["num_attention_heads"] for run in runs} == {8, 16, 128}
+    assert {(run.spec.kv_cache_dtype, bool(run.spec.drafts)) for run in runs if run.bound} == {
+        ("auto", False),
+        ("fp8", True),
+    }
+    sandbox = demo.runs(demo.Options(kernel="fake-aiter", attention="sandbox"))
+    assert {run.spec.attention for run in sandbox} == {"sandbox"}
 
 
 def test_a_spec_and_a_result_survive_their_journey_through_files(tmp_path):

@@ -18,14 +18,18 @@ def demo(
     arch: Annotated[
         str | None, typer.Option(help="Card that --kernel fake-aiter imitates: gfx942 (default) or gfx950.")
     ] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="Attention under --kernel fake-aiter: aiter (vLLM's own, default) or sandbox.")
+    ] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep FX graphs and results in this folder, for `report`.")] = None,
 ) -> None:
     """Serve a small random DeepSeek-V2 with vLLM, fast path off and on, and compare: on this CPU, or on a GPU.
 
     Prints which layers engaged, what is left of each layer's graph, and per scenario whether the tokens are equal and
     how far the log-probabilities are apart. Exits 1 when a bound is missed. A run takes about a minute and a half per
-    engine on two cores. On a CPU nothing is said about a GPU; --kernel triton runs on the GPU that torch sees, under
-    vLLM's own platform and its Triton MLA back end, graphs captured, and says why not where there is none.
+    engine on two cores. --kernel fake-aiter runs vLLM's own AITER attention classes over stand-ins for their kernels.
+    On a CPU nothing is said about a GPU; --kernel triton runs on the GPU that torch sees, under vLLM's own platform and
+    its Triton MLA back end, graphs captured, and says why not where there is none.
     """
     from vllm_aiter_mla.commands import outputs
     from vllm_aiter_mla.sandbox.runs import Options, why_not
@@ -34,9 +38,10 @@ def demo(
         outputs.check({"--json": json}, {"--keep": keep})
     except outputs.OutputError as error:
         raise typer.Exit(_wrong(f"demo: {error}")) from None
-    if arch is not None and kernel != "fake-aiter":
-        raise typer.Exit(_wrong(f"demo: --arch {arch}: only with --kernel fake-aiter; --kernel is {kernel}"))
-    options = Options(json, tensor_parallel_size, quick, kernel, arch or "gfx942", keep)
+    for name, value in (("--arch", arch), ("--attention", attention)):
+        if value is not None and kernel != "fake-aiter":
+            raise typer.Exit(_wrong(f"demo: {name} {value}: only with --kernel fake-aiter; --kernel is {kernel}"))
+    options = Options(json, tensor_parallel_size, quick, kernel, arch or "gfx942", attention or "aiter", keep)
     # Asked here, although the run asks again: there it would be printed among the figures.
     problem = why_not(options)
     if problem is not None:

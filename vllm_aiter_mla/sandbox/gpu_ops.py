@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from vllm_aiter_mla.kernels import fp8
@@ -37,16 +39,26 @@ def register() -> None:
     # vLLM's AVX2 library rounds each product of NeoX pairs to bf16, its AVX-512 library and its GPU kernel do not.
     library.impl("rotary_embedding", rotary_embedding, "CPU")
     _LIBRARIES.append(library)
-    if not hasattr(torch.ops._C_cache_ops, "concat_and_cache_mla_rope_fused"):
-        cache = torch.library.Library("_C_cache_ops", "FRAGMENT")
-        cache.define(
-            "concat_and_cache_mla_rope_fused(Tensor positions, Tensor! q_pe, Tensor! k_pe, Tensor kv_c,"
-            " Tensor cos_sin_cache, bool is_neox, Tensor slot_mapping, Tensor! kv_cache, str kv_cache_dtype,"
-            " Tensor kv_cache_scale) -> ()"
-        )
-        cache.impl("concat_and_cache_mla_rope_fused", concat_and_cache_mla_rope_fused, "CPU")
-        _LIBRARIES.append(cache)
+    cache = torch.library.Library("_C_cache_ops", "FRAGMENT")
+    for kernel, schema in _cache_kernels().items():
+        if not hasattr(torch.ops._C_cache_ops, kernel.__name__):
+            cache.define(f"{kernel.__name__}({schema}) -> ()")
+            cache.impl(kernel.__name__, kernel, "CPU")
+    _LIBRARIES.append(cache)
     _import_stock_fusion()
+
+
+def _cache_kernels() -> dict[Callable[..., None], str]:
+    """vLLM's kernels over the KV cache that only GPU builds have, with their arguments."""
+    return {
+        concat_and_cache_mla_rope_fused: "Tensor positions, Tensor! q_pe, Tensor! k_pe, Tensor kv_c, Tensor"
+        " cos_sin_cache, bool is_neox, Tensor slot_mapping, Tensor! kv_cache, str kv_cache_dtype, Tensor"
+        " kv_cache_scale",
+        concat_and_cache_mla: "Tensor kv_c, Tensor k_pe, Tensor! kv_cache, Tensor slot_mapping, str kv_cache_dtype,"
+        " Tensor scale",
+        gather_and_maybe_dequant_cache: "Tensor src_cache, Tensor! dst, Tensor block_table, Tensor cu_seq_lens, Tensor"
+        " token_to_seq, int num_tokens, str kv_cache_dtype, Tensor scale, Tensor? seq_starts",
+    }
 
 
 def _import_stock_fusion() -> None:
@@ -110,6 +122,41 @@ def concat_and_cache_mla_rope_fused(
     rotary_embedding(positions, q_pe, rotated, k_pe.shape[-1], cos_sin_cache, is_neox)
     k_pe.copy_(torch.where((slot_mapping >= 0).unsqueeze(-1), rotated, k_pe))
     write_kv_rows(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_scale)
+
+
+def concat_and_cache_mla(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
+) -> None:
+    """Write the KV rows, as vLLM's GPU kernel of this name does."""
+    write_kv_rows(kv_c, k_pe, kv_cache, slot_mapping, scale)
+
+
+def gather_and_maybe_dequant_cache(
+    src_cache: torch.Tensor,
+    dst: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    token_to_seq: torch.Tensor,
+    num_tokens: int,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+) -> None:
+    """Gather the context of requests into ``dst`` [tokens, L+R], fp8 rows scaled, as vLLM's GPU kernel does."""
+    owner = token_to_seq[:num_tokens].long()
+    key = torch.arange(num_tokens) - cu_seq_lens[owner] + (0 if seq_starts is None else seq_starts[owner])
+    size = src_cache.shape[1]
+    blocks = block_table[owner, (key // size).long()].long()
+    if src_cache.itemsize == 1:
+        rows = src_cache.view(torch.uint8)[blocks, key % size].view(src_cache.dtype).float() * scale
+    else:
+        rows = src_cache[blocks, key % size]
+    dst[:num_tokens] = rows.to(dst.dtype)
 
 
 def write_kv_rows(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.sandbox import piecewise, platform
+from vllm_aiter_mla.sandbox import aiter_attention, piecewise, platform
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
 GRAPHS: dict[str, str] = {}
@@ -25,6 +25,8 @@ def apply(spec: EngineSpec) -> None:
         from vllm_aiter_mla.sandbox.fake_aiter import engine
 
         engine.pretend(spec.fake_arch)
+        if spec.attention == "aiter":
+            aiter_attention.take(spec.fake_arch)
         if spec.fp8_bmm:
             engine.hold_weights_in_fp8()
         if spec.fp4_bmm:

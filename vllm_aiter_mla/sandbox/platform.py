@@ -8,6 +8,8 @@ from typing import Any
 
 # Set by a spec: vLLM's own MLA RoPE pass, which PassConfig switches off on anything that is no GPU.
 stock_pass = False
+# Whether something here gathers the context of a chunked prompt from an fp8 cache.
+chunks_fp8_prompts = False
 
 
 @cache
@@ -29,7 +31,7 @@ def wrap(platform_cls: type) -> None:
 
 
 def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> None:
-    """Put the compile mode and, where the cache is not quantised, chunked prefill back to what was asked for."""
+    """Put the compile mode and, where the cache's context can be gathered, chunked prefill back to what was asked."""
     from vllm.config import CompilationMode
 
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
@@ -42,7 +44,8 @@ def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> 
         compilation.compile_sizes = []
     if stock_pass:
         compilation.pass_config.fuse_rope_kvcache_cat_mla = True
-    # The chunked path of an fp8 cache needs a gather kernel that only GPU builds have.
-    if scheduler_asked.enable_chunked_prefill and not vllm_config.cache_config.cache_dtype.startswith("fp8"):
+    # vLLM's chunked path for CPUs reads no fp8 cache.
+    is_fp8 = vllm_config.cache_config.cache_dtype.startswith("fp8")
+    if scheduler_asked.enable_chunked_prefill and (chunks_fp8_prompts or not is_fp8):
         scheduler.enable_chunked_prefill = True
         scheduler.max_num_batched_tokens = scheduler_asked.max_num_batched_tokens

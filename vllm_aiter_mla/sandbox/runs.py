@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from vllm_aiter_mla.sandbox.compare import Figures
 from vllm_aiter_mla.sandbox.spec import EngineSpec
@@ -14,6 +15,7 @@ BF16_SCENARIOS = ("concurrent", "short", "mixed", "long", "chunked")
 FP8_SCENARIOS = BF16_SCENARIOS[:-1]
 CHUNK_TOKENS = 64
 KERNELS = ("reference", "fake-aiter", "triton")
+ATTENTION = ("aiter", "sandbox")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Options:
     quick: bool = False
     kernel: str = "reference"
     arch: str = "gfx942"
+    attention: str = "aiter"
     keep: Path | None = None
 
 
@@ -85,6 +88,8 @@ def runs(options: Options) -> list[Run]:
     """The runs of the demo, baselines first where they are compared with themselves."""
     if options.kernel == "triton":
         return _on_gpu(options)
+    if options.kernel == "fake-aiter" and options.attention == "aiter":
+        return _over_aiters_class(options)
     tp = options.tensor_parallel_size
     fake = options.arch if options.kernel == "fake-aiter" else None
     bf16 = EngineSpec(
@@ -107,6 +112,39 @@ def runs(options: Options) -> list[Run]:
         perturbed = replace(off, perturb=0.03, dump_graphs=False)
         found.append(Run("fp8 KV, stock + one fp8 step on 3 %", perturbed, off, "stock, one step perturbed", None))
     return found
+
+
+def _over_aiters_class(options: Options) -> list[Run]:
+    """vLLM's own AITER attention: heads that it takes as they are and heads that it pads, fp8 scales, drafts."""
+
+    def spec(heads: int, **changes: Any) -> EngineSpec:
+        model = {"num_hidden_layers": 2, "num_attention_heads": heads * options.tensor_parallel_size}
+        basis = EngineSpec(
+            scenarios=("mixed",),
+            max_num_batched_tokens=CHUNK_TOKENS,
+            tensor_parallel_size=options.tensor_parallel_size,
+            kernel="aiter",
+            fake_arch=options.arch,
+            attention="aiter",
+            model=model,
+            dump_graphs=options.tensor_parallel_size == 1,
+        )
+        return replace(basis, **changes)
+
+    bf16 = spec(16, scenarios=("mixed",) if options.quick else BF16_SCENARIOS)
+    found = [Run("bf16 KV, 16 heads", bf16, _off(bf16), "activation dtype", EXACT)]
+    if options.quick:
+        return found
+    # Scales are put into layers of this process alone; the draft's graph would hide the model's.
+    scales = (0.5, 0.7) if options.tensor_parallel_size == 1 else None
+    fp8 = spec(8, kv_cache_dtype="fp8", drafts=2, scenarios=BF16_SCENARIOS, scales=scales, dump_graphs=False)
+    off, two = _off(fp8), replace(fp8, kernel="reference")
+    found += [
+        Run("fp8 KV, 8 heads, 2 drafts, two-rounding", two, off, "two-rounding", EXACT),
+        Run("fp8 KV, 8 heads, 2 drafts", replace(fp8, rounding="single"), off, "aiter", None),
+    ]
+    many = spec(128)
+    return [*found, Run("bf16 KV, 128 heads", many, _off(many), "activation dtype", EXACT)]
 
 
 def _on_gpu(options: Options) -> list[Run]:
@@ -148,6 +186,8 @@ def why_not(options: Options) -> str | None:
         return f"demo: --kernel: expected reference, fake-aiter or triton, got {options.kernel!r}"
     if options.kernel == "fake-aiter" and options.arch not in ("gfx942", "gfx950"):
         return f"demo: --arch: expected gfx942 or gfx950, got {options.arch!r}"
+    if options.attention not in ATTENTION:
+        return f"demo: --attention: expected aiter or sandbox, got {options.attention!r}"
     return _why_no_gpu(options.tensor_parallel_size) if options.kernel == "triton" else None
 
 

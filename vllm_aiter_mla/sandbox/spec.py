@@ -36,6 +36,7 @@ class EngineSpec:
         mutation: "module:function" that plants a bug in the engine's process; tests only.
         dump_graphs: return the post-grad FX graph text by range.
         fake_arch: let the platform look like this AMD card over the fake AITER.
+        attention: "sandbox" for the sandbox's back end, "aiter" for vLLM's own over ``fake_arch``.
         fp8_bmm: hold absorbed weights in fp8, over the fake AITER.
         fp4_bmm: hold absorbed weights in mxfp4, over the fake AITER; gfx950 alone.
         interpret: run Triton kernels on CPU tensors through Triton's interpreter.
@@ -66,6 +67,7 @@ class EngineSpec:
     mutation: str | None = None
     dump_graphs: bool = False
     fake_arch: str | None = None
+    attention: str = "sandbox"
     fp8_bmm: bool = False
     fp4_bmm: bool = False
     interpret: bool = False

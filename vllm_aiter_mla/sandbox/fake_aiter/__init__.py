@@ -6,7 +6,8 @@ the import path, for child processes too. Its one op runs in plain PyTorch and r
 hardware.
 
 ``trees`` writes the packages, good and broken; ``op`` validates and dispatches; ``execute`` is the arithmetic;
-``gemm`` and ``gemm_fp4`` the batched GEMMs over fp8 and mxfp4 weights; ``memory`` the raw reads and the ways to die.
+``gemm`` and ``gemm_fp4`` the batched GEMMs over fp8 and mxfp4 weights; ``mla`` the attention kernels; ``memory`` the
+raw reads and the ways to die.
 """
 
 from vllm_aiter_mla.sandbox.fake_aiter.trees import VERSIONS, install, write_tree

@@ -44,6 +44,31 @@ _TRITON = '''"""Stand-in for one of AITER's Triton functions."""
 
 from vllm_aiter_mla.sandbox.fake_aiter.{module} import {function} as {name}
 '''
+_MLA = '''"""Stand-in for AITER's MLA decode."""
+
+from vllm_aiter_mla.sandbox.fake_aiter.mla import mla_decode_fwd
+'''
+_GLUON = '''"""Stand-in for AITER's MLA decode of few heads."""
+
+from vllm_aiter_mla.sandbox.fake_aiter.mla import mla_gluon
+'''
+_DTYPES = '''"""Stand-in for AITER's names of dtypes."""
+
+import torch
+
+from vllm_aiter_mla.sandbox.fake_aiter import op
+
+fp8, fp16, bf16 = op.FP8[op.arch()], torch.float16, torch.bfloat16
+'''
+_INIT = """from vllm_aiter_mla.sandbox.fake_aiter.mla import (  # noqa
+    flash_attn_varlen_func,
+    get_mla_metadata_info_v1,
+    get_mla_metadata_v1,
+)
+
+from . import dtypes  # noqa
+from .ops.cache import *  # noqa
+"""
 # Module and function below aiter.ops.triton, and what stands in for it.
 _TRITON_FUNCTIONS = (
     (fp8.GEMM.name, fp8.GEMM.name, "gemm", "batched_gemm"),
@@ -83,12 +108,16 @@ def write_tree(root: Path, version: str = "0.1.20", prebuilt: bool = True, edita
     _write(package / "ops" / "__init__.py", "")
     if version != "broken":
         _write(package / "ops" / "cache.py", _SOURCE.format(op=_op_source(version)))
-        _write(package / "ops" / "triton" / "__init__.py", "")
         for file, name, module, function in _TRITON_FUNCTIONS:
             source = _TRITON.format(module=module, function=function, name=name)
             _write(package / "ops" / "triton" / f"{file}.py", source)
+    _write(package / "mla.py", _MLA)
+    _write(package / "dtypes.py", _DTYPES)
+    for folder in ("gluon", ""):
+        _write(package / "ops" / "triton" / folder / "__init__.py", "")
+    _write(package / "ops" / "triton" / "gluon" / "mla_gluon.py", _GLUON)
     if version != "namespace":
-        _write(package / "__init__.py", "from .ops.cache import *  # noqa\n")
+        _write(package / "__init__.py", _INIT)
     if prebuilt:
         _write(package / "jit" / "module_cache.so", "")
     _write_metadata(root, "amd-aiter", version if version[0].isdigit() else "0.1.20", editable)

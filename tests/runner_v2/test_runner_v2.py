@@ -1,0 +1,69 @@
+"""What our op sees under vLLM's Model Runner V2, and what it makes of it: the table of docs/runner-v2.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_aiter_mla.sandbox import engine
+from vllm_aiter_mla.sandbox.spec import EngineSpec
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "runner-v2.md"
+RUNS = {
+    # Eight heads: gfx950 has a decode kernel for them, gfx942's takes sixteen and a plan.
+    "bf16 on gfx950": {"kv_cache_dtype": "auto", "drafts": 0, "arch": "gfx950", "kernel": "aiter"},
+    "fp8 with drafts on gfx942": {"kv_cache_dtype": "fp8", "drafts": 2, "arch": "gfx942", "kernel": "reference"},
+}
+
+
+def table() -> dict[str, tuple[str, ...]]:
+    """The page: by kind of batch, rows counted, rows with a slot, who decides."""
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
+    return {kind: tuple(rest[:3]) for kind, *rest in cells[1:]}
+
+
+@pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)
+def found(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runner-v2")
+    # One cache root for all: vLLM's notes on the model class take it another process of ten seconds.
+    cache = tmp_path_factory.getbasetemp() / "runner-v2-cache"
+    environment = engine.environment_for(EngineSpec(interpret=True), cache, folder / "inductor")
+    path = os.pathsep.join([environment["PYTHONPATH"], str(HERE)])
+    run = subprocess.run(
+        [sys.executable, str(HERE / "runner_v2_child.py"), str(folder / "model"), json.dumps(request.param)],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": path},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return request.param, json.loads(run.stdout.splitlines()[-1])
+
+
+def test_every_kind_of_batch_is_in_the_page_and_decided_as_the_page_says(found):
+    asked, answer = found
+    page = {kind: told for kind, told in table().items() if asked["drafts"] or "drafts" not in kind}
+    assert {k: (v["counted"], v["written"], v["decided"]) for k, v in answer["kinds"].items()} == page
+
+
+def test_real_rows_and_the_kv_cache_are_stocks_in_every_kind_of_batch(found):
+    kinds = found[1]["kinds"]
+    assert [kind for kind, told in kinds.items() if not (told["output"] and told["cache"])] == []
+    # A row with a slot is written, and no other.
+    assert all((told["changed"] > 0) == (told["written"] not in ("none", "no slots")) for told in kinds.values())
+
+
+def test_the_stand_in_for_the_page_indices_writes_what_vllms_triton_kernel_writes(found):
+    assert found[1]["page_indices"]
+
+
+@pytest.mark.mutation
+def test_mutation_a_mixed_batch_that_counts_as_decode_is_seen(found):
+    assert found[1]["planted"]["decided"] == "the op"
+    assert not found[1]["planted"]["output"]
