@@ -103,10 +103,11 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
     kv_c = (torch.randn(t, latent, generator=g) * 2).to(torch.bfloat16)
     kv_c[t // 2, 5] = float("nan")
     down = bounded(t, Q_LORA_RANK + latent + r)
-    if variant.weight_major == "L":
-        w = grid(16, n, p + V_WIDTH, latent)[:, :p]
-    else:
-        w = grid(16, latent, n, p + V_WIDTH)[..., :p].permute(1, 2, 0)
+    heads = list(range(n) if case.heads is None else case.heads)
+    major_l = variant.weight_major == "L"
+    whole = torch.zeros((n, p + V_WIDTH, latent) if major_l else (latent, n, p + V_WIDTH), dtype=torch.bfloat16)
+    w = whole[:, :p] if major_l else whole[..., :p].permute(1, 2, 0)
+    w[heads] = grid(16, len(heads), p, latent)
     angles = torch.rand(TABLE_ROWS, r // 2, generator=g) * 6.28
     table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(torch.bfloat16)
     slots = max(1, t - 1)
@@ -141,13 +142,15 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
 def expectation(inputs: DecodeInputs, storage: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's query and cache; heads whose tiles do not run keep what was there."""
     before = storage.clone()
-    w = inputs.weight.tensors[0][1]
-    exact = torch.einsum("tnp,npl->tnl", inputs.q_nope.double(), w.double())
-    query = reference.prepare(inputs, q_latent=exact.float().to(torch.bfloat16))
+    heads = list(range(inputs.num_heads) if case.heads is None else case.heads)
+    w = inputs.weight.tensors[0][1][heads].double()
+    latents = inputs.q.new_zeros((inputs.num_tokens, inputs.num_heads, inputs.latent_dim))
+    latents[:, heads] = torch.einsum("tnp,npl->tnl", inputs.q_nope[:, heads].double(), w).to(inputs.q.dtype)
+    query = reference.prepare(inputs, q_latent=latents)
     after = storage.clone()
     storage.view(torch.uint8).copy_(before.view(torch.uint8))
-    if case.heads is not None:
-        left = [h for h in range(inputs.num_heads) if h not in case.heads]
+    left = [h for h in range(inputs.num_heads) if h not in heads]
+    if left:
         row = query.view(torch.uint8).reshape(inputs.num_tokens, inputs.num_heads, -1)
         row[:, left, : inputs.latent_dim * query.itemsize] = UNTOUCHED
     return query, after

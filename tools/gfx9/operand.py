@@ -176,10 +176,11 @@ def signed(bits: int, width: int) -> int:
     return bits - (1 << width) if bits >> (width - 1) else bits
 
 
-def get64(w: Wave, index: int) -> np.ndarray:
-    """Two VGPRs as uint64."""
+def get64(w: Wave, index: int, upper: bool = True) -> np.ndarray:
+    """Two VGPRs as uint64; without ``upper`` the caller deals with lanes whose upper half is undefined."""
     w.need(index)
-    w.need(index + 1)
+    if upper:
+        w.need(index + 1)
     return w.u[index + 1].astype(np.uint64) << np.uint64(32) | w.u[index]
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from tools.gfx9 import numbers
 from tools.gfx9.errors import Fault
-from tools.gfx9.operand import Operands
+from tools.gfx9.operand import Operands, get64, put64
 from tools.gfx9.parse import Instruction
-from tools.gfx9.wave import ALL, Wave
+from tools.gfx9.wave import ALL, Wave, mask_of
 
 Run = Callable[[Wave], None]
 Array = Any
@@ -48,25 +48,16 @@ def _bfrev(value: Array) -> Array:
 
 def _perm(s0: Array, s1: Array, selector: Array) -> Array:
     """Each byte of the selector takes one of 8 bytes (S0 holds 4 to 7), a sign of one, 0x00 or 0xff."""
-    data = _wide(s0) << U64(32) | _wide(s1)
-    result = U(0)
-    for byte in range(4):
-        pick = selector >> U(8 * byte) & U(0xFF)
-        taken = data >> U64(8) * _wide(np.minimum(pick, U(7))) & U64(0xFF)
-        sign = data >> (_wide(np.clip(pick, U(8), U(11))) - U64(8)) * U64(16) + U64(15) & U64(1)
-        value = np.where(pick < 8, taken, np.where(pick < 12, sign * U64(255), np.where(pick == 12, U64(0), U64(255))))
-        result = result | value.astype(U) << U(8 * byte)
-    return result
-
-
-def _mad64(a: Array, b: Array, c: Array) -> tuple[Array, Array]:
-    """a * b + c in 64 bits, and the lanes in which the exact sum needs more."""
-    kind = np.int64 if np.asarray(c).dtype == np.int64 else np.uint64
-    product, addend = _wide(a).astype(kind) * _wide(b).astype(kind), np.asarray(c)
-    total = product + addend
-    if kind == np.uint64:
-        return total, total < product
-    return total, ((product ^ total) & (addend ^ total)) < 0
+    data = np.empty((64, 14), np.uint8)
+    pairs = np.empty((64, 2), U)
+    pairs[:, 0], pairs[:, 1] = s1, s0
+    data[:, :8] = pairs.view(np.uint8)
+    data[:, 8:12] = (data[:, 1:8:2] >> 7) * np.uint8(255)
+    data[:, 12], data[:, 13] = 0, 255
+    picks = np.minimum(np.atleast_1d(selector).view(np.uint8).reshape(-1, 4), 13)
+    if len(picks) == 1:
+        return np.ascontiguousarray(data[:, picks[0]]).view(U)[:, 0]
+    return np.take_along_axis(data, picks, axis=1).view(U)[:, 0]
 
 
 VOP: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -107,8 +98,6 @@ VOP: dict[str, tuple[str, Callable[..., Any]]] = {
     "v_mul_hi_u32": ("u32 u32 u32", lambda a, b: (_wide(a) * _wide(b) >> U64(32)).astype(U)),
     "v_mul_u32_u24": ("u32 u32 u32", lambda a, b: (a & LOW24) * (b & LOW24)),
     "v_mad_u32_u24": ("u32 u32 u32 u32", lambda a, b, c: (a & LOW24) * (b & LOW24) + c),
-    "v_mad_u64_u32": ("u64 [mask] u32 u32 u64", _mad64),
-    "v_mad_i64_i32": ("i64 [mask] i32 i32 i64", _mad64),
     "v_min_i32": ("i32 i32 i32", np.minimum),
     "v_max_i32": ("i32 i32 i32", np.maximum),
     "v_min_u32": ("u32 u32 u32", np.minimum),
@@ -249,6 +238,36 @@ def _to_fp8(i: Instruction, ops: Operands) -> Run:
     return run
 
 
+def _mad64(i: Instruction, ops: Operands) -> Run:
+    """a * b + c in 64 bits, and the lanes in which the exact sum needs more.
+
+    The compiler leaves the upper half of c undefined where it wants the lower half of the sum alone. The upper half of
+    the sum and the carry are undefined then.
+    """
+    ops.count(5)
+    i.only()
+    kind = "i32" if i.name == "v_mad_i64_i32" else "u32"
+    wide = np.int64 if kind == "i32" else np.uint64
+    target, carry = ops.reg(0, "v", 2), ops.reg(1, "s", 2)
+    a, b = (ops.read(name, kind) for name in i.operands[2:4])
+    addend = ops.reg(4, "v", 2) if i.operands[4][0] in "va" else None
+    constant = ops.read(i.operands[4], "u64") if addend is None else None
+
+    def run(w: Wave) -> None:
+        product = np.asarray(a(w)).astype(wide) * np.asarray(b(w)).astype(wide)
+        c = constant(w) if constant else get64(w, addend, upper=False)
+        undefined = 0 if constant else w.exec & ~w.known[addend + 1]
+        total = np.broadcast_to(product + c.view(wide), (64,))
+        over = total < product if kind == "u32" else ((product ^ total) & (c.view(wide) ^ total)) < 0
+        put64(w, target, total)
+        w.known[target + 1] &= ~undefined
+        w.set_scalar64(carry, mask_of(np.broadcast_to(over, (64,))) & w.exec)
+        if undefined:
+            w.s[carry] = w.s[carry + 1] = None
+
+    return run
+
+
 def _div_fmas(i: Instruction, ops: Operands) -> Run:
     """fma; where VCC is set the quotient is scaled back, of which the manual says two different things."""
     ops.count(4)
@@ -318,6 +337,8 @@ SPECIAL: dict[str, Callable[[Instruction, Operands], Run]] = {
     "v_pk_add_f32": _packed(lambda a, b: a + b),
     "v_cvt_pk_fp8_f32": _to_fp8,
     "v_cvt_scalef32_pk_fp8_f32": _to_fp8,
+    "v_mad_u64_u32": _mad64,
+    "v_mad_i64_i32": _mad64,
     "v_div_fmas_f32": _div_fmas,
     "v_bitop3_b32": _bitop3,
     "v_permlane32_swap_b32": _permlane32_swap,
