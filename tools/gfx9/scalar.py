@@ -12,6 +12,7 @@ from typing import Any
 from tools.gfx9.errors import Fault
 
 Entry = tuple[str, Callable[..., tuple[Any, Any]]]
+LOW = (1 << 32) - 1
 READS_SCC = ("s_addc_u32", "s_subb_u32", "s_cselect_b32", "s_cselect_b64")
 
 
@@ -85,10 +86,10 @@ SOP: dict[str, Entry] = {
     "s_ashr_i64": ("i64 i64 u32", _not_zero(lambda a, b: a >> (b & 63), 64)),
     "s_bfe_u32": ("u32 u32 u32", _not_zero(lambda a, b: _field(a, b, False))),
     "s_bfe_i32": ("u32 u32 u32", _not_zero(lambda a, b: _field(a, b, True))),
-    "s_lshl1_add_u32": ("u32 u32 u32", lambda a, b, c: ((a << 1) + b, (a << 1) + b >> 32)),
-    "s_lshl2_add_u32": ("u32 u32 u32", lambda a, b, c: ((a << 2) + b, (a << 2) + b >> 32)),
-    "s_lshl3_add_u32": ("u32 u32 u32", lambda a, b, c: ((a << 3) + b, (a << 3) + b >> 32)),
-    "s_lshl4_add_u32": ("u32 u32 u32", lambda a, b, c: ((a << 4) + b, (a << 4) + b >> 32)),
+    "s_lshl1_add_u32": ("u32 u32 u32", lambda a, b, c: ((a << 1) + b, int((a << 1) + b > LOW))),
+    "s_lshl2_add_u32": ("u32 u32 u32", lambda a, b, c: ((a << 2) + b, int((a << 2) + b > LOW))),
+    "s_lshl3_add_u32": ("u32 u32 u32", lambda a, b, c: ((a << 3) + b, int((a << 3) + b > LOW))),
+    "s_lshl4_add_u32": ("u32 u32 u32", lambda a, b, c: ((a << 4) + b, int((a << 4) + b > LOW))),
     "s_pack_ll_b32_b16": ("u32 u32 u32", lambda a, b, c: (a & 0xFFFF | b << 16, None)),
 }
 
