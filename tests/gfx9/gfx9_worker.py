@@ -42,7 +42,7 @@ def cases(arch: str) -> list[Case]:
 def verdict(compiled: Compiled, case: Case, text: str) -> str:
     """How a planted bug was caught, or "not caught"."""
     try:
-        different = Compiled(compiled.target, compiled.variant, text).run(case).different
+        different = compiled.planted(text).run(case).different
     except (Fault, Refused) as error:
         return f"fault: {error}"
     return f"{different} bytes" if different else "not caught"

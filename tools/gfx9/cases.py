@@ -8,6 +8,7 @@ largest fp8 number, one is a NaN; those in the rope halves stay below it, where 
 from __future__ import annotations
 
 import struct
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,14 +61,18 @@ class Result:
 class Compiled:
     """One variant, compiled and bound once, for launches of any row count."""
 
-    def __init__(self, target: aot.Target, variant: aot.Variant, text: str | None = None) -> None:
-        """``text`` replaces the assembly, for a planted bug; what runs is always proved to be in a code object."""
+    def __init__(self, target: aot.Target, variant: aot.Variant) -> None:
         made = aot.compile_variant(target, variant)
         self.target, self.variant = target, variant
         self.assembly = made.asm["amdgcn"]
-        code = load(self.assembly, target.name, made.asm["hsaco"]) if text is None else load(text, target.name)
-        self.program = Program(code)
         self.lds_bytes = int(made.metadata.shared)
+        self.program = Program(load(self.assembly, target.name, made.asm["hsaco"]))
+
+    def planted(self, assembly: str) -> Compiled:
+        """The same variant with other assembly, assembled to a code object of its own."""
+        other = copy(self)
+        other.program = Program(load(assembly, self.target.name))
+        return other
 
     def run(self, case: Case, preload: bool = True) -> Result:
         """One launch beside the reference."""
