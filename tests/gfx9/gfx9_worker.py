@@ -58,9 +58,13 @@ def main(arch: str) -> dict[str, Any]:
     compiled = Compiled(target, case.variant)
     text = compiled.assembly
     answer["without_preload"] = compiled.run(case, preload=False).different
-    bugs = PLANTED | (SDWA if arch == "gfx942" else {})
-    answer["planted"] = {name: verdict(compiled, case, plant(text)) for name, plant in bugs.items()}
-    answer["waits"] = [verdict(compiled, case, wrong) for wrong in waits(text)]
+    answer["planted"] = {name: verdict(compiled, case, plant(text)) for name, plant in PLANTED.items()}
+    if arch == "gfx942":
+        answer["waits"] = [verdict(compiled, case, wrong) for wrong in waits(text)]
+        for name, quantised in (("SDWA word", False), ("SDWA word under fp8", True)):
+            case = Case(aot.Variant(SKINNY, 1, quantised=quantised), 3)
+            compiled = Compiled(target, case.variant)
+            answer["planted"][name] = verdict(compiled, case, SDWA(compiled.assembly))
     other = assemble(PLANTED["swapped MFMA operands"](text), arch)
     try:
         load(text, arch, other)
@@ -71,5 +75,3 @@ def main(arch: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     print(json.dumps(main(sys.argv[1])))
-
-

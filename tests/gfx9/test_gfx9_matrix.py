@@ -23,9 +23,17 @@ def pack(values, kind, arch):
 
 @pytest.mark.parametrize(
     ("arch", "side", "depth", "kind"),
-    [("gfx942", 16, 16, "bf16"), ("gfx942", 32, 8, "bf16"), ("gfx950", 16, 32, "bf16"), ("gfx950", 32, 16, "bf16"),
-     ("gfx942", 16, 16, "f16"), ("gfx942", 16, 32, "fp8_fp8"), ("gfx942", 32, 16, "fp8_fp8"), ("gfx950", 16, 32, "fp8_fp8")],
-)  # fmt: skip
+    [
+        ("gfx942", 16, 16, "bf16"),
+        ("gfx942", 32, 8, "bf16"),
+        ("gfx950", 16, 32, "bf16"),
+        ("gfx950", 32, 16, "bf16"),
+        ("gfx942", 16, 16, "f16"),
+        ("gfx942", 16, 32, "fp8_fp8"),
+        ("gfx942", 32, 16, "fp8_fp8"),
+        ("gfx950", 16, 32, "fp8_fp8"),
+    ],
+)
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_gfx9_mfma_is_the_product_of_its_layout(arch, side, depth, kind, accumulate):
     rng = np.random.default_rng(depth)
@@ -47,7 +55,9 @@ def test_gfx9_mfma_is_the_product_of_its_layout(arch, side, depth, kind, accumul
         w.put(w.f, 40 + register, np.float32(100 + register))
     suffix = {"f16": "x16_f16", "bf16": f"x{depth}_bf16", "fp8_fp8": f"x{depth}_fp8_fp8"}[kind]
     last = f"v[40:{39 + results}]"
-    execute(w, f"v_mfma_f32_{side}x{side}{suffix} {last}, v[0:{count - 1}], v[16:{15 + count}], {last if accumulate else 0}")
+    execute(
+        w, f"v_mfma_f32_{side}x{side}{suffix} {last}, v[0:{count - 1}], v[16:{15 + count}], {last if accumulate else 0}"
+    )
     for register in range(results):
         for lane in range(64):
             row = 8 * (register // 4) + 4 * (lane // 32) + register % 4 if side == 32 else 4 * (lane // 16) + register

@@ -65,7 +65,12 @@ def test_gfx9_global_memory_has_both_address_forms():
     fill(w, 0, 4 * np.arange(64))
     fill(w, 8, (region.start & 0xFFFFFFFF) + 4 * np.arange(64))
     fill(w, 9, region.start >> 32)
-    execute(w, "global_load_dword v2, v0, s[2:3] offset:4", "global_load_dword v3, v[8:9], off offset:8", "s_waitcnt vmcnt(0)")
+    execute(
+        w,
+        "global_load_dword v2, v0, s[2:3] offset:4",
+        "global_load_dword v3, v[8:9], off offset:8",
+        "s_waitcnt vmcnt(0)",
+    )
     execute(w, "global_store_dword v0, v3, s[2:3]")
     assert list(w.u[2]) == list(1 + np.arange(64))
     assert list(region.data.view(np.uint32)[:64]) == list(2 + np.arange(64))
@@ -129,7 +134,13 @@ def test_gfx9_a_loaded_register_is_undefined_until_its_wait():
 def test_gfx9_a_store_counts_like_a_load():
     w, _ = with_buffer()
     fill(w, 0, 0)
-    execute(w, "global_load_dword v2, v0, s[2:3]", "global_store_dword v0, v0, s[2:3]", "s_waitcnt vmcnt(1)", "v_mov_b32_e32 v4, v2")
+    execute(
+        w,
+        "global_load_dword v2, v0, s[2:3]",
+        "global_store_dword v0, v0, s[2:3]",
+        "s_waitcnt vmcnt(1)",
+        "v_mov_b32_e32 v4, v2",
+    )
 
 
 def test_gfx9_scalar_loads_come_in_any_order_so_that_only_a_wait_for_0_counts():
@@ -146,7 +157,14 @@ def test_gfx9_scalar_loads_come_in_any_order_so_that_only_a_wait_for_0_counts():
 def test_gfx9_lds_reads_are_waited_for_in_order():
     w = wave()
     fill(w, 0, 4 * np.arange(64))
-    execute(w, "ds_write_b32 v0, v0", "ds_read_b32 v1, v0", "ds_read_b32 v2, v0", "s_waitcnt lgkmcnt(1)", "v_mov_b32_e32 v3, v1")
+    execute(
+        w,
+        "ds_write_b32 v0, v0",
+        "ds_read_b32 v1, v0",
+        "ds_read_b32 v2, v0",
+        "s_waitcnt lgkmcnt(1)",
+        "v_mov_b32_e32 v3, v1",
+    )
     with pytest.raises(Fault, match="v2 is still being loaded"):
         execute(w, "v_mov_b32_e32 v3, v2")
 
@@ -156,11 +174,17 @@ def test_gfx9_lds_reads_are_waited_for_in_order():
 
 @pytest.mark.parametrize(
     ("write", "read", "bytes_apart"),
-    [("ds_write_b64 v0, v[2:3]", "ds_read_b64 v[8:9], v0", None),
-     ("ds_write_b64 v0, v[2:3] offset:512", "ds_read_b64 v[8:9], v0 offset:512", None),
-     ("ds_write2_b64 v0, v[2:3], v[4:5] offset1:64", "ds_read2_b64 v[8:11], v0 offset1:64", 512),
-     ("ds_write2st64_b64 v0, v[2:3], v[4:5] offset0:1 offset1:2", "ds_read2st64_b64 v[8:11], v0 offset0:1 offset1:2", 512)],
-)  # fmt: skip
+    [
+        ("ds_write_b64 v0, v[2:3]", "ds_read_b64 v[8:9], v0", None),
+        ("ds_write_b64 v0, v[2:3] offset:512", "ds_read_b64 v[8:9], v0 offset:512", None),
+        ("ds_write2_b64 v0, v[2:3], v[4:5] offset1:64", "ds_read2_b64 v[8:11], v0 offset1:64", 512),
+        (
+            "ds_write2st64_b64 v0, v[2:3], v[4:5] offset0:1 offset1:2",
+            "ds_read2st64_b64 v[8:11], v0 offset0:1 offset1:2",
+            512,
+        ),
+    ],
+)
 def test_gfx9_lds_gives_back_what_was_written(write, read, bytes_apart):
     w = wave(lds_bytes=4096)
     fill(w, 0, 8 * np.arange(64))
@@ -188,8 +212,14 @@ def two_waves(lds_bytes=256):
     return first, second
 
 
-@pytest.mark.parametrize(("one", "other"), [("ds_write_b32 v0, v0", "ds_read_b32 v1, v0"), ("ds_read_b32 v1, v0", "ds_write_b32 v0, v0"),
-                                            ("ds_write_b32 v0, v0", "ds_write_b32 v0, v0")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("ds_write_b32 v0, v0", "ds_read_b32 v1, v0"),
+        ("ds_read_b32 v1, v0", "ds_write_b32 v0, v0"),
+        ("ds_write_b32 v0, v0", "ds_write_b32 v0, v0"),
+    ],
+)
 @pytest.mark.parametrize("barrier", [True, False])
 def test_gfx9_two_waves_meet_at_a_word_only_with_a_barrier_between(one, other, barrier):
     first, second = two_waves()
@@ -215,7 +245,10 @@ def test_gfx9_a_write_that_was_not_waited_for_before_the_barrier_races_after_it(
 def test_gfx9_transposed_read_turns_four_by_four_blocks():
     w = wave("gfx950", lds_bytes=512)
     fill(w, 0, 8 * np.arange(64))
-    low, high = 4 * np.arange(64) + (4 * np.arange(64) + 1) * 65536, 4 * np.arange(64) + 2 + (4 * np.arange(64) + 3) * 65536
+    low, high = (
+        4 * np.arange(64) + (4 * np.arange(64) + 1) * 65536,
+        4 * np.arange(64) + 2 + (4 * np.arange(64) + 3) * 65536,
+    )
     fill(w, 2, low)
     fill(w, 3, high)
     execute(w, "ds_write_b64 v0, v[2:3]", "ds_read_b64_tr_b16 v[4:5], v0", "s_waitcnt lgkmcnt(0)")
@@ -227,9 +260,13 @@ def test_gfx9_transposed_read_turns_four_by_four_blocks():
 
 @pytest.mark.parametrize(
     ("positions", "words", "banks", "extra"),
-    [(np.arange(64), 1, 32, 0), (np.zeros(64), 1, 32, 0), (2 * np.arange(64), 1, 32, 2), (32 * np.arange(64), 1, 32, 62),
-     (32 * np.arange(64), 1, 64, 31)],
-)  # fmt: skip
+    [
+        (np.arange(64), 1, 32, 0),
+        (np.zeros(64), 1, 32, 0),
+        (2 * np.arange(64), 1, 32, 2),
+        (32 * np.arange(64), 1, 32, 62),
+        (32 * np.arange(64), 1, 64, 31),
+    ],
+)
 def test_gfx9_bank_conflicts_are_the_cycles_beyond_the_least(positions, words, banks, extra):
     assert conflicts(positions.astype(np.int32).tobytes(), words, banks) == extra
-

@@ -92,9 +92,14 @@ def test_gfx9_operands_that_do_not_fit_are_refused(line):
 
 @pytest.mark.parametrize(
     "line",
-    ["s_waitcnt expcnt(0)", "s_waitcnt 0", "s_waitcnt vmcnt(0) vscnt(0)", "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 4), 5",
-     "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 2"],
-)  # fmt: skip
+    [
+        "s_waitcnt expcnt(0)",
+        "s_waitcnt 0",
+        "s_waitcnt vmcnt(0) vscnt(0)",
+        "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 4), 5",
+        "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 2",
+    ],
+)
 def test_gfx9_unknown_waits_and_mode_bits_are_refused(line):
     with pytest.raises(Refused, match="modelled"):
         bind(instruction(line, 3))
@@ -106,7 +111,9 @@ def test_gfx9_a_refused_instruction_that_no_wave_reaches_is_refused_all_the_same
         Program(Code("gfx942", listing, 2, 0, (), 0, 8, 8))
 
 
-@pytest.mark.parametrize(("line", "why"), [(".long 0xbf800000", "directive"), (".byte 1", "directive"), (".fill 2, 4, 0", "directive")])
+@pytest.mark.parametrize(
+    ("line", "why"), [(".long 0xbf800000", "directive"), (".byte 1", "directive"), (".fill 2, 4, 0", "directive")]
+)
 def test_gfx9_data_among_the_code_is_refused(line, why):
     with pytest.raises(Refused, match=why):
         parse(HEAD + f"k:\n {line}\n s_endpgm\n")
@@ -155,9 +162,21 @@ def test_gfx9_descriptor_says_registers_and_preload():
 
 @pytest.mark.parametrize(
     ("at", "bit", "what"),
-    [(0, 1, "LDS"), (4, 1, "scratch"), (49, 0x10, "float mode"), (50, 0x01, "float mode"), (50, 0x20, "clamp"), (51, 0x04, "float mode"),
-     (52, 0x01, "SGPRs"), (53, 0x01, "SGPRs"), (53, 0x08, "SGPRs"), (56, 0x01, "properties"), (58, 0x01, "preload"), (46, 1, "split")],
-)  # fmt: skip
+    [
+        (0, 1, "LDS"),
+        (4, 1, "scratch"),
+        (49, 0x10, "float mode"),
+        (50, 0x01, "float mode"),
+        (50, 0x20, "clamp"),
+        (51, 0x04, "float mode"),
+        (52, 0x01, "SGPRs"),
+        (53, 0x01, "SGPRs"),
+        (53, 0x08, "SGPRs"),
+        (56, 0x01, "properties"),
+        (58, 0x01, "preload"),
+        (46, 1, "split"),
+    ],
+)
 def test_gfx9_descriptor_bits_that_are_not_modelled_are_refused(at, bit, what):
     changed = bytearray(DESCRIPTOR)
     changed[at] ^= bit
@@ -165,7 +184,9 @@ def test_gfx9_descriptor_bits_that_are_not_modelled_are_refused(at, bit, what):
         code._checked(bytes(changed))
 
 
-@pytest.mark.parametrize("line", ["v_permlane32_swap_b32_e32 v0, v1", "v_mfma_f32_16x16x16_bf16 v[4:7], v[0:1], v[2:3], 0"])
+@pytest.mark.parametrize(
+    "line", ["v_permlane32_swap_b32_e32 v0, v1", "v_mfma_f32_16x16x16_bf16 v[4:7], v[0:1], v[2:3], 0"]
+)
 def test_gfx9_operations_across_lanes_with_inactive_lanes_fault(line):
     w = wave()
     for register in range(4):

@@ -79,8 +79,13 @@ for width in (32, 64):
         FORMULAS[f"s_{name}_b{width}"] = lambda a, b, c, f=function, w=width: nonzero(f(a, b), w)
     FORMULAS[f"s_andn2_b{width}"] = lambda a, b, c, w=width: nonzero(a & (2**w - 1 - b), w)
 for name, compare in {
-    "eq": operator.eq, "lg": operator.ne, "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le
-}.items():  # fmt: skip
+    "eq": operator.eq,
+    "lg": operator.ne,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "lt": operator.lt,
+    "le": operator.le,
+}.items():
     FORMULAS[f"s_cmp_{name}_i32"] = lambda a, b, c, f=compare: (None, int(f(s32(a), s32(b))))
     FORMULAS[f"s_cmp_{name}_u32"] = lambda a, b, c, f=compare: (None, int(f(a, b)))
 FORMULAS["s_cmp_eq_u64"] = lambda a, b, c: (None, int(a == b))
@@ -124,7 +129,12 @@ def test_gfx9_scalar_opcodes_with_a_constant_of_16_bits_sign_extend_it():
 
 @pytest.mark.parametrize(
     ("name", "left"),
-    [("s_and_saveexec_b64", 0b1000), ("s_or_saveexec_b64", 0b1110), ("s_xor_saveexec_b64", 0b0110), ("s_andn2_saveexec_b64", 0b0010)],
+    [
+        ("s_and_saveexec_b64", 0b1000),
+        ("s_or_saveexec_b64", 0b1110),
+        ("s_xor_saveexec_b64", 0b0110),
+        ("s_andn2_saveexec_b64", 0b0010),
+    ],
 )
 def test_gfx9_saveexec_keeps_the_old_mask_and_sets_the_new(name, left):
     w = wave()

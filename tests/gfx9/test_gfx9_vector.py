@@ -111,7 +111,10 @@ FORMULAS = {
     "v_mul_hi_u32": lambda a, b: a * b // 2**32,
     "v_mul_u32_u24": lambda a, b: (a % 2**24) * (b % 2**24),
     "v_mad_u32_u24": lambda a, b, c: (a % 2**24) * (b % 2**24) + c,
-    "v_min_i32": min, "v_max_i32": max, "v_min_u32": min, "v_max_u32": max,
+    "v_min_i32": min,
+    "v_max_i32": max,
+    "v_min_u32": min,
+    "v_max_u32": max,
     "v_add_f32": lambda a, b: a + b,
     "v_sub_f32": lambda a, b: a - b,
     "v_subrev_f32": lambda a, b: b - a,
@@ -127,12 +130,15 @@ FORMULAS = {
     "v_cmp_o_f32": lambda a, b: not (math.isnan(a) or math.isnan(b)),
     "v_cmp_u_f32": lambda a, b: math.isnan(a) or math.isnan(b),
     "v_cmp_lg_f32": lambda a, b: a < b or a > b,
-    "v_cmp_neq_f32": lambda a, b: not a == b,
-}  # fmt: skip
+    "v_cmp_neq_f32": lambda a, b: a != b,
+}
 for order, compare in {
-    "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "eq": lambda a, b: a == b, "ge": lambda a, b: a >= b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "eq": lambda a, b: a == b,
+    "ge": lambda a, b: a >= b,
     "gt": lambda a, b: a > b,
-}.items():  # fmt: skip
+}.items():
     FORMULAS |= {f"v_cmp_{order}_{kind}": compare for kind in ("i32", "u32", "i64", "u64", "f32")}
 FORMULAS |= {f"v_cmp_ne_{kind}": lambda a, b: a != b for kind in ("i32", "u32", "i64", "u64")}
 # Tested by name below.
@@ -190,7 +196,14 @@ def test_gfx9_vector_opcode_is_its_formula_in_every_lane(name):
 
 def test_gfx9_every_vector_opcode_has_a_test():
     assert set(FORMULAS) | OWN_TESTS == set(VOP)
-    named = {"v_pk_mul_f32", "v_pk_add_f32", "v_cvt_pk_fp8_f32", "v_cvt_scalef32_pk_fp8_f32", "v_mad_u64_u32", "v_mad_i64_i32"}
+    named = {
+        "v_pk_mul_f32",
+        "v_pk_add_f32",
+        "v_cvt_pk_fp8_f32",
+        "v_cvt_scalef32_pk_fp8_f32",
+        "v_mad_u64_u32",
+        "v_mad_i64_i32",
+    }
     named |= {"v_div_fmas_f32", "v_bitop3_b32", "v_permlane32_swap_b32", "v_readfirstlane_b32"}
     assert named == set(SPECIAL)
 
@@ -200,9 +213,13 @@ def test_gfx9_fma_rounds_once_where_float64_would_round_twice():
     a, b, c = (np.full(64, x, np.float32) for x in (1 + 2.0**-23, 1.0, 2.0**-24))
     hair = np.full(64, -(2.0**-90), np.float32)
     assert (numbers.fma(a, b, c) == nearest_float32(Fraction(float(a[0])) + Fraction(2.0**-24))).all()
-    tie = numbers.fma(np.full(64, 2.0**-12, np.float32), np.full(64, 2.0**-12 + 2.0**-35, np.float32), np.ones(64, np.float32))
+    tie = numbers.fma(
+        np.full(64, 2.0**-12, np.float32), np.full(64, 2.0**-12 + 2.0**-35, np.float32), np.ones(64, np.float32)
+    )
     assert tie[0] == nearest_float32(1 + Fraction(2.0**-12) * Fraction(2.0**-12 + 2.0**-35))
-    assert numbers.fma(hair, np.ones(64, np.float32), c + 1)[0] == nearest_float32(Fraction(float(c[0] + 1)) + Fraction(-(2.0**-90)))
+    assert numbers.fma(hair, np.ones(64, np.float32), c + 1)[0] == nearest_float32(
+        Fraction(float(c[0] + 1)) + Fraction(-(2.0**-90))
+    )
 
 
 def test_gfx9_fmac_adds_to_its_destination():
@@ -218,20 +235,34 @@ def test_gfx9_fmac_adds_to_its_destination():
 def test_gfx9_division_sequence_is_correctly_rounded_whatever_the_last_bit_of_rcp(d, error):
     w = wave()
     w.put(w.f, 1, np.float32(d))
-    execute(w, "v_div_scale_f32 v2, s[2:3], v1, v1, 1.0", "v_rcp_f32_e32 v3, v2", "v_div_scale_f32 v4, vcc, 1.0, v1, 1.0")
+    execute(
+        w, "v_div_scale_f32 v2, s[2:3], v1, v1, 1.0", "v_rcp_f32_e32 v3, v2", "v_div_scale_f32 v4, vcc, 1.0, v1, 1.0"
+    )
     w.u[3] += np.uint32(error % 2**32)
     execute(
-        w, "v_fma_f32 v5, -v2, v3, 1.0", "v_fmac_f32_e32 v3, v5, v3", "v_mul_f32_e32 v5, v4, v3", "v_fma_f32 v6, -v2, v5, v4",
-        "v_fmac_f32_e32 v5, v6, v3", "v_fma_f32 v2, -v2, v5, v4", "v_div_fmas_f32 v2, v2, v3, v5", "v_div_fixup_f32 v2, v2, v1, 1.0",
-    )  # fmt: skip
+        w,
+        "v_fma_f32 v5, -v2, v3, 1.0",
+        "v_fmac_f32_e32 v3, v5, v3",
+        "v_mul_f32_e32 v5, v4, v3",
+        "v_fma_f32 v6, -v2, v5, v4",
+        "v_fmac_f32_e32 v5, v6, v3",
+        "v_fma_f32 v2, -v2, v5, v4",
+        "v_div_fmas_f32 v2, v2, v3, v5",
+        "v_div_fixup_f32 v2, v2, v1, 1.0",
+    )
     assert w.f[2][0] == nearest_float32(1 / Fraction(float(np.float32(d))))
 
 
 @pytest.mark.parametrize(
     ("n", "d", "of_d", "of_n", "scaled_back"),
-    [(1.0, 3.0, 3.0, 1.0, False), (2.0**100, 2.0**-10, 2.0**54, 2.0**100, True), (2.0**-60, 2.0**-130, 2.0**-66, 16.0, False),
-     (2.0**-110, 1.0, 2.0**64, 2.0**-46, False), (1.0, 0.0, math.nan, math.nan, False)],
-)  # fmt: skip
+    [
+        (1.0, 3.0, 3.0, 1.0, False),
+        (2.0**100, 2.0**-10, 2.0**54, 2.0**100, True),
+        (2.0**-60, 2.0**-130, 2.0**-66, 16.0, False),
+        (2.0**-110, 1.0, 2.0**64, 2.0**-46, False),
+        (1.0, 0.0, math.nan, math.nan, False),
+    ],
+)
 def test_gfx9_div_scale_follows_the_manual(n, d, of_d, of_n, scaled_back):
     for operand, expected in ((d, of_d), (n, of_n)):
         with np.errstate(all="ignore"):
@@ -270,8 +301,12 @@ def test_gfx9_packed_floats_take_the_halves_and_signs_they_are_told():
     w = wave()
     for register, value in enumerate((2.0, 3.0, 5.0, 7.0)):
         w.put(w.f, register, value)
-    execute(w, "v_pk_mul_f32 v[10:11], v[0:1], v[2:3]", "v_pk_mul_f32 v[12:13], v[0:1], v[2:3] op_sel_hi:[0,1]",
-            "v_pk_add_f32 v[14:15], v[0:1], v[2:3] op_sel:[1,0] neg_lo:[0,1] neg_hi:[0,1]")  # fmt: skip
+    execute(
+        w,
+        "v_pk_mul_f32 v[10:11], v[0:1], v[2:3]",
+        "v_pk_mul_f32 v[12:13], v[0:1], v[2:3] op_sel_hi:[0,1]",
+        "v_pk_add_f32 v[14:15], v[0:1], v[2:3] op_sel:[1,0] neg_lo:[0,1] neg_hi:[0,1]",
+    )
     assert [w.f[k][0] for k in range(10, 16)] == [10, 21, 10, 14, -2, -4]
 
 
@@ -304,7 +339,9 @@ def test_gfx9_fp8_conversion_is_torchs_and_keeps_the_other_half(arch, saturate):
     assert (w.u[2] == (code | top << 8) * 0x10001).all()
 
 
-@pytest.mark.parametrize(("fnuz", "edge", "goes"), [(True, 248.0, 0x80), (True, 247.9, 0x7F), (False, 464.0, 0x7E), (False, 464.1, 0x7F)])
+@pytest.mark.parametrize(
+    ("fnuz", "edge", "goes"), [(True, 248.0, 0x80), (True, 247.9, 0x7F), (False, 464.0, 0x7E), (False, 464.1, 0x7F)]
+)
 def test_gfx9_fp8_overflow_begins_half_a_step_past_the_largest_value(fnuz, edge, goes):
     assert numbers.fp8_bits(np.full(64, edge, np.float32), fnuz, False)[0] == goes
 

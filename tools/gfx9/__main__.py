@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Run the compiled Triton kernel of gfx942 or gfx950 on a CPU and compare every byte with the reference.
 
-Every variant of tools/aot.py, as its code object stands; docs/executing.md says what is modelled and assumed. Exit status
-0 when no byte differs, 1 when one does or the code does something wrong, 2 for a wrong command line. Executed, no time:
-the figures say what the code does and touches, never how long a card takes.
+Every variant of tools/aot.py, as its code object stands; docs/executing.md says what is modelled and assumed. Exit
+status 0 when no byte differs, 1 when one does or the code does something wrong, 2 for a wrong command line. Executed,
+no time: the figures say what the code does and touches, never how long a card takes.
 
     python -m tools.gfx9 --arch gfx942
     python -m tools.gfx9 --arch gfx950 --tokens 3 --variant "neox" --json executed.json
@@ -30,7 +30,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(__doc__, "python -m tools.gfx9 --arch NAME [options]")
     parser.add_argument("--arch", required=True, choices=("gfx942", "gfx950"), help="one a process")
     parser.add_argument("--variant", default="", metavar="TEXT", help="only variants whose name holds this")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[], metavar="T", help="row counts (default: the matrix)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[], metavar="T", help="row counts (default: the matrix)"
+    )
     parser.add_argument("--all-heads", action="store_true", help="absorb tiles of all heads, not of three")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     options = parser.parse_args(argv)
@@ -50,7 +52,9 @@ def run(argv: Sequence[str]) -> int:
         return 2
     rows, failures = execute(target, chosen, options.tokens, options.all_heads)
     if options.json is not None:
-        evidence.write(options.json, {"target": target.name, "rung": "executed", "rows": rows} | evidence.stamp("gfx9", 1))
+        evidence.write(
+            options.json, {"target": target.name, "rung": "executed", "rows": rows} | evidence.stamp("gfx9", 1)
+        )
     wrong = sum(row["different"] for row in rows)
     print(f"\n{len(chosen)} variants, {len(rows)} launches, bytes different: {wrong}, failed: {failures}")
     return 1 if wrong or failures else 0

@@ -223,5 +223,3 @@ def _read_transposed(i: Instruction, ops: Operands) -> Run:
         w.issue_load(LGKM, SHARED, range(target, target + 2), values, (False, index))
 
     return run
-
-

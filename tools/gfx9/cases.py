@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -200,7 +199,9 @@ def place(memory: Memory, name: str, tensor: torch.Tensor, writable: bool) -> in
     ours = torch.zeros(raw.numel() // tensor.itemsize, dtype=torch.bool)
     torch.as_strided(ours, tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
     allowed = ours.repeat_interleave(tensor.itemsize).numpy()
-    region = memory.add(name, raw.numpy(), readable=False if writable else allowed, writable=allowed if writable else False)
+    region = memory.add(
+        name, raw.numpy(), readable=False if writable else allowed, writable=allowed if writable else False
+    )
     return region.start + tensor.storage_offset() * tensor.itemsize
 
 
@@ -236,5 +237,3 @@ def traffic(result: Result) -> dict[str, dict[str, int]]:
             "minimum": result.minimum.get(name, 0),
         }
     return table
-
-

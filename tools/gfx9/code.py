@@ -1,6 +1,6 @@
 """The code object: what a card would be given.
 
-Nothing in the virtual environment disassembles gfx942 or gfx950. What runs is therefore the assembly, after Triton's own
+Nothing in the virtual environment disassembles gfx942 or gfx950. What runs is therefore the assembly, after Triton's
 assembler and linker have turned it into a code object again and every byte of that one equals the given one: then the
 text is a disassembly of the code object, descriptor and metadata included.
 """
@@ -20,7 +20,7 @@ from tools.gfx9.parse import Listing, parse
 # compute_pgm_rsrc1: round to nearest even and all denormals kept (FLOAT_MODE), DX10_CLAMP, IEEE; the low ten bits count
 # registers, and nothing else may be set.
 RSRC1_MODE, RSRC1_COUNTS = 0xF0 << 12 | 1 << 21 | 1 << 23, 0x3FF
-# compute_pgm_rsrc2: user SGPRs in bits 5:1, the workgroup's x in an SGPR after them. Bits 15 to 23 are LDS, set at launch.
+# compute_pgm_rsrc2: user SGPRs in bits 5:1, the workgroup's x in an SGPR after them.
 RSRC2_WORKGROUP_X = 1 << 7
 # kernel_code_properties: a pointer to the arguments in s[0:1] and nothing more.
 KERNARG_POINTER = 1 << 3

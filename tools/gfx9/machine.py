@@ -23,9 +23,15 @@ Run = Callable[[Wave], None]
 BARRIER = "s_barrier"
 END = "s_endpgm"
 CLASSES = (
-    ("matrix", r"v_mfma"), ("vector", r"v_"), ("LDS", r"ds_"), ("memory", r"(buffer|global)_"), ("scalar load", r"s_load"),
-    ("wait", r"s_(waitcnt|nop|barrier)"), ("branch", r"s_(c?branch|endpgm)"), ("scalar", r"s_"),
-)  # fmt: skip
+    ("matrix", r"v_mfma"),
+    ("vector", r"v_"),
+    ("LDS", r"ds_"),
+    ("memory", r"(buffer|global)_"),
+    ("scalar load", r"s_load"),
+    ("wait", r"s_(waitcnt|nop|barrier)"),
+    ("branch", r"s_(c?branch|endpgm)"),
+    ("scalar", r"s_"),
+)
 COUNTER = re.compile(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)")
 
 
@@ -62,7 +68,8 @@ def _bind_scalar(i: Instruction, ops: Operands) -> Run:
     written = None if target == "-" else ops.write(names.pop(0), f"s.{target}")
     if len(names) != len(kinds):
         raise i.refuse(f"{len(kinds)} sources expected")
-    reads = [_short(i, n) if k == "k" else ops.read(n, f"s.{target if k == 'd' else k}") for n, k in zip(names, kinds)]
+    kinds = [target if kind == "d" else kind for kind in kinds]
+    reads = [_short(i, n) if kind == "k" else ops.read(n, f"s.{kind}") for n, kind in zip(names, kinds, strict=True)]
     condition = scalar.scc if i.name in scalar.READS_SCC else (lambda w: None)
 
     def run(w: Wave) -> None:

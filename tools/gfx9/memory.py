@@ -70,7 +70,9 @@ class Memory:
 
         ``readable`` and ``writable`` are booleans, one or one per byte.
         """
-        masks = [np.broadcast_to(np.asarray(m), data.shape).astype(np.uint8) * np.uint8(255) for m in (readable, writable)]
+        masks = [
+            np.broadcast_to(np.asarray(m), data.shape).astype(np.uint8) * np.uint8(255) for m in (readable, writable)
+        ]
         region = Region(name, self._next, data, *masks)
         self._next += (len(data) + (1 << 20) + 4095) & ~4095
         self.regions.append(region)

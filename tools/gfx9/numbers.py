@@ -1,4 +1,4 @@
-"""Float arithmetic of the vector unit that numpy does not have. Arrays are over lanes; float32 unless said otherwise."""
+"""Float arithmetic of the vector unit that numpy lacks. Arrays are over lanes, float32 unless said otherwise."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def fp8_values(fnuz: bool) -> Array:
 
 
 def fp8_bits(x: Array, fnuz: bool, saturate: bool) -> Array:
-    """float32 to the bits of fp8, nearest even. Overflow gives the largest value if ``saturate``, else a NaN. uint32."""
+    """float32 to fp8, nearest even, in uint32. Overflow gives the largest value if ``saturate``, else a NaN."""
     wide = np.broadcast_to(np.asarray(x, np.float64), (64,))
     finite = fp8_values(fnuz)[:128]
     finite = finite[~np.isnan(finite)].astype(np.float64)

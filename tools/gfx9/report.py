@@ -15,7 +15,13 @@ from tools.gfx9.machine import instruction_class
 # on other addresses.
 SAMPLED_HEADS = (0, 77, 127)
 BLOCK_SIZES = (64, 1, 16)
-COLUMNS = {"instructions": "instr", "asked": "asked B", "line_bytes": "lines B", "minimum": "minimum B", "different": "diff"}
+COLUMNS = {
+    "instructions": "instr",
+    "asked": "asked B",
+    "line_bytes": "lines B",
+    "minimum": "minimum B",
+    "different": "diff",
+}
 
 
 def matrix(variant: aot.Variant, tokens: Sequence[int] = ()) -> Iterator[Case]:
@@ -37,7 +43,10 @@ def run(compiled: Compiled, case: Case) -> dict[str, Any]:
     classes: Counter[str] = Counter()
     for name, count in result.counts.instructions.items():
         classes[instruction_class(name)] += count
-    sums = {key: sum(row[key] for name, row in operands.items() if name != "arguments") for key in ("asked", "line_bytes", "minimum")}
+    sums = {
+        key: sum(row[key] for name, row in operands.items() if name != "arguments")
+        for key in ("asked", "line_bytes", "minimum")
+    }
     waves = result.counts.waves
     return {
         "label": case.variant.label,

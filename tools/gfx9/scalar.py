@@ -107,7 +107,11 @@ def _compare(order: Callable[[int, int], bool]) -> Callable[..., tuple[None, int
     return lambda a, b, c: (None, int(order(a, b)))
 
 
-SOP |= {f"s_cmp_{name}_{kind}": (f"- {kind} {kind}", _compare(order)) for name, order in _ORDER.items() for kind in ("i32", "u32")}
+SOP |= {
+    f"s_cmp_{name}_{kind}": (f"- {kind} {kind}", _compare(order))
+    for name, order in _ORDER.items()
+    for kind in ("i32", "u32")
+}
 SOP |= {f"s_cmp_{name}_u64": ("- u64 u64", _compare(_ORDER[name])) for name in ("eq", "lg")}
 
 # EXEC becomes function(source, EXEC), the destination what EXEC was; SCC says whether a lane is left.

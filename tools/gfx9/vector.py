@@ -78,8 +78,14 @@ VOP: dict[str, tuple[str, Callable[..., Any]]] = {
     "v_lshlrev_b64": ("u64 u32 u64", lambda n, a: a << (_wide(n) & SIX)),
     "v_lshrrev_b64": ("u64 u32 u64", lambda n, a: a >> (_wide(n) & SIX)),
     "v_lshl_or_b32": ("u32 u32 u32 u32", lambda a, n, b: a << (n & FIVE) | b),
-    "v_alignbit_b32": ("u32 u32 u32 u32", lambda a, b, n: ((_wide(a) << U64(32) | _wide(b)) >> _wide(n & FIVE)).astype(U)),
-    "v_alignbyte_b32": ("u32 u32 u32 u32", lambda a, b, n: ((_wide(a) << U64(32) | _wide(b)) >> _wide(n & U(3)) * U64(8)).astype(U)),
+    "v_alignbit_b32": (
+        "u32 u32 u32 u32",
+        lambda a, b, n: ((_wide(a) << U64(32) | _wide(b)) >> _wide(n & FIVE)).astype(U),
+    ),
+    "v_alignbyte_b32": (
+        "u32 u32 u32 u32",
+        lambda a, b, n: ((_wide(a) << U64(32) | _wide(b)) >> _wide(n & U(3)) * U64(8)).astype(U),
+    ),
     "v_bfe_u32": ("u32 u32 u32 u32", _bfe_u32),
     "v_bfe_i32": ("i32 i32 u32 u32", _bfe_i32),
     "v_bfi_b32": ("u32 u32 u32 u32", lambda m, a, b: m & a | ~m & b),
