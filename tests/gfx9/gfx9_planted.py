@@ -41,7 +41,7 @@ PLANTED: dict[str, Callable[[str], str]] = {
     "wrong kernel argument": nth(r"(s_load_dword s\d+, s\[0:1\], )0x58", r"\g<1>0x5c"),
 }
 # gfx942 alone rounds to bfloat16 by integers, with the bit above the dropped ones: a tie then goes down, not to even.
-SDWA = nth(r"src0_sel:WORD_1", "src0_sel:WORD_0")
+SDWA = nth(r"src0_sel:WORD_1", "src0_sel:WORD_0", -1)
 
 
 def waits(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from gfx9_lanes import execute, wave
 
 from tools.gfx9 import numbers
 
-KINDS = {"bf16": (2, 1), "f16": (2, 1), "fp8_fp8": (1, 1)}
+KINDS = {"bf16": (2, 1), "f16": (2, 1), "fp8_fp8": (1, 1), "f8f6f4": (1, 1)}
 
 
 def pack(values, kind, arch):
@@ -32,6 +32,8 @@ def pack(values, kind, arch):
         ("gfx942", 16, 32, "fp8_fp8"),
         ("gfx942", 32, 16, "fp8_fp8"),
         ("gfx950", 16, 32, "fp8_fp8"),
+        ("gfx950", 16, 128, "f8f6f4"),
+        ("gfx950", 32, 64, "f8f6f4"),
     ],
 )
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -53,7 +55,9 @@ def test_gfx9_mfma_is_the_product_of_its_layout(arch, side, depth, kind, accumul
     results = side * side // 64
     for register in range(results):
         w.put(w.f, 40 + register, np.float32(100 + register))
-    suffix = {"f16": "x16_f16", "bf16": f"x{depth}_bf16", "fp8_fp8": f"x{depth}_fp8_fp8"}[kind]
+    suffix = {"f16": "x16_f16", "bf16": f"x{depth}_bf16", "fp8_fp8": f"x{depth}_fp8_fp8", "f8f6f4": f"x{depth}_f8f6f4"}[
+        kind
+    ]
     last = f"v[40:{39 + results}]"
     execute(
         w, f"v_mfma_f32_{side}x{side}{suffix} {last}, v[0:{count - 1}], v[16:{15 + count}], {last if accumulate else 0}"

@@ -32,7 +32,10 @@ HEAD = ".amdhsa_kernel k\n.end_amdhsa_kernel\n"
         "buffer_load_sbyte v0, v1, s[4:7], 0 offen",
         "v_mfma_f64_16x16x4_f64 v[0:7], v[8:9], v[10:11], v[0:7]",
         "v_mfma_i32_16x16x32_i8 v[0:3], v[8:9], v[10:11], v[0:3]",
-        "v_add_u32_dpp v0, v1, v2 quad_perm:[1,0,3,2]",
+        "v_mov_b32_dpp v0, v1 row_shr:1 row_mask:0xf bank_mask:0xf",
+        "v_mov_b32_dpp v0, v1 row_bcast:15 row_mask:0xf bank_mask:0xf",
+        "v_mov_b32_dpp v0, v1 row_ror:1 row_mask:0xa bank_mask:0xf",
+        "v_readfirstlane_b32_dpp s0, v1 row_ror:1 row_mask:0xf bank_mask:0xf",
     ],
 )
 def test_gfx9_unknown_mnemonics_are_refused(line):

@@ -38,6 +38,10 @@ def fused(a, b, c):
     return a * b + c if exact == 0 else nearest_float32(exact)
 
 
+def extreme(choose, *values):
+    return choose((x for x in values if not math.isnan(x)), default=math.nan)
+
+
 def median(a, b, c):
     numbers_ = [x for x in (a, b, c) if not math.isnan(x)]
     return sorted(numbers_)[1] if len(numbers_) == 3 else min(numbers_, default=math.nan)
@@ -120,6 +124,10 @@ FORMULAS = {
     "v_subrev_f32": lambda a, b: b - a,
     "v_mul_f32": lambda a, b: a * b,
     "v_fma_f32": fused,
+    "v_min_f32": lambda a, b: extreme(min, a, b),
+    "v_max_f32": lambda a, b: extreme(max, a, b),
+    "v_min3_f32": lambda a, b, c: extreme(min, a, b, c),
+    "v_max3_f32": lambda a, b, c: extreme(max, a, b, c),
     "v_med3_f32": median,
     "v_rcp_f32": reciprocal,
     "v_div_fixup_f32": fixup,
@@ -306,8 +314,9 @@ def test_gfx9_packed_floats_take_the_halves_and_signs_they_are_told():
         "v_pk_mul_f32 v[10:11], v[0:1], v[2:3]",
         "v_pk_mul_f32 v[12:13], v[0:1], v[2:3] op_sel_hi:[0,1]",
         "v_pk_add_f32 v[14:15], v[0:1], v[2:3] op_sel:[1,0] neg_lo:[0,1] neg_hi:[0,1]",
+        "v_pk_add_f32 v[16:17], v[0:1], 0 op_sel_hi:[1,0]",
     )
-    assert [w.f[k][0] for k in range(10, 16)] == [10, 21, 10, 14, -2, -4]
+    assert [w.f[k][0] for k in range(10, 18)] == [10, 21, 10, 14, -2, -4, 2, 3]
 
 
 def test_gfx9_packed_floats_do_not_read_a_half_that_is_not_picked():
@@ -403,6 +412,26 @@ def test_gfx9_sdwa_takes_a_part_of_a_source():
     execute(w, f"v_and_b32_sdwa v2, v0, v1 {end} src0_sel:WORD_1 src1_sel:DWORD")
     execute(w, f"v_and_b32_sdwa v3, v0, v1 {end} src0_sel:BYTE_1 src1_sel:DWORD")
     assert (w.u[2][0], w.u[3][0]) == (0x1234, 0x56)
+
+
+@pytest.mark.parametrize(
+    ("move", "lanes"),
+    [
+        ("row_ror:8", [16 * r + (k - 8) % 16 for r in range(4) for k in range(16)]),
+        ("row_ror:1", [16 * r + (k - 1) % 16 for r in range(4) for k in range(16)]),
+        ("row_mirror", [16 * r + 15 - k for r in range(4) for k in range(16)]),
+        ("row_half_mirror", [8 * r + 7 - k for r in range(8) for k in range(8)]),
+        ("quad_perm:[1,0,3,2]", [k ^ 1 for k in range(64)]),
+    ],
+)
+def test_gfx9_dpp_takes_the_first_source_from_another_lane(move, lanes):
+    w = wave()
+    fill(w, 0, np.arange(64))
+    fill(w, 1, 1000 * np.arange(64))
+    end = f"{move} row_mask:0xf bank_mask:0xf bound_ctrl:1"
+    execute(w, f"v_mov_b32_dpp v2, v0 {end}", f"v_add_u32_dpp v3, v0, v1 {end}")
+    assert list(w.u[2]) == lanes
+    assert list(w.u[3]) == [lane + 1000 * k for k, lane in enumerate(lanes)]
 
 
 def test_gfx9_constants_are_bits_of_the_type_they_are_read_as():

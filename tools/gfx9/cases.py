@@ -217,11 +217,12 @@ def minimum_bytes(inputs: DecodeInputs, case: Case) -> dict[str, int]:
     slots, out = inputs.slot_mapping, inputs.out_dtype.itemsize
     rows = int((slots >= 0).sum())
     table = inputs.cos_sin_cache
+    scales = 4 if case.variant.quantised else 0
     distinct = len(inputs.positions.clamp(0, table.shape[0] - 1).unique())
     return {
         "q": 2 * t * (h * p + n * r), "k_pe": 2 * rows * r, "kv_c": 2 * rows * latent, "w": 2 * h * p * latent,
         "cache": inputs.kv_cache.itemsize * rows * (latent + r), "out": out * t * (h * latent + n * r),
-        "slot": 8 * len(slots), "pos": 8 * t, "cos_sin": 2 * distinct * r, "k_scale": 4, "q_scale": 4,
+        "slot": 8 * len(slots), "pos": 8 * t, "cos_sin": 2 * distinct * r, "k_scale": scales, "q_scale": scales,
     }  # fmt: skip
 
 

@@ -50,8 +50,8 @@ def bind(i: Instruction, accum_offset: int = 0) -> Run:
         Refused: something of the instruction is not modelled.
     """
     ops = Operands(i, accum_offset)
-    if i.encoding == "sdwa" and i.name not in vector.VOP:
-        raise i.refuse("SDWA is not modelled here")
+    if i.encoding in ("sdwa", "dpp") and i.name not in vector.VOP:
+        raise i.refuse(f"{i.encoding.upper()} is not modelled here")
     for table, binder in BINDERS:
         if i.name in table if isinstance(table, dict) else table.match(i.name):
             return binder(i, ops)

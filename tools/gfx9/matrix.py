@@ -22,9 +22,11 @@ from tools.gfx9.wave import ALL, Wave
 ELEMENTS: dict[str, tuple[int, Callable[[np.ndarray, str], np.ndarray]]] = {
     "bf16": (2, lambda raw, arch: numbers.from_bf16(_split(raw, np.uint16))),
     "f16": (2, lambda raw, arch: _split(raw, np.float16).astype(np.float32)),
+    # Both sources e4m3; a modifier that says otherwise is refused. Which k a lane holds cannot matter: A and B agree.
+    "f8f6f4": (1, lambda raw, arch: numbers.fp8_values(FNUZ[arch])[_split(raw, np.uint8)]),
     "fp8": (1, lambda raw, arch: numbers.fp8_values(FNUZ[arch])[_split(raw, np.uint8)]),
 }
-NAME = re.compile(r"v_mfma_f32_(16x16|32x32)x(\d+)_(bf16|f16|fp8_fp8)(?:_1k)?")
+NAME = re.compile(r"v_mfma_f32_(16x16|32x32)x(\d+)_(bf16|f16|fp8_fp8|f8f6f4)(?:_1k)?")
 
 
 def _split(raw: np.ndarray, kind: Any) -> np.ndarray:

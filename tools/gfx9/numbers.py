@@ -30,6 +30,11 @@ def fma(a: Array, b: Array, c: Array) -> Array:
     return total.astype(np.float32)
 
 
+def least(a: Array, b: Array) -> Array:
+    """The lesser operand, the number where the other one is a NaN; -0 is less than +0."""
+    return np.where((a == 0) & (b == 0) & np.signbit(a), a, np.fmin(a, b)).astype(np.float32)
+
+
 def med3(a: Array, b: Array, c: Array) -> Array:
     """The median; the least operand that is no NaN where one of them is a NaN."""
     low, high = np.fmin(a, b), np.fmax(a, b)

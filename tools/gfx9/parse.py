@@ -9,7 +9,7 @@ from tools.gfx9.errors import Refused
 
 # They place no code and change no instruction; .p2align fills with s_nop.
 SILENT = re.compile(r"\.(loc|file|cfi_\w+|p2align|globl|type|size)\b")
-SUFFIX = re.compile(r"_(e32|e64|sdwa)$")
+SUFFIX = re.compile(r"_(e32|e64|sdwa|dpp)$")
 # The operand is one expression, with blanks inside.
 WHOLE = ("s_waitcnt", "s_nop")
 
@@ -20,7 +20,7 @@ class Instruction:
 
     Attributes:
         name: mnemonic without its encoding.
-        encoding: "e32", "e64", "sdwa" or "".
+        encoding: "e32", "e64", "sdwa", "dpp" or "".
         operands: as written.
         modifiers: what follows the operands: name to value, "" for a bare word.
         line: number in the listing, from 1.
@@ -106,8 +106,6 @@ def instruction(line: str, number: int = 0) -> Instruction:
     """One line of assembly."""
     mnemonic, _, rest = line.partition(" ") if " " in line else line.partition("\t")
     found = SUFFIX.search(mnemonic)
-    if mnemonic.endswith("_dpp"):
-        raise Refused(f"line {number}: {line}: DPP is not modelled")
     encoding = found.group(1) if found else ""
     name = mnemonic[: found.start()] if found else mnemonic
     parts = [rest.strip()] if name in WHOLE else split(rest)

@@ -115,6 +115,10 @@ VOP: dict[str, tuple[str, Callable[..., Any]]] = {
     "v_mul_f32": ("f32 f32 f32", lambda a, b: a * b),
     "v_fma_f32": ("f32 f32 f32 f32", numbers.fma),
     "v_fmac_f32": ("f32 f32 f32 dst", numbers.fma),
+    "v_min_f32": ("f32 f32 f32", numbers.least),
+    "v_max_f32": ("f32 f32 f32", lambda a, b: -numbers.least(-a, -b)),
+    "v_max3_f32": ("f32 f32 f32 f32", lambda a, b, c: -numbers.least(numbers.least(-a, -b), -c)),
+    "v_min3_f32": ("f32 f32 f32 f32", lambda a, b, c: numbers.least(numbers.least(a, b), c)),
     "v_med3_f32": ("f32 f32 f32 f32", numbers.med3),
     "v_rcp_f32": ("f32 f32", lambda a: np.divide(1.0, a, dtype=np.float64).astype(np.float32)),
     "v_div_scale_f32": ("f32 [mask] f32 f32 f32", numbers.div_scale),
@@ -150,6 +154,8 @@ def bind_vop(i: Instruction, ops: Operands) -> Run:
     write = ops.write(names[0], kinds[0])
     if i.encoding == "sdwa":
         return _sdwa(i, ops, write, function, names, kinds)
+    if i.encoding == "dpp":
+        return _dpp(i, ops, write, function, names, kinds)
     i.only()
     second = ops.write(names[1], "mask") if kinds[1] == "[mask]" else None
     first = 2 if second else 1
@@ -197,6 +203,37 @@ def _sdwa(i: Instruction, ops: Operands, write: Any, function: Any, names: list[
     return _closure(write, None, function, reads)
 
 
+def _dpp_lanes(i: Instruction) -> np.ndarray:
+    """The lane that each lane takes its first source from; moves that can leave their row of 16 are not modelled."""
+    lane = np.arange(64)
+    row, place = lane & ~15, lane & 15
+    if "row_ror" in i.modifiers:
+        return row + (place - i.number("row_ror")) % 16
+    if "row_mirror" in i.modifiers:
+        return row + 15 - place
+    if "row_half_mirror" in i.modifiers:
+        return (lane & ~7) + 7 - (lane & 7)
+    if "quad_perm" in i.modifiers:
+        return (lane & ~3) + np.array(i.flags("quad_perm", (0, 0, 0, 0)))[lane & 3]
+    raise i.refuse("this DPP move is not modelled")
+
+
+def _dpp(i: Instruction, ops: Operands, write: Any, function: Any, names: list[str], kinds: list[str]) -> Run:
+    """The first source comes from another lane. bound_ctrl says what happens without one; here there always is."""
+    i.only("row_ror", "row_mirror", "row_half_mirror", "quad_perm", "row_mask", "bank_mask", "bound_ctrl")
+    if (i.number("row_mask"), i.number("bank_mask")) != (15, 15) or any(kind not in ("u32", "f32") for kind in kinds):
+        raise i.refuse("DPP with these masks or types is not modelled")
+    lanes = _dpp_lanes(i)
+    first, *others = (ops.read(name, kind) for name, kind in zip(names[1:], kinds[1:], strict=True))
+
+    def moved(w: Wave) -> Array:
+        if w.exec != ALL:
+            raise Fault("DPP with inactive lanes is not modelled")
+        return first(w)[lanes]
+
+    return _closure(write, None, function, [moved, *others])
+
+
 def _packed(function: Callable[[Array, Array], Array]) -> Callable[[Instruction, Operands], Run]:
     """Two float32 operations; op_sel and op_sel_hi pick the half of each source for the low and the high one."""
 
@@ -207,10 +244,11 @@ def _packed(function: Callable[[Array, Array], Array]) -> Callable[[Instruction,
         signs = i.flags("neg_lo", (0, 0)), i.flags("neg_hi", (0, 0))
         target = ops.reg(0, "v", 2)
         bank = ["v" if name[0] in "va" else "s" for name in i.operands]
-        source = [ops.reg(k, bank[k], 2) for k in (1, 2)]
+        source = [0 if i.operands[k] == "0" else ops.reg(k, bank[k], 2) for k in (1, 2)]
 
         def half(side: int, k: int) -> Callable[[Wave], Array]:
-            name = f"{bank[k + 1]}{source[k] + picks[side][k]}"
+            zero = i.operands[k + 1] == "0"  # the same in both halves; of other constants the manual is not clear
+            name = "0" if zero else f"{bank[k + 1]}{source[k] + picks[side][k]}"
             read = Operands(i).read(name, "f32")
             return (lambda w: -read(w)) if signs[side][k] else read
 
