@@ -66,9 +66,9 @@ SOP: dict[str, Entry] = {
     "s_mul_hi_i32": ("i32 i32 i32", lambda a, b, c: (a * b >> 32, None)),
     "s_abs_i32": ("i32 i32", _not_zero(abs)),
     "s_min_i32": ("i32 i32 i32", lambda a, b, c: (min(a, b), int(a < b))),
-    "s_max_i32": ("i32 i32 i32", lambda a, b, c: (max(a, b), int(a > b))),
+    "s_max_i32": ("i32 i32 i32", lambda a, b, c: (max(a, b), int(a >= b))),
     "s_min_u32": ("u32 u32 u32", lambda a, b, c: (min(a, b), int(a < b))),
-    "s_max_u32": ("u32 u32 u32", lambda a, b, c: (max(a, b), int(a > b))),
+    "s_max_u32": ("u32 u32 u32", lambda a, b, c: (max(a, b), int(a >= b))),
     # bits
     "s_and_b32": ("u32 u32 u32", _not_zero(lambda a, b: a & b)),
     "s_and_b64": ("u64 u64 u64", _not_zero(lambda a, b: a & b, 64)),
