@@ -161,7 +161,8 @@ def test_vllms_own_kernels_multiply_by_the_same_gemm(arch, monkeypatch) -> None:
 
 def layer(**attributes) -> SimpleNamespace:
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
-    return SimpleNamespace(_vllm_config=config, **attributes)
+    off = {"is_aiter_triton_fp4_bmm_enabled": False, "is_aiter_triton_fp8_bmm_enabled": False}
+    return SimpleNamespace(_vllm_config=config, **off | attributes)
 
 
 def test_a_layers_weight_is_read_as_vllm_keeps_it() -> None:

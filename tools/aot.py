@@ -55,6 +55,7 @@ class Variant:
         pointer_hint: tensors below 2 GiB (``tt.pointer_range`` 32); a larger cache loses the hint. ROCm only.
         weight_major: "L" or "P", the axis along which W_UK_T has unit stride; vLLM produces both.
         weight: form of the absorbed weight, "plain" (bfloat16) or "fp8".
+        block_size: tokens of a cache block.
     """
 
     tile: Tile
@@ -64,6 +65,7 @@ class Variant:
     pointer_hint: bool = True
     weight_major: str = "L"
     weight: str = "plain"
+    block_size: int = 64
 
     @property
     def label(self) -> str:
@@ -172,7 +174,7 @@ def constants(target: Target, variant: Variant) -> dict[str, Any]:
         "P": NOPE,
         "R": ROPE,
         "L": LATENT,
-        "BLOCK_SIZE": 64,
+        "BLOCK_SIZE": variant.block_size,
         "IS_NEOX": variant.is_neox,
         "Q_FP8_MAX": limit,
         "KV_FP8_MAX": limit,

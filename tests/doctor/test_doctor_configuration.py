@@ -50,7 +50,7 @@ def test_the_documented_formulas_are_those_of_the_code() -> None:
             "concat": (2 * query, 2 * query),
             "AITER: RoPE, KV write, query": (2 * query + 2 * row + index, e * t * (n + 1) * (lat + r)),
             "Triton: absorb BMM, RoPE, KV write, query": (
-                2 * n * p * lat + 2 * t * n * (p + r) + 2 * row + index,
+                w * n * p * lat + 2 * t * n * (p + r) + 2 * row + index,
                 e * t * (n + 1) * (lat + r),
             ),
         }

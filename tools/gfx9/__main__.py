@@ -1,0 +1,86 @@
+#!/usr/bin/env python
+"""Run the compiled Triton kernel of gfx942 or gfx950 on a CPU and compare every byte with the reference.
+
+Every variant of tools/aot.py, as its code object stands; docs/executing.md says what is modelled and assumed. Exit
+status 0 when no byte differs, 1 when one does or the code does something wrong, 2 for a wrong command line. Executed,
+no time: the figures say what the code does and touches, never how long a card takes.
+
+    python -m tools.gfx9 --arch gfx942
+    python -m tools.gfx9 --arch gfx950 --tokens 3 --variant "neox" --json executed.json
+    python -m tools.gfx9 --arch gfx942 --tokens 1 --all-heads
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tools import aot
+from tools.common import Parser, guarded, writable
+from vllm_aiter_mla import evidence
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options, checked. Raises UsageError."""
+    parser = Parser(__doc__, "python -m tools.gfx9 --arch NAME [options]")
+    parser.add_argument("--arch", required=True, choices=("gfx942", "gfx950"), help="one a process")
+    parser.add_argument("--variant", default="", metavar="TEXT", help="only variants whose name holds this")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[], metavar="T", help="row counts (default: the matrix)"
+    )
+    parser.add_argument("--all-heads", action="store_true", help="absorb tiles of all heads, not of three")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    options = parser.parse_args(argv)
+    if any(count < 1 for count in options.tokens):
+        parser.error("--tokens: at least 1")
+    writable({"--json": options.json})
+    return options
+
+
+def run(argv: Sequence[str]) -> int:
+    """Compile, run, print, and return the exit status."""
+    options = parse(argv)
+    target = aot.TARGETS[options.arch]
+    chosen = [v for v in aot.variants(target) if options.variant in v.label]
+    if not chosen:
+        print(f"no variant of {target.name} is called {options.variant!r}", file=sys.stderr)
+        return 2
+    rows, failures = execute(target, chosen, options.tokens, options.all_heads)
+    if options.json is not None:
+        evidence.write(
+            options.json, {"target": target.name, "rung": "executed", "rows": rows} | evidence.stamp("gfx9", 1)
+        )
+    wrong = sum(row["different"] for row in rows)
+    print(f"\n{len(chosen)} variants, {len(rows)} launches, bytes different: {wrong}, failed: {failures}")
+    return 1 if wrong or failures else 0
+
+
+def execute(target: aot.Target, chosen: list[aot.Variant], tokens: list[int], all_heads: bool) -> tuple[list[Any], int]:
+    """Run the cases, a line for each; the records and the number of launches that stopped."""
+    from tools.gfx9 import report
+    from tools.gfx9.cases import Compiled
+    from tools.gfx9.errors import Fault, Refused
+
+    compiled = lru_cache(maxsize=1)(lambda variant: Compiled(target, variant))
+    width = max(len(v.label) for v in chosen)
+    print(f"{target.name}: executed, no time; diff: bytes that are not the reference's\n{report.heading(width)}")
+    rows, failures = [], 0
+    for variant in chosen:
+        for case in report.matrix(variant, tokens):
+            case = replace(case, heads=None) if all_heads else case
+            try:
+                rows.append(report.run(compiled(case.variant), case))
+                print(report.line(rows[-1], width), flush=True)
+            except (Fault, Refused) as error:
+                failures += 1
+                print(f"{variant.label:<{width}} {case.tokens:>4} {case.variant.block_size:>5} {error}", flush=True)
+    return rows, failures
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("gfx9", lambda: run(sys.argv[1:])))

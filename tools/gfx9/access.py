@@ -1,0 +1,225 @@
+"""Loads and stores: scalar memory, buffers through a descriptor, global memory, LDS."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tools.gfx9.errors import Fault
+from tools.gfx9.operand import Operands, get64
+from tools.gfx9.parse import Instruction
+from tools.gfx9.wave import ALL, LGKM, LOAD, SHARED, STORE, VMEM, Wave
+
+Run = Callable[[Wave], None]
+
+# What the last part of a mnemonic moves: bytes of one word, words.
+WIDTHS = {f"dword{x}": (4, n) for x, n in (("", 1), ("x2", 2), ("x3", 3), ("x4", 4))}
+WIDTHS |= {"ubyte": (1, 1), "byte": (1, 1), "ushort": (2, 1), "short": (2, 1)}
+VECTOR = re.compile(r"(buffer|global)_(load|store)_(\w+)")
+# Word 3 of the descriptor of a raw buffer, as the compiler writes it: 32-bit data, no swizzle, no thread id.
+RAW_WORD3 = 0x27000
+# Of a descriptor's word 1: stride and swizzle, which a raw buffer has not.
+STRIDE_AND_SWIZZLE = 0xFFFF0000
+
+
+def bind_scalar_load(i: Instruction, ops: Operands) -> Run:
+    """s_load_dword and wider: address, plus an immediate or an SGPR."""
+    ops.count(3)
+    i.only()
+    words = int(i.name.removeprefix("s_load_dword").removeprefix("x") or 1)
+    target, base = ops.reg(0, "s", words), ops.reg(1, "s", 2)
+    offset = ops.read(i.operands[2], "s.u32")
+
+    def run(w: Wave) -> None:
+        address = w.scalar64(base) + offset(w)
+        if address % 4:
+            raise Fault("a scalar load from an address that is no multiple of 4")
+        data = w.group.memory.load(np.array([address], np.int64), words)[0]
+        w.issue_scalar_load(target, [int(x) for x in data])
+
+    return run
+
+
+def bind_vector(i: Instruction, ops: Operands) -> Run:
+    """buffer_ and global_ loads and stores."""
+    found = VECTOR.fullmatch(i.name)
+    if found is None or found.group(3) not in WIDTHS:
+        raise i.refuse("the memory instruction is not modelled")
+    space, verb, what = found.groups()
+    size, words = WIDTHS[what]
+    is_load = verb == "load"
+    if is_load != what.startswith("u") and size < 4:
+        raise i.refuse("the memory instruction is not modelled")
+    data_at = 0 if is_load or space == "buffer" else 1
+    data = ops.reg(data_at, "v", words)
+    address = _buffer_address(i, ops, words * size) if space == "buffer" else _global_address(i, ops, is_load)
+    return _load(address, data, size, words) if is_load else _store(address, data, size, words)
+
+
+def _load(address: Any, data: int, size: int, words: int) -> Run:
+    def run(w: Wave) -> None:
+        addresses, inside = address(w)
+        values = np.zeros((words, 64), np.uint32)
+        if inside.any():
+            values[:, inside] = w.group.memory.load(addresses[inside], words, size).T
+        w.issue_load(VMEM, LOAD, range(data, data + words), values)
+
+    return run
+
+
+def _store(address: Any, data: int, size: int, words: int) -> Run:
+    keep = np.uint32((1 << 8 * size) - 1)
+    kind = {1: np.uint8, 2: np.uint16, 4: np.uint32}[size]
+
+    def run(w: Wave) -> None:
+        addresses, inside = address(w)
+        for register_ in range(data, data + words):
+            w.need(register_)
+        if inside.any():
+            values = (w.v[data : data + words, inside].T & keep).astype(kind)
+            w.group.memory.store(addresses[inside], values, size)
+        w.issue_store(VMEM, STORE)
+
+    return run
+
+
+def _active(w: Wave) -> np.ndarray:
+    return np.ones(64, bool) if w.where is None else w.where
+
+
+def _buffer_address(i: Instruction, ops: Operands, width: int) -> Callable[[Wave], tuple[np.ndarray, np.ndarray]]:
+    """Addresses and the lanes inside the descriptor's bounds; lanes outside load 0 and store nothing."""
+    ops.count(4)
+    i.only("offen", "offset")
+    immediate, per_lane = i.number("offset"), "offen" in i.modifiers
+    if not per_lane and i.operands[1] != "off":
+        raise i.refuse("an address register without offen is not modelled")
+    lane_offset = ops.read(i.operands[1], "u32") if per_lane else None
+    descriptor, scalar_offset = ops.reg(2, "s", 4), ops.read(i.operands[3], "s.u32")
+
+    def address(w: Wave) -> tuple[np.ndarray, np.ndarray]:
+        base, records = _descriptor(w, descriptor)
+        offset = np.full(64, immediate, np.int64)
+        if lane_offset is not None:
+            offset += lane_offset(w)
+        more = scalar_offset(w)
+        # The manual is not clear on accesses that lie across the bound, or inside it but for the scalar offset.
+        inside, outside = offset + more + width <= records, np.minimum(offset, offset + more) >= records
+        active = _active(w)
+        if (active & ~inside & ~outside).any():
+            raise Fault("an access across the descriptor's bound is not modelled")
+        return base + offset + more, inside & active
+
+    return address
+
+
+def _descriptor(w: Wave, first: int) -> tuple[int, int]:
+    """Base and number of bytes of a raw buffer."""
+    low, high, records, word3 = (w.scalar(first + k) for k in range(4))
+    if high & STRIDE_AND_SWIZZLE or word3 != RAW_WORD3:
+        raise Fault(f"a buffer descriptor with words {high:#x} and {word3:#x} is not modelled")
+    return low | high << 32, records
+
+
+def _global_address(i: Instruction, ops: Operands, is_load: bool) -> Callable[[Wave], tuple[np.ndarray, np.ndarray]]:
+    """A 64-bit address in each lane, or one in SGPRs plus 32 bits in each lane; plus a signed immediate."""
+    ops.count(3)
+    i.only("offset")
+    immediate = i.number("offset")
+    lane_at = 1 if is_load else 0
+    if i.operands[2] == "off":
+        first = ops.reg(lane_at, "v", 2)
+        return lambda w: (get64(w, first).view(np.int64) + immediate, _active(w))
+    base, lane = ops.reg(2, "s", 2), ops.reg(lane_at, "v", 1)
+
+    def address(w: Wave) -> tuple[np.ndarray, np.ndarray]:
+        w.need(lane)
+        return w.u[lane].astype(np.int64) + (w.scalar64(base) + immediate), _active(w)
+
+    return address
+
+
+# LDS ------------------------------------------------------------------------------------------------------------------
+
+PLAIN = {"b32": 1, "b64": 2, "b96": 3, "b128": 4}
+DS = re.compile(r"ds_(read|write)(2|2st64)?_(b32|b64|b96|b128)")
+
+
+def bind_lds(i: Instruction, ops: Operands) -> Run:
+    """ds_read, ds_write, and their pairs whose two offsets count words of the data's width (64 of them: st64)."""
+    if i.name == "ds_read_b64_tr_b16":
+        return _read_transposed(i, ops)
+    found = DS.fullmatch(i.name)
+    if found is None:
+        raise i.refuse("the LDS instruction is not modelled")
+    verb, pair, what = found.groups()
+    words = PLAIN[what]
+    if pair:
+        i.only("offset0", "offset1")
+        unit = 4 * words * (64 if pair == "2st64" else 1)
+        offsets = [i.number("offset0") * unit, i.number("offset1") * unit]
+    else:
+        i.only("offset")
+        offsets = [i.number("offset")]
+    return (_lds_read if verb == "read" else _lds_write)(ops, offsets, words)
+
+
+def _index(w: Wave, address: int, offsets: list[int], words: int) -> np.ndarray:
+    """[active lanes, words of all offsets]."""
+    w.need(address)
+    lanes = w.u[address].astype(np.int64)
+    if w.where is not None:
+        lanes = lanes[w.where]
+    return np.concatenate([w.group.lds.index(lanes + offset, words) for offset in offsets], axis=1)
+
+
+def _lds_read(ops: Operands, offsets: list[int], words: int) -> Run:
+    ops.count(2)
+    total = words * len(offsets)
+    target, address = ops.reg(0, "v", total), ops.reg(1, "v", 1)
+
+    def run(w: Wave) -> None:
+        index = _index(w, address, offsets, words)
+        values = np.zeros((total, 64), np.uint32)
+        values[:, _active(w)] = w.group.lds.load(w.number, index).T
+        w.issue_load(LGKM, SHARED, range(target, target + total), values, (False, index))
+
+    return run
+
+
+def _lds_write(ops: Operands, offsets: list[int], words: int) -> Run:
+    ops.count(1 + len(offsets))
+    address = ops.reg(0, "v", 1)
+    sources = [ops.reg(1 + k, "v", words) + j for k in range(len(offsets)) for j in range(words)]
+
+    def run(w: Wave) -> None:
+        for source in sources:
+            w.need(source)
+        index = _index(w, address, offsets, words)
+        w.group.lds.store(w.number, index, w.v[sources].T[_active(w)])
+        w.issue_store(LGKM, SHARED, (True, index))
+
+    return run
+
+
+def _read_transposed(i: Instruction, ops: Operands) -> Run:
+    """gfx950. Each lane reads four 16-bit elements; in a group of 16 lanes lane k takes element k % 4 of lanes
+    k // 4, 4 + k // 4, 8 + k // 4 and 12 + k // 4. Inferred: it makes the products right, no manual says so."""
+    ops.count(2)
+    i.only("offset")
+    target, address, offset = ops.reg(0, "v", 2), ops.reg(1, "v", 1), i.number("offset")
+    lane = np.arange(64)[:, None]
+    donor = (lane & ~15) + 4 * np.arange(4) + (lane & 15) // 4
+
+    def run(w: Wave) -> None:
+        if w.exec != ALL:
+            raise Fault(f"{i.name} with inactive lanes is not modelled")
+        index = _index(w, address, [offset], 2)
+        elements = w.group.lds.load(w.number, index).view(np.uint16)
+        values = np.ascontiguousarray(elements[donor, lane & 3]).view(np.uint32).T
+        w.issue_load(LGKM, SHARED, range(target, target + 2), values, (False, index))
+
+    return run

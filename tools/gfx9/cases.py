@@ -1,0 +1,265 @@
+"""The Triton kernel's variants on the interpreter: operands with the strides that vLLM gives, and the reference beside.
+
+The values of q_nope and W_UK are multiples of 1/8 and 1/16 below 1: every sum of their products is exact in float32, in
+any order, so that the whole result has to equal the reference to the byte. Values in the latent halves go beyond the
+largest fp8 number, one is a NaN; those in the rope halves stay below it, where the kernel and AITER differ on purpose.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tools import aot
+from tools.gfx9.code import load
+from tools.gfx9.machine import Counts, Program, launch
+from tools.gfx9.memory import LINE, Memory, Region
+from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight, Fp8Weight, PlainWeight
+from vllm_aiter_mla.kernels.absorb.fp8 import absorb_fp8
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.triton import launcher
+
+FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+Q_SCALE, K_SCALE, W_SCALE = 0.0061, 0.0137, 0.0625
+TABLE_ROWS, GUARD_BLOCKS, UNTOUCHED = 40, 1, 0xCD
+V_WIDTH = 128  # of a head in kv_b_proj, beside its nope width
+Q_LORA_RANK = 1536  # DeepSeek's: k_pe is the end of a row of this width, the latent and itself
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch: a compiled variant, its row count, and the heads whose absorb tiles run (all if None)."""
+
+    variant: aot.Variant
+    tokens: int
+    heads: tuple[int, ...] | None = None
+    seed: int = 0
+
+
+@dataclass
+class Result:
+    """What a launch did.
+
+    Attributes:
+        different: bytes that are not the reference's, in the query and in the guarded cache.
+        counts: instructions, LDS accesses.
+        regions: buffers with their traffic.
+        minimum: bytes that the launch has to move, by buffer.
+    """
+
+    different: int
+    counts: Counts
+    regions: dict[str, Region]
+    minimum: dict[str, int] = field(default_factory=dict)
+
+
+class Compiled:
+    """One variant, compiled and bound once, for launches of any row count."""
+
+    def __init__(self, target: aot.Target, variant: aot.Variant) -> None:
+        made = aot.compile_variant(target, variant)
+        self.target, self.variant = target, variant
+        self.assembly = made.asm["amdgcn"]
+        self.lds_bytes = int(made.metadata.shared)
+        self.program = Program(load(self.assembly, target.name, made.asm["hsaco"]))
+
+    def planted(self, assembly: str) -> Compiled:
+        """The same variant with other assembly, assembled to a code object of its own."""
+        other = copy(self)
+        other.program = Program(load(assembly, self.target.name))
+        return other
+
+    def run(self, case: Case, preload: bool = True) -> Result:
+        """One launch beside the reference."""
+        inputs, storage = operands(self.target, case)
+        expected, expected_cache = expectation(inputs, storage, case)
+        out = inputs.new_query()
+        out.view(torch.uint8).fill_(UNTOUCHED)
+        memory = Memory()
+        kernarg = arguments(self, memory, inputs, out)
+        groups = workgroups(case)
+        counts = launch(
+            self.program, memory, kernarg, groups, self.variant.tile.num_warps, self.lds_bytes, preload=preload
+        )
+        different = count_different(out, expected) + count_different(storage, expected_cache)
+        regions = {region.name: region for region in memory.regions}
+        return Result(different, counts, regions, minimum_bytes(inputs, case))
+
+
+def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor]:
+    """The operands, and the guarded storage that the cache is a slice of."""
+    g = torch.Generator().manual_seed(case.seed)
+    variant, t, n = case.variant, case.tokens, case.variant.heads
+    p, r, latent = aot.NOPE, aot.ROPE, aot.LATENT
+    stored = FP8[target.name] if variant.quantised else torch.bfloat16
+
+    def grid(scale: int, *shape: int) -> torch.Tensor:
+        return (torch.randint(-8, 9, shape, generator=g) / scale).to(torch.bfloat16)
+
+    def bounded(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=g) * 0.4).clamp(-0.9, 0.9).to(torch.bfloat16)
+
+    q = torch.cat((grid(8, t, n, p), bounded(t, n, r)), dim=-1)
+    kv_c = (torch.randn(t, latent, generator=g) * 2).to(torch.bfloat16)
+    kv_c[t // 2, 5] = float("nan")
+    down = bounded(t, Q_LORA_RANK + latent + r)
+    angles = torch.rand(TABLE_ROWS, r // 2, generator=g) * 6.28
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(torch.bfloat16)
+    slots = max(1, t - 1)
+    blocks = -(-(slots + 3) // variant.block_size) + 1
+    storage = torch.full((blocks + 2 * GUARD_BLOCKS, variant.block_size, latent + r), 0, dtype=torch.uint8)
+    storage = storage.to(stored) if stored != torch.bfloat16 else storage.to(torch.bfloat16)
+    storage.view(torch.uint8).fill_(UNTOUCHED)
+    positions = torch.randint(0, TABLE_ROWS, (t,), generator=g)
+    positions[-1] = TABLE_ROWS + 7
+    if t > 2:
+        positions[1] = -1
+    slot_mapping = torch.randperm(blocks * variant.block_size, generator=g)[:slots]
+    if slots > 1:
+        slot_mapping[slots // 2] = -1
+    inputs = DecodeInputs(
+        q=q,
+        k_pe=down[:, Q_LORA_RANK + latent :],
+        kv_c=kv_c,
+        weight=weight(target, case, grid),
+        kv_cache=storage[GUARD_BLOCKS:-GUARD_BLOCKS],
+        slot_mapping=slot_mapping,
+        positions=positions,
+        cos_sin_cache=table,
+        k_scale=torch.tensor([K_SCALE]),
+        q_scale=torch.tensor([Q_SCALE]),
+        is_neox=variant.is_neox,
+        out_dtype=stored,
+    )
+    return inputs, storage
+
+
+def weight(target: aot.Target, case: Case, grid: Callable[..., torch.Tensor]) -> AbsorbWeight:
+    """W_UK as vLLM holds it: a view of ``kv_b_proj``, or fp8 codes. Heads whose tiles do not run are left at 0."""
+    variant, n, p, latent = case.variant, case.variant.heads, aot.NOPE, aot.LATENT
+    heads = list(range(n) if case.heads is None else case.heads)
+    if variant.weight == "fp8":
+        codes = torch.zeros(n, latent, p)
+        codes[heads] = grid(1, len(heads), latent, p).float()
+        return Fp8Weight(codes.to(FP8[target.name]), torch.tensor([W_SCALE]))
+    major_l = variant.weight_major == "L"
+    whole = torch.zeros((n, p + V_WIDTH, latent) if major_l else (latent, n, p + V_WIDTH), dtype=torch.bfloat16)
+    w = whole[:, :p] if major_l else whole[..., :p].permute(1, 2, 0)
+    w[heads] = grid(16, len(heads), p, latent)
+    return PlainWeight(w)
+
+
+def absorbed(inputs: DecodeInputs, heads: list[int]) -> torch.Tensor:
+    """[T, len(heads), L]: the exact product, rounded once; over fp8 codes as AITER's GEMM scales it."""
+    q, held = inputs.q_nope[:, heads], inputs.weight
+    if isinstance(held, Fp8Weight):
+        return absorb_fp8(q, held.codes[heads], held.scale)
+    return torch.einsum("tnp,npl->tnl", q.double(), held.tensors[0][1][heads].double()).to(q.dtype)
+
+
+def expectation(inputs: DecodeInputs, storage: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's query and cache; heads whose tiles do not run keep what was there."""
+    before = storage.clone()
+    heads = list(range(inputs.num_heads) if case.heads is None else case.heads)
+    latents = inputs.q.new_zeros((inputs.num_tokens, inputs.num_heads, inputs.latent_dim))
+    latents[:, heads] = absorbed(inputs, heads)
+    query = reference.prepare(inputs, q_latent=latents)
+    after = storage.clone()
+    storage.view(torch.uint8).copy_(before.view(torch.uint8))
+    left = [h for h in range(inputs.num_heads) if h not in heads]
+    if left:
+        row = query.view(torch.uint8).reshape(inputs.num_tokens, inputs.num_heads, -1)
+        row[:, left, : inputs.latent_dim * query.itemsize] = UNTOUCHED
+    return query, after
+
+
+def workgroups(case: Case) -> list[int]:
+    """Indices of the programs: the absorb tiles of the chosen heads, and all others."""
+    tile, n, t = case.variant.tile, case.variant.heads, case.tokens
+    total = launcher.program_count(t, n, max(1, t - 1), aot.LATENT, tile)
+    tiles = -(-t // tile.block_t) * (aot.LATENT // tile.block_l)
+    heads = range(n) if case.heads is None else case.heads
+    return [h * tiles + k for h in heads for k in range(tiles)] + list(range(n * tiles, total))
+
+
+def arguments(compiled: Compiled, memory: Memory, inputs: DecodeInputs, out: torch.Tensor) -> bytes:
+    """Place the operands in ``memory`` and pack the kernel's argument block."""
+    from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
+
+    tensors = {
+        "q": inputs.q, "k_pe": inputs.k_pe, "kv_c": inputs.kv_c, "w": launcher.weight(inputs).values,
+        "cache": inputs.kv_cache, "out": out, "slot": inputs.slot_mapping, "pos": inputs.positions,
+        "cos_sin": inputs.cos_sin_cache, "k_scale": inputs.k_scale, "q_scale": inputs.q_scale,
+        "w_scale": launcher.weight(inputs).scale,
+    }  # fmt: skip
+    values: dict[str, int] = {
+        f"{k}_ptr": place(memory, k, x, k in ("cache", "out")) for k, x in tensors.items() if x is not None
+    }
+    strides = [name for name in decode_prep_kernel.arg_names if "stride" in name]
+    values |= dict(zip(strides, launcher.strides(inputs), strict=True))
+    values |= {"num_tokens": inputs.num_tokens, "num_slots": inputs.slot_mapping.shape[0]}
+    values["last_position"] = inputs.cos_sin_cache.shape[0] - 1
+    constants = aot.constants(compiled.target, compiled.variant)
+    given = [values[name] for name in decode_prep_kernel.arg_names if name not in constants]
+    code = compiled.program.code
+    block = bytearray(code.argument_bytes)
+    # What Triton adds after the kernel's own arguments are pointers to scratch memory, null where it needs none.
+    for (offset, size), value in zip(code.arguments, given + [0] * (len(code.arguments) - len(given)), strict=True):
+        struct.pack_into({4: "<i", 8: "<Q"}[size], block, offset, value)
+    return bytes(block)
+
+
+def place(memory: Memory, name: str, tensor: torch.Tensor, writable: bool) -> int:
+    """Add a tensor's storage; the bytes of the view alone may be read, or written. Returns the address of the view."""
+    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    ours = torch.zeros(raw.numel() // tensor.itemsize, dtype=torch.bool)
+    torch.as_strided(ours, tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+    allowed = ours.repeat_interleave(tensor.itemsize).numpy()
+    region = memory.add(
+        name, raw.numpy(), readable=False if writable else allowed, writable=allowed if writable else False
+    )
+    return region.start + tensor.storage_offset() * tensor.itemsize
+
+
+def count_different(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Bytes that differ."""
+    return int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
+
+
+def minimum_bytes(inputs: DecodeInputs, case: Case) -> dict[str, int]:
+    """What a launch has to move: every value that it needs once, every value of its result once."""
+    t, n, p, r, latent = inputs.num_tokens, inputs.num_heads, inputs.nope_dim, inputs.rope_dim, inputs.latent_dim
+    h = n if case.heads is None else len(case.heads)
+    slots, out = inputs.slot_mapping, inputs.out_dtype.itemsize
+    rows = int((slots >= 0).sum())
+    table = inputs.cos_sin_cache
+    scales = 4 if case.variant.quantised else 0
+    held = inputs.weight.tensors[0][1]
+    distinct = len(inputs.positions.clamp(0, table.shape[0] - 1).unique())
+    return {
+        "q": 2 * t * (h * p + n * r), "k_pe": 2 * rows * r, "kv_c": 2 * rows * latent,
+        "w": held.itemsize * h * p * latent,
+        "cache": inputs.kv_cache.itemsize * rows * (latent + r), "out": out * t * (h * latent + n * r),
+        "slot": 8 * len(slots), "pos": 8 * t, "cos_sin": 2 * distinct * r, "k_scale": scales, "q_scale": scales,
+        "w_scale": 4 if case.variant.weight == "fp8" else 0,
+    }  # fmt: skip
+
+
+def traffic(result: Result) -> dict[str, dict[str, int]]:
+    """By buffer: bytes asked for, bytes of the distinct lines, lines asked for, and the minimum."""
+    table = {}
+    for name, region in result.regions.items():
+        lines = int(np.count_nonzero(region.read_lines | region.written_lines))
+        table[name] = {
+            "asked": region.reads.bytes + region.writes.bytes,
+            "line_bytes": lines * LINE,
+            "line_requests": region.reads.line_requests + region.writes.line_requests,
+            "minimum": result.minimum.get(name, 0),
+        }
+    return table

@@ -1,0 +1,327 @@
+"""From a kernel's instructions to a launch: instructions become closures once, waves run them, barriers join waves."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tools.gfx9 import access, matrix, scalar, vector
+from tools.gfx9.code import Code
+from tools.gfx9.errors import Fault
+from tools.gfx9.lds import Lds
+from tools.gfx9.memory import Memory
+from tools.gfx9.operand import Operands
+from tools.gfx9.parse import Instruction
+from tools.gfx9.wave import LGKM, VMEM, Wave
+
+Run = Callable[[Wave], None]
+BARRIER = "s_barrier"
+END = "s_endpgm"
+CLASSES = (
+    ("matrix", r"v_mfma"),
+    ("vector", r"v_"),
+    ("LDS", r"ds_"),
+    ("memory", r"(buffer|global)_"),
+    ("scalar load", r"s_load"),
+    ("wait", r"s_(waitcnt|nop|barrier)"),
+    ("branch", r"s_(c?branch|endpgm)"),
+    ("scalar", r"s_"),
+)
+COUNTER = re.compile(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)")
+
+
+def instruction_class(name: str) -> str:
+    """Which unit an instruction occupies."""
+    return next(title for title, pattern in CLASSES if re.match(pattern, name))
+
+
+# Instructions to closures ---------------------------------------------------------------------------------------------
+
+
+def bind(i: Instruction, accum_offset: int = 0) -> Run:
+    """What one instruction does to a wave; branches, barriers and the end are the caller's.
+
+    Raises:
+        Refused: something of the instruction is not modelled.
+    """
+    ops = Operands(i, accum_offset)
+    if i.encoding in ("sdwa", "dpp") and i.name not in vector.VOP:
+        raise i.refuse(f"{i.encoding.upper()} is not modelled here")
+    for table, binder in BINDERS:
+        if i.name in table if isinstance(table, dict) else table.match(i.name):
+            return binder(i, ops)
+    raise i.refuse("the instruction is not modelled")
+
+
+def _bind_scalar(i: Instruction, ops: Operands) -> Run:
+    types, function = scalar.SOP[i.name]
+    i.only()
+    target, *kinds = types.split()
+    names = list(i.operands)
+    if kinds[0] == "d":
+        names.insert(1, names[0])
+    written = None if target == "-" else ops.write(names.pop(0), f"s.{target}")
+    if len(names) != len(kinds):
+        raise i.refuse(f"{len(kinds)} sources expected")
+    kinds = [target if kind == "d" else kind for kind in kinds]
+    reads = [_short(i, n) if kind == "k" else ops.read(n, f"s.{kind}") for n, kind in zip(names, kinds, strict=True)]
+    condition = scalar.scc if i.name in scalar.READS_SCC else (lambda w: None)
+
+    def run(w: Wave) -> None:
+        result, scc = function(*[read(w) for read in reads], condition(w))
+        if written is not None:
+            written(w, result)
+        if scc is not None:
+            w.scc = scc
+
+    return run
+
+
+def _short(i: Instruction, text: str) -> Callable[[Wave], int]:
+    """A signed 16-bit constant."""
+    value = int(text, 0)
+    if not -(1 << 15) <= value < 1 << 16:
+        raise i.refuse(f"{text}: 16 bits expected")
+    value = value - (1 << 16) if value >= 1 << 15 else value
+    return lambda w: value
+
+
+def _bind_saveexec(i: Instruction, ops: Operands) -> Run:
+    ops.count(2)
+    i.only()
+    function = scalar.SAVEEXEC[i.name]
+    target, read = ops.reg(0, "s", 2), ops.read(i.operands[1], "s.u64")
+
+    def run(w: Wave) -> None:
+        old = w.exec
+        new = function(read(w), old) & ((1 << 64) - 1)
+        w.set_scalar64(target, old)
+        w.set_exec(new)
+        w.scc = int(new != 0)
+
+    return run
+
+
+def _bind_wait(i: Instruction, ops: Operands) -> Run:
+    i.only()
+    found = COUNTER.findall(i.operands[0])
+    if not found or COUNTER.sub("", i.operands[0]).strip(" &") or any(name == "expcnt" for name, _ in found):
+        raise i.refuse("the wait is not modelled")
+    waits = [(VMEM if name == "vmcnt" else LGKM, int(count)) for name, count in found]
+
+    def run(w: Wave) -> None:
+        for counter, count in waits:
+            w.wait(counter, count)
+
+    return run
+
+
+def _bind_setreg(i: Instruction, ops: Operands) -> Run:
+    if i.operands[0] != "hwreg(HW_REG_MODE, 23, 1)" or i.operands[1] not in ("0", "1"):
+        raise i.refuse("only bit 23 of MODE, FP16_OVFL, is modelled")
+    on = i.operands[1] == "1"
+
+    def run(w: Wave) -> None:
+        w.saturate = on
+
+    return run
+
+
+def _nothing(i: Instruction, ops: Operands) -> Run:
+    i.only()
+    return lambda w: None
+
+
+BINDERS: tuple[tuple[Any, Callable[[Instruction, Operands], Run]], ...] = (
+    (vector.VOP, vector.bind_vop),
+    (vector.SPECIAL, lambda i, ops: vector.SPECIAL[i.name](i, ops)),
+    (scalar.SOP, _bind_scalar),
+    (scalar.SAVEEXEC, _bind_saveexec),
+    (re.compile(r"v_mfma_"), matrix.bind_mfma),
+    (re.compile(r"s_load_dword(x\d+)?$"), access.bind_scalar_load),
+    (re.compile(r"(buffer|global)_"), access.bind_vector),
+    (re.compile(r"ds_"), access.bind_lds),
+    (re.compile(r"s_waitcnt$"), _bind_wait),
+    (re.compile(r"s_setreg_imm32_b32$"), _bind_setreg),
+    (re.compile(r"s_nop$"), _nothing),
+)
+
+
+# Blocks of instructions -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Block:
+    """Instructions that run one after another, and what ends them.
+
+    Attributes:
+        first: index of its first instruction.
+        body: closures, in order.
+        last: the branch, barrier or end after them, or None where the next block simply begins.
+        target: index of the instruction that a branch goes to.
+        following: index of the instruction after the block.
+        runs: how often a wave went through it.
+    """
+
+    first: int
+    body: list[Run]
+    last: Instruction | None
+    target: int
+    following: int
+    runs: int = 0
+
+
+class Program:
+    """A kernel as blocks; binding refuses what is not modelled, wherever it stands."""
+
+    def __init__(self, code: Code) -> None:
+        self.code = code
+        self.instructions = code.listing.instructions
+        starts = {0, *code.listing.labels.values()}
+        starts |= {k + 1 for k, i in enumerate(self.instructions) if self._ends(i)}
+        self.blocks = {k: self._block(k, starts) for k in sorted(starts) if k < len(self.instructions)}
+
+    def counts(self) -> Counter[str]:
+        """Instructions of the last launch, by mnemonic, over all waves."""
+        total: Counter[str] = Counter()
+        for block in self.blocks.values():
+            for i in self.instructions[block.first : block.following]:
+                total[i.name] += block.runs
+        return total
+
+    @staticmethod
+    def _ends(i: Instruction) -> bool:
+        return i.name in scalar.BRANCHES or i.name in (BARRIER, END)
+
+    def _block(self, first: int, starts: set[int]) -> Block:
+        body: list[Run] = []
+        for k in range(first, len(self.instructions)):
+            i = self.instructions[k]
+            if k > first and k in starts:
+                return Block(first, body, None, 0, k)
+            if self._ends(i):
+                i.only()
+                return Block(first, body, i, self._target(i), k + 1)
+            body.append(bind(i, self.code.accum_offset))
+        raise self.instructions[-1].refuse("the code runs on past its last instruction")
+
+    def _target(self, i: Instruction) -> int:
+        if i.name not in scalar.BRANCHES:
+            return 0
+        if i.operands[0] not in self.code.listing.labels:
+            raise i.refuse("no such label")
+        return self.code.listing.labels[i.operands[0]]
+
+    def run(self, wave: Wave, start: int) -> Iterator[int]:
+        """Run one wave; yields the index of each barrier at which it waits."""
+        at = start
+        while True:
+            block = self.blocks[at]
+            block.runs += 1
+            step = -1
+            try:
+                for step, do in enumerate(block.body):  # noqa: B007
+                    do(wave)
+                step += 1
+                taken = block.last is not None and block.last.name in scalar.BRANCHES
+                taken = taken and scalar.BRANCHES[block.last.name](wave)
+            except Fault as fault:
+                i = self.instructions[block.first + step]
+                raise Fault(f"line {i.line}: {i.text}: {fault}") from None
+            if block.last is not None and block.last.name == END:
+                return
+            if block.last is not None and block.last.name == BARRIER:
+                yield block.first
+            at = block.target if taken else block.following
+
+
+# A launch -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """What the waves of one workgroup share."""
+
+    memory: Memory
+    lds: Lds
+
+
+@dataclass
+class Counts:
+    """What a launch did, over all its waves."""
+
+    waves: int = 0
+    instructions: Counter[str] = field(default_factory=Counter)
+    lds_accesses: int = 0
+    lds_conflicts: int = 0
+
+
+def launch(
+    program: Program, memory: Memory, kernarg: bytes, groups: Iterable[int], waves: int, lds_bytes: int,
+    preload: bool = True,
+) -> Counts:  # fmt: skip
+    """Run the workgroups ``groups`` of a one-dimensional grid, one after another.
+
+    Args:
+        program: the kernel.
+        memory: its buffers; the argument block is added to them.
+        kernarg: the argument block.
+        groups: indices of the workgroups.
+        waves: waves of each.
+        lds_bytes: dynamic LDS of each.
+        preload: the firmware loads arguments into SGPRs and enters past the code that does it for firmware that cannot.
+
+    Raises:
+        Fault: with the line of the instruction and the workgroup.
+    """
+    raw = np.frombuffer(kernarg, np.uint8)
+    block = memory.add("arguments", raw, readable=True)
+    counts = Counts()
+    for part in program.blocks.values():
+        part.runs = 0
+    errors = np.seterr(all="ignore")
+    try:
+        for index in groups:
+            group = Group(memory, Lds(lds_bytes, program.code.arch))
+            words = raw.view(np.uint32) if preload else None
+            _run_group(program, [_wave(program, group, k, index, block.start, words) for k in range(waves)], index)
+            counts.waves += waves
+            counts.lds_accesses += group.lds.accesses
+            counts.lds_conflicts += group.lds.conflicts
+    finally:
+        np.seterr(**errors)
+    counts.instructions = program.counts()
+    return counts
+
+
+def _wave(program: Program, group: Group, number: int, index: int, kernarg: int, words: Any) -> Wave:
+    """A wave as the dispatch leaves it: argument pointer, preloaded arguments, workgroup index, thread index."""
+    code = program.code
+    wave = Wave(number, code.vgprs, group, code.arch)
+    wave.set_scalar64(0, kernarg)
+    for k in range(code.preloaded if words is not None else 0):
+        wave.set_scalar(2 + k, int(words[k]))
+    wave.set_scalar(code.user_sgprs, index)
+    wave.put(wave.u, 0, np.arange(64, dtype=np.uint32) + np.uint32(64 * number))
+    wave.start = code.listing.preloaded_entry if words is not None else 0
+    return wave
+
+
+def _run_group(program: Program, waves: Sequence[Wave], index: int) -> None:
+    """Waves run in turn from barrier to barrier; the LDS knows which of their accesses could have met."""
+    running = [program.run(wave, wave.start) for wave in waves]
+    try:
+        while True:
+            stops = [next(run, None) for run in running]
+            if all(stop is None for stop in stops):
+                return
+            if len(set(stops)) > 1:
+                raise Fault("the waves wait at different barriers, or one has ended")
+            waves[0].group.lds.barrier(waves)
+    except Fault as fault:
+        raise Fault(f"workgroup {index}: {fault}") from None

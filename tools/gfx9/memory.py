@@ -1,0 +1,124 @@
+"""The buffers of a launch in one address space, what may be read and written of them, and what was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tools.gfx9.errors import Fault
+
+LINE = 128
+FIRST_ADDRESS = 0x7F00_0000_0000
+
+
+@dataclass
+class Traffic:
+    """What the lanes asked of one buffer.
+
+    Attributes:
+        bytes: asked for, each lane's access counted.
+        line_requests: distinct 128-byte lines of each instruction, summed.
+    """
+
+    bytes: int = 0
+    line_requests: int = 0
+
+
+@dataclass
+class Region:
+    """One buffer.
+
+    Attributes:
+        name: the operand's.
+        start: address of its first byte.
+        data: its bytes, as they are in the launch; a multiple of 4.
+        readable: per byte 255 where the launch may read it.
+        writable: per byte 255 where the launch may write it.
+    """
+
+    name: str
+    start: int
+    data: np.ndarray
+    readable: np.ndarray
+    writable: np.ndarray
+    reads: Traffic = field(default_factory=Traffic)
+    writes: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        self.end = self.start + len(self.data)
+        lines = -(-len(self.data) // LINE) + 1
+        self.read_lines, self.written_lines = np.zeros(lines, bool), np.zeros(lines, bool)
+        self.written = np.zeros(len(self.data), np.uint8)
+
+    def views(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Data, readable and writable as words of ``size`` bytes."""
+        kind = {1: np.uint8, 2: np.uint16, 4: np.uint32}[size]
+        return self.data.view(kind), self.readable.view(kind), self.writable.view(kind)
+
+
+class Memory:
+    """Finds the buffer of an address; everything between buffers faults."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+        self._next = FIRST_ADDRESS
+
+    def add(self, name: str, data: np.ndarray, readable: Any = False, writable: Any = False) -> Region:
+        """Place bytes (a 1-D uint8 array, shared with the caller) at an address of their own, 256-byte aligned.
+
+        ``readable`` and ``writable`` are booleans, one or one per byte.
+        """
+        masks = [
+            np.broadcast_to(np.asarray(m), data.shape).astype(np.uint8) * np.uint8(255) for m in (readable, writable)
+        ]
+        region = Region(name, self._next, data, *masks)
+        self._next += (len(data) + (1 << 20) + 4095) & ~4095
+        self.regions.append(region)
+        return region
+
+    def find(self, first: int, last: int) -> Region:
+        """The buffer that holds addresses ``first`` to ``last``."""
+        for region in self.regions:
+            if region.start <= first and last < region.end:
+                return region
+        raise Fault(f"addresses {first:#x} to {last:#x} are in no buffer")
+
+    def load(self, addresses: np.ndarray, words: int, size: int = 4) -> np.ndarray:
+        """[lanes, words] of ``size`` bytes each, from consecutive addresses after each lane's."""
+        region, index = self._index(addresses, words, size)
+        data, readable, _ = region.views(size)
+        self._check(region, index, readable, size, "read")
+        self._count(region.reads, region.read_lines, addresses - region.start, words * size)
+        return data[index]
+
+    def store(self, addresses: np.ndarray, values: np.ndarray, size: int = 4) -> None:
+        """Write ``values`` [lanes, words]."""
+        region, index = self._index(addresses, values.shape[1], size)
+        data, _, writable = region.views(size)
+        self._check(region, index, writable, size, "write")
+        self._count(region.writes, region.written_lines, addresses - region.start, values.shape[1] * size)
+        data[index] = values
+        region.written.view(data.dtype)[index] = np.iinfo(data.dtype).max
+
+    def _index(self, addresses: np.ndarray, words: int, size: int) -> tuple[Region, np.ndarray]:
+        region = self.find(int(addresses.min()), int(addresses.max()) + words * size - 1)
+        offset = addresses - region.start
+        if (offset % size).any():
+            raise Fault(f"{region.name}: an access of {size}-byte words at an address that is no multiple")
+        return region, (offset // size)[:, None] + np.arange(words)
+
+    @staticmethod
+    def _check(region: Region, index: np.ndarray, allowed: np.ndarray, size: int, verb: str) -> None:
+        bad = allowed[index] != np.iinfo(allowed.dtype).max
+        if bad.any():
+            raise Fault(f"{region.name}: byte {int(index[bad][0]) * size} of the buffer is not one to {verb}")
+
+    @staticmethod
+    def _count(traffic: Traffic, lines: np.ndarray, offsets: np.ndarray, width: int) -> None:
+        first, last = offsets // LINE, (offsets + width - 1) // LINE
+        touched = np.unique(np.concatenate((first, last)))
+        traffic.bytes += len(offsets) * width
+        traffic.line_requests += len(touched)
+        lines[touched] = True

@@ -1,0 +1,140 @@
+"""Float arithmetic of the vector unit that numpy lacks. Arrays are over lanes, float32 unless said otherwise."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+Array = Any  # np.ndarray or a numpy scalar that stands for 64 equal lanes
+QUIET_NAN = np.uint32(0x7FC00000)
+
+
+def fma(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c with one rounding to float32.
+
+    The product of two float32 is exact in float64. The sum is rounded there to odd, which has more than two bits to
+    spare, so that rounding it again to float32 rounds the exact sum (Boldo and Melquiond, 2008).
+    """
+    product = np.atleast_1d(np.multiply(a, b, dtype=np.float64))
+    addend = np.broadcast_to(np.asarray(c, np.float64), product.shape)
+    total = product + addend
+    back = total - product
+    lost = (product - (total - back)) + (addend - back)
+    bits = total.view(np.int64)
+    inexact = np.isfinite(total) & (lost != 0) & (bits & 1 == 0)
+    if inexact.any():
+        step = np.where((lost > 0) == (total > 0), 1, -1)
+        total = np.where(inexact, bits + step, bits).view(np.float64)
+    return total.astype(np.float32)
+
+
+def least(a: Array, b: Array) -> Array:
+    """The lesser operand, the number where the other one is a NaN; -0 is less than +0."""
+    return np.where((a == 0) & (b == 0) & np.signbit(a), a, np.fmin(a, b)).astype(np.float32)
+
+
+def med3(a: Array, b: Array, c: Array) -> Array:
+    """The median; the least operand that is no NaN where one of them is a NaN."""
+    low, high = np.fmin(a, b), np.fmax(a, b)
+    median = np.maximum(low, np.minimum(high, c))
+    some_nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
+    return np.where(some_nan, np.fmin(low, c), median).astype(np.float32)
+
+
+def exponent(x: Array) -> Array:
+    """The biased exponent field."""
+    return (np.asarray(x, np.float32).view(np.uint32) >> np.uint32(23) & np.uint32(0xFF)).astype(np.int64)
+
+
+def div_scale(s0: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
+    """Operand of a division scaled away from overflow and denormals, and the lanes whose quotient is scaled back."""
+    s0, d, n = (np.broadcast_to(np.asarray(x, np.float32), (64,)) for x in (s0, denominator, numerator))
+    tiny = np.float64(2.0**-126)
+
+    def denormal(x: Array) -> Array:
+        return (x != 0) & (np.abs(x) < tiny)
+
+    quotient, inverse = np.divide(n, d, dtype=np.float64), np.divide(1.0, d, dtype=np.float64)
+    up, down = np.ldexp(s0, 64), np.ldexp(s0, -64)
+    cases = [
+        (n == 0) | (d == 0),
+        exponent(n) - exponent(d) >= 96,
+        denormal(d),
+        denormal(inverse) & denormal(quotient),
+        denormal(inverse),
+        denormal(quotient),
+        exponent(n) <= 23,
+    ]
+    of_d, of_n = np.where(s0 == d, up, s0), np.where(s0 == n, up, s0)
+    values = [np.full(64, np.nan, np.float32), of_d, up, of_d, down, of_n, up]
+    scaled_back = np.select(cases, [np.full(64, k in (1, 3, 5)) for k in range(7)], False)
+    return np.select(cases, values, s0).astype(np.float32), scaled_back
+
+
+def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
+    """The quotient with the sign and the special cases of n / d."""
+    q, d, n = (np.broadcast_to(np.asarray(x, np.float32), (64,)) for x in (quotient, denominator, numerator))
+    sign = np.where(np.signbit(d) ^ np.signbit(n), np.float32(-1), np.float32(1))
+    nan, inf = np.float32(np.nan), np.float32(np.inf)
+    cases = [
+        np.isnan(n) | np.isnan(d) | ((d == 0) & (n == 0)) | (np.isinf(d) & np.isinf(n)),
+        (d == 0) | np.isinf(n),
+        np.isinf(d) | (n == 0),
+        exponent(n) - exponent(d) < -150,
+    ]
+    return np.select(cases, [nan, sign * inf, sign * 0, sign * 0], sign * np.abs(q)).astype(np.float32)
+
+
+def to_uint(x: Array) -> Array:
+    """Toward zero, clamped to 0 and 2^32 - 1; a NaN gives 0."""
+    wide = np.nan_to_num(np.trunc(np.asarray(x, np.float64)), nan=0.0, posinf=2.0**32, neginf=0.0)
+    return np.clip(wide, 0, 2.0**32 - 1).astype(np.uint32)
+
+
+def bf16_bits(x: Array) -> Array:
+    """float32 to the bits of bfloat16, nearest even; a NaN stays a quiet NaN. uint32."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    rounded = (bits.astype(np.uint64) + np.uint64(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint64(16)
+    quiet = bits >> np.uint32(16) | np.uint32(0x40)
+    return np.where(np.isnan(x), quiet, rounded).astype(np.uint32)
+
+
+def from_bf16(bits: Array) -> Array:
+    """The low 16 bits as bfloat16 to float32."""
+    return (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+@lru_cache(maxsize=2)
+def fp8_values(fnuz: bool) -> Array:
+    """The 256 values of e4m3fnuz (bias 8, 0x80 is NaN) or e4m3fn (bias 7, 0x7f and 0xff are NaN). float32."""
+    codes = np.arange(256)
+    exponents, mantissas = codes >> 3 & 15, codes & 7
+    bias = 8 if fnuz else 7
+    normal = (8 + mantissas) * 2.0 ** (exponents - bias - 3)
+    values = np.where(exponents == 0, mantissas * 2.0 ** (1 - bias - 3), normal)
+    values = np.where(codes >= 128, -values, values)
+    values[codes == 0x80 if fnuz else codes & 0x7F == 0x7F] = np.nan
+    return values.astype(np.float32)
+
+
+def fp8_bits(x: Array, fnuz: bool, saturate: bool) -> Array:
+    """float32 to fp8, nearest even, in uint32. Overflow gives the largest value if ``saturate``, else a NaN."""
+    wide = np.broadcast_to(np.asarray(x, np.float64), (64,))
+    finite = fp8_values(fnuz)[:128]
+    finite = finite[~np.isnan(finite)].astype(np.float64)
+    # Midpoints; past the largest value the next step decides what overflows.
+    step = finite[-1] - finite[-2]
+    middle = np.append((finite[1:] + finite[:-1]) / 2, finite[-1] + step / 2)
+    size = np.abs(wide)
+    code = np.searchsorted(middle, size, side="left")
+    on_tie = (code < len(middle)) & (size == middle[np.minimum(code, len(middle) - 1)])
+    code = np.where(on_tie & (code & 1 == 1), code + 1, code)
+    overflow = code >= len(finite)
+    nan = 0x80 if fnuz else 0x7F
+    signed = np.where(np.signbit(wide) & ~((code == 0) & fnuz), code | 0x80, code)
+    top = np.where(np.signbit(wide), (len(finite) - 1) | 0x80, len(finite) - 1)
+    # Only a finite value saturates into range by choice of the mode; so does an infinity.
+    signed = np.where(overflow, top if saturate else nan, signed)
+    return np.where(np.isnan(wide), nan, signed).astype(np.uint32)
