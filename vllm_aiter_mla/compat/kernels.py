@@ -12,11 +12,9 @@ def rotary_embedding(
     positions: torch.Tensor, q_pe: torch.Tensor, k_pe: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool
 ) -> None:
     """Rotate q_pe [T, N, R] and k_pe [T, R] in place, any strides; rounds to their dtype."""
-    from vllm import _custom_ops as ops
-
     # Flat: the CPU kernel of this op takes the last dimension for all heads, whatever the number of dimensions.
     query, key = q_pe.flatten(1), k_pe.contiguous()
-    ops.rotary_embedding(positions, query, key, k_pe.shape[-1], cos_sin_cache, is_neox)
+    _ops().rotary_embedding(positions, query, key, k_pe.shape[-1], cos_sin_cache, is_neox)
     q_pe.copy_(query.view(q_pe.shape))
     k_pe.copy_(key)
 
@@ -52,9 +50,7 @@ def rope_and_write(
         kv_cache_dtype: as the layer has it, in vLLM's spelling.
         k_scale: one float32, dequantisation scale of the cache.
     """
-    from vllm import _custom_ops as ops
-
-    ops.concat_and_cache_mla_rope_fused(
+    _ops().concat_and_cache_mla_rope_fused(
         positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slots, kv_cache, kv_cache_dtype, k_scale
     )
 
@@ -93,3 +89,11 @@ def fp8_dtype() -> torch.dtype:
     from vllm.platforms import current_platform
 
     return current_platform.fp8_dtype()
+
+
+@functools.cache
+def _ops() -> Any:
+    """vLLM's calls of its kernels. An import statement in every step would cost as much as what it is for."""
+    from vllm import _custom_ops
+
+    return _custom_ops
