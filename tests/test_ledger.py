@@ -14,7 +14,6 @@ from tools.ledger import Cost, Row
 from vllm_aiter_mla.ops import bodies
 
 PAGE = (Path(__file__).parents[1] / "docs" / "ledger.md").read_text(encoding="utf-8")
-AITER_OP = "aiter::fused_qk_rope_concat_and_cache_mla"
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +39,10 @@ def test_no_batch_costs_more_than_in_stocks_strongest_configuration(counted: led
     assert ledger.violations(rows(counted)) == []
 
 
-def test_decode_batches_went_through_aiters_op_and_no_other_batch_did(counted: ledger.Counted) -> None:
-    for *_, ours in counted.values():
-        for kind, events in ours.items():
-            decode = kind in ledger.IN_FULL_GRAPHS
-            assert [event.name for event in events].count(AITER_OP) == decode, kind
+def test_decode_batches_went_through_aiters_op_and_prefill_rows_were_rotated_in_place(counted: ledger.Counted) -> None:
+    for cache, (*_, ours) in counted.items():
+        assert {"all decode", "padded decode", "one prefill among decodes", "all short prompts"} < set(ours)
+        assert ledger.strays(cache, ours) == []
 
 
 def test_the_page_holds_what_the_tool_counts(counted: ledger.Counted) -> None:
@@ -54,8 +52,10 @@ def test_the_page_holds_what_the_tool_counts(counted: ledger.Counted) -> None:
 
 def test_every_row_of_the_page_is_at_most_stocks_strongest() -> None:
     found = ledger.read(PAGE)
-    assert {row.cache for row in found} == set(ledger.CACHES)
     assert ledger.violations(found) == []
+    in_engines = ledger.read(between(ledger.MARKS[False]))
+    assert {row.cache for row in in_engines} == {row.cache for row in found} == set(ledger.CACHES)
+    assert {row.kind for row in in_engines} == {*ledger.BRANCHES, "above L", "dummy"}
 
 
 @pytest.mark.mutation
@@ -80,6 +80,15 @@ def test_mutation_a_copy_of_q_is_caught(counted: ledger.Counted, monkeypatch: py
     found = violations_of_ours(counted)
     for what in ("launches", "allocations", "moved"):
         assert any("one prefill among decodes" in line and what in line for line in found), what
+
+
+@pytest.mark.mutation
+def test_mutation_a_decode_batch_that_is_not_prepared_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "prepared_query", lambda *args: None)
+    assert ledger.strays("fp8", ops.count("ours", "fp8")) == [
+        f"fp8 cache, {kind}: launches of our op {[ledger.IN_PLACE]}, expected {[ledger.AITER_OP]}"
+        for kind in ("all decode", "padded decode")
+    ]
 
 
 def counted_events(run) -> list[tuple[int, int, int]]:  # type: ignore[no-untyped-def]
@@ -108,8 +117,14 @@ def test_a_broadcast_dimension_counts_once_and_an_empty_buffer_not_at_all() -> N
 
 def test_what_a_graph_replays_allocates_nothing() -> None:
     events = [Event("a", 1, 1, 8, captured=True), Event("b", 1, 1, 4)]
-    found = [ledger.cost(events, mode) for mode in ledger.MODES]
+    found = [ledger.cost(events, mode) for mode in ("none", "piecewise", "full")]
     assert found == [Cost(2, 2, 12), Cost(2, 1, 12), Cost(2, 0, 12)]
+
+
+def test_a_batch_with_prefill_rows_runs_piecewise_where_decode_rows_have_full_graphs() -> None:
+    assert ledger.modes("all decode")["full, derived"] == "full"
+    for kind in ("one prefill among decodes", "above L", "dummy"):
+        assert ledger.modes(kind)["full, runs piecewise"] == "piecewise"
 
 
 def test_ours_is_held_against_the_lower_of_the_others_in_each_figure() -> None:

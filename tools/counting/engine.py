@@ -115,6 +115,7 @@ def count_vllm(counter: Counter) -> None:
         replace(CPUSDPAMLAPrefillBackend, name, "prefill attention", all_operands, 1)
     replace(_custom_ops, "gather_mla_context_cache_cpu", "gather", lambda _, **given: 2 * size(given["dst"]))
     replace(mla_attention, "merge_attn_states", "merge", all_operands)
+    _custom_ops.concat_and_cache_mla_rope_fused = _with_its_slots(_custom_ops.concat_and_cache_mla_rope_fused)
     count_decode(counter, attention.SandboxMLAImpl)
     frozen = piecewise._frozen
 
@@ -128,6 +129,19 @@ def count_vllm(counter: Counter) -> None:
         return call
 
     piecewise._frozen = counted_piece
+
+
+def _with_its_slots(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Give ``kernel`` the rows that have a slot: vLLM pads a piecewise graph's rows and not its slots.
+
+    vLLM's GPU kernel takes the number of slots as its number of rows; the sandbox's wants as many of each.
+    """
+
+    def call(*args: Any) -> None:
+        *rows, table, is_neox, slots, cache, dtype, scale = args
+        kernel(*(row[: slots.shape[0]] for row in rows), table, is_neox, slots, cache, dtype, scale)
+
+    return call
 
 
 def count_decode(counter: Counter, implementation: Any) -> None:
