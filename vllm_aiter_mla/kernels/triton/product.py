@@ -93,12 +93,12 @@ def absorbed(
     A weight of bytes is mxfp4, two values along P in each, and w_scale_ptr points to the head's scales, one a column
     and 32 values; each 32 values of a row are quantised like it.
     """
-    IS_MXFP4: tl.constexpr = w_ptr.dtype.element_ty == tl.uint8
+    is_mxfp4: tl.constexpr = w_ptr.dtype.element_ty == tl.uint8
     acc = tl.zeros((BLOCK_T, BLOCK_L), tl.float32)
     for k in tl.static_range(0, P, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K if P - k >= BLOCK_K else P - k)
         q = tl.load(q_row[:, None] + ks[None, :], mask=row_mask[:, None], other=0.0)
-        if IS_MXFP4:
+        if is_mxfp4:
             pairs = k // PACKED + tl.arange(0, BLOCK_K // PACKED)
             groups = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
             w = tl.load(w_ptr + pairs[:, None] * w_stride_p + cols[None, :] * w_stride_l)
