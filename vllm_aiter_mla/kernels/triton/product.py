@@ -45,7 +45,7 @@ def _fp8_rows(q, FP8_MAX: tl.constexpr, CODES: tl.constexpr):
 def _mxfp4_rows(q, ROWS: tl.constexpr, K: tl.constexpr):
     """Packed codes uint8 [ROWS, K/2] and scales e8m0 uint8 [ROWS, K/32] of ``q`` [ROWS, K], as ``mxfp4.quantise``.
 
-    A group's largest magnitude passes over a NaN, which becomes the largest value of its group.
+    A NaN is not modelled, as there.
     """
     x = tl.reshape(q.to(tl.float32), (ROWS, K // GROUP, GROUP))
     largest = tl.max(tl.abs(x), axis=2).to(tl.int32, bitcast=True)
