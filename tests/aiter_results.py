@@ -13,13 +13,41 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_aiter_mla.kernels.absorb import PlainWeight
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight, Fp8Weight, Mxfp4Weight, PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 DATA = Path(__file__).parent / "kernels" / "data"
 FUSED_CALLS = range(48)
+FP8_VECTORS, FP4_VECTORS = np.load(DATA / "aiter_fp8_gemm.npz"), np.load(DATA / "aiter_fp4_gemm.npz")
+FP8_CALLS, FP4_CALLS = (sorted({key.split("/")[0] for key in held}) for held in (FP8_VECTORS, FP4_VECTORS))
+FP8_TYPES = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 CACHE_FILL, QUERY_FILL = 0x35, 0x2A
 LATENT = 512
+
+
+@dataclass(frozen=True)
+class GemmCall:
+    """One call of a batched GEMM of AITER's: x [T, N, P] times the weight gave y [T, N, 16], divided by ``y_scale``."""
+
+    x: torch.Tensor
+    weight: AbsorbWeight
+    y: torch.Tensor
+    y_scale: torch.Tensor | None = None
+
+
+def fp8_call(call: str) -> GemmCall:
+    """The call of the fp8 GEMM with that name."""
+    arch, act, _ = call.split("-")
+    held = {name: torch.from_numpy(FP8_VECTORS[f"{call}/{name}"]) for name in ("x", "w", "scale", "y")}
+    x, y = (held[name].view(getattr(torch, act)) for name in "xy")
+    return GemmCall(x, Fp8Weight(held["w"].view(FP8_TYPES[arch]), held["scale"]), y)
+
+
+def fp4_call(call: str) -> GemmCall:
+    """The call of the mxfp4 GEMM with that name."""
+    x, codes, scales, y = (torch.from_numpy(FP4_VECTORS[f"{call}/{name}"]) for name in ("x", "w", "w_scale", "y"))
+    y_scale = torch.from_numpy(FP4_VECTORS[f"{call}/y_scale"]) if f"{call}/y_scale" in FP4_VECTORS else None
+    return GemmCall(x.view(torch.bfloat16), Mxfp4Weight(codes, scales), y.view(torch.bfloat16), y_scale)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from aiter_results import CACHE_FILL, DATA, FUSED_CALLS, QUERY_FILL, FusedCall, fused_call, plain_bits
+from aiter_results import (
+    CACHE_FILL,
+    FP4_CALLS,
+    FP8_CALLS,
+    FUSED_CALLS,
+    QUERY_FILL,
+    FusedCall,
+    fp4_call,
+    fp8_call,
+    fused_call,
+    plain_bits,
+)
 from fake_aiter.support import FP8, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,9 +26,6 @@ from vllm_aiter_mla.kernels.absorb.mxfp4 import absorb_mxfp4, dot_mxfp4
 from vllm_aiter_mla.kernels.aiter.dispatch import truncates_cache_rope
 from vllm_aiter_mla.sandbox.fake_aiter import gemm, gemm_fp4, op
 
-VECTORS = np.load(DATA / "aiter_fp8_gemm.npz")
-FP4_VECTORS = np.load(DATA / "aiter_fp4_gemm.npz")
-CALLS = sorted({key.split("/")[0] for key in VECTORS})
 NAN, INF = float("nan"), float("inf")
 
 
@@ -34,47 +41,37 @@ products = pytest.mark.parametrize("product", [by_reference, by_fake])
 
 
 @products
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", FP8_CALLS)
 def test_the_product_is_that_of_aiters_source_to_the_byte(call, product) -> None:
-    arch, act, _ = call.split("-")
-    x, y = (torch.from_numpy(VECTORS[f"{call}/{name}"]).view(getattr(torch, act)) for name in "xy")
-    weight = torch.from_numpy(VECTORS[f"{call}/w"]).view(FP8[arch])
-    assert same_bytes(product(x, weight, torch.from_numpy(VECTORS[f"{call}/scale"])), y)
+    done = fp8_call(call)
+    assert same_bytes(product(done.x, done.weight.codes, done.weight.scale), done.y)
 
 
 def test_all_sixty_six_calls_are_there() -> None:
     """48 of the fused op on its three kernels, 12 of the fp8 GEMM, 6 of the mxfp4 GEMM."""
-    assert (len(FUSED_CALLS), len(CALLS), len(FP4_CALLS)) == (48, 12, 6)
+    assert (len(FUSED_CALLS), len(FP8_CALLS), len(FP4_CALLS)) == (48, 12, 6)
     kinds = {(call.arch, call.kernel, call.all_rows) for call in map(fused_call, FUSED_CALLS)}
     both = {(arch, kernel, whole) for arch in FP8 for kernel in ("per-head", "opt") for whole in (False, True)}
     assert kinds == both | {(arch, "general", False) for arch in FP8}
 
 
-def fp4_call(call: str) -> tuple[torch.Tensor, ...]:
-    x, weight, scales, y = (torch.from_numpy(FP4_VECTORS[f"{call}/{name}"]) for name in ("x", "w", "w_scale", "y"))
-    return x.view(torch.bfloat16), weight, scales, y.view(torch.bfloat16)
-
-
-FP4_CALLS = sorted({key.split("/")[0] for key in FP4_VECTORS})
-
-
 @pytest.mark.parametrize("call", FP4_CALLS)
 def test_the_absorb_product_over_fp4_weights_is_that_of_aiters_source_to_the_byte(call) -> None:
-    x, weight, scales, y = fp4_call(call)
-    scale = torch.from_numpy(FP4_VECTORS[f"{call}/y_scale"]) if f"{call}/y_scale" in FP4_VECTORS else None
+    done = fp4_call(call)
+    operands, scale = (done.x, done.weight.codes, done.weight.scales), done.y_scale
     # AITER multiplies by the reciprocal of y_scale before it rounds; ours passes none.
-    product = dot_mxfp4(x, weight, scales) * (1.0 if scale is None else scale.reciprocal())
-    assert same_bytes(product.bfloat16().contiguous(), y)
+    product = dot_mxfp4(*operands) * (1.0 if scale is None else scale.reciprocal())
+    assert same_bytes(product.bfloat16().contiguous(), done.y)
     if scale is None:
-        assert same_bytes(absorb_mxfp4(x, weight, scales), y)
+        assert same_bytes(absorb_mxfp4(*operands), done.y)
 
 
 @pytest.mark.parametrize("call", FP4_CALLS)
 def test_the_fake_gemm_over_fp4_weights_is_that_of_aiters_source_to_the_byte(call, monkeypatch) -> None:
     monkeypatch.setenv("FAKE_AITER_ARCH", "gfx950")
-    x, weight, scales, y = fp4_call(call)
-    scale = torch.from_numpy(FP4_VECTORS[f"{call}/y_scale"]) if f"{call}/y_scale" in FP4_VECTORS else None
-    assert same_bytes(gemm_fp4.batched_gemm(x.transpose(0, 1), weight, scales, transpose_bm=True, y_scale=scale), y)
+    done = fp4_call(call)
+    operands = (done.x.transpose(0, 1), done.weight.codes, done.weight.scales)
+    assert same_bytes(gemm_fp4.batched_gemm(*operands, transpose_bm=True, y_scale=done.y_scale), done.y)
 
 
 def assert_as_aiter_left_them(call: FusedCall, query: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, TABLE, Tile
+from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, MXFP4_ARCH, TABLE, Tile
 
 # A whole DeepSeek-V3 layer: the heads that an entry without a limit is compiled for.
 MANY_HEADS = 128
@@ -22,6 +22,9 @@ SCALAR_TYPES = {
     "q_scale_ptr": "fp32",
     "w_scale_ptr": "fp32",
 }
+
+
+MXFP4_TYPES = {"w_ptr": "u8", "w_scale_ptr": "u8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Variant:
         quantised: fp8 query and cache, else bfloat16 both.
         pointer_hint: tensors below 2 GiB (``tt.pointer_range`` 32); a larger cache loses the hint. ROCm only.
         weight_major: "L" or "P", the axis along which W_UK_T has unit stride; vLLM produces both.
-        weight: form of the absorbed weight, "plain" (bfloat16) or "fp8".
+        weight: form of the absorbed weight, "plain" (bfloat16), "fp8" or "mxfp4".
         block_size: tokens of a cache block.
     """
 
@@ -78,7 +81,7 @@ class Variant:
 
 
 def variants(target: Target) -> list[Variant]:
-    """Every tile of the target's table, plain and (ROCm) over fp8 weights; at its ends the other pairing and layout.
+    """Every tile of the target's table over each form of weight there; at its ends the other pairing and layout.
 
     The last tile also with bfloat16 in the cache and the query, over each form of the weight.
     """
@@ -97,6 +100,9 @@ def variants(target: Target) -> list[Variant]:
     for tile in ordered if target.backend == "hip" else (first, last):
         found.append(Variant(tile, tiles[tile], weight_major="P", weight="fp8"))
     found.append(Variant(last, tiles[last], quantised=False, weight_major="P", weight="fp8"))
+    if target.name == MXFP4_ARCH:
+        found += [Variant(tile, tiles[tile], weight_major="P", weight="mxfp4") for tile in ordered]
+        found.append(Variant(last, tiles[last], quantised=False, weight_major="P", weight="mxfp4"))
     return found
 
 
@@ -118,8 +124,7 @@ def compile_variant(target: Target, variant: Variant, fp8_type: str | None = Non
     stored = fp8_type if variant.quantised else "bf16"
     unhinted = () if variant.pointer_hint else ("cache_ptr",)
     types = {"cache_ptr": stored, "out_ptr": stored}
-    if variant.weight == "fp8":
-        types["w_ptr"] = fp8_type
+    types |= {"fp8": {"w_ptr": fp8_type}, "mxfp4": MXFP4_TYPES}.get(variant.weight, {})
     return compile_kernel(target, decode_prep_kernel, constants(target, variant), types, variant.tile, unhinted)
 
 
@@ -168,7 +173,7 @@ def compile_kernel(
 def constants(target: Target, variant: Variant) -> dict[str, Any]:
     """The compile-time arguments of the kernel, as ``launcher.constants`` would give them."""
     tile = variant.tile
-    limit, is_fp8 = target.fp8_max if variant.quantised else 0.0, variant.weight == "fp8"
+    limit = target.fp8_max if variant.quantised else 0.0
     return {
         "N": variant.heads,
         "P": NOPE,
@@ -178,14 +183,15 @@ def constants(target: Target, variant: Variant) -> dict[str, Any]:
         "IS_NEOX": variant.is_neox,
         "Q_FP8_MAX": limit,
         "KV_FP8_MAX": limit,
-        "W_FP8_MAX": target.fp8_max if is_fp8 else 0.0,
+        "W_FP8_MAX": target.fp8_max if variant.weight == "fp8" else 0.0,
         "BLOCK_T": tile.block_t,
         "BLOCK_L": tile.block_l,
         "ROPE_ROWS": tile.rope_rows,
         "KV_ROWS": tile.kv_rows,
         # The launcher's specialisation on 1, and on an argument that is not there.
         "w_stride_l" if variant.weight_major == "L" else "w_stride_p": 1,
-        **({} if is_fp8 else {"w_scale_ptr": None}),
+        **({"w_scale_ptr": None} if variant.weight == "plain" else {}),
+        **({"w_scale_stride_h": 1} if variant.weight == "mxfp4" else {}),
     }
 
 
@@ -210,4 +216,4 @@ def _argument(
         hints.append(["tt.divisibility", 16])
     if target.backend == "hip" and name not in unhinted:
         hints.append(["tt.pointer_range", 32])
-    return "*" + SCALAR_TYPES.get(name, types.get(name, "bf16")), hints
+    return "*" + (types.get(name) or SCALAR_TYPES.get(name, "bf16")), hints

@@ -18,6 +18,8 @@ GFX9_LDS = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
 SM90_REGISTERS, SM90_WARPS, SM90_SHARED, SM90_GRANULE = 65536, 64, 228 * 1024, 256
 SM90_RESERVED_SHARED = 1024
 SM90_BLOCKS = 32
+# Of a value of the weight, without scales.
+WEIGHT_BYTES = {"plain": 2, "fp8": 1, "mxfp4": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Figures:
         instructions: instructions in the text (amdgcn, PTX).
         matrix: MFMA, MMA or WGMMA instructions.
         fp8_matrix: those of them that multiply fp8.
+        scaled_matrix: those of them that scale both operands as they multiply: mxfp4 here.
         fp8_conversions: hardware conversions to fp8, two values each.
         wide_loads: 16-byte loads from global memory.
         byte_stores: single-byte stores to global memory.
@@ -46,6 +49,7 @@ class Figures:
     instructions: int
     matrix: int
     fp8_matrix: int
+    scaled_matrix: int
     fp8_conversions: int
     wide_loads: int
     byte_stores: int
@@ -80,6 +84,7 @@ def amdgcn_figures(text: str, arch: str, lds: int, num_warps: int) -> Figures:
         instructions=len(names),
         matrix=_count(names, r"v_mfma_"),
         fp8_matrix=_count(names, r"v_mfma_f32_\w+_(fp8_fp8|f8f6f4)"),
+        scaled_matrix=_count(names, r"v_mfma_scale_f32_\w+_f8f6f4"),
         fp8_conversions=_count(names, r"v_cvt_(scalef32_)?pk_fp8_f32"),
         wide_loads=_count(names, r"(global|buffer)_load_(dwordx4|b128)"),
         byte_stores=_count(names, r"(global|buffer)_store_(byte|b8)"),
@@ -101,6 +106,7 @@ def ptx_figures(text: str, usage: dict[str, int], shared: int, num_warps: int) -
         instructions=len(names),
         matrix=_count(names, r"(wgmma\.mma_async|mma\.sync)"),
         fp8_matrix=_count(names, r"(wgmma\.mma_async|mma\.sync).*\.e4m3\.e4m3"),
+        scaled_matrix=0,
         fp8_conversions=_count(names, r"cvt\.rn\.satfinite\.e4m3x2\.f32"),
         wide_loads=_count(names, r"ld\.global.*\.v4\.b32"),
         byte_stores=_count(names, r"st\.global.*\.[bu]8$"),
@@ -129,7 +135,7 @@ def breaches(target: Target, variant: Variant, found: Figures) -> list[str]:
     threads = tile.num_warps * target.warp_size
     over_fp8 = variant.weight == "fp8"
     q_loads = max(1, tile.block_t * NOPE * 2 // 16 // threads)
-    w_loads = max(1, NOPE * tile.block_l * (1 if over_fp8 else 2) // 16 // threads)
+    w_loads = max(1, int(NOPE * tile.block_l * WEIGHT_BYTES[variant.weight]) // 16 // threads)
     stored = tile.block_t * tile.block_l + 2 * tile.rope_rows * ROPE + tile.kv_rows * LATENT
     # Over fp8 weights q_nope is quantised too.
     converted = stored * variant.quantised + tile.block_t * NOPE * over_fp8
@@ -141,6 +147,8 @@ def breaches(target: Target, variant: Variant, found: Figures) -> list[str]:
         broken.append("no matrix instruction")
     if over_fp8 and target.backend == "hip" and found.fp8_matrix < found.matrix:
         broken.append(f"{found.matrix} fp8 matrix instructions expected, {found.fp8_matrix} found")
+    if variant.weight == "mxfp4" and found.scaled_matrix < found.matrix:
+        broken.append(f"{found.matrix} scaled matrix instructions expected, {found.scaled_matrix} found")
     if found.spills:
         broken.append(f"{found.spills} spilled")
     if found.scratch:

@@ -41,6 +41,7 @@ COLUMNS = {
     "instructions": "instr",
     "matrix": "matrix",
     "fp8_matrix": "fp8 mat",
+    "scaled_matrix": "mx mat",
     "fp8_conversions": "fp8 cvt",
     "wide_loads": "16B ld",
     "byte_stores": "1B st",

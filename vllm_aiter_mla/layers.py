@@ -119,9 +119,8 @@ def _kernel_for(module: Any, known: _Known, shape: LayerShape) -> tuple[str | No
     backend, unchecked = selector.backend(wanted), why_unchecked(module)
     if unchecked is not None and (isinstance(backend, str) or not backend.trusted):
         return selector.names[-1], Refusal("kernel_shape", unchecked)
-    missing = backend if isinstance(backend, str) else weight_of(module).missing()
-    if missing is not None:
-        return None, Refusal("kernel_unavailable", f"kernel={asked}: {missing}")
+    if isinstance(backend, str):
+        return None, Refusal("kernel_unavailable", f"kernel={asked}: {backend}")
     choice = _choice(selector, shape)
     reason = next((reason for name, reason in choice.refusals if name == wanted), None)
     refusal = None if reason is None else Refusal("kernel_shape", reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from ops.opcalls import layer_of
 from vllm_aiter_mla import layers
+from vllm_aiter_mla.kernels import absorb
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +54,17 @@ def test_a_layer_that_is_distrusted_keeps_no_kernel_that_needs_a_check() -> None
     assert decision.kernel == "reference"
     assert decision.refusal is not None
     assert decision.refusal.message == "planted"
+
+
+def test_a_gemm_that_is_missing_is_no_matter_of_a_kernel_that_does_not_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = layer_of()
+    made = absorb.make(module.W_UK_T, ("fp8", torch.float8_e4m3fn))
+    module.is_aiter_triton_fp8_bmm_enabled, module.W_K, module.W_K_scale = True, made.codes, made.scale
+    module._vllm_config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    monkeypatch.setattr(absorb.Fp8Weight, "missing", lambda weight: "planted")
+    assert layers.weight_of(module).missing() == "planted"
+    decision = layers.decide(module, is_neox=True)
+    assert (decision.kernel, decision.refusal) == ("reference", None)
 
 
 def test_the_cache_key_names_no_card_index_and_both_rotary_styles() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -93,6 +94,7 @@ def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most
     assert formulas.triton_share(step) == pytest.approx(0.477, abs=0.001)
     assert formulas.triton_share(step) <= 0.5
     assert formulas.triton_share(formulas.Step(64, 16, 128, 64, 512, stored=1)) > 0.5, "plain weights: not half"
+    assert formulas.triton_share(replace(step, weight=17 / 32)) == pytest.approx(0.413, abs=0.001), "mxfp4"
 
 
 def test_launches_per_layer_are_those_of_the_architecture() -> None:

@@ -94,6 +94,12 @@ def test_mxfp4_weights_on_gfx950_beside_bf16_attention_engage_and_are_counted(mo
     assert absorb["read"] == heads * 128 * 512 * bytes_per_value + 2 * heads * 128
 
 
+def test_triton_by_name_is_planned_over_the_mxfp4_weights_of_gfx950() -> None:
+    plan = planned("deepseek-r1-mxfp4", "-tp", "8", *TRITON, arch="gfx950", env=("VLLM_ROCM_USE_AITER_FP4BMM=1",))
+    assert plan["absorb_weight"] == "mxfp4"
+    assert {span["kernel"] for span in plan["kernels"]} == {"triton"}
+
+
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("### What a checkpoint needs")[2].partition("\n## ")[0]
 ROWS = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in TABLE.splitlines() if line.startswith("| `")]

@@ -118,7 +118,7 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
 
 def _environment_of_device(spec: EngineSpec) -> dict[str, str]:
     if spec.device == "gpu":
-        # AITER's fp8 and fp4 absorb weights, where AITER is on, leave no bf16 ones for the Triton kernel.
+        # The demo's bounds are for plain absorb weights; where AITER is on, vLLM would hold fp8 or mxfp4 ones.
         return {"VLLM_ROCM_USE_AITER_FP8BMM": "0", "VLLM_ROCM_USE_AITER_FP4BMM": "0"}
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if spec.tensor_parallel_size > 1:

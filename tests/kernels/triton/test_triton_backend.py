@@ -13,9 +13,10 @@ from triton_cases import Case, build, sparse_bytes
 pytest.importorskip("triton")
 
 from tools import aot
-from vllm_aiter_mla.kernels import capture, select
+from vllm_aiter_mla.kernels import capture, mxfp4, select
 from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.absorb import fp8 as fp8_form
+from vllm_aiter_mla.kernels.absorb import mxfp4 as mxfp4_form
 from vllm_aiter_mla.kernels.inputs import KernelInputError
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton import backend, kernel, launcher, product, tiles
@@ -27,6 +28,11 @@ def on_any_device(monkeypatch):
     """Let the checks past the device, as under the interpreter."""
     monkeypatch.setattr(backend, "interpreted", lambda: True)
     monkeypatch.setattr(launcher, "current_arch", lambda: "gfx942")
+
+
+@pytest.fixture
+def on_gfx950(monkeypatch, on_any_device):
+    monkeypatch.setattr(launcher, "current_arch", lambda: "gfx950")
 
 
 class Recorder:
@@ -49,6 +55,10 @@ def recorder(monkeypatch, on_any_device):
 
 def operands(**changes):
     return build(Case(cache="float8_e4m3fnuz", **changes))[0]
+
+
+def over_mxfp4(**changes):
+    return build(Case(**{"cache": "float8_e4m3fn", "weight": "mxfp4"} | changes))[0]
 
 
 def test_triton_backend_on_a_cpu_says_that_it_needs_a_gpu():
@@ -101,6 +111,29 @@ def test_triton_backend_declines_a_nope_width_that_its_blocks_cannot_hold(on_any
     assert reasons == [taken, f"nope width: blocks of 128 and a power of two from 32 on expected, got {nope}"]
 
 
+@pytest.mark.parametrize("nope", [64, 192, 384])
+def test_triton_backend_declines_mxfp4_at_a_nope_width_that_is_no_power_of_two_from_128(on_gfx950, nope):
+    reason = TritonBackend().refuse(over_mxfp4(nope=nope))
+    assert reason == f"nope width: 128, 256, 512 and so on expected over mxfp4, got {nope}"
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "sm90", "sm100", "gfx1201"])
+def test_triton_backend_declines_mxfp4_weights_elsewhere_than_on_gfx950(on_gfx950, monkeypatch, arch):
+    inputs = over_mxfp4(cache="bfloat16")
+    assert TritonBackend().refuse(inputs) is None
+    monkeypatch.setattr(launcher, "current_arch", lambda: arch)
+    assert TritonBackend().refuse(inputs) == (
+        f"W_K: gfx950 multiplies mxfp4 in hardware, {arch} would in software; set VLLM_ROCM_USE_AITER_FP4BMM=0"
+    )
+
+
+def test_triton_backend_declines_mxfp4_weights_beside_fp16_or_with_scales_that_do_not_belong(on_gfx950):
+    assert "bf16 activations expected" in str(TritonBackend().refuse(over_mxfp4(act="float16", cache="float16")))
+    inputs = over_mxfp4()
+    broken = replace(inputs.weight, scales=inputs.weight.scales[..., :3])
+    assert "W_K_scale: one scale per 32 values" in str(TritonBackend().refuse(replace(inputs, weight=broken)))
+
+
 @pytest.mark.parametrize(("width", "case"), [("rope", {"rope": 48}), ("latent", {"latent": 8})])
 def test_triton_backend_declines_widths_that_are_no_power_of_two(on_any_device, width, case):
     assert f"{width} width: a power of two from 16 on" in str(TritonBackend().refuse(operands(**case)))
@@ -114,6 +147,7 @@ def test_triton_backend_declines_codes_of_another_cards_fp8_type(on_any_device):
 def test_triton_blocks_of_the_reduction_are_the_groups_of_aiters_gemm():
     assert tiles.BLOCK_K == fp8_form.GROUP
     assert product.FLOOR.value == fp8_form.FLOOR
+    assert (product.GROUP.value, tiles.MXFP4_ARCH) == (mxfp4.GROUP, mxfp4_form.ARCH)
 
 
 def test_triton_kernel_of_a_call_is_the_tile_it_runs_on(on_any_device):
@@ -283,19 +317,22 @@ def test_triton_launches_of_one_tile_share_one_variant_whatever_t_s_and_alignmen
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "sm90"])
-@pytest.mark.parametrize(("w_major", "form"), [("L", "plain"), ("P", "plain"), ("P", "fp8")])
+HINTS = [
+    (arch, major, form) for arch in ("gfx942", "sm90") for major, form in (("L", "plain"), ("P", "plain"), ("P", "fp8"))
+]
+
+
+@pytest.mark.parametrize(("arch", "w_major", "form"), [*HINTS, ("gfx950", "P", "mxfp4")])
 def test_triton_hints_of_the_gate_are_those_the_launcher_finds(recorder, arch, w_major, form):
     """What tools/isa_report.py compiles is what a GPU would run, not something better."""
     target = aot.TARGETS[arch]
     dtype = "float8_e4m3fnuz" if arch == "gfx942" else "float8_e4m3fn"
-    inputs = build(Case(heads=4, w_major=w_major, cache=dtype, weight=dtype if form == "fp8" else form))[0]
-    launcher.launch(inputs, tiles.entry_for(arch, 5, 4).tile)
+    inputs = build(Case(heads=16, w_major=w_major, cache=dtype, weight=dtype if form == "fp8" else form))[0]
+    tile = tiles.entry_for(arch, 5, 16).tile
+    launcher.launch(inputs, tile)
     stored = {"cache_ptr": target.fp8_type, "out_ptr": target.fp8_type}
-    stored |= {"w_ptr": target.fp8_type} if form == "fp8" else {}
-    compiled = aot.constants(
-        target, aot.Variant(tiles.entry_for(arch, 5, 4).tile, 4, weight_major=w_major, weight=form)
-    )
+    stored |= {"fp8": {"w_ptr": target.fp8_type}, "mxfp4": aot.MXFP4_TYPES}.get(form, {})
+    compiled = aot.constants(target, aot.Variant(tile, 16, weight_major=w_major, weight=form))
     for name, found in specialisation(arch, recorder.launches[0]).items():
         assert (found[0] == "constexpr") == (name in compiled), name
         if found[0] != "constexpr":

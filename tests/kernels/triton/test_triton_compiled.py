@@ -42,6 +42,9 @@ def test_triton_figures_show_hardware_fp8_matrix_units_and_no_spill(reports, nam
         assert (found["fp8_conversions"] > 0) == (" fp8 " in row["label"] or over_fp8)
         if name != "sm90":
             assert found["fp8_matrix"] == (found["matrix"] if over_fp8 else 0), row["label"]
+        assert found["scaled_matrix"] == (found["matrix"] if "W-mxfp4" in row["label"] else 0), row["label"]
+    over_mxfp4 = [row for row in reports[name] if "W-mxfp4" in row["label"]]
+    assert len(over_mxfp4) == (5 if name == "gfx950" else 0), "each tile, and bfloat16 in the cache"
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
@@ -106,6 +109,13 @@ for changes, types in (
     ({}, acts | {"cache_ptr": fp8, "out_ptr": fp8, "w_ptr": fp8}),
 ):
     aot.compile_kernel(target, kernel.decode_prep_kernel, aot.constants(target, over_fp8) | changes, types, plain.tile)
+over_mxfp4 = aot.Variant(plain.tile, 16, weight_major="P", weight="mxfp4")
+for changes, types in (
+    ({"P": 512, "L": 1024}, {"cache_ptr": fp8, "out_ptr": fp8}),
+    ({"Q_FP8_MAX": 0.0, "KV_FP8_MAX": 0.0, "N": 1}, {}),
+) * (target.name == "gfx950"):
+    given = aot.constants(target, over_mxfp4) | changes
+    aot.compile_kernel(target, kernel.decode_prep_kernel, given, types | aot.MXFP4_TYPES, plain.tile)
 whole = aot.constants(target, plain)
 names = ("N", "P", "R", "L", "BLOCK_SIZE", "IS_NEOX", "KV_FP8_MAX", "ROPE_ROWS", "KV_ROWS")
 chosen = {name: whole[name] for name in names}
@@ -184,6 +194,16 @@ def test_triton_listing_is_read_and_each_breach_named():
             target, aot.variants(target)[0], isa.amdgcn_figures(LISTING.replace("mfma", "fma"), "gfx942", 0, 4)
         )
     )
+
+
+def test_triton_listing_over_mxfp4_without_the_scaled_instruction_breaks_a_bound():
+    target = aot.TARGETS["gfx950"]
+    (variant, *_) = [variant for variant in aot.variants(target) if variant.weight == "mxfp4"]
+    scaled = LISTING.replace("v_mfma_f32_32x32x8_bf16", "v_mfma_scale_f32_32x32x64_f8f6f4")
+    for text, missing in ((LISTING, True), (scaled, False)):
+        found = isa.amdgcn_figures(text, "gfx950", 0, 4)
+        said = "1 scaled matrix instructions expected, 0 found" in isa.breaches(target, variant, found)
+        assert (found.scaled_matrix, said) == (1 - missing, missing)
 
 
 def test_triton_listing_without_a_figure_is_an_error_not_a_zero():

@@ -15,6 +15,7 @@ from triton_mutations import MUTATIONS
 NOPE_FRACTION = 0.005
 # Codes of the weight, with the stride that vLLM gives them.
 CODES = {"weight": "float8_e4m3fn", "w_major": "P"}
+MXFP4 = {"weight": "mxfp4"}
 
 CASES = [
     Case(),
@@ -42,6 +43,9 @@ CASES = [
     Case(**CODES, act="float16", cache="float16", nope=256),
     Case(weight="float8_e4m3fn", out="bfloat16", nope=64),
     Case(**CODES, no_slot="all", nope=32),
+    Case(**MXFP4),
+    Case(**MXFP4, cache="bfloat16", nope=256, heads=3, tokens=17),
+    Case(**MXFP4, out="bfloat16", nope=512, latent=64, heads=1, is_neox=True),
 ]
 
 
@@ -60,18 +64,17 @@ def test_triton_kernel_writes_the_bytes_of_the_reference(interpreted, case):
     tokens=st.integers(1, 33),
     heads=st.integers(1, 16),
     slots=st.integers(0, 33),
-    nope=st.sampled_from([128, 192]),
-    form=st.sampled_from([{}, CODES]),
+    form=st.sampled_from([{}, {"nope": 192}, CODES, CODES | {"nope": 192}, MXFP4, MXFP4 | {"nope": 256}]),
     cache=st.sampled_from(["bfloat16", "float8_e4m3fn"]),
     no_slot=st.sampled_from(["some", "all", "none"]),
     seed=st.integers(0, 99),
 )
 def test_triton_any_number_of_heads_tokens_and_slots_gives_the_bytes_of_the_reference(
-    interpreted, tokens, heads, slots, nope, form, cache, no_slot, seed
+    interpreted, tokens, heads, slots, form, cache, no_slot, seed
 ):
     case = Case(
-        tokens=tokens, heads=heads, slots=min(slots, tokens), nope=nope, cache=cache, no_slot=no_slot, seed=seed,
-        latent=64, **form,
+        tokens=tokens, heads=heads, slots=min(slots, tokens), cache=cache, no_slot=no_slot, seed=seed, latent=64,
+        **form,
     )  # fmt: skip
     found = interpreted("compare", case=asdict(case))
     assert (found["refused"], found["wrong_rope"], found["wrong_cache"]) == (None, 0, 0)
@@ -83,6 +86,16 @@ def test_triton_rows_of_zeros_of_tiny_numbers_and_with_a_nan_are_quantised_as_ai
     found = interpreted("odd_rows")
     assert found["wrong_rope"] == 0
     assert found["nope_steps"] <= 1
+
+
+def test_triton_query_is_quantised_to_mxfp4_as_aiter_does_ties_and_ends_of_the_range_included(interpreted):
+    """Every sum is exact there: not one value may differ."""
+    assert interpreted("odd_groups") == {"wrong_rope": 0, "nope_steps": 0, "nope_different": 0.0, "distinct": True}
+
+
+def test_triton_interpreter_multiplies_mxfp4_codes_and_scales_as_the_numbers_they_are(interpreted):
+    """Every code and scale that float32 can hold, on either side: dot_scaled against the decoded numbers, exact."""
+    assert interpreted("mxfp4_dots") == {"wrong": 0, "scales": 253}
 
 
 def test_triton_interpreter_multiplies_fp8_codes_as_the_numbers_they_are(interpreted):
@@ -106,7 +119,7 @@ def test_triton_kernel_saturates_both_halves_where_the_reference_overflows_to_na
 
 
 @pytest.mark.parametrize(("arch", "index"), [("gfx942", 0), ("gfx942", 1), ("gfx942", 2), ("gfx950", 3), ("sm90", 4)])
-@pytest.mark.parametrize("weight", ["plain", "float8_e4m3fn"])
+@pytest.mark.parametrize("weight", ["plain", "float8_e4m3fn", "mxfp4"])
 def test_triton_tiles_of_the_table_agree_with_the_reference(interpreted, arch, index, weight):
     found = interpreted("compare_tile", arch=arch, index=index, weight=weight)
     assert (found["wrong_rope"], found["wrong_cache"]) == (0, 0)
@@ -173,6 +186,20 @@ def test_triton_self_check_runs_each_tile_that_the_bucket_reaches(interpreted, a
     assert len({tile for _, tile in found["launched"]}) == len(found["launched"])
 
 
+def test_triton_self_check_over_mxfp4_weights_runs_each_tile_of_gfx950(interpreted):
+    found = interpreted("self_checked", arch="gfx950", limit=1024, weight="mxfp4")
+    assert found["ok"], found["message"]
+    assert "q nope 0 step(s)" in found["message"]
+    assert [tokens for tokens, _ in found["launched"]] == [7, 32, 65]
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("name", ["fp4_scales_of_the_first_head", "fp4_halves_of_a_byte_swapped", "fp4_sign_lost"])
+def test_triton_mutation_over_mxfp4_weights_fails_the_self_check(interpreted, name):
+    found = interpreted("self_checked", arch="gfx950", limit=16, weight="mxfp4", mutation=name)
+    assert "FAILED" in found["message"]
+
+
 @pytest.mark.mutation
 def test_triton_mutation_one_bad_tile_fails_the_self_check(interpreted):
     for tile in ("32x64/4w", "64x64/4w"):
@@ -202,6 +229,13 @@ CAUGHT_BY = {
     "weight_scale_dropped": (Case(**CODES), "nope_different"),
     "signed_row_maximum": (Case(**CODES), "nope_different"),
     "rest_of_the_row_dropped": (Case(**CODES, nope=192), "nope_different"),
+    "fp4_tie_goes_up": (Case(**MXFP4), "nope_different"),
+    "fp4_small_values_truncated": (Case(**MXFP4), "nope_different"),
+    "fp4_scale_without_its_carry": (Case(**MXFP4), "nope_different"),
+    "fp4_sign_lost": (Case(**MXFP4), "nope_different"),
+    "fp4_halves_of_a_byte_swapped": (Case(**MXFP4), "nope_different"),
+    "fp4_scales_of_the_first_block": (Case(**MXFP4, nope=256), "nope_different"),
+    "fp4_scales_of_the_first_head": (Case(**MXFP4), "nope_different"),
 }
 
 

@@ -34,7 +34,7 @@ class Case:
     out: str | None = None
     is_neox: bool = False
     w_major: str = "L"
-    weight: str = "plain"  # or the fp8 type of codes
+    weight: str = "plain"  # or the fp8 type of codes, or "mxfp4"
     no_slot: str = "some"  # "some" rows, "all" rows or "none"
     magnitude: float = 1.0
     seed: int = 0
@@ -87,6 +87,9 @@ def _weight(case: Case, w_uk_t: torch.Tensor, device: str) -> absorb.AbsorbWeigh
     """The weight in the case's form; codes keep the unit stride that ``w_uk_t`` [N, P, L] has."""
     if case.weight == "plain":
         return absorb.PlainWeight(w_uk_t.to(device))
+    if case.weight == "mxfp4":
+        held = absorb.make(w_uk_t, ("mxfp4",))
+        return absorb.Mxfp4Weight(_on(held.codes, device), _on(held.scales, device))
     made = absorb.make(w_uk_t, ("fp8", getattr(torch, case.weight)))
     codes = made.codes if case.w_major == "P" else made.codes.transpose(1, 2).contiguous().transpose(1, 2)
     return absorb.Fp8Weight(_on(codes, device), made.scale.to(device))

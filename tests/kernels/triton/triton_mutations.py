@@ -15,6 +15,13 @@ MUTATIONS = {
     "weight_scale_dropped": ("acc *= tl.load(w_scale_ptr)", "acc *= 1.0", 1),
     "signed_row_maximum": ("tl.max(tl.abs(q), axis=1)", "tl.max(q, axis=1)", 1),
     "row_maximum_without_floor": ("tl.maximum(tl.max(tl.abs(q), axis=1), FLOOR)", "tl.max(tl.abs(q), axis=1)", 1),
+    "fp4_tie_goes_up": ("0x1FFFFF + (size >> 22 & 1)", "0x200000", 1),
+    "fp4_small_values_truncated": ("(tl.abs(x) + 4194304.0)", "(tl.abs(x) + 4194303.75)", 1),
+    "fp4_scale_without_its_carry": ("(largest + 0x200000) >> 23", "largest >> 23", 1),
+    "fp4_sign_lost": (" | (bits >> 28 & 8)", "", 1),
+    "fp4_halves_of_a_byte_swapped": ("(low | high << 4)", "(high | low << 4)", 1),
+    "fp4_scales_of_the_first_block": ("groups = k // GROUP + ", "groups = ", 1),
+    "fp4_scales_of_the_first_head": ("w_scale_ptr += head.to(tl.int64) * w_scale_stride_h", "w_scale_ptr += 0", 1),
     "rest_of_the_row_dropped": (
         "tl.static_range(0, P, BLOCK_K)",
         "tl.static_range(0, P // BLOCK_K * BLOCK_K, BLOCK_K)",

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import triton_cases as cases
-from aiter_results import LATENT, fused_call
+from aiter_results import LATENT, fp4_call, fp8_call, fused_call
 from triton.runtime import interpreter as triton_interpreter
 from triton_mutations import MUTATIONS
 
 from vllm_aiter_mla.commands.bench import paths, points, run
-from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels import mxfp4, reference
+from vllm_aiter_mla.kernels.compare import difference
 from vllm_aiter_mla.kernels.selfcheck import self_check
 from vllm_aiter_mla.kernels.shape import LayerShape
 from vllm_aiter_mla.kernels.triton import baselines, interpreter, kernel, launcher, product
@@ -74,6 +75,40 @@ def odd_rows(mutation: str | None = None) -> dict[str, Any]:
         return cases.compare(inputs, storage, BACKEND.prepare)
 
 
+def odd_groups() -> dict[str, Any]:
+    """mxfp4 weights under rows of zeros, of the smallest and the largest numbers, and of ties alone."""
+    inputs, storage = cases.build(cases.Case(weight="mxfp4", cache="bfloat16", latent=64, tokens=16))
+    draw, q = torch.Generator().manual_seed(3), inputs.q
+    steps = torch.randint(-28, 29, (16, 2, 128), generator=draw) * 0.25  # on the values, and halfway between them
+    q[..., :128] = steps * 2.0 ** torch.randint(-140, 100, (16, 2, 1), generator=draw)
+    q[0, :, :128], q[1, :, :32], q[2, :, 0] = 0.0, -0.0, 1.7 * 2.0**127
+    q[3, :, :128] = torch.finfo(torch.bfloat16).smallest_normal / 64
+    found = cases.compare(inputs, storage, BACKEND.prepare)
+    names = ("wrong_rope", "nope_steps", "nope_different")
+    return {name: found[name] for name in names} | {"distinct": bool(q[..., :128].unique().numel() > 500)}
+
+
+def mxfp4_dots() -> dict[str, int]:
+    """Values of interpreted dots over mxfp4 that are not those of the decoded numbers; how many scales were tried."""
+    import triton.language as tl
+    from triton._C.libtriton import ir
+
+    draw, wrong = torch.Generator().manual_seed(1), 0
+    e2m1 = ir.ScaleDotElemTypeTY.E2M1
+    for scale in range(253):  # beyond them a decoded number leaves float32
+        a, b = (torch.randint(0, 256, (16, 64), generator=draw, dtype=torch.uint8) for _ in "ab")
+        # Both together are between 2**-4 and 2**4, so that the sums are exact, and each group has another.
+        left = torch.full((16, 4), scale, dtype=torch.uint8)
+        right = (254 - left.int() + torch.randint(-4, 5, (16, 4), generator=draw)).clamp(0, 252).to(torch.uint8)
+        handles = [triton_interpreter.TensorHandle(x.numpy(), tl.uint8) for x in (a, left, b.T.contiguous(), right)]
+        start = triton_interpreter.TensorHandle(torch.ones(16, 16).numpy(), tl.float32)
+        builder = triton_interpreter.InterpreterBuilder()
+        result = builder.create_dot_scaled(*handles[:2], e2m1, *handles[2:], e2m1, False, True, True, start)
+        exact = mxfp4.dequantise(a, left).double() @ mxfp4.dequantise(b, right).double().T + 1
+        wrong += int((torch.from_numpy(result.data).double() != exact.float().double()).sum())
+    return {"wrong": wrong, "scales": scale + 1}
+
+
 def fp8_dots() -> dict[str, float]:
     """Largest error of an interpreted dot of fp8 codes, against the product of the numbers that they stand for."""
     import triton.language as tl
@@ -95,7 +130,9 @@ def compare_unfused(case: dict[str, Any]) -> dict[str, Any]:
     return cases.compare(inputs, storage, baselines.unfused, reference.TWO_ROUNDING)
 
 
-def self_checked(arch: str, limit: int, weight: str, bad_tile: str | None = None) -> dict[str, Any]:
+def self_checked(
+    arch: str, limit: int, weight: str, bad_tile: str | None = None, mutation: str | None = None
+) -> dict[str, Any]:
     """The start-up check on a small layer as on a card of ``arch``: its verdict, and the T of every call it compared.
 
     ``bad_tile``: label of a tile that writes one value of the query wrong.
@@ -109,11 +146,12 @@ def self_checked(arch: str, limit: int, weight: str, bad_tile: str | None = None
             out[-1, 0, 0] = -out[-1, 0, 0] - 8
         return out
 
-    act, key = torch.bfloat16, ("plain",) if weight == "plain" else ("fp8", getattr(torch, weight))
-    shape = LayerShape(1, 128, act, act, 1, False, latent=64, rope=16, weight=key)
+    act, key = torch.bfloat16, (weight,) if weight in ("plain", "mxfp4") else ("fp8", getattr(torch, weight))
+    shape = LayerShape(1 if mutation is None else 2, 128, act, act, 1, False, latent=64, rope=16, weight=key)
     launcher.launch, launcher.current_arch, before = launch, lambda: arch, launcher.current_arch
     try:
-        found = self_check(BACKEND, shape, limit)
+        with planted(mutation):
+            found = self_check(BACKEND, shape, limit)
     finally:
         launcher.launch, launcher.current_arch = _LAUNCH, before
     return {"ok": found.ok, "message": found.message, "launched": launched[1:]}
@@ -143,6 +181,24 @@ def aiter_vector(index: int) -> dict[str, Any]:
         "kv rope": (cache[..., LATENT:], call.cache[..., LATENT:]),
     }
     return {"refused": None} | {name: cases.wrong_values(*pair) for name, pair in pairs.items()}
+
+
+def aiter_product(form: str, call: str) -> dict[str, Any]:
+    """The query's absorbed part against what AITER's batched GEMM gave, in steps and in norm."""
+    done = {"fp8": fp8_call, "mxfp4": fp4_call}[form](call)
+    (tokens, heads, nope), act = done.x.shape, str(done.x.dtype).removeprefix("torch.")
+    case = cases.Case(tokens=tokens, heads=heads, nope=nope, latent=16, act=act, cache=act)
+    inputs = cases.build(case)[0]
+    inputs = replace(inputs, q=torch.cat([done.x, inputs.q[..., nope:]], -1), weight=done.weight)
+    refused = BACKEND.refuse(inputs)
+    if refused is not None:
+        return {"refused": refused}
+    found = BACKEND.prepare(inputs)[..., :16].float()
+    if done.y_scale is not None:
+        found = found / done.y_scale
+    deviation = (found - done.y.float()).norm() / done.y.float().norm()
+    steps = difference(found.to(done.y.dtype), done.y).steps
+    return {"refused": None, "steps": steps, "deviation": float(deviation)}
 
 
 def nan_and_payload() -> dict[str, Any]:
@@ -255,11 +311,14 @@ OPERATIONS = {
     "compare": compare,
     "compare_tile": compare_tile,
     "odd_rows": odd_rows,
+    "odd_groups": odd_groups,
+    "mxfp4_dots": mxfp4_dots,
     "fp8_dots": fp8_dots,
     "compare_unfused": compare_unfused,
     "self_checked": self_checked,
     "bench_row": bench_row,
     "aiter_vector": aiter_vector,
+    "aiter_product": aiter_product,
     "nan_and_payload": nan_and_payload,
     "far_cache": far_cache,
     "far_query": far_query,

@@ -33,7 +33,7 @@ def fp8_bmm(given: Given) -> Check:
 
 
 def fp4_bmm(given: Given) -> Check:
-    """On gfx950 vLLM asks for mxfp4 first, where ``kv_b_proj`` is bf16; the kernel aiter takes these weights too."""
+    """On gfx950 vLLM asks for mxfp4 first, where ``kv_b_proj`` is bf16; the kernels take these weights too."""
     if machine.gpu_arch() != "gfx950":
         return Check("ok", "has an effect on gfx950 only")
     if not switched_on(given.env, USE_AITER, False):

@@ -15,7 +15,7 @@ from vllm_aiter_mla.kernels.compare import OWN_BMM
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, contract_violation
 from vllm_aiter_mla.kernels.platform import hardware_fp8
 from vllm_aiter_mla.kernels.triton import interpreted, tiles
-from vllm_aiter_mla.kernels.triton.tiles import Tile, cap_for, entry_for
+from vllm_aiter_mla.kernels.triton.tiles import MXFP4_ARCH, Tile, cap_for, entry_for
 from vllm_aiter_mla.kernels.triton.weights import MIN_WIDTH, Operand, operand, width_violation
 
 INT32_SPAN = 1 << 31
@@ -108,7 +108,7 @@ def _widths(inputs: DecodeInputs) -> str | None:
     for name, width in {"rope": inputs.rope_dim, "latent": inputs.latent_dim}.items():
         if width < MIN_WIDTH or width & (width - 1):
             return f"{name} width: a power of two from {MIN_WIDTH} on expected, got {width}"
-    return width_violation(inputs.nope_dim, _weight(inputs).fp8_max > 0)
+    return width_violation(inputs.nope_dim, _weight(inputs))
 
 
 def _weight(inputs: DecodeInputs) -> Operand:
@@ -137,6 +137,8 @@ def _spans(inputs: DecodeInputs) -> str | None:
         weight.name: _span(weight.values, 1),
         "cos_sin_cache": _span(inputs.cos_sin_cache, inputs.cos_sin_cache.shape[0]),
     }
+    if weight.is_mxfp4 and weight.scale is not None:
+        spans["W_K_scale"] = _span(weight.scale, 1)
     for name, span in spans.items():
         if span >= INT32_SPAN:
             return f"{name}: {span} elements from the first to the last of one block, 32 bits of offset expected"
@@ -161,6 +163,12 @@ def _software_fp8(arch: str, inputs: DecodeInputs) -> str | None:
     return None
 
 
+def _software_mxfp4(arch: str, inputs: DecodeInputs) -> str | None:
+    if not _weight(inputs).is_mxfp4 or arch in (MXFP4_ARCH, "interpreter"):
+        return None
+    return f"W_K: {MXFP4_ARCH} multiplies mxfp4 in hardware, {arch} would in software; {inputs.weight.avoid}"
+
+
 def _capped(arch: str, inputs: DecodeInputs, tokens: int) -> str | None:
     cap = cap_for(arch, inputs.num_heads, fp8.is_fp8(inputs.out_dtype), tokens)
     if cap is None:
@@ -173,7 +181,10 @@ def refused_on(arch: str, inputs: DecodeInputs) -> str | None:
     for check in (_contract, _widths, _layout, _spans):
         if (reason := check(inputs)) is not None:
             return reason
-    return _software_fp8(arch, inputs) or _capped(arch, inputs, inputs.num_tokens)
+    for on_card in (_software_fp8, _software_mxfp4):
+        if (reason := on_card(arch, inputs)) is not None:
+            return reason
+    return _capped(arch, inputs, inputs.num_tokens)
 
 
 _HERE: tuple[Callable[[DecodeInputs], str | None], ...] = (_no_triton, _contract, _device)

@@ -93,6 +93,9 @@ def _query_tile(
     w_stride_h,
     w_stride_p,
     w_stride_l,
+    w_scale_stride_h,
+    w_scale_stride_l,
+    w_scale_stride_g,
     N: tl.constexpr,
     P: tl.constexpr,
     ROW: tl.constexpr,
@@ -111,9 +114,11 @@ def _query_tile(
     cols = first_col + tl.arange(0, BLOCK_L)
     row_mask = rows < num_tokens - first_token
     q_row = q_ptr + first_token.to(tl.int64) * q_stride_t + head.to(tl.int64) * q_stride_h + rows * q_stride_t
+    if w_ptr.dtype.element_ty == tl.uint8:
+        w_scale_ptr += head.to(tl.int64) * w_scale_stride_h
     acc = absorbed(
-        q_row, w_ptr + head.to(tl.int64) * w_stride_h, w_scale_ptr, row_mask, cols, w_stride_p, w_stride_l, P,
-        W_FP8_MAX, BLOCK_T, BLOCK_L,
+        q_row, w_ptr + head.to(tl.int64) * w_stride_h, w_scale_ptr, row_mask, cols, w_stride_p, w_stride_l,
+        w_scale_stride_l, w_scale_stride_g, P, W_FP8_MAX, BLOCK_T, BLOCK_L,
     )  # fmt: skip
     x = acc.to(act)
     if FP8_MAX > 0:
@@ -240,7 +245,7 @@ def decode_prep_kernel(
     q_ptr,  # [T, N, P+R] act
     k_pe_ptr,  # [T, R] act
     kv_c_ptr,  # [T, L] act
-    w_ptr,  # [N, P, L] act or fp8 codes, unit stride along P or L
+    w_ptr,  # [N, P, L] act or fp8 codes, or [N, P/2, L] mxfp4, unit stride along P or L
     cache_ptr,  # [blocks, BLOCK_SIZE, L+R] act or fp8
     out_ptr,  # [T, N, L+R] act or fp8, contiguous
     slot_ptr,  # [S] int64
@@ -248,7 +253,7 @@ def decode_prep_kernel(
     cos_sin_ptr,  # [last_position + 1, R] act
     k_scale_ptr,
     q_scale_ptr,
-    w_scale_ptr,  # one float32 of fp8 codes, else None
+    w_scale_ptr,  # one float32 of fp8 codes, [N, L, P/32] e8m0 of mxfp4, else None
     num_tokens,  # T
     num_slots,  # S <= T
     last_position,
@@ -259,6 +264,9 @@ def decode_prep_kernel(
     w_stride_h,
     w_stride_p,
     w_stride_l,
+    w_scale_stride_h,
+    w_scale_stride_l,
+    w_scale_stride_g,
     cos_sin_stride,
     cache_stride_b,
     cache_stride_s,
@@ -270,7 +278,7 @@ def decode_prep_kernel(
     IS_NEOX: tl.constexpr,
     Q_FP8_MAX: tl.constexpr,  # 0: the query is stored in the activation dtype, unscaled
     KV_FP8_MAX: tl.constexpr,  # 0: so is the cache
-    W_FP8_MAX: tl.constexpr,  # 0: the weight is held in the activation dtype
+    W_FP8_MAX: tl.constexpr,  # 0: the weight is held in the activation dtype or in mxfp4
     BLOCK_T: tl.constexpr,
     BLOCK_L: tl.constexpr,
     ROPE_ROWS: tl.constexpr,
@@ -296,7 +304,8 @@ def decode_prep_kernel(
         first_col = (pid - rest * latent_blocks) * BLOCK_L
         _query_tile(
             q_ptr, w_ptr, w_scale_ptr, out_ptr, inv_q, head, first_token, first_col, num_tokens, q_stride_t,
-            q_stride_h, w_stride_h, w_stride_p, w_stride_l, N, P, L + R, Q_FP8_MAX, W_FP8_MAX, BLOCK_T, BLOCK_L,
+            q_stride_h, w_stride_h, w_stride_p, w_stride_l, w_scale_stride_h, w_scale_stride_l, w_scale_stride_g,
+            N, P, L + R, Q_FP8_MAX, W_FP8_MAX, BLOCK_T, BLOCK_L,
         )  # fmt: skip
     elif pid < query_tiles + rope_tiles:
         inv_q = _inverse(q_scale_ptr)

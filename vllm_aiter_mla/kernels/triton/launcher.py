@@ -62,7 +62,8 @@ def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
 
 def strides(inputs: DecodeInputs) -> tuple[int, ...]:
     """The kernel's stride arguments in its order, in elements."""
-    q, w, cache = inputs.q, weight(inputs).values, inputs.kv_cache
+    held, q, cache = weight(inputs), inputs.q, inputs.kv_cache
+    w = held.values
     return (
         _row_stride(q, 0),
         _row_stride(q, 1),
@@ -71,6 +72,7 @@ def strides(inputs: DecodeInputs) -> tuple[int, ...]:
         _row_stride(w, 0),
         w.stride(1),
         w.stride(2),
+        *held.scale_strides,
         _row_stride(inputs.cos_sin_cache, 0),
         _row_stride(cache, 0),
         _row_stride(cache, 1),

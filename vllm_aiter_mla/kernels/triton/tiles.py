@@ -107,6 +107,8 @@ CAPS: tuple[Cap, ...] = ()
 # Width of the reduction block: DeepSeek's whole nope width, so that all loads of a tile are under way at once. It is
 # also the group in which AITER's fp8 GEMM quantises a query row (``absorb.fp8.GROUP``): each block has one scale a row.
 BLOCK_K = 128
+# The one card of the table whose matrix instructions scale mxfp4 as they multiply; vLLM holds such weights there alone.
+MXFP4_ARCH = "gfx950"
 # The compiler's default differs between Triton's releases. Products of two bfloat16 or two float16 values are exact in
 # float32, so a fused multiply-add changes no byte of the rotation; off is the pinned choice all the same.
 FP_FUSION = False
