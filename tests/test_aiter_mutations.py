@@ -47,7 +47,7 @@ class Unchecked(AiterBackend):
     def bind(self, operands: DecodeInputs) -> Binding:
         cache = operands.kv_cache if operands.kv_cache.dim() == 3 else operands.kv_cache.squeeze(1)
         route = route_of(cache, operands.slot_mapping.shape[0], operands.num_heads, 64, PLATFORM, "as-is")
-        return Binding(partial(self._run, route, ()))
+        return Binding(partial(self._run, route, (), [operands.nope_dim, operands.rope_dim]))
 
 
 def test_mutation_none_planted_passes() -> None:

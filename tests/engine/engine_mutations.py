@@ -76,10 +76,10 @@ def the_aiter_kernel_is_wrong() -> None:
 
     inner = AiterBackend._run
 
-    def run(self, route, key, inputs):
+    def run(self, route, key, widths, inputs):
         from dataclasses import replace
 
-        return inner(self, route, key, replace(inputs, is_neox=not inputs.is_neox))
+        return inner(self, route, key, widths, replace(inputs, is_neox=not inputs.is_neox))
 
     AiterBackend._run = run
 

@@ -265,6 +265,9 @@ bad = {"kinds": {}, "why": "planted", "seconds": 0.0, "timed": 0}
 for mine in (good, bad if rank else good):
     place, answers = measuring._exchanged(mine)
     print(json.dumps([place, *measuring.agree(answers)]), flush=True)
+# A rank that ends while the other still talks to it makes gloo abort that one.
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
 """
 
 

@@ -88,6 +88,7 @@ def test_what_is_looked_for_stands_in_the_installed_vllm_and_in_the_plugin() -> 
     assert "Enabled custom fusions: %s" in source
     assert gauge.NAME == proof.GAUGE
     record = {"engaged": {"a": "aiter"}, "total": 1, "kv_cache_dtype": "fp8", "decode_bucket": [1, 8], "refused": {}}
+    record["measured"] = []
     assert proof.check_on(f"aiter-mla: {census_record.line(record)}", None).startswith("1/1 MLA layers engaged")
     record |= {"engaged": {}, "partial": {}, "refused": {"a": ("key", "text")}}
     with pytest.raises(RunError, match="key: text"):
