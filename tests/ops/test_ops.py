@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.reference import store_nope
 from vllm_aiter_mla.kernels.stock import StockBackend
+from vllm_aiter_mla.ops import adapter
 from vllm_aiter_mla.sandbox import gpu_ops
 
 ROPE = "mla_attention_with_rope"
@@ -268,3 +270,45 @@ def test_the_last_kernel_of_stock_is_the_one_that_vllms_layers_call() -> None:
         query = kernels.concat_quantise_fp8(absorbed, q_pe, scale)
     expected = store_nope(torch.cat([absorbed, q_pe], -1), 1 / scale, torch.float8_e4m3fn)
     assert torch.equal(query.view(torch.uint8), expected.view(torch.uint8))
+
+
+class _Unreadable:
+    """Metadata that may not be looked at."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"the op read {name} of the batch's metadata")
+
+
+def test_i2_query_preparation_reads_nothing_of_the_batch() -> None:
+    """It may be inside a piecewise graph, where a decision from the metadata would be frozen."""
+    layer, batch = layer_of(), batch_of(3)
+    with forward([layer], batch):
+        get_forward_context().attn_metadata = dict.fromkeys(get_forward_context().attn_metadata, _Unreadable())
+        OPS["mla_decode_q_prep"](*arguments("mla_decode_q_prep", layer, batch.rows))
+        with pytest.raises(AssertionError, match="of the batch's metadata"):
+            OPS[ROPE](*arguments(ROPE, layer, batch.rows))
+
+
+def test_decode_rows_without_a_slot_each_are_no_decode_batch() -> None:
+    """A kernel would be given fewer slots than rows; the layer's own attention says what vLLM says of it."""
+    layer, batch = layer_of(), batch_of(6, decodes=4, slots=3)
+    with forward([layer], batch):
+        metadata, slots = get_forward_context().attn_metadata[layer.layer_name], batch.slot_mapping()
+        assert not context.is_decode_only(metadata, slots)
+        assert context.is_decode_only(metadata, batch_of(6, decodes=4, slots=4).slot_mapping())
+
+
+@pytest.mark.parametrize("name", ["q", "k_pe", "kv_c", "positions", "cos_sin_cache", "slot_mapping", "k_scale"])
+def test_a_call_with_another_dtype_is_bound_anew(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What was found for one dtype holds for no other: AITER reads bytes."""
+    layer, batch = layer_of(), batch_of(3)
+    asked: list[DecodeInputs] = []
+    monkeypatch.setattr(layers, "kernel_for", lambda module, inputs: (asked.append(inputs), ("stock", None))[1])
+    args = arguments(ROPE, layer, batch.rows)
+    with forward([layer], batch):
+        OPS[ROPE](*args)
+        kept = adapter.layer_of(args[-1])
+        kept.kernel(asked[0])
+        assert len(asked) == 1, "the same call was bound twice"
+        kept.kernel(replace(asked[0], **{name: getattr(asked[0], name).to(torch.float64)}))
+    assert len(asked) == 2

@@ -21,6 +21,13 @@ def layer_call(layer_name: Any) -> tuple[str, Any, Any, torch.Tensor, torch.Tens
     return name, *vllm.attention_context(name)
 
 
+def layer_module(layer_name: Any) -> tuple[str, Any]:
+    """The layer's dotted name and vLLM's ``MLAAttention`` module. Nothing of the batch is read."""
+    vllm = _vllm()
+    name = vllm.resolve_name(layer_name)
+    return name, vllm.forward_context().no_compile_layers[name]
+
+
 def is_piecewise() -> bool:
     """Whether this forward pass runs, or records, piecewise graphs."""
     vllm = _vllm()
@@ -35,12 +42,14 @@ def fp8_view(kv_cache: torch.Tensor) -> torch.Tensor:
 
 
 def is_decode_only(metadata: Any, slots: torch.Tensor | None) -> bool:
-    """Whether every real row of the batch is a decode row whose KV row has been written."""
+    """Whether every real row of the batch is a decode row that has a slot for its KV row."""
+    rows = metadata.num_actual_tokens
     return (
         slots is not None
         and metadata.decode is not None
         and metadata.num_prefills == 0
-        and metadata.num_decode_tokens == metadata.num_actual_tokens
+        and metadata.num_decode_tokens == rows
+        and slots.shape[0] >= rows
     )
 
 

@@ -143,13 +143,15 @@ class VLLMLayer:
         module.forward_impl(q, kv_c, k_pe, module.kv_cache, metadata, output=output)
 
 
+def layer_of(layer_name: Any) -> VLLMLayer:
+    """A layer by its name, for an op that may be inside a piecewise graph: it must not look at the batch."""
+    return _adapter(*context.layer_module(layer_name))
+
+
 def layer_step(layer_name: Any) -> LayerStep:
     """One layer in the current step, for an op that was given it by name."""
     name, metadata, module, kv_cache, slots = context.layer_call(layer_name)
-    # Kept by the module itself, so that the two go together.
-    layer = module.__dict__.get(_ADAPTER)
-    if layer is None:
-        layer = module.__dict__[_ADAPTER] = VLLMLayer(name, module)
+    layer = _adapter(name, module)
     if metadata is None:
         return LayerStep(name, layer, kv_cache, slots, None, 0, False, context.is_piecewise())
     decode_only = context.is_decode_only(metadata, slots) and kv_cache.numel() > 0
@@ -167,13 +169,21 @@ def note_while_profiling(step: LayerStep, *, is_neox: bool, act: torch.dtype) ->
         census.engage(step.name, kernel)
 
 
-def _step_key(inputs: DecodeInputs) -> tuple[Any, ...]:
-    """What a graph may hand over otherwise in another step: sizes, strides, and where the rows start.
+def _adapter(name: str, module: Any) -> VLLMLayer:
+    # Kept by the module itself, so that the two go together.
+    layer: VLLMLayer | None = module.__dict__.get(_ADAPTER)
+    if layer is None:
+        layer = module.__dict__[_ADAPTER] = VLLMLayer(name, module)
+    return layer
 
-    Widths, dtypes and the rotary table are the layer's: one graph has them like another.
-    """
+
+def _step_key(inputs: DecodeInputs) -> tuple[Any, ...]:
+    """All that a kernel's contract looks at and that is not remembered by identity: see ``_still_holds``."""
     q, k_pe, kv_c, slots = inputs.q, inputs.k_pe, inputs.kv_c, inputs.slot_mapping
+    positions, table = inputs.positions, inputs.cos_sin_cache
     return (
-        q.shape[0], q.stride(), q.storage_offset(), k_pe.stride(), k_pe.storage_offset(), kv_c.stride(),
-        kv_c.storage_offset(), inputs.positions.stride(), slots.shape[0], slots.stride(), q.dtype, inputs.is_neox,
+        q.shape, q.stride(), q.storage_offset(), q.dtype, k_pe.shape, k_pe.stride(), k_pe.storage_offset(), k_pe.dtype,
+        kv_c.shape, kv_c.stride(), kv_c.storage_offset(), kv_c.dtype, positions.shape, positions.stride(),
+        positions.dtype, slots.shape, slots.stride(), slots.dtype, table.shape, table.stride(), table.dtype,
+        inputs.k_scale.shape, inputs.k_scale.dtype, inputs.is_neox, inputs.out_dtype,
     )  # fmt: skip

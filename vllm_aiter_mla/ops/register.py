@@ -48,7 +48,7 @@ def mla_decode_q_prep(
     q [T, N, P+R] -> q_prepared [T, N, L+R] of ``out_dtype``. The weights and the scale are read from the layer per
     call: reloading replaces them.
     """
-    return bodies.decode_q_prep(adapter.layer_step(layer_name).layer, q, rope_dim, out_dtype)
+    return bodies.decode_q_prep(adapter.layer_of(layer_name), q, rope_dim, out_dtype)
 
 
 def mla_decode_q_prep_fake(
