@@ -12,7 +12,7 @@ from fake_aiter.support import ROCM, inputs, same_bytes, twin
 from vllm_aiter_mla.kernels import reference, select
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
-from vllm_aiter_mla.kernels.select import NoKernelError, Selector, candidates
+from vllm_aiter_mla.kernels.select import Selector, candidates
 from vllm_aiter_mla.kernels.selfcheck import self_check
 from vllm_aiter_mla.kernels.shape import LayerShape
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
@@ -66,7 +66,7 @@ def test_auto_on_mi300x_runs_aiter() -> None:
     operands = inputs()
     assert chosen.choose(operands).backend.name == "aiter"
     expected = reference.prepare(twin(operands))
-    assert same_bytes(chosen.prepare(operands), expected)
+    assert same_bytes(chosen.choose(operands).run(operands), expected)
     assert len(op.forget()) == 1
 
 
@@ -78,26 +78,25 @@ def test_a_refused_call_falls_back_to_stock_and_keeps_the_reason() -> None:
     ((name, reason),) = choice.refusals
     assert name == "aiter"
     assert "general kernel" in reason
-    assert chosen.prepare(operands).shape == (300, 2, 576)
+    assert choice.run(operands).shape == (300, 2, 576)
     assert op.forget() == []
 
 
-def test_without_any_kernel_the_error_holds_every_reason() -> None:
-    chosen = Selector("aiter", MI300X)
-    operands = inputs(heads=2, tokens=300)
-    with pytest.raises(NoKernelError, match=r"aiter: kernel: 2 heads.*; stock: no stock kernels are registered"):
-        chosen.prepare(operands)
+def test_without_any_kernel_the_choice_holds_every_reason() -> None:
+    choice = Selector("aiter", MI300X).choose(inputs(heads=2, tokens=300))
+    assert choice.backend is choice.run is None
+    (aiter, why), stock = choice.refusals
+    assert (aiter, stock) == ("aiter", ("stock", "no stock kernels are registered"))
+    assert "kernel: 2 heads" in why
 
 
-def test_the_choice_is_made_once_per_key_for_both_questions(monkeypatch) -> None:
+def test_the_choice_is_made_once_per_key(monkeypatch) -> None:
     chosen = Selector("aiter", MI300X)
     made = []
     original = chosen._choose
     monkeypatch.setattr(chosen, "_choose", lambda operands: made.append(1) or original(operands))
     for _ in range(3):
-        operands = inputs()
-        chosen.choose(operands)
-        chosen.prepare(operands)
+        chosen.choose(inputs())
     chosen.choose(inputs(tokens=8))
     assert len(made) == 2
 

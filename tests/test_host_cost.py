@@ -29,16 +29,6 @@ def test_a_row_above_stock_is_named_and_one_without_calls_is_not() -> None:
     assert host_cost.misses([Row("fp8", "all decode", "none", 44.0, 40.0)]) == []
 
 
-def test_a_batch_with_prefill_rows_beside_a_piece_is_held_to_stock_without_graphs() -> None:
-    batch = "one prefill among decodes"
-    rows = [Row("fp8", batch, "none", 40.0, 38.0), Row("fp8", batch, "piecewise", 32.0, 38.0)]
-    assert host_cost.misses(rows) == []
-    rows[1] = Row("fp8", batch, "piecewise", 32.0, 44.0)
-    assert host_cost.misses(rows) == [
-        f"fp8 cache, {batch}, graphs piecewise: 1.10 of stock's time without graphs (<= 1.00)"
-    ]
-
-
 def test_every_row_is_timed() -> None:
     found = host_cost.measure(rounds=1)
     assert {(row.cache, row.batch, row.graphs) for row in found} == {

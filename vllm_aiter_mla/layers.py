@@ -112,7 +112,6 @@ def _kernel_for(module: Any, known: _Known, shape: LayerShape) -> tuple[str | No
         return None if first is None else first.name, None
     wanted = selector.names[0]
     if asked == "auto" and wanted == "stock":
-        # vLLM's kernels on private copies would cost more than leaving the layer alone.
         arch = selector.platform.arch
         unknown = f"auto knows no fused kernel for {arch}; kernel=triton can be asked for by name"
         return None, Refusal("kernel_unavailable", unknown)
@@ -167,11 +166,8 @@ def weight_of(module: Any) -> absorb.AbsorbWeight:
     return absorb.read(compat_layer.absorb_tensors(module))
 
 
-STOCK = "stock"
-
-
 def kernel_for(module: Any, inputs: DecodeInputs) -> tuple[str, Run | None]:
-    """Name of what runs calls of this shape, and its function; ``STOCK`` and None where vLLM's own attention does.
+    """Name of what runs calls of this shape, and its function; "stock" and None where vLLM's own attention does.
 
     Whatever goes wrong here, the batch is served by vLLM's own attention, and one line says why.
     """
@@ -182,16 +178,16 @@ def kernel_for(module: Any, inputs: DecodeInputs) -> tuple[str, Run | None]:
     if choice.backend is None or choice.run is None:
         return _stock("; ".join(f"{name}: {reason}" for name, reason in choice.refusals))
     if not choice.backend.trusted and why_unchecked(module) is not None:
-        return STOCK, None  # said when it was found
+        return table.STOCK, None  # said when it was found
     if not choice.backend.trusted and module not in _checked:
         # A compiled artifact may hold the op although nothing was checked in this process.
         return _stock(f"{choice.backend.name} was not checked in this process")
-    return (choice.backend.name, choice.run) if choice.backend.name != STOCK else (STOCK, None)
+    return (choice.backend.name, choice.run) if choice.backend.name != table.STOCK else (table.STOCK, None)
 
 
 def _stock(reason: str) -> tuple[str, None]:
     log.say_once(logging.ERROR, f"decode batches of some layers run vLLM's own attention: {reason}")
-    return STOCK, None
+    return table.STOCK, None
 
 
 def generation() -> int:

@@ -60,8 +60,8 @@ def test_a_back_end_is_asked_once_per_key_and_the_key_is_computed_once_per_call(
     monkeypatch.setattr(select, "call_key", lambda inputs: keys.append(1) or call_key(inputs))
     chosen = select.Selector("reference", Platform("cpu"), {"reference": lambda platform: backend})
     for _ in range(3):
-        chosen.prepare(synthetic_inputs(SMALL))
-    chosen.prepare(synthetic_inputs(SMALL, tokens=5))
+        chosen.choose(synthetic_inputs(SMALL))
+    chosen.choose(synthetic_inputs(SMALL, tokens=5))
     assert (backend.asked, len(keys)) == (2, 4)
 
 

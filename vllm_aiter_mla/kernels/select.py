@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
@@ -27,10 +25,6 @@ _KEEP = 4096  # call shapes remembered; a serving process sees its capture sizes
 
 # Builds a back end for a platform, or says why there is none.
 Factory = Callable[[Platform], KernelBackend | str]
-
-
-class NoKernelError(RuntimeError):
-    """No candidate takes a call; the message holds every candidate's reason."""
 
 
 def candidates(kernel: str, platform: Platform) -> tuple[str, ...]:
@@ -142,17 +136,6 @@ class Selector:
             for name, backend in found.items()
             if not isinstance(backend, str) and not isinstance(self._bind(name, inputs), str)
         }
-
-    def prepare(self, inputs: DecodeInputs) -> torch.Tensor:
-        """Run the chosen back end: q_prepared [T, N, L+R], KV rows written.
-
-        Raises:
-            NoKernelError: every candidate refused; the message holds the reasons.
-        """
-        choice = self.choose(inputs)
-        if choice.run is None:
-            raise NoKernelError("; ".join(f"{name}: {reason}" for name, reason in choice.refusals))
-        return choice.run(inputs)
 
     def prefer(self, inputs: DecodeInputs, ranges: table.Ranges) -> None:
         """Let calls of the layer shape of ``inputs`` run what ``ranges`` says; without any, by the static order again.

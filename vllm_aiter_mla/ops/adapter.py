@@ -153,12 +153,12 @@ def layer_step(layer_name: Any) -> LayerStep:
     name, metadata, module, kv_cache, slots = context.layer_call(layer_name)
     layer = _adapter(name, module)
     if metadata is None:
-        return LayerStep(name, layer, kv_cache, slots, None, 0, False, context.is_piecewise())
+        return LayerStep(name, layer, kv_cache, slots, None, 0, False, context.is_piecewise)
     decode_only = context.is_decode_only(metadata, slots) and kv_cache.numel() > 0
     if decode_only:
         kv_cache = layer.cache_view(kv_cache)
     rows = metadata.num_actual_tokens
-    return LayerStep(name, layer, kv_cache, slots, metadata, rows, decode_only, context.is_piecewise())
+    return LayerStep(name, layer, kv_cache, slots, metadata, rows, decode_only, context.is_piecewise)
 
 
 def note_while_profiling(step: LayerStep, *, is_neox: bool, act: torch.dtype) -> None:

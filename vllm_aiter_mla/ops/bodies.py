@@ -6,6 +6,7 @@ head, L the latent width, V the width of a value head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -91,7 +92,7 @@ class LayerStep(NamedTuple):
         metadata: of the layer's own attention, handed on as it is; None while profiling and in dummy runs.
         num_actual_tokens: real rows; the others pad a graph.
         decode_only: whether every real row is a decode row, with a slot for its KV row.
-        is_piecewise: whether the forward pass runs, or records, piecewise graphs.
+        is_piecewise: tells whether the forward pass runs, or records, piecewise graphs; asked in captures alone.
     """
 
     name: str
@@ -101,7 +102,7 @@ class LayerStep(NamedTuple):
     metadata: Any
     num_actual_tokens: int
     decode_only: bool
-    is_piecewise: bool
+    is_piecewise: Callable[[], bool]
 
 
 class Rope(NamedTuple):
@@ -241,7 +242,7 @@ def decode(step: LayerStep, q_prepared: torch.Tensor, output: torch.Tensor) -> N
 
 def _check_capture(step: LayerStep) -> None:
     """Raise where what is being captured would be wrong for every replay."""
-    if step.is_piecewise:
+    if step.is_piecewise():
         raise RuntimeError(
             f"aiter-mla: the attention of {step.name} is inside a piecewise graph. Add the plugin's ops "
             f"({', '.join(ATTENTION_OPS)}) to compilation_config.splitting_ops, or leave splitting_ops unset."

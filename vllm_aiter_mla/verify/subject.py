@@ -77,7 +77,7 @@ class Op:
         layer, batch, table = self._layer, self._buffers.batch, self._buffers.table
         step = bodies.LayerStep(
             self._name, layer, layer.kv_cache, self._buffers.slots[: self._slots], None if batch.dummy else batch,
-            batch.rows, not batch.dummy and not batch.prefill_rows, self._kind == "piecewise",
+            batch.rows, not batch.dummy and not batch.prefill_rows, lambda: self._kind == "piecewise",
         )  # fmt: skip
         rope = bodies.Rope(positions, table, layer.k_scale, self._buffers.variant.is_neox)
         self._outputs.pop(self._name, None)

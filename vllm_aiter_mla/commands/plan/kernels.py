@@ -115,7 +115,7 @@ def at(chooser: PlannedSelector, inputs: DecodeInputs) -> KernelSpan:
         basis = tiles.entry_for(chooser.platform.arch, tokens, inputs.num_heads).basis
         detail = f"tile {backend.kernel_of(inputs)}, {basis}"
     elif backend is not None:
-        detail = "vLLM's own kernels on private copies"
+        detail = "the layer's own attention"
     return KernelSpan(tokens, tokens, None if backend is None else backend.name, detail, choice.refusals)
 
 
