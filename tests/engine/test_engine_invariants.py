@@ -73,7 +73,7 @@ def test_i13_batches_with_prefill_rows_inside_the_bucket_are_rotated_in_place(en
 
 
 def uses_before_the_op(code: str, buffer: str) -> list[str]:
-    """The calls that are given ``buffer`` before the op is. Inductor names a value once; its memory may be another's."""
+    """The calls that are given ``buffer`` before the op is. Inductor names a value once and may reuse memory."""
     lines = [line.partition("#")[0].strip() for line in code.splitlines()]
     used = [line for line in lines if re.search(rf"\b{buffer}\b", line)]
     op = next(at for at, line in enumerate(used) if "mla_attention_with_rope" in line)
