@@ -17,7 +17,7 @@ from typing import Any
 from vllm_aiter_mla import layers, measuring
 from vllm_aiter_mla.census import file, gauge, record, state
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import log, user_pass
+from vllm_aiter_mla.compat import log, ranks, user_pass
 from vllm_aiter_mla.compat.patches import worker_hook
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 
@@ -184,8 +184,7 @@ def take_census(worker: Any) -> None:
     try:
         _guarded(config, "the verdict is not complete", lambda: _run_once(worker))
         _guarded(config, "no verdict could be made", lambda: verdict.update(_verdict(worker)))
-        if verdict:
-            _guarded(config, "no verdict could be said", lambda: _say(verdict, _is_strict(config)))
+        _guarded(config, "no verdict could be said", lambda: _say(config, verdict, _is_strict(config)))
     finally:
         if verdict:
             _write_down(config, verdict)
@@ -218,18 +217,22 @@ def _verdict(worker: Any) -> dict[str, Any]:
     return found | compat_config.metric_labels(config)
 
 
-def _say(verdict: dict[str, Any], strict: bool) -> None:
-    """Say the verdict on rank 0. In strict mode any rank that holds MLA layers stops where none is engaged.
+def _say(config: Any, verdict: dict[str, Any], strict: bool) -> None:
+    """Say the verdict on rank 0, for all pipeline stages. In strict mode a rank with MLA layers stops where none engaged.
+
+    Every rank comes here, also one without a verdict: the stages hand theirs to one another.
 
     Raises:
         SettingsError: strict mode, and no layer engaged.
     """
-    is_first, text = verdict["rank"] == 0, record.line(verdict)
-    if strict and not verdict["engaged"] and (is_first or verdict["total"]):
-        raise SettingsError(f"{log.PREFIX}{text} ({STRICT_OPTION})")
-    if is_first:
+    stages = ranks.of_stages(verdict)
+    anywhere = any(stage and stage["engaged"] for stage in stages)
+    if strict and verdict and not verdict["engaged"] and (verdict["total"] or not anywhere):
+        raise SettingsError(f"{log.PREFIX}{record.line(verdict)} ({STRICT_OPTION})")
+    if verdict and verdict["rank"] == 0:
+        found = record.of_engine(stages) | {"replica": compat_config.replica(config)}
         # Every engine of a process has its verdict said, also one that reads like the last.
-        log.say(logging.INFO if verdict["engaged"] else logging.WARNING, text)
+        log.say(logging.INFO if found["engaged"] else logging.WARNING, record.line(found))
 
 
 def _write_down(config: Any, verdict: dict[str, Any]) -> None:

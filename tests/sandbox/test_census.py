@@ -34,10 +34,10 @@ def said(monkeypatch, tmp_path):
     return lines
 
 
-def config(key="k" * 64, capture_sizes=()):
+def config(key="k" * 64, capture_sizes=(), **others):
     """As much of vLLM's as is asked for the files."""
     compilation = SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_capture_sizes=capture_sizes)
-    return SimpleNamespace(compute_hash=lambda: key, compilation_config=compilation)
+    return SimpleNamespace(compute_hash=lambda: key, compilation_config=compilation, **others)
 
 
 def after_warm_up(*, strict=False, rank=0, **changes):
@@ -301,3 +301,48 @@ def test_census_of_a_layer_that_kept_two_passes_says_why_it_is_not_engaged(said)
     found = record.as_record(LAYERS, 512, "fp8", 0)
     assert found["refused"][LAYERS[0]] == ["stop_after", "debug.stop_after=q_prep_lift"]
     assert found["refused"][LAYERS[1]] == list(record.NOT_RUN)
+
+
+def staged(monkeypatch, others):
+    """The other pipeline stages hand over ``others``."""
+    monkeypatch.setattr(worker.ranks, "of_stages", lambda mine: [mine, *others])
+
+
+def test_census_the_line_speaks_for_all_pipeline_stages(said, monkeypatch):
+    for name in LAYERS:
+        census.engage(name, "aiter")
+    later = record.as_record([], 512, "fp8", 1) | {
+        "total": 2,
+        "engaged": {"c": "aiter"},
+        "refused": {"d": ["dtype", "x"]},
+    }
+    staged(monkeypatch, [later])
+    after_warm_up()
+    text = "3/4 MLA layers engaged (aiter, fp8 KV, decode bucket 1..512) in 2 pipeline stages; 1 refused: dtype: x"
+    assert said == [(logging.INFO, text)]
+
+
+def test_census_a_stage_without_a_verdict_is_named(said, monkeypatch):
+    for name in LAYERS:
+        census.engage(name, "aiter")
+    staged(monkeypatch, [{}])
+    after_warm_up()
+    assert said[0][1].endswith(" in 2 pipeline stages, 1 of which made no verdict")
+
+
+@pytest.mark.parametrize("engaged_later", [False, True])
+def test_census_strict_mode_stops_a_stage_without_mla_layers_only_where_no_stage_engaged(
+    said, monkeypatch, engaged_later
+):
+    later = record.as_record([], 512, "fp8", 1) | {"total": 1, "engaged": {"c": "aiter"} if engaged_later else {}}
+    staged(monkeypatch, [later])
+    first = record.as_record([], 512, "fp8", 0)
+    with contextlib.nullcontext() if engaged_later else pytest.raises(SettingsError, match="strict=true"):
+        worker._say(config(), first, strict=True)
+
+
+def test_census_a_data_parallel_engine_is_named(said):
+    for name in LAYERS:
+        census.engage(name, "aiter")
+    after_warm_up(parallel_config=SimpleNamespace(data_parallel_index=1, data_parallel_size=1))
+    assert said[0][1].endswith("decode bucket 1..512), data-parallel engine 1")

@@ -62,13 +62,31 @@ def of_declined(code: str, message: str, layers: Sequence[int], kv_cache_dtype: 
     }
 
 
+def of_engine(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first stage's record with the layers of all pipeline stages. A stage without a record is counted and named."""
+    known = [stage for stage in stages if stage]
+    merged = dict(known[0], stages=len(stages), silent_stages=len(stages) - len(known))
+    merged["total"] = sum(stage["total"] for stage in known)
+    for name in ("engaged", "refused", "partial"):
+        merged[name] = {layer: found for stage in known for layer, found in stage[name].items()}
+    return merged
+
+
 def line(record: dict[str, Any]) -> str:
     """The verdict in one line."""
     engaged, total = record["engaged"], record["total"]
     if not engaged:
-        return f"0/{total}: {first_reason(record)} (run: vllm-aiter-mla doctor)"
-    text = f"{len(engaged)}/{total} MLA layers engaged ({_measured(record) or _kernels(record)})"
+        return f"0/{total}: {first_reason(record)} (run: vllm-aiter-mla doctor){_where(record)}"
+    text = f"{len(engaged)}/{total} MLA layers engaged ({_measured(record) or _kernels(record)}){_where(record)}"
     return text if len(engaged) == total else f"{text}; {total - len(engaged)} refused: {first_reason(record)}"
+
+
+def _where(record: dict[str, Any]) -> str:
+    """Which part of a deployment the line speaks for; nothing where there is one engine of one stage."""
+    stages, silent, replica = record.get("stages", 1), record.get("silent_stages", 0), record.get("replica")
+    found = f" in {stages} pipeline stages" if stages > 1 else ""
+    found += f", {silent} of which made no verdict" if silent else ""
+    return found if replica is None else f"{found}, data-parallel engine {replica}"
 
 
 def _kernels(record: dict[str, Any]) -> str:

@@ -101,6 +101,16 @@ def metric_labels(vllm_config: Any) -> dict[str, str | None]:
     return {"model_name": None if name is None else str(name), "engine": None if index is None else str(index)}
 
 
+def replica(vllm_config: Any) -> int | None:
+    """Which data-parallel engine this is, counted from 0; None where it is known to be the only one.
+
+    Of dense models vLLM tells each engine that it is alone; those after the first still have their index.
+    """
+    parallel = getattr(vllm_config, "parallel_config", None)
+    index = int(getattr(parallel, "data_parallel_index", 0))
+    return index if index or int(getattr(parallel, "data_parallel_size", 1)) > 1 else None
+
+
 def _model_facts(model: Any) -> dict[str, Any]:
     if model is None:
         return {"is_mla": False}

@@ -15,16 +15,29 @@ def exchange(mine: str) -> tuple[int, list[str]]:
     Every rank of the engine has to call it. Over vLLM's CPU groups: no device is touched. Alone, where vLLM has made no
     groups, ``(0, [mine])``.
     """
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
+    pipeline = _pipeline()
+    if pipeline is None:
         return 0, [mine]
     from vllm.distributed import parallel_state
 
-    if not parallel_state.model_parallel_is_initialized():
-        return 0, [mine]
-    tensor, pipeline = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+    tensor = parallel_state.get_tp_group()
     stages = _gathered(_gathered(mine, tensor), pipeline)
     return pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group, [text for one in stages for text in one]
+
+
+def of_stages(mine: Any) -> list[Any]:
+    """What each pipeline stage has handed over, in their order; every rank of the engine has to call it."""
+    stages = _pipeline()
+    return [mine] if stages is None else _gathered(mine, stages)
+
+
+def _pipeline() -> Any | None:
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    from vllm.distributed import parallel_state
+
+    return parallel_state.get_pp_group() if parallel_state.model_parallel_is_initialized() else None
 
 
 def _gathered(mine: Any, group: Any) -> list[Any]:
