@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.sandbox import plugin
+from vllm_aiter_mla.sandbox import plugin, random_weights
 from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec, load, save
 
 # 16 requests of 512 tokens in 4 layers take 38 MB of bf16 rows.
@@ -44,11 +44,8 @@ def build(spec: EngineSpec, folder: Path) -> Any:
     """vLLM's ``LLM`` for the spec."""
     from vllm import LLM
 
-    from vllm_aiter_mla.sandbox.model import TinyDeepseek
-
-    model = TinyDeepseek(**{"num_nextn_predict_layers": int(spec.drafts > 0)} | spec.model).save(folder)
     return LLM(
-        str(model),
+        str(checkpoint(spec, folder)),
         skip_tokenizer_init=True,
         max_model_len=512,
         max_num_seqs=spec.max_num_seqs,
@@ -59,9 +56,18 @@ def build(spec: EngineSpec, folder: Path) -> Any:
         compilation_config=compilation(spec),
         additional_config=options(spec),
         seed=0,
-        **speculative(spec),
+        **speculative(spec, folder),
         **on_device(spec),
     )
+
+
+def checkpoint(spec: EngineSpec, folder: Path) -> Path:
+    """Write the model that the spec names."""
+    if spec.config:
+        return random_weights.save(spec.config, folder)
+    from vllm_aiter_mla.sandbox.model import TinyDeepseek
+
+    return TinyDeepseek(**{"num_nextn_predict_layers": int(spec.drafts > 0)} | spec.model).save(folder)
 
 
 def on_device(spec: EngineSpec) -> dict[str, Any]:
@@ -72,9 +78,15 @@ def on_device(spec: EngineSpec) -> dict[str, Any]:
     return {"attention_backend": backend, "kv_cache_memory_bytes": GPU_KV_BYTES, "gpu_memory_utilization": 0.1}
 
 
-def speculative(spec: EngineSpec) -> dict[str, Any]:
-    """The ``speculative_config``; the draft is the model's own layer, under the name of its checkpoint."""
-    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": spec.drafts}} if spec.drafts else {}
+def speculative(spec: EngineSpec, folder: Path) -> dict[str, Any]:
+    """The ``speculative_config``, and how weights are loaded. Without a draft model the model's own layer drafts."""
+    found: dict[str, Any] = {"load_format": random_weights.LOAD_FORMAT} if spec.config else {}
+    if spec.drafts:
+        draft: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": spec.drafts}
+        if spec.draft_config:
+            draft |= {"method": "eagle3", "model": str(random_weights.save(spec.draft_config, folder / "draft"))}
+        found["speculative_config"] = draft
+    return found
 
 
 def compilation(spec: EngineSpec) -> dict[str, Any]:

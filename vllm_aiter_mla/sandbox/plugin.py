@@ -30,11 +30,12 @@ def activate() -> None:
         return
     if not current_platform.is_cpu():
         raise RuntimeError(f"the sandbox runs on CPUs and on CUDA and ROCm GPUs, not on {current_platform.device_type}")
-    from vllm_aiter_mla.sandbox import aiter_attention, attention, gpu_ops, platform
+    from vllm_aiter_mla.sandbox import aiter_attention, attention, gpu_ops, platform, random_weights
     from vllm_aiter_mla.sandbox.fake_aiter.engine import resume
 
     gpu_ops.register()
     attention.register()
+    random_weights.register()
     platform.wrap(type(current_platform))  # type: ignore[arg-type]
     KNOWN_IMPLS.add("SandboxMLAImpl")
     if resume() is not None:

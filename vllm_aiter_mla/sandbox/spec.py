@@ -27,6 +27,8 @@ class EngineSpec:
         max_num_seqs: requests at a time: the decode bucket.
         max_num_batched_tokens: token budget of a step; below a prompt's length the prompt is chunked (bf16 cache).
         model: overrides of ``TinyDeepseek``.
+        config: another model's ``config.json`` in place of it; its weights are drawn: see ``random_weights``.
+        draft_config: ``config.json`` of an EAGLE-3 draft for ``config``; without it the model's own layer drafts.
         compilation: overrides of vLLM's ``compilation_config``.
         additional: overrides of the plugin's ``additional_config`` mapping.
         linear: "onednn" is the CPU build's out-variant GEMM, "aten" a plain one, as on GPUs.
@@ -58,6 +60,8 @@ class EngineSpec:
     max_num_seqs: int = BUCKET_REQUESTS
     max_num_batched_tokens: int = 512
     model: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    draft_config: dict[str, Any] = field(default_factory=dict)
     compilation: dict[str, Any] = field(default_factory=dict)
     additional: dict[str, Any] = field(default_factory=dict)
     linear: str = "onednn"
