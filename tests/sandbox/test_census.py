@@ -311,11 +311,8 @@ def staged(monkeypatch, others):
 def test_census_the_line_speaks_for_all_pipeline_stages(said, monkeypatch):
     for name in LAYERS:
         census.engage(name, "aiter")
-    later = record.as_record([], 512, "fp8", 1) | {
-        "total": 2,
-        "engaged": {"c": "aiter"},
-        "refused": {"d": ["dtype", "x"]},
-    }
+    both = {"engaged": {"c": "aiter"}, "refused": {"d": ["dtype", "x"]}}
+    later = record.as_record([], 512, "fp8", 1) | {"total": 2} | both
     staged(monkeypatch, [later])
     after_warm_up()
     text = "3/4 MLA layers engaged (aiter, fp8 KV, decode bucket 1..512) in 2 pipeline stages; 1 refused: dtype: x"

@@ -63,7 +63,7 @@ def of_declined(code: str, message: str, layers: Sequence[int], kv_cache_dtype: 
 
 
 def of_engine(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The first stage's record with the layers of all pipeline stages. A stage without a record is counted and named."""
+    """The first stage's record with the layers of all pipeline stages; a stage without a record is counted."""
     known = [stage for stage in stages if stage]
     merged = dict(known[0], stages=len(stages), silent_stages=len(stages) - len(known))
     merged["total"] = sum(stage["total"] for stage in known)
