@@ -218,7 +218,7 @@ def _verdict(worker: Any) -> dict[str, Any]:
 
 
 def _say(config: Any, verdict: dict[str, Any], strict: bool) -> None:
-    """Say the verdict on rank 0, for all pipeline stages. Strict mode stops a rank with MLA layers of which none engaged.
+    """Say the verdict on rank 0, for all pipeline stages. Strict mode stops a rank whose MLA layers are all refused.
 
     Every rank comes here, also one without a verdict: the stages hand theirs to one another.
 
