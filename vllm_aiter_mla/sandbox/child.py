@@ -25,7 +25,7 @@ def main(spec_path: str, out_path: str) -> None:
 
     load_general_plugins()
     plugin.check_device(spec.device)
-    from vllm_aiter_mla.sandbox import knobs, scenarios
+    from vllm_aiter_mla.sandbox import knobs
 
     knobs.apply(spec)
     # In the cache root: vLLM's cache key holds the model's path, and a warm start must find the same.
@@ -33,32 +33,49 @@ def main(spec_path: str, out_path: str) -> None:
     print("sandbox: engine is up", flush=True)
     if spec.scales is not None:
         knobs.set_scales(llm, *spec.scales)
+    outcome = run_all(spec, llm)
+    if spec.reload is not None:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other_weights(spec))})
+        outcome |= {f"{name}, reloaded": steps for name, steps in run_all(spec, llm).items()}
+    save(result(spec, llm, outcome), Path(out_path))
+
+
+def run_all(spec: EngineSpec, llm: Any) -> dict[str, Any]:
+    """The spec's scenarios, one after the other."""
+    from vllm_aiter_mla.sandbox import scenarios
+
     outcome = {}
     for name in spec.scenarios:
         print(f"sandbox: scenario {name}", flush=True)
         outcome[name] = scenarios.run(llm.llm_engine, name)
-    save(result(spec, llm, outcome), Path(out_path))
+    return outcome
+
+
+def other_weights(spec: EngineSpec) -> Path:
+    """The same model with the weights of the spec's other seed."""
+    from vllm_aiter_mla.sandbox.model import TinyDeepseek
+
+    model = TinyDeepseek(**spec.model | {"seed": spec.reload})
+    return model.save(Path(os.environ["VLLM_CACHE_ROOT"]) / "reloaded")
 
 
 def build(spec: EngineSpec, folder: Path) -> Any:
     """vLLM's ``LLM`` for the spec."""
     from vllm import LLM
 
-    return LLM(
-        str(checkpoint(spec, folder)),
-        skip_tokenizer_init=True,
-        max_model_len=512,
-        max_num_seqs=spec.max_num_seqs,
-        max_num_batched_tokens=spec.max_num_batched_tokens,
-        enable_prefix_caching=False,
-        kv_cache_dtype=spec.kv_cache_dtype,
-        tensor_parallel_size=spec.tensor_parallel_size,
-        compilation_config=compilation(spec),
-        additional_config=options(spec),
-        seed=0,
-        **speculative(spec, folder),
-        **on_device(spec),
-    )
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_num_batched_tokens": spec.max_num_batched_tokens,
+        "enable_prefix_caching": False,
+        "kv_cache_dtype": spec.kv_cache_dtype,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "compilation_config": compilation(spec),
+        "additional_config": additional(spec),
+        "seed": 0,
+    }
+    return LLM(str(checkpoint(spec, folder)), **options | speculative(spec, folder) | on_device(spec) | spec.llm)
 
 
 def checkpoint(spec: EngineSpec, folder: Path) -> Path:
@@ -100,7 +117,7 @@ def compilation(spec: EngineSpec) -> dict[str, Any]:
     return config | spec.compilation
 
 
-def options(spec: EngineSpec) -> dict[str, Any]:
+def additional(spec: EngineSpec) -> dict[str, Any]:
     """The ``additional_config``; empty where the flag is off."""
     if not spec.enabled:
         return {}
@@ -123,6 +140,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
         graphs=dict(knobs.GRAPHS),
         code=dict(knobs.CODE),
         branches=dict(knobs.BRANCHES),
+        counters=counters(llm) if spec.llm.get("disable_log_stats") is False else {},
         pieces=max(piecewise.PIECES, default=0),
         log=[],
         versions={
@@ -133,6 +151,15 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
         },
         seconds=time.perf_counter() - STARTED,
     )
+
+
+def counters(llm: Any) -> dict[str, float]:
+    """vLLM's counters, summed over their labels."""
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if hasattr(metric, "value"):
+            found[metric.name] = found.get(metric.name, 0.0) + metric.value
+    return found
 
 
 def census_records() -> list[dict[str, Any]]:

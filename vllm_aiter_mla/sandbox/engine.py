@@ -121,7 +121,8 @@ def _environment_of_device(spec: EngineSpec) -> dict[str, str]:
         # The demo's bounds are for plain absorb weights; where AITER is on, vLLM would hold fp8 or mxfp4 ones.
         return {"VLLM_ROCM_USE_AITER_FP8BMM": "0", "VLLM_ROCM_USE_AITER_FP4BMM": "0"}
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    if spec.tensor_parallel_size > 1:
+    workers = spec.tensor_parallel_size * spec.llm.get("pipeline_parallel_size", 1)
+    if workers > 1:
         # Two workers on two cores deadlock on vLLM's automatic binding.
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(spec.tensor_parallel_size))
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(workers))
     return environment

@@ -22,10 +22,15 @@ def wrap(platform_cls: type) -> None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         asked = (copy.copy(vllm_config.compilation_config), copy.copy(vllm_config.scheduler_config))
+        caches_prefixes = vllm_config.cache_config.enable_prefix_caching
         # By name: on processors with AMX vLLM would take a back end without W_UK_T.
         vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
         inner(vllm_config)
         _restore(vllm_config, *asked)
+        # A prompt that goes on behind a cached prefix takes the path of a chunk.
+        vllm_config.cache_config.enable_prefix_caching = (
+            caches_prefixes and vllm_config.scheduler_config.enable_chunked_prefill
+        )
 
     platform_cls.check_and_update_config = staticmethod(check_and_update_config)  # type: ignore[attr-defined]
 

@@ -46,12 +46,30 @@ def chunked() -> list[Request]:
     return _prompts(5, [150, 5, 133, 70], 12, [0, 1, 3, 5])
 
 
+def prefixes() -> list[Request]:
+    """Prompts that share their first blocks with earlier ones and then differ: partial hits of the prefix cache."""
+    rng = random.Random(6)
+    shared = [rng.randrange(2, 512) for _ in range(70)]
+    tails = [(70, 5), (70, 9), (40, 30), (64, 3), (70, 1), (33, 20)]
+    return [
+        (f"6-{i}", shared[:kept] + [rng.randrange(2, 512) for _ in range(new)], 10, 4 * i)
+        for i, (kept, new) in enumerate(tails)
+    ]
+
+
+def crowded() -> list[Request]:
+    """More tokens than a small cache holds: requests are preempted and computed again."""
+    return _prompts(7, [20 + i for i in range(BUCKET_REQUESTS)], 40, [i // 4 for i in range(BUCKET_REQUESTS)])
+
+
 SCENARIOS: dict[str, Callable[[], list[Request]]] = {
     "concurrent": concurrent,
     "short": short,
     "mixed": mixed,
     "long": long,
     "chunked": chunked,
+    "prefixes": prefixes,
+    "crowded": crowded,
 }
 
 

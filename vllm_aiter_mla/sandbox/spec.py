@@ -29,6 +29,8 @@ class EngineSpec:
         model: overrides of ``TinyDeepseek``.
         config: another model's ``config.json`` in place of it; its weights are drawn: see ``random_weights``.
         draft_config: ``config.json`` of an EAGLE-3 draft for ``config``; without it the model's own layer drafts.
+        llm: further options of vLLM's ``LLM``, over the sandbox's own.
+        reload: afterwards load the weights of this other seed and run the scenarios again, as "NAME, reloaded".
         compilation: overrides of vLLM's ``compilation_config``.
         additional: overrides of the plugin's ``additional_config`` mapping.
         linear: "onednn" is the CPU build's out-variant GEMM, "aten" a plain one, as on GPUs.
@@ -62,6 +64,8 @@ class EngineSpec:
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     draft_config: dict[str, Any] = field(default_factory=dict)
+    llm: dict[str, Any] = field(default_factory=dict)
+    reload: int | None = None
     compilation: dict[str, Any] = field(default_factory=dict)
     additional: dict[str, Any] = field(default_factory=dict)
     linear: str = "onednn"
@@ -100,6 +104,7 @@ class EngineResult:
         code: what Inductor made of ``graphs``.
         branches: how often the one op prepared decode rows, and how often it rotated in place, by the body's name; of
             this process.
+        counters: vLLM's own, by the name of the metric; where ``llm`` sets ``disable_log_stats`` to False.
         pieces: pieces that an emulated piecewise capture would record, of the graph with the most.
     """
 
@@ -112,6 +117,7 @@ class EngineResult:
     seconds: float
     code: dict[str, str] = field(default_factory=dict)
     branches: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
     pieces: int = 0
 
 
