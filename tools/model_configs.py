@@ -92,7 +92,7 @@ ROWS: dict[str, Row] = {
     "openPangu Ultra MoE": Row(
         _config(
             "PanguUltraMoEForCausalLM", "pangu_ultra_moe", sandwich_norm=True, num_nextn_predict_layers=0,
-            router_enable_expert_bias=True,
+            router_enable_expert_bias=True, **_WITH_EXPERTS,
         )
     ),
     "A.X K1": Row(_config("AXK1ForCausalLM", "axk1", rope_scaling=_YARN)),
@@ -120,7 +120,10 @@ ROWS: dict[str, Row] = {
         0, "no_rope",
     ),
     "DeepSeek-V3 with an EAGLE-3 draft": Row(
-        _V3 | {"num_hidden_layers": 4, "first_k_dense_replace": 4}, 5, drafts=2,
-        draft=_config("Eagle3DeepseekV3ForCausalLM", "deepseek_v3", num_hidden_layers=1, draft_vocab_size=512),
+        _V3 | {"num_hidden_layers": 3, "first_k_dense_replace": 3}, 4, drafts=2,
+        draft=_config(
+            "Eagle3DeepseekV2ForCausalLM", "deepseek_v2", num_hidden_layers=1, draft_vocab_size=512,
+            eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2]},
+        ),
     ),
 }  # fmt: skip

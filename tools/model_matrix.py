@@ -104,7 +104,7 @@ def outcome(name: str, row: Row, run: Run) -> Outcome:
 
 def cause(error: engine.EngineFailedError) -> str:
     """The last exception that the engine printed."""
-    lines = error.log.splitlines()
+    lines = [text for text in error.log.splitlines() if text.strip()]
     raised = [text for text in lines if re.search(r"^(\S+: |.*\] *)?\w+(Error|Exception)\b", text)]
     return (raised or lines)[-1]
 

@@ -13,7 +13,7 @@ from vllm.config import CompilationMode
 
 import vllm_aiter_mla
 from vllm_aiter_mla.compat.patches import platform_hook
-from vllm_aiter_mla.sandbox import engine, platform, plugin
+from vllm_aiter_mla.sandbox import engine, platform, plugin, ray_platform
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
 GROUP = "vllm.general_plugins"
@@ -34,9 +34,8 @@ def test_an_engine_of_the_sandbox_finds_its_plugin_on_its_path_and_keeps_that_pa
     first, *rest = environment["PYTHONPATH"].split(os.pathsep)
     assert rest == ["given"]
     (found,) = distributions(path=[first])
-    (entry,) = found.entry_points
-    assert (entry.group, entry.name) == (GROUP, plugin.NAME)
-    assert entry.load() is plugin.activate
+    loaded = {entry.group: entry.load() for entry in found.entry_points if entry.name == plugin.NAME}
+    assert loaded == {GROUP: plugin.activate, "vllm.platform_plugins": ray_platform.find}
     assert environment["VLLM_PLUGINS"].split(",") == ["aiter_mla", plugin.NAME][not spec.plugin :]
 
 
@@ -63,11 +62,21 @@ def test_the_gate_sees_the_compile_mode_that_the_sandbox_keeps_in_either_order(s
         compilation_config=compilation,
         scheduler_config=SimpleNamespace(enable_chunked_prefill=False, max_num_batched_tokens=1),
         attention_config=SimpleNamespace(backend=None),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=False),
     )
     Platform.apply_config_platform_defaults(config)
     Platform.check_and_update_config(config)
     assert seen == [CompilationMode.VLLM_COMPILE]
+
+
+def test_a_platform_that_ray_can_count_is_there_for_engines_on_ray_alone(monkeypatch, tmp_path):
+    monkeypatch.delenv(ray_platform.SWITCH, raising=False)
+    assert ray_platform.find() is None
+    assert ray_platform.SWITCH not in engine.environment_for(EngineSpec(), tmp_path, tmp_path)
+    on_ray = EngineSpec(llm={"distributed_executor_backend": "ray"})
+    assert engine.environment_for(on_ray, tmp_path, tmp_path)[ray_platform.SWITCH] == "1"
+    monkeypatch.setenv(ray_platform.SWITCH, "1")
+    assert ray_platform.find() == "vllm_aiter_mla.sandbox.ray_platform.RayCpuPlatform"
 
 
 def knows_the_sandbox(source: str) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla.sandbox import plugin, random_weights
+from vllm_aiter_mla.sandbox.engine import runs_on_ray
 from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec, load, save
 
 # 16 requests of 512 tokens in 4 layers take 38 MB of bf16 rows.
@@ -23,6 +24,10 @@ def main(spec_path: str, out_path: str) -> None:
     spec: EngineSpec = load(Path(spec_path))
     from vllm.plugins import load_general_plugins
 
+    if runs_on_ray(spec):
+        import ray
+
+        ray.init(num_gpus=spec.tensor_parallel_size, include_dashboard=False)  # it takes our word for them
     load_general_plugins()
     plugin.check_device(spec.device)
     from vllm_aiter_mla.sandbox import knobs
@@ -75,7 +80,10 @@ def build(spec: EngineSpec, folder: Path) -> Any:
         "additional_config": additional(spec),
         "seed": 0,
     }
-    return LLM(str(checkpoint(spec, folder)), **options | speculative(spec, folder) | on_device(spec) | spec.llm)
+    return LLM(
+        str(checkpoint(spec, folder)),
+        **options | speculative(spec, folder) | on_device(spec) | connector(spec, folder) | spec.llm,
+    )
 
 
 def checkpoint(spec: EngineSpec, folder: Path) -> Path:
@@ -104,6 +112,20 @@ def speculative(spec: EngineSpec, folder: Path) -> dict[str, Any]:
             draft |= {"method": "eagle3", "model": str(random_weights.save(spec.draft_config, folder / "draft"))}
         found["speculative_config"] = draft
     return found
+
+
+def connector(spec: EngineSpec, folder: Path) -> dict[str, Any]:
+    """The ``kv_transfer_config``: vLLM's own connector for tests, over files."""
+    if not spec.shares_kv:
+        return {}
+    extra = {"shared_storage_path": str(folder.parent / "kv")}
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    }
 
 
 def compilation(spec: EngineSpec) -> dict[str, Any]:

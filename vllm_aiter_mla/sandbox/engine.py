@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_aiter_mla.census import gauge
-from vllm_aiter_mla.sandbox import plugin
+from vllm_aiter_mla.sandbox import plugin, ray_platform
 from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec, load, save
 
 TIMEOUT_S = 600
@@ -116,11 +116,18 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
     return environment
 
 
+def runs_on_ray(spec: EngineSpec) -> bool:
+    """Whether the workers are actors of Ray's."""
+    return bool(spec.llm.get("distributed_executor_backend") == "ray")
+
+
 def _environment_of_device(spec: EngineSpec) -> dict[str, str]:
     if spec.device == "gpu":
         # The demo's bounds are for plain absorb weights; where AITER is on, vLLM would hold fp8 or mxfp4 ones.
         return {"VLLM_ROCM_USE_AITER_FP8BMM": "0", "VLLM_ROCM_USE_AITER_FP4BMM": "0"}
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    if runs_on_ray(spec):
+        environment |= {ray_platform.SWITCH: "1", "RAY_USAGE_STATS_ENABLED": "0"}
     workers = spec.tensor_parallel_size * spec.llm.get("pipeline_parallel_size", 1)
     if workers > 1:
         # Two workers on two cores deadlock on vLLM's automatic binding.

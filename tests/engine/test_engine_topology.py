@@ -1,0 +1,47 @@
+"""Ways to schedule and to spread an engine: tokens are stock's, layers engage, and the way was really taken."""
+
+from __future__ import annotations
+
+import pytest
+from test_engine_parity import assert_all_engaged, assert_parity
+
+
+@pytest.mark.engine("schedule-off", "schedule-on")
+@pytest.mark.parametrize(
+    ("topology", "counter"),
+    [("prefix caching with partial hits", "vllm:prefix_cache_hits"), ("preemption", "vllm:num_preemptions")],
+)
+def test_topology_of_the_scheduler_gives_the_tokens_of_stock(engines, topology, counter):
+    """Both beside asynchronous scheduling and chunked prompts."""
+    found = engines("schedule-on")
+    assert found.counters[counter] > 0, f"{topology} did not happen"
+    assert found.counters[counter] == engines("schedule-off").counters[counter]
+    assert_all_engaged(found)
+    assert_parity(engines("schedule-off"), found)
+
+
+@pytest.mark.engine("schedule-off", "schedule-on")
+def test_topology_reloaded_weights_are_those_that_the_fast_path_multiplies_by(engines):
+    """vLLM's reload_weights puts other values into the tensors that are there; stock reads them, and so do we."""
+    stock, ours = engines("schedule-off").scenarios, engines("schedule-on").scenarios
+    for name in ("prefixes", "crowded"):
+        assert ours[f"{name}, reloaded"] == stock[f"{name}, reloaded"]
+        assert ours[f"{name}, reloaded"] != ours[name], "the weights did not change"
+
+
+@pytest.mark.engine("pp2-off", "pp2-on")
+def test_topology_of_two_pipeline_stages_has_one_verdict_for_both(engines):
+    found = engines("pp2-on")
+    assert_all_engaged(found, ranks=2)
+    assert_parity(engines("pp2-off"), found)
+    (verdict,) = [line for line in found.log if "MLA layers engaged" in line]
+    assert "2/2 MLA layers engaged (reference, bf16 KV, decode bucket 1..16) in 2 pipeline stages" in verdict
+
+
+@pytest.mark.engine("kv-off", "kv-on")
+def test_topology_of_a_kv_connector_reads_the_rows_that_stock_has_written(engines):
+    """A prompt whose rows are loaded is computed in another split than a whole one: tokens are compared."""
+    stock, ours = engines("kv-off"), engines("kv-on")
+    assert ours.counters["vllm:external_prefix_cache_hits"] > stock.counters["vllm:external_prefix_cache_hits"]
+    assert_all_engaged(ours)
+    assert_parity(stock, ours, 0.1)
