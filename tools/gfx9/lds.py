@@ -37,8 +37,9 @@ class Lds:
         if (addresses & (min(width, 4) - 1)).any():
             raise Fault(f"LDS: an address that is no multiple of {min(width, 4)}")
         index = addresses[:, None] + np.arange(width)
-        if len(index) and (int(index.max()) >= len(self.data) or int(index.min()) < 0):
-            raise Fault(f"LDS: byte {int(index.max())} of {len(self.data)}")
+        outside = index >= len(self.data)
+        if outside.any():
+            raise Fault(f"LDS: byte {int(index[outside].min())} of {len(self.data)}")
         return index
 
     def load(self, wave: int, index: np.ndarray) -> np.ndarray:
