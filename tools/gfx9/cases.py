@@ -148,7 +148,7 @@ def by_group(g: torch.Generator, t: int, n: int, p: int) -> torch.Tensor:
     """q_nope whose groups of 32 take scales of their own; one group is zero. bfloat16 [t, n, p]."""
     groups = torch.randn(t, n, p // mxfp4.GROUP, mxfp4.GROUP, generator=g).clamp(-3.9, 3.9)
     groups[..., 0] = 1.5  # the least that a group's largest magnitude can be
-    groups *= 0.5 ** torch.randint(0, 3, groups.shape[:3], generator=g)[..., None]
+    groups *= 0.5 ** torch.randint(4, 7, groups.shape[:3], generator=g)[..., None]
     groups[t // 2, :, 1] = 0
     return groups.flatten(2).to(torch.bfloat16)
 
@@ -161,7 +161,7 @@ def weight(target: aot.Target, case: Case, grid: Callable[..., torch.Tensor], g:
         pairs = torch.zeros(latent, n, p // 2, dtype=torch.uint8).transpose(0, 1)
         scales = torch.zeros(p // mxfp4.GROUP, latent, n, dtype=torch.uint8).permute(2, 1, 0)
         pairs[heads] = torch.randint(0, 256, pairs[heads].shape, generator=g, dtype=torch.uint8)
-        scales[heads] = torch.randint(122, 127, scales[heads].shape, generator=g, dtype=torch.uint8)
+        scales[heads] = torch.randint(125, 130, scales[heads].shape, generator=g, dtype=torch.uint8)
         return Mxfp4Weight(pairs, scales)
     if variant.weight == "fp8":
         codes = torch.zeros(n, latent, p)

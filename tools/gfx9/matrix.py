@@ -82,11 +82,11 @@ def _bind_scaled(i: Instruction, ops: Operands) -> Callable[[Wave], None]:
     low, high = i.flags("op_sel", (0, 0, 0)), i.flags("op_sel_hi", (0, 0, 0))
     if low[2] or high[2]:
         raise i.refuse("op_sel of the accumulator is not modelled")
-    scales = tuple(_scale(ops.reg(4 + k, "v", 1), low[k] + 2 * high[k]) for k in (0, 1))
+    scales = tuple(scale(ops.reg(4 + k, "v", 1), low[k] + 2 * high[k]) for k in (0, 1))
     return _product(i, ops, int(found[1][:2]), int(found[2]), "fp4", scales)
 
 
-def _scale(register: int, byte: int) -> Scale:
+def scale(register: int, byte: int) -> Scale:
     """e8m0 in one byte of each lane: 2**(byte - 127). float64 [64]."""
 
     def read(w: Wave) -> np.ndarray:
@@ -111,10 +111,10 @@ def _product(i: Instruction, ops: Operands, side: int, depth: int, kind: str, sc
     c = None if i.operands[3] == "0" else ops.reg(3, "v", results)
     row, column = places(side)
 
-    def matrix(w: Wave, first: int, scale: Scale) -> np.ndarray:
+    def matrix(w: Wave, first: int, lane_scales: Scale) -> np.ndarray:
         for register in range(first, first + sources):
             w.need(register, ALL)
-        return unpack(decode(w.v[first : first + sources], w.arch) * scale(w)[:, None], side)
+        return unpack(decode(w.v[first : first + sources], w.arch) * lane_scales(w)[:, None], side)
 
     def run(w: Wave) -> None:
         if w.exec != ALL:
