@@ -55,8 +55,9 @@ SCALED: dict[str, Callable[[str], str]] = {
     "high bit of a scale": nth(r"v_and_b32_e32 (v\d+), 0xff, ", r"v_and_b32_e32 \1, 0x7f, "),
 }
 OP_SEL_HI = nth(r"op_sel_hi:\[0,1,0\]", "op_sel_hi:[0,0,0]")
-# gfx942 alone rounds to bfloat16 by integers, with the bit above the dropped ones: a tie then goes down, not to even.
-SDWA = nth(r"src0_sel:WORD_1", "src0_sel:WORD_0", -1)
+# gfx942 alone rounds to bfloat16 by integers, with the bit above the dropped ones; from the other word it is 0, so that
+# a tie goes down, not to even.
+WORD, OTHER_WORD = r"src0_sel:WORD_1", "src0_sel:WORD_0"
 
 
 def eight(first: str) -> str:
@@ -64,6 +65,6 @@ def eight(first: str) -> str:
     return f"v[{first}:{int(first) + 7}]"
 
 
-def waits(text: str) -> list[str]:
-    """The text without one wait, for each wait."""
-    return [nth(WAIT, "", k)(text) for k in range(len(re.findall(WAIT, text, re.MULTILINE)))]
+def each(pattern: str, new: str, text: str) -> list[str]:
+    """The text with one match replaced, for each match."""
+    return [nth(pattern, new, k)(text) for k in range(len(re.findall(pattern, text, re.MULTILINE)))]

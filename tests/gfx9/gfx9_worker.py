@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gfx9_planted import OP_SEL_HI, PLANTED, SCALED, SDWA, waits
+from gfx9_planted import OP_SEL_HI, OTHER_WORD, PLANTED, SCALED, WAIT, WORD, each
 
 from tools import aot
 from tools.gfx9 import matrix, report
@@ -70,7 +70,7 @@ def scaled(target: aot.Target, answer: dict[str, Any]) -> None:
 def main(arch: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     target = aot.TARGETS[arch]
-    answer: dict[str, Any] = {"launches": [], "planted": {}, "scale_layouts": []}
+    answer: dict[str, Any] = {"launches": [], "planted": {}, "words": [], "scale_layouts": []}
     for case in cases(arch):
         answer["launches"].append(report.run(Compiled(target, case.variant), case))
     case = Case(aot.Variant(SKINNY, 1, is_neox=True, block_size=1), 3)
@@ -79,11 +79,13 @@ def main(arch: str) -> dict[str, Any]:
     answer["without_preload"] = compiled.run(case, preload=False).different
     answer["planted"] |= {name: verdict(compiled, case, plant(text)) for name, plant in PLANTED.items()}
     if arch == "gfx942":
-        answer["waits"] = [verdict(compiled, case, wrong) for wrong in waits(text)]
-        for name, quantised in (("SDWA word", False), ("SDWA word under fp8", True)):
-            case = Case(aot.Variant(SKINNY, 1, quantised=quantised), 3)
+        answer["waits"] = [verdict(compiled, case, wrong) for wrong in each(WAIT, "", text)]
+        for quantised in (False, True):
+            case = Case(aot.Variant(SKINNY, 1, quantised=quantised), 3, ties=True)
             compiled = Compiled(target, case.variant)
-            answer["planted"][name] = verdict(compiled, case, SDWA(compiled.assembly))
+            answer["launches"].append(report.run(compiled, case))
+            wrong_words = each(WORD, OTHER_WORD, compiled.assembly)
+            answer["words"].append([verdict(compiled, case, wrong) for wrong in wrong_words])
     other = assemble(PLANTED["swapped MFMA operands"](text), arch)
     try:
         load(text, arch, other)

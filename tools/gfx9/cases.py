@@ -30,6 +30,9 @@ from vllm_aiter_mla.kernels.triton import launcher
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 Q_SCALE, K_SCALE, W_SCALE = 0.0061, 0.0137, 0.0625
+# With ties. Rotated values are the product below: 157.5 / 128, so that a tie goes to the greater number. Latents are
+# multiples of 1/128, so that they lie halfway from 2 on, which fp8 has to hold.
+TIED_VALUE, TIED_COS, TIED_Q_SCALE = 140 / 128, 144 / 128, 0.0244
 TABLE_ROWS, GUARD_BLOCKS, UNTOUCHED = 40, 1, 0xCD
 V_WIDTH = 128  # of a head in kv_b_proj, beside its nope width
 Q_LORA_RANK = 1536  # DeepSeek's: k_pe is the end of a row of this width, the latent and itself
@@ -37,12 +40,21 @@ Q_LORA_RANK = 1536  # DeepSeek's: k_pe is the end of a row of this width, the la
 
 @dataclass(frozen=True)
 class Case:
-    """One launch: a compiled variant, its row count, and the heads whose absorb tiles run (all if None)."""
+    """One launch.
+
+    Attributes:
+        variant: what is compiled.
+        tokens: rows.
+        heads: those whose absorb tiles run, all if None.
+        seed: of the values.
+        ties: every rotated value lies halfway between two bfloat16 numbers, and fp8 holds latents that do.
+    """
 
     variant: aot.Variant
     tokens: int
     heads: tuple[int, ...] | None = None
     seed: int = 0
+    ties: bool = False
 
 
 @dataclass
@@ -106,7 +118,9 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
         return (torch.randint(-8, 9, shape, generator=g) / scale).to(torch.bfloat16)
 
     def bounded(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=g) * 0.4).clamp(-0.9, 0.9).to(torch.bfloat16)
+        values = torch.randn(shape, generator=g)
+        values = values.sign() * TIED_VALUE if case.ties else (values * 0.4).clamp(-0.9, 0.9)
+        return values.to(torch.bfloat16)
 
     q_nope = by_group(g, t, n, p) if variant.weight == "mxfp4" else grid(8, t, n, p)
     q = torch.cat((q_nope, bounded(t, n, r)), dim=-1)
@@ -115,6 +129,8 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
     down = bounded(t, Q_LORA_RANK + latent + r)
     angles = torch.rand(TABLE_ROWS, r // 2, generator=g) * 6.28
     table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(torch.bfloat16)
+    if case.ties:
+        table = torch.cat((torch.full_like(angles, TIED_COS), angles * 0), dim=-1).to(torch.bfloat16)
     slots = max(1, t - 1)
     blocks = -(-(slots + 3) // variant.block_size) + 1
     storage = torch.full((blocks + 2 * GUARD_BLOCKS, variant.block_size, latent + r), 0, dtype=torch.uint8)
@@ -137,7 +153,7 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
         positions=positions,
         cos_sin_cache=table,
         k_scale=torch.tensor([K_SCALE]),
-        q_scale=torch.tensor([Q_SCALE]),
+        q_scale=torch.tensor([TIED_Q_SCALE if case.ties else Q_SCALE]),
         is_neox=variant.is_neox,
         out_dtype=stored,
     )
