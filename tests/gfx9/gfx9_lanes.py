@@ -9,6 +9,7 @@ import numpy as np
 from tools.gfx9.lds import Lds
 from tools.gfx9.machine import Group, bind
 from tools.gfx9.memory import Memory
+from tools.gfx9.operand import signed
 from tools.gfx9.parse import instruction
 from tools.gfx9.wave import Wave
 
@@ -82,3 +83,23 @@ def nearest_float32(exact: Fraction) -> float:
     near = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
     near = [x for x in near if np.isfinite(x)]
     return float(min(near, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1)))
+
+
+def source(w: Wave, kind: str, at: int, seed: int) -> tuple[str, list]:
+    """Define an operand of ``kind``: its text, and its value in each lane. Of u16 the upper half is no zero."""
+    if kind == "mask":
+        w.set_scalar64(10, 0xF0F0_1234_5678_9ABC)
+        return "s[10:11]", [bool(0xF0F0_1234_5678_9ABC >> lane & 1) for lane in range(64)]
+    low = bits(kind, seed)
+    fill(w, at, low)
+    if kind in ("u64", "i64"):
+        high = bits("u32", seed + 50)
+        high[::3] = bits("u32", 7)[::3]  # equal upper halves in some lanes
+        fill(w, at + 1, high)
+        values = [int(h) << 32 | int(x) for h, x in zip(high, low, strict=True)]
+        return f"v[{at}:{at + 1}]", [signed(x, 64) for x in values] if kind == "i64" else values
+    if kind == "u16":
+        return f"v{at}", [int(x) & 0xFFFF for x in low]
+    if kind == "f32":
+        return f"v{at}", [float(x) for x in low.view(np.float32)]
+    return f"v{at}", [signed(int(x), 32) if kind == "i32" else int(x) for x in low]

@@ -40,10 +40,31 @@ PLANTED: dict[str, Callable[[str], str]] = {
     "wrong bound of a descriptor": nth(r"0x7ffffffe", "0x40", -1),
     "wrong kernel argument": nth(r"(s_load_dword s\d+, s\[0:1\], )0x58", r"\g<1>0x5c"),
 }
-# gfx942 alone rounds to bfloat16 by integers, with the bit above the dropped ones: a tie then goes down, not to even.
-SDWA = nth(r"src0_sel:WORD_1", "src0_sel:WORD_0", -1)
+SCALES = r"(v_mfma_scale\S+ \S+ \S+ \S+ \S+) (v\d+), (v\d+) "
+# Over mxfp4 weights; another format takes another number of registers, or the assembler refuses it.
+SCALED: dict[str, Callable[[str], str]] = {
+    "op_sel of a scale": nth(r" op_sel:\[0,1,0\]", ""),
+    "op_sel of the other scale": nth(r"op_sel:\[0,1,0\]", "op_sel:[1,0,0]"),
+    "swapped scales": nth(SCALES, r"\1 \3, \2 "),
+    "swapped sources": nth(r"(v_mfma_scale\S+ \S+) (\S+), (\S+),", r"\1 \3, \2,"),
+    "cbsz": nth(r"(v_mfma_scale\S+ \S+) v\[(\d+):\d+\](.*) cbsz:4", lambda m: f"{m[1]} {eight(m[2])}{m[3]} cbsz:0"),
+    "blgp": nth(r"(v_mfma_scale\S+ \S+ \S+) v\[(\d+):\d+\](.*) blgp:4", lambda m: f"{m[1]} {eight(m[2])}{m[3]} blgp:1"),
+    "lane of a permutation": nth(r"(ds_bpermute_b32 .*)", r"\1 offset:4", -1),
+    "LDS offset of a scale": nth(r"(ds_read_u16 .*)", r"\1 offset:2"),
+    "nibbles of a byte": nth(r"v_lshlrev_b16_e32 (v\d+), 8", r"v_lshlrev_b16_e32 \1, 4"),
+    "high bit of a scale": nth(r"v_and_b32_e32 (v\d+), 0xff, ", r"v_and_b32_e32 \1, 0x7f, "),
+}
+OP_SEL_HI = nth(r"op_sel_hi:\[0,1,0\]", "op_sel_hi:[0,0,0]")
+# gfx942 alone rounds to bfloat16 by integers, with the bit above the dropped ones; from the other word it is 0, so that
+# a tie goes down, not to even.
+WORD, OTHER_WORD = r"src0_sel:WORD_1", "src0_sel:WORD_0"
 
 
-def waits(text: str) -> list[str]:
-    """The text without one wait, for each wait."""
-    return [nth(WAIT, "", k)(text) for k in range(len(re.findall(WAIT, text, re.MULTILINE)))]
+def eight(first: str) -> str:
+    """The eight registers from ``first`` on."""
+    return f"v[{first}:{int(first) + 7}]"
+
+
+def each(pattern: str, new: str, text: str) -> list[str]:
+    """The text with one match replaced, for each match."""
+    return [nth(pattern, new, k)(text) for k in range(len(re.findall(pattern, text, re.MULTILINE)))]

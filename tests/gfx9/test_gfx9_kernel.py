@@ -15,10 +15,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gfx9_planted import PLANTED
+import numpy as np
+from gfx9_planted import PLANTED, SCALED
 
 from tools.gfx9 import report
 from tools.gfx9.machine import instruction_class
+from tools.gfx9.matrix import unpack
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -46,6 +48,7 @@ def test_gfx9_executed_variants_equal_the_reference_to_the_byte(answers, arch):
     launches = answers[arch]["launches"]
     assert [(row["label"], row["different"]) for row in launches if row["different"]] == []
     assert {row["block_size"] for row in launches} == {1, 16, 64}
+    assert any("mxfp4" in row["label"] for row in launches) == (arch == "gfx950")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -71,6 +74,30 @@ def test_gfx9_mutation_planted_in_the_assembly_is_caught(answers, arch, name):
 
 
 @pytest.mark.mutation
+@pytest.mark.parametrize("name", [*SCALED, "op_sel_hi of a scale"])
+def test_gfx9_mutation_planted_over_mxfp4_weights_is_caught(answers, name):
+    found = answers["gfx950"]["planted"][name]
+    assert ("formats than fp4" in found) if name in ("cbsz", "blgp") else found.endswith("bytes")
+
+
+@pytest.mark.mutation
+def test_gfx9_mutation_of_the_model_that_takes_scales_from_other_lanes_is_caught(answers):
+    assert answers["gfx950"]["scales_of_other_lanes"].endswith("bytes")
+
+
+@pytest.mark.parametrize(("at", "side"), [(0, 16), (1, 32)])
+def test_gfx9_lane_of_a_scale_is_where_the_compiler_puts_it(answers, at, side):
+    # Triton's layout: where each bit of a lane's number leads, in rows and in blocks of 32 values.
+    lane = np.arange(64)
+    held = unpack(np.broadcast_to(lane[:, None], (4, 64, 8)), side)
+    layouts = answers["gfx950"]["scale_layouts"][at]
+    assert len(layouts) == 2
+    for bits in layouts:
+        row, block = (lane[:, None] >> np.arange(6) & 1) @ np.array(bits).T[:, :, None]
+        assert (held[row.ravel()[:, None], 32 * block.ravel()[:, None] + np.arange(32)] == lane[:, None]).all()
+
+
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -84,11 +111,12 @@ def test_gfx9_mutation_that_breaks_a_rule_is_caught_by_the_rule(answers, name, h
 
 
 @pytest.mark.mutation
-def test_gfx9_mutation_of_an_sdwa_word_is_caught_in_bfloat16_and_hidden_by_fp8(answers):
-    # It sends ties of the rounding to bfloat16 the wrong way. fp8 keeps 3 bits of the 7 that are left: no byte differs.
-    planted = answers["gfx942"]["planted"]
-    assert planted["SDWA word"].endswith("bytes")
-    assert planted["SDWA word under fp8"] == "not caught"
+@pytest.mark.parametrize("at", [0, 1], ids=["bfloat16", "fp8"])
+def test_gfx9_mutation_of_each_sdwa_word_is_caught_where_values_tie(answers, at):
+    # It sends ties of the rounding to bfloat16 the wrong way. fp8 keeps 3 bits of the 7 that are left: few show it.
+    words = answers["gfx942"]["words"][at]
+    assert words
+    assert all(found.endswith("bytes") for found in words), words
 
 
 @pytest.mark.mutation

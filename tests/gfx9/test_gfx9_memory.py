@@ -76,12 +76,14 @@ def test_gfx9_global_memory_has_both_address_forms():
     assert list(region.data.view(np.uint32)[:64]) == list(2 + np.arange(64))
 
 
-def test_gfx9_bytes_and_shorts_are_zero_extended_and_stored_low():
+def test_gfx9_bytes_and_shorts_are_extended_and_stored_low():
     w, region = with_buffer()
     region.data[:] = np.arange(1024) % 251
     fill(w, 0, 2 * np.arange(64))
     execute(w, "global_load_ubyte v2, v0, s[2:3]", "global_load_ushort v3, v0, s[2:3]", "s_waitcnt vmcnt(0)")
     assert (w.u[2][5], w.u[3][5]) == (10, 10 | 11 << 8)
+    execute(w, "buffer_load_sbyte v5, v0, s[4:7], 0 offen offset:100", "s_waitcnt vmcnt(0)")
+    assert (w.u[5][5], w.u[5][30]) == (110, 0xFFFFFF00 | 160)
     fill(w, 4, 0xABCD)
     execute(w, "global_store_byte v0, v4, s[2:3]")
     assert list(region.data[:4]) == [0xCD, 1, 0xCD, 3]
@@ -204,6 +206,25 @@ def test_gfx9_lds_faults_outside_and_where_nothing_was_written():
         execute(w, "ds_write_b32 v0, v0 offset:4")
 
 
+@pytest.mark.parametrize(("width", "bits"), [("b8", 8), ("b16", 16)])
+def test_gfx9_lds_writes_less_than_a_word_and_reads_it_back_over_zeros(width, bits):
+    w = wave()
+    fill(w, 0, bits // 8 * np.arange(64))
+    fill(w, 1, 0xFEDCBA98 + np.arange(64))
+    read = f"ds_read_u{bits} v2, v0"
+    execute(w, f"ds_write_{width} v0, v1 offset:64", read + " offset:64", "s_waitcnt lgkmcnt(0)")
+    assert list(w.u[2]) == [(0xBA98 + lane) % 2**bits for lane in range(64)]
+    with pytest.raises(Fault, match="byte 0 is read before it is written"):
+        execute(w, read)
+
+
+def test_gfx9_lds_shorts_are_aligned():
+    w = wave()
+    fill(w, 0, 1)
+    with pytest.raises(Fault, match="no multiple of 2"):
+        execute(w, "ds_read_u16 v2, v0")
+
+
 def two_waves(lds_bytes=256):
     first, second = wave(lds_bytes=lds_bytes), wave(number=1)
     second.group = first.group
@@ -240,6 +261,27 @@ def test_gfx9_a_write_that_was_not_waited_for_before_the_barrier_races_after_it(
     first.group.lds.barrier((first, second))
     with pytest.raises(Fault, match="LDS race"):
         execute(second, "ds_read_b32 v1, v0")
+
+
+def test_gfx9_two_waves_write_neighbouring_bytes_of_a_word_and_race_at_one():
+    first, second = two_waves()
+    execute(first, "ds_write_b8 v0, v0")
+    execute(second, "ds_write_b8 v0, v0 offset:1")
+    with pytest.raises(Fault, match="LDS race"):
+        execute(second, "ds_write_b8 v0, v0")
+
+
+def test_gfx9_bpermute_takes_the_word_of_another_lane_and_is_waited_for():
+    w = wave(lds_bytes=0)
+    lanes = (7 * np.arange(64) + 3) % 64
+    fill(w, 0, 4 * lanes + 256)
+    fill(w, 1, 1000 + np.arange(64))
+    execute(w, "ds_bpermute_b32 v2, v0, v1", "ds_bpermute_b32 v3, v0, v1 offset:4", "s_waitcnt lgkmcnt(1)")
+    assert list(w.u[2]) == list(1000 + lanes)
+    with pytest.raises(Fault, match="v3 is still being loaded"):
+        execute(w, "v_mov_b32_e32 v4, v3")
+    execute(w, "s_waitcnt lgkmcnt(0)")
+    assert list(w.u[3]) == list(1000 + (lanes + 1) % 64)
 
 
 def test_gfx9_transposed_read_turns_four_by_four_blocks():

@@ -12,6 +12,7 @@ from tools.gfx9.machine import Program, bind, launch
 from tools.gfx9.memory import Memory
 from tools.gfx9.parse import instruction, parse
 
+SCALED = "v_mfma_scale_f32_16x16x128_f8f6f4 v[0:3], v[4:7], v[8:11], 0, v12, v13 "
 HEAD = ".amdhsa_kernel k\n.end_amdhsa_kernel\n"
 
 
@@ -23,15 +24,21 @@ HEAD = ".amdhsa_kernel k\n.end_amdhsa_kernel\n"
         "s_setprio 1",
         "s_sendmsg 1",
         "s_getreg_b32 s0, hwreg(HW_REG_MODE)",
-        "ds_bpermute_b32 v0, v1, v2",
+        "ds_permute_b32 v0, v1, v2",
+        "ds_read_i8 v0, v1",
+        "ds_read_u8_d16 v0, v1",
+        "ds_write_b8_d16_hi v0, v1",
+        "ds_read2_u8 v[0:1], v1",
         "ds_add_u32 v0, v1",
         "flat_load_dword v0, v[2:3]",
         "buffer_load_short_d16 v0, v1, s[4:7], 0 offen",
         "buffer_load_dword v0, s[4:7], 0 offen lds",
         "global_atomic_add v0, v1, s[2:3]",
-        "buffer_load_sbyte v0, v1, s[4:7], 0 offen",
+        "buffer_load_sshort v0, v1, s[4:7], 0 offen",
+        "buffer_store_sbyte v0, v1, s[4:7], 0 offen",
         "v_mfma_f64_16x16x4_f64 v[0:7], v[8:9], v[10:11], v[0:7]",
         "v_mfma_i32_16x16x32_i8 v[0:3], v[8:9], v[10:11], v[0:3]",
+        "v_mfma_ld_scale_b32 v0, v1",
         "v_mov_b32_dpp v0, v1 row_shr:1 row_mask:0xf bank_mask:0xf",
         "v_mov_b32_dpp v0, v1 row_bcast:15 row_mask:0xf bank_mask:0xf",
         "v_mov_b32_dpp v0, v1 row_ror:1 row_mask:0xa bank_mask:0xf",
@@ -57,6 +64,13 @@ def test_gfx9_unknown_mnemonics_are_refused(line):
         "global_store_dword v0, v1, s[2:3] nt",
         "ds_read_b32 v0, v1 gds",
         "v_mfma_f32_16x16x16_bf16 v[0:3], v[4:5], v[6:7], 0 cbsz:1",
+        "v_mfma_f32_16x16x128_f8f6f4 v[0:3], v[4:7], v[8:11], 0 cbsz:4 blgp:4",
+        SCALED + "cbsz:4",
+        SCALED + "blgp:4",
+        SCALED + "cbsz:4 blgp:2",
+        SCALED + "cbsz:4 blgp:4 op_sel:[0,0,1]",
+        SCALED + "cbsz:4 blgp:4 neg_lo:[1,0,0]",
+        "ds_bpermute_b32 v0, v1, v2 gds",
         "s_load_dword s0, s[2:3], 0x0 glc",
         "v_cvt_pk_fp8_f32 v0, v1, v2 op_sel:[1,0,0]",
         "v_cvt_scalef32_pk_fp8_f32 v0, v1, v2, 2.0",
@@ -83,6 +97,10 @@ def test_gfx9_unknown_modifiers_are_refused(line):
         "s_mov_b32 s0, src_private_base",
         "s_movk_i32 s0, 0x10000",
         "v_pk_mul_f32 v[0:1], v[2:3], 1.0",
+        SCALED.replace("v13", "s13") + "cbsz:4 blgp:4",
+        SCALED.replace("v13", "1.0") + "cbsz:4 blgp:4",
+        SCALED.replace("v[4:7]", "v[4:11]") + "cbsz:4 blgp:4",
+        SCALED + "cbsz:4 blgp:4 op_sel:[1,1]",
         "ds_read_b64 v0, v1",
         "s_load_dwordx2 s0, s[2:3], 0x0",
         "global_load_dword v0, v[2:3], s[2:3]",
@@ -188,7 +206,12 @@ def test_gfx9_descriptor_bits_that_are_not_modelled_are_refused(at, bit, what):
 
 
 @pytest.mark.parametrize(
-    "line", ["v_permlane32_swap_b32_e32 v0, v1", "v_mfma_f32_16x16x16_bf16 v[4:7], v[0:1], v[2:3], 0"]
+    "line",
+    [
+        "v_permlane32_swap_b32_e32 v0, v1",
+        "ds_bpermute_b32 v2, v0, v1",
+        "v_mfma_f32_16x16x16_bf16 v[4:7], v[0:1], v[2:3], 0",
+    ],
 )
 def test_gfx9_operations_across_lanes_with_inactive_lanes_fault(line):
     w = wave()

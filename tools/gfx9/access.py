@@ -17,7 +17,9 @@ Run = Callable[[Wave], None]
 
 # What the last part of a mnemonic moves: bytes of one word, words.
 WIDTHS = {f"dword{x}": (4, n) for x, n in (("", 1), ("x2", 2), ("x3", 3), ("x4", 4))}
-WIDTHS |= {"ubyte": (1, 1), "byte": (1, 1), "ushort": (2, 1), "short": (2, 1)}
+WIDTHS |= {"ubyte": (1, 1), "sbyte": (1, 1), "byte": (1, 1), "ushort": (2, 1), "short": (2, 1)}
+# What a load makes 32 bits of, by zeros or by its sign; stores name their width alone.
+EXTENDED = {"ubyte": np.uint8, "sbyte": np.int8, "ushort": np.uint16}
 VECTOR = re.compile(r"(buffer|global)_(load|store)_(\w+)")
 # Word 3 of the descriptor of a raw buffer, as the compiler writes it: 32-bit data, no swizzle, no thread id.
 RAW_WORD3 = 0x27000
@@ -51,20 +53,22 @@ def bind_vector(i: Instruction, ops: Operands) -> Run:
     space, verb, what = found.groups()
     size, words = WIDTHS[what]
     is_load = verb == "load"
-    if is_load != what.startswith("u") and size < 4:
+    if size < 4 and is_load != (what in EXTENDED):
         raise i.refuse("the memory instruction is not modelled")
     data_at = 0 if is_load or space == "buffer" else 1
     data = ops.reg(data_at, "v", words)
     address = _buffer_address(i, ops, words * size) if space == "buffer" else _global_address(i, ops, is_load)
-    return _load(address, data, size, words) if is_load else _store(address, data, size, words)
+    if is_load:
+        return _load(address, data, size, words, EXTENDED.get(what, np.uint32))
+    return _store(address, data, size, words)
 
 
-def _load(address: Any, data: int, size: int, words: int) -> Run:
+def _load(address: Any, data: int, size: int, words: int, kind: Any) -> Run:
     def run(w: Wave) -> None:
         addresses, inside = address(w)
         values = np.zeros((words, 64), np.uint32)
         if inside.any():
-            values[:, inside] = w.group.memory.load(addresses[inside], words, size).T
+            values[:, inside] = w.group.memory.load(addresses[inside], words, size).astype(kind).astype(np.uint32).T
         w.issue_load(VMEM, LOAD, range(data, data + words), values)
 
     return run
@@ -144,62 +148,67 @@ def _global_address(i: Instruction, ops: Operands, is_load: bool) -> Callable[[W
 
 # LDS ------------------------------------------------------------------------------------------------------------------
 
-PLAIN = {"b32": 1, "b64": 2, "b96": 3, "b128": 4}
-DS = re.compile(r"ds_(read|write)(2|2st64)?_(b32|b64|b96|b128)")
+# Bytes of what an instruction moves. A read of less than a word fills the word with zeros.
+PLAIN = {"b32": 4, "b64": 8, "b96": 12, "b128": 16}
+READS, WRITES = PLAIN | {"u8": 1, "u16": 2}, PLAIN | {"b8": 1, "b16": 2}
+DS = re.compile(r"ds_(read|write)(2|2st64)?_(\w+)")
 
 
 def bind_lds(i: Instruction, ops: Operands) -> Run:
     """ds_read, ds_write, and their pairs whose two offsets count words of the data's width (64 of them: st64)."""
-    if i.name == "ds_read_b64_tr_b16":
-        return _read_transposed(i, ops)
+    if i.name in ACROSS:
+        return ACROSS[i.name](i, ops)
     found = DS.fullmatch(i.name)
-    if found is None:
+    widths = {} if found is None else PLAIN if found[2] else READS if found[1] == "read" else WRITES
+    if found is None or found[3] not in widths:
         raise i.refuse("the LDS instruction is not modelled")
     verb, pair, what = found.groups()
-    words = PLAIN[what]
+    width = widths[what]
     if pair:
         i.only("offset0", "offset1")
-        unit = 4 * words * (64 if pair == "2st64" else 1)
+        unit = width * (64 if pair == "2st64" else 1)
         offsets = [i.number("offset0") * unit, i.number("offset1") * unit]
     else:
         i.only("offset")
         offsets = [i.number("offset")]
-    return (_lds_read if verb == "read" else _lds_write)(ops, offsets, words)
+    return (_lds_read if verb == "read" else _lds_write)(ops, offsets, width)
 
 
-def _index(w: Wave, address: int, offsets: list[int], words: int) -> np.ndarray:
-    """[active lanes, words of all offsets]."""
+def _index(w: Wave, address: int, offsets: list[int], width: int) -> np.ndarray:
+    """[active lanes, bytes of all offsets]."""
     w.need(address)
     lanes = w.u[address].astype(np.int64)
     if w.where is not None:
         lanes = lanes[w.where]
-    return np.concatenate([w.group.lds.index(lanes + offset, words) for offset in offsets], axis=1)
+    return np.concatenate([w.group.lds.index(lanes + offset, width) for offset in offsets], axis=1)
 
 
-def _lds_read(ops: Operands, offsets: list[int], words: int) -> Run:
+def _lds_read(ops: Operands, offsets: list[int], width: int) -> Run:
     ops.count(2)
-    total = words * len(offsets)
+    each = -(-width // 4)
+    total = each * len(offsets)
     target, address = ops.reg(0, "v", total), ops.reg(1, "v", 1)
 
     def run(w: Wave) -> None:
-        index = _index(w, address, offsets, words)
-        values = np.zeros((total, 64), np.uint32)
-        values[:, _active(w)] = w.group.lds.load(w.number, index).T
-        w.issue_load(LGKM, SHARED, range(target, target + total), values, (False, index))
+        index = _index(w, address, offsets, width)
+        data = np.zeros((64, 4 * total), np.uint8)
+        data[_active(w), : index.shape[1]] = w.group.lds.load(w.number, index)
+        w.issue_load(LGKM, SHARED, range(target, target + total), data.view(np.uint32).T, (False, index))
 
     return run
 
 
-def _lds_write(ops: Operands, offsets: list[int], words: int) -> Run:
+def _lds_write(ops: Operands, offsets: list[int], width: int) -> Run:
     ops.count(1 + len(offsets))
-    address = ops.reg(0, "v", 1)
-    sources = [ops.reg(1 + k, "v", words) + j for k in range(len(offsets)) for j in range(words)]
+    address, each = ops.reg(0, "v", 1), -(-width // 4)
+    sources = [ops.reg(1 + k, "v", each) + j for k in range(len(offsets)) for j in range(each)]
 
     def run(w: Wave) -> None:
         for source in sources:
             w.need(source)
-        index = _index(w, address, offsets, words)
-        w.group.lds.store(w.number, index, w.v[sources].T[_active(w)])
+        index = _index(w, address, offsets, width)
+        data = np.ascontiguousarray(w.v[sources].T).view(np.uint8)[_active(w), : index.shape[1]]
+        w.group.lds.store(w.number, index, data)
         w.issue_store(LGKM, SHARED, (True, index))
 
     return run
@@ -217,9 +226,30 @@ def _read_transposed(i: Instruction, ops: Operands) -> Run:
     def run(w: Wave) -> None:
         if w.exec != ALL:
             raise Fault(f"{i.name} with inactive lanes is not modelled")
-        index = _index(w, address, [offset], 2)
+        index = _index(w, address, [offset], 8)
         elements = w.group.lds.load(w.number, index).view(np.uint16)
         values = np.ascontiguousarray(elements[donor, lane & 3]).view(np.uint32).T
         w.issue_load(LGKM, SHARED, range(target, target + 2), values, (False, index))
 
     return run
+
+
+def _bpermute(i: Instruction, ops: Operands) -> Run:
+    """Each lane takes the data of lane (address + offset) / 4 % 64. It moves through the LDS unit, not its memory."""
+    ops.count(3)
+    i.only("offset")
+    target, address, source = (ops.reg(k, "v", 1) for k in range(3))
+    offset = i.number("offset")
+
+    def run(w: Wave) -> None:
+        if w.exec != ALL:
+            raise Fault(f"{i.name} with inactive lanes is not modelled")
+        w.need(address)
+        w.need(source)
+        lanes = (w.u[address].astype(np.int64) + offset) // 4 % 64
+        w.issue_load(LGKM, SHARED, (target,), [w.u[source][lanes]])
+
+    return run
+
+
+ACROSS = {"ds_read_b64_tr_b16": _read_transposed, "ds_bpermute_b32": _bpermute}

@@ -1,8 +1,10 @@
 """The Triton kernel's variants on the interpreter: operands with the strides that vLLM gives, and the reference beside.
 
 The values of q_nope and W_UK are multiples of 1/8 and 1/16 below 1: every sum of their products is exact in float32, in
-any order, so that the whole result has to equal the reference to the byte. Values in the latent halves go beyond the
-largest fp8 number, one is a NaN; those in the rope halves stay below it, where the kernel and AITER differ on purpose.
+any order, so that the whole result has to equal the reference to the byte. So is it over mxfp4, where q_nope is of any
+kind: what it is quantised to are multiples of half a scale, up to 6 scales, and no two scales of a sum lie further than
+2**8 apart. Values in the latent halves go beyond the largest fp8 number, one is a NaN; those in the rope halves stay
+below it, where the kernel and AITER differ on purpose.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ from tools import aot
 from tools.gfx9.code import load
 from tools.gfx9.machine import Counts, Program, launch
 from tools.gfx9.memory import LINE, Memory, Region
-from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.absorb import AbsorbWeight, Fp8Weight, PlainWeight
+from vllm_aiter_mla.kernels import mxfp4, reference
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight, Fp8Weight, Mxfp4Weight, PlainWeight
 from vllm_aiter_mla.kernels.absorb.fp8 import absorb_fp8
+from vllm_aiter_mla.kernels.absorb.mxfp4 import absorb_mxfp4
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.triton import launcher
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 Q_SCALE, K_SCALE, W_SCALE = 0.0061, 0.0137, 0.0625
+# With ties. Rotated values are the product below: 157.5 / 128, so that a tie goes to the greater number. Latents are
+# multiples of 1/128, so that they lie halfway from 2 on, which fp8 has to hold.
+TIED_VALUE, TIED_COS, TIED_Q_SCALE = 140 / 128, 144 / 128, 0.0244
 TABLE_ROWS, GUARD_BLOCKS, UNTOUCHED = 40, 1, 0xCD
 V_WIDTH = 128  # of a head in kv_b_proj, beside its nope width
 Q_LORA_RANK = 1536  # DeepSeek's: k_pe is the end of a row of this width, the latent and itself
@@ -34,12 +40,21 @@ Q_LORA_RANK = 1536  # DeepSeek's: k_pe is the end of a row of this width, the la
 
 @dataclass(frozen=True)
 class Case:
-    """One launch: a compiled variant, its row count, and the heads whose absorb tiles run (all if None)."""
+    """One launch.
+
+    Attributes:
+        variant: what is compiled.
+        tokens: rows.
+        heads: those whose absorb tiles run, all if None.
+        seed: of the values.
+        ties: every rotated value lies halfway between two bfloat16 numbers, and fp8 holds latents that do.
+    """
 
     variant: aot.Variant
     tokens: int
     heads: tuple[int, ...] | None = None
     seed: int = 0
+    ties: bool = False
 
 
 @dataclass
@@ -103,14 +118,19 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
         return (torch.randint(-8, 9, shape, generator=g) / scale).to(torch.bfloat16)
 
     def bounded(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=g) * 0.4).clamp(-0.9, 0.9).to(torch.bfloat16)
+        values = torch.randn(shape, generator=g)
+        values = values.sign() * TIED_VALUE if case.ties else (values * 0.4).clamp(-0.9, 0.9)
+        return values.to(torch.bfloat16)
 
-    q = torch.cat((grid(8, t, n, p), bounded(t, n, r)), dim=-1)
+    q_nope = by_group(g, t, n, p) if variant.weight == "mxfp4" else grid(8, t, n, p)
+    q = torch.cat((q_nope, bounded(t, n, r)), dim=-1)
     kv_c = (torch.randn(t, latent, generator=g) * 2).to(torch.bfloat16)
     kv_c[t // 2, 5] = float("nan")
     down = bounded(t, Q_LORA_RANK + latent + r)
     angles = torch.rand(TABLE_ROWS, r // 2, generator=g) * 6.28
     table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(torch.bfloat16)
+    if case.ties:
+        table = torch.cat((torch.full_like(angles, TIED_COS), angles * 0), dim=-1).to(torch.bfloat16)
     slots = max(1, t - 1)
     blocks = -(-(slots + 3) // variant.block_size) + 1
     storage = torch.full((blocks + 2 * GUARD_BLOCKS, variant.block_size, latent + r), 0, dtype=torch.uint8)
@@ -127,23 +147,38 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
         q=q,
         k_pe=down[:, Q_LORA_RANK + latent :],
         kv_c=kv_c,
-        weight=weight(target, case, grid),
+        weight=weight(target, case, grid, g),
         kv_cache=storage[GUARD_BLOCKS:-GUARD_BLOCKS],
         slot_mapping=slot_mapping,
         positions=positions,
         cos_sin_cache=table,
         k_scale=torch.tensor([K_SCALE]),
-        q_scale=torch.tensor([Q_SCALE]),
+        q_scale=torch.tensor([TIED_Q_SCALE if case.ties else Q_SCALE]),
         is_neox=variant.is_neox,
         out_dtype=stored,
     )
     return inputs, storage
 
 
-def weight(target: aot.Target, case: Case, grid: Callable[..., torch.Tensor]) -> AbsorbWeight:
-    """W_UK as vLLM holds it: a view of ``kv_b_proj``, or fp8 codes. Heads whose tiles do not run are left at 0."""
+def by_group(g: torch.Generator, t: int, n: int, p: int) -> torch.Tensor:
+    """q_nope whose groups of 32 take scales of their own; one group is zero. bfloat16 [t, n, p]."""
+    groups = torch.randn(t, n, p // mxfp4.GROUP, mxfp4.GROUP, generator=g).clamp(-3.9, 3.9)
+    groups[..., 0] = 1.5  # the least that a group's largest magnitude can be
+    groups *= 0.5 ** torch.randint(4, 7, groups.shape[:3], generator=g)[..., None]
+    groups[t // 2, :, 1] = 0
+    return groups.flatten(2).to(torch.bfloat16)
+
+
+def weight(target: aot.Target, case: Case, grid: Callable[..., torch.Tensor], g: torch.Generator) -> AbsorbWeight:
+    """W_UK as vLLM holds it: a view of ``kv_b_proj``, or codes. Heads whose tiles do not run are left at 0."""
     variant, n, p, latent = case.variant, case.variant.heads, aot.NOPE, aot.LATENT
     heads = list(range(n) if case.heads is None else case.heads)
+    if variant.weight == "mxfp4":
+        pairs = torch.zeros(latent, n, p // 2, dtype=torch.uint8).transpose(0, 1)
+        scales = torch.zeros(p // mxfp4.GROUP, latent, n, dtype=torch.uint8).permute(2, 1, 0)
+        pairs[heads] = torch.randint(0, 256, pairs[heads].shape, generator=g, dtype=torch.uint8)
+        scales[heads] = torch.randint(125, 130, scales[heads].shape, generator=g, dtype=torch.uint8)
+        return Mxfp4Weight(pairs, scales)
     if variant.weight == "fp8":
         codes = torch.zeros(n, latent, p)
         codes[heads] = grid(1, len(heads), latent, p).float()
@@ -156,10 +191,12 @@ def weight(target: aot.Target, case: Case, grid: Callable[..., torch.Tensor]) ->
 
 
 def absorbed(inputs: DecodeInputs, heads: list[int]) -> torch.Tensor:
-    """[T, len(heads), L]: the exact product, rounded once; over fp8 codes as AITER's GEMM scales it."""
+    """[T, len(heads), L]: the exact product, rounded once; over codes as AITER's GEMMs scale it."""
     q, held = inputs.q_nope[:, heads], inputs.weight
     if isinstance(held, Fp8Weight):
         return absorb_fp8(q, held.codes[heads], held.scale)
+    if isinstance(held, Mxfp4Weight):
+        return absorb_mxfp4(q, held.codes[heads], held.scales[heads])
     return torch.einsum("tnp,npl->tnl", q.double(), held.tensors[0][1][heads].double()).to(q.dtype)
 
 
@@ -240,14 +277,14 @@ def minimum_bytes(inputs: DecodeInputs, case: Case) -> dict[str, int]:
     rows = int((slots >= 0).sum())
     table = inputs.cos_sin_cache
     scales = 4 if case.variant.quantised else 0
-    held = inputs.weight.tensors[0][1]
+    held = launcher.weight(inputs)
+    w_scale = 0 if held.scale is None else held.scale[:h].nbytes if held.is_mxfp4 else held.scale.nbytes
     distinct = len(inputs.positions.clamp(0, table.shape[0] - 1).unique())
     return {
         "q": 2 * t * (h * p + n * r), "k_pe": 2 * rows * r, "kv_c": 2 * rows * latent,
-        "w": held.itemsize * h * p * latent,
+        "w": held.values[:h].nbytes, "w_scale": w_scale,
         "cache": inputs.kv_cache.itemsize * rows * (latent + r), "out": out * t * (h * latent + n * r),
         "slot": 8 * len(slots), "pos": 8 * t, "cos_sin": 2 * distinct * r, "k_scale": scales, "q_scale": scales,
-        "w_scale": 4 if case.variant.weight == "fp8" else 0,
     }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from tools.gfx9.wave import ALL, Wave, mask_of
 Run = Callable[[Wave], None]
 Array = Any
 U, U64 = np.uint32, np.uint64
-FIVE, SIX = np.uint32(31), np.uint64(63)
+FOUR, FIVE, SIX = np.uint32(15), np.uint32(31), np.uint64(63)
 LOW24 = np.uint32(0xFFFFFF)
 FNUZ = {"gfx942": True, "gfx950": False}
 
@@ -72,6 +72,7 @@ VOP: dict[str, tuple[str, Callable[..., Any]]] = {
     "v_xor_b32": ("u32 u32 u32", lambda a, b: a ^ b),
     "v_or3_b32": ("u32 u32 u32 u32", lambda a, b, c: a | b | c),
     "v_and_or_b32": ("u32 u32 u32 u32", lambda a, b, c: a & b | c),
+    "v_lshlrev_b16": ("u16 u16 u16", lambda n, a: a << (n & FOUR)),
     "v_lshlrev_b32": ("u32 u32 u32", lambda n, a: a << (n & FIVE)),
     "v_lshrrev_b32": ("u32 u32 u32", lambda n, a: a >> (n & FIVE)),
     "v_ashrrev_i32": ("i32 u32 i32", lambda n, a: a >> (n & FIVE).astype(np.int32)),
@@ -330,8 +331,8 @@ def _bitop3(i: Instruction, ops: Operands) -> Run:
     """Any function of three bits, given as its truth table."""
     ops.count(4)
     i.only("bitop3")
-    table = i.number("bitop3")
-    write, reads = ops.write(i.operands[0], "u32"), [ops.read(name, "u32") for name in i.operands[1:]]
+    table, kind = i.number("bitop3"), "u" + i.name[-2:]
+    write, reads = ops.write(i.operands[0], kind), [ops.read(name, kind) for name in i.operands[1:]]
 
     def run(w: Wave) -> None:
         a, b, c = (read(w) for read in reads)
@@ -385,6 +386,7 @@ SPECIAL: dict[str, Callable[[Instruction, Operands], Run]] = {
     "v_mad_i64_i32": _mad64,
     "v_div_fmas_f32": _div_fmas,
     "v_bitop3_b32": _bitop3,
+    "v_bitop3_b16": _bitop3,
     "v_permlane32_swap_b32": _permlane32_swap,
     "v_readfirstlane_b32": _readfirstlane,
 }
