@@ -101,7 +101,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
     import torch
     import vllm
 
-    from vllm_aiter_mla.sandbox import knobs, piecewise
+    from vllm_aiter_mla.sandbox import full_graphs, knobs, piecewise
 
     config = llm.llm_engine.vllm_config
     return EngineResult(
@@ -112,6 +112,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
         code=dict(knobs.CODE),
         branches=dict(knobs.BRANCHES),
         pieces=max(piecewise.PIECES, default=0),
+        replays=dict(full_graphs.REPLAYS),
         log=[],
         versions={
             "python": platform.python_version(),
