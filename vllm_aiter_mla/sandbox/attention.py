@@ -79,7 +79,8 @@ class SandboxMLAImpl(CPUMLAImpl):
             rows = _row_by_row(q, attn_metadata.decode)
             # vLLM's kernel wants a key for every row; a request that pads has the null block.
             some = SimpleNamespace(block_table=rows.block_table, seq_lens=rows.seq_lens.clamp(min=1))
-            out, _ = super().forward_mqa(q, kv_c_and_k_pe_cache, SimpleNamespace(decode=some), layer)
+            batch: Any = SimpleNamespace(decode=some)
+            out, _ = super().forward_mqa(q, kv_c_and_k_pe_cache, batch, layer)
             return out.masked_fill_((rows.seq_lens < 1).view(-1, 1, 1), float("nan")), None
         fp8 = current_platform.fp8_dtype()
         if kv_c_and_k_pe_cache.dtype != fp8 or not isinstance(q, torch.Tensor) or q.dtype != fp8:

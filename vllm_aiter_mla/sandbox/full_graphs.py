@@ -4,7 +4,7 @@ On a GPU, vLLM's dispatcher pads a batch of decode rows to a captured size. The 
 dummy run of vLLM's own: Python sees no other batch. A replay runs the recorded kernels over vLLM's persistent buffers
 and hands out the same output tensor each time. Here the dispatcher, its padding, the dummy runs and the buffers are
 vLLM's own; a replay calls the model again, and shows it what it saw at the capture: the same inputs, metadata and slot
-mapping, each number the captured size. Only what lies in their tensors is of this step.
+mapping, each number the captured size. Only what lies in their tensors is of this step. It is model runner V1's.
 
 What Python reads out of a tensor is not frozen: a GPU forbids it while it captures, which ``verify`` checks.
 """
@@ -12,7 +12,7 @@ What Python reads out of a tensor is not frozen: a GPU forbids it while it captu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -73,19 +73,19 @@ class FullGraphs:
 
 
 @contextmanager
-def capturing() -> Any:
+def capturing() -> Iterator[None]:
     """The plugin is told that a graph is being recorded."""
     from vllm_aiter_mla.kernels import capture
 
     with (
-        mock.patch.object(capture, "_has_gpu", lambda: True),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+        mock.patch.object(capture, "_has_gpu", return_value=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
     ):
         yield
 
 
 @contextmanager
-def unchanged_elsewhere(context: Any) -> Any:
+def unchanged_elsewhere(context: Any) -> Iterator[None]:
     """Hold that of the blocks of a step, the null block and the last one, only the rows of its slots are written.
 
     An index of -1 that is clamped ends in the null block, one that wraps around in the last.
@@ -122,7 +122,9 @@ def emulate() -> None:
     from vllm_aiter_mla.sandbox import platform
 
     platform.has_graphs = True
-    type(current_platform).support_static_graph_mode = classmethod(lambda cls: True)  # type: ignore[method-assign]
+    type(current_platform).support_static_graph_mode = classmethod(  # type: ignore[method-assign,assignment]
+        lambda cls: True
+    )
     load, warm_up = CPUModelRunner.load_model, CPUWorker.compile_or_warm_up_model
 
     def load_model(runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -138,4 +140,4 @@ def emulate() -> None:
         return warm_up(worker)
 
     CPUModelRunner.load_model = load_model  # type: ignore[method-assign]
-    CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model  # type: ignore[method-assign]
+    CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model  # type: ignore[method-assign,assignment]
