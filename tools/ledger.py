@@ -147,7 +147,7 @@ def spec_of(side: str, cache: str) -> Any:
 
     ours = EngineSpec(
         scenarios=(), linear="aten", model={"num_hidden_layers": 2}, max_num_seqs=LIMIT, max_num_batched_tokens=TOKENS,
-        fake_arch="gfx942", piecewise="none", kernel="aiter", rounding="single", stock_pass=True, kv_cache_dtype=cache,
+        fake_arch="gfx942", graphs="none", kernel="aiter", rounding="single", stock_pass=True, kv_cache_dtype=cache,
     )  # fmt: skip
     if side == "ours":
         return ours

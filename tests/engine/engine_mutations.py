@@ -106,3 +106,17 @@ def a_mixed_batch_counts_as_decode() -> None:
     from vllm_aiter_mla.compat import context
 
     context.is_decode_only = lambda metadata, slots: metadata.decode is not None
+
+
+def padding_has_the_slot_of_another_row() -> None:
+    """A row without a slot is written over a row that has one: right as long as no full graph is padded."""
+    import torch
+
+    from vllm_aiter_mla.ops import bodies
+
+    inner = bodies.prepared_query
+
+    def prepared_query(step, *rest):
+        return inner(step._replace(slots=torch.where(step.slots < 0, step.slots.max(), step.slots)), *rest)
+
+    bodies.prepared_query = prepared_query

@@ -16,7 +16,7 @@ _fp8 = EngineSpec(scenarios=FP8_SCENARIOS, model=SMALL, kv_cache_dtype="fp8", sc
 _small = EngineSpec(scenarios=("short", "mixed"), model=SMALL)
 # Plain RotaryEmbedding, no q_lora, ordinary GEMMs, and an odd layer count.
 _fp32 = EngineSpec(
-    scenarios=("short", "mixed"),
+    scenarios=("concurrent", "short", "mixed"),
     linear="aten",
     model={"num_hidden_layers": 3, "yarn": False, "q_lora_rank": None, "dtype": "float32"},
 )
@@ -42,10 +42,14 @@ _aiter950 = replace(_small, scenarios=("short",), kernel="aiter", rounding="sing
 # The real Triton kernel on CPU tensors; a step takes a few tenths of a second.
 _triton = replace(_small, kernel="triton", rounding="single", interpret=True)
 _triton_fp8 = replace(_triton, scenarios=("mixed",), kv_cache_dtype="fp8", scales=SCALES)
+# Full graphs of 4 and 16 requests; most batches are padded. In fp32, where a GEMM over more rows moves no token.
+_full = replace(_fp32, graphs="full", compilation={"cudagraph_capture_sizes": [4, 16]})
 # vLLM's own AITER attention. Its decode takes 16 heads and more: 8 are padded on gfx942; gfx950 has a kernel for them.
+# With full graphs, over which its metadata builder keeps buffers: 1 to 4 requests of 3 rows in 12, up to 16 in 48.
 _class942 = replace(
     _mtp, scenarios=("mixed", "chunked"), model={"num_hidden_layers": 1, "num_attention_heads": 8},
     max_num_batched_tokens=CHUNK_TOKENS, kernel="reference", fake_arch="gfx942", attention="aiter",
+    graphs="full", compilation={"cudagraph_capture_sizes": [12, 48]},
 )  # fmt: skip
 _class950 = replace(
     _tp2, model={"num_hidden_layers": 1, "num_attention_heads": 16}, kernel="aiter", rounding="single",
@@ -67,9 +71,13 @@ SPECS: dict[str, EngineSpec] = {
     "small-off": replace(_off(_small), dump_graphs=True),
     "stop-rope-kv": replace(_small, stop_after="rope_kv_cache"),
     "stop-q-prep": replace(_small, stop_after="q_prep_lift"),
-    "piecewise-none": replace(_small, piecewise="none"),
-    "piecewise-decode": replace(_small, piecewise="decode"),
-    "mutation-no-split": replace(_small, piecewise="none", mutation="engine_mutations:attention_does_not_split"),
+    "piecewise-none": replace(_small, graphs="none"),
+    "piecewise-decode": replace(_small, graphs="decode"),
+    "full-on": _full,
+    "mutation-padded-slots": replace(
+        _full, scenarios=("mixed",), mutation="engine_mutations:padding_has_the_slot_of_another_row"
+    ),
+    "mutation-no-split": replace(_small, graphs="none", mutation="engine_mutations:attention_does_not_split"),
     "mutation-raw-prefill": replace(_small, mutation="engine_mutations:prefill_rows_stay_raw"),
     "mutation-above-bucket": replace(_small, dump_graphs=True, mutation="engine_mutations:passes_ignore_the_range"),
     "small-no-plugin": replace(_off(_small), dump_graphs=True, plugin=False),

@@ -11,8 +11,11 @@ from test_engine_parity import assert_all_engaged, assert_parity
 
 @pytest.mark.engine("class-gfx942-off", "class-gfx942-on")
 def test_fp8_scales_drafts_and_padded_heads_are_those_of_stock_over_aiters_class(engines):
-    assert_all_engaged(engines("class-gfx942-on"))
-    assert_parity(engines("class-gfx942-off"), engines("class-gfx942-on"))
+    stock, ours = engines("class-gfx942-off"), engines("class-gfx942-on")
+    assert_all_engaged(ours)
+    assert_parity(stock, ours)
+    for result in (stock, ours):
+        assert {(3, 12), (9, 12), (15, 48)} <= result.replays.keys(), "padded full graphs, three rows a request"
 
 
 @pytest.mark.engine("class-gfx950-off", "class-gfx950-on")

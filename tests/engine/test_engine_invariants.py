@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from test_engine_parity import assert_all_engaged, assert_parity
@@ -49,6 +50,31 @@ def test_i2_emulated_piecewise_capture_agrees_with_stock(engines, kind):
     assert_all_engaged(found)
     assert found.pieces == found.census[0]["total"] + 1, "a piece before, between and behind the layers' ops"
     assert found.branches["rotate_and_write"] > 0
+
+
+def padded(result):
+    return {rows for rows in result.replays if rows[0] < rows[1]}
+
+
+@pytest.mark.engine("fp32-off", "full-on")
+def test_emulated_full_graphs_of_padded_batches_agree_with_stock(engines):
+    """Decode batches ran in graphs of 4 or 16 rows, batches with prefill rows beside piecewise graphs."""
+    found = engines("full-on")
+    assert_parity(engines("fp32-off"), found, 1e-4)
+    assert_all_engaged(found)
+    assert found.census[0]["capture_sizes"] == [4, 16]
+    assert {(1, 4), (3, 4), (5, 16)} <= padded(found)
+    assert (16, 16) in found.replays
+    assert found.branches["rotate_and_write"] > 0
+
+
+@pytest.mark.engine("fp32-off", "mutation-padded-slots")
+@pytest.mark.mutation
+def test_mutation_a_slot_for_padded_rows_of_a_full_graph_is_caught(engines):
+    stock, found = engines("fp32-off"), engines("mutation-padded-slots")
+    assert padded(found)
+    mixed = compare(replace(stock, scenarios={"mixed": stock.scenarios["mixed"]}), found)["mixed"]
+    assert mixed.tokens_equal < mixed.tokens
 
 
 @pytest.mark.engine("small-off", "mutation-no-split")

@@ -9,6 +9,7 @@ import torch
 from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder, QueryLenSupport
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -32,9 +33,13 @@ class SandboxMLABackend(CPUMLABackend):
 
 
 class SandboxMLABuilder(MLACommonMetadataBuilder):
-    """Counts a request's draft tokens among its decode rows, as AITER's builder does: so many for every request."""
+    """As AITER's builder: a request's draft tokens are decode rows, as many for every request; full graphs hold those.
+
+    All tensors of a decode batch's metadata are views of vLLM's persistent buffers.
+    """
 
     query_len_support = QueryLenSupport.UNIFORM
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
 
 class SandboxMLAImpl(CPUMLAImpl):
@@ -65,13 +70,18 @@ class SandboxMLAImpl(CPUMLAImpl):
         attn_metadata: Any,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Decode attention over the latent cache: out [T, N, L]; no LSE.
+        """Decode attention over the latent cache: out [T, N, L]; no LSE. Rows without keys, which pad a graph, are NaN.
 
         Raises:
             TypeError: an fp8 cache that is not viewed as fp8, or a query of another type beside it.
         """
         if kv_c_and_k_pe_cache.dtype.itemsize > 1:
-            return super().forward_mqa(q, kv_c_and_k_pe_cache, _row_by_row(q, attn_metadata), layer)
+            rows = _row_by_row(q, attn_metadata.decode)
+            # vLLM's kernel wants a key for every row; a request that pads has the null block.
+            some = SimpleNamespace(block_table=rows.block_table, seq_lens=rows.seq_lens.clamp(min=1))
+            batch: Any = SimpleNamespace(decode=some)
+            out, _ = super().forward_mqa(q, kv_c_and_k_pe_cache, batch, layer)
+            return out.masked_fill_((rows.seq_lens < 1).view(-1, 1, 1), float("nan")), None
         fp8 = current_platform.fp8_dtype()
         if kv_c_and_k_pe_cache.dtype != fp8 or not isinstance(q, torch.Tensor) or q.dtype != fp8:
             raise TypeError(f"fp8 decode expects an {fp8} view and query, got {kv_c_and_k_pe_cache.dtype} and {q}")
@@ -82,33 +92,32 @@ class SandboxMLAImpl(CPUMLAImpl):
         block_size, width = cache.shape[1], cache.shape[2]
         seq_lens = decode.seq_lens.tolist()
         rows_per_request = q.shape[0] // max(len(seq_lens), 1)
-        out = torch.zeros(q.shape[0], q.shape[1], self.kv_lora_rank, dtype=layer.W_UV.dtype)
+        out = torch.full((q.shape[0], q.shape[1], self.kv_lora_rank), float("nan"), dtype=layer.W_UV.dtype)
         for request, seq_len in enumerate(seq_lens):
             blocks = decode.block_table[request, : -(-seq_len // block_size)].long()
             keys = cache.view(torch.uint8)[blocks].view(cache.dtype).float().view(-1, width)[:seq_len] * layer._k_scale
             first = request * rows_per_request
             for row in range(rows_per_request):
                 visible = seq_len - (rows_per_request - 1 - row)
+                if visible < 1:
+                    continue
                 scores = (query[first + row] @ keys[:visible].T) * self.scale
                 out[first + row] = (scores.softmax(-1) @ keys[:visible, : self.kv_lora_rank]).to(out.dtype)
         return out
 
 
-def _row_by_row(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], metadata: Any) -> Any:
-    """The metadata as if every row were a request of its own: vLLM's CPU kernel knows one row per request.
+def _row_by_row(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], decode: Any) -> Any:
+    """The batch as if every row were a request of its own: vLLM's CPU kernel knows one row per request.
 
     The last row of a request sees its whole sequence, the row before it one key less.
     """
-    decode = metadata.decode
     per_request = (q[0] if isinstance(q, tuple) else q).shape[0] // max(decode.seq_lens.shape[0], 1)
     if per_request <= 1:
-        return metadata
+        return decode
     hidden = torch.arange(per_request - 1, -1, -1, dtype=decode.seq_lens.dtype).repeat(decode.seq_lens.shape[0])
     return SimpleNamespace(
-        decode=SimpleNamespace(
-            block_table=decode.block_table.repeat_interleave(per_request, 0),
-            seq_lens=decode.seq_lens.repeat_interleave(per_request) - hidden,
-        )
+        block_table=decode.block_table.repeat_interleave(per_request, 0),
+        seq_lens=decode.seq_lens.repeat_interleave(per_request) - hidden,
     )
 
 

@@ -152,7 +152,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
     import torch
     import vllm
 
-    from vllm_aiter_mla.sandbox import knobs, piecewise
+    from vllm_aiter_mla.sandbox import full_graphs, knobs, piecewise
 
     config = llm.llm_engine.vllm_config
     return EngineResult(
@@ -164,6 +164,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
         branches=dict(knobs.BRANCHES),
         counters=counters(llm) if spec.llm.get("disable_log_stats") is False else {},
         pieces=max(piecewise.PIECES, default=0),
+        replays=dict(full_graphs.REPLAYS),
         log=[],
         versions={
             "python": platform.python_version(),

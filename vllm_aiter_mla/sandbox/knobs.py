@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.sandbox import aiter_attention, piecewise, platform
+from vllm_aiter_mla.sandbox import aiter_attention, full_graphs, piecewise, platform
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
 GRAPHS: dict[str, str] = {}
@@ -35,8 +35,10 @@ def apply(spec: EngineSpec) -> None:
         from vllm_aiter_mla.kernels.triton import interpreter
 
         interpreter.install()
-    if spec.piecewise:
-        piecewise.emulate(spec.piecewise)
+    if spec.graphs:
+        piecewise.emulate(spec.graphs)
+    if spec.graphs == "full":
+        full_graphs.emulate()
     if spec.mutation:
         module, _, function = spec.mutation.partition(":")
         getattr(importlib.import_module(module), function)()

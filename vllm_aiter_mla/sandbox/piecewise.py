@@ -4,7 +4,7 @@ On a GPU, Inductor cuts the graph at the splitting ops and vLLM captures every p
 Python sees then: none at all (model runner v1) or that of a decode batch (v2). A replay runs the recorded kernels
 over current buffers, but no Python: whatever a captured op decided from the metadata is frozen. Here the graph is cut
 by Inductor's own rule, its nodes said to be a GPU's, and while a piece runs, the forward context shows the frozen
-metadata; buffers stay current.
+metadata; buffers stay current. ``full_graphs`` adds the graphs that hold a whole decode step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-KINDS = ("none", "decode")
+KINDS = ("none", "decode", "full")
 PIECES: list[int] = []
 """For each piece that was made, how many its graph has."""
 
@@ -27,13 +27,14 @@ def emulate(kind: str) -> None:
     """Cut graphs as on a GPU and freeze the metadata that pieces see; before any engine is built.
 
     Args:
-        kind: "none": no metadata, as model runner v1 captures; "decode": every row a decode row, as v2 does.
+        kind: "none": no metadata, as model runner v1 captures; "decode": every row a decode row, as v2 does; "full":
+            as "none", in steps that vLLM's dispatcher gives to piecewise graphs.
 
     Raises:
         ValueError: an unknown kind.
     """
     if kind not in KINDS:
-        raise ValueError(f"piecewise: expected one of {', '.join(KINDS)}, got {kind!r}")
+        raise ValueError(f"graphs: expected one of {', '.join(KINDS)}, got {kind!r}")
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
     from vllm.compilation import decorators
 
@@ -66,8 +67,10 @@ def _frozen(piece: Callable[..., Any], kind: str) -> Callable[..., Any]:
         from vllm.forward_context import get_forward_context
 
         context: Any = get_forward_context()
+        if kind == "full" and context.cudagraph_runtime_mode.name != "PIECEWISE":
+            return piece(*args, **kwargs)  # part of a full graph, or of a step without graphs
         current = context.attn_metadata
-        context.attn_metadata = None if kind == "none" else _as_decode(current)
+        context.attn_metadata = _as_decode(current) if kind == "decode" else None
         try:
             return piece(*args, **kwargs)
         finally:

@@ -8,6 +8,8 @@ from typing import Any
 
 # Set by a spec: vLLM's own MLA RoPE pass, which PassConfig switches off on anything that is no GPU.
 stock_pass = False
+# Whether CUDA graphs are emulated, so that vLLM's dispatcher pads batches to captured sizes.
+has_graphs = False
 # Whether something here gathers the context of a chunked prompt from an fp8 cache.
 chunks_fp8_prompts = False
 
@@ -47,6 +49,9 @@ def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> 
         compilation.ir_enable_torch_wrap = compilation_asked.ir_enable_torch_wrap
         # None makes the piecewise back end assert "out of considered ranges" without a GPU.
         compilation.compile_sizes = []
+        if has_graphs:
+            # What vLLM has computed for a platform with graphs; the CPU's empties it.
+            compilation.cudagraph_capture_sizes = compilation_asked.cudagraph_capture_sizes
     if stock_pass:
         compilation.pass_config.fuse_rope_kvcache_cat_mla = True
     # vLLM's chunked path for CPUs reads no fp8 cache.

@@ -37,7 +37,9 @@ class EngineSpec:
         linear: "onednn" is the CPU build's out-variant GEMM, "aten" a plain one, as on GPUs.
         perturb: move this share of the cache's rope part by one fp8 step (0 for none).
         scales: (k_scale, q_scale) put into every layer after loading, or None.
-        piecewise: emulate piecewise capture with this frozen metadata: None, "none" or "decode".
+        graphs: emulate CUDA graphs: None for no graphs; "none" or "decode" for piecewise graphs captured with no
+            metadata or with a decode batch's; "full" for what vLLM does by default: full graphs for decode batches,
+            piecewise ones for the others. In one process.
         mutation: "module:function" that plants a bug in the engine's process; tests only.
         dump_graphs: return the post-grad FX graph text by range.
         fake_arch: let the platform look like this AMD card over the fake AITER.
@@ -73,7 +75,7 @@ class EngineSpec:
     linear: str = "onednn"
     perturb: float = 0.0
     scales: tuple[float, float] | None = None
-    piecewise: str | None = None
+    graphs: str | None = None
     mutation: str | None = None
     dump_graphs: bool = False
     fake_arch: str | None = None
@@ -108,6 +110,7 @@ class EngineResult:
             this process.
         counters: vLLM's own, by the name of the metric; where ``llm`` sets ``disable_log_stats`` to False.
         pieces: pieces that an emulated piecewise capture would record, of the graph with the most.
+        replays: how often an emulated full graph was replayed, by its real rows and all of its rows.
     """
 
     scenarios: dict[str, list[list[Step]]]
@@ -121,6 +124,7 @@ class EngineResult:
     branches: dict[str, int] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     pieces: int = 0
+    replays: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 def save(record: EngineSpec | EngineResult, path: Path) -> None:
