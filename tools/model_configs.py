@@ -26,7 +26,8 @@ _YARN = {
 _WITH_EXPERTS = {"first_k_dense_replace": 1}
 _LING = {
     "num_experts": 4, "num_shared_experts": 1, "moe_shared_expert_intermediate_size": 64, "score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True, "router_dtype": "fp32",
+    "moe_router_enable_expert_bias": True, "router_dtype": "fp32", "use_bias": False, "use_qkv_bias": False,
+    "short_conv_kernel_size": 4, "first_k_dense_replace": 1,
 }  # fmt: skip
 _DEEPSEEK_YARN = {"type": "deepseek_yarn", "rope_type": "deepseek_yarn"}
 _KDA = {"head_dim": 64, "num_heads": HEADS, "short_conv_kernel_size": 4, "kda_layers": [1], "full_attn_layers": [2]}
