@@ -1,4 +1,4 @@
-# Two commands set everything up on a fresh machine: `make demo` and `make test`.
+# Two commands set everything up on a fresh machine: `make demo` and `make test`. `make test-all` is every test.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,10 @@ export PYTHONUNBUFFERED := 1
 # What is compared to the bit and takes under two minutes, for a machine without AVX-512; ARGS= names more.
 AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced.py
 
-.PHONY: setup demo test lint unit test-avx2 avx2-quick format lock clean
+# Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one: its fixtures are dear.
+WORKERS ?= 2
+
+.PHONY: setup demo test test-all test-rest lint quick unit test-avx2 avx2-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -32,12 +35,22 @@ $(PKG_STAMP): $(LOCK_STAMP) pyproject.toml
 demo: setup
 	$(BIN)/vllm-aiter-mla demo $(ARGS)
 
-test: lint unit avx2-quick
+test: lint quick
+
+test-all: test test-rest
+
+# What `make test` leaves: engines, two at a time beside the slow tests, and what must hold without AVX-512.
+test-rest: setup
+	$(BIN)/python -m pytest -m "engine or slow"
+	$(MAKE) avx2-quick
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+quick: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slow"
 
 unit: setup
 	$(BIN)/python -m pytest $(ARGS)

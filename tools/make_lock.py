@@ -28,7 +28,17 @@ from tools.common import Parser, RunError, UsageError, guarded, writable
 
 VLLM = "0.32.0"
 # lm-eval: tools/accuracy.py and its end-to-end test; it moves no version of the others.
-ROOTS = ("torch==2.13.0", "triton", "pytest", "hypothesis", "ruff", "mypy", "setuptools", "lm-eval[api]")
+ROOTS = (
+    "torch==2.13.0",
+    "triton",
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+    "ruff",
+    "mypy",
+    "setuptools",
+    "lm-eval[api]",
+)
 # Only CUDA builds resolve beside a CPU torch, and then `import transformers` fails; text models need none of them.
 DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})
 

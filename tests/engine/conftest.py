@@ -68,6 +68,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     wanted = [name for item in session.items for marker in item.iter_markers("engine") for name in marker.args]
+    if wanted and hasattr(session.config, "workerinput"):
+        raise pytest.UsageError("engines run two at a time by themselves: run their tests without -n")
     if wanted:
         _runner.append(Engines(engine_specs.longest_first(list(dict.fromkeys(wanted)))))
 

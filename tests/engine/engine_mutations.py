@@ -20,24 +20,25 @@ def attention_does_not_split() -> None:
     scheduler.is_cudagraph_unsafe_op = lambda node: False  # the op's tag would cut as well
 
 
-def prefill_rows_stay_raw() -> None:
-    """The op hands prefill rows on as they come: it writes their KV rows, and rotates copies for that."""
+def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:
+    """Two bugs that do not meet: tokens of batches inside the bucket show one, the graph above it the other.
+
+    The op hands prefill rows on as they come: it writes their KV rows, and rotates copies for that. And the passes run
+    in every compile range; no batch of the scenarios is above the bucket.
+    """
+    from vllm_aiter_mla import bucket
     from vllm_aiter_mla.ops import bodies
 
     inner = bodies.rotate_and_write
     bodies.rotate_and_write = lambda step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
-
-
-def passes_ignore_the_range() -> None:
-    """The passes run in every compile range."""
-    from vllm_aiter_mla import bucket
-
     bucket.in_bucket = lambda end, limit: True
 
 
-def every_second_layer_is_refused() -> None:
-    """Not a bug but a probe: one layer's refusal must not touch its neighbour."""
-    from vllm_aiter_mla import layers
+def plugin_that_refuses_every_second_layer() -> None:
+    """Another plugin, by its fingerprint, than the one that compiled the artifact; one layer's refusal must not touch
+    its neighbour, and the artifact holds both of them fused.
+    """
+    from vllm_aiter_mla import fingerprint, layers
     from vllm_aiter_mla.admission import Refusal
 
     inner = layers.admit_layer
@@ -46,14 +47,7 @@ def every_second_layer_is_refused() -> None:
         return Refusal("geometry", "refused by the test") if ".0." in view.name else inner(view)
 
     layers.admit_layer = admit_layer
-
-
-def q_scale_is_applied_twice() -> None:
-    """The query is scaled before the kernel and by it."""
-    from vllm_aiter_mla.kernels.absorb import plain
-
-    inner = plain.absorb
-    plain.absorb = lambda q_nope, w: inner(q_nope, w) / 0.7
+    fingerprint.fingerprint = lambda: "0.0.0-changed"
 
 
 def no_implementation_is_known() -> None:
@@ -61,27 +55,6 @@ def no_implementation_is_known() -> None:
     from vllm_aiter_mla.compat import layer as compat_layer
 
     compat_layer.KNOWN_IMPLS.clear()
-
-
-def another_fingerprint() -> None:
-    """The plugin's sources have changed since the artifact was compiled."""
-    from vllm_aiter_mla import fingerprint
-
-    fingerprint.fingerprint = lambda: "0.0.0-changed"
-
-
-def the_aiter_kernel_is_wrong() -> None:
-    """AITER's kernel rotates by the wrong pairing: what a broken build would do."""
-    from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-
-    inner = AiterBackend._run
-
-    def run(self, route, key, widths, inputs):
-        from dataclasses import replace
-
-        return inner(self, route, key, widths, replace(inputs, is_neox=not inputs.is_neox))
-
-    AiterBackend._run = run
 
 
 def a_request_has_one_decode_row() -> None:

@@ -38,10 +38,9 @@ class Pool:
             earlier.result()
         cache = self.folder / engine_specs.CACHES.get(name, name)
         spec = engine_specs.SPECS[name]
-        inductor = cache / "inductor" if spec.compile_cache else self.folder / "inductor"
         written = self.folder / f"{name}.new"
         try:
-            save(engine.run(spec, cache=cache, inductor=inductor), written)
+            save(engine.run(spec, cache=cache, inductor=self.folder / "inductor"), written)
             written.rename(self.folder / f"{name}.result")
         except Exception as error:
             written.write_text(error.log if isinstance(error, engine.EngineFailedError) else repr(error))
