@@ -14,7 +14,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -114,7 +113,7 @@ def _fill(home: Path, lock: Path, ops_of: Path | None) -> None:
             unpack(wheel, site)
     if ops_of is not None:
         for library in ops_of.glob("*.so"):
-            shutil.copy2(library, site / "vllm")
+            (site / "vllm" / library.name).symlink_to(library)
     (site / "base.pth").write_text(f"{ops_of.parent if ops_of else _package().parent}\n")
 
 

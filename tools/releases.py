@@ -63,13 +63,13 @@ def counted(report: str) -> dict[str, int]:
 
 
 def check(env: Overlay) -> None:
-    """Raise RunError unless the environment imports the release that it is for, and this tree."""
+    """Raise RunError unless the environment imports the release that it is for, and this tree's plugin."""
     code = "import vllm, vllm_aiter_mla; print(vllm.__version__, vllm_aiter_mla.__file__, sep='\\n')"
     command = [str(env.python), "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, text=True, check=False)
-    version, _, package = (done.stdout.strip().splitlines() or [""])[-2:][0], None, done.stdout.strip().splitlines()[-1:]
-    if version.partition("+")[0] != env.version or not package or not Path(package[0]).is_relative_to(ROOT):
-        raise RunError(f"{env.python} imports vLLM {version or 'not at all'} and the plugin from {package}")
+    version, plugin = (["", "", *done.stdout.split("\n")[:-1]])[-2:]
+    if version.partition("+")[0] != env.version or not Path(plugin).is_relative_to(ROOT):
+        raise RunError(f"{env.python} imports vLLM {version or '-'} and the plugin from {plugin or 'nowhere'}")
 
 
 def verdict(env: Overlay, demo: dict[str, Any] | None, tests: dict[str, int] | None) -> tuple[bool, str]:
