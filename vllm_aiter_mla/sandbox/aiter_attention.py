@@ -119,11 +119,16 @@ class PageIndices:
         stride_0: int,
         stride_1: int,
         cu_num_tokens: torch.Tensor,
+        num_real_tokens: torch.Tensor | None = None,  # from vLLM 0.33 on
+        *,
         KERNEL_BLOCK_SIZE: int,  # noqa: N803
         BLOCK_SIZE: int,  # noqa: N803
+        CLAMP_TAIL: bool = False,  # noqa: N803
     ) -> None:
         bounds = cu_num_tokens.tolist()
         for request, (first, end) in enumerate(pairwise(bounds)):
             key = torch.arange(end - first)
+            if CLAMP_TAIL and num_real_tokens is not None:
+                key = torch.where(key < num_real_tokens[request], key, 0)
             blocks = block_table[request, key // KERNEL_BLOCK_SIZE]
             page_indices[first:end] = (blocks * KERNEL_BLOCK_SIZE + key % KERNEL_BLOCK_SIZE).to(page_indices.dtype)

@@ -59,8 +59,9 @@ class SandboxMLAImpl(CPUMLAImpl):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        skip_scale: bool = False,
     ) -> None:
-        """Write the KV rows: see ``write_kv_rows``."""
+        """Write the KV rows: see ``write_kv_rows``. vLLM 0.33 sets ``skip_scale`` where the scale is one."""
         write_kv_rows(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
 
     def forward_mqa(

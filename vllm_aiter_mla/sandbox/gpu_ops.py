@@ -55,7 +55,7 @@ def _cache_kernels() -> dict[Callable[..., None], str]:
         " cos_sin_cache, bool is_neox, Tensor slot_mapping, Tensor! kv_cache, str kv_cache_dtype, Tensor"
         " kv_cache_scale",
         concat_and_cache_mla: "Tensor kv_c, Tensor k_pe, Tensor! kv_cache, Tensor slot_mapping, str kv_cache_dtype,"
-        " Tensor scale",
+        " Tensor scale, bool skip_scale=False",
         gather_and_maybe_dequant_cache: "Tensor src_cache, Tensor! dst, Tensor block_table, Tensor cu_seq_lens, Tensor"
         " token_to_seq, int num_tokens, str kv_cache_dtype, Tensor scale, Tensor? seq_starts",
     }
@@ -131,8 +131,9 @@ def concat_and_cache_mla(
     slot_mapping: torch.Tensor,
     kv_cache_dtype: str,
     scale: torch.Tensor,
+    skip_scale: bool = False,
 ) -> None:
-    """Write the KV rows, as vLLM's GPU kernel of this name does."""
+    """Write the KV rows, as vLLM's GPU kernel of this name does. vLLM 0.33 sets ``skip_scale`` where it is one."""
     write_kv_rows(kv_c, k_pe, kv_cache, slot_mapping, scale)
 
 

@@ -37,6 +37,24 @@ def wrap(platform_cls: type) -> None:
     platform_cls.check_and_update_config = staticmethod(check_and_update_config)  # type: ignore[attr-defined]
 
 
+@cache
+def allow_fp8_mla(platform_cls: type) -> None:
+    """From 0.33 on vLLM refuses an fp8 cache beside MLA on CPUs, before it asks the back end; the sandbox's reads one.
+
+    Without effect on older releases, which do not look at the cache there. Remove it when vLLM asks the back end.
+    Idempotent.
+    """
+    inner = platform_cls.get_attn_backend_cls  # type: ignore[attr-defined]
+
+    @wraps(inner)
+    def get_attn_backend_cls(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> Any:
+        if attn_selector_config.use_mla:
+            attn_selector_config = attn_selector_config._replace(kv_cache_dtype="auto")
+        return inner(selected_backend, attn_selector_config, num_heads)
+
+    platform_cls.get_attn_backend_cls = staticmethod(get_attn_backend_cls)  # type: ignore[attr-defined]
+
+
 def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> None:
     """Put the compile mode and, where the cache's context can be gathered, chunked prefill back to what was asked."""
     from vllm.config import CompilationMode

@@ -37,6 +37,7 @@ def activate() -> None:
     attention.register()
     random_weights.register()
     platform.wrap(type(current_platform))  # type: ignore[arg-type]
+    platform.allow_fp8_mla(type(current_platform))  # type: ignore[arg-type]
     KNOWN_IMPLS.add("SandboxMLAImpl")
     if resume() is not None:
         aiter_attention.resume()

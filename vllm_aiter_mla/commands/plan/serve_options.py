@@ -17,12 +17,12 @@ from vllm_aiter_mla.commands.plan.model import ModelFacts
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import offline, switches
 from vllm_aiter_mla.compat import version as compat_version
+from vllm_aiter_mla.compat.batch_defaults import BatchDefaultsError, batch_defaults
 from vllm_aiter_mla.compat.offline import OptionError
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 
-# max_num_seqs and max_num_batched_tokens of an API server, by card: EngineArgs.get_batch_defaults of vLLM 0.32 goes by
-# memory (160 GiB and more, 70 GiB and more).
-BATCH_DEFAULTS = {"gfx942": (1024, 16384), "gfx950": (1024, 16384), "sm90": (1024, 8192)}
+# Name and GiB of the smallest card of each kind: vLLM's defaults of the scheduler go by its memory.
+CARDS = {"gfx942": ("AMD Instinct MI300X", 192), "gfx950": ("AMD Instinct MI350X", 288), "sm90": ("NVIDIA H100", 80)}
 
 # Past these the products that a plan forms leave 64 bits; no engine comes near.
 MOST_REQUESTS, MOST_DRAFTS, MOST_TOKENS, MOST_BLOCK, MOST_RANKS = 2**20, 2**10, 2**30, 2**16, 2**16
@@ -134,8 +134,8 @@ def read(arguments: Sequence[str], model: ModelFacts, arch: str, env: Environmen
     for name in RANKS:
         _in_range(f"--{name.replace('_', '-')}", getattr(parsed, name, 1), MOST_RANKS)
     notes: list[str] = []
-    seqs, batched = BATCH_DEFAULTS[arch]
-    from_server = f"{seqs}, the API server's default in vLLM 0.32 on {arch}"
+    seqs, batched = _batch_defaults(parsed, arch)
+    from_server = f"{seqs}, the API server's default in vLLM {compat_version.installed()} on {arch}"
     sixteen = "16 assumed; the backend may choose another, which may change AITER's kernel"
     return ServeOptions(
         arch=arch,
@@ -155,6 +155,20 @@ def read(arguments: Sequence[str], model: ModelFacts, arch: str, env: Environmen
         attention_backend=_backend(parsed),
         assumptions=(*notes, *_about(arch, env, model)),
     )
+
+
+def _batch_defaults(parsed: Any, arch: str) -> tuple[int, int]:
+    """What vLLM takes for max_num_seqs and max_num_batched_tokens on the card; not asked where both are given."""
+    if None not in (parsed.max_num_seqs, parsed.max_num_batched_tokens):
+        return 0, 0
+    name, gibibytes = CARDS[arch]
+    try:
+        return batch_defaults(name, gibibytes << 30)
+    except BatchDefaultsError as error:
+        raise OptionError(
+            f"--max-num-seqs and --max-num-batched-tokens: the defaults of vLLM {compat_version.installed()} on {arch} "
+            f"are not known ({error}); give both"
+        ) from error
 
 
 def _settings(parsed: Any, notes: list[str]) -> Settings:

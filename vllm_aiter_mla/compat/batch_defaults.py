@@ -1,0 +1,73 @@
+"""The scheduler's defaults of ``vllm serve`` on a card that is not here.
+
+What: vLLM's ``EngineArgs.get_batch_defaults`` runs while its module sees a stand-in for the platform.
+Why: it is the installed release's rule, it goes by the card's memory, and the card is not in this machine.
+Link: ``vllm/engine/arg_utils.py`` (0.30 to 0.33).
+Probe: the stand-in notes what it is asked and cannot answer; vLLM would take that for a small card.
+Remove when: vLLM offers the rule as a function of the card.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class BatchDefaultsError(RuntimeError):
+    """The installed vLLM asks for more than is known of a card that is not here."""
+
+
+class _Card:
+    """vLLM's platform as far as the rule asks it."""
+
+    def __init__(self, name: str, memory: int) -> None:
+        self._name, self._memory = name, memory
+        self.unknown: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.unknown.append(name)
+        raise AttributeError(name)
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        """Bytes."""
+        return self._memory
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        """As the driver spells it."""
+        return self._name
+
+    def is_device_capability(self, capability: object, device_id: int = 0) -> bool:
+        """Asked since vLLM 0.33, for a card with much memory and little compute that is none of those planned for."""
+        return False
+
+    def is_tpu(self) -> bool:
+        """Never."""
+        return False
+
+    def is_cpu(self) -> bool:
+        """Never."""
+        return False
+
+
+def batch_defaults(name: str, memory: int) -> tuple[int, int]:
+    """max_num_seqs and max_num_batched_tokens of an API server on a card of this name and so many bytes.
+
+    Raises:
+        BatchDefaultsError: the rule of this vLLM asks what is not known here.
+    """
+    from vllm.engine import arg_utils
+    from vllm.usage.usage_lib import UsageContext
+
+    card = _Card(name, memory)
+    platform = vars(arg_utils)["current_platform"]
+    vars(arg_utils)["current_platform"] = card
+    try:
+        tokens, seqs = arg_utils.EngineArgs.get_batch_defaults(world_size=1)
+        found = seqs[UsageContext.OPENAI_API_SERVER], tokens[UsageContext.OPENAI_API_SERVER]
+    # Whatever a changed rule raises.
+    except Exception as error:
+        raise BatchDefaultsError(f"{type(error).__name__}: {error}") from error
+    finally:
+        vars(arg_utils)["current_platform"] = platform
+    if card.unknown:
+        raise BatchDefaultsError(f"it asks for {', '.join(card.unknown)}")
+    return found
