@@ -44,6 +44,7 @@ class Row:
         stock_fails: why vLLM itself cannot run it on a CPU; "" where it can.
         drafts: proposed by the model's own draft layer, or by ``draft``.
         draft: ``config.json`` of a draft model (EAGLE-3).
+        llm: further options of vLLM's ``LLM``.
         quick: among those that the test suite runs.
     """
 
@@ -53,6 +54,7 @@ class Row:
     stock_fails: str = ""
     drafts: int = 0
     draft: dict[str, Any] = field(default_factory=dict)
+    llm: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
 
 
@@ -61,6 +63,8 @@ def _config(architecture: str, model_type: str, **changes: Any) -> dict[str, Any
 
 
 _V3 = _config("DeepseekV3ForCausalLM", "deepseek_v3", rope_scaling=_YARN)
+# What vLLM takes for hybrid models by itself is none of its CPU kernel's sizes.
+_BLOCKS = {"block_size": 16}
 _NO_TRITON = "the linear attention of this model has Triton kernels alone, and this CPU build has no Triton"
 
 ROWS: dict[str, Row] = {
@@ -99,13 +103,14 @@ ROWS: dict[str, Row] = {
     "A.X K1": Row(_config("AXK1ForCausalLM", "axk1", rope_scaling=_YARN)),
     "Sarvam": Row(_config("SarvamMLAForCausalLM", "sarvam_mla", rope_scaling=_YARN | _DEEPSEEK_YARN, **_LING)),
     "Ling 2.5, every layer MLA": Row(
-        _config("BailingMoeV2_5ForCausalLM", "bailing_hybrid", layer_group_size=1, head_dim=64, **_LING)
+        _config("BailingMoeV2_5ForCausalLM", "bailing_hybrid", layer_group_size=1, head_dim=64, **_LING), llm=_BLOCKS
     ),
     "Ling 2.5": Row(
-        _config("BailingMoeV2_5ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, **_LING), 1
+        _config("BailingMoeV2_5ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, **_LING), 1,
+        llm=_BLOCKS,
     ),
     "Ling 3": Row(
-        _config("BailingMoeV3ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, **_LING), 1
+        _config("BailingMoeV3ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, **_LING), 1, llm=_BLOCKS
     ),
     "Mistral-Large-3": Row(
         _config(

@@ -74,7 +74,12 @@ def main() -> int:
 def spec_of(row: Row) -> EngineSpec:
     """The engine with the flag on."""
     return EngineSpec(
-        scenarios=("short", "mixed"), config=row.config, draft_config=row.draft, drafts=row.drafts, linear="aten"
+        scenarios=("short", "mixed"),
+        config=row.config,
+        draft_config=row.draft,
+        drafts=row.drafts,
+        linear="aten",
+        llm=row.llm,
     )
 
 
@@ -105,7 +110,7 @@ def outcome(name: str, row: Row, run: Run) -> Outcome:
 def cause(error: engine.EngineFailedError) -> str:
     """The last exception that the engine printed."""
     lines = [text for text in error.log.splitlines() if text.strip()]
-    raised = [text for text in lines if re.search(r"^(\S+: |.*\] *)?\w+(Error|Exception)\b", text)]
+    raised = [text for text in lines if re.search(r"^(\S+: |.*\] *)?[\w.]+(Error|Exception|Unsupported): ", text)]
     return (raised or lines)[-1]
 
 
