@@ -110,7 +110,7 @@ ROWS: dict[str, Row] = {
         llm=_BLOCKS,
     ),
     "Ling 3": Row(
-        _config("BailingMoeV3ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, **_LING), 1, llm=_BLOCKS
+        _config("BailingMoeV3ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, no_kda_lora=True, **_LING), 1, llm=_BLOCKS
     ),
     "Mistral-Large-3": Row(
         _config(
