@@ -32,7 +32,8 @@ ENGINE_REASONS: dict[str, str] = {
     "graph_partition": "an explicit use_inductor_graph_partition=False cuts the graph at the attention op",
     "splitting_ops": "explicit splitting_ops cut the graph at the attention op or the KV-cache update",
     "user_pass": "the custom pass already in place cannot be chained",
-    "heads_not_divisible": "the heads cannot be divided by the tensor-parallel size: vLLM does not start",
+    "vllm_refuses": "vLLM's own checks refuse the model with these options: it does not start",
+    "not_known": "vLLM could not be asked about the model or one of its layers",
 }
 """Decided before anything is compiled, of the whole engine. Some are said of one layer too."""
 

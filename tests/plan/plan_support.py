@@ -13,9 +13,14 @@ ENGAGING = (NO_FP8_BMM, NO_FP4_BMM)
 
 def planned(name: str, *arguments: str, arch: str = "gfx942", env: tuple[str, ...] = ENGAGING) -> dict[str, Any]:
     """The plan of ``name``; the fp8 and fp4 BMM are off unless ``env`` says otherwise."""
-    facts = model.load(name)
     given = ["--max-num-seqs", "256", *arguments]
-    return build.build(serve_options.read(given, facts, arch, serve_options.environment(env, {})), facts)
+    options = serve_options.read(given, name, arch, serve_options.environment(env, {}))
+    return build.build(options, facts(name, options))
+
+
+def facts(name: str, options: serve_options.ServeOptions) -> model.ModelFacts:
+    """vLLM's answers about the model ``name`` with the options."""
+    return model.facts(model.find(name), options)
 
 
 def codes(plan: dict[str, Any]) -> list[str]:

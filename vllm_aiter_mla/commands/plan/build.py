@@ -2,51 +2,93 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from vllm_aiter_mla import __version__, bucket
 from vllm_aiter_mla.admission import LEVELS, Refusal
-from vllm_aiter_mla.commands.plan import formulas, kernels, ranges, verdict
+from vllm_aiter_mla.commands.plan import formulas, kernels, ranges, serve_options, verdict
 from vllm_aiter_mla.commands.plan.kernels import KernelSpan
-from vllm_aiter_mla.commands.plan.model import ModelFacts
+from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.compat import version as compat_version
 
-ENGAGED, PARTIAL, REFUSED = "engaged", "partial", "refused"
+ENGAGED, SOME, PARTIAL, REFUSED, UNKNOWN = "engaged", "some", "partial", "refused", "unknown"
 
 
 def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
-    """The plan as plain containers."""
-    limit = bucket.decode_limit(options.max_num_seqs, options.num_drafts, options.settings.max_token_num)
-    reasons, heads = verdict.reasons(options, model), verdict.heads_per_rank(options, model)
-    spans: tuple[KernelSpan, ...] | str | None = None
-    if model.is_mla and heads:
-        spans = kernels.spans(options, model, limit)
-        reasons += filter(None, [_kernel_reason(spans)])
+    """The plan as plain containers. Kernels and figures are those of the most frequent kind of layer."""
+    limit = bucket.decode_limit(options.max_num_seqs, model.vllm.num_drafts, options.settings.max_token_num)
+    against = verdict.engine_reasons(options, model)
+    kinds = [_Planned(options, model, kind, limit) for kind in model.kinds]
+    main = kinds[0] if kinds else None
+    total = sum(kind.count for kind in model.kinds)
+    engaged = 0 if against else sum(planned.kind.count for planned in kinds if not planned.reasons)
+    reasons = _once([*against, *(reason for planned in kinds for reason in planned.told(total))])
+    bf16 = any(kind.layer.weight == "bfloat16" for kind in model.kinds)
     return {
         "plugin": __version__,
         "vllm": compat_version.installed(),
-        "model": asdict(model),
+        "model": model.as_record(),
         "arch": options.arch,
-        "options": _options(options),
+        "options": _options(options, model),
         "environment": {name: [options.env.values[name], options.env.origins[name]] for name in options.env.values},
-        "heads_per_rank": heads,
-        "absorb_weight": verdict.weight_form(options, model) if model.is_mla else None,
+        "heads_per_rank": main.heads if main else 0,
+        "absorb_weight": main.form if main else None,
+        "absorb_weights": {
+            form: sum(p.kind.count for p in kinds if p.form == form) for form in {p.form for p in kinds}
+        },
         "limit": limit,
         "compile_ranges": ranges.compile_ranges(options, model, limit),
-        "captures": ranges.captures(options, limit),
-        "verdict": _verdict(reasons),
+        "captures": ranges.captures(options, model, limit),
+        "verdict": _verdict(reasons, against, engaged, total),
         "layers": {
-            "mla": len(model.mla_layers),
-            "total": model.layers,
-            "engaged": 0 if reasons else len(model.mla_layers),
+            "mla": total,
+            "drafts": len(model.vllm.draft_layers),
+            "total": model.vllm.layers,
+            "engaged": engaged,
         },
         "reasons": [{"scope": _level(reason.code), **asdict(reason)} for reason in reasons],
-        "kernels": None if spans is None else [asdict(span) for span in spans if not isinstance(span, str)],
-        "figures": None if spans is None else _figures(options, model, limit),
-        "assumptions": [*options.assumptions, *_limits_of_the_plan(options, model)],
+        "kernels": main.kernels() if main else None,
+        "figures": _figures(options, model, main, limit) if main and main.spans is not None else None,
+        "assumptions": [
+            *options.assumptions,
+            *serve_options.about_the_card(options.arch, options.env, bf16),
+            *model.vllm.notes,
+            *_limits_of_the_plan(options),
+        ],
     }
+
+
+class _Planned:
+    """What is planned for one kind of layer."""
+
+    def __init__(self, options: ServeOptions, model: ModelFacts, kind: Kind, limit: int) -> None:
+        self.kind = kind
+        self.heads = verdict.heads_per_rank(options, kind.layer.heads)
+        self.form = verdict.weight_form(options, kind.layer)
+        self.spans: tuple[KernelSpan, ...] | str | None = None
+        self.reasons = verdict.layer_reasons(options, model, kind)
+        if self.heads and not kind.layer.unknown:
+            self.spans = kernels.spans(options, model, kind, limit)
+            self.reasons += filter(None, [_kernel_reason(self.spans)])
+
+    def told(self, total: int) -> list[Refusal]:
+        """The reasons; with their share of the layers where others are of another kind."""
+        share = "" if self.kind.count == total else f"{self.kind.count} of {total} layers: "
+        return [replace(reason, message=share + reason.message) for reason in self.reasons]
+
+    def kernels(self) -> list[dict[str, Any]] | None:
+        return None if self.spans is None else [asdict(span) for span in self.spans if not isinstance(span, str)]
+
+
+def _once(reasons: list[Refusal]) -> list[Refusal]:
+    """Each reason once; one of the engine as a whole is not said again of its layers."""
+    found: dict[str, list[Refusal]] = {}
+    for reason in reasons:
+        if reason.code not in found or " layers: " in reason.message:
+            found.setdefault(reason.code, []).append(reason)
+    return [reason for same in found.values() for reason in same]
 
 
 def _level(code: str) -> str:
@@ -62,48 +104,55 @@ def _kernel_reason(spans: tuple[KernelSpan, ...] | str) -> Refusal | None:
     return Refusal("kernel_shape", refused[0][1]) if refused else None
 
 
-def _figures(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, Any]:
-    heads, stored = verdict.heads_per_rank(options, model), 1 if options.fp8_cache else formulas.ACT
-    weight = formulas.WEIGHT[verdict.weight_form(options, model)]
+def _figures(options: ServeOptions, model: ModelFacts, planned: _Planned, limit: int) -> dict[str, Any]:
+    layer, stored = planned.kind.layer, 1 if model.fp8_cache else formulas.ACT
+    weight = formulas.WEIGHT[planned.form]
     table: dict[int, dict[str, Any]] = {}
     for tokens in sorted({1, min(64, limit), limit}):
-        step = formulas.Step(tokens, heads, model.nope, model.rope, model.latent, stored, weight)
+        step = formulas.Step(tokens, planned.heads, layer.nope, layer.rope, layer.latent, stored, weight)
         paths = {name: path(step) for name, path in formulas.PATHS.items()}
         table[tokens] = {
             name: {
                 "launches": [asdict(launch) for launch in launches],
-                "launches_per_step": len(launches) * len(model.mla_layers),
+                "launches_per_step": len(launches) * planned.kind.count,
                 "bytes": formulas.moved(launches),
             }
             for name, launches in paths.items()
         }
     return {
+        "layers": planned.kind.count,
         "by_tokens": table,
         # Of the largest prepared query in the bucket; layers run one after the other, so one of them is alive.
-        "q_prepared_bytes": limit * heads * (model.latent + model.rope) * stored,
+        "q_prepared_bytes": limit * planned.heads * (layer.latent + layer.rope) * stored,
         # The contiguous cos and sin that the AITER path keeps, once per rotary table and rank.
-        "table_halves_bytes": model.max_position * model.rope * formulas.ACT,
+        "table_halves_bytes": model.vllm.max_position * layer.rope * formulas.ACT,
     }
 
 
-def _verdict(reasons: list[Refusal]) -> str:
-    if not reasons:
+def _verdict(reasons: list[Refusal], against: list[Refusal], engaged: int, total: int) -> str:
+    if total and engaged == total:
         return ENGAGED
-    return PARTIAL if all(reason.code == "kernel_shape" for reason in reasons) else REFUSED
+    codes = {reason.code for reason in reasons}
+    if "not_known" in codes and {reason.code for reason in against} <= {"not_known"}:
+        return UNKNOWN
+    if engaged:
+        return SOME
+    return PARTIAL if codes == {"kernel_shape"} else REFUSED
 
 
-def _options(options: ServeOptions) -> dict[str, Any]:
-    own = ("tp", "pp", "max_num_seqs", "max_num_batched_tokens", "num_drafts", "dtype", "block_size",
-           "attention_backend")  # fmt: skip
-    viewed = ("dcp", "pcp", "kv_cache_dtype", "enforce_eager", "mode")
+def _options(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
+    own = ("tp", "pp", "max_num_seqs", "max_num_batched_tokens", "block_size", "attention_backend")
+    viewed = ("dcp", "pcp", "enforce_eager", "mode")
     shown = {name: getattr(options, name) for name in own} | {name: getattr(options.view, name) for name in viewed}
-    return shown | {"settings": asdict(options.settings)}
+    answered = {
+        "num_drafts": model.vllm.num_drafts,
+        "dtype": model.vllm.dtype,
+        "kv_cache_dtype": model.vllm.cache_dtype,
+    }
+    return shown | answered | {"settings": asdict(options.settings)}
 
 
-def _limits_of_the_plan(options: ServeOptions, model: ModelFacts) -> list[str]:
-    notes = []
-    if options.pp > 1:
-        notes.append(f"figures are for all layers; with --pipeline-parallel-size {options.pp} a rank holds its share")
-    if options.num_drafts:
-        notes.append("a draft model's own MLA layers are not planned")
-    return notes
+def _limits_of_the_plan(options: ServeOptions) -> list[str]:
+    if options.pp == 1:
+        return []
+    return [f"figures are for all layers; with --pipeline-parallel-size {options.pp} a rank holds its share"]

@@ -11,6 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_aiter_mla.commands import progress
+from vllm_aiter_mla.commands.printable import line
+
 # typer passes on the options it does not know: vLLM's own parser reads them.
 COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 ENGAGES, DOES_NOT, WRONG = 0, 1, 2
@@ -39,34 +42,55 @@ def plan(
     """Say what would engage: MODEL first, then the options of `vllm serve`.
 
     Prints heads per rank, the decode bucket, compile ranges, capture sizes, the kernel by batch size, every reason
-    against, and bytes and launches by formula. Needs no GPU, no weights and no network. Exits 0 when the layers would
-    engage, 1 when not, 2 when an option or the model is wrong.
+    against, and bytes and launches by formula. What vLLM decides, vLLM is asked. Needs no GPU, no weights and no
+    network. Exits 0 when the layers would engage, 1 when not, 2 when an option or the model is wrong or it is not known.
     """
-    raise typer.Exit(main(model, context.args, arch.value, env or [], as_json=json))
+    with progress.shown("plan") as at:
+        raise typer.Exit(main(model, context.args, arch.value, env or [], as_json=json, at=at))
 
 
-def main(name: str, arguments: Sequence[str], arch: str, env: Sequence[str], *, as_json: bool = False) -> int:
-    """Plan ``name`` with the options of ``vllm serve`` in ``arguments``.
+def main(
+    name: str,
+    arguments: Sequence[str],
+    arch: str,
+    env: Sequence[str],
+    *,
+    as_json: bool = False,
+    at: progress.Step = progress.silent,
+) -> int:
+    """Plan ``name`` with the options of ``vllm serve`` in ``arguments``; ``at`` is told of every longer step.
 
     Returns:
-        0 when the layers would engage, 1 when not, 2 when the model or an option is wrong.
+        0 when the layers would engage, 1 when not, 2 when the model or an option is wrong, or it is not known.
     """
     # vLLM logs to stdout, where the plan goes.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    at("importing vLLM")
     from vllm_aiter_mla import evidence
     from vllm_aiter_mla.commands.plan import build, model, printout, serve_options
     from vllm_aiter_mla.compat.offline import VllmMissingError
+    from vllm_aiter_mla.compat.offline_model import NotKnownError
 
     try:
         _check_model_comes_first(name, arguments)
-        facts = model.load(name)
-        options = serve_options.read(arguments, facts, arch, serve_options.environment(env))
-        record = build.build(options, facts)
+        source = model.find(name)
+        at("reading the options with vLLM's parser")
+        options = serve_options.read(arguments, name, arch, serve_options.environment(env))
+        at("building the model without weights")
+        record = build.build(options, model.facts(source, options))
     except (model.ModelNotFoundError, ValueError, VllmMissingError) as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return WRONG
+        return _wrong(str(error))
+    except NotKnownError as error:
+        return _wrong(f"not known, vLLM could not be asked about {name} here: {error}")
     print(json_module.dumps(record | evidence.stamp("plan", 1), indent=1) if as_json else printout.text(record))
+    if record["verdict"] == build.UNKNOWN:
+        return WRONG
     return ENGAGES if record["verdict"] == build.ENGAGED else DOES_NOT
+
+
+def _wrong(sentence: str) -> int:
+    print(f"plan: {line(sentence)}", file=sys.stderr)
+    return WRONG
 
 
 def _check_model_comes_first(name: str, arguments: Sequence[str]) -> None:

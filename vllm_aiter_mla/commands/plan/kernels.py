@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from vllm_aiter_mla.commands.plan import verdict
-from vllm_aiter_mla.commands.plan.model import ModelFacts
+from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
@@ -89,7 +89,7 @@ class _PlannedStock(ReferenceBackend):
     name = "stock"
 
 
-def spans(options: ServeOptions, model: ModelFacts, limit: int) -> tuple[KernelSpan, ...] | str:
+def spans(options: ServeOptions, model: ModelFacts, kind: Kind, limit: int) -> tuple[KernelSpan, ...] | str:
     """The bucket ``1..limit`` cut where the answer changes, or why there is no fused kernel on that card at all."""
     chooser = PlannedSelector(options)
     missing = chooser.unavailable()
@@ -97,7 +97,7 @@ def spans(options: ServeOptions, model: ModelFacts, limit: int) -> tuple[KernelS
         return missing
     found: list[KernelSpan] = []
     for tokens in _points(limit, options.settings.aiter_view):
-        one = at(chooser, operands(options, model, chooser.platform, tokens))
+        one = at(chooser, operands(options, model, kind, chooser.platform, tokens))
         if found and _answer(found[-1]) == _answer(one):
             found[-1] = replace(found[-1], last=tokens)
         else:
@@ -119,15 +119,15 @@ def at(chooser: PlannedSelector, inputs: DecodeInputs) -> KernelSpan:
     return KernelSpan(tokens, tokens, None if backend is None else backend.name, detail, choice.refusals)
 
 
-def operands(options: ServeOptions, model: ModelFacts, platform: Platform, tokens: int) -> DecodeInputs:
+def operands(options: ServeOptions, model: ModelFacts, kind: Kind, platform: Platform, tokens: int) -> DecodeInputs:
     """A decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
-    act = getattr(torch, options.dtype, torch.bfloat16)
-    stored = platform.fp8 if options.fp8_cache else act
-    form = verdict.weight_form(options, model)
+    layer, act = kind.layer, getattr(torch, model.vllm.dtype)
+    stored = platform.fp8 if model.fp8_cache else act
+    form = verdict.weight_form(options, layer)
     weight = (form, platform.fp8) if form == "fp8" else (form,)
     shape = LayerShape(
-        verdict.heads_per_rank(options, model), model.nope, stored, stored, options.block_size, False, act, "meta",
-        model.latent, model.rope, weight,
+        verdict.heads_per_rank(options, layer.heads), layer.nope, stored, stored, options.block_size, False, act, "meta",
+        layer.latent, layer.rope, weight,
     )  # fmt: skip
     return synthetic_inputs(shape, tokens, padded=None)
 

@@ -1,15 +1,21 @@
-"""A model as ``plan`` sees it: the few fields of its Hugging Face config that decide, and where they come from."""
+"""A model as ``plan`` sees it: where its config is, and what vLLM says of it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.commands.plan import fields
-from vllm_aiter_mla.commands.plan.fields import WIDTH, whole
+from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
+from vllm_aiter_mla.compat import offline_model
+from vllm_aiter_mla.compat.dry_model import MlaLayer
+from vllm_aiter_mla.compat.offline_model import Answers
 
 EXAMPLES = Path(__file__).parent / "models"
 
@@ -19,49 +25,74 @@ class ModelNotFoundError(LookupError):
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """What is planned with.
+class Source:
+    """A config that was found.
 
     Attributes:
         name: as the user gave it.
-        source: where the config was read.
+        origin: where the config is, in words.
+        file: the config's file; None for a bundled example.
+        config: a bundled example's config.
         basis: for a bundled example, what its fields rest on; else empty.
         assumed: for a bundled example, what is assumed in it.
-        model_type: of the text model.
-        is_mla: whether vLLM runs it with MLA.
-        is_sparse: whether an indexer picks the KV rows.
-        is_nope: whether its MLA layers have no rotary embedding.
-        dtype: activation dtype of the checkpoint.
-        kv_b_quantised: whether ``kv_b_proj``, from which the absorb matrix is made, is quantised.
-        hidden_size: width of the residual stream.
-        layers: number of decoder layers.
-        mla_layers: indices, from 0, of those with MLA.
-        heads: query heads over all ranks.
-        nope, rope, latent, v: P, R, L and V of the layers.
-        max_position: rows of the rotary table.
-        draft_layers: multi-token-prediction layers in the checkpoint.
     """
 
     name: str
-    source: str
-    basis: str
-    assumed: tuple[str, ...]
-    model_type: str
-    is_mla: bool
-    is_sparse: bool
-    is_nope: bool
-    dtype: str
-    kv_b_quantised: bool
-    hidden_size: int
-    layers: int
-    mla_layers: tuple[int, ...]
-    heads: int
-    nope: int
-    rope: int
-    latent: int
-    v: int
-    max_position: int
-    draft_layers: int
+    origin: str
+    file: Path | None = None
+    config: dict[str, Any] | None = None
+    basis: str = ""
+    assumed: tuple[str, ...] = ()
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """A folder in which the config is ``config.json``, with what lies beside it.
+
+        Raises:
+            ValueError: the file is not a JSON object.
+        """
+        config = self.config if self.file is None else _read(self.file)
+        if self.file is not None and self.file.name == "config.json":
+            yield self.file.parent
+            return
+        with tempfile.TemporaryDirectory() as made:
+            (Path(made) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            yield Path(made)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """MLA layers that are alike, draft layers among them: one of them, without its name, and how many."""
+
+    layer: MlaLayer
+    count: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is planned with: the config's source, and vLLM's answers about it with the user's options."""
+
+    source: Source
+    vllm: Answers
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The MLA layers by what they are, the most frequent first."""
+        found = Counter(replace(layer, name="") for layer in (*self.vllm.mla_layers, *self.vllm.draft_layers))
+        return tuple(Kind(layer, count) for layer, count in found.most_common())
+
+    @property
+    def fp8_cache(self) -> bool:
+        """Whether cache and prepared query are fp8."""
+        return self.vllm.cache_dtype.startswith("fp8")
+
+    def as_record(self) -> dict[str, Any]:
+        """Plain containers; the layers are counted, not listed."""
+        answers = asdict(self.vllm) | {"mla_layers": len(self.vllm.mla_layers)}
+        answers |= {"draft_layers": len(self.vllm.draft_layers)}
+        kinds = [{"count": kind.count} | asdict(kind.layer) for kind in self.kinds]
+        source = {"name": self.source.name, "source": self.source.origin, "basis": self.source.basis}
+        return source | {"assumed": self.source.assumed} | answers | {"kinds": kinds}
 
 
 def examples() -> dict[str, dict[str, Any]]:
@@ -70,22 +101,21 @@ def examples() -> dict[str, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def load(name: str) -> ModelFacts:
-    """Read the config of ``name``: a folder or file, a bundled example, or a hub name in the local cache.
+def find(name: str) -> Source:
+    """The config of ``name``: a folder or file, a bundled example, or a hub name in the local cache.
 
     Raises:
         ModelNotFoundError: none of them; nothing is downloaded.
-        ValueError: the file is not a config.
     """
     local = _local_file(name)
     if local is not None:
-        return facts(name, _read(local), f"file {local}")
+        return Source(name, f"file {local}", local)
     bundled = examples()
     if name.lower() in bundled:
         return _from_example(name, bundled[name.lower()])
     cached = _cached(name)
     if cached is not None:
-        return facts(name, _read(cached), "local Hugging Face cache")
+        return Source(name, "local Hugging Face cache", cached)
     for entry in bundled.values():
         if entry["example"]["hub_name"].lower() == name.lower():
             return _from_example(name, entry)
@@ -95,55 +125,23 @@ def load(name: str) -> ModelFacts:
     )
 
 
-def facts(name: str, config: dict[str, Any], source: str, basis: str = "", assumed: tuple[str, ...] = ()) -> ModelFacts:
-    """The facts in a Hugging Face config; those of the text model where it holds several.
+def facts(source: Source, options: ServeOptions) -> ModelFacts:
+    """Ask vLLM about the model with the options.
 
     Raises:
-        ValueError: a field that is needed is missing, or of a wrong type or size; names it.
+        ValueError: the file is not a config, or vLLM does not take it with these options.
+        NotKnownError: vLLM cannot be asked about it here.
     """
-    try:
-        return ModelFacts(name=name, source=source, basis=basis, assumed=assumed, **_fields(config))
-    except fields.FieldError as error:
-        raise ValueError(f"{name} ({source}): {error}") from error
+    batch = (options.max_num_seqs, options.max_num_batched_tokens)
+    with source.folder() as folder:
+        return ModelFacts(source, offline_model.ask(options.parsed, folder, options.arch, batch))
 
 
-def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    text = fields.mapping(config, "text_config") or config
-    is_mla = text.get("kv_lora_rank") is not None and text.get("is_causal", True) is not False
-    for key in ("num_hidden_layers", *(["num_attention_heads"] if is_mla else [])):
-        if text.get(key) is None:
-            raise fields.FieldError(f"no {key}: not a model config")
-    quantisation = fields.mapping(text, "quantization_config") or fields.mapping(config, "quantization_config")
-    return {
-        "model_type": str(text.get("model_type", "")),
-        "is_mla": is_mla,
-        "is_sparse": text.get("index_topk") is not None,
-        "is_nope": bool(text.get("mla_use_nope")) or text.get("qk_rope_head_dim") == 0,
-        "dtype": _dtype(text, config),
-        "kv_b_quantised": _kv_b_quantised(quantisation),
-        "hidden_size": whole(text, "hidden_size"),
-        "layers": whole(text, "num_hidden_layers", WIDTH, least=1),
-        "mla_layers": mla_layers(text),
-        "heads": whole(text, "num_attention_heads", WIDTH, least=1),
-        "nope": whole(text, "qk_nope_head_dim", WIDTH),
-        "rope": whole(text, "qk_rope_head_dim", WIDTH),
-        "latent": whole(text, "kv_lora_rank", WIDTH),
-        "v": whole(text, "v_head_dim", WIDTH),
-        "max_position": whole(text, "max_position_embeddings"),
-        "draft_layers": whole(text, "num_nextn_predict_layers", WIDTH),
-    }
-
-
-def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    for place, key in ((text, "dtype"), (text, "torch_dtype"), (config, "dtype"), (config, "torch_dtype")):
-        if place.get(key) is not None:
-            return fields.dtype(place[key], key)
-    return "bfloat16"
-
-
-def _from_example(name: str, entry: dict[str, Any]) -> ModelFacts:
+def _from_example(name: str, entry: dict[str, Any]) -> Source:
     about = entry["example"]
-    return facts(name, entry["config"], "bundled example", about["basis"], tuple(about["assumed"]))
+    return Source(
+        name, "bundled example", config=entry["config"], basis=about["basis"], assumed=tuple(about["assumed"])
+    )
 
 
 def _local_file(name: str) -> Path | None:
@@ -179,23 +177,3 @@ def _cached(name: str) -> Path | None:
     except Exception:  # absent, or the name is not a repository name
         return None
     return Path(found) if isinstance(found, str) else None
-
-
-def mla_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
-    """Indices of a text config's MLA layers: all, or, in a hybrid with linear attention, those that it lists from 1.
-
-    Raises:
-        FieldError: the number of layers or their list is wrong.
-    """
-    if text.get("kv_lora_rank") is None:
-        return ()
-    layers = whole(text, "num_hidden_layers", WIDTH, least=1)
-    listed = fields.layer_numbers(fields.mapping(text, "linear_attn_config"), "full_attn_layers")
-    # A shortened model keeps the list of the whole one.
-    return tuple(range(layers)) if listed is None else tuple(index - 1 for index in listed if index <= layers)
-
-
-def _kv_b_quantised(quantisation: Mapping[str, Any]) -> bool:
-    left_out = [*fields.names(quantisation, "ignore"), *fields.names(quantisation, "modules_to_not_convert")]
-    left_out += fields.names(quantisation, "exclude")  # AMD's Quark
-    return bool(quantisation) and not any("self_attn" in name or "kv_b_proj" in name for name in left_out)

@@ -9,14 +9,17 @@ from vllm_aiter_mla.commands.printable import line
 
 HEADLINES = {
     "engaged": "{mla}/{mla} MLA layers would engage",
+    "some": "{engaged}/{mla} MLA layers would engage",
     "partial": "0/{mla} MLA layers would engage fully; they would keep passes 1 and 2 (no fused kernel for the shape)",
     "refused": "0/{mla} MLA layers would engage",
+    "unknown": "not known",
 }
 FEW = 6
 WEIGHTS = {
     "plain": "in the activation dtype",
     "fp8": "in fp8 (VLLM_ROCM_USE_AITER_FP8BMM)",
     "mxfp4": "in mxfp4 (VLLM_ROCM_USE_AITER_FP4BMM, kv_b_proj in bfloat16)",
+    "not known": "not known",
 }
 """By form: vLLM holds the absorb weight and the value projection alike."""
 
@@ -54,15 +57,27 @@ def _model(plan: dict[str, Any]) -> Iterator[str]:
     yield f"  config       {model['source']}"
     if model["basis"]:
         yield f"               example: {model['basis']}"
-    kind = "MLA" if model["is_mla"] else "no MLA"
-    kind += ", sparse" * model["is_sparse"] + ", without RoPE" * model["is_nope"]
-    yield f"  layers       {layers['mla']} of {layers['total']} with MLA ({model['model_type']}: {kind})"
-    if model["is_mla"]:
-        sizes = f"P {model['nope']}, R {model['rope']}, L {model['latent']}, V {model['v']}"
-        share = f"= {plan['heads_per_rank']} per rank" if plan["heads_per_rank"] else "not divisible"
-        yield f"  heads        {model['heads']} / TP {options['tp']} {share}; {sizes}"
-        yield f"  W_UK, W_UV   {WEIGHTS[plan['absorb_weight']]}"
+    kind = model["architecture"] + ("" if model["is_mla"] else ", no MLA")
+    draft = f", and {layers['drafts']} in the draft" if layers["drafts"] else ""
+    yield f"  layers       {model['mla_layers']} attentions with MLA in {layers['total']} layers{draft} ({kind})"
+    for of_kind in model["kinds"]:
+        heads, sparse = (
+            of_kind["heads"],
+            ", sparse" * of_kind["is_sparse"] + ", without RoPE" * (not of_kind["has_rope"]),
+        )
+        sizes = f"P {of_kind['nope']}, R {of_kind['rope']}, L {of_kind['latent']}, V {of_kind['v']}{sparse}"
+        share = "not divisible" if heads % options["tp"] else f"= {heads // options['tp']} per rank"
+        yield f"  heads        {heads} / TP {options['tp']} {share}; {sizes}; kv_b_proj: {_method(of_kind)}"
+    for form, count in plan["absorb_weights"].items():
+        yield f"  W_UK, W_UV   {WEIGHTS[form]}" + (f": {count} layers" if len(plan["absorb_weights"]) > 1 else "")
     yield f"  KV cache     {options['kv_cache_dtype']}, activations {options['dtype']}, block {options['block_size']}"
+
+
+def _method(kind: dict[str, Any]) -> str:
+    """vLLM's name of the method of kv_b_proj, with the dtype of its weight."""
+    if kind["unknown"]:
+        return "not known"
+    return f"{kind['method']}, {kind['weight'] or 'packed'}"
 
 
 def _bucket(plan: dict[str, Any]) -> Iterator[str]:
@@ -102,7 +117,7 @@ def _kernels(plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _figures(plan: dict[str, Any]) -> Iterator[str]:
-    figures, mla = plan["figures"], plan["layers"]["mla"]
+    figures, mla = plan["figures"], plan["figures"]["layers"]
     yield f"Query preparation and KV write of {mla} layers on one rank, absorb BMM included"
     yield "by formula (docs/configuration.md), not measured"
     yield f"  {'T':>6}  {'path':<24}{'launches/layer':>15}{'launches/step':>15}{'bytes/layer':>15}{'bytes/step':>17}"

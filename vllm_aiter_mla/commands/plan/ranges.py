@@ -13,7 +13,7 @@ from vllm_aiter_mla.compat import offline
 ACT = 2
 
 
-def captures(options: ServeOptions, limit: int) -> dict[str, Any]:
+def captures(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, Any]:
     """The sizes for which vLLM would capture graphs: ``inside`` (up to L), ``outside``, ``note`` where there are none.
 
     Speculative decoding may round some up to whole requests afterwards.
@@ -24,7 +24,7 @@ def captures(options: ServeOptions, limit: int) -> dict[str, Any]:
     else:
         try:
             sizes = offline.capture_sizes(
-                options.parsed, options.max_num_seqs, options.num_drafts, options.max_num_batched_tokens
+                options.parsed, options.max_num_seqs, model.vllm.num_drafts, options.max_num_batched_tokens
             )
             note = "" if sizes else "none: CUDA graphs are off"
         except Exception as error:
@@ -54,9 +54,9 @@ def _all_reduce_endpoint(options: ServeOptions, model: ModelFacts) -> tuple[list
     """vLLM ends a range where its fused all-reduce + RMSNorm stops, in tokens; on ROCm the limit can be asked for."""
     if options.tp == 1 or options.parsed.compilation_config.pass_config.fuse_allreduce_rms is False:
         return [], ""
-    if options.arch.startswith("gfx") and options.env.on("VLLM_ROCM_USE_AITER") and model.hidden_size:
+    if options.arch.startswith("gfx") and options.env.on("VLLM_ROCM_USE_AITER") and model.vllm.hidden_size:
         try:
-            return [offline.all_reduce_bytes() // (model.hidden_size * ACT)], ""
+            return [offline.all_reduce_bytes() // (model.vllm.hidden_size * ACT)], ""
         except Exception:
             pass
     return [], "vLLM's all-reduce fusion may add an endpoint"

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView
-from vllm_aiter_mla.commands.plan.fields import DTYPES
-from vllm_aiter_mla.commands.plan.model import ModelFacts
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import offline, switches
 from vllm_aiter_mla.compat import version as compat_version
@@ -90,8 +88,7 @@ class ServeOptions:
         parsed: vLLM's own namespace, for vLLM's own rules.
         view: what admission reads of the options.
         tp, pp: degrees of tensor and pipeline parallelism.
-        max_num_seqs, max_num_batched_tokens, num_drafts: the scheduler's bounds.
-        dtype: of the activations.
+        max_num_seqs, max_num_batched_tokens: the scheduler's bounds.
         block_size: of the KV cache, in tokens.
         attention_backend: as given, e.g. ``TRITON_MLA``; empty when left to vLLM.
         assumptions: sentences.
@@ -106,20 +103,13 @@ class ServeOptions:
     pp: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    num_drafts: int
-    dtype: str
     block_size: int
     attention_backend: str
     assumptions: tuple[str, ...]
 
-    @property
-    def fp8_cache(self) -> bool:
-        """Whether cache and prepared query are fp8."""
-        return self.view.kv_cache_dtype.startswith("fp8")
 
-
-def read(arguments: Sequence[str], model: ModelFacts, arch: str, env: Environment) -> ServeOptions:
-    """Read the options of ``vllm serve``, without MODEL.
+def read(arguments: Sequence[str], name: str, arch: str, env: Environment) -> ServeOptions:
+    """Read the options of ``vllm serve`` for the model ``name``.
 
     Raises:
         SettingsError: one of the plugin's own options is wrong.
@@ -130,9 +120,10 @@ def read(arguments: Sequence[str], model: ModelFacts, arch: str, env: Environmen
 
     # vLLM loads plugins itself while it builds the parser; VLLM_PLUGINS may leave this one out.
     plugin.register()
-    parsed = offline.serve_options([model.name, *arguments])
-    for name in RANKS:
-        _in_range(f"--{name.replace('_', '-')}", getattr(parsed, name, 1), MOST_RANKS)
+    parsed = offline.serve_options([name, *arguments])
+    for rank in RANKS:
+        _in_range(f"--{rank.replace('_', '-')}", getattr(parsed, rank, 1), MOST_RANKS)
+    _check_speculation(parsed)
     notes: list[str] = []
     seqs, batched = _batch_defaults(parsed, arch)
     from_server = f"{seqs}, the API server's default in vLLM {compat_version.installed()} on {arch}"
@@ -149,11 +140,9 @@ def read(arguments: Sequence[str], model: ModelFacts, arch: str, env: Environmen
         view=offline.view_of_options(parsed),
         tp=parsed.tensor_parallel_size,
         pp=parsed.pipeline_parallel_size,
-        num_drafts=_drafts(parsed, model, notes),
-        dtype=_dtype(parsed, model),
         block_size=_or_default(parsed, "block_size", 16, MOST_BLOCK, sixteen, notes),
         attention_backend=_backend(parsed),
-        assumptions=(*notes, *_about(arch, env, model)),
+        assumptions=tuple(notes),
     )
 
 
@@ -197,13 +186,8 @@ def _or_default(parsed: Any, name: str, default: int, most: int, note: str, note
     return default
 
 
-def _dtype(parsed: Any, model: ModelFacts) -> str:
-    asked = str(parsed.dtype).removeprefix("torch.")
-    return model.dtype if asked == "auto" else DTYPES.get(asked, asked)
-
-
-def _drafts(parsed: Any, model: ModelFacts, notes: list[str]) -> int:
-    """Speculative tokens per request; from the checkpoint where an MTP method leaves the number open, as vLLM does."""
+def _check_speculation(parsed: Any) -> None:
+    """Refuse numbers of drafts that no engine comes near; vLLM's own config checks the rest."""
     spec = {} if parsed.speculative_config is None else parsed.speculative_config
     if not isinstance(spec, Mapping):
         raise OptionError(f"--speculative-config {spec}: a JSON object expected")
@@ -211,12 +195,7 @@ def _drafts(parsed: Any, model: ModelFacts, notes: list[str]) -> int:
         "--speculative-config num_speculative_tokens", spec.get("num_speculative_tokens"))  # fmt: skip
     for option, count in places:
         if count is not None:
-            return _in_range(option, count, MOST_DRAFTS)
-    method = getattr(parsed, "spec_method", None) or spec.get("method")
-    if not method:
-        return 0
-    notes.append(f"num_speculative_tokens is not given: {max(model.draft_layers, 1)} assumed for {method}")
-    return max(model.draft_layers, 1)
+            _in_range(option, count, MOST_DRAFTS)
 
 
 def _backend(parsed: Any) -> str:
@@ -224,14 +203,15 @@ def _backend(parsed: Any) -> str:
     return str(getattr(chosen, "name", chosen) or "")
 
 
-def _about(arch: str, env: Environment, model: ModelFacts) -> list[str]:
+def about_the_card(arch: str, env: Environment, bf16_weight: bool) -> list[str]:
+    """What is assumed of the card and its variables; ``bf16_weight``: whether a ``kv_b_proj`` is held in bfloat16."""
     if not arch.startswith("gfx"):
         return []
     notes = ["ROCm 7 and an AITER with the 15-argument op are assumed: `vllm-aiter-mla doctor` looks at the machine"]
     if env.origins[USE_AITER] == "default":
         notes.append("VLLM_ROCM_USE_AITER=1 is assumed; vLLM's default is 0, and without it nothing engages: export it")
-    # The fp4 switch does nothing on another card, and nothing beside a quantised kv_b_proj.
-    for name in (FP8_BMM,) if arch != "gfx950" or model.kv_b_quantised else (FP8_BMM, FP4_BMM):
+    # The fp4 switch does nothing on another card, and nothing beside another kv_b_proj.
+    for name in (FP8_BMM, FP4_BMM) if arch == "gfx950" and bf16_weight else (FP8_BMM,):
         if env.origins[name] == "default":
             state, other, value = ("on", "without", 0) if env.on(name) else ("off", "with", 1)
             default = f"{state}, the default of vLLM {compat_version.installed()}"

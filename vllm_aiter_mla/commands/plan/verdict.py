@@ -11,26 +11,32 @@ from dataclasses import fields, replace
 from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView, LayerView, Refusal, admit_config, admit_layer
-from vllm_aiter_mla.commands.plan.model import ModelFacts
+from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import FP4_BMM, FP8_BMM, USE_AITER, ServeOptions
 from vllm_aiter_mla.compat import offline, surface
 from vllm_aiter_mla.compat import version as compat_version
+from vllm_aiter_mla.compat.dry_model import MlaLayer
 
 # What the matcher says of a layer without RoPE (passes/match.py); it reads graphs, and here is none.
 NO_ROPE = ("no_rope", "no rotary embedding is applied to q (a NoPE layer, or outside this graph)")
+NOT_KNOWN = "not known"
 
 
-def reasons(options: ServeOptions, model: ModelFacts) -> list[Refusal]:
-    """Every reason, in the order in which they would stop the fast path; a code appears once."""
-    found = _undivided(options, model) + _all(config_view(options, model), admit_config)
-    if model.is_mla:
-        found += _all(layer_view(options, model), admit_layer)
-    if model.is_mla and model.is_nope:
+def engine_reasons(options: ServeOptions, model: ModelFacts) -> list[Refusal]:
+    """Every reason for which no layer would engage, in the order in which they would stop the fast path."""
+    said = {"vllm_refuses": model.vllm.refusals, "not_known": model.vllm.unknown}
+    own = [Refusal(code, "; ".join(sentences)) for code, sentences in said.items() if sentences]
+    return own + _all(config_view(options, model), admit_config)
+
+
+def layer_reasons(options: ServeOptions, model: ModelFacts, kind: Kind) -> list[Refusal]:
+    """Every reason against the layers of one kind."""
+    found = _all(layer_view(options, model, kind.layer), admit_layer)
+    if not kind.layer.has_rope:
         found.append(Refusal(*NO_ROPE))
-    first: dict[str, Refusal] = {}
-    for refusal in found:
-        first.setdefault(refusal.code, refusal)
-    return list(first.values())
+    if kind.layer.unknown:
+        found.append(Refusal("not_known", f"vLLM does not say how it holds kv_b_proj: {kind.layer.unknown}"))
+    return found
 
 
 def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
@@ -42,43 +48,46 @@ def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
         vllm_version=version,
         version_supported=compat_version.in_window(version) or options.settings.debug.untested_vllm,
         missing=surface.missing_capabilities(),
-        op_schema=surface.op_differences() if model.is_mla else (),
-        is_mla=model.is_mla and not env.on("VLLM_MLA_DISABLE"),
-        is_sparse=model.is_sparse,
+        op_schema=surface.op_differences() if model.vllm.is_mla else (),
+        is_mla=model.vllm.is_mla and not env.on("VLLM_MLA_DISABLE"),
+        is_sparse=_is_sparse(model),
         breakable_cudagraph=breakable,
         mode="NONE" if breakable else options.view.mode,
-        model_dtype=options.dtype,
+        kv_cache_dtype=model.vllm.cache_dtype,
+        model_dtype=model.vllm.dtype,
     )
 
 
-def layer_view(options: ServeOptions, model: ModelFacts) -> LayerView:
-    """One of the model's MLA layers as the pass would read it; all of them are alike."""
+def layer_view(options: ServeOptions, model: ModelFacts, layer: MlaLayer) -> LayerView:
+    """One of the model's MLA layers as the pass would read it."""
     return LayerView(
         impl=implementation(options, model),
-        is_sparse=model.is_sparse,
-        kv_cache_dtype=options.view.kv_cache_dtype,
-        model_dtype=options.dtype,
+        is_sparse=layer.is_sparse,
+        kv_cache_dtype=model.vllm.cache_dtype,
+        model_dtype=model.vllm.dtype,
         dcp_world_size=options.view.dcp,
         pcp_world_size=options.view.pcp,
         hisparse=options.view.hisparse,
-        # Heads that the ranks do not divide are a reason of their own, not a wrong geometry.
-        num_heads=heads_per_rank(options, model) or model.heads,
-        qk_nope_head_dim=model.nope,
-        qk_rope_head_dim=model.rope,
-        kv_lora_rank=model.latent,
-        v_head_dim=model.v,
+        # Heads that the ranks do not divide are vLLM's own refusal, not a wrong geometry.
+        num_heads=heads_per_rank(options, layer.heads) or layer.heads,
+        qk_nope_head_dim=layer.nope,
+        qk_rope_head_dim=layer.rope,
+        kv_lora_rank=layer.latent,
+        v_head_dim=layer.v,
     )
 
 
-def weight_form(options: ServeOptions, model: ModelFacts) -> str:
-    """Form in which vLLM would hold the absorbed weight, by the name of ``kernels.absorb``; fp4 is asked first.
+def weight_form(options: ServeOptions, layer: MlaLayer) -> str:
+    """Form in which vLLM would hold the absorbed weight, by the name of ``kernels.absorb``; ``NOT_KNOWN``.
 
-    Source: vLLM's ``MLAAttention``. mxfp4 is for CDNA 4 alone, and where ``kv_b_proj`` is held in bfloat16.
+    Source: vLLM's ``MLAAttention``. It asks fp4 first, which is for CDNA 4 alone, and where the weight of ``kv_b_proj``
+    is created in bfloat16.
     """
+    if layer.unknown:
+        return NOT_KNOWN
     if not _uses_aiter(options):
         return "plain"
-    bf16 = not model.kv_b_quantised and options.dtype == "bfloat16"
-    if options.arch == "gfx950" and bf16 and options.env.on(FP4_BMM):
+    if options.arch == "gfx950" and layer.weight == "bfloat16" and options.env.on(FP4_BMM):
         return "mxfp4"
     return "fp8" if options.env.on(FP8_BMM) else "plain"
 
@@ -87,9 +96,13 @@ def _uses_aiter(options: ServeOptions) -> bool:
     return options.arch.startswith("gfx") and options.env.on(USE_AITER)
 
 
-def heads_per_rank(options: ServeOptions, model: ModelFacts) -> int:
+def heads_per_rank(options: ServeOptions, heads: int) -> int:
     """N: query heads of one tensor-parallel rank; 0 where the ranks do not divide them."""
-    return 0 if model.heads % options.tp else model.heads // options.tp
+    return 0 if heads % options.tp else heads // options.tp
+
+
+def _is_sparse(model: ModelFacts) -> bool:
+    return any(kind.layer.is_sparse for kind in model.kinds)
 
 
 def implementation(options: ServeOptions, model: ModelFacts) -> str:
@@ -97,19 +110,11 @@ def implementation(options: ServeOptions, model: ModelFacts) -> str:
     if options.attention_backend:
         return offline.impl_name(options.attention_backend)
     if not options.arch.startswith("gfx"):
-        return "FlashMLASparseImpl" if model.is_sparse else "FlashAttnMLAImpl"
-    if model.is_sparse:
+        return "FlashMLASparseImpl" if _is_sparse(model) else "FlashAttnMLAImpl"
+    if _is_sparse(model):
         return "ROCMAiterMLASparseImpl"
     aiter = _uses_aiter(options) and options.env.on("VLLM_ROCM_USE_AITER_MLA")
     return "AiterMLAImpl" if aiter else "TritonMLAImpl"
-
-
-def _undivided(options: ServeOptions, model: ModelFacts) -> list[Refusal]:
-    """vLLM's own refusal (``ModelConfig.verify_with_parallel_config``)."""
-    if model.heads % options.tp == 0:
-        return []
-    text = f"{model.heads} heads are not divisible by --tensor-parallel-size {options.tp}: vLLM will not start"
-    return [Refusal("heads_not_divisible", text)]
 
 
 def _all(view: Any, admit: Callable[[Any], Refusal | None]) -> list[Refusal]:

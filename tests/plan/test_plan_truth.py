@@ -1,0 +1,168 @@
+"""Claims about plan's verdict on configs after published checkpoints: what vLLM's own functions say, asked here anew.
+
+Here the model is not built. vLLM's ``ModelConfig`` reads the config, its quantisation config is asked for ``kv_b_proj``
+under the name that the checkpoint's layers have, its own functions tell which layers have MLA.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from plan_support import ENGAGING, planned
+from truth_configs import ROWS, Row
+from vllm._aiter_ops import rocm_aiter_ops
+from vllm.config import CacheConfig, CompilationConfig, DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.model_executor.layers.quantization.base_config import resolve_quant_method
+from vllm.model_executor.model_loader.utils import configure_quant_config, get_model_architecture
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+
+from vllm_aiter_mla.commands.plan import model as plan_model
+from vllm_aiter_mla.commands.plan import printout, serve_options
+from vllm_aiter_mla.compat import dry_model, offline, offline_model
+
+ON = ("VLLM_ROCM_USE_AITER_FP8BMM=1", "VLLM_ROCM_USE_AITER_FP4BMM=1")
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What vLLM says: reason codes, MLA layers by the form of their weight, and the dtype of the KV cache."""
+
+    reasons: frozenset[str]
+    forms: dict[str, int]
+    cache: str
+
+
+def truth(folder: Path, row: Row) -> Truth:
+    """Ask vLLM; the two BMMs of the card gfx950 are on."""
+    model = _model_config(folder, row)
+    asked = offline.serve_options([str(folder), *row.arguments]).kv_cache_dtype
+    cache = resolve_kv_cache_dtype_string(asked, model)
+    if not model.use_mla:
+        return Truth(frozenset({"not_mla"}), {}, cache)
+    reasons = set()
+    if model.quantization is not None:
+        try:
+            sys.modules["vllm.platforms.rocm"].RocmPlatform.verify_quantization(model.quantization)
+        except ValueError:
+            reasons.add("vllm_refuses")
+    text = model.hf_text_config
+    # The second is plan's word on the class that vLLM picks for a sparse model.
+    reasons |= {"sparse_mla", "impl"} if getattr(text, "index_topk", None) else set()
+    reasons |= {"no_rope"} if getattr(text, "mla_use_nope", False) else set()
+    try:
+        config = VllmConfig(
+            model_config=model, cache_config=CacheConfig(enable_prefix_caching=False),
+            device_config=DeviceConfig(device="cpu"), compilation_config=CompilationConfig(mode=0),
+        )  # fmt: skip
+    except ValueError:
+        return Truth(frozenset({*reasons, "vllm_refuses"}), {}, cache)
+    names = [name.format(i=i) for i in _mla_numbers(model) for name in row.names]
+    with set_current_vllm_config(config), torch.device("meta"):
+        return Truth(frozenset(reasons), dict(Counter(_form(config, name) for name in names)), cache)
+
+
+def _model_config(folder: Path, row: Row) -> Any:
+    parsed = offline.serve_options([str(folder), *row.arguments])
+    kind = row.config["model_type"]
+    read_as = offline_model._as_it_stands() if kind in ("bailing_hybrid", "pangu_ultra_moe", "sarvam_mla", "minicpm3") else "auto"
+    with mock.patch.object(type(current_platform), "verify_quantization", return_value=None):
+        return ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype=parsed.dtype, hf_overrides=parsed.hf_overrides,
+            quantization=parsed.quantization, config_format=read_as,
+        )  # fmt: skip
+
+
+def _mla_numbers(model: Any) -> list[int]:
+    """Numbers of the layers with MLA, by the function that vLLM's model class of a hybrid calls."""
+    text, numbers = model.hf_text_config, list(range(model.get_total_num_hidden_layers()))
+    if text.model_type == "kimi_linear":
+        return [i for i in numbers if not text.is_kda_layer(i)]
+    if text.model_type == "bailing_hybrid":
+        from vllm.model_executor.models.bailing_moe_linear import is_linear_layer
+
+        return [i for i in numbers if not is_linear_layer(i, text.layer_group_size)]
+    return numbers
+
+
+def _form(config: Any, name: str) -> str:
+    """Form of the absorbed weight of one layer: the questions of ``MLAAttention``, put to what it puts them to."""
+    quant, model_class = config.quant_config, get_model_architecture(config.model_config)[0]
+    dtype = config.model_config.dtype
+    if quant is not None:
+        if not getattr(quant, "asked_before", False):
+            configure_quant_config(quant, model_class)
+            mapper = getattr(model_class, "hf_to_vllm_mapper", None)
+            if mapper is not None:
+                quant.apply_vllm_mapper(mapper)
+            quant.asked_before = True
+        dtype = _weight_dtype(quant, name, dtype)
+    flags = {"_AITER_ENABLED": True, "_FP8BMM_ENABLED": True, "_FP4BMM_ENABLED": True}
+    # Wrapped: they answer for the ROCm platform alone.
+    fp4, fp8 = (getattr(ask, "__wrapped__", ask) for ask in (rocm_aiter_ops.is_fp4bmm_enabled, rocm_aiter_ops.is_fp8bmm_enabled))
+    with (
+        mock.patch.multiple(rocm_aiter_ops, **flags),
+        mock.patch.object(sys.modules["vllm.platforms.rocm"], "get_cdna_version", return_value=4),
+    ):
+        if _answer(fp4) and dtype is torch.bfloat16:
+            return "mxfp4"
+        return "fp8" if _answer(fp8) else "plain"
+
+
+def _answer(question: Any) -> bool:
+    function = getattr(question, "__func__", question)
+    return bool(getattr(function, "__wrapped__", function)(rocm_aiter_ops))
+
+
+def _weight_dtype(quant: Any, name: str, dtype: torch.dtype) -> torch.dtype | None:
+    """Dtype of the weight that vLLM's method for this layer makes; None where it makes none of that name."""
+    layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    torch.nn.Module.__init__(layer)
+    layer.prefix, layer.quant_config, layer.has_bias = name, quant, False
+    method = resolve_quant_method(quant, layer, prefix=name)
+    try:
+        method.create_weights(layer, 512, [4096], 512, 4096, dtype, weight_loader=lambda *_: None)
+    except ValueError as error:
+        assert "Failed to find a kernel" in str(error)
+    weight = getattr(layer, "weight", None)
+    return None if weight is None else weight.dtype
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_plan_prints_what_vllm_says(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    for file, content in row.written().items():
+        (tmp_path / file).write_text(json.dumps(content))
+    plan = planned(str(tmp_path), "-tp", "4", *row.arguments, arch="gfx950", env=ON)
+    page, true = printout.text(plan), truth(tmp_path, row)
+    total = sum(true.forms.values())
+    codes = {reason["code"] for reason in plan["reasons"]}
+    # AITER's GEMMs do not take every width: that is the plugin's own word, and its tests are elsewhere.
+    shape = codes & {"kernel_shape"}
+    assert codes - shape == true.reasons
+    assert f"Verdict: {0 if codes else total}/{total} MLA layers would engage" in page
+    for form, count in true.forms.items():
+        assert f"W_UK, W_UV   {printout.WEIGHTS[form]}" in page
+        assert plan["absorb_weights"][form] == count
+    assert set(plan["absorb_weights"]) == set(true.forms)
+    assert f"KV cache     {true.cache}, activations {str(_model_config(tmp_path, row).dtype)[6:]}" in page
+
+
+def test_the_table_has_more_than_forty_checkpoints() -> None:
+    assert len(ROWS) >= 40
+
+
+@pytest.mark.mutation
+def test_a_plan_that_does_not_ask_the_quantisation_config_is_caught(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(dry_model, "_method", lambda projection: type(projection.quant_method).__name__)
+    with pytest.raises(AssertionError):
+        test_plan_prints_what_vllm_says("amd/DeepSeek-R1-MXFP4-Preview", tmp_path)
