@@ -20,6 +20,7 @@ from gfx9_planted import PLANTED
 from tools.gfx9 import report
 from tools.gfx9.machine import instruction_class
 
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ARCHS = ("gfx942", "gfx950")
