@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 AVX2 = Path(__file__).with_name("avx2")
 
 

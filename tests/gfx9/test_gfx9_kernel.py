@@ -22,6 +22,7 @@ from tools.gfx9 import report
 from tools.gfx9.machine import instruction_class
 from tools.gfx9.matrix import unpack
 
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ARCHS = ("gfx942", "gfx950")

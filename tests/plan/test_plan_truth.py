@@ -74,7 +74,11 @@ def truth(folder: Path, row: Row) -> Truth:
 def _model_config(folder: Path, row: Row) -> Any:
     parsed = offline.serve_options([str(folder), *row.arguments])
     kind = row.config["model_type"]
-    read_as = offline_model._as_it_stands() if kind in ("bailing_hybrid", "pangu_ultra_moe", "sarvam_mla", "minicpm3") else "auto"
+    read_as = (
+        offline_model._as_it_stands()
+        if kind in ("bailing_hybrid", "pangu_ultra_moe", "sarvam_mla", "minicpm3")
+        else "auto"
+    )
     with mock.patch.object(type(current_platform), "verify_quantization", return_value=None):
         return ModelConfig(
             model=str(folder), skip_tokenizer_init=True, dtype=parsed.dtype, hf_overrides=parsed.hf_overrides,
@@ -108,7 +112,9 @@ def _form(config: Any, name: str) -> str:
         dtype = _weight_dtype(quant, name, dtype)
     flags = {"_AITER_ENABLED": True, "_FP8BMM_ENABLED": True, "_FP4BMM_ENABLED": True}
     # Wrapped: they answer for the ROCm platform alone.
-    fp4, fp8 = (getattr(ask, "__wrapped__", ask) for ask in (rocm_aiter_ops.is_fp4bmm_enabled, rocm_aiter_ops.is_fp8bmm_enabled))
+    fp4, fp8 = (
+        getattr(ask, "__wrapped__", ask) for ask in (rocm_aiter_ops.is_fp4bmm_enabled, rocm_aiter_ops.is_fp8bmm_enabled)
+    )
     with (
         mock.patch.multiple(rocm_aiter_ops, **flags),
         mock.patch.object(sys.modules["vllm.platforms.rocm"], "get_cdna_version", return_value=4),

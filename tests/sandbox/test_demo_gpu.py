@@ -34,7 +34,7 @@ def a_gpu(monkeypatch):
 
 def test_on_a_gpu_the_triton_kernel_meets_stock_over_both_caches_and_every_scenario(a_gpu):
     assert runs.why_not(Options(kernel="triton", tensor_parallel_size=2)) is None
-    bf16, fp8 = runs.runs(Options(kernel="triton"))
+    bf16, fp8 = runs.runs(Options(kernel="triton", full=True))
     assert [run.spec.kv_cache_dtype for run in (bf16, fp8)] == ["auto", "fp8"]
     for run in (bf16, fp8):
         assert (run.spec.device, run.spec.kernel, run.spec.enabled) == ("gpu", "triton", True)
@@ -96,7 +96,7 @@ def test_more_workers_than_gpus_are_refused_with_both_numbers(a_gpu, monkeypatch
 
 
 def test_the_demo_on_a_gpu_prints_the_card_and_its_bound(a_gpu, monkeypatch):
-    on = result(runs.BF16_SCENARIOS)
+    on = result(runs.SHORT_SCENARIOS)
     on.versions["device"] = "A Card"
     monkeypatch.setattr(engine, "run", lambda spec, **_: on)
     console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115

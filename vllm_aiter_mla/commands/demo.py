@@ -13,7 +13,7 @@ def demo(
     tensor_parallel_size: Annotated[
         int, typer.Option("--tensor-parallel-size", "-tp", min=1, max=2, help="Workers: 1 or 2.")
     ] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="One scenario, bf16 KV only.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="All scenarios and numerics, four layers.")] = False,
     kernel: Annotated[str, typer.Option(help="reference, fake-aiter or triton (needs a GPU).")] = "reference",
     arch: Annotated[
         str | None, typer.Option(help="Card that --kernel fake-aiter imitates: gfx942 (default) or gfx950.")
@@ -26,10 +26,11 @@ def demo(
     """Serve a small random DeepSeek-V2 with vLLM, fast path off and on, and compare: on this CPU, or on a GPU.
 
     Prints which layers engaged, what is left of each layer's graph, and per scenario whether the tokens are equal and
-    how far the log-probabilities are apart. Exits 1 when a bound is missed. A run takes about a minute and a half per
-    engine on two cores. --kernel fake-aiter runs vLLM's own AITER attention classes over stand-ins for their kernels.
-    On a CPU nothing is said about a GPU; --kernel triton runs on the GPU that torch sees, under vLLM's own platform and
-    its Triton MLA back end, graphs captured, and says why not where there is none.
+    how far the log-probabilities are apart. Exits 1 when a bound is missed. It starts four engines, flag off and on
+    over a bf16 and an fp8 cache, two at a time; --full starts six, which do more. --kernel fake-aiter runs vLLM's own
+    AITER attention classes over stand-ins for their kernels. On a CPU nothing is said about a GPU; --kernel triton runs
+    on the GPU that torch sees, under vLLM's own platform and its Triton MLA back end, graphs captured, and says why not
+    where there is none.
     """
     from vllm_aiter_mla.commands import outputs
     from vllm_aiter_mla.sandbox.runs import Options, why_not
@@ -41,7 +42,7 @@ def demo(
     for name, value in (("--arch", arch), ("--attention", attention)):
         if value is not None and kernel != "fake-aiter":
             raise typer.Exit(_wrong(f"demo: {name} {value}: only with --kernel fake-aiter; --kernel is {kernel}"))
-    options = Options(json, tensor_parallel_size, quick, kernel, arch or "gfx942", attention or "aiter", keep)
+    options = Options(json, tensor_parallel_size, full, kernel, arch or "gfx942", attention or "aiter", keep)
     # Asked here, although the run asks again: there it would be printed among the figures.
     problem = why_not(options)
     if problem is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from vllm_aiter_mla import evidence
 from vllm_aiter_mla.sandbox import engine
@@ -88,7 +88,7 @@ def main(options: Options, console: Console | None = None) -> int:
         console.print(problem, style="red", highlight=False)
         return 2
     try:
-        outcomes = list(_run(runs(options), console))
+        outcomes = _run(runs(options), console)
     except engine.EngineFailedError as error:
         console.print(str(error), style="red", highlight=False, markup=False)
         return 1
@@ -110,47 +110,72 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=150, markup=False)
 
 
-def _run(plan: list[Run], console: Console) -> Iterator[Outcome]:
-    """Run every distinct engine once, in order, and compare each of them with its baseline."""
+def _run(plan: list[Run], console: Console) -> list[Outcome]:
+    """Run every distinct engine once and compare each of them with its baseline."""
     wanted: list[EngineSpec] = []
     for run in plan:
         wanted += [spec for spec in (run.base, run.spec) if spec not in wanted]
-    results: dict[int, EngineResult] = {}
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    results = _results(wanted, console)
+    pairs = [(run, results[wanted.index(run.base)], results[wanted.index(run.spec)]) for run in plan]
+    return [Outcome(run, base, result, compare(base, result)) for run, base, result in pairs]
+
+
+def _results(wanted: list[EngineSpec], console: Console) -> list[EngineResult]:
+    """Run the engines, two at a time where one takes one core; each has a bar that names its step."""
+    alone = any(spec.device == "gpu" or spec.tensor_parallel_size > 1 for spec in wanted)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(24),
+        TextColumn("{task.fields[step]}", markup=False),
+        TimeElapsedColumn(),
+    )
     with (
         tempfile.TemporaryDirectory(prefix="aiter-mla-") as inductor,
         Progress(*columns, console=console, transient=not console.is_terminal) as progress,
+        ThreadPoolExecutor(1 if alone else 2) as pool,
     ):
-        task = progress.add_task("starting", total=None)
-        for number, spec in enumerate(wanted):
-            label = f"engine {number + 1}/{len(wanted)} ({describe(spec)})"
+
+        def result(task: TaskID, spec: EngineSpec) -> EngineResult:
+            label = f"engine {task + 1}/{len(wanted)} ({describe(spec)})"
             if not console.is_terminal:
                 console.print(f"demo: {label}", highlight=False)
-            progress.update(task, description=f"{label}: starting")
+            progress.start_task(task)
+            progress.update(task, step="importing vLLM")
+            passed: set[str] = set()
 
-            def on_line(line: str, label: str = label) -> None:
-                stage = _stage(line)
-                if stage:
-                    progress.update(task, description=f"{label}: {stage}")
+            def on_line(line: str) -> None:
+                step = _step(line)
+                if step:
+                    passed.add(step)
+                    progress.update(task, completed=len(passed), step=step)
 
-            results[number] = engine.run(spec, inductor=Path(inductor), on_step=on_line)
-    for run in plan:
-        base, result = results[wanted.index(run.base)], results[wanted.index(run.spec)]
-        yield Outcome(run, base, result, compare(base, result))
+            found = engine.run(spec, inductor=Path(inductor), on_step=on_line)
+            progress.update(task, completed=len(_STEPS) + len(spec.scenarios) + 1, step="done")
+            return found
+
+        tasks = [
+            progress.add_task(
+                describe(spec), total=len(_STEPS) + len(spec.scenarios) + 1, step="waiting", start=False
+            )
+            for spec in wanted
+        ]  # fmt: skip
+        return list(pool.map(result, tasks, wanted))
 
 
-def _stage(line: str) -> str | None:
-    if line.startswith("sandbox: "):
+# What the engine prints, and what it does next.
+_STEPS = {
+    "non-default args": "loading the model",
+    "Loading weights took": "tracing",
+    "Dynamo bytecode transform": "compiling the bucket's graph",
+    "Compiling a graph for compile range (1, ": "compiling the graph above it",
+    "sandbox: engine is up": "serving",
+}
+
+
+def _step(line: str) -> str | None:
+    if line.startswith("sandbox: scenario "):
         return line.removeprefix("sandbox: ")
-    for needle, stage in (
-        ("Loading weights took", "weights loaded"),
-        ("Dynamo bytecode transform", "tracing"),
-        ("Compiling a graph for compile range", "compiling"),
-        ("init engine", "engine ready"),
-    ):
-        if needle in line:
-            return stage
-    return None
+    return next((step for needle, step in _STEPS.items() if needle in line), None)
 
 
 def _print(outcomes: list[Outcome], console: Console) -> None:

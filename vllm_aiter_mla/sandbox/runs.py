@@ -13,6 +13,9 @@ from vllm_aiter_mla.sandbox.spec import EngineSpec
 BF16_SCENARIOS = ("concurrent", "short", "mixed", "long", "chunked")
 # vLLM's chunked path over an fp8 cache needs a gather kernel that only GPU builds have.
 FP8_SCENARIOS = BF16_SCENARIOS[:-1]
+# What the demo runs by default: prefill rows inside the bucket, alone and among decoding requests.
+SHORT_SCENARIOS = ("short", "mixed")
+SMALL = {"num_hidden_layers": 2}
 CHUNK_TOKENS = 64
 KERNELS = ("reference", "fake-aiter", "triton")
 ATTENTION = ("aiter", "sandbox")
@@ -24,7 +27,7 @@ class Options:
 
     json: Path | None = None
     tensor_parallel_size: int = 1
-    quick: bool = False
+    full: bool = False
     kernel: str = "reference"
     arch: str = "gfx942"
     attention: str = "aiter"
@@ -85,7 +88,7 @@ class Run:
 
 
 def runs(options: Options) -> list[Run]:
-    """The runs of the demo, baselines first where they are compared with themselves."""
+    """The runs of the demo: short prompts and mixed batches over both caches; with ``full`` all there is."""
     if options.kernel == "triton":
         return _on_gpu(options)
     if options.kernel == "fake-aiter" and options.attention == "aiter":
@@ -93,7 +96,8 @@ def runs(options: Options) -> list[Run]:
     tp = options.tensor_parallel_size
     fake = options.arch if options.kernel == "fake-aiter" else None
     bf16 = EngineSpec(
-        scenarios=("mixed",) if options.quick else BF16_SCENARIOS,
+        scenarios=BF16_SCENARIOS if options.full else SHORT_SCENARIOS,
+        model={} if options.full else SMALL,
         max_num_batched_tokens=CHUNK_TOKENS,
         tensor_parallel_size=tp,
         kernel="aiter" if fake else "auto",
@@ -101,14 +105,14 @@ def runs(options: Options) -> list[Run]:
         dump_graphs=tp == 1,
     )
     found = [Run("bf16 KV", bf16, _off(bf16), "activation dtype", EXACT)]
-    if options.quick:
-        return found
-    fp8 = replace(bf16, scenarios=FP8_SCENARIOS, max_num_batched_tokens=512, kv_cache_dtype="fp8")
+    scenarios = FP8_SCENARIOS if options.full else SHORT_SCENARIOS
+    fp8 = replace(bf16, scenarios=scenarios, max_num_batched_tokens=512, kv_cache_dtype="fp8")
     off = _off(fp8)
     if not fake:
         found.append(Run("fp8 KV, two-rounding", fp8, off, "two-rounding", EXACT))
-    found.append(Run("fp8 KV, AITER's numerics", replace(fp8, rounding="single"), off, "aiter", None))
-    if tp == 1:
+    if fake or options.full:
+        found.append(Run("fp8 KV, AITER's numerics", replace(fp8, rounding="single"), off, "aiter", None))
+    if options.full and tp == 1:
         perturbed = replace(off, perturb=0.03, dump_graphs=False)
         found.append(Run("fp8 KV, stock + one fp8 step on 3 %", perturbed, off, "stock, one step perturbed", None))
     return found
@@ -118,7 +122,7 @@ def _over_aiters_class(options: Options) -> list[Run]:
     """vLLM's own AITER attention: heads that it takes as they are and heads that it pads, fp8 scales, drafts."""
 
     def spec(heads: int, **changes: Any) -> EngineSpec:
-        model = {"num_hidden_layers": 2, "num_attention_heads": heads * options.tensor_parallel_size}
+        model = SMALL | {"num_attention_heads": heads * options.tensor_parallel_size}
         basis = EngineSpec(
             scenarios=("mixed",),
             max_num_batched_tokens=CHUNK_TOKENS,
@@ -131,37 +135,39 @@ def _over_aiters_class(options: Options) -> list[Run]:
         )
         return replace(basis, **changes)
 
-    bf16 = spec(16, scenarios=("mixed",) if options.quick else BF16_SCENARIOS)
-    found = [Run("bf16 KV, 16 heads", bf16, _off(bf16), "activation dtype", EXACT)]
-    if options.quick:
-        return found
+    scenarios = BF16_SCENARIOS if options.full else SHORT_SCENARIOS
+    bf16 = spec(16, scenarios=scenarios)
     # Scales are put into layers of this process alone; the draft's graph would hide the model's.
     scales = (0.5, 0.7) if options.tensor_parallel_size == 1 else None
-    fp8 = spec(8, kv_cache_dtype="fp8", drafts=2, scenarios=BF16_SCENARIOS, scales=scales, dump_graphs=False)
+    fp8 = spec(8, kv_cache_dtype="fp8", drafts=2, scenarios=scenarios, scales=scales, dump_graphs=False)
     off, two = _off(fp8), replace(fp8, kernel="reference")
-    found += [
+    found = [
+        Run("bf16 KV, 16 heads", bf16, _off(bf16), "activation dtype", EXACT),
         Run("fp8 KV, 8 heads, 2 drafts, two-rounding", two, off, "two-rounding", EXACT),
-        Run("fp8 KV, 8 heads, 2 drafts", replace(fp8, rounding="single"), off, "aiter", None),
     ]
-    many = spec(128)
-    return [*found, Run("bf16 KV, 128 heads", many, _off(many), "activation dtype", EXACT)]
+    if options.full:
+        found.append(Run("fp8 KV, 8 heads, 2 drafts", replace(fp8, rounding="single"), off, "aiter", None))
+        many = spec(128)
+        found.append(Run("bf16 KV, 128 heads", many, _off(many), "activation dtype", EXACT))
+    return found
 
 
 def _on_gpu(options: Options) -> list[Run]:
     """The Triton kernel on the card that torch sees, under vLLM's own platform, with its graphs captured."""
     bf16 = EngineSpec(
         device="gpu",
-        scenarios=("mixed",) if options.quick else BF16_SCENARIOS,
+        scenarios=BF16_SCENARIOS if options.full else SHORT_SCENARIOS,
+        model={} if options.full else SMALL,
         max_num_batched_tokens=CHUNK_TOKENS,
         tensor_parallel_size=options.tensor_parallel_size,
         kernel="triton",
         dump_graphs=options.tensor_parallel_size == 1,
     )
-    found = [Run("bf16 KV", bf16, _off(bf16), "aiter", SUM_ORDER)]
-    if not options.quick:
-        fp8 = replace(bf16, kv_cache_dtype="fp8")
-        found.append(Run("fp8 KV", fp8, _off(fp8), "aiter", None))
-    return found
+    fp8 = replace(bf16, kv_cache_dtype="fp8")
+    return [
+        Run("bf16 KV", bf16, _off(bf16), "aiter", SUM_ORDER),
+        Run("fp8 KV", fp8, _off(fp8), "aiter", None),
+    ]
 
 
 def _off(spec: EngineSpec) -> EngineSpec:

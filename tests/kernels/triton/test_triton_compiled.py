@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from tools import aot, isa
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 TARGETS = ("gfx942", "gfx950", "sm90")
 

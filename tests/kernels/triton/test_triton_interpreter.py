@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from triton_cases import Case
 from triton_mutations import MUTATIONS
 
+pytestmark = pytest.mark.slow
 # The interpreter sums the 128 products in another order than torch: a bfloat16 rounding may fall the other way, which
 # is one fp8 step. 0.5 % is far above what any case shows and far below what a mutant does.
 NOPE_FRACTION = 0.005

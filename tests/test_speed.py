@@ -1,0 +1,45 @@
+"""What `make test` leaves out is named here: a slow test does not hide, and none is left out unseen."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# Files that are slow as a whole.
+SLOW = {
+    "kernels/triton/test_triton_compiled.py": "compiles every variant for three cards",
+    "kernels/triton/test_triton_interpreter.py": "interprets the kernel; tests/verify does so once",
+    "gfx9/test_gfx9_kernel.py": "executes compiled kernels; the other files of tests/gfx9 execute instructions",
+    "test_vector_unit.py": "imports vLLM anew as on AVX2",
+}
+
+
+def _marked() -> set[str]:
+    """Files that hold the marker, this one aside."""
+    files = (path for path in TESTS.rglob("test_*.py") if path != Path(__file__))
+    return {path.relative_to(TESTS).as_posix() for path in files if re.search(r"mark\.slow\b", path.read_text())}
+
+
+def test_slow_files_are_those_of_the_list():
+    assert _marked() == set(SLOW)
+
+
+def test_what_make_test_leaves_make_test_rest_runs():
+    """One expression and its opposite: every test is in exactly one of the two."""
+    makefile = (TESTS.parent / "Makefile").read_text()
+    left, rest = (re.findall(rf'-m "({words})"', makefile) for words in ("not engine and not slow", "engine or slow"))
+    assert (len(left), len(rest)) == (1, 1)
+    ci = (TESTS.parent / ".ci" / "run").read_text().splitlines()
+    assert [line for line in ci if line.startswith("make ")] == ["make test", "make test-rest"]
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_slow_file_holds_no_invariant_alone(name):
+    """The invariants' planted bugs are in the table of docs/development.md; `make test` touches each of them."""
+    rows = re.findall(r"^\| I\d+ \|.*$", (TESTS.parent / "docs" / "development.md").read_text(), re.MULTILINE)
+    for row in rows:
+        planted = re.findall(r"`tests/([\w/]+\.py)`", row.split("|")[-2])
+        assert name not in planted or len(planted) > 1, row
