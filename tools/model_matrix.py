@@ -74,12 +74,7 @@ def main() -> int:
 def spec_of(row: Row) -> EngineSpec:
     """The engine with the flag on."""
     return EngineSpec(
-        scenarios=("short", "mixed"),
-        config=row.config,
-        draft_config=row.draft,
-        drafts=row.drafts,
-        linear="aten",
-        llm=row.llm,
+        scenarios=("short", "mixed"), config=row.config, draft_config=row.draft, drafts=row.drafts, linear="aten"
     )
 
 
