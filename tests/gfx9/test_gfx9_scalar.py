@@ -69,7 +69,7 @@ FORMULAS = {
     "s_lshr_b64": lambda a, b, c: nonzero(a // 2 ** (b % 64), 64),
     "s_ashr_i64": lambda a, b, c: nonzero(s64(a) // 2 ** (b % 64), 64),
     "s_bfe_u32": lambda a, b, c: nonzero(bfe(a, b, False)),
-    "s_bfe_i32": lambda a, b, c: nonzero(bfe(a, b, True)),
+    "s_bfe_i32": lambda a, b, c: nonzero(bfe(s32(a), b, True)),
     "s_pack_ll_b32_b16": lambda a, b, c: (a % 2**16 + b % 2**16 * 2**16, c),
 }
 for k in (1, 2, 3, 4):

@@ -149,7 +149,7 @@ for order, compare in {
 }.items():
     FORMULAS |= {f"v_cmp_{order}_{kind}": compare for kind in ("i32", "u32", "i64", "u64", "f32")}
 FORMULAS |= {f"v_cmp_ne_{kind}": lambda a, b: a != b for kind in ("i32", "u32", "i64", "u64")}
-# Tested by name below.
+# Tested by name, in test_gfx9_special.py.
 OWN_TESTS = {"v_fmac_f32", "v_div_scale_f32"}
 
 

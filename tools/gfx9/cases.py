@@ -1,8 +1,8 @@
 """The Triton kernel's variants on the interpreter: operands with the strides that vLLM gives, and the reference beside.
 
 The values of q_nope and W_UK are multiples of 1/8 and 1/16 below 1: every sum of their products is exact in float32, in
-any order, so that the whole result has to equal the reference to the byte. So is it over mxfp4, where q_nope is of any
-kind: what it is quantised to are multiples of half a scale, up to 6 scales, and no two scales of a sum lie further than
+any order, so that the whole result has to equal the reference to the byte. So it has over mxfp4, where q_nope gets
+rounded: all values are multiples of half their scale, up to 6 scales, and the products of scales in a sum lie at most
 2**8 apart. Values in the latent halves go beyond the largest fp8 number, one is a NaN; those in the rope halves stay
 below it, where the kernel and AITER differ on purpose.
 """

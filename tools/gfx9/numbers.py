@@ -34,15 +34,21 @@ def fma(a: Array, b: Array, c: Array) -> Array:
 
 def least(a: Array, b: Array) -> Array:
     """The lesser operand, the number where the other one is a NaN; -0 is less than +0."""
-    return np.where((a == 0) & (b == 0) & np.signbit(a), a, np.fmin(a, b)).astype(np.float32)
+    lesser_zero = np.where(np.signbit(a), a, b)
+    return np.where((a == 0) & (b == 0), lesser_zero, np.fmin(a, b)).astype(np.float32)
+
+
+def greatest(a: Array, b: Array) -> Array:
+    """The greater operand, the number where the other one is a NaN; +0 is greater than -0."""
+    return -least(-a, -b)
 
 
 def med3(a: Array, b: Array, c: Array) -> Array:
-    """The median; the least operand that is no NaN where one of them is a NaN."""
-    low, high = np.fmin(a, b), np.fmax(a, b)
-    median = np.maximum(low, np.minimum(high, c))
+    """The greatest but one, of zeros as they compare; the least operand that is no NaN where one of them is a NaN."""
+    top = greatest(greatest(a, b), c)
+    median = np.where(top == a, greatest(b, c), np.where(top == b, greatest(a, c), greatest(a, b)))
     some_nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
-    return np.where(some_nan, np.fmin(low, c), median).astype(np.float32)
+    return np.where(some_nan, least(least(a, b), c), median).astype(np.float32)
 
 
 def exponent(x: Array) -> Array:

@@ -85,7 +85,7 @@ SOP: dict[str, Entry] = {
     "s_ashr_i32": ("i32 i32 u32", _not_zero(lambda a, b: a >> (b & 31))),
     "s_ashr_i64": ("i64 i64 u32", _not_zero(lambda a, b: a >> (b & 63), 64)),
     "s_bfe_u32": ("u32 u32 u32", _not_zero(lambda a, b: _field(a, b, False))),
-    "s_bfe_i32": ("u32 u32 u32", _not_zero(lambda a, b: _field(a, b, True))),
+    "s_bfe_i32": ("i32 i32 u32", _not_zero(lambda a, b: _field(a, b, True))),
     "s_lshl1_add_u32": ("u32 u32 u32", lambda a, b, c: ((a << 1) + b, int((a << 1) + b > LOW))),
     "s_lshl2_add_u32": ("u32 u32 u32", lambda a, b, c: ((a << 2) + b, int((a << 2) + b > LOW))),
     "s_lshl3_add_u32": ("u32 u32 u32", lambda a, b, c: ((a << 3) + b, int((a << 3) + b > LOW))),

@@ -117,8 +117,8 @@ VOP: dict[str, tuple[str, Callable[..., Any]]] = {
     "v_fma_f32": ("f32 f32 f32 f32", numbers.fma),
     "v_fmac_f32": ("f32 f32 f32 dst", numbers.fma),
     "v_min_f32": ("f32 f32 f32", numbers.least),
-    "v_max_f32": ("f32 f32 f32", lambda a, b: -numbers.least(-a, -b)),
-    "v_max3_f32": ("f32 f32 f32 f32", lambda a, b, c: -numbers.least(numbers.least(-a, -b), -c)),
+    "v_max_f32": ("f32 f32 f32", numbers.greatest),
+    "v_max3_f32": ("f32 f32 f32 f32", lambda a, b, c: numbers.greatest(numbers.greatest(a, b), c)),
     "v_min3_f32": ("f32 f32 f32 f32", lambda a, b, c: numbers.least(numbers.least(a, b), c)),
     "v_med3_f32": ("f32 f32 f32 f32", numbers.med3),
     "v_rcp_f32": ("f32 f32", lambda a: np.divide(1.0, a, dtype=np.float64).astype(np.float32)),
@@ -284,7 +284,7 @@ def _to_fp8(i: Instruction, ops: Operands) -> Run:
 
 
 def _mad64(i: Instruction, ops: Operands) -> Run:
-    """a * b + c in 64 bits, and the lanes in which the exact sum needs more.
+    """a * b + c in 64 bits, and its 65th bit as a mask: of unsigned numbers the carry, of signed ones the sign.
 
     The compiler leaves the upper half of c undefined where it wants the lower half of the sum alone. The upper half of
     the sum and the carry are undefined then.
@@ -303,7 +303,7 @@ def _mad64(i: Instruction, ops: Operands) -> Run:
         c = constant(w) if constant else get64(w, addend, upper=False)
         undefined = 0 if constant else w.exec & ~w.known[addend + 1]
         total = np.broadcast_to(product + c.view(wide), (64,))
-        over = total < product if kind == "u32" else ((product ^ total) & (c.view(wide) ^ total)) < 0
+        over = total < product if kind == "u32" else (((product ^ total) & (c.view(wide) ^ total)) < 0) ^ (total < 0)
         put64(w, target, total)
         w.known[target + 1] &= ~undefined
         w.set_scalar64(carry, mask_of(np.broadcast_to(over, (64,))) & w.exec)
