@@ -16,7 +16,7 @@ _fp8 = EngineSpec(scenarios=FP8_SCENARIOS, model=SMALL, kv_cache_dtype="fp8", sc
 _small = EngineSpec(scenarios=("short", "mixed"), model=SMALL)
 # Plain RotaryEmbedding, no q_lora, ordinary GEMMs, and an odd layer count.
 _fp32 = EngineSpec(
-    scenarios=("concurrent", "short", "mixed"),
+    scenarios=("short", "mixed"),
     linear="aten",
     model={"num_hidden_layers": 3, "yarn": False, "q_lora_rank": None, "dtype": "float32"},
 )
