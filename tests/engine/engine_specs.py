@@ -27,7 +27,7 @@ _fp8 = EngineSpec(
 )  # fmt: skip
 # Plain RotaryEmbedding, no q_lora, and an odd layer count.
 _fp32 = EngineSpec(
-    scenarios=("concurrent", "short", "mixed"), linear="aten", graphs="none",
+    scenarios=("concurrent", "short", "mixed", "long"), linear="aten", graphs="none",
     model={"num_hidden_layers": 1, "yarn": False, "q_lora_rank": None, "dtype": "float32"},
 )  # fmt: skip
 
@@ -84,7 +84,7 @@ SPECS: dict[str, EngineSpec] = {
     "fp8-on": _fp8,
     "fp32-off": _off(_fp32),
     "fp32-on": _fp32,
-    "mutation-no-split": replace(_fp32, mutation="engine_mutations:attention_does_not_split"),
+    "mutation-no-split": replace(_fp32, scenarios=("mixed",), mutation="engine_mutations:attention_does_not_split"),
     "on-after-stock": replace(_small, stock_pass=True),
     "stop-rope-kv": replace(_small, stop_after="rope_kv_cache"),
     "full-on": _full,
