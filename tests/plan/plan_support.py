@@ -18,9 +18,23 @@ def planned(name: str, *arguments: str, arch: str = "gfx942", env: tuple[str, ..
     return build.build(options, facts(name, options))
 
 
+MODEL_OPTIONS = (
+    "tensor_parallel_size", "decode_context_parallel_size", "dtype", "kv_cache_dtype", "quantization", "hf_overrides",
+    "speculative_config", "spec_method", "spec_tokens", "max_num_seqs", "max_num_batched_tokens",
+)  # fmt: skip
+"""Options that vLLM's answers about a bundled example hang on, in these tests."""
+_asked: dict[tuple[str, ...], model.ModelFacts] = {}
+
+
 def facts(name: str, options: serve_options.ServeOptions) -> model.ModelFacts:
-    """vLLM's answers about the model ``name`` with the options."""
-    return model.facts(model.find(name), options)
+    """vLLM's answers about the model ``name`` with the options; about a bundled example it is asked once."""
+    source = model.find(name)
+    if source.config is None:
+        return model.facts(source, options)
+    key = (name, options.arch, *(repr(getattr(options.parsed, option, None)) for option in MODEL_OPTIONS))
+    if key not in _asked:
+        _asked[key] = model.facts(source, options)
+    return _asked[key]
 
 
 def codes(plan: dict[str, Any]) -> list[str]:

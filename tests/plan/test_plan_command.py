@@ -70,8 +70,8 @@ def test_a_hub_name_is_read_from_the_local_cache(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "models--some--model" / "refs").mkdir()
     (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    found = model.load("some/model")
-    assert (found.source, found.heads) == ("local Hugging Face cache", 64)
+    found = model.find("some/model")
+    assert (found.origin, found.file) == ("local Hugging Face cache", snapshot / "config.json")
 
 
 def test_a_plan_opens_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:

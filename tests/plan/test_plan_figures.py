@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_support import ENGAGING, planned
+from plan_support import ENGAGING, facts, planned
 
 from vllm_aiter_mla.commands.bench.points import Point
-from vllm_aiter_mla.commands.plan import formulas, kernels, model, printout, serve_options
+from vllm_aiter_mla.commands.plan import formulas, kernels, printout, serve_options
 from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.triton import tiles
 from vllm_aiter_mla.settings import LIMIT_FIELD
@@ -28,10 +28,15 @@ def test_256_requests_and_one_draft_make_512() -> None:
         assert plan["captures"]["outside"] == ()
 
 
-def test_the_checkpoint_gives_the_drafts_that_an_mtp_method_leaves_open() -> None:
+def test_an_mtp_method_without_a_number_of_drafts_is_refused_as_vllm_refuses_it() -> None:
     plan = planned("deepseek-r1", "-tp", "8", "--speculative-config", '{"method": "mtp"}')
-    assert plan["limit"] == 512
-    assert any("num_speculative_tokens is not given: 1" in note for note in plan["assumptions"])
+    assert [reason["code"] for reason in plan["reasons"]] == ["vllm_refuses"]
+    assert "num_speculative_tokens must be provided" in plan["reasons"][0]["message"]
+
+
+def test_the_layers_of_the_draft_are_counted() -> None:
+    plan = planned("deepseek-r1", "-tp", "8", *MTP)
+    assert plan["layers"] == {"mla": 62, "drafts": 1, "total": 61, "engaged": 62}
 
 
 def test_a_bucket_beyond_the_largest_graph_is_pointed_out_with_the_limit_that_ends_it() -> None:
@@ -113,9 +118,9 @@ def test_launches_per_step_count_every_mla_layer() -> None:
 
 @pytest.mark.parametrize("limit", [2, 200, 256, 1024])
 def test_kernel_spans_cover_the_bucket_without_gaps(limit: int) -> None:
-    facts = model.load("deepseek-v2-lite")
-    options = serve_options.read(["-tp", "8"], facts, "gfx942", serve_options.environment(ENGAGING, {}))
-    spans = kernels.spans(options, facts, limit)
+    options = serve_options.read(["-tp", "8"], "deepseek-v2-lite", "gfx942", serve_options.environment(ENGAGING, {}))
+    found = facts("deepseek-v2-lite", options)
+    spans = kernels.spans(options, found, found.kinds[0], limit)
     assert not isinstance(spans, str)
     assert (spans[0].first, spans[-1].last) == (1, limit)
     for before, after in pairwise(spans):
@@ -124,16 +129,15 @@ def test_kernel_spans_cover_the_bucket_without_gaps(limit: int) -> None:
     chooser = kernels.PlannedSelector(options)
     for span in spans:
         for tokens in (span.first, span.last):
-            one = kernels.at(chooser, kernels.operands(options, facts, chooser.platform, tokens))
+            one = kernels.at(chooser, kernels.operands(options, found, found.kinds[0], chooser.platform, tokens))
             assert (one.kernel, one.detail) == (span.kernel, span.detail)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "aiter", "triton", "stock"])
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm90"])
 def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel: str, arch: str) -> None:
-    facts = model.load("deepseek-r1")
     asked = ("--additional-config", json.dumps({"aiter_mla": {"kernel": kernel}}))
-    options = serve_options.read(asked, facts, arch, serve_options.environment(ENGAGING, {}))
+    options = serve_options.read(asked, "deepseek-r1", arch, serve_options.environment(ENGAGING, {}))
     chooser = kernels.PlannedSelector(options)
     assert chooser.names == select.candidates(kernel, chooser.platform)
     assert all(chooser.backend(name) for name in chooser.names)

@@ -7,7 +7,6 @@ under the name that the checkpoint's layers have, its own functions tell which l
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,9 @@ from unittest import mock
 
 import pytest
 import torch
-from plan_support import ENGAGING, planned
+from plan_support import planned
 from truth_configs import ROWS, Row
+from vllm import _aiter_ops
 from vllm._aiter_ops import rocm_aiter_ops
 from vllm.config import CacheConfig, CompilationConfig, DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import ColumnParallelLinear
@@ -26,10 +26,12 @@ from vllm.model_executor.model_loader.utils import configure_quant_config, get_m
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
-from vllm_aiter_mla.commands.plan import model as plan_model
-from vllm_aiter_mla.commands.plan import printout, serve_options
+from vllm_aiter_mla.commands.plan import printout
 from vllm_aiter_mla.compat import dry_model, offline, offline_model
 
+ROCM = offline_model._rocm("gfx950")
+WITHOUT_A_CLASS = ("bailing_hybrid", "pangu_ultra_moe", "sarvam_mla", "minicpm3")
+"""Model types whose config class is code of the checkpoint."""
 ON = ("VLLM_ROCM_USE_AITER_FP8BMM=1", "VLLM_ROCM_USE_AITER_FP4BMM=1")
 
 
@@ -52,7 +54,7 @@ def truth(folder: Path, row: Row) -> Truth:
     reasons = set()
     if model.quantization is not None:
         try:
-            sys.modules["vllm.platforms.rocm"].RocmPlatform.verify_quantization(model.quantization)
+            ROCM.RocmPlatform.verify_quantization(model.quantization)
         except ValueError:
             reasons.add("vllm_refuses")
     text = model.hf_text_config
@@ -67,18 +69,13 @@ def truth(folder: Path, row: Row) -> Truth:
     except ValueError:
         return Truth(frozenset({*reasons, "vllm_refuses"}), {}, cache)
     names = [name.format(i=i) for i in _mla_numbers(model) for name in row.names]
-    with set_current_vllm_config(config), torch.device("meta"):
+    with set_current_vllm_config(config), dry_model._one_rank(), torch.device("meta"):
         return Truth(frozenset(reasons), dict(Counter(_form(config, name) for name in names)), cache)
 
 
 def _model_config(folder: Path, row: Row) -> Any:
     parsed = offline.serve_options([str(folder), *row.arguments])
-    kind = row.config["model_type"]
-    read_as = (
-        offline_model._as_it_stands()
-        if kind in ("bailing_hybrid", "pangu_ultra_moe", "sarvam_mla", "minicpm3")
-        else "auto"
-    )
+    read_as = offline_model._as_it_stands() if row.config["model_type"] in WITHOUT_A_CLASS else "auto"
     with mock.patch.object(type(current_platform), "verify_quantization", return_value=None):
         return ModelConfig(
             model=str(folder), skip_tokenizer_init=True, dtype=parsed.dtype, hf_overrides=parsed.hf_overrides,
@@ -111,22 +108,14 @@ def _form(config: Any, name: str) -> str:
             quant.asked_before = True
         dtype = _weight_dtype(quant, name, dtype)
     flags = {"_AITER_ENABLED": True, "_FP8BMM_ENABLED": True, "_FP4BMM_ENABLED": True}
-    # Wrapped: they answer for the ROCm platform alone.
-    fp4, fp8 = (
-        getattr(ask, "__wrapped__", ask) for ask in (rocm_aiter_ops.is_fp4bmm_enabled, rocm_aiter_ops.is_fp8bmm_enabled)
-    )
     with (
         mock.patch.multiple(rocm_aiter_ops, **flags),
-        mock.patch.object(sys.modules["vllm.platforms.rocm"], "get_cdna_version", return_value=4),
+        mock.patch.object(_aiter_ops, "is_aiter_found_and_supported", return_value=True),
+        mock.patch.object(ROCM, "get_cdna_version", return_value=4),
     ):
-        if _answer(fp4) and dtype is torch.bfloat16:
+        if rocm_aiter_ops.is_fp4bmm_enabled() and dtype is torch.bfloat16:
             return "mxfp4"
-        return "fp8" if _answer(fp8) else "plain"
-
-
-def _answer(question: Any) -> bool:
-    function = getattr(question, "__func__", question)
-    return bool(getattr(function, "__wrapped__", function)(rocm_aiter_ops))
+        return "fp8" if rocm_aiter_ops.is_fp8bmm_enabled() else "plain"
 
 
 def _weight_dtype(quant: Any, name: str, dtype: torch.dtype) -> torch.dtype | None:
@@ -138,7 +127,9 @@ def _weight_dtype(quant: Any, name: str, dtype: torch.dtype) -> torch.dtype | No
     try:
         method.create_weights(layer, 512, [4096], 512, 4096, dtype, weight_loader=lambda *_: None)
     except ValueError as error:
-        assert "Failed to find a kernel" in str(error)
+        # Of this machine, not of the checkpoint; the weight is there.
+        if "Failed to find a kernel" not in str(error):
+            raise
     weight = getattr(layer, "weight", None)
     return None if weight is None else weight.dtype
 

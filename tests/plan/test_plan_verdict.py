@@ -21,7 +21,7 @@ def test_a_supported_model_engages_on_both_cards() -> None:
     for arch in ("gfx942", "gfx950"):
         plan = planned("deepseek-r1", "-tp", "8", "--kv-cache-dtype", "fp8", arch=arch)
         assert plan["verdict"] == "engaged"
-        assert plan["layers"] == {"mla": 61, "total": 61, "engaged": 61}
+        assert plan["layers"] == {"mla": 61, "drafts": 0, "total": 61, "engaged": 61}
         assert plan["heads_per_rank"] == 16
         assert {span["kernel"] for span in plan["kernels"]} == {"aiter"}
 
@@ -192,11 +192,14 @@ LAYER = admission.LayerView(
 )  # fmt: skip
 
 
+PLAN_ALONE = {"vllm_refuses", "not_known"}
+
+
 @pytest.mark.parametrize(("view", "admit"), [(ENGINE, admission.admit_config), (LAYER, admission.admit_layer)])
 def test_a_view_with_everything_wrong_gives_every_reason_of_admission(view: Any, admit: Any) -> None:
     found = [refusal.code for refusal in verdict._all(view, admit)]
     # A mode that breakable graphs did not set, and partition options given together, are each a view of their own.
-    known = set(admission.ENGINE_REASONS) - {"compilation_mode", "splitting_ops", "user_pass", "heads_not_divisible"}
+    known = set(admission.ENGINE_REASONS) - {"compilation_mode", "splitting_ops", "user_pass"} - PLAN_ALONE
     shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
     assert set(found) == (known if admit is admission.admit_config else set(admission.LAYER_REASONS) | shared)
     assert all(found.count(code) == 1 for code in set(found) - {"dcp", "geometry"})
@@ -216,13 +219,13 @@ def test_examples_carry_what_they_rest_on() -> None:
     for name, entry in bundled.items():
         assert entry["example"]["basis"]
         assert isinstance(entry["example"]["assumed"], list)
-        assert model.load(name).source == "bundled example"
-        assert model.load(entry["example"]["hub_name"]).heads == model.load(name).heads
+        assert model.find(name).origin == "bundled example"
+        assert model.find(entry["example"]["hub_name"]).config == model.find(name).config
 
 
 def test_an_unknown_model_or_variable_is_named() -> None:
     with pytest.raises(model.ModelNotFoundError, match="kimi-k2"):
-        model.load("no/such-model")
+        model.find("no/such-model")
     with pytest.raises(serve_options.OptionError, match="VLLM_SOMETHING"):
         serve_options.environment(["VLLM_SOMETHING=1"], {})
     with pytest.raises(serve_options.OptionError, match="NAME=VALUE"):

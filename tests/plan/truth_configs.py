@@ -106,7 +106,7 @@ AXK1 = V3 | {
 SARVAM = V3 | {
     "architectures": ["SarvamMLAForCausalLM"], "model_type": "sarvam_mla", "hidden_size": 4096,
     "num_hidden_layers": 32, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": None,
-    "head_dim": 576, "num_experts": 128,
+    "head_dim": 576, "num_experts": 128, "rope_scaling": None,
 }  # fmt: skip
 LING = V3 | {
     "architectures": ["BailingMoeV2_5ForCausalLM"], "model_type": "bailing_hybrid", "hidden_size": 8192,
@@ -251,10 +251,10 @@ ROWS: dict[str, Row] = {
     "unsloth/DeepSeek-R1-BF16": Row(V3),
     "bf16 weights quantised at the start": Row(V3, arguments=("--quantization", "fp8")),
     "fp8 with attention left out": Row(V3, FP8 | {"modules_to_not_convert": list(EVERY_KV_B)}),
-    "fp8 with attention left out, by a name that vLLM does not know": Row(V3, FP8 | {"modules_to_not_convert": ["attn"]}),
+    "fp8, a name left out that vLLM does not know": Row(V3, FP8 | {"modules_to_not_convert": ["attn"]}),
     "fp8 with one kv_b_proj left out": Row(V3, FP8 | {"ignored_layers": ["model.layers.0.self_attn.kv_b_proj"]}),
     "per-tensor fp8": Row(V3, {"quant_method": "fp8", "activation_scheme": "static"}),
-    "cognitivecomputations/DeepSeek-R1-AWQ": Row(V3 | {"torch_dtype": "float16"}, AWQ | {"modules_to_not_convert": None}),
+    "cognitivecomputations/DeepSeek-R1-AWQ": Row(V3 | {"torch_dtype": "float16"}, AWQ),
     "AWQ with attention left out": Row(V3, AWQ | {"modules_to_not_convert": ["self_attn"]}),
     "OPEA/DeepSeek-R1-int4-gptq": Row(V3, GPTQ),
     "GPTQ with attention left out by dynamic": Row(V3, GPTQ | {"dynamic": {r"-:.*\.self_attn\..*": {}}}),
@@ -263,10 +263,10 @@ ROWS: dict[str, Row] = {
     "ModelOpt fp8": Row(V3, modelopt("FP8", cache=None), key="file"),
     "ModelOpt nvfp4 within config.json": Row(V3, modelopt("NVFP4", "model.layers.*.self_attn*")),
     "meituan/DeepSeek-R1-Channel-INT8": Row(V3, compressed("int-quantized", W8A8)),
-    "compression_config, of older compressed-tensors": Row(V3, compressed("int-quantized", W8A8), key="compression_config"),
+    "compression_config": Row(V3, compressed("int-quantized", W8A8), key="compression_config"),
     "RedHatAI/DeepSeek-R1-quantized.w4a16": Row(V3, compressed("pack-quantized", W4A16)),
     "RedHatAI/DeepSeek-V3-FP8-dynamic": Row(V3, compressed("float-quantized", F8A8)),
-    "compressed-tensors with targets by regex": Row(V3, compressed("pack-quantized", W4A16, targets=("re:.*mlp.experts.*",))),
+    "compressed-tensors, experts alone": Row(V3, compressed("pack-quantized", W4A16, targets=("re:.*experts.*",))),
     "amd/DeepSeek-R1-MXFP4-Preview": Row(V3, quark()),
     "amd/DeepSeek-R1-0528-MXFP4, the MTP layer left out": Row(V3, quark("model.layers.61.self_attn.kv_b_proj")),
     "amd/DeepSeek-R1-MXFP4 with attention left out by name": Row(V3, quark(*EVERY_KV_B)),
@@ -305,6 +305,6 @@ ROWS: dict[str, Row] = {
         V3, arguments=("--hf-overrides", '{"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", '
         '"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}'),
     ),
-    "DeepSeek-V3 cut to 4 layers by --hf-overrides": Row(V3, FP8, arguments=("--hf-overrides", '{"num_hidden_layers": 4}')),
+    "4 layers by --hf-overrides": Row(V3, FP8, arguments=("--hf-overrides", '{"num_hidden_layers": 4}')),
 }  # fmt: skip
 """By the checkpoint that each stands for."""

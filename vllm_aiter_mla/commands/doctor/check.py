@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from vllm_aiter_mla.commands import progress
 from vllm_aiter_mla.commands.doctor.given import Given
 
 Status = Literal["ok", "warning", "problem", "unknown"]
@@ -38,9 +39,11 @@ def named(*checks: CheckFunction) -> tuple[tuple[str, CheckFunction], ...]:
     return tuple((check.__name__.replace("_", "-"), check) for check in checks)
 
 
-def run(checks: Iterable[tuple[str, CheckFunction]], given: Given) -> tuple[Check, ...]:
-    """Every check's finding; one that raises is "unknown" and names its error."""
-    return tuple(_guarded(name, check, given) for name, check in checks)
+def run(
+    checks: Iterable[tuple[str, CheckFunction]], given: Given, at: Callable[[str], None] = progress.silent
+) -> tuple[Check, ...]:
+    """Every check's finding; one that raises is "unknown" and names its error. ``at`` is told which one begins."""
+    return tuple(_guarded(name, check, given, at) for name, check in checks)
 
 
 def exit_status(checks: Iterable[Check]) -> int:
@@ -51,7 +54,8 @@ def exit_status(checks: Iterable[Check]) -> int:
     return 2 if "unknown" in found else 0
 
 
-def _guarded(name: str, check: CheckFunction, given: Given) -> Check:
+def _guarded(name: str, check: CheckFunction, given: Given, at: Callable[[str], None]) -> Check:
+    at(name)
     try:
         return replace(check(given), name=name)
     # SystemExit too: a package that gives up while it is imported must not end the examination.

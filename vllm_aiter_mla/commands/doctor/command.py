@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_aiter_mla import __version__, evidence
+from vllm_aiter_mla.commands import progress
 from vllm_aiter_mla.commands.doctor import conflicts, given, installed, machine, switches
 from vllm_aiter_mla.commands.doctor.check import STATUSES, Check, exit_status, run
 from vllm_aiter_mla.commands.doctor.guard import aiter_not_importable
@@ -30,11 +31,12 @@ def doctor(
     One line per check: ok, warning, problem or unknown, the finding, and what to do. AITER is read, never imported.
     Exits 0; 1 with a problem; 2 without one but with something that cannot be told from here.
     """
-    raise typer.Exit(main(context.args, as_json=json))
+    with progress.shown("doctor") as at:
+        raise typer.Exit(main(context.args, as_json=json, at=at))
 
 
-def main(arguments: Sequence[str] = (), *, as_json: bool = False) -> int:
-    """Run every check and print it.
+def main(arguments: Sequence[str] = (), *, as_json: bool = False, at: progress.Step = progress.silent) -> int:
+    """Run every check and print it; ``at`` is told which one begins.
 
     Args:
         arguments: what ``vllm serve`` would get, in any of its spellings.
@@ -45,16 +47,17 @@ def main(arguments: Sequence[str] = (), *, as_json: bool = False) -> int:
     """
     # vLLM logs to stdout, where the findings go.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    checks = examine(arguments)
+    at("reading the options with vLLM's parser")
+    checks = examine(arguments, at)
     record = as_record(checks) | evidence.stamp("doctor", 1)
     print(json_module.dumps(record, indent=1) if as_json else "\n".join(lines(checks)))
     return exit_status(checks)
 
 
-def examine(arguments: Sequence[str]) -> tuple[Check, ...]:
+def examine(arguments: Sequence[str], at: progress.Step = progress.silent) -> tuple[Check, ...]:
     """Every finding, in the order of ``CHECKS``; AITER is not imported, even where vLLM tries."""
     with aiter_not_importable():
-        return run(CHECKS, given.read(arguments))
+        return run(CHECKS, given.read(arguments), at)
 
 
 def as_record(checks: Sequence[Check]) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def plan(
 
     Prints heads per rank, the decode bucket, compile ranges, capture sizes, the kernel by batch size, every reason
     against, and bytes and launches by formula. What vLLM decides, vLLM is asked. Needs no GPU, no weights and no
-    network. Exits 0 when the layers would engage, 1 when not, 2 when an option or the model is wrong or it is not known.
+    network. Exits 0 when the layers would engage, 1 when not, 2 when an option or the model is wrong, or it is not
+    known.
     """
     with progress.shown("plan") as at:
         raise typer.Exit(main(model, context.args, arch.value, env or [], as_json=json, at=at))

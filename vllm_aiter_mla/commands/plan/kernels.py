@@ -126,8 +126,8 @@ def operands(options: ServeOptions, model: ModelFacts, kind: Kind, platform: Pla
     form = verdict.weight_form(options, layer)
     weight = (form, platform.fp8) if form == "fp8" else (form,)
     shape = LayerShape(
-        verdict.heads_per_rank(options, layer.heads), layer.nope, stored, stored, options.block_size, False, act, "meta",
-        layer.latent, layer.rope, weight,
+        verdict.heads_per_rank(options, layer.heads), layer.nope, stored, stored, options.block_size, False, act,
+        "meta", layer.latent, layer.rope, weight,
     )  # fmt: skip
     return synthetic_inputs(shape, tokens, padded=None)
 

@@ -24,8 +24,11 @@ NOT_KNOWN = "not known"
 
 def engine_reasons(options: ServeOptions, model: ModelFacts) -> list[Refusal]:
     """Every reason for which no layer would engage, in the order in which they would stop the fast path."""
-    said = {"vllm_refuses": model.vllm.refusals, "not_known": model.vllm.unknown}
-    own = [Refusal(code, "; ".join(sentences)) for code, sentences in said.items() if sentences]
+    own = []
+    if model.vllm.refusals:
+        own.append(Refusal("vllm_refuses", "; ".join(model.vllm.refusals)))
+    if model.vllm.unknown:
+        own.append(Refusal("not_known", "; ".join(model.vllm.unknown)))
     return own + _all(config_view(options, model), admit_config)
 
 
