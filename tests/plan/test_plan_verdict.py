@@ -29,18 +29,27 @@ def test_a_supported_model_engages_on_both_cards() -> None:
 TRITON = ("--additional-config", '{"aiter_mla": {"kernel": "triton"}}')
 
 
-def test_vllms_default_fp8_bmm_engages_with_aiter_over_weights_of_one_byte() -> None:
-    plan = planned("deepseek-r1", "-tp", "8", env=())
+FP8_BMM = ("VLLM_ROCM_USE_AITER_FP8BMM=1",)
+
+
+def test_the_default_of_fp8_bmm_is_the_installed_vllms() -> None:
+    env = serve_options.environment([], {})
+    other = int(not env.on("VLLM_ROCM_USE_AITER_FP8BMM"))
+    notes = planned("deepseek-r1", "-tp", "8", env=())["assumptions"]
+    assert any(f"--env VLLM_ROCM_USE_AITER_FP8BMM={other}" in note for note in notes)
+
+
+def test_fp8_bmm_engages_with_aiter_over_weights_of_one_byte() -> None:
+    plan = planned("deepseek-r1", "-tp", "8", env=FP8_BMM)
     assert (plan["verdict"], codes(plan)) == ("engaged", [])
     assert {span["kernel"] for span in plan["kernels"]} == {"aiter"}
-    assert any("--env VLLM_ROCM_USE_AITER_FP8BMM=0" in note for note in plan["assumptions"])
     plain = planned("deepseek-r1", "-tp", "8")
     moved = [one["figures"]["by_tokens"][1]["aiter"]["bytes"] for one in (plan, plain)]
     assert moved[1] - moved[0] == 16 * 128 * 512
 
 
-def test_vllms_default_fp8_bmm_engages_with_triton_over_weights_of_one_byte() -> None:
-    plan, plain = planned("deepseek-r1", "-tp", "8", *TRITON, env=()), planned("deepseek-r1", "-tp", "8", *TRITON)
+def test_fp8_bmm_engages_with_triton_over_weights_of_one_byte() -> None:
+    plan, plain = planned("deepseek-r1", "-tp", "8", *TRITON, env=FP8_BMM), planned("deepseek-r1", "-tp", "8", *TRITON)
     assert (plan["verdict"], codes(plan)) == ("engaged", [])
     assert {span["kernel"] for span in plan["kernels"]} == {"triton"}
     assert plan["kernels"][-1]["detail"] == "tile 64x64/4w, static choice"

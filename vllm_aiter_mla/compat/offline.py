@@ -22,8 +22,12 @@ from typing import Any, NoReturn
 
 from vllm_aiter_mla.admission import ConfigView
 
-# Where `vllm serve` has its parser: the first since 0.32, the second before.
-SERVE_PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
+# Where `vllm serve` has its parser: since 0.33, in 0.32, before.
+SERVE_PARSERS = (
+    "vllm.entrypoints.common.cli_args",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.openai.cli_args",
+)
 
 
 class VllmMissingError(RuntimeError):
