@@ -31,9 +31,7 @@ _fp32 = EngineSpec(
     model={"num_hidden_layers": 1, "yarn": False, "q_lora_rank": None, "dtype": "float32"},
 )  # fmt: skip
 
-_aiter942 = replace(
-    _small, kernel="aiter", rounding="single", fake_arch="gfx942", kv_cache_dtype="fp8", scales=SCALES
-)  # fmt: skip
+_aiter942 = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx942", kv_cache_dtype="fp8")
 # Stock and ours over AITER's fp8 batched GEMM, vLLM's default where AITER is on.
 _fp8_bmm = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx950", fp8_bmm=True)
 # The same over mxfp4 weights, vLLM's default up to 0.32 on gfx950 beside bf16 attention.
@@ -99,7 +97,7 @@ SPECS: dict[str, EngineSpec] = {
     "aiter-gfx942-fp8": _aiter942,
     "reference-gfx942-fp8": replace(_aiter942, kernel="reference"),
     # The real Triton kernel on CPU tensors; a step takes a few tenths of a second.
-    "triton-gfx942-fp8": replace(_aiter942, scenarios=("mixed",), kernel="triton", interpret=True),
+    "triton": replace(_small, scenarios=("mixed",), kernel="triton", rounding="single", interpret=True),
     "aiter-fp8-bmm-off": _off(_fp8_bmm),
     "aiter-fp8-bmm-on": _fp8_bmm,
     "aiter-fp8-bmm-q-prep": replace(_fp8_bmm, stop_after="q_prep_lift"),

@@ -1,4 +1,4 @@
-"""The real vLLM engine over the fake AITER, platform checks faked."""
+"""The real vLLM engine over the fake AITER, platform checks faked, and over the interpreted Triton kernel."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ def test_aiter_on_gfx942_with_fp8_equals_the_reference_to_the_bit(engines):
     assert ours.scenarios == reference.scenarios
 
 
-@pytest.mark.engine("aiter-gfx942-fp8", "triton-gfx942-fp8")
-def test_the_triton_kernel_on_cpu_tensors_serves_the_engine_as_aiters_does(engines):
-    ours, aiter = engines("triton-gfx942-fp8"), engines("aiter-gfx942-fp8")
+@pytest.mark.engine("bf16-off", "triton")
+def test_the_triton_kernel_on_cpu_tensors_serves_the_engine_within_the_bound_of_the_gpu_demo(engines):
+    ours = engines("triton")
     assert_all_engaged(ours)
     assert kernels(ours) == [{"triton"}]
-    for name, found in compare(beside(aiter, ours), ours).items():
-        # A sum in another order may cross an fp8 step: never further than the bound of the demo on a GPU.
+    for name, found in compare(beside(engines("bf16-off"), ours), ours).items():
         assert SUM_ORDER.holds(found), (name, found)
 
 
