@@ -58,6 +58,7 @@ def test_emulated_full_graphs_of_padded_batches_agree_with_stock(engines):
     assert_all_engaged(found)
     assert found.census[0]["capture_sizes"] == [4, 16]
     assert {(1, 4), (3, 4), (5, 16)} <= padded(found)
+    assert (16, 16) in found.replays
     assert found.branches["rotate_and_write"] > 0
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from vllm_aiter_mla.sandbox import demo, engine
 from vllm_aiter_mla.sandbox.compare import compare, op_count
+from vllm_aiter_mla.sandbox.runs import EXACT
 from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec, load, save
 
 STEPS = [[(3, {3: -0.5, 4: -1.0}), (4, {4: -0.2, 5: -2.0}), (5, {5: -0.1, 6: -3.0})]]
@@ -107,6 +108,13 @@ def test_after_the_first_difference_nothing_more_is_compared():
     found = compare(result(), other)["mixed"]
     assert (found.tokens, found.tokens_equal, found.compared, found.agreed) == (3, 1, 2, 1)
     assert found.max_abs_dlogprob == 0.0
+
+
+@pytest.mark.parametrize("probs", [{3: float("nan"), 4: -1.0}, {7: -0.5}], ids=["not a number", "nothing in common"])
+def test_fail_closed_figures_that_cannot_be_compared_hold_no_bound(probs):
+    found = compare(result(), result(steps=[[(3, probs), *STEPS[0][1:]]]))["mixed"]
+    assert found.max_abs_dlogprob == float("inf")
+    assert not EXACT.holds(found)
 
 
 def test_different_scenarios_are_not_compared():

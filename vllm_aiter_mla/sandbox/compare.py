@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -63,7 +64,7 @@ def _scenario(base: list[list[Step]], other: list[list[Step]]) -> Figures:
     for one, two in zip(base, other, strict=True):
         figures.tokens += len(one)
         for (token, probs), (token2, probs2) in zip(one, two, strict=True):
-            differences = [abs(probs[key] - probs2[key]) for key in probs.keys() & probs2.keys()]
+            differences = [_distance(probs[key], probs2[key]) for key in probs.keys() & probs2.keys()] or [math.inf]
             figures.compared += 1
             figures.max_abs_dlogprob = max([figures.max_abs_dlogprob, *differences])
             total, entries = total + sum(differences), entries + len(differences)
@@ -73,6 +74,12 @@ def _scenario(base: list[list[Step]], other: list[list[Step]]) -> Figures:
             figures.tokens_equal += 1
     figures.mean_abs_dlogprob = total / entries if entries else 0.0
     return figures
+
+
+def _distance(one: float, two: float) -> float:
+    """Infinite where one is not a number: ``max`` would pass over it."""
+    found = abs(one - two)
+    return math.inf if math.isnan(found) else found
 
 
 def op_count(graph: str) -> int:
