@@ -13,6 +13,7 @@ SLOW = {
     "kernels/triton/test_triton_compiled.py": "compiles every variant for three cards",
     "kernels/triton/test_triton_interpreter.py": "interprets the kernel; tests/verify does so once",
     "gfx9/test_gfx9_kernel.py": "executes compiled kernels; the other files of tests/gfx9 execute instructions",
+    "runner_v2/test_runner_v2.py": "builds vLLM's second model runner twice, its Triton kernels interpreted",
     "test_vector_unit.py": "imports vLLM anew as on AVX2",
 }
 

@@ -13,6 +13,7 @@ import pytest
 from vllm_aiter_mla.sandbox import engine
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "runner-v2.md"
 RUNS = {
