@@ -57,6 +57,28 @@ def no_implementation_is_known() -> None:
     compat_layer.KNOWN_IMPLS.clear()
 
 
+def q_scale_is_applied_twice() -> None:
+    """The query is scaled before the kernel and by it."""
+    from vllm_aiter_mla.kernels.absorb import plain
+
+    inner = plain.absorb
+    plain.absorb = lambda q_nope, w: inner(q_nope, w) / 0.7
+
+
+def the_aiter_kernel_is_wrong() -> None:
+    """AITER's kernel rotates by the wrong pairing: what a broken build would do."""
+    from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+
+    inner = AiterBackend._run
+
+    def run(self, route, key, widths, inputs):
+        from dataclasses import replace
+
+        return inner(self, route, key, widths, replace(inputs, is_neox=not inputs.is_neox))
+
+    AiterBackend._run = run
+
+
 def a_request_has_one_decode_row() -> None:
     """Decode attention reads one row of a request for all of its rows: wrong as soon as there are drafts.
 

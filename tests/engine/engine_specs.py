@@ -7,7 +7,7 @@ from dataclasses import replace
 from vllm_aiter_mla.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
-MOST = 37
+MOST = 39
 """An engine takes up to a minute. What can be shown without one is shown without one; a stock side serves many."""
 
 SCALES = (0.5, 0.7)
@@ -80,6 +80,7 @@ SPECS: dict[str, EngineSpec] = {
     "no-plugin": replace(_off(_small), dump_graphs=True, plugin=False),
     "fp8-off": _off(_fp8),
     "fp8-on": _fp8,
+    "mutation-scale-twice": replace(_fp8, scenarios=("mixed",), mutation="engine_mutations:q_scale_is_applied_twice"),
     "fp32-off": _off(_fp32),
     "fp32-on": _fp32,
     "mutation-no-split": replace(_fp32, scenarios=("mixed",), mutation="engine_mutations:attention_does_not_split"),
@@ -96,6 +97,9 @@ SPECS: dict[str, EngineSpec] = {
     "refused-strict": replace(_small, kernel="triton", additional={"strict": True}),
     "aiter-gfx942-fp8": _aiter942,
     "reference-gfx942-fp8": replace(_aiter942, kernel="reference"),
+    "aiter-gfx942-broken": replace(
+        _aiter942, scenarios=("short",), mutation="engine_mutations:the_aiter_kernel_is_wrong"
+    ),
     # The real Triton kernel on CPU tensors; a step takes a few tenths of a second.
     "triton": replace(_small, scenarios=("mixed",), kernel="triton", rounding="single", interpret=True),
     "aiter-fp8-bmm-off": _off(_fp8_bmm),

@@ -48,3 +48,11 @@ def test_absorb_weights_in_fp4_equal_stock_which_multiplies_by_the_same_gemm(eng
     assert kernels(engines("aiter-fp4-bmm-on")) == [{"aiter"}]
     assert_all_engaged(engines("aiter-fp4-bmm-on"))
     assert_parity(stock, engines("aiter-fp4-bmm-on"))
+
+
+@pytest.mark.engine("aiter-gfx942-broken")
+@pytest.mark.mutation
+def test_mutation_a_wrong_aiter_kernel_fails_its_self_check_and_is_not_used(engines):
+    result = engines("aiter-gfx942-broken")
+    assert any("ERROR" in line and "self-check FAILED" in line for line in result.log), result.log
+    assert all("aiter" not in names for names in kernels(result))

@@ -183,3 +183,10 @@ def test_i9_a_warm_start_runs_no_pass_and_says_the_same(engines):
 def test_i9_a_changed_fingerprint_compiles_again(engines):
     """It started in the cache of ``bf16-on``, whose artifact holds both layers fused."""
     assert engines("mutation-half-a-layer").census[0]["compiled"]
+
+
+@pytest.mark.engine("fp8-off", "mutation-scale-twice")
+@pytest.mark.mutation
+def test_mutation_a_scale_applied_twice_is_caught_by_the_fp8_parity(engines):
+    with pytest.raises(AssertionError):
+        assert_parity(engines("fp8-off"), engines("mutation-scale-twice"))
