@@ -100,7 +100,8 @@ ROWS: dict[str, Row] = {
     "A.X K1": Row(_config("AXK1ForCausalLM", "axk1", rope_scaling=_YARN)),
     "Sarvam": Row(
         _config(
-            "SarvamMLAForCausalLM", "sarvam_mla", q_lora_rank=None, head_dim=576, rope_scaling=_YARN | _DEEPSEEK_YARN, **_LING
+            "SarvamMLAForCausalLM", "sarvam_mla", q_lora_rank=None, head_dim=576,
+            rope_scaling=_YARN | _DEEPSEEK_YARN, **_LING,
         )
     ),
     "Ling 2.5": Row(
