@@ -34,7 +34,8 @@ def test_the_page_holds_the_bucket_the_reason_and_the_way_out() -> None:
     assert "dcp: decode_context_parallel_size is 2; the fast path needs 1" in " ".join(out.split())
     status, out, _ = invoke(*R1, *MTP)
     assert status == command.ENGAGES
-    assert "61/61 MLA layers would engage" in out
+    assert "62/62 MLA layers would engage" in out
+    assert "61 attentions with MLA in 61 layers, and 1 in the draft" in out
 
 
 def test_json_holds_the_same_facts() -> None:

@@ -60,7 +60,8 @@ def mla_layers(vllm_config: Any, model_config: Any = None) -> tuple[MlaLayer, ..
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    asked, noted = model_config or vllm_config.model_config, {}
+    asked = model_config or vllm_config.model_config
+    noted: dict[Any, dict[str, Any]] = {}
     dtype = set_default_torch_dtype(asked.dtype)
     with set_current_vllm_config(vllm_config), _one_rank(), dtype, torch.device("meta"):
         with _noting(noted), _unquantised(vllm_config.quant_config):
@@ -149,7 +150,7 @@ def _unquantised(quant_config: Any) -> Iterator[None]:
     if quant_config is None:
         yield
         return
-    plain = {
+    plain: dict[str, Any] = {
         "get_quant_method": lambda layer, prefix: UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None,
         "online_quantization_config": None,
     }

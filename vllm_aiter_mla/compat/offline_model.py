@@ -111,14 +111,14 @@ def _note(answers: Answers, what: str, step: Callable[[], Any]) -> None:
 
 
 def _build(answers: Answers, model: Any, speculative: Any) -> None:
-    from vllm.config import CacheConfig, CompilationConfig, DeviceConfig, LoadConfig, VllmConfig
+    from vllm.config import CacheConfig, CompilationConfig, CompilationMode, DeviceConfig, LoadConfig, VllmConfig
 
     config = VllmConfig(
         model_config=model,
         cache_config=CacheConfig(enable_prefix_caching=False),
         load_config=LoadConfig(load_format="dummy"),
         device_config=DeviceConfig(device="cpu"),
-        compilation_config=CompilationConfig(mode=0),
+        compilation_config=CompilationConfig(mode=CompilationMode.NONE),
         speculative_config=speculative,
     )
     draft = getattr(speculative, "draft_model_config", None)
