@@ -41,6 +41,7 @@ class Row:
         config: the model's ``config.json``.
         layers: its MLA layers, drafts included, of which all should engage; 0 where ``reason`` is set.
         reason: code for which every layer, or the engine, is refused; "" where all engage.
+        not_mla: why vLLM gives its attention to no MLA layer; "" where it does. Then there is nothing to compare.
         stock_fails: why vLLM itself cannot run it on a CPU; "" where it can.
         drafts: proposed by the model's own draft layer, or by ``draft``.
         draft: ``config.json`` of a draft model (EAGLE-3).
@@ -50,6 +51,7 @@ class Row:
     config: dict[str, Any]
     layers: int = 2
     reason: str = ""
+    not_mla: str = ""
     stock_fails: str = ""
     drafts: int = 0
     draft: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +104,8 @@ ROWS: dict[str, Row] = {
         _config(
             "SarvamMLAForCausalLM", "sarvam_mla", q_lora_rank=None, head_dim=576,
             rope_scaling=_YARN | _DEEPSEEK_YARN, **_LING,
-        )
+        ),
+        0, not_mla="sarvam_mla is none of the model types that this vLLM takes for MLA",
     ),
     "Ling 2.5": Row(
         _config("BailingMoeV2_5ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, **_LING), 1,
