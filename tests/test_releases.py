@@ -153,9 +153,9 @@ def test_options_behind_two_dashes_are_the_demos_and_the_exit_status_is_the_verd
 
     monkeypatch.setattr(releases, "run_demo", demo)
     out = tmp_path / "out.json"
-    arguments = ["0.31", "--only", "demo", "--short", "--json", str(out), "--", "--kernel", "fake-aiter"]
+    arguments = ["0.31", "--only", "demo", "--json", str(out), "--", "--kernel", "fake-aiter"]
     assert releases.main(arguments) == 0
-    assert given == [(["--kernel", "fake-aiter"], True)]
+    assert given == [(["--kernel", "fake-aiter"],)]
     assert json.loads(out.read_text())["verdict"] == capsys.readouterr().out.strip()
     assert releases.main(arguments) == 1
     assert json.loads(out.read_text())["ok"] is False

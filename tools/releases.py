@@ -1,10 +1,10 @@
 """Run the demo and the tests on another release of vLLM, in an environment of its own, and print one verdict.
 
-Usage: python tools/releases.py 0.31 [--only demo|tests] [--short] [--json FILE] [--folder DIR] [-- OPTIONS OF THE DEMO]
+Usage: python tools/releases.py 0.31 [--only demo|tests] [--json FILE] [--folder DIR] [-- OPTIONS OF THE DEMO]
 
 0.30 and 0.31 are their CPU builds. There is none of 0.33: its Python files run over the compiled ops of the
 environment that runs this, which must be the one that `make setup` makes. The tests are those of passes, gate, ops
-and plan; the demo's six engines take a minute and a half each on two idle cores. Exits 1 when anything is missed.
+and plan; the demo starts four engines, two at a time. Exits 1 when anything is missed.
 
     python tools/releases.py 0.33
     python tools/releases.py 0.33 --only demo -- --kernel fake-aiter
@@ -31,22 +31,20 @@ from vllm_aiter_mla import evidence
 TESTS = ("tests/passes", "tests/gate", "tests/ops", "tests/plan")
 COUNTS = ("tests", "failures", "errors", "skipped")
 # An engine on a busy machine takes longer than the demo waits for one.
-DEMO = "from vllm_aiter_mla.sandbox import demo, engine; engine.TIMEOUT_S = 3600; full = demo.runs; "
-SHORT = "demo.runs = lambda options: [run for run in full(options) if run.bound is not None]; "
+DEMO = "from vllm_aiter_mla.sandbox import engine; engine.TIMEOUT_S = 3600; "
 MAIN = "from vllm_aiter_mla.commands.main import main; main()"
 
 
-def run_demo(env: Overlay, options: Sequence[str], short: bool) -> dict[str, Any]:
+def run_demo(env: Overlay, options: Sequence[str]) -> dict[str, Any]:
     """The record of `demo --json` (docs/files.md). Raises RunError where the demo leaves none.
 
     Args:
         env: where to run it.
         options: the demo's own.
-        short: leave out the runs whose figures are only reported.
     """
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "demo.json"
-        status = _run(env, "-c", DEMO + SHORT * short + MAIN, "demo", "--json", str(record), *options)
+        status = _run(env, "-c", DEMO + MAIN, "demo", "--json", str(record), *options)
         if not record.is_file():
             raise RunError(f"the demo ended with status {status} and without figures")
         found: dict[str, Any] = json.loads(record.read_text())
@@ -121,7 +119,6 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(__doc__, "%(prog)s RELEASE [options] [-- OPTIONS OF THE DEMO]")
     parser.add_argument("release", help="0.30, 0.31 or 0.33")
     parser.add_argument("--only", choices=("demo", "tests"), help="leave the other out")
-    parser.add_argument("--short", action="store_true", help="only the runs of the demo that are held to a bound")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument("--folder", type=Path, default=cache / "vllm-aiter-mla", help="where environments are kept")
@@ -130,7 +127,7 @@ def run(argv: Sequence[str]) -> int:
     env = overlay(options.release, options.folder)
     check(env)
     tests = None if options.only == "demo" else run_tests(env)
-    demo = None if options.only == "tests" else run_demo(env, argv[split + 1 :], options.short)
+    demo = None if options.only == "tests" else run_demo(env, argv[split + 1 :])
     ok, line = verdict(env, demo, tests)
     print(line)
     if options.json is not None:
