@@ -8,7 +8,7 @@ import pytest
 from plan_support import planned
 from vllm.engine import arg_utils
 
-from vllm_aiter_mla.commands.plan import model, serve_options
+from vllm_aiter_mla.commands.plan import serve_options
 from vllm_aiter_mla.compat.batch_defaults import BatchDefaultsError, batch_defaults
 from vllm_aiter_mla.compat.offline import OptionError
 
@@ -25,8 +25,7 @@ def test_the_defaults_go_by_the_cards_memory_as_vllm_has_them() -> None:
 
 def test_a_plan_takes_the_defaults_of_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_options, "batch_defaults", lambda name, memory: (77, memory // GIB))
-    facts = model.load("deepseek-v2-lite")
-    read = serve_options.read([], facts, "gfx950", serve_options.environment([], {}))
+    read = serve_options.read([], "deepseek-v2-lite", "gfx950", serve_options.environment([], {}))
     assert (read.max_num_seqs, read.max_num_batched_tokens) == (77, 288)
 
 
@@ -41,7 +40,6 @@ def test_a_rule_that_asks_for_more_is_refused_and_not_taken_for_a_small_card(mon
     monkeypatch.setattr(arg_utils.EngineArgs, "get_batch_defaults", asks_more)
     with pytest.raises(BatchDefaultsError, match="asks for compute_units"):
         batch_defaults("a card", 192 * GIB)
-    facts = model.load("deepseek-v2-lite")
     with pytest.raises(OptionError, match=r"--max-num-seqs and --max-num-batched-tokens: .*not known .*; give both"):
-        serve_options.read([], facts, "gfx942", serve_options.environment([], {}))
+        serve_options.read([], "deepseek-v2-lite", "gfx942", serve_options.environment([], {}))
     assert planned("deepseek-v2-lite", "--max-num-batched-tokens", "512")["verdict"]
