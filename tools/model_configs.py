@@ -45,7 +45,6 @@ class Row:
         stock_fails: why vLLM itself cannot run it on a CPU; "" where it can.
         drafts: proposed by the model's own draft layer, or by ``draft``.
         draft: ``config.json`` of a draft model (EAGLE-3).
-        quick: among those that the test suite runs.
     """
 
     config: dict[str, Any]
@@ -55,7 +54,6 @@ class Row:
     stock_fails: str = ""
     drafts: int = 0
     draft: dict[str, Any] = field(default_factory=dict)
-    quick: bool = False
 
 
 def _config(architecture: str, model_type: str, **changes: Any) -> dict[str, Any]:
@@ -83,8 +81,7 @@ ROWS: dict[str, Row] = {
         _config(
             "Glm4MoeLiteForCausalLM", "glm4_moe_lite", qk_nope_head_dim=192, v_head_dim=256, **_WITH_EXPERTS,
             rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
-        ),
-        quick=True,
+        )
     ),
     "LongCat-Flash": Row(
         _config(

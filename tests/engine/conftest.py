@@ -25,8 +25,8 @@ class Engines:
 
     def __init__(self, names: list[str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="aiter-mla-tests-"))
-        # The engines' processes import the planted bugs by module name.
-        path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        # The engines' processes import the planted bugs by module name, and the specs the configs of tools/.
+        path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
         with (self.folder / "pool.log").open("w") as log:
             self.pool = subprocess.Popen(
                 [sys.executable, str(HERE / "engine_pool.py"), str(self.folder), *names],
