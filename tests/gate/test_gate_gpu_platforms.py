@@ -69,7 +69,7 @@ def test_on_vllms_rocm_platform_without_the_flag_nothing_of_ours_is_in_the_confi
 def test_the_demo_on_a_gpu_gets_its_attention_and_its_bucket_from_vllm(model, platform, arch, cache):
     spec = EngineSpec(device="gpu", kernel="triton", kv_cache_dtype=cache)
     options = child.on_device(spec) | {
-        "additional_config": child.options(spec),
+        "additional_config": child.additional(spec),
         "compilation_config": child.compilation(spec),
         "kv_cache_dtype": cache,
         "max_num_seqs": spec.max_num_seqs,

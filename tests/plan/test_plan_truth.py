@@ -7,7 +7,9 @@ under the name that the checkpoint's layers have, its own functions tell which l
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,13 @@ ROCM = offline_model._rocm("gfx950")
 WITHOUT_A_CLASS = ("bailing_hybrid", "pangu_ultra_moe", "sarvam_mla", "minicpm3")
 """Model types whose config class is code of the checkpoint."""
 ON = ("VLLM_ROCM_USE_AITER_FP8BMM=1", "VLLM_ROCM_USE_AITER_FP4BMM=1")
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_its_own() -> Iterator[None]:
+    """vLLM's config sets variables of the process for some models."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @dataclass(frozen=True)
