@@ -30,9 +30,9 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def aiter() -> Iterator[None]:
     with install("gfx950"):
-        yield
         op.forget()
         gemm_fp4.calls.clear()
+        yield
 
 
 def shape(cache: torch.dtype = FP8["gfx950"], heads: int = 4, nope: int = 128) -> LayerShape:

@@ -25,8 +25,8 @@ SYNCHRONISES = {"aten._local_scalar_dense.default", "aten.nonzero.default", "ate
 @pytest.fixture(autouse=True)
 def _fake() -> Iterator[None]:
     with install("gfx942"):
-        yield
         op.forget()
+        yield
 
 
 class Recorder(TorchDispatchMode):

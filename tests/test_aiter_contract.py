@@ -29,8 +29,8 @@ GFX942 = Platform("gfx942", ROCM)
 @pytest.fixture(autouse=True)
 def _fake() -> Iterator[None]:
     with install("gfx942"):
-        yield
         op.forget()
+        yield
 
 
 def every_other(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -31,9 +31,9 @@ ARCHES = ("gfx942", "gfx950")
 @pytest.fixture(params=ARCHES)
 def arch(request) -> Iterator[str]:
     with install(request.param):
-        yield request.param
         op.forget()
         gemm.calls.clear()
+        yield request.param
 
 
 def shape(arch: str, cache: torch.dtype | None = None, heads: int = 4, nope: int = 128) -> LayerShape:

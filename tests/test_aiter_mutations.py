@@ -28,8 +28,8 @@ ALL = ("q nope", "q rope", "kv nope", "kv rope")
 @pytest.fixture(autouse=True)
 def _fake() -> Iterator[None]:
     with install("gfx942"):
-        yield
         op.forget()
+        yield
 
 
 def check(backend: AiterBackend, nope: int = 16) -> SelfCheckResult:

@@ -26,8 +26,8 @@ KINDS = (("fp8", "fp8"), ("fp8", "act"), ("act", "act"))
 @pytest.fixture(params=["gfx942", "gfx950"])
 def arch(request: pytest.FixtureRequest) -> Iterator[str]:
     with install(request.param):
-        yield request.param
         op.forget()
+        yield request.param
 
 
 def rows(cache: torch.Tensor) -> torch.Tensor:

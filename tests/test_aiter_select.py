@@ -32,8 +32,8 @@ WITH_STOCK = {**select.FACTORIES, "stock": lambda platform: Stock()}
 @pytest.fixture(autouse=True)
 def _fake() -> Iterator[None]:
     with install("gfx942"):
-        yield
         op.forget()
+        yield
 
 
 @pytest.mark.parametrize(
