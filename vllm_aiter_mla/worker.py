@@ -181,10 +181,16 @@ def take_census(worker: Any) -> None:
     """
     config = worker.vllm_config
     verdict: dict[str, Any] = {}
+    stages = [verdict]
     try:
-        _guarded(config, "the verdict is not complete", lambda: _run_once(worker))
-        _guarded(config, "no verdict could be made", lambda: verdict.update(_verdict(worker)))
-        _guarded(config, "no verdict could be said", lambda: _say(config, verdict, _is_strict(config)))
+        try:
+            _guarded(config, "the verdict is not complete", lambda: _run_once(worker))
+            _guarded(config, "no verdict could be made", lambda: verdict.update(_verdict(worker)))
+        finally:
+            # A rank that stops here hands over what it has: the other stages wait for it.
+            _guarded(config, "the stages' verdicts could not be gathered", lambda: _gather(stages))
+        if verdict:
+            _guarded(config, "no verdict could be said", lambda: _say(config, stages, verdict, _is_strict(config)))
     finally:
         if verdict:
             _write_down(config, verdict)
@@ -217,19 +223,21 @@ def _verdict(worker: Any) -> dict[str, Any]:
     return found | compat_config.metric_labels(config)
 
 
-def _say(config: Any, verdict: dict[str, Any], strict: bool) -> None:
-    """Say the verdict on rank 0, for all pipeline stages. Strict mode stops a rank whose MLA layers are all refused.
+def _gather(stages: list[dict[str, Any]]) -> None:
+    """Replace this rank's verdict by those of all pipeline stages, in their order. Every rank has to come here."""
+    stages[:] = ranks.of_stages(stages[0])
 
-    Every rank comes here, also one without a verdict: the stages hand theirs to one another.
+
+def _say(config: Any, stages: list[dict[str, Any]], verdict: dict[str, Any], strict: bool) -> None:
+    """Say the verdict on rank 0, for all pipeline stages. Strict mode stops a rank whose MLA layers are all refused.
 
     Raises:
         SettingsError: strict mode, and no layer engaged.
     """
-    stages = ranks.of_stages(verdict)
     anywhere = any(stage and stage["engaged"] for stage in stages)
-    if strict and verdict and not verdict["engaged"] and (verdict["total"] or not anywhere):
+    if strict and not verdict["engaged"] and (verdict["total"] or not anywhere):
         raise SettingsError(f"{log.PREFIX}{record.line(verdict)} ({STRICT_OPTION})")
-    if verdict and verdict["rank"] == 0:
+    if verdict["rank"] == 0:
         found = record.of_engine(stages) | {"replica": compat_config.replica(config)}
         # Every engine of a process has its verdict said, also one that reads like the last.
         log.say(logging.INFO if found["engaged"] else logging.WARNING, record.line(found))

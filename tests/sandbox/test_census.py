@@ -332,10 +332,9 @@ def test_census_strict_mode_stops_a_stage_without_mla_layers_only_where_no_stage
     said, monkeypatch, engaged_later
 ):
     later = record.as_record([], 512, "fp8", 1) | {"total": 1, "engaged": {"c": "aiter"} if engaged_later else {}}
-    staged(monkeypatch, [later])
     first = record.as_record([], 512, "fp8", 0)
     with contextlib.nullcontext() if engaged_later else pytest.raises(SettingsError, match="strict=true"):
-        worker._say(config(), first, strict=True)
+        worker._say(config(), [first, later], first, strict=True)
 
 
 def test_census_a_data_parallel_engine_is_named(said):
@@ -343,3 +342,20 @@ def test_census_a_data_parallel_engine_is_named(said):
         census.engage(name, "aiter")
     after_warm_up(parallel_config=SimpleNamespace(data_parallel_index=1, data_parallel_size=1))
     assert said[0][1].endswith("decode bucket 1..512), data-parallel engine 1")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_fail_closed_a_rank_without_a_verdict_still_hands_over_to_the_other_stages(said, monkeypatch, strict):
+    """They wait for it: a rank that stopped before would leave them hanging."""
+    handed = []
+    monkeypatch.setattr(worker.ranks, "of_stages", lambda mine: [handed.append(dict(mine)) or mine])
+
+    def planted(_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(worker, "_run_once", lambda _: None)
+    monkeypatch.setattr(worker, "_verdict", planted)
+    monkeypatch.setattr(worker, "_is_strict", lambda _: strict)
+    with pytest.raises(SettingsError, match="strict=true") if strict else contextlib.nullcontext():
+        worker.take_census(SimpleNamespace(vllm_config=config(), rank=0))
+    assert handed == [{}]
