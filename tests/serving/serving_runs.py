@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,14 @@ def accuracy_run(fakes: SimpleNamespace, *more: str) -> int:
     given = ["MODEL", "--questions", str(QUESTIONS), "--out", str(fakes.out)]
     given += ["--work", str(fakes.work), "--servers", "per-side"]
     return accuracy.main([*given, *more])
+
+
+def soon_gone(pid: int) -> bool:
+    """Whether the process ends within a minute: a signal takes its time to arrive."""
+    deadline = time.monotonic() + 60
+    while not gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return gone(pid)
 
 
 def gone(pid: int) -> bool:

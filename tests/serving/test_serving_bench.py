@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from serving_runs import bench_run, gone
+from serving_runs import bench_run, soon_gone
 
 from tools.common import RunError
 from tools.serving import bench, page, proof, sweep
@@ -76,7 +76,7 @@ def test_sides_that_do_not_compare_give_no_table(
     assert bench_run(fakes) == 1
     assert said in capsys.readouterr().err
     assert not fakes.out.exists()
-    assert all(gone(call["pid"]) for call in fakes.calls() if "pid" in call)
+    assert all(soon_gone(call["pid"]) for call in fakes.calls() if "pid" in call)
 
 
 @pytest.mark.parametrize(

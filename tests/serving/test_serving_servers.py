@@ -6,13 +6,14 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from serving_runs import bench_run, gone
+from serving_runs import bench_run, gone, soon_gone
+from vllm.benchmarks.sweep import server
 
 from tools.serving import sweep
 from tools.serving.proof import get
@@ -29,20 +30,35 @@ def test_a_server_s_early_death_shows_its_status_and_log_file(
     assert "server-on.log" in said
 
 
-def test_a_server_that_never_answers_is_stopped(fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_never_answers_is_stopped(
+    fakes: SimpleNamespace, servers: list[subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
     fakes.set(server="hangs")
     assert bench_run(fakes, "--start-timeout", "1") == 1
     assert "failed to become ready within 1 seconds. (--start-timeout)" in capsys.readouterr().err
-    assert gone(fakes.calls()[0]["pid"])
+    assert [soon_gone(process.pid) for process in servers] == [True]
 
 
 def test_workers_that_ignore_the_end_are_killed(fakes: SimpleNamespace) -> None:
     fakes.set(server="leaves-worker")
     assert bench_run(fakes) == 0
     workers = [call["worker"] for call in fakes.calls() if "worker" in call]
-    time.sleep(0.2)
     assert len(workers) == 2
-    assert all(gone(pid) for pid in workers)
+    assert all(soon_gone(pid) for pid in workers)
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The servers that vLLM's sweep has started, known before they have said a word."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(server.subprocess, "Popen", Noted)
+    return started
 
 
 @pytest.fixture
@@ -54,12 +70,18 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_interruption_stops_the_server(fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interruption_stops_the_server(
+    fakes: SimpleNamespace,
+    servers: list[subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # The sweep sleeps where it waits for the server.
+    monkeypatch.setattr(server.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGINT))
     fakes.set(server="hangs")
-    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     assert bench_run(fakes) == 130
     assert "what was started is stopped" in capsys.readouterr().err
-    assert gone(fakes.calls()[0]["pid"])
+    assert [soon_gone(process.pid) for process in servers] == [True]
 
 
 def test_servers_that_run_already_are_used_and_left_running(fakes: SimpleNamespace, free_ports: list[str]) -> None:
@@ -94,13 +116,13 @@ def test_workers_of_a_server_that_died_are_killed(fakes: SimpleNamespace) -> Non
     fakes.set(server="dies-with-worker")
     assert bench_run(fakes) == 1
     (worker,) = [call["worker"] for call in fakes.calls("worker")]
-    time.sleep(0.2)
-    assert gone(worker)
+    assert soon_gone(worker)
 
 
 @pytest.mark.mutation
 def test_workers_that_are_left_are_caught(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "_end_server", lambda folder: None)
+    monkeypatch.setitem(globals(), "soon_gone", gone)
     try:
         with pytest.raises(AssertionError):
             test_workers_of_a_server_that_died_are_killed(fakes)

@@ -36,6 +36,8 @@ class VLLMLayer:
         self._dtypes: dict[torch.dtype, torch.dtype] = {}
         self._runs: dict[tuple[Any, ...], tuple[str, Run | None]] = {}
         self._lasting: tuple[Any, Any] = (None, None)
+        self._constants: tuple[Any, Any] = (None, None)
+        self._described: tuple[Any, ...] = ()
         self._generation = -1
         self._cache: Callable[[], torch.Tensor | None] = lambda: None
         self._view: torch.Tensor | None = None
@@ -78,12 +80,26 @@ class VLLMLayer:
 
     def _still_holds(self, inputs: DecodeInputs) -> bool:
         """Whether what is remembered was found for these tensors and these decisions; it is forgotten otherwise."""
-        generation = layers.generation()
-        if generation == self._generation and inputs.weight is self._lasting[0] and inputs.q_scale is self._lasting[1]:
+        generation, same = layers.generation(), self._same_constants(inputs)
+        if (
+            same
+            and generation == self._generation
+            and inputs.weight is self._lasting[0]
+            and inputs.q_scale is self._lasting[1]
+        ):
             return True
         self._runs.clear()
         self._lasting, self._generation = (inputs.weight, inputs.q_scale), generation
         return False
+
+    def _same_constants(self, inputs: DecodeInputs) -> bool:
+        """Whether rotary table and cache scale are as before in what a contract looks at; other tensors may be."""
+        table, k_scale = inputs.cos_sin_cache, inputs.k_scale
+        if table is self._constants[0] and k_scale is self._constants[1]:
+            return True
+        before, self._constants = self._described, (table, k_scale)
+        self._described = (table.shape, table.stride(), table.dtype, k_scale.shape, k_scale.dtype)
+        return self._described == before
 
     def cache_view(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The layer's cache as the kernels take it, made once per cache; what was found for another is forgotten."""
@@ -178,12 +194,11 @@ def _adapter(name: str, module: Any) -> VLLMLayer:
 
 
 def _step_key(inputs: DecodeInputs) -> tuple[Any, ...]:
-    """All that a kernel's contract looks at and that is not remembered by identity: see ``_still_holds``."""
+    """All that a kernel's contract looks at in the rows of a step."""
     q, k_pe, kv_c, slots = inputs.q, inputs.k_pe, inputs.kv_c, inputs.slot_mapping
-    positions, table = inputs.positions, inputs.cos_sin_cache
+    positions = inputs.positions
     return (
         q.shape, q.stride(), q.storage_offset(), q.dtype, k_pe.shape, k_pe.stride(), k_pe.storage_offset(), k_pe.dtype,
         kv_c.shape, kv_c.stride(), kv_c.storage_offset(), kv_c.dtype, positions.shape, positions.stride(),
-        positions.dtype, slots.shape, slots.stride(), slots.dtype, table.shape, table.stride(), table.dtype,
-        inputs.k_scale.shape, inputs.k_scale.dtype, inputs.is_neox, inputs.out_dtype,
+        positions.dtype, slots.shape, slots.stride(), slots.dtype, inputs.is_neox, inputs.out_dtype,
     )  # fmt: skip
