@@ -94,8 +94,7 @@ class DecodeInputs:
     def new_query(self) -> torch.Tensor:
         """[T, N, L+R] of ``out_dtype``, contiguous and uninitialised."""
         tokens, heads, _ = self.q.shape
-        width = self.kv_cache.shape[-1]
-        return torch.empty((tokens, heads, width), dtype=self.out_dtype, device=self.q.device)
+        return self.q.new_empty((tokens, heads, self.kv_cache.shape[-1]), dtype=self.out_dtype)
 
 
 def call_key(inputs: DecodeInputs) -> tuple[Any, ...]:

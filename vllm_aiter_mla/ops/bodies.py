@@ -159,20 +159,11 @@ def prepared_query(
     assert slots is not None
     if n != q.shape[0]:
         q, k_pe, kv_c, positions = q[:n], k_pe[:n], kv_c[:n], positions[:n]
+    # By position: names take twice as long.
     inputs = DecodeInputs(
-        q=q,
-        k_pe=k_pe,
-        kv_c=kv_c,
-        weight=layer.weight(),
-        kv_cache=step.kv_cache,
-        slot_mapping=slots if slots.shape[0] == n else slots[:n],
-        positions=positions,
-        cos_sin_cache=rope.table,
-        k_scale=rope.k_scale,
-        q_scale=layer.q_scale,
-        is_neox=rope.is_neox,
-        out_dtype=layer.query_dtype(q.dtype),
-    )
+        q, k_pe, kv_c, layer.weight(), step.kv_cache, slots if slots.shape[0] == n else slots[:n], positions,
+        rope.table, rope.k_scale, layer.q_scale, rope.is_neox, layer.query_dtype(q.dtype),
+    )  # fmt: skip
     run = layer.kernel(inputs)
     return None if run is None else run(inputs)
 
