@@ -21,7 +21,12 @@ from vllm_aiter_mla.admission import (
     Refusal,
     admit_config,
     admit_layer,
+    emitter_of,
+    why_not_passes,
 )
+
+PASSES = ConfigView(emitter="passes")
+"""The passes asked for by name: what cuts their graph is a refusal."""
 
 CONFIG_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"vllm_version": "0.34.0", "version_supported": False}, "vllm_version", "0.34.0"),
@@ -55,7 +60,7 @@ def test_the_default_view_is_admitted() -> None:
 
 @pytest.mark.parametrize(("facts", "code", "knob"), CONFIG_REFUSALS)
 def test_each_contradiction_is_refused_with_its_code_and_its_knob(facts: dict[str, Any], code: str, knob: str) -> None:
-    refusal = admit_config(replace(ConfigView(), **facts))
+    refusal = admit_config(replace(PASSES, **facts))
     assert refusal is not None
     assert refusal.code == code
     assert knob in refusal.message
@@ -78,7 +83,35 @@ def test_each_contradiction_is_refused_with_its_code_and_its_knob(facts: dict[st
     ],
 )
 def test_what_leaves_the_layer_in_one_graph_and_its_cache_writable_is_admitted(facts: dict[str, Any]) -> None:
-    assert admit_config(replace(ConfigView(), **facts)) is None
+    assert admit_config(replace(PASSES, **facts)) is None
+    assert emitter_of(replace(ConfigView(), **facts)) == "passes"
+
+
+CUT = {"enforce_eager", "breakable_cudagraph", "compilation_mode", "backend", "graph_partition", "splitting_ops"}
+"""The six reasons that are about a graph."""
+
+
+@pytest.mark.parametrize(("facts", "code"), [(facts, code) for facts, code, _ in CONFIG_REFUSALS if code in CUT])
+def test_auto_takes_the_module_emitter_where_the_passes_cannot_run(facts: dict[str, Any], code: str) -> None:
+    view = replace(ConfigView(), **facts)
+    assert (admit_config(view), emitter_of(view)) == (None, "module")
+    reason = why_not_passes(view)
+    assert reason is not None
+    assert reason.code == code
+
+
+def test_an_emitter_that_is_asked_for_is_taken() -> None:
+    for asked in admission.EMITTERS:
+        assert emitter_of(ConfigView(emitter=asked, enforce_eager=True)) == asked
+    assert admit_config(ConfigView(emitter="module", enforce_eager=True)) is None
+
+
+@pytest.mark.parametrize(("facts", "code"), [(facts, code) for facts, code, _ in CONFIG_REFUSALS if code not in CUT])
+def test_what_is_no_matter_of_a_graph_is_refused_whoever_emits(facts: dict[str, Any], code: str) -> None:
+    for asked in ("auto", *admission.EMITTERS):
+        refusal = admit_config(replace(ConfigView(emitter=asked), **facts))
+        assert refusal is not None
+        assert refusal.code == code
 
 
 LAYER_REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -146,7 +179,7 @@ def test_any_combination_of_contradictions_is_refused(picked: list[tuple[dict[st
     facts: dict[str, Any] = {}
     for part, _, _ in picked:
         facts.update(part)
-    refusal = admit_config(replace(ConfigView(), **facts))
+    refusal = admit_config(replace(PASSES, **facts))
     assert refusal is not None
     assert refusal.code in {code for _, code, _ in CONFIG_REFUSALS}
 

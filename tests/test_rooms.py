@@ -25,13 +25,14 @@ ARROWS: dict[str, set[str]] = {
     "ops.bodies": FIRST | {"kernels", "census"},
     "ops": FIRST | {"kernels", "census", "compat", "layers", "ops.bodies"},
     "passes": FIRST | {"census", "compat", "layers", "ops"},
+    "module": FIRST | {"kernels", "census", "compat", "layers"},
     "measuring": FIRST | {"kernels", "census", "compat", "layers"},
-    "worker": FIRST | {"census", "compat", "layers", "measuring", "passes"},
+    "worker": FIRST | {"census", "compat", "layers", "measuring", "module", "passes"},
     "gate": FIRST | {"census", "compat", "layers", "passes", "worker"},
     "plugin": {"compat", "gate", "ops", "worker"},
     "verify": FIRST | {"kernels", "ops.bodies"},
     "sandbox": FIRST
-    | {"kernels", "census", "compat", "layers", "measuring", "ops.bodies", "ops", "passes"}
+    | {"kernels", "census", "compat", "layers", "measuring", "module", "ops.bodies", "ops", "passes"}
     | {"gate", "worker", "plugin", "verify"},
 }
 ARROWS["commands"] = set(ARROWS)

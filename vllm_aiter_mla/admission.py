@@ -13,6 +13,8 @@ MLA_ATTENTION_OP = "vllm::unified_mla_attention_with_output"
 KV_UPDATE_OP = "vllm::unified_mla_kv_cache_update"
 ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_mla::mla_attention_with_rope")
 """The plugin's attention ops, after pass 2 and after pass 3, in the spelling of ``splitting_ops``."""
+EMITTERS = ("passes", "module")
+"""Who puts the one op into a layer: passes over the compiled graph, or the forward of vLLM's MLA wrapper."""
 
 ENGINE_REASONS: dict[str, str] = {
     "vllm_version": "vLLM's release is outside the range this plugin was written against",
@@ -80,11 +82,12 @@ GRAPH_REASONS: dict[str, str] = {
     "query_read_elsewhere": "something outside the layer reads the query projection",
     "key_read_elsewhere": "something outside the layer reads the un-rotated k_pe",
     "graph_too_deep": "the expression above the query or the key is too large for a RoPE",
+    "unknown_forward": "the layer is in no wrapper of vLLM's whose forward this plugin knows",
     "not_evaluated": "reading the layer's graph or asking for its kernel raised an error",
     "rewrite_failed": "a pass raised an error; the layer stays as the pass before left it",
     "stop_after": "the option debug.stop_after ends the passes early",
 }
-"""Decided of one layer, from what its nodes compute, while its graph is compiled."""
+"""Decided of one layer, from what its nodes or its wrapper compute, before the layer first runs."""
 
 KERNEL_REASONS: dict[str, str] = {
     "kernel_unavailable": "no fused kernel can run in this process",
@@ -134,6 +137,7 @@ class ConfigView:
         model_dtype: activation dtype without the ``torch.`` prefix; empty when unknown.
         use_inductor_graph_partition: as the user gave it; ``None`` when left alone.
         splitting_ops: as the user gave them; ``None`` when left alone.
+        emitter: as the user asked for it: "auto", or one of ``EMITTERS``.
     """
 
     vllm_version: str = ""
@@ -154,15 +158,28 @@ class ConfigView:
     model_dtype: str = ""
     use_inductor_graph_partition: bool | None = None
     splitting_ops: tuple[str, ...] | None = None
+    emitter: str = "auto"
 
 
 def admit_config(view: ConfigView) -> Refusal | None:
     """First reason for which no layer of this engine may take the fast path, or ``None``."""
-    for check in (_environment, _model, _compilation, _parallel, _cache, _partition):
+    for check in (_environment, _model, _parallel, _cache):
         refusal = check(view)
         if refusal is not None:
             return refusal
-    return None
+    return why_not_passes(view) if view.emitter == "passes" else None
+
+
+def why_not_passes(view: ConfigView) -> Refusal | None:
+    """Why the passes cannot run in this engine, or ``None``: they need a compiled graph that holds whole layers."""
+    return _compilation(view) or _partition(view)
+
+
+def emitter_of(view: ConfigView) -> str:
+    """Who emits in an admitted engine, one of ``EMITTERS``: ``auto`` is the passes wherever they can run."""
+    if view.emitter != "auto":
+        return view.emitter
+    return "passes" if why_not_passes(view) is None else "module"
 
 
 def _environment(view: ConfigView) -> Refusal | None:

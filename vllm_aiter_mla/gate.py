@@ -2,12 +2,12 @@
 
 ``compat.patches.platform_hook`` calls it for every ``VllmConfig`` that is built, after the platform's own checks and
 before vLLM computes compile ranges and splitting ops. With the flag off it reads and returns: nothing is touched. With
-the flag on and the config admitted it changes four fields of ``compilation_config`` and nothing else:
+the flag on and the config admitted it changes at most four fields of ``compilation_config`` and nothing else:
 
-- ``compile_ranges_endpoints`` gains L;
 - ``inductor_compile_config`` gains the pass, a pass of the user's chained in front;
-- ``use_inductor_graph_partition`` becomes True where the user left it alone;
-- ``splitting_ops`` lists our attention ops beside vLLM's.
+- ``splitting_ops`` lists our attention ops beside vLLM's;
+- for the passes ``compile_ranges_endpoints`` gains L;
+- for the passes ``use_inductor_graph_partition`` becomes True where the user left it alone.
 
 The class-wide ``CompilationConfig._attention_ops`` stays as it is: a change there would reach configs whose flag is
 off in the same process, and change their cache key.
@@ -20,7 +20,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_aiter_mla import bucket, worker
-from vllm_aiter_mla.admission import ATTENTION_OPS, MLA_ATTENTION_OP, Refusal, admit_config
+from vllm_aiter_mla.admission import (
+    ATTENTION_OPS,
+    KV_UPDATE_OP,
+    MLA_ATTENTION_OP,
+    ConfigView,
+    Refusal,
+    admit_config,
+    emitter_of,
+    why_not_passes,
+)  # fmt: skip
 from vllm_aiter_mla.census import gauge as census_gauge
 from vllm_aiter_mla.census.file import write_census
 from vllm_aiter_mla.census.record import of_declined
@@ -57,7 +66,8 @@ def apply(vllm_config: Any) -> Decision:
         return Decision(settings)
     compilation = vllm_config.compilation_config
     engaged = worker.engaged_pass(vllm_config)
-    refusal = _refusal(vllm_config, settings)
+    view = _view(vllm_config, settings)
+    refusal = view if isinstance(view, Refusal) else admit_config(view)
     if refusal is None and engaged is None:
         refusal = user_pass.why_not_chainable(compilation)
     if refusal is not None:
@@ -65,22 +75,22 @@ def apply(vllm_config: Any) -> Decision:
         if engaged is None:
             _decline(vllm_config, refusal, settings)
         return Decision(settings, refusal=refusal)
+    assert isinstance(view, ConfigView)
     limit = _limit_of(vllm_config, settings)
     if engaged is not None and settings.max_token_num is None:
         # A draft model's config may hold no draft tokens; it must not shrink the bucket that it shares with its target.
         limit = max(limit, engaged.limit)
-    _engage(compilation, settings, limit, engaged)
-    _announce(vllm_config, settings, limit)
+    _engage(compilation, settings, limit, engaged, emitter_of(view) if engaged is None else engaged.emitter)
+    _announce(vllm_config, view, settings, limit)
     return Decision(settings, limit=limit)
 
 
-def _refusal(vllm_config: Any, settings: Settings) -> Refusal | None:
-    """Why the engine is declined, or None; a config that cannot be read is one of an unknown vLLM."""
+def _view(vllm_config: Any, settings: Settings) -> ConfigView | Refusal:
+    """What admission reads; a config that cannot be read is one of an unknown vLLM."""
     try:
-        view = compat_config.view_of(vllm_config, settings)
+        return compat_config.view_of(vllm_config, settings)
     except Exception as error:
         return Refusal("capability", f"this vLLM's config cannot be read: {type(error).__name__}: {error}")
-    return admit_config(view)
 
 
 def _limit_of(vllm_config: Any, settings: Settings) -> int:
@@ -89,16 +99,19 @@ def _limit_of(vllm_config: Any, settings: Settings) -> int:
     )
 
 
-def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any) -> None:
+def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any, emitter: str) -> None:
     # New containers instead of changes in place: another config may hold the same list or dict.
-    compilation.compile_ranges_endpoints = bucket.endpoints_with(compilation.compile_ranges_endpoints, limit)
-    _open_graph(compilation)
+    if emitter == "passes":
+        compilation.compile_ranges_endpoints = bucket.endpoints_with(compilation.compile_ranges_endpoints, limit)
+        _open_graph(compilation)
+    _split(compilation)
     if engaged is not None and (engaged.limit, engaged.settings) == (limit, settings):
         return
     chained = user_pass.wrapped(compilation) if engaged is None else engaged.chained
     # The hook before the pass: should it fail, no worker may run kernels that nobody has checked.
     worker_hook.install(worker.attach)
-    user_pass.install(compilation, worker.pipeline_class()(limit=limit, settings=settings, chained=chained))
+    pipeline = worker.pipeline_class()
+    user_pass.install(compilation, pipeline(limit=limit, settings=settings, chained=chained, emitter=emitter))
     _show_gauge()
 
 
@@ -112,15 +125,25 @@ def _show_gauge() -> None:
 
 
 def _open_graph(compilation: Any) -> None:
-    """Keep the whole layer in one FX graph, and our attention ops outside piecewise graphs."""
-    knobs = platform_hook.knobs_of(compilation)
-    if knobs.splitting_ops is None:
-        if not compilation.use_inductor_graph_partition:
-            compilation.use_inductor_graph_partition = True
-            log.say_once(logging.INFO, "use_inductor_graph_partition=True (was left unset; the passes need it)")
-        if not set(ATTENTION_OPS) <= set(compilation.splitting_ops or ()):
-            # What set_splitting_ops_for_v1 would fill in under graph partition; ours is added to it below.
-            compilation.splitting_ops = list(compilation._attention_ops)
+    """Keep the whole layer in one FX graph."""
+    if platform_hook.knobs_of(compilation).splitting_ops is None and not compilation.use_inductor_graph_partition:
+        compilation.use_inductor_graph_partition = True
+        log.say_once(logging.INFO, "use_inductor_graph_partition=True (was left unset; the passes need it)")
+
+
+def _split(compilation: Any) -> None:
+    """Keep our attention ops outside piecewise graphs; in other compilation modes nothing is cut."""
+    if compilation.mode is None or compilation.mode.name != "VLLM_COMPILE":
+        return
+    partition = compilation.use_inductor_graph_partition
+    if platform_hook.knobs_of(compilation).splitting_ops is None and (
+        not set(ATTENTION_OPS) <= set(compilation.splitting_ops or ())
+    ):
+        if compilation.pass_config.fuse_attn_quant and not partition:
+            return  # vLLM cuts nowhere then
+        # What set_splitting_ops_for_v1 would fill in; ours is added to it below.
+        updates = [] if partition else ["vllm::unified_kv_cache_update", KV_UPDATE_OP]
+        compilation.splitting_ops = [*compilation._attention_ops, *updates]
     ops = compilation.splitting_ops or []
     if MLA_ATTENTION_OP in ops:
         compilation.splitting_ops = [*ops, *(op for op in ATTENTION_OPS if op not in ops)]
@@ -147,14 +170,19 @@ def _record(vllm_config: Any, refusal: Refusal) -> None:
         write_census(compat_config.cache_folder(), record)
 
 
-def _announce(vllm_config: Any, settings: Settings, limit: int) -> None:
+def _announce(vllm_config: Any, view: ConfigView, settings: Settings, limit: int) -> None:
     scheduler = vllm_config.scheduler_config
     if settings.max_token_num is not None:
         origin = f"given as {settings.max_token_num}"
     else:
         origin = f"max_num_seqs {scheduler.max_num_seqs} x (1 + {vllm_config.num_speculative_tokens} drafts)"
     batched = scheduler.max_num_batched_tokens
-    if batched is not None and limit >= batched:
+    if emitter_of(view) == "module":
+        because = why_not_passes(view)
+        ranges = "the module emitter puts the op into the layers" + (
+            f" (the passes cannot run: {because.code})" if because else ""
+        )
+    elif batched is not None and limit >= batched:
         ranges = f"it covers every batch up to max_num_batched_tokens {batched}"
     else:
         ranges = f"compile ranges end at {limit}; above it the graph stays stock"

@@ -7,6 +7,7 @@ its graphs depend on. This file does not know who emits a layer. No other file d
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -19,7 +20,7 @@ from vllm_aiter_mla.admission import Refusal, admit_layer
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.compat import log, user_pass
 from vllm_aiter_mla.kernels import absorb, select, selfcheck, stock
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
@@ -188,6 +189,12 @@ def kernel_for(module: Any, inputs: DecodeInputs) -> tuple[str, Run | None]:
 def _stock(reason: str) -> tuple[str, None]:
     log.say_once(logging.ERROR, f"decode batches of some layers run vLLM's own attention: {reason}")
     return table.STOCK, None
+
+
+def limit_of(module: Any) -> int:
+    """L, the most tokens that the layer's kernel is given; the passes keep to it by compile ranges."""
+    compilation = getattr(compat_layer.config_of(module), "compilation_config", None)
+    return int(getattr(user_pass.current(compilation), "limit", sys.maxsize))
 
 
 def generation() -> int:

@@ -4,7 +4,7 @@ Spelling one is two fields of vLLM's ``pass_config``; spelling two is ``addition
 
     pass_config.fuse_aiter_qk_rope_kvcache_mla              bool, default false
     pass_config.aiter_qk_rope_kvcache_fusion_max_token_num  int > 0, default unset
-    additional_config.aiter_mla.enabled | max_token_num | kernel | measure | aiter_view | strict | debug
+    additional_config.aiter_mla.enabled | max_token_num | emitter | kernel | measure | aiter_view | strict | debug
 
 What "given" means. In ``additional_config`` a key that is present is given (``max_token_num: null`` counts as
 unset). In ``pass_config`` vLLM fills every field, so an explicit ``false`` cannot be told from the default: the flag
@@ -26,6 +26,7 @@ FLAG_FIELD = "fuse_aiter_qk_rope_kvcache_mla"
 LIMIT_FIELD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 PASS_CONFIG_FIELDS = (FLAG_FIELD, LIMIT_FIELD)
 
+EMITTERS = ("auto", "passes", "module")
 KERNELS = ("auto", "aiter", "triton", "stock", "reference")
 AITER_VIEWS = ("auto", "as-is", "per-head", "opt")
 STOP_AFTER = ("rope_kv_cache", "q_prep_lift")
@@ -63,6 +64,7 @@ class Settings:
     Attributes:
         enabled: the one switch.
         max_token_num: decode-bucket limit in tokens; ``None`` derives it from the scheduler's bounds.
+        emitter: who puts the one op into the layers, one of ``EMITTERS``; ``auto`` takes the passes where they can run.
         kernel: which back end prepares the query, one of ``KERNELS``.
         measure: with kernel ``auto``, time the kernels and vLLM's own at start-up and run the fastest.
         aiter_view: which of AITER's two decode kernels to reach by the view of the cache: one of ``AITER_VIEWS``, or
@@ -73,6 +75,7 @@ class Settings:
 
     enabled: bool = False
     max_token_num: int | None = None
+    emitter: str = "auto"
     kernel: str = "auto"
     measure: bool = True
     aiter_view: str | int = "auto"
@@ -97,14 +100,17 @@ def resolve(pass_config_values: Mapping[str, object], additional_config: object)
     """
     flag, limit = _read_pass_config(pass_config_values)
     given = _read_namespace(additional_config)
+    debug = given.get("debug", DebugSettings())
+    _check_emitter(given.get("emitter", "auto"), debug)
     return Settings(
         enabled=_merge_flag(flag, given.get("enabled")),
         max_token_num=_merge_limit(limit, given.get("max_token_num")),
+        emitter=given.get("emitter", "auto"),
         kernel=given.get("kernel", "auto"),
         measure=given.get("measure", True),
         aiter_view=given.get("aiter_view", "auto"),
         strict=given.get("strict", False),
-        debug=given.get("debug", DebugSettings()),
+        debug=debug,
     )
 
 
@@ -136,6 +142,7 @@ def _read_namespace(additional_config: object) -> dict[str, Any]:
     readers = {
         "enabled": _bool,
         "max_token_num": lambda name, value: None if value is None else _positive_int(name, value),
+        "emitter": lambda name, value: _choice(name, value, EMITTERS),
         "kernel": lambda name, value: _choice(name, value, KERNELS),
         "measure": _bool,
         "aiter_view": _view,
@@ -155,6 +162,15 @@ def _debug(name: str, value: object) -> DebugSettings:
         rounding=_choice(f"{name}.rounding", options.get("rounding", "single"), ROUNDINGS),
         untested_vllm=_bool(f"{name}.untested_vllm", options.get("untested_vllm", False)),
     )
+
+
+def _check_emitter(emitter: str, debug: DebugSettings) -> None:
+    if emitter == "module" and debug.stop_after is not None:
+        prefix = f"additional_config.{NAMESPACE}"
+        raise SettingsError(
+            f"{prefix}.emitter=module and {prefix}.debug.stop_after={debug.stop_after} contradict each other; "
+            "only the passes can stop early"
+        )
 
 
 def _merge_flag(flag: bool, enabled: bool | None) -> bool:

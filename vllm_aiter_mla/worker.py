@@ -33,8 +33,11 @@ def attach(worker: Any) -> None:
 
 def _attach(worker: Any) -> None:
     config = worker.vllm_config
-    if not compat_config.settings_of(config).enabled or engaged_pass(config) is None:
+    engaged = engaged_pass(config)
+    if not compat_config.settings_of(config).enabled or engaged is None:
         return
+    if engaged.emitter == "module":
+        worker_hook.within(worker, "load_model", emitter().installed)
     worker_hook.after(worker, "load_model", check_kernels)
     worker_hook.after(worker, "compile_or_warm_up_model", take_census)
 
@@ -52,6 +55,13 @@ def pipeline_class() -> Any:
     return AiterMLAPipeline
 
 
+def emitter() -> Any:
+    """``vllm_aiter_mla.module``, imported late: the passes do not need it."""
+    from vllm_aiter_mla import module
+
+    return module
+
+
 def check_kernels(worker: Any) -> None:
     """Start this engine's census, check every kernel that is about to run, and tell the compile cache which those are.
 
@@ -66,7 +76,14 @@ def check_kernels(worker: Any) -> None:
     finally:
         # Also where the check has raised: the other ranks wait for this one's answer.
         measuring.choose(config, partial(_limit, config) if is_checked else None)
+    _guarded(config, what, lambda: _emit(config), checks_kernels=True)
     _guarded(config, what, lambda: _tell_the_cache(config), checks_kernels=True)
+
+
+def _emit(config: Any) -> None:
+    """Put the op into the layers where the module emitter does; the passes do it when a graph is compiled."""
+    if engaged_pass(config).emitter == "module":
+        emitter().emit(compat_config.mla_modules(config))
 
 
 def _limit(config: Any) -> int:
@@ -218,8 +235,9 @@ def _captured_inside(config: Any) -> bool:
 
 def _verdict(worker: Any) -> dict[str, Any]:
     config = worker.vllm_config
-    limit, rank = engaged_pass(config).limit, int(getattr(worker, "rank", 0))
-    found = record.as_record(sorted(compat_config.mla_modules(config)), limit, compat_config.cache_name(config), rank)
+    engaged, rank = engaged_pass(config), int(getattr(worker, "rank", 0))
+    names = sorted(compat_config.mla_modules(config))
+    found = record.as_record(names, engaged.limit, compat_config.cache_name(config), rank, engaged.emitter)
     return found | compat_config.metric_labels(config)
 
 

@@ -202,9 +202,10 @@ def test_the_flag_is_alive_in_a_graph_that_holds_the_layer(compilation: dict[str
 
 
 def test_options_that_cut_the_graph_are_refused_in_admissions_words() -> None:
-    found = conflicts.graph(with_config({"use_inductor_graph_partition": False}))
-    assert found.detail == str(admit_config(ConfigView(use_inductor_graph_partition=False)))
-    assert conflicts.graph(with_config({"mode": 0})).detail.startswith("compilation_mode")
+    asked = {"aiter_mla": {"emitter": "passes"}}
+    found = conflicts.graph(with_config({"use_inductor_graph_partition": False}, asked))
+    assert found.detail == str(admit_config(ConfigView(use_inductor_graph_partition=False, emitter="passes")))
+    assert conflicts.graph(with_config({"mode": 0}, asked)).detail.startswith("compilation_mode")
     assert conflicts.graph(with_config({"mode": 3, "splitting_ops": []})).status == "ok"
 
 

@@ -10,13 +10,13 @@ def attention_does_not_split() -> None:
     from vllm_aiter_mla import gate
     from vllm_aiter_mla.admission import ATTENTION_OPS
 
-    inner = gate._open_graph
+    inner = gate._split
 
-    def open_graph(compilation):
+    def split(compilation):
         inner(compilation)
         compilation.splitting_ops = [op for op in compilation.splitting_ops if op not in ATTENTION_OPS]
 
-    gate._open_graph = open_graph
+    gate._split = split
     scheduler.is_cudagraph_unsafe_op = lambda node: False  # the op's tag would cut as well
 
 
@@ -115,3 +115,34 @@ def padding_has_the_slot_of_another_row() -> None:
         return inner(step._replace(slots=torch.where(step.slots < 0, step.slots.max(), step.slots)), *rest)
 
     bodies.prepared_query = prepared_query
+
+
+def the_wrappers_forward_is_unknown() -> None:
+    """vLLM's wrapper has another forward than the one that the module emitter was written for; it computes the same."""
+    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper as Wrapper
+
+    inner = Wrapper.forward
+    Wrapper.forward = lambda self, *args, **kwargs: inner(self, *args, **kwargs)
+
+
+def query_and_key_are_swapped() -> None:
+    """The emitted op gets the rope part of the key in the first head of the query, and that head's as its key."""
+    from vllm_aiter_mla.module import wrapper
+
+    inner = wrapper._project
+
+    def project(module, hidden_states):
+        q, kv_c, k_pe = inner(module, hidden_states)
+        rope = k_pe.shape[-1]
+        swapped = q.clone()
+        swapped[:, 0, -rope:] = k_pe
+        return swapped, kv_c, q[:, 0, -rope:]
+
+    wrapper._project = project
+
+
+def the_emitted_op_writes_no_kv_row() -> None:
+    """The op prepares the query and leaves the KV cache as it is."""
+    from vllm_aiter_mla.kernels import reference
+
+    reference.scatter_rows = lambda cache, slots, rows: None

@@ -9,8 +9,9 @@ from tools.model_matrix import spec_of
 from vllm_aiter_mla.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
-MOST = 41
-"""An engine takes up to a minute. What can be shown without one is shown without one; a stock side serves many."""
+MOST = 44
+"""Engines that compile: one takes up to a minute. What can be shown without one is shown without one, or in eager mode,
+which takes ten seconds; a stock side serves many."""
 
 SCALES = (0.5, 0.7)
 SMALL = {"num_hidden_layers": 2}
@@ -68,10 +69,31 @@ _shared_kv = EngineSpec(
 # The row of the model matrix that is least like the others: a nope width of 192, experts, no YaRN.
 _glm = spec_of(ROWS["GLM-4.7-Flash"])
 
+# The module emitter, without a compiled graph, and beside one that is cut at attention. Plain RotaryEmbedding, which
+# vLLM rotates by a kernel in eager mode too: YaRN is rotated there op by op, and rounded three times.
+_eager = EngineSpec(
+    scenarios=BF16_SCENARIOS, model=SMALL | {"yarn": False}, linear="aten", max_num_batched_tokens=CHUNK_TOKENS,
+    llm={"enforce_eager": True},
+)  # fmt: skip
+_eager_drafts = EngineSpec(
+    scenarios=("mixed", "chunked"), model={"num_hidden_layers": 1, "num_attention_heads": 16, "yarn": False}, drafts=2,
+    kv_cache_dtype="fp8", scales=SCALES, max_num_batched_tokens=CHUNK_TOKENS, kernel="reference",
+    fake_arch="gfx950", attention="aiter", llm={"enforce_eager": True},
+)  # fmt: skip
+_eager_tp2 = replace(_eager, scenarios=("mixed",), tensor_parallel_size=2)
+_cut = replace(_eager, scenarios=("mixed", "long"), llm={}, compilation={"use_inductor_graph_partition": False})
+_full_module = replace(
+    _full, additional={"emitter": "module"}, compilation=_full.compilation | {"use_inductor_graph_partition": True}
+)
+
 
 def _off(spec: EngineSpec) -> EngineSpec:
     graphs = spec.graphs if spec.graphs == "full" else None
     return replace(spec, enabled=False, stock_pass=False, graphs=graphs, compile_cache=False)
+
+
+def _broken(spec: EngineSpec, mutation: str) -> EngineSpec:
+    return replace(spec, scenarios=("mixed",), mutation=f"engine_mutations:{mutation}")
 
 
 SPECS: dict[str, EngineSpec] = {
@@ -129,6 +151,18 @@ SPECS: dict[str, EngineSpec] = {
     "kv-on": _shared_kv,
     "glm-off": _off(_glm),
     "glm-on": _glm,
+    "eager-off": _off(_eager),
+    "eager-on": _eager,
+    "eager-drafts-off": _off(_eager_drafts),
+    "eager-drafts-on": _eager_drafts,
+    "eager-tp2-off": _off(_eager_tp2),
+    "eager-tp2-on": _eager_tp2,
+    "cut-off": _off(_cut),
+    "cut-on": _cut,
+    "module-full": _full_module,
+    "mutation-unknown-forward": _broken(_eager, "the_wrappers_forward_is_unknown"),
+    "mutation-swapped": _broken(_eager, "query_and_key_are_swapped"),
+    "mutation-no-kv-write": _broken(_eager, "the_emitted_op_writes_no_kv_row"),
 }
 # These start after another one, in the cache of the first.
 AFTER = {"warm": "bf16-on", "mutation-half-a-layer": "warm", "kv-on": "kv-off"}

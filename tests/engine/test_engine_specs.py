@@ -23,7 +23,8 @@ def _named_in_tests() -> set[str]:
 
 
 def test_engines_are_few_and_each_is_asked_for_by_a_test():
-    assert len(engine_specs.SPECS) <= engine_specs.MOST
+    compiled = [spec for spec in engine_specs.SPECS.values() if not spec.llm.get("enforce_eager")]
+    assert len(compiled) <= engine_specs.MOST
     assert _named_in_tests() == set(engine_specs.SPECS)
 
 

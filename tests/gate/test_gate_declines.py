@@ -12,7 +12,7 @@ from typing import Any
 
 import gate_support as support
 import pytest
-from gate_support import ON, STRICT, Lines
+from gate_support import ON, Lines
 from pydantic import ValidationError
 from test_gate import Build, pass_of
 from vllm.config import VllmConfig
@@ -24,6 +24,8 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.compat import version as compat_version
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
+
+PASSES = {"aiter_mla": {"enabled": True, "emitter": "passes"}}
 
 
 def declines(lines: Lines, built: Any, code: str, knob: str) -> None:
@@ -54,7 +56,7 @@ def declines(lines: Lines, built: Any, code: str, knob: str) -> None:
 def test_an_explicit_contradiction_declines_in_one_line_that_names_the_knob(
     config: Build, lines: Lines, options: dict[str, Any], code: str, knob: str
 ) -> None:
-    declines(lines, config(additional_config=ON, **options), code, knob)
+    declines(lines, config(additional_config=PASSES, **options), code, knob)
 
 
 def test_an_explicit_value_of_the_partition_is_never_overridden(config: Build, lines: Lines) -> None:
@@ -63,14 +65,14 @@ def test_an_explicit_value_of_the_partition_is_never_overridden(config: Build, l
 
 
 def test_the_default_cpu_platform_declines_because_of_its_mode(registered: None, mla_model: Path, lines: Lines) -> None:
-    declines(lines, support.vllm_config(mla_model, additional_config=ON), "compilation_mode", "DYNAMO_TRACE_ONCE")
+    declines(lines, support.vllm_config(mla_model, additional_config=PASSES), "compilation_mode", "DYNAMO_TRACE_ONCE")
 
 
 def test_a_declined_config_is_in_the_census_file_and_in_the_gauge(
     registered: None, mla_model: Path, lines: Lines, cache_root: Path, monkeypatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
-    support.vllm_config(mla_model, additional_config=ON)
+    support.vllm_config(mla_model, additional_config=PASSES)
     record = json.loads((cache_root / "aiter_mla" / f"census-{os.getpid()}-0.json").read_text())
     layers = support.DEEPSEEK_V2["num_hidden_layers"]
     assert (record["total"], record["engaged"]) == (layers, {})
@@ -157,4 +159,4 @@ def test_an_optional_patch_that_failed_does_not_decline(config: Build) -> None:
 
 def test_strict_mode_makes_a_decline_an_error_that_names_the_knob(config: Build) -> None:
     with pytest.raises(ValidationError, match=r"enforce_eager.*strict"):
-        config(additional_config=STRICT, enforce_eager=True)
+        config(additional_config={"aiter_mla": PASSES["aiter_mla"] | {"strict": True}}, enforce_eager=True)

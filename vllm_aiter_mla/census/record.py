@@ -14,7 +14,9 @@ SHOWN = 64
 """Tokens of the step whose measured time the line gives, or the nearest count that was timed."""
 
 
-def as_record(total: Sequence[str], limit: int, kv_cache_dtype: str, rank: int) -> dict[str, Any]:
+def as_record(
+    total: Sequence[str], limit: int, kv_cache_dtype: str, rank: int, emitter: str = "passes"
+) -> dict[str, Any]:
     """What this process has counted; a layer that is not engaged counts as refused, with the reason that is known.
 
     Args:
@@ -22,11 +24,13 @@ def as_record(total: Sequence[str], limit: int, kv_cache_dtype: str, rank: int) 
         limit: L of the decode bucket.
         kv_cache_dtype: of the engine, as vLLM spells it.
         rank: of this worker.
+        emitter: who puts the op into the layers.
     """
     now = state.current()
     why = {name: now.refused.get(name) or now.partial.get(name) or NOT_RUN for name in total}
     return {
         "rank": rank,
+        "emitter": emitter,
         "total": len(total),
         "engaged": {name: now.engaged[name] for name in total if name in now.engaged},
         "refused": {name: list(reason) for name, reason in why.items() if name not in now.engaged},
@@ -50,6 +54,7 @@ def of_declined(code: str, message: str, layers: Sequence[int], kv_cache_dtype: 
     """
     return {
         "rank": 0,
+        "emitter": "",
         "total": len(layers),
         "engaged": {},
         "refused": {f"layer {index}": [code, message] for index in layers},
@@ -77,7 +82,8 @@ def line(record: dict[str, Any]) -> str:
     engaged, total = record["engaged"], record["total"]
     if not engaged:
         return f"0/{total}: {first_reason(record)} (run: vllm-aiter-mla doctor){_where(record)}"
-    text = f"{len(engaged)}/{total} MLA layers engaged ({_measured(record) or _kernels(record)}){_where(record)}"
+    by = ", emitter module" if record.get("emitter") == "module" else ""
+    text = f"{len(engaged)}/{total} MLA layers engaged ({_measured(record) or _kernels(record)}{by}){_where(record)}"
     return text if len(engaged) == total else f"{text}; {total - len(engaged)} refused: {first_reason(record)}"
 
 

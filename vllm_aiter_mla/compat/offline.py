@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from vllm_aiter_mla.admission import ConfigView
+from vllm_aiter_mla.compat import config as compat_config
 
 # Where `vllm serve` has its parser: since 0.33, in 0.32, before.
 SERVE_PARSERS = (
@@ -95,6 +96,7 @@ def view_of_options(parsed: Any) -> ConfigView:
         kv_cache_dtype=str(parsed.kv_cache_dtype),
         use_inductor_graph_partition=compilation.use_inductor_graph_partition,
         splitting_ops=None if ops is None else tuple(ops),
+        emitter=compat_config.emitter_asked(compat_config.settings_of(parsed)),
     )
 
 

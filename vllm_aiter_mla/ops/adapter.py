@@ -30,6 +30,7 @@ class VLLMLayer:
 
     def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module
+        self.limit = layers.limit_of(module)
         self._buffers = getattr(module, "_buffers", {})  # a look-up through the module takes ten times as long
         self._weight: AbsorbWeight | None = None
         self._tensors: tuple[tuple[str, torch.Tensor], ...] = ()
@@ -170,10 +171,10 @@ def layer_step(layer_name: Any) -> LayerStep:
     layer = _adapter(name, module)
     if metadata is None:
         return LayerStep(name, layer, kv_cache, slots, None, 0, False, context.is_piecewise)
-    decode_only = context.is_decode_only(metadata, slots) and kv_cache.numel() > 0
+    rows = metadata.num_actual_tokens
+    decode_only = rows <= layer.limit and context.is_decode_only(metadata, slots) and kv_cache.numel() > 0
     if decode_only:
         kv_cache = layer.cache_view(kv_cache)
-    rows = metadata.num_actual_tokens
     return LayerStep(name, layer, kv_cache, slots, metadata, rows, decode_only, context.is_piecewise)
 
 

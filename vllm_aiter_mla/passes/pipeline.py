@@ -33,14 +33,19 @@ class AiterMLAPipeline(InductorPass):
         limit: L, the last token count of the bucket.
         settings: the plugin's options.
         chained: a pass of the user's that stood in this slot before; it runs first, under its own range gate.
+        emitter: who emits, of ``admission.EMITTERS``. With "module" nothing is rewritten here: the record of what the
+            gate has decided travels to the workers, and into vLLM's cache keys, as the same object.
 
     Attributes:
         kernels: what each layer shape runs on in this worker, of ``worker.cache_key``; None until they are checked, and
             nothing is rewritten before.
     """
 
-    def __init__(self, *, limit: int, settings: Settings, chained: InductorPass | None = None) -> None:
+    def __init__(
+        self, *, limit: int, settings: Settings, chained: InductorPass | None = None, emitter: str = "passes"
+    ) -> None:
         self.limit = limit
+        self.emitter = emitter
         self.settings = settings
         self.chained = chained
         self.kernels: tuple[str, ...] | None = None
@@ -55,6 +60,7 @@ class AiterMLAPipeline(InductorPass):
                 "fingerprint": fingerprint.fingerprint(),
                 "settings": asdict(self.settings),
                 "limit": self.limit,
+                "emitter": self.emitter,
                 "kernels": self.kernels,
                 "chained": None if self.chained is None else str(self.chained.uuid()),
             }
@@ -66,6 +72,8 @@ class AiterMLAPipeline(InductorPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the chained pass, then ours, each where it applies."""
+        if self.emitter == "module" and self.chained is None:
+            return  # also where torch compiles without vLLM, which then knows no range
         compile_range = get_pass_context().compile_range
         if self.chained is not None and self._chained_wants(compile_range):
             self.chained(graph)
@@ -88,7 +96,7 @@ class AiterMLAPipeline(InductorPass):
         return False
 
     def _mine(self, compile_range: Any) -> bool:
-        return bucket.in_bucket(compile_range.end, self.limit)
+        return self.emitter == "passes" and bucket.in_bucket(compile_range.end, self.limit)
 
     def _chained_wants(self, compile_range: Any) -> bool:
         return self.chained is not None and self.chained.is_applicable_for_range(compile_range)

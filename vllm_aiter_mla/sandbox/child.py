@@ -70,6 +70,8 @@ def build(spec: EngineSpec, folder: Path) -> Any:
 
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
+        # By itself vLLM turns a float32 checkpoint into bfloat16.
+        "dtype": spec.model.get("dtype", "auto"),
         "max_model_len": 512,
         "max_num_seqs": spec.max_num_seqs,
         "max_num_batched_tokens": spec.max_num_batched_tokens,

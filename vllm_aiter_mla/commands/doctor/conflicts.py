@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from vllm_aiter_mla.admission import KV_UPDATE_OP, ConfigView, admit_config
+from vllm_aiter_mla.admission import KV_UPDATE_OP, ConfigView, admit_config, emitter_of, why_not_passes
 from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
 from vllm_aiter_mla.compat import offline
@@ -44,12 +44,16 @@ def settings(given: Given) -> Check:
 
 
 def graph(given: Given) -> Check:
-    """Options by which admission declines the whole engine: the graph is cut, or there is none."""
+    """Options by which admission declines the whole engine, or takes the module emitter: the graph is cut, or none."""
     if _unknown(given):
         return Check("unknown", "the options were not read", SEE_SETTINGS)
     refusal = admit_config(_view(given))
     if refusal is not None:
         return Check("problem", str(refusal), "change the option that the line names")
+    view = _view(given)
+    if emitter_of(view) == "module":
+        because = why_not_passes(view)
+        return Check("ok", f"the module emitter is taken{f'; {because}' if because else ', as asked for'}")
     if given.served is None:
         return Check("ok", f"no options given; vLLM's defaults are right; else {GIVE}")
     return Check("ok", "the graph holds whole MLA layers")

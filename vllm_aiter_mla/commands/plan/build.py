@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from vllm_aiter_mla import __version__, bucket
-from vllm_aiter_mla.admission import LEVELS, Refusal
+from vllm_aiter_mla.admission import LEVELS, Refusal, emitter_of, why_not_passes
 from vllm_aiter_mla.commands.plan import formulas, kernels, ranges, serve_options, verdict
 from vllm_aiter_mla.commands.plan.kernels import KernelSpan
 from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
@@ -39,7 +39,8 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
             form: sum(p.kind.count for p in kinds if p.form == form) for form in {p.form for p in kinds}
         },
         "limit": limit,
-        "compile_ranges": ranges.compile_ranges(options, model, limit),
+        **_emitter(options, model),
+        "compile_ranges": ranges.compile_ranges(options, model, limit, verdict.config_view(options, model)),
         "captures": ranges.captures(options, model, limit),
         "verdict": _verdict(reasons, against, engaged, total),
         "layers": {
@@ -138,6 +139,12 @@ def _verdict(reasons: list[Refusal], against: list[Refusal], engaged: int, total
     if engaged:
         return SOME
     return PARTIAL if codes == {"kernel_shape"} else REFUSED
+
+
+def _emitter(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
+    view = verdict.config_view(options, model)
+    reason = why_not_passes(view)
+    return {"emitter": emitter_of(view), "why_not_passes": None if reason is None else asdict(reason)}
 
 
 def _options(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:

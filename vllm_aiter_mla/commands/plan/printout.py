@@ -85,6 +85,9 @@ def _bucket(plan: dict[str, Any]) -> Iterator[str]:
     given = options["settings"]["max_token_num"]
     origin = f"max_num_seqs {options['max_num_seqs']} x (1 + {options['num_drafts']} drafts)"
     yield f"Decode bucket: L = {plan['limit']} ({f'given as {given}' if given is not None else origin})"
+    because = plan["why_not_passes"]
+    why = f" (the passes cannot run: {because['code']})" if because and plan["emitter"] == "module" else ""
+    yield f"  emitter          {plan['emitter']}{why}"
     shown = [f"({a}, {b}){'*' if i < ranges['inside'] else ''}" for i, (a, b) in enumerate(ranges["ranges"])]
     yield f"  compile ranges   {' '.join(shown)}{'  * rewritten' if ranges['inside'] else ''}".rstrip()
     if ranges["note"]:
@@ -93,7 +96,7 @@ def _bucket(plan: dict[str, Any]) -> Iterator[str]:
     yield f"  captured above   {_sizes(captures['outside']) or 'none'}"
     largest = max((*captures["inside"], 0))
     if 0 < largest < plan["limit"]:
-        yield f"  {largest + 1}..{plan['limit']} run without a graph, and mixed batches among them prepare twice;"
+        yield f"  {largest + 1}..{plan['limit']} run without a graph;"
         yield f"  a limit of {largest} would end the bucket there: docs/configuration.md, Where the bucket ends"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_aiter_mla import bucket
+from vllm_aiter_mla.admission import ConfigView, emitter_of
 from vllm_aiter_mla.commands.plan.model import ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.compat import offline
@@ -33,21 +34,21 @@ def captures(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, 
     return {"inside": inside, "outside": tuple(size for size in sizes if size > limit), "note": note}
 
 
-def compile_ranges(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, Any]:
-    """The ranges vLLM would compile with L among the endpoints, each one more Inductor compile of the model.
+def compile_ranges(options: ServeOptions, model: ModelFacts, limit: int, view: ConfigView) -> dict[str, Any]:
+    """The ranges vLLM would compile, for the passes with L among the endpoints, each one more compile of the model.
 
     ``ranges`` holds (first, last) token count in order; the first ``inside`` of them lie in the bucket; ``note`` says
     what is not known.
     """
     more, note = _all_reduce_endpoint(options, model)
+    passes = emitter_of(view) == "passes"
     try:
-        ends = offline.compile_range_ends(
-            options.parsed, bucket.endpoints_with(more, limit), options.max_num_batched_tokens
-        )
+        wanted = bucket.endpoints_with(more, limit) if passes else more
+        ends = offline.compile_range_ends(options.parsed, wanted, options.max_num_batched_tokens)
     except Exception as error:
         return {"ranges": (), "inside": 0, "note": _not_known(error)}
     ranges = tuple(zip([1, *(end + 1 for end in ends)], ends, strict=False))
-    return {"ranges": ranges, "inside": sum(bucket.in_bucket(end, limit) for end in ends), "note": note}
+    return {"ranges": ranges, "inside": passes * sum(bucket.in_bucket(end, limit) for end in ends), "note": note}
 
 
 def _all_reduce_endpoint(options: ServeOptions, model: ModelFacts) -> tuple[list[int], str]:

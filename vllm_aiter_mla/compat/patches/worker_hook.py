@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -46,6 +47,18 @@ def install(attach: Attach) -> None:
 
     setattr(init, _MARK, True)
     WorkerBase.__init__ = init  # type: ignore[method-assign]
+
+
+def within(worker: Any, method: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run each call of a method of this one worker inside ``context()``."""
+    inner = getattr(worker, method)
+
+    @wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return inner(*args, **kwargs)
+
+    setattr(worker, method, call)
 
 
 def after(worker: Any, method: str, then: Callable[[Any], None]) -> None:

@@ -1,0 +1,76 @@
+"""Claims about the module emitter in a real engine: the same tokens as stock's in the same mode, without a pass."""
+
+from __future__ import annotations
+
+import pytest
+from test_engine_invariants import padded
+from test_engine_parity import assert_all_engaged, assert_parity, beside
+
+from vllm_aiter_mla.sandbox.compare import compare
+
+
+def assert_by_module(result, code):
+    """Each rank's layers are engaged by the module emitter; no pass has run; the log says why."""
+    assert_all_engaged(result, len(result.census))
+    assert {record["emitter"] for record in result.census} == {"module"}
+    assert all(record["compiled"] == {} for record in result.census)
+    assert any(f"the passes cannot run: {code}" in line for line in result.log) is (code != "")
+    assert any("emitter module)" in line for line in result.log)
+
+
+@pytest.mark.engine("eager-off", "eager-on")
+def test_eager_engines_engage_by_the_module_and_agree_with_stock(engines):
+    found = engines("eager-on")
+    assert_parity(engines("eager-off"), found)
+    assert_by_module(found, "enforce_eager")
+    assert min(found.branches["prepared_query"], found.branches["rotate_and_write"]) > 0
+
+
+@pytest.mark.engine("eager-drafts-off", "eager-drafts-on")
+def test_eager_drafts_over_an_fp8_cache_and_aiters_class_agree_with_stock(engines):
+    found = engines("eager-drafts-on")
+    assert_parity(engines("eager-drafts-off"), found)
+    assert_by_module(found, "enforce_eager")
+    assert found.census[0]["total"] == 2, "the draft layer's module is replaced as well"
+
+
+@pytest.mark.engine("eager-tp2-off", "eager-tp2-on")
+def test_two_eager_ranks_engage_by_the_module_and_agree_with_stock(engines):
+    found = engines("eager-tp2-on")
+    assert_parity(engines("eager-tp2-off"), found)
+    assert_by_module(found, "enforce_eager")
+    assert len(found.census) == 2
+
+
+@pytest.mark.engine("cut-off", "cut-on")
+def test_a_graph_that_is_cut_at_attention_is_served_by_the_module(engines):
+    found = engines("cut-on")
+    assert_parity(engines("cut-off"), found)
+    assert_by_module(found, "graph_partition")
+
+
+@pytest.mark.engine("fp32-off", "module-full")
+def test_the_module_under_emulated_full_and_piecewise_graphs_agrees_with_stock(engines):
+    found = engines("module-full")
+    assert_parity(engines("fp32-off"), found, 1e-4)
+    assert_by_module(found, "")
+    assert {(1, 4), (5, 16)} <= padded(found)
+    assert found.branches["rotate_and_write"] > 0
+
+
+@pytest.mark.engine("eager-off", "mutation-unknown-forward")
+@pytest.mark.mutation
+def test_mutation_an_unknown_forward_of_the_wrapper_stays_stocks(engines):
+    found = engines("mutation-unknown-forward")
+    assert [code for code, _ in found.census[0]["refused"].values()] == ["unknown_forward"] * 2
+    assert found.census[0]["engaged"] == {}
+    assert_parity(engines("eager-off"), found, 0.0)
+
+
+@pytest.mark.engine("eager-off", "mutation-swapped", "mutation-no-kv-write")
+@pytest.mark.parametrize("name", ["swapped", "no-kv-write"])
+@pytest.mark.mutation
+def test_mutation_a_wrong_emission_is_caught(engines, name):
+    found = engines(f"mutation-{name}")
+    mixed = compare(beside(engines("eager-off"), found), found)["mixed"]
+    assert mixed.tokens_equal < mixed.tokens
