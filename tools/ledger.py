@@ -1,6 +1,6 @@
 """Count what one layer launches, allocates and moves in each kind of batch: stock, stock's own fusions, and ours.
 
-    python tools/ledger.py [--quick] [--kv-cache-dtype fp8|auto|both] [--json FILE] [--page docs/ledger.md]
+    python tools/ledger.py [--quick | --emitter module] [--kv-cache-dtype fp8|auto|both] [--json FILE] [--page FILE]
 
 Each side is a real engine of the sandbox (two layers, plain GEMMs as on GPUs, over the fake AITER), driven through one
 batch of each kind and counted by torch's dispatcher and in Inductor's code. With --quick it is the ops of one layer
@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 from tools.common import Parser, RunError, UsageError, guarded  # noqa: E402
 from tools.counting.counter import Event  # noqa: E402
 from tools.counting.launches import TABLE  # noqa: E402
+from vllm_aiter_mla.admission import EMITTERS  # noqa: E402
 
 SIDES = ("stock", "stock's fusions", "ours")
 CACHES = ("fp8", "auto")
@@ -41,11 +43,13 @@ BRANCHES = {
 }
 """What our op launches in each kind of batch; in the others it does not run, or has no rows."""
 SHOWN = ("all decode", "one prefill among decodes")
-MARKS = (
-    ("<!-- ledger: begin -->", "<!-- ledger: end -->"),
-    ("<!-- ledger, ops alone: begin -->", "<!-- ledger, ops alone: end -->"),
-)
-"""Around the tables of the engines, and around those of ``--quick``."""
+ABOVE = {"above L": IN_PLACE}
+"""The module emitter has no compile ranges: its op runs in every batch."""
+MARKS = {
+    name: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
+    for name in ("ledger", "ledger, module emitter", "ledger, ops alone")
+}
+"""Around the tables of the engines, by emitter, and around those of ``--quick``."""
 LAUNCHES = ("<!-- launches: begin -->", "<!-- launches: end -->")
 TIMEOUT_S = 1800
 
@@ -77,16 +81,21 @@ Counted = Mapping[str, Sequence[Events]]
 
 def main() -> int:
     """Run, print, judge."""
-    parser = Parser(__doc__, "ledger.py [--quick] [--kv-cache-dtype fp8|auto|both] [--json FILE] [--page FILE]")
+    parser = Parser(__doc__, "ledger.py [options]")
     parser.add_argument("--quick", action="store_true", help="the ops of one layer, without an engine")
+    parser.add_argument("--emitter", choices=EMITTERS, default="passes", help="who emits on our side")
     parser.add_argument("--kv-cache-dtype", choices=(*CACHES, "both"), default="both", dest="cache")
     parser.add_argument("--json", type=Path, help="write every event there")
     parser.add_argument("--page", type=Path, help="put the tables between the marks of this page")
     options = parser.parse_args()
-    marks = MARKS[options.quick]
+    module = options.emitter == "module"
+    if module and options.quick:
+        raise UsageError("--quick --emitter module: the ops alone are the same, whoever emits them")
+    marks = MARKS["ledger, ops alone" if options.quick else "ledger, module emitter" if module else "ledger"]
     if options.page and marks[0] not in options.page.read_text(encoding="utf-8"):
         raise UsageError(f"--page {options.page}: no line {marks[0]}")
-    counted = count_all(CACHES if options.cache == "both" else (options.cache,), quick=options.quick)
+    caches = CACHES if options.cache == "both" else (options.cache,)
+    counted = count_all(caches, quick=options.quick, emitter=options.emitter)
     rows = [row for cache, sides in counted.items() for row in rows_of(cache, sides)]
     text = render(counted)
     print(text)
@@ -96,28 +105,33 @@ def main() -> int:
         put(options.page, text, marks)
         put(options.page, launches(), LAUNCHES)
     found = [f"ABOVE STOCK: {line}" for line in violations(rows)]
-    found += [f"ANOTHER BRANCH: {line}" for cache, (*_, ours) in counted.items() for line in strays(cache, ours)]
+    found += [
+        f"ANOTHER BRANCH: {line}"
+        for cache, (*_, ours) in counted.items()
+        for line in strays(cache, ours, ABOVE if module else {})
+    ]
     print("\n".join(found) or "ours is at most stock's strongest in every row")
     return 1 if found else 0
 
 
-def count_all(caches: Sequence[str], *, quick: bool) -> Counted:
+def count_all(caches: Sequence[str], *, quick: bool, emitter: str = "passes") -> Counted:
     """The events of every side by cache, in the order of ``SIDES``."""
     if quick:
         from tools.counting import ops
 
         return {cache: [ops.count(side, cache) for side in SIDES] for cache in caches}
     with tempfile.TemporaryDirectory(prefix="aiter-mla-ledger-") as folder:
-        return {cache: [count(side, cache, Path(folder)) for side in SIDES] for cache in caches}
+        return {cache: [count(side, cache, Path(folder), emitter) for side in SIDES] for cache in caches}
 
 
-def count(side: str, cache: str, work: Path) -> Events:
+def count(side: str, cache: str, work: Path, emitter: str) -> Events:
     """The events of one layer by kind of batch, from an engine in a process of its own.
 
     Args:
         side: one of ``SIDES``.
         cache: one of ``CACHES``.
         work: folder of what the engines share: compiled C++ kernels, and vLLM's notes on the model class.
+        emitter: one of ``EMITTERS``, on our side.
 
     Raises:
         RunError: the engine failed.
@@ -125,7 +139,7 @@ def count(side: str, cache: str, work: Path) -> Events:
     from vllm_aiter_mla.sandbox.engine import environment_for
     from vllm_aiter_mla.sandbox.spec import save
 
-    spec = spec_of(side, cache)
+    spec = spec_of(side, cache, emitter)
     print(f"counting {side}, {cache} KV cache", file=sys.stderr, flush=True)
     save(spec, work / "spec")
     environment = environment_for(spec, work / "cache", work / "inductor")
@@ -140,7 +154,7 @@ def count(side: str, cache: str, work: Path) -> Events:
     return {kind: [Event(**event) for event in events] for kind, events in found.items()}
 
 
-def spec_of(side: str, cache: str) -> Any:
+def spec_of(side: str, cache: str, emitter: str = "passes") -> Any:
     """The engine of a side; all three see the same card, the same ranges and the same pieces."""
     from tools.counting.engine import LIMIT, TOKENS
     from vllm_aiter_mla.sandbox.spec import EngineSpec
@@ -148,6 +162,7 @@ def spec_of(side: str, cache: str) -> Any:
     ours = EngineSpec(
         scenarios=(), linear="aten", model={"num_hidden_layers": 2}, max_num_seqs=LIMIT, max_num_batched_tokens=TOKENS,
         fake_arch="gfx942", graphs="none", kernel="aiter", rounding="single", stock_pass=True, kv_cache_dtype=cache,
+        additional={"emitter": emitter}, compilation={"use_inductor_graph_partition": True},
     )  # fmt: skip
     if side == "ours":
         return ours
@@ -192,12 +207,12 @@ def violations(rows: Iterable[Row]) -> list[str]:
     return found
 
 
-def strays(cache: str, ours: Events) -> list[str]:
+def strays(cache: str, ours: Events, more: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """The kinds of batch in which our op did not launch what it is there to launch, one line each."""
-    found = []
+    found, branches = [], {**BRANCHES, **more}
     for kind, events in ours.items():
         ran = [event.name for event in events if event.name in (AITER_OP, IN_PLACE) and not event.captured]
-        wanted = [BRANCHES[kind]] if kind in BRANCHES else []
+        wanted = [branches[kind]] if kind in branches else []
         if ran != wanted:
             found.append(f"{cache} cache, {kind}: launches of our op {ran}, expected {wanted}")
     return found

@@ -95,7 +95,7 @@ def test_a_refusal_that_cannot_be_recorded_costs_a_warning_and_no_engine(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(gate, "write_census", fails)
-    built = support.vllm_config(mla_model, additional_config=ON)
+    built = support.vllm_config(mla_model, additional_config=PASSES)
     assert pass_of(built) is None
     said = lines.at(logging.WARNING)
     assert "compilation_mode" in said[0]

@@ -143,6 +143,7 @@ def test_views_and_getitems_do_not_count_as_ops():
         (demo.Options(kernel="cutlass"), "--kernel: expected reference, fake-aiter or triton, got 'cutlass'"),
         (demo.Options(kernel="fake-aiter", arch="gfx90a"), "--arch: expected gfx942 or gfx950, got 'gfx90a'"),
         (demo.Options(kernel="triton"), "--kernel triton needs a GPU"),
+        (demo.Options(emitter="graph"), "--emitter: expected passes or module, got 'graph'"),
     ],
 )
 def test_bad_options_exit_2_and_name_the_option_before_an_engine_starts(options, says, monkeypatch):

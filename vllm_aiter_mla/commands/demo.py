@@ -21,16 +21,20 @@ def demo(
     attention: Annotated[
         str | None, typer.Option(help="Attention under --kernel fake-aiter: aiter (vLLM's own, default) or sandbox.")
     ] = None,
+    emitter: Annotated[
+        str, typer.Option(help="passes, or module: in eager mode on both sides, over the reference kernel.")
+    ] = "passes",
     keep: Annotated[Path | None, typer.Option(help="Keep FX graphs and results in this folder, for `report`.")] = None,
 ) -> None:
     """Serve a small random DeepSeek-V2 with vLLM, fast path off and on, and compare: on this CPU, or on a GPU.
 
     Prints which layers engaged, what is left of each layer's graph, and per scenario whether the tokens are equal and
     how far the log-probabilities are apart. Exits 1 when a bound is missed. It starts four engines, flag off and on
-    over a bf16 and an fp8 cache, two at a time; --full starts six, which do more. --kernel fake-aiter runs vLLM's own
-    AITER attention classes over stand-ins for their kernels. On a CPU nothing is said about a GPU; --kernel triton runs
-    on the GPU that torch sees, under vLLM's own platform and its Triton MLA back end, graphs captured, and says why not
-    where there is none.
+    over a bf16 and an fp8 cache, two at a time; --full starts six, which do more. --emitter module runs vLLM in eager
+    mode, where no graph is compiled and the plugin replaces the forward of vLLM's MLA wrapper. --kernel fake-aiter
+    runs vLLM's own AITER attention classes over stand-ins for their kernels. On a CPU nothing is said about a GPU;
+    --kernel triton runs on the GPU that torch sees, under vLLM's own platform and its Triton MLA back end, graphs
+    captured, and says why not where there is none.
     """
     from vllm_aiter_mla.commands import outputs
     from vllm_aiter_mla.sandbox.runs import Options, why_not
@@ -42,7 +46,7 @@ def demo(
     for name, value in (("--arch", arch), ("--attention", attention)):
         if value is not None and kernel != "fake-aiter":
             raise typer.Exit(_wrong(f"demo: {name} {value}: only with --kernel fake-aiter; --kernel is {kernel}"))
-    options = Options(json, tensor_parallel_size, full, kernel, arch or "gfx942", attention or "aiter", keep)
+    options = Options(json, tensor_parallel_size, full, kernel, arch or "gfx942", attention or "aiter", emitter, keep)
     # Asked here, although the run asks again: there it would be printed among the figures.
     problem = why_not(options)
     if problem is not None:

@@ -4,7 +4,7 @@
 layer, which of them call the op. What is decided about a layer does not depend on who emits (``layers``).
 """
 
-from vllm_aiter_mla.module.emit import emit
+from vllm_aiter_mla.module.emission import emit
 from vllm_aiter_mla.module.wrapper import installed
 
 __all__ = ["emit", "installed"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_aiter_mla.admission import EMITTERS
 from vllm_aiter_mla.sandbox.compare import Figures
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
@@ -31,6 +32,7 @@ class Options:
     kernel: str = "reference"
     arch: str = "gfx942"
     attention: str = "aiter"
+    emitter: str = "passes"
     keep: Path | None = None
 
 
@@ -89,6 +91,8 @@ class Run:
 
 def runs(options: Options) -> list[Run]:
     """The runs of the demo: short prompts and mixed batches over both caches; with ``full`` all there is."""
+    if options.emitter == "module":
+        return [_eager(run) for run in runs(replace(options, emitter="passes"))]
     if options.kernel == "triton":
         return _on_gpu(options)
     if options.kernel == "fake-aiter" and options.attention == "aiter":
@@ -170,6 +174,17 @@ def _on_gpu(options: Options) -> list[Run]:
     ]
 
 
+def _eager(run: Run) -> Run:
+    """The run without a compiled graph, and without YaRN, whose rotation vLLM's eager mode rounds three times."""
+
+    def eager(spec: EngineSpec) -> EngineSpec:
+        additional = spec.additional | ({"emitter": "module"} if spec.enabled else {})
+        model, llm = spec.model | {"yarn": False}, spec.llm | {"enforce_eager": True}
+        return replace(spec, model=model, llm=llm, additional=additional, dump_graphs=False)
+
+    return replace(run, spec=eager(run.spec), base=eager(run.base))
+
+
 def _off(spec: EngineSpec) -> EngineSpec:
     return replace(spec, enabled=False, rounding="two", kernel="auto")
 
@@ -192,6 +207,8 @@ def why_not(options: Options) -> str | None:
         return f"demo: --kernel: expected reference, fake-aiter or triton, got {options.kernel!r}"
     if options.kernel == "fake-aiter" and options.arch not in ("gfx942", "gfx950"):
         return f"demo: --arch: expected gfx942 or gfx950, got {options.arch!r}"
+    if options.emitter not in EMITTERS:
+        return f"demo: --emitter: expected {' or '.join(EMITTERS)}, got {options.emitter!r}"
     if options.attention not in ATTENTION:
         return f"demo: --attention: expected aiter or sandbox, got {options.attention!r}"
     return _why_no_gpu(options.tensor_parallel_size) if options.kernel == "triton" else None

@@ -1,0 +1,57 @@
+"""Claims about what the gate changes in a config whose graph no pass can rewrite: the module emitter is taken."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from gate_support import ON, Lines
+from test_gate import Build, pass_of, ranges_of
+
+from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
+
+MODULE = {"aiter_mla": {"enabled": True, "emitter": "module"}}
+CUT: list[tuple[dict[str, Any], str]] = [
+    ({"enforce_eager": True}, "enforce_eager"),
+    ({"optimization_level": 0}, "compilation_mode"),
+    ({"compilation_config": {"mode": 2}}, "compilation_mode"),
+    ({"compilation_config": {"use_inductor_graph_partition": False}}, "graph_partition"),
+    ({"compilation_config": {"splitting_ops": [MLA_ATTENTION_OP, KV_UPDATE_OP]}}, "splitting_ops"),
+]
+
+
+@pytest.mark.parametrize(("options", "code"), CUT)
+def test_auto_engages_where_the_passes_cannot_run(
+    config: Build, lines: Lines, options: dict[str, Any], code: str
+) -> None:
+    built, stock = config(additional_config=ON, **options), config(**options)
+    assert pass_of(built).emitter == "module"
+    assert ranges_of(built) == ranges_of(stock), "no compile range more"
+    compiled, bare = built.compilation_config, stock.compilation_config
+    assert compiled.use_inductor_graph_partition == bare.use_inductor_graph_partition
+    ours = list(ATTENTION_OPS) if MLA_ATTENTION_OP in bare.splitting_ops else []
+    assert compiled.splitting_ops == [*bare.splitting_ops, *ours], "stock's own, and ours beside attention"
+    said = lines.at(logging.INFO)
+    assert any("module emitter" in line and f"the passes cannot run: {code}" in line for line in said)
+    assert lines.at(logging.WARNING) == []
+
+
+def test_breakable_graphs_are_served_by_the_module(config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    built = config(additional_config=ON, compilation_config={"mode": 0})
+    assert pass_of(built).emitter == "module"
+
+
+def test_the_module_can_be_asked_for_where_the_passes_would_run(config: Build) -> None:
+    built, stock = config(additional_config=MODULE), config()
+    assert pass_of(built).emitter == "module"
+    assert ranges_of(built) == ranges_of(stock)
+    assert built.compilation_config.splitting_ops == [*stock.compilation_config.splitting_ops, *ATTENTION_OPS]
+    assert pass_of(config(additional_config=ON)).emitter == "passes"
+
+
+def test_emitters_do_not_share_a_compiled_artifact(config: Build) -> None:
+    one, other = (pass_of(config(additional_config=options)) for options in (ON, MODULE))
+    assert one.uuid() != other.uuid()
+    assert not any(other.is_applicable_for_range(r) for r in config().compilation_config.get_compile_ranges())
