@@ -12,9 +12,10 @@ import vllm.envs
 from plan_support import ENGAGING, NO_FP8_BMM, codes, planned
 
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.commands.plan import model, serve_options, verdict
+from vllm_aiter_mla.commands.plan import model, printout, serve_options, verdict
 
 DCP = ("-tp", "8", "-dcp", "2")
+PASSES = ("--additional-config", json.dumps({"aiter_mla": {"emitter": "passes"}}))
 
 
 def test_a_supported_model_engages_on_both_cards() -> None:
@@ -137,8 +138,9 @@ def test_the_table_of_checkpoints_has_four_of_them_on_both_cards() -> None:
 
 
 def test_every_reason_is_named_not_only_the_first() -> None:
-    plan = planned("deepseek-v3", *DCP, "--enforce-eager", "--kv-cache-dtype", "fp8_e5m2", arch="sm90", env=())
-    assert codes(plan) == ["enforce_eager", "dcp", "kv_cache_dtype", "impl", "kernel_unavailable"]
+    given = (*DCP, "--enforce-eager", "--kv-cache-dtype", "fp8_e5m2", *PASSES)
+    plan = planned("deepseek-v3", *given, arch="sm90", env=())
+    assert codes(plan) == ["dcp", "kv_cache_dtype", "enforce_eager", "impl", "kernel_unavailable"]
 
 
 def test_without_aiter_the_backend_is_the_reason() -> None:
@@ -148,10 +150,24 @@ def test_without_aiter_the_backend_is_the_reason() -> None:
     assert codes(planned("deepseek-r1", "-tp", "8", "--attention-backend", "FLASHMLA")) == ["impl"]
 
 
-def test_the_options_of_the_graph_are_read_as_given() -> None:
-    assert codes(planned("kimi-k2", "-tp", "8", "-cc.use_inductor_graph_partition=false")) == ["graph_partition"]
-    assert codes(planned("kimi-k2", "-tp", "8", "-O0")) == ["compilation_mode"]
-    assert codes(planned("kimi-k2", "-tp", "8", "-cc.splitting_ops=[]")) == []
+@pytest.mark.parametrize(
+    ("option", "code"),
+    [
+        ("-cc.use_inductor_graph_partition=false", "graph_partition"),
+        ("-O0", "compilation_mode"),
+        ("--enforce-eager", "enforce_eager"),
+        ("-cc.splitting_ops=[]", None),
+    ],
+)
+def test_the_options_of_the_graph_decide_who_emits(option: str, code: str | None) -> None:
+    auto, passes = planned("kimi-k2", "-tp", "8", option), planned("kimi-k2", "-tp", "8", option, *PASSES)
+    assert codes(auto) == []
+    assert auto["emitter"] == ("passes" if code is None else "module")
+    assert (auto["why_not_passes"] or {"code": None})["code"] == code
+    assert bool(auto["compile_ranges"]["inside"]) is (code is None), "the module has no compile range"
+    assert codes(passes) == ([] if code is None else [code])
+    said = printout.text(auto)
+    assert "emitter          " + (f"module (the passes cannot run: {code})" if code else "passes") in said
 
 
 def test_triton_by_name_plans_for_the_named_card() -> None:
@@ -191,7 +207,7 @@ ENGINE = admission.ConfigView(
     version_supported=False, missing=("x",), op_schema=("x",), atom_active=True, is_mla=False, is_sparse=True,
     enforce_eager=True, breakable_cudagraph=True, mode="NONE", backend="eager", dcp=2, pcp=2, hisparse=True,
     kv_cache_dtype="fp8_e5m2", model_dtype="float16",
-    use_inductor_graph_partition=False,
+    use_inductor_graph_partition=False, emitter="passes",
 )  # fmt: skip
 LAYER = admission.LayerView(
     impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, missing=("x",), amx_bmm=True,
@@ -216,9 +232,9 @@ def test_a_view_with_everything_wrong_gives_every_reason_of_admission(view: Any,
 
 @pytest.mark.parametrize("ops", [(admission.KV_UPDATE_OP,), (admission.MLA_ATTENTION_OP, admission.KV_UPDATE_OP)])
 def test_one_cause_is_taken_out_and_the_others_stay(ops: tuple[str, ...]) -> None:
-    view = admission.ConfigView(mode="NONE", splitting_ops=ops, hisparse=True)
+    view = admission.ConfigView(mode="NONE", splitting_ops=ops, hisparse=True, emitter="passes")
     codes = [refusal.code for refusal in verdict._all(view, admission.admit_config)]
-    assert codes == ["compilation_mode", "hisparse", "splitting_ops"]
+    assert codes == ["hisparse", "compilation_mode", "splitting_ops"]
 
 
 def test_examples_carry_what_they_rest_on() -> None:
