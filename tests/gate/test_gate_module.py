@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from gate_support import ON, Lines
-from test_gate import Build, pass_of, ranges_of
+from test_gate import USERS_PASS, Build, pass_of, ranges_of
 
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
 
 MODULE = {"aiter_mla": {"enabled": True, "emitter": "module"}}
+USERS_PASS_IN_STOCK_MODE = {"compilation_config": {"mode": 1, **USERS_PASS}}
 CUT: list[tuple[dict[str, Any], str]] = [
     ({"enforce_eager": True}, "enforce_eager"),
     ({"optimization_level": 0}, "compilation_mode"),
@@ -55,3 +56,12 @@ def test_emitters_do_not_share_a_compiled_artifact(config: Build) -> None:
     one, other = (pass_of(config(additional_config=options)) for options in (ON, MODULE))
     assert one.uuid() != other.uuid()
     assert not any(other.is_applicable_for_range(r) for r in config().compilation_config.get_compile_ranges())
+
+
+def test_a_users_pass_still_runs_where_torch_compiles_without_vllm(config: Build) -> None:
+    """Then no compile range is known; Inductor calls what stands in the slot."""
+    seen: list[Any] = []
+    ours = pass_of(config(additional_config=MODULE, **USERS_PASS_IN_STOCK_MODE))
+    ours.chained = seen.append
+    ours("the graph")
+    assert seen == ["the graph"]

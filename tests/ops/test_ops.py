@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +18,13 @@ from vllm.platforms import current_platform
 from ops import opcalls
 from ops.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
 from vllm_aiter_mla import layers
-from vllm_aiter_mla.compat import context, kernels
+from vllm_aiter_mla.compat import context, kernels, user_pass
 from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.reference import store_nope
 from vllm_aiter_mla.kernels.stock import StockBackend
-from vllm_aiter_mla.ops import adapter
+from vllm_aiter_mla.ops import adapter, bodies
 from vllm_aiter_mla.sandbox import gpu_ops
 
 ROPE = "mla_attention_with_rope"
@@ -312,3 +314,28 @@ def test_a_call_with_another_dtype_is_bound_anew(monkeypatch: pytest.MonkeyPatch
         assert len(asked) == 1, "the same call was bound twice"
         kept.kernel(replace(asked[0], **{name: getattr(asked[0], name).to(torch.float64)}))
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize(("rows", "branch"), [(4, "decode"), (5, "stock_forward")])
+def test_a_decode_batch_above_the_limit_is_the_layers_own(
+    rows: int, branch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module emitter has no compile range that ends at L: the op itself keeps to it."""
+    ran: list[str] = []
+    for owner, name in ((bodies, "decode"), (adapter.VLLMLayer, "stock_forward")):
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, _in=inner, _name=name: (ran.append(_name), _in(*a))[1])
+    monkeypatch.setattr(layers, "limit_of", lambda module: 4)
+    layer, batch = layer_of(), batch_of(rows)
+    with forward([layer], batch):
+        OPS[ROPE](*arguments(ROPE, layer, rows))
+    assert ran == [branch]
+
+
+def test_the_limit_is_that_of_the_engines_pass_and_none_where_there_is_none() -> None:
+    def limit(**slot: Any) -> int:
+        compilation = SimpleNamespace(inductor_compile_config=slot)
+        return layers.limit_of(SimpleNamespace(_vllm_config=SimpleNamespace(compilation_config=compilation)))
+
+    assert limit(**{user_pass.slot(): SimpleNamespace(limit=48)}) == 48
+    assert limit() == sys.maxsize

@@ -72,8 +72,11 @@ class AiterMLAPipeline(InductorPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the chained pass, then ours, each where it applies."""
-        if self.emitter == "module" and self.chained is None:
-            return  # also where torch compiles without vLLM, which then knows no range
+        if self.emitter == "module":
+            # vLLM has asked for the range; where torch compiles without vLLM there is none.
+            if self.chained is not None:
+                self.chained(graph)
+            return
         compile_range = get_pass_context().compile_range
         if self.chained is not None and self._chained_wants(compile_range):
             self.chained(graph)
