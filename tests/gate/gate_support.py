@@ -114,7 +114,7 @@ def keep_compile_mode(monkeypatch: pytest.MonkeyPatch) -> None:
         before = (compilation.mode, compilation.backend)
         inner(vllm_config)
         if before[0] == CompilationMode.VLLM_COMPILE:
-            compilation.mode, compilation.backend = before[0], "inductor"
+            compilation.mode, compilation.backend = before[0], before[1] or "inductor"
             compilation.compile_sizes = []
 
     monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check_and_update_config))

@@ -17,6 +17,7 @@ CUT: list[tuple[dict[str, Any], str]] = [
     ({"enforce_eager": True}, "enforce_eager"),
     ({"optimization_level": 0}, "compilation_mode"),
     ({"compilation_config": {"mode": 2}}, "compilation_mode"),
+    ({"compilation_config": {"backend": "eager"}}, "backend"),
     ({"compilation_config": {"use_inductor_graph_partition": False}}, "graph_partition"),
     ({"compilation_config": {"splitting_ops": [MLA_ATTENTION_OP, KV_UPDATE_OP]}}, "splitting_ops"),
 ]

@@ -62,8 +62,8 @@ def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> 
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     if compilation_asked.mode == CompilationMode.VLLM_COMPILE:
         compilation.mode = CompilationMode.VLLM_COMPILE
-        # The platform names "inductor" only for its own plain trace.
-        compilation.backend = "inductor"
+        # The platform names a back end of its own for its plain trace.
+        compilation.backend = compilation_asked.backend or "inductor"
         compilation.ir_enable_torch_wrap = compilation_asked.ir_enable_torch_wrap
         # None makes the piecewise back end assert "out of considered ranges" without a GPU.
         compilation.compile_sizes = []
