@@ -9,7 +9,7 @@ from tools.model_matrix import spec_of
 from vllm_aiter_mla.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
-MOST = 44
+MOST = 36
 """Engines that compile: one takes up to a minute. What can be shown without one is shown without one, or in eager mode,
 which takes ten seconds; a stock side serves many."""
 
@@ -34,7 +34,6 @@ _fp32 = EngineSpec(
     model={"num_hidden_layers": 1, "yarn": False, "q_lora_rank": None, "dtype": "float32"},
 )  # fmt: skip
 
-_aiter942 = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx942", kv_cache_dtype="fp8")
 # Stock and ours over AITER's fp8 batched GEMM, vLLM's default where AITER is on.
 _fp8_bmm = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx950", fp8_bmm=True)
 # The same over mxfp4 weights, vLLM's default up to 0.32 on gfx950 beside bf16 attention.
@@ -80,6 +79,8 @@ _eager_drafts = EngineSpec(
     kv_cache_dtype="fp8", scales=SCALES, max_num_batched_tokens=CHUNK_TOKENS, kernel="reference",
     fake_arch="gfx950", attention="aiter", llm={"enforce_eager": True},
 )  # fmt: skip
+_eager_small = replace(_eager, scenarios=("short", "mixed"))
+_aiter942 = replace(_eager_small, kernel="aiter", rounding="single", fake_arch="gfx942", kv_cache_dtype="fp8")
 _eager_tp2 = replace(_eager, scenarios=("mixed",), tensor_parallel_size=2)
 _cut = replace(_eager, scenarios=("mixed", "long"), llm={}, compilation={"use_inductor_graph_partition": False})
 _full_module = replace(
@@ -106,7 +107,6 @@ SPECS: dict[str, EngineSpec] = {
     "no-plugin": replace(_off(_small), dump_graphs=True, plugin=False),
     "fp8-off": _off(_fp8),
     "fp8-on": _fp8,
-    "mutation-scale-twice": replace(_fp8, scenarios=("mixed",), mutation="engine_mutations:q_scale_is_applied_twice"),
     "fp32-off": _off(_fp32),
     "fp32-on": _fp32,
     "mutation-no-split": replace(_fp32, scenarios=("mixed",), mutation="engine_mutations:attention_does_not_split"),
@@ -119,13 +119,6 @@ SPECS: dict[str, EngineSpec] = {
     "mutation-raw-prefill-above-bucket": replace(
         _small, dump_graphs=True, mutation="engine_mutations:prefill_rows_stay_raw_and_passes_ignore_the_range"
     ),
-    "refused": replace(_small, mutation="engine_mutations:no_implementation_is_known"),
-    "refused-strict": replace(_small, kernel="triton", additional={"strict": True}),
-    "aiter-gfx942-fp8": _aiter942,
-    "reference-gfx942-fp8": replace(_aiter942, kernel="reference"),
-    "aiter-gfx942-broken": replace(
-        _aiter942, scenarios=("short",), mutation="engine_mutations:the_aiter_kernel_is_wrong"
-    ),
     # The real Triton kernel on CPU tensors; a step takes a few tenths of a second.
     "triton": replace(_small, scenarios=("mixed",), kernel="triton", rounding="single", interpret=True),
     "aiter-fp8-bmm-off": _off(_fp8_bmm),
@@ -135,12 +128,6 @@ SPECS: dict[str, EngineSpec] = {
     "aiter-fp4-bmm-on": _fp4_bmm,
     "class-gfx942-off": _off(_class942),
     "class-gfx942-on": _class942,
-    "mutation-draft-rows": replace(
-        _class942, scenarios=("mixed",), mutation="engine_mutations:a_request_has_one_decode_row"
-    ),
-    "class-gfx942-mixed-as-decode": replace(
-        _class942, scenarios=("mixed",), mutation="engine_mutations:a_mixed_batch_counts_as_decode"
-    ),
     "class-gfx950-off": _off(_class950),
     "class-gfx950-on": _class950,
     "schedule-off": _off(_schedule),
@@ -160,6 +147,16 @@ SPECS: dict[str, EngineSpec] = {
     "cut-off": _off(_cut),
     "cut-on": _cut,
     "module-full": _full_module,
+    "refused": replace(_eager_small, mutation="engine_mutations:no_implementation_is_known"),
+    "refused-strict": replace(_eager_small, kernel="triton", additional={"strict": True}),
+    "aiter-gfx942-fp8": _aiter942,
+    "reference-gfx942-fp8": replace(_aiter942, kernel="reference"),
+    "aiter-gfx942-broken": replace(
+        _aiter942, scenarios=("short",), mutation="engine_mutations:the_aiter_kernel_is_wrong"
+    ),
+    "mutation-draft-rows": _broken(_eager_drafts, "a_request_has_one_decode_row"),
+    "mutation-mixed-as-decode": _broken(_eager_drafts, "a_mixed_batch_counts_as_decode"),
+    "mutation-scale-twice": _broken(_eager_drafts, "q_scale_is_applied_twice"),
     "mutation-unknown-forward": _broken(_eager, "the_wrappers_forward_is_unknown"),
     "mutation-swapped": _broken(_eager, "query_and_key_are_swapped"),
     "mutation-no-kv-write": _broken(_eager, "the_emitted_op_writes_no_kv_row"),

@@ -25,11 +25,11 @@ def test_fp8_scales_drafts_and_padded_heads_are_those_of_stock_over_aiters_class
         assert {(3, 12), (9, 12), (15, 48)} <= result.replays.keys(), "padded full graphs, three rows a request"
 
 
-@pytest.mark.engine("class-gfx942-off", "mutation-draft-rows")
+@pytest.mark.engine("eager-drafts-off", "mutation-draft-rows")
 @pytest.mark.mutation
 def test_mutation_one_decode_row_per_request_is_caught(engines):
     found = engines("mutation-draft-rows")
-    figures = compare(beside(engines("class-gfx942-off"), found), found)["mixed"]
+    figures = compare(beside(engines("eager-drafts-off"), found), found)["mixed"]
     assert figures.tokens_equal < figures.tokens
 
 
@@ -41,9 +41,9 @@ def test_aiters_op_on_two_spawned_ranks_gives_stocks_tokens_over_aiters_class(en
     assert_parity(engines("class-gfx950-off"), on)
 
 
-@pytest.mark.engine("class-gfx942-off", "class-gfx942-mixed-as-decode")
+@pytest.mark.engine("eager-drafts-off", "mutation-mixed-as-decode")
 @pytest.mark.mutation
 def test_mutation_a_mixed_batch_taken_for_decode_is_caught_over_aiters_class(engines):
-    found = engines("class-gfx942-mixed-as-decode")
-    figures = compare(beside(engines("class-gfx942-off"), found), found)["mixed"]
+    found = engines("mutation-mixed-as-decode")
+    figures = compare(beside(engines("eager-drafts-off"), found), found)["mixed"]
     assert figures.tokens_equal < figures.tokens

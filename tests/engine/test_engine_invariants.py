@@ -145,7 +145,7 @@ def test_i8_what_engaged_is_said_once(engines):
     assert "2/2 MLA layers engaged (reference, bf16 KV, decode bucket 1..16)" in lines[0]
 
 
-@pytest.mark.engine("bf16-off", "refused")
+@pytest.mark.engine("eager-off", "refused")
 @pytest.mark.mutation
 def test_mutation_i8_nothing_engaged_is_one_warning_with_the_reason_and_stock_results(engines):
     lines = [line for line in engines("refused").log if "0/2" in line]
@@ -154,7 +154,7 @@ def test_mutation_i8_nothing_engaged_is_one_warning_with_the_reason_and_stock_re
     assert "impl: attention implementation is SandboxMLAImpl" in lines[0]
     with pytest.raises(AssertionError):
         assert_all_engaged(engines("refused"))
-    assert_parity(engines("bf16-off"), engines("refused"), 0.0)
+    assert_parity(engines("eager-off"), engines("refused"), 0.0)
 
 
 @pytest.mark.engine("refused-strict")
@@ -185,8 +185,8 @@ def test_i9_a_changed_fingerprint_compiles_again(engines):
     assert engines("mutation-half-a-layer").census[0]["compiled"]
 
 
-@pytest.mark.engine("fp8-off", "mutation-scale-twice")
+@pytest.mark.engine("eager-drafts-off", "mutation-scale-twice")
 @pytest.mark.mutation
 def test_mutation_a_scale_applied_twice_is_caught_by_the_fp8_parity(engines):
     with pytest.raises(AssertionError):
-        assert_parity(engines("fp8-off"), engines("mutation-scale-twice"))
+        assert_parity(engines("eager-drafts-off"), engines("mutation-scale-twice"))
