@@ -253,7 +253,7 @@ def _partition(view: ConfigView) -> Refusal | None:
                 "leave it unset, or set it to true, or set splitting_ops=[]",
             )
         return None
-    cut = [op for op in (MLA_ATTENTION_OP, KV_UPDATE_OP) if op in view.splitting_ops]
+    cut = [op for op in (MLA_ATTENTION_OP, KV_UPDATE_OP) if op in map(plain_name, view.splitting_ops)]
     if cut:
         return Refusal(
             "splitting_ops",
@@ -261,6 +261,11 @@ def _partition(view: ConfigView) -> Refusal | None:
             "set use_inductor_graph_partition=true with it, or splitting_ops=[], or leave both unset",
         )
     return None
+
+
+def plain_name(op: str) -> str:
+    """An entry of ``splitting_ops`` without the overload, which vLLM takes too."""
+    return op.removesuffix(".default")
 
 
 @dataclass(frozen=True)

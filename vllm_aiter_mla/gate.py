@@ -28,6 +28,7 @@ from vllm_aiter_mla.admission import (
     Refusal,
     admit_config,
     emitter_of,
+    plain_name,
     why_not_passes,
 )  # fmt: skip
 from vllm_aiter_mla.census import gauge as census_gauge
@@ -80,8 +81,9 @@ def apply(vllm_config: Any) -> Decision:
     if engaged is not None and settings.max_token_num is None:
         # A draft model's config may hold no draft tokens; it must not shrink the bucket that it shares with its target.
         limit = max(limit, engaged.limit)
-    _engage(compilation, settings, limit, engaged, emitter_of(view) if engaged is None else engaged.emitter)
-    _announce(vllm_config, view, settings, limit)
+    emitter = emitter_of(view) if engaged is None else engaged.emitter
+    _engage(compilation, settings, limit, engaged, emitter)
+    _announce(vllm_config, view, emitter, settings, limit)
     return Decision(settings, limit=limit)
 
 
@@ -104,7 +106,7 @@ def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any, emit
     if emitter == "passes":
         compilation.compile_ranges_endpoints = bucket.endpoints_with(compilation.compile_ranges_endpoints, limit)
         _open_graph(compilation)
-    _split(compilation)
+    _split(compilation, emitter)
     if engaged is not None and (engaged.limit, engaged.settings) == (limit, settings):
         return
     chained = user_pass.wrapped(compilation) if engaged is None else engaged.chained
@@ -131,22 +133,29 @@ def _open_graph(compilation: Any) -> None:
         log.say_once(logging.INFO, "use_inductor_graph_partition=True (was left unset; the passes need it)")
 
 
-def _split(compilation: Any) -> None:
+def _split(compilation: Any, emitter: str) -> None:
     """Keep our attention ops outside piecewise graphs; in other compilation modes nothing is cut."""
     if compilation.mode is None or compilation.mode.name != "VLLM_COMPILE":
         return
-    partition = compilation.use_inductor_graph_partition
-    if platform_hook.knobs_of(compilation).splitting_ops is None and (
-        not set(ATTENTION_OPS) <= set(compilation.splitting_ops or ())
-    ):
-        if compilation.pass_config.fuse_attn_quant and not partition:
-            return  # vLLM cuts nowhere then
-        # What set_splitting_ops_for_v1 would fill in; ours is added to it below.
-        updates = [] if partition else ["vllm::unified_kv_cache_update", KV_UPDATE_OP]
-        compilation.splitting_ops = [*compilation._attention_ops, *updates]
+    given = platform_hook.knobs_of(compilation).splitting_ops is not None
+    if not given and not set(ATTENTION_OPS) <= set(compilation.splitting_ops or ()):
+        _fill_in(compilation, emitter)
     ops = compilation.splitting_ops or []
-    if MLA_ATTENTION_OP in ops:
+    cut = (MLA_ATTENTION_OP,) if emitter == "passes" else (MLA_ATTENTION_OP, KV_UPDATE_OP)
+    if any(plain_name(op) in cut for op in ops):
         compilation.splitting_ops = [*ops, *(op for op in ATTENTION_OPS if op not in ops)]
+
+
+def _fill_in(compilation: Any, emitter: str) -> None:
+    """What vLLM's set_splitting_ops_for_v1 would fill in later, when nothing can be added any more."""
+    if emitter == "passes":
+        compilation.splitting_ops = list(compilation._attention_ops)
+        return
+    partition = compilation.use_inductor_graph_partition
+    if compilation.splitting_ops is not None or (compilation.pass_config.fuse_attn_quant and not partition):
+        return  # the platform's own, or no cut at all
+    updates = [] if partition else ["vllm::unified_kv_cache_update", KV_UPDATE_OP]
+    compilation.splitting_ops = [*compilation._attention_ops, *updates]
 
 
 def _decline(vllm_config: Any, refusal: Refusal, settings: Settings) -> None:
@@ -170,14 +179,14 @@ def _record(vllm_config: Any, refusal: Refusal) -> None:
         write_census(compat_config.cache_folder(), record)
 
 
-def _announce(vllm_config: Any, view: ConfigView, settings: Settings, limit: int) -> None:
+def _announce(vllm_config: Any, view: ConfigView, emitter: str, settings: Settings, limit: int) -> None:
     scheduler = vllm_config.scheduler_config
     if settings.max_token_num is not None:
         origin = f"given as {settings.max_token_num}"
     else:
         origin = f"max_num_seqs {scheduler.max_num_seqs} x (1 + {vllm_config.num_speculative_tokens} drafts)"
     batched = scheduler.max_num_batched_tokens
-    if emitter_of(view) == "module":
+    if emitter == "module":
         because = why_not_passes(view)
         ranges = "the module emitter puts the op into the layers" + (
             f" (the passes cannot run: {because.code})" if because else ""

@@ -194,7 +194,8 @@ def _stock(reason: str) -> tuple[str, None]:
 def limit_of(module: Any) -> int:
     """L, the most tokens that the layer's kernel is given; the passes keep to it by compile ranges."""
     compilation = getattr(compat_layer.config_of(module), "compilation_config", None)
-    return int(getattr(user_pass.current(compilation), "limit", sys.maxsize))
+    limit = getattr(user_pass.current(compilation), "limit", None)
+    return limit if isinstance(limit, int) else sys.maxsize
 
 
 def generation() -> int:

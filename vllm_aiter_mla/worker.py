@@ -82,8 +82,9 @@ def check_kernels(worker: Any) -> None:
 
 def _emit(config: Any) -> None:
     """Put the op into the layers where the module emitter does; the passes do it when a graph is compiled."""
-    if engaged_pass(config).emitter == "module":
-        emitter().emit(compat_config.mla_modules(config))
+    engaged = engaged_pass(config)
+    if engaged.emitter == "module":
+        engaged.emitted = emitter().emit(compat_config.mla_modules(config))
 
 
 def _limit(config: Any) -> int:

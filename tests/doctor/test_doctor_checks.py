@@ -78,6 +78,11 @@ def test_a_switch_that_leaves_nothing_to_fuse_is_a_problem() -> None:
     assert "module emitter" in switches.breakable_graphs(given(VLLM_USE_BREAKABLE_CUDAGRAPH="1")).detail
 
 
+def test_breakable_graphs_are_a_problem_where_the_passes_are_asked_for() -> None:
+    served = with_config(None, {"aiter_mla": {"emitter": "passes"}}, VLLM_USE_BREAKABLE_CUDAGRAPH="1")
+    assert conflicts.graph(served).detail.startswith("breakable_cudagraph")
+
+
 def test_an_allow_list_that_leaves_the_plugin_out_is_a_problem() -> None:
     assert installed.vllm_plugins(given(VLLM_PLUGINS="other")).status == "problem"
     assert installed.vllm_plugins(given(VLLM_PLUGINS="")).status == "problem"

@@ -12,8 +12,8 @@ def attention_does_not_split() -> None:
 
     inner = gate._split
 
-    def split(compilation):
-        inner(compilation)
+    def split(compilation, emitter):
+        inner(compilation, emitter)
         compilation.splitting_ops = [op for op in compilation.splitting_ops if op not in ATTENTION_OPS]
 
     gate._split = split
@@ -118,11 +118,13 @@ def padding_has_the_slot_of_another_row() -> None:
 
 
 def the_wrappers_forward_is_unknown() -> None:
-    """vLLM's wrapper has another forward than the one that the module emitter was written for; it computes the same."""
+    """Another plugin has wrapped the forward of vLLM's wrapper, and says with ``wraps`` what it wraps."""
+    import functools
+
     from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper as Wrapper
 
     inner = Wrapper.forward
-    Wrapper.forward = lambda self, *args, **kwargs: inner(self, *args, **kwargs)
+    Wrapper.forward = functools.wraps(inner)(lambda self, *args, **kwargs: inner(self, *args, **kwargs))
 
 
 def query_and_key_are_swapped() -> None:

@@ -20,6 +20,8 @@ CUT: list[tuple[dict[str, Any], str]] = [
     ({"compilation_config": {"backend": "eager"}}, "backend"),
     ({"compilation_config": {"use_inductor_graph_partition": False}}, "graph_partition"),
     ({"compilation_config": {"splitting_ops": [MLA_ATTENTION_OP, KV_UPDATE_OP]}}, "splitting_ops"),
+    ({"compilation_config": {"splitting_ops": [f"{MLA_ATTENTION_OP}.default"]}}, "splitting_ops"),
+    ({"compilation_config": {"splitting_ops": [KV_UPDATE_OP]}}, "splitting_ops"),
 ]
 
 
@@ -32,7 +34,7 @@ def test_auto_engages_where_the_passes_cannot_run(
     assert ranges_of(built) == ranges_of(stock), "no compile range more"
     compiled, bare = built.compilation_config, stock.compilation_config
     assert compiled.use_inductor_graph_partition == bare.use_inductor_graph_partition
-    ours = list(ATTENTION_OPS) if MLA_ATTENTION_OP in bare.splitting_ops else []
+    ours = list(ATTENTION_OPS) if any("mla" in op for op in bare.splitting_ops) else []
     assert compiled.splitting_ops == [*bare.splitting_ops, *ours], "stock's own, and ours beside attention"
     said = lines.at(logging.INFO)
     assert any("module emitter" in line and f"the passes cannot run: {code}" in line for line in said)
@@ -54,15 +56,21 @@ def test_the_module_can_be_asked_for_where_the_passes_would_run(config: Build) -
 
 
 def test_emitters_do_not_share_a_compiled_artifact(config: Build) -> None:
-    one, other = (pass_of(config(additional_config=options)) for options in (ON, MODULE))
+    one, other = (pass_of(config(additional_config=MODULE)) for _ in range(2))
+    assert one.uuid() == other.uuid()
+    one.emitter = "passes"
     assert one.uuid() != other.uuid()
+    one.emitter, one.emitted = "module", ("model.layers.0.attn: module",)
+    assert one.uuid() != other.uuid(), "nor do engines that emit other layers"
     assert not any(other.is_applicable_for_range(r) for r in config().compilation_config.get_compile_ranges())
 
 
-def test_a_users_pass_still_runs_where_torch_compiles_without_vllm(config: Build) -> None:
+def test_a_users_pass_still_runs_where_torch_compiles_without_vllm(
+    config: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then no compile range is known; Inductor calls what stands in the slot."""
     seen: list[Any] = []
     ours = pass_of(config(additional_config=MODULE, **USERS_PASS_IN_STOCK_MODE))
-    ours.chained = seen.append
+    monkeypatch.setattr(type(ours.chained), "__call__", lambda _, graph: seen.append(graph))
     ours("the graph")
     assert seen == ["the graph"]

@@ -4,6 +4,7 @@ it leaves alone."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from vllm_aiter_mla import module
@@ -30,8 +32,20 @@ YARN = {
 # -- the wrapper
 
 
-def test_the_installed_vllms_forward_is_known() -> None:
-    assert compat_wrapper.digest(compat_wrapper.stock_class().forward) in compat_wrapper.KNOWN_FORWARDS
+def test_the_installed_vllms_forwards_are_known() -> None:
+    assert compat_wrapper.why_unknown_code() is None
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("cls", list(compat_wrapper.KNOWN_FORWARDS), ids=lambda cls: cls.__name__)
+def test_a_forward_that_somebody_has_wrapped_is_not_known(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = cls.forward  # type: ignore[attr-defined]
+    monkeypatch.setattr(cls, "forward", functools.wraps(inner)(lambda *args: inner(*args)))
+    refusal = compat_wrapper.why_unknown_code()
+    assert refusal is not None
+    assert cls.__name__ in refusal.message
+    with module.installed():
+        assert NAME not in op_registry_oot, "nothing of an unknown vLLM is replaced"
 
 
 def test_a_source_is_known_by_its_code_and_not_by_its_comments_or_layout(tmp_path: Any) -> None:
@@ -125,8 +139,10 @@ def test_vllms_rotations_by_a_table_are_admitted(
         lambda inner: lambda positions, q, k: inner(positions, q, k)[::-1],
         lambda inner: lambda positions, q, k: (inner(positions, q, k)[0], k),
         lambda inner: lambda positions, q, k: tuple(1.1 * x for x in inner(positions, q, k)),
+        lambda inner: lambda positions, q, k: (inner(positions, q, k)[0] * float("nan"), inner(positions, q, k)[1]),
+        lambda inner: lambda positions, q, k: (inner(positions, q, k)[0], k * float("nan")),
     ],
-    ids=["the next row", "q and k swapped", "k not rotated", "scaled"],
+    ids=["the next row", "q and k swapped", "k not rotated", "scaled", "q is NaN", "k is NaN"],
 )
 def test_a_known_class_that_rotates_otherwise_is_refused(embedding: Callable[..., Any], wrong: Any) -> None:
     one = embedding(True, torch.float32)
@@ -192,12 +208,36 @@ def test_a_layer_that_cannot_be_looked_at_stays_stock_and_the_others_are_asked(m
 
 
 def test_an_attention_module_that_something_hooks_stays_stock() -> None:
-    one = SimpleNamespace(mla_attn=torch.nn.Identity())
+    attention = MLAAttention.__new__(MLAAttention)
+    torch.nn.Module.__init__(attention)
+    one = SimpleNamespace(mla_attn=attention)
     assert compat_wrapper.why_unknown(one) is None
+    other = compat_wrapper.why_unknown(SimpleNamespace(mla_attn=torch.nn.Identity()))
+    assert other is not None
+    assert "Identity" in other.message
     handle = one.mla_attn.register_forward_hook(lambda *args: None)
     refusal = compat_wrapper.why_unknown(one)
     assert refusal is not None
     assert refusal.code == "unknown_forward"
     handle.remove()
+    assert compat_wrapper.why_unknown(one) is None
     one.mla_attn.forward = lambda q: q
     assert compat_wrapper.why_unknown(one) is not None
+
+
+@pytest.mark.parametrize(("mode", "flag", "refused"), [("VLLM_COMPILE", True, True), ("NONE", True, False),
+                                                       ("VLLM_COMPILE", False, False)])  # fmt: skip
+def test_a_layer_whose_output_vllm_would_quantise_stays_stock(
+    mode: str, flag: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilation = SimpleNamespace(
+        mode=SimpleNamespace(name=mode), pass_config=SimpleNamespace(fuse_attn_quant=flag)
+    )  # fmt: skip
+    found = SimpleNamespace(
+        is_neox=True, mla_attn=SimpleNamespace(_vllm_config=SimpleNamespace(compilation_config=compilation))
+    )
+    state.reset()
+    monkeypatch.setattr(wrapper, "wrapper_of", lambda attention: found)
+    (key,) = emission.emit({"a": torch.nn.Module()})
+    assert (key == "a: fused_output_quant") is refused
+    assert found.is_neox is None, "what was emitted before is taken back"

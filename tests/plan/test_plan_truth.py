@@ -143,7 +143,11 @@ def _weight_dtype(quant: Any, name: str, dtype: torch.dtype) -> torch.dtype | No
     return None if weight is None else weight.dtype
 
 
-@pytest.mark.parametrize("name", ROWS)
+# vLLM takes seconds for each: a few of them in `make test`, the others beside the engines.
+NAMES = [name if at % 5 == 0 else pytest.param(name, marks=pytest.mark.slow) for at, name in enumerate(ROWS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_plan_prints_what_vllm_says(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
     for file, content in row.written().items():

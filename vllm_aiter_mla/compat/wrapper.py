@@ -1,4 +1,4 @@
-"""vLLM's MLA wrapper: its registry of replaced layers, and what is known of its forward."""
+"""vLLM's MLA wrapper: its registry of replaced layers, and what is known of the code that a module emission skips."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from typing import Any
 
 import torch
 from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.models.common.ops import fused_q_kv_rmsnorm
 from vllm.utils.torch_utils import _encode_layer_name
 
 from vllm_aiter_mla.admission import Refusal
 
-KNOWN_FORWARDS = {"795c52576b4a1fd8318e9679df0059bd292616e97bdbe14dd7166dd2fa625620": "0.30 to 0.33"}
-"""Sources of ``MultiHeadLatentAttentionWrapper.forward`` that are known, by ``digest``, with vLLM's releases."""
+KNOWN_FORWARDS = {
+    MultiHeadLatentAttentionWrapper: {
+        "795c52576b4a1fd8318e9679df0059bd292616e97bdbe14dd7166dd2fa625620": "0.30 to 0.33"
+    },
+    MLAAttention: {"af8d8424a2d50fd0a7c6671dac28ce61edd61993c4506787772c90672b83e75f": "0.30 to 0.33"},
+}
+"""Sources of the two forwards that the op replaces, by ``digest``, with vLLM's releases."""
 
 
 def stock_class() -> type:
@@ -32,35 +38,47 @@ def stock_class() -> type:
 def replaced(cls: type) -> Iterator[None]:
     """Let vLLM build ``cls`` where a model asks for its wrapper; another plugin's replacement stays."""
     name = stock_class().__name__
-    ours = name not in op_registry_oot
-    if ours:
+    if name not in op_registry_oot:
         stock_class().register_oot(cls)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        if ours:
-            op_registry_oot.pop(name, None)
+        if op_registry_oot.get(name) is cls:
+            del op_registry_oot[name]
+
+
+def why_unknown_code() -> Refusal | None:
+    """Why no forward may be replaced, or None: this plugin must have been written for both sources."""
+    for cls, known in KNOWN_FORWARDS.items():
+        found = digest(cls.forward)
+        if found not in known:
+            return Refusal(
+                "unknown_forward", f"the source of {cls.__name__}.forward is not known ({found[:12] or '-'})"
+            )
+    return None
 
 
 def why_unknown(wrapper: Any) -> Refusal | None:
-    """Why the wrapper's forward may not be replaced, or None: this plugin must have been written for its source."""
-    cls = stock_class()
-    found = digest(cls.forward)  # type: ignore[attr-defined]
-    if found not in KNOWN_FORWARDS:
-        return Refusal("unknown_forward", f"the source of {cls.__name__}.forward is not known (sha256 {found[:12]})")
-    hooks = [name for name in ("_forward_hooks", "_forward_pre_hooks") if getattr(wrapper.mla_attn, name)]
-    if hooks or wrapper.mla_attn.__dict__.get("forward") is not None:
+    """Why the op may not do what this wrapper and its attention module do, or None."""
+    attention = wrapper.mla_attn
+    if type(attention) is not MLAAttention:
+        return Refusal("unknown_forward", f"the attention module is {type(attention).__name__}")
+    hooked = attention._forward_hooks or attention._forward_pre_hooks or "forward" in attention.__dict__
+    if hooked:
         return Refusal("unknown_forward", "something else hooks the layer's attention module")
     return None
 
 
 def digest(function: Any) -> str:
-    """SHA-256 of a function's source without comments and layout; of nothing where there is no source."""
+    """SHA-256 of the code that a call runs, without comments and layout; of nothing where there is no source.
+
+    Not of what a decorator says that it wraps: its own source counts.
+    """
     left_out = (tokenize.COMMENT, tokenize.NL)
     try:
-        lines = io.StringIO(textwrap.dedent(inspect.getsource(function)))
+        lines = io.StringIO(textwrap.dedent(inspect.getsource(function.__code__)))
         kept = [token for token in tokenize.generate_tokens(lines.readline) if token.type not in left_out]
-    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
+    except (AttributeError, OSError, TypeError, SyntaxError, tokenize.TokenError):
         return ""
     marks = {tokenize.INDENT: ">", tokenize.DEDENT: "<", tokenize.NEWLINE: ";"}
     return hashlib.sha256(" ".join(marks.get(token.type, token.string) for token in kept).encode()).hexdigest()
@@ -81,6 +99,13 @@ def scales_query(wrapper: Any) -> bool:
     """Whether the model scales its query after RoPE."""
     text_config = wrapper.mla_attn._vllm_config.model_config.hf_text_config
     return getattr(text_config, "llama_4_scaling", None) is not None
+
+
+def quantises_output(wrapper: Any) -> bool:
+    """Whether vLLM's passes would fuse a quantisation into the attention op: they do not know ours."""
+    compilation = wrapper.mla_attn._vllm_config.compilation_config
+    is_compiled = compilation.mode is not None and compilation.mode.name == "VLLM_COMPILE"
+    return bool(is_compiled and compilation.pass_config.fuse_attn_quant)
 
 
 def encoded_name(attention: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which layers call the op: decided once, after the weights are loaded and the kernels are checked."""
+"""Which layers call the op: decided after the weights are loaded and the kernels are checked."""
 
 from __future__ import annotations
 
@@ -13,30 +13,40 @@ from vllm_aiter_mla.compat import wrapper as compat_wrapper
 from vllm_aiter_mla.module import rope, wrapper
 
 
-def emit(modules: dict[str, Any]) -> None:
+def emit(modules: dict[str, Any]) -> tuple[str, ...]:
     """Let each admitted layer call the op; the others run vLLM's own forward, with the reason in the census.
 
     Args:
         modules: the model's MLA layers by name.
+
+    Returns:
+        What became of each layer: a key for the compile cache, which holds what the layers called when it was filled.
     """
+    found = []
     for name, attention in modules.items():
         refusal = _guarded(attention)
+        found.append(f"{name}: {'module' if refusal is None else refusal.code}")
         if refusal is not None:
             census.refuse(name, refusal.code, refusal.message)
             log.say_once(logging.DEBUG, f"{name} stays stock: {refusal}")
+    return tuple(found)
 
 
 def _guarded(attention: Any) -> Refusal | None:
     try:
-        return _emit(attention)
+        found = wrapper.wrapper_of(attention)
+        if found is not None:
+            found.is_neox = None  # whatever was decided before
+        return compat_wrapper.why_unknown_code() or _emit(attention, found)
     except Exception as error:
         return Refusal("not_evaluated", f"admission raised {type(error).__name__}: {error}")
 
 
-def _emit(attention: Any) -> Refusal | None:
-    found = wrapper.wrapper_of(attention)
+def _emit(attention: Any, found: Any) -> Refusal | None:
     if found is None:
         return Refusal("unknown_forward", "the model's attention is not in vLLM's MultiHeadLatentAttentionWrapper")
+    if compat_wrapper.quantises_output(found):
+        return Refusal("fused_output_quant", "fuse_attn_quant is on, and vLLM's passes would not find the plugin's op")
     refusal = compat_wrapper.why_unknown(found) or rope.why_not(found)
     if refusal is not None:
         return refusal

@@ -30,7 +30,7 @@ def why_not(wrapper: Any) -> Refusal | None:
     if compat_wrapper.scales_query(wrapper):
         return Refusal("rope_other_operand", "the model scales q after RoPE (llama_4_scaling)")
     off = _difference(embedding, width)
-    if off > ROUNDINGS:
+    if not off <= ROUNDINGS:  # NaN included
         return Refusal("query_not_rope", f"{name} differs from the rotation by its table by {off:.3g} roundings")
     return None
 
@@ -51,7 +51,8 @@ def _difference(embedding: Any, width: int) -> float:
     wanted = [rotate(x, cos, sin, embedding.is_neox_style) for x in (q, k)]
     found = embedding(positions, q.clone(), k.clone())
     step = torch.finfo(table.dtype).eps
-    return max(
-        float(((one.float() - other).abs().amax() / (step * other.abs().amax())).item())
+    distances = [
+        (one.float() - other).abs().amax() / (step * other.abs().amax())
         for one, other in zip(found, wanted, strict=True)
-    )
+    ]
+    return float(torch.stack(distances).max().item())

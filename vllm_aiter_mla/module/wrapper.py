@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -84,8 +84,11 @@ def fused_class() -> type:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Let wrappers that are built inside the block be of our class; the registry is afterwards as it was."""
-    with compat_wrapper.replaced(fused_class()):
+    """Let wrappers that are built inside the block be of our class; the registry is afterwards as it was.
+
+    With a vLLM whose code is not known nothing is installed: ``emit`` then refuses each layer and says why.
+    """
+    with compat_wrapper.replaced(fused_class()) if compat_wrapper.why_unknown_code() is None else nullcontext():
         yield
 
 

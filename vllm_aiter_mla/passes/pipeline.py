@@ -39,6 +39,7 @@ class AiterMLAPipeline(InductorPass):
     Attributes:
         kernels: what each layer shape runs on in this worker, of ``worker.cache_key``; None until they are checked, and
             nothing is rewritten before.
+        emitted: what became of each layer of this worker under the module emitter, of ``module.emit``.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class AiterMLAPipeline(InductorPass):
         self.settings = settings
         self.chained = chained
         self.kernels: tuple[str, ...] | None = None
+        self.emitted: tuple[str, ...] = ()
 
     def uuid(self) -> str:
         """Key of vLLM's and Inductor's caches: everything that decides which graph comes out.
@@ -62,6 +64,7 @@ class AiterMLAPipeline(InductorPass):
                 "limit": self.limit,
                 "emitter": self.emitter,
                 "kernels": self.kernels,
+                "emitted": self.emitted,
                 "chained": None if self.chained is None else str(self.chained.uuid()),
             }
         )

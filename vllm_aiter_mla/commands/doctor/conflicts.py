@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from typing import Any
 
 from vllm_aiter_mla.admission import KV_UPDATE_OP, ConfigView, admit_config, emitter_of, why_not_passes
+from vllm_aiter_mla.commands.doctor import switches
 from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
 from vllm_aiter_mla.compat import offline
@@ -107,7 +109,9 @@ def _settings(given: Given) -> Settings:
 
 
 def _view(given: Given) -> ConfigView:
-    return ConfigView() if given.served is None else offline.view_of_options(given.served)
+    view = ConfigView() if given.served is None else offline.view_of_options(given.served)
+    breakable = switches.switched_on(given.env, "VLLM_USE_BREAKABLE_CUDAGRAPH", False)
+    return replace(view, breakable_cudagraph=True, mode="NONE") if breakable else view
 
 
 def _near_namespace(given: Given) -> str | None:

@@ -56,7 +56,7 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
             *options.assumptions,
             *serve_options.about_the_card(options.arch, options.env, bf16),
             *model.vllm.notes,
-            *_limits_of_the_plan(options),
+            *_limits_of_the_plan(options, model),
         ],
     }
 
@@ -159,7 +159,10 @@ def _options(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
     return shown | answered | {"settings": asdict(options.settings)}
 
 
-def _limits_of_the_plan(options: ServeOptions) -> list[str]:
-    if options.pp == 1:
-        return []
-    return [f"figures are for all layers; with --pipeline-parallel-size {options.pp} a rank holds its share"]
+def _limits_of_the_plan(options: ServeOptions, model: ModelFacts) -> list[str]:
+    found = []
+    if emitter_of(verdict.config_view(options, model)) == "module":
+        found.append("the module emitter asks each layer's wrapper and rotary embedding after loading; plan does not")
+    if options.pp > 1:
+        found.append(f"figures are for all layers; with --pipeline-parallel-size {options.pp} a rank holds its share")
+    return found
