@@ -20,7 +20,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 
 from vllm_aiter_mla.admission import Refusal
 
-KNOWN_FORWARDS = {
+KNOWN_FORWARDS: dict[Any, dict[str, str]] = {
     MultiHeadLatentAttentionWrapper: {
         "795c52576b4a1fd8318e9679df0059bd292616e97bdbe14dd7166dd2fa625620": "0.30 to 0.33"
     },
