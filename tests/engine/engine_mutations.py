@@ -91,7 +91,8 @@ def a_request_has_one_decode_row() -> None:
     def decode(step, q_prepared, output):
         n, requests = step.num_actual_tokens, step.metadata.num_decodes
         last = q_prepared[:n].view(requests, n // requests, *q_prepared.shape[1:])[:, -1:]
-        inner(step, last.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:]), output)
+        rows = last.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:])
+        inner(step, rows.contiguous(), output)
 
     bodies.decode = decode
 

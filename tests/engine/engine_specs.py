@@ -81,7 +81,6 @@ _eager_drafts = EngineSpec(
 )  # fmt: skip
 _eager_small = replace(_eager, scenarios=("short", "mixed"))
 _aiter942 = replace(_eager_small, kernel="aiter", rounding="single", fake_arch="gfx942", kv_cache_dtype="fp8")
-_eager_tp2 = replace(_eager, scenarios=("mixed",), tensor_parallel_size=2)
 _cut = replace(_eager, scenarios=("mixed", "long"), llm={}, compilation={"use_inductor_graph_partition": False})
 _full_module = replace(
     _full, additional={"emitter": "module"}, compilation=_full.compilation | {"use_inductor_graph_partition": True}
@@ -142,8 +141,6 @@ SPECS: dict[str, EngineSpec] = {
     "eager-on": _eager,
     "eager-drafts-off": _off(_eager_drafts),
     "eager-drafts-on": _eager_drafts,
-    "eager-tp2-off": _off(_eager_tp2),
-    "eager-tp2-on": _eager_tp2,
     "cut-off": _off(_cut),
     "cut-on": _cut,
     "module-full": _full_module,

@@ -34,14 +34,6 @@ def test_eager_drafts_over_an_fp8_cache_and_aiters_class_agree_with_stock(engine
     assert found.census[0]["total"] == 2, "the draft layer's module is replaced as well"
 
 
-@pytest.mark.engine("eager-tp2-off", "eager-tp2-on")
-def test_two_eager_ranks_engage_by_the_module_and_agree_with_stock(engines):
-    found = engines("eager-tp2-on")
-    assert_parity(engines("eager-tp2-off"), found)
-    assert_by_module(found, "enforce_eager")
-    assert len(found.census) == 2
-
-
 @pytest.mark.engine("cut-off", "cut-on")
 def test_a_graph_that_is_cut_at_attention_is_served_by_the_module(engines):
     found = engines("cut-on")
