@@ -131,6 +131,15 @@ def test_a_grown_table_is_noticed() -> None:
     assert torch.equal(torch.cat([cos, sin], -1), grown)
 
 
+def test_a_table_that_lies_elsewhere_now_gets_halves_of_its_own() -> None:
+    """The same object of the same shape: what is remembered of it must not outlive its memory."""
+    tables = TableHalves(lambda: False)
+    table, other = torch.zeros(8, 64), torch.ones(8, 64)
+    tables.halves(table)
+    table.data = other
+    assert float(tables.halves(table)[0][0, 0]) == 1.0
+
+
 def test_a_new_table_during_capture_says_what_to_do() -> None:
     tables = TableHalves(lambda: True)
     with pytest.raises(KernelCaptureError, match="outside the capture"):

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-# Files that are slow as a whole.
+# Files that hold slow tests, and why.
 SLOW = {
     "kernels/triton/test_triton_compiled.py": "compiles every variant for three cards",
     "kernels/triton/test_triton_interpreter.py": "interprets the kernel; tests/verify does so once",
     "gfx9/test_gfx9_kernel.py": "executes compiled kernels; the other files of tests/gfx9 execute instructions",
+    "plan/test_plan_truth.py": "four of every five configurations; `make test` has the fifth",
     "runner_v2/test_runner_v2.py": "builds vLLM's second model runner twice, its Triton kernels interpreted",
     "test_vector_unit.py": "imports vLLM anew as on AVX2",
 }

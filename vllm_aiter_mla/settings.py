@@ -26,7 +26,7 @@ FLAG_FIELD = "fuse_aiter_qk_rope_kvcache_mla"
 LIMIT_FIELD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 PASS_CONFIG_FIELDS = (FLAG_FIELD, LIMIT_FIELD)
 
-EMITTERS = ("auto", "passes", "module")
+EMITTER_OPTIONS = ("auto", "passes", "module")
 KERNELS = ("auto", "aiter", "triton", "stock", "reference")
 AITER_VIEWS = ("auto", "as-is", "per-head", "opt")
 STOP_AFTER = ("rope_kv_cache", "q_prep_lift")
@@ -64,7 +64,7 @@ class Settings:
     Attributes:
         enabled: the one switch.
         max_token_num: decode-bucket limit in tokens; ``None`` derives it from the scheduler's bounds.
-        emitter: who puts the one op into the layers, one of ``EMITTERS``; ``auto`` takes the passes where they can run.
+        emitter: who puts the one op into the layers, one of ``EMITTER_OPTIONS``; ``auto``: the passes if they can run.
         kernel: which back end prepares the query, one of ``KERNELS``.
         measure: with kernel ``auto``, time the kernels and vLLM's own at start-up and run the fastest.
         aiter_view: which of AITER's two decode kernels to reach by the view of the cache: one of ``AITER_VIEWS``, or
@@ -142,7 +142,7 @@ def _read_namespace(additional_config: object) -> dict[str, Any]:
     readers = {
         "enabled": _bool,
         "max_token_num": lambda name, value: None if value is None else _positive_int(name, value),
-        "emitter": lambda name, value: _choice(name, value, EMITTERS),
+        "emitter": lambda name, value: _choice(name, value, EMITTER_OPTIONS),
         "kernel": lambda name, value: _choice(name, value, KERNELS),
         "measure": _bool,
         "aiter_view": _view,

@@ -41,10 +41,15 @@ def test_auto_engages_where_the_passes_cannot_run(
     assert lines.at(logging.WARNING) == []
 
 
-def test_breakable_graphs_are_served_by_the_module(config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+@pytest.mark.parametrize(("breakable", "code"), [("1", "breakable_cudagraph"), ("0", "compilation_mode")])
+def test_breakable_graphs_are_served_by_the_module(
+    config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch, breakable: str, code: str
+) -> None:
+    """vLLM compiles nothing with them; without them the mode alone is the reason."""
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", breakable)
     built = config(additional_config=ON, compilation_config={"mode": 0})
     assert pass_of(built).emitter == "module"
+    assert any(f"the passes cannot run: {code})" in line for line in lines.at(logging.INFO))
 
 
 def test_the_module_can_be_asked_for_where_the_passes_would_run(config: Build) -> None:

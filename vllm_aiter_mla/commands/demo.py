@@ -21,9 +21,7 @@ def demo(
     attention: Annotated[
         str | None, typer.Option(help="Attention under --kernel fake-aiter: aiter (vLLM's own, default) or sandbox.")
     ] = None,
-    emitter: Annotated[
-        str, typer.Option(help="passes, or module: in eager mode on both sides, over the reference kernel.")
-    ] = "passes",
+    emitter: Annotated[str, typer.Option(help="passes, or module: both sides in eager mode.")] = "passes",
     keep: Annotated[Path | None, typer.Option(help="Keep FX graphs and results in this folder, for `report`.")] = None,
 ) -> None:
     """Serve a small random DeepSeek-V2 with vLLM, fast path off and on, and compare: on this CPU, or on a GPU.

@@ -46,13 +46,13 @@ def settings(given: Given) -> Check:
 
 
 def graph(given: Given) -> Check:
-    """Options by which admission declines the whole engine, or takes the module emitter: the graph is cut, or none."""
+    """What the options say of the graph: the engine is declined, or the module emitter takes it, or the passes do."""
     if _unknown(given):
         return Check("unknown", "the options were not read", SEE_SETTINGS)
-    refusal = admit_config(_view(given))
+    view = _view(given)
+    refusal = admit_config(view)
     if refusal is not None:
         return Check("problem", str(refusal), "change the option that the line names")
-    view = _view(given)
     if emitter_of(view) == "module":
         because = why_not_passes(view)
         return Check("ok", f"the module emitter is taken{f'; {because}' if because else ', as asked for'}")

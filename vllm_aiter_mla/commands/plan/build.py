@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from vllm_aiter_mla import __version__, bucket
-from vllm_aiter_mla.admission import LEVELS, Refusal, emitter_of, why_not_passes
+from vllm_aiter_mla.admission import LEVELS, ConfigView, Refusal, emitter_of, why_not_passes
 from vllm_aiter_mla.commands.plan import formulas, kernels, ranges, serve_options, verdict
 from vllm_aiter_mla.commands.plan.kernels import KernelSpan
 from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
@@ -20,6 +20,8 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
     """The plan as plain containers. Kernels and figures are those of the most frequent kind of layer."""
     limit = bucket.decode_limit(options.max_num_seqs, model.vllm.num_drafts, options.settings.max_token_num)
     against = verdict.engine_reasons(options, model)
+    view = verdict.config_view(options, model)
+    cut = why_not_passes(view)
     kinds = [_Planned(options, model, kind, limit) for kind in model.kinds]
     main = kinds[0] if kinds else None
     total = sum(kind.count for kind in model.kinds)
@@ -39,8 +41,9 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
             form: sum(p.kind.count for p in kinds if p.form == form) for form in {p.form for p in kinds}
         },
         "limit": limit,
-        **_emitter(options, model),
-        "compile_ranges": ranges.compile_ranges(options, model, limit, verdict.config_view(options, model)),
+        "emitter": emitter_of(view),
+        "why_not_passes": None if cut is None else asdict(cut),
+        "compile_ranges": ranges.compile_ranges(options, model, limit, view),
         "captures": ranges.captures(options, model, limit),
         "verdict": _verdict(reasons, against, engaged, total),
         "layers": {
@@ -56,7 +59,7 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
             *options.assumptions,
             *serve_options.about_the_card(options.arch, options.env, bf16),
             *model.vllm.notes,
-            *_limits_of_the_plan(options, model),
+            *_limits_of_the_plan(options, view),
         ],
     }
 
@@ -141,12 +144,6 @@ def _verdict(reasons: list[Refusal], against: list[Refusal], engaged: int, total
     return PARTIAL if codes == {"kernel_shape"} else REFUSED
 
 
-def _emitter(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
-    view = verdict.config_view(options, model)
-    reason = why_not_passes(view)
-    return {"emitter": emitter_of(view), "why_not_passes": None if reason is None else asdict(reason)}
-
-
 def _options(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
     own = ("tp", "pp", "max_num_seqs", "max_num_batched_tokens", "block_size", "attention_backend")
     viewed = ("dcp", "pcp", "enforce_eager", "mode")
@@ -159,9 +156,9 @@ def _options(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
     return shown | answered | {"settings": asdict(options.settings)}
 
 
-def _limits_of_the_plan(options: ServeOptions, model: ModelFacts) -> list[str]:
+def _limits_of_the_plan(options: ServeOptions, view: ConfigView) -> list[str]:
     found = []
-    if emitter_of(verdict.config_view(options, model)) == "module":
+    if emitter_of(view) == "module":
         found.append("the module emitter asks each layer's wrapper and rotary embedding after loading; plan does not")
     if options.pp > 1:
         found.append(f"figures are for all layers; with --pipeline-parallel-size {options.pp} a rank holds its share")
