@@ -139,7 +139,7 @@ def test_cards_other_than_gfx950_are_refused() -> None:
 
 def test_a_missing_gemm_is_a_refusal_that_names_the_switch() -> None:
     bound = AiterBackend(GFX950, missing=lambda weight: "no such module" if weight.form == "mxfp4" else None)
-    assert bound.refuse(operands()) == "absorb: no such module; set VLLM_ROCM_USE_AITER_FP4BMM=0"
+    assert bound.refuse(operands()) == f"absorb: no such module; {fp4_form.Mxfp4Weight.avoid}"
     assert bound.refuse(inputs("gfx950")) is None, "layers with plain weights do not need it"
 
 

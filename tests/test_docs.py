@@ -19,8 +19,8 @@ PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md",
 DEVELOPMENT = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
 
 OURS = "vllm_aiter_mla/"
-NOT_HERE = ("aiter/", "vllm/", "csrc/")
-"""Beginnings of paths in AITER's and vLLM's sources."""
+NOT_HERE = ("aiter/", "atom/", "vllm/", "csrc/")
+"""Beginnings of paths in others' sources: AITER's, ATOM's and vLLM's."""
 PLANNED = {"kernels/absorb/mine.py", "kernels/mine.py", "compat/patches/mine.py", "compat/patches/mla_wrapper.py"}
 PLANNED |= {"module/forward.py", "commands/mine.py"}
 """Files that the page tells the reader to make."""

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import Parser, RunError, UsageError, guarded, writable
 
 VLLM = "0.32.0"
-# lm-eval: tools/accuracy.py and its end-to-end test; it moves no version of the others.
+# lm-eval: tools/accuracy.py and its end-to-end test; it moves no version of the others. build, twine: the test of the
+# packages that a release has.
 ROOTS = (
     "torch==2.13.0",
     "triton",
@@ -37,6 +38,8 @@ ROOTS = (
     "mypy",
     "setuptools",
     "lm-eval[api]",
+    "build",
+    "twine",
 )
 # Only CUDA builds resolve beside a CPU torch, and then `import transformers` fails; text models need none of them.
 DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})

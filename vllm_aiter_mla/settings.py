@@ -48,7 +48,7 @@ class DebugSettings:
     Attributes:
         stop_after: leave the chain of passes after this one, for every layer; ``None`` runs all three.
         rounding: ``single`` rounds the rotated half once, as AITER does; ``two`` rounds it to the activation dtype
-            first, as stock vLLM does, so that fp8 runs can be compared bit for bit.
+            first, as vLLM's kernels and its compiled graph do, so that fp8 runs can be compared bit for bit.
         untested_vllm: engage on a vLLM release outside the supported window.
     """
 

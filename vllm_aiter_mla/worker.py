@@ -238,7 +238,8 @@ def _verdict(worker: Any) -> dict[str, Any]:
     config = worker.vllm_config
     engaged, rank = engaged_pass(config), int(getattr(worker, "rank", 0))
     names = sorted(compat_config.mla_modules(config))
-    found = record.as_record(names, engaged.limit, compat_config.cache_name(config), rank, engaged.emitter)
+    cache, card = compat_config.cache_name(config), layers.current_platform().arch
+    found = record.as_record(names, engaged.limit, cache, rank, engaged.emitter, card)
     return found | compat_config.metric_labels(config)
 
 

@@ -66,6 +66,23 @@ def test_aiter_left_off_is_a_problem() -> None:
     assert switches.use_aiter(given(VLLM_ROCM_USE_AITER="True")).status == "ok"
 
 
+@pytest.mark.usefixtures("rocm_card")
+@pytest.mark.parametrize(
+    ("backend", "status"), [("ROCM_AITER_MLA", "ok"), ("TRITON_MLA", "problem"), ("CUSTOM", "problem")]
+)
+def test_a_backend_that_is_named_decides_and_not_the_variable(backend: str, status: str) -> None:
+    served = SimpleNamespace(attention_backend=SimpleNamespace(name=backend))
+    found = switches.use_aiter(Given(env={}, served=served))
+    assert found.status == status
+    assert f"--attention-backend {backend}" in found.detail
+
+
+def test_batch_invariance_takes_aiters_attention_away() -> None:
+    found = switches.batch_invariant(given(VLLM_BATCH_INVARIANT="1"))
+    assert (found.status, found.remedy) == ("problem", "unset it")
+    assert switches.batch_invariant(given()).status == "ok"
+
+
 def test_switches_name_the_variable_without_rocm_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "rocm_version", lambda: None)
     found = switches.fp8_bmm(given())
@@ -141,7 +158,7 @@ def test_aiter_is_judged_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (fake_torch("7.0.51831"), None, ("ok", "ok")),
         (fake_torch("6.4.1"), None, ("ok", "problem")),
-        (fake_torch(None, "13.0"), None, ("warning", "unknown")),
+        (fake_torch(None, "13.0"), None, ("problem", "unknown")),
         (fake_torch(None), None, ("warning", "unknown")),
         (ModuleNotFoundError("No module named 'torch'"), "7.1.0", ("problem", "ok")),
     ],
@@ -165,7 +182,7 @@ def test_the_card_is_read_from_the_driver_where_torch_sees_none(
     for node, version in (("0", 0), ("1", 90402)):
         (tmp_path / node).mkdir()
         (tmp_path / node / "properties").write_text(f"cpu_cores_count 0\ngfx_target_version {version}\n")
-    assert machine.gpu(given()).detail == "gfx942 (MI300X, MI325X)"
+    assert machine.gpu(given()).detail == "gfx942 (MI300X, MI325X); speed on gfx942 not measured"
     (tmp_path / "1" / "properties").write_text("gfx_target_version 90010\n")
     assert machine.gpu(given()).status == "problem"
 

@@ -125,6 +125,7 @@ def test_every_log_line_is_explained(line: str) -> None:
         ("gate.py", "off although it was switched on: "),
         ("census/record.py", "MLA layers engaged ("),
         ("census/record.py", ", measured here"),
+        ("census/record.py", "; speed on "),
         ("measuring.py", "the kernels could not be timed: "),
         ("measuring.py", "the measured choice could not be used: "),
         ("measuring.py", "the static order of kernels stands"),

@@ -114,9 +114,11 @@ def test_every_option_of_vllms_own_is_known() -> None:
     assert "Unexpected keyword" not in conflicts.settings(with_config({"pass_config": passes})).detail
 
 
-def test_a_key_that_looks_like_the_plugins_is_a_warning() -> None:
+def test_a_key_that_looks_like_the_plugins_is_a_problem_where_nothing_else_switches_it_on() -> None:
     found = conflicts.settings(with_config(additional={"aiter-mla": {"enabled": True}}))
-    assert (found.status, "its key is aiter_mla" in found.detail) == ("warning", True)
+    assert (found.status, "whose key is aiter_mla: the fast path stays off" in found.detail) == ("problem", True)
+    both = {"aiter-mla": {"strict": True}, "aiter_mla": {"enabled": True}}
+    assert conflicts.settings(with_config(additional=both)).status == "warning"
     assert conflicts.settings(with_config(additional={"another_plugin": {}})).status == "ok"
 
 

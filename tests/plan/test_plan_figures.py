@@ -103,15 +103,16 @@ def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most
 
 
 def test_launches_per_layer_are_those_of_the_architecture() -> None:
-    for stored, expected in ((1, (5, 3, 2, 1)), (2, (4, 3, 2, 1))):
+    """Stock's concat and fp8 quantisation are one compiled kernel: docs/ledger.md counts it so."""
+    for stored in (1, 2):
         step = formulas.Step(8, 16, 128, 64, 512, stored)
-        assert tuple(len(path(step)) for path in formulas.PATHS.values()) == expected
+        assert tuple(len(path(step)) for path in formulas.PATHS.values()) == (4, 3, 2, 1)
 
 
 def test_launches_per_step_count_every_mla_layer() -> None:
     figures = planned("kimi-k3", "-tp", "8", "--kv-cache-dtype", "fp8")["figures"]
     paths = figures["by_tokens"][256]
-    assert paths["stock"]["launches_per_step"] == 5 * 24
+    assert paths["stock"]["launches_per_step"] == 4 * 24
     assert paths["aiter"]["launches_per_step"] == 2 * 24
     assert figures["q_prepared_bytes"] == 256 * 12 * 576
 

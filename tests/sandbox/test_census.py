@@ -303,6 +303,19 @@ def test_census_of_a_layer_that_kept_two_passes_says_why_it_is_not_engaged(said)
     assert found["refused"][LAYERS[1]] == list(record.NOT_RUN)
 
 
+@pytest.mark.parametrize(("card", "told"), [("cpu", ""), ("gfx950", "; speed on gfx950 not measured")])
+def test_census_the_line_says_that_nobody_has_timed_this_card(said, card, told):
+    census.engage(LAYERS[0], "aiter")
+    found = record.as_record(LAYERS[:1], 512, "fp8", 0, card=card)
+    assert record.line(found) == f"1/1 MLA layers engaged (aiter, fp8 KV, decode bucket 1..512{told})"
+
+
+def test_census_a_measured_card_is_not_called_unmeasured(said, monkeypatch):
+    monkeypatch.setattr(record, "MEASURED_CARDS", frozenset({"gfx950"}))
+    assert record.unmeasured("gfx950") == ""
+    assert record.unmeasured("gfx942")
+
+
 def staged(monkeypatch, others):
     """The other pipeline stages hand over ``others``."""
     monkeypatch.setattr(worker.ranks, "of_stages", lambda mine: [mine, *others])

@@ -29,7 +29,7 @@ def require_lm_eval() -> Path:
     spec = importlib.util.find_spec("lm_eval")
     missing = [name for name in ("lm_eval", "aiohttp", "tenacity") if importlib.util.find_spec(name) is None]
     if missing or spec is None or spec.origin is None:
-        raise UsageError(f"{', '.join(missing)} missing: pip install 'vllm-aiter-mla[accuracy]' (lm-eval[api])")
+        raise UsageError(f"{', '.join(missing)} missing: pip install '.[accuracy]' (lm-eval[api])")
     return Path(spec.origin).parent / "tasks" / TASK / f"{TASK}.yaml"
 
 

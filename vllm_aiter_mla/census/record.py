@@ -10,12 +10,15 @@ from vllm_aiter_mla.census import state
 NOT_RUN = ("not_run", "its fused op has not run")
 """Code and reason of a layer that nobody has refused and that is not engaged."""
 
+MEASURED_CARDS: frozenset[str] = frozenset()
+"""Architectures on which this project has measured; docs/results.md has the figures."""
+
 SHOWN = 64
 """Tokens of the step whose measured time the line gives, or the nearest count that was timed."""
 
 
 def as_record(
-    total: Sequence[str], limit: int, kv_cache_dtype: str, rank: int, emitter: str = "passes"
+    total: Sequence[str], limit: int, kv_cache_dtype: str, rank: int, emitter: str = "passes", card: str = "cpu"
 ) -> dict[str, Any]:
     """What this process has counted; a layer that is not engaged counts as refused, with the reason that is known.
 
@@ -25,12 +28,14 @@ def as_record(
         kv_cache_dtype: of the engine, as vLLM spells it.
         rank: of this worker.
         emitter: who puts the op into the layers.
+        card: its architecture, or "cpu".
     """
     now = state.current()
     why = {name: now.refused.get(name) or now.partial.get(name) or NOT_RUN for name in total}
     return {
         "rank": rank,
         "emitter": emitter,
+        "card": card,
         "total": len(total),
         "engaged": {name: now.engaged[name] for name in total if name in now.engaged},
         "refused": {name: list(reason) for name, reason in why.items() if name not in now.engaged},
@@ -55,6 +60,7 @@ def of_declined(code: str, message: str, layers: Sequence[int], kv_cache_dtype: 
     return {
         "rank": 0,
         "emitter": "",
+        "card": "",
         "total": len(layers),
         "engaged": {},
         "refused": {f"layer {index}": [code, message] for index in layers},
@@ -98,7 +104,13 @@ def _where(record: dict[str, Any]) -> str:
 def _kernels(record: dict[str, Any]) -> str:
     cache = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(record["kv_cache_dtype"], "fp8")
     low, high = record["decode_bucket"]
-    return f"{'+'.join(sorted(set(record['engaged'].values())))}, {cache} KV, decode bucket {low}..{high}"
+    names = "+".join(sorted(set(record["engaged"].values())))
+    return f"{names}, {cache} KV, decode bucket {low}..{high}{unmeasured(record.get('card', 'cpu'))}"
+
+
+def unmeasured(card: str) -> str:
+    """What is said once of a card on which nobody has timed the plugin; nothing of a measured card or a CPU."""
+    return "" if card == "cpu" or card in MEASURED_CARDS else f"; speed on {card} not measured"
 
 
 def _measured(record: dict[str, Any]) -> str | None:

@@ -17,7 +17,7 @@ class Census:
     Attributes:
         engaged: layers whose fused op has run, with the kernel that ran.
         refused: layers that the passes left alone, with (code, reason).
-        partial: layers rewritten by passes 1 and 2 only, with (code, reason).
+        partial: layers that keep a part of the passes, with (code, reason).
         measured: per layer shape what was timed at start-up and chosen: "shape" in words, "layers" by name, "chosen" as
             [first, last, kernel] in tokens, "us" a layer by token count and candidate.
         compiled: what the passes did in each compile range, over all graphs of it, as "start-end" -> counts by pass.
@@ -50,7 +50,7 @@ def refuse(layer_name: str, code: str, reason: str) -> None:
 
 
 def keep_partial(layer_name: str, code: str, reason: str) -> None:
-    """Note that a layer keeps passes 1 and 2 only."""
+    """Note that a layer keeps a part of the passes: the first, or with ``debug.stop_after`` two."""
     _census.partial[layer_name] = (code, reason)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Annotated
 
 import typer
@@ -18,6 +19,9 @@ COMMANDS = {
     "bench": "bench.command",
     "report": "report.command",
 }
+
+# What the plugin is installed beside and never asks pip for.
+HOST = ("torch", "vllm", "triton", "numpy")
 
 app = typer.Typer(
     name="vllm-aiter-mla",
@@ -53,5 +57,11 @@ _register()
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Entry point of the console script. Exit status 2 where a command lacks torch or vLLM; ``doctor`` runs without."""
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        if error.name not in HOST:
+            raise
+        typer.echo(f"vllm-aiter-mla: {error.name} is not installed here; run this where vLLM serves", err=True)
+        sys.exit(2)

@@ -141,6 +141,13 @@ def all_reduce_bytes() -> int:
     return int(module.AiterCustomAllreduce.effective_max_size())
 
 
+def backend_name(parsed: Any) -> str:
+    """The attention backend that the options name, in either spelling; "" where vLLM chooses."""
+    config = getattr(parsed, "attention_config", None)
+    chosen = getattr(parsed, "attention_backend", None) or getattr(config, "backend", None)
+    return str(getattr(chosen, "name", chosen) or "")
+
+
 def impl_name(backend: str) -> str:
     """Class name of the attention implementation behind a name of vLLM's backend registry."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -24,7 +24,8 @@ class Numerics:
 
     Attributes:
         rounding: "single" is AITER's: float32 RoPE, one rounding to the stored type. "two" rounds the rotated values
-            to the activation dtype first, as vLLM's separate RoPE does, so that plumbing can be compared bit for bit.
+            to the activation dtype first, as vLLM's rotary kernels do (not its eager YaRN), so that plumbing can be
+            compared bit for bit.
         truncate_cache_rope: AITER's opt kernel on gfx942 truncates the rope part of a bf16 cache toward zero.
     """
 

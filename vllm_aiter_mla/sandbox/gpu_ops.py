@@ -133,7 +133,10 @@ def concat_and_cache_mla(
     scale: torch.Tensor,
     skip_scale: bool = False,
 ) -> None:
-    """Write the KV rows, as vLLM's GPU kernel of this name does. vLLM 0.33 sets ``skip_scale`` where it is one."""
+    """Write the KV rows, as vLLM's GPU kernel of this name does, but for ``write_kv_rows``'s reciprocal.
+
+    vLLM 0.33 sets ``skip_scale`` where the scale is one.
+    """
     write_kv_rows(kv_c, k_pe, kv_cache, slot_mapping, scale)
 
 

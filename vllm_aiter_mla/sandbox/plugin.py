@@ -29,7 +29,7 @@ def activate() -> None:
         KNOWN_IMPLS.add(GPU_ATTENTION[1])
         return
     if not current_platform.is_cpu():
-        raise RuntimeError(f"the sandbox runs on CPUs and on CUDA and ROCm GPUs, not on {current_platform.device_type}")
+        raise RuntimeError(f"the sandbox is for CPUs and for CUDA and ROCm GPUs, not on {current_platform.device_type}")
     from vllm_aiter_mla.sandbox import aiter_attention, attention, gpu_ops, platform, random_weights
     from vllm_aiter_mla.sandbox.fake_aiter.engine import resume
 

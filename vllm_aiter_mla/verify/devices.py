@@ -33,7 +33,7 @@ def hip_call(name: str, *arguments: Any) -> tuple[Any, ...]:
     try:
         result = getattr(importlib.import_module("hip.hip"), name)(*arguments)
     except ImportError:
-        raise DeviceError("hip-python is not installed: pip install 'vllm-aiter-mla[rocm]'") from None
+        raise DeviceError("hip-python is not installed: in a checkout, pip install '.[rocm]'") from None
     except (RuntimeError, AttributeError) as error:
         raise DeviceError(f"hip-python cannot call {name}: {first_line(error)}") from None
     code, *values = result if isinstance(result, tuple) else (result,)

@@ -31,8 +31,9 @@ def settings(given: Given) -> Check:
     near = _near_namespace(given)
     if near is not None:
         return Check(
-            "warning",
-            f"additional_config.{near} is not read by this plugin: its key is {NAMESPACE}",
+            "warning" if found.enabled else "problem",
+            f"additional_config.{near} is not read by this plugin, whose key is {NAMESPACE}"
+            + ("" if found.enabled else ": the fast path stays off"),
             f"write {NAMESPACE}, unless another plugin reads it",
         )
     unused = unused_options(found)

@@ -46,7 +46,7 @@ def plugin(given: Given) -> Check:
     others = sorted({point.name for point in points if point.name != NAMESPACE and not _vllms_own(point)})
     beside = f"; beside it: {', '.join(others)}" if others else ""
     if not ours:
-        return Check("problem", f"no entry point {NAMESPACE} in {GENERAL}{beside}", "pip install vllm-aiter-mla")
+        return Check("problem", f"no entry point {NAMESPACE} in {GENERAL}{beside}", "in a checkout: pip install .")
     if len({point.value for point in ours}) > 1:
         return Check("warning", f"{NAMESPACE} is registered more than once", "remove all but one installation")
     return Check("ok", f"entry point {NAMESPACE} = {ours[0].value}{beside}")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from vllm_aiter_mla.census import record
 from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
 
@@ -41,7 +42,7 @@ def torch(given: Given) -> Check:
         return Check("ok", f"{found.__version__} for ROCm {hip(found)}")
     if found.version.cuda:
         return Check(
-            "warning",
+            "problem",
             f"{found.__version__} for CUDA {found.version.cuda}: AITER needs ROCm, and no MLA "
             "implementation of vLLM's on CUDA is admitted yet",
             "serve on MI300X or MI355X",
@@ -56,7 +57,9 @@ def rocm(given: Given) -> Check:
         return Check("unknown", "no ROCm is visible from here", ELSEWHERE)
     if int(version.partition(".")[0]) >= OLDEST_ROCM:
         return Check("ok", version)
-    return Check("problem", f"{version}: AITER's bf16 arithmetic is wrong before 7", "use a ROCm 7 image")
+    return Check(
+        "problem", f"{version}: AITER's bf16 arithmetic is wrong before 7", "use an image with ROCm 7 or newer"
+    )
 
 
 def driver(given: Given) -> Check:
@@ -65,7 +68,7 @@ def driver(given: Given) -> Check:
         version = AMD_MODULE / "version"
         return Check("ok", f"amdgpu {version.read_text().strip() if version.is_file() else 'of the kernel'}")
     if NVIDIA_DRIVER.is_file():
-        return Check("warning", f"NVIDIA: {NVIDIA_DRIVER.read_text().splitlines()[0]}", SEE_TORCH)
+        return Check("problem", f"NVIDIA: {NVIDIA_DRIVER.read_text().splitlines()[0]}", SEE_TORCH)
     return Check("unknown", "no GPU driver is visible from here", ELSEWHERE)
 
 
@@ -75,7 +78,7 @@ def gpu(given: Given) -> Check:
     if arch is None:
         return Check("unknown", "no GPU is visible from here", ELSEWHERE)
     if arch in ARCHITECTURES:
-        return Check("ok", f"{arch} ({ARCHITECTURES[arch]})")
+        return Check("ok", f"{arch} ({ARCHITECTURES[arch]}){record.unmeasured(arch)}")
     if arch.startswith("gfx"):
         return Check("problem", f"{arch}: AITER's op is for {', '.join(ARCHITECTURES)}", "serve on another card")
     return Check("problem", f"{arch}: not an AMD card, and no MLA implementation there is admitted", SEE_TORCH)
@@ -96,7 +99,7 @@ def hip_python(given: Given) -> Check:
         return Check("ok", version)
     if rocm_version() is None:
         return Check("ok", "not installed, and not needed without ROCm")
-    return Check("warning", "not installed: `verify` looks less deep", "pip install 'vllm-aiter-mla[rocm]'")
+    return Check("warning", "not installed: `verify` looks less deep", "in a checkout: pip install '.[rocm]'")
 
 
 def module(name: str) -> ModuleType | Exception:

@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from vllm_aiter_mla.commands.doctor import machine
 from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
-from vllm_aiter_mla.compat import switches
+from vllm_aiter_mla.compat import offline, switches
 
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 USE_AITER, FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
 
 
 def use_aiter(given: Given) -> Check:
     """AITER must be switched on in vLLM, for MLA too: only then is the attention AITER's."""
+    backend = "" if given.served is None else offline.backend_name(given.served)
+    if backend:
+        return _of_backend(backend)
     if machine.rocm_version() is None:
         return Check("ok", "VLLM_ROCM_USE_AITER has no effect without ROCm; with ROCm set it to 1")
     for name, default in ((USE_AITER, False), ("VLLM_ROCM_USE_AITER_MLA", True)):
@@ -21,6 +25,29 @@ def use_aiter(given: Given) -> Check:
             origin = f"={given.env[name]}" if name in given.env else " is unset, which means off"
             return Check("problem", f"{name}{origin}: vLLM takes another MLA backend", f"set {name}=1")
     return Check("ok", "VLLM_ROCM_USE_AITER=1")
+
+
+def _of_backend(backend: str) -> Check:
+    """vLLM takes the backend that is named, whatever the switches say."""
+    from vllm_aiter_mla.compat.layer import KNOWN_IMPLS
+
+    try:
+        implementation = offline.impl_name(backend)
+    except Exception as error:
+        return Check("unknown", f"--attention-backend {backend}: vLLM cannot be asked for it ({type(error).__name__})")
+    if implementation in KNOWN_IMPLS:
+        return Check("ok", f"--attention-backend {backend}: AITER's MLA attention, whatever VLLM_ROCM_USE_AITER says")
+    problem = f"--attention-backend {backend}: {implementation} is not admitted, no layer engages"
+    return Check("problem", problem, "drop it, or name ROCM_AITER_MLA")
+
+
+def batch_invariant(given: Given) -> Check:
+    """vLLM looks for a backend that is batch invariant, and AITER's is not (``supports_batch_invariance``)."""
+    if not switched_on(given.env, BATCH_INVARIANT, False):
+        return Check("ok", f"{BATCH_INVARIANT} is off")
+    return Check(
+        "problem", f"{BATCH_INVARIANT} is on: vLLM takes Triton's MLA attention, and no layer engages", "unset it"
+    )
 
 
 def fp8_bmm(given: Given) -> Check:
@@ -72,4 +99,4 @@ def switched_on(env: Mapping[str, str], name: str, default: bool) -> bool:
     return env[name].lower() in ("1", "true") if name in env else default
 
 
-CHECKS = named(use_aiter, fp8_bmm, fp4_bmm, mla, breakable_graphs)
+CHECKS = named(use_aiter, batch_invariant, fp8_bmm, fp4_bmm, mla, breakable_graphs)

@@ -57,7 +57,7 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
         "figures": _figures(options, model, main, limit) if main and main.spans is not None else None,
         "assumptions": [
             *options.assumptions,
-            *serve_options.about_the_card(options.arch, options.env, bf16),
+            *serve_options.about_the_card(options, bf16),
             *model.vllm.notes,
             *_limits_of_the_plan(options, view),
         ],
@@ -103,7 +103,7 @@ def _level(code: str) -> str:
 def _kernel_reason(spans: tuple[KernelSpan, ...] | str) -> Refusal | None:
     if isinstance(spans, str):
         return Refusal("kernel_unavailable", spans)
-    # The server decides with one row: a back end that does not even take that leaves passes 1 and 2.
+    # The server decides with one row: a back end that does not even take that leaves pass 1.
     refused = spans[0].refusals
     return Refusal("kernel_shape", refused[0][1]) if refused else None
 

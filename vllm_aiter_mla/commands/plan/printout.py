@@ -10,7 +10,7 @@ from vllm_aiter_mla.commands.printable import line
 HEADLINES = {
     "engaged": "{mla}/{mla} MLA layers would engage",
     "some": "{engaged}/{mla} MLA layers would engage",
-    "partial": "0/{mla} MLA layers would engage fully; they would keep passes 1 and 2 (no fused kernel for the shape)",
+    "partial": "0/{mla} MLA layers would engage fully; they would keep pass 1, RoPE and KV write in one launch",
     "refused": "0/{mla} MLA layers would engage",
     "unknown": "not known",
 }

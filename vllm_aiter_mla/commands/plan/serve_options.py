@@ -27,9 +27,11 @@ MOST_REQUESTS, MOST_DRAFTS, MOST_TOKENS, MOST_BLOCK, MOST_RANKS = 2**20, 2**10, 
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size",
          "prefill_context_parallel_size")  # fmt: skip
 
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 USE_AITER, FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
 VARIABLES = (
     USE_AITER, "VLLM_ROCM_USE_AITER_MLA", FP8_BMM, FP4_BMM, "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_MLA_DISABLE",
+    BATCH_INVARIANT,
 )  # fmt: skip
 
 
@@ -141,7 +143,7 @@ def read(arguments: Sequence[str], name: str, arch: str, env: Environment) -> Se
         tp=parsed.tensor_parallel_size,
         pp=parsed.pipeline_parallel_size,
         block_size=_or_default(parsed, "block_size", 16, MOST_BLOCK, sixteen, notes),
-        attention_backend=_backend(parsed),
+        attention_backend=offline.backend_name(parsed),
         assumptions=tuple(notes),
     )
 
@@ -198,18 +200,16 @@ def _check_speculation(parsed: Any) -> None:
             _in_range(option, count, MOST_DRAFTS)
 
 
-def _backend(parsed: Any) -> str:
-    chosen = getattr(parsed, "attention_backend", None) or getattr(parsed.attention_config, "backend", None)
-    return str(getattr(chosen, "name", chosen) or "")
-
-
-def about_the_card(arch: str, env: Environment, bf16_weight: bool) -> list[str]:
+def about_the_card(options: ServeOptions, bf16_weight: bool) -> list[str]:
     """What is assumed of the card and its variables; ``bf16_weight``: whether a ``kv_b_proj`` is held in bfloat16."""
+    arch, env = options.arch, options.env
     if not arch.startswith("gfx"):
         return []
-    notes = ["ROCm 7 and an AITER with the 15-argument op are assumed: `vllm-aiter-mla doctor` looks at the machine"]
+    notes = ["ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla doctor` looks at the machine"]
+    if options.settings.measures:
+        notes.append("kernel=auto: the server times aiter, triton and stock on its card; shown is the order without it")
     if env.origins[USE_AITER] == "default":
-        notes.append("VLLM_ROCM_USE_AITER=1 is assumed; vLLM's default is 0, and without it nothing engages: export it")
+        notes.append("VLLM_ROCM_USE_AITER=1 is assumed; vLLM's default is 0: export it")
     # The fp4 switch does nothing on another card, and nothing beside another kv_b_proj.
     for name in (FP8_BMM, FP4_BMM) if arch == "gfx950" and bf16_weight else (FP8_BMM,):
         if env.origins[name] == "default":

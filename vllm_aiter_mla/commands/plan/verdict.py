@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView, LayerView, Refusal, admit_config, admit_layer
 from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
-from vllm_aiter_mla.commands.plan.serve_options import FP4_BMM, FP8_BMM, USE_AITER, ServeOptions
+from vllm_aiter_mla.commands.plan.serve_options import BATCH_INVARIANT, FP4_BMM, FP8_BMM, USE_AITER, ServeOptions
 from vllm_aiter_mla.compat import offline, surface
 from vllm_aiter_mla.compat import version as compat_version
 from vllm_aiter_mla.compat.dry_model import MlaLayer
@@ -116,7 +116,7 @@ def implementation(options: ServeOptions, model: ModelFacts) -> str:
         return "FlashMLASparseImpl" if _is_sparse(model) else "FlashAttnMLAImpl"
     if _is_sparse(model):
         return "ROCMAiterMLASparseImpl"
-    aiter = _uses_aiter(options) and options.env.on("VLLM_ROCM_USE_AITER_MLA")
+    aiter = _uses_aiter(options) and options.env.on("VLLM_ROCM_USE_AITER_MLA") and not options.env.on(BATCH_INVARIANT)
     return "AiterMLAImpl" if aiter else "TritonMLAImpl"
 
 

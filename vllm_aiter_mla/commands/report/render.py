@@ -55,9 +55,7 @@ def environment() -> Any:
     try:
         import jinja2
     except ImportError as error:
-        raise NoTemplateEngineError(
-            "jinja2 is not installed; it comes with the extra: pip install 'vllm-aiter-mla[report]'"
-        ) from error
+        raise NoTemplateEngineError("jinja2 is not installed; in a checkout: pip install '.[report]'") from error
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,

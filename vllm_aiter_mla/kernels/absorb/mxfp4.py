@@ -26,7 +26,7 @@ class Mxfp4Weight(AbsorbWeight):
     """
 
     form: ClassVar[str] = "mxfp4"
-    avoid: ClassVar[str] = "set VLLM_ROCM_USE_AITER_FP4BMM=0"
+    avoid: ClassVar[str] = "set VLLM_ROCM_USE_AITER_FP4BMM=0, and VLLM_ROCM_USE_AITER_FP8BMM=0 for 16 bits; W_UV too"
     # All sums are exact and both sides round to bf16 once, 0.2 %; a wrong rounding of q or a wrong scale costs 5 %.
     product_bound: ClassVar[float] = 0.01
     codes: torch.Tensor

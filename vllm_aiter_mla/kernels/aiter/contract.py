@@ -186,7 +186,7 @@ def _first(findings: Iterable[str]) -> str | None:
 # In this order: a check may rely on those before it.
 CHECKS = (
     Check("rocm", "before ROCm 7 AITER's bf16 is an integer type and its arithmetic garbage (inferred)",
-          "use a ROCm 7 image", _rocm),
+          "use an image with ROCm 7 or newer", _rocm),
     Check("arch", "the op is built and self-checked for gfx942 and gfx950 only",
           "use kernel=triton or kernel=stock", _arch),
     Check("ranks", "AITER aborts on a 3-D k_pe or kv_c and on q of another rank, and misreads the rest",
@@ -204,7 +204,7 @@ CHECKS = (
           "cast the model and its rotary table to bf16 or fp16; in fp32 its products round as nothing else does",
           _activation),
     Check("absorb", "AITER's batched GEMM reads the weight as the card's own type, in whole blocks",
-          "let vLLM hold it otherwise: mxfp4 goes by VLLM_ROCM_USE_AITER_FP4BMM=0, fp8 by VLLM_ROCM_USE_AITER_FP8BMM=0",
+          "VLLM_ROCM_USE_AITER_FP4BMM=0 leaves fp8, VLLM_ROCM_USE_AITER_FP8BMM=0 as well 16 bits; W_UV changes too",
           _absorb),
     Check("cache-uint8", "AITER aborts on uint8: 'kv cache data type is not supported'",
           "view it as the card's fp8 type", _cache_bytes),

@@ -1,4 +1,6 @@
-"""The Triton back end: absorb BMM, RoPE, concat, fp8 quantisation and KV write in one launch, on ROCm and CUDA.
+"""The Triton back end: absorb BMM, RoPE, concat, fp8 quantisation and KV write in one launch.
+
+It is written for ROCm and CUDA and has run on neither: docs/triton.md.
 
 Callers use ``backend.TritonBackend``. Nothing here imports vLLM, and this file imports nothing at all, so that the
 command line can ask for the back end's name on a machine without Triton.

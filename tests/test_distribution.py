@@ -1,0 +1,112 @@
+"""What a release ships: an sdist and a wheel that install and run without the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PLAN = ("plan", "deepseek-r1", "-tp", "8", "--kv-cache-dtype", "fp8", "--arch", "gfx950")
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    """Run outside the checkout, so that nothing is imported from it by chance."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return subprocess.run(command, cwd=cwd, env=clean | environment, capture_output=True, text=True)
+
+
+def succeeded(*command: str, cwd: Path) -> str:
+    done = run(*command, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """The folder of the sdist and of the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("built")
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tree = folder / "tree"
+    for name in filter(None, files.split("\0")):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_bytes((ROOT / name).read_bytes())
+    out = folder / "dist"
+    # Without isolation: the build takes the pinned setuptools and asks no index.
+    succeeded(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(tree), cwd=folder)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+def environment(folder: Path, wheel: Path, above: str = "", *options: str) -> Path:
+    """The ``bin`` of a new environment that holds the wheel; ``above`` is a folder of packages that it also sees."""
+    succeeded(sys.executable, "-m", "venv", str(folder), cwd=folder.parent)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    if above:
+        (site / "above.pth").write_text(above + "\n")
+    succeeded(str(folder / "bin" / "python"), "-m", "pip", "install", *options, str(wheel), cwd=folder)
+    return folder / "bin"
+
+
+def test_twine_takes_both(built):
+    files = sorted(str(path) for path in built.iterdir())
+    assert [Path(name).suffix for name in files] == [".whl", ".gz"]
+    succeeded(sys.executable, "-m", "twine", "check", "--strict", *files, cwd=built)
+
+
+def test_the_wheel_holds_the_package_and_all_of_its_data(wheel):
+    package = ROOT / "vllm_aiter_mla"
+    tracked = subprocess.run(["git", "ls-files", package.name], cwd=ROOT, capture_output=True, text=True, check=True)
+    ours = {name for name in tracked.stdout.split() if (ROOT / name).is_file()}
+    held = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in held if name.startswith("vllm_aiter_mla/")} == ours
+
+
+def test_the_sdist_holds_the_licence_and_what_the_build_needs(built):
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "vllm_aiter_mla/plugin.py"} <= names
+
+
+def test_the_wheel_runs_in_an_empty_environment(wheel, tmp_path):
+    bin_folder = environment(tmp_path / "empty", wheel)
+    command = str(bin_folder / "vllm-aiter-mla")
+    assert "doctor" in succeeded(command, "--help", cwd=tmp_path)
+    told = run(command, "doctor", cwd=tmp_path)
+    assert told.returncode == 1
+    assert "vllm" in told.stdout
+    for rest in (PLAN, ("verify", "--quick"), ("bench",), ("demo",)):
+        told = run(command, *rest, cwd=tmp_path)
+        assert told.returncode == 2, rest
+        assert "Traceback" not in told.stderr, rest
+        assert "not installed" in told.stderr, rest
+
+
+def test_the_wheel_runs_beside_vllm_and_moves_nothing(wheel, tmp_path):
+    """The environment sees this one's packages behind its own, as an image's."""
+    # Without an index pip fails if the wheel asks for anything that is not there already.
+    above = sysconfig.get_paths()["purelib"]
+    bin_folder = environment(tmp_path / "beside", wheel, above, "--no-index")
+    installed = {path.name for path in (tmp_path / "beside").glob("lib/python3*/site-packages/*.dist-info")}
+    assert {name.split("-")[0] for name in installed} <= {"pip", "setuptools", "vllm_aiter_mla"}
+    where = succeeded(str(bin_folder / "python"), "-c", "import vllm_aiter_mla as a; print(a.__file__)", cwd=tmp_path)
+    assert where.startswith(str(tmp_path))
+    assert "would engage" in succeeded(str(bin_folder / "vllm-aiter-mla"), *PLAN, cwd=tmp_path)
+    shown = "from vllm.plugins import load_general_plugins as l; l(); from vllm.config import PassConfig as P;"
+    shown += "print(P(fuse_aiter_qk_rope_kvcache_mla=True).fuse_aiter_qk_rope_kvcache_mla)"
+    assert succeeded(str(bin_folder / "python"), "-c", shown, cwd=tmp_path).strip().endswith("True")
