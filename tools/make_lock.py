@@ -27,7 +27,7 @@ from tools.common import Parser, RunError, UsageError, guarded, writable
 
 VLLM = "0.32.0"
 # lm-eval: tools/accuracy.py and its end-to-end test; it moves no version of the others. build, twine: the test of the
-# packages that a release has.
+# packages that a release has. ray: the test of workers in its actors.
 ROOTS = (
     "torch==2.13.0",
     "triton",
@@ -40,6 +40,7 @@ ROOTS = (
     "lm-eval[api]",
     "build",
     "twine",
+    "ray",
 )
 # Only CUDA builds resolve beside a CPU torch, and then `import transformers` fails; text models need none of them.
 DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})

@@ -9,12 +9,22 @@ from tools.model_matrix import spec_of
 from vllm_aiter_mla.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
 from vllm_aiter_mla.sandbox.spec import EngineSpec
 
-MOST = 33
+MOST = 28
 """Engines that compile: one takes up to a minute. What can be shown without one is shown without one, or in eager mode,
 which takes ten seconds; a stock side serves many."""
 
 SCALES = (0.5, 0.7)
 SMALL = {"num_hidden_layers": 2}
+
+
+def _matrix_row(name: str) -> EngineSpec:
+    """A row of the model matrix in eager mode, so without YaRN, which vLLM rotates there op by op."""
+    spec = spec_of(ROWS[name])
+    return replace(
+        spec, scenarios=("mixed",), config=spec.config | {"rope_scaling": None}, llm={"enforce_eager": True},
+        draft_config=spec.draft_config and spec.draft_config | {"rope_scaling": None},
+    )  # fmt: skip
+
 
 # Plain GEMMs, as on GPUs: vLLM's own pass reads its pattern from those. The fp8 engines have the CPU build's.
 _bf16 = EngineSpec(
@@ -34,8 +44,6 @@ _fp32 = EngineSpec(
     model={"num_hidden_layers": 1, "yarn": False, "q_lora_rank": None, "dtype": "float32"},
 )  # fmt: skip
 
-# Stock and ours over AITER's fp8 batched GEMM, vLLM's default where AITER is on.
-_fp8_bmm = replace(_small, kernel="aiter", rounding="single", fake_arch="gfx950", fp8_bmm=True)
 # Full graphs of 4 and 16 requests; most batches are padded. In fp32, where a GEMM over more rows moves no token.
 _full = replace(_fp32, graphs="full", compilation={"cudagraph_capture_sizes": [4, 16]})
 # vLLM's own AITER attention. Its decode takes 16 heads and more: 8 are padded on gfx942; gfx950 has a kernel for them.
@@ -45,10 +53,6 @@ _class942 = EngineSpec(
     scenarios=("mixed", "chunked"), model={"num_hidden_layers": 1, "num_attention_heads": 8}, drafts=2,
     kv_cache_dtype="fp8", scales=SCALES, max_num_batched_tokens=CHUNK_TOKENS, kernel="reference",
     fake_arch="gfx942", attention="aiter", graphs="full", compilation={"cudagraph_capture_sizes": [12, 48]},
-)  # fmt: skip
-_class950 = EngineSpec(
-    scenarios=("mixed",), model={"num_hidden_layers": 1, "num_attention_heads": 16}, tensor_parallel_size=2,
-    kernel="aiter", fake_arch="gfx950", attention="aiter",
 )  # fmt: skip
 # Blocks for a third of what "crowded" asks for, prompts in chunks, steps scheduled before the last one has ended.
 _schedule = EngineSpec(
@@ -64,18 +68,20 @@ _shared_kv = EngineSpec(
     scenarios=("prefixes",), model={"num_hidden_layers": 1}, shares_kv=True,
     llm={"block_size": 16, "disable_log_stats": False},
 )  # fmt: skip
-# The row of the model matrix that is least like the others: a nope width of 192, experts, no YaRN.
-_glm = spec_of(ROWS["GLM-4.7-Flash"])
-
 # The module emitter, without a compiled graph, and beside one that is cut at attention. Plain RotaryEmbedding, which
 # vLLM rotates by a kernel in eager mode too: YaRN is rotated there op by op, and rounded three times.
 _eager = EngineSpec(
     scenarios=BF16_SCENARIOS, model=SMALL | {"yarn": False}, linear="aten", max_num_batched_tokens=CHUNK_TOKENS,
     llm={"enforce_eager": True},
 )  # fmt: skip
-# Over mxfp4 weights, vLLM's default up to 0.32 on gfx950 beside bf16 attention.
-_fp4_bmm = replace(
-    _eager, scenarios=("short", "mixed"), kernel="aiter", rounding="single", fake_arch="gfx950", fp4_bmm=True
+# Over weights in fp8 and in mxfp4, vLLM's defaults up to 0.32 where AITER is on.
+_fp8_bmm = replace(
+    _eager, scenarios=("short", "mixed"), kernel="aiter", rounding="single", fake_arch="gfx950", fp8_bmm=True
+)  # fmt: skip
+_fp4_bmm = replace(_fp8_bmm, fp8_bmm=False, fp4_bmm=True)
+_class950 = EngineSpec(
+    scenarios=("mixed",), model={"num_hidden_layers": 1, "num_attention_heads": 16, "yarn": False},
+    tensor_parallel_size=2, kernel="aiter", fake_arch="gfx950", attention="aiter", llm={"enforce_eager": True},
 )  # fmt: skip
 _eager_drafts = EngineSpec(
     scenarios=("mixed", "chunked"), model={"num_hidden_layers": 1, "num_attention_heads": 16, "yarn": False}, drafts=2,
@@ -88,6 +94,22 @@ _cut = replace(_eager, scenarios=("mixed", "long"), llm={}, compilation={"use_in
 _full_module = replace(
     _full, additional={"emitter": "module"}, compilation=_full.compilation | {"use_inductor_graph_partition": True}
 )
+
+
+# Of the model matrix: a nope width of 192 with experts, and an EAGLE-3 draft, whose layer is rewritten too.
+_glm = _matrix_row("GLM-4.7-Flash")
+_eagle = _matrix_row("DeepSeek-V3 with an EAGLE-3 draft")
+# Experts of one rank alone, with the combination over ranks that tensor parallelism has.
+_expert_parallel = replace(
+    _matrix_row("DeepSeek-V3 with experts"), tensor_parallel_size=2,
+    llm={"enforce_eager": True, "enable_expert_parallel": True},
+)  # fmt: skip
+_lora = replace(_eager, scenarios=("mixed",), lora=True)
+# One stock side in one process serves it: in fp32 two ranks move no token.
+_ray = replace(
+    _fp32, scenarios=("mixed",), graphs=None, tensor_parallel_size=2,
+    llm={"enforce_eager": True, "distributed_executor_backend": "ray"},
+)  # fmt: skip
 
 
 def _off(spec: EngineSpec) -> EngineSpec:
@@ -125,7 +147,7 @@ SPECS: dict[str, EngineSpec] = {
     "triton": replace(_eager, scenarios=("mixed",), kernel="triton", rounding="single", interpret=True),
     "aiter-fp8-bmm-off": _off(_fp8_bmm),
     "aiter-fp8-bmm-on": _fp8_bmm,
-    "aiter-fp8-bmm-q-prep": replace(_fp8_bmm, stop_after="q_prep_lift"),
+    "stop-q-prep": replace(_small, stop_after="q_prep_lift"),
     "aiter-fp4-bmm-off": _off(_fp4_bmm),
     "aiter-fp4-bmm-on": _fp4_bmm,
     "class-gfx942-off": _off(_class942),
@@ -140,6 +162,13 @@ SPECS: dict[str, EngineSpec] = {
     "kv-on": _shared_kv,
     "glm-off": _off(_glm),
     "glm-on": _glm,
+    "eagle-off": _off(_eagle),
+    "eagle-on": _eagle,
+    "ep-off": _off(_expert_parallel),
+    "ep-on": _expert_parallel,
+    "lora-off": _off(_lora),
+    "lora-on": _lora,
+    "ray-on": _ray,
     "eager-off": _off(_eager),
     "eager-on": _eager,
     "eager-drafts-off": _off(_eager_drafts),

@@ -67,15 +67,12 @@ def test_layers_that_stocks_pass_has_fused_are_taken_over(engines):
     assert_parity(engines("bf16-off"), on)
 
 
-@pytest.mark.engine("bf16-off", "stop-rope-kv", "aiter-fp8-bmm-off", "aiter-fp8-bmm-q-prep")
-@pytest.mark.parametrize(
-    ("stock", "name", "ran"), [("bf16-off", "stop-rope-kv", 1), ("aiter-fp8-bmm-off", "aiter-fp8-bmm-q-prep", 2)]
-)
-def test_the_chain_is_right_after_each_of_its_passes(engines, stock, name, ran):
-    """After pass 2 over absorb weights in fp8, which have a product of their own there."""
+@pytest.mark.engine("bf16-off", "stop-rope-kv", "stop-q-prep")
+@pytest.mark.parametrize(("name", "ran"), [("stop-rope-kv", 1), ("stop-q-prep", 2)])
+def test_the_chain_is_right_after_each_of_its_passes(engines, name, ran):
     counts = engines(name).census[0]["compiled"]["1-16"]
     assert [counts[p] for p in ("rope_kv_cache", "q_prep_lift", "aiter_fusion")] == [2] * ran + [0] * (3 - ran)
-    assert_parity(engines(stock), engines(name))
+    assert_parity(engines("bf16-off"), engines(name))
 
 
 @pytest.mark.engine("bf16-off", "bf16-on")

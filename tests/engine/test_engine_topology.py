@@ -29,6 +29,38 @@ def test_topology_reloaded_weights_are_those_that_the_fast_path_multiplies_by(en
         assert ours[f"{name}, reloaded"] != ours[name], "the weights did not change"
 
 
+@pytest.mark.engine("ep-off", "ep-on")
+def test_topology_of_two_ranks_with_experts_of_their_own(engines):
+    assert_all_engaged(engines("ep-on"), ranks=2)
+    assert_parity(engines("ep-off"), engines("ep-on"))
+
+
+@pytest.mark.engine("eagle-off", "eagle-on")
+def test_topology_of_an_eagle3_draft_engages_the_drafts_layer_too(engines):
+    (record,) = engines("eagle-on").census
+    assert len(record["engaged"]) == record["total"] == 4
+    assert_parity(engines("eagle-off"), engines("eagle-on"))
+
+
+@pytest.mark.engine("fp32-off", "ray-on")
+def test_topology_of_workers_in_rays_actors(engines):
+    """The plugin, its options and its census reach them."""
+    found = engines("ray-on")
+    assert_all_engaged(found, ranks=2)
+    assert_parity(engines("fp32-off"), found)
+    assert any("RayWorkerProc" in line for line in found.log)
+
+
+@pytest.mark.engine("eager-off", "lora-off", "lora-on")
+def test_topology_of_a_lora_adapter_for_every_second_request(engines):
+    stock, ours = engines("lora-off"), engines("lora-on")
+    assert_all_engaged(ours)
+    assert_parity(stock, ours)
+    plain = engines("eager-off").scenarios["mixed"]
+    changed = [one != other for one, other in zip(stock.scenarios["mixed"], plain, strict=True)]
+    assert all(changed[1::2]), "the adapter did not do anything"
+
+
 @pytest.mark.engine("pp2-off", "pp2-on")
 def test_topology_of_two_pipeline_stages_has_one_verdict_for_both(engines):
     found = engines("pp2-on")

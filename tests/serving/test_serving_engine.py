@@ -1,6 +1,7 @@
 """Both tools end to end: real servers, vLLM's own benchmark, lm-eval, the small model on a CPU.
 
-Two server starts and six clients each. In eager mode: what a server compiles is not their business.
+Two server starts and six clients each. In eager mode: what a server compiles is not their business. The second tool
+asks two data-parallel engines.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def served(work: Path) -> tuple[int, str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def answered(work: Path) -> tuple[int, str, dict[str, Any]]:
-    return _run(accuracy, work, "accuracy", ["--small-model", "--limit", "6"])
+    return _run(accuracy, work, "accuracy", ["--small-model", "--limit", "6"], "--data-parallel-size", "2")
 
 
-def _run(tool: Any, work: Path, name: str, given: list[str]) -> tuple[int, str, dict[str, Any]]:
+def _run(tool: Any, work: Path, name: str, given: list[str], *served: str) -> tuple[int, str, dict[str, Any]]:
     page, record = work / f"{name}.md", work / f"{name}.json"
     files = ["--work", str(work), "--out", str(page), "--json", str(record)]
-    status = tool.main([*given, *files, "--", "--enforce-eager"])
+    status = tool.main([*given, *files, "--", "--enforce-eager", *served])
     return status, page.read_text() if page.is_file() else "", json.loads(record.read_text())
 
 
@@ -94,6 +95,17 @@ def test_both_sides_answer_every_question_with_the_same_text(answered: tuple[int
     assert "Texts: 0 of 18 answers differ" in page
     assert "not distinguishable" in page
     assert "**partial**: --limit 6" in page
+
+
+def test_topology_of_two_data_parallel_engines_has_a_verdict_of_each(
+    answered: tuple[int, str, dict[str, Any]], work: Path
+) -> None:
+    """Their tokens are compared above."""
+    (log,) = work.glob("accuracy-*/server-on.log")
+    verdicts = [line for line in log.read_text().splitlines() if "MLA layers engaged" in line]
+    engaged = f"{small.LAYERS}/{small.LAYERS} MLA layers engaged"
+    assert [engaged in line for line in verdicts] == [True, True]
+    assert sorted(line.rpartition(", ")[2] for line in verdicts) == ["data-parallel engine 0", "data-parallel engine 1"]
 
 
 def test_runs_ask_with_other_examples(answered: tuple[int, str, dict[str, Any]]) -> None:

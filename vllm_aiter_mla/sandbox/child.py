@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.sandbox import plugin, random_weights
+from vllm_aiter_mla.sandbox import adapter, plugin, random_weights
 from vllm_aiter_mla.sandbox.engine import runs_on_ray
 from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec, load, save
 
@@ -43,6 +43,9 @@ def main(spec_path: str, out_path: str) -> None:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other_weights(spec))})
         outcome |= {f"{name}, reloaded": steps for name, steps in run_all(spec, llm).items()}
     save(result(spec, llm, outcome), Path(out_path))
+    if runs_on_ray(spec):
+        # At the interpreter's exit Ray is gone before vLLM ends its actors, and is started again for that.
+        llm.llm_engine.engine_core.shutdown()
 
 
 def run_all(spec: EngineSpec, llm: Any) -> dict[str, Any]:
@@ -52,8 +55,19 @@ def run_all(spec: EngineSpec, llm: Any) -> dict[str, Any]:
     outcome = {}
     for name in spec.scenarios:
         print(f"sandbox: scenario {name}", flush=True)
-        outcome[name] = scenarios.run(llm.llm_engine, name)
+        outcome[name] = scenarios.run(llm.llm_engine, name, adapter=lora(spec))
     return outcome
+
+
+def lora(spec: EngineSpec) -> Any:
+    """The adapter of the spec's model, or None."""
+    if not spec.lora:
+        return None
+    from vllm_aiter_mla.sandbox.model import TinyDeepseek
+
+    return adapter.request(
+        adapter.save(TinyDeepseek(**spec.model).weights(), Path(os.environ["VLLM_CACHE_ROOT"]) / "adapter")
+    )
 
 
 def other_weights(spec: EngineSpec) -> Path:
@@ -84,7 +98,12 @@ def build(spec: EngineSpec, folder: Path) -> Any:
     }
     return LLM(
         str(checkpoint(spec, folder)),
-        **options | speculative(spec, folder) | on_device(spec) | connector(spec, folder) | spec.llm,
+        **options
+        | speculative(spec, folder)
+        | on_device(spec)
+        | connector(spec, folder)
+        | (adapter.OPTIONS if spec.lora else {})
+        | spec.llm,
     )
 
 

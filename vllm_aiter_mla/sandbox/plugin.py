@@ -30,12 +30,13 @@ def activate() -> None:
         return
     if not current_platform.is_cpu():
         raise RuntimeError(f"the sandbox is for CPUs and for CUDA and ROCm GPUs, not on {current_platform.device_type}")
-    from vllm_aiter_mla.sandbox import aiter_attention, attention, gpu_ops, platform, random_weights
+    from vllm_aiter_mla.sandbox import aiter_attention, attention, experts, gpu_ops, platform, random_weights
     from vllm_aiter_mla.sandbox.fake_aiter.engine import resume
 
     gpu_ops.register()
     attention.register()
     random_weights.register()
+    experts.register()
     platform.wrap(type(current_platform))  # type: ignore[arg-type]
     platform.allow_fp8_mla(type(current_platform))  # type: ignore[arg-type]
     KNOWN_IMPLS.add("SandboxMLAImpl")

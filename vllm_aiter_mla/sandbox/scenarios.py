@@ -73,8 +73,10 @@ SCENARIOS: dict[str, Callable[[], list[Request]]] = {
 }
 
 
-def run(engine: Any, name: str, tick: Callable[[], None] = lambda: None) -> list[list[Step]]:
+def run(engine: Any, name: str, tick: Callable[[], None] = lambda: None, adapter: Any = None) -> list[list[Step]]:
     """Drive ``engine`` (vLLM's ``LLMEngine``) through a scenario, greedily; tokens and top-5 log-probabilities.
+
+    ``adapter`` is a ``LoRARequest``, for every second request.
 
     Raises:
         KeyError: an unknown scenario.
@@ -89,7 +91,8 @@ def run(engine: Any, name: str, tick: Callable[[], None] = lambda: None) -> list
         while waiting and (waiting[0][3] <= step or not engine.has_unfinished_requests()):
             request_id, prompt, new_tokens, _ = waiting.pop(0)
             params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=5)
-            engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+            lora = adapter if int(request_id.rpartition("-")[2]) % 2 else None
+            engine.add_request(request_id, {"prompt_token_ids": prompt}, params, lora_request=lora)
         for output in engine.step():
             if output.finished:
                 done[output.request_id] = _steps(output.outputs[0])

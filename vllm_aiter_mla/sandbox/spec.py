@@ -30,6 +30,7 @@ class EngineSpec:
         config: another model's ``config.json`` in place of it; its weights are drawn: see ``random_weights``.
         draft_config: ``config.json`` of an EAGLE-3 draft for ``config``; without it the model's own layer drafts.
         llm: further options of vLLM's ``LLM``, over the sandbox's own.
+        lora: every second request goes through a LoRA adapter of random weights.
         shares_kv: write KV rows through vLLM's example connector into a folder of the cache root, and read them there.
         reload: afterwards load the weights of this other seed and run the scenarios again, as "NAME, reloaded".
         compilation: overrides of vLLM's ``compilation_config``.
@@ -68,6 +69,7 @@ class EngineSpec:
     config: dict[str, Any] = field(default_factory=dict)
     draft_config: dict[str, Any] = field(default_factory=dict)
     llm: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
     shares_kv: bool = False
     reload: int | None = None
     compilation: dict[str, Any] = field(default_factory=dict)
