@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tools import host_cost
 from tools.counting import stub_layer
 from tools.host_cost import Row
@@ -29,6 +31,7 @@ def test_a_row_above_stock_is_named_and_one_without_calls_is_not() -> None:
     assert host_cost.misses([Row("fp8", "all decode", "none", 44.0, 40.0)]) == []
 
 
+@pytest.mark.slow
 def test_every_row_is_timed() -> None:
     found = host_cost.measure(rounds=1)
     assert {(row.cache, row.batch, row.graphs) for row in found} == {

@@ -10,6 +10,13 @@ import pytest
 TESTS = Path(__file__).parent
 # Files that hold slow tests, and why.
 SLOW = {
+    "gate/test_gate_gpu_platforms.py": "a process for each platform; `make test` has gfx950, on and off",
+    "kernels/triton/test_triton_aiter_vectors.py": "two of every three calls",
+    "passes/test_recognised.py": "one test that starts pytest again",
+    "report/test_report_gauge.py": "a process for each broken file; `make test` has one",
+    "report/test_report_hostile.py": "all kinds of files but one",
+    "test_distribution.py": "builds and installs the packages",
+    "test_host_cost.py": "times every row",
     "kernels/triton/test_triton_compiled.py": "compiles every variant for three cards",
     "kernels/triton/test_triton_interpreter.py": "interprets the kernel; tests/verify does so once",
     "gfx9/test_gfx9_kernel.py": "executes compiled kernels; the other files of tests/gfx9 execute instructions",

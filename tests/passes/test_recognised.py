@@ -112,6 +112,7 @@ def test_string_constants_name_layers_too() -> None:
     assert [name for name, _ in match_layers(gm.graph)] == [layer.name for layer in layers]
 
 
+@pytest.mark.slow
 def test_chain_is_bit_exact_where_vllm_names_layers_by_string() -> None:
     """The ops take strings only with this variable, which vLLM reads when it is imported: a process of its own."""
     case = f"{Path(__file__)}::test_every_chain_is_bit_exact_in_bf16_with"

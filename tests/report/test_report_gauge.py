@@ -180,7 +180,13 @@ def test_gauge_of_what_a_step_saves_counts_each_layer_once(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     "wrong",
-    ["no JSON", "[]", '{"engaged": ["a"]}', '{"engaged": [], "refused": [], "engine": "0", "process": {}}'],
+    [
+        "no JSON",
+        *(
+            pytest.param(wrong, marks=pytest.mark.slow)
+            for wrong in ("[]", '{"engaged": ["a"]}', '{"engaged": [], "refused": [], "engine": "0", "process": {}}')
+        ),
+    ],
 )
 def test_gauge_never_raises_into_vllm(vllm_like: Path, wrong: str) -> None:
     script = "gate._show_gauge()\nfrom pathlib import Path\n"

@@ -15,7 +15,10 @@ def chosen(index: int) -> bool:
     return call.kernel == "general" or (call.all_rows and (call.kernel == "opt" or is_fp8(call.query.dtype)))
 
 
-CALLS = [index for index in FUSED_CALLS if chosen(index)]
+CALLS = [
+    index if at % 3 == 0 else pytest.param(index, marks=pytest.mark.slow)
+    for at, index in enumerate(filter(chosen, FUSED_CALLS))
+]
 
 
 @pytest.mark.parametrize("index", CALLS)
