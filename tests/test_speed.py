@@ -10,7 +10,7 @@ import pytest
 TESTS = Path(__file__).parent
 # Files that hold slow tests, and why.
 SLOW = {
-    "gate/test_gate_gpu_platforms.py": "a process for each platform; `make test` has gfx950, on and off",
+    "gate/test_gate_gpu_platforms.py": "a process for each platform and card",
     "kernels/triton/test_triton_aiter_vectors.py": "two of every three calls",
     "passes/test_recognised.py": "one test that starts pytest again",
     "report/test_report_gauge.py": "a process for each broken file; `make test` has one",

@@ -59,7 +59,7 @@ def test_without_lm_eval_the_extra_is_named(
 ) -> None:
     monkeypatch.setattr(questions.importlib.util, "find_spec", lambda name: None)
     assert accuracy_run(fakes) == 2
-    assert "pip install 'vllm-aiter-mla[accuracy]'" in capsys.readouterr().err
+    assert "pip install '.[accuracy]'" in capsys.readouterr().err
     assert fakes.calls() == []
 
 

@@ -28,7 +28,7 @@ def register() -> None:
             given["topk_weights"], given["topk_ids"] = local(given["topk_weights"], given["topk_ids"], expert_map)
         inner(self, **given)
 
-    CPUUnquantizedExperts.apply = apply  # type: ignore[method-assign]
+    CPUUnquantizedExperts.apply = apply
 
 
 def local(weights: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

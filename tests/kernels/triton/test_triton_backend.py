@@ -123,7 +123,7 @@ def test_triton_backend_declines_mxfp4_weights_elsewhere_than_on_gfx950(on_gfx95
     assert TritonBackend().refuse(inputs) is None
     monkeypatch.setattr(launcher, "current_arch", lambda: arch)
     assert TritonBackend().refuse(inputs) == (
-        f"W_K: gfx950 multiplies mxfp4 in hardware, {arch} would in software; set VLLM_ROCM_USE_AITER_FP4BMM=0"
+        f"W_K: gfx950 multiplies mxfp4 in hardware, {arch} would in software; {mxfp4_form.Mxfp4Weight.avoid}"
     )
 
 
