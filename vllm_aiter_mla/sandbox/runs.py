@@ -60,7 +60,7 @@ class Bound:
 
 
 EXACT = Bound(1.0, 1e-3)
-"""The reference kernel rounds as vLLM's kernels and its compiled graph; so does AITER's arithmetic over a bf16 cache."""
+"""The reference kernel rounds as vLLM's kernels and compiled graph do; so does AITER's arithmetic over a bf16 cache."""
 
 SUM_ORDER = Bound(0.95, 0.5)
 """Another kernel adds the absorb BMM up in another order, and a random model's near ties turn into other tokens.
