@@ -36,11 +36,16 @@ def test_slow_files_are_those_of_the_list():
     assert _marked() == set(SLOW)
 
 
-def test_what_make_test_leaves_make_test_rest_runs():
-    """One expression and its opposite: every test is in exactly one of the two."""
+def test_what_make_test_leaves_the_other_two_run():
+    """Every test is in exactly one of the three; what is wide is an engine or slow too."""
     makefile = (TESTS.parent / "Makefile").read_text()
-    left, rest = (re.findall(rf'-m "({words})"', makefile) for words in ("not engine and not slow", "engine or slow"))
-    assert (len(left), len(rest)) == (1, 1)
+    run = re.findall(r"^\t.*pytest .*-m (\"[^\"]+\"|\w+)$", makefile, re.MULTILINE)
+    assert sorted(run) == sorted(['"not engine and not slow"', '"(engine or slow) and not wide"', "wide"])
+    assert re.search(r"^test-all: test test-rest test-wide$", makefile, re.MULTILINE)
+    for path in TESTS.rglob("test_*.py"):
+        text = path.read_text()
+        if path != Path(__file__) and re.search(r"mark\.wide\b", text):
+            assert re.search(r"pytestmark = pytest\.mark\.(engine|slow)|mark\.engine\(", text), path
     ci = (TESTS.parent / ".ci" / "run").read_text().splitlines()
     assert [line for line in ci if line.startswith("make ")] == ["make test", "make test-rest"]
 

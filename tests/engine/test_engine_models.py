@@ -6,6 +6,7 @@ import pytest
 from test_engine_parity import assert_all_engaged, assert_parity
 
 
+@pytest.mark.wide
 @pytest.mark.engine("glm-off", "glm-on")
 def test_glm_flash_with_its_wide_heads_and_experts_gives_the_tokens_of_stock(engines):
     assert_all_engaged(engines("glm-on"))

@@ -34,6 +34,7 @@ def test_eager_drafts_over_an_fp8_cache_and_aiters_class_agree_with_stock(engine
     assert found.census[0]["total"] == 2, "the draft layer's module is replaced as well"
 
 
+@pytest.mark.wide
 @pytest.mark.engine("cut-off", "cut-on")
 def test_a_graph_that_is_cut_at_attention_is_served_by_the_module(engines):
     found = engines("cut-on")

@@ -67,6 +67,7 @@ def test_layers_that_stocks_pass_has_fused_are_taken_over(engines):
     assert_parity(engines("bf16-off"), on)
 
 
+@pytest.mark.wide
 @pytest.mark.engine("bf16-off", "stop-rope-kv", "stop-q-prep")
 @pytest.mark.parametrize(("name", "ran"), [("stop-rope-kv", 1), ("stop-q-prep", 2)])
 def test_the_chain_is_right_after_each_of_its_passes(engines, name, ran):

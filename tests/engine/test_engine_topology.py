@@ -29,12 +29,14 @@ def test_topology_reloaded_weights_are_those_that_the_fast_path_multiplies_by(en
         assert ours[f"{name}, reloaded"] != ours[name], "the weights did not change"
 
 
+@pytest.mark.wide
 @pytest.mark.engine("ep-off", "ep-on")
 def test_topology_of_two_ranks_with_experts_of_their_own(engines):
     assert_all_engaged(engines("ep-on"), ranks=2)
     assert_parity(engines("ep-off"), engines("ep-on"))
 
 
+@pytest.mark.wide
 @pytest.mark.engine("eagle-off", "eagle-on")
 def test_topology_of_an_eagle3_draft_engages_the_drafts_layer_too(engines):
     (record,) = engines("eagle-on").census
@@ -42,6 +44,7 @@ def test_topology_of_an_eagle3_draft_engages_the_drafts_layer_too(engines):
     assert_parity(engines("eagle-off"), engines("eagle-on"))
 
 
+@pytest.mark.wide
 @pytest.mark.engine("fp32-off", "ray-on")
 def test_topology_of_workers_in_rays_actors(engines):
     """The plugin, its options and its census reach them."""
@@ -51,6 +54,7 @@ def test_topology_of_workers_in_rays_actors(engines):
     assert any("RayWorkerProc" in line for line in found.log)
 
 
+@pytest.mark.wide
 @pytest.mark.engine("eager-off", "lora-off", "lora-on")
 def test_topology_of_a_lora_adapter_for_every_second_request(engines):
     stock, ours = engines("lora-off"), engines("lora-on")

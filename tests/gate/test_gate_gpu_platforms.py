@@ -46,7 +46,7 @@ def build(model, platform, arch, options, **environment):
     return json.loads(run.stdout.splitlines()[-1]), run.stdout + run.stderr
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", [pytest.param("gfx942", marks=pytest.mark.wide), "gfx950"])
 def test_on_vllms_rocm_platform_one_flag_opens_the_bucket_and_keeps_full_graphs(model, arch):
     options = ON | {"kv_cache_dtype": "fp8"}
     found, log = build(model, "rocm", arch, options, VLLM_ROCM_USE_AITER="1")
@@ -65,6 +65,7 @@ def test_on_vllms_rocm_platform_without_the_flag_nothing_of_ours_is_in_the_confi
     assert "aiter-mla" not in log
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("platform", "arch", "cache"), [("cuda", "9.0", "auto"), ("cuda", "9.0", "fp8"), ("rocm", "gfx942", "fp8")]
 )
