@@ -15,7 +15,7 @@ AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one: its fixtures are dear.
 WORKERS ?= 2
 
-.PHONY: setup demo test test-all test-rest test-wide lint quick unit test-avx2 avx2-quick format lock clean
+.PHONY: setup demo test test-all test-rest test-wide lint types quick unit test-avx2 avx2-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -42,7 +42,7 @@ test-all: test test-rest test-wide
 # What `make test` leaves: engines, two at a time beside the slow tests, and what must hold without AVX-512.
 test-rest: setup
 	$(BIN)/python -m pytest -m "(engine or slow) and not wide"
-	$(MAKE) avx2-quick
+	$(MAKE) avx2-quick types
 
 # Topologies of several processes, other models: what .ci/run leaves for its half hour. Run it before a release.
 test-wide: setup
@@ -51,6 +51,10 @@ test-wide: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy --follow-imports=skip --no-warn-unused-ignores
+
+# The same with the types of torch and vLLM, whose sources take mypy a minute.
+types: setup
 	$(BIN)/mypy
 
 quick: setup

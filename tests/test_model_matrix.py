@@ -15,15 +15,16 @@ from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec
 
 STEP = (7, {7: -0.1, 8: -2.0})
 OTHER = (8, {7: -2.0, 8: -0.1})
+NO_MLA, DECLINED = "this vLLM does not give it MLA", "vllm_aiter_mla: declined: not_mla: the model has no MLA layer"
 
 
-def run_of(tokens: Any = STEP, engaged: int = 2, reason: str = "") -> Any:
+def run_of(tokens: Any = STEP, engaged: int = 2, reason: str = "", total: int = 2, log: str = "") -> Any:
     refused = {"layer": [reason, "why"]} if reason else {}
-    record = {"engaged": {f"layer {i}": "reference" for i in range(engaged)}, "refused": refused, "total": 2}
+    record = {"engaged": {f"layer {i}": "reference" for i in range(engaged)}, "refused": refused, "total": total}
 
     def run(spec: EngineSpec) -> EngineResult:
         steps = [[tokens if spec.enabled else STEP]]
-        return EngineResult({"short": steps}, [record] if spec.enabled else [], [], {}, [], {}, 0.0)
+        return EngineResult({"short": steps}, [record] if spec.enabled else [], [], {}, [log], {}, 0.0)
 
     return run
 
@@ -42,6 +43,10 @@ def failing(spec: EngineSpec) -> EngineResult:
         (Row({}), run_of(engaged=1, reason="no_rope"), False),
         (Row({}, 0, "no_rope"), run_of(engaged=0, reason="no_rope"), True),
         (Row({}, 0, "no_rope"), run_of(engaged=0, reason="positions"), False),
+        (Row({}, 0, not_mla=NO_MLA), run_of(engaged=0, total=0, log=DECLINED), True),
+        (Row({}, 0, not_mla=NO_MLA), run_of(engaged=0, total=0), False),
+        (Row({}, 0, not_mla=NO_MLA), run_of(log=DECLINED), False),
+        (Row({}, 0, not_mla=NO_MLA), run_of(engaged=0, total=0, log=DECLINED, tokens=OTHER), False),
         (Row({}), failing, False),
         (Row({}, stock_fails="no kernel of it on a CPU"), failing, True),
         (Row({}, stock_fails="no kernel of it on a CPU"), run_of(), False),

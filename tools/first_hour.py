@@ -98,9 +98,10 @@ def time_all(tree: Path, folder: Path) -> list[Step]:
     steps: list[Step] = []
     for command in BOUNDS:
         print(f"first_hour: {command} ...", file=sys.stderr, flush=True)
-        steps.append(timed(command, tree, folder / f"{command.replace(' ', '-')}.log", environment))
+        log = folder / f"{command.replace(' ', '-')}.log"
+        steps.append(timed(command, tree, log, environment))
         if steps[-1].status:
-            print("\n".join(Path(folder / f"{command.replace(' ', '-')}.log").read_text().splitlines()[-20:]))
+            print("\n".join(log.read_text().splitlines()[-20:]))
             break
     return steps
 
@@ -134,7 +135,7 @@ def printed(steps: Sequence[Step]) -> str:
     for step in steps:
         bound = BOUNDS[step.command]
         verdict = "ok" if step.good else f"failed with status {step.status}" if step.status else "late"
-        rows.append((f"{step.command}", clock(step.seconds), clock(bound) if bound else "", step.busy_before, verdict))
+        rows.append((step.command, clock(step.seconds), clock(bound) if bound else "", step.busy_before, verdict))
     head = ("command", "took", "bound", f"cores busy before, of {os.cpu_count()}", "")
     return "\n".join(table(head, rows, "---"))
 

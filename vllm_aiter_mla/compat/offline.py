@@ -117,7 +117,7 @@ def capture_sizes(parsed: Any, max_num_seqs: int, num_drafts: int, max_num_batch
         speculative_config=None,
         uniform_decode_query_len=1 + num_drafts,
     )
-    VllmConfig._set_cudagraph_sizes(stand_in)
+    VllmConfig._set_cudagraph_sizes(stand_in)  # type: ignore[arg-type]
     return tuple(compilation.cudagraph_capture_sizes)
 
 
@@ -131,7 +131,7 @@ def compile_range_ends(parsed: Any, more: Sequence[int], max_num_batched_tokens:
     compilation.compile_ranges_endpoints = [*(compilation.compile_ranges_endpoints or ()), *more]
     scheduler = SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens)
     stand_in = SimpleNamespace(compilation_config=compilation, scheduler_config=scheduler)
-    VllmConfig._set_compile_ranges(stand_in)
+    VllmConfig._set_compile_ranges(stand_in)  # type: ignore[arg-type]
     return sorted(set(compilation.compile_ranges_endpoints))
 
 

@@ -6,6 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+USE_AITER, USE_AITER_MLA = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MLA"
+FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
+BREAKABLE_GRAPHS, BATCH_INVARIANT = "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_BATCH_INVARIANT"
+NO_MLA = "VLLM_MLA_DISABLE"
+VARIABLES = (USE_AITER, USE_AITER_MLA, FP8_BMM, FP4_BMM, BREAKABLE_GRAPHS, BATCH_INVARIANT, NO_MLA)
+"""What decides whether layers engage, and in which form vLLM holds their weights."""
+
 
 def switched_on(name: str, env: Mapping[str, str] = {}) -> bool | None:
     """Whether vLLM takes the switch ``name`` as on in an environment ``env``; None where vLLM cannot be asked.

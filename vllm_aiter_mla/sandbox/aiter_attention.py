@@ -41,7 +41,9 @@ def take(arch: str) -> None:
     _replace_kernels()
     register_backend(AttentionBackendEnum.CPU_MLA, BACKEND)
     prefill = MLAPrefillBackendEnum.ROCM_AITER_FA.get_class()
-    type(current_platform).get_mla_prefill_backend_cls = classmethod(lambda cls, selector: prefill)
+    type(current_platform).get_mla_prefill_backend_cls = classmethod(  # type: ignore[method-assign, assignment]
+        lambda cls, selector: prefill
+    )
     platform.chunks_fp8_prompts = True
 
 

@@ -6,6 +6,7 @@ ids become local ones, and an expert of another rank weighs nothing.
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -20,23 +21,20 @@ def register() -> None:
     except ImportError:
         return
     inner = CPUUnquantizedExperts.apply
+    signature = inspect.signature(inner)
 
-    def apply(self: Any, *args: Any, **named: Any) -> None:
-        given = dict(zip(_names(inner), args, strict=False)) | named
-        expert_map = given.get("expert_map")
-        if expert_map is not None:
-            given["topk_weights"], given["topk_ids"] = local(given["topk_weights"], given["topk_ids"], expert_map)
-        inner(self, **given)
+    def apply(*args: Any, **named: Any) -> None:
+        given = signature.bind(*args, **named)
+        values = given.arguments
+        if values["expert_map"] is not None:
+            found = local(values["topk_weights"], values["topk_ids"], values["expert_map"])
+            values["topk_weights"], values["topk_ids"] = found
+        inner(*given.args, **given.kwargs)
 
-    CPUUnquantizedExperts.apply = apply
+    CPUUnquantizedExperts.apply = apply  # type: ignore[method-assign]
 
 
 def local(weights: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [T, K] and ids [T, K] of this rank: ``expert_map`` has -1 for an expert of another rank."""
     mapped = expert_map[ids.long()]
     return torch.where(mapped < 0, 0, weights), mapped.clamp(min=0).to(ids.dtype)
-
-
-def _names(function: Any) -> tuple[str, ...]:
-    code = function.__code__
-    return code.co_varnames[1 : code.co_argcount]

@@ -122,7 +122,9 @@ def emulate() -> None:
     from vllm_aiter_mla.sandbox import platform
 
     platform.has_graphs = True
-    type(current_platform).support_static_graph_mode = classmethod(lambda cls: True)
+    type(current_platform).support_static_graph_mode = classmethod(  # type: ignore[method-assign,assignment]
+        lambda cls: True
+    )
     load, warm_up = CPUModelRunner.load_model, CPUWorker.compile_or_warm_up_model
 
     def load_model(runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -137,5 +139,5 @@ def emulate() -> None:
         set_cudagraph_capturing_enabled(False)
         return warm_up(worker)
 
-    CPUModelRunner.load_model = load_model
-    CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model
+    CPUModelRunner.load_model = load_model  # type: ignore[method-assign]
+    CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model  # type: ignore[method-assign,assignment]

@@ -118,7 +118,7 @@ def dump_graphs() -> None:
             CODE[compile_range()] = code
 
     GraphLowering.save_output_code = staticmethod(keep)
-    pass_manager.PostGradPassManager.__call__ = call
+    pass_manager.PostGradPassManager.__call__ = call  # type: ignore[method-assign]
 
 
 def set_scales(llm: Any, k_scale: float, q_scale: float) -> None:

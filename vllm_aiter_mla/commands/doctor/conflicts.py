@@ -11,6 +11,7 @@ from vllm_aiter_mla.commands.doctor import switches
 from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
 from vllm_aiter_mla.compat import offline
+from vllm_aiter_mla.compat.switches import BREAKABLE_GRAPHS
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings, SettingsError, unused_options
 
 STOCK_FLAG = "fuse_rope_kvcache_cat_mla"
@@ -111,7 +112,7 @@ def _settings(given: Given) -> Settings:
 
 def _view(given: Given) -> ConfigView:
     view = ConfigView() if given.served is None else offline.view_of_options(given.served)
-    breakable = switches.switched_on(given.env, "VLLM_USE_BREAKABLE_CUDAGRAPH", False)
+    breakable = switches.switched_on(given.env, BREAKABLE_GRAPHS, False)
     return replace(view, breakable_cudagraph=True, mode="NONE") if breakable else view
 
 

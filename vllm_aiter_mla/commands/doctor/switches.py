@@ -8,9 +8,15 @@ from vllm_aiter_mla.commands.doctor import machine
 from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
 from vllm_aiter_mla.compat import offline, switches
-
-BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-USE_AITER, FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
+from vllm_aiter_mla.compat.switches import (
+    BATCH_INVARIANT,
+    BREAKABLE_GRAPHS,
+    FP4_BMM,
+    FP8_BMM,
+    NO_MLA,
+    USE_AITER,
+    USE_AITER_MLA,
+)  # fmt: skip
 
 
 def use_aiter(given: Given) -> Check:
@@ -20,7 +26,7 @@ def use_aiter(given: Given) -> Check:
         return _of_backend(backend)
     if machine.rocm_version() is None:
         return Check("ok", "VLLM_ROCM_USE_AITER has no effect without ROCm; with ROCm set it to 1")
-    for name, default in ((USE_AITER, False), ("VLLM_ROCM_USE_AITER_MLA", True)):
+    for name, default in ((USE_AITER, False), (USE_AITER_MLA, True)):
         if not switched_on(given.env, name, default):
             origin = f"={given.env[name]}" if name in given.env else " is unset, which means off"
             return Check("problem", f"{name}{origin}: vLLM takes another MLA backend", f"set {name}=1")
@@ -82,14 +88,14 @@ def _bmm(given: Given, name: str, held: str, otherwise: str) -> Check:
 
 def mla(given: Given) -> Check:
     """Without MLA there is nothing to do."""
-    if switched_on(given.env, "VLLM_MLA_DISABLE", False):
+    if switched_on(given.env, NO_MLA, False):
         return Check("problem", "VLLM_MLA_DISABLE is set: no layer uses MLA", "unset VLLM_MLA_DISABLE")
     return Check("ok", "VLLM_MLA_DISABLE is not set")
 
 
 def breakable_graphs(given: Given) -> Check:
     """Breakable CUDA graphs run the model without torch.compile: the passes cannot, the module can."""
-    if switched_on(given.env, "VLLM_USE_BREAKABLE_CUDAGRAPH", False):
+    if switched_on(given.env, BREAKABLE_GRAPHS, False):
         return Check("ok", "on: nothing is compiled, the module emitter is taken; with emitter=passes nothing is fused")
     return Check("ok", "off")
 

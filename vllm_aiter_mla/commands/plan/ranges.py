@@ -9,6 +9,7 @@ from vllm_aiter_mla.admission import ConfigView, emitter_of
 from vllm_aiter_mla.commands.plan.model import ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.compat import offline
+from vllm_aiter_mla.compat.switches import USE_AITER
 
 # A bfloat16 value of the residual stream.
 ACT = 2
@@ -55,7 +56,7 @@ def _all_reduce_endpoint(options: ServeOptions, model: ModelFacts) -> tuple[list
     """vLLM ends a range where its fused all-reduce + RMSNorm stops, in tokens; on ROCm the limit can be asked for."""
     if options.tp == 1 or options.parsed.compilation_config.pass_config.fuse_allreduce_rms is False:
         return [], ""
-    if options.arch.startswith("gfx") and options.env.on("VLLM_ROCM_USE_AITER") and model.vllm.hidden_size:
+    if options.arch.startswith("gfx") and options.env.on(USE_AITER) and model.vllm.hidden_size:
         try:
             return [offline.all_reduce_bytes() // (model.vllm.hidden_size * ACT)], ""
         except Exception:

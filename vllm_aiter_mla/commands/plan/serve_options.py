@@ -17,6 +17,7 @@ from vllm_aiter_mla.compat import offline, switches
 from vllm_aiter_mla.compat import version as compat_version
 from vllm_aiter_mla.compat.batch_defaults import BatchDefaultsError, batch_defaults
 from vllm_aiter_mla.compat.offline import OptionError
+from vllm_aiter_mla.compat.switches import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 
 # Name and GiB of the smallest card of each kind: vLLM's defaults of the scheduler go by its memory.
@@ -26,13 +27,6 @@ CARDS = {"gfx942": ("AMD Instinct MI300X", 192), "gfx950": ("AMD Instinct MI350X
 MOST_REQUESTS, MOST_DRAFTS, MOST_TOKENS, MOST_BLOCK, MOST_RANKS = 2**20, 2**10, 2**30, 2**16, 2**16
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size",
          "prefill_context_parallel_size")  # fmt: skip
-
-BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-USE_AITER, FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
-VARIABLES = (
-    USE_AITER, "VLLM_ROCM_USE_AITER_MLA", FP8_BMM, FP4_BMM, "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_MLA_DISABLE",
-    BATCH_INVARIANT,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

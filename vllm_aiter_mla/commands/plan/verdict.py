@@ -12,10 +12,19 @@ from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView, LayerView, Refusal, admit_config, admit_layer
 from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
-from vllm_aiter_mla.commands.plan.serve_options import BATCH_INVARIANT, FP4_BMM, FP8_BMM, USE_AITER, ServeOptions
+from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.compat import offline, surface
 from vllm_aiter_mla.compat import version as compat_version
 from vllm_aiter_mla.compat.dry_model import MlaLayer
+from vllm_aiter_mla.compat.switches import (
+    BATCH_INVARIANT,
+    BREAKABLE_GRAPHS,
+    FP4_BMM,
+    FP8_BMM,
+    NO_MLA,
+    USE_AITER,
+    USE_AITER_MLA,
+)  # fmt: skip
 
 # What the matcher says of a layer without RoPE (passes/match.py); it reads graphs, and here is none.
 NO_ROPE = ("no_rope", "no rotary embedding is applied to q (a NoPE layer, or outside this graph)")
@@ -45,14 +54,14 @@ def layer_reasons(options: ServeOptions, model: ModelFacts, kind: Kind) -> list[
 def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
     """What the gate would read after vLLM's own defaults; what cuts the graph stands as the user gave it."""
     version, env = compat_version.installed(), options.env
-    breakable = env.on("VLLM_USE_BREAKABLE_CUDAGRAPH")
+    breakable = env.on(BREAKABLE_GRAPHS)
     return replace(
         options.view,
         vllm_version=version,
         version_supported=compat_version.in_window(version) or options.settings.debug.untested_vllm,
         missing=surface.missing_capabilities(),
         op_schema=surface.op_differences() if model.vllm.is_mla else (),
-        is_mla=model.vllm.is_mla and not env.on("VLLM_MLA_DISABLE"),
+        is_mla=model.vllm.is_mla and not env.on(NO_MLA),
         is_sparse=_is_sparse(model),
         breakable_cudagraph=breakable,
         mode="NONE" if breakable else options.view.mode,
@@ -116,7 +125,7 @@ def implementation(options: ServeOptions, model: ModelFacts) -> str:
         return "FlashMLASparseImpl" if _is_sparse(model) else "FlashAttnMLAImpl"
     if _is_sparse(model):
         return "ROCMAiterMLASparseImpl"
-    aiter = _uses_aiter(options) and options.env.on("VLLM_ROCM_USE_AITER_MLA") and not options.env.on(BATCH_INVARIANT)
+    aiter = _uses_aiter(options) and options.env.on(USE_AITER_MLA) and not options.env.on(BATCH_INVARIANT)
     return "AiterMLAImpl" if aiter else "TritonMLAImpl"
 
 

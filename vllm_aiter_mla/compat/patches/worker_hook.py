@@ -46,7 +46,7 @@ def install(attach: Attach) -> None:
         attach(self)
 
     setattr(init, _MARK, True)
-    WorkerBase.__init__ = init
+    WorkerBase.__init__ = init  # type: ignore[method-assign]
 
 
 def within(worker: Any, method: str, context: Callable[[], AbstractContextManager[None]]) -> None:

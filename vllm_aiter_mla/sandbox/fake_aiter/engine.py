@@ -48,7 +48,7 @@ def hold_weights_in_fp8() -> None:
     def enabled(cls: type) -> bool:
         return True
 
-    rocm_aiter_ops.is_fp8bmm_enabled = classmethod(enabled)
+    rocm_aiter_ops.is_fp8bmm_enabled = classmethod(enabled)  # type: ignore[method-assign, assignment]
     vars(mla_attention)["tqdm"] = lambda sizes, **_: sizes[:2]
 
 
@@ -62,7 +62,7 @@ def hold_weights_in_fp4() -> None:
     def enabled(cls: type) -> bool:
         return True
 
-    rocm_aiter_ops.is_fp4bmm_enabled = classmethod(enabled)
+    rocm_aiter_ops.is_fp4bmm_enabled = classmethod(enabled)  # type: ignore[method-assign, assignment]
 
 
 def resume() -> Platform | None:
@@ -85,8 +85,8 @@ def _fake_platform(arch: str) -> Platform:
         return FP8[arch] == torch.float8_e4m3fnuz
 
     vllm_platform = type(current_platform)
-    vllm_platform.fp8_dtype = classmethod(fp8_dtype)
-    vllm_platform.is_fp8_fnuz = classmethod(is_fp8_fnuz)
+    vllm_platform.fp8_dtype = classmethod(fp8_dtype)  # type: ignore[method-assign, assignment]
+    vllm_platform.is_fp8_fnuz = classmethod(is_fp8_fnuz)  # type: ignore[method-assign, assignment]
     _renew_constants(FP8[arch])
     layers.detect_platform = lambda: platform
     layers.reset()
