@@ -41,8 +41,8 @@ test-all: test test-rest test-wide
 
 # What `make test` leaves: engines, two at a time beside the slow tests, and what must hold without AVX-512.
 test-rest: setup
-	$(BIN)/python -m pytest -m "(engine or slow) and not wide"
-	$(MAKE) avx2-quick types
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "(engine or slow) and not wide"
+	$(MAKE) -j 2 avx2-quick types
 
 # Topologies of several processes, other models: what .ci/run leaves for its half hour. Run it before a release.
 test-wide: setup
@@ -68,7 +68,7 @@ test-avx2: setup
 	PYTHONPATH=tests/avx2:$$PYTHONPATH $(BIN)/python -m pytest $(ARGS)
 
 avx2-quick: setup
-	PYTHONPATH=tests/avx2:$$PYTHONPATH $(BIN)/python -m pytest -q $(AVX2_TESTS)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/avx2:$$PYTHONPATH $(BIN)/python -m pytest -q $(AVX2_TESTS)
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -65,6 +65,7 @@ def test_topology_of_a_lora_adapter_for_every_second_request(engines):
     assert all(changed[1::2]), "the adapter did not do anything"
 
 
+@pytest.mark.wide
 @pytest.mark.engine("pp2-off", "pp2-on")
 def test_topology_of_two_pipeline_stages_has_one_verdict_for_both(engines):
     found = engines("pp2-on")
