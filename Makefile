@@ -58,7 +58,7 @@ types: setup
 	$(BIN)/mypy
 
 quick: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 -m "not engine and not slow"
 
 unit: setup
 	$(BIN)/python -m pytest $(ARGS)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
 import typer.main
+from _pytest.mark.expression import Expression
+from typer.testing import CliRunner
 
 from vllm_aiter_mla.census import record
 from vllm_aiter_mla.commands import main
@@ -107,6 +111,49 @@ def test_commands_are_found():
 )
 def test_mutation_an_option_that_is_not_there_is_seen(text, serve_options):
     assert [found for command in quoted(text) if (found := unknown(command, serve_options))]
+
+
+def selections(page: str) -> list[str]:
+    """The ``-k`` of each quoted pytest command."""
+    # Behind --aiter-mla-verify it chooses cases of the harness, which are named by its own code.
+    return [a or b for a, b in re.findall(r"pytest (?!--aiter-mla-verify)[^`\n]*?-k (?:\"([^\"]+)\"|(\w+))", page)]
+
+
+def selected(expression: str) -> bool:
+    """Whether a test is chosen by it: by the name of its function, its file or one of its folders."""
+    chosen = Expression.compile(expression)
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        of_file = path.relative_to(ROOT).as_posix().lower()
+        for name in re.findall(r"^\s*def (test_\w+)", path.read_text(encoding="utf-8"), re.M):
+            if chosen.evaluate(partial(operator.contains, f"{of_file} {name.lower()}")):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if selections(page)])
+def test_quoted_selections_choose_tests(name):
+    assert [expression for expression in selections(PAGES[name]) if not selected(expression)] == []
+
+
+@pytest.mark.mutation
+def test_mutation_a_selection_of_nothing_is_seen():
+    page = "`pytest -m engine -k no_such_thing`"
+    assert [expression for expression in selections(page) if not selected(expression)] == ["no_such_thing"]
+
+
+def examples(page: str) -> list[list[str]]:
+    """Arguments of quoted `plan` commands that run as they stand: they begin with the name of a bundled example."""
+    plans = [command for command in quoted(page) if re.match(r"vllm-aiter-mla plan [a-z]", command)]
+    return [words(COMMAND.split(command)[-1].split("   ")[0].split(" #")[0]) for command in plans]
+
+
+def test_quoted_plans_run():
+    runs = [arguments for page in PAGES.values() for arguments in examples(page)]
+    assert runs
+    for arguments in runs:
+        result = CliRunner().invoke(main.app, ["plan", *arguments])
+        assert result.exit_code in (0, 1), (arguments, result.output)
+        assert "MLA layers" in result.output, (arguments, result.output)
 
 
 def verdict(**changes) -> str:

@@ -1,11 +1,9 @@
-"""What `make test` leaves out is named here: a slow test does not hide, and none is left out unseen."""
+"""What `make test` leaves out is named here, and none is left out unseen. It lists its ten slowest tests itself."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-
-import pytest
 
 TESTS = Path(__file__).parent
 # Files that hold slow tests, and why.
@@ -50,10 +48,10 @@ def test_what_make_test_leaves_the_other_two_run():
     assert [line for line in ci if line.startswith("make ")] == ["make test", "make test-rest"]
 
 
-@pytest.mark.parametrize("name", SLOW)
-def test_a_slow_file_holds_no_invariant_alone(name):
-    """The invariants' planted bugs are in the table of docs/development.md; `make test` touches each of them."""
+def test_make_test_touches_each_invariant():
+    """The invariants' planted bugs are in the table of docs/development.md."""
     rows = re.findall(r"^\| I\d+ \|.*$", (TESTS.parent / "docs" / "development.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 13
     for row in rows:
-        planted = re.findall(r"`tests/([\w/]+\.py)`", row.split("|")[-2])
-        assert name not in planted or len(planted) > 1, row
+        planted = set(re.findall(r"`tests/([\w/]+\.py)`", row.split("|")[-2]))
+        assert {name for name in planted - set(SLOW) if not name.startswith("engine/")}, row

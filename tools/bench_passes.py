@@ -24,9 +24,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ENGINE_LAYERS = 8
 SIZES = (8, 16, 32, 64)
@@ -37,13 +38,17 @@ TIMEOUT_S = 900
 
 @dataclass(frozen=True)
 class Point:
-    """Least milliseconds per layer at one number of layers, and how many layers each side rewrote."""
+    """Least milliseconds per layer at one number of layers, and how many layers each side rewrote.
+
+    ``parts_ms`` is what of ours the match and each pass take; the rest is admission, sorting and tidying.
+    """
 
     layers: int
     ours_ms: float
     ours_matched: int
     stock_ms: float
     stock_matched: int
+    parts_ms: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,9 @@ def _show(points: list[Point], compiled: Compile, missed: list[str]) -> None:
     for p in points:
         line = f"{p.layers:>6} {p.ours_ms:>14.3f} {p.ours_matched:>10} {p.stock_ms:>15.1f} {p.stock_matched:>6}"
         print(f"{line} {p.ours_ms / p.stock_ms:>10.1%}")
+    for p in points:
+        parts = ", ".join(f"{name} {ms:.3f}" for name, ms in p.parts_ms.items())
+        print(f"of ours, ms a layer at {p.layers}: {parts}")
     growth, share = points[-1].ours_ms / points[0].ours_ms, compiled.passes_s / compiled.inductor_s
     print(f"ours of stock's pass, at most {MAX_OF_STOCK:.0%}")
     print(f"growth per layer from {points[0].layers} to {points[-1].layers}: {growth:.2f} (<= {MAX_GROWTH})")
@@ -237,7 +245,43 @@ def _point(graph: Any, layers: int, config: Any) -> Point:
     ours_s, counts = _least(lambda g: pipeline.rewrite(g, settings), graph, layers, OURS_RUNS)
     stock_s, _ = _least(stock, graph, layers, STOCK_RUNS if layers < 64 else 1)
     matched = min(counts["matched"], counts["aiter_fusion"])
-    return Point(layers, 1e3 * ours_s / layers, matched, 1e3 * stock_s / layers, stock.matched_count)
+    parts = _parts(lambda g: pipeline.rewrite(g, settings), graph, layers)
+    return Point(layers, 1e3 * ours_s / layers, matched, 1e3 * stock_s / layers, stock.matched_count, parts)
+
+
+def _parts(rewrite: Callable[[Any], Any], graph: Any, layers: int) -> dict[str, float]:
+    """The least milliseconds a layer of the match and of each pass, timed inside runs of their own."""
+    from vllm_aiter_mla.passes import pipeline
+
+    spent: dict[str, float] = {}
+    least: dict[str, float] = {}
+
+    def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return call(*args, **named)
+            finally:
+                spent[part] = spent.get(part, 0.0) + 1e3 * (time.perf_counter() - begin) / layers
+
+        return run
+
+    def once(copy: Any) -> None:
+        spent.clear()
+        rewrite(copy)
+        least.update({part: min(ms, least.get(part, ms)) for part, ms in spent.items()})
+
+    passes = {
+        "RoPE + KV": pipeline.MLARoPEKVCacheFusionPass,
+        "lift": pipeline.MLADecodeQPrepLiftPass,
+        "fuse": pipeline.MLAAiterQkRopeKVCacheFusionPass,
+    }
+    with contextlib.ExitStack() as patched:
+        patched.enter_context(mock.patch.object(pipeline, "match_layers", timed("match", pipeline.match_layers)))
+        for part, cls in passes.items():
+            patched.enter_context(mock.patch.object(cls, "__call__", timed(part, cls.__call__)))
+        _least(once, graph, layers, OURS_RUNS)
+    return least
 
 
 def _stock_pass(config: Any) -> Any:

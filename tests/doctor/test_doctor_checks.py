@@ -48,7 +48,7 @@ def test_the_forms_of_the_weight_follow_the_installed_vllms_defaults(check, name
     assert f"{variable} is unset, in this vLLM {'on' if default else 'off'}: " in found.detail
     other = check(given(VLLM_ROCM_USE_AITER="1", **{variable: str(int(not default))}))
     assert other.detail.startswith(f"{variable} {'off' if default else 'on'}: ")
-    assert check(given()).detail == "off with AITER"
+    assert check(given()).detail == "off, because VLLM_ROCM_USE_AITER is off"
     assert check(given(VLLM_ROCM_USE_AITER="1", **{variable: "maybe"})).status == "problem"
 
 

@@ -45,7 +45,7 @@ def test_the_documented_formulas_are_those_of_the_code() -> None:
         expected = {
             "RoPE of q_pe and k_pe": (2 * t * (n + 1) * r + t * (2 * r + 8), 2 * t * (n + 1) * r),
             "KV-cache write": (2 * row + 8 * t, e * row),
-            "RoPE + KV-cache write": (2 * t * n * r + 2 * row + index, 2 * t * n * r + e * row),
+            "RoPE + KV-cache write": (2 * t * n * r + 2 * row + index, 2 * t * (n + 1) * r + e * row),
             "absorb BMM": (w * n * p * lat + 2 * t * n * p, 2 * t * n * lat),
             "concat" if e == 2 else "concat + quantisation": (2 * query, e * query),
             "AITER: RoPE, KV write, query": (2 * query + 2 * row + index, e * t * (n + 1) * (lat + r)),

@@ -126,7 +126,7 @@ SPECS: dict[str, EngineSpec] = {
     "bf16-on": _cold,
     "warm": replace(_warm, scenarios=("short",)),
     "mutation-half-a-layer": replace(
-        _warm, scenarios=("short", "mixed"), mutation="engine_mutations:plugin_that_refuses_every_second_layer"
+        _warm, scenarios=("mixed",), mutation="engine_mutations:plugin_that_refuses_every_second_layer"
     ),
     "no-plugin": replace(_off(_small), dump_graphs=True, plugin=False),
     "fp8-off": _off(_fp8),
@@ -141,7 +141,10 @@ SPECS: dict[str, EngineSpec] = {
         _full, scenarios=("mixed",), mutation="engine_mutations:padding_has_the_slot_of_another_row"
     ),
     "mutation-raw-prefill-above-bucket": replace(
-        _small, dump_graphs=True, mutation="engine_mutations:prefill_rows_stay_raw_and_passes_ignore_the_range"
+        _small,
+        scenarios=("mixed",),
+        dump_graphs=True,
+        mutation="engine_mutations:prefill_rows_stay_raw_and_passes_ignore_the_range",
     ),
     # The real Triton kernel on CPU tensors; a step takes a few tenths of a second.
     "triton": replace(_eager, scenarios=("mixed",), kernel="triton", rounding="single", interpret=True),

@@ -23,7 +23,7 @@ from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.reference import store_nope
-from vllm_aiter_mla.kernels.stock import StockBackend
+from vllm_aiter_mla.kernels.stock import StockBackend, may_take_parts
 from vllm_aiter_mla.ops import adapter, bodies
 from vllm_aiter_mla.sandbox import gpu_ops
 
@@ -262,6 +262,39 @@ def test_stock_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens
     ]
     assert torch.equal(q[..., SIZES.p :], -before[..., SIZES.p :])
     assert torch.equal(q[..., : SIZES.p], before[..., : SIZES.p])
+
+
+@pytest.mark.parametrize(("arch", "parts"), [("gfx950", True), ("gfx942", False)])
+def test_stock_is_timed_without_a_concat_that_vllms_decode_may_not_need(arch: str, parts: bool) -> None:
+    """Fewer than 16 heads over a cache of 16 bits on gfx950."""
+    layer = layer_of()
+    q, k_pe, kv_c, positions, table, k_scale, _, is_neox, _ = arguments(ROPE, layer, 3)
+    given = DecodeInputs(
+        q, k_pe, kv_c, PlainWeight(layer.W_UK_T), layer.kv_cache, torch.arange(3), positions, table, k_scale,
+        layer._q_scale, is_neox, q.dtype,
+    )  # fmt: skip
+    query = StockBackend(VLLMsKernels(q.dtype), arch).prepare(given)
+    assert query.shape == (3, SIZES.n, SIZES.latent + (0 if parts else SIZES.r))
+
+
+@pytest.mark.parametrize(
+    ("arch", "heads", "fp8_cache", "expected"),
+    [
+        ("gfx950", 15, False, True),
+        ("gfx950", 16, False, False),
+        ("gfx950", 8, True, False),
+        ("gfx942", 8, False, False),
+        ("cpu", 8, False, False),
+    ],
+)
+def test_vllms_decode_may_take_parts_where_its_own_rule_says_so(arch, heads, fp8_cache, expected, monkeypatch) -> None:
+    """``use_gluon_decode`` and ``use_gluon_verify``, asked over a card of this name; ours says yes where either may."""
+    from vllm.v1.attention.backends.mla import rocm_aiter_mla
+
+    monkeypatch.setattr(rocm_aiter_mla, "_gluon_mla_decode_supported", lambda: arch == "gfx950")
+    rule, cache = rocm_aiter_mla.AiterMLAHelper, "fp8" if fp8_cache else "auto"
+    asked = rule.use_gluon_decode(heads, 1, cache, 1 << 20) or rule.use_gluon_verify(heads, 3, cache)
+    assert may_take_parts(arch, heads, fp8_cache) is bool(asked) is expected
 
 
 def test_the_last_kernel_of_stock_is_the_one_that_vllms_layers_call() -> None:

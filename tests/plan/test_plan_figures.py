@@ -82,8 +82,8 @@ def test_the_one_launch_moves_what_the_benchmark_counts(tokens: int, heads: int,
     step = formulas.Step(tokens, heads, 128, 64, 512, 1 if quantised else 2)
     once = formulas.moved(formulas.triton(step))
     assert once == Point(tokens, heads, quantised).bytes_once
-    # docs/triton.md: the unfused sequence writes and reads the absorbed and the rotated query once each.
-    assert formulas.moved(formulas.stock_fused(step)) - once == 4 * tokens * heads * 576
+    # docs/triton.md: the unfused sequence writes and reads the absorbed and the rotated query once each, and k_pe back.
+    assert formulas.moved(formulas.stock_fused(step)) - once == 4 * tokens * heads * 576 + 2 * tokens * 64
     assert formulas.moved(formulas.aiter(step)) - once == 4 * tokens * heads * 512
 
 
@@ -96,10 +96,10 @@ def test_the_one_launch_over_fp8_weights_moves_what_the_benchmark_counts(tokens:
 def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most_half_of_stocks_bytes() -> None:
     step = formulas.Step(64, 16, 128, 64, 512, stored=1, weight=1)
     assert formulas.moved(formulas.triton(step)) == 2_151_424
-    assert formulas.triton_share(step) == pytest.approx(0.477, abs=0.001)
+    assert formulas.triton_share(step) == pytest.approx(0.476, abs=0.0005)
     assert formulas.triton_share(step) <= 0.5
     assert formulas.triton_share(formulas.Step(64, 16, 128, 64, 512, stored=1)) > 0.5, "plain weights: not half"
-    assert formulas.triton_share(replace(step, weight=17 / 32)) == pytest.approx(0.413, abs=0.001), "mxfp4"
+    assert formulas.triton_share(replace(step, weight=17 / 32)) == pytest.approx(0.412, abs=0.0005), "mxfp4"
 
 
 def test_launches_per_layer_are_those_of_the_architecture() -> None:
@@ -107,6 +107,21 @@ def test_launches_per_layer_are_those_of_the_architecture() -> None:
     for stored in (1, 2):
         step = formulas.Step(8, 16, 128, 64, 512, stored)
         assert tuple(len(path(step)) for path in formulas.PATHS.values()) == (4, 3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "arch", "cache", "said"),
+    [
+        ("kimi-k2", "gfx950", "auto", True),
+        ("kimi-k2", "gfx950", "fp8", False),
+        ("kimi-k2", "gfx942", "auto", False),
+        ("deepseek-r1", "gfx950", "auto", False),
+    ],
+)
+def test_a_decode_that_may_need_no_concat_is_said(model: str, arch: str, cache: str, said: bool) -> None:
+    """Kimi-K2 has 8 heads a rank here, DeepSeek-R1 16."""
+    plan = planned(model, "-tp", "8", "--kv-cache-dtype", cache, arch=arch)
+    assert any("needs no concat" in note for note in plan["assumptions"]) is said
 
 
 def test_launches_per_step_count_every_mla_layer() -> None:

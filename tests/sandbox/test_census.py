@@ -87,6 +87,35 @@ def test_census_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
     assert written["refused"][LAYERS[0]] == ["not_run", "its fused op has not run"]
 
 
+def every_rank_speaks(monkeypatch):
+    monkeypatch.setattr(worker, "_say", lambda config, stages, verdict, strict: log.say(0, record.line(verdict)))
+
+
+def a_refused_layer_is_forgotten(monkeypatch):
+    told = record.as_record
+    monkeypatch.setattr(record, "as_record", lambda *given: told(*given) | {"refused": {}, "total": 1})
+
+
+def the_verdict_is_said_twice(monkeypatch):
+    say = worker._say
+    monkeypatch.setattr(worker, "_say", lambda *given: (say(*given), say(*given)))
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("plant", "test"),
+    [
+        (every_rank_speaks, lambda said, folder: test_census_only_rank_0_speaks_and_every_rank_writes(said, folder)),
+        (a_refused_layer_is_forgotten, lambda said, folder: test_census_some_refused_names_the_first_reason(said)),
+        (the_verdict_is_said_twice, lambda said, folder: test_census_all_engaged_is_one_info_line(said)),
+    ],
+)
+def test_mutation_i8_a_verdict_that_is_not_said_once_and_whole_is_caught(said, monkeypatch, tmp_path, plant, test):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test(said, tmp_path)
+
+
 def test_census_of_a_warm_start_knows_the_refusals_of_the_cold_one(said, monkeypatch, tmp_path):
     census.refuse(LAYERS[0], "no_rope", "why")
     census.current().compiled["1-512"] = {"matched": 1}

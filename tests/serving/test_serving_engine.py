@@ -1,6 +1,7 @@
 """Both tools end to end: real servers, vLLM's own benchmark, lm-eval, the small model on a CPU.
 
-Two server starts and six clients each. In eager mode: what a server compiles is not their business.
+Two server starts and six clients each, minutes: the second tool is wide. In eager mode: what a server compiles is not
+their business.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def test_both_served_sides_make_a_table(served: tuple[int, str, dict[str, Any]])
     assert "faster" not in page
 
 
+@pytest.mark.wide
 def test_report_takes_what_both_tools_wrote(
     served: tuple[int, str, dict[str, Any]], answered: tuple[int, str, dict[str, Any]], work: Path
 ) -> None:
@@ -81,6 +83,7 @@ def test_gauge_stands_on_the_metrics_page_of_a_really_served_model_with_the_flag
     assert record["census"].startswith(f"{small.LAYERS}/{small.LAYERS} MLA layers engaged (reference")
 
 
+@pytest.mark.wide
 def test_both_sides_answer_every_question_with_the_same_text(answered: tuple[int, str, dict[str, Any]]) -> None:
     status, page, record = answered
     assert status == 0
@@ -109,13 +112,14 @@ def test_topology_of_two_data_parallel_engines_gives_stocks_texts_and_a_verdict_
     assert sorted(line.rpartition(", ")[2] for line in verdicts) == ["data-parallel engine 0", "data-parallel engine 1"]
 
 
+@pytest.mark.wide
 def test_runs_ask_with_other_examples(answered: tuple[int, str, dict[str, Any]]) -> None:
     runs = answered[2]["answers"]["on"].values()
     assert len({tuple(one["prompt"] for one in run["answers"].values()) for run in runs}) == 3
 
 
-def test_no_server_is_left(
-    served: tuple[int, str, dict[str, Any]], answered: tuple[int, str, dict[str, Any]], work: Path
-) -> None:
+@pytest.mark.parametrize("ended", ["served", pytest.param("answered", marks=pytest.mark.wide)])
+def test_no_server_is_left(ended: str, request: pytest.FixtureRequest, work: Path) -> None:
+    request.getfixturevalue(ended)
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(work / "model") not in shown

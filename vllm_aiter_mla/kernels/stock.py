@@ -46,13 +46,16 @@ class StockBackend(KernelBackend):
 
     **It rotates q and k_pe of its inputs in place**, as vLLM does: who calls it twice, or compares its result with
     another back end's, gives it copies. For timing and comparisons; a step that vLLM is to serve goes to vLLM.
+
+    Where vLLM's decode kernel may take the query in two parts there is no third launch: it is timed at its best, and
+    returns the absorbed query alone.
     """
 
     name = "stock"
     trusted = True
 
-    def __init__(self, vllm: VLLMKernels) -> None:
-        self._vllm = vllm
+    def __init__(self, vllm: VLLMKernels, arch: str = "") -> None:
+        self._vllm, self._arch = vllm, arch
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class; rounds RoPE to the activation dtype first, as vLLM does."""
@@ -63,9 +66,11 @@ class StockBackend(KernelBackend):
         if inputs.num_tokens:
             self._rotate_and_write(inputs, q_pe)
         absorbed = inputs.weight.product(inputs.q_nope)
-        if not fp8.is_fp8(inputs.out_dtype):
-            return torch.cat([absorbed, q_pe], dim=-1)
-        return self._vllm.concat_quantise_fp8(absorbed, q_pe, inputs.q_scale)
+        if fp8.is_fp8(inputs.out_dtype):
+            return self._vllm.concat_quantise_fp8(absorbed, q_pe, inputs.q_scale)
+        if may_take_parts(self._arch, inputs.num_heads, fp8.is_fp8(inputs.kv_cache.dtype)):
+            return absorbed
+        return torch.cat([absorbed, q_pe], dim=-1)
 
     def _rotate_and_write(self, inputs: DecodeInputs, q_pe: torch.Tensor) -> None:
         is_quantised = fp8.is_fp8(inputs.kv_cache.dtype)
@@ -87,7 +92,16 @@ def factory(platform: Platform, vllm: VLLMKernels) -> StockBackend | str:
     """The back end, or why this vLLM build has no such kernels."""
     if not vllm.has_rope_and_write():
         return "this build of vLLM has no concat_and_cache_mla_rope_fused"
-    return StockBackend(vllm)
+    return StockBackend(vllm, platform.arch)
+
+
+def may_take_parts(arch: str, heads: int, fp8_cache: bool) -> bool:
+    """Whether vLLM's decode may take (q_nope, q_pe) as they are: Gluon's kernel, on gfx950, for fewer than 16 heads.
+
+    Whether it does is decided per batch, by the size of the cache and a variable too: ``AiterMLAHelper`` in
+    vllm/v1/attention/backends/mla/rocm_aiter_mla.py, ``use_gluon_decode`` and ``use_gluon_verify`` (vLLM 0.32).
+    """
+    return arch == "gfx950" and heads < 16 and not fp8_cache
 
 
 def _padded(inputs: DecodeInputs) -> torch.Tensor:

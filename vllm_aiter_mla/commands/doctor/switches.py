@@ -61,7 +61,7 @@ def fp8_bmm(given: Given) -> Check:
     if machine.rocm_version() is None:
         return Check("ok", f"{FP8_BMM} has an effect on ROCm only")
     if not switched_on(given.env, USE_AITER, False):
-        return Check("ok", "off with AITER")
+        return Check("ok", f"off, because {USE_AITER} is off")
     return _bmm(given, FP8_BMM, "W_UK and W_UV in fp8", "W_UK and W_UV in the activation dtype")
 
 
@@ -70,7 +70,7 @@ def fp4_bmm(given: Given) -> Check:
     if machine.gpu_arch() != "gfx950":
         return Check("ok", "has an effect on gfx950 only")
     if not switched_on(given.env, USE_AITER, False):
-        return Check("ok", "off with AITER")
+        return Check("ok", f"off, because {USE_AITER} is off")
     return _bmm(given, FP4_BMM, "W_UK and W_UV in mxfp4 where kv_b_proj is bf16", f"see {FP8_BMM} above")
 
 

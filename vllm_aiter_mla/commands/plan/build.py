@@ -12,6 +12,7 @@ from vllm_aiter_mla.commands.plan.kernels import KernelSpan
 from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.compat import version as compat_version
+from vllm_aiter_mla.kernels import stock
 
 ENGAGED, SOME, PARTIAL, REFUSED, UNKNOWN = "engaged", "some", "partial", "refused", "unknown"
 
@@ -59,9 +60,19 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
             *options.assumptions,
             *serve_options.about_the_card(options, bf16),
             *model.vllm.notes,
+            *_of_stock(options, model, main),
             *_limits_of_the_plan(options, view),
         ],
     }
+
+
+def _of_stock(options: ServeOptions, model: ModelFacts, main: _Planned | None) -> list[str]:
+    if main is None or not stock.may_take_parts(options.arch, main.heads, model.fp8_cache):
+        return []
+    return [
+        f"vLLM may decode {main.heads} heads by Gluon (a layer's cache up to 2 GiB), which needs no concat: stock then "
+        "has a launch less than the figures say"
+    ]
 
 
 class _Planned:

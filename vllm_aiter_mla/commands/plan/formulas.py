@@ -79,7 +79,7 @@ def stock_fused(step: Step) -> tuple[Launch, ...]:
         Launch(
             "RoPE + KV-cache write",
             ACT * t * n * r + ACT * step.row + t * (ACT * r + 2 * INDEX),
-            ACT * t * n * r + step.stored * step.row,
+            ACT * t * (n + 1) * r + step.stored * step.row,
         ),
         _absorb(step),
         _assemble(step),
