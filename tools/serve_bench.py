@@ -27,8 +27,8 @@ from tools.common import guarded, positive
 from tools.serving import bench, options, page, small, sweep
 
 TOOL = "serve_bench"
-# Rates: from a server that is almost idle to a full one. Lengths: ours, because the rows of vLLM's PR #35879 were not at
-# hand; decode-heavy enough for TPOT to have 256 samples a request, and no shared prefix.
+# Rates: from a server that is almost idle to a full one. Lengths: ours, because the rows of vLLM's PR #35879 were not
+# at hand; decode-heavy enough for TPOT to have 256 samples a request, and no shared prefix.
 DEFAULTS = {"rates": "1,2.5,5,10,25,50", "lengths": ["1024/0/256"], "prompts": 200, "warmups": 16}
 SMALL = {"rates": "4,16", "lengths": ["32/16/16"], "prompts": 16, "warmups": 16}
 NOT_CLAIMED = (

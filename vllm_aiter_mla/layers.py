@@ -7,6 +7,7 @@ its graphs depend on. This file does not know who emits a layer. No other file d
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log, user_pass
-from vllm_aiter_mla.kernels import absorb, select, selfcheck, stock
+from vllm_aiter_mla.kernels import absorb, fp8, select, selfcheck, stock
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
@@ -73,6 +74,10 @@ _nothing_is_checked: list[str] = []
 _generation = [0]
 _measured: set[tuple[select.Selector, LayerShape]] = set()
 """Layer shapes whose kernel a measurement chooses, per token count."""
+_demotions: set[str] = set()
+"""Reasons of demotions; they were said when they were found."""
+_told: set[str] = set()
+"""Why batches went to vLLM's own attention, without figures: what has been said."""
 
 
 def decide(
@@ -183,11 +188,18 @@ def kernel_for(module: Any, inputs: DecodeInputs) -> tuple[str, Run | None]:
     if not choice.backend.trusted and module not in _checked:
         # A compiled artifact may hold the op although nothing was checked in this process.
         return _stock(f"{choice.backend.name} was not checked in this process")
-    return (choice.backend.name, choice.run) if choice.backend.name != table.STOCK else (table.STOCK, None)
+    if choice.backend.name != table.STOCK:
+        return choice.backend.name, choice.run
+    refusals = [(name, reason) for name, reason in choice.refusals if reason not in _demotions]
+    return _stock("; ".join(f"{name}: {reason}" for name, reason in refusals)) if refusals else (table.STOCK, None)
 
 
 def _stock(reason: str) -> tuple[str, None]:
-    log.say_once(logging.ERROR, f"decode batches of some layers run vLLM's own attention: {reason}")
+    """Say it once: a reason that comes back with other figures, for instance another token count, is the same."""
+    kind = re.sub(r"\d+", "N", reason)
+    if kind not in _told:
+        _told.add(kind)
+        log.say_once(logging.ERROR, f"decode batches of some layers run vLLM's own attention: {reason}")
     return table.STOCK, None
 
 
@@ -224,6 +236,13 @@ def distrust(reason: str, module: Any = None) -> None:
         _unchecked[module] = reason
         _checked.discard(module)
     _forget_decisions()
+
+
+def give_up(module: Any, error: Exception) -> None:
+    """Take the layer's kernel away because it has raised while it served."""
+    reason = f"its kernel has raised: {type(error).__name__}: {error}"
+    distrust(reason, module)
+    log.say_once(logging.ERROR, f"a layer runs vLLM's own attention from now on: {reason}")
 
 
 def why_unchecked(module: Any) -> str | None:
@@ -305,12 +324,30 @@ def prefer(module: Any, ranges: table.Ranges) -> None:
     _forget_decisions()
 
 
+def warm_stock(module: Any) -> None:
+    """Let vLLM compile the function in which its own attention quantises a query.
+
+    vLLM alone compiles it in its warm-up, of decode batches. Those go to our op; without this the first batch that
+    mixes prefill and decode rows would compile it while it serves.
+    """
+    shape = next(iter(shapes(module)), None)
+    if shape is None or not fp8.is_fp8(shape.out_dtype):
+        return
+    like = {"dtype": shape.act, "device": shape.device}
+    # Two rows: a function that is compiled for one row is compiled again for more.
+    absorbed = torch.zeros(2, shape.heads, shape.latent, **like)
+    query = torch.zeros(2, shape.heads, shape.nope_dim + shape.rope, **like)
+    with torch.inference_mode():
+        compat_layer.quantise(module, absorbed, query[..., shape.nope_dim :])
+
+
 def demote(module: Any, shape: LayerShape, reason: str) -> None:
     """Take the chosen back end away from every layer of this shape until the process ends: its self-check failed."""
     selector, inputs = selector_of(module), synthetic_inputs(shape, tokens=1)
     backend = selector.choose(inputs).backend
     if backend is not None:
         selector.demote(backend.name, inputs, reason)
+        _demotions.add(reason)
     _forget_decisions()  # an engine before this one may have decided for the kernel
 
 
@@ -338,7 +375,9 @@ def key_of(module: Any) -> tuple[str, ...]:
             # The card by its type: its index differs from rank to rank, and may from start to start.
             kind = replace(decision.shape, device=torch.device(decision.shape.device).type)
             measured = (selector_of(module), decision.shape) in _measured
-            found.append(f"{kind}: {'measured' if measured else decision.kernel}; {decision.refusal}")
+            # Not its message: what an exception says may differ at every start.
+            code = None if decision.refusal is None else decision.refusal.code
+            found.append(f"{kind}: {'measured' if measured else decision.kernel}; {code}")
     return tuple(found)
 
 
@@ -350,6 +389,8 @@ def reset() -> None:
     _nothing_is_checked.clear()
     _generation[0] += 1
     _measured.clear()
+    _demotions.clear()
+    _told.clear()
     current_platform.cache_clear()
     _selector.cache_clear()
 

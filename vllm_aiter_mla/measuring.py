@@ -138,7 +138,9 @@ def _figures(config: Any, kind: _Kind, counts: Sequence[int], clock: Clock, budg
     if unchecked is not None:
         return {"why": unchecked}
     about = card.about() | {"code": fingerprint.fingerprint(), "shape": _described(kind.shape)}
-    kind.key = about | {"counts": list(counts), "candidates": list(backends)}
+    # What vLLM compiles decides what its own sequence costs, the view which of AITER's kernels runs.
+    options = {"view": compat_config.settings_of(config).aiter_view, "stock": compat_config.compiled_as(config)}
+    kind.key = about | options | {"counts": list(counts), "candidates": list(backends)}
     with log.warned("figures of an earlier start are not used"):
         kind.kept = store.read(compat_config.cache_folder(), kind.key)
     if kind.kept is not None:

@@ -39,7 +39,7 @@ def _attach(worker: Any) -> None:
     if engaged.emitter == "module":
         worker_hook.within(worker, "load_model", emitter().installed)
     worker_hook.after(worker, "load_model", check_kernels)
-    worker_hook.after(worker, "compile_or_warm_up_model", take_census)
+    worker_hook.after(worker, "compile_or_warm_up_model", take_census, failed=hand_over_nothing)
 
 
 def engaged_pass(vllm_config: Any) -> Any:
@@ -71,13 +71,21 @@ def check_kernels(worker: Any) -> None:
     config = worker.vllm_config
     what, is_checked = "the kernels could not be checked", False
     try:
-        _guarded(config, what, lambda: _check_kernels(config), checks_kernels=True)
-        is_checked = True
+        is_checked = _guarded(config, what, lambda: _check_kernels(config), checks_kernels=True)
     finally:
         # Also where the check has raised: the other ranks wait for this one's answer.
         measuring.choose(config, partial(_limit, config) if is_checked else None)
     _guarded(config, what, lambda: _emit(config), checks_kernels=True)
     _guarded(config, what, lambda: _tell_the_cache(config), checks_kernels=True)
+    if is_checked:
+        with log.warned("what vLLM's own attention compiles could not be compiled ahead"):
+            _warm_stock(config)
+
+
+def _warm_stock(config: Any) -> None:
+    for module in compat_config.mla_modules(config).values():
+        if layers.why_unchecked(module) is None:
+            layers.warm_stock(module)
 
 
 def _emit(config: Any) -> None:
@@ -167,7 +175,8 @@ def cache_key(modules: dict[str, Any], *, strict: bool = False) -> tuple[str, ..
     checked = {name: module for name, module in modules.items() if layers.why_unchecked(module) is None}
     _each(checked, lambda module: found.update(layers.key_of(module)), strict)
     unchecked = {name: layers.why_unchecked(module) for name, module in modules.items()}
-    found.update(f"{name}: unchecked: {reason}" for name, reason in unchecked.items() if reason is not None)
+    # Not the reason: what an exception says may differ at every start.
+    found.update(f"{name}: unchecked" for name, reason in unchecked.items() if reason is not None)
     return tuple(sorted(found))
 
 
@@ -212,6 +221,12 @@ def take_census(worker: Any) -> None:
     finally:
         if verdict:
             _write_down(config, verdict)
+
+
+def hand_over_nothing(worker: Any) -> None:
+    """For a rank whose warm-up has failed: the other pipeline stages wait for its verdict, and it has none."""
+    with log.warned("the other stages could not be told that this one has failed"):
+        _gather([{}])
 
 
 def _run_once(worker: Any) -> None:
@@ -278,8 +293,8 @@ def _write_down(config: Any, verdict: dict[str, Any]) -> None:
         file.write_census(compat_config.cache_folder(), verdict)
 
 
-def _guarded(config: Any, what: str, step: Callable[[], None], *, checks_kernels: bool = False) -> None:
-    """Do ``step``; what it raises is an error in strict mode, else one line.
+def _guarded(config: Any, what: str, step: Callable[[], None], *, checks_kernels: bool = False) -> bool:
+    """Do ``step``, and return whether it did not raise; what it raises is an error in strict mode, else one line.
 
     Args:
         config: the worker's.
@@ -300,6 +315,8 @@ def _guarded(config: Any, what: str, step: Callable[[], None], *, checks_kernels
             raise SettingsError(f"{log.PREFIX}{reason} ({STRICT_OPTION})") from error
         effect = "every MLA layer runs vLLM's own kernels" if checks_kernels else "serving goes on"
         log.say_once(logging.ERROR, f"{reason}; {effect}")
+        return False
+    return True
 
 
 def _is_strict(config: Any) -> bool:

@@ -134,7 +134,7 @@ def test_a_layer_that_cannot_be_asked_hides_no_other(monkeypatch, said) -> None:
     assert chosen(layers["layers.1"]) == "reference"
     verdicts = worker.cache_key(layers)
     assert len(verdicts) == 3
-    assert verdicts[-1].startswith("layers.0: unchecked: ")
+    assert verdicts[-1] == "layers.0: unchecked"
 
 
 def test_verdicts_tell_an_engine_with_the_kernel_from_one_without(monkeypatch, said) -> None:
@@ -146,11 +146,12 @@ def test_verdicts_tell_an_engine_with_the_kernel_from_one_without(monkeypatch, s
     decided.reset()
     monkeypatch.setitem(select.FACTORIES, "triton", lambda platform: "not installed")
     absent = worker.cache_key(layers)
-    assert "not installed" in absent[0]
+    assert "kernel_" in absent[0]
+    assert "not installed" not in absent[0], "what a message says may differ at every start"
     decided.reset()
     failed = layers_on(Wrong(), monkeypatch)
     worker.check_layers(failed, strict=False)
-    assert len({usable, absent, worker.cache_key(failed)}) == 3
+    assert usable not in (absent, worker.cache_key(failed))
 
 
 def test_verdicts_hold_no_index_of_a_card() -> None:
@@ -238,7 +239,7 @@ def test_fail_closed_verdicts_that_cannot_be_asked_for(monkeypatch, said, broken
         with pytest.raises(SettingsError, match="planted"):
             worker.cache_key({"one": layer_of()}, strict=True)
         found = worker.cache_key(layers)
-    assert all(": unchecked: " in line for line in found)
+    assert all(line.endswith(": unchecked") for line in found)
     assert {chosen(layer) for layer in layers.values()} == {"reference"}
 
 

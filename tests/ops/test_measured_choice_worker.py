@@ -110,6 +110,34 @@ def test_the_next_start_reads_the_figures_and_measures_nothing(made_up: Card, tm
     assert made_up.clock.given_back == 0
 
 
+def test_figures_of_another_view_or_of_other_functions_of_vllm_are_not_read(made_up: Card, tmp_path: Path) -> None:
+    made_up.start()
+    layers.reset()
+    made_up.start(aiter_view="opt")
+    assert len(list(tmp_path.glob("measured-*.json"))) == 2
+    layers.reset()
+    one = Worker(ours(LIMIT))
+    one.vllm_config.compilation_config.custom_ops = ["all"]
+    one.load_model()
+    assert len(list(tmp_path.glob("measured-*.json"))) == 3
+
+
+def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up: Card) -> None:
+    one = made_up.start(kernel="aiter")
+    layer = layer_of_worker(one)
+    shape = layers.shapes(layer)[0]
+    bind = made_up.kernels["aiter"].bind
+
+    def refusing(inputs: Any) -> Any:
+        return f"at {inputs.num_tokens} tokens: too many" if inputs.num_tokens > 4 else bind(inputs)
+
+    made_up.kernels["aiter"].bind = refusing  # type: ignore[method-assign]
+    found = [layers.kernel_for(layer, synthetic_inputs(shape, tokens))[0] for tokens in (4, 8, 16)]
+    assert found == ["aiter", "stock", "stock"]
+    said = [text for text in made_up.said(logging.ERROR) if "run vLLM's own attention" in text]
+    assert said == ["decode batches of some layers run vLLM's own attention: aiter: at 8 tokens: too many"]
+
+
 def test_a_broken_file_costs_one_line_and_is_measured_anew(made_up: Card, tmp_path: Path) -> None:
     made_up.start()
     (path,) = tmp_path.glob("measured-*.json")

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from ops import opcalls
 from ops.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
 from vllm_aiter_mla import layers
-from vllm_aiter_mla.compat import context, kernels, user_pass
+from vllm_aiter_mla.compat import context, kernels, log, user_pass
 from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
@@ -106,6 +106,38 @@ def test_a_batch_with_prefill_rows_is_rotated_once_in_place_and_prepared_by_no_k
     gpu_ops.rotary_embedding(args[3], rotated_q[..., SIZES.p :], rotated_k, SIZES.r, args[4], True)
     assert torch.equal(args[0][..., SIZES.p :], rotated_q[..., SIZES.p :])
     assert torch.equal(args[1], rotated_k)
+
+
+def raising(inputs: Any) -> Any:
+    raise RuntimeError("planted: out of shared memory")
+
+
+@each_cache
+def test_a_kernel_that_raises_costs_the_layer_its_kernel_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cache: str
+) -> None:
+    """The batch has the bytes of output and cache that it has where there is no kernel."""
+    log.forget()
+    outcomes = []
+    for run in (None, raising):
+        layer, batch = layer_of(cache), batch_of(4)
+        args = arguments(ROPE, layer, batch.rows)
+        monkeypatch.setattr(layers, "kernel_for", lambda module, inputs, run=run: ("planted", run))
+        with forward([layer], batch), caplog.at_level("ERROR"):
+            OPS[ROPE](*args)
+        outcomes.append((args[6], layer.kv_cache))
+    assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
+    assert layers.why_unchecked(layer) == "its kernel has raised: RuntimeError: planted: out of shared memory"
+    assert caplog.text.count("planted") == 1
+
+
+def test_a_kernel_that_raises_inside_a_capture_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a launch would be in the graph."""
+    layer, batch = layer_of(), batch_of(4)
+    monkeypatch.setattr(layers, "kernel_for", lambda module, inputs: ("planted", raising))
+    opcalls.capturing(monkeypatch)
+    with forward([layer], batch), pytest.raises(RuntimeError, match="planted"):
+        OPS[ROPE](*arguments(ROPE, layer, batch.rows))
 
 
 def test_a_batch_without_slots_is_rotated_and_writes_nothing() -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.platforms import current_platform
 
 from ops.opcalls import NAME, layer_of
@@ -34,6 +35,7 @@ class Worker:
         compilation.static_forward_context = {NAME: layer}
         compilation.cudagraph_capture_sizes = [1, 8, 64]
         compilation.cudagraph_mode = SimpleNamespace(name="NONE")
+        compilation.mode, compilation.backend, compilation.custom_ops = "VLLM_COMPILE", "inductor", ["none"]
         self.vllm_config = layer._vllm_config
         self.vllm_config.cache_config.cache_dtype = "auto"
         self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16")
@@ -131,6 +133,33 @@ def planted(*args: Any, **kwargs: Any) -> Any:
     raise KeyError("planted")
 
 
+def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeypatch) -> None:
+    """With more than one row, in inference mode, once for each layer whose query is fp8."""
+    called: list[Any] = []
+    one = Worker(ours())
+    layer = layer_of("fp8")
+
+    def op(absorbed: Any, q_pe: Any, scale: Any) -> None:
+        called.append((absorbed.shape[0], absorbed.shape[:2] == q_pe.shape[:2], torch.is_inference_mode_enabled()))
+
+    layer._decode_concat_quant_fp8_op = op
+    layer._vllm_config = one.vllm_config
+    one.vllm_config.compilation_config.static_forward_context[NAME] = layer
+    one.load_model()
+    assert called == [(2, True, True)]
+
+
+def test_a_failed_warm_up_hands_over_to_the_other_stages_and_keeps_its_error(said, monkeypatch) -> None:
+    handed: list[Any] = []
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", planted)
+    monkeypatch.setattr(worker.ranks, "of_stages", lambda mine: handed.append(mine) or [mine])
+    one = Worker(ours(), strict=True)
+    one.load_model()
+    with pytest.raises(KeyError, match="planted"):
+        one.compile_or_warm_up_model()
+    assert handed == [{}]
+
+
 # What the check asks, and how each of it may raise.
 AT_THE_CHECK = {
     "census.reset": lambda patch, one: patch(census, "reset", planted),
@@ -186,7 +215,7 @@ def test_mutation_fail_closed_the_guard_forgets_to_distrust(said, monkeypatch) -
 
 @pytest.mark.mutation
 def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monkeypatch) -> None:
-    def swallowing(one: Any, method: str, then: Any) -> None:
+    def swallowing(one: Any, method: str, then: Any, **_: Any) -> None:
         inner = getattr(one, method)
 
         def call() -> Any:

@@ -97,6 +97,12 @@ def as_current(vllm_config: Any) -> AbstractContextManager[None]:
     return cast("AbstractContextManager[None]", set_current_vllm_config(vllm_config))
 
 
+def compiled_as(vllm_config: Any) -> list[str]:
+    """Mode, back end and custom ops: what decides how vLLM makes the small functions of its layers."""
+    compilation = vllm_config.compilation_config
+    return [str(compilation.mode), str(compilation.backend), *sorted(map(str, compilation.custom_ops))]
+
+
 def metric_labels(vllm_config: Any) -> dict[str, str | None]:
     """``model_name`` and ``engine`` as vLLM's metrics label this engine; a fact that cannot be read is None."""
     model = getattr(vllm_config, "model_config", None)

@@ -88,6 +88,12 @@ def prepared_query_dtype(layer: Any, act: torch.dtype) -> torch.dtype:
     return current_platform.fp8_dtype() if quantised else act
 
 
+def quantise(layer: Any, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
+    """absorbed [T, N, L] and q_pe [T, N, R] side by side in fp8, by the layer's own function."""
+    quantised: torch.Tensor = layer._decode_concat_quant_fp8_op(absorbed, q_pe, layer._q_scale)
+    return quantised
+
+
 def absorb_tensors(layer: Any) -> dict[str, torch.Tensor]:
     """The tensors in which vLLM keeps W_UK, by vLLM's names. Read per call: reloading the model replaces them."""
     return {name: getattr(layer, name) for name in _weight_names(layer)}

@@ -114,6 +114,10 @@ class VLLMLayer:
     def _forget_view(self, _: Any) -> None:
         self._view = None
 
+    def give_up(self, error: Exception) -> None:
+        """Likewise."""
+        layers.give_up(self.module, error)
+
     def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
         """Quantises with vLLM's kernel."""
         quantised: torch.Tensor = self.module._decode_concat_quant_fp8_op(absorbed, q_pe, self.q_scale)

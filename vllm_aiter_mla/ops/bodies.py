@@ -38,6 +38,10 @@ class MLALayer(Protocol):
         """What prepares a batch of decode rows; None where the layer's own attention does it."""
         ...
 
+    def give_up(self, error: Exception) -> None:
+        """The layer's kernel has raised: from now on its own attention serves it, and one line says so."""
+        ...
+
     def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
         """[T, N, L] and [T, N, R] -> fp8 [T, N, L+R], as the layer's own attention quantises its query."""
         ...
@@ -142,13 +146,29 @@ def attention_with_rope(
     """
     if capture.is_capturing():
         _check_capture(step)
-    query = prepared_query(step, q, k_pe, kv_c, rope) if step.decode_only else None
+    query = _prepared_or_none(step, q, k_pe, kv_c, rope) if step.decode_only else None
     if query is not None:
         decode(step, query, output)
         return
     if step.metadata is not None:
         rotate_and_write(step, q, k_pe, kv_c, rope)
     step.layer.stock_forward(q, kv_c, k_pe.unsqueeze(1), step.metadata, output)
+
+
+def _prepared_or_none(
+    step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope
+) -> torch.Tensor | None:
+    """As ``prepared_query``; what it raises sends the layer to its own attention. No kernel changes q or k_pe.
+
+    Inside a capture it passes: half of a launch would be in the graph.
+    """
+    try:
+        return prepared_query(step, q, k_pe, kv_c, rope)
+    except Exception as error:
+        if capture.is_capturing():
+            raise
+        step.layer.give_up(error)
+        return None
 
 
 def prepared_query(

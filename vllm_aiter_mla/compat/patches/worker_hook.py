@@ -61,16 +61,22 @@ def within(worker: Any, method: str, context: Callable[[], AbstractContextManage
     setattr(worker, method, call)
 
 
-def after(worker: Any, method: str, then: Callable[[Any], None]) -> None:
+def after(worker: Any, method: str, then: Callable[[Any], None], failed: Callable[[Any], None] | None = None) -> None:
     """Call ``then(worker)`` after each call of a method of this one worker; what the method returns is returned.
 
-    What ``then`` raises passes: a guard here could not know whether the fast path may go on without it.
+    What ``then`` raises passes: a guard here could not know whether the fast path may go on without it. Where the
+    method itself raises, ``failed(worker)`` is called instead, which must not raise.
     """
     inner = getattr(worker, method)
 
     @wraps(inner)
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = inner(*args, **kwargs)
+        try:
+            result = inner(*args, **kwargs)
+        except Exception:
+            if failed is not None:
+                failed(worker)
+            raise
         then(worker)
         return result
 
