@@ -224,9 +224,15 @@ def take_census(worker: Any) -> None:
 
 
 def hand_over_nothing(worker: Any) -> None:
-    """For a rank whose warm-up has failed: the other pipeline stages wait for its verdict, and it has none."""
+    """For a rank whose warm-up has failed: the other pipeline stages wait for its verdict, and it has none.
+
+    The graphs that it has compiled may be loaded by the next start, which then needs the reasons of refused layers.
+    """
     with log.warned("the other stages could not be told that this one has failed"):
         _gather([{}])
+    with log.warned("the refusals could not be kept or read"):
+        found = {"rank": int(getattr(worker, "rank", 0)), "refused": {}, "partial": {}}
+        file.keep_refusals(compat_config.cache_folder(), str(worker.vllm_config.compute_hash()), found)
 
 
 def _run_once(worker: Any) -> None:

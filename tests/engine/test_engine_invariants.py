@@ -145,6 +145,11 @@ def test_i8_what_engaged_is_said_once(engines):
     assert "2/2 MLA layers engaged (reference, bf16 KV, decode bucket 1..16)" in lines[0]
 
 
+@pytest.mark.engine("fp8-on")
+def test_i8_an_engine_in_which_nothing_failed_warns_of_nothing(engines):
+    assert [line for line in engines("fp8-on").log if "WARNING" in line or "ERROR" in line] == []
+
+
 @pytest.mark.engine("eager-off", "refused")
 @pytest.mark.mutation
 def test_mutation_i8_nothing_engaged_is_one_warning_with_the_reason_and_stock_results(engines):

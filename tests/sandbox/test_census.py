@@ -87,6 +87,30 @@ def test_census_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
     assert written["refused"][LAYERS[0]] == ["not_run", "its fused op has not run"]
 
 
+def test_census_of_a_start_that_compiles_a_draft_alone_keeps_the_targets_reasons(said, monkeypatch, tmp_path):
+    census.refuse(LAYERS[0], "no_rope", "why")
+    census.current().compiled["1-512"] = {"matched": 1}
+    after_warm_up()
+    monkeypatch.setattr(census, "_census", census.Census())
+    census.refuse(LAYERS[1], "geometry", "of the draft")
+    census.current().compiled["1-512"] = {"matched": 0}
+    after_warm_up()
+    (path,) = tmp_path.glob("census-*.json")
+    assert json.loads(path.read_text())["refused"] == {
+        LAYERS[0]: ["no_rope", "why"],
+        LAYERS[1]: ["geometry", "of the draft"],
+    }
+
+
+def test_census_of_a_start_after_one_that_failed_in_its_warm_up_knows_the_reasons(said, monkeypatch, tmp_path):
+    census.refuse(LAYERS[0], "no_rope", "why")
+    census.current().compiled["1-512"] = {"matched": 1}
+    worker.hand_over_nothing(SimpleNamespace(vllm_config=config(), rank=0))
+    monkeypatch.setattr(census, "_census", census.Census())
+    after_warm_up()
+    assert (logging.INFO, "noted when these graphs were compiled: no_rope: why") in said
+
+
 def every_rank_speaks(monkeypatch):
     monkeypatch.setattr(worker, "_say", lambda config, stages, verdict, strict: log.say(0, record.line(verdict)))
 

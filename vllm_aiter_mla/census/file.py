@@ -37,7 +37,9 @@ def write_census(folder: Path, record: dict[str, Any]) -> None:
 
 
 def keep_refusals(folder: Path, key: str, record: dict[str, Any]) -> str | None:
-    """Keep the refusals of a cold start for the warm starts that load its graphs; on such a start, read them.
+    """Keep the refusals of a cold start for the warm starts that load its graphs; read what earlier ones have kept.
+
+    A start that compiles some graphs and loads others, as with a draft model, adds its own to those.
 
     Args:
         folder: where the plugin keeps its files; made where it is missing.
@@ -52,16 +54,19 @@ def keep_refusals(folder: Path, key: str, record: dict[str, Any]) -> str | None:
         ValueError: it cannot be read, is too large, or holds something else.
     """
     path, now = folder / f"refusals-{key[:16]}-{record['rank']}.json", state.current()
-    if now.compiled:
-        folder.mkdir(parents=True, exist_ok=True)
-        evidence.write(path, {"refused": now.refused, "partial": now.partial} | evidence.stamp("refusals", 1))
-        return None
+    refused: Reasons = {}
+    partial: Reasons = {}
     try:
         refused, partial = read_refusals(path)
     except FileNotFoundError:
-        return None
+        pass
     except Exception as error:
-        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+        if not now.compiled:  # else it is written anew
+            raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+    if now.compiled:
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = {"refused": refused | now.refused, "partial": partial | now.partial}
+        evidence.write(path, kept | evidence.stamp("refusals", 1))
     unexplained = [name for name, why in record["refused"].items() if why == list(NOT_RUN)]
     known = {name: why for name in unexplained if (why := refused.get(name) or partial.get(name))}
     record["refused"] |= known
