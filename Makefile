@@ -39,10 +39,10 @@ test: lint quick
 
 test-all: test test-rest test-wide
 
-# What `make test` leaves: engines, two at a time beside the slow tests, and what must hold without AVX-512.
+# What `make test` leaves: what must hold without AVX-512, then engines, two at a time beside the slow tests.
 test-rest: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "(engine or slow) and not wide"
 	$(MAKE) -j 2 avx2-quick types
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "(engine or slow) and not wide"
 
 # Topologies of several processes, other models: what .ci/run leaves for its half hour. Run it before a release.
 test-wide: setup

@@ -333,10 +333,11 @@ def warm_stock(module: Any) -> None:
     shape = next(iter(shapes(module)), None)
     if shape is None or not fp8.is_fp8(shape.out_dtype):
         return
-    like = {"dtype": shape.act, "device": shape.device}
     # Two rows: a function that is compiled for one row is compiled again for more.
-    absorbed = torch.zeros(2, shape.heads, shape.latent, **like)
-    query = torch.zeros(2, shape.heads, shape.nope_dim + shape.rope, **like)
+    absorbed, query = (
+        torch.zeros(2, shape.heads, width, dtype=shape.act, device=shape.device)
+        for width in (shape.latent, shape.nope_dim + shape.rope)
+    )
     with torch.inference_mode():
         compat_layer.quantise(module, absorbed, query[..., shape.nope_dim :])
 
