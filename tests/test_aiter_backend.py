@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,18 +14,12 @@ from vllm_aiter_mla.kernels.aiter.tables import TableHalves
 from vllm_aiter_mla.kernels.capture import KernelCaptureError
 from vllm_aiter_mla.kernels.inputs import KernelInputError
 from vllm_aiter_mla.kernels.platform import detect_platform, parse_rocm
-from vllm_aiter_mla.sandbox.fake_aiter import install, op
+from vllm_aiter_mla.sandbox.fake_aiter import op
 
+pytestmark = pytest.mark.usefixtures("fake_gfx942")
 VIEWS = {"aten.split_with_sizes.default", "aten.transpose.int", "aten.view.default", "aten.view.dtype"}
 ALLOCATIONS = {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty_strided.default"}
 SYNCHRONISES = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.item.default"}
-
-
-@pytest.fixture(autouse=True)
-def _fake() -> Iterator[None]:
-    with install("gfx942"):
-        op.forget()
-        yield
 
 
 class Recorder(TorchDispatchMode):

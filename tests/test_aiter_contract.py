@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,16 +21,10 @@ from vllm_aiter_mla.kernels.aiter.dispatch import route_of
 from vllm_aiter_mla.kernels.aiter.module import load_op
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, call_key, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.sandbox.fake_aiter import install, op
+from vllm_aiter_mla.sandbox.fake_aiter import op
 
+pytestmark = pytest.mark.usefixtures("fake_gfx942")
 GFX942 = Platform("gfx942", ROCM)
-
-
-@pytest.fixture(autouse=True)
-def _fake() -> Iterator[None]:
-    with install("gfx942"):
-        op.forget()
-        yield
 
 
 def every_other(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -39,10 +39,6 @@ def test_each_unusable_aiter_has_its_own_sentence(version, sentence) -> None:
         assert "aiter" not in sys.modules
 
 
-def test_the_sentences_differ() -> None:
-    assert len(set(SENTENCES.values())) == len(SENTENCES)
-
-
 def test_a_good_aiter_is_described_without_being_imported() -> None:
     with install("gfx942") as root:
         found = locate_aiter()

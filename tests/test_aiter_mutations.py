@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -18,18 +17,10 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult, self_check
 from vllm_aiter_mla.kernels.shape import LayerShape
-from vllm_aiter_mla.sandbox.fake_aiter import install, op
 
-pytestmark = pytest.mark.mutation
+pytestmark = [pytest.mark.mutation, pytest.mark.usefixtures("fake_gfx942")]
 PLATFORM = Platform("gfx942", ROCM)
 ALL = ("q nope", "q rope", "kv nope", "kv rope")
-
-
-@pytest.fixture(autouse=True)
-def _fake() -> Iterator[None]:
-    with install("gfx942"):
-        op.forget()
-        yield
 
 
 def check(backend: AiterBackend, nope: int = 16) -> SelfCheckResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,6 +16,7 @@ from vllm_aiter_mla.kernels.selfcheck import self_check
 from vllm_aiter_mla.kernels.shape import LayerShape
 from vllm_aiter_mla.sandbox.fake_aiter import install, op
 
+pytestmark = pytest.mark.usefixtures("fake_gfx942")
 MI300X, MI355X = Platform("gfx942", ROCM), Platform("gfx950", ROCM)
 
 
@@ -27,13 +27,6 @@ class Stock(ReferenceBackend):
 
 
 WITH_STOCK = {**select.FACTORIES, "stock": lambda platform: Stock()}
-
-
-@pytest.fixture(autouse=True)
-def _fake() -> Iterator[None]:
-    with install("gfx942"):
-        op.forget()
-        yield
 
 
 @pytest.mark.parametrize(

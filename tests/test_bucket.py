@@ -34,9 +34,8 @@ def test_a_limit_of_one_is_raised_to_the_smallest_endpoint_vllm_keeps() -> None:
     assert decode_limit(1, 0) == decode_limit(256, 0, override=1) == SMALLEST_LIMIT == 2
 
 
-@given(st.integers(1, 10**6), st.integers(1, 10**6))
-def test_a_range_is_inside_when_it_ends_at_or_below_the_limit(end: int, limit: int) -> None:
-    assert in_bucket(end, limit) == (end <= limit)
+def test_a_range_is_inside_when_it_ends_at_or_below_the_limit() -> None:
+    assert [in_bucket(end, 512) for end in (1, 511, 512, 513, 8192)] == [True, True, True, False, False]
 
 
 @given(st.lists(st.integers(2, 9999)), st.integers(2, 9999))

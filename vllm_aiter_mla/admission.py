@@ -82,7 +82,7 @@ GRAPH_REASONS: dict[str, str] = {
     "query_read_elsewhere": "something outside the layer reads the query projection",
     "key_read_elsewhere": "something outside the layer reads the un-rotated k_pe",
     "graph_too_deep": "the expression above the query or the key is too large for a RoPE",
-    "unknown_forward": "the layer is in no wrapper of vLLM's whose forward this plugin knows",
+    "unknown_forward": "the layer's forward, or that of the wrapper around it, is none that this plugin knows",
     "not_evaluated": "reading the layer's graph or asking for its kernel raised an error",
     "rewrite_failed": "a pass raised an error; the layer stays as the pass before left it",
     "stop_after": "the option debug.stop_after ends the passes early",
@@ -143,6 +143,7 @@ class ConfigView:
     vllm_version: str = ""
     version_supported: bool = True
     missing: tuple[str, ...] = ()
+    failed_steps: tuple[str, ...] = ()
     op_schema: tuple[str, ...] = ()
     atom_active: bool = False
     is_mla: bool = True
@@ -191,6 +192,8 @@ def _environment(view: ConfigView) -> Refusal | None:
         )
     if view.missing:
         return Refusal("capability", f"this vLLM ({view.vllm_version}) lacks {', '.join(view.missing)}")
+    if view.failed_steps:
+        return Refusal("capability", f"the plugin could not do what it needs: {'; '.join(view.failed_steps)}")
     if view.op_schema:
         return Refusal("op_schema", f"in this vLLM ({view.vllm_version}) {'; '.join(view.op_schema)}")
     if view.atom_active:
@@ -287,6 +290,7 @@ class LayerView:
     missing: tuple[str, ...] = ()
     impl: str = "AiterMLAImpl"
     known_impls: frozenset[str] = frozenset({"AiterMLAImpl"})
+    own_forward: str = ""
     is_sparse: bool = False
     q_pad_num_heads: int | None = None
     has_absorbed_weight: bool = True
@@ -326,6 +330,8 @@ def _implementation(view: LayerView) -> Refusal | None:
     if view.impl not in view.known_impls:
         known = ", ".join(sorted(view.known_impls))
         return Refusal("impl", f"attention implementation is {view.impl}; known: {known}")
+    if view.own_forward:
+        return Refusal("unknown_forward", f"the layer's forward_impl is of {view.own_forward}, not vLLM's own")
     if view.q_pad_num_heads:
         return Refusal("q_padding", f"the query is padded to {view.q_pad_num_heads} heads")
     if view.sliding_window:

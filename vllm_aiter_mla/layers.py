@@ -69,6 +69,8 @@ _unchecked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Layers that must not run a kernel that needs a check, with the reason; nothing has to be read to find it."""
 _checked: WeakSet[Any] = WeakSet()
 """Layers whose kernel passed its check in this process; a kernel that needs one runs for no other layer."""
+_given_up: WeakSet[Any] = WeakSet()
+"""Layers whose kernel has raised while it served: they run none, not even one that needs no check."""
 _nothing_is_checked: list[str] = []
 """Why no layer of this process may run one, or nothing."""
 _generation = [0]
@@ -177,6 +179,8 @@ def kernel_for(module: Any, inputs: DecodeInputs) -> tuple[str, Run | None]:
 
     Whatever goes wrong here, the batch is served by vLLM's own attention, and one line says why.
     """
+    if module in _given_up:
+        return table.STOCK, None  # said when it raised
     try:
         choice = _of(module).selector.choose(inputs)
     except Exception as error:
@@ -241,8 +245,10 @@ def distrust(reason: str, module: Any = None) -> None:
 def give_up(module: Any, error: Exception) -> None:
     """Take the layer's kernel away because it has raised while it served."""
     reason = f"its kernel has raised: {type(error).__name__}: {error}"
+    _given_up.add(module)
     distrust(reason, module)
-    log.say_once(logging.ERROR, f"a layer runs vLLM's own attention from now on: {reason}")
+    kept = "graphs that were captured keep the kernel"
+    log.say_once(logging.ERROR, f"a layer runs vLLM's own attention from now on; {kept}: {reason}")
 
 
 def why_unchecked(module: Any) -> str | None:
@@ -333,13 +339,14 @@ def warm_stock(module: Any) -> None:
     shape = next(iter(shapes(module)), None)
     if shape is None or not fp8.is_fp8(shape.out_dtype):
         return
-    # Two rows: a function that is compiled for one row is compiled again for more.
-    absorbed, query = (
-        torch.zeros(2, shape.heads, width, dtype=shape.act, device=shape.device)
-        for width in (shape.latent, shape.nope_dim + shape.rope)
-    )
-    with torch.inference_mode():
-        compat_layer.quantise(module, absorbed, query[..., shape.nope_dim :])
+    # torch compiles for one row apart, and once for all other counts.
+    for rows in (2, 1):
+        absorbed, query = (
+            torch.zeros(rows, shape.heads, width, dtype=shape.act, device=shape.device)
+            for width in (shape.latent, shape.nope_dim + shape.rope)
+        )
+        with torch.inference_mode():
+            compat_layer.quantise(module, absorbed, query[..., shape.nope_dim :])
 
 
 def demote(module: Any, shape: LayerShape, reason: str) -> None:
@@ -387,6 +394,7 @@ def reset() -> None:
     _layers.clear()
     _unchecked.clear()
     _checked.clear()
+    _given_up.clear()
     _nothing_is_checked.clear()
     _generation[0] += 1
     _measured.clear()

@@ -59,6 +59,7 @@ def choose(config: Any, limit: Callable[[], int] | None) -> None:
     found: dict[str, _Kind] = {}
     answer = _timed(config, limit, found)
     place, answers = _exchanged(answer)
+    figures: dict[str, table.Rounds] = {}
     try:
         figures, troubles = agree(answers)
         for text, kind in found.items():
@@ -67,7 +68,7 @@ def choose(config: Any, limit: Callable[[], int] | None) -> None:
         troubles = [f"rank {place}: {_line(error)}"]
         log.say_once(logging.WARNING, f"the measured choice could not be used: {_line(error)}; {STATIC}")
     if place == 0:
-        _say(troubles, answer)
+        _say(troubles, answer, len(figures))
 
 
 def _is_asked_for(config: Any) -> bool:
@@ -196,10 +197,11 @@ def _apply(text: str, kind: _Kind, rounds: table.Rounds) -> None:
             store.write(compat_config.cache_folder(), kind.key, rounds)
 
 
-def _say(troubles: Sequence[str], answer: dict[str, Any]) -> None:
+def _say(troubles: Sequence[str], answer: dict[str, Any], figures: int) -> None:
     if troubles:
         more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
-        log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {STATIC}")
+        timed = f" but for {figures} layer shape(s)" if figures else ""
+        log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {STATIC}{timed}")
     elif answer["timed"]:
         spent = f"{answer['seconds']:.1f} s of at most {sweep.BUDGET_S:g} s"
         log.say(logging.INFO, f"kernels timed on this card in {spent}: {answer['timed']} layer shape(s)")

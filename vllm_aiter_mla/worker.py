@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Thread
 from typing import Any
 
 from vllm_aiter_mla import layers, measuring
@@ -226,13 +227,18 @@ def take_census(worker: Any) -> None:
 def hand_over_nothing(worker: Any) -> None:
     """For a rank whose warm-up has failed: the other pipeline stages wait for its verdict, and it has none.
 
+    It does not wait for them: vLLM must hear of the failure now, and a stage may wait for another rank that has failed.
     The graphs that it has compiled may be loaded by the next start, which then needs the reasons of refused layers.
     """
-    with log.warned("the other stages could not be told that this one has failed"):
-        _gather([{}])
+    Thread(target=_tell_the_stages, daemon=True).start()
     with log.warned("the refusals could not be kept or read"):
         found = {"rank": int(getattr(worker, "rank", 0)), "refused": {}, "partial": {}}
         file.keep_refusals(compat_config.cache_folder(), str(worker.vllm_config.compute_hash()), found)
+
+
+def _tell_the_stages() -> None:
+    with log.warned("the other stages could not be told that this one has failed"):
+        _gather([{}])
 
 
 def _run_once(worker: Any) -> None:

@@ -153,8 +153,3 @@ def test_every_log_line_is_explained(line: str) -> None:
 def test_lines_and_errors_built_in_pieces_are_explained(source: str, fragment: str) -> None:
     assert fragment in (PACKAGE / source).read_text(encoding="utf-8")
     assert fragment.strip() in PAGE
-
-
-def test_the_page_links_to_pages_that_exist() -> None:
-    for name in re.findall(r"\]\(([\w.-]+\.md)\)", PAGE):
-        assert (ROOT / "docs" / name).is_file(), name

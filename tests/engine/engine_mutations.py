@@ -35,18 +35,21 @@ def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:
 
 
 def plugin_that_refuses_every_second_layer() -> None:
-    """Another plugin, by its fingerprint, than the one that compiled the artifact; one layer's refusal must not touch
-    its neighbour, and the artifact holds both of them fused.
+    """Another plugin, by its fingerprint alone, than the one that compiled the artifact; one layer's refusal must not
+    touch its neighbour, and the artifact holds both of them fused.
+
+    It refuses where a graph is rewritten: a layer that is refused earlier changes the cache key by itself.
     """
-    from vllm_aiter_mla import fingerprint, layers
+    from vllm_aiter_mla import fingerprint
     from vllm_aiter_mla.admission import Refusal
+    from vllm_aiter_mla.passes import pipeline
 
-    inner = layers.admit_layer
+    inner = pipeline._admit
 
-    def admit_layer(view):
-        return Refusal("geometry", "refused by the test") if ".0." in view.name else inner(view)
+    def admit(match, *rest):
+        return Refusal("geometry", "refused by the test") if ".0." in match.layer_name else inner(match, *rest)
 
-    layers.admit_layer = admit_layer
+    pipeline._admit = admit
     fingerprint.fingerprint = lambda: "0.0.0-changed"
 
 

@@ -84,7 +84,7 @@ def observed(config: Any) -> dict[str, Any]:
         "pass_hash": compilation.pass_config.compute_hash(),
         "compilation_repr": repr(compilation),
         "pass_repr": repr(compilation.pass_config),
-        "attention_ops": compilation._attention_ops,
+        "attention_ops": list(compilation._attention_ops),
     }
 
 

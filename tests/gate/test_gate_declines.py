@@ -107,17 +107,17 @@ def test_a_model_without_mla_declines(compiling: None, dense_model: Any, lines: 
 
 
 @pytest.mark.parametrize(
-    ("holder", "field", "value", "code"),
+    ("holder", "field", "value", "code", "named"),
     [
-        ("parallel_config", "decode_context_parallel_size", 2, "dcp"),
-        ("parallel_config", "prefill_context_parallel_size", 2, "pcp"),
-        ("cache_config", "cache_dtype", "fp8_e5m2", "kv_cache_dtype"),
-        ("cache_config", "cache_dtype", "fp8_ds_mla", "kv_cache_dtype"),
-        ("attention_config", "hisparse_config", object(), "hisparse"),
+        ("parallel_config", "decode_context_parallel_size", 2, "dcp", "decode_context_parallel_size is 2"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "pcp", "prefill_context_parallel_size is 2"),
+        ("cache_config", "cache_dtype", "fp8_e5m2", "kv_cache_dtype", "fp8_e5m2"),
+        ("cache_config", "cache_dtype", "fp8_ds_mla", "kv_cache_dtype", "fp8_ds_mla"),
+        ("attention_config", "hisparse_config", object(), "hisparse", "attention_config.hisparse_config"),
     ],
 )
 def test_what_a_cpu_config_cannot_be_built_with_declines_too(
-    config: Build, lines: Lines, holder: str, field: str, value: Any, code: str
+    config: Build, lines: Lines, holder: str, field: str, value: Any, code: str, named: str
 ) -> None:
     built = config()
     built.additional_config = ON
@@ -125,7 +125,7 @@ def test_what_a_cpu_config_cannot_be_built_with_declines_too(
     refusal = gate.apply(built).refusal
     assert refusal is not None
     assert refusal.code == code
-    declines(lines, built, code, "")
+    declines(lines, built, code, named)
 
 
 def test_a_sparse_model_declines(config: Build, lines: Lines) -> None:
@@ -149,7 +149,7 @@ def test_a_vllm_outside_the_window_declines_unless_forced(
 
 def test_a_failed_registration_step_declines(config: Build, lines: Lines) -> None:
     patches.run("torch ops", lambda: (_ for _ in ()).throw(OSError("no such library")))
-    declines(lines, config(additional_config=ON), "capability", "torch ops")
+    declines(lines, config(additional_config=ON), "capability", "the plugin could not do what it needs: torch ops: ")
 
 
 def test_an_optional_patch_that_failed_does_not_decline(config: Build) -> None:

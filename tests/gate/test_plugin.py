@@ -56,16 +56,24 @@ def test_a_step_that_fails_is_said_once_and_never_raised(lines: Lines, monkeypat
         if "torch ops failed, vLLM runs stock" in line and "no such op" in line
     ]
     assert len(lines.at(logging.WARNING)) == len(set(lines.at(logging.WARNING)))
-    assert patches.failed_requirements() == ("torch ops",)
+    assert patches.failed_requirements() == ("torch ops: ImportError: no such op",)
 
 
 @pytest.mark.mutation
-def test_mutation_a_registration_that_lets_errors_out_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "_registered", False)
-    monkeypatch.setattr(plugin, "_register_ops", lambda: (_ for _ in ()).throw(ImportError("no such op")))
+def test_mutation_a_registration_that_lets_errors_out_is_caught(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin.patches, "run", lambda name, step, required=True: step())
     with pytest.raises(ImportError):
-        plugin.register()
+        test_a_step_that_fails_is_said_once_and_never_raised(lines, monkeypatch)
+
+
+@pytest.mark.parametrize(("call", "module"), [("gate", "gate"), ("attach", "worker")])
+def test_a_module_that_does_not_load_ends_no_process(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch, call: str, module: str
+) -> None:
+    """Each worker calls these, with the flag off too."""
+    monkeypatch.setitem(sys.modules, f"vllm_aiter_mla.{module}", None)
+    getattr(plugin.CALLS, call)(None)
+    assert any("the plugin does not load, vLLM runs stock: " in line for line in lines.at(logging.ERROR))
 
 
 def test_a_failed_pass_config_patch_points_to_the_other_spelling(lines: Lines) -> None:

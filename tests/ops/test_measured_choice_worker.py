@@ -188,6 +188,13 @@ def test_a_named_kernel_or_the_option_skips_the_timing(made_up: Card, options: d
     assert "measure" not in " ".join(text for _, text in made_up.lines)
 
 
+def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up: Card) -> None:
+    measuring._say(["rank 0: OverBudgetError: planted"], {"timed": 1, "seconds": 1.0}, 1)
+    ((level, line),) = made_up.lines
+    assert level == logging.WARNING
+    assert line.endswith("the static order of kernels stands but for 1 layer shape(s)")
+
+
 def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up: Card) -> None:
     made_up.kernels["triton"].bind = lambda inputs: select.Binding(  # type: ignore[method-assign]
         lambda inputs: -reference.prepare(inputs)

@@ -23,6 +23,7 @@ from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.reference import store_nope
+from vllm_aiter_mla.kernels.shape import synthetic_inputs
 from vllm_aiter_mla.kernels.stock import StockBackend, may_take_parts
 from vllm_aiter_mla.ops import adapter, bodies
 from vllm_aiter_mla.sandbox import gpu_ops
@@ -129,6 +130,15 @@ def test_a_kernel_that_raises_costs_the_layer_its_kernel_and_nothing_else(
     assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
     assert layers.why_unchecked(layer) == "its kernel has raised: RuntimeError: planted: out of shared memory"
     assert caplog.text.count("planted") == 1
+
+
+def test_a_layer_whose_kernel_has_raised_runs_none_not_even_one_that_needs_no_check() -> None:
+    layer = layer_of()
+    inputs = synthetic_inputs(layers.shapes(layer)[0], tokens=2)
+    assert layers.kernel_for(layer, inputs)[0] == "reference"
+    layers.give_up(layer, RuntimeError("planted"))
+    assert layers.kernel_for(layer, inputs) == ("stock", None)
+    assert layers.kernel_for(layer_of(), inputs)[0] == "reference", "another layer keeps its own"
 
 
 def test_a_kernel_that_raises_inside_a_capture_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 from vllm.platforms import current_platform
 
 from ops.opcalls import NAME, layer_of
-from vllm_aiter_mla import layers, worker
+from vllm_aiter_mla import bucket, layers, worker
 from vllm_aiter_mla.admission import Refusal
 from vllm_aiter_mla.census import record
 from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.compat.inductor import InductorPass
 from vllm_aiter_mla.compat.patches import worker_hook
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
@@ -134,7 +136,7 @@ def planted(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeypatch) -> None:
-    """With more than one row, in inference mode, once for each layer whose query is fp8."""
+    """In inference mode, of each layer whose query is fp8: one row, for which torch compiles apart, and more."""
     called: list[Any] = []
     one = Worker(ours())
     layer = layer_of("fp8")
@@ -146,17 +148,30 @@ def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeyp
     layer._vllm_config = one.vllm_config
     one.vllm_config.compilation_config.static_forward_context[NAME] = layer
     one.load_model()
-    assert called == [(2, True, True)]
+    assert called == [(2, True, True), (1, True, True)]
 
 
-def test_a_failed_warm_up_hands_over_to_the_other_stages_and_keeps_its_error(said, monkeypatch) -> None:
+def test_a_failed_warm_up_hands_over_to_the_other_stages_and_raises_its_error_before_they_come(
+    said, monkeypatch
+) -> None:
     handed: list[Any] = []
+    they_come, done = Event(), Event()
+
+    def of_stages(mine: Any) -> list[Any]:
+        assert they_come.wait(60)
+        handed.append(mine)
+        done.set()
+        return [mine]
+
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", planted)
-    monkeypatch.setattr(worker.ranks, "of_stages", lambda mine: handed.append(mine) or [mine])
+    monkeypatch.setattr(worker.ranks, "of_stages", of_stages)
     one = Worker(ours(), strict=True)
     one.load_model()
     with pytest.raises(KeyError, match="planted"):
         one.compile_or_warm_up_model()
+    assert handed == []
+    they_come.set()
+    assert done.wait(60)
     assert handed == [{}]
 
 
@@ -271,6 +286,68 @@ def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said,
     pass_(None)
     assert len(rewritten) == 1
     assert pass_.uuid() != unchecked
+
+
+class UsersPass(InductorPass):
+    """A pass of the user's for graphs of up to 32 tokens, which notes each graph that it is given."""
+
+    def __init__(self, ran: list[str]) -> None:
+        self.ran = ran
+
+    def __call__(self, graph: Any) -> None:
+        self.ran.append("theirs")
+
+    def is_applicable_for_range(self, compile_range: Any) -> bool:
+        return compile_range.end <= 32
+
+
+RANGES = {(1, 16): ["theirs", "ours"], (1, 32): ["theirs"], (17, 32): ["theirs"], (17, 64): [], (1, 64): []}
+"""What runs of two passes, in order: a user's for graphs of up to 32 tokens, then ours for those of up to 16."""
+
+
+def check_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    for (start, end), wanted in RANGES.items():
+        ran: list[str] = []
+        monkeypatch.setattr(pipeline, "rewrite", lambda *_, ran=ran: (ran.append("ours"), {})[1])
+        compile_range = SimpleNamespace(start=start, end=end)
+        monkeypatch.setattr(pipeline, "get_pass_context", lambda r=compile_range: SimpleNamespace(compile_range=r))
+        pass_ = AiterMLAPipeline(limit=16, settings=Settings(enabled=True), chained=UsersPass(ran))
+        pass_.kernels = ()
+        assert pass_.is_applicable_for_range(compile_range) == bool(wanted)
+        pass_(None)
+        assert ran == wanted, (start, end)
+
+
+def test_i5_a_graph_is_rewritten_inside_the_bucket_alone_and_a_users_pass_runs_first_in_its_own_ranges(
+    said, monkeypatch
+) -> None:
+    check_ranges(monkeypatch)
+
+
+def _ignore_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "in_bucket", lambda end, limit: True)
+
+
+def _ask_the_emitter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AiterMLAPipeline, "_mine", lambda self, _: self.emitter == "passes")
+
+
+def _drop_the_users_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AiterMLAPipeline, "_chained_wants", lambda self, _: False)
+
+
+def _run_the_users_pass_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AiterMLAPipeline, "_chained_wants", lambda self, _: True)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    "plant", [_ignore_the_range, _ask_the_emitter_alone, _drop_the_users_pass, _run_the_users_pass_everywhere]
+)
+def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypatch, plant: Any) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_ranges(monkeypatch)
 
 
 AT_THE_CENSUS = {

@@ -127,6 +127,9 @@ class StubLayer:
         self._v_up_proj(attended.to(self.act), output[n:total])
 
 
+StubLayer.__name__ = "MLAAttention"  # named as the layer that admission knows
+
+
 @dataclass(frozen=True)
 class Batch:
     """What a step holds: ``rows`` of the graph, of which the first ``decodes`` and the next ``prefills`` are real."""

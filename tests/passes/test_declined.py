@@ -234,6 +234,22 @@ def scaled_table(b: Builder, s: Spelling, q: fx.Node, k: fx.Node) -> Pair:
     return ROPES["plain"](b, s, q, k)
 
 
+def quantised(b: Builder, s: Spelling, q: fx.Node, k: fx.Node) -> Pair:
+    """A query that is rounded to fp8 and back before its RoPE."""
+    cast = torch.ops.prims.convert_element_type.default
+    return ROPES["plain"](b, s, b(cast, b(cast, q, torch.float8_e4m3fn), s.dtype), k)
+
+
+def written_by_another_call(edit: Edit) -> None:
+    """Attention waits for a fused call of this layer's name, and reads the results of another one."""
+    first = edit.layer.attention.kwargs["kv_cache_dummy_dep"].args[0]  # type: ignore[union-attr,index]
+    with edit.b.graph.inserting_before(first):
+        second = edit.b.graph.node_copy(first)
+    for index, result in ((1, edit.layer.q_rotated), (2, edit.layer.k_rotated)):
+        edit.call(operator.getitem, first, index)
+        result.args = (second, index)
+
+
 def nothing(edit: Edit) -> None:
     """The rope itself is what is wrong."""
 
@@ -291,6 +307,8 @@ CASES: dict[str, Case] = {
         lambda e: e.read(e.layer.attention.kwargs["output"]),
         {},
     ),
+    "stock's fusion beside another call of it": ("kv_key_mismatch", written_by_another_call, {"prefused": True}),
+    "a query that is quantised before its RoPE": ("rope_other_operand", nothing, {"rope": "quantised"}),
     "stock's fusion without one result": ("stock_fusion_incomplete", without_a_result, {"prefused": True}),
     "a layer name that cannot be read": ("layer_name_unreadable", nameless, {}),
     "positions that are not int64": ("positions", narrow_positions, {}),
@@ -301,6 +319,7 @@ EXTRA_ROPES = {
     "two styles": two_styles,
     "lookups": two_lookups,
     "scaled table": scaled_table,
+    "quantised": quantised,
     "inverse op": op_with(inverse=True),
     "offset op": op_with(rope_dim_offset=2),
     "wide op": op_with(head_size=32),

@@ -90,11 +90,22 @@ def test_layer_outside_the_forward_context_is_refused() -> None:
     assert rewrite(gm, stubs[:2])["matched"] == 2
 
 
+class Scaled(StubLayer):
+    """Another project's layer: its decode rows would lose the scale, and its mixed batches keep it."""
+
+    def forward_impl(self, *args: Any, **kwargs: Any) -> None:
+        """Twice vLLM's output."""
+        super().forward_impl(*args, **kwargs)
+        args[5].mul_(2)
+
+
 @pytest.mark.parametrize(
     ("code", "spoil"),
     [
         ("sparse_mla", lambda layer: setattr(layer.impl, "is_sparse", True)),
         ("q_padding", lambda layer: setattr(layer, "q_pad_num_heads", 16)),
+        ("unknown_forward", lambda layer: setattr(layer, "forward_impl", layer.forward_impl)),
+        ("unknown_forward", lambda layer: setattr(layer, "__class__", Scaled)),
         ("capability", lambda layer: delattr(layer.impl, "supports_quant_query_input")),
         ("no_absorbed_weight", lambda layer: setattr(layer, "W_UK_T", None)),
         ("kv_cache_dtype", lambda layer: setattr(layer, "kv_cache_dtype", "fp8_ds_mla")),
@@ -149,7 +160,7 @@ def test_kernel_that_refuses_a_layers_shape_leaves_it_vllms_own_fusion(monkeypat
     rewrite(changed, stubs)
     assert not calls(changed, "mla_decode_q_prep")
     assert len(calls(changed, "fused_rope_unified_mla_kv_cache_update")) == 1
-    assert len(calls(changed, "fused_rope_unified_mla_kv_cache_update")) == 1
+    assert len(calls(changed, "unified_mla_attention_with_output")) == 1
 
 
 def test_record_of_a_layer_is_frozen() -> None:

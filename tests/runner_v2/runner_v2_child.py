@@ -21,6 +21,7 @@ import vllm.triton_utils
 # vLLM leaves Triton out on a CPU: what is imported from here on gets it, interpreted.
 vars(vllm.triton_utils).update(triton=triton, tl=triton.language)
 
+from engine_mutations import a_mixed_batch_counts_as_decode  # noqa: E402
 from runner_v2_batches import KINDS  # noqa: E402
 from runner_v2_setup import Setup  # noqa: E402
 
@@ -31,13 +32,6 @@ def main(folder: str, options: dict) -> dict:
     found = {name: setup.compare(build(setup)) for name, build in KINDS.items() if setup.drafts or "drafts" not in name}
     a_mixed_batch_counts_as_decode()
     return {"kinds": found, "planted": setup.compare(KINDS["mixed"](setup)), "page_indices": same_page_indices()}
-
-
-def a_mixed_batch_counts_as_decode() -> None:
-    """The op looks for decode rows in the metadata and not for prefill rows beside them."""
-    from vllm_aiter_mla.compat import context
-
-    context.is_decode_only = lambda metadata, slots: metadata.decode is not None
 
 
 def same_page_indices() -> bool:

@@ -36,7 +36,7 @@ def found(request, tmp_path_factory):
     # One cache root for all: vLLM's notes on the model class take it another process of ten seconds.
     cache = tmp_path_factory.getbasetemp() / "runner-v2-cache"
     environment = engine.environment_for(EngineSpec(interpret=True), cache, folder / "inductor")
-    path = os.pathsep.join([environment["PYTHONPATH"], str(HERE)])
+    path = os.pathsep.join([environment["PYTHONPATH"], str(HERE), str(HERE.parent / "engine")])
     run = subprocess.run(
         [sys.executable, str(HERE / "runner_v2_child.py"), str(folder / "model"), json.dumps(request.param)],
         capture_output=True,

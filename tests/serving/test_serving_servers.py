@@ -90,9 +90,10 @@ def test_servers_that_run_already_are_used_and_left_running(fakes: SimpleNamespa
     started = [subprocess.Popen([*sweep.SERVER, "MODEL", *side]) for side in sides]
     urls = [f"http://127.0.0.1:{port}" for port in free_ports]
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while any(get(f"{url}/health") is None for url in urls) and time.monotonic() < deadline:
             time.sleep(0.05)
+        assert all(get(f"{url}/health") is not None for url in urls), "a fake server never came"
         assert bench_run(fakes, "--off-url", urls[0], "--on-url", urls[1]) == 0
         assert all(process.poll() is None for process in started)
     finally:

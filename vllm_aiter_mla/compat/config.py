@@ -27,7 +27,8 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
     return ConfigView(
         vllm_version=version,
         version_supported=compat_version.in_window(version) or settings.debug.untested_vllm,
-        missing=(*surface.missing_capabilities(), *patches.failed_requirements()),
+        missing=surface.missing_capabilities(),
+        failed_steps=patches.failed_requirements(),
         atom_active=_atom_active(),
         breakable_cudagraph=_breakable_cudagraph(),
         mode="unset" if compilation.mode is None else compilation.mode.name,

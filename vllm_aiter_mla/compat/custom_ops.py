@@ -17,7 +17,7 @@ def define(
     mutates: Sequence[str] = (),
     tags: tuple[torch.Tag, ...] = (),
 ) -> None:
-    """Register ``function`` under its own name in ``library``, on every device; ``fake`` is its fake implementation.
+    """Register ``function`` under its own name in ``library`` for the current platform; ``fake`` is its fake form.
 
     The schema is inferred from the annotations; how a layer is named in it depends on the torch release (a string, or
     an opaque type from 2.11 on), so that annotation is filled in here.

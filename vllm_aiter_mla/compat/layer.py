@@ -20,6 +20,9 @@ ATTRIBUTES = (
 )  # fmt: skip
 """What ``MLAAttention`` and its implementation always have, in the sources of vLLM 0.30, 0.31, 0.32 and 0.33."""
 
+KNOWN_LAYERS = {"MLAAttention"}
+"""Class names of the layers whose ``forward_impl`` does for decode rows what the plugin's ops do in its place."""
+
 
 def layer_view(
     layer: Any, cos_sin_dtype: torch.dtype | None = None, graph_dtype: torch.dtype | None = None
@@ -40,6 +43,7 @@ def layer_view(
         name=layer.layer_name,
         impl=type(impl).__name__,
         known_impls=frozenset(KNOWN_IMPLS),
+        own_forward=_own_forward(layer),
         is_sparse=bool(impl.is_sparse),
         q_pad_num_heads=layer.q_pad_num_heads,
         has_absorbed_weight=all(isinstance(getattr(layer, name, None), torch.Tensor) for name in _weight_names(layer)),
@@ -101,6 +105,14 @@ def absorb_tensors(layer: Any) -> dict[str, torch.Tensor]:
 
 def _weight_names(layer: Any) -> tuple[str, ...]:
     return ("W_K", "W_K_scale") if holds_codes(layer) else ("W_UK_T",)
+
+
+def _own_forward(layer: Any) -> str:
+    """Whose ``forward_impl`` the layer has, where it is none that is known: a class, or the instance."""
+    if "forward_impl" in vars(layer):
+        return "the instance"
+    owner = next((cls.__name__ for cls in type(layer).__mro__ if "forward_impl" in vars(cls)), "nobody")
+    return "" if owner in KNOWN_LAYERS else owner
 
 
 def _has(layer: Any, path: str) -> bool:

@@ -89,11 +89,6 @@ def differences(known: str, found: str) -> list[str]:
     return said
 
 
-def arguments_of(op: str) -> tuple[str, ...]:
-    """Names of the known arguments of one of the ops, in order."""
-    return tuple(_parsed(SCHEMAS[op])[0])
-
-
 def _parsed(schema: str) -> tuple[dict[str, str], str]:
     """The declarations of a schema by argument, and what it returns."""
     arguments, _, returns = schema.rpartition(" -> ")

@@ -19,8 +19,8 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, call_key, layer_key
 from vllm_aiter_mla.kernels.measure import table
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.settings import KERNELS
 
-KERNELS = ("auto", "aiter", "triton", "stock", "reference")
 _KEEP = 4096  # call shapes remembered; a serving process sees its capture sizes, not thousands
 
 # Builds a back end for a platform, or says why there is none.

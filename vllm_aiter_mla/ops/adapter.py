@@ -120,8 +120,7 @@ class VLLMLayer:
 
     def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
         """Quantises with vLLM's kernel."""
-        quantised: torch.Tensor = self.module._decode_concat_quant_fp8_op(absorbed, q_pe, self.q_scale)
-        return quantised
+        return compat_layer.quantise(self.module, absorbed, q_pe)
 
     def rope_and_write(
         self,

@@ -151,7 +151,7 @@ class _Matcher:
         probe = self._probe(table, positions, (q_root, k_root), rope_dim)
         is_neox, q = self._find_q(probe, q_cone, head, rope_dim)
         k_pe = self._find_k(probe, k_cone, rope_dim, is_neox)
-        self._check_kv_key(kv)
+        self._check_kv_key(kv, q_cone, k_cone)
         self._check_readers(q_cone, k_cone, q_root, k_root, kv.nodes)
         self._check_columns(k_root, k_pe, k_cone)
         return LayerMatch(
@@ -290,10 +290,13 @@ class _Matcher:
         candidates = [*cone.roots, *sorted(views)]
         return [node for node in candidates if isinstance(val(node), torch.Tensor) and _fits(node, shape)]
 
-    def _check_kv_key(self, kv: KVUpdate) -> None:
-        if kv.k_rotated is None:
-            return  # stock's fused op rotates and writes the same key that the probe has followed
+    def _check_kv_key(self, kv: KVUpdate, q_cone: pr.ConeNodes, k_cone: pr.ConeNodes) -> None:
         rotated = kv.k_rotated
+        if rotated is None:
+            # Stock's fused op writes the key that it rotates: attention must read the results of this very call.
+            if kv.node not in q_cone.inner or kv.node not in k_cone.inner:
+                raise NoMatchError("kv_key_mismatch", "the KV-cache update and attention read different keys")
+            return
         if rotated is not self.kw["k_pe"] and not same_value(rotated, self.kw["k_pe"]):
             raise NoMatchError("kv_key_mismatch", "the KV-cache update and attention read different keys")
 

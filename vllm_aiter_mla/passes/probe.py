@@ -44,7 +44,7 @@ MOVE_OPS = frozenset(
 )
 ARITHMETIC_OPS = frozenset({aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor})
 LOOKUP_OPS = frozenset({aten.index.Tensor, aten.index_select.default, aten.embedding.default})
-# Rounding is not what is compared here: a cast between float types is the identity.
+# Rounding is not what is compared here: a cast between float types of 16 bits and more is the identity.
 IDENTITY_OPS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
 # By identity, as in ``fx.is_view``.
 _MOVING_IDS = frozenset(map(id, VIEW_OPS | MOVE_OPS))
@@ -205,7 +205,15 @@ class Cone:
         if node.target is operator.getitem:
             return is_view(node)
         target = id(node.target)
+        if target in _IDENTITY_IDS and not _is_wide_float(node):
+            return False
         return target in _MOVING_IDS or (target in _TRANSPARENT_IDS and self.uses_table(node))
+
+
+def _is_wide_float(node: fx.Node) -> bool:
+    """Whether a value is of a float type with 16 bits or more: a cast to another is a quantisation."""
+    value = val(node)
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 1
 
 
 class ConeNodes:

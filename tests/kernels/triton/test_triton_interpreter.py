@@ -80,7 +80,8 @@ def test_triton_any_number_of_heads_tokens_and_slots_gives_the_bytes_of_the_refe
     found = interpreted("compare", case=asdict(case))
     assert (found["refused"], found["wrong_rope"], found["wrong_cache"]) == (None, 0, 0)
     assert found["nope_steps"] <= 1
-    assert found["nope_different"] <= NOPE_FRACTION
+    # One value may fall the other way in a batch of any size.
+    assert found["nope_different"] <= max(NOPE_FRACTION, 1 / (tokens * heads * case.latent))
 
 
 def test_triton_rows_of_zeros_of_tiny_numbers_and_with_a_nan_are_quantised_as_aiter_does(interpreted):

@@ -48,5 +48,5 @@ def failures() -> dict[str, Failure]:
 
 
 def failed_requirements() -> tuple[str, ...]:
-    """Names of the required steps that failed."""
-    return tuple(name for name, failure in _failed.items() if failure.required)
+    """The required steps that failed, each with its error."""
+    return tuple(f"{name}: {failure.error}" for name, failure in _failed.items() if failure.required)

@@ -12,7 +12,6 @@ from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.dispatch import (
     PER_HEAD_TOKENS,
-    VIEW_POLICIES,
     Route,
     ViewPolicy,
     apply_view,
@@ -24,6 +23,7 @@ from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.capture import KernelCaptureError, is_capturing
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, layer_key
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.settings import AITER_VIEWS
 
 
 class AiterBackend(KernelBackend):
@@ -55,8 +55,8 @@ class AiterBackend(KernelBackend):
         capturing: Callable[[], bool] = is_capturing,
         missing: Callable[[AbsorbWeight], str | None] = lambda weight: weight.missing(),
     ) -> None:
-        if view not in VIEW_POLICIES and not isinstance(view, int):
-            raise ValueError(f"view: one of {', '.join(VIEW_POLICIES)} or a number of tokens expected, got {view!r}")
+        if view not in AITER_VIEWS and not isinstance(view, int):
+            raise ValueError(f"view: one of {', '.join(AITER_VIEWS)} or a number of tokens expected, got {view!r}")
         self.platform = platform
         self.view = view
         self.tables = TableHalves(capturing)

@@ -17,7 +17,6 @@ from vllm_aiter_mla.kernels.reference import Numerics
 KernelName = Literal["per-head", "opt", "general"]
 CacheView = Literal["as-is", "tokens", "one-block"]
 ViewPolicy = Literal["auto", "as-is", "per-head", "opt"] | int
-VIEW_POLICIES = ("auto", "as-is", "per-head", "opt")
 
 LATENT, ROPE = 512, 64  # the widths both fast kernels are written for
 PER_HEAD_TOKENS = 256  # the per-head kernel serves fewer tokens than this
