@@ -123,7 +123,7 @@ def test_a_link_to_a_pipe_is_replaced_and_a_folder_of_devices_is_no_device(tmp_p
     evidence.write(link, {"a": 1})
     assert not link.is_symlink()
     assert json.loads(link.read_text()) == {"a": 1}
-    assert not evidence._is_device(Path("/dev/shm/census.json"))
+    assert not evidence.is_device(Path("/dev/shm/census.json"))
 
 
 def test_every_schema_that_is_written_is_documented() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.common import Parser, guarded, positive  # noqa: E402
+from tools.common import Parser, guarded, positive, writable  # noqa: E402
 
 CALLS = 25
 MOST = 1.0
@@ -60,6 +60,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     positive("--rounds", options.rounds)
+    writable({"--json": options.json})
     rows = measure(options.rounds)
     show(rows)
     missed = misses(rows)

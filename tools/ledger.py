@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.common import Parser, RunError, UsageError, guarded  # noqa: E402
+from tools.common import Parser, RunError, UsageError, guarded, writable  # noqa: E402
 from tools.counting.counter import Event  # noqa: E402
 from tools.counting.launches import TABLE  # noqa: E402
 from vllm_aiter_mla.admission import EMITTERS  # noqa: E402
@@ -92,8 +92,9 @@ def main() -> int:
     if module and options.quick:
         raise UsageError("--quick --emitter module: the ops alone are the same, whoever emits them")
     marks = MARKS["ledger, ops alone" if options.quick else "ledger, module emitter" if module else "ledger"]
-    if options.page and marks[0] not in options.page.read_text(encoding="utf-8"):
-        raise UsageError(f"--page {options.page}: no line {marks[0]}")
+    writable({"--json": options.json, "--page": options.page})
+    if options.page:
+        _check_page(options.page, marks)
     caches = CACHES if options.cache == "both" else (options.cache,)
     counted = count_all(caches, quick=options.quick, emitter=options.emitter)
     rows = [row for cache, sides in counted.items() for row in rows_of(cache, sides)]
@@ -264,6 +265,16 @@ def read(text: str) -> list[Row]:
             numbers = tuple(Cost(*map(int, match.groups())) for match in costs if match)
             found.append(Row(cache, cells[0], cells[1], numbers))
     return found
+
+
+def _check_page(page: Path, marks: tuple[str, str]) -> None:
+    try:
+        text = page.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--page {page}: {error}") from error
+    for mark in marks:
+        if mark not in text:
+            raise UsageError(f"--page {page}: no line {mark}")
 
 
 def put(page: Path, text: str, marks: tuple[str, str]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.common import Parser, guarded  # noqa: E402
+from tools.common import Parser, UsageError, guarded, writable  # noqa: E402
 from tools.model_configs import ROWS, Row  # noqa: E402
 from vllm_aiter_mla.sandbox import compare, engine, runs  # noqa: E402
 from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec  # noqa: E402
@@ -56,9 +56,10 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    writable({"--json": options.json})
     chosen = {name: row for name, row in ROWS.items() if options.only.lower() in name.lower()}
     if not chosen:
-        raise ValueError(f"--only: no model is called like {options.only!r}; there are {', '.join(ROWS)}")
+        raise UsageError(f"--only: no model is called like {options.only!r}; there are {', '.join(ROWS)}")
     with tempfile.TemporaryDirectory(prefix="model-matrix-") as shared:
         outcomes = []
         for name, row in chosen.items():

@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import common
 from tools.common import Parser, UsageError, guarded, visible
 
-# Role -> kernel names, first match wins. Names as PRs vllm-project/vllm#57452, #57640 and #55230 show them in traces,
-# and this plugin's own; a CPU trace shows the ops' names instead.
+# Role -> kernel names, first match wins. AITER's op "fused_..." launches kernels "fuse_...". Others as PRs
+# vllm-project/vllm#57452, #57640 and #55230 show them in traces, and this plugin's own; a CPU trace has the ops' names.
 ROLES = {
-    "fused": r"fused_qk_rope_concat_and_cache_mla|decode_prep_kernel",
+    "fused": r"fused?_qk_rope_concat_and_cache_mla|decode_prep_kernel",
     "rope + kv": r"concat_and_cache_mla_rope_fused|rope_kv_kernel",
     "kv write": r"concat_and_cache_mla|unified_mla_kv_cache_update",
     "concat + quant": r"triton_\w*fused\w*_cat\w*(clamp|quant|fp8|reciprocal)|concat_quant",
@@ -271,6 +271,8 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pattern", action="append", default=[], help="ROLE=REGEX in place of a role's own")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(argv)
+    if given.steps is not None and given.step_marker:
+        raise UsageError(f"--steps {given.steps}: --step-marker counts the steps; give one of the two")
     if given.steps is not None and given.steps < 1:
         raise UsageError(f"--steps {given.steps}: must be 1 or more")
     if given.step_marker is not None:

@@ -70,17 +70,25 @@ def _holders(package: str) -> tuple[str, ...]:
 
 
 def write(path: Path, record: Any) -> None:
-    """Write ``record`` as JSON in one step, following no link: a reader sees the file before or after, never half.
+    """Write ``record`` as JSON, as ``write_text`` does.
+
+    Raises:
+        OSError: likewise.
+        TypeError: ``record`` is nothing that JSON can hold.
+    """
+    write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one step, following no link: a reader sees the file before or after, never half.
 
     A link in the place of the file is replaced. The mode is the umask's. A device or a pipe is written to as it is.
 
     Raises:
         PermissionError: the folder is a link that belongs to another user.
         OSError: it cannot be written; no new file is left.
-        TypeError: ``record`` is nothing that JSON can hold.
     """
-    text = json.dumps(record, indent=1) + "\n"
-    if _is_device(path):
+    if is_device(path):
         path.write_text(text, encoding="utf-8")
         return
     _check_folder(path.parent)
@@ -110,13 +118,13 @@ def read(path: Path, largest: int) -> Any:
     return json.loads(text)
 
 
-def _is_device(path: Path) -> bool:
+def is_device(path: Path) -> bool:
     """Whether ``path`` is a stream of this process, a device or a pipe. A link in its place is none: it is replaced."""
     if path.absolute().parent in _STREAMS or str(path.absolute()) in ("/dev/stdout", "/dev/stderr"):
         return True
     try:
         mode = path.lstat().st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 

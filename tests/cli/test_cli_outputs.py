@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from vllm_aiter_mla import evidence
 from vllm_aiter_mla.commands import outputs
 
 
@@ -74,9 +75,15 @@ def test_a_folder_that_cannot_be_made_says_why(places: Path, name: str, said: st
     assert str(caught.value).endswith(said)
 
 
-def test_a_link_that_leads_round_in_a_circle_is_no_traceback(places: Path) -> None:
-    with pytest.raises(outputs.OutputError, match="--json"):
-        outputs.check({"--json": places / "loop"})
+def test_a_link_is_replaced_wherever_it_leads(places: Path) -> None:
+    """In a circle, to nothing, or to a file: what is checked is what is done."""
+    (places / "dangling").symlink_to(places / "no" / "such")
+    (places / "leads").symlink_to(places / "file")
+    for name in ("loop", "dangling", "leads"):
+        outputs.check({"--json": places / name})
+        evidence.write(places / name, {})
+        assert (places / name).read_text() == "{}\n"
+        assert not (places / name).is_symlink()
 
 
 WRONG = [

@@ -53,6 +53,7 @@ def test_capture_sizes_are_split_at_the_limit() -> None:
     assert (captures["inside"][0], captures["inside"][-1]) == (1, 256)
     assert (captures["outside"][0], captures["outside"][-1]) == (272, 512)
     assert planned("kimi-k2", "--enforce-eager")["captures"]["note"] == "none: --enforce-eager"
+    assert planned("kimi-k2", "-O0")["captures"] == {"inside": (), "outside": (), "note": "none: CUDA graphs are off"}
     given_sizes = planned("kimi-k2", "-cc.cudagraph_capture_sizes=[8, 300]")["captures"]
     assert (given_sizes["inside"], given_sizes["outside"]) == ((8,), (300,))
 
@@ -62,6 +63,17 @@ def test_the_limit_ends_a_compile_range() -> None:
     assert (one["ranges"], one["inside"]) == (((1, 256), (257, 8192)), 1)
     eight = planned("kimi-k2", "-tp", "8", "--max-num-batched-tokens", "8192")["compile_ranges"]
     assert eight["ranges"] == ((1, 256), (257, 4681), (4682, 8192))
+
+
+@pytest.mark.parametrize("options", [("-O0",), ("--enforce-eager",), ("-cc.mode=0",)])
+def test_where_vllm_compiles_nothing_there_are_no_ranges(options: tuple[str, ...]) -> None:
+    found = planned("kimi-k2", "-tp", "8", *options)["compile_ranges"]
+    assert found == {"ranges": (), "inside": 0, "note": "none: vLLM compiles no graph with these options"}
+
+
+def test_an_optimization_level_without_the_fusion_of_all_reduce_has_no_range_for_it() -> None:
+    one = planned("kimi-k2", "-tp", "8", "-O1", "--max-num-batched-tokens", "8192")["compile_ranges"]
+    assert one["ranges"][-1] == (257, 8192)
 
 
 def test_a_limit_beyond_every_batch_leaves_one_range_inside() -> None:

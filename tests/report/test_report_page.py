@@ -207,6 +207,15 @@ def test_report_of_a_run_without_graphs_says_so(kept: Path) -> None:
     assert "Not recorded: give the folder of" in html_of([kept / "demo.json"])
 
 
+def test_report_shows_every_reason_of_a_plan(written: Any) -> None:
+    options = ["--kv-cache-dtype", "fp8_e5m2", "-dcp", "2", "-tp", "8"]
+    done = CliRunner().invoke(app, ["plan", "deepseek-r1", *options, "--json"])
+    codes = {reason["code"] for reason in json.loads(done.stdout)["reasons"]}
+    assert len(codes) > 1
+    page = html_of([written("plan.json", done.stdout)])
+    assert all(f"{code}: " in page for code in codes)
+
+
 def test_report_shows_the_plan_as_static(written: Any) -> None:
     done = CliRunner().invoke(app, ["plan", "deepseek-r1", "--max-num-seqs", "256", "--json"])
     page = html_of([written("plan.json", done.stdout)])

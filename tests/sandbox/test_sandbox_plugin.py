@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import os
+import subprocess
+import sys
 from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,3 +90,14 @@ def test_only_the_demo_command_imports_the_sandbox():
     root = Path(vllm_aiter_mla.__file__).parent
     files = [path.relative_to(root) for path in root.rglob("*.py") if knows_the_sandbox(path.read_text())]
     assert [str(path) for path in files if path.parts[0] != "sandbox"] == ["commands/demo.py"]
+
+
+def test_an_interrupted_run_leaves_no_engine_behind():
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    sleeps = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"]
+    process = subprocess.Popen(sleeps, stdout=subprocess.PIPE, text=True)
+    with pytest.raises(KeyboardInterrupt):
+        engine._read(process, interrupt)
+    assert process.poll() is not None

@@ -121,7 +121,9 @@ def test_a_trace_in_rocprofs_form_is_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "role"),
     [
-        ("void aiter::fused_qk_rope_concat_and_cache_mla_per_head_kernel<...>", "fused"),
+        ("void aiter::fuse_qk_rope_concat_and_cache_mla_per_head_kernel<...>", "fused"),
+        ("void aiter::fuse_qk_rope_concat_and_cache_mla_kernel<...>", "fused"),
+        ("aiter::fused_qk_rope_concat_and_cache_mla", "fused"),
         ("decode_prep_kernel", "fused"),
         ("vllm::concat_and_cache_mla_rope_fused_kernel<...>", "rope + kv"),
         ("vllm::concat_and_cache_mla_kernel<...>", "kv write"),

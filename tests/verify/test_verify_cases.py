@@ -130,9 +130,10 @@ def test_a_back_end_that_declines_is_skipped_with_its_reason(run, subject):
         def bind(self, inputs):
             return "too small for me"
 
-    result = run("fresh-data", subject_of(Declining()))
-    assert result.status == "skipped"
-    assert "too small for me" in result.reason
+    for case in ("fresh-data", "compiled-by-inductor"):
+        result = run(case, subject_of(Declining()))
+        assert result.status == "skipped"
+        assert "too small for me" in result.reason
 
 
 def test_a_back_end_that_raises_is_a_failure_and_no_crash(run, subject):

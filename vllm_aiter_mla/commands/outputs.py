@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from vllm_aiter_mla.evidence import is_device
+
 
 class OutputError(ValueError):
     """Nothing can be written there; one line that names the option and the path."""
@@ -34,17 +36,16 @@ def check(files: Mapping[str, Path | None], folders: Mapping[str, Path | None] |
 
 def file_problem(path: Path) -> str | None:
     """Why no file can be written at ``path``, or None."""
-    # A link is written where it leads.
-    target = path.resolve() if path.is_symlink() else path
-    if target.is_dir():
+    if is_device(path):
+        return None if os.access(path, os.W_OK) else "not writable"
+    if path.is_dir():
         return "is a folder"
-    if target.exists() and not os.access(target, os.W_OK):
+    # The file, or a link in its place, is replaced in its folder.
+    if path.exists() and not path.is_symlink() and not os.access(path, os.W_OK):
         return "not writable"
-    if target.exists() and (not target.is_file() or os.access(path.parent, os.W_OK | os.X_OK)):
-        return None  # a device, or a file that can be replaced in its folder
-    if not target.parent.is_dir():
+    if not path.parent.is_dir():
         return "its folder does not exist"
-    return None if os.access(target.parent, os.W_OK | os.X_OK) else "its folder is not writable"
+    return None if os.access(path.parent, os.W_OK | os.X_OK) else "its folder is not writable"
 
 
 def folder_problem(path: Path) -> str | None:

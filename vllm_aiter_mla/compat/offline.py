@@ -100,13 +100,28 @@ def view_of_options(parsed: Any) -> ConfigView:
     )
 
 
+def _level(parsed: Any) -> dict[str, Any]:
+    """What vLLM's optimization level puts into a compilation config where the user has left a field unset."""
+    from vllm.config import vllm as levels
+
+    table: Any = levels.OPTIMIZATION_LEVEL_TO_CONFIG
+    found: dict[str, Any] = table[levels.OptimizationLevel(int(parsed.optimization_level))]["compilation_config"]
+    return found
+
+
+def fuses_all_reduce(parsed: Any) -> bool:
+    """Whether vLLM may fuse all-reduce and RMSNorm: given, or left to an optimization level that does."""
+    given = parsed.compilation_config.pass_config.fuse_allreduce_rms
+    return given is not False and (given is True or _level(parsed)["pass_config"]["fuse_allreduce_rms"] is not False)
+
+
 def capture_sizes(parsed: Any, max_num_seqs: int, num_drafts: int, max_num_batched_tokens: int) -> tuple[int, ...]:
     """The sizes, in tokens, for which vLLM would capture graphs; it may round some up to whole requests afterwards."""
-    from vllm.config import CUDAGraphMode, VllmConfig
+    from vllm.config import VllmConfig
 
     compilation = copy.deepcopy(parsed.compilation_config)
     if compilation.cudagraph_mode is None:
-        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        compilation.cudagraph_mode = _level(parsed)["cudagraph_mode"]
     stand_in = SimpleNamespace(
         compilation_config=compilation,
         model_config=SimpleNamespace(enforce_eager=False),

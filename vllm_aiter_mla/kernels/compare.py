@@ -53,6 +53,14 @@ def difference(a: torch.Tensor, b: torch.Tensor, slack: float = 0.0) -> Differen
     return Difference(int(steps.max()), float((steps > 0).double().mean()))
 
 
+def deviation(product: torch.Tensor, expected: torch.Tensor) -> float:
+    """||product - expected|| / ||expected||; infinite where shape or dtype differ, or the result is no number."""
+    if product.shape != expected.shape or product.dtype != expected.dtype:
+        return float("inf")
+    distance = (product.float() - expected.float()).norm() / expected.float().norm()
+    return float("inf") if distance.isnan() else float(distance)
+
+
 def steps_of(x: torch.Tensor) -> torch.Tensor:
     """Map floating-point values to integers so that neighbours differ by one. int64, same shape; NaNs are all equal."""
     if fp8.is_fp8(x.dtype):

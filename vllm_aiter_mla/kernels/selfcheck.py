@@ -12,7 +12,7 @@ import torch
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import KernelBackend
-from vllm_aiter_mla.kernels.compare import Bounds, Difference, difference
+from vllm_aiter_mla.kernels.compare import Bounds, Difference, deviation, difference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 
@@ -81,9 +81,9 @@ def _check_once(backend: KernelBackend, inputs: DecodeInputs) -> SelfCheckResult
     if reason is not None:
         return SelfCheckResult(False, f"{backend.name}: refused the self-check: {reason}", {}, 0)
     product = backend.absorbed(inputs) if inputs.weight.product_bound else None
-    deviation = 0.0 if product is None else _deviation(product, inputs.weight.reference(inputs.q_nope))
-    if deviation > inputs.weight.product_bound:
-        message = f"{backend.name}: self-check FAILED: its absorb product is {deviation:.2%} off"
+    off = 0.0 if product is None else deviation(product, inputs.weight.reference(inputs.q_nope))
+    if off > inputs.weight.product_bound:
+        message = f"{backend.name}: self-check FAILED: its absorb product is {off:.2%} off"
         return SelfCheckResult(False, message, {}, 0)
     untouched = _bytes(inputs.kv_cache).clone()
     q_out = backend.prepare(inputs)
@@ -98,14 +98,6 @@ def _check_once(backend: KernelBackend, inputs: DecodeInputs) -> SelfCheckResult
         if results[-1].ok:
             return results[-1]
     return results[0]
-
-
-def _deviation(product: torch.Tensor, expected: torch.Tensor) -> float:
-    """||product - expected|| / ||expected||; infinite where shape or dtype differ, or the result is no number."""
-    if product.shape != expected.shape or product.dtype != expected.dtype:
-        return float("inf")
-    distance = (product.float() - expected.float()).norm() / expected.float().norm()
-    return float("inf") if distance.isnan() else float(distance)
 
 
 def _compare(
@@ -134,7 +126,7 @@ def _compare(
     outside[written] = False
     stray = int((_bytes(cache)[outside] != _bytes(expected_cache)[outside]).sum())
     wrong = {name for name, found in differences.items() if not _within(name, found, bounds)}
-    if wrong == {"q nope"} and _deviation(*parts["q nope"]) <= product_bound:
+    if wrong == {"q nope"} and deviation(*parts["q nope"]) <= product_bound:
         wrong = set()
     ok = stray == 0 and not wrong
     figures = ", ".join(f"{name} {d.steps} step(s) on {d.share:.2%}" for name, d in differences.items())

@@ -85,6 +85,11 @@ def _read(process: subprocess.Popen[str], on_step: Callable[[str], None]) -> lis
             on_step(line.rstrip())
         process.wait()
         return lines
+    except BaseException:
+        # Whoever is interrupted leaves no engine behind.
+        process.kill()
+        process.wait()
+        raise
     finally:
         watchdog.cancel()
 

@@ -74,6 +74,10 @@ class Case:
     side_stream: bool = False
     quick: bool = True
 
+    def slots(self, size: int) -> int | None:
+        """S at a padded size, None for as many as rows."""
+        return size - self.missing_slots if self.missing_slots else None
+
 
 def cases(limit: int) -> tuple[Case, ...]:
     """All cases for a decode bucket of ``limit`` tokens. Names are unique.

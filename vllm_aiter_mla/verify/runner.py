@@ -91,7 +91,10 @@ def run_case(case: Case, variant: Variant, subject: Subject, engine: EagerEngine
     try:
         with torch.no_grad():
             buffers = Buffers(options.geometry, variant, options.limit, case.layers, case.width, engine.device, seed)
-            if case.kind == "compiled":
+            reason = _declined(case, buffers, subject)
+            if reason is not None:
+                result.status, result.reason = "skipped", reason
+            elif case.kind == "compiled":
                 from vllm_aiter_mla.verify import inductor
 
                 result.add(inductor.run(case, buffers, subject, engine), "compiled")
@@ -103,6 +106,15 @@ def run_case(case: Case, variant: Variant, subject: Subject, engine: EagerEngine
         result.add([Finding("runs", f"{type(error).__name__}: {first_line(error)}")], "run")
     result.seconds = time.monotonic() - started
     return result
+
+
+def _declined(case: Case, buffers: Buffers, subject: Subject) -> str | None:
+    """Why the back end does not take one of the case's sizes, or None."""
+    for size in case.sizes:
+        reason = subject.backend.refuse(buffers.layers[0].inputs(size, case.slots(size)))
+        if reason is not None:
+            return f"{subject.backend.name} declines T={size}: {reason}"
+    return None
 
 
 class _Run:
@@ -121,12 +133,6 @@ class _Run:
 
     def go(self) -> None:
         """Everything, in order, until something breaks."""
-        for size in self.case.sizes:
-            reason = self.subject.backend.refuse(self.buffers.layers[0].inputs(size, self._slots(size)))
-            if reason is not None:
-                self.result.status = "skipped"
-                self.result.reason = f"{self.subject.backend.name} declines T={size}: {reason}"
-                return
         sizes = sorted(self.case.sizes, reverse=True)
         parts = [(f"capture of T={size}", partial(self._capture, size)) for size in sizes]
         parts += [(f"step {i}: {step}", partial(self._step, step)) for i, step in enumerate(self.case.steps, 1)]
@@ -135,16 +141,13 @@ class _Run:
             if self.result.findings:
                 return
 
-    def _slots(self, size: int) -> int | None:
-        return size - self.case.missing_slots if self.case.missing_slots else None
-
     def _build(self, size: int) -> list[Segment]:
-        return build(self.kind, self.buffers, self.subject, size, self._slots(size))
+        return build(self.kind, self.buffers, self.subject, size, self.case.slots(size))
 
     def _expected(self, size: int, frozen: bool) -> Expected:
         """``frozen``: a replay. In a graph the op prepares the rows of its capture, else those of the batch."""
         rows = size if frozen and self.case.kind != "piecewise" else self.buffers.batch.rows
-        return Expected(self.buffers, self.subject, size, rows, self._slots(size), self.case.kind != "kernel")
+        return Expected(self.buffers, self.subject, size, rows, self.case.slots(size), self.case.kind != "kernel")
 
     def _capture(self, size: int) -> list[Finding]:
         """Warm up, probe, capture; then nothing may have been written, for no row had a slot."""
@@ -249,7 +252,7 @@ class _Run:
         """Launches of a plain call of the reference at this size, counted in a capture of its own."""
         if self.subject.backend.name != "reference":
             return None
-        inputs = self.buffers.layers[0].inputs(size, self._slots(size))
+        inputs = self.buffers.layers[0].inputs(size, self.case.slots(size))
         segment = Segment(True, lambda: {query_name(0): reference.prepare(inputs)})
         segment.run()
         found = self.engine.capture([segment], f"{self.pools}, plain, T={size}", False).recorded[0].launches

@@ -141,13 +141,44 @@ def test_triton_bench_does_not_time_a_path_that_is_wrong():
         paths.Path("single rounding", reference.prepare),
         paths.Path("unscaled", lambda inputs: reference.prepare(run.replace(inputs, q_scale=inputs.q_scale * 2))),
         paths.Path("no cache", forgets_the_cache),
+        paths.Path("no memory", lambda inputs: torch.empty(1 << 60)),
         paths.Path(paths.AITER, None, "AITER needs ROCm"),
     ]
     wrong = run.disagreements(ways, x)
-    assert set(wrong) == {"unscaled", "no cache"}
+    assert set(wrong) == {"unscaled", "no cache", "no memory"}
+    assert wrong["no memory"].startswith("it raised RuntimeError: ")
     assert "query" in wrong["unscaled"]
     assert "cache" in wrong["no cache"]
     assert torch.equal(before, x.kv_cache.view(torch.uint8)), "the operands that are timed stay as they were"
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize(("noise", "verdict"), [(0.005, set()), (0.1, {"codes"})])
+def test_triton_bench_compares_a_product_over_codes_by_its_norm(noise: float, verdict: set[str], quantised: bool):
+    """Next to zero it is several steps off: representable steps would call a right product wrong."""
+    (x,) = points.operands(Point(4, 2, quantised, fp8_weight=True), torch.float8_e4m3fn, 1, device="cpu")
+    absorbed = x.weight.reference(x.q_nope)
+    drawn = torch.randn(absorbed.shape, generator=torch.Generator().manual_seed(0))
+    product = (absorbed.float() + noise * absorbed.float().pow(2).mean().sqrt() * drawn).to(absorbed.dtype)
+    ways = [
+        paths.Path(paths.TORCH, lambda inputs: reference.prepare(inputs, reference.TWO_ROUNDING)),
+        paths.Path("codes", lambda inputs: reference.prepare(inputs, reference.TWO_ROUNDING, product)),
+    ]
+    assert set(run.disagreements(ways, x)) == verdict
+
+
+def test_triton_bench_keeps_what_it_has_measured_when_a_point_fails(pretended_gpu, monkeypatch):
+    row_of = run._row
+
+    def fails(point, *rest):
+        if point.tokens == 2:
+            raise MemoryError("planted")
+        return row_of(point, *rest)
+
+    monkeypatch.setattr(run, "_row", fails)
+    found = run.run([Point(1, 2, True), Point(2, 2, True), Point(4, 2, True)], 2)
+    assert [row.point.tokens for row in found.rows] == [1]
+    assert "STOPPED at T=2 N=2 fp8: MemoryError: planted" in page.text(found)
 
 
 def test_triton_bench_files_are_readable_and_self_contained(tmp_path: Path):

@@ -70,10 +70,10 @@ def main(
     if json_path is not None:
         evidence.write(json_path, report.as_dict() | evidence.stamp("bench", 1))
     if html_path is not None:
-        html_path.write_text(page.page(report))
+        evidence.write_text(html_path, page.page(report))
     wrong = any(row.wrong for row in report.rows)
     broken = any(bound.holds is False for bound in run.bounds(report))
-    return 1 if wrong or (check and broken) else 0
+    return 1 if wrong or report.stopped or (check and broken) else 0
 
 
 def check_options(tokens: Sequence[int], heads: Sequence[int], kind: str, rounds: int, weights: str) -> None:

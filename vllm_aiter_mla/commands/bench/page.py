@@ -18,8 +18,10 @@ def text(report: Report) -> str:
     columns = [f"{'T':>4} {'N':>4} {'type':<7}"] + [f"{name + ' us':>14}" for name in NAMES]
     lines.append(" ".join([*columns, f"{'ratio':>6}", f"{'GB/s':>6}", f"{'% copy':>6}", "launches"]))
     lines += [_line(row, report.copy_gbps) for row in report.rows]
-    if report.rows:
-        lines += ["", *[f"{name}: not measured: {why}" for name, why in report.rows[0].missing.items()]]
+    missing = {f"{name}: not measured: {why}": None for row in report.rows for name, why in row.missing.items()}
+    lines += ["", *missing]
+    if report.stopped:
+        lines.append(f"STOPPED at {report.stopped}")
     for row in report.rows:
         lines += [
             f"WRONG, not timed: {name} at T={row.point.tokens} N={row.point.heads}: {why}"

@@ -89,8 +89,9 @@ def _bucket(plan: dict[str, Any]) -> Iterator[str]:
     why = f" (the passes cannot run: {because['code']})" if because and plan["emitter"] == "module" else ""
     yield f"  emitter          {plan['emitter']}{why}"
     shown = [f"({a}, {b}){'*' if i < ranges['inside'] else ''}" for i, (a, b) in enumerate(ranges["ranges"])]
-    yield f"  compile ranges   {' '.join(shown)}{'  * rewritten' if ranges['inside'] else ''}".rstrip()
-    if ranges["note"]:
+    told = f"{' '.join(shown)}{'  * rewritten' if ranges['inside'] else ''}" if shown else ranges["note"]
+    yield f"  compile ranges   {told}"
+    if shown and ranges["note"]:
         yield f"                   {ranges['note']}"
     yield f"  captured inside  {_sizes(captures['inside']) or captures['note'] or 'none'}"
     yield f"  captured above   {_sizes(captures['outside']) or 'none'}"

@@ -41,6 +41,8 @@ def compile_ranges(options: ServeOptions, model: ModelFacts, limit: int, view: C
     ``ranges`` holds (first, last) token count in order; the first ``inside`` of them lie in the bucket; ``note`` says
     what is not known.
     """
+    if options.view.enforce_eager or options.view.mode != "VLLM_COMPILE":
+        return {"ranges": (), "inside": 0, "note": "none: vLLM compiles no graph with these options"}
     more, note = _all_reduce_endpoint(options, model)
     passes = emitter_of(view) == "passes"
     try:
@@ -54,7 +56,7 @@ def compile_ranges(options: ServeOptions, model: ModelFacts, limit: int, view: C
 
 def _all_reduce_endpoint(options: ServeOptions, model: ModelFacts) -> tuple[list[int], str]:
     """vLLM ends a range where its fused all-reduce + RMSNorm stops, in tokens; on ROCm the limit can be asked for."""
-    if options.tp == 1 or options.parsed.compilation_config.pass_config.fuse_allreduce_rms is False:
+    if options.tp == 1 or not offline.fuses_all_reduce(options.parsed):
         return [], ""
     if options.arch.startswith("gfx") and options.env.on(USE_AITER) and model.vllm.hidden_size:
         try:

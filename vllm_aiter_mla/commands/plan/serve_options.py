@@ -25,6 +25,7 @@ CARDS = {"gfx942": ("AMD Instinct MI300X", 192), "gfx950": ("AMD Instinct MI350X
 
 # Past these the products that a plan forms leave 64 bits; no engine comes near.
 MOST_REQUESTS, MOST_DRAFTS, MOST_TOKENS, MOST_BLOCK, MOST_RANKS = 2**20, 2**10, 2**30, 2**16, 2**16
+BATCH = ("--max-num-seqs", "--max-num-batched-tokens")
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size",
          "prefill_context_parallel_size")  # fmt: skip
 
@@ -144,14 +145,18 @@ def read(arguments: Sequence[str], name: str, arch: str, env: Environment) -> Se
 
 def _batch_defaults(parsed: Any, arch: str) -> tuple[int, int]:
     """What vLLM takes for max_num_seqs and max_num_batched_tokens on the card; not asked where both are given."""
-    if None not in (parsed.max_num_seqs, parsed.max_num_batched_tokens):
-        return 0, 0
+    given = parsed.max_num_seqs, parsed.max_num_batched_tokens
+    for option, value, most in zip(BATCH, given, (MOST_REQUESTS, MOST_TOKENS), strict=True):
+        if value is not None:
+            _in_range(option, value, most)
+    if None not in given:
+        return given
     name, gibibytes = CARDS[arch]
     try:
-        return batch_defaults(name, gibibytes << 30)
+        return batch_defaults(name, gibibytes << 30, parsed)
     except BatchDefaultsError as error:
         raise OptionError(
-            f"--max-num-seqs and --max-num-batched-tokens: the defaults of vLLM {compat_version.installed()} on {arch} "
+            f"{' and '.join(BATCH)}: the defaults of vLLM {compat_version.installed()} on {arch} "
             f"are not known ({error}); give both"
         ) from error
 

@@ -52,10 +52,11 @@ def census(inputs: Inputs) -> list[dict[str, Any]]:
         rows += [_rank(record.name, one) for record in inputs["engines"] for one in record.data["census"]]
     for record in inputs["plans"]:
         plan = record.data
-        refused = {reason["scope"]: (reason["code"], reason["message"]) for reason in plan["reasons"]}
         kernels = sorted({span["kernel"] for span in plan["kernels"] or [] if span["kernel"]})
         layers = {"engaged": plan["layers"]["engaged"], "total": plan["layers"]["mla"]}
-        row = _verdict(plan["model"]["name"], layers, refused, kernels)
+        row = _verdict(plan["model"]["name"], layers, {}, kernels)
+        for reason in plan["reasons"]:
+            row["reasons"].setdefault(f"{reason['code']}: {reason['message']}", []).append(reason["scope"])
         row |= {"where": "plan, static: nothing was run", "bucket": [1, plan["limit"]]}
         rows.append(row | {"cache": plan["options"]["kv_cache_dtype"]})
     return rows

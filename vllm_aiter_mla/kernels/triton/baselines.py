@@ -70,7 +70,7 @@ def rope_kv_kernel(
     pid = tl.program_id(0)
     rope_tiles = tl.cdiv(num_tokens * N, ROPE_ROWS)
     if pid < rope_tiles:
-        rows = pid * ROPE_ROWS + tl.arange(0, ROPE_ROWS)
+        rows = (pid * ROPE_ROWS + tl.arange(0, ROPE_ROWS)).to(tl.int64)
         token = rows // N
         mask = token < num_tokens
         position = _clamped_position(pos_ptr, token, mask, last_position)
@@ -110,7 +110,8 @@ def concat_quant_kernel(
 ):
     """One program concatenates ROWS rows of the query and quantises them where Q_FP8_MAX > 0."""
     out: tl.constexpr = out_ptr.dtype.element_ty
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # The query may have more than 2**31 elements.
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     mask = (rows < num_rows)[:, None]
     cols = tl.arange(0, L)
     rope_cols = tl.arange(0, R)
