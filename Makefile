@@ -8,9 +8,13 @@ LOCK_STAMP := $(VENV)/.lock-$(shell sha256sum $(LOCK) | cut -c1-16)
 PKG_STAMP := $(VENV)/.pkg-$(shell sha256sum pyproject.toml | cut -c1-16)
 ARGS ?=
 export PYTHONUNBUFFERED := 1
+# What is compared to the bit must not depend on the number of cores.
+export OMP_NUM_THREADS := 1
 
 # What is compared to the bit and takes under two minutes, for a machine without AVX-512; ARGS= names more.
-AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced.py
+AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced.py tests/passes/test_layers_apart.py \
+    tests/passes/test_fallback.py tests/kernels/test_reference.py tests/test_absorb_fp4.py tests/test_aiter_numerics.py \
+    tests/test_aiter_vectors.py
 
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one: its fixtures are dear.
 WORKERS ?= 2
@@ -42,7 +46,7 @@ test-all: test test-rest test-wide
 # What `make test` leaves: what must hold without AVX-512, then engines, two at a time beside the slow tests.
 test-rest: setup
 	$(MAKE) -j 2 avx2-quick types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "(engine or slow) and not wide"
+	$(BIN)/python -m pytest -m "(engine or slow) and not wide"
 
 # Topologies of several processes, other models: what .ci/run leaves for its half hour. Run it before a release.
 test-wide: setup
@@ -58,7 +62,7 @@ types: setup
 	$(BIN)/mypy
 
 quick: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 -m "not engine and not slow"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 -m "not engine and not slow"
 
 unit: setup
 	$(BIN)/python -m pytest $(ARGS)
@@ -68,7 +72,7 @@ test-avx2: setup
 	PYTHONPATH=tests/avx2:$$PYTHONPATH $(BIN)/python -m pytest $(ARGS)
 
 avx2-quick: setup
-	OMP_NUM_THREADS=1 PYTHONPATH=tests/avx2:$$PYTHONPATH $(BIN)/python -m pytest -q $(AVX2_TESTS)
+	PYTHONPATH=tests/avx2:$$PYTHONPATH $(BIN)/python -m pytest -q $(AVX2_TESTS)
 
 format: setup
 	$(BIN)/ruff check --fix .

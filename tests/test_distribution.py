@@ -8,9 +8,11 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from importlib.metadata import distribution, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PLAN = ("plan", "deepseek-r1", "-tp", "8", "--kv-cache-dtype", "fp8", "--arch", "gfx950")
@@ -83,8 +85,24 @@ def test_the_sdist_holds_the_licence_and_what_the_build_needs(built):
     assert {"LICENSE", "README.md", "pyproject.toml", "vllm_aiter_mla/plugin.py"} <= names
 
 
-def test_the_wheel_runs_in_an_empty_environment(wheel, tmp_path):
-    bin_folder = environment(tmp_path / "empty", wheel)
+def needed(folder: Path) -> str:
+    """``folder`` with links to what the wheel needs, and what that needs, as installed here; and to nothing else."""
+    folder.mkdir()
+    todo, seen = [Requirement(text) for text in requires("vllm-aiter-mla") or ()], set()
+    while todo:
+        requirement = todo.pop()
+        if requirement.name in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(requirement.name)
+        found = distribution(requirement.name)
+        todo += map(Requirement, found.requires or ())
+        for top in {path.parts[0] for path in found.files or ()} - {"..", "__pycache__"}:
+            (folder / top).symlink_to(Path(str(found.locate_file(top))).resolve())
+    return str(folder)
+
+
+def test_the_wheel_runs_in_an_environment_that_holds_its_dependencies_alone(wheel, tmp_path):
+    bin_folder = environment(tmp_path / "empty", wheel, needed(tmp_path / "needed"), "--no-index")
     command = str(bin_folder / "vllm-aiter-mla")
     assert "doctor" in succeeded(command, "--help", cwd=tmp_path)
     told = run(command, "doctor", cwd=tmp_path)

@@ -1,6 +1,6 @@
 """With this folder on PYTHONPATH, a Python process and its children behave as on a machine with AVX2 and no AVX-512.
 
-vLLM then loads the library that it ships for such machines, and ATen, oneDNN and Inductor use AVX2. Loading one of
+vLLM then loads the library that it ships for such machines, and ATen, oneDNN, MKL and Inductor use AVX2. Loading one of
 vLLM's AVX-512 libraries ends the process with SIGILL, as it does there. Python imports this module when it starts.
 """
 
@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 AVX512_LIBRARIES = ("vllm._C", "vllm._C_AVX512")
 QUESTIONS = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supported", "_is_amx_tile_supported")
 
