@@ -3,12 +3,15 @@
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from verify_support import LIMIT, broken
 
+from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.compare import EXACT, OWN_BMM
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 from vllm_aiter_mla.verify import cases, interpreted, runner, setting
 from vllm_aiter_mla.verify.buffers import Buffers
@@ -22,7 +25,10 @@ NAMES = [case.name for case in cases.cases(LIMIT) if case.kind != "compiled"]
 AITER = setting.Geometry(heads=4, nope=16, rope=64, latent=512, value=16, block_size=8, blocks=3, max_position=509)
 
 
-@pytest.mark.parametrize("variant", ["fp8", "bf16", "fp8-cache", "fp8-other"])
+WEIGHTS = ("fp8", "fp8-weight")
+
+
+@pytest.mark.parametrize("variant", ["fp8", "bf16", "fp8-weight", "fp8-cache", "fp8-other"])
 def test_the_reference_passes_every_case(run, subject, variant):
     for name in NAMES:
         result = run(name, subject, variant)
@@ -46,11 +52,40 @@ def test_the_interpreted_kernel_passes_with_one_launch():
     pytest.importorskip("triton")
     names = {"fresh-data", "scales-changed", "rows-grow-and-shrink", "kernel-census", "mixed-batch-piecewise"}
     some = [case for case in cases.cases(8) if case.name in names]
-    fp8 = setting.variants("cpu", torch.float8_e4m3fn, quick=True)[:1]
-    results = list(interpreted.run(some, fp8, runner.Options(setting.SMALL, 8, soak=interpreted.SOAK)))
-    assert {result.case for result in results} == names
+    kinds = [one for one in setting.variants("cpu", torch.float8_e4m3fn, quick=False) if one.name in WEIGHTS]
+    results = list(interpreted.run(some, kinds, runner.Options(setting.SMALL, 8, soak=interpreted.SOAK)))
+    assert {(result.case, result.variant) for result in results} == set(product(names, WEIGHTS))
     assert [result for result in results if result.status != "passed"] == []
     assert results[0].launches == {"8": "1 launch: 1 x decode_prep_kernel"}
+
+
+class OverCodes(ReferenceBackend):
+    """A back end whose product over fp8 codes is ``off`` by a share: its own, as AITER's, or inside its launch."""
+
+    name = "over codes"
+
+    def __init__(self, off, inside):
+        super().__init__()
+        self.off, self.inside, self.bounds = off, inside, OWN_BMM if inside else EXACT
+
+    def multiplied(self, inputs):
+        right = inputs.weight.reference(inputs.q_nope)
+        return (right.float() * (1 + self.off)).to(right.dtype)
+
+    def absorbed(self, inputs):
+        return None if self.inside else self.multiplied(inputs)
+
+    def prepare(self, inputs):
+        return reference.prepare(inputs, reference.AITER, self.multiplied(inputs))
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("off", "found"), [(0.003, set()), (0.05, {"query-nope"})])
+def test_mutation_a_product_over_codes_that_is_off_is_caught_by_its_norm(run, inside, off, found):
+    """What a wrong scale costs is caught; what the sums' order costs is none."""
+    result = run("fresh-data", subject_of(OverCodes(off, inside)), variant="fp8-weight")
+    assert broken(result) == found, result.findings
 
 
 def test_the_aiter_back_end_passes_over_the_fake(tmp_path):
@@ -82,7 +117,12 @@ def _failed(load):
     options = runner.Options(AITER, 8, soak=8)
     fnuz = torch.float8_e4m3fnuz
     failed = []
-    for variant in (setting.Variant("fp8", fnuz, fnuz), setting.Variant("bf16", torch.bfloat16, torch.bfloat16)):
+    every = (
+        setting.Variant("fp8", fnuz, fnuz),
+        setting.Variant("bf16", torch.bfloat16, torch.bfloat16),
+        setting.Variant("fp8-weight", fnuz, fnuz, weight=("fp8", fnuz)),
+    )
+    for variant in every:
         for case in cases.cases(8):
             if case.kind == "compiled" or not case.quick:
                 continue

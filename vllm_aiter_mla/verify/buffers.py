@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels import absorb, fp8, reference
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Batch, Layer, Rows
 from vllm_aiter_mla.verify.setting import Geometry, Variant
 
@@ -64,13 +65,18 @@ class Buffers:
             buffers=self,
             source=self._rows(),
             work=self._rows(),
-            w_uk_t=self._normal(g.heads, g.nope, g.latent, scale=g.nope**-0.5),
+            w_uk=self._weight(),
             w_uv=self._normal(g.heads, g.latent, g.value, scale=g.latent**-0.5),
             storage=cache.to(self.device),
             k_scale=torch.tensor([K_SCALE], device=self.device),
             q_scale=torch.tensor([Q_SCALE], device=self.device),
             out=torch.zeros(self.limit, g.heads * g.value, dtype=self.variant.act, device=self.device),
         )
+
+    def _weight(self) -> AbsorbWeight:
+        g = self.geometry
+        drawn = self._normal(g.heads, g.nope, g.latent, scale=g.nope**-0.5)
+        return absorb.make(drawn, self.variant.weight)
 
     def before_capture(self, batch: Batch) -> None:
         """What a capture sees: no slots, no keys, zero positions. ``batch`` is what Python could read then."""
@@ -125,7 +131,8 @@ class Buffers:
             return
         for layer in self.layers:
             if what == "weights":
-                layer.w_uk_t.copy_(self._normal(*layer.w_uk_t.shape, scale=self.geometry.nope**-0.5))
+                for (_, held), (_, fresh) in zip(layer.w_uk.tensors, self._weight().tensors, strict=True):
+                    held.copy_(fresh)
             else:
                 layer.k_scale.mul_(1.5)
                 layer.q_scale.mul_(0.75)

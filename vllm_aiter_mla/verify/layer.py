@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from vllm_aiter_mla.kernels import fp8, reference
-from vllm_aiter_mla.kernels.absorb import AbsorbWeight, PlainWeight
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
@@ -69,7 +69,7 @@ class Layer:
         buffers: what all layers share.
         source: the rows of a step, which nothing may change.
         work: what a captured segment writes from ``source`` and the op is given, which may rotate it in place.
-        w_uk_t: [N, P, latent] act.
+        w_uk: the absorb weight, in the variant's form.
         w_uv: [N, latent, V] act.
         storage: [GUARD + blocks + GUARD, block_size, latent+R], the cache between its guards.
         k_scale: one float32.
@@ -81,7 +81,7 @@ class Layer:
     buffers: Buffers
     source: Rows
     work: Rows
-    w_uk_t: torch.Tensor
+    w_uk: AbsorbWeight
     w_uv: torch.Tensor
     storage: torch.Tensor
     k_scale: torch.Tensor
@@ -110,8 +110,8 @@ class Layer:
         )
 
     def weight(self) -> AbsorbWeight:
-        """Returns the weight in the activation dtype. This and the rest are the methods of ``MLALayer``."""
-        return PlainWeight(self.w_uk_t)
+        """Returns the weight. This and the rest are the methods of ``MLALayer``."""
+        return self.w_uk
 
     def query_dtype(self, act: torch.dtype) -> torch.dtype:
         """As the variant has it."""
@@ -170,8 +170,8 @@ class Layer:
             return
         n, rows = metadata.decode_rows, metadata.rows
         nope = self.buffers.geometry.nope
-        absorbed = torch.einsum("tnp,npl->tnl", q[:rows, :, :nope].float(), self.w_uk_t.float())
-        query = torch.cat([absorbed, q[:rows, :, nope:].float()], dim=-1)
+        absorbed = self.w_uk.reference(q[:rows, :, :nope])
+        query = torch.cat([absorbed.float(), q[:rows, :, nope:].float()], dim=-1)
         self.v_up(self._attend_cache(query[:n], self.kv_cache), output[:n])
         keys = torch.cat([kv_c[n:rows], k_pe[n:rows].flatten(1)], dim=-1).float()
         self.v_up(self._attend(query[n:], keys, self.buffers.row_keys.new_full((rows - n,), rows - n)), output[n:rows])

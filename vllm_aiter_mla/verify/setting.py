@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,6 +51,7 @@ class Variant:
         out: dtype of the prepared query.
         is_neox: rotary style.
         act: activation dtype.
+        weight: form of the absorb weight, as ``AbsorbWeight.key`` has it.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Variant:
     out: torch.dtype
     is_neox: bool = False
     act: torch.dtype = torch.bfloat16
+    weight: tuple[Any, ...] = ("plain",)
 
     @property
     def quantised(self) -> bool:
@@ -65,16 +68,20 @@ class Variant:
 
 
 def variants(device: str, native: torch.dtype, quick: bool) -> tuple[Variant, ...]:
-    """The variants of a run: fp8 and bf16 always, both fp8 flavours on a CPU, an fp8 cache beside a bf16 query."""
-    act = torch.bfloat16
+    """The variants of a run: fp8 and bf16 always, both fp8 flavours on a CPU, an fp8 cache beside a bf16 query.
+
+    And fp8 absorb weights, which vLLM 0.30 to 0.32 hold by default on these cards: on one, a quick run has them too.
+    """
+    act, is_cpu = torch.bfloat16, device == "cpu"
     both = (Variant("fp8", native, native), Variant("bf16", act, act, is_neox=True))
+    weights = Variant("fp8-weight", native, native, weight=("fp8", native))
     if quick:
-        return both
+        return both if is_cpu else (*both, weights)
     mixed = Variant("fp8-cache", native, act)
-    if device != "cpu":
-        return (*both, mixed)
+    if not is_cpu:
+        return (*both, weights, mixed)
     other = torch.float8_e4m3fnuz if native == torch.float8_e4m3fn else torch.float8_e4m3fn
-    return (*both, mixed, Variant("fp8-other", other, other, is_neox=True))
+    return (*both, weights, mixed, Variant("fp8-other", other, other, is_neox=True))
 
 
 def capture_sizes(limit: int, width: int = 1) -> tuple[int, ...]:
