@@ -13,8 +13,8 @@ export OMP_NUM_THREADS := 1
 
 # What is compared to the bit and takes under two minutes, for a machine without AVX-512; ARGS= names more.
 AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced.py tests/passes/test_layers_apart.py \
-    tests/passes/test_fallback.py tests/kernels/test_reference.py tests/test_absorb_fp4.py tests/test_aiter_numerics.py \
-    tests/test_aiter_vectors.py
+    tests/passes/test_fallback.py tests/kernels/test_reference.py tests/kernels/aiter/test_absorb_fp4.py \
+    tests/kernels/aiter/test_aiter_numerics.py tests/kernels/aiter/test_aiter_vectors.py
 
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one: its fixtures are dear.
 WORKERS ?= 2
@@ -37,7 +37,7 @@ $(PKG_STAMP): $(LOCK_STAMP) pyproject.toml
 	touch $@
 
 demo: setup
-	$(BIN)/vllm-aiter-mla demo $(ARGS)
+	$(BIN)/python -m tests.sandbox $(ARGS)
 
 test: lint quick
 

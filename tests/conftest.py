@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from hypothesis import settings
+
+# Processes that tests start find the checkout: `tests`, `tools` and this tree's package.
+ROOT = str(Path(__file__).parents[1])
+if ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 
 # A deadline of milliseconds fails on a machine that other work shares, on the first call of torch above all. The same
 # examples in each run: what fails in one fails in the next.
@@ -25,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def fake_gfx942() -> Iterator[None]:
     """An AITER that can be imported and behaves as on an MI300X, with no call recorded."""
-    from vllm_aiter_mla.sandbox.fake_aiter import install, op
+    from tests.sandbox.fake_aiter import install, op
 
     with install("gfx942"):
         op.forget()

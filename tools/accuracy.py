@@ -26,7 +26,7 @@ from tools.common import UsageError, guarded, positive
 from tools.serving import options, page, questions, small, sweep
 
 TOOL = "accuracy"
-SMALL_QUESTIONS = Path(__file__).parents[1] / "tests" / "serving" / "questions.jsonl"
+SMALL_QUESTIONS = Path(__file__).parents[1] / "tests" / "tools" / "serving" / "questions.jsonl"
 DEFAULTS = {"concurrency": 32, "max_gen_toks": 256}
 # One at a time: a batch of another size may round another way, and here both sides must give the same text.
 SMALL = {"concurrency": 1, "max_gen_toks": 16}

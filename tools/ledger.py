@@ -137,8 +137,8 @@ def count(side: str, cache: str, work: Path, emitter: str) -> Events:
     Raises:
         RunError: the engine failed.
     """
-    from vllm_aiter_mla.sandbox.engine import environment_for
-    from vllm_aiter_mla.sandbox.spec import save
+    from tests.sandbox.engine import environment_for
+    from tests.sandbox.spec import save
 
     spec = spec_of(side, cache, emitter)
     print(f"counting {side}, {cache} KV cache", file=sys.stderr, flush=True)
@@ -158,7 +158,7 @@ def count(side: str, cache: str, work: Path, emitter: str) -> Events:
 def spec_of(side: str, cache: str, emitter: str = "passes") -> Any:
     """The engine of a side; all three see the same card, the same ranges and the same pieces."""
     from tools.counting.engine import LIMIT, TOKENS
-    from vllm_aiter_mla.sandbox.spec import EngineSpec
+    from tests.sandbox.spec import EngineSpec
 
     ours = EngineSpec(
         scenarios=(), linear="aten", model={"num_hidden_layers": 2}, max_num_seqs=LIMIT, max_num_batched_tokens=TOKENS,

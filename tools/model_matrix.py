@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 from tools.common import Parser, UsageError, guarded, writable  # noqa: E402
 from tools.model_configs import ROWS, Row  # noqa: E402
-from vllm_aiter_mla.sandbox import compare, engine, runs  # noqa: E402
-from vllm_aiter_mla.sandbox.spec import EngineResult, EngineSpec  # noqa: E402
+from tests.sandbox import compare, engine, runs  # noqa: E402
+from tests.sandbox.spec import EngineResult, EngineSpec  # noqa: E402
 
 Run = Callable[[EngineSpec], EngineResult]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from importlib import import_module
 from typing import Any
 
 from vllm_aiter_mla import __version__
@@ -30,27 +29,24 @@ def register() -> None:
 
 
 def _gate(vllm_config: Any) -> None:
-    gate = _loaded("gate")
-    if gate is not None:
-        gate.apply(vllm_config)
+    try:
+        from vllm_aiter_mla import gate
+    except Exception as error:
+        return _does_not_load(error)
+    gate.apply(vllm_config)
 
 
 def _attach(worker: Any) -> None:
-    in_worker = _loaded("worker")
-    if in_worker is not None:
-        in_worker.attach(worker)
-
-
-def _loaded(name: str) -> Any:
-    """A module of the plugin, or None: with the flag off it must not cost a server its start that one does not load.
-
-    With the flag on nothing engages then, and the line says why: a pass rewrites nothing before kernels are checked.
-    """
     try:
-        return import_module(f"vllm_aiter_mla.{name}")
+        from vllm_aiter_mla import worker as in_worker
     except Exception as error:
-        log.say_once(logging.ERROR, f"the plugin does not load, vLLM runs stock: {type(error).__name__}: {error}")
-        return None
+        return _does_not_load(error)
+    in_worker.attach(worker)
+
+
+def _does_not_load(error: Exception) -> None:
+    """Say it. With the flag off it must not cost a server its start; with it on no kernel is checked, so none runs."""
+    log.say_once(logging.ERROR, f"the plugin does not load, vLLM runs stock: {type(error).__name__}: {error}")
 
 
 CALLS = Calls(gate=_gate, attach=_attach)

@@ -230,7 +230,8 @@ def hand_over_nothing(worker: Any) -> None:
     It does not wait for them: vLLM must hear of the failure now, and a stage may wait for another rank that has failed.
     The graphs that it has compiled may be loaded by the next start, which then needs the reasons of refused layers.
     """
-    Thread(target=_tell_the_stages, daemon=True).start()
+    with log.warned("the other stages could not be told that this one has failed"):
+        Thread(target=_tell_the_stages, daemon=True).start()
     with log.warned("the refusals could not be kept or read"):
         found = {"rank": int(getattr(worker, "rank", 0)), "refused": {}, "partial": {}}
         file.keep_refusals(compat_config.cache_folder(), str(worker.vllm_config.compute_hash()), found)

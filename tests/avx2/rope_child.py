@@ -9,7 +9,7 @@ import torch
 from vllm import _custom_ops
 
 from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate
-from vllm_aiter_mla.sandbox import gpu_ops
+from tests.sandbox import gpu_ops
 
 
 def differences(is_neox: bool) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import vllm.envs
-from doctor_support import with_config
+from tests.doctor.doctor_support import with_config
 
 from vllm_aiter_mla.admission import ConfigView, admit_config
 from vllm_aiter_mla.commands.doctor import conflicts, installed, machine, switches

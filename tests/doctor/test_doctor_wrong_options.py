@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from doctor_support import with_config
+from tests.doctor.doctor_support import with_config
 from typer.testing import CliRunner
 
 from vllm_aiter_mla.commands.doctor import command, conflicts, given, installed, machine

@@ -10,12 +10,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from engine_specs import SCALES
-from test_engine_parity import assert_all_engaged, assert_parity
+from tests.engine.engine_specs import SCALES
+from tests.engine.test_engine_parity import assert_all_engaged, assert_parity
 
-from vllm_aiter_mla.sandbox import engine
-from vllm_aiter_mla.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS
-from vllm_aiter_mla.sandbox.spec import EngineSpec
+from tests.sandbox import engine
+from tests.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS
+from tests.sandbox.spec import EngineSpec
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import engine_specs
+from tests.engine import engine_specs
 import pytest
 
-from vllm_aiter_mla.sandbox import engine
-from vllm_aiter_mla.sandbox.spec import EngineResult, load
+from tests.sandbox import engine
+from tests.sandbox.spec import EngineResult, load
 
 HERE = Path(__file__).parent
 

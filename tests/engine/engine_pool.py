@@ -9,10 +9,10 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import engine_specs
+from tests.engine import engine_specs
 
-from vllm_aiter_mla.sandbox import engine
-from vllm_aiter_mla.sandbox.spec import save
+from tests.sandbox import engine
+from tests.sandbox.spec import save
 
 
 class Pool:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from tools.model_configs import ROWS
 from tools.model_matrix import spec_of
-from vllm_aiter_mla.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
-from vllm_aiter_mla.sandbox.spec import EngineSpec
+from tests.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
+from tests.sandbox.spec import EngineSpec
 
 MOST = 28
 """Engines that compile: one takes up to a minute. What can be shown without one is shown without one, or in eager mode,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from test_engine_parity import assert_all_engaged, assert_parity, beside
+from tests.engine.test_engine_parity import assert_all_engaged, assert_parity, beside
 
-from vllm_aiter_mla.sandbox.compare import compare
-from vllm_aiter_mla.sandbox.runs import SUM_ORDER
+from tests.sandbox.compare import compare
+from tests.sandbox.runs import SUM_ORDER
 
 
 def kernels(result):

@@ -6,9 +6,9 @@ All head counts, caches and cards: ``pytest tests/engine/aiter_class_matrix.py``
 from __future__ import annotations
 
 import pytest
-from test_engine_parity import assert_all_engaged, assert_parity, beside
+from tests.engine.test_engine_parity import assert_all_engaged, assert_parity, beside
 
-from vllm_aiter_mla.sandbox.compare import compare
+from tests.sandbox.compare import compare
 
 
 @pytest.mark.engine("class-gfx942-off", "class-gfx942-on")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from test_engine_parity import assert_all_engaged, assert_parity, beside
+from tests.engine.test_engine_parity import assert_all_engaged, assert_parity, beside
 
-from vllm_aiter_mla.sandbox.compare import compare
-from vllm_aiter_mla.sandbox.engine import EngineFailedError
-from vllm_aiter_mla.sandbox.runs import EXACT, SUM_ORDER
+from tests.sandbox.compare import compare
+from tests.sandbox.engine import EngineFailedError
+from tests.sandbox.runs import EXACT, SUM_ORDER
 
 
 def assert_same_graph_above_the_bucket(base, other):

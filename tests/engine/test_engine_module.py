@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from test_engine_invariants import padded
-from test_engine_parity import assert_all_engaged, assert_parity, beside
+from tests.engine.test_engine_invariants import padded
+from tests.engine.test_engine_parity import assert_all_engaged, assert_parity, beside
 
-from vllm_aiter_mla.sandbox.compare import compare
+from tests.sandbox.compare import compare
 
 
 def assert_by_module(result, code):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_aiter_mla.sandbox.compare import compare, op_count
+from tests.sandbox.compare import compare, op_count
 
 MAX_DLOGPROB = 1e-3
 

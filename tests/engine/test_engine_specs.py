@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import engine_mutations
-import engine_specs
+from tests.engine import engine_mutations
+from tests.engine import engine_specs
 
 HERE = Path(__file__).parent
 

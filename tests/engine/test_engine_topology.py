@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_engine_parity import assert_all_engaged, assert_parity
+from tests.engine.test_engine_parity import assert_all_engaged, assert_parity
 
 
 @pytest.mark.engine("schedule-off", "schedule-on")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gate_support as support
+from tests.gate import gate_support as support
 import pytest
 from vllm.config import PassConfig
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gate_support as support
+from tests.gate import gate_support as support
 import pytest
 from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gate_support as support
+from tests.gate import gate_support as support
 import pytest
-from gate_support import ON, STRICT, Lines
+from tests.gate.gate_support import ON, STRICT, Lines
 from vllm.compilation.passes.inductor_pass import CallableInductorPass, InductorPass
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.config.utils import replace

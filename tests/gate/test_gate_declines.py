@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gate_support as support
+from tests.gate import gate_support as support
 import pytest
-from gate_support import ON, Lines
+from tests.gate.gate_support import ON, Lines
 from pydantic import ValidationError
-from test_gate import Build, pass_of
+from tests.gate.test_gate import Build, pass_of
 from vllm.config import VllmConfig
 
 from vllm_aiter_mla import gate

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from vllm_aiter_mla.admission import ATTENTION_OPS
-from vllm_aiter_mla.sandbox import child, plugin
-from vllm_aiter_mla.sandbox.model import TinyDeepseek
-from vllm_aiter_mla.sandbox.spec import EngineSpec
+from tests.sandbox import child, plugin
+from tests.sandbox.model import TinyDeepseek
+from tests.sandbox.spec import EngineSpec
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ def test_the_demo_on_a_gpu_gets_its_attention_and_its_bucket_from_vllm(model, pl
         "kv_cache_dtype": cache,
         "max_num_seqs": spec.max_num_seqs,
     }
-    path = os.pathsep.join(filter(None, [str(plugin.FOLDER), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(plugin.FOLDER), str(plugin.CHECKOUT), os.environ.get("PYTHONPATH")]))
     found, log = build(model, platform, arch, options, PYTHONPATH=path)
     assert found["limit"] == spec.max_num_seqs
     assert found["backend"] == plugin.GPU_ATTENTION[1]

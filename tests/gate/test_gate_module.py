@@ -6,8 +6,8 @@ import logging
 from typing import Any
 
 import pytest
-from gate_support import ON, Lines
-from test_gate import USERS_PASS, Build, pass_of, ranges_of
+from tests.gate.gate_support import ON, Lines
+from tests.gate.test_gate import USERS_PASS, Build, pass_of, ranges_of
 
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
 

@@ -6,7 +6,7 @@ import json
 import pickle
 from typing import Any
 
-import gate_support as support
+from tests.gate import gate_support as support
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from vllm.config import CompilationConfig, PassConfig, VllmConfig

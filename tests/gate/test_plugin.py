@@ -8,9 +8,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import gate_support as support
+from tests.gate import gate_support as support
 import pytest
-from gate_support import ON, Lines
+from tests.gate.gate_support import ON, Lines
 
 from vllm_aiter_mla import gate, plugin
 from vllm_aiter_mla.admission import ATTENTION_OPS

@@ -13,7 +13,7 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 from vllm_aiter_mla.kernels.selfcheck import self_check
 from vllm_aiter_mla.kernels.shape import LayerShape
-from vllm_aiter_mla.sandbox.fake_aiter import install, op
+from tests.sandbox.fake_aiter import install, op
 
 SMALL = LayerShape(2, 8, torch.bfloat16, torch.bfloat16, 4, False, latent=16, rope=8)
 ROCM = (7, 0)

@@ -1,3 +1,3 @@
 """The set-up of the pass tests."""
 
-from passes.conftest import fresh as fresh
+from tests.passes.conftest import fresh as fresh

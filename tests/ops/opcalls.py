@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from passes.stubs import Batch, Sizes, StubLayer, forward
+from tests.passes.stubs import Batch, Sizes, StubLayer, forward
 from vllm.config import CUDAGraphMode
 from vllm.utils.torch_utils import _encode_layer_name
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from passes.stubs import BLOCK_SIZE, StubLayer
+from tests.passes.stubs import BLOCK_SIZE, StubLayer
 
-from ops.opcalls import layer_of
+from tests.ops.opcalls import layer_of
 from vllm_aiter_mla import layers as decided
 from vllm_aiter_mla import worker
 from vllm_aiter_mla.compat import log

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ops.opcalls import layer_of
+from tests.ops.opcalls import layer_of
 from vllm_aiter_mla import layers
 from vllm_aiter_mla.kernels import absorb
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from passes.stubs import BATCHES, SHORT_SLOTS, Batch, forward
+from tests.passes.stubs import BATCHES, SHORT_SLOTS, Batch, forward
 from torch.testing._internal.optests import generate_tests
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
-from ops import opcalls
-from ops.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
+from tests.ops import opcalls
+from tests.ops.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
 from vllm_aiter_mla import layers
 from vllm_aiter_mla.compat import context, kernels, log, user_pass
 from vllm_aiter_mla.kernels import select
@@ -26,7 +26,7 @@ from vllm_aiter_mla.kernels.reference import store_nope
 from vllm_aiter_mla.kernels.shape import synthetic_inputs
 from vllm_aiter_mla.kernels.stock import StockBackend, may_take_parts
 from vllm_aiter_mla.ops import adapter, bodies
-from vllm_aiter_mla.sandbox import gpu_ops
+from tests.sandbox import gpu_ops
 
 ROPE = "mla_attention_with_rope"
 each_op = pytest.mark.parametrize("op", OPS)

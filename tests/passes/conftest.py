@@ -10,7 +10,7 @@ import vllm._custom_ops  # noqa: F401  loads vLLM's own library before the sandb
 
 from vllm_aiter_mla import layers, plugin
 from vllm_aiter_mla.census import state as census
-from vllm_aiter_mla.sandbox import gpu_ops
+from tests.sandbox import gpu_ops
 
 plugin.register()
 gpu_ops.register()

@@ -12,10 +12,10 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm.config import VllmConfig
 
-from passes.graphs import Layer, Spelling
-from passes.stubs import BATCHES, Batch, StubLayer, forward
+from tests.passes.graphs import Layer, Spelling
+from tests.passes.stubs import BATCHES, Batch, StubLayer, forward
 from vllm_aiter_mla.passes import pipeline
-from vllm_aiter_mla.sandbox import gpu_ops
+from tests.sandbox import gpu_ops
 from vllm_aiter_mla.settings import DebugSettings, Settings
 
 aten = torch.ops.aten

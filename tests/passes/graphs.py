@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from vllm.utils.torch_utils import _encode_layer_name
 
-from passes import rotary
-from passes.stubs import Sizes
+from tests.passes import rotary
+from tests.passes.stubs import Sizes
 
 aten = torch.ops.aten
 END = 9223372036854775807

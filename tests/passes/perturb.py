@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graphs import Builder, Spelling, infer
+from tests.passes.graphs import Builder, Spelling, infer
 
 aten = torch.ops.aten
 Draw = Callable[[int], int]

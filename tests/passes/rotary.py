@@ -11,7 +11,7 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 if TYPE_CHECKING:
-    from passes.graphs import Builder, Spelling
+    from tests.passes.graphs import Builder, Spelling
 
 aten = torch.ops.aten
 END = 9223372036854775807

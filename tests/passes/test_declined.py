@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import fx
 
-from passes.execute import rewrite, stubs_for
-from passes.graphs import END, Builder, Layer, Spelling
-from passes.rotary import ROPES, Pair
+from tests.passes.execute import rewrite, stubs_for
+from tests.passes.graphs import END, Builder, Layer, Spelling
+from tests.passes.rotary import ROPES, Pair
 from vllm_aiter_mla.admission import Refusal
 from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.passes.match import NONE_ARGS, match_layers

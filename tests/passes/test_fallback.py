@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.execute import assert_rewritten_right, stubs_for
-from passes.graphs import Spelling
-from passes.test_recognised import build
+from tests.passes.execute import assert_rewritten_right, stubs_for
+from tests.passes.graphs import Spelling
+from tests.passes.test_recognised import build
 from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.passes import fx as passes_fx
 from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from passes.stubs import Sizes, StubLayer
+from tests.passes.stubs import Sizes, StubLayer
 from vllm_aiter_mla.admission import admit_layer
 from vllm_aiter_mla.compat import layer as compat_layer
 

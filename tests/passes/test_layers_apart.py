@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import fx
 
-from passes.execute import assert_rewritten_right, calls, clone, rewrite, stubs_for
-from passes.graphs import Builder, Spelling, build
-from passes.stubs import DECODE, MIXED, StubLayer
+from tests.passes.execute import assert_rewritten_right, calls, clone, rewrite, stubs_for
+from tests.passes.graphs import Builder, Spelling, build
+from tests.passes.stubs import DECODE, MIXED, StubLayer
 from vllm_aiter_mla import layers as decided
 from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend

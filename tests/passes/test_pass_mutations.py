@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import fx
 
-from passes import test_declined as declined
-from passes.execute import assert_rewritten_right, stubs_for
-from passes.graphs import Spelling, build
-from passes.rotary import ROPES
-from passes.test_layers_apart import assert_layers_apart
+from tests.passes import test_declined as declined
+from tests.passes.execute import assert_rewritten_right, stubs_for
+from tests.passes.graphs import Spelling, build
+from tests.passes.rotary import ROPES
+from tests.passes.test_layers_apart import assert_layers_apart
 from vllm_aiter_mla.compat import context
 from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.passes import aiter_fusion, match, pipeline, probe, rope_kv_cache
@@ -83,7 +83,7 @@ def test_mutation_matcher_binds_the_other_pairing(monkeypatch: pytest.MonkeyPatc
 
 def test_mutation_kv_update_is_left_beside_the_fused_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row would be written twice, and the second time from whatever k_pe holds by then."""
-    from passes.test_recognised import test_nothing_of_passes_one_and_two_is_left_after_three as claim
+    from tests.passes.test_recognised import test_nothing_of_passes_one_and_two_is_left_after_three as claim
 
     erase = fx.Graph.erase_node
 

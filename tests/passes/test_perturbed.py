@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from hypothesis import strategies as st
 
-from passes.execute import (
+from tests.passes.execute import (
     STOPS,
     assert_rewritten_right,
     assert_same,
@@ -23,9 +23,9 @@ from passes.execute import (
     rewrite,
     stubs_for,
 )
-from passes.graphs import Builder, Spelling, build, shuffled
-from passes.perturb import Base, Draw, InvalidEditError, perturb
-from passes.stubs import DECODE, MIXED, PADDED, Batch, Sizes
+from tests.passes.graphs import Builder, Spelling, build, shuffled
+from tests.passes.perturb import Base, Draw, InvalidEditError, perturb
+from tests.passes.stubs import DECODE, MIXED, PADDED, Batch, Sizes
 
 SPELLINGS: list[dict[str, Any]] = [
     {},

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from passes.execute import assert_rewritten_right, calls, clean, clone, rewrite, stubs_for
-from passes.graphs import Builder, Layer, Spelling, build, shuffled
-from passes.stubs import DECODE, MIXED, Sizes
+from tests.passes.execute import assert_rewritten_right, calls, clean, clone, rewrite, stubs_for
+from tests.passes.graphs import Builder, Layer, Spelling, build, shuffled
+from tests.passes.stubs import DECODE, MIXED, Sizes
 from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.passes.fx import view_root
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers

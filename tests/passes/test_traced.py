@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.execute import assert_rewritten_right
-from passes.stubs import DECODE, MIXED, Sizes, StubLayer
-from passes.traced import model, trace
+from tests.passes.execute import assert_rewritten_right
+from tests.passes.stubs import DECODE, MIXED, Sizes, StubLayer
+from tests.passes.traced import model, trace
 
 BF16 = torch.bfloat16
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from passes import test_declined as declined
-from passes.graphs import Builder, Layer, Spelling, build
-from passes.rotary import ROPES
-from passes.test_declined import Case, Edit
+from tests.passes import test_declined as declined
+from tests.passes.graphs import Builder, Layer, Spelling, build
+from tests.passes.rotary import ROPES
+from tests.passes.test_declined import Case, Edit
 from vllm_aiter_mla.admission import Refusal
 from vllm_aiter_mla.compat import surface
 from vllm_aiter_mla.passes import kv_update, match, probe

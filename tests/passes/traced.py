@@ -14,7 +14,7 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 
-from passes.stubs import Sizes
+from tests.passes.stubs import Sizes
 
 POSITIONS = 24
 

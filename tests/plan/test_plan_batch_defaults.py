@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from plan_support import planned
+from tests.plan.plan_support import planned
 from vllm.engine import arg_utils
 
 from vllm_aiter_mla.commands.plan import serve_options

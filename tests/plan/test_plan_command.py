@@ -97,7 +97,7 @@ def test_missing_vllm_is_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_page_of_every_example_renders() -> None:
-    from plan_support import planned
+    from tests.plan.plan_support import planned
 
     from vllm_aiter_mla.commands.plan import model, printout
 

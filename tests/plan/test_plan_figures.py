@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_support import ENGAGING, facts, planned
+from tests.plan.plan_support import ENGAGING, facts, planned
 
 from vllm_aiter_mla.commands.bench.points import Point
 from vllm_aiter_mla.commands.plan import formulas, kernels, printout, serve_options

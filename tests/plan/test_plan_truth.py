@@ -17,8 +17,8 @@ from unittest import mock
 
 import pytest
 import torch
-from plan_support import planned
-from truth_configs import ROWS, Row
+from tests.plan.plan_support import planned
+from tests.plan.truth_configs import ROWS, Row
 from vllm import _aiter_ops
 from vllm._aiter_ops import rocm_aiter_ops
 from vllm.config import CacheConfig, CompilationConfig, DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import vllm.envs
-from plan_support import ENGAGING, NO_FP8_BMM, codes, planned
+from tests.plan.plan_support import ENGAGING, NO_FP8_BMM, codes, planned
 
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.commands.plan import model, printout, serve_options, verdict

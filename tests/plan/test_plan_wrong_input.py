@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_support import codes, planned
+from tests.plan.plan_support import codes, planned
 
 from vllm_aiter_mla.commands.plan import command, model
 

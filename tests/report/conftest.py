@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_support import DATA, engine_result, made_up_bench, made_up_measurements
+from tests.report.report_support import DATA, engine_result, made_up_bench, made_up_measurements
 
 from vllm_aiter_mla.commands.report.render import html_of
 

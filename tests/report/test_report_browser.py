@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-import report_chromium as chromium
+from tests.report import report_chromium as chromium
 
 pytestmark = pytest.mark.skipif(chromium.BINARY is None, reason=chromium.MISSING)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_support import DATA
+from tests.report.report_support import DATA
 from typer.testing import CliRunner
 
 from vllm_aiter_mla.commands.main import app

@@ -14,8 +14,8 @@ from typing import Any
 
 import jinja2
 import pytest
-import report_chromium as chromium
-from report_support import every_kind
+from tests.report import report_chromium as chromium
+from tests.report.report_support import every_kind
 from typer.testing import CliRunner
 
 import vllm_aiter_mla
@@ -324,7 +324,7 @@ def test_hostile_brackets_are_no_markup_in_the_demo(capsys: pytest.CaptureFixtur
     """rich would colour by [red], and end in an error at a [/closing] that nothing opened."""
     from rich.table import Table
 
-    from vllm_aiter_mla.sandbox import demo
+    from tests.sandbox import demo
 
     table = Table("refused")
     table.add_row("sparse: [red]no[/closing]")

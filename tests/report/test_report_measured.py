@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from report_support import DATA, measured_shape
+from tests.report.report_support import DATA, measured_shape
 
 from vllm_aiter_mla.commands.report.render import html_of
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_support import DATA, engine_result
+from tests.report.report_support import DATA, engine_result
 from typer.testing import CliRunner
 
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report import graphs
 from vllm_aiter_mla.commands.report.render import html_of
-from vllm_aiter_mla.sandbox.compare import op_count
+from tests.sandbox.compare import op_count
 
 STAGES = (graphs.STOCK, *graphs.STAGES.values())
 ROPE_AND_WRITE = "vllm.fused_rope_unified_mla_kv_cache_update"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from runner_v2_setup import MAX_LEN, MAX_REQS, MAX_TOKENS, Setup, Step
+from tests.runner_v2.runner_v2_setup import MAX_LEN, MAX_REQS, MAX_TOKENS, Setup, Step
 
 
 def real(setup: Setup, *requests: tuple[int, int, int], drafts: tuple[int, ...] = (), graphs: bool = True,

@@ -21,9 +21,9 @@ import vllm.triton_utils
 # vLLM leaves Triton out on a CPU: what is imported from here on gets it, interpreted.
 vars(vllm.triton_utils).update(triton=triton, tl=triton.language)
 
-from engine_mutations import a_mixed_batch_counts_as_decode  # noqa: E402
-from runner_v2_batches import KINDS  # noqa: E402
-from runner_v2_setup import Setup  # noqa: E402
+from tests.engine.engine_mutations import a_mixed_batch_counts_as_decode  # noqa: E402
+from tests.runner_v2.runner_v2_batches import KINDS  # noqa: E402
+from tests.runner_v2.runner_v2_setup import Setup  # noqa: E402
 
 
 def main(folder: str, options: dict) -> dict:
@@ -38,7 +38,7 @@ def same_page_indices() -> bool:
     """Whether the sandbox's stand-in writes what vLLM's Triton kernel writes."""
     from vllm.v1.attention.backends.mla import rocm_aiter_mla
 
-    from vllm_aiter_mla.sandbox.aiter_attention import PageIndices
+    from tests.sandbox.aiter_attention import PageIndices
 
     table = torch.arange(24, dtype=torch.int32).flip(0).view(3, 8)
     bounds = torch.tensor([0, 5, 5, 37], dtype=torch.int32)

@@ -169,9 +169,9 @@ def _config(folder: Path, kv_cache_dtype: str, drafts: int, arch: str, kernel: s
     load_general_plugins()
     from vllm.v1.attention.backends.mla import rocm_aiter_mla
 
-    from vllm_aiter_mla.sandbox import aiter_attention
-    from vllm_aiter_mla.sandbox.fake_aiter import engine
-    from vllm_aiter_mla.sandbox.model import TinyDeepseek
+    from tests.sandbox import aiter_attention
+    from tests.sandbox.fake_aiter import engine
+    from tests.sandbox.model import TinyDeepseek
 
     kernel_of_vllm = rocm_aiter_mla._expand_page_indices_kernel
     engine.pretend(arch)

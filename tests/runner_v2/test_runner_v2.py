@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_aiter_mla.sandbox import engine
-from vllm_aiter_mla.sandbox.spec import EngineSpec
+from tests.sandbox import engine
+from tests.sandbox.spec import EngineSpec
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from verify_support import LIMIT, broken
+from tests.verify.verify_support import LIMIT, broken
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.compare import EXACT, OWN_BMM
@@ -106,7 +106,7 @@ def over_the_fake():
     """Cases that AITER's back end fails, with the fake in AITER's place."""
     from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
     from vllm_aiter_mla.kernels.platform import Platform
-    from vllm_aiter_mla.sandbox.fake_aiter import install
+    from tests.sandbox.fake_aiter import install
 
     torch.set_num_threads(1)
     with install("gfx942"):

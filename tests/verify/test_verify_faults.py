@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from verify_support import LIMIT, broken
+from tests.verify.verify_support import LIMIT, broken
 
 from vllm_aiter_mla.kernels.compare import OWN_BMM
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from verify_support import broken
+from tests.verify.verify_support import broken
 
 from vllm_aiter_mla.verify import graphs
 from vllm_aiter_mla.verify.faults import FAULTS

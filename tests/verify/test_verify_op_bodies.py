@@ -3,7 +3,7 @@
 import inspect
 
 import pytest
-from verify_support import broken
+from tests.verify.verify_support import broken
 
 from vllm_aiter_mla.ops import bodies
 

@@ -34,8 +34,8 @@ def main(spec_path: str, out_path: str) -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    from vllm_aiter_mla.sandbox import child, knobs
-    from vllm_aiter_mla.sandbox.spec import load
+    from tests.sandbox import child, knobs
+    from tests.sandbox.spec import load
 
     spec = load(Path(spec_path))
     counter = Counter(launches.KERNELS)
@@ -100,7 +100,7 @@ def count_vllm(counter: Counter) -> None:
     from vllm.model_executor.layers.attention import mla_attention
     from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
 
-    from vllm_aiter_mla.sandbox import attention, piecewise
+    from tests.sandbox import attention, piecewise
 
     def replace(owner: Any, name: str, what: str, bytes_of: Callable[..., int], allocations: int = 0) -> None:
         setattr(owner, name, counter.one_launch(what, getattr(owner, name), bytes_of, allocations))

@@ -27,9 +27,9 @@ from vllm.utils.torch_utils import _encode_layer_name
 from vllm_aiter_mla import layers
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.ops import register
-from vllm_aiter_mla.sandbox import gpu_ops
-from vllm_aiter_mla.sandbox.fake_aiter.engine import ROCM
-from vllm_aiter_mla.sandbox.fake_aiter.trees import install
+from tests.sandbox import gpu_ops
+from tests.sandbox.fake_aiter.engine import ROCM
+from tests.sandbox.fake_aiter.trees import install
 
 ARCH = "gfx950"
 NAME = "model.layers.0.self_attn.attn"

@@ -53,7 +53,7 @@ def save(folder: Path) -> Path:
         UsageError: a package is missing.
     """
     try:
-        from vllm_aiter_mla.sandbox.model import TinyDeepseek
+        from tests.sandbox.model import TinyDeepseek
 
         # Without YaRN, which vLLM's eager mode rounds otherwise than any kernel: both modes must give equal answers.
         sizes = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
@@ -104,8 +104,8 @@ def environment(work: Path) -> dict[str, str | None]:
 
     None stands for a variable that it must not have.
     """
-    from vllm_aiter_mla.sandbox.engine import environment_for
-    from vllm_aiter_mla.sandbox.spec import EngineSpec
+    from tests.sandbox.engine import environment_for
+    from tests.sandbox.spec import EngineSpec
 
     wanted = environment_for(EngineSpec(spawn=True), work / "cache", work / "inductor")
     names = wanted.keys() | os.environ.keys()

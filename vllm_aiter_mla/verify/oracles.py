@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.compare import EXACT, OWN_BMM, deviation, difference
+from vllm_aiter_mla.kernels.compare import EXACT, OWN_BMM, deviation, difference, norm_bound
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.verify.buffers import Buffers, raw
 from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Layer, Rows
@@ -144,8 +144,7 @@ class _Layer:
             wanted = self.inputs.weight.reference(self.inputs.q_nope)
             off = 0.0 if self.product is None else deviation(self.product, wanted)
             return reason or (f"the absorb product is {off:.2%} off" if off > self.bound else "")
-        # Inside the launch: 1 % of the product is 2.3 % once both are rounded to fp8.
-        off, most = deviation(got, expected), self.bound * (3 if got.dtype.itemsize == 1 else 1)
+        off, most = deviation(got, expected), norm_bound(self.bound, got.dtype)  # the product is inside the launch
         return f"{off:.2%} off by its norm, {most:.0%} may be" if off > most else ""
 
     def _cache(self, slots: torch.Tensor) -> Iterator[Finding]:

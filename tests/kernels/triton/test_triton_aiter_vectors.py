@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from aiter_results import FP4_CALLS, FP8_CALLS, FUSED_CALLS, fp4_call, fused_call
+from tests.support.aiter_results import FP4_CALLS, FP8_CALLS, FUSED_CALLS, fp4_call, fused_call
 
 from vllm_aiter_mla.kernels.aiter.dispatch import truncates_cache_rope
 from vllm_aiter_mla.kernels.fp8 import is_fp8

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from triton_cases import Case, build, sparse_bytes
+from tests.support.triton_cases import Case, build, sparse_bytes
 
 pytest.importorskip("triton")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_cases import GUARD_BLOCKS, Case, build, compare, on_cpu, wrong_values
+from tests.support.triton_cases import GUARD_BLOCKS, Case, build, compare, on_cpu, wrong_values
 
 pytest.importorskip("triton")
 

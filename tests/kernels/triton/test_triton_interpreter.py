@@ -7,8 +7,8 @@ from dataclasses import asdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_cases import Case
-from triton_mutations import MUTATIONS
+from tests.support.triton_cases import Case
+from tests.kernels.triton.triton_mutations import MUTATIONS
 
 pytestmark = pytest.mark.slow
 # The interpreter sums the 128 products in another order than torch: a bfloat16 rounding may fall the other way, which

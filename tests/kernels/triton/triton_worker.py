@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton_cases as cases
-from aiter_results import LATENT, fp4_call, fp8_call, fused_call
+from tests.support import triton_cases as cases
+from tests.support.aiter_results import LATENT, fp4_call, fp8_call, fused_call
 from triton.runtime import interpreter as triton_interpreter
-from triton_mutations import MUTATIONS
+from tests.kernels.triton.triton_mutations import MUTATIONS
 
 from vllm_aiter_mla.commands.bench import paths, points, run
 from vllm_aiter_mla.kernels import mxfp4, reference

@@ -11,7 +11,7 @@ import torch
 from vllm_aiter_mla.commands.bench import paths, timing
 from vllm_aiter_mla.commands.bench.points import Point, operands
 from vllm_aiter_mla.kernels import fp8
-from vllm_aiter_mla.kernels.compare import deviation
+from vllm_aiter_mla.kernels.compare import deviation, norm_bound
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.measure.card import machine
 from vllm_aiter_mla.kernels.measure.clock import cache_bytes
@@ -136,11 +136,9 @@ def disagreements(found: list[paths.Path], inputs: DecodeInputs) -> dict[str, st
         for what in expected:
             different, far = _difference(got[what], expected[what])
             if far or different > MAX_DIFFERENT:
-                bound = inputs.weight.product_bound if what == "query, un-rotated" else 0.0
-                # Where the product rounds its operand to codes, one other code moves a whole row of it. What is 1 % off
-                # is 2.3 % off once both are rounded to fp8; a wrong scale or rounding of the operand costs 5 %.
-                bound *= 3 if fp8.is_fp8(got[what].dtype) else 1
-                if bound and deviation(got[what], expected[what]) <= bound:
+                product = inputs.weight.product_bound if what == "query, un-rotated" else 0.0
+                # Where the product rounds its operand to codes, one other code moves a whole row of it.
+                if product and deviation(got[what], expected[what]) <= norm_bound(product, got[what].dtype):
                     continue
                 wrong[name] = f"{what}: {different:.1%} of the values differ, {far} by more than one step"
     return wrong

@@ -43,9 +43,9 @@ def compile_ranges(options: ServeOptions, model: ModelFacts, limit: int, view: C
     """
     if options.view.enforce_eager or options.view.mode != "VLLM_COMPILE":
         return {"ranges": (), "inside": 0, "note": "none: vLLM compiles no graph with these options"}
-    more, note = _all_reduce_endpoint(options, model)
     passes = emitter_of(view) == "passes"
     try:
+        more, note = _all_reduce_endpoint(options, model)
         wanted = bucket.endpoints_with(more, limit) if passes else more
         ends = offline.compile_range_ends(options.parsed, wanted, options.max_num_batched_tokens)
     except Exception as error:

@@ -1,0 +1,192 @@
+"""What the back end does around the launch: nothing per call, tables once, capture guarded, empty batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_aiter_mla.kernels.aiter.tables import TableHalves
+from vllm_aiter_mla.kernels.capture import KernelCaptureError
+from vllm_aiter_mla.kernels.inputs import KernelInputError
+from vllm_aiter_mla.kernels.platform import detect_platform, parse_rocm
+from tests.sandbox.fake_aiter import op
+
+pytestmark = pytest.mark.usefixtures("fake_gfx942")
+VIEWS = {"aten.split_with_sizes.default", "aten.transpose.int", "aten.view.default", "aten.view.dtype"}
+ALLOCATIONS = {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty_strided.default"}
+SYNCHRONISES = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.item.default"}
+
+
+class Recorder(TorchDispatchMode):
+    """Counts what reaches the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class OpSpy:
+    """Stands where AITER's op is called, so that what the fake does inside is not counted."""
+
+    def __init__(self) -> None:
+        self.arguments: list[tuple] = []
+
+    def __call__(self, *arguments) -> None:
+        self.arguments.append(arguments)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 255, 256])
+def test_one_call_is_two_allocations_one_bmm_and_one_launch(tokens) -> None:
+    """No table copy, no allocation beyond q_out and the BMM's result, nothing that waits for the device."""
+    spy = OpSpy()
+    bound, operands = backend(), inputs(tokens=tokens)
+    bound._op = spy
+    bound.prepare(operands)  # first call of the shape: tables are made here
+    with Recorder() as recorder:
+        bound.prepare(operands)
+    calls = recorder.calls
+    assert sum(calls[name] for name in ALLOCATIONS) == 2
+    assert calls["aten.bmm.out"] == 1
+    assert not SYNCHRONISES & set(calls)
+    assert set(calls) <= VIEWS | ALLOCATIONS | {"aten.bmm.out"}, calls
+    assert len(spy.arguments) == 2
+
+
+def test_layers_share_the_halves_of_one_table() -> None:
+    spy = OpSpy()
+    bound = backend()
+    bound._op = spy
+    one, other = inputs(), inputs(heads=16)
+    table = one.cos_sin_cache
+    bound.prepare(one)
+    bound.prepare(replace(other, cos_sin_cache=table.view(table.shape)))  # another object, the same memory
+    first, second = ((call[10].data_ptr(), call[11].data_ptr()) for call in spy.arguments)
+    assert first == second
+    assert len(bound.tables) == 1
+    assert spy.arguments[0][10].is_contiguous()
+    assert torch.equal(torch.cat(spy.arguments[0][10:12], -1), table)
+
+
+def test_scales_go_over_as_they_are() -> None:
+    spy = OpSpy()
+    bound, operands = backend(), inputs()
+    bound._op = spy
+    bound.prepare(operands)
+    assert spy.arguments[0][7] is operands.k_scale
+    assert spy.arguments[0][8] is operands.q_scale
+
+
+def test_a_replaced_table_gets_halves_of_its_own() -> None:
+    tables = TableHalves(lambda: False)
+    old = torch.randn(8, 64)
+    before = tables.halves(old)[0].clone()
+    new = torch.randn(8, 64)
+    assert torch.equal(tables.halves(new)[0], new[:, :32])
+    assert torch.equal(tables.halves(old)[0], before)
+
+
+def test_a_table_at_the_address_of_a_dead_one_is_not_taken_for_it() -> None:
+    tables = TableHalves(lambda: False)
+    for value in range(50):  # the allocator hands the same address out again and again
+        table = torch.full((64, 64), float(value))
+        assert tables.halves(table)[0][0, 0].item() == value
+        del table
+    assert len(tables) <= 2
+
+
+def test_a_table_overwritten_in_place_is_copied_again_into_the_same_halves() -> None:
+    tables = TableHalves(lambda: False)
+    table = torch.zeros(8, 64)
+    cos, _ = tables.halves(table)
+    with torch.inference_mode():  # as vLLM runs; a table made before still counts its versions
+        table.fill_(2.0)
+        again, _ = tables.halves(table)
+    assert again is cos
+    assert float(cos[0, 0]) == 2.0
+
+
+def test_a_grown_table_is_noticed() -> None:
+    tables = TableHalves(lambda: False)
+    table = torch.randn(8, 64)
+    tables.halves(table)
+    grown = torch.randn(16, 64)
+    table.set_(grown.untyped_storage(), 0, (16, 64))
+    cos, sin = tables.halves(table)
+    assert torch.equal(torch.cat([cos, sin], -1), grown)
+
+
+def test_a_table_that_lies_elsewhere_now_gets_halves_of_its_own() -> None:
+    """The same object of the same shape: what is remembered of it must not outlive its memory."""
+    tables = TableHalves(lambda: False)
+    table, other = torch.zeros(8, 64), torch.ones(8, 64)
+    tables.halves(table)
+    table.data = other
+    assert float(tables.halves(table)[0][0, 0]) == 1.0
+
+
+def test_a_new_table_during_capture_says_what_to_do() -> None:
+    tables = TableHalves(lambda: True)
+    with pytest.raises(KernelCaptureError, match="outside the capture"):
+        tables.halves(torch.randn(8, 64))
+
+
+def test_the_first_call_of_a_layer_shape_during_capture_says_what_to_do() -> None:
+    capturing = [False]
+    bound = backend(capturing=lambda: capturing[0])
+    warm, cold = inputs(), inputs(cache="act", query="act")
+    bound.prepare(warm)
+    capturing[0] = True
+    bound.prepare(warm)
+    bound.prepare(replace(inputs(tokens=64), cos_sin_cache=warm.cos_sin_cache))  # another batch size of that layer
+    with pytest.raises(KernelCaptureError, match="run the self-check or one eager step"):
+        bound.prepare(cold)
+    assert [tokens for _, tokens in op.forget()] == [7, 7, 64]
+
+
+def test_an_empty_batch_launches_nothing() -> None:
+    bound = backend()
+    assert bound.prepare(inputs(tokens=0)).shape == (0, 4, 576)
+    operands = inputs()
+    out = bound.prepare(replace(operands, slot_mapping=operands.slot_mapping[:0]))
+    assert out.shape == (7, 4, 576)
+    assert out.dtype == FP8["gfx942"]
+    assert op.forget() == []
+
+
+def test_rows_beyond_the_slots_are_not_defined_and_the_rest_is() -> None:
+    bound, operands = backend(), inputs(tokens=64, query="act")
+    short = replace(operands, slot_mapping=operands.slot_mapping[:10])
+    full, cut = bound.prepare(operands), bound.prepare(short)
+    assert bound.defined_rows(operands) == 64
+    assert bound.defined_rows(short) == 10
+    assert same_bytes(cut[:10], full[:10])
+    assert cut[10:].isnan().all()  # the fake's poison: nobody wrote there
+
+
+def test_a_refused_call_raises_its_reason_and_launches_nothing() -> None:
+    bound, operands = backend(), inputs()
+    with pytest.raises(KernelInputError, match=r"index-dtype: slot_mapping is torch\.int32"):
+        bound.prepare(replace(operands, slot_mapping=operands.slot_mapping.int()))
+    assert op.forget() == []
+
+
+def test_an_unknown_view_is_an_error() -> None:
+    with pytest.raises(ValueError, match="view: one of auto, as-is, per-head, opt or a number"):
+        backend(view="fastest")
+
+
+def test_the_architecture_is_read_from_torch_alone() -> None:
+    assert parse_rocm("7.0.51831-a3e329ad8") == (7, 0)
+    assert parse_rocm(None) is None
+    assert parse_rocm("unknown") is None
+    if not torch.cuda.is_available():
+        assert detect_platform().arch == "cpu"

@@ -1,0 +1,342 @@
+"""Every precondition of AITER's op: declined by us, and what the fake does to those who ask it all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.simulated_aiter import FP8, ROCM, backend, fate, inputs, twin
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.absorb import PlainWeight
+from vllm_aiter_mla.kernels.absorb.plain import plain
+from vllm_aiter_mla.kernels.aiter import contract
+from vllm_aiter_mla.kernels.aiter.backend import launch
+from vllm_aiter_mla.kernels.aiter.dispatch import route_of
+from vllm_aiter_mla.kernels.aiter.module import load_op
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, call_key, contract_violation
+from vllm_aiter_mla.kernels.platform import Platform
+from tests.sandbox.fake_aiter import op
+
+pytestmark = pytest.mark.usefixtures("fake_gfx942")
+GFX942 = Platform("gfx942", ROCM)
+
+
+def every_other(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The same values with the stride of ``dim`` doubled and rubbish between them."""
+    dim %= x.dim()
+    wide = torch.full([2 * n if d == dim else n for d, n in enumerate(x.shape)], 77, dtype=x.dtype)
+    view = wide[(slice(None),) * dim + (slice(None, None, 2),)]
+    view.copy_(x)
+    return view
+
+
+def ghost_of(good: DecodeInputs) -> DecodeInputs:
+    """The same operands without memory: looking at a value raises."""
+    parts = {name: tensor.to("meta") for name, tensor in good.tensors if name != "w_uk_t"}
+    return replace(good, weight=PlainWeight(plain(good.weight).to("meta")), **parts)
+
+
+def four_dims(good: DecodeInputs) -> DecodeInputs:
+    return replace(good, kv_cache=good.kv_cache.unsqueeze(1))
+
+
+def as_uint8(good: DecodeInputs) -> DecodeInputs:
+    return replace(good, kv_cache=good.kv_cache.view(torch.uint8))
+
+
+def other_flavour(good: DecodeInputs) -> DecodeInputs:
+    return replace(good, kv_cache=good.kv_cache.view(torch.uint8).view(FP8["gfx950"]), out_dtype=FP8["gfx950"])
+
+
+def fp8_query_float_cache(good: DecodeInputs) -> DecodeInputs:
+    return replace(good, kv_cache=torch.zeros(good.kv_cache.shape, dtype=torch.bfloat16))
+
+
+def half_cache(good: DecodeInputs) -> DecodeInputs:
+    cache = torch.zeros(good.kv_cache.shape, dtype=torch.float16)
+    return replace(good, kv_cache=cache, out_dtype=torch.bfloat16)
+
+
+def more_slots_than_rows(good: DecodeInputs) -> DecodeInputs:
+    return replace(good, slot_mapping=torch.cat([good.slot_mapping, good.slot_mapping.flip(0)]))
+
+
+def odd_rows(good: DecodeInputs) -> DecodeInputs:
+    wide = torch.zeros(good.kv_c.shape[0], 513, dtype=good.kv_c.dtype)
+    wide[:, 1:] = good.kv_c
+    return replace(good, kv_c=wide[:, 1:])
+
+
+def narrower_cache(good: DecodeInputs) -> DecodeInputs:
+    return replace(good, kv_cache=good.kv_cache[..., :544].contiguous())
+
+
+def three_dim_key(good: DecodeInputs) -> DecodeInputs:
+    return replace(good, k_pe=good.k_pe.unsqueeze(1))
+
+
+def strided_cache(good: DecodeInputs) -> DecodeInputs:
+    return replace(good, kv_cache=every_other(good.kv_cache.view(torch.uint8), -1).view(good.kv_cache.dtype))
+
+
+def single_precision(good: DecodeInputs) -> DecodeInputs:
+    wide = {name: getattr(good, name).float() for name in ("q", "k_pe", "kv_c", "cos_sin_cache")}
+    return replace(good, weight=PlainWeight(plain(good.weight).float()), **wide)
+
+
+def without_nope(good: DecodeInputs) -> DecodeInputs:
+    return replace(good, q=good.q[..., 16:], weight=PlainWeight(plain(good.weight)[:, :0]))
+
+
+# (the check's name, how to break it, what the fake does when the check is bypassed).
+# "wrong": it runs, and cache or query differ from the reference; None: only real hardware could tell.
+BROKEN: list[tuple[str, Callable[[DecodeInputs], DecodeInputs], str | None]] = [
+    ("ranks", three_dim_key, "SIGABRT"),
+    ("cache-rank", four_dims, "SIGABRT"),
+    ("cache-empty", lambda good: replace(good, kv_cache=torch.empty(3, 0, 576, dtype=good.kv_cache.dtype)), "SIGFPE"),
+    ("cache-empty", lambda good: replace(good, kv_cache=torch.empty(0, 16, 576, dtype=good.kv_cache.dtype)), "SIGABRT"),
+    ("shapes", lambda good: replace(good, weight=PlainWeight(plain(good.weight)[:, :8])), "raised"),
+    ("shapes", lambda good: replace(good, kv_c=good.kv_c[:3].clone()), "SIGABRT"),
+    ("cache-width", narrower_cache, "wrong"),
+    ("table", lambda good: replace(good, cos_sin_cache=good.cos_sin_cache[:, :62].contiguous()), "SIGABRT"),
+    ("activation-dtype", lambda good: replace(good, cos_sin_cache=good.cos_sin_cache.float()), "wrong"),
+    ("activation-dtype", lambda good: replace(good, kv_c=good.kv_c.double()), "raised AssertionError"),
+    ("activation-dtype", lambda good: replace(good, k_pe=good.k_pe.half()), "wrong"),
+    ("cache-uint8", as_uint8, "SIGABRT"),
+    ("cache-dtype", other_flavour, "raised AssertionError: Unsupported dtype"),
+    ("cache-dtype", half_cache, "wrong"),
+    ("out-dtype", fp8_query_float_cache, "SIGABRT"),
+    ("out-dtype", lambda good: replace(good, out_dtype=torch.float16), "wrong"),
+    ("q-stride", lambda good: replace(good, q=every_other(good.q, -1)), "wrong"),
+    ("kv_c-stride", lambda good: replace(good, kv_c=every_other(good.kv_c, -1)), "SIGABRT"),
+    ("k_pe-stride", lambda good: replace(good, k_pe=every_other(good.k_pe, -1)), "SIGABRT"),
+    ("cache-stride", strided_cache, "wrong"),
+    ("index-dtype", lambda good: replace(good, slot_mapping=good.slot_mapping.int()), "SIGABRT"),
+    ("index-dtype", lambda good: replace(good, positions=good.positions.int()), "SIGABRT"),
+    ("index-stride", lambda good: replace(good, slot_mapping=every_other(good.slot_mapping, 0)), "SIGABRT"),
+    ("index-stride", lambda good: replace(good, positions=every_other(good.positions, 0)), "wrong"),
+    ("lengths", more_slots_than_rows, "SIGABRT"),
+    ("lengths", lambda good: replace(good, positions=good.positions[:3].clone()), "SIGABRT"),
+    ("lengths", lambda good: replace(good, positions=torch.cat([good.positions, good.positions])), None),
+    ("activation-dtype", single_precision, None),
+    ("widths", without_nope, None),
+    ("scales", lambda good: replace(good, k_scale=good.k_scale.double()), "raised AssertionError"),
+    ("scales", lambda good: replace(good, q_scale=good.q_scale.half()), "SIGABRT"),
+    ("alignment", odd_rows, None),
+]  # fmt: skip
+
+
+NAMES = [f"{name}-{i}" for i, (name, _, _) in enumerate(BROKEN)]
+
+
+def run_unchecked(broken: DecodeInputs) -> torch.Tensor:
+    """What ``prepare`` does, every check left out."""
+    out = torch.empty(broken.num_tokens, broken.num_heads, 576, dtype=broken.out_dtype)
+    cos, sin = (half.contiguous() for half in broken.cos_sin_cache.chunk(2, dim=-1))
+    p = broken.nope_dim
+    cache = broken.kv_cache if broken.kv_cache.dim() == 3 else broken.kv_cache.squeeze(1)
+    route = route_of(cache, broken.slot_mapping.shape[0], broken.num_heads, 64, GFX942, "as-is")
+    q_latent = broken.weight.product(broken.q[..., :p])
+    launch(load_op(), q_latent, broken.q[..., p:], broken, out, (cos, sin), route)
+    return out
+
+
+def right(good: DecodeInputs, broken: DecodeInputs) -> bool:
+    """Whether the unchecked call gave what the unbroken operands should have given, as numbers."""
+    expected = twin(good)
+    query = reference.prepare(expected)
+    out = run_unchecked(broken)
+    width = broken.kv_cache.shape[-1]
+    rows, wanted = (cache.reshape(-1, cache.shape[-1]).float() for cache in (broken.kv_cache, expected.kv_cache))
+    kept = good.slot_mapping[good.slot_mapping >= 0]
+    return torch.equal(out.float(), query.float()) and torch.equal(rows[kept], wanted[kept, :width])
+
+
+@pytest.mark.parametrize(("name", "breaks", "fates"), BROKEN, ids=NAMES)
+def test_a_broken_precondition_is_declined(name: str, breaks: Callable, fates: str | None) -> None:
+    reason = contract.violation(breaks(inputs()), GFX942)
+    assert reason is not None
+    assert reason.startswith(f"{name}: ")
+    assert reason.count(";") >= 2  # what was found, why it matters, what to do
+
+
+@pytest.mark.parametrize(
+    ("name", "breaks", "fates"), [case for case in BROKEN if case[2]], ids=lambda case: str(case)[:24]
+)
+def test_bypassing_the_check_ends_badly(name: str, breaks: Callable, fates: str) -> None:
+    good = inputs()
+    outcome = fate(lambda: right(good, breaks(twin(good))))
+    assert outcome.startswith("False" if fates == "wrong" else fates), outcome
+
+
+def test_the_same_call_unbroken_is_right() -> None:
+    good = inputs()
+    assert fate(lambda: right(good, twin(good))) == "True"
+    assert contract.violation(good, GFX942) is None
+
+
+def test_every_check_has_a_test() -> None:
+    elsewhere = {"absorb"}  # test_aiter_fp8_absorb.py, test_absorb_fp4.py
+    tested = {name for name, _, _ in BROKEN} | {"rocm", "arch", "devices", "int-strides"} | elsewhere
+    assert tested == {check.name for check in contract.CHECKS}
+
+
+@pytest.mark.parametrize(
+    ("platform", "reason"),
+    [
+        (Platform("gfx942", None), "rocm: torch is not built for ROCm"),
+        (Platform("gfx950", (6, 4)), "rocm: ROCm 6.4"),
+        (Platform("gfx90a", (7, 0)), "arch: this card is gfx90a"),
+    ],
+)
+def test_other_platforms_are_declined(platform: Platform, reason: str) -> None:
+    assert str(contract.violation(inputs(), platform)).startswith(reason)
+
+
+def test_other_widths_are_declined_and_a_narrow_latent_loses_half_its_rope_on_the_card() -> None:
+    good = inputs()
+    narrow = replace(
+        good,
+        kv_c=good.kv_c[:, :256].contiguous(),
+        weight=PlainWeight(plain(good.weight)[..., :256].contiguous()),
+        kv_cache=good.kv_cache[..., :320].contiguous(),
+    )
+    assert str(contract.violation(narrow, GFX942)).startswith("widths: kv_lora_rank 256 and rope width 64")
+
+
+def test_an_operand_on_another_device_is_declined() -> None:
+    good = inputs()
+    elsewhere = replace(good, weight=PlainWeight(plain(good.weight).to("meta")))
+    assert str(contract.violation(elsewhere, GFX942)).startswith("devices: w_uk_t is on meta, the cache on cpu")
+
+
+@given(st.lists(st.sampled_from(BROKEN), max_size=2))
+def test_what_aiter_may_see_keeps_the_contract_of_all_back_ends(cases: list) -> None:
+    operands = inputs()
+    for _, breaks, _ in cases:
+        try:
+            operands = breaks(operands)
+        except (RuntimeError, IndexError):  # the first break leaves nothing for the second
+            return
+    assert contract.violation(operands, GFX942) is not None or contract_violation(operands) is None
+
+
+@pytest.mark.parametrize("name", ["q", "k_pe", "kv_c", "kv_cache"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_stride_that_wraps_in_32_bits_is_declined(name: str, dim: int) -> None:
+    good = inputs()
+    ghost = ghost_of(good)
+    given = getattr(ghost, name)
+    shape, strides = given.shape, list(given.stride())
+    if len(shape) == 2 and dim == 1:
+        return  # the last stride, 1 by another check
+    for stride, refused in ((contract.STRIDE_LIMIT, True), (contract.STRIDE_LIMIT - 576, False)):
+        strides[dim] = stride
+        wide = torch.empty_strided(shape, strides, dtype=given.dtype, device="meta")
+        reason = str(contract.violation(replace(ghost, **{name: wide}), GFX942))
+        assert reason.startswith(f"int-strides: {name} has strides") == refused, reason
+
+
+def test_a_cache_too_large_for_one_block_is_not_handed_over_as_one() -> None:
+    ghost = torch.empty(1 << 18, 16, 576, dtype=FP8["gfx942"], device="meta")
+    assert route_of(ghost, 7, 16, 64, GFX942, "opt").view == "as-is"
+    assert route_of(ghost.view(-1, 1, 576), 7, 16, 64, GFX942, "opt").kernel == "per-head"
+    assert route_of(ghost[: 1 << 8].view(-1, 1, 576), 7, 16, 64, GFX942, "opt").view == "one-block"
+
+
+@pytest.mark.parametrize("view", ["opt", "per-head", 1, 64, "auto"])
+def test_too_few_heads_are_served_below_256_tokens_whatever_the_view(view) -> None:
+    bound, operands = backend(view=view), inputs(heads=2)
+    assert bound.refuse(operands) is None
+    assert bound.kernel_of(operands) == "per-head"
+
+
+def test_the_view_that_leaves_too_few_heads_to_the_general_kernel_is_named() -> None:
+    assert "another aiter_view than as-is" in str(backend(view="as-is").refuse(inputs(heads=2)))
+
+
+def test_too_few_heads_for_the_opt_kernel_are_declined_from_256_tokens_on() -> None:
+    few, many = (inputs(heads=2, tokens=tokens, block_size=16) for tokens in (255, 256))
+    bound = backend()
+    assert bound.refuse(few) is None
+    assert str(bound.refuse(many)).startswith("kernel: 2 heads and 256 tokens land on AITER's general kernel")
+
+
+def test_the_general_kernel_aborts_on_the_flag_for_all_rows() -> None:
+    few = inputs(heads=2)
+    route = route_of(few.kv_cache, 7, 2, 64, GFX942, "as-is")
+    assert route.kernel == "general"
+    assert not route.honours_all_rows
+    op_ = load_op()
+    q_latent = few.weight.product(few.q_nope)
+    halves = [half.contiguous() for half in few.cos_sin_cache.chunk(2, -1)]
+    out = torch.empty(7, 2, 576, dtype=few.out_dtype)
+    outcome = fate(
+        lambda: op_(
+            q_latent, few.q[..., 16:], few.kv_c, few.k_pe, few.kv_cache, out, few.slot_mapping, few.k_scale,
+            few.q_scale, few.positions, *halves, False, True, True,
+        )
+    )  # fmt: skip
+    assert outcome.startswith("SIGABRT: [AITER] compute_all_q_rope is not supported by the general kernel")
+
+
+def test_a_query_spanning_4_gib_per_token_is_copied_before_the_launch() -> None:
+    dense = torch.empty(7, 128, 512, dtype=torch.bfloat16, device="meta")
+    assert contract.span_violation(dense) is None
+    wide = torch.empty(128, 40_000, 512, dtype=torch.bfloat16, device="meta").transpose(0, 1)
+    assert "over 4 GiB" in str(contract.span_violation(wide))
+    given = []
+    operands = inputs(heads=128, tokens=1, nope=4)
+    route = route_of(operands.kv_cache, 1, 128, 64, GFX942)
+    launch(lambda *args: given.append(args[0]), wide[:1], operands.q, operands, operands.q, (wide, wide), route)
+    assert given[0].is_contiguous()
+
+
+def test_checks_read_metadata_only() -> None:
+    good = inputs()
+    ghost = ghost_of(good)
+    assert contract.violation(ghost, GFX942) is None
+    assert call_key(ghost) != call_key(good)
+
+
+def test_a_zero_token_launch_poisons_the_next_call_and_prepare_never_makes_one() -> None:
+    bound, none, some = backend(), inputs(tokens=0), inputs()
+    assert bound.refuse(none) is None
+    assert bound.prepare(none).shape == (0, 4, 576)
+    assert op.forget() == []
+
+    def unchecked() -> str:
+        run_unchecked(none)
+        run_unchecked(some)
+        return "survived"
+
+    assert fate(unchecked).startswith("raised RuntimeError: HIP error: invalid configuration argument")
+
+
+def test_a_poisoned_row_is_not_a_number() -> None:
+    some = inputs(query="act")
+    op_ = load_op()
+    out = torch.zeros(7, 4, 576, dtype=torch.bfloat16)
+    halves = [half.contiguous() for half in some.cos_sin_cache.chunk(2, -1)]
+    q_latent = some.weight.product(some.q_nope)
+    op_(
+        q_latent, some.q[..., 16:], some.kv_c, some.k_pe, some.kv_cache, out, some.slot_mapping, some.k_scale,
+        some.q_scale, some.positions, *halves, False, True, False,
+    )  # fmt: skip
+    padded = some.slot_mapping < 0
+    assert bool(padded.any())
+    assert out[padded].isnan().all()
+    assert not out[~padded].isnan().any()
+
+
+def test_the_manual_lists_every_check() -> None:
+    manual = (Path(__file__).parents[3] / "docs" / "aiter.md").read_text(encoding="utf-8")
+    missing = [check.name for check in contract.CHECKS if f"`{check.name}`" not in manual]
+    assert not missing
+    assert "`kernel`" in manual

@@ -1,0 +1,150 @@
+"""Finding AITER without importing it: every way of not being usable has a sentence of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.support.simulated_aiter import ROCM
+
+from vllm_aiter_mla.kernels.aiter.locate import OP, REQUIRED, locate_aiter, signature_problem
+from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError, load_op, schema_problem
+from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.select import aiter_factory
+from tests.sandbox.fake_aiter import install, write_tree
+
+SENTENCES = {
+    "0.1.19": "has no `compute_all_q_rope`",
+    "0.1.7": f"this AITER has no {OP}: it appeared in 0.1.8",
+    "0.1.20+future": "has arguments this version of the plugin does not know",
+    "broken": "cache.py is missing: a broken or very old AITER install",
+    "namespace": "`aiter` is a namespace without __init__.py",
+    "pypi": "is not AMD's AITER but a package of the same name",
+}
+
+
+@pytest.mark.parametrize(("version", "sentence"), list(SENTENCES.items()))
+def test_each_unusable_aiter_has_its_own_sentence(version, sentence) -> None:
+    with install("gfx942", version):
+        found = locate_aiter()
+        assert not found.usable
+        assert sentence in str(found.reason)
+        with pytest.raises(AiterUnavailableError, match=r"\w"):
+            load_op()
+        assert "aiter" not in sys.modules
+
+
+def test_a_good_aiter_is_described_without_being_imported() -> None:
+    with install("gfx942") as root:
+        found = locate_aiter()
+        assert found.usable
+        assert found.package == root / "aiter"
+        assert found.distribution == "amd-aiter 0.1.20"
+        assert found.signature == REQUIRED
+        assert found.prebuilt
+        assert not found.editable
+        assert not {name for name in sys.modules if name.split(".")[0] == "aiter"}
+
+
+def test_an_absent_aiter_names_the_right_distribution(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "install amd-aiter 0.1.19.post1 or newer (PyPI's `aiter` is another project)" in str(locate_aiter().reason)
+
+
+def test_an_editable_install_without_a_built_module_is_told_so(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(write_tree(tmp_path, prebuilt=False, editable=True))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("AITER_JIT_DIR", raising=False)
+    found = locate_aiter()
+    assert found.usable
+    assert found.editable
+    assert not found.prebuilt
+    built = tmp_path / "jit"
+    built.mkdir()
+    (built / "module_cache.so").touch()
+    monkeypatch.setenv("AITER_JIT_DIR", str(built))
+    assert locate_aiter().prebuilt
+
+
+def test_a_distribution_without_its_package_is_told_apart_from_nothing(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(write_tree(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "amd-aiter 0.1.20 is installed but its package `aiter` is not importable" in str(locate_aiter().reason)
+
+
+@pytest.mark.parametrize("damage", ["def broken(:\n", "\0", "\udcff"])
+def test_unreadable_source_is_a_reason_and_no_exception(tmp_path, monkeypatch, damage) -> None:
+    root = write_tree(tmp_path)
+    (root / "aiter" / "ops" / "cache.py").write_bytes(damage.encode(errors="surrogateescape"))
+    monkeypatch.syspath_prepend(root)
+    assert "cannot be read" in str(locate_aiter().reason)
+
+
+def test_a_module_without_a_spec_is_as_good_as_absent(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiter", SimpleNamespace(__spec__=None))
+    assert "AITER is not installed" in str(locate_aiter().reason)
+
+
+def test_further_arguments_with_defaults_are_let_through() -> None:
+    assert signature_problem((*REQUIRED, "one_more"), mandatory=14) is None
+    assert signature_problem((*REQUIRED, "one_more"), mandatory=16) is not None
+    assert signature_problem(("q", *REQUIRED[1:]), mandatory=14) is not None
+
+
+def test_the_schema_is_checked_after_the_import() -> None:
+    with install("gfx942"):
+        op = load_op()
+    assert schema_problem(op) is None
+    names = [argument.name for argument in op._schema.arguments]
+    assert tuple(names) == REQUIRED
+    old = SimpleNamespace(_schema=SimpleNamespace(arguments=op._schema.arguments[:-1]))
+    assert "the loaded op differs from its source" in str(schema_problem(old))
+    swapped = list(op._schema.arguments)
+    ghost = SimpleNamespace(name="slot_mapping", type="int", has_default_value=lambda: False)
+    swapped[6] = ghost
+    other = SimpleNamespace(_schema=SimpleNamespace(arguments=swapped))
+    assert schema_problem(other) == "the loaded op takes other types for: slot_mapping"
+
+
+def test_every_tensor_of_the_real_schema_is_declared_mutable_so_it_stays_out_of_graphs() -> None:
+    with install("gfx942"):
+        tensors = load_op()._schema.arguments[:12]
+    assert all(argument.alias_info is not None and argument.alias_info.is_write for argument in tensors)
+
+
+def test_a_failing_import_is_a_reason(tmp_path, monkeypatch) -> None:
+    root = write_tree(tmp_path)
+    (root / "aiter" / "__init__.py").write_text("raise RuntimeError('Get GPU arch from rocminfo failed')\n")
+    monkeypatch.syspath_prepend(root)
+    reason = aiter_factory(Platform("gfx942", ROCM))
+    assert reason == "`import aiter` failed: RuntimeError: Get GPU arch from rocminfo failed"
+    sys.modules.pop("aiter", None)
+
+
+def test_aiter_is_not_even_probed_off_amd_cards() -> None:
+    assert "this card is sm90" in str(aiter_factory(Platform("sm90")))
+
+
+def test_install_leaves_no_trace() -> None:
+    before = (list(sys.path), os.environ.get("PYTHONPATH"), os.environ.get("FAKE_AITER_ARCH"))
+    with install("gfx950") as root:
+        load_op()
+        assert Path(sys.modules["aiter"].__file__).parent == root / "aiter"
+        assert torch.ops.aiter.fused_qk_rope_concat_and_cache_mla is not None
+    assert (list(sys.path), os.environ.get("PYTHONPATH"), os.environ.get("FAKE_AITER_ARCH")) == before
+    assert "aiter" not in sys.modules
+
+
+def test_the_probe_and_its_package_need_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from vllm_aiter_mla.kernels.aiter.locate import locate_aiter\n"
+        "print(locate_aiter().usable)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr

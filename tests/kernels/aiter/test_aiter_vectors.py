@@ -1,0 +1,183 @@
+"""Reference and fake against what AITER's own sources computed, and the values that those calls do not hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support.aiter_results import (
+    CACHE_FILL,
+    FP4_CALLS,
+    FP8_CALLS,
+    FUSED_CALLS,
+    QUERY_FILL,
+    FusedCall,
+    fp4_call,
+    fp8_call,
+    fused_call,
+    plain_bits,
+)
+from tests.support.simulated_aiter import FP8, same_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels.absorb.fp8 import absorb_fp8
+from vllm_aiter_mla.kernels.absorb.mxfp4 import absorb_mxfp4, dot_mxfp4
+from vllm_aiter_mla.kernels.aiter.dispatch import truncates_cache_rope
+from tests.sandbox.fake_aiter import gemm, gemm_fp4, op
+
+NAN, INF = float("nan"), float("inf")
+
+
+def by_reference(q: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return absorb_fp8(q, weight, scale)
+
+
+def by_fake(q: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return gemm.batched_gemm(q.transpose(0, 1), weight, scale, dtype=q.dtype, transpose_bm=True)
+
+
+products = pytest.mark.parametrize("product", [by_reference, by_fake])
+
+
+@products
+@pytest.mark.parametrize("call", FP8_CALLS)
+def test_the_product_is_that_of_aiters_source_to_the_byte(call, product) -> None:
+    done = fp8_call(call)
+    assert same_bytes(product(done.x, done.weight.codes, done.weight.scale), done.y)
+
+
+def test_all_sixty_six_calls_are_there() -> None:
+    """48 of the fused op on its three kernels, 12 of the fp8 GEMM, 6 of the mxfp4 GEMM."""
+    assert (len(FUSED_CALLS), len(FP8_CALLS), len(FP4_CALLS)) == (48, 12, 6)
+    kinds = {(call.arch, call.kernel, call.all_rows) for call in map(fused_call, FUSED_CALLS)}
+    both = {(arch, kernel, whole) for arch in FP8 for kernel in ("per-head", "opt") for whole in (False, True)}
+    assert kinds == both | {(arch, "general", False) for arch in FP8}
+
+
+@pytest.mark.parametrize("call", FP4_CALLS)
+def test_the_absorb_product_over_fp4_weights_is_that_of_aiters_source_to_the_byte(call) -> None:
+    done = fp4_call(call)
+    operands, scale = (done.x, done.weight.codes, done.weight.scales), done.y_scale
+    # AITER multiplies by the reciprocal of y_scale before it rounds; ours passes none.
+    product = dot_mxfp4(*operands) * (1.0 if scale is None else scale.reciprocal())
+    assert same_bytes(product.bfloat16().contiguous(), done.y)
+    if scale is None:
+        assert same_bytes(absorb_mxfp4(*operands), done.y)
+
+
+@pytest.mark.parametrize("call", FP4_CALLS)
+def test_the_fake_gemm_over_fp4_weights_is_that_of_aiters_source_to_the_byte(call, monkeypatch) -> None:
+    monkeypatch.setenv("FAKE_AITER_ARCH", "gfx950")
+    done = fp4_call(call)
+    operands = (done.x.transpose(0, 1), done.weight.codes, done.weight.scales)
+    assert same_bytes(gemm_fp4.batched_gemm(*operands, transpose_bm=True, y_scale=done.y_scale), done.y)
+
+
+def assert_as_aiter_left_them(call: FusedCall, query: torch.Tensor) -> None:
+    """Cache and defined rows byte by byte; the others AITER leaves as they were, and nobody may read them."""
+    assert same_bytes(call.inputs.kv_cache, call.cache)
+    assert same_bytes(query[call.rows], call.query[call.rows])
+    assert (plain_bits(call.query).index_fill(0, call.rows, QUERY_FILL) == QUERY_FILL).all()
+    assert (plain_bits(call.cache) == CACHE_FILL).any()
+
+
+@pytest.mark.parametrize("index", FUSED_CALLS)
+def test_the_reference_has_the_bytes_of_aiters_fused_op(index) -> None:
+    call = fused_call(index)
+    truncates = truncates_cache_rope(call.kernel, call.arch, call.cache.dtype)
+    numerics = reference.Numerics(truncate_cache_rope=truncates)
+    assert_as_aiter_left_them(call, reference.prepare(call.inputs, numerics))
+
+
+@pytest.mark.parametrize("index", FUSED_CALLS)
+def test_the_fake_has_the_bytes_of_aiters_fused_op_and_takes_the_same_kernel(index, monkeypatch) -> None:
+    call = fused_call(index)
+    monkeypatch.setenv("FAKE_AITER_ARCH", call.arch)
+    given_, query = call.inputs, torch.empty_like(call.query)
+    cos, sin = (half.contiguous() for half in given_.cos_sin_cache.chunk(2, -1))
+    op.forget()
+    op.call(
+        call.latent, given_.q[..., 512:], given_.kv_c, given_.k_pe, given_.kv_cache, query, given_.slot_mapping,
+        given_.k_scale, given_.q_scale, given_.positions, cos, sin, given_.is_neox, True, call.all_rows,
+    )  # fmt: skip
+    assert op.forget() == [(call.kernel, given_.num_tokens)]
+    assert_as_aiter_left_them(call, query)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("plant", ["two roundings", "no truncation", "another scale"])
+def test_mutation_of_the_reference_is_seen_in_aiters_results(plant) -> None:
+    stored = torch.bfloat16 if plant == "no truncation" else FP8["gfx942"]
+    calls = (call for call in map(fused_call, FUSED_CALLS) if (call.kernel, call.arch) == ("opt", "gfx942"))
+    call = next(call for call in calls if call.cache.dtype == stored)
+    if plant == "another scale":
+        call.inputs.k_scale.mul_(1.25)
+    numerics = reference.TWO_ROUNDING if plant == "two roundings" else reference.AITER
+    with pytest.raises(AssertionError):
+        assert_as_aiter_left_them(call, reference.prepare(call.inputs, numerics))
+
+
+def weight_of(flavour: fp8.Fp8Flavour, heads: int = 1, nope: int = 128) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return fp8.round_saturating(torch.randn(heads, 16, nope, generator=generator) * 30, flavour)
+
+
+@products
+@pytest.mark.parametrize("act", [torch.bfloat16, torch.float16])
+def test_the_floor_of_the_largest_magnitude_is_a_float32(act, product) -> None:
+    """Just above and below 1e-10: the floor is 1e-10 itself, not the bf16 nearest to it, nor fp16's zero."""
+    flavour = fp8.E4M3FNUZ
+    weight = torch.full((1, 16, 128), 2.0).to(flavour.dtype)
+    x = torch.zeros(2, 1, 128, dtype=act)
+    x[0] = 5e-11 if act is torch.bfloat16 else 0.0
+    x[1] = 3e-10 if act is torch.bfloat16 else 6e-8
+    steps = torch.maximum(x[:, 0, 0].float(), torch.tensor(1e-10)) * torch.tensor(1 / 240.0)
+    codes = fp8.round_saturating(x[:, 0, 0].float() / steps, flavour).double()
+    for weight_scale in torch.linspace(1e8, 2e8, 32):  # the floors differ by less than a step of bf16: some scale shows
+        found = product(x, weight, weight_scale)[:, 0, 0]
+        wanted = (128 * 2 * codes * steps.double()).float() * weight_scale
+        assert torch.equal(found, wanted.to(act))
+
+
+@products
+@pytest.mark.parametrize("flavour", list(fp8.FLAVOURS.values()))
+@pytest.mark.parametrize("act", [torch.bfloat16, torch.float16])
+def test_a_nan_activation_becomes_the_lowest_value_of_its_group(act, flavour, product) -> None:
+    """v_max_f32 passes over it, v_med3_f32 returns the least operand: the row's other values are as without it."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 1, 128, generator=generator).to(act)
+    x[0, 0, 5] = NAN
+    x[1] = NAN
+    weight, scale = weight_of(flavour), torch.tensor(0.5)
+    found = product(x, weight, scale)
+    assert found.isfinite().all()
+    lowest = x.clone()
+    lowest[0, 0, 5] = -x[0, 0].float().nan_to_num().abs().max()
+    lowest[1] = 0.0
+    assert same_bytes(found[:1], product(lowest, weight, scale)[:1])
+    wanted = -flavour.max * weight.double().sum(-1) * (torch.tensor(1e-10) * (1 / flavour.max)).double() * 0.5
+    assert torch.allclose(found[1].double(), wanted, rtol=2**-7, atol=1e-7)
+
+
+@given(
+    flavour=st.sampled_from(list(fp8.FLAVOURS.values())),
+    act=st.sampled_from([torch.bfloat16, torch.float16]),
+    nope=st.sampled_from([64, 128, 192]),
+    places=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 191), st.sampled_from([NAN, INF, -INF, 0.0, -0.0, 1e-40, 6e4])),
+        max_size=12,
+    ),
+)
+def test_reference_and_fake_agree_on_values_out_of_the_ordinary(flavour, act, nope, places) -> None:
+    generator = torch.Generator().manual_seed(nope)
+    x = torch.randn(4, 1, nope, generator=generator).to(act)
+    x[3] = 0.0
+    for row, column, value in places:
+        x[row, 0, column % nope] = value
+    weight, scale = weight_of(flavour, nope=nope), torch.tensor(0.01)
+    ours, theirs = (product(x, weight, scale).float() for product in (by_reference, by_fake))
+    assert torch.equal(ours.isfinite(), theirs.isfinite())
+    bound = 2**-7 * theirs[theirs.isfinite()].abs().amax() if theirs.isfinite().any() else 0.0
+    assert ((ours - theirs)[ours.isfinite()].abs() <= bound).all()
+    assert torch.equal(ours.nan_to_num(0, 1, -1)[~ours.isfinite()], theirs.nan_to_num(0, 1, -1)[~ours.isfinite()])

@@ -1,0 +1,222 @@
+"""The process of one engine run: ``python -m tests.sandbox.child SPEC OUT``."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.sandbox import adapter, plugin, random_weights
+from tests.sandbox.engine import runs_on_ray
+from tests.sandbox.spec import EngineResult, EngineSpec, load, save
+
+# 16 requests of 512 tokens in 4 layers take 38 MB of bf16 rows.
+GPU_KV_BYTES = 256 << 20
+STARTED = time.perf_counter()
+
+
+def main(spec_path: str, out_path: str) -> None:
+    """Build the model, start the engine, run the scenarios, write the result."""
+    spec: EngineSpec = load(Path(spec_path))
+    from vllm.plugins import load_general_plugins
+
+    if runs_on_ray(spec):
+        import ray
+
+        ray.init(num_gpus=spec.tensor_parallel_size, include_dashboard=False)  # it takes our word for them
+    load_general_plugins()
+    plugin.check_device(spec.device)
+    from tests.sandbox import knobs
+
+    knobs.apply(spec)
+    # In the cache root: vLLM's cache key holds the model's path, and a warm start must find the same.
+    llm = build(spec, Path(os.environ["VLLM_CACHE_ROOT"]) / "model")
+    print("sandbox: engine is up", flush=True)
+    if spec.scales is not None:
+        knobs.set_scales(llm, *spec.scales)
+    outcome = run_all(spec, llm)
+    if spec.reload is not None:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other_weights(spec))})
+        outcome |= {f"{name}, reloaded": steps for name, steps in run_all(spec, llm).items()}
+    save(result(spec, llm, outcome), Path(out_path))
+    if runs_on_ray(spec):
+        # At the interpreter's exit Ray is gone before vLLM ends its actors, and is started again for that.
+        llm.llm_engine.engine_core.shutdown()
+
+
+def run_all(spec: EngineSpec, llm: Any) -> dict[str, Any]:
+    """The spec's scenarios, one after the other."""
+    from tests.sandbox import scenarios
+
+    outcome = {}
+    for name in spec.scenarios:
+        print(f"sandbox: scenario {name}", flush=True)
+        outcome[name] = scenarios.run(llm.llm_engine, name, adapter=lora(spec))
+    return outcome
+
+
+def lora(spec: EngineSpec) -> Any:
+    """The adapter of the spec's model, or None."""
+    if not spec.lora:
+        return None
+    from tests.sandbox.model import TinyDeepseek
+
+    return adapter.request(
+        adapter.save(TinyDeepseek(**spec.model).weights(), Path(os.environ["VLLM_CACHE_ROOT"]) / "adapter")
+    )
+
+
+def other_weights(spec: EngineSpec) -> Path:
+    """The same model with the weights of the spec's other seed."""
+    from tests.sandbox.model import TinyDeepseek
+
+    model = TinyDeepseek(**spec.model | {"seed": spec.reload})
+    return model.save(Path(os.environ["VLLM_CACHE_ROOT"]) / "reloaded")
+
+
+def build(spec: EngineSpec, folder: Path) -> Any:
+    """vLLM's ``LLM`` for the spec."""
+    from vllm import LLM
+
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        # By itself vLLM turns a float32 checkpoint into bfloat16.
+        "dtype": spec.model.get("dtype", "auto"),
+        "max_model_len": 512,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_num_batched_tokens": spec.max_num_batched_tokens,
+        "enable_prefix_caching": False,
+        "kv_cache_dtype": spec.kv_cache_dtype,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "compilation_config": compilation(spec),
+        "additional_config": additional(spec),
+        "seed": 0,
+    }
+    return LLM(
+        str(checkpoint(spec, folder)),
+        **options
+        | speculative(spec, folder)
+        | on_device(spec)
+        | connector(spec, folder)
+        | (adapter.OPTIONS if spec.lora else {})
+        | spec.llm,
+    )
+
+
+def checkpoint(spec: EngineSpec, folder: Path) -> Path:
+    """Write the model that the spec names."""
+    if spec.config:
+        return random_weights.save(spec.config, folder)
+    from tests.sandbox.model import TinyDeepseek
+
+    return TinyDeepseek(**{"num_nextn_predict_layers": int(spec.drafts > 0)} | spec.model).save(folder)
+
+
+def on_device(spec: EngineSpec) -> dict[str, Any]:
+    """Options of vLLM's that the device needs: on a GPU a fixed back end and little memory, beside other work."""
+    if spec.device == "cpu":
+        return {}
+    backend, _ = plugin.GPU_ATTENTION
+    return {"attention_backend": backend, "kv_cache_memory_bytes": GPU_KV_BYTES, "gpu_memory_utilization": 0.1}
+
+
+def speculative(spec: EngineSpec, folder: Path) -> dict[str, Any]:
+    """The ``speculative_config``, and how weights are loaded. Without a draft model the model's own layer drafts."""
+    found: dict[str, Any] = {"load_format": random_weights.LOAD_FORMAT} if spec.config else {}
+    if spec.drafts:
+        draft: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": spec.drafts}
+        if spec.draft_config:
+            draft |= {"method": "eagle3", "model": str(random_weights.save(spec.draft_config, folder / "draft"))}
+        found["speculative_config"] = draft
+    return found
+
+
+def connector(spec: EngineSpec, folder: Path) -> dict[str, Any]:
+    """The ``kv_transfer_config``: vLLM's own connector for tests, over files."""
+    if not spec.shares_kv:
+        return {}
+    extra = {"shared_storage_path": str(folder.parent / "kv")}
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    }
+
+
+def compilation(spec: EngineSpec) -> dict[str, Any]:
+    """The ``compilation_config``: flag off is stock in the same ranges and partitioning, so that runs compare."""
+    config: dict[str, Any] = {"pass_config": {"fuse_rope_kvcache_cat_mla": spec.stock_pass}}
+    if not spec.enabled:
+        config |= {
+            "use_inductor_graph_partition": True,
+            "compile_ranges_endpoints": [spec.max_num_seqs * (1 + spec.drafts)],
+        }
+    return config | spec.compilation
+
+
+def additional(spec: EngineSpec) -> dict[str, Any]:
+    """The ``additional_config``; empty where the flag is off."""
+    if not spec.enabled:
+        return {}
+    debug = {"rounding": spec.rounding, "stop_after": spec.stop_after}
+    return {"aiter_mla": {"enabled": True, "kernel": spec.kernel, "debug": debug} | spec.additional}
+
+
+def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
+    """Collect what the parent wants."""
+    import torch
+    import vllm
+
+    from tests.sandbox import full_graphs, knobs, piecewise
+
+    config = llm.llm_engine.vllm_config
+    return EngineResult(
+        scenarios=outcome,
+        census=census_records(),
+        ranges=[(r.start, r.end) for r in config.compilation_config.get_compile_ranges()],
+        graphs=dict(knobs.GRAPHS),
+        code=dict(knobs.CODE),
+        branches=dict(knobs.BRANCHES),
+        counters=counters(llm) if spec.llm.get("disable_log_stats") is False else {},
+        pieces=max(piecewise.PIECES, default=0),
+        replays=dict(full_graphs.REPLAYS),
+        log=[],
+        versions={
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),  # a class of torch's, which a reader may not have
+            "vllm": vllm.__version__,
+            "device": "CPU" if spec.device == "cpu" else torch.cuda.get_device_name(),
+        },
+        seconds=time.perf_counter() - STARTED,
+    )
+
+
+def counters(llm: Any) -> dict[str, float]:
+    """vLLM's counters, summed over their labels."""
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if hasattr(metric, "value"):
+            found[metric.name] = found.get(metric.name, 0.0) + metric.value
+    return found
+
+
+def census_records() -> list[dict[str, Any]]:
+    """The census files that this run's workers wrote, by rank; the cache root is this run's own."""
+    from vllm_aiter_mla.compat.config import cache_folder
+
+    files = [path for path in cache_folder().glob("census-*.json") if path.stat().st_mtime >= _start_of_process()]
+    return sorted((json.loads(path.read_text()) for path in files), key=lambda record: record["rank"])
+
+
+def _start_of_process() -> float:
+    return time.time() - (time.perf_counter() - STARTED) - 1
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

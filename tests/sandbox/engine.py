@@ -1,0 +1,142 @@
+"""Start one engine of the sandbox in a process of its own, and collect what it gives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_aiter_mla.census import gauge
+from tests.sandbox import plugin, ray_platform
+from tests.sandbox.spec import EngineResult, EngineSpec, load, save
+
+# An engine of a minute takes twenty on a machine that does other work.
+TIMEOUT_S = 1800
+
+
+class EngineFailedError(RuntimeError):
+    """The engine's process ended without a result; ``log`` is what it printed."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__(f"the engine failed; its last lines:\n{chr(10).join(log.splitlines()[-40:])}")
+        self.log = log
+
+
+def run(
+    spec: EngineSpec,
+    cache: Path | None = None,
+    inductor: Path | None = None,
+    on_step: Callable[[str], None] = lambda line: None,
+) -> EngineResult:
+    """Run ``spec`` and wait for it.
+
+    Args:
+        spec: what to run.
+        cache: vLLM's cache root; a fresh one by default, so that the graphs are compiled anew.
+        inductor: folder of what engines may share: compiled C++ kernels, found again by their source, and vLLM's
+            notes on the model class, which it else takes in another process of ten seconds.
+        on_step: called with each line that the engine prints.
+
+    Raises:
+        EngineFailedError: no result.
+    """
+    with tempfile.TemporaryDirectory(prefix="aiter-mla-") as folder:
+        work = Path(folder)
+        save(spec, work / "spec")
+        cache, inductor = cache or work / "cache", inductor or work / "inductor"
+        _share_model_notes(cache, inductor)
+        environment = environment_for(spec, cache, inductor)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.sandbox.child", str(work / "spec"), str(work / "out")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        lines = _read(process, on_step)
+        if process.returncode or not (work / "out").is_file():
+            raise EngineFailedError("".join(lines))
+        result: EngineResult = load(work / "out")
+        result.log = [line.rstrip() for line in lines if "aiter-mla:" in line]
+        return result
+
+
+def _share_model_notes(cache: Path, shared: Path) -> None:
+    notes = shared / "modelinfos"
+    notes.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    if not (cache / notes.name).exists():
+        (cache / notes.name).symlink_to(notes.resolve(), target_is_directory=True)
+
+
+def _read(process: subprocess.Popen[str], on_step: Callable[[str], None]) -> list[str]:
+    """Lines of the process until it ends; it is ended after ``TIMEOUT_S``."""
+    watchdog = threading.Timer(TIMEOUT_S, process.kill)
+    watchdog.start()
+    try:
+        lines = []
+        for line in process.stdout or ():
+            lines.append(line)
+            on_step(line.rstrip())
+        process.wait()
+        return lines
+    except BaseException:
+        # Whoever is interrupted leaves no engine behind.
+        process.kill()
+        process.wait()
+        raise
+    finally:
+        watchdog.cancel()
+
+
+def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, str]:
+    """Environment of the engine's process: the sandbox's plugin on its path, private caches, quiet logs."""
+    path = os.pathsep.join(filter(None, [str(plugin.FOLDER), str(plugin.CHECKOUT), os.environ.get("PYTHONPATH")]))
+    environment = {
+        **os.environ,
+        **_environment_of_device(spec),
+        "PYTHONPATH": path,
+        "VLLM_PLUGINS": f"aiter_mla,{plugin.NAME}" if spec.plugin else plugin.NAME,
+        "VLLM_CACHE_ROOT": str(cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(inductor),
+        "VLLM_DISABLE_COMPILE_CACHE": "0" if spec.compile_cache else "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if spec.spawn else "0",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if spec.interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    if not spec.compile_cache:
+        # Compiled C++ is found again by its source; whole graphs are not, or a planted bug would not be compiled in.
+        environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+    # This process may have built a config of its own: its engine's gauge is not this one's.
+    environment.pop(gauge.FOLDER, None)
+    return environment
+
+
+def runs_on_ray(spec: EngineSpec) -> bool:
+    """Whether the workers are actors of Ray's."""
+    return bool(spec.llm.get("distributed_executor_backend") == "ray")
+
+
+def _environment_of_device(spec: EngineSpec) -> dict[str, str]:
+    if spec.device == "gpu":
+        # The demo's bounds are for plain absorb weights; where AITER is on, vLLM would hold fp8 or mxfp4 ones.
+        return {"VLLM_ROCM_USE_AITER_FP8BMM": "0", "VLLM_ROCM_USE_AITER_FP4BMM": "0"}
+    # One thread: with two, which wait for each other by spinning, small GEMMs took six times the processor time.
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    if runs_on_ray(spec):
+        environment |= {ray_platform.SWITCH: "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    workers = spec.tensor_parallel_size * spec.llm.get("pipeline_parallel_size", 1)
+    if workers > 1:
+        # Two workers on two cores deadlock on vLLM's automatic binding.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(workers))
+    return environment

@@ -1,0 +1,60 @@
+"""The sandbox's own vLLM plugin. vLLM loads it in each process that has ``FOLDER`` on its path, and in its workers.
+
+``FOLDER`` holds an entry point of ``vllm.general_plugins`` that no installation lists; ``engine.environment_for`` puts
+it on PYTHONPATH. On a CPU: reference kernels underneath a platform that keeps the compile pipeline on. On a GPU: vLLM's
+own platform and its Triton MLA back end, which admission does not take in serving.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NAME = "aiter_mla_sandbox"
+FOLDER = Path(__file__).parent / "entry_point"
+CHECKOUT = Path(__file__).resolve().parents[2]
+GPU_ATTENTION = ("TRITON_MLA", "TritonMLAImpl")
+"""Back end and implementation of the demo on a GPU: every CUDA and ROCm build of vLLM has them."""
+
+
+def activate() -> None:
+    """Turn the sandbox on in this process, before or after the plugin registers. Idempotent.
+
+    Raises:
+        RuntimeError: vLLM's platform is neither the CPU nor a CUDA or ROCm GPU.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_aiter_mla.compat.layer import KNOWN_IMPLS
+
+    if current_platform.is_cuda_alike():
+        KNOWN_IMPLS.add(GPU_ATTENTION[1])
+        return
+    if not current_platform.is_cpu():
+        raise RuntimeError(f"the sandbox is for CPUs and for CUDA and ROCm GPUs, not on {current_platform.device_type}")
+    from tests.sandbox import aiter_attention, attention, experts, gpu_ops, platform, random_weights
+    from tests.sandbox.fake_aiter.engine import resume
+
+    gpu_ops.register()
+    attention.register()
+    random_weights.register()
+    experts.register()
+    platform.wrap(type(current_platform))  # type: ignore[arg-type]
+    platform.allow_fp8_mla(type(current_platform))  # type: ignore[arg-type]
+    KNOWN_IMPLS.add("SandboxMLAImpl")
+    if resume() is not None:
+        aiter_attention.resume()
+
+
+def check_device(device: str) -> None:
+    """Refuse an engine for a device that vLLM's platform is not for.
+
+    Args:
+        device: "cpu" or "gpu".
+
+    Raises:
+        RuntimeError: the platform is for the other one.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() != (device == "cpu"):
+        raise RuntimeError(f"the engine is for a {device.upper()}, vLLM's platform is {current_platform.device_type}")

@@ -1,0 +1,100 @@
+"""A process for one architecture: compiles, runs launches and planted bugs, prints one JSON object.
+
+Apart from the tests' process, which may interpret kernels, and one for each architecture (see tools/aot.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from tests.tools.gfx9.gfx9_planted import OP_SEL_HI, OTHER_WORD, PLANTED, SCALED, WAIT, WORD, each
+
+from tools import aot
+from tools.gfx9 import matrix, report
+from tools.gfx9.cases import Case, Compiled
+from tools.gfx9.code import assemble, load
+from tools.gfx9.errors import Fault, Refused
+from vllm_aiter_mla.kernels.triton.tiles import Tile
+
+HEADS = 2
+SKINNY, SHORT, PLAIN, WIDE = Tile(16, 64, 4), Tile(32, 64, 4, mfma=16), Tile(64, 64, 4), Tile(64, 128, 4)
+
+
+def cases(arch: str) -> list[Case]:
+    """Every tile, pairing, type, weight layout, pointer width and block size once, at few rows and heads."""
+    last = WIDE if arch == "gfx950" else PLAIN
+
+    def case(tile: Tile, tokens: int, **changes: Any) -> Case:
+        return Case(aot.Variant(tile, HEADS, **changes), tokens)
+
+    return [
+        case(SKINNY, 3, block_size=16),
+        case(SKINNY, 17, is_neox=True, block_size=1, pointer_hint=False),
+        case(SHORT, 16, weight_major="P", pointer_hint=False),
+        case(last, 17, quantised=False),
+        case(last, 65, is_neox=True),
+    ]
+
+
+def verdict(compiled: Compiled, case: Case, text: str) -> str:
+    """How a planted bug was caught, or "not caught"."""
+    try:
+        different = compiled.planted(text).run(case).different
+    except (Fault, Refused) as error:
+        return f"fault: {error}"
+    return f"{different} bytes" if different else "not caught"
+
+
+def scaled(target: aot.Target, answer: dict[str, Any]) -> None:
+    """Over mxfp4 weights, by the matrix instruction of 16 x 16 and of 32 x 32."""
+    short = Case(aot.Variant(SHORT, 1, weight="mxfp4", weight_major="P"), 17)
+    wide = Case(aot.Variant(WIDE, 1, weight="mxfp4", weight_major="P"), 33)
+    for case in (short, wide):
+        made = aot.compile_variant(target, case.variant)
+        layouts = re.findall(r"#linear\d? = .* lane = (\[\[.*?\]\])", made.asm["ttgir"])
+        answer["scale_layouts"].append([json.loads(layout) for layout in layouts])
+        compiled = Compiled(target, case.variant)
+        answer["launches"].append(report.run(compiled, case))
+        bugs = SCALED if case is short else {"op_sel_hi of a scale": OP_SEL_HI}
+        answer["planted"] |= {name: verdict(compiled, case, plant(compiled.assembly)) for name, plant in bugs.items()}
+    own = matrix.scale
+    matrix.scale = lambda register, byte: lambda w: np.roll(own(register, byte)(w), 32)
+    answer["scales_of_other_lanes"] = verdict(compiled, case, compiled.assembly)
+
+
+def main(arch: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    target = aot.TARGETS[arch]
+    answer: dict[str, Any] = {"launches": [], "planted": {}, "words": [], "scale_layouts": []}
+    for case in cases(arch):
+        answer["launches"].append(report.run(Compiled(target, case.variant), case))
+    case = Case(aot.Variant(SKINNY, 1, is_neox=True, block_size=1), 3)
+    compiled = Compiled(target, case.variant)
+    text = compiled.assembly
+    answer["without_preload"] = compiled.run(case, preload=False).different
+    answer["planted"] |= {name: verdict(compiled, case, plant(text)) for name, plant in PLANTED.items()}
+    if arch == "gfx942":
+        answer["waits"] = [verdict(compiled, case, wrong) for wrong in each(WAIT, "", text)]
+        for quantised in (False, True):
+            case = Case(aot.Variant(SKINNY, 1, quantised=quantised), 3, ties=True)
+            compiled = Compiled(target, case.variant)
+            answer["launches"].append(report.run(compiled, case))
+            wrong_words = each(WORD, OTHER_WORD, compiled.assembly)
+            answer["words"].append([verdict(compiled, case, wrong) for wrong in wrong_words])
+    other = assemble(PLANTED["swapped MFMA operands"](text), arch)
+    try:
+        load(text, arch, other)
+    except Refused as error:
+        answer["other_code_object"] = str(error)
+    if arch == "gfx950":
+        scaled(target, answer)
+    return answer
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))

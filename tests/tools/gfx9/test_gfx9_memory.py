@@ -1,0 +1,314 @@
+"""Memory, LDS and waits: what is read and written, and what faults."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.tools.gfx9.gfx9_lanes import execute, fill, wave
+
+from tools.gfx9.errors import Fault
+from tools.gfx9.lds import conflicts
+
+
+def with_buffer(size=1024, name="x"):
+    """A wave; a buffer whose words are their own numbers; its descriptor in s[4:7], its address in s[2:3]."""
+    w = wave()
+    region = w.group.memory.add(name, np.arange(size // 4, dtype=np.uint32).view(np.uint8), True, True)
+    for k, word in enumerate((region.start & 0xFFFFFFFF, region.start >> 32, 1 << 20, 0x27000)):
+        w.set_scalar(4 + k, word)
+    w.set_scalar64(2, region.start)
+    return w, region
+
+
+# Loads and stores -----------------------------------------------------------------------------------------------------
+
+
+def test_gfx9_buffer_load_takes_words_from_each_lanes_offset():
+    w, region = with_buffer()
+    fill(w, 0, 8 * np.arange(64))
+    execute(w, "buffer_load_dwordx2 v[2:3], v0, s[4:7], 0 offen offset:16", "s_waitcnt vmcnt(0)")
+    assert list(w.u[2]) == list(4 + 2 * np.arange(64))
+    assert list(w.u[3]) == list(5 + 2 * np.arange(64))
+    assert (region.reads.bytes, region.reads.line_requests, int(region.read_lines.sum())) == (512, 5, 5)
+
+
+def test_gfx9_buffer_bound_gives_zero_and_drops_stores():
+    w, region = with_buffer()
+    w.set_scalar(6, 128)
+    fill(w, 0, 4 * np.arange(64))
+    fill(w, 1, 99)
+    execute(w, "buffer_load_dword v2, v0, s[4:7], 0 offen", "s_waitcnt vmcnt(0)")
+    execute(w, "buffer_store_dword v1, v0, s[4:7], 0 offen")
+    assert list(w.u[2]) == [*range(32), *[0] * 32]
+    assert list(region.data.view(np.uint32)[:64]) == [99] * 32 + list(range(32, 64))
+
+
+def test_gfx9_an_access_across_the_bound_is_refused():
+    w, _ = with_buffer()
+    w.set_scalar(6, 6)
+    fill(w, 0, 0)
+    with pytest.raises(Fault, match="across the descriptor's bound"):
+        execute(w, "buffer_load_dwordx2 v[2:3], v0, s[4:7], 0 offen")
+
+
+@pytest.mark.parametrize(("word", "value"), [(5, 1 << 16), (5, 1 << 31), (7, 0x27001), (7, 0)])
+def test_gfx9_a_descriptor_with_stride_swizzle_or_format_is_refused(word, value):
+    w, _ = with_buffer()
+    w.set_scalar(word, (w.scalar(5) | value) if word == 5 else value)
+    fill(w, 0, 0)
+    with pytest.raises(Fault, match="descriptor with words"):
+        execute(w, "buffer_load_dword v2, v0, s[4:7], 0 offen")
+
+
+def test_gfx9_global_memory_has_both_address_forms():
+    w, region = with_buffer()
+    fill(w, 0, 4 * np.arange(64))
+    fill(w, 8, (region.start & 0xFFFFFFFF) + 4 * np.arange(64))
+    fill(w, 9, region.start >> 32)
+    execute(
+        w,
+        "global_load_dword v2, v0, s[2:3] offset:4",
+        "global_load_dword v3, v[8:9], off offset:8",
+        "s_waitcnt vmcnt(0)",
+    )
+    execute(w, "global_store_dword v0, v3, s[2:3]")
+    assert list(w.u[2]) == list(1 + np.arange(64))
+    assert list(region.data.view(np.uint32)[:64]) == list(2 + np.arange(64))
+
+
+def test_gfx9_bytes_and_shorts_are_extended_and_stored_low():
+    w, region = with_buffer()
+    region.data[:] = np.arange(1024) % 251
+    fill(w, 0, 2 * np.arange(64))
+    execute(w, "global_load_ubyte v2, v0, s[2:3]", "global_load_ushort v3, v0, s[2:3]", "s_waitcnt vmcnt(0)")
+    assert (w.u[2][5], w.u[3][5]) == (10, 10 | 11 << 8)
+    execute(w, "buffer_load_sbyte v5, v0, s[4:7], 0 offen offset:100", "s_waitcnt vmcnt(0)")
+    assert (w.u[5][5], w.u[5][30]) == (110, 0xFFFFFF00 | 160)
+    fill(w, 4, 0xABCD)
+    execute(w, "global_store_byte v0, v4, s[2:3]")
+    assert list(region.data[:4]) == [0xCD, 1, 0xCD, 3]
+
+
+@pytest.mark.parametrize("offset", [-4, 1024])
+def test_gfx9_an_address_in_no_buffer_faults(offset):
+    w, _ = with_buffer()
+    fill(w, 0, 0)
+    with pytest.raises(Fault, match="in no buffer"):
+        execute(w, f"global_load_dword v2, v0, s[2:3] offset:{offset}")
+
+
+def test_gfx9_bytes_that_are_not_the_operands_fault():
+    w, region = with_buffer()
+    region.readable[8:12] = 0
+    region.writable[4] = 0
+    fill(w, 0, 0)
+    fill(w, 1, 0)
+    with pytest.raises(Fault, match="byte 8 of the buffer is not one to read"):
+        execute(w, "global_load_dwordx4 v[2:5], v0, s[2:3]")
+    with pytest.raises(Fault, match="byte 4 of the buffer is not one to write"):
+        execute(w, "global_store_dword v0, v1, s[2:3] offset:4")
+
+
+def test_gfx9_inactive_lanes_touch_nothing():
+    w, region = with_buffer()
+    fill(w, 0, np.where(np.arange(64) < 4, 0, 1 << 30))
+    w.set_exec(0xF)
+    execute(w, "global_load_dword v2, v0, s[2:3]", "s_waitcnt vmcnt(0)")
+    assert (w.known[2], region.reads.bytes) == (0xF, 16)
+
+
+# Waits ----------------------------------------------------------------------------------------------------------------
+
+
+def test_gfx9_a_loaded_register_is_undefined_until_its_wait():
+    w, _ = with_buffer()
+    fill(w, 0, 0)
+    execute(w, "global_load_dword v2, v0, s[2:3]", "global_load_dword v3, v0, s[2:3]")
+    with pytest.raises(Fault, match="v2 is still being loaded"):
+        execute(w, "v_mov_b32_e32 v4, v2")
+    execute(w, "s_waitcnt vmcnt(1)", "v_mov_b32_e32 v4, v2")
+    with pytest.raises(Fault, match="v3 is still being loaded"):
+        execute(w, "v_mov_b32_e32 v4, v3")
+    with pytest.raises(Fault, match="v3 is written while a load to it is in flight"):
+        execute(w, "v_mov_b32_e32 v3, 0")
+
+
+def test_gfx9_a_store_counts_like_a_load():
+    w, _ = with_buffer()
+    fill(w, 0, 0)
+    execute(
+        w,
+        "global_load_dword v2, v0, s[2:3]",
+        "global_store_dword v0, v0, s[2:3]",
+        "s_waitcnt vmcnt(1)",
+        "v_mov_b32_e32 v4, v2",
+    )
+
+
+def test_gfx9_scalar_loads_come_in_any_order_so_that_only_a_wait_for_0_counts():
+    w, _ = with_buffer()
+    execute(w, "s_load_dword s10, s[2:3], 0x8", "s_load_dwordx2 s[12:13], s[2:3], 0x10", "s_waitcnt lgkmcnt(1)")
+    with pytest.raises(Fault, match="s10 is still being loaded"):
+        execute(w, "s_mov_b32 s20, s10")
+    with pytest.raises(Fault, match="s13 is written while"):
+        execute(w, "s_mov_b32 s13, 0")
+    execute(w, "s_waitcnt lgkmcnt(0)", "s_add_u32 s20, s10, s13")
+    assert w.scalar(20) == 2 + 5
+
+
+def test_gfx9_lds_reads_are_waited_for_in_order():
+    w = wave()
+    fill(w, 0, 4 * np.arange(64))
+    execute(
+        w,
+        "ds_write_b32 v0, v0",
+        "ds_read_b32 v1, v0",
+        "ds_read_b32 v2, v0",
+        "s_waitcnt lgkmcnt(1)",
+        "v_mov_b32_e32 v3, v1",
+    )
+    with pytest.raises(Fault, match="v2 is still being loaded"):
+        execute(w, "v_mov_b32_e32 v3, v2")
+
+
+# LDS ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("write", "read", "bytes_apart"),
+    [
+        ("ds_write_b64 v0, v[2:3]", "ds_read_b64 v[8:9], v0", None),
+        ("ds_write_b64 v0, v[2:3] offset:512", "ds_read_b64 v[8:9], v0 offset:512", None),
+        ("ds_write2_b64 v0, v[2:3], v[4:5] offset1:64", "ds_read2_b64 v[8:11], v0 offset1:64", 512),
+        (
+            "ds_write2st64_b64 v0, v[2:3], v[4:5] offset0:1 offset1:2",
+            "ds_read2st64_b64 v[8:11], v0 offset0:1 offset1:2",
+            512,
+        ),
+    ],
+)
+def test_gfx9_lds_gives_back_what_was_written(write, read, bytes_apart):
+    w = wave(lds_bytes=4096)
+    fill(w, 0, 8 * np.arange(64))
+    for register in range(2, 6):
+        fill(w, register, 1000 * register + np.arange(64))
+    execute(w, write, read, "s_waitcnt lgkmcnt(0)")
+    for register in range(8, 12 if bytes_apart else 10):
+        assert list(w.u[register]) == list(1000 * (register - 6) + np.arange(64))
+
+
+def test_gfx9_lds_faults_outside_and_where_nothing_was_written():
+    w = wave(lds_bytes=256)
+    fill(w, 0, 4 * np.arange(64))
+    with pytest.raises(Fault, match="byte 0 is read before it is written"):
+        execute(w, "ds_read_b32 v1, v0")
+    with pytest.raises(Fault, match="byte 256 of 256"):
+        execute(w, "ds_write_b32 v0, v0 offset:4")
+
+
+@pytest.mark.parametrize(("width", "bits"), [("b8", 8), ("b16", 16)])
+def test_gfx9_lds_writes_less_than_a_word_and_reads_it_back_over_zeros(width, bits):
+    w = wave()
+    fill(w, 0, bits // 8 * np.arange(64))
+    fill(w, 1, 0xFEDCBA98 + np.arange(64))
+    read = f"ds_read_u{bits} v2, v0"
+    execute(w, f"ds_write_{width} v0, v1 offset:64", read + " offset:64", "s_waitcnt lgkmcnt(0)")
+    assert list(w.u[2]) == [(0xBA98 + lane) % 2**bits for lane in range(64)]
+    with pytest.raises(Fault, match="byte 0 is read before it is written"):
+        execute(w, read)
+
+
+def test_gfx9_lds_shorts_are_aligned():
+    w = wave()
+    fill(w, 0, 1)
+    with pytest.raises(Fault, match="no multiple of 2"):
+        execute(w, "ds_read_u16 v2, v0")
+
+
+def two_waves(lds_bytes=256):
+    first, second = wave(lds_bytes=lds_bytes), wave(number=1)
+    second.group = first.group
+    for w in (first, second):
+        fill(w, 0, 4 * np.arange(64))
+    return first, second
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("ds_write_b32 v0, v0", "ds_read_b32 v1, v0"),
+        ("ds_read_b32 v1, v0", "ds_write_b32 v0, v0"),
+        ("ds_write_b32 v0, v0", "ds_write_b32 v0, v0"),
+    ],
+)
+@pytest.mark.parametrize("barrier", [True, False])
+def test_gfx9_two_waves_meet_at_a_word_only_with_a_barrier_between(one, other, barrier):
+    first, second = two_waves()
+    execute(first, "ds_write_b32 v0, v0", "s_waitcnt lgkmcnt(0)")
+    first.group.lds.barrier((first, second))
+    execute(first, one, "s_waitcnt lgkmcnt(0)")
+    if barrier:
+        first.group.lds.barrier((first, second))
+        execute(second, other)
+    else:
+        with pytest.raises(Fault, match="LDS race"):
+            execute(second, other)
+
+
+def test_gfx9_a_write_that_was_not_waited_for_before_the_barrier_races_after_it():
+    first, second = two_waves()
+    execute(first, "ds_write_b32 v0, v0")
+    first.group.lds.barrier((first, second))
+    with pytest.raises(Fault, match="LDS race"):
+        execute(second, "ds_read_b32 v1, v0")
+
+
+def test_gfx9_two_waves_write_neighbouring_bytes_of_a_word_and_race_at_one():
+    first, second = two_waves()
+    execute(first, "ds_write_b8 v0, v0")
+    execute(second, "ds_write_b8 v0, v0 offset:1")
+    with pytest.raises(Fault, match="LDS race"):
+        execute(second, "ds_write_b8 v0, v0")
+
+
+def test_gfx9_bpermute_takes_the_word_of_another_lane_and_is_waited_for():
+    w = wave(lds_bytes=0)
+    lanes = (7 * np.arange(64) + 3) % 64
+    fill(w, 0, 4 * lanes + 256)
+    fill(w, 1, 1000 + np.arange(64))
+    execute(w, "ds_bpermute_b32 v2, v0, v1", "ds_bpermute_b32 v3, v0, v1 offset:4", "s_waitcnt lgkmcnt(1)")
+    assert list(w.u[2]) == list(1000 + lanes)
+    with pytest.raises(Fault, match="v3 is still being loaded"):
+        execute(w, "v_mov_b32_e32 v4, v3")
+    execute(w, "s_waitcnt lgkmcnt(0)")
+    assert list(w.u[3]) == list(1000 + (lanes + 1) % 64)
+
+
+def test_gfx9_transposed_read_turns_four_by_four_blocks():
+    w = wave("gfx950", lds_bytes=512)
+    fill(w, 0, 8 * np.arange(64))
+    low, high = (
+        4 * np.arange(64) + (4 * np.arange(64) + 1) * 65536,
+        4 * np.arange(64) + 2 + (4 * np.arange(64) + 3) * 65536,
+    )
+    fill(w, 2, low)
+    fill(w, 3, high)
+    execute(w, "ds_write_b64 v0, v[2:3]", "ds_read_b64_tr_b16 v[4:5], v0", "s_waitcnt lgkmcnt(0)")
+    elements = np.stack((w.u[4] & 0xFFFF, w.u[4] >> 16, w.u[5] & 0xFFFF, w.u[5] >> 16), axis=1)
+    for lane in range(64):
+        group, k = lane - lane % 16, lane % 16
+        assert list(elements[lane]) == [4 * (group + 4 * j + k // 4) + k % 4 for j in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("positions", "words", "banks", "extra"),
+    [
+        (np.arange(64), 1, 32, 0),
+        (np.zeros(64), 1, 32, 0),
+        (2 * np.arange(64), 1, 32, 2),
+        (32 * np.arange(64), 1, 32, 62),
+        (32 * np.arange(64), 1, 64, 31),
+    ],
+)
+def test_gfx9_bank_conflicts_are_the_cycles_beyond_the_least(positions, words, banks, extra):
+    assert conflicts(positions.astype(np.int32).tobytes(), words, banks) == extra

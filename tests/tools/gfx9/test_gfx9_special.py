@@ -1,0 +1,268 @@
+"""Vector opcodes that are no plain entry of the table: divisions, conversions, packed and 64-bit ones, encodings."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from tests.tools.gfx9.gfx9_lanes import execute, fill, nearest_float32, source, wave
+
+from tools.gfx9 import numbers
+
+M32 = 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("name", "zeros", "sign"),
+    [
+        ("v_min_f32 v3, v0, v1", (0.0, -0.0), -1),
+        ("v_min_f32 v3, v0, v1", (-0.0, 0.0), -1),
+        ("v_max_f32 v3, v0, v1", (0.0, -0.0), 1),
+        ("v_max_f32 v3, v0, v1", (-0.0, 0.0), 1),
+        ("v_med3_f32 v3, v0, v1, v2", (-0.0, 0.0, -0.0), 1),
+        ("v_med3_f32 v3, v0, v1, v2", (0.0, -0.0, -0.0), -1),
+    ],
+)
+def test_gfx9_of_two_zeros_the_negative_one_is_less(name, zeros, sign):
+    w = wave()
+    for register, zero in enumerate(zeros):
+        w.put(w.f, register, np.float32(zero))
+    execute(w, name)
+    assert set(np.copysign(1, w.f[3])) == {sign}
+
+
+def test_gfx9_fma_rounds_once_where_float64_would_round_twice():
+    # a * b = 1 + 2^-23 + 2^-24 less a hair: rounded to float64 first it would be a tie.
+    a, b, c = (np.full(64, x, np.float32) for x in (1 + 2.0**-23, 1.0, 2.0**-24))
+    hair = np.full(64, -(2.0**-90), np.float32)
+    assert (numbers.fma(a, b, c) == nearest_float32(Fraction(float(a[0])) + Fraction(2.0**-24))).all()
+    tie = numbers.fma(
+        np.full(64, 2.0**-12, np.float32), np.full(64, 2.0**-12 + 2.0**-35, np.float32), np.ones(64, np.float32)
+    )
+    assert tie[0] == nearest_float32(1 + Fraction(2.0**-12) * Fraction(2.0**-12 + 2.0**-35))
+    assert numbers.fma(hair, np.ones(64, np.float32), c + 1)[0] == nearest_float32(
+        Fraction(float(c[0] + 1)) + Fraction(-(2.0**-90))
+    )
+
+
+def test_gfx9_fmac_adds_to_its_destination():
+    w = wave()
+    for register, value in ((0, 1.5), (1, 2.0), (2, 0.25)):
+        w.put(w.f, register, value)
+    execute(w, "v_fmac_f32_e32 v2, v0, v1")
+    assert (w.f[2] == 3.25).all()
+
+
+@pytest.mark.parametrize("d", [0.37, 0.061, 1.0, 3.0, 7e-9, 123456.7, 2.0**-14 * 1.1, -0.3])
+@pytest.mark.parametrize("error", [-1, 0, 1])
+def test_gfx9_division_sequence_is_correctly_rounded_whatever_the_last_bit_of_rcp(d, error):
+    w = wave()
+    w.put(w.f, 1, np.float32(d))
+    execute(
+        w, "v_div_scale_f32 v2, s[2:3], v1, v1, 1.0", "v_rcp_f32_e32 v3, v2", "v_div_scale_f32 v4, vcc, 1.0, v1, 1.0"
+    )
+    w.u[3] += np.uint32(error % 2**32)
+    execute(
+        w,
+        "v_fma_f32 v5, -v2, v3, 1.0",
+        "v_fmac_f32_e32 v3, v5, v3",
+        "v_mul_f32_e32 v5, v4, v3",
+        "v_fma_f32 v6, -v2, v5, v4",
+        "v_fmac_f32_e32 v5, v6, v3",
+        "v_fma_f32 v2, -v2, v5, v4",
+        "v_div_fmas_f32 v2, v2, v3, v5",
+        "v_div_fixup_f32 v2, v2, v1, 1.0",
+    )
+    assert w.f[2][0] == nearest_float32(1 / Fraction(float(np.float32(d))))
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "of_d", "of_n", "scaled_back"),
+    [
+        (1.0, 3.0, 3.0, 1.0, False),
+        (2.0**100, 2.0**-10, 2.0**54, 2.0**100, True),
+        (2.0**-60, 2.0**-130, 2.0**-66, 16.0, False),
+        (2.0**-110, 1.0, 2.0**64, 2.0**-46, False),
+        (1.0, 0.0, math.nan, math.nan, False),
+    ],
+)
+def test_gfx9_div_scale_follows_the_manual(n, d, of_d, of_n, scaled_back):
+    for operand, expected in ((d, of_d), (n, of_n)):
+        with np.errstate(all="ignore"):
+            value, mask = numbers.div_scale(np.float32(operand), np.float32(d), np.float32(n))
+        assert value[0] == np.float32(expected) or (math.isnan(expected) and math.isnan(value[0]))
+        assert bool(mask[0]) == scaled_back
+
+
+@pytest.mark.parametrize(("name", "kind"), [("v_mad_u64_u32", "u32"), ("v_mad_i64_i32", "i32")])
+def test_gfx9_mad64_has_a_65th_bit_and_leaves_undefined_what_it_was_given_undefined(name, kind):
+    w = wave()
+    (_, a), (_, b) = source(w, kind, 0, 1), source(w, kind, 2, 2)
+    _, c = source(w, kind[0] + "64", 4, 3)
+    execute(w, f"{name} v[20:21], s[20:21], v0, v2, v[4:5]")
+    for lane, (x, y, z) in enumerate(zip(a, b, c, strict=True)):
+        exact = x * y + z
+        assert int(w.u[20][lane]) | int(w.u[21][lane]) << 32 == exact % 2**64
+        assert (w.scalar64(20) >> lane & 1) == exact // 2**64 % 2
+    w.known[5] = 0
+    execute(w, f"{name} v[20:21], s[20:21], v0, v2, v[4:5]")
+    assert (w.known[20], w.known[21], w.s[20]) == ((1 << 64) - 1, 0, None)
+
+
+@pytest.mark.parametrize("table", [0x36, 0xC8, 0x78, 0xEC, 0x01, 0xFF, 0x00])
+@pytest.mark.parametrize("width", [16, 32])
+def test_gfx9_bitop3_is_its_truth_table(table, width):
+    w = wave("gfx950")
+    sources = [source(w, f"u{width}", k, k)[1] for k in range(3)]
+    execute(w, f"v_bitop3_b{width} v20, v0, v1, v2 bitop3:{table:#x}")
+    for got, a, b, c in zip(w.u[20], *sources, strict=True):
+        digits = [table >> (4 * (a >> k & 1) + 2 * (b >> k & 1) + (c >> k & 1)) & 1 for k in range(width)]
+        assert int(got) % 2**width == sum(digit << k for k, digit in enumerate(digits))
+
+
+@pytest.mark.parametrize("line", ["v_lshlrev_b16_e32 v1, 8, v0", "v_bitop3_b16 v1, v0, v0, s0 bitop3:0xec"])
+def test_gfx9_above_sixteen_bits_stands_neither_zero_nor_what_was_there(line):
+    w = wave("gfx950")
+    w.set_scalar(0, 0)
+    fill(w, 0, 0x12345678)
+    fill(w, 1, 0x9ABCDEF0)
+    execute(w, line)
+    assert {int(x) >> 16 for x in w.u[1]}.isdisjoint({0, 0x1234, 0x9ABC})
+
+
+def test_gfx9_packed_floats_take_the_halves_and_signs_they_are_told():
+    w = wave()
+    for register, value in enumerate((2.0, 3.0, 5.0, 7.0)):
+        w.put(w.f, register, value)
+    execute(
+        w,
+        "v_pk_mul_f32 v[10:11], v[0:1], v[2:3]",
+        "v_pk_mul_f32 v[12:13], v[0:1], v[2:3] op_sel_hi:[0,1]",
+        "v_pk_add_f32 v[14:15], v[0:1], v[2:3] op_sel:[1,0] neg_lo:[0,1] neg_hi:[0,1]",
+        "v_pk_add_f32 v[16:17], v[0:1], 0 op_sel_hi:[1,0]",
+    )
+    assert [w.f[k][0] for k in range(10, 18)] == [10, 21, 10, 14, -2, -4, 2, 3]
+
+
+def test_gfx9_packed_floats_do_not_read_a_half_that_is_not_picked():
+    w = wave()
+    for register in (0, 2, 3):
+        w.put(w.f, register, 4.0)
+    execute(w, "v_pk_mul_f32 v[10:11], v[0:1], v[2:3] op_sel_hi:[0,1]")
+    assert (w.f[11] == 16).all()
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("saturate", [False, True])
+def test_gfx9_fp8_conversion_is_torchs_and_keeps_the_other_half(arch, saturate):
+    torch = pytest.importorskip("torch")
+    kind, largest = {"gfx942": (torch.float8_e4m3fnuz, 240.0), "gfx950": (torch.float8_e4m3fn, 448.0)}[arch]
+    name = "v_cvt_pk_fp8_f32 v2, v0, v1" if arch == "gfx942" else "v_cvt_scalef32_pk_fp8_f32 v2, v0, v1, 1.0"
+    last = "op_sel:[0,0,1]" if arch == "gfx942" else "op_sel:[0,0,0,1]"
+    values = torch.cat((torch.randn(48) * 40, torch.arange(16) / 1024)).float()
+    w = wave(arch)
+    w.saturate = saturate
+    w.put(w.f, 0, values.numpy())
+    w.put(w.f, 1, np.float32(1e9 if saturate else largest))
+    execute(w, name)
+    assert w.known[2] == 0
+    execute(w, f"{name} {last}")
+    code = values.to(kind).view(torch.uint8).numpy().astype(np.uint32)
+    top = int(torch.tensor(largest).to(kind).view(torch.uint8))
+    assert w.known[2] == (1 << 64) - 1
+    assert (w.u[2] == (code | top << 8) * 0x10001).all()
+
+
+@pytest.mark.parametrize(
+    ("fnuz", "edge", "goes"), [(True, 248.0, 0x80), (True, 247.9, 0x7F), (False, 464.0, 0x7E), (False, 464.1, 0x7F)]
+)
+def test_gfx9_fp8_overflow_begins_half_a_step_past_the_largest_value(fnuz, edge, goes):
+    assert numbers.fp8_bits(np.full(64, edge, np.float32), fnuz, False)[0] == goes
+
+
+@pytest.mark.parametrize("fnuz", [True, False])
+def test_gfx9_fp8_values_are_torchs(fnuz):
+    torch = pytest.importorskip("torch")
+    kind = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
+    expected = torch.arange(256, dtype=torch.uint8).view(kind).float().numpy()
+    assert np.array_equal(numbers.fp8_values(fnuz), expected, equal_nan=True)
+    # and every value, and every tie between two, goes back to where torch puts it
+    finite = np.sort(expected[np.isfinite(expected)])
+    ties = np.concatenate(((finite[1:] + finite[:-1]) / 2, finite)).astype(np.float32)
+    for start in range(0, len(ties), 64):
+        part = np.resize(ties[start : start + 64], 64)
+        assert (numbers.fp8_bits(part, fnuz, False) == torch.from_numpy(part).to(kind).view(torch.uint8).numpy()).all()
+
+
+def test_gfx9_permlane32_swaps_the_upper_half_of_one_with_the_lower_of_the_other():
+    w = wave("gfx950")
+    fill(w, 0, np.arange(64))
+    fill(w, 1, 100 + np.arange(64))
+    execute(w, "v_permlane32_swap_b32_e32 v0, v1")
+    assert list(w.u[0]) == [*range(32), *range(100, 132)]
+    assert list(w.u[1]) == [*range(32, 64), *range(132, 164)]
+
+
+def test_gfx9_readfirstlane_takes_the_lowest_active_lane():
+    w = wave()
+    fill(w, 0, np.arange(64))
+    w.set_exec(0b11000)
+    execute(w, "v_readfirstlane_b32 s4, v0")
+    assert w.scalar(4) == 3
+
+
+def test_gfx9_inactive_lanes_keep_what_they_had():
+    w = wave()
+    fill(w, 0, 7)
+    w.set_exec(0xFF)
+    execute(w, "v_add_u32_e32 v0, v0, v0", "v_mov_b32_e32 v1, 1.0")
+    assert list(w.u[0]) == [14] * 8 + [7] * 56
+    assert w.known[1] == 0xFF
+
+
+def test_gfx9_a_comparison_clears_the_bits_of_inactive_lanes():
+    w = wave()
+    fill(w, 0, 7)
+    w.set_scalar64(106, (1 << 64) - 1)
+    w.set_exec(0xF0)
+    execute(w, "v_cmp_gt_i32_e32 vcc, 9, v0")
+    assert w.scalar64(106) == 0xF0
+
+
+def test_gfx9_sdwa_takes_a_part_of_a_source():
+    w = wave()
+    fill(w, 0, 0x12345678)
+    fill(w, 1, 0xFFFFFFFF)
+    end = "dst_sel:DWORD dst_unused:UNUSED_PAD"
+    execute(w, f"v_and_b32_sdwa v2, v0, v1 {end} src0_sel:WORD_1 src1_sel:DWORD")
+    execute(w, f"v_and_b32_sdwa v3, v0, v1 {end} src0_sel:BYTE_1 src1_sel:DWORD")
+    assert (w.u[2][0], w.u[3][0]) == (0x1234, 0x56)
+
+
+@pytest.mark.parametrize(
+    ("move", "lanes"),
+    [
+        ("row_ror:8", [16 * r + (k - 8) % 16 for r in range(4) for k in range(16)]),
+        ("row_ror:1", [16 * r + (k - 1) % 16 for r in range(4) for k in range(16)]),
+        ("row_mirror", [16 * r + 15 - k for r in range(4) for k in range(16)]),
+        ("row_half_mirror", [8 * r + 7 - k for r in range(8) for k in range(8)]),
+        ("quad_perm:[1,0,3,2]", [k ^ 1 for k in range(64)]),
+    ],
+)
+def test_gfx9_dpp_takes_the_first_source_from_another_lane(move, lanes):
+    w = wave()
+    fill(w, 0, np.arange(64))
+    fill(w, 1, 1000 * np.arange(64))
+    end = f"{move} row_mask:0xf bank_mask:0xf bound_ctrl:1"
+    execute(w, f"v_mov_b32_dpp v2, v0 {end}", f"v_add_u32_dpp v3, v0, v1 {end}")
+    assert list(w.u[2]) == lanes
+    assert list(w.u[3]) == [lane + 1000 * k for k, lane in enumerate(lanes)]
+
+
+def test_gfx9_constants_are_bits_of_the_type_they_are_read_as():
+    w = wave()
+    fill(w, 1, 0)
+    execute(w, "v_mov_b32_e32 v0, -4.0", "v_add_u32_e32 v2, -1, v1", "v_mul_f32_e32 v3, 0x40400000, v0")
+    assert (w.u[0][0], w.u[2][0], w.f[3][0]) == (0xC0800000, M32, -12.0)

@@ -1,0 +1,136 @@
+"""I13: no kind of batch costs a layer more launches, allocations or bytes than stock's strongest configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools import ledger
+from tools.counting import launches, ops
+from tools.counting.counter import Counter, Event
+from tools.ledger import Cost, Row
+from vllm_aiter_mla.ops import bodies
+
+PAGE = (Path(__file__).parents[2] / "docs" / "ledger.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def counted() -> ledger.Counted:
+    return ledger.count_all(ledger.CACHES, quick=True)
+
+
+def rows(counted: ledger.Counted) -> list[Row]:
+    return [row for cache, sides in counted.items() for row in ledger.rows_of(cache, sides)]
+
+
+def between(marks: tuple[str, str]) -> str:
+    return PAGE.partition(marks[0])[2].partition(marks[1])[0].strip()
+
+
+def violations_of_ours(counted: ledger.Counted) -> list[str]:
+    """What the counted ops say with ours counted anew."""
+    again = {cache: [*sides[:2], ops.count("ours", cache)] for cache, sides in counted.items()}
+    return ledger.violations(rows(again))
+
+
+def test_no_batch_costs_more_than_in_stocks_strongest_configuration(counted: ledger.Counted) -> None:
+    assert ledger.violations(rows(counted)) == []
+
+
+def test_decode_batches_went_through_aiters_op_and_prefill_rows_were_rotated_in_place(counted: ledger.Counted) -> None:
+    for cache, (*_, ours) in counted.items():
+        assert {"all decode", "padded decode", "one prefill among decodes", "all short prompts"} < set(ours)
+        assert ledger.strays(cache, ours) == []
+
+
+def test_the_page_holds_what_the_tool_counts(counted: ledger.Counted) -> None:
+    assert between(ledger.MARKS["ledger, ops alone"]) == ledger.render(counted), (
+        "run: python tools/ledger.py --quick --page FILE"
+    )
+    assert between(ledger.LAUNCHES) == ledger.launches()
+
+
+def test_every_row_of_the_page_is_at_most_stocks_strongest() -> None:
+    found = ledger.read(PAGE)
+    assert ledger.violations(found) == []
+    for table in ("ledger", "ledger, module emitter"):
+        in_engines = ledger.read(between(ledger.MARKS[table]))
+        assert {row.cache for row in in_engines} == {row.cache for row in found} == set(ledger.CACHES)
+        assert {row.kind for row in in_engines} == {*ledger.BRANCHES, "above L", "dummy"}
+
+
+@pytest.mark.mutation
+def test_mutation_a_second_rotation_is_caught(counted: ledger.Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = bodies.rotate_and_write
+
+    def twice(step, q, k_pe, kv_c, rope):  # type: ignore[no-untyped-def]
+        inner(step, q, k_pe, kv_c, rope)
+        width = k_pe.shape[-1]
+        step.layer.rotate(q[..., -width:], k_pe, rope.positions, rope.table, rope.is_neox)
+
+    monkeypatch.setattr(bodies, "rotate_and_write", twice)
+    found = violations_of_ours(counted)
+    assert any("one prefill among decodes" in line and "launches" in line for line in found)
+    assert not any("all decode" in line for line in found)
+
+
+@pytest.mark.mutation
+def test_mutation_a_copy_of_q_is_caught(counted: ledger.Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = bodies.attention_with_rope
+    monkeypatch.setattr(bodies, "attention_with_rope", lambda step, q, *rest: inner(step, q.clone(), *rest))
+    found = violations_of_ours(counted)
+    for what in ("launches", "allocations", "moved"):
+        assert any("one prefill among decodes" in line and what in line for line in found), what
+
+
+@pytest.mark.mutation
+def test_mutation_a_decode_batch_that_is_not_prepared_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "prepared_query", lambda *args: None)
+    assert ledger.strays("fp8", ops.count("ours", "fp8")) == [
+        f"fp8 cache, {kind}: launches of our op {[ledger.IN_PLACE]}, expected {[ledger.AITER_OP]}"
+        for kind in ("all decode", "padded decode")
+    ]
+
+
+def counted_events(run) -> list[tuple[int, int, int]]:  # type: ignore[no-untyped-def]
+    counter = Counter(launches.KERNELS)
+    with counter:
+        run()
+    return [(event.launches, event.allocations, event.moved) for event in counter.events]
+
+
+def test_a_view_costs_nothing_and_a_copy_is_one_launch_into_one_buffer() -> None:
+    x = torch.zeros(4, 6)
+    assert counted_events(lambda: x[:, 2:].transpose(0, 1).unsqueeze(0)) == []
+    assert counted_events(x.clone) == [(1, 1, 2 * 4 * 6 * 4)]
+
+
+def test_an_out_argument_is_written_once_and_not_read() -> None:
+    a, b, out = torch.zeros(2, 3, 4), torch.zeros(2, 4, 5), torch.zeros(2, 3, 5)
+    assert counted_events(lambda: torch.bmm(a, b, out=out)) == [(1, 0, 4 * (24 + 40 + 30))]
+
+
+def test_a_broadcast_dimension_counts_once_and_an_empty_buffer_not_at_all() -> None:
+    row = torch.zeros(1, 8)
+    assert counted_events(lambda: torch.empty(4, 8).copy_(row.expand(4, 8))) == [(0, 1, 0), (1, 0, 4 * (32 + 8))]
+    assert counted_events(lambda: torch.empty(0)) == [(0, 0, 0)]
+
+
+def test_what_a_graph_replays_allocates_nothing() -> None:
+    events = [Event("a", 1, 1, 8, captured=True), Event("b", 1, 1, 4)]
+    found = [ledger.cost(events, mode) for mode in ("none", "piecewise", "full")]
+    assert found == [Cost(2, 2, 12), Cost(2, 1, 12), Cost(2, 0, 12)]
+
+
+def test_a_batch_with_prefill_rows_runs_piecewise_where_decode_rows_have_full_graphs() -> None:
+    assert ledger.modes("all decode")["full, derived"] == "full"
+    for kind in ("one prefill among decodes", "above L", "dummy"):
+        assert ledger.modes(kind)["full, runs piecewise"] == "piecewise"
+
+
+def test_ours_is_held_against_the_lower_of_the_others_in_each_figure() -> None:
+    row = Row("fp8", "all decode", "none", (Cost(5, 1, 90), Cost(4, 2, 80), Cost(4, 2, 80)))
+    assert ledger.violations([row]) == ["fp8 cache, all decode, graphs none: allocations 2, stock 1"]
+    assert ledger.violations([row._replace(costs=(*row.costs[:2], Cost(4, 1, 80)))]) == []
