@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def fake_gfx942() -> Iterator[None]:
     """An AITER that can be imported and behaves as on an MI300X, with no call recorded."""
-    from tests.sandbox.fake_aiter import install, op
+    from tests.sandbox.simulated_aiter import install, op
 
     with install("gfx942"):
         op.forget()

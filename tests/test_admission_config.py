@@ -1,4 +1,4 @@
-"""Claims about who may take the fast path: one refusal per knob, each with a registered code. No vLLM needed."""
+"""Claims about who may take the fast path: one skip per knob, each with a registered code. No vLLM needed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from vllm_aiter_mla.admission import (
     REASONS,
     ConfigView,
     LayerView,
-    Refusal,
+    Skip,
     admit_config,
     admit_layer,
-    emitter_of,
+    integration_of,
     why_not_passes,
 )
 
-PASSES = ConfigView(emitter="passes")
-"""The passes asked for by name: what cuts their graph is a refusal."""
+PASSES = ConfigView(integration="passes")
+"""The passes asked for by name: what cuts their graph is a skip."""
 
-CONFIG_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+CONFIG_SKIPS: list[tuple[dict[str, Any], str, str]] = [
     ({"vllm_version": "0.34.0", "version_supported": False}, "vllm_version", "0.34.0"),
     ({"missing": ("Platform.pass_key",)}, "capability", "Platform.pass_key"),
     ({"op_schema": ("the op vllm::f has the unknown argument 'int window'",)}, "op_schema", "window"),
@@ -58,13 +58,13 @@ def test_the_default_view_is_admitted() -> None:
     assert admit_layer(LayerView()) is None
 
 
-@pytest.mark.parametrize(("facts", "code", "knob"), CONFIG_REFUSALS)
+@pytest.mark.parametrize(("facts", "code", "knob"), CONFIG_SKIPS)
 def test_each_contradiction_is_refused_with_its_code_and_its_knob(facts: dict[str, Any], code: str, knob: str) -> None:
-    refusal = admit_config(replace(PASSES, **facts))
-    assert refusal is not None
-    assert refusal.code == code
-    assert knob in refusal.message
-    assert "\n" not in str(refusal)
+    skip = admit_config(replace(PASSES, **facts))
+    assert skip is not None
+    assert skip.code == code
+    assert knob in skip.message
+    assert "\n" not in str(skip)
 
 
 @pytest.mark.parametrize(
@@ -84,37 +84,37 @@ def test_each_contradiction_is_refused_with_its_code_and_its_knob(facts: dict[st
 )
 def test_what_leaves_the_layer_in_one_graph_and_its_cache_writable_is_admitted(facts: dict[str, Any]) -> None:
     assert admit_config(replace(PASSES, **facts)) is None
-    assert emitter_of(replace(ConfigView(), **facts)) == "passes"
+    assert integration_of(replace(ConfigView(), **facts)) == "passes"
 
 
 CUT = {"enforce_eager", "breakable_cudagraph", "compilation_mode", "backend", "graph_partition", "splitting_ops"}
 """The six reasons that are about a graph."""
 
 
-@pytest.mark.parametrize(("facts", "code"), [(facts, code) for facts, code, _ in CONFIG_REFUSALS if code in CUT])
-def test_auto_takes_the_module_emitter_where_the_passes_cannot_run(facts: dict[str, Any], code: str) -> None:
+@pytest.mark.parametrize(("facts", "code"), [(facts, code) for facts, code, _ in CONFIG_SKIPS if code in CUT])
+def test_auto_takes_the_module_integration_where_the_passes_cannot_run(facts: dict[str, Any], code: str) -> None:
     view = replace(ConfigView(), **facts)
-    assert (admit_config(view), emitter_of(view)) == (None, "module")
+    assert (admit_config(view), integration_of(view)) == (None, "module")
     reason = why_not_passes(view)
     assert reason is not None
     assert reason.code == code
 
 
-def test_an_emitter_that_is_asked_for_is_taken() -> None:
-    for asked in admission.EMITTERS:
-        assert emitter_of(ConfigView(emitter=asked, enforce_eager=True)) == asked
-    assert admit_config(ConfigView(emitter="module", enforce_eager=True)) is None
+def test_an_integration_that_is_asked_for_is_taken() -> None:
+    for asked in admission.INTEGRATIONS:
+        assert integration_of(ConfigView(integration=asked, enforce_eager=True)) == asked
+    assert admit_config(ConfigView(integration="module", enforce_eager=True)) is None
 
 
-@pytest.mark.parametrize(("facts", "code"), [(facts, code) for facts, code, _ in CONFIG_REFUSALS if code not in CUT])
+@pytest.mark.parametrize(("facts", "code"), [(facts, code) for facts, code, _ in CONFIG_SKIPS if code not in CUT])
 def test_what_is_no_matter_of_a_graph_is_refused_whoever_emits(facts: dict[str, Any], code: str) -> None:
-    for asked in ("auto", *admission.EMITTERS):
-        refusal = admit_config(replace(ConfigView(emitter=asked), **facts))
-        assert refusal is not None
-        assert refusal.code == code
+    for asked in ("auto", *admission.INTEGRATIONS):
+        skip = admit_config(replace(ConfigView(integration=asked), **facts))
+        assert skip is not None
+        assert skip.code == code
 
 
-LAYER_REFUSALS: list[tuple[dict[str, Any], str]] = [
+LAYER_SKIPS: list[tuple[dict[str, Any], str]] = [
     ({"is_sparse": True}, "sparse_mla"),
     ({"impl": "TritonMLAImpl"}, "impl"),
     ({"q_pad_num_heads": 16}, "q_padding"),
@@ -137,16 +137,16 @@ LAYER_REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("facts", "code"), LAYER_REFUSALS)
+@pytest.mark.parametrize(("facts", "code"), LAYER_SKIPS)
 def test_each_unsupported_layer_is_refused_with_its_code(facts: dict[str, Any], code: str) -> None:
-    refusal = admit_layer(replace(LayerView(), **facts))
-    assert refusal is not None
-    assert refusal.code == code
-    assert "\n" not in refusal.message
+    skip = admit_layer(replace(LayerView(), **facts))
+    assert skip is not None
+    assert skip.code == code
+    assert "\n" not in skip.message
 
 
 def test_every_registered_code_can_be_reached_and_is_described_in_one_line() -> None:
-    engine, layer = {code for _, code, _ in CONFIG_REFUSALS}, {code for _, code in LAYER_REFUSALS}
+    engine, layer = {code for _, code, _ in CONFIG_SKIPS}, {code for _, code in LAYER_SKIPS}
     assert engine == set(ENGINE_REASONS) - {"user_pass", "vllm_refuses", "not_known"}
     assert layer <= set(ENGINE_REASONS) | set(LAYER_REASONS)
     assert set(LAYER_REASONS) <= layer
@@ -160,7 +160,7 @@ def test_a_code_stands_at_one_level() -> None:
 
 def test_a_code_that_is_not_registered_cannot_be_raised() -> None:
     with pytest.raises(KeyError, match="unheard_of"):
-        Refusal("unheard_of", "message")
+        Skip("unheard_of", "message")
 
 
 def test_a_layer_without_a_bound_cache_is_admitted_because_compilation_comes_first() -> None:
@@ -174,17 +174,17 @@ def test_an_impl_is_admitted_where_the_view_names_it_as_known() -> None:
     assert admit_layer(replace(view, known_impls=view.known_impls | {"ReferenceMLAImpl"})) is None
 
 
-@given(st.lists(st.sampled_from(CONFIG_REFUSALS), min_size=1, max_size=4))
+@given(st.lists(st.sampled_from(CONFIG_SKIPS), min_size=1, max_size=4))
 def test_any_combination_of_contradictions_is_refused(picked: list[tuple[dict[str, Any], str, str]]) -> None:
     facts: dict[str, Any] = {}
     for part, _, _ in picked:
         facts.update(part)
-    refusal = admit_config(replace(PASSES, **facts))
-    assert refusal is not None
-    assert refusal.code in {code for _, code, _ in CONFIG_REFUSALS}
+    skip = admit_config(replace(PASSES, **facts))
+    assert skip is not None
+    assert skip.code in {code for _, code, _ in CONFIG_SKIPS}
 
 
-@given(st.lists(st.sampled_from(LAYER_REFUSALS), min_size=1, max_size=4))
+@given(st.lists(st.sampled_from(LAYER_SKIPS), min_size=1, max_size=4))
 def test_any_combination_of_layer_troubles_is_refused(picked: list[tuple[dict[str, Any], str]]) -> None:
     facts: dict[str, Any] = {}
     for part, _ in picked:

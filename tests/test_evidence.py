@@ -16,9 +16,9 @@ from vllm_aiter_mla import __version__, evidence
 
 
 def test_a_stamp_names_schema_versions_time_and_host() -> None:
-    stamp = evidence.stamp("census", 3)[evidence.KEY]
+    stamp = evidence.stamp("status", 3)[evidence.KEY]
     assert set(stamp) == {"schema", "schema_version", "plugin", "vllm", "aiter", "time", "host"}
-    assert (stamp["schema"], stamp["schema_version"]) == ("vllm-aiter-mla/census", 3)
+    assert (stamp["schema"], stamp["schema_version"]) == ("vllm-aiter-mla/status", 3)
     assert (stamp["plugin"], stamp["host"]) == (__version__, os.uname().nodename)
     assert timedelta(0) <= datetime.now(UTC) - datetime.fromisoformat(stamp["time"]) < timedelta(minutes=1)
 
@@ -117,13 +117,13 @@ def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
 
 def test_a_link_to_a_pipe_is_replaced_and_a_folder_of_devices_is_no_device(tmp_path: Path) -> None:
     """Neither may block the start of a worker, nor lead a file elsewhere."""
-    pipe, link = tmp_path / "pipe", tmp_path / "census.json"
+    pipe, link = tmp_path / "pipe", tmp_path / "status.json"
     os.mkfifo(pipe)
     link.symlink_to(pipe)
     evidence.write(link, {"a": 1})
     assert not link.is_symlink()
     assert json.loads(link.read_text()) == {"a": 1}
-    assert not evidence.is_device(Path("/dev/shm/census.json"))
+    assert not evidence.is_device(Path("/dev/shm/status.json"))
 
 
 def test_every_schema_that_is_written_is_documented() -> None:

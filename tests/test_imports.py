@@ -13,26 +13,26 @@ import vllm_aiter_mla
 
 ROOT = Path(vllm_aiter_mla.__file__).parent
 
-FIRST = {"settings", "admission", "bucket", "fingerprint", "evidence"}
+FIRST = {"settings", "admission", "decode_limit", "fingerprint", "evidence"}
 """Decide on plain values. Importing them imports neither torch nor vLLM."""
 
 ARROWS: dict[str, set[str]] = {
     **{room: set() for room in FIRST},
     "kernels": FIRST,
-    "census": FIRST,
+    "status": FIRST,
     "compat": FIRST,
-    "layers": FIRST | {"kernels", "census", "compat"},
-    "ops.bodies": FIRST | {"kernels", "census"},
-    "ops": FIRST | {"kernels", "census", "compat", "layers", "ops.bodies"},
-    "passes": FIRST | {"census", "compat", "layers", "ops"},
-    "module": FIRST | {"kernels", "census", "compat", "layers"},
-    "measuring": FIRST | {"kernels", "census", "compat", "layers"},
-    "worker": FIRST | {"census", "compat", "layers", "measuring", "module", "passes"},
-    "gate": FIRST | {"census", "compat", "layers", "passes", "worker"},
+    "layers": FIRST | {"kernels", "status", "compat"},
+    "ops.bodies": FIRST | {"kernels", "status"},
+    "ops": FIRST | {"kernels", "status", "compat", "layers", "ops.bodies"},
+    "passes": FIRST | {"status", "compat", "layers", "ops"},
+    "module": FIRST | {"kernels", "status", "compat", "layers"},
+    "measuring": FIRST | {"kernels", "status", "compat", "layers"},
+    "worker": FIRST | {"status", "compat", "layers", "measuring", "module", "passes"},
+    "gate": FIRST | {"status", "compat", "layers", "passes", "worker"},
     "plugin": {"compat", "gate", "ops", "worker"},
     "verify": FIRST | {"kernels", "ops.bodies"},
     "sandbox": FIRST
-    | {"kernels", "census", "compat", "layers", "measuring", "module", "ops.bodies", "ops", "passes"}
+    | {"kernels", "status", "compat", "layers", "measuring", "module", "ops.bodies", "ops", "passes"}
     | {"gate", "worker", "plugin", "verify"},
 }
 ARROWS["commands"] = set(ARROWS)

@@ -33,8 +33,8 @@ SMALL = {"concurrency": 1, "max_gen_toks": 16}
 NOT_CLAIMED = (
     "Anything about speed: see tools/serve_bench.py.",
     "Anything about other tasks, chat templates, sampling, or longer answers than max_gen_toks.",
-    "That unequal texts are a fault: batches of other sizes round another way, in stock too. Compare two runs of "
-    "stock, or ask with --concurrency 1.",
+    "That unequal texts are a fault: batches of other sizes round another way, in vLLM too. Compare two runs of "
+    "unmodified vLLM, or ask with --concurrency 1.",
 )
 
 

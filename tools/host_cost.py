@@ -1,13 +1,13 @@
-"""Time the host's work for one layer: Python and dispatch of our op beside those of stock's ops, kernels stubbed.
+"""Time the host's work for one layer: Python and dispatch of our op beside those of vLLM's own ops, kernels stubbed.
 
     python tools/host_cost.py [--rounds N] [--json FILE]
 
-Stock is vLLM's strongest configuration, its own RoPE and KV-write fusion on. Without graphs both of its ops are called
+vLLM is its strongest configuration, with its own RoPE and KV-write fusion. Without graphs both of its ops are called
 from Python; with piecewise graphs the RoPE and KV write is replayed with its piece, and the attention op alone is
 called; a full graph calls nothing, on either side. docs/ledger.md says what the stubs leave in.
 
 Rounds of the sides follow one another, and the least round of each counts, so that other work on the machine does not
-decide. Exit status 1 where ours takes longer than stock.
+decide. Exit status 1 where ours takes longer than unmodified vLLM.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "piecewise": (("attention",), ("ours",)),
     "full": ((), ()),
 }
-"""What Python calls in each graph mode: stock's ops and ours."""
+"""What Python calls in each graph mode: vLLM's own ops and ours."""
 
 Call = Callable[[], None]
 
@@ -44,13 +44,13 @@ class Row:
     cache: str
     batch: str
     graphs: str
-    stock_us: float
+    vllm_us: float
     ours_us: float
 
     @property
     def ratio(self) -> float:
-        """Ours of stock's; 0 where neither calls anything."""
-        return self.ours_us / self.stock_us if self.stock_us else 0.0
+        """Ours of vLLM's own; 0 where neither calls anything."""
+        return self.ours_us / self.vllm_us if self.vllm_us else 0.0
 
 
 def main() -> int:
@@ -69,14 +69,14 @@ def main() -> int:
 
         record = {"rows": [asdict(row) | {"ratio": row.ratio} for row in rows], "missed": missed}
         evidence.write(options.json, record | evidence.stamp("host_cost", 1))
-    print("\n".join(f"MISSED: {line}" for line in missed) or "ours takes at most stock's time in every row")
+    print("\n".join(f"MISSED: {line}" for line in missed) or "ours takes at most vLLM's own time in every row")
     return 1 if missed else 0
 
 
 def measure(rounds: int) -> list[Row]:
     """A row for each cache, batch and graph mode."""
     from tools.counting import stub_layer
-    from vllm_aiter_mla.census import state
+    from vllm_aiter_mla.status import state
 
     rows = []
     for cache in ("fp8", "auto"):
@@ -90,12 +90,12 @@ def measure(rounds: int) -> list[Row]:
 
 
 def times(ops: Mapping[str, Call], rounds: int) -> list[tuple[str, float, float]]:
-    """(graph mode, stock's microseconds, ours), each mode's two sides in turns."""
+    """(graph mode, vLLM's own microseconds, ours), each mode's two sides in turns."""
     found = []
     for mode, sides in MODES.items():
         bodies = [[ops[name] for name in side] for side in sides]
-        stock, ours = least(bodies, rounds)
-        found.append((mode, stock, ours))
+        vllm_own, ours = least(bodies, rounds)
+        found.append((mode, vllm_own, ours))
     return found
 
 
@@ -130,7 +130,7 @@ def _pass(side: Sequence[Call], clock: Callable[[], int]) -> float:
 def misses(rows: Sequence[Row]) -> list[str]:
     """The rows above the bound, one line each."""
     return [
-        f"{row.cache} cache, {row.batch}, graphs {row.graphs}: {row.ratio:.2f} of stock's time (<= {MOST:.2f})"
+        f"{row.cache} cache, {row.batch}, graphs {row.graphs}: {row.ratio:.2f} of vLLM's own time (<= {MOST:.2f})"
         for row in rows
         if row.ratio > MOST
     ]
@@ -139,10 +139,10 @@ def misses(rows: Sequence[Row]) -> list[str]:
 def show(rows: Sequence[Row]) -> None:
     """The rows as a table."""
     print("microseconds of the host per layer and step, kernels stubbed; a full graph is replayed without Python")
-    print(f"{'KV cache':9} {'batch':26} {'graphs':10} {'stock':>7} {'ours':>7} {'ratio':>6}")
+    print(f"{'KV cache':9} {'batch':26} {'graphs':10} {'vllm':>7} {'ours':>7} {'ratio':>6}")
     for row in rows:
-        ratio = f"{row.ratio:6.2f}" if row.stock_us else "     -"
-        print(f"{row.cache:9} {row.batch:26} {row.graphs:10} {row.stock_us:7.1f} {row.ours_us:7.1f} {ratio}")
+        ratio = f"{row.ratio:6.2f}" if row.vllm_us else "     -"
+        print(f"{row.cache:9} {row.batch:26} {row.graphs:10} {row.vllm_us:7.1f} {row.ours_us:7.1f} {ratio}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Count what one layer launches, allocates and moves in each kind of batch: stock, stock's own fusions, and ours.
+"""Count what one layer launches, allocates and moves in each kind of batch: vLLM, vLLM's own fusions, and ours.
 
-    python tools/ledger.py [--quick | --emitter module] [--kv-cache-dtype fp8|auto|both] [--json FILE] [--page FILE]
+    python tools/ledger.py [--quick | --integration module] [--kv-cache-dtype fp8|auto|both] [--json FILE] [--page FILE]
 
-Each side is a real engine of the sandbox (two layers, plain GEMMs as on GPUs, over the fake AITER), driven through one
+Each side is a real engine of the sandbox (two layers, plain GEMMs, over the simulated AITER), driven through one
 batch of each kind and counted by torch's dispatcher and in Inductor's code. With --quick it is the ops of one layer
 alone, without an engine. docs/ledger.md says what is counted. Exit status 1 where ours is above the lower of the other
 two in launches, allocations or bytes of any row, or where our op did not do what a kind of batch is there to count.
@@ -27,9 +27,9 @@ sys.path.insert(0, str(ROOT))
 from tools.common import Parser, RunError, UsageError, guarded, writable  # noqa: E402
 from tools.counting.counter import Event  # noqa: E402
 from tools.counting.launches import TABLE  # noqa: E402
-from vllm_aiter_mla.admission import EMITTERS  # noqa: E402
+from vllm_aiter_mla.admission import INTEGRATIONS  # noqa: E402
 
-SIDES = ("stock", "stock's fusions", "ours")
+SIDES = ("vllm", "vLLM's own fusions", "ours")
 CACHES = ("fp8", "auto")
 AITER_OP = "aiter::fused_qk_rope_concat_and_cache_mla"
 IN_PLACE = "_C_cache_ops::concat_and_cache_mla_rope_fused"
@@ -44,12 +44,12 @@ BRANCHES = {
 """What our op launches in each kind of batch; in the others it does not run, or has no rows."""
 SHOWN = ("all decode", "one prefill among decodes")
 ABOVE = {"above L": IN_PLACE}
-"""The module emitter has no compile ranges: its op runs in every batch."""
+"""The module integration has no compile ranges: its op runs in every batch."""
 MARKS = {
     name: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
-    for name in ("ledger", "ledger, module emitter", "ledger, ops alone")
+    for name in ("ledger", "ledger, module integration", "ledger, ops alone")
 }
-"""Around the tables of the engines, by emitter, and around those of ``--quick``."""
+"""Around the tables of the engines, by integration, and around those of ``--quick``."""
 LAUNCHES = ("<!-- launches: begin -->", "<!-- launches: end -->")
 TIMEOUT_S = 1800
 
@@ -83,20 +83,20 @@ def main() -> int:
     """Run, print, judge."""
     parser = Parser(__doc__, "ledger.py [options]")
     parser.add_argument("--quick", action="store_true", help="the ops of one layer, without an engine")
-    parser.add_argument("--emitter", choices=EMITTERS, default="passes", help="who emits on our side")
+    parser.add_argument("--integration", choices=INTEGRATIONS, default="passes", help="who emits on our side")
     parser.add_argument("--kv-cache-dtype", choices=(*CACHES, "both"), default="both", dest="cache")
     parser.add_argument("--json", type=Path, help="write every event there")
     parser.add_argument("--page", type=Path, help="put the tables between the marks of this page")
     options = parser.parse_args()
-    module = options.emitter == "module"
+    module = options.integration == "module"
     if module and options.quick:
-        raise UsageError("--quick --emitter module: the ops alone are the same, whoever emits them")
-    marks = MARKS["ledger, ops alone" if options.quick else "ledger, module emitter" if module else "ledger"]
+        raise UsageError("--quick --integration module: the ops alone are the same, whoever emits them")
+    marks = MARKS["ledger, ops alone" if options.quick else "ledger, module integration" if module else "ledger"]
     writable({"--json": options.json, "--page": options.page})
     if options.page:
         _check_page(options.page, marks)
     caches = CACHES if options.cache == "both" else (options.cache,)
-    counted = count_all(caches, quick=options.quick, emitter=options.emitter)
+    counted = count_all(caches, quick=options.quick, integration=options.integration)
     rows = [row for cache, sides in counted.items() for row in rows_of(cache, sides)]
     text = render(counted)
     print(text)
@@ -105,34 +105,34 @@ def main() -> int:
     if options.page:
         put(options.page, text, marks)
         put(options.page, launches(), LAUNCHES)
-    found = [f"ABOVE STOCK: {line}" for line in violations(rows)]
+    found = [f"ABOVE VLLM: {line}" for line in violations(rows)]
     found += [
         f"ANOTHER BRANCH: {line}"
         for cache, (*_, ours) in counted.items()
         for line in strays(cache, ours, ABOVE if module else {})
     ]
-    print("\n".join(found) or "ours is at most stock's strongest in every row")
+    print("\n".join(found) or "ours is at most vLLM's own strongest in every row")
     return 1 if found else 0
 
 
-def count_all(caches: Sequence[str], *, quick: bool, emitter: str = "passes") -> Counted:
+def count_all(caches: Sequence[str], *, quick: bool, integration: str = "passes") -> Counted:
     """The events of every side by cache, in the order of ``SIDES``."""
     if quick:
         from tools.counting import ops
 
         return {cache: [ops.count(side, cache) for side in SIDES] for cache in caches}
     with tempfile.TemporaryDirectory(prefix="aiter-mla-ledger-") as folder:
-        return {cache: [count(side, cache, Path(folder), emitter) for side in SIDES] for cache in caches}
+        return {cache: [count(side, cache, Path(folder), integration) for side in SIDES] for cache in caches}
 
 
-def count(side: str, cache: str, work: Path, emitter: str) -> Events:
+def count(side: str, cache: str, work: Path, integration: str) -> Events:
     """The events of one layer by kind of batch, from an engine in a process of its own.
 
     Args:
         side: one of ``SIDES``.
         cache: one of ``CACHES``.
         work: folder of what the engines share: compiled C++ kernels, and vLLM's notes on the model class.
-        emitter: one of ``EMITTERS``, on our side.
+        integration: one of ``INTEGRATIONS``, on our side.
 
     Raises:
         RunError: the engine failed.
@@ -140,7 +140,7 @@ def count(side: str, cache: str, work: Path, emitter: str) -> Events:
     from tests.sandbox.engine import environment_for
     from tests.sandbox.spec import save
 
-    spec = spec_of(side, cache, emitter)
+    spec = spec_of(side, cache, integration)
     print(f"counting {side}, {cache} KV cache", file=sys.stderr, flush=True)
     save(spec, work / "spec")
     environment = environment_for(spec, work / "cache", work / "inductor")
@@ -155,19 +155,19 @@ def count(side: str, cache: str, work: Path, emitter: str) -> Events:
     return {kind: [Event(**event) for event in events] for kind, events in found.items()}
 
 
-def spec_of(side: str, cache: str, emitter: str = "passes") -> Any:
+def spec_of(side: str, cache: str, integration: str = "passes") -> Any:
     """The engine of a side; all three see the same card, the same ranges and the same pieces."""
-    from tools.counting.engine import LIMIT, TOKENS
     from tests.sandbox.spec import EngineSpec
+    from tools.counting.engine import LIMIT, TOKENS
 
     ours = EngineSpec(
         scenarios=(), linear="aten", model={"num_hidden_layers": 2}, max_num_seqs=LIMIT, max_num_batched_tokens=TOKENS,
-        fake_arch="gfx942", graphs="none", kernel="aiter", rounding="single", stock_pass=True, kv_cache_dtype=cache,
-        additional={"emitter": emitter}, compilation={"use_inductor_graph_partition": True},
+        fake_arch="gfx942", graphs="none", kernel="aiter", rounding="single", vllm_pass=True, kv_cache_dtype=cache,
+        additional={"integration": integration}, compilation={"use_inductor_graph_partition": True},
     )  # fmt: skip
     if side == "ours":
         return ours
-    return replace(ours, enabled=False, kernel="auto", stock_pass=side != "stock")
+    return replace(ours, enabled=False, kernel="auto", vllm_pass=side != "vllm")
 
 
 def rows_of(cache: str, sides: Sequence[Events]) -> list[Row]:
@@ -204,7 +204,9 @@ def violations(rows: Iterable[Row]) -> list[str]:
         for name, value in ours._asdict().items():
             least = min(getattr(other, name) for other in others)
             if value > least:
-                found.append(f"{row.cache} cache, {row.kind}, graphs {row.mode}: {name} {value}, stock {least}")
+                found.append(
+                    f"{row.cache} cache, {row.kind}, graphs {row.mode}: {name} {value}, unmodified vLLM {least}"
+                )
     return found
 
 

@@ -22,7 +22,7 @@ _YARN = {
     "rope_type": "yarn", "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 32,
     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
-# Layers are dense by default: stock's own experts gave other tokens in two runs on a CPU for some models.
+# Layers are dense by default: vLLM's own experts gave other tokens in two runs on a CPU for some models.
 _WITH_EXPERTS = {"first_k_dense_replace": 1}
 _LING = {
     "num_experts": 4, "num_shared_experts": 1, "moe_shared_expert_intermediate_size": 64, "score_function": "sigmoid",
@@ -42,7 +42,7 @@ class Row:
         layers: its MLA layers, drafts included, of which all should engage; 0 where ``reason`` is set.
         reason: code for which every layer, or the engine, is refused; "" where all engage.
         not_mla: why vLLM gives its attention to no MLA layer; "" where it does. Then there is nothing to compare.
-        stock_fails: why vLLM itself cannot run it on a CPU; "" where it can.
+        vllm_fails: why vLLM itself cannot run it on a CPU; "" where it can.
         drafts: proposed by the model's own draft layer, or by ``draft``.
         draft: ``config.json`` of a draft model (EAGLE-3).
     """
@@ -51,7 +51,7 @@ class Row:
     layers: int = 2
     reason: str = ""
     not_mla: str = ""
-    stock_fails: str = ""
+    vllm_fails: str = ""
     drafts: int = 0
     draft: dict[str, Any] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ ROWS: dict[str, Row] = {
             "LongcatFlashForCausalLM", "longcat_flash", num_layers=1, ffn_hidden_size=512, expert_ffn_hidden_size=64,
             moe_topk=2, zero_expert_num=2, zero_expert_type="identity", mla_scale_q_lora=True, mla_scale_kv_lora=True,
         ),
-        stock_fails="vLLM's runner of its zero experts fails on a CPU",
+        vllm_fails="vLLM's runner of its zero experts fails on a CPU",
     ),
     "openPangu Ultra MoE": Row(
         _config(
@@ -106,13 +106,13 @@ ROWS: dict[str, Row] = {
     ),
     "Ling 2.5": Row(
         _config("BailingMoeV2_5ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, **_LING), 1,
-        stock_fails=_HYBRID,
+        vllm_fails=_HYBRID,
     ),
     "Ling 3": Row(
         _config(
             "BailingMoeV3ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, no_kda_lora=True, **_LING
         ),
-        1, stock_fails=_HYBRID,
+        1, vllm_fails=_HYBRID,
     ),
     "Mistral-Large-3": Row(
         _config(
@@ -126,7 +126,7 @@ ROWS: dict[str, Row] = {
             "KimiLinearForCausalLM", "kimi_linear", q_lora_rank=None, mla_use_nope=True, linear_attn_config=_KDA,
             num_experts=4, num_experts_per_token=2,
         ),
-        0, "no_rope", stock_fails="its linear attention needs kernels for GPUs",
+        0, "no_rope", vllm_fails="its linear attention needs kernels for GPUs",
     ),
     "DeepSeek-V3 with an EAGLE-3 draft": Row(
         _V3 | {"num_hidden_layers": 3, "first_k_dense_replace": 3}, 4, drafts=2,

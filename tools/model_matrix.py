@@ -19,10 +19,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.common import Parser, UsageError, guarded, writable  # noqa: E402
-from tools.model_configs import ROWS, Row  # noqa: E402
 from tests.sandbox import compare, engine, runs  # noqa: E402
 from tests.sandbox.spec import EngineResult, EngineSpec  # noqa: E402
+from tools.common import Parser, UsageError, guarded, writable  # noqa: E402
+from tools.model_configs import ROWS, Row  # noqa: E402
 
 Run = Callable[[EngineSpec], EngineResult]
 
@@ -72,7 +72,7 @@ def main() -> int:
     return 0 if all(found.good for found in outcomes) else 1
 
 
-# A plugin that is off cuts no range: stock without the sandbox's cut, which rounds otherwise.
+# A plugin that is off cuts no range: unmodified vLLM without the sandbox's cut, which rounds otherwise.
 UNCUT = {"use_inductor_graph_partition": False, "compile_ranges_endpoints": []}
 
 
@@ -93,20 +93,20 @@ def outcome(name: str, row: Row, run: Run) -> Outcome:
     """
     spec = spec_of(row)
     try:
-        stock = run(replace(spec, enabled=False, compilation=UNCUT if row.not_mla else {}))
+        vllm_own = run(replace(spec, enabled=False, compilation=UNCUT if row.not_mla else {}))
     except engine.EngineFailedError as error:
-        return Outcome(name, reason=row.stock_fails or cause(error), good=bool(row.stock_fails))
+        return Outcome(name, reason=row.vllm_fails or cause(error), good=bool(row.vllm_fails))
     ours = run(spec)
-    figures = compare.compare(stock, ours).values()
+    figures = compare.compare(vllm_own, ours).values()
     tokens, equal = sum(f.tokens for f in figures), sum(f.tokens_equal for f in figures)
-    records = ours.census
+    records = ours.status
     engaged, total = sum(len(r["engaged"]) for r in records), sum(r["total"] for r in records)
-    codes = {why[0] for record in records for why in record["refused"].values()}
+    codes = {why[0] for record in records for why in record["skipped"].values()}
     exact = all(runs.EXACT.holds(f) for f in figures)
     as_said = codes == {row.reason} if row.reason else engaged == total == row.layers
     if row.not_mla:
         as_said = as_said and any(" not_mla: " in line for line in ours.log)
-    good = exact and as_said and not row.stock_fails
+    good = exact and as_said and not row.vllm_fails
     return Outcome(name, engaged, total, row.not_mla or ", ".join(sorted(codes)), tokens, equal, good)
 
 
@@ -119,9 +119,9 @@ def cause(error: engine.EngineFailedError) -> str:
 
 def line(found: Outcome) -> str:
     """One row of the table, in Markdown."""
-    verdict = "not compared" if not found.tokens else f"engaged {found.engaged}/{found.total}"
+    outcome = "not compared" if not found.tokens else f"engaged {found.engaged}/{found.total}"
     tokens = f"{found.equal}/{found.tokens} equal" if found.tokens else ""
-    cells = (found.model, verdict, tokens, found.reason, "" if found.good else "UNEXPECTED")
+    cells = (found.model, outcome, tokens, found.reason, "" if found.good else "UNEXPECTED")
     return f"| {' | '.join(cells)} |"
 
 

@@ -1,4 +1,4 @@
-"""Run the demo and the tests on another release of vLLM, in an environment of its own, and print one verdict.
+"""Run the demo and the tests on another release of vLLM, in an environment of its own, and print one status line.
 
 Usage: python tools/releases.py 0.31 [--only demo|tests] [--json FILE] [--folder DIR] [-- OPTIONS OF THE DEMO]
 
@@ -7,7 +7,7 @@ environment that runs this, which must be the one that `make setup` makes. The t
 and plan; the demo starts four engines, two at a time. Exits 1 when anything is missed.
 
     python tools/releases.py 0.33
-    python tools/releases.py 0.33 --only demo -- --kernel fake-aiter
+    python tools/releases.py 0.33 --only demo -- --kernel simulated-aiter
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def check(env: Overlay) -> None:
         raise RunError(f"{env.python} imports vLLM {version or '-'} and the plugin from {plugin or 'nowhere'}")
 
 
-def verdict(env: Overlay, demo: dict[str, Any] | None, tests: dict[str, int] | None) -> tuple[bool, str]:
+def outcome(env: Overlay, demo: dict[str, Any] | None, tests: dict[str, int] | None) -> tuple[bool, str]:
     """Whether all is well, and one line that says what ran."""
     said, ok = [], True
     if demo is not None:
@@ -112,7 +112,7 @@ def _run(env: Overlay, *arguments: str) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Make the environment, run in it, print the verdict."""
+    """Make the environment, run in it, print the status line."""
     split = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(__doc__, "%(prog)s RELEASE [options] [-- OPTIONS OF THE DEMO]")
     parser.add_argument("release", help="0.30, 0.31 or 0.33")
@@ -126,10 +126,10 @@ def run(argv: Sequence[str]) -> int:
     check(env)
     tests = None if options.only == "demo" else run_tests(env)
     demo = None if options.only == "tests" else run_demo(env, argv[split + 1 :])
-    ok, line = verdict(env, demo, tests)
+    ok, line = outcome(env, demo, tests)
     print(line)
     if options.json is not None:
-        record = {"vllm": env.version, "ops": env.ops, "demo": demo, "tests": tests, "ok": ok, "verdict": line}
+        record = {"vllm": env.version, "ops": env.ops, "demo": demo, "tests": tests, "ok": ok, "outcome": line}
         evidence.write(options.json, record | evidence.stamp("release", 1))
     return 0 if ok else 1
 

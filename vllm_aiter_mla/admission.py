@@ -1,6 +1,6 @@
-"""Every reason there is not to take the fast path, and who may take it: a plain view in, a refusal or nothing out.
+"""Every reason there is not to take the fast path, and who may take it: a plain view in, a skip or nothing out.
 
-Pure: no torch, no vLLM, no GPU. ``compat`` fills the views from vLLM's objects. A refusal is a value: the log,
+Pure: no torch, no vLLM, no GPU. ``compat`` fills the views from vLLM's objects. A skip is a value: the log,
 ``doctor``, ``plan`` and the report print it as it is. Engines and layers are decided here, graphs in ``passes``,
 kernels where one is chosen; all of them take their codes from the tables here.
 """
@@ -13,7 +13,7 @@ MLA_ATTENTION_OP = "vllm::unified_mla_attention_with_output"
 KV_UPDATE_OP = "vllm::unified_mla_kv_cache_update"
 ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_mla::mla_attention_with_rope")
 """The plugin's attention ops, after pass 2 and after pass 3, in the spelling of ``splitting_ops``."""
-EMITTERS = ("passes", "module")
+INTEGRATIONS = ("passes", "module")
 """Who puts the one op into a layer: passes over the compiled graph, or the forward of vLLM's MLA wrapper."""
 
 ENGINE_REASONS: dict[str, str] = {
@@ -62,7 +62,7 @@ GRAPH_REASONS: dict[str, str] = {
     "layer_name_mismatch": "the KV-cache update names another layer",
     "layer_name_unreadable": "the layer's name cannot be read from the graph",
     "layer_unknown": "the graph names a layer that this model does not have",
-    "stock_fusion_incomplete": "vLLM's own fused RoPE + KV op lacks one of its results",
+    "vllm_fusion_incomplete": "vLLM's own fused RoPE + KV op lacks one of its results",
     "unknown_argument": "an op is given an argument that the plugin does not know and would drop",
     "fused_output_quant": "the attention op quantises its output",
     "dcp_q_replicated": "the query is replicated for decode context parallelism",
@@ -98,14 +98,14 @@ KERNEL_REASONS: dict[str, str] = {
 
 LEVELS = {"engine": ENGINE_REASONS, "layer": LAYER_REASONS, "graph": GRAPH_REASONS, "kernel": KERNEL_REASONS}
 REASONS = {code: meaning for table in LEVELS.values() for code, meaning in table.items()}
-"""Every code a :class:`Refusal` may carry, with what it means in one line. docs/troubleshooting.md has the remedies."""
+"""Every code a :class:`Skip` may carry, with what it means in one line. docs/troubleshooting.md has the remedies."""
 
 KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
 """vLLM's names of the caches the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Skip:
     """Why an engine or a layer runs vLLM's own code.
 
     Attributes:
@@ -118,7 +118,7 @@ class Refusal:
 
     def __post_init__(self) -> None:
         if self.code not in REASONS:
-            raise KeyError(f"refusal code {self.code!r} is not in admission.REASONS")
+            raise KeyError(f"skip code {self.code!r} is not in admission.REASONS")
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"
@@ -137,7 +137,7 @@ class ConfigView:
         model_dtype: activation dtype without the ``torch.`` prefix; empty when unknown.
         use_inductor_graph_partition: as the user gave it; ``None`` when left alone.
         splitting_ops: as the user gave them; ``None`` when left alone.
-        emitter: as the user asked for it: "auto", or one of ``EMITTERS``.
+        integration: as the user asked for it: "auto", or one of ``INTEGRATIONS``.
     """
 
     vllm_version: str = ""
@@ -159,98 +159,98 @@ class ConfigView:
     model_dtype: str = ""
     use_inductor_graph_partition: bool | None = None
     splitting_ops: tuple[str, ...] | None = None
-    emitter: str = "auto"
+    integration: str = "auto"
 
 
-def admit_config(view: ConfigView) -> Refusal | None:
+def admit_config(view: ConfigView) -> Skip | None:
     """First reason for which no layer of this engine may take the fast path, or ``None``."""
     for check in (_environment, _model, _parallel, _cache):
-        refusal = check(view)
-        if refusal is not None:
-            return refusal
-    return why_not_passes(view) if view.emitter == "passes" else None
+        skip = check(view)
+        if skip is not None:
+            return skip
+    return why_not_passes(view) if view.integration == "passes" else None
 
 
-def why_not_passes(view: ConfigView) -> Refusal | None:
+def why_not_passes(view: ConfigView) -> Skip | None:
     """Why the passes cannot run in this engine, or ``None``: they need a compiled graph that holds whole layers."""
     return _compilation(view) or _partition(view)
 
 
-def emitter_of(view: ConfigView) -> str:
-    """Who emits in an admitted engine, one of ``EMITTERS``: ``auto`` is the passes wherever they can run."""
-    if view.emitter != "auto":
-        return view.emitter
+def integration_of(view: ConfigView) -> str:
+    """Who emits in an admitted engine, one of ``INTEGRATIONS``: ``auto`` is the passes wherever they can run."""
+    if view.integration != "auto":
+        return view.integration
     return "passes" if why_not_passes(view) is None else "module"
 
 
-def _environment(view: ConfigView) -> Refusal | None:
+def _environment(view: ConfigView) -> Skip | None:
     if not view.version_supported:
-        return Refusal(
+        return Skip(
             "vllm_version",
             f"vLLM {view.vllm_version or 'of unknown version'} is outside the supported window; "
             "additional_config.aiter_mla.debug.untested_vllm=true tries it anyway",
         )
     if view.missing:
-        return Refusal("capability", f"this vLLM ({view.vllm_version}) lacks {', '.join(view.missing)}")
+        return Skip("capability", f"this vLLM ({view.vllm_version}) lacks {', '.join(view.missing)}")
     if view.failed_steps:
-        return Refusal("capability", f"the plugin could not do what it needs: {'; '.join(view.failed_steps)}")
+        return Skip("capability", f"the plugin could not do what it needs: {'; '.join(view.failed_steps)}")
     if view.op_schema:
-        return Refusal("op_schema", f"in this vLLM ({view.vllm_version}) {'; '.join(view.op_schema)}")
+        return Skip("op_schema", f"in this vLLM ({view.vllm_version}) {'; '.join(view.op_schema)}")
     if view.atom_active:
-        return Refusal("atom", "ATOM's plugin owns the model; set ATOM_DISABLE_VLLM_PLUGIN=1 to use this one instead")
+        return Skip("atom", "ATOM's plugin owns the model; set ATOM_DISABLE_VLLM_PLUGIN=1 to use this one instead")
     return None
 
 
-def _model(view: ConfigView) -> Refusal | None:
+def _model(view: ConfigView) -> Skip | None:
     if not view.is_mla:
-        return Refusal("not_mla", "the model does not use MLA attention (model, VLLM_MLA_DISABLE)")
+        return Skip("not_mla", "the model does not use MLA attention (model, VLLM_MLA_DISABLE)")
     if view.is_sparse:
-        return Refusal("sparse_mla", "the model uses sparse MLA (index_topk in its config)")
+        return Skip("sparse_mla", "the model uses sparse MLA (index_topk in its config)")
     return None
 
 
-def _compilation(view: ConfigView) -> Refusal | None:
+def _compilation(view: ConfigView) -> Skip | None:
     if view.enforce_eager:
-        return Refusal("enforce_eager", "enforce_eager=True leaves no graph to rewrite; drop --enforce-eager")
+        return Skip("enforce_eager", "enforce_eager=True leaves no graph to rewrite; drop --enforce-eager")
     if view.mode != "VLLM_COMPILE" and view.breakable_cudagraph:
-        return Refusal("breakable_cudagraph", "set VLLM_USE_BREAKABLE_CUDAGRAPH=0; it runs the model uncompiled")
+        return Skip("breakable_cudagraph", "set VLLM_USE_BREAKABLE_CUDAGRAPH=0; it runs the model uncompiled")
     if view.mode != "VLLM_COMPILE":
-        return Refusal("compilation_mode", f"compilation_config.mode is {view.mode}; the passes need VLLM_COMPILE")
+        return Skip("compilation_mode", f"compilation_config.mode is {view.mode}; the passes need VLLM_COMPILE")
     if view.backend != "inductor":
-        return Refusal("backend", f"compilation_config.backend is {view.backend!r}; the passes need 'inductor'")
+        return Skip("backend", f"compilation_config.backend is {view.backend!r}; the passes need 'inductor'")
     return None
 
 
-def _parallel(view: ConfigView) -> Refusal | None:
+def _parallel(view: ConfigView) -> Skip | None:
     if view.dcp > 1:
-        return Refusal("dcp", f"decode_context_parallel_size is {view.dcp}; the fast path needs 1")
+        return Skip("dcp", f"decode_context_parallel_size is {view.dcp}; the fast path needs 1")
     if view.pcp > 1:
-        return Refusal("pcp", f"prefill_context_parallel_size is {view.pcp}; the fast path needs 1")
+        return Skip("pcp", f"prefill_context_parallel_size is {view.pcp}; the fast path needs 1")
     return None
 
 
-def _cache(view: ConfigView) -> Refusal | None:
+def _cache(view: ConfigView) -> Skip | None:
     if view.hisparse:
-        return Refusal("hisparse", "attention_config.hisparse_config is set")
+        return Skip("hisparse", "attention_config.hisparse_config is set")
     return _kv_cache_dtype(view.kv_cache_dtype, view.model_dtype)
 
 
-def _kv_cache_dtype(dtype: str, model_dtype: str) -> Refusal | None:
+def _kv_cache_dtype(dtype: str, model_dtype: str) -> Skip | None:
     if dtype not in KV_CACHE_DTYPES:
         known = ", ".join(sorted(KV_CACHE_DTYPES))
-        return Refusal("kv_cache_dtype", f"kv_cache_dtype is {dtype!r}; the kernels write {known}")
+        return Skip("kv_cache_dtype", f"kv_cache_dtype is {dtype!r}; the kernels write {known}")
     if dtype in ("bfloat16", "float16") and model_dtype and dtype != model_dtype:
-        return Refusal("kv_cache_dtype", f"kv_cache_dtype is {dtype!r} but the model computes in {model_dtype}")
+        return Skip("kv_cache_dtype", f"kv_cache_dtype is {dtype!r} but the model computes in {model_dtype}")
     return None
 
 
-def _partition(view: ConfigView) -> Refusal | None:
+def _partition(view: ConfigView) -> Skip | None:
     """Attention and KV update must lie in the same FX graph as the query projection, or there is nothing to lift."""
     if view.use_inductor_graph_partition:
         return None
     if view.splitting_ops is None:
         if view.use_inductor_graph_partition is False:
-            return Refusal(
+            return Skip(
                 "graph_partition",
                 "compilation_config.use_inductor_graph_partition=False cuts the graph at attention; "
                 "leave it unset, or set it to true, or set splitting_ops=[]",
@@ -258,7 +258,7 @@ def _partition(view: ConfigView) -> Refusal | None:
         return None
     cut = [op for op in (MLA_ATTENTION_OP, KV_UPDATE_OP) if op in map(plain_name, view.splitting_ops)]
     if cut:
-        return Refusal(
+        return Skip(
             "splitting_ops",
             f"compilation_config.splitting_ops cuts the graph at {' and '.join(cut)}; "
             "set use_inductor_graph_partition=true with it, or splitting_ops=[], or leave both unset",
@@ -313,67 +313,67 @@ class LayerView:
     v_head_dim: int = 128
 
 
-def admit_layer(view: LayerView) -> Refusal | None:
-    """First reason for which this layer stays stock, or ``None``. One layer's refusal never touches another's."""
+def admit_layer(view: LayerView) -> Skip | None:
+    """First reason for which this layer is left to vLLM, or ``None``. One layer's skip never touches another's."""
     for check in (_implementation, _absorb, _layer_parallel, _layer_cache, _geometry):
-        refusal = check(view)
-        if refusal is not None:
-            return refusal
+        skip = check(view)
+        if skip is not None:
+            return skip
     return None
 
 
-def _implementation(view: LayerView) -> Refusal | None:
+def _implementation(view: LayerView) -> Skip | None:
     if view.missing:
-        return Refusal("capability", f"the attention layer of this vLLM lacks {', '.join(view.missing)}")
+        return Skip("capability", f"the attention layer of this vLLM lacks {', '.join(view.missing)}")
     if view.is_sparse:
-        return Refusal("sparse_mla", f"{view.impl} is sparse")
+        return Skip("sparse_mla", f"{view.impl} is sparse")
     if view.impl not in view.known_impls:
         known = ", ".join(sorted(view.known_impls))
-        return Refusal("impl", f"attention implementation is {view.impl}; known: {known}")
+        return Skip("impl", f"attention implementation is {view.impl}; known: {known}")
     if view.own_forward:
-        return Refusal("unknown_forward", f"the layer's forward_impl is of {view.own_forward}, not vLLM's own")
+        return Skip("unknown_forward", f"the layer's forward_impl is of {view.own_forward}, not vLLM's own")
     if view.q_pad_num_heads:
-        return Refusal("q_padding", f"the query is padded to {view.q_pad_num_heads} heads")
+        return Skip("q_padding", f"the query is padded to {view.q_pad_num_heads} heads")
     if view.sliding_window:
-        return Refusal("sliding_window", "the layer has a sliding window")
+        return Skip("sliding_window", "the layer has a sliding window")
     if not view.has_rope_kernel:
-        return Refusal("no_rope_kernel", "this build of vLLM has no concat_and_cache_mla_rope_fused")
+        return Skip("no_rope_kernel", "this build of vLLM has no concat_and_cache_mla_rope_fused")
     return None
 
 
-def _absorb(view: LayerView) -> Refusal | None:
+def _absorb(view: LayerView) -> Skip | None:
     if view.amx_bmm:
-        return Refusal("amx_bmm", "the CPU backend packed the absorb weights for AMX; choose CPU_MLA")
+        return Skip("amx_bmm", "the CPU backend packed the absorb weights for AMX; choose CPU_MLA")
     if not view.has_absorbed_weight:
-        return Refusal("no_absorbed_weight", "the layer has no W_UK_T, or no W_K and W_K_scale where vLLM reads these")
+        return Skip("no_absorbed_weight", "the layer has no W_UK_T, or no W_K and W_K_scale where vLLM reads these")
     return None
 
 
-def _layer_parallel(view: LayerView) -> Refusal | None:
+def _layer_parallel(view: LayerView) -> Skip | None:
     if view.dcp_world_size > 1 or view.dcp_q_replicate:
-        return Refusal("dcp", f"decode context parallel world size {view.dcp_world_size}; the fast path needs 1")
+        return Skip("dcp", f"decode context parallel world size {view.dcp_world_size}; the fast path needs 1")
     if view.pcp_world_size > 1:
-        return Refusal("pcp", f"prefill context parallel world size {view.pcp_world_size}; the fast path needs 1")
+        return Skip("pcp", f"prefill context parallel world size {view.pcp_world_size}; the fast path needs 1")
     return None
 
 
-def _layer_cache(view: LayerView) -> Refusal | None:
+def _layer_cache(view: LayerView) -> Skip | None:
     if view.hisparse:
-        return Refusal("hisparse", "the layer's KV rows are managed by HiSparse")
+        return Skip("hisparse", "the layer's KV rows are managed by HiSparse")
     if view.kv_cache_ndim not in (None, 3):
-        return Refusal("kv_cache_ndim", f"the KV cache has {view.kv_cache_ndim} dimensions, not 3")
+        return Skip("kv_cache_ndim", f"the KV cache has {view.kv_cache_ndim} dimensions, not 3")
     if view.graph_dtype:
         # The self-check ran in the layer's own dtype: it says nothing about another.
         message = f"the graph computes in {view.graph_dtype}, the layer's weights are for {view.model_dtype}"
-        return Refusal("activation_dtype", message)
+        return Skip("activation_dtype", message)
     if not view.cos_sin_dtype_matches:
-        return Refusal("cos_sin_dtype", "the cos/sin table's dtype differs from the activations'")
+        return Skip("cos_sin_dtype", "the cos/sin table's dtype differs from the activations'")
     return _kv_cache_dtype(view.kv_cache_dtype, view.model_dtype)
 
 
-def _geometry(view: LayerView) -> Refusal | None:
+def _geometry(view: LayerView) -> Skip | None:
     sizes = (view.num_heads, view.qk_nope_head_dim, view.qk_rope_head_dim, view.kv_lora_rank, view.v_head_dim)
     if min(sizes) <= 0 or view.qk_rope_head_dim % 2:
         n, p, r, latent, v = sizes
-        return Refusal("geometry", f"N={n} P={p} R={r} L={latent} V={v}: all must be positive and R even")
+        return Skip("geometry", f"N={n} P={p} R={r} L={latent} V={v}: all must be positive and R even")
     return None

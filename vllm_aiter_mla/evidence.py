@@ -25,7 +25,7 @@ _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 def stamp(schema: str, version: int) -> dict[str, Any]:
-    """The stamp under its key, to be merged into a record: ``record | stamp("census", 2)``.
+    """The stamp under its key, to be merged into a record: ``record | stamp("status", 2)``.
 
     Args:
         schema: name of the record's layout; ``docs/files.md`` lists the fields of each.

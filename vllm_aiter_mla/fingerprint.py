@@ -2,7 +2,7 @@
 
 vLLM's and Inductor's caches know the graph and the config, not the code of an out-of-tree pass. The fingerprint is
 the plugin's version plus a SHA-256 over those of its sources that decide graphs and numbers. Commands, ``verify`` and
-the census are left out: a change there must not make a server compile again. Imports neither torch nor vLLM.
+the status file are left out: a change there must not make a server compile again. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm_aiter_mla import __version__
 
-IRRELEVANT = frozenset({"census", "commands", "verify"})
+IRRELEVANT = frozenset({"status", "commands", "verify"})
 """Sub-packages that neither change a graph nor a number."""
 
 

@@ -19,25 +19,25 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_aiter_mla import bucket, worker
+from vllm_aiter_mla import decode_limit, worker
 from vllm_aiter_mla.admission import (
     ATTENTION_OPS,
     KV_UPDATE_OP,
     MLA_ATTENTION_OP,
     ConfigView,
-    Refusal,
+    Skip,
     admit_config,
-    emitter_of,
+    integration_of,
     plain_name,
     why_not_passes,
 )  # fmt: skip
-from vllm_aiter_mla.census import gauge as census_gauge
-from vllm_aiter_mla.census.file import write_census
-from vllm_aiter_mla.census.record import of_declined
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, user_pass
 from vllm_aiter_mla.compat.patches import gauge, platform_hook, worker_hook
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, STRICT_OPTION, Settings, SettingsError, unused_options
+from vllm_aiter_mla.status import gauge as status_gauge
+from vllm_aiter_mla.status.file import write_status
+from vllm_aiter_mla.status.record import of_declined
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Decision:
     Attributes:
         settings: the user's options.
         limit: L in tokens when the fast path is on, else ``None``.
-        refusal: why it is not on although it was asked for, else ``None``.
+        skip: why it is not on although it was asked for, else ``None``.
     """
 
     settings: Settings
     limit: int | None = None
-    refusal: Refusal | None = None
+    skip: Skip | None = None
 
 
 def apply(vllm_config: Any) -> Decision:
@@ -68,61 +68,61 @@ def apply(vllm_config: Any) -> Decision:
     compilation = vllm_config.compilation_config
     engaged = worker.engaged_pass(vllm_config)
     view = _view(vllm_config, settings)
-    refusal = view if isinstance(view, Refusal) else admit_config(view)
-    if refusal is None and engaged is None:
-        refusal = user_pass.why_not_chainable(compilation)
-    if refusal is not None:
+    skip = view if isinstance(view, Skip) else admit_config(view)
+    if skip is None and engaged is None:
+        skip = user_pass.why_not_chainable(compilation)
+    if skip is not None:
         # A draft model's config shares compilation_config with its target: the target's pass stays.
         if engaged is None:
-            _decline(vllm_config, refusal, settings)
-        return Decision(settings, refusal=refusal)
+            _decline(vllm_config, skip, settings)
+        return Decision(settings, skip=skip)
     assert isinstance(view, ConfigView)
     limit = _limit_of(vllm_config, settings)
     if engaged is not None and settings.max_token_num is None:
-        # A draft model's config may hold no draft tokens; it must not shrink the bucket that it shares with its target.
+        # A draft model's config may hold no draft tokens; it must not shrink the limit that it shares with its target.
         limit = max(limit, engaged.limit)
-    emitter = emitter_of(view) if engaged is None else engaged.emitter
-    _engage(compilation, settings, limit, engaged, emitter)
-    _announce(vllm_config, view, emitter, settings, limit)
+    integration = integration_of(view) if engaged is None else engaged.integration
+    _engage(compilation, settings, limit, engaged, integration)
+    _announce(vllm_config, view, integration, settings, limit)
     return Decision(settings, limit=limit)
 
 
-def _view(vllm_config: Any, settings: Settings) -> ConfigView | Refusal:
+def _view(vllm_config: Any, settings: Settings) -> ConfigView | Skip:
     """What admission reads; a config that cannot be read is one of an unknown vLLM."""
     try:
         return compat_config.view_of(vllm_config, settings)
     except Exception as error:
-        return Refusal("capability", f"this vLLM's config cannot be read: {type(error).__name__}: {error}")
+        return Skip("capability", f"this vLLM's config cannot be read: {type(error).__name__}: {error}")
 
 
 def _limit_of(vllm_config: Any, settings: Settings) -> int:
-    return bucket.decode_limit(
+    return decode_limit.decode_limit(
         vllm_config.scheduler_config.max_num_seqs, vllm_config.num_speculative_tokens, settings.max_token_num
     )
 
 
-def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any, emitter: str) -> None:
+def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any, integration: str) -> None:
     # New containers instead of changes in place: another config may hold the same list or dict.
-    if emitter == "passes":
-        compilation.compile_ranges_endpoints = bucket.endpoints_with(compilation.compile_ranges_endpoints, limit)
+    if integration == "passes":
+        compilation.compile_ranges_endpoints = decode_limit.endpoints_with(compilation.compile_ranges_endpoints, limit)
         _open_graph(compilation)
-    _split(compilation, emitter)
+    _split(compilation, integration)
     if engaged is not None and (engaged.limit, engaged.settings) == (limit, settings):
         return
     chained = user_pass.wrapped(compilation) if engaged is None else engaged.chained
     # The hook before the pass: should it fail, no worker may run kernels that nobody has checked.
     worker_hook.install(worker.attach)
     pipeline = worker.pipeline_class()
-    user_pass.install(compilation, pipeline(limit=limit, settings=settings, chained=chained, emitter=emitter))
+    user_pass.install(compilation, pipeline(limit=limit, settings=settings, chained=chained, integration=integration))
     _show_gauge()
 
 
 def _show_gauge() -> None:
-    with log.warned(f"the gauge {census_gauge.NAME} is not available"):
-        census_gauge.prepare()
+    with log.warned(f"the gauge {status_gauge.NAME} is not available"):
+        status_gauge.prepare()
         gauge.install(
-            gauge.Gauge(census_gauge.NAME, census_gauge.HELP, "state", census_gauge.layers_of),
-            gauge.Gauge(census_gauge.SAVED, census_gauge.SAVED_HELP, "tokens", census_gauge.saved_of),
+            gauge.Gauge(status_gauge.NAME, status_gauge.HELP, "state", status_gauge.layers_of),
+            gauge.Gauge(status_gauge.SAVED, status_gauge.SAVED_HELP, "tokens", status_gauge.saved_of),
         )
 
 
@@ -133,22 +133,22 @@ def _open_graph(compilation: Any) -> None:
         log.say_once(logging.INFO, "use_inductor_graph_partition=True (was left unset; the passes need it)")
 
 
-def _split(compilation: Any, emitter: str) -> None:
+def _split(compilation: Any, integration: str) -> None:
     """Keep our attention ops outside piecewise graphs; in other compilation modes nothing is cut."""
     if compilation.mode is None or compilation.mode.name != "VLLM_COMPILE":
         return
     given = platform_hook.knobs_of(compilation).splitting_ops is not None
     if not given and not set(ATTENTION_OPS) <= set(compilation.splitting_ops or ()):
-        _fill_in(compilation, emitter)
+        _fill_in(compilation, integration)
     ops = compilation.splitting_ops or []
-    cut = (MLA_ATTENTION_OP,) if emitter == "passes" else (MLA_ATTENTION_OP, KV_UPDATE_OP)
+    cut = (MLA_ATTENTION_OP,) if integration == "passes" else (MLA_ATTENTION_OP, KV_UPDATE_OP)
     if any(plain_name(op) in cut for op in ops):
         compilation.splitting_ops = [*ops, *(op for op in ATTENTION_OPS if op not in ops)]
 
 
-def _fill_in(compilation: Any, emitter: str) -> None:
+def _fill_in(compilation: Any, integration: str) -> None:
     """What vLLM's set_splitting_ops_for_v1 would fill in later, when nothing can be added any more."""
-    if emitter == "passes":
+    if integration == "passes":
         compilation.splitting_ops = list(compilation._attention_ops)
         return
     partition = compilation.use_inductor_graph_partition
@@ -158,44 +158,44 @@ def _fill_in(compilation: Any, emitter: str) -> None:
     compilation.splitting_ops = [*compilation._attention_ops, *updates]
 
 
-def _decline(vllm_config: Any, refusal: Refusal, settings: Settings) -> None:
-    line = f"off although it was switched on: {refusal}"
+def _decline(vllm_config: Any, skip: Skip, settings: Settings) -> None:
+    line = f"off although it was switched on: {skip}"
     if settings.strict:
         raise SettingsError(f"{log.PREFIX}{line} ({STRICT_OPTION})")
     log.say_once(logging.WARNING, f"{line} (run: vllm-aiter-mla doctor)")
-    _record(vllm_config, refusal)
+    _record(vllm_config, skip)
 
 
-def _record(vllm_config: Any, refusal: Refusal) -> None:
-    """Leave the refusal where programs look for the census; whatever goes wrong there, the engine starts.
+def _record(vllm_config: Any, skip: Skip) -> None:
+    """Leave the skip where programs look for the status file; whatever goes wrong there, the engine starts.
 
     Nothing of ours runs in the workers then, so the process that built the config writes one record for all ranks.
     """
-    with log.warned("the census could not be written"):
+    with log.warned("the status file could not be written"):
         layers, cache = compat_config.mla_layers(vllm_config.model_config), str(vllm_config.cache_config.cache_dtype)
-        record = of_declined(refusal.code, refusal.message, layers, cache) | compat_config.metric_labels(vllm_config)
+        record = of_declined(skip.code, skip.message, layers, cache) | compat_config.metric_labels(vllm_config)
         _show_gauge()
-        census_gauge.publish(record, declined=True)
-        write_census(compat_config.cache_folder(), record)
+        status_gauge.publish(record, declined=True)
+        write_status(compat_config.cache_folder(), record)
 
 
-def _announce(vllm_config: Any, view: ConfigView, emitter: str, settings: Settings, limit: int) -> None:
+def _announce(vllm_config: Any, view: ConfigView, integration: str, settings: Settings, limit: int) -> None:
     scheduler = vllm_config.scheduler_config
     if settings.max_token_num is not None:
         origin = f"given as {settings.max_token_num}"
     else:
         origin = f"max_num_seqs {scheduler.max_num_seqs} x (1 + {vllm_config.num_speculative_tokens} drafts)"
     batched = scheduler.max_num_batched_tokens
-    if emitter == "module":
+    if integration == "module":
         because = why_not_passes(view)
-        ranges = "the module emitter puts the op into the layers" + (
+        ranges = "the module integration puts the op into the layers" + (
             f" (the passes cannot run: {because.code})" if because else ""
         )
     elif batched is not None and limit >= batched:
         ranges = f"it covers every batch up to max_num_batched_tokens {batched}"
     else:
-        ranges = f"compile ranges end at {limit}; above it the graph stays stock"
-    log.say_once(logging.INFO, f"on: decode bucket 1..{limit} tokens ({origin}); {ranges}; kernel {settings.kernel}")
+        ranges = f"compile ranges end at {limit}; above it the graph is left to vLLM"
+    log.say_once(logging.INFO, f"on: decode limit 1..{limit} tokens ({origin}); {ranges}; kernel {settings.kernel}")
 
 
 def _warn_of_unused(settings: Settings) -> None:

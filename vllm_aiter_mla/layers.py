@@ -17,12 +17,12 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from vllm_aiter_mla.admission import Refusal, admit_layer
+from vllm_aiter_mla.admission import Skip, admit_layer
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log, user_pass
-from vllm_aiter_mla.kernels import absorb, fp8, select, selfcheck, stock
+from vllm_aiter_mla.kernels import absorb, fp8, select, selfcheck, vllm_own
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
@@ -40,19 +40,19 @@ class Decision:
 
     Attributes:
         kernel: name of the back end that runs it, or None where none takes it.
-        refusal: why it does not get the fast path, or None. ``kernel_shape``: the wanted kernel does not take the
+        skip: why it does not get the fast path, or None. ``kernel_shape``: the wanted kernel does not take the
             layer, and it gets vLLM's own fusion of RoPE and KV write, pass 1; any other code: no pass touches it.
         shape: what the kernel was chosen for; None where admission refused the layer first.
     """
 
     kernel: str | None
-    refusal: Refusal | None = None
+    skip: Skip | None = None
     shape: LayerShape | None = None
 
     @property
-    def stays_stock(self) -> bool:
+    def is_left_to_vllm(self) -> bool:
         """Whether no pass may touch the layer."""
-        return self.refusal is not None and self.refusal.code != "kernel_shape"
+        return self.skip is not None and self.skip.code != "kernel_shape"
 
 
 @dataclass(slots=True)
@@ -76,8 +76,8 @@ _nothing_is_checked: list[str] = []
 _generation = [0]
 _measured: set[tuple[select.Selector, LayerShape]] = set()
 """Layer shapes whose kernel a measurement chooses, per token count."""
-_demotions: set[str] = set()
-"""Reasons of demotions; they were said when they were found."""
+_rejections: set[str] = set()
+"""Reasons of rejections; they were said when they were found."""
 _told: set[str] = set()
 """Why batches went to vLLM's own attention, without figures: what has been said."""
 
@@ -104,34 +104,34 @@ def decide(
 def _decide(
     module: Any, known: _Known, is_neox: bool, act: torch.dtype | None, table_dtype: torch.dtype | None
 ) -> Decision:
-    refusal = admit_layer(compat_layer.layer_view(module, table_dtype, act))
-    if refusal is not None:
-        return Decision(None, refusal)
+    skip = admit_layer(compat_layer.layer_view(module, table_dtype, act))
+    if skip is not None:
+        return Decision(None, skip)
     shape = shape_of(module, is_neox=is_neox, act=act)
-    kernel, refusal = _kernel_for(module, known, shape)
-    return Decision(kernel, refusal, shape)
+    kernel, skip = _kernel_for(module, known, shape)
+    return Decision(kernel, skip, shape)
 
 
-def _kernel_for(module: Any, known: _Known, shape: LayerShape) -> tuple[str | None, Refusal | None]:
+def _kernel_for(module: Any, known: _Known, shape: LayerShape) -> tuple[str | None, Skip | None]:
     """(name of the back end that will run, why it is not the wanted one)."""
     selector, asked = known.selector, known.settings.kernel
     if (selector, shape) in _measured and why_unchecked(module) is None:
         first = _choice(selector, shape).backend
         return None if first is None else first.name, None
     wanted = selector.names[0]
-    if asked == "auto" and wanted == "stock":
+    if asked == "auto" and wanted == "vllm":
         arch = selector.platform.arch
         unknown = f"auto knows no fused kernel for {arch}; kernel=triton can be asked for by name"
-        return None, Refusal("kernel_unavailable", unknown)
+        return None, Skip("kernel_unavailable", unknown)
     backend, unchecked = selector.backend(wanted), why_unchecked(module)
     if unchecked is not None and (isinstance(backend, str) or not backend.trusted):
-        return selector.names[-1], Refusal("kernel_shape", unchecked)
+        return selector.names[-1], Skip("kernel_shape", unchecked)
     if isinstance(backend, str):
-        return None, Refusal("kernel_unavailable", f"kernel={asked}: {backend}")
+        return None, Skip("kernel_unavailable", f"kernel={asked}: {backend}")
     choice = _choice(selector, shape)
-    reason = next((reason for name, reason in choice.refusals if name == wanted), None)
-    refusal = None if reason is None else Refusal("kernel_shape", reason)
-    return None if choice.backend is None else choice.backend.name, refusal
+    reason = next((reason for name, reason in choice.skips if name == wanted), None)
+    skip = None if reason is None else Skip("kernel_shape", reason)
+    return None if choice.backend is None else choice.backend.name, skip
 
 
 @lru_cache(maxsize=64)
@@ -175,36 +175,36 @@ def weight_of(module: Any) -> absorb.AbsorbWeight:
 
 
 def kernel_for(module: Any, inputs: DecodeInputs) -> tuple[str, Run | None]:
-    """Name of what runs calls of this shape, and its function; "stock" and None where vLLM's own attention does.
+    """Name of what runs calls of this shape, and its function; "vllm" and None where vLLM's own attention does.
 
     Whatever goes wrong here, the batch is served by vLLM's own attention, and one line says why.
     """
     if module in _given_up:
-        return table.STOCK, None  # said when it raised
+        return table.VLLM, None  # said when it raised
     try:
         choice = _of(module).selector.choose(inputs)
     except Exception as error:
-        return _stock(f"no kernel could be chosen: {type(error).__name__}: {error}")
+        return _vllm(f"no kernel could be chosen: {type(error).__name__}: {error}")
     if choice.backend is None or choice.run is None:
-        return _stock("; ".join(f"{name}: {reason}" for name, reason in choice.refusals))
+        return _vllm("; ".join(f"{name}: {reason}" for name, reason in choice.skips))
     if not choice.backend.trusted and why_unchecked(module) is not None:
-        return table.STOCK, None  # said when it was found
+        return table.VLLM, None  # said when it was found
     if not choice.backend.trusted and module not in _checked:
         # A compiled artifact may hold the op although nothing was checked in this process.
-        return _stock(f"{choice.backend.name} was not checked in this process")
-    if choice.backend.name != table.STOCK:
+        return _vllm(f"{choice.backend.name} was not checked in this process")
+    if choice.backend.name != table.VLLM:
         return choice.backend.name, choice.run
-    refusals = [(name, reason) for name, reason in choice.refusals if reason not in _demotions]
-    return _stock("; ".join(f"{name}: {reason}" for name, reason in refusals)) if refusals else (table.STOCK, None)
+    skips = [(name, reason) for name, reason in choice.skips if reason not in _rejections]
+    return _vllm("; ".join(f"{name}: {reason}" for name, reason in skips)) if skips else (table.VLLM, None)
 
 
-def _stock(reason: str) -> tuple[str, None]:
+def _vllm(reason: str) -> tuple[str, None]:
     """Say it once: a reason that comes back with other figures, for instance another token count, is the same."""
     kind = re.sub(r"\d+", "N", reason)
     if kind not in _told:
         _told.add(kind)
         log.say_once(logging.ERROR, f"decode batches of some layers run vLLM's own attention: {reason}")
-    return table.STOCK, None
+    return table.VLLM, None
 
 
 def limit_of(module: Any) -> int:
@@ -228,7 +228,7 @@ def trust(module: Any) -> None:
 def distrust(reason: str, module: Any = None) -> None:
     """Keep a layer, or without one every layer of this process, off its chosen kernel until the process ends.
 
-    Where the self-check raises there may be no operands to demote a layer shape by; the layer itself is known.
+    Where the self-check raises there may be no operands to reject a layer shape by; the layer itself is known.
 
     Args:
         reason: why its kernel could not be checked.
@@ -294,7 +294,7 @@ def _trouble_of(
 def check_contenders(
     module: Any, shape: LayerShape, capture_sizes: Sequence[int] = (), limit: int | None = None
 ) -> tuple[str, ...]:
-    """Check, as ``self_check`` does, what a measurement may choose besides; what fails is demoted, with the reasons.
+    """Check, as ``self_check`` does, what a measurement may choose besides; what fails is rejected, with the reasons.
 
     Nobody has asked for these by name, and without them the chosen kernel runs: that is no failure of the engine.
     """
@@ -308,7 +308,7 @@ def check_contenders(
         if backend is not chosen and not backend.trusted:
             trouble = _trouble_of(backend, shape, capture_sizes, limit)
         if trouble is not None:
-            selector.demote(name, inputs, trouble)
+            selector.reject(name, inputs, trouble)
             failed.append(trouble)
     return tuple(failed)
 
@@ -330,7 +330,7 @@ def prefer(module: Any, ranges: table.Ranges) -> None:
     _forget_decisions()
 
 
-def warm_stock(module: Any) -> None:
+def warm_vllm(module: Any) -> None:
     """Let vLLM compile the function in which its own attention quantises a query.
 
     vLLM alone compiles it in its warm-up, of decode batches. Those go to our op; without this the first batch that
@@ -349,13 +349,13 @@ def warm_stock(module: Any) -> None:
             compat_layer.quantise(module, absorbed, query[..., shape.nope_dim :])
 
 
-def demote(module: Any, shape: LayerShape, reason: str) -> None:
+def reject(module: Any, shape: LayerShape, reason: str) -> None:
     """Take the chosen back end away from every layer of this shape until the process ends: its self-check failed."""
     selector, inputs = selector_of(module), synthetic_inputs(shape, tokens=1)
     backend = selector.choose(inputs).backend
     if backend is not None:
-        selector.demote(backend.name, inputs, reason)
-        _demotions.add(reason)
+        selector.reject(backend.name, inputs, reason)
+        _rejections.add(reason)
     _forget_decisions()  # an engine before this one may have decided for the kernel
 
 
@@ -384,7 +384,7 @@ def key_of(module: Any) -> tuple[str, ...]:
             kind = replace(decision.shape, device=torch.device(decision.shape.device).type)
             measured = (selector_of(module), decision.shape) in _measured
             # Not its message: what an exception says may differ at every start.
-            code = None if decision.refusal is None else decision.refusal.code
+            code = None if decision.skip is None else decision.skip.code
             found.append(f"{kind}: {'measured' if measured else decision.kernel}; {code}")
     return tuple(found)
 
@@ -398,7 +398,7 @@ def reset() -> None:
     _nothing_is_checked.clear()
     _generation[0] += 1
     _measured.clear()
-    _demotions.clear()
+    _rejections.clear()
     _told.clear()
     current_platform.cache_clear()
     _selector.cache_clear()
@@ -431,7 +431,7 @@ def _selector(kernel: str, measures: bool, rounding: str, view: ViewPolicy, plat
     factories: dict[str, select.Factory] = {
         **select.FACTORIES,
         "aiter": partial(select.aiter_factory, view=view),
-        "stock": partial(stock.factory, vllm=vllm_kernels),
+        "vllm": partial(vllm_own.factory, vllm=vllm_kernels),
         "reference": lambda _: ReferenceBackend(numerics),
     }
     return select.Selector(kernel, platform, factories)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla import fingerprint, layers
-from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, ranks
 from vllm_aiter_mla.kernels.measure import card, store, sweep, table
 from vllm_aiter_mla.kernels.measure.clock import Clock, DeviceClock
 from vllm_aiter_mla.kernels.shape import LayerShape
+from vllm_aiter_mla.status import state as status
 
 STATIC = "the static order of kernels stands"
 
@@ -52,7 +52,7 @@ def choose(config: Any, limit: Callable[[], int] | None) -> None:
 
     Args:
         config: the worker's ``VllmConfig``.
-        limit: gives L of the decode bucket; None where this rank's kernels could not be checked.
+        limit: gives L of the decode limit; None where this rank's kernels could not be checked.
     """
     if not _is_asked_for(config):
         return
@@ -133,14 +133,14 @@ def _described(shape: LayerShape) -> str:
 def _figures(config: Any, kind: _Kind, counts: Sequence[int], clock: Clock, budget: sweep.Budget) -> dict[str, Any]:
     """One shape's figures, from an earlier start or timed now; none where there is nothing to choose between."""
     backends = layers.contenders(kind.module, kind.shape)
-    if len(backends) < 2 or table.STOCK not in backends:
+    if len(backends) < 2 or table.VLLM not in backends:
         return {"rounds": {}}
     unchecked = layers.why_unchecked(kind.module)
     if unchecked is not None:
         return {"why": unchecked}
     about = card.about() | {"code": fingerprint.fingerprint(), "shape": _described(kind.shape)}
     # What vLLM compiles decides what its own sequence costs, the view which of AITER's kernels runs.
-    options = {"view": compat_config.settings_of(config).aiter_view, "stock": compat_config.compiled_as(config)}
+    options = {"view": compat_config.settings_of(config).aiter_view, "vllm": compat_config.compiled_as(config)}
     kind.key = about | options | {"counts": list(counts), "candidates": list(backends)}
     with log.warned("figures of an earlier start are not used"):
         kind.kept = store.read(compat_config.cache_folder(), kind.key)
@@ -191,7 +191,7 @@ def _apply(text: str, kind: _Kind, rounds: table.Rounds) -> None:
     if not chosen:
         return
     figures = table.medians(rounds)
-    census.measure({"shape": text, "layers": kind.names, "chosen": [list(one) for one in chosen], "us": figures})
+    status.measure({"shape": text, "layers": kind.names, "chosen": [list(one) for one in chosen], "us": figures})
     if rounds != kind.kept:
         with log.warned("the measured figures could not be kept"):
             store.write(compat_config.cache_folder(), kind.key, rounds)

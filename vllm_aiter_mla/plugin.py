@@ -17,7 +17,7 @@ def register() -> None:
 
     The ops are defined whether or not the flag is on: a spawned worker that starts from a compiled artifact meets
     them in the artifact without ever configuring a pass. vLLM does not catch what a plugin raises, so a step that
-    fails is reported once and vLLM runs stock.
+    fails is reported once and vLLM runs unmodified.
     """
     global _registered
     if _registered:
@@ -46,7 +46,7 @@ def _attach(worker: Any) -> None:
 
 def _does_not_load(error: Exception) -> None:
     """Say it. With the flag off it must not cost a server its start; with it on no kernel is checked, so none runs."""
-    log.say_once(logging.ERROR, f"the plugin does not load, vLLM runs stock: {type(error).__name__}: {error}")
+    log.say_once(logging.ERROR, f"the plugin does not load, vLLM runs unmodified: {type(error).__name__}: {error}")
 
 
 CALLS = Calls(gate=_gate, attach=_attach)
@@ -63,5 +63,5 @@ def _report(failures: dict[str, patches.Failure]) -> None:
     if not failures:
         log.say_once(logging.DEBUG, f"{__version__} registered; off until it is switched on")
     for name, failure in failures.items():
-        effect = "vLLM runs stock" if failure.required else "use additional_config.aiter_mla instead"
+        effect = "vLLM runs unmodified" if failure.required else "use additional_config.aiter_mla instead"
         log.say_once(logging.WARNING, f"{name} failed, {effect}: {failure.error}")

@@ -4,7 +4,7 @@ Spelling one is two fields of vLLM's ``pass_config``; spelling two is ``addition
 
     pass_config.fuse_aiter_qk_rope_kvcache_mla              bool, default false
     pass_config.aiter_qk_rope_kvcache_fusion_max_token_num  int > 0, default unset
-    additional_config.aiter_mla.enabled | max_token_num | emitter | kernel | measure | aiter_view | strict | debug
+    additional_config.aiter_mla.enabled | max_token_num | integration | kernel | measure | aiter_view | strict | debug
 
 What "given" means. In ``additional_config`` a key that is present is given (``max_token_num: null`` counts as
 unset). In ``pass_config`` vLLM fills every field, so an explicit ``false`` cannot be told from the default: the flag
@@ -26,8 +26,8 @@ FLAG_FIELD = "fuse_aiter_qk_rope_kvcache_mla"
 LIMIT_FIELD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 PASS_CONFIG_FIELDS = (FLAG_FIELD, LIMIT_FIELD)
 
-EMITTER_OPTIONS = ("auto", "passes", "module")
-KERNELS = ("auto", "aiter", "triton", "stock", "reference")
+INTEGRATION_OPTIONS = ("auto", "passes", "module")
+KERNELS = ("auto", "aiter", "triton", "vllm", "reference")
 AITER_VIEWS = ("auto", "as-is", "per-head", "opt")
 STOP_AFTER = ("rope_kv_cache", "q_prep_lift")
 ROUNDINGS = ("single", "two")
@@ -63,8 +63,8 @@ class Settings:
 
     Attributes:
         enabled: the one switch.
-        max_token_num: decode-bucket limit in tokens; ``None`` derives it from the scheduler's bounds.
-        emitter: who puts the one op into the layers, one of ``EMITTER_OPTIONS``; ``auto``: the passes if they can run.
+        max_token_num: decode limit in tokens; ``None`` derives it from the scheduler's bounds.
+        integration: who puts the one op into the layers, ``auto``: the passes if they can run.
         kernel: which back end prepares the query, one of ``KERNELS``.
         measure: with kernel ``auto``, time the kernels and vLLM's own at start-up and run the fastest.
         aiter_view: which of AITER's two decode kernels to reach by the view of the cache: one of ``AITER_VIEWS``, or
@@ -75,7 +75,7 @@ class Settings:
 
     enabled: bool = False
     max_token_num: int | None = None
-    emitter: str = "auto"
+    integration: str = "auto"
     kernel: str = "auto"
     measure: bool = True
     aiter_view: str | int = "auto"
@@ -101,11 +101,11 @@ def resolve(pass_config_values: Mapping[str, object], additional_config: object)
     flag, limit = _read_pass_config(pass_config_values)
     given = _read_namespace(additional_config)
     debug = given.get("debug", DebugSettings())
-    _check_emitter(given.get("emitter", "auto"), debug)
+    _check_integration(given.get("integration", "auto"), debug)
     return Settings(
         enabled=_merge_flag(flag, given.get("enabled")),
         max_token_num=_merge_limit(limit, given.get("max_token_num")),
-        emitter=given.get("emitter", "auto"),
+        integration=given.get("integration", "auto"),
         kernel=given.get("kernel", "auto"),
         measure=given.get("measure", True),
         aiter_view=given.get("aiter_view", "auto"),
@@ -142,7 +142,7 @@ def _read_namespace(additional_config: object) -> dict[str, Any]:
     readers = {
         "enabled": _bool,
         "max_token_num": lambda name, value: None if value is None else _positive_int(name, value),
-        "emitter": lambda name, value: _choice(name, value, EMITTER_OPTIONS),
+        "integration": lambda name, value: _choice(name, value, INTEGRATION_OPTIONS),
         "kernel": lambda name, value: _choice(name, value, KERNELS),
         "measure": _bool,
         "aiter_view": _view,
@@ -164,11 +164,11 @@ def _debug(name: str, value: object) -> DebugSettings:
     )
 
 
-def _check_emitter(emitter: str, debug: DebugSettings) -> None:
-    if emitter == "module" and debug.stop_after is not None:
+def _check_integration(integration: str, debug: DebugSettings) -> None:
+    if integration == "module" and debug.stop_after is not None:
         prefix = f"additional_config.{NAMESPACE}"
         raise SettingsError(
-            f"{prefix}.emitter=module and {prefix}.debug.stop_after={debug.stop_after} contradict each other; "
+            f"{prefix}.integration=module and {prefix}.debug.stop_after={debug.stop_after} contradict each other; "
             "only the passes can stop early"
         )
 

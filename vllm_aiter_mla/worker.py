@@ -1,9 +1,9 @@
-"""What the plugin does in a worker whose fast path is on: the self-check after loading, the census after warm-up.
+"""What the plugin does in a worker whose fast path is on: the self-check after loading, the status file after warm-up.
 
-vLLM's memory profiling may already capture graphs, so the self-check comes right after loading. The census counts
+vLLM's memory profiling may already capture graphs, so the self-check comes right after loading. The status file counts
 layers that have run, so it comes after the compiled graphs have run once.
 
-Both fail closed: whatever goes wrong before every kernel is checked, or before the verdict is said, is an error in
+Both fail closed: whatever goes wrong before every kernel is checked, or before the status line is said, is an error in
 strict mode. Otherwise the layers concerned run vLLM's own kernels, one line says so, and the worker goes on.
 """
 
@@ -16,11 +16,11 @@ from threading import Thread
 from typing import Any
 
 from vllm_aiter_mla import layers, measuring
-from vllm_aiter_mla.census import file, gauge, record, state
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, ranks, user_pass
 from vllm_aiter_mla.compat.patches import worker_hook
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
+from vllm_aiter_mla.status import file, gauge, record, state
 
 
 def attach(worker: Any) -> None:
@@ -37,10 +37,10 @@ def _attach(worker: Any) -> None:
     engaged = engaged_pass(config)
     if not compat_config.settings_of(config).enabled or engaged is None:
         return
-    if engaged.emitter == "module":
-        worker_hook.within(worker, "load_model", emitter().installed)
+    if engaged.integration == "module":
+        worker_hook.within(worker, "load_model", integration().installed)
     worker_hook.after(worker, "load_model", check_kernels)
-    worker_hook.after(worker, "compile_or_warm_up_model", take_census, failed=hand_over_nothing)
+    worker_hook.after(worker, "compile_or_warm_up_model", take_status, failed=hand_over_nothing)
 
 
 def engaged_pass(vllm_config: Any) -> Any:
@@ -56,7 +56,7 @@ def pipeline_class() -> Any:
     return AiterMLAPipeline
 
 
-def emitter() -> Any:
+def integration() -> Any:
     """``vllm_aiter_mla.module``, imported late: the passes do not need it."""
     from vllm_aiter_mla import module
 
@@ -64,7 +64,7 @@ def emitter() -> Any:
 
 
 def check_kernels(worker: Any) -> None:
-    """Start this engine's census, check every kernel that is about to run, and tell the compile cache which those are.
+    """Start this engine's status, check every kernel that is about to run, and tell the compile cache which those are.
 
     Raises:
         SettingsError: a kernel fails its check, or one cannot be made, in strict mode.
@@ -80,24 +80,24 @@ def check_kernels(worker: Any) -> None:
     _guarded(config, what, lambda: _tell_the_cache(config), checks_kernels=True)
     if is_checked:
         with log.warned("what vLLM's own attention compiles could not be compiled ahead"):
-            _warm_stock(config)
+            _warm_vllm(config)
 
 
-def _warm_stock(config: Any) -> None:
+def _warm_vllm(config: Any) -> None:
     for module in compat_config.mla_modules(config).values():
         if layers.why_unchecked(module) is None:
-            layers.warm_stock(module)
+            layers.warm_vllm(module)
 
 
 def _emit(config: Any) -> None:
-    """Put the op into the layers where the module emitter does; the passes do it when a graph is compiled."""
+    """Put the op into the layers where the module integration does; the passes do it when a graph is compiled."""
     engaged = engaged_pass(config)
-    if engaged.emitter == "module":
-        engaged.emitted = emitter().emit(compat_config.mla_modules(config))
+    if engaged.integration == "module":
+        engaged.emitted = integration().emit(compat_config.mla_modules(config))
 
 
 def _limit(config: Any) -> int:
-    """L of the decode bucket."""
+    """L of the decode limit."""
     return int(engaged_pass(config).limit)
 
 
@@ -117,9 +117,9 @@ def _tell_the_cache(config: Any) -> None:
 def check_layers(
     modules: dict[str, Any], *, strict: bool, capture_sizes: Sequence[int] = (), limit: int | None = None
 ) -> None:
-    """Load each layer shape's kernel, compare it with the reference, and demote it to ``stock`` where it fails.
+    """Load each layer shape's kernel, compare it with the reference, and reject it to ``vllm`` where it fails.
 
-    A layer whose check cannot be made goes to ``stock`` too, and the layers after it are still checked.
+    A layer whose check cannot be made goes to ``vllm`` too, and the layers after it are still checked.
 
     Args:
         modules: the model's MLA layers by name.
@@ -159,7 +159,7 @@ def _check(
     if strict:
         raise SettingsError(f"{log.PREFIX}{trouble} ({_named(shape)}; {STRICT_OPTION})")
     log.say_once(logging.ERROR, f"{trouble} ({_named(shape)}); this layer shape falls back to vLLM's own kernels")
-    layers.demote(module, shape, trouble)
+    layers.reject(module, shape, trouble)
 
 
 def _named(shape: layers.LayerShape) -> str:
@@ -201,40 +201,40 @@ def _each(modules: dict[str, Any], step: Callable[[Any], None], strict: bool) ->
         log.say_once(logging.ERROR, f"{what}: {name}: {reason}")
 
 
-def take_census(worker: Any) -> None:
-    """Say this rank's verdict, then write it down. No file is touched before the verdict is said.
+def take_status(worker: Any) -> None:
+    """Say this rank's status line, then write it down. No file is touched before the status line is said.
 
     Raises:
-        SettingsError: no layer engaged, or no verdict can be made, in strict mode.
+        SettingsError: no layer engaged, or no status line can be made, in strict mode.
     """
     config = worker.vllm_config
-    verdict: dict[str, Any] = {}
-    stages = [verdict]
+    outcome: dict[str, Any] = {}
+    stages = [outcome]
     try:
         try:
-            _guarded(config, "the verdict is not complete", lambda: _run_once(worker))
-            _guarded(config, "no verdict could be made", lambda: verdict.update(_verdict(worker)))
+            _guarded(config, "the status line is not complete", lambda: _run_once(worker))
+            _guarded(config, "no status line could be made", lambda: outcome.update(_outcome(worker)))
         finally:
             # A rank that stops here hands over what it has: the other stages wait for it.
-            _guarded(config, "the stages' verdicts could not be gathered", lambda: _gather(stages))
-        if verdict:
-            _guarded(config, "no verdict could be said", lambda: _say(config, stages, verdict, _is_strict(config)))
+            _guarded(config, "the stages' status lines could not be gathered", lambda: _gather(stages))
+        if outcome:
+            _guarded(config, "no status line could be said", lambda: _say(config, stages, outcome, _is_strict(config)))
     finally:
-        if verdict:
-            _write_down(config, verdict)
+        if outcome:
+            _write_down(config, outcome)
 
 
 def hand_over_nothing(worker: Any) -> None:
-    """For a rank whose warm-up has failed: the other pipeline stages wait for its verdict, and it has none.
+    """For a rank whose warm-up has failed: the other pipeline stages wait for its status line, and it has none.
 
     It does not wait for them: vLLM must hear of the failure now, and a stage may wait for another rank that has failed.
     The graphs that it has compiled may be loaded by the next start, which then needs the reasons of refused layers.
     """
     with log.warned("the other stages could not be told that this one has failed"):
         Thread(target=_tell_the_stages, daemon=True).start()
-    with log.warned("the refusals could not be kept or read"):
-        found = {"rank": int(getattr(worker, "rank", 0)), "refused": {}, "partial": {}}
-        file.keep_refusals(compat_config.cache_folder(), str(worker.vllm_config.compute_hash()), found)
+    with log.warned("the skips could not be kept or read"):
+        found = {"rank": int(getattr(worker, "rank", 0)), "skipped": {}, "partial": {}}
+        file.keep_skips(compat_config.cache_folder(), str(worker.vllm_config.compute_hash()), found)
 
 
 def _tell_the_stages() -> None:
@@ -243,10 +243,10 @@ def _tell_the_stages() -> None:
 
 
 def _run_once(worker: Any) -> None:
-    """Run a dummy batch where no graph inside the bucket was captured: warm-up itself covers the largest batch alone.
+    """Run a dummy batch where no graph below the limit was captured: warm-up itself covers the largest batch alone.
 
     A dummy batch holds collectives: every rank of a group has to run it, or none. So the config decides, which all
-    share, and not what one rank knows alone, for instance that its kernel was demoted.
+    share, and not what one rank knows alone, for instance that its kernel was rejected.
     """
     config = worker.vllm_config
     if compat_config.mla_modules(config) and not _captured_inside(config):
@@ -254,7 +254,7 @@ def _run_once(worker: Any) -> None:
 
 
 def _captured_inside(config: Any) -> bool:
-    """Whether a graph inside the bucket was captured; a config that does not tell, tells no rank."""
+    """Whether a graph within the decode limit was captured; a config that does not tell, tells no rank."""
     try:
         sizes, limit = compat_config.capture_sizes(config.compilation_config), engaged_pass(config).limit
     except Exception:
@@ -262,48 +262,48 @@ def _captured_inside(config: Any) -> bool:
     return any(size <= limit for size in sizes)
 
 
-def _verdict(worker: Any) -> dict[str, Any]:
+def _outcome(worker: Any) -> dict[str, Any]:
     config = worker.vllm_config
     engaged, rank = engaged_pass(config), int(getattr(worker, "rank", 0))
     names = sorted(compat_config.mla_modules(config))
     cache, card = compat_config.cache_name(config), layers.current_platform().arch
-    found = record.as_record(names, engaged.limit, cache, rank, engaged.emitter, card)
+    found = record.as_record(names, engaged.limit, cache, rank, engaged.integration, card)
     return found | compat_config.metric_labels(config)
 
 
 def _gather(stages: list[dict[str, Any]]) -> None:
-    """Replace this rank's verdict by those of all pipeline stages, in their order. Every rank has to come here."""
+    """Replace this rank's status line by those of all pipeline stages, in their order. Every rank has to come here."""
     stages[:] = ranks.of_stages(stages[0])
 
 
-def _say(config: Any, stages: list[dict[str, Any]], verdict: dict[str, Any], strict: bool) -> None:
-    """Say the verdict on rank 0, for all pipeline stages. Strict mode stops a rank whose MLA layers are all refused.
+def _say(config: Any, stages: list[dict[str, Any]], outcome: dict[str, Any], strict: bool) -> None:
+    """Say the status on rank 0, for all pipeline stages. Strict mode stops a rank whose MLA layers are all refused.
 
     Raises:
         SettingsError: strict mode, and no layer engaged.
     """
     anywhere = any(stage and stage["engaged"] for stage in stages)
-    if strict and not verdict["engaged"] and (verdict["total"] or not anywhere):
-        raise SettingsError(f"{log.PREFIX}{record.line(verdict)} ({STRICT_OPTION})")
-    if verdict["rank"] == 0:
+    if strict and not outcome["engaged"] and (outcome["total"] or not anywhere):
+        raise SettingsError(f"{log.PREFIX}{record.line(outcome)} ({STRICT_OPTION})")
+    if outcome["rank"] == 0:
         found = record.of_engine(stages) | {"replica": compat_config.replica(config)}
-        # Every engine of a process has its verdict said, also one that reads like the last.
+        # Every engine of a process has its status line said, also one that reads like the last.
         log.say(logging.INFO if found["engaged"] else logging.WARNING, record.line(found))
 
 
-def _write_down(config: Any, verdict: dict[str, Any]) -> None:
-    """Write the census to its file and for the gauge; what fails costs a warning and nothing else."""
-    with log.warned("the refusals could not be kept or read"):
+def _write_down(config: Any, outcome: dict[str, Any]) -> None:
+    """Write the status file to its file and for the gauge; what fails costs a warning and nothing else."""
+    with log.warned("the skips could not be kept or read"):
         key = str(config.compute_hash())
-        noted = file.keep_refusals(compat_config.cache_folder(), key, verdict)
-        if noted is not None and verdict["rank"] == 0:
+        noted = file.keep_skips(compat_config.cache_folder(), key, outcome)
+        if noted is not None and outcome["rank"] == 0:
             log.say(logging.INFO, f"noted when these graphs were compiled: {noted}")
     with log.warned("the captured sizes could not be read"):
-        verdict["capture_sizes"] = compat_config.capture_sizes(config.compilation_config)
+        outcome["capture_sizes"] = compat_config.capture_sizes(config.compilation_config)
     with log.warned(f"the gauge {gauge.NAME} is not available"):
-        gauge.publish(verdict)
-    with log.warned("the census could not be written"):
-        file.write_census(compat_config.cache_folder(), verdict)
+        gauge.publish(outcome)
+    with log.warned("the status file could not be written"):
+        file.write_status(compat_config.cache_folder(), outcome)
 
 
 def _guarded(config: Any, what: str, step: Callable[[], None], *, checks_kernels: bool = False) -> bool:

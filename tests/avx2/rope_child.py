@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from vllm import _custom_ops
 
-from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate
 from tests.sandbox import gpu_ops
+from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate
 
 
 def differences(is_neox: bool) -> int:

@@ -105,7 +105,7 @@ def test_triton_bench_operand_sets_share_nothing_but_table_and_scales():
 
 
 def test_triton_bench_compares_with_the_best_unfused_sequence():
-    slow_ours = row(8, 16, ours=5.0, unfused=12.0, **{paths.STOCK: 10.0})
+    slow_ours = row(8, 16, ours=5.0, unfused=12.0, **{paths.VLLM: 10.0})
     assert slow_ours.ratio == 2.0, "vLLM's own is the stronger baseline here"
 
 
@@ -153,8 +153,8 @@ def test_triton_bench_does_not_time_a_path_that_is_wrong():
 
 
 @pytest.mark.parametrize("quantised", [True, False])
-@pytest.mark.parametrize(("noise", "verdict"), [(0.005, set()), (0.1, {"codes"})])
-def test_triton_bench_compares_a_product_over_codes_by_its_norm(noise: float, verdict: set[str], quantised: bool):
+@pytest.mark.parametrize(("noise", "outcome"), [(0.005, set()), (0.1, {"codes"})])
+def test_triton_bench_compares_a_product_over_codes_by_its_norm(noise: float, outcome: set[str], quantised: bool):
     """Next to zero it is several steps off: representable steps would call a right product wrong."""
     (x,) = points.operands(Point(4, 2, quantised, fp8_weight=True), torch.float8_e4m3fn, 1, device="cpu")
     absorbed = x.weight.reference(x.q_nope)
@@ -164,7 +164,7 @@ def test_triton_bench_compares_a_product_over_codes_by_its_norm(noise: float, ve
         paths.Path(paths.TORCH, lambda inputs: reference.prepare(inputs, reference.TWO_ROUNDING)),
         paths.Path("codes", lambda inputs: reference.prepare(inputs, reference.TWO_ROUNDING, product)),
     ]
-    assert set(run.disagreements(ways, x)) == verdict
+    assert set(run.disagreements(ways, x)) == outcome
 
 
 def test_triton_bench_keeps_what_it_has_measured_when_a_point_fails(pretended_gpu, monkeypatch):

@@ -1,4 +1,4 @@
-"""The demo's verdict: what counts as equal, what exits 1, and what the JSON holds. No engine is started."""
+"""The demo's status line: what counts as equal, what exits 1, and what the JSON holds. No engine is started."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def result(scenarios=("short", "mixed"), steps=None, engaged=2, total=2):
         "rank": 0,
         "total": total,
         "engaged": {f"layers.{i}": "reference" for i in range(engaged)},
-        "refused": {f"layers.{i}": ["impl", "unknown"] for i in range(engaged, total)},
+        "skipped": {f"layers.{i}": ["impl", "unknown"] for i in range(engaged, total)},
         "partial": {},
         "compiled": {},
-        "decode_bucket": [1, 16],
+        "decode_limit": [1, 16],
         "kv_cache_dtype": "bfloat16",
     }
     return EngineResult(
         scenarios={name: steps or STEPS for name in scenarios},
-        census=[record],
+        status=[record],
         ranges=[(1, 16), (17, 64)],
         graphs={"1-16": "%a = call_function[target=torch.ops.aten.mm.default](args = ())"},
         code={},
@@ -61,8 +61,8 @@ def test_equal_runs_exit_0_and_the_json_holds_the_promised_figures(run_demo):
     assert record["ok"] is True
     assert [run["kv_cache_dtype"] for run in record["runs"] if run["gated"]] == ["auto", "fp8"]
     for run in record["runs"]:
-        assert run["layers"] == {"engaged": 2, "total": 2, "refused": {}}
-        assert run["bucket"] == [1, 16]
+        assert run["layers"] == {"engaged": 2, "total": 2, "skipped": {}}
+        assert run["decode_limit"] == [1, 16]
         assert run["ranges"] == [[1, 16], [17, 64]]
         for found in (run["scenarios"]["short"], run["scenarios"]["mixed"]):
             assert found["tokens"] == found["tokens_equal"] == 3
@@ -140,10 +140,10 @@ def test_views_and_getitems_do_not_count_as_ops():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (demo.Options(kernel="cutlass"), "--kernel: expected reference, fake-aiter or triton, got 'cutlass'"),
-        (demo.Options(kernel="fake-aiter", arch="gfx90a"), "--arch: expected gfx942 or gfx950, got 'gfx90a'"),
+        (demo.Options(kernel="cutlass"), "--kernel: expected reference, simulated-aiter or triton, got 'cutlass'"),
+        (demo.Options(kernel="simulated-aiter", arch="gfx90a"), "--arch: expected gfx942 or gfx950, got 'gfx90a'"),
         (demo.Options(kernel="triton"), "--kernel triton needs a GPU"),
-        (demo.Options(emitter="graph"), "--emitter: expected passes or module, got 'graph'"),
+        (demo.Options(integration="graph"), "--integration: expected passes or module, got 'graph'"),
     ],
 )
 def test_bad_options_exit_2_and_name_the_option_before_an_engine_starts(options, says, monkeypatch):
@@ -166,20 +166,20 @@ def test_the_full_demo_runs_both_caches_and_all_numerics():
     runs = demo.runs(demo.Options(full=True))
     assert {run.spec.kv_cache_dtype for run in runs} == {"auto", "fp8"}
     assert [run.numerics for run in runs if run.bound] == ["activation dtype", "two-rounding"]
-    assert {"aiter", "stock, one step perturbed"} <= {run.numerics for run in runs if not run.bound}
-    assert all(not run.base.enabled and not run.base.stock_pass for run in runs)
+    assert {"aiter", "unmodified vLLM, one step perturbed"} <= {run.numerics for run in runs if not run.bound}
+    assert all(not run.base.enabled and not run.base.vllm_pass for run in runs)
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-def test_the_demo_over_the_fake_aiter_runs_vllms_own_attention_class_with_every_kind_of_head_count(arch):
-    runs = demo.runs(demo.Options(kernel="fake-aiter", arch=arch, full=True))
+def test_the_demo_over_the_simulated_aiter_runs_vllms_own_attention_class_with_every_kind_of_head_count(arch):
+    runs = demo.runs(demo.Options(kernel="simulated-aiter", arch=arch, full=True))
     assert {(run.spec.attention, run.spec.fake_arch) for run in runs} == {("aiter", arch)}
     assert {run.spec.model["num_attention_heads"] for run in runs} == {8, 16, 128}
     assert {(run.spec.kv_cache_dtype, bool(run.spec.drafts)) for run in runs if run.bound} == {
         ("auto", False),
         ("fp8", True),
     }
-    sandbox = demo.runs(demo.Options(kernel="fake-aiter", attention="sandbox"))
+    sandbox = demo.runs(demo.Options(kernel="simulated-aiter", attention="sandbox"))
     assert {run.spec.attention for run in sandbox} == {"sandbox"}
 
 

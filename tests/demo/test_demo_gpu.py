@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
-from tests.demo.test_demo import result
 
-from vllm_aiter_mla.census import gauge
-from vllm_aiter_mla.compat import layer as compat_layer
+from tests.demo.test_demo import result
 from tests.sandbox import child, demo, engine, plugin, runs
 from tests.sandbox.runs import Options
 from tests.sandbox.spec import EngineSpec
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.status import gauge
 
 GPU = EngineSpec(device="gpu", kernel="triton")
 
@@ -32,7 +32,7 @@ def a_gpu(monkeypatch):
     return platform
 
 
-def test_on_a_gpu_the_triton_kernel_meets_stock_over_both_caches_and_every_scenario(a_gpu):
+def test_on_a_gpu_the_triton_kernel_meets_vllm_over_both_caches_and_every_scenario(a_gpu):
     assert runs.why_not(Options(kernel="triton", tensor_parallel_size=2)) is None
     bf16, fp8 = runs.runs(Options(kernel="triton", full=True))
     assert [run.spec.kv_cache_dtype for run in (bf16, fp8)] == ["auto", "fp8"]

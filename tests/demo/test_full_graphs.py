@@ -10,8 +10,8 @@ from vllm import forward_context
 from vllm.compilation import monitor
 from vllm.config import CUDAGraphMode
 
-from vllm_aiter_mla.kernels import capture
 from tests.sandbox import attention, full_graphs, piecewise
+from vllm_aiter_mla.kernels import capture
 
 NAME, ROWS, BLOCKS, SIZE, WIDTH = "layer", 4, 6, 2, 3
 

@@ -14,9 +14,9 @@ import pytest
 from vllm.config import CompilationMode
 
 import vllm_aiter_mla
-from vllm_aiter_mla.compat.patches import platform_hook
 from tests.sandbox import engine, platform, plugin, ray_platform
 from tests.sandbox.spec import EngineSpec
+from vllm_aiter_mla.compat.patches import platform_hook
 
 GROUP = "vllm.general_plugins"
 

@@ -13,9 +13,9 @@ import typer.main
 from _pytest.mark.expression import Expression
 from typer.testing import CliRunner
 
-from vllm_aiter_mla.census import record
 from vllm_aiter_mla.commands import main
 from vllm_aiter_mla.compat import offline, switches
+from vllm_aiter_mla.status import record
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -156,18 +156,18 @@ def test_quoted_plans_run():
         assert "MLA layers" in result.output, (arguments, result.output)
 
 
-def verdict(**changes) -> str:
-    """What the census would say of 61 engaged layers."""
+def outcome(**changes) -> str:
+    """What the status file would say of 61 engaged layers."""
     names = [f"layer {index}" for index in range(61)]
     found = record.as_record(names, 1024, "fp8", 0, card="gfx950")
-    return record.line(found | {"engaged": dict.fromkeys(names, "aiter"), "refused": {}} | changes)
+    return record.line(found | {"engaged": dict.fromkeys(names, "aiter"), "skipped": {}} | changes)
 
 
-def test_quoted_verdicts_are_what_the_census_says():
+def test_quoted_outcomes_are_what_the_status_says():
     """Figures apart: L, and microseconds, for which the pages write A and B."""
     shape = {"layers": ["layer 0"], "chosen": [[1, 128, "triton"], [129, 1024, "aiter"]]}
-    timed = verdict(measured=[shape | {"us": {64: {"triton": 1.0, "stock": 2.0}}}])
-    said = {verdict(), timed.replace("1.0 us", "A us").replace("2.0,", "B,")}
+    timed = outcome(measured=[shape | {"us": {64: {"triton": 1.0, "vllm": 2.0}}}])
+    said = {outcome(), timed.replace("1.0 us", "A us").replace("2.0,", "B,")}
     found = [
         re.sub(r"1\.\.512;", "1..1024;", line)
         for page in PAGES.values()

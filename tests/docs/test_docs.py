@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.test_imports import ARROWS, FIRST
 
+from tests.test_imports import ARROWS, FIRST
 from vllm_aiter_mla.compat.patches import PATCHES
 from vllm_aiter_mla.compat.patches.patch import Patch
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.commands.plan import verdict
+from vllm_aiter_mla.commands.plan import outcome
 from vllm_aiter_mla.kernels.aiter.contract import CHECKS
 from vllm_aiter_mla.passes import match
 
@@ -54,16 +54,16 @@ def strings(node: ast.AST) -> list[str]:
 
 
 def codes_of(node: ast.expr) -> list[str]:
-    """A literal code, or the two of a choice; a variable holds a refusal's code from somewhere else."""
+    """A literal code, or the two of a choice; a variable holds a skip's code from somewhere else."""
     choices = [node.body, node.orelse] if isinstance(node, ast.IfExp) else [node]
     return [choice.value for choice in choices if isinstance(choice, ast.Constant)]
 
 
 def codes_given() -> set[str]:
-    """The codes that the package gives as a reason, literally, wherever it makes a refusal."""
-    found = {verdict.NO_ROPE[0], *match.NONE_ARGS.values()}
+    """The codes that the package gives as a reason, literally, wherever it makes a skip."""
+    found = {outcome.NO_ROPE[0], *match.NONE_ARGS.values()}
     for path in PACKAGE.rglob("*.py"):
-        for call in calls(path, "Refusal", "NoMatchError"):
+        for call in calls(path, "Skip", "NoMatchError"):
             if call.args:
                 found.update(codes_of(call.args[0]))
         # A code beside its line, as a pair: ("not_run", "its fused op ...").
@@ -123,22 +123,22 @@ def test_every_log_line_is_explained(line: str) -> None:
     ("source", "fragment"),
     [
         ("gate.py", "off although it was switched on: "),
-        ("census/record.py", "MLA layers engaged ("),
-        ("census/record.py", ", measured here"),
-        ("census/record.py", "; speed on "),
+        ("status/record.py", "MLA layers engaged ("),
+        ("status/record.py", ", measured here"),
+        ("status/record.py", "; speed on "),
         ("measuring.py", "the kernels could not be timed: "),
         ("measuring.py", "the measured choice could not be used: "),
         ("measuring.py", "the static order of kernels stands"),
         ("measuring.py", "kernels timed on this card in "),
         ("worker.py", "it is not among those that are timed"),
-        ("census/record.py", "(run: vllm-aiter-mla doctor)"),
-        ("census/record.py", "the model has no MLA layer"),
+        ("status/record.py", "(run: vllm-aiter-mla doctor)"),
+        ("status/record.py", "the model has no MLA layer"),
         ("worker.py", "noted when these graphs were compiled: "),
         ("worker.py", "the kernels could not be checked"),
         ("worker.py", "the worker could not be hooked"),
-        ("worker.py", "the verdict is not complete"),
-        ("worker.py", "no verdict could be made"),
-        ("worker.py", "no verdict could be said"),
+        ("worker.py", "the status line is not complete"),
+        ("worker.py", "no status line could be made"),
+        ("worker.py", "no status line could be said"),
         ("worker.py", "its kernel could not be checked: "),
         ("worker.py", "this layer shape falls back to vLLM's own kernels"),
         ("kernels/selfcheck.py", "self-check "),

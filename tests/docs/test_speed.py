@@ -66,4 +66,4 @@ def test_what_no_target_runs_can_be_imported():
         matrix = importlib.import_module("aiter_class_matrix")
     finally:
         sys.path.remove(str(TESTS / "engine"))
-    assert matrix.test_tokens_are_those_of_stock_in_all_scenarios
+    assert matrix.test_tokens_are_those_of_vllm_in_all_scenarios

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import vllm.envs
-from tests.doctor.doctor_support import with_config
 
+from tests.doctor.doctor_support import with_config
 from vllm_aiter_mla.admission import ConfigView, admit_config
 from vllm_aiter_mla.commands.doctor import conflicts, installed, machine, switches
 from vllm_aiter_mla.commands.doctor.check import Check, exit_status, run
@@ -92,11 +92,11 @@ def test_switches_name_the_variable_without_rocm_too(monkeypatch: pytest.MonkeyP
 
 def test_a_switch_that_leaves_nothing_to_fuse_is_a_problem() -> None:
     assert switches.mla(given(VLLM_MLA_DISABLE="1")).status == "problem"
-    assert "module emitter" in switches.breakable_graphs(given(VLLM_USE_BREAKABLE_CUDAGRAPH="1")).detail
+    assert "module integration" in switches.breakable_graphs(given(VLLM_USE_BREAKABLE_CUDAGRAPH="1")).detail
 
 
 def test_breakable_graphs_are_a_problem_where_the_passes_are_asked_for() -> None:
-    served = with_config(None, {"aiter_mla": {"emitter": "passes"}}, VLLM_USE_BREAKABLE_CUDAGRAPH="1")
+    served = with_config(None, {"aiter_mla": {"integration": "passes"}}, VLLM_USE_BREAKABLE_CUDAGRAPH="1")
     assert conflicts.graph(served).detail.startswith("breakable_cudagraph")
 
 
@@ -202,7 +202,7 @@ def test_the_driver_is_read_from_its_files(monkeypatch: pytest.MonkeyPatch, tmp_
 DEAD = {"pass_config": {"fuse_rope_kvcache_cat_mla": True}}
 
 
-def test_stocks_dead_flag_is_a_problem_and_explained() -> None:
+def test_vllms_dead_flag_is_a_problem_and_explained() -> None:
     found = conflicts.dead_flag(with_config(DEAD))
     assert found.status == "problem"
     assert "matches nothing" in found.detail
@@ -224,9 +224,9 @@ def test_the_flag_is_alive_in_a_graph_that_holds_the_layer(compilation: dict[str
 
 
 def test_options_that_cut_the_graph_are_refused_in_admissions_words() -> None:
-    asked = {"aiter_mla": {"emitter": "passes"}}
+    asked = {"aiter_mla": {"integration": "passes"}}
     found = conflicts.graph(with_config({"use_inductor_graph_partition": False}, asked))
-    assert found.detail == str(admit_config(ConfigView(use_inductor_graph_partition=False, emitter="passes")))
+    assert found.detail == str(admit_config(ConfigView(use_inductor_graph_partition=False, integration="passes")))
     assert conflicts.graph(with_config({"mode": 0}, asked)).detail.startswith("compilation_mode")
     assert conflicts.graph(with_config({"mode": 3, "splitting_ops": []})).status == "ok"
 

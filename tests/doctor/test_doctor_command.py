@@ -33,7 +33,7 @@ def doctor(code: str, *path: Path) -> tuple[int, dict[str, dict[str, str]]]:
     return done.returncode, {check["name"]: check for check in record["checks"]}
 
 
-def fake_aiter(folder: Path, marker: Path) -> None:
+def simulated_aiter(folder: Path, marker: Path) -> None:
     """An AITER that leaves a trace when it is imported, as the real one may start a compiler."""
     from vllm_aiter_mla.kernels.aiter.locate import OP, REQUIRED
 
@@ -53,7 +53,7 @@ def test_doctor_runs_without_torch_and_vllm() -> None:
 
 def test_doctor_on_this_machine_never_imports_aiter(tmp_path: Path) -> None:
     marker = tmp_path / "imported"
-    fake_aiter(tmp_path, marker)
+    simulated_aiter(tmp_path, marker)
     # Whatever a release of vLLM's may try while it is looked at.
     eager = "from vllm_aiter_mla.commands.doctor import installed, command\n"
     eager += "def importing(given):\n    import aiter.ops.cache\n"
@@ -84,7 +84,7 @@ def test_without_vllm_the_plugins_own_options_are_still_checked() -> None:
 def test_the_guard_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_aiter_mla.commands.doctor.guard import aiter_not_importable
 
-    fake_aiter(tmp_path, tmp_path / "imported")
+    simulated_aiter(tmp_path, tmp_path / "imported")
     monkeypatch.syspath_prepend(str(tmp_path))
     with aiter_not_importable(), pytest.raises(ImportError, match="compiler"):
         import aiter

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import typer
-from tests.doctor.doctor_support import with_config
 from typer.testing import CliRunner
 
+from tests.doctor.doctor_support import with_config
 from vllm_aiter_mla.commands.doctor import command, conflicts, given, installed, machine
 from vllm_aiter_mla.commands.doctor.given import Given
 
 FLAG = "fuse_aiter_qk_rope_kvcache_mla"
-PASSES = ["--additional-config.aiter_mla.emitter", "passes"]
+PASSES = ["--additional-config.aiter_mla.integration", "passes"]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_options_of_the_graph_are_read_as_vllm_reads_them() -> None:
     right = with_config({"mode": "vllm_compile", "use_inductor_graph_partition": "True"})
     assert conflicts.graph(right).status == "ok"
     cut = with_config({"use_inductor_graph_partition": "off"})
-    assert conflicts.graph(cut).detail.startswith("the module emitter is taken; graph_partition")
+    assert conflicts.graph(cut).detail.startswith("the module integration is taken; graph_partition")
     # vLLM takes true for the number 1.
     assert "; compilation_mode" in conflicts.graph(with_config({"mode": True})).detail
 

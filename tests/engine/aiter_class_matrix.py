@@ -10,9 +10,9 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+
 from tests.engine.engine_specs import SCALES
 from tests.engine.test_engine_parity import assert_all_engaged, assert_parity
-
 from tests.sandbox import engine
 from tests.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS
 from tests.sandbox.spec import EngineSpec
@@ -22,7 +22,7 @@ from tests.sandbox.spec import EngineSpec
     ("arch", "cache", "heads", "drafts"),
     product(("gfx942", "gfx950"), ("auto", "fp8"), (16, 8, 128), (0, 2)),
 )
-def test_tokens_are_those_of_stock_in_all_scenarios(arch, cache, heads, drafts, tmp_path_factory):
+def test_tokens_are_those_of_vllm_in_all_scenarios(arch, cache, heads, drafts, tmp_path_factory):
     ours = EngineSpec(
         scenarios=BF16_SCENARIOS,
         max_num_batched_tokens=CHUNK_TOKENS,
@@ -30,12 +30,14 @@ def test_tokens_are_those_of_stock_in_all_scenarios(arch, cache, heads, drafts, 
         kv_cache_dtype=cache,
         scales=SCALES if cache == "fp8" else None,
         drafts=drafts,
-        # Over fp8 AITER rounds otherwise than stock: the reference can round as stock does.
+        # Over fp8 AITER rounds otherwise than unmodified vLLM: the reference can round as unmodified vLLM does.
         kernel="reference" if cache == "fp8" else "aiter",
         fake_arch=arch,
         attention="aiter",
     )
     shared = tmp_path_factory.getbasetemp() / "inductor"
-    stock, found = (engine.run(spec, inductor=shared) for spec in (replace(ours, enabled=False, kernel="auto"), ours))
+    vllm_own, found = (
+        engine.run(spec, inductor=shared) for spec in (replace(ours, enabled=False, kernel="auto"), ours)
+    )
     assert_all_engaged(found)
-    assert_parity(stock, found)
+    assert_parity(vllm_own, found)

@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.engine import engine_specs
 import pytest
 
+from tests.engine import engine_specs
 from tests.sandbox import engine
 from tests.sandbox.spec import EngineResult, load
 

@@ -12,8 +12,8 @@ def attention_does_not_split() -> None:
 
     inner = gate._split
 
-    def split(compilation, emitter):
-        inner(compilation, emitter)
+    def split(compilation, integration):
+        inner(compilation, integration)
         compilation.splitting_ops = [op for op in compilation.splitting_ops if op not in ATTENTION_OPS]
 
     gate._split = split
@@ -21,33 +21,33 @@ def attention_does_not_split() -> None:
 
 
 def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:
-    """Two bugs that do not meet: tokens of batches inside the bucket show one, the graph above it the other.
+    """Two bugs that do not meet: tokens of batches within the decode limit show one, the graph above it the other.
 
     The op hands prefill rows on as they come: it writes their KV rows, and rotates copies for that. And the passes run
-    in every compile range; no batch of the scenarios is above the bucket.
+    in every compile range; no batch of the scenarios is above the decode limit.
     """
-    from vllm_aiter_mla import bucket
+    from vllm_aiter_mla import decode_limit
     from vllm_aiter_mla.ops import bodies
 
     inner = bodies.rotate_and_write
     bodies.rotate_and_write = lambda step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
-    bucket.in_bucket = lambda end, limit: True
+    decode_limit.within_limit = lambda end, limit: True
 
 
 def plugin_that_refuses_every_second_layer() -> None:
-    """Another plugin, by its fingerprint alone, than the one that compiled the artifact; one layer's refusal must not
+    """Another plugin, by its fingerprint alone, than the one that compiled the artifact; one layer's skip must not
     touch its neighbour, and the artifact holds both of them fused.
 
     It refuses where a graph is rewritten: a layer that is refused earlier changes the cache key by itself.
     """
     from vllm_aiter_mla import fingerprint
-    from vllm_aiter_mla.admission import Refusal
+    from vllm_aiter_mla.admission import Skip
     from vllm_aiter_mla.passes import pipeline
 
     inner = pipeline._admit
 
     def admit(match, *rest):
-        return Refusal("geometry", "refused by the test") if ".0." in match.layer_name else inner(match, *rest)
+        return Skip("geometry", "refused by the test") if ".0." in match.layer_name else inner(match, *rest)
 
     pipeline._admit = admit
     fingerprint.fingerprint = lambda: "0.0.0-changed"

@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from tests.engine import engine_specs
-
 from tests.sandbox import engine
 from tests.sandbox.spec import save
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tools.model_configs import ROWS
-from tools.model_matrix import spec_of
 from tests.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
 from tests.sandbox.spec import EngineSpec
+from tools.model_configs import ROWS
+from tools.model_matrix import spec_of
 
 MOST = 28
 """Engines that compile: one takes up to a minute. What can be shown without one is shown without one, or in eager mode,
-which takes ten seconds; a stock side serves many."""
+which takes ten seconds; a unmodified vLLM side serves many."""
 
 SCALES = (0.5, 0.7)
 SMALL = {"num_hidden_layers": 2}
@@ -47,7 +47,7 @@ _fp32 = EngineSpec(
 # Full graphs of 4 and 16 requests; most batches are padded. In fp32, where a GEMM over more rows moves no token.
 _full = replace(_fp32, graphs="full", compilation={"cudagraph_capture_sizes": [4, 16]})
 # vLLM's own AITER attention. Its decode takes 16 heads and more: 8 are padded on gfx942; gfx950 has a kernel for them.
-# The model's own draft layer proposes: one layer of the target and the draft's in one bucket of 16 x (1 + drafts).
+# The model's own draft layer proposes: one layer of the target and the draft's; L is 16 x (1 + drafts).
 # With full graphs, over which its metadata builder keeps buffers: 1 to 4 requests of 3 rows in 12, up to 16 in 48.
 _class942 = EngineSpec(
     scenarios=("mixed", "chunked"), model={"num_hidden_layers": 1, "num_attention_heads": 8}, drafts=2,
@@ -62,14 +62,14 @@ _schedule = EngineSpec(
         "disable_log_stats": False,
     },
 )  # fmt: skip
-# Compiled: in eager mode stock itself has failed here with two stages.
+# Compiled: in eager mode unmodified vLLM itself has failed here with two stages.
 _stages = replace(_small, scenarios=("mixed",), llm={"pipeline_parallel_size": 2})
 _shared_kv = EngineSpec(
     scenarios=("prefixes",), model={"num_hidden_layers": 1}, shares_kv=True,
     llm={"block_size": 16, "disable_log_stats": False},
 )  # fmt: skip
-# The module emitter, without a compiled graph, and beside one that is cut at attention. Plain RotaryEmbedding, which
-# vLLM rotates by a kernel in eager mode too: YaRN is rotated there op by op, and rounded three times.
+# The module integration without a compiled graph, and beside one that is cut at attention. Plain RotaryEmbedding,
+# which vLLM rotates by a kernel in eager mode too: YaRN is rotated there op by op, and rounded three times.
 _eager = EngineSpec(
     scenarios=BF16_SCENARIOS, model=SMALL | {"yarn": False}, linear="aten", max_num_batched_tokens=CHUNK_TOKENS,
     llm={"enforce_eager": True},
@@ -92,7 +92,7 @@ _eager_small = replace(_eager, scenarios=("short", "mixed"))
 _aiter942 = replace(_eager_small, kernel="aiter", rounding="single", fake_arch="gfx942", kv_cache_dtype="fp8")
 _cut = replace(_eager, scenarios=("mixed", "long"), llm={}, compilation={"use_inductor_graph_partition": False})
 _full_module = replace(
-    _full, additional={"emitter": "module"}, compilation=_full.compilation | {"use_inductor_graph_partition": True}
+    _full, additional={"integration": "module"}, compilation=_full.compilation | {"use_inductor_graph_partition": True}
 )
 
 
@@ -105,7 +105,7 @@ _expert_parallel = replace(
     llm={"enforce_eager": True, "enable_expert_parallel": True},
 )  # fmt: skip
 _lora = replace(_eager, scenarios=("mixed",), lora=True)
-# One stock side in one process serves it: in fp32 two ranks move no token.
+# One unmodified vLLM side in one process serves it: in fp32 two ranks move no token.
 _ray = replace(
     _fp32, scenarios=("mixed",), graphs=None, tensor_parallel_size=2,
     llm={"enforce_eager": True, "distributed_executor_backend": "ray"},
@@ -114,7 +114,7 @@ _ray = replace(
 
 def _off(spec: EngineSpec) -> EngineSpec:
     graphs = spec.graphs if spec.graphs == "full" else None
-    return replace(spec, enabled=False, stock_pass=False, graphs=graphs, compile_cache=False)
+    return replace(spec, enabled=False, vllm_pass=False, graphs=graphs, compile_cache=False)
 
 
 def _broken(spec: EngineSpec, mutation: str) -> EngineSpec:
@@ -134,13 +134,13 @@ SPECS: dict[str, EngineSpec] = {
     "fp32-off": _off(_fp32),
     "fp32-on": _fp32,
     "mutation-no-split": replace(_fp32, scenarios=("mixed",), mutation="engine_mutations:attention_does_not_split"),
-    "on-after-stock": replace(_small, stock_pass=True),
+    "on-after-unmodified vLLM": replace(_small, vllm_pass=True),
     "stop-rope-kv": replace(_small, stop_after="rope_kv_cache"),
     "full-on": _full,
     "mutation-padded-slots": replace(
         _full, scenarios=("mixed",), mutation="engine_mutations:padding_has_the_slot_of_another_row"
     ),
-    "mutation-raw-prefill-above-bucket": replace(
+    "mutation-raw-prefill-above-decode limit": replace(
         _small,
         scenarios=("mixed",),
         dump_graphs=True,
@@ -179,7 +179,7 @@ SPECS: dict[str, EngineSpec] = {
     "cut-off": _off(_cut),
     "cut-on": _cut,
     "module-full": _full_module,
-    "refused": replace(_eager_small, mutation="engine_mutations:no_implementation_is_known"),
+    "skipped": replace(_eager_small, mutation="engine_mutations:no_implementation_is_known"),
     "refused-strict": replace(_eager_small, kernel="triton", additional={"strict": True}),
     "aiter-gfx942-fp8": _aiter942,
     "reference-gfx942-fp8": replace(_aiter942, kernel="reference"),

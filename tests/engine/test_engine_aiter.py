@@ -1,16 +1,16 @@
-"""The real vLLM engine over the fake AITER, platform checks faked, and over the interpreted Triton kernel."""
+"""The real vLLM engine over the simulated AITER, platform checks faked, and over the interpreted Triton kernel."""
 
 from __future__ import annotations
 
 import pytest
-from tests.engine.test_engine_parity import assert_all_engaged, assert_parity, beside
 
+from tests.engine.test_engine_parity import assert_all_engaged, assert_parity, beside
 from tests.sandbox.compare import compare
 from tests.sandbox.runs import SUM_ORDER
 
 
 def kernels(result):
-    return [set(record["engaged"].values()) for record in result.census]
+    return [set(record["engaged"].values()) for record in result.status]
 
 
 @pytest.mark.engine("aiter-gfx942-fp8", "reference-gfx942-fp8")
@@ -32,22 +32,22 @@ def test_the_triton_kernel_on_cpu_tensors_serves_the_engine_within_the_bound_of_
 
 
 @pytest.mark.engine("eager-off", "aiter-fp8-bmm-off", "aiter-fp8-bmm-on")
-def test_absorb_weights_in_fp8_equal_stock_which_multiplies_by_the_same_gemm(engines):
-    stock = engines("aiter-fp8-bmm-off")
-    assert stock.scenarios != beside(engines("eager-off"), stock).scenarios, "the weights were not held in fp8"
+def test_absorb_weights_in_fp8_equal_vllm_which_multiplies_by_the_same_gemm(engines):
+    vllm_own = engines("aiter-fp8-bmm-off")
+    assert vllm_own.scenarios != beside(engines("eager-off"), vllm_own).scenarios, "the weights were not held in fp8"
     assert kernels(engines("aiter-fp8-bmm-on")) == [{"aiter"}]
     assert_all_engaged(engines("aiter-fp8-bmm-on"))
-    assert_parity(stock, engines("aiter-fp8-bmm-on"))
+    assert_parity(vllm_own, engines("aiter-fp8-bmm-on"))
 
 
 @pytest.mark.engine("eager-off", "aiter-fp4-bmm-off", "aiter-fp4-bmm-on")
-def test_absorb_weights_in_fp4_equal_stock_which_multiplies_by_the_same_gemm(engines):
-    """Beside a bf16 cache stock's GEMM gets no ``y_scale``; what it does beside fp8: tests/test_absorb_fp4.py."""
-    stock = engines("aiter-fp4-bmm-off")
-    assert stock.scenarios != beside(engines("eager-off"), stock).scenarios, "the weights were not held in mxfp4"
+def test_absorb_weights_in_fp4_equal_vllm_which_multiplies_by_the_same_gemm(engines):
+    """Beside a bf16 cache vLLM's own GEMM gets no ``y_scale``; what it does beside fp8: tests/test_absorb_fp4.py."""
+    vllm_own = engines("aiter-fp4-bmm-off")
+    assert vllm_own.scenarios != beside(engines("eager-off"), vllm_own).scenarios, "the weights were not held in mxfp4"
     assert kernels(engines("aiter-fp4-bmm-on")) == [{"aiter"}]
     assert_all_engaged(engines("aiter-fp4-bmm-on"))
-    assert_parity(stock, engines("aiter-fp4-bmm-on"))
+    assert_parity(vllm_own, engines("aiter-fp4-bmm-on"))
 
 
 @pytest.mark.engine("aiter-gfx942-broken")

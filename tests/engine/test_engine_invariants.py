@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.engine.test_engine_parity import assert_all_engaged, assert_parity, beside
 
+from tests.engine.test_engine_parity import assert_all_engaged, assert_parity, beside
 from tests.sandbox.compare import compare
 from tests.sandbox.engine import EngineFailedError
 from tests.sandbox.runs import EXACT, SUM_ORDER
 
 
-def assert_same_graph_above_the_bucket(base, other):
+def assert_same_graph_above_the_decode_limit(base, other):
     above = f"{other.ranges[-1][0]}-{other.ranges[-1][1]}"
     assert other.graphs[above] == base.graphs[above]
 
@@ -20,13 +20,13 @@ def assert_same_graph_above_the_bucket(base, other):
 # I3: prefill rows see rotated q and k_pe, whatever the batch.
 
 
-@pytest.mark.engine("bf16-off", "mutation-raw-prefill-above-bucket")
+@pytest.mark.engine("bf16-off", "mutation-raw-prefill-above-decode limit")
 @pytest.mark.mutation
 def test_mutation_i3_prefill_rows_that_stay_raw_change_the_tokens(engines):
-    stock, found = engines("bf16-off"), engines("mutation-raw-prefill-above-bucket")
+    vllm_own, found = engines("bf16-off"), engines("mutation-raw-prefill-above-decode limit")
     with pytest.raises(AssertionError):
-        assert_parity(stock, found)
-    for name, figures in compare(beside(stock, found), found).items():
+        assert_parity(vllm_own, found)
+    for name, figures in compare(beside(vllm_own, found), found).items():
         assert figures.tokens_equal < figures.tokens, name
         # The bound of the demo on a GPU is wider than equality, and sees it too.
         assert not SUM_ORDER.holds(figures), (name, figures)
@@ -38,11 +38,11 @@ def test_mutation_i3_prefill_rows_that_stay_raw_change_the_tokens(engines):
 
 @pytest.mark.engine("fp32-off", "fp32-on", "fp8-off", "fp8-on")
 @pytest.mark.parametrize("model", ["fp32", "fp8"])
-def test_i2_emulated_piecewise_capture_agrees_with_stock(engines, model):
+def test_i2_emulated_piecewise_capture_agrees_with_vllm(engines, model):
     found = engines(f"{model}-on")
     assert_parity(engines(f"{model}-off"), found)
     assert_all_engaged(found)
-    assert found.pieces == found.census[0]["total"] + 1, "a piece before, between and behind the layers' ops"
+    assert found.pieces == found.status[0]["total"] + 1, "a piece before, between and behind the layers' ops"
     assert found.branches["rotate_and_write"] > 0
 
 
@@ -51,12 +51,12 @@ def padded(result):
 
 
 @pytest.mark.engine("fp32-off", "full-on")
-def test_emulated_full_graphs_of_padded_batches_agree_with_stock(engines):
+def test_emulated_full_graphs_of_padded_batches_agree_with_vllm(engines):
     """Decode batches ran in graphs of 4 or 16 rows, batches with prefill rows beside piecewise graphs."""
     found = engines("full-on")
     assert_parity(engines("fp32-off"), found, 1e-4)
     assert_all_engaged(found)
-    assert found.census[0]["capture_sizes"] == [4, 16]
+    assert found.status[0]["capture_sizes"] == [4, 16]
     assert {(1, 4), (3, 4), (5, 16)} <= padded(found)
     assert (16, 16) in found.replays
     assert found.branches["rotate_and_write"] > 0
@@ -79,14 +79,14 @@ def test_mutation_i2_attention_inside_a_piece_is_caught(engines):
 
 
 @pytest.mark.engine("bf16-on")
-def test_i13_batches_with_prefill_rows_inside_the_bucket_are_rotated_in_place(engines):
+def test_i13_batches_with_prefill_rows_inside_the_decode_limit_are_rotated_in_place(engines):
     """Both branches of the op ran, and it was given the projection's own buffer: no copy of q is made."""
     found = engines("bf16-on")
     assert found.branches["prepared_query"] > 0
     assert found.branches["rotate_and_write"] > 0
     code = found.code["1-16"]
     handed_over = re.findall(r"mla_attention_with_rope\.default\(reinterpret_tensor\((buf\d+),", code)
-    assert len(handed_over) == found.census[0]["total"]
+    assert len(handed_over) == found.status[0]["total"]
     for buffer in handed_over:
         (producer,) = uses_before_the_op(code, buffer)
         assert re.search(rf"\bmm\(.*\bout={buffer}\b", producer), producer
@@ -100,23 +100,23 @@ def uses_before_the_op(code: str, buffer: str) -> list[str]:
     return [line for line in used[:op] if not line.startswith((f"{buffer} = ", "assert_", "del "))]
 
 
-# I4: a layer is rewritten completely or not at all; one layer's refusal never touches another.
+# I4: a layer is rewritten completely or not at all; one layer's skip never touches another.
 
 
 @pytest.mark.engine("bf16-off", "mutation-half-a-layer")
 def test_i4_a_refused_layer_beside_an_engaged_one_changes_nothing(engines):
-    record = engines("mutation-half-a-layer").census[0]
+    record = engines("mutation-half-a-layer").status[0]
     assert len(record["engaged"]) == 1
-    assert list(record["refused"].values()) == [["geometry", "refused by the test"]]
+    assert list(record["skipped"].values()) == [["geometry", "refused by the test"]]
     assert_parity(engines("bf16-off"), engines("mutation-half-a-layer"))
 
 
-# I5: above L, and with the flag off, graph and outputs are stock's to the byte.
+# I5: above L, and with the flag off, graph and outputs are vLLM's own to the byte.
 
 
 @pytest.mark.engine("bf16-off", "bf16-on")
-def test_i5_the_graph_above_the_bucket_is_that_of_stock(engines):
-    assert_same_graph_above_the_bucket(engines("bf16-off"), engines("bf16-on"))
+def test_i5_the_graph_above_the_decode_limit_is_that_of_vllm(engines):
+    assert_same_graph_above_the_decode_limit(engines("bf16-off"), engines("bf16-on"))
     assert engines("bf16-on").graphs["1-16"] != engines("bf16-off").graphs["1-16"]
 
 
@@ -125,14 +125,16 @@ def test_i5_flag_off_is_vllm_without_the_plugin(engines):
     off, bare = engines("bf16-off"), engines("no-plugin")
     assert off.graphs == bare.graphs
     assert beside(off, bare).scenarios == bare.scenarios
-    assert off.census == bare.census == []
+    assert off.status == bare.status == []
 
 
-@pytest.mark.engine("bf16-off", "mutation-raw-prefill-above-bucket")
+@pytest.mark.engine("bf16-off", "mutation-raw-prefill-above-decode limit")
 @pytest.mark.mutation
 def test_mutation_i5_passes_that_ignore_the_range_are_caught(engines):
     with pytest.raises(AssertionError):
-        assert_same_graph_above_the_bucket(engines("bf16-off"), engines("mutation-raw-prefill-above-bucket"))
+        assert_same_graph_above_the_decode_limit(
+            engines("bf16-off"), engines("mutation-raw-prefill-above-decode limit")
+        )
 
 
 # I8: what fired is said once; nothing fired is a warning with the reason, or an error in strict mode.
@@ -142,7 +144,7 @@ def test_mutation_i5_passes_that_ignore_the_range_are_caught(engines):
 def test_i8_what_engaged_is_said_once(engines):
     lines = [line for line in engines("bf16-on").log if "MLA layers engaged" in line]
     assert len(lines) == 1
-    assert "2/2 MLA layers engaged (reference, bf16 KV, decode bucket 1..16)" in lines[0]
+    assert "2/2 MLA layers engaged (reference, bf16 KV, decode limit 1..16)" in lines[0]
 
 
 @pytest.mark.engine("fp8-on")
@@ -150,16 +152,16 @@ def test_i8_an_engine_in_which_nothing_failed_warns_of_nothing(engines):
     assert [line for line in engines("fp8-on").log if "WARNING" in line or "ERROR" in line] == []
 
 
-@pytest.mark.engine("eager-off", "refused")
+@pytest.mark.engine("eager-off", "skipped")
 @pytest.mark.mutation
-def test_mutation_i8_nothing_engaged_is_one_warning_with_the_reason_and_stock_results(engines):
-    lines = [line for line in engines("refused").log if "0/2" in line]
+def test_mutation_i8_nothing_engaged_is_one_warning_with_the_reason_and_vllm_results(engines):
+    lines = [line for line in engines("skipped").log if "0/2" in line]
     assert len(lines) == 1
     assert "WARNING" in lines[0]
     assert "impl: attention implementation is SandboxMLAImpl" in lines[0]
     with pytest.raises(AssertionError):
-        assert_all_engaged(engines("refused"))
-    assert_parity(engines("eager-off"), engines("refused"), 0.0)
+        assert_all_engaged(engines("skipped"))
+    assert_parity(engines("eager-off"), engines("skipped"), 0.0)
 
 
 @pytest.mark.engine("refused-strict")
@@ -176,8 +178,8 @@ def test_i8_nothing_engaged_is_an_error_with_the_reason_in_strict_mode(engines):
 @pytest.mark.engine("bf16-on", "warm")
 def test_i9_a_warm_start_runs_no_pass_and_says_the_same(engines):
     cold, warm = engines("bf16-on"), engines("warm")
-    assert cold.census[0]["compiled"]
-    assert warm.census[0]["compiled"] == {}, "the passes ran again: this was no warm start"
+    assert cold.status[0]["compiled"]
+    assert warm.status[0]["compiled"] == {}, "the passes ran again: this was no warm start"
     assert_all_engaged(warm)
     assert warm.scenarios == beside(cold, warm).scenarios
     said = [[line.partition("aiter-mla:")[2] for line in r.log if "engaged" in line] for r in (cold, warm)]
@@ -187,7 +189,7 @@ def test_i9_a_warm_start_runs_no_pass_and_says_the_same(engines):
 @pytest.mark.engine("bf16-on", "mutation-half-a-layer")
 def test_i9_a_changed_fingerprint_compiles_again(engines):
     """It started in the cache of ``bf16-on``, whose artifact holds both layers fused."""
-    assert engines("mutation-half-a-layer").census[0]["compiled"]
+    assert engines("mutation-half-a-layer").status[0]["compiled"]
 
 
 @pytest.mark.engine("eager-drafts-off", "mutation-scale-twice")

@@ -1,25 +1,25 @@
-"""Claims about the module emitter in a real engine: the same tokens as stock's in the same mode, without a pass."""
+"""Claims about the module integration in a real engine: the tokens of vLLM in the same mode, without a pass."""
 
 from __future__ import annotations
 
 import pytest
+
 from tests.engine.test_engine_invariants import padded
 from tests.engine.test_engine_parity import assert_all_engaged, assert_parity, beside
-
 from tests.sandbox.compare import compare
 
 
 def assert_by_module(result, code):
-    """Each rank's layers are engaged by the module emitter; no pass has run; the log says why."""
-    assert_all_engaged(result, len(result.census))
-    assert {record["emitter"] for record in result.census} == {"module"}
-    assert all(record["compiled"] == {} for record in result.census)
+    """Each rank's layers are engaged by the module integration; no pass has run; the log says why."""
+    assert_all_engaged(result, len(result.status))
+    assert {record["integration"] for record in result.status} == {"module"}
+    assert all(record["compiled"] == {} for record in result.status)
     assert any(f"the passes cannot run: {code}" in line for line in result.log) is (code != "")
-    assert any("emitter module)" in line for line in result.log)
+    assert any("integration module)" in line for line in result.log)
 
 
 @pytest.mark.engine("eager-off", "eager-on")
-def test_eager_engines_engage_by_the_module_and_agree_with_stock(engines):
+def test_eager_engines_engage_by_the_module_and_agree_with_vllm(engines):
     found = engines("eager-on")
     assert_parity(engines("eager-off"), found)
     assert_by_module(found, "enforce_eager")
@@ -27,11 +27,11 @@ def test_eager_engines_engage_by_the_module_and_agree_with_stock(engines):
 
 
 @pytest.mark.engine("eager-drafts-off", "eager-drafts-on")
-def test_eager_drafts_over_an_fp8_cache_and_aiters_class_agree_with_stock(engines):
+def test_eager_drafts_over_an_fp8_cache_and_aiters_class_agree_with_vllm(engines):
     found = engines("eager-drafts-on")
     assert_parity(engines("eager-drafts-off"), found)
     assert_by_module(found, "enforce_eager")
-    assert found.census[0]["total"] == 2, "the draft layer's module is replaced as well"
+    assert found.status[0]["total"] == 2, "the draft layer's module is replaced as well"
 
 
 @pytest.mark.wide
@@ -43,7 +43,7 @@ def test_a_graph_that_is_cut_at_attention_is_served_by_the_module(engines):
 
 
 @pytest.mark.engine("fp32-off", "module-full")
-def test_the_module_under_emulated_full_and_piecewise_graphs_agrees_with_stock(engines):
+def test_the_module_under_emulated_full_and_piecewise_graphs_agrees_with_vllm(engines):
     found = engines("module-full")
     assert_parity(engines("fp32-off"), found, 1e-4)
     assert_by_module(found, "")
@@ -53,10 +53,10 @@ def test_the_module_under_emulated_full_and_piecewise_graphs_agrees_with_stock(e
 
 @pytest.mark.engine("eager-off", "mutation-unknown-forward")
 @pytest.mark.mutation
-def test_mutation_an_unknown_forward_of_the_wrapper_stays_stocks(engines):
+def test_mutation_an_unknown_forward_of_the_wrapper_is_left_to_vllm(engines):
     found = engines("mutation-unknown-forward")
-    assert [code for code, _ in found.census[0]["refused"].values()] == ["unknown_forward"] * 2
-    assert found.census[0]["engaged"] == {}
+    assert [code for code, _ in found.status[0]["skipped"].values()] == ["unknown_forward"] * 2
+    assert found.status[0]["engaged"] == {}
     assert_parity(engines("eager-off"), found, 0.0)
 
 

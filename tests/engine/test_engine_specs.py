@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.engine import engine_mutations
-from tests.engine import engine_specs
+from tests.engine import engine_mutations, engine_specs
 
 HERE = Path(__file__).parent
 

@@ -1,8 +1,9 @@
-"""Ways to schedule and to spread an engine: tokens are stock's, layers engage, and the way was really taken."""
+"""Ways to schedule and to spread an engine: tokens are vLLM's own, layers engage, and the way was really taken."""
 
 from __future__ import annotations
 
 import pytest
+
 from tests.engine.test_engine_parity import assert_all_engaged, assert_parity
 
 
@@ -11,7 +12,7 @@ from tests.engine.test_engine_parity import assert_all_engaged, assert_parity
     ("topology", "counter"),
     [("prefix caching with partial hits", "vllm:prefix_cache_hits"), ("preemption", "vllm:num_preemptions")],
 )
-def test_topology_of_the_scheduler_gives_the_tokens_of_stock(engines, topology, counter):
+def test_topology_of_the_scheduler_gives_the_tokens_of_vllm(engines, topology, counter):
     """Both beside asynchronous scheduling and chunked prompts."""
     found = engines("schedule-on")
     assert found.counters[counter] > 0, f"{topology} did not happen"
@@ -22,10 +23,10 @@ def test_topology_of_the_scheduler_gives_the_tokens_of_stock(engines, topology, 
 
 @pytest.mark.engine("schedule-off", "schedule-on")
 def test_topology_reloaded_weights_are_those_that_the_fast_path_multiplies_by(engines):
-    """vLLM's reload_weights puts other values into the tensors that are there; stock reads them, and so do we."""
-    stock, ours = engines("schedule-off").scenarios, engines("schedule-on").scenarios
+    """vLLM's reload_weights puts other values into the tensors that are there; vLLM reads them, and so do we."""
+    vllm_own, ours = engines("schedule-off").scenarios, engines("schedule-on").scenarios
     for name in ("prefixes", "crowded"):
-        assert ours[f"{name}, reloaded"] == stock[f"{name}, reloaded"]
+        assert ours[f"{name}, reloaded"] == vllm_own[f"{name}, reloaded"]
         assert ours[f"{name}, reloaded"] != ours[name], "the weights did not change"
 
 
@@ -39,7 +40,7 @@ def test_topology_of_two_ranks_with_experts_of_their_own(engines):
 @pytest.mark.wide
 @pytest.mark.engine("eagle-off", "eagle-on")
 def test_topology_of_an_eagle3_draft_engages_the_drafts_layer_too(engines):
-    (record,) = engines("eagle-on").census
+    (record,) = engines("eagle-on").status
     assert len(record["engaged"]) == record["total"] == 4
     assert_parity(engines("eagle-off"), engines("eagle-on"))
 
@@ -47,7 +48,7 @@ def test_topology_of_an_eagle3_draft_engages_the_drafts_layer_too(engines):
 @pytest.mark.wide
 @pytest.mark.engine("fp32-off", "ray-on")
 def test_topology_of_workers_in_rays_actors(engines):
-    """The plugin, its options and its census reach them."""
+    """The plugin, its options and its status reach them."""
     found = engines("ray-on")
     assert_all_engaged(found, ranks=2)
     assert_parity(engines("fp32-off"), found)
@@ -57,28 +58,28 @@ def test_topology_of_workers_in_rays_actors(engines):
 @pytest.mark.wide
 @pytest.mark.engine("eager-off", "lora-off", "lora-on")
 def test_topology_of_a_lora_adapter_for_every_second_request(engines):
-    stock, ours = engines("lora-off"), engines("lora-on")
+    vllm_own, ours = engines("lora-off"), engines("lora-on")
     assert_all_engaged(ours)
-    assert_parity(stock, ours)
+    assert_parity(vllm_own, ours)
     plain = engines("eager-off").scenarios["mixed"]
-    changed = [one != other for one, other in zip(stock.scenarios["mixed"], plain, strict=True)]
+    changed = [one != other for one, other in zip(vllm_own.scenarios["mixed"], plain, strict=True)]
     assert all(changed[1::2]), "the adapter did not do anything"
 
 
 @pytest.mark.wide
 @pytest.mark.engine("pp2-off", "pp2-on")
-def test_topology_of_two_pipeline_stages_has_one_verdict_for_both(engines):
+def test_topology_of_two_pipeline_stages_has_one_outcome_for_both(engines):
     found = engines("pp2-on")
     assert_all_engaged(found, ranks=2)
     assert_parity(engines("pp2-off"), found)
-    (verdict,) = [line for line in found.log if "MLA layers engaged" in line]
-    assert "2/2 MLA layers engaged (reference, bf16 KV, decode bucket 1..16) in 2 pipeline stages" in verdict
+    (outcome,) = [line for line in found.log if "MLA layers engaged" in line]
+    assert "2/2 MLA layers engaged (reference, bf16 KV, decode limit 1..16) in 2 pipeline stages" in outcome
 
 
 @pytest.mark.engine("kv-off", "kv-on")
-def test_topology_of_a_kv_connector_reads_the_rows_that_stock_has_written(engines):
+def test_topology_of_a_kv_connector_reads_the_rows_that_vllm_has_written(engines):
     """A prompt whose rows are loaded is computed in another split than a whole one: tokens are compared."""
-    stock, ours = engines("kv-off"), engines("kv-on")
-    assert ours.counters["vllm:external_prefix_cache_hits"] > stock.counters["vllm:external_prefix_cache_hits"]
+    vllm_own, ours = engines("kv-off"), engines("kv-on")
+    assert ours.counters["vllm:external_prefix_cache_hits"] > vllm_own.counters["vllm:external_prefix_cache_hits"]
     assert_all_engaged(ours)
-    assert_parity(stock, ours, 0.1)
+    assert_parity(vllm_own, ours, 0.1)

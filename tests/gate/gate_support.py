@@ -68,7 +68,7 @@ def users_pass(graph: Any) -> None:
     """A custom pass of the user's, named ``gate_support.users_pass`` in ``inductor_passes``."""
 
 
-def stock_config(compilation: dict[str, Any] | None = None) -> Any:
+def modelless_config(compilation: dict[str, Any] | None = None) -> Any:
     """A config without a model: what the plugin could change of it does not depend on one."""
     from vllm.config import CompilationConfig, VllmConfig
 
@@ -151,7 +151,7 @@ def main(pickled: str) -> None:
     arrived = pickle.loads(base64.b64decode(pickled))
     report = {
         "plugin": "vllm_aiter_mla.plugin" in sys.modules,
-        "observed": observed(stock_config()),
+        "observed": observed(vllm_config()),
         "arrived_type": f"{type(arrived).__module__}.{type(arrived).__qualname__}",
         "arrived": vars(arrived),
         "imported": imported,

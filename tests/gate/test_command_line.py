@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.gate import gate_support as support
 import pytest
 from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.gate import gate_support as support
 from vllm_aiter_mla.compat.patches import pass_config
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.gate import gate_support as support
 import pytest
-from tests.gate.gate_support import ON, STRICT, Lines
 from vllm.compilation.passes.inductor_pass import CallableInductorPass, InductorPass
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.config.utils import replace
 
+from tests.gate import gate_support as support
+from tests.gate.gate_support import ON, STRICT, Lines
 from vllm_aiter_mla import fingerprint, gate
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
@@ -23,7 +23,7 @@ from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 Build = Callable[..., Any]
 SLOT = "post_grad_custom_post_pass"
-USERS_PASS = {"inductor_passes": {SLOT: "gate_support.users_pass"}}
+USERS_PASS = {"inductor_passes": {SLOT: "tests.gate.gate_support.users_pass"}}
 
 
 def pass_of(config: Any) -> Any:
@@ -56,7 +56,7 @@ def test_an_override_moves_the_endpoint_and_the_limit(config: Build) -> None:
     assert pass_of(built).limit == 64
 
 
-def test_speculative_tokens_widen_the_bucket(config: Build) -> None:
+def test_speculative_tokens_widen_the_decode_limit(config: Build) -> None:
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     assert ranges_of(config(additional_config=ON, speculative_config=speculative))[0] == (1, 64)
 
@@ -67,7 +67,7 @@ def test_a_server_for_one_request_gets_a_range_that_vllm_keeps(config: Build) ->
     assert ranges_of(built)[0] == (1, 2)
 
 
-def test_a_bucket_wider_than_any_batch_adds_no_range_and_contains_the_only_one(config: Build) -> None:
+def test_a_decode_limit_wider_than_any_batch_adds_no_range_and_contains_the_only_one(config: Build) -> None:
     built = config(compilation_config={"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: 99999}})
     assert ranges_of(built) == [(1, 2048)]
     assert pass_of(built).limit >= 2048
@@ -113,11 +113,11 @@ def test_empty_splitting_ops_need_no_partition_and_stay_empty(config: Build) -> 
     assert built.compilation_config.use_inductor_graph_partition is False
 
 
-def test_the_log_shows_the_bucket_and_the_partition_once(config: Build, lines: Lines) -> None:
+def test_the_log_shows_the_decode_limit_and_the_partition_once(config: Build, lines: Lines) -> None:
     config(additional_config=ON)
     config(additional_config=ON)
     said = lines.at(logging.INFO)
-    assert len([line for line in said if "decode bucket 1..16" in line and "max_num_seqs 16" in line]) == 1
+    assert len([line for line in said if "decode limit 1..16" in line and "max_num_seqs 16" in line]) == 1
     assert len([line for line in said if "use_inductor_graph_partition=True" in line]) == 1
     assert lines.at(logging.WARNING) == []
 
@@ -192,7 +192,7 @@ def test_a_dense_draft_beside_an_mla_target_leaves_the_targets_pass_in_place(
     assert lines.at(logging.WARNING) == []
 
 
-def test_a_draft_without_speculation_of_its_own_does_not_shrink_the_targets_bucket(config: Build) -> None:
+def test_a_draft_without_speculation_of_its_own_does_not_shrink_the_targets_decode_limit(config: Build) -> None:
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     built = config(additional_config=ON, speculative_config=speculative)
     draft = replace(built, speculative_config=None)
@@ -211,7 +211,7 @@ def test_a_config_with_the_pass_survives_pickling_and_copying(config: Build) -> 
         assert arrived.compilation_config.splitting_ops == built.compilation_config.splitting_ops
 
 
-# -- I5: off is stock
+# -- I5: off is unmodified vLLM
 
 
 def test_flag_off_changes_no_field(config: Build, registered: None) -> None:
@@ -221,7 +221,7 @@ def test_flag_off_changes_no_field(config: Build, registered: None) -> None:
     assert pickle.dumps(vars(built.compilation_config)) == before
 
 
-def test_flag_off_after_a_flag_on_config_in_the_same_process_is_still_stock(config: Build) -> None:
+def test_flag_off_after_a_flag_on_config_in_the_same_process_is_still_vllm(config: Build) -> None:
     before = support.observed(config())
     config(additional_config=ON)
     assert support.observed(config()) == before

@@ -1,4 +1,4 @@
-"""Claims about an engine that the gate declines: one line, the knob's name, the census, and an untouched config."""
+"""Claims about an engine that the gate declines: one line, the knob's name, the status file, an untouched config."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.gate import gate_support as support
 import pytest
-from tests.gate.gate_support import ON, Lines
 from pydantic import ValidationError
-from tests.gate.test_gate import Build, pass_of
 from vllm.config import VllmConfig
 
+from tests.gate import gate_support as support
+from tests.gate.gate_support import ON, Lines
+from tests.gate.test_gate import Build, pass_of
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
-from vllm_aiter_mla.census import gauge
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.compat import version as compat_version
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
+from vllm_aiter_mla.status import gauge
 
-PASSES = {"aiter_mla": {"enabled": True, "emitter": "passes"}}
+PASSES = {"aiter_mla": {"enabled": True, "integration": "passes"}}
 
 
 def declines(lines: Lines, built: Any, code: str, knob: str) -> None:
@@ -68,38 +68,38 @@ def test_the_default_cpu_platform_declines_because_of_its_mode(registered: None,
     declines(lines, support.vllm_config(mla_model, additional_config=PASSES), "compilation_mode", "DYNAMO_TRACE_ONCE")
 
 
-def test_a_declined_config_is_in_the_census_file_and_in_the_gauge(
+def test_a_declined_config_is_in_the_status_file_and_in_the_gauge(
     registered: None, mla_model: Path, lines: Lines, cache_root: Path, monkeypatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
     support.vllm_config(mla_model, additional_config=PASSES)
-    record = json.loads((cache_root / "aiter_mla" / f"census-{os.getpid()}-0.json").read_text())
+    record = json.loads((cache_root / "aiter_mla" / f"status-{os.getpid()}-0.json").read_text())
     layers = support.DEEPSEEK_V2["num_hidden_layers"]
     assert (record["total"], record["engaged"]) == (layers, {})
-    assert {code for code, _ in record["refused"].values()} == {"compilation_mode"}
-    assert gauge.layers_of("0") == {"engaged": 0, "refused": layers}
+    assert {code for code, _ in record["skipped"].values()} == {"compilation_mode"}
+    assert gauge.layers_of("0") == {"engaged": 0, "skipped": layers}
     assert lines.at(logging.WARNING)[0].endswith("(run: vllm-aiter-mla doctor)")
 
 
-def test_the_census_of_a_declined_hybrid_counts_its_mla_layers_alone() -> None:
+def test_the_status_of_a_declined_hybrid_counts_its_mla_layers_alone() -> None:
     text = SimpleNamespace(num_hidden_layers=93, linear_attn_config={"full_attn_layers": [4, 8, 12, 96]})
     model = SimpleNamespace(use_mla=True, hf_text_config=text)
     assert compat_config.mla_layers(model) == (3, 7, 11)
     assert compat_config.mla_layers(SimpleNamespace(use_mla=False)) == compat_config.mla_layers(None) == ()
 
 
-def test_a_refusal_that_cannot_be_recorded_costs_a_warning_and_no_engine(
+def test_a_skip_that_cannot_be_recorded_costs_a_warning_and_no_engine(
     registered: None, mla_model: Path, lines: Lines, monkeypatch
 ) -> None:
     def fails(*arguments: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(gate, "write_census", fails)
+    monkeypatch.setattr(gate, "write_status", fails)
     built = support.vllm_config(mla_model, additional_config=PASSES)
     assert pass_of(built) is None
     said = lines.at(logging.WARNING)
     assert "compilation_mode" in said[0]
-    assert said[1] == "aiter-mla: the census could not be written: RuntimeError: planted"
+    assert said[1] == "aiter-mla: the status file could not be written: RuntimeError: planted"
 
 
 def test_a_model_without_mla_declines(compiling: None, dense_model: Any, lines: Lines) -> None:
@@ -122,9 +122,9 @@ def test_what_a_cpu_config_cannot_be_built_with_declines_too(
     built = config()
     built.additional_config = ON
     setattr(getattr(built, holder), field, value)
-    refusal = gate.apply(built).refusal
-    assert refusal is not None
-    assert refusal.code == code
+    skip = gate.apply(built).skip
+    assert skip is not None
+    assert skip.code == code
     declines(lines, built, code, named)
 
 

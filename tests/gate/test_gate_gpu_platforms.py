@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_aiter_mla.admission import ATTENTION_OPS
 from tests.sandbox import child, plugin
 from tests.sandbox.model import TinyDeepseek
 from tests.sandbox.spec import EngineSpec
+from vllm_aiter_mla.admission import ATTENTION_OPS
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def build(model, platform, arch, options, **environment):
 
 
 @pytest.mark.parametrize("arch", [pytest.param("gfx942", marks=pytest.mark.wide), "gfx950"])
-def test_on_vllms_rocm_platform_one_flag_opens_the_bucket_and_keeps_full_graphs(model, arch):
+def test_on_vllms_rocm_platform_one_flag_opens_the_decode_limit_and_keeps_full_graphs(model, arch):
     options = ON | {"kv_cache_dtype": "fp8"}
     found, log = build(model, "rocm", arch, options, VLLM_ROCM_USE_AITER="1")
     assert found["limit"] == 256
@@ -55,7 +55,7 @@ def test_on_vllms_rocm_platform_one_flag_opens_the_bucket_and_keeps_full_graphs(
     assert found["graph_partition"] is True
     assert found["cudagraph_mode"] == "FULL_AND_PIECEWISE"
     assert {*ATTENTION_OPS, "vllm::unified_mla_attention_with_output"} <= set(found["splitting_ops"])
-    assert "decode bucket 1..256" in log
+    assert "decode limit 1..256" in log
 
 
 def test_on_vllms_rocm_platform_without_the_flag_nothing_of_ours_is_in_the_config(model):
@@ -69,7 +69,7 @@ def test_on_vllms_rocm_platform_without_the_flag_nothing_of_ours_is_in_the_confi
 @pytest.mark.parametrize(
     ("platform", "arch", "cache"), [("cuda", "9.0", "auto"), ("cuda", "9.0", "fp8"), ("rocm", "gfx942", "fp8")]
 )
-def test_the_demo_on_a_gpu_gets_its_attention_and_its_bucket_from_vllm(model, platform, arch, cache):
+def test_the_demo_on_a_gpu_gets_its_attention_and_its_decode_limit_from_vllm(model, platform, arch, cache):
     spec = EngineSpec(device="gpu", kernel="triton", kv_cache_dtype=cache)
     options = child.on_device(spec) | {
         "additional_config": child.additional(spec),

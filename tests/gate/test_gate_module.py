@@ -1,4 +1,4 @@
-"""Claims about what the gate changes in a config whose graph no pass can rewrite: the module emitter is taken."""
+"""Claims about what the gate changes in a config whose graph no pass can rewrite: the module integration is taken."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import logging
 from typing import Any
 
 import pytest
+
 from tests.gate.gate_support import ON, Lines
 from tests.gate.test_gate import USERS_PASS, Build, pass_of, ranges_of
-
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
 
-MODULE = {"aiter_mla": {"enabled": True, "emitter": "module"}}
-USERS_PASS_IN_STOCK_MODE = {"compilation_config": {"mode": 1, **USERS_PASS}}
+MODULE = {"aiter_mla": {"enabled": True, "integration": "module"}}
+USERS_PASS_IN_VLLM_MODE = {"compilation_config": {"mode": 1, **USERS_PASS}}
 CUT: list[tuple[dict[str, Any], str]] = [
     ({"enforce_eager": True}, "enforce_eager"),
     ({"optimization_level": 0}, "compilation_mode"),
@@ -29,15 +29,15 @@ CUT: list[tuple[dict[str, Any], str]] = [
 def test_auto_engages_where_the_passes_cannot_run(
     config: Build, lines: Lines, options: dict[str, Any], code: str
 ) -> None:
-    built, stock = config(additional_config=ON, **options), config(**options)
-    assert pass_of(built).emitter == "module"
-    assert ranges_of(built) == ranges_of(stock), "no compile range more"
-    compiled, bare = built.compilation_config, stock.compilation_config
+    built, vllm_own = config(additional_config=ON, **options), config(**options)
+    assert pass_of(built).integration == "module"
+    assert ranges_of(built) == ranges_of(vllm_own), "no compile range more"
+    compiled, bare = built.compilation_config, vllm_own.compilation_config
     assert compiled.use_inductor_graph_partition == bare.use_inductor_graph_partition
     ours = list(ATTENTION_OPS) if any("mla" in op for op in bare.splitting_ops) else []
-    assert compiled.splitting_ops == [*bare.splitting_ops, *ours], "stock's own, and ours beside attention"
+    assert compiled.splitting_ops == [*bare.splitting_ops, *ours], "vLLM's own, and ours beside attention"
     said = lines.at(logging.INFO)
-    assert any("module emitter" in line and f"the passes cannot run: {code}" in line for line in said)
+    assert any("module integration" in line and f"the passes cannot run: {code}" in line for line in said)
     assert lines.at(logging.WARNING) == []
 
 
@@ -48,24 +48,24 @@ def test_breakable_graphs_are_served_by_the_module(
     """vLLM compiles nothing with them; without them the mode alone is the reason."""
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", breakable)
     built = config(additional_config=ON, compilation_config={"mode": 0})
-    assert pass_of(built).emitter == "module"
+    assert pass_of(built).integration == "module"
     assert any(f"the passes cannot run: {code})" in line for line in lines.at(logging.INFO))
 
 
 def test_the_module_can_be_asked_for_where_the_passes_would_run(config: Build) -> None:
-    built, stock = config(additional_config=MODULE), config()
-    assert pass_of(built).emitter == "module"
-    assert ranges_of(built) == ranges_of(stock)
-    assert built.compilation_config.splitting_ops == [*stock.compilation_config.splitting_ops, *ATTENTION_OPS]
-    assert pass_of(config(additional_config=ON)).emitter == "passes"
+    built, vllm_own = config(additional_config=MODULE), config()
+    assert pass_of(built).integration == "module"
+    assert ranges_of(built) == ranges_of(vllm_own)
+    assert built.compilation_config.splitting_ops == [*vllm_own.compilation_config.splitting_ops, *ATTENTION_OPS]
+    assert pass_of(config(additional_config=ON)).integration == "passes"
 
 
-def test_emitters_do_not_share_a_compiled_artifact(config: Build) -> None:
+def test_integrations_do_not_share_a_compiled_artifact(config: Build) -> None:
     one, other = (pass_of(config(additional_config=MODULE)) for _ in range(2))
     assert one.uuid() == other.uuid()
-    one.emitter = "passes"
+    one.integration = "passes"
     assert one.uuid() != other.uuid()
-    one.emitter, one.emitted = "module", ("model.layers.0.attn: module",)
+    one.integration, one.emitted = "module", ("model.layers.0.attn: module",)
     assert one.uuid() != other.uuid(), "nor do engines that emit other layers"
     assert not any(other.is_applicable_for_range(r) for r in config().compilation_config.get_compile_ranges())
 
@@ -75,7 +75,7 @@ def test_a_users_pass_still_runs_where_torch_compiles_without_vllm(
 ) -> None:
     """Then no compile range is known; Inductor calls what stands in the slot."""
     seen: list[Any] = []
-    ours = pass_of(config(additional_config=MODULE, **USERS_PASS_IN_STOCK_MODE))
+    ours = pass_of(config(additional_config=MODULE, **USERS_PASS_IN_VLLM_MODE))
     monkeypatch.setattr(type(ours.chained), "__call__", lambda _, graph: seen.append(graph))
     ours("the graph")
     assert seen == ["the graph"]

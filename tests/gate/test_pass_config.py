@@ -6,12 +6,12 @@ import json
 import pickle
 from typing import Any
 
-from tests.gate import gate_support as support
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from vllm.config import CompilationConfig, PassConfig, VllmConfig
 from vllm.config.utils import replace
 
+from tests.gate import gate_support as support
 from vllm_aiter_mla import fingerprint
 from vllm_aiter_mla.compat.patches import pass_config
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
@@ -21,20 +21,20 @@ ON: dict[str, Any] = {FLAG_FIELD: True, LIMIT_FIELD: 64}
 
 def test_flag_off_hashes_and_prints_as_without_the_plugin(without_plugin: dict[str, Any]) -> None:
     assert not without_plugin["plugin"]
-    assert support.observed(support.stock_config()) == without_plugin["observed"]
+    assert support.observed(support.vllm_config()) == without_plugin["observed"]
 
 
 def test_an_explicit_default_is_as_good_as_none(without_plugin: dict[str, Any]) -> None:
     options = {"pass_config": {FLAG_FIELD: False, LIMIT_FIELD: None}}
-    assert support.observed(support.stock_config(options)) == without_plugin["observed"]
+    assert support.observed(support.vllm_config(options)) == without_plugin["observed"]
 
 
 @pytest.mark.mutation
 def test_mutation_a_hash_that_lists_our_fields_when_off_is_caught(
     without_plugin: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pass_config, "_StockView", lambda config, hidden: config)
-    assert support.observed(support.stock_config()) != without_plugin["observed"]
+    monkeypatch.setattr(pass_config, "_VLLMView", lambda config, hidden: config)
+    assert support.observed(support.vllm_config()) != without_plugin["observed"]
 
 
 def test_a_process_without_the_plugin_unpickles_our_values(without_plugin: dict[str, Any]) -> None:
@@ -43,10 +43,10 @@ def test_a_process_without_the_plugin_unpickles_our_values(without_plugin: dict[
 
 
 def test_a_pickle_of_a_process_without_the_plugin_reads_as_off() -> None:
-    stock = PassConfig()
+    vllm_own = PassConfig()
     for name in ON:
-        del stock.__dict__[name]
-    arrived = pickle.loads(pickle.dumps(stock))
+        del vllm_own.__dict__[name]
+    arrived = pickle.loads(pickle.dumps(vllm_own))
     assert pass_config.values_of(arrived) == {FLAG_FIELD: False, LIMIT_FIELD: None}
     assert arrived == PassConfig()
     assert arrived.compute_hash() == PassConfig().compute_hash()
@@ -111,7 +111,7 @@ def test_the_hash_sees_values_and_fingerprint_only_when_set(monkeypatch: pytest.
     assert PassConfig(**ON).compute_hash() != on
 
 
-def test_stock_fields_still_decide_the_hash_when_ours_are_set() -> None:
+def test_vllm_fields_still_decide_the_hash_when_ours_are_set() -> None:
     assert PassConfig(**ON, eliminate_noops=False).compute_hash() != PassConfig(**ON).compute_hash()
 
 
@@ -123,24 +123,24 @@ def test_extending_twice_changes_nothing() -> None:
     assert list(PassConfig.__dataclass_fields__) == fields
 
 
-def test_a_failed_self_test_leaves_stock_behind(without_plugin: dict[str, Any]) -> None:
-    def broken(cls: type, stock_hash: str) -> None:
+def test_a_failed_self_test_leaves_vllm_behind(without_plugin: dict[str, Any]) -> None:
+    def broken(cls: type, vllm_hash: str) -> None:
         raise RuntimeError("upstream changed")
 
     saved = {name: PassConfig.__dict__[name] for name in ("__eq__", "__repr__", "compute_hash")}
     bare = {name: saved[name].__closure__ for name in saved}
-    stock = {
+    vllm_own = {
         name: next(cell.cell_contents for cell in closure if callable(cell.cell_contents))
         for name, closure in bare.items()
         if closure
     }
-    pass_config._undo(PassConfig, stock)
+    pass_config._undo(PassConfig, vllm_own)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pass_config, "_self_test", broken)
             with pytest.raises(RuntimeError, match="upstream changed"):
                 pass_config.extend()
-        assert support.observed(support.stock_config()) == without_plugin["observed"]
+        assert support.observed(support.vllm_config()) == without_plugin["observed"]
         with pytest.raises(ValidationError, match=FLAG_FIELD):
             PassConfig(**ON)
     finally:

@@ -8,10 +8,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from tests.gate import gate_support as support
 import pytest
-from tests.gate.gate_support import ON, Lines
 
+from tests.gate import gate_support as support
+from tests.gate.gate_support import ON, Lines
 from vllm_aiter_mla import gate, plugin
 from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import log, patches, surface
@@ -53,7 +53,7 @@ def test_a_step_that_fails_is_said_once_and_never_raised(lines: Lines, monkeypat
     assert [
         line
         for line in lines.at(logging.WARNING)
-        if "torch ops failed, vLLM runs stock" in line and "no such op" in line
+        if "torch ops failed, vLLM runs unmodified" in line and "no such op" in line
     ]
     assert len(lines.at(logging.WARNING)) == len(set(lines.at(logging.WARNING)))
     assert patches.failed_requirements() == ("torch ops: ImportError: no such op",)
@@ -73,7 +73,7 @@ def test_a_module_that_does_not_load_ends_no_process(
     """Each worker calls these, with the flag off too."""
     monkeypatch.setitem(sys.modules, f"vllm_aiter_mla.{module}", None)
     getattr(plugin.CALLS, call)(None)
-    assert any("the plugin does not load, vLLM runs stock: " in line for line in lines.at(logging.ERROR))
+    assert any("the plugin does not load, vLLM runs unmodified: " in line for line in lines.at(logging.ERROR))
 
 
 def test_a_failed_pass_config_patch_points_to_the_other_spelling(lines: Lines) -> None:

@@ -8,13 +8,13 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from tests.gate import gate_support as support
 import pytest
 import torch
+
+from tests.gate import gate_support as support
 from tests.gate.gate_support import ON, Lines
 from tests.gate.test_gate import Build, pass_of
 from tests.gate.test_gate_declines import declines
-
 from vllm_aiter_mla.compat import surface
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 

@@ -20,7 +20,7 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 
 SHAPE = LayerShape(2, 16, torch.bfloat16, torch.bfloat16, 4, False, latent=32, rope=16)
-ORDER = ("aiter", "triton", "stock")
+ORDER = ("aiter", "triton", "vllm")
 SLOW, QUICK = 10.0, 8.0
 
 Cost = Callable[[str, int], float]
@@ -82,35 +82,35 @@ def chosen(clock: MadeUpClock, **options: Any) -> str:
 
 def test_the_fastest_runs_at_each_token_count_in_ranges_without_a_gap() -> None:
     def cost(name: str, tokens: int) -> float:
-        best = "triton" if tokens <= 2 else "aiter" if tokens <= 8 else "stock"
+        best = "triton" if tokens <= 2 else "aiter" if tokens <= 8 else "vllm"
         return QUICK if name == best else SLOW
 
-    assert chosen(MadeUpClock(cost), counts=(1, 2, 4, 8, 13)) == "triton 1..2, aiter 3..8, stock 9..13"
+    assert chosen(MadeUpClock(cost), counts=(1, 2, 4, 8, 13)) == "triton 1..2, aiter 3..8, unmodified vLLM 9..13"
 
 
-@pytest.mark.parametrize(("aiter", "runs"), [(SLOW, "stock"), (0.98 * SLOW, "stock"), (0.96 * SLOW, "aiter")])
-def test_stock_runs_wherever_nothing_beats_it_by_three_percent(aiter: float, runs: str) -> None:
-    assert chosen(MadeUpClock(costs(aiter=aiter, triton=SLOW, stock=SLOW))) == f"{runs} 1..4"
+@pytest.mark.parametrize(("aiter", "runs"), [(SLOW, "vllm"), (0.98 * SLOW, "vllm"), (0.96 * SLOW, "aiter")])
+def test_vllm_runs_wherever_nothing_beats_it_by_three_percent(aiter: float, runs: str) -> None:
+    assert chosen(MadeUpClock(costs(aiter=aiter, triton=SLOW, vllm_own=SLOW))) == f"{runs} 1..4"
 
 
-def test_a_tie_between_two_that_beat_stock_goes_to_the_static_order() -> None:
-    assert chosen(MadeUpClock(costs(aiter=8.0, triton=7.9, stock=SLOW))) == "aiter 1..4"
-    assert chosen(MadeUpClock(costs(aiter=8.0, triton=7.5, stock=SLOW))) == "triton 1..4"
+def test_a_tie_between_two_that_beat_vllm_goes_to_the_static_order() -> None:
+    assert chosen(MadeUpClock(costs(aiter=8.0, triton=7.9, vllm_own=SLOW))) == "aiter 1..4"
+    assert chosen(MadeUpClock(costs(aiter=8.0, triton=7.5, vllm_own=SLOW))) == "triton 1..4"
 
 
 def test_outliers_in_a_few_rounds_change_nothing() -> None:
-    quick = costs(aiter=QUICK, triton=SLOW, stock=SLOW)
+    quick = costs(aiter=QUICK, triton=SLOW, vllm_own=SLOW)
     for seed in range(20):
         rounds = timed(MadeUpClock(quick, noise=0.005, seed=seed))
         for by in rounds.values():
             by["aiter"][seed % sweep.ROUNDS] *= 20
-            by["stock"][(seed + 3) % sweep.ROUNDS] /= 20
+            by["vllm"][(seed + 3) % sweep.ROUNDS] /= 20
         assert table.described(table.ranges(rounds, ORDER)) == "aiter 1..4"
 
 
 def slower_choices(noise: float, starts: int) -> int:
-    """Token counts, over many starts, at which something ran that is truly slower than stock by over the margin."""
-    truth = {"aiter": SLOW * 1.035, "triton": SLOW * 1.05, "stock": SLOW}
+    """Token counts, over many starts, at which something ran that is truly slower than vLLM by over the margin."""
+    truth = {"aiter": SLOW * 1.035, "triton": SLOW * 1.05, "vllm": SLOW}
     draw, wrong = random.Random(7), 0
     for _ in range(starts):
         names = {n: [t * draw.lognormvariate(0, noise) for _ in range(sweep.ROUNDS)] for n, t in truth.items()}
@@ -123,7 +123,7 @@ def test_a_noisy_clock_never_chooses_something_slower_by_more_than_the_margin() 
 
 
 def test_a_noisy_clock_still_finds_what_is_clearly_faster() -> None:
-    quick = costs(aiter=SLOW, triton=QUICK, stock=SLOW)
+    quick = costs(aiter=SLOW, triton=QUICK, vllm_own=SLOW)
     found = [chosen(MadeUpClock(quick, noise=0.03, seed=seed)) for seed in range(20)]
     assert found == ["triton 1..4"] * 20
 
@@ -137,14 +137,14 @@ def test_mutation_a_choice_by_medians_without_the_margin_is_caught(monkeypatch: 
     monkeypatch.setattr(table, "beats", median_alone)
     assert slower_choices(noise=0.05, starts=5000) > 0
     with pytest.raises(AssertionError):
-        test_stock_runs_wherever_nothing_beats_it_by_three_percent(0.98 * SLOW, "stock")
+        test_vllm_runs_wherever_nothing_beats_it_by_three_percent(0.98 * SLOW, "vllm")
 
 
 @pytest.mark.mutation
 def test_mutation_a_margin_of_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "MARGIN", 0.0)
     with pytest.raises(AssertionError):
-        test_a_tie_between_two_that_beat_stock_goes_to_the_static_order()
+        test_a_tie_between_two_that_beat_vllm_goes_to_the_static_order()
 
 
 def test_the_token_counts_are_about_a_dozen_and_end_at_the_limit() -> None:
@@ -155,19 +155,19 @@ def test_the_token_counts_are_about_a_dozen_and_end_at_the_limit() -> None:
 
 
 def test_a_back_end_that_declines_a_count_is_left_out_there() -> None:
-    rounds = timed(MadeUpClock(costs(aiter=9.0, triton=QUICK, stock=SLOW)), triton=2)
+    rounds = timed(MadeUpClock(costs(aiter=9.0, triton=QUICK, vllm_own=SLOW)), triton=2)
     assert table.described(table.ranges(rounds, ORDER)) == "triton 1..2, aiter 3..4"
 
 
 def test_over_the_budget_the_timing_ends_and_says_how_far_it_came() -> None:
-    clock = MadeUpClock(costs(aiter=1, triton=1, stock=1), replay_s=0.03)
+    clock = MadeUpClock(costs(aiter=1, triton=1, vllm_own=1), replay_s=0.03)
     with pytest.raises(sweep.OverBudgetError, match="more than the 3 s that it may take, after 2 of 4 token counts"):
         timed(clock, counts=(1, 2, 4, 8))
     assert clock.seconds < 3.2
 
 
 def test_the_budget_is_one_for_all_shapes_of_a_rank() -> None:
-    clock = MadeUpClock(costs(aiter=1, triton=1, stock=1), replay_s=0.02)
+    clock = MadeUpClock(costs(aiter=1, triton=1, vllm_own=1), replay_s=0.02)
     budget, weight = sweep.Budget(clock), synthetic_inputs(SHAPE).weight
     backends = {name: Named(name) for name in ORDER}
     sweep.time_shape(backends, SHAPE, weight, (1, 2), clock, budget)
@@ -198,7 +198,7 @@ def test_the_weights_of_a_sweep_are_cold_and_keep_their_strides(key: tuple[Any, 
 def test_a_sweep_draws_no_number_of_the_process() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    timed(MadeUpClock(costs(aiter=1, triton=1, stock=1)))
+    timed(MadeUpClock(costs(aiter=1, triton=1, vllm_own=1)))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -206,7 +206,7 @@ KEY = {"card": "a card", "driver": "1", "shape": "2 heads", "counts": [1, 2, 4],
 
 
 def test_two_starts_choose_the_same_because_the_figures_are_kept(tmp_path: Path) -> None:
-    near = costs(aiter=9.68, triton=9.72, stock=SLOW)
+    near = costs(aiter=9.68, triton=9.72, vllm_own=SLOW)
     rounds = timed(MadeUpClock(near, noise=0.02, seed=1))
     store.write(tmp_path, KEY, rounds)
     kept = store.read(tmp_path, KEY)
@@ -216,7 +216,7 @@ def test_two_starts_choose_the_same_because_the_figures_are_kept(tmp_path: Path)
 
 @pytest.mark.parametrize("part", ["card", "driver", "shape"])
 def test_figures_of_another_card_driver_or_shape_are_not_read(tmp_path: Path, part: str) -> None:
-    store.write(tmp_path, KEY, timed(MadeUpClock(costs(aiter=1, triton=1, stock=1))))
+    store.write(tmp_path, KEY, timed(MadeUpClock(costs(aiter=1, triton=1, vllm_own=1))))
     assert store.read(tmp_path, KEY | {part: "another"}) is None
 
 
@@ -226,18 +226,18 @@ SPOILT: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no stamp": lambda data: {name: data[name] for name in ("key", "rounds")},
     "another key": lambda data: data | {"key": KEY | {"card": "another"}},
     "a count missing": lambda data: data | {"rounds": {"1": data["rounds"]["1"]}},
-    "a negative figure": lambda data: data | {"rounds": data["rounds"] | {"2": {"stock": [-1.0]}}},
-    "a text": lambda data: data | {"rounds": data["rounds"] | {"2": {"stock": ["fast"]}}},
-    "no stock": lambda data: data | {"rounds": data["rounds"] | {"2": {"aiter": [1.0]}}},
-    "uneven rounds": lambda data: data | {"rounds": data["rounds"] | {"2": {"stock": [1.0], "aiter": [1.0, 2.0]}}},
-    "an unknown kernel": lambda data: data | {"rounds": data["rounds"] | {"2": {"stock": [1.0], "mine": [1.0]}}},
+    "a negative figure": lambda data: data | {"rounds": data["rounds"] | {"2": {"vllm": [-1.0]}}},
+    "a text": lambda data: data | {"rounds": data["rounds"] | {"2": {"vllm": ["fast"]}}},
+    "no unmodified vLLM": lambda data: data | {"rounds": data["rounds"] | {"2": {"aiter": [1.0]}}},
+    "uneven rounds": lambda data: data | {"rounds": data["rounds"] | {"2": {"vllm": [1.0], "aiter": [1.0, 2.0]}}},
+    "an unknown kernel": lambda data: data | {"rounds": data["rounds"] | {"2": {"vllm": [1.0], "mine": [1.0]}}},
     "too large": lambda data: " " * (store.LARGEST + 1),
 }
 
 
 @pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
 def test_a_broken_or_foreign_file_is_refused_by_its_name(tmp_path: Path, spoil: Callable[[Any], Any]) -> None:
-    store.write(tmp_path, KEY, timed(MadeUpClock(costs(aiter=1, triton=1, stock=1))))
+    store.write(tmp_path, KEY, timed(MadeUpClock(costs(aiter=1, triton=1, vllm_own=1))))
     path = store.path_of(tmp_path, KEY)
     spoilt = spoil(json.loads(path.read_text()))
     path.write_text(spoilt if isinstance(spoilt, str) else json.dumps(spoilt))
@@ -246,9 +246,9 @@ def test_a_broken_or_foreign_file_is_refused_by_its_name(tmp_path: Path, spoil: 
 
 
 def test_ranks_agree_by_the_slowest_and_on_what_all_have_timed() -> None:
-    one = {1: {"aiter": [8.0], "stock": [10.0], "triton": [5.0]}, 2: {"aiter": [8.0], "stock": [10.0]}}
-    two = {1: {"aiter": [9.9], "stock": [9.0]}}
-    assert table.slowest([one, two]) == table.slowest([two, one]) == {1: {"aiter": [9.9], "stock": [10.0]}}
+    one = {1: {"aiter": [8.0], "vllm": [10.0], "triton": [5.0]}, 2: {"aiter": [8.0], "vllm": [10.0]}}
+    two = {1: {"aiter": [9.9], "vllm": [9.0]}}
+    assert table.slowest([one, two]) == table.slowest([two, one]) == {1: {"aiter": [9.9], "vllm": [10.0]}}
 
 
 def selector(kernel: str = "auto", arch: str = "gfx942") -> select.Selector:
@@ -269,9 +269,9 @@ def runs(of: select.Selector, tokens: int) -> str:
 def test_a_selector_runs_what_was_measured_and_the_static_order_elsewhere() -> None:
     one = selector()
     assert runs(one, 1) == "aiter"
-    one.prefer(inputs(1), ((1, 2, "triton"), (3, 4, "stock")))
-    assert [runs(one, tokens) for tokens in (1, 2, 3, 4, 5)] == ["triton", "triton", "stock", "stock", "aiter"]
-    one.demote("triton", inputs(1), "planted")
+    one.prefer(inputs(1), ((1, 2, "triton"), (3, 4, "vllm")))
+    assert [runs(one, tokens) for tokens in (1, 2, 3, 4, 5)] == ["triton", "triton", "vllm", "vllm", "aiter"]
+    one.reject("triton", inputs(1), "planted")
     assert runs(one, 1) == "aiter"
     one.prefer(inputs(1), ())
     assert runs(one, 3) == "aiter"
@@ -282,20 +282,20 @@ def test_a_selector_runs_what_was_measured_and_the_static_order_elsewhere() -> N
     [
         ("auto", "gfx942", ORDER),
         ("auto", "gfx950", ORDER),
-        ("auto", "sm90", ("triton", "stock")),
+        ("auto", "sm90", ("triton", "vllm")),
         ("auto", "cpu", ()),
-        *[(kernel, "gfx942", ()) for kernel in ("aiter", "triton", "stock", "reference")],
+        *[(kernel, "gfx942", ()) for kernel in ("aiter", "triton", "vllm", "reference")],
     ],
 )
 def test_only_auto_on_a_card_is_measured(kernel: str, arch: str, names: tuple[str, ...]) -> None:
     assert select.contenders(kernel, Platform(arch)) == names
 
 
-def test_what_declines_a_layer_or_was_demoted_is_not_timed() -> None:
+def test_what_declines_a_layer_or_was_rejected_is_not_timed() -> None:
     one = selector()
     assert list(one.takers(inputs(1))) == list(ORDER)
-    one.demote("aiter", inputs(1), "planted")
-    assert list(one.takers(inputs(1))) == ["triton", "stock"]
+    one.reject("aiter", inputs(1), "planted")
+    assert list(one.takers(inputs(1))) == ["triton", "vllm"]
 
 
 @pytest.mark.gpu
@@ -313,11 +313,11 @@ def test_a_real_device_times_two_kernels_and_gives_its_memory_back() -> None:
 
     shape = LayerShape(16, 128, torch.bfloat16, torch.bfloat16, 64, False, device="cuda")
     clock, before = DeviceClock(), torch.cuda.memory_reserved()
-    found = {"triton": TritonBackend(), "stock": Unfused("stock")}
+    found = {"triton": TritonBackend(), "vllm": Unfused("vllm")}
     weight = synthetic_inputs(shape).weight
     rounds = sweep.time_shape(found, shape, weight, sweep.token_counts(256), clock, sweep.Budget(clock))
     del weight
     clock.give_back()
-    assert set(rounds[256]) == {"triton", "stock"}
+    assert set(rounds[256]) == {"triton", "vllm"}
     assert all(0.1 < value < 1e5 for by in rounds.values() for values in by.values() for value in values)
     assert torch.cuda.memory_reserved() <= before + (32 << 20)

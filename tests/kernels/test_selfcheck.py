@@ -1,10 +1,11 @@
-"""What the self-check compares: each kernel of a back end that the decode bucket reaches, once."""
+"""What the self-check compares: each kernel of a back end that the decode limit reaches, once."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from tests.sandbox.simulated_aiter import install, op
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.backend import Binding
@@ -13,7 +14,6 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 from vllm_aiter_mla.kernels.selfcheck import self_check
 from vllm_aiter_mla.kernels.shape import LayerShape
-from tests.sandbox.fake_aiter import install, op
 
 SMALL = LayerShape(2, 8, torch.bfloat16, torch.bfloat16, 4, False, latent=16, rope=8)
 ROCM = (7, 0)
@@ -52,7 +52,7 @@ def test_mutation_a_kernel_that_is_wrong_fails_the_check_whichever_it_is(bad) ->
     assert not self_check(Stepped(bad), SMALL).ok
 
 
-def test_a_kernel_that_the_bucket_does_not_reach_is_not_checked() -> None:
+def test_a_kernel_that_the_decode_limit_does_not_reach_is_not_checked() -> None:
     assert self_check(Stepped("many"), SMALL, 40).ok
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tests.passes.stubs import Batch, Sizes, StubLayer, forward
 from vllm.config import CUDAGraphMode
 from vllm.utils.torch_utils import _encode_layer_name
 
+from tests.passes.stubs import Batch, Sizes, StubLayer, forward
 from vllm_aiter_mla.kernels import capture
 from vllm_aiter_mla.kernels.fp8 import is_fp8
 from vllm_aiter_mla.ops import register

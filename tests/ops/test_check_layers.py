@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.passes.stubs import BLOCK_SIZE, StubLayer
 
 from tests.ops.opcalls import layer_of
+from tests.passes.stubs import BLOCK_SIZE, StubLayer
 from vllm_aiter_mla import layers as decided
 from vllm_aiter_mla import worker
 from vllm_aiter_mla.compat import log
@@ -99,7 +99,7 @@ def test_layers_of_one_shape_are_checked_once(monkeypatch, said) -> None:
     [(Wrong(), "q nope"), (Raising(), "HIP error: invalid device function"), (NotWarming(), "out of shared memory")],
     ids=lambda given: type(given).__name__,
 )
-def test_a_kernel_that_fails_is_demoted_and_in_strict_mode_an_error(monkeypatch, said, candidate, why) -> None:
+def test_a_kernel_that_fails_is_rejected_and_in_strict_mode_an_error(monkeypatch, said, candidate, why) -> None:
     layers = layers_on(candidate, monkeypatch)
     with pytest.raises(SettingsError, match="strict=true") as raised:
         worker.check_layers(layers, strict=True, capture_sizes=[1])
@@ -132,12 +132,12 @@ def test_a_layer_that_cannot_be_asked_hides_no_other(monkeypatch, said) -> None:
     del layers["layers.0"].qk_nope_head_dim
     worker.check_layers(layers, strict=False)
     assert chosen(layers["layers.1"]) == "reference"
-    verdicts = worker.cache_key(layers)
-    assert len(verdicts) == 3
-    assert verdicts[-1] == "layers.0: unchecked"
+    outcomes = worker.cache_key(layers)
+    assert len(outcomes) == 3
+    assert outcomes[-1] == "layers.0: unchecked"
 
 
-def test_verdicts_tell_an_engine_with_the_kernel_from_one_without(monkeypatch, said) -> None:
+def test_outcomes_tell_an_engine_with_the_kernel_from_one_without(monkeypatch, said) -> None:
     """They are part of the compile cache's key: a graph left alone for want of a kernel must not outlive the want."""
     layers = layers_on(Candidate(), monkeypatch)
     usable = worker.cache_key(layers)
@@ -154,11 +154,11 @@ def test_verdicts_tell_an_engine_with_the_kernel_from_one_without(monkeypatch, s
     assert usable not in (absent, worker.cache_key(failed))
 
 
-def test_verdicts_hold_no_index_of_a_card() -> None:
-    assert all("device='cpu'" in line and f"block_size={BLOCK_SIZE}" in line for line in _verdicts_of_one())
+def test_outcomes_hold_no_index_of_a_card() -> None:
+    assert all("device='cpu'" in line and f"block_size={BLOCK_SIZE}" in line for line in _outcomes_of_one())
 
 
-def _verdicts_of_one() -> tuple[str, ...]:
+def _outcomes_of_one() -> tuple[str, ...]:
     return worker.cache_key({"one": layer_of()})
 
 
@@ -207,7 +207,7 @@ def test_fail_closed_a_check_that_raised_is_made_again_for_the_next_layer_of_the
     monkeypatch.setattr(decided, "synthetic_inputs", failing_at(0, synthetic_inputs))
     worker.check_layers(layers, strict=False)
     assert {chosen(layer) for layer in layers.values()} == {"reference"}
-    assert decided.why_unchecked(layers["layers.1"]) is None, "it was demoted by its shape"
+    assert decided.why_unchecked(layers["layers.1"]) is None, "it was rejected by its shape"
 
 
 def test_fail_closed_many_layers_that_cannot_be_checked_are_one_line(monkeypatch, said) -> None:
@@ -218,7 +218,7 @@ def test_fail_closed_many_layers_that_cannot_be_checked_are_one_line(monkeypatch
     assert line.startswith("2 MLA layer(s) fall back to vLLM's own kernels: layers.0: ")
 
 
-def test_fail_closed_a_kernel_without_memory_for_its_check_is_demoted(monkeypatch, said) -> None:
+def test_fail_closed_a_kernel_without_memory_for_its_check_is_rejected(monkeypatch, said) -> None:
     class Hungry(Candidate):
         def run(self, inputs: DecodeInputs) -> torch.Tensor:
             raise torch.OutOfMemoryError("HIP out of memory")
@@ -231,7 +231,7 @@ def test_fail_closed_a_kernel_without_memory_for_its_check_is_demoted(monkeypatc
 
 
 @pytest.mark.parametrize("broken", ["decide", "_of"])
-def test_fail_closed_verdicts_that_cannot_be_asked_for(monkeypatch, said, broken) -> None:
+def test_fail_closed_outcomes_that_cannot_be_asked_for(monkeypatch, said, broken) -> None:
     layers = layers_on(Candidate(), monkeypatch)
     worker.check_layers(layers, strict=False)
     with monkeypatch.context() as patching:

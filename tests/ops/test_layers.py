@@ -26,7 +26,7 @@ def test_a_decision_is_made_once_and_is_the_same_for_whoever_asks(monkeypatch: p
     monkeypatch.setattr(layers, "_decide", lambda *args: (made.append(args), real(*args))[1])
     first = layers.decide(module, is_neox=True)
     assert layers.decide(module, is_neox=True) is first
-    assert (first.kernel, first.refusal, first.stays_stock) == ("reference", None, False)
+    assert (first.kernel, first.skip, first.is_left_to_vllm) == ("reference", None, False)
     assert len(made) == 1
 
 
@@ -35,12 +35,12 @@ def test_layers_of_one_engine_share_its_back_ends() -> None:
     assert layers.selector_of(one) is layers.selector_of(other)
 
 
-def test_a_graph_in_another_dtype_than_the_checked_one_stays_stock() -> None:
+def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm() -> None:
     decision = layers.decide(layer_of(), is_neox=False, act=torch.float16)
-    assert decision.stays_stock
-    assert decision.refusal is not None
-    assert decision.refusal.code == "activation_dtype"
-    assert "float16" in decision.refusal.message
+    assert decision.is_left_to_vllm
+    assert decision.skip is not None
+    assert decision.skip.code == "activation_dtype"
+    assert "float16" in decision.skip.message
 
 
 def test_a_layer_that_is_distrusted_keeps_no_kernel_that_needs_a_check() -> None:
@@ -52,8 +52,8 @@ def test_a_layer_that_is_distrusted_keeps_no_kernel_that_needs_a_check() -> None
     assert layers.why_unchecked(neighbour) is None
     decision = layers.decide(module, is_neox=True)
     assert decision.kernel == "reference"
-    assert decision.refusal is not None
-    assert decision.refusal.message == "planted"
+    assert decision.skip is not None
+    assert decision.skip.message == "planted"
 
 
 def test_a_gemm_that_is_missing_is_no_matter_of_a_kernel_that_does_not_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_a_gemm_that_is_missing_is_no_matter_of_a_kernel_that_does_not_call_it(m
     monkeypatch.setattr(absorb.Fp8Weight, "missing", lambda weight: "planted")
     assert layers.weight_of(module).missing() == "planted"
     decision = layers.decide(module, is_neox=True)
-    assert (decision.kernel, decision.refusal) == ("reference", None)
+    assert (decision.kernel, decision.skip) == ("reference", None)
 
 
 def test_the_cache_key_names_no_card_index_and_both_rotary_styles() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.ops import opcalls
+from tests.ops.opcalls import ATTENTION, FAKES, OPS, batch_of, layer_of
 from tests.passes.execute import assert_rewritten_right, clone, stubs_for
 from tests.passes.graphs import Spelling
 from tests.passes.stubs import MIXED, PADDED
 from tests.passes.test_recognised import build
-
-from tests.ops import opcalls
-from tests.ops.opcalls import ATTENTION, FAKES, OPS, batch_of, layer_of
 from vllm_aiter_mla.compat import context
 from vllm_aiter_mla.ops import adapter, bodies
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.passes.stubs import BATCHES, SHORT_SLOTS, Batch, forward
 from torch.testing._internal.optests import generate_tests
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
@@ -17,6 +16,8 @@ from vllm.platforms import current_platform
 
 from tests.ops import opcalls
 from tests.ops.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
+from tests.passes.stubs import BATCHES, SHORT_SLOTS, Batch, forward
+from tests.sandbox import gpu_ops
 from vllm_aiter_mla import layers
 from vllm_aiter_mla.compat import context, kernels, log, user_pass
 from vllm_aiter_mla.kernels import select
@@ -24,9 +25,8 @@ from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.reference import store_nope
 from vllm_aiter_mla.kernels.shape import synthetic_inputs
-from vllm_aiter_mla.kernels.stock import StockBackend, may_take_parts
+from vllm_aiter_mla.kernels.vllm_own import VLLMBackend, may_take_parts
 from vllm_aiter_mla.ops import adapter, bodies
-from tests.sandbox import gpu_ops
 
 ROPE = "mla_attention_with_rope"
 each_op = pytest.mark.parametrize("op", OPS)
@@ -137,7 +137,7 @@ def test_a_layer_whose_kernel_has_raised_runs_none_not_even_one_that_needs_no_ch
     inputs = synthetic_inputs(layers.shapes(layer)[0], tokens=2)
     assert layers.kernel_for(layer, inputs)[0] == "reference"
     layers.give_up(layer, RuntimeError("planted"))
-    assert layers.kernel_for(layer, inputs) == ("stock", None)
+    assert layers.kernel_for(layer, inputs) == ("vllm", None)
     assert layers.kernel_for(layer_of(), inputs)[0] == "reference", "another layer keeps its own"
 
 
@@ -287,7 +287,7 @@ class VLLMsKernels:
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_stock_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens: int) -> None:
+def test_vllm_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens: int) -> None:
     layer, out_dtype = layer_of("fp8"), torch.float8_e4m3fn
     q, k_pe, kv_c, positions, table, k_scale, _, is_neox, _ = arguments(ROPE, layer, tokens)
     given = DecodeInputs(
@@ -295,7 +295,7 @@ def test_stock_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens
         table, k_scale, layer._q_scale, is_neox, out_dtype,
     )  # fmt: skip
     vllms, before = VLLMsKernels(out_dtype), q.clone()
-    backend = StockBackend(vllms)
+    backend = VLLMBackend(vllms)
     assert backend.refuse(given) is None
     query = backend.prepare(given)
     assert (query.shape, query.dtype) == ((tokens, SIZES.n, SIZES.latent + SIZES.r), out_dtype)
@@ -307,7 +307,7 @@ def test_stock_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens
 
 
 @pytest.mark.parametrize(("arch", "parts"), [("gfx950", True), ("gfx942", False)])
-def test_stock_is_timed_without_a_concat_that_vllms_decode_may_not_need(arch: str, parts: bool) -> None:
+def test_vllm_is_timed_without_a_concat_that_vllms_decode_may_not_need(arch: str, parts: bool) -> None:
     """Fewer than 16 heads over a cache of 16 bits on gfx950."""
     layer = layer_of()
     q, k_pe, kv_c, positions, table, k_scale, _, is_neox, _ = arguments(ROPE, layer, 3)
@@ -315,7 +315,7 @@ def test_stock_is_timed_without_a_concat_that_vllms_decode_may_not_need(arch: st
         q, k_pe, kv_c, PlainWeight(layer.W_UK_T), layer.kv_cache, torch.arange(3), positions, table, k_scale,
         layer._q_scale, is_neox, q.dtype,
     )  # fmt: skip
-    query = StockBackend(VLLMsKernels(q.dtype), arch).prepare(given)
+    query = VLLMBackend(VLLMsKernels(q.dtype), arch).prepare(given)
     assert query.shape == (3, SIZES.n, SIZES.latent + (0 if parts else SIZES.r))
 
 
@@ -339,7 +339,7 @@ def test_vllms_decode_may_take_parts_where_its_own_rule_says_so(arch, heads, fp8
     assert may_take_parts(arch, heads, fp8_cache) is bool(asked) is expected
 
 
-def test_the_last_kernel_of_stock_is_the_one_that_vllms_layers_call() -> None:
+def test_the_last_kernel_of_vllm_is_the_one_that_vllms_layers_call() -> None:
     from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 
     absorbed, q_pe, scale = torch.randn(3, 2, 32).bfloat16(), torch.randn(3, 2, 16).bfloat16(), torch.tensor(0.5)
@@ -380,7 +380,7 @@ def test_a_call_with_another_dtype_is_bound_anew(monkeypatch: pytest.MonkeyPatch
     """What was found for one dtype holds for no other: AITER reads bytes."""
     layer, batch = layer_of(), batch_of(3)
     asked: list[DecodeInputs] = []
-    monkeypatch.setattr(layers, "kernel_for", lambda module, inputs: (asked.append(inputs), ("stock", None))[1])
+    monkeypatch.setattr(layers, "kernel_for", lambda module, inputs: (asked.append(inputs), ("vllm", None))[1])
     args = arguments(ROPE, layer, batch.rows)
     with forward([layer], batch):
         OPS[ROPE](*args)
@@ -391,13 +391,13 @@ def test_a_call_with_another_dtype_is_bound_anew(monkeypatch: pytest.MonkeyPatch
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize(("rows", "branch"), [(4, "decode"), (5, "stock_forward")])
+@pytest.mark.parametrize(("rows", "branch"), [(4, "decode"), (5, "vllm_forward")])
 def test_a_decode_batch_above_the_limit_is_the_layers_own(
     rows: int, branch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The module emitter has no compile range that ends at L: the op itself keeps to it."""
+    """The module integration has no compile range that ends at L: the op itself keeps to it."""
     ran: list[str] = []
-    for owner, name in ((bodies, "decode"), (adapter.VLLMLayer, "stock_forward")):
+    for owner, name in ((bodies, "decode"), (adapter.VLLMLayer, "vllm_forward")):
         inner = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, _in=inner, _name=name: (ran.append(_name), _in(*a))[1])
     monkeypatch.setattr(layers, "limit_of", lambda module: 4)

@@ -14,8 +14,8 @@ from vllm.config import VllmConfig
 
 from tests.passes.graphs import Layer, Spelling
 from tests.passes.stubs import BATCHES, Batch, StubLayer, forward
-from vllm_aiter_mla.passes import pipeline
 from tests.sandbox import gpu_ops
+from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.settings import DebugSettings, Settings
 
 aten = torch.ops.aten

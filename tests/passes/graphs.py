@@ -39,7 +39,7 @@ class Spelling:
         write: how the rotated half comes back into q: copied into a slice, scattered directly, or concatenated.
         names: "hoisted" placeholders, or "string" constants.
         none_kwargs: whether the attention node spells out its None arguments.
-        prefused: stock's own RoPE + KV pass has run.
+        prefused: vLLM's own RoPE + KV pass has run.
     """
 
     rope: str = "plain"

@@ -14,9 +14,9 @@ from torch import fx
 from tests.passes.execute import rewrite, stubs_for
 from tests.passes.graphs import END, Builder, Layer, Spelling
 from tests.passes.rotary import ROPES, Pair
-from vllm_aiter_mla.admission import Refusal
-from vllm_aiter_mla.census import state as census
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.passes.match import NONE_ARGS, match_layers
+from vllm_aiter_mla.status import state as status
 
 aten = torch.ops.aten
 
@@ -161,8 +161,8 @@ def no_update(edit: Edit) -> None:
     edit.attend(kv_cache_dummy_dep=None)
 
 
-def misbound_by_stock(edit: Edit) -> None:
-    """What stock's pattern can do behind out-variant GEMMs: q_pe is bound to the key."""
+def misbound_by_vllm(edit: Edit) -> None:
+    """What vLLM's own pattern can do behind out-variant GEMMs: q_pe is bound to the key."""
     fused = edit.layer.kv_update
     with edit.b.graph.inserting_before(fused):
         wrong = edit.b(aten.unsqueeze.default, edit.layer.k_raw, 1)
@@ -186,7 +186,7 @@ def key_from_outside(edit: Edit) -> None:
 
 
 def without_a_result(edit: Edit) -> None:
-    """Stock's node whose rotated key nobody takes out; attention reads the raw one."""
+    """vLLM's own node whose rotated key nobody takes out; attention reads the raw one."""
     edit.attend(k_pe=edit.call(aten.unsqueeze.default, edit.layer.k_raw, 1))
     for node in (edit.layer.k_pe, edit.layer.k_rotated):
         edit.b.graph.erase_node(node)
@@ -264,7 +264,7 @@ CASES: dict[str, Case] = {
     "a second reader of the written-back q": ("rotated_value_read_elsewhere", lambda e: e.read(e.layer.q), {}),
     "a second reader of the rotated k": ("rotated_value_read_elsewhere", lambda e: e.read(e.layer.k_rotated), {}),
     "a graph that returns the rotated q": ("rotated_value_read_elsewhere", lambda e: e.outputs.append(e.layer.q), {}),
-    "a second reader of stock's rotated k": (
+    "a second reader of vLLM's own rotated k": (
         "rotated_value_read_elsewhere",
         lambda e: e.read(e.layer.k_rotated),
         {"prefused": True},
@@ -298,7 +298,7 @@ CASES: dict[str, Case] = {
         lambda e: e.outputs.append(e.layer.kv_update),
         {},
     ),
-    "stock's fusion with q_pe bound to the key": ("rope_other_operand", misbound_by_stock, {"prefused": True}),
+    "vLLM's own fusion with q_pe bound to the key": ("rope_other_operand", misbound_by_vllm, {"prefused": True}),
     "a query and a key of one GEMM": ("crossed_branches", one_gemm, {}),
     "a query that is an input of the graph": ("graph_input", query_from_outside, {}),
     "a key that is an input of the graph": ("graph_input", key_from_outside, {}),
@@ -307,9 +307,9 @@ CASES: dict[str, Case] = {
         lambda e: e.read(e.layer.attention.kwargs["output"]),
         {},
     ),
-    "stock's fusion beside another call of it": ("kv_key_mismatch", written_by_another_call, {"prefused": True}),
+    "vLLM's own fusion beside another call of it": ("kv_key_mismatch", written_by_another_call, {"prefused": True}),
     "a query that is quantised before its RoPE": ("rope_other_operand", nothing, {"rope": "quantised"}),
-    "stock's fusion without one result": ("stock_fusion_incomplete", without_a_result, {"prefused": True}),
+    "vLLM's own fusion without one result": ("vllm_fusion_incomplete", without_a_result, {"prefused": True}),
     "a layer name that cannot be read": ("layer_name_unreadable", nameless, {}),
     "positions that are not int64": ("positions", narrow_positions, {}),
     **{f"attention given {name}": (code, output_quant(name), {}) for name, code in NONE_ARGS.items()},
@@ -339,14 +339,14 @@ def assert_declined(case: Case) -> None:
     """Refused with the case's code, by the matcher and by the whole rewriting, which leaves the graph alone."""
     gm, layer, spelling = spoiled(case)
     ((name, found),) = match_layers(gm.graph)
-    assert isinstance(found, Refusal), f"matched: {found}"
+    assert isinstance(found, Skip), f"matched: {found}"
     assert found.code == case[0], str(found)
     assert len(found.message) > 20, "the user reads it"
     before = str(gm.graph)
     counts = rewrite(gm, stubs_for([layer], spelling))
     assert str(gm.graph) == before
-    assert (counts["matched"], counts["refused"]) == (0, 1)
-    assert census.current().refused[name] == (found.code, found.message)
+    assert (counts["matched"], counts["skipped"]) == (0, 1)
+    assert status.current().skipped[name] == (found.code, found.message)
 
 
 @pytest.fixture(autouse=True)
@@ -367,7 +367,7 @@ def test_dead_readers_decline_nothing() -> None:
     for node in (layer.q, layer.q_gemm, layer.k_rotated, layer.kv_gemm):
         flat = builder(aten.reshape.default, node, [builder.t, -1])
         builder(aten.slice.Tensor, flat, 1, 0, 4)
-    assert not any(isinstance(found, Refusal) for _, found in match_layers(builder.finish().graph))
+    assert not any(isinstance(found, Skip) for _, found in match_layers(builder.finish().graph))
 
 
 def test_other_readers_of_the_latent_columns_decline_nothing() -> None:
@@ -375,4 +375,4 @@ def test_other_readers_of_the_latent_columns_decline_nothing() -> None:
     layer = builder.layer()
     latent = builder(operator.getitem, builder(aten.split_with_sizes.default, layer.kv_gemm, [32, 16], -1), 0)
     gm = builder.finish(builder(aten.tanh.default, latent), layer.kv_c)
-    assert not any(isinstance(found, Refusal) for _, found in match_layers(gm.graph))
+    assert not any(isinstance(found, Skip) for _, found in match_layers(gm.graph))

@@ -8,13 +8,13 @@ import torch
 from tests.passes.execute import assert_rewritten_right, stubs_for
 from tests.passes.graphs import Spelling
 from tests.passes.test_recognised import build
-from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.passes import fx as passes_fx
 from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
-from vllm_aiter_mla.passes.fx import Emitter
+from vllm_aiter_mla.passes.fx import Inserter
+from vllm_aiter_mla.status import state as status
 
 BF16 = torch.bfloat16
-EMISSIONS = 16  # calls of Emitter.call, functionalized and result that one layer's three passes make
+EMISSIONS = 16  # calls of Inserter.call, functionalized and result that one layer's three passes make
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, which: int) -> list[int]:
@@ -31,7 +31,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, which: int) -> list[int]:
         return emit
 
     for name in ("call", "functionalized", "result"):
-        monkeypatch.setattr(Emitter, name, wrapped(getattr(Emitter, name)))
+        monkeypatch.setattr(Inserter, name, wrapped(getattr(Inserter, name)))
     return count
 
 
@@ -42,8 +42,8 @@ def test_an_emission_that_fails_leaves_a_graph_that_is_right(which: int, monkeyp
     counts = assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16)), stops=(None,))
     assert counts["aiter_fusion"] == 1, "the other layer is rewritten whole"
     assert count[0] > which
-    assert [code for code, _ in census.current().partial.values()] == ["rewrite_failed"]
-    assert "planted" in next(iter(census.current().partial.values()))[1]
+    assert [code for code, _ in status.current().partial.values()] == ["rewrite_failed"]
+    assert "planted" in next(iter(status.current().partial.values()))[1]
 
 
 def test_every_emission_of_a_layer_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,15 +53,15 @@ def test_every_emission_of_a_layer_is_covered(monkeypatch: pytest.MonkeyPatch) -
     assert count[0] == EMISSIONS
 
 
-def test_an_admission_that_raises_leaves_the_layers_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_admission_that_raises_leaves_the_layers_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     def raises(view: object) -> None:
         raise RuntimeError("planted")
 
     gm, layers = build(2, dtype=BF16)
     monkeypatch.setattr("vllm_aiter_mla.layers.admit_layer", raises)
     counts = assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16)), stops=(None,))
-    assert (counts["refused"], counts["aiter_fusion"]) == (2, 0)
-    assert {code for code, _ in census.current().refused.values()} == {"not_evaluated"}
+    assert (counts["skipped"], counts["aiter_fusion"]) == (2, 0)
+    assert {code for code, _ in status.current().skipped.values()} == {"not_evaluated"}
 
 
 @pytest.mark.parametrize("step", ["_infer", "_erase"])
@@ -82,4 +82,4 @@ def test_a_fault_anywhere_in_the_third_pass_leaves_a_graph_that_is_right(
     monkeypatch.setattr(owner, step, fails_once)
     counts = assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16)), stops=(None,))
     assert counts["aiter_fusion"] == 1
-    assert [code for code, _ in census.current().partial.values()] == ["rewrite_failed"]
+    assert [code for code, _ in status.current().partial.values()] == ["rewrite_failed"]

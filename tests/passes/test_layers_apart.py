@@ -1,4 +1,4 @@
-"""I4: a layer is rewritten completely or not at all, and one layer's refusal never touches another."""
+"""I4: a layer is rewritten completely or not at all, and one layer's skip never touches another."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.passes.execute import assert_rewritten_right, calls, clone, rewrite, 
 from tests.passes.graphs import Builder, Spelling, build
 from tests.passes.stubs import DECODE, MIXED, StubLayer
 from vllm_aiter_mla import layers as decided
-from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.status import state as status
 
 BF16 = torch.bfloat16
 OURS = ("mla_attention_with_rope",)
-STOCK = ("unified_mla_kv_cache_update", "unified_mla_attention_with_output")
+VLLM = ("unified_mla_kv_cache_update", "unified_mla_attention_with_output")
 
 
 def three_layers(spoil: Callable[[Builder], Any] = lambda b: None, at: int = 1) -> tuple[fx.GraphModule, Builder]:
@@ -49,19 +49,19 @@ def assert_layers_apart(at: int) -> None:
     """The spoiled layer keeps every node, the others lose theirs, and the whole computes what it did."""
     gm, builder = three_layers(second_reader, at)
     changed = clone(gm)
-    refused = builder.layers[at]
-    span = (refused.q_gemm.name, refused.attention.name)
+    skipped = builder.layers[at]
+    span = (skipped.q_gemm.name, skipped.attention.name)
     before = lines_between(changed, *span)
     counts = rewrite(changed, stubs_for(builder.layers, builder.spelling))
     assert lines_between(changed, *span) == before
-    assert (counts["matched"], counts["refused"]) == (2, 1)
+    assert (counts["matched"], counts["skipped"]) == (2, 1)
     for name in OURS:
         assert len(calls(changed, name)) == 2, name
-    for name in STOCK:
+    for name in VLLM:
         assert len(calls(changed, name)) == 1, name
     for name in ("mla_decode_q_prep", "fused_rope_unified_mla_kv_cache_update", "mla_attention_with_prepared_q"):
         assert not calls(changed, name), name
-    assert list(census.current().refused) == [refused.name]
+    assert list(status.current().skipped) == [skipped.name]
     assert_rewritten_right(gm, stubs_for(builder.layers, builder.spelling), batches=(DECODE, MIXED))
 
 
@@ -76,8 +76,8 @@ def test_i4_layer_that_breaks_the_matcher_costs_no_other_layer(monkeypatch: pyte
     view = builder.layers[1].q_view
     view.args = (view.args[0], [-1, 5, 7])
     counts = rewrite(gm, stubs_for(builder.layers, builder.spelling))
-    assert (counts["matched"], counts["refused"]) == (2, 1)
-    assert census.current().refused[builder.layers[1].name][0] == "not_evaluated"
+    assert (counts["matched"], counts["skipped"]) == (2, 1)
+    assert status.current().skipped[builder.layers[1].name][0] == "not_evaluated"
 
 
 def test_layer_outside_the_forward_context_is_refused() -> None:
@@ -86,7 +86,7 @@ def test_layer_outside_the_forward_context_is_refused() -> None:
     before = str(gm.graph)
     assert rewrite(gm, [])["matched"] == 0
     assert str(gm.graph) == before
-    assert {code for code, _ in census.current().refused.values()} == {"layer_unknown"}
+    assert {code for code, _ in status.current().skipped.values()} == {"layer_unknown"}
     assert rewrite(gm, stubs[:2])["matched"] == 2
 
 
@@ -113,24 +113,24 @@ class Scaled(StubLayer):
         ("hisparse", lambda layer: setattr(layer, "hisparse_cache", object())),
     ],
 )
-def test_layer_that_admission_declines_stays_stock_beside_the_others(
+def test_layer_that_admission_declines_is_left_to_vllm_beside_the_others(
     code: str, spoil: Callable[[StubLayer], None]
 ) -> None:
     gm, builder = three_layers()
     stubs = stubs_for(builder.layers, builder.spelling)
     spoil(stubs[1])
     counts = rewrite(gm, stubs)
-    assert (counts["matched"], counts["refused"]) == (2, 1)
-    assert {name: verdict[0] for name, verdict in census.current().refused.items()} == {stubs[1].layer_name: code}
+    assert (counts["matched"], counts["skipped"]) == (2, 1)
+    assert {name: outcome[0] for name, outcome in status.current().skipped.items()} == {stubs[1].layer_name: code}
 
 
 def test_unavailable_kernel_leaves_the_graph_alone() -> None:
     gm, layers = build(2, dtype=BF16)
     before = str(gm.graph)
     counts = rewrite(gm, stubs_for(layers, Spelling(dtype=BF16), kernel="triton"))
-    assert counts["refused"] == 2
+    assert counts["skipped"] == 2
     assert str(gm.graph) == before
-    assert {code for code, _ in census.current().refused.values()} == {"kernel_unavailable"}
+    assert {code for code, _ in status.current().skipped.values()} == {"kernel_unavailable"}
 
 
 def test_kernel_that_refuses_a_layers_shape_leaves_it_vllms_own_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,13 +149,13 @@ def test_kernel_that_refuses_a_layers_shape_leaves_it_vllms_own_fusion(monkeypat
     counts = assert_rewritten_right(gm, stubs, batches=(DECODE, MIXED), stops=(None,))
     assert counts == {
         "matched": 3,
-        "refused": 0,
+        "skipped": 0,
         "rope_kv_cache": 3,
-        "stock_fused": 0,
+        "vllm_fused": 0,
         "q_prep_lift": 2,
         "aiter_fusion": 2,
     }
-    assert census.current().partial == {odd.layer_name: ("kernel_shape", "no kernel for blocks of 99")}
+    assert status.current().partial == {odd.layer_name: ("kernel_shape", "no kernel for blocks of 99")}
     changed = clone(gm)
     rewrite(changed, stubs)
     assert not calls(changed, "mla_decode_q_prep")
@@ -183,8 +183,8 @@ def test_a_layer_with_blocks_of_one_is_rewritten_whole_or_not_at_all(
     if stop is None:
         assert rewrite(clone(gm), stubs)["aiter_fusion"] == 1
         decided.reset()
-        monkeypatch.setattr(ReferenceBackend, "bind", lambda self, inputs: "demoted")
+        monkeypatch.setattr(ReferenceBackend, "bind", lambda self, inputs: "rejected")
     counts = rewrite(gm, stubs, stop)
-    assert (counts["matched"], counts["refused"]) == (0, 1)
-    assert [code for code, _ in census.current().refused.values()] == ["kernel_shape"]
+    assert (counts["matched"], counts["skipped"]) == (0, 1)
+    assert [code for code, _ in status.current().skipped.values()] == ["kernel_shape"]
     assert not calls(gm, "fused_rope_unified_mla_kv_cache_update")

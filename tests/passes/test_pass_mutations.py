@@ -16,7 +16,7 @@ from tests.passes.test_layers_apart import assert_layers_apart
 from vllm_aiter_mla.compat import context
 from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.passes import aiter_fusion, match, pipeline, probe, rope_kv_cache
-from vllm_aiter_mla.passes.fx import Emitter
+from vllm_aiter_mla.passes.fx import Inserter
 
 pytestmark = pytest.mark.mutation
 BF16 = torch.bfloat16
@@ -100,7 +100,7 @@ def test_mutation_pass_one_shares_the_view_that_vllm_erases(monkeypatch: pytest.
     """FixFunctionalizationPass erases the view under the scatter without looking at its other readers."""
     views: dict[fx.Node, fx.Node] = {}
 
-    def shared(self: Any, emit: Emitter, found: Any) -> fx.Node:
+    def shared(self: Any, emit: Inserter, found: Any) -> fx.Node:
         if found.attention not in views:
             views[found.attention] = view(self, emit, found)
         return views[found.attention]
@@ -139,11 +139,11 @@ def test_mutation_i3_attention_decides_by_the_first_row(monkeypatch: pytest.Monk
     assert_caught_by_execution()
 
 
-def test_mutation_i4_matching_ends_at_the_first_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_i4_matching_ends_at_the_first_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     def until_refused(graph: fx.Graph) -> Any:
         for outcome in match.match_layers(graph):
             yield outcome
-            if isinstance(outcome[1], match.Refusal):
+            if isinstance(outcome[1], match.Skip):
                 return
 
     monkeypatch.setattr(pipeline, "match_layers", until_refused)

@@ -80,7 +80,7 @@ def check(gm: torch.fx.GraphModule, builder: Builder, batch: Batch, stop: str | 
         want = execute(reference, stubs, batch)
         finite = all(bool(out.float().isfinite().all()) for out in want.outputs)
         # vLLM takes rotary ops apart in place without asking who else reads their operands.
-        assert_same(execute(defunctionalise(reference), stubs, batch), want, "in stock")
+        assert_same(execute(defunctionalise(reference), stubs, batch), want, "in unmodified vLLM")
     except Exception:
         return "no program"
     if not finite:

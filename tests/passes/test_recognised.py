@@ -14,9 +14,9 @@ import torch
 from tests.passes.execute import assert_rewritten_right, calls, clean, clone, rewrite, stubs_for
 from tests.passes.graphs import Builder, Layer, Spelling, build, shuffled
 from tests.passes.stubs import DECODE, MIXED, Sizes
-from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.passes.fx import view_root
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
+from vllm_aiter_mla.status import state as status
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SPELLINGS: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "the rotated half scattered directly": {"write": "scatter"},
     "the rotated half concatenated": {"write": "cat"},
     "no None arguments": {"none_kwargs": False},
-    "a layer that stock's pass has fused": {"prefused": True},
+    "a layer that vLLM's own pass has fused": {"prefused": True},
     "one head": {"sizes": Sizes(n=1)},
     "DeepSeek's widths": {"sizes": Sizes(n=4, p=128, r=64, latent=512, v=128)},
 }
@@ -75,9 +75,9 @@ def test_every_chain_is_bit_exact_in_bf16_with(changes: dict[str, Any], is_neox:
     fused = changes.get("prefused", False)
     assert counts == {
         "matched": 2,
-        "refused": 0,
+        "skipped": 0,
         "rope_kv_cache": 0 if fused else 2,
-        "stock_fused": 2 if fused else 0,
+        "vllm_fused": 2 if fused else 0,
         "q_prep_lift": 2,
         "aiter_fusion": 2,
     }
@@ -180,4 +180,4 @@ def test_chain_stops_where_it_is_told_to(stop: str | None, present: set[str]) ->
     assert {name for name in every if calls(gm, name)} == present
     assert all(len(calls(gm, name)) == 2 for name in present)
     known = {} if stop is None else {layer.name: ("stop_after", f"debug.stop_after={stop}") for layer in layers}
-    assert census.current().partial == known
+    assert status.current().partial == known

@@ -11,7 +11,7 @@ from tests.passes import test_declined as declined
 from tests.passes.graphs import Builder, Layer, Spelling, build
 from tests.passes.rotary import ROPES
 from tests.passes.test_declined import Case, Edit
-from vllm_aiter_mla.admission import Refusal
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import surface
 from vllm_aiter_mla.passes import kv_update, match, probe
 from vllm_aiter_mla.passes.arguments import NoMatchError, arguments, refuse_unknown
@@ -34,8 +34,8 @@ CASES: dict[str, Case] = {
     "window=0 of attention": (UNKNOWN, lambda e: e.attend(window=0), {}),
     "skip_scale of the KV update": (UNKNOWN, lambda e: give(e.layer.kv_update, skip_scale=True), {}),
     "argument number 6 of the KV update": (UNKNOWN, lambda e: give(e.layer.kv_update, True), {}),
-    "slots of stock's fused op": (UNKNOWN, lambda e: give(e.layer.kv_update, slots=e.b.k_scale), {"prefused": True}),
-    "argument number 10 of stock's fused op": (
+    "slots of vLLM's own fused op": (UNKNOWN, lambda e: give(e.layer.kv_update, slots=e.b.k_scale), {"prefused": True}),
+    "argument number 10 of vLLM's own fused op": (
         UNKNOWN,
         lambda e: setattr(e.layer.kv_update, "args", (*e.layer.kv_update.args, *range(10))),
         {"prefused": True},
@@ -49,7 +49,7 @@ def assert_named(name: str) -> None:
     declined.assert_declined(CASES[name])
     gm, _, _ = declined.spoiled(CASES[name])
     ((_, found),) = match_layers(gm.graph)
-    assert isinstance(found, Refusal)
+    assert isinstance(found, Skip)
     assert name.partition(" of ")[0].partition("=")[0] in found.message
 
 

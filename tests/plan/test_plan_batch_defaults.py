@@ -6,9 +6,9 @@ import contextlib
 from typing import Any
 
 import pytest
-from tests.plan.plan_support import planned
 from vllm.engine import arg_utils
 
+from tests.plan.plan_support import planned
 from vllm_aiter_mla.commands.plan import serve_options
 from vllm_aiter_mla.compat import offline
 from vllm_aiter_mla.compat.batch_defaults import BatchDefaultsError, batch_defaults
@@ -56,16 +56,16 @@ def test_a_plan_takes_the_defaults_of_the_installed_vllm(monkeypatch: pytest.Mon
 
 
 def test_a_rule_that_asks_for_more_is_refused_and_not_taken_for_a_small_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = arg_utils.EngineArgs.get_batch_defaults
+    vllm_own = arg_utils.EngineArgs.get_batch_defaults
 
     def asks_more(world_size: int) -> object:
         with contextlib.suppress(Exception):  # as vLLM asks the platform
             arg_utils.current_platform.compute_units()  # type: ignore[attr-defined]
-        return stock(world_size)
+        return vllm_own(world_size)
 
     monkeypatch.setattr(arg_utils.EngineArgs, "get_batch_defaults", asks_more)
     with pytest.raises(BatchDefaultsError, match="asks for compute_units"):
         batch_defaults("a card", 192 * GIB, options())
     with pytest.raises(OptionError, match=r"--max-num-seqs and --max-num-batched-tokens: .*not known .*; give both"):
         serve_options.read([], "deepseek-v2-lite", "gfx942", serve_options.environment([], {}))
-    assert planned("deepseek-v2-lite", "--max-num-batched-tokens", "512")["verdict"]
+    assert planned("deepseek-v2-lite", "--max-num-batched-tokens", "512")["outcome"]

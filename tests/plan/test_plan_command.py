@@ -27,7 +27,7 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_the_page_holds_the_bucket_the_reason_and_the_way_out() -> None:
+def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out() -> None:
     status, out, _ = invoke(*R1, *MTP, *DCP)
     assert status == command.DOES_NOT
     assert "L = 512" in out
@@ -41,7 +41,7 @@ def test_the_page_holds_the_bucket_the_reason_and_the_way_out() -> None:
 def test_json_holds_the_same_facts() -> None:
     status, out, _ = invoke(*R1, *DCP, "--json", "--arch", "gfx950")
     plan = json.loads(out)
-    assert (status, plan["verdict"], plan["limit"], plan["arch"]) == (1, "refused", 256, "gfx950")
+    assert (status, plan["outcome"], plan["limit"], plan["arch"]) == (1, "skipped", 256, "gfx950")
 
 
 def test_options_of_the_server_itself_are_known() -> None:
@@ -98,7 +98,6 @@ def test_missing_vllm_is_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_page_of_every_example_renders() -> None:
     from tests.plan.plan_support import planned
-
     from vllm_aiter_mla.commands.plan import model, printout
 
     for name in model.examples():

@@ -1,4 +1,4 @@
-"""Claims about the numbers of a plan: the bucket, vLLM's ranges and capture sizes, bytes and launches."""
+"""Claims about the numbers of a plan: the decode limit, vLLM's ranges and capture sizes, bytes and launches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.plan.plan_support import ENGAGING, facts, planned
 
+from tests.plan.plan_support import ENGAGING, facts, planned
 from vllm_aiter_mla.commands.bench.points import Point
 from vllm_aiter_mla.commands.plan import formulas, kernels, printout, serve_options
 from vllm_aiter_mla.kernels import select
@@ -39,11 +39,11 @@ def test_the_layers_of_the_draft_are_counted() -> None:
     assert plan["layers"] == {"mla": 62, "drafts": 1, "total": 61, "engaged": 62}
 
 
-def test_a_bucket_beyond_the_largest_graph_is_pointed_out_with_the_limit_that_ends_it() -> None:
+def test_a_decode_limit_beyond_the_largest_graph_is_pointed_out_with_the_limit_that_ends_it() -> None:
     beyond = planned("deepseek-r1", "-tp", "8", "--max-num-seqs", "1024")
     text = printout.text(beyond)
     assert "513..1024 run without a graph" in text
-    assert "512 would end the bucket there" in text
+    assert "512 would end the decode limit there" in text
     ended = planned("deepseek-r1", "-tp", "8", "--max-num-seqs", "1024", f"-cc.pass_config.{LIMIT_FIELD}=512")
     assert "run without a graph" not in printout.text(ended)
 
@@ -95,7 +95,7 @@ def test_the_one_launch_moves_what_the_benchmark_counts(tokens: int, heads: int,
     once = formulas.moved(formulas.triton(step))
     assert once == Point(tokens, heads, quantised).bytes_once
     # docs/triton.md: the unfused sequence writes and reads the absorbed and the rotated query once each, and k_pe back.
-    assert formulas.moved(formulas.stock_fused(step)) - once == 4 * tokens * heads * 576 + 2 * tokens * 64
+    assert formulas.moved(formulas.vllm_fused(step)) - once == 4 * tokens * heads * 576 + 2 * tokens * 64
     assert formulas.moved(formulas.aiter(step)) - once == 4 * tokens * heads * 512
 
 
@@ -105,7 +105,7 @@ def test_the_one_launch_over_fp8_weights_moves_what_the_benchmark_counts(tokens:
     assert formulas.moved(formulas.triton(step)) == Point(tokens, 16, True, fp8_weight=True).bytes_once
 
 
-def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most_half_of_stocks_bytes() -> None:
+def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most_half_of_vllms_bytes() -> None:
     step = formulas.Step(64, 16, 128, 64, 512, stored=1, weight=1)
     assert formulas.moved(formulas.triton(step)) == 2_151_424
     assert formulas.triton_share(step) == pytest.approx(0.476, abs=0.0005)
@@ -115,7 +115,7 @@ def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most
 
 
 def test_launches_per_layer_are_those_of_the_architecture() -> None:
-    """Stock's concat and fp8 quantisation are one compiled kernel: docs/ledger.md counts it so."""
+    """vLLM's own concat and fp8 quantisation are one compiled kernel: docs/ledger.md counts it so."""
     for stored in (1, 2):
         step = formulas.Step(8, 16, 128, 64, 512, stored)
         assert tuple(len(path(step)) for path in formulas.PATHS.values()) == (4, 3, 2, 1)
@@ -139,13 +139,13 @@ def test_a_decode_that_may_need_no_concat_is_said(model: str, arch: str, cache: 
 def test_launches_per_step_count_every_mla_layer() -> None:
     figures = planned("kimi-k3", "-tp", "8", "--kv-cache-dtype", "fp8")["figures"]
     paths = figures["by_tokens"][256]
-    assert paths["stock"]["launches_per_step"] == 4 * 24
+    assert paths["vllm"]["launches_per_step"] == 4 * 24
     assert paths["aiter"]["launches_per_step"] == 2 * 24
     assert figures["q_prepared_bytes"] == 256 * 12 * 576
 
 
 @pytest.mark.parametrize("limit", [2, 200, 256, 1024])
-def test_kernel_spans_cover_the_bucket_without_gaps(limit: int) -> None:
+def test_kernel_spans_cover_the_decode_limit_without_gaps(limit: int) -> None:
     options = serve_options.read(["-tp", "8"], "deepseek-v2-lite", "gfx942", serve_options.environment(ENGAGING, {}))
     found = facts("deepseek-v2-lite", options)
     spans = kernels.spans(options, found, found.kinds[0], limit)
@@ -161,7 +161,7 @@ def test_kernel_spans_cover_the_bucket_without_gaps(limit: int) -> None:
             assert (one.kernel, one.detail) == (span.kernel, span.detail)
 
 
-@pytest.mark.parametrize("kernel", ["auto", "aiter", "triton", "stock"])
+@pytest.mark.parametrize("kernel", ["auto", "aiter", "triton", "vllm"])
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm90"])
 def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel: str, arch: str) -> None:
     asked = ("--additional-config", json.dumps({"aiter_mla": {"kernel": kernel}}))
@@ -179,4 +179,4 @@ def test_a_measured_cap_is_a_border_of_the_plan(monkeypatch: pytest.MonkeyPatch)
     spans = [(span["first"], span["last"], span["kernel"]) for span in plan["kernels"]]
     assert [span[2] for span in spans if span[0] <= 47] == ["triton"] * sum(span[0] <= 47 for span in spans)
     assert any(span[1] == 47 for span in spans)
-    assert {span[2] for span in spans if span[0] >= 48} == {"stock"}
+    assert {span[2] for span in spans if span[0] >= 48} == {"vllm"}

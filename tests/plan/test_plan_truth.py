@@ -1,4 +1,4 @@
-"""Claims about plan's verdict on configs after published checkpoints: what vLLM's own functions say, asked here anew.
+"""Claims about plan's status on configs after published checkpoints: what vLLM's own functions say, asked here anew.
 
 Here the model is not built. vLLM's ``ModelConfig`` reads the config, its quantisation config is asked for ``kv_b_proj``
 under the name that the checkpoint's layers have, its own functions tell which layers have MLA.
@@ -17,8 +17,6 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.plan.plan_support import planned
-from tests.plan.truth_configs import ROWS, Row
 from vllm import _aiter_ops
 from vllm._aiter_ops import rocm_aiter_ops
 from vllm.config import CacheConfig, CompilationConfig, DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
@@ -28,6 +26,8 @@ from vllm.model_executor.model_loader.utils import configure_quant_config, get_m
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
+from tests.plan.plan_support import planned
+from tests.plan.truth_configs import ROWS, Row
 from vllm_aiter_mla.commands.plan import printout
 from vllm_aiter_mla.compat import dry_model, offline, offline_model
 
@@ -159,7 +159,7 @@ def test_plan_prints_what_vllm_says(name: str, tmp_path: Path) -> None:
     # AITER's GEMMs do not take every width: that is the plugin's own word, and its tests are elsewhere.
     shape = codes & {"kernel_shape"}
     assert codes - shape == true.reasons
-    assert f"Verdict: {0 if codes else total}/{total} MLA layers would engage" in page
+    assert f"Status line: {0 if codes else total}/{total} MLA layers would engage" in page
     for form, count in true.forms.items():
         assert f"W_UK, W_UV   {printout.WEIGHTS[form]}" in page
         assert plan["absorb_weights"][form] == count

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.plan.plan_support import codes, planned
 
+from tests.plan.plan_support import codes, planned
 from vllm_aiter_mla.commands.plan import command, model
 
 R1 = "deepseek-r1"
@@ -102,13 +102,13 @@ def config(**changed: Any) -> dict[str, Any]:
     ],
     ids=repr,
 )
-def test_a_wrong_config_never_gives_a_verdict(
+def test_a_wrong_config_never_gives_a_outcome(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(wrong))
     assert command.main(str(tmp_path), ["-tp", "8"], "gfx942", []) != command.ENGAGES
     out, err = capsys.readouterr()
-    assert "would engage" not in out or "Verdict: 0/" in out
+    assert "would engage" not in out or "Status line: 0/" in out
     assert out or err.splitlines()[-1].startswith("plan: ")
 
 
@@ -134,11 +134,11 @@ def test_a_name_that_is_no_path_is_an_unknown_model(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("tp", ["7", "256"])
-def test_heads_that_the_ranks_do_not_divide_are_a_refusal(tp: str) -> None:
+def test_heads_that_the_ranks_do_not_divide_are_a_skip(tp: str) -> None:
     from vllm_aiter_mla.commands.plan import printout
 
     plan = planned(R1, "-tp", tp)
-    assert (plan["verdict"], codes(plan), plan["layers"]["engaged"]) == ("refused", ["vllm_refuses"], 0)
+    assert (plan["outcome"], codes(plan), plan["layers"]["engaged"]) == ("skipped", ["vllm_refuses"], 0)
     assert plan["kernels"] is plan["figures"] is None
     assert f"attention heads (128) must be divisible by tensor parallel size ({tp})" in printout.text(plan)
 
@@ -163,7 +163,7 @@ def test_control_characters_of_a_config_do_not_reach_the_terminal(
     assert "\\x1b[31m" in said
 
 
-def test_the_schedulers_own_check_is_a_refusal() -> None:
+def test_the_schedulers_own_check_is_a_skip() -> None:
     plan = planned(R1, "-tp", "8", "--max-num-batched-tokens", "128")
     assert codes(plan) == ["vllm_refuses"]
     assert (

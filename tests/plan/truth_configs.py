@@ -1,6 +1,6 @@
 """Configs written after published checkpoints: the fields that vLLM needs, and how each is quantised.
 
-The sizes are the checkpoints'; quantisation configs have the form that their tools write. What no verdict rests on
+The sizes are the checkpoints'; quantisation configs have the form that their tools write. What no status line rests on
 (experts, vocabulary) may differ.
 """
 

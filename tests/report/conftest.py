@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.report_support import DATA, engine_result, made_up_bench, made_up_measurements
 
+from tests.report.report_support import DATA, engine_result, made_up_bench, made_up_measurements
 from vllm_aiter_mla.commands.report.render import html_of
 
 
@@ -16,11 +16,11 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as ``demo --quick --keep`` left it, its graphs cut to one layer."""
     folder = tmp_path_factory.mktemp("kept") / "kept"
     folder.mkdir()
-    graphs = {name: (DATA / f"{name}.fx.txt").read_text() for name in ("stock", "fused")}
+    graphs = {name: (DATA / f"{name}.fx.txt").read_text() for name in ("vllm", "fused")}
     (folder / "demo.json").write_text((DATA / "demo.json").read_text())
-    census = [json.loads((DATA / "census.json").read_text())]
-    off = engine_result({"1-16": graphs["stock"], "17-64": graphs["stock"]}, [])
-    on = engine_result({"1-16": graphs["fused"], "17-64": graphs["stock"]}, census)
+    status = [json.loads((DATA / "status.json").read_text())]
+    off = engine_result({"1-16": graphs["vllm"], "17-64": graphs["vllm"]}, [])
+    on = engine_result({"1-16": graphs["fused"], "17-64": graphs["vllm"]}, status)
     (folder / "run0-off.json").write_text(json.dumps(off))
     (folder / "run0-on.json").write_text(json.dumps(on))
     return folder

@@ -10,10 +10,10 @@ DATA = Path(__file__).parent / "data"
 KEPT_KEYS: dict[str, Any] = {"scenarios": {}, "log": [], "seconds": 1.0}
 
 
-def engine_result(graphs: dict[str, str], census: list[Any]) -> dict[str, Any]:
+def engine_result(graphs: dict[str, str], status: list[Any]) -> dict[str, Any]:
     ranges = [[int(part) for part in key.split("-")] for key in graphs]
     versions = json.loads((DATA / "demo.json").read_text())["versions"]
-    return KEPT_KEYS | {"graphs": graphs, "census": census, "ranges": ranges, "versions": versions}
+    return KEPT_KEYS | {"graphs": graphs, "status": status, "ranges": ranges, "versions": versions}
 
 
 def made_up_bench() -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _bench_row(tokens: int, heads: int, quantised: bool, ratio: float | None) ->
 def made_up_measurements() -> dict[str, dict[str, Any]]:
     """What the three tools write, by file name."""
     about = {"card": "made up for a test", "vllm": "0", "torch": "0"}
-    both = {"about": about, "census": "61/61 MLA layers engaged (aiter)", "baseline": "stock-fused"}
+    both = {"about": about, "status": "61/61 MLA layers engaged (aiter)", "baseline": "vllm-fused"}
     point = {"input": 1024, "prefix": 0, "output": 256, "rate": 2.5}
     figures = {"mean": 20.0, "stderr": 0.5, "n": 3}
     estimates = {"ttft": [figures, figures | {"mean": 10.0}], "tpot": [figures, figures]}
@@ -68,7 +68,7 @@ def made_up_measurements() -> dict[str, dict[str, Any]]:
     return {
         "serving.json": {"tool": "serve_bench", **both, "rows": rows, "results": {}},
         "gsm8k.json": {"tool": "accuracy", **both, "answers": answers},
-        "traces.json": {"tool": "trace_census", "traces": [_trace("off.json", UNFUSED), _trace("on.json", FUSED)]},
+        "traces.json": {"tool": "trace_status", "traces": [_trace("off.json", UNFUSED), _trace("on.json", FUSED)]},
     }
 
 
@@ -84,11 +84,9 @@ def _trace(name: str, counts: dict[str, int]) -> dict[str, Any]:
 
 
 def measured_shape() -> dict[str, Any]:
-    """What a census holds of one layer shape that was timed; the figures are made up."""
+    """What a status file holds of one layer shape that was timed; the figures are made up."""
     counts = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-    us = {
-        str(t): {"aiter": 3.2 + t / 60, "stock": 5.4 + t / 55, "triton": 2.2 + t / 90 + t * t / 30000} for t in counts
-    }
+    us = {str(t): {"aiter": 3.2 + t / 60, "vllm": 5.4 + t / 55, "triton": 2.2 + t / 90 + t * t / 30000} for t in counts}
     chosen = [[1, 128, "triton"], [129, 1024, "aiter"]]
     shape = "16 heads, widths 128+64 and 512, bfloat16, plain weight, made up for a test"
     return {"shape": shape, "layers": [f"model.layers.{n}.attn" for n in range(61)], "chosen": chosen, "us": us}
@@ -104,23 +102,23 @@ def made_up_plan() -> dict[str, Any]:
         "limit": 8,
         "compile_ranges": {"ranges": [[1, 8], [9, 64]], "inside": 1, "note": ""},
         "captures": {"inside": [1, 8], "outside": [16], "note": ""},
-        "verdict": "refused",
+        "outcome": "skipped",
         "layers": {"mla": 61, "total": 61, "engaged": 0},
         "reasons": [{"scope": "engine", "code": "platform", "message": "made up"}],
-        "kernels": [{"first": 1, "last": 8, "kernel": "aiter", "detail": "", "refusals": []}],
-        "figures": {"by_tokens": {"1": {"stock": path, "aiter": path}}},
+        "kernels": [{"first": 1, "last": 8, "kernel": "aiter", "detail": "", "skips": []}],
+        "figures": {"by_tokens": {"1": {"vllm": path, "aiter": path}}},
         "options": {"kv_cache_dtype": "auto"},
     }
 
 
 def every_kind() -> dict[str, dict[str, Any]]:
     """One file of every kind that the report reads, by kind."""
-    recorded = {name: json.loads((DATA / f"{name}.json").read_text()) for name in ("census", "demo", "verify")}
+    recorded = {name: json.loads((DATA / f"{name}.json").read_text()) for name in ("status", "demo", "verify")}
     tools = made_up_measurements()
-    graphs = {"1-16": (DATA / "stock.fx.txt").read_text()}
+    graphs = {"1-16": (DATA / "vllm.fx.txt").read_text()}
     bench = made_up_bench()
     bench["rows"] = bench["rows"][:2]
-    bench["rows"][0]["wrong"] = {"stock": "query: 20 % of the values differ"}
+    bench["rows"][0]["wrong"] = {"vllm": "query: 20 % of the values differ"}
     recorded["verify"]["missing"] = {"aiter": "no ROCm here"}
     recorded["verify"]["results"] = recorded["verify"]["results"][:2]
     recorded["verify"]["results"][0] |= {
@@ -128,14 +126,14 @@ def every_kind() -> dict[str, dict[str, Any]]:
         "findings": [{"oracle": "runs", "message": "broke", "step": "replay 2"}],
     }
     recorded["verify"]["results"][1] |= {"status": "skipped", "reason": "no ROCm here"}
-    census = recorded["census"]
-    census["refused"] = {"model.layers.9.self_attn.attn": ["sparse", "sparse MLA"]}
-    census["partial"] = {"model.layers.8.self_attn.attn": ["kernel_shape", "no kernel"]}
-    census["capture_sizes"] = [1, 16]
-    census["measured"] = [measured_shape()]
-    recorded["demo"]["runs"][0]["layers"]["refused"] = {"model.layers.3": ["sparse", "sparse MLA"]}
+    status = recorded["status"]
+    status["skipped"] = {"model.layers.9.self_attn.attn": ["sparse", "sparse MLA"]}
+    status["partial"] = {"model.layers.8.self_attn.attn": ["kernel_shape", "no kernel"]}
+    status["capture_sizes"] = [1, 16]
+    status["measured"] = [measured_shape()]
+    recorded["demo"]["runs"][0]["layers"]["skipped"] = {"model.layers.3": ["sparse", "sparse MLA"]}
     return {
-        "engines": engine_result(graphs, [census]),
+        "engines": engine_result(graphs, [status]),
         "demos": recorded["demo"],
         "verifies": recorded["verify"],
         "benches": bench,
@@ -143,5 +141,5 @@ def every_kind() -> dict[str, dict[str, Any]]:
         "traces": tools["traces.json"],
         "servings": tools["serving.json"],
         "accuracies": tools["gsm8k.json"],
-        "censuses": census,
+        "status files": status,
     }

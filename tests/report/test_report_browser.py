@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from tests.report import report_chromium as chromium
 
 pytestmark = pytest.mark.skipif(chromium.BINARY is None, reason=chromium.MISSING)
@@ -21,7 +22,7 @@ def file(page: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_report_renders_without_console_messages(file: Path) -> None:
     dom, console = chromium.run(file, "--dump-dom")
     assert console == []
-    for heading in ("Census", "Compile ranges", "FX graph, before and after", "Bench", "Verify", "Versions"):
+    for heading in ("Status", "Compile ranges", "FX graph, before and after", "Bench", "Verify", "Versions"):
         assert heading in dom
     charts = re.findall(r"<svg class=\"chart.*?</svg>", dom, re.DOTALL)
     assert len(charts) >= 8

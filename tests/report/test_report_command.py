@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.report_support import DATA
 from typer.testing import CliRunner
 
+from tests.report.report_support import DATA
 from vllm_aiter_mla.commands.main import app
 
 runner = CliRunner()

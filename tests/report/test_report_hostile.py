@@ -14,11 +14,11 @@ from typing import Any
 
 import jinja2
 import pytest
-from tests.report import report_chromium as chromium
-from tests.report.report_support import every_kind
 from typer.testing import CliRunner
 
 import vllm_aiter_mla
+from tests.report import report_chromium as chromium
+from tests.report.report_support import every_kind
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report import inputs, render, shapes
 from vllm_aiter_mla.commands.report.render import html_of
@@ -191,17 +191,17 @@ def test_hostile_types_give_an_error_that_names_file_field_and_value(
             path = written("hostile.json", put(FILES[kind], keys, value))
             try:
                 assert strays(html_of([path])) == []
-                refused = ""
+                skipped = ""
             except inputs.InputError as error:
-                refused = str(error)
-                assert refused.startswith(f"{path}: ")
-                assert not CONTROLS.search(refused)
+                skipped = str(error)
+                assert skipped.startswith(f"{path}: ")
+                assert not CONTROLS.search(skipped)
             if shape in (int, float) and isinstance(value, str):
                 numbers += 1
-                assert f"{path}: {field}: a{' whole' if shape is int else ''} number expected, found " in refused
-                assert "<script>" in refused
+                assert f"{path}: {field}: a{' whole' if shape is int else ''} number expected, found " in skipped
+                assert "<script>" in skipped
             if shape is int and value is True:
-                assert "a whole number expected, found True" in refused
+                assert "a whole number expected, found True" in skipped
     assert numbers
 
 
@@ -280,7 +280,7 @@ def unescaped(monkeypatch: pytest.MonkeyPatch, expression: str | None) -> None:
 @pytest.mark.parametrize(
     "expression",
     [None, "{{ cell }}", "{{ chart.title }}", "{{ mark.text }}", "{{ mark.tip }}", "{{ row.name }}", "{{ label }}",
-     "{{ why }}", "{{ f.message }}", "{{ result.command }}", "{{ op }}", "{{ run.census }}", "{{ bound.text }}"],
+     "{{ why }}", "{{ f.message }}", "{{ result.command }}", "{{ op }}", "{{ run.status }}", "{{ bound.text }}"],
 )  # fmt: skip
 def test_hostile_mutation_an_unescaped_field_is_caught(
     expression: str | None, hostile_files: list[Path], monkeypatch: pytest.MonkeyPatch
@@ -313,11 +313,13 @@ def test_hostile_names_in_a_models_config_are_one_printable_line_of_the_plan(tmp
     example = Path(vllm_aiter_mla.__file__).parent
     (source,) = example.rglob("models/deepseek-v2-lite.json")
     config = json.loads(source.read_text())["config"]
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v2\x1b[2J\r\nVerdict: fine"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"model_type": "deepseek_v2\x1b[2J\r\nStatus line: fine"})
+    )
     done = CliRunner().invoke(app, ["plan", str(tmp_path)])
-    assert "Verdict: fine" in done.output
+    assert "Status line: fine" in done.output
     assert not CONTROLS.search(done.output)
-    assert not re.search(r"^Verdict: fine", done.output, re.MULTILINE)
+    assert not re.search(r"^Status line: fine", done.output, re.MULTILINE)
 
 
 def test_hostile_brackets_are_no_markup_in_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,7 +328,7 @@ def test_hostile_brackets_are_no_markup_in_the_demo(capsys: pytest.CaptureFixtur
 
     from tests.sandbox import demo
 
-    table = Table("refused")
+    table = Table("skipped")
     table.add_row("sparse: [red]no[/closing]")
     console = demo._console()
     console.print(table)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.report.report_support import DATA, measured_shape
-
 from vllm_aiter_mla.commands.report.render import html_of
 
 
@@ -18,10 +17,10 @@ def cells(page: str) -> list[str]:
 
 
 def test_report_draws_the_measured_choice_once_for_all_ranks(written: Callable[[str, Any], Path]) -> None:
-    census = json.loads((DATA / "census.json").read_text()) | {"measured": [measured_shape()]}
-    page = html_of([written(f"census-{rank}.json", census | {"rank": rank}) for rank in range(2)])
+    status = json.loads((DATA / "status.json").read_text()) | {"measured": [measured_shape()]}
+    page = html_of([written(f"status-{rank}.json", status | {"rank": rank}) for rank in range(2)])
     assert page.count("Measured at start-up: triton 1..128, aiter 129..1024</h3>") == 1
-    assert "rank 0: 61 layers; census-1.json, rank 1: 61 layers" in page
+    assert "rank 0: 61 layers; status-1.json, rank 1: 61 layers" in page
     drawn = re.findall(r'<polyline class="series s(\d)"', page)
     assert drawn == ["0", "1", "2"], "one line per candidate"
     found = cells(page)

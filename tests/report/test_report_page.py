@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.report_support import DATA, engine_result
 from typer.testing import CliRunner
 
+from tests.report.report_support import DATA, engine_result
+from tests.sandbox.compare import op_count
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report import graphs
 from vllm_aiter_mla.commands.report.render import html_of
-from tests.sandbox.compare import op_count
 
-STAGES = (graphs.STOCK, *graphs.STAGES.values())
+STAGES = (graphs.VLLM, *graphs.STAGES.values())
 ROPE_AND_WRITE = "vllm.fused_rope_unified_mla_kv_cache_update"
 EARLY = {
     STAGES[3]: (ROPE_AND_WRITE, "vllm.unified_mla_attention_with_output"),
@@ -32,12 +32,12 @@ def text_of(recorded: dict[str, str], stage: str) -> str:
         *before, _ = recorded["fused"].splitlines()
         calls = (f"call_function[target=torch.ops.{op}.default](args = (), kwargs = {{}})" for op in EARLY[stage])
         return "\n".join([*before, *(f"    %op_{n} : [num_users=1] = {call}" for n, call in enumerate(calls))])
-    return recorded["stock" if stage == STAGES[0] else "fused"]
+    return recorded["vllm" if stage == STAGES[0] else "fused"]
 
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, str]:
-    return {name: (DATA / f"{name}.fx.txt").read_text() for name in ("stock", "fused")}
+    return {name: (DATA / f"{name}.fx.txt").read_text() for name in ("vllm", "fused")}
 
 
 def labels(recorded: dict[str, str], stage: str) -> dict[str, str]:
@@ -45,15 +45,15 @@ def labels(recorded: dict[str, str], stage: str) -> dict[str, str]:
 
 
 def test_report_graph_marks_what_the_passes_took_away_and_put_in(recorded: dict[str, str]) -> None:
-    stock, fused = labels(recorded, STAGES[0]), labels(recorded, STAGES[1])
+    vllm_own, fused = labels(recorded, STAGES[0]), labels(recorded, STAGES[1])
 
     def marked(one: dict[str, str], other: dict[str, str]) -> list[str]:
         return [mark["text"] for mark in graphs.draw(one, other, "x", "a layer").marks if mark["css"] == "strong"]
 
     gone = ["unified_mla_kv_cache_update", graphs.ROPE, "unified_mla_attention_with_output"]
-    assert sorted(marked(stock, fused)) == sorted(gone)
-    assert marked(fused, stock) == ["mla_attention_with_rope"]
-    assert marked(stock, stock) == []
+    assert sorted(marked(vllm_own, fused)) == sorted(gone)
+    assert marked(fused, vllm_own) == ["mla_attention_with_rope"]
+    assert marked(vllm_own, vllm_own) == []
 
 
 def test_report_counts_ops_as_the_demo_does(recorded: dict[str, str]) -> None:
@@ -76,7 +76,7 @@ def test_report_drawing_shows_a_stage_without_overlap_and_no_edge_points_up(
     assert graphs.stage_of(found) == stage
     names = labels(recorded, stage)
     reached = [name for op, name in graphs.STAGES.items() if op in names or op in names.values()]
-    assert (reached or [graphs.STOCK])[0] == stage
+    assert (reached or [graphs.VLLM])[0] == stage
     chart = graphs.draw(names, {}, "x", "a layer")
     boxes = [mark["attributes"] for mark in chart.marks if mark["tag"] == "rect"]
     assert len(boxes) == len(names)
@@ -134,12 +134,12 @@ def test_report_is_self_contained_and_its_charts_have_text_alternatives(page: st
         assert chart["aria-describedby"] in found.ids
 
 
-def test_report_of_a_kept_demo_shows_census_ranges_and_both_graphs(kept: Path) -> None:
+def test_report_of_a_kept_demo_shows_status_ranges_and_both_graphs(kept: Path) -> None:
     page = html_of([kept])
     assert "4/4 engaged" in page
     assert "CPU, reference kernels" in page
     assert "L = 16" in page
-    assert "identical to stock, byte for byte" in page
+    assert "identical to unmodified vLLM, byte for byte" in page
     assert page.count('class="before"') == page.count('class="after"') == 1
     for what in ("bench --json", "verify --json"):
         assert f"Not measured: no <code>{what}" in page
@@ -153,18 +153,18 @@ def test_report_draws_a_run_that_stops_after_a_pass_between_the_two(
     stopped = written("stop-after-2.json", engine_result({"1-16": lifted}, []))
     page = html_of([kept, stopped])
     stages = re.findall(r"<figcaption><strong>([^<]+)</strong>", page)
-    assert stages == ["stock", "after pass 2: q_prep lift", "after pass 3: AITER fusion"]
+    assert stages == ["vllm", "after pass 2: q_prep lift", "after pass 3: AITER fusion"]
 
 
-def test_report_of_a_census_names_each_reason_and_its_layers(written: Any) -> None:
-    census = json.loads((DATA / "census.json").read_text())
-    del census["engaged"]["model.layers.3.self_attn.attn"]
-    census["refused"] = {"model.layers.3.self_attn.attn": ["sparse", "<b>sparse</b> MLA"]}
-    page = html_of([written("census-1-0.json", census)])
+def test_report_of_a_status_names_each_reason_and_its_layers(written: Any) -> None:
+    status = json.loads((DATA / "status.json").read_text())
+    del status["engaged"]["model.layers.3.self_attn.attn"]
+    status["skipped"] = {"model.layers.3.self_attn.attn": ["sparse", "<b>sparse</b> MLA"]}
+    page = html_of([written("status-1-0.json", status)])
     assert "3/4 engaged" in page
     assert "sparse: &lt;b&gt;sparse&lt;/b&gt; MLA (1)" in page
     assert "model.layers.3.self_attn.attn" in page
-    assert "not recorded in a census" in page
+    assert "not recorded in a status file" in page
 
 
 def test_report_of_bench_says_what_was_slower_and_what_was_not_measured(bench_json: Path) -> None:
@@ -194,7 +194,9 @@ def test_report_of_two_runs_folds_the_second_and_keeps_ids_apart(kept: Path, tmp
         for number in (0, 1):
             (folder / file.name.replace("run0", f"run{number}")).write_text(file.read_text())
     demo = json.loads((kept / "demo.json").read_text())
-    demo["runs"].append(demo["runs"][0] | {"name": "second", "ops_per_layer": None, "bucket": None, "flag": False})
+    demo["runs"].append(
+        demo["runs"][0] | {"name": "second", "ops_per_layer": None, "decode_limit": None, "flag": False}
+    )
     (folder / "demo.json").write_text(json.dumps(demo))
     page = html_of([folder])
     assert "<summary>second</summary>" in page

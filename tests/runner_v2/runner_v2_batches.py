@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from tests.runner_v2.runner_v2_setup import MAX_LEN, MAX_REQS, MAX_TOKENS, Setup, Step
 
 

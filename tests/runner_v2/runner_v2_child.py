@@ -1,7 +1,7 @@
-"""A process in which Model Runner V2's own functions build forward contexts, for our op and for stock's.
+"""A process in which Model Runner V2's own functions build forward contexts, for our op and for vLLM's own.
 
 ``python runner_v2_child.py FOLDER '{"kv_cache_dtype": "fp8", ...}'`` prints one JSON line: by kind of batch, what
-decided and whether the outputs and the KV cache are stock's. V2's Triton kernels, and the one of AITER's metadata
+decided and whether the outputs and the KV cache are vLLM's own. V2's Triton kernels, and the one of AITER's metadata
 builder, run through Triton's interpreter.
 """
 

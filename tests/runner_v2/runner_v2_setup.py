@@ -92,16 +92,16 @@ class Setup:
         self.model_state = SimpleNamespace(max_model_len=MAX_LEN, supports_mm_inputs=False)
 
     def compare(self, step: Step) -> dict[str, Any]:
-        """Run a step through our op and through stock's, from the same cache; what decided, what is equal."""
+        """Run a step through our op and through vLLM's own, from the same cache; what decided, what is equal."""
         ours, ours_cache, by_the_layer = self._run(step, self._ours)
-        stock, stock_cache, _ = self._run(step, self._stock)
+        vllm_own, vllm_cache, _ = self._run(step, self._vllm)
         metadata = step.metadata and step.metadata[LAYER]
         return {
             "decided": "nobody" if metadata is None else "the layer" if by_the_layer else "the op",
             "counted": "no metadata" if metadata is None else _rows(step, metadata.num_actual_tokens),
             "written": "no slots" if step.slots is None else _rows(step, int((step.slots[LAYER] >= 0).sum())),
-            "output": bool(torch.equal(ours[: step.real], stock[: step.real])),
-            "cache": bool(torch.equal(ours_cache, stock_cache)),
+            "output": bool(torch.equal(ours[: step.real], vllm_own[: step.real])),
+            "cache": bool(torch.equal(ours_cache, vllm_cache)),
             "changed": int((ours_cache != self._cache().view(torch.uint8)).any(-1).sum()),
         }
 
@@ -143,7 +143,7 @@ class Setup:
             q, k_pe, kv_c, at, self.rope.cos_sin_cache, self.layer._k_scale, output, self.rope.is_neox_style, LAYER
         )
 
-    def _stock(
+    def _vllm(
         self, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, at: torch.Tensor, output: torch.Tensor
     ) -> None:
         """As the model's own forward does, with vLLM's RoPE kernel."""
@@ -170,8 +170,8 @@ def _config(folder: Path, kv_cache_dtype: str, drafts: int, arch: str, kernel: s
     from vllm.v1.attention.backends.mla import rocm_aiter_mla
 
     from tests.sandbox import aiter_attention
-    from tests.sandbox.fake_aiter import engine
     from tests.sandbox.model import TinyDeepseek
+    from tests.sandbox.simulated_aiter import engine
 
     kernel_of_vllm = rocm_aiter_mla._expand_page_indices_kernel
     engine.pretend(arch)

@@ -53,7 +53,7 @@ def test_every_kind_of_batch_is_in_the_page_and_decided_as_the_page_says(found):
     assert {k: (v["counted"], v["written"], v["decided"]) for k, v in answer["kinds"].items()} == page
 
 
-def test_real_rows_and_the_kv_cache_are_stocks_in_every_kind_of_batch(found):
+def test_real_rows_and_the_kv_cache_are_vllms_in_every_kind_of_batch(found):
     kinds = found[1]["kinds"]
     assert [kind for kind, told in kinds.items() if not (told["output"] and told["cache"])] == []
     # A row with a slot is written, and no other.

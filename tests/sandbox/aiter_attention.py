@@ -1,6 +1,6 @@
 """vLLM's AITER attention on a CPU: ``AiterMLABackend``, its metadata builder, ``AiterMLAImpl`` and AITER's prefill.
 
-The classes run as they are. Stand-ins are what a card would run: AITER's kernels (``fake_aiter.mla``), vLLM's own
+The classes run as they are. Stand-ins are what a card would run: AITER's kernels (``simulated_aiter.mla``), vLLM's own
 kernels (``gpu_ops``) and one of its Triton kernels. gfx950's fp8 prefill is left out, because it needs pinned memory
 and events: vLLM then takes ``flash_attn_varlen_func``, as with an AITER that lacks it.
 """
@@ -17,22 +17,22 @@ from typing import Any
 
 import torch
 
-_ENV = "FAKE_AITER_ATTENTION"
+_ENV = "SIMULATED_AITER_ATTENTION"
 BACKEND = "vllm.v1.attention.backends.mla.rocm_aiter_mla.AiterMLABackend"
 
 
 def take(arch: str) -> None:
     """Let every MLA layer of this process and its workers use vLLM's AITER classes.
 
-    Call it after ``fake_aiter.engine.pretend(arch)``, before a config is built.
+    Call it after ``simulated_aiter.engine.pretend(arch)``, before a config is built.
     """
     os.environ[_ENV] = arch
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_aiter_mla.compat.layer import KNOWN_IMPLS
     from tests.sandbox import platform
+    from vllm_aiter_mla.compat.layer import KNOWN_IMPLS
 
     # Nothing is admitted here but what is admitted in serving.
     KNOWN_IMPLS.discard("SandboxMLAImpl")

@@ -17,7 +17,7 @@ from tests.sandbox.gpu_ops import write_kv_rows
 
 
 class SandboxMLABackend(CPUMLABackend):
-    """CPU MLA with fp8 caches, under the name of the stock backend that it overrides."""
+    """CPU MLA with fp8 caches, under the name of the unmodified vLLM backend that it overrides."""
 
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "bfloat16", "fp8", "fp8_e4m3"]
 

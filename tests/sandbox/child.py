@@ -150,8 +150,8 @@ def connector(spec: EngineSpec, folder: Path) -> dict[str, Any]:
 
 
 def compilation(spec: EngineSpec) -> dict[str, Any]:
-    """The ``compilation_config``: flag off is stock in the same ranges and partitioning, so that runs compare."""
-    config: dict[str, Any] = {"pass_config": {"fuse_rope_kvcache_cat_mla": spec.stock_pass}}
+    """The ``compilation_config``: flag off is vLLM in the same ranges and partitioning, so that runs compare."""
+    config: dict[str, Any] = {"pass_config": {"fuse_rope_kvcache_cat_mla": spec.vllm_pass}}
     if not spec.enabled:
         config |= {
             "use_inductor_graph_partition": True,
@@ -178,7 +178,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
     config = llm.llm_engine.vllm_config
     return EngineResult(
         scenarios=outcome,
-        census=census_records(),
+        status=status_records(),
         ranges=[(r.start, r.end) for r in config.compilation_config.get_compile_ranges()],
         graphs=dict(knobs.GRAPHS),
         code=dict(knobs.CODE),
@@ -206,11 +206,11 @@ def counters(llm: Any) -> dict[str, float]:
     return found
 
 
-def census_records() -> list[dict[str, Any]]:
-    """The census files that this run's workers wrote, by rank; the cache root is this run's own."""
+def status_records() -> list[dict[str, Any]]:
+    """The status file files that this run's workers wrote, by rank; the cache root is this run's own."""
     from vllm_aiter_mla.compat.config import cache_folder
 
-    files = [path for path in cache_folder().glob("census-*.json") if path.stat().st_mtime >= _start_of_process()]
+    files = [path for path in cache_folder().glob("status-*.json") if path.stat().st_mtime >= _start_of_process()]
     return sorted((json.loads(path.read_text()) for path in files), key=lambda record: record["rank"])
 
 

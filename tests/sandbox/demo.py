@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from vllm_aiter_mla import evidence
 from tests.sandbox import engine
 from tests.sandbox.compare import Figures, compare, op_count
 from tests.sandbox.demo_tables import layer_table, scenario_table
 from tests.sandbox.runs import Options, Run, describe, runs, why_not
 from tests.sandbox.spec import EngineResult, EngineSpec
+from vllm_aiter_mla import evidence
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Outcome:
     @property
     def layers_ok(self) -> bool:
         """Every MLA layer of every rank engaged."""
-        records = self.result.census
+        records = self.result.status
         return not self.run.spec.enabled or (
             bool(records) and all(len(r["engaged"]) == r["total"] > 0 for r in records)
         )
@@ -46,20 +46,20 @@ class Outcome:
         return self.run.bound is None or self.run.bound.holds(self.figures[name])
 
     def ops_per_layer(self) -> tuple[float, float] | None:
-        """Computing calls in the bucket's graph per layer, stock and fused; None where the flag is off."""
+        """Computing calls below the limit's graph per layer, vLLM and fused; None where the flag is off."""
         start, end = self.result.ranges[0]
         key = f"{start}-{end}"
         graphs = (self.base.graphs.get(key), self.result.graphs.get(key))
         if not self.run.spec.enabled or None in graphs:
             return None
-        layers = max(self.result.census[0]["total"], 1)
+        layers = max(self.result.status[0]["total"], 1)
         return op_count(graphs[0] or "") / layers, op_count(graphs[1] or "") / layers
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON of this run."""
-        records = self.result.census
-        first = records[0] if records else {"engaged": {}, "total": 0, "refused": {}, "decode_bucket": None}
-        refused = {name: why for record in records for name, why in record["refused"].items()}
+        records = self.result.status
+        first = records[0] if records else {"engaged": {}, "total": 0, "skipped": {}, "decode_limit": None}
+        skipped = {name: why for record in records for name, why in record["skipped"].items()}
         return {
             "name": self.run.name,
             "kv_cache_dtype": self.run.spec.kv_cache_dtype,
@@ -69,9 +69,9 @@ class Outcome:
             "device": self.result.versions["device"],
             "flag": self.run.spec.enabled,
             "tensor_parallel_size": self.run.spec.tensor_parallel_size,
-            "bucket": first["decode_bucket"],
+            "decode_limit": first["decode_limit"],
             "ranges": [list(r) for r in self.result.ranges],
-            "layers": {"engaged": len(first["engaged"]), "total": first["total"], "refused": refused},
+            "layers": {"engaged": len(first["engaged"]), "total": first["total"], "skipped": skipped},
             "kernels": sorted({kernel for record in records for kernel in record["engaged"].values()}),
             "ops_per_layer": self.ops_per_layer(),
             "scenarios": {name: figures.as_dict() for name, figures in self.figures.items()},
@@ -166,7 +166,7 @@ def _results(wanted: list[EngineSpec], console: Console) -> list[EngineResult]:
 _STEPS = {
     "non-default args": "loading the model",
     "Loading weights took": "tracing",
-    "Dynamo bytecode transform": "compiling the bucket's graph",
+    "Dynamo bytecode transform": "compiling the decode limit's graph",
     "Compiling a graph for compile range (1, ": "compiling the graph above it",
     "sandbox: engine is up": "serving",
 }
@@ -185,8 +185,8 @@ def _print(outcomes: list[Outcome], console: Console) -> None:
         for line in outcome.result.log:
             if "engaged" in line:
                 console.print(f"{outcome.run.name}: {line[line.index('aiter-mla:') :]}", highlight=False)
-    verdict = "every bound holds" if all(outcome.ok for outcome in outcomes) else "A BOUND IS MISSED"
-    console.print(f"demo: {verdict}", style="green" if "holds" in verdict else "red")
+    outcome = "every bound holds" if all(outcome.ok for outcome in outcomes) else "A BOUND IS MISSED"
+    console.print(f"demo: {outcome}", style="green" if "holds" in outcome else "red")
 
 
 def _keep(folder: Path, outcomes: list[Outcome], record: dict[str, Any]) -> None:

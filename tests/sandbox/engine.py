@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_aiter_mla.census import gauge
 from tests.sandbox import plugin, ray_platform
 from tests.sandbox.spec import EngineResult, EngineSpec, load, save
+from vllm_aiter_mla.status import gauge
 
 # An engine of a minute takes twenty on a machine that does other work.
 TIMEOUT_S = 1800

@@ -26,7 +26,7 @@ _MISSING = (
 
 
 def register() -> None:
-    """Define the missing names and the stock RoPE + KV kernel, and replace the CPU kernel of RoPE. Idempotent."""
+    """Define the missing names and the vLLM RoPE + KV kernel, and replace the CPU kernel of RoPE. Idempotent."""
     if _LIBRARIES:
         return
     # vLLM's own library first: loaded later, it would define these names a second time and abort the process.
@@ -45,7 +45,7 @@ def register() -> None:
             cache.define(f"{kernel.__name__}({schema}) -> ()")
             cache.impl(kernel.__name__, kernel, "CPU")
     _LIBRARIES.append(cache)
-    _import_stock_fusion()
+    _import_vllm_fusion()
 
 
 def _cache_kernels() -> dict[Callable[..., None], str]:
@@ -61,8 +61,8 @@ def _cache_kernels() -> dict[Callable[..., None], str]:
     }
 
 
-def _import_stock_fusion() -> None:
-    """Import stock's MLA RoPE pass, which defines its fused op, and show it to the pass manager.
+def _import_vllm_fusion() -> None:
+    """Import vLLM's own MLA RoPE pass, which defines its fused op, and show it to the pass manager.
 
     vLLM's pass manager imports it on GPU platforms only, and names it as a global of its own.
     """

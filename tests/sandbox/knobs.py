@@ -18,11 +18,11 @@ BRANCHES: Counter[str] = Counter()
 
 def apply(spec: EngineSpec) -> None:
     """Set this process up; before any vLLM config is built."""
-    platform.stock_pass = spec.stock_pass
+    platform.vllm_pass = spec.vllm_pass
     if spec.linear == "aten":
         plain_linears()
     if spec.fake_arch:
-        from tests.sandbox.fake_aiter import engine
+        from tests.sandbox.simulated_aiter import engine
 
         engine.pretend(spec.fake_arch)
         if spec.attention == "aiter":

@@ -38,14 +38,14 @@ def emulate(kind: str) -> None:
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
     from vllm.compilation import decorators
 
-    stock_rule = Scheduler.should_partition
+    vllm_rule = Scheduler.should_partition
 
     def should_partition(scheduler: Any, node: Any) -> str | None:
         # Only vLLM's model graph names splitting ops; the sampler's small graphs are none of ours.
         if not torch._inductor.config.custom_should_partition_ops:
-            return stock_rule(scheduler, node)
+            return vllm_rule(scheduler, node)
         with mock.patch.object(BaseSchedulerNode, "is_gpu", return_value=True):
-            return stock_rule(scheduler, node)
+            return vllm_rule(scheduler, node)
 
     Scheduler.should_partition = should_partition  # type: ignore[method-assign,assignment]
 

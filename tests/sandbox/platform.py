@@ -7,7 +7,7 @@ from functools import cache, wraps
 from typing import Any
 
 # Set by a spec: vLLM's own MLA RoPE pass, which PassConfig switches off on anything that is no GPU.
-stock_pass = False
+vllm_pass = False
 # Whether CUDA graphs are emulated, so that vLLM's dispatcher pads batches to captured sizes.
 has_graphs = False
 # Whether something here gathers the context of a chunked prompt from an fp8 cache.
@@ -70,7 +70,7 @@ def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> 
         if has_graphs:
             # What vLLM has computed for a platform with graphs; the CPU's empties it.
             compilation.cudagraph_capture_sizes = compilation_asked.cudagraph_capture_sizes
-    if stock_pass:
+    if vllm_pass:
         compilation.pass_config.fuse_rope_kvcache_cat_mla = True
     # vLLM's chunked path for CPUs reads no fp8 cache.
     is_fp8 = vllm_config.cache_config.cache_dtype.startswith("fp8")

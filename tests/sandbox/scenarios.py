@@ -1,4 +1,4 @@
-"""What serving does to the decode bucket, as request patterns over one engine."""
+"""What serving does to the decode limit, as request patterns over one engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tests.sandbox.spec import BUCKET_REQUESTS, Step
+from tests.sandbox.spec import LIMIT_REQUESTS, Step
 
 # (request id, prompt token ids, tokens to generate, engine step at which it arrives)
 Request = tuple[str, list[int], int, int]
@@ -22,27 +22,27 @@ def _prompts(seed: int, lengths: list[int], new_tokens: int, arrivals: list[int]
 
 
 def concurrent() -> list[Request]:
-    """Sixteen requests that decode together: the bucket is full."""
-    return _prompts(1, [5 + i % 4 for i in range(BUCKET_REQUESTS)], 20)
+    """Sixteen requests that decode together: the decode limit is full."""
+    return _prompts(1, [5 + i % 4 for i in range(LIMIT_REQUESTS)], 20)
 
 
 def short() -> list[Request]:
-    """Prompts shorter than the bucket, one at a time: prefill rows inside it."""
+    """Prompts shorter than the decode limit, one at a time: prefill rows inside it."""
     return _prompts(2, [3, 11, 1, 7], 12, [0, 20, 40, 60])
 
 
 def mixed() -> list[Request]:
-    """Requests that arrive while others decode: mixed batches inside the bucket."""
+    """Requests that arrive while others decode: mixed batches within the decode limit."""
     return _prompts(3, [6, 4, 5, 3, 7, 2, 5, 4], 24, [0, 0, 4, 6, 6, 9, 12, 15])
 
 
 def long() -> list[Request]:
-    """Prompts longer than the bucket: their prefill runs the stock range, their decode the fused one."""
+    """Prompts longer than the decode limit: their prefill runs vLLM's own range, their decode the fused one."""
     return _prompts(4, [60, 17, 33, 48], 12)
 
 
 def chunked() -> list[Request]:
-    """Prompts over the token budget, in chunks whose last piece lies inside the bucket, among decoding requests."""
+    """Prompts over the token budget, in chunks whose last piece lies below the limit, among decoding requests."""
     return _prompts(5, [150, 5, 133, 70], 12, [0, 1, 3, 5])
 
 
@@ -59,7 +59,7 @@ def prefixes() -> list[Request]:
 
 def crowded() -> list[Request]:
     """More tokens than a small cache holds: requests are preempted and computed again."""
-    return _prompts(7, [20 + i for i in range(BUCKET_REQUESTS)], 40, [i // 4 for i in range(BUCKET_REQUESTS)])
+    return _prompts(7, [20 + i for i in range(LIMIT_REQUESTS)], 40, [i // 4 for i in range(LIMIT_REQUESTS)])
 
 
 SCENARIOS: dict[str, Callable[[], list[Request]]] = {

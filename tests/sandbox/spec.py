@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BUCKET_REQUESTS = 16
+LIMIT_REQUESTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +18,13 @@ class EngineSpec:
         enabled: the plugin's flag.
         scenarios: names from ``scenarios.SCENARIOS``, run one after the other.
         kv_cache_dtype: as vLLM spells it.
-        rounding: of the reference kernel: "single" is AITER's, "two" is stock's.
+        rounding: of the reference kernel: "single" is AITER's, "two" is vLLM's own.
         kernel: the plugin's kernel option.
         stop_after: leave the chain of passes after this one.
-        stock_pass: switch vLLM's own RoPE + KV pass on.
+        vllm_pass: switch vLLM's own RoPE + KV pass on.
         tensor_parallel_size: number of workers; above one they are spawned.
         drafts: tokens that the model's own draft layer proposes per step (MTP); above zero the model has one.
-        max_num_seqs: requests at a time: the decode bucket.
+        max_num_seqs: requests at a time: the decode limit.
         max_num_batched_tokens: token budget of a step; below a prompt's length the prompt is chunked (bf16 cache).
         model: overrides of ``TinyDeepseek``.
         config: another model's ``config.json`` in place of it; its weights are drawn: see ``random_weights``.
@@ -43,10 +43,10 @@ class EngineSpec:
             piecewise ones for the others. In one process.
         mutation: "module:function" that plants a bug in the engine's process; tests only.
         dump_graphs: return the post-grad FX graph text by range.
-        fake_arch: let the platform look like this AMD card over the fake AITER.
+        fake_arch: let the platform look like this AMD card over the simulated AITER.
         attention: "sandbox" for the sandbox's back end, "aiter" for vLLM's own over ``fake_arch``.
-        fp8_bmm: hold absorbed weights in fp8, over the fake AITER.
-        fp4_bmm: hold absorbed weights in mxfp4, over the fake AITER; gfx950 alone.
+        fp8_bmm: hold absorbed weights in fp8, over the simulated AITER.
+        fp4_bmm: hold absorbed weights in mxfp4, over the simulated AITER; gfx950 alone.
         interpret: run Triton kernels on CPU tensors through Triton's interpreter.
         device: "cpu" for the sandbox's platform; "gpu" for vLLM's own, with its Triton MLA back end.
         spawn: run the engine core in its own process, as vLLM does by default.
@@ -60,10 +60,10 @@ class EngineSpec:
     rounding: str = "two"
     kernel: str = "auto"
     stop_after: str | None = None
-    stock_pass: bool = False
+    vllm_pass: bool = False
     tensor_parallel_size: int = 1
     drafts: int = 0
-    max_num_seqs: int = BUCKET_REQUESTS
+    max_num_seqs: int = LIMIT_REQUESTS
     max_num_batched_tokens: int = 512
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class EngineResult:
 
     Attributes:
         scenarios: by scenario, the requests' tokens with their log-probabilities.
-        census: one record per rank (see ``census.record.as_record``); empty with the flag off.
+        status: one record per rank (see ``status.record.as_record``); empty with the flag off.
         ranges: vLLM's compile ranges as [start, end].
         graphs: post-grad FX graph text by "start-end", where asked for.
         log: the plugin's own log lines.
@@ -116,7 +116,7 @@ class EngineResult:
     """
 
     scenarios: dict[str, list[list[Step]]]
-    census: list[dict[str, Any]]
+    status: list[dict[str, Any]]
     ranges: list[tuple[int, int]]
     graphs: dict[str, str]
     log: list[str]

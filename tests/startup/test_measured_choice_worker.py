@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.test_measured_choice import MadeUpClock, Named, costs
 
+from tests.kernels.test_measured_choice import MadeUpClock, Named, costs
 from tests.ops.opcalls import NAME
 from tests.startup.test_worker import Worker, ours
 from vllm_aiter_mla import layers, measuring, worker
-from vllm_aiter_mla.census import record
-from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.kernels import reference, select, stock
+from vllm_aiter_mla.kernels import reference, select, vllm_own
 from vllm_aiter_mla.kernels.measure import card, sweep
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.shape import synthetic_inputs
 from vllm_aiter_mla.settings import SettingsError
+from vllm_aiter_mla.status import record
+from vllm_aiter_mla.status import state as status
 
-QUICK_TRITON = costs(aiter=8.0, triton=5.0, stock=10.0)
+QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm_own=10.0)
 LIMIT = 16
 
 
@@ -37,12 +37,12 @@ class Card:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.lines: list[tuple[int, str]] = []
         self.clock = MadeUpClock(QUICK_TRITON)
-        self.kernels = {name: Named(name) for name in ("aiter", "triton", "stock")}
-        self.kernels["stock"].trusted = True  # type: ignore[misc]
+        self.kernels = {name: Named(name) for name in ("aiter", "triton", "vllm")}
+        self.kernels["vllm"].trusted = True  # type: ignore[misc]
         for name in ("aiter", "triton"):
             monkeypatch.setitem(select.FACTORIES, name, lambda platform, name=name: self.kernels[name])
         monkeypatch.setattr(select, "aiter_factory", lambda platform, view: self.kernels["aiter"])
-        monkeypatch.setattr(stock, "factory", lambda platform, vllm: self.kernels["stock"])
+        monkeypatch.setattr(vllm_own, "factory", lambda platform, vllm: self.kernels["vllm"])
         layers.reset()
         platform = Platform("gfx942")
         monkeypatch.setattr(layers, "detect_platform", lambda: platform)
@@ -80,22 +80,22 @@ def runs(one: Worker, tokens: int) -> str:
     return backend.name
 
 
-def test_the_fastest_kernel_serves_and_the_verdict_and_the_census_say_so(made_up: Card) -> None:
+def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(made_up: Card) -> None:
     def cost(name: str, tokens: int) -> float:
-        return {"triton": 5.0 if tokens <= 4 else 12.0, "aiter": 8.0, "stock": 10.0}[name]
+        return {"triton": 5.0 if tokens <= 4 else 12.0, "aiter": 8.0, "vllm": 10.0}[name]
 
     made_up.clock = MadeUpClock(cost)
     one = made_up.start()
     assert [runs(one, tokens) for tokens in (1, 4, 5, 16)] == ["triton", "triton", "aiter", "aiter"]
-    assert layers.decide(layer_of_worker(one), is_neox=True).refusal is None
-    census.engage(NAME, "aiter")
+    assert layers.decide(layer_of_worker(one), is_neox=True).skip is None
+    status.engage(NAME, "aiter")
     found = record.as_record([NAME], LIMIT, "bfloat16", 0)
     assert record.line(found) == (
         "1/1 MLA layers engaged (triton 1..4, aiter 5..16; "
-        "8.0 us a layer at 16 tokens against stock's 10.0, measured here)"
+        "8.0 us a layer at 16 tokens against vLLM's own 10.0, measured here)"
     )
     assert found["measured"][0]["layers"] == [NAME]
-    assert found["measured"][0]["us"][4] == {"aiter": 8.0, "triton": 5.0, "stock": 10.0}
+    assert found["measured"][0]["us"][4] == {"aiter": 8.0, "triton": 5.0, "vllm": 10.0}
     assert record.saved_us(found)[4] == {NAME: 5.0}
     assert "1 layer shape(s)" in made_up.said(logging.INFO)[-1]
     assert made_up.clock.given_back == 1
@@ -105,7 +105,7 @@ def test_the_next_start_reads_the_figures_and_measures_nothing(made_up: Card, tm
     made_up.start()
     assert len(list(tmp_path.glob("measured-*.json"))) == 1
     layers.reset()
-    made_up.clock = MadeUpClock(costs(aiter=1.0, triton=9.0, stock=9.0))
+    made_up.clock = MadeUpClock(costs(aiter=1.0, triton=9.0, vllm_own=9.0))
     assert runs(made_up.start(), 1) == "triton"
     assert made_up.clock.given_back == 0
 
@@ -133,7 +133,7 @@ def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up
 
     made_up.kernels["aiter"].bind = refusing  # type: ignore[method-assign]
     found = [layers.kernel_for(layer, synthetic_inputs(shape, tokens))[0] for tokens in (4, 8, 16)]
-    assert found == ["aiter", "stock", "stock"]
+    assert found == ["aiter", "vllm", "vllm"]
     said = [text for text in made_up.said(logging.ERROR) if "run vLLM's own attention" in text]
     assert said == ["decode batches of some layers run vLLM's own attention: aiter: at 8 tokens: too many"]
 
@@ -177,7 +177,7 @@ def test_a_start_that_cannot_time_keeps_the_static_order_and_says_so_once(
     assert layers.decide(layer_of_worker(one), is_neox=True).kernel == "aiter"
     (line,) = made_up.said(logging.WARNING)
     assert line.endswith("the static order of kernels stands")
-    assert census.current().measured == []
+    assert status.current().measured == []
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -201,17 +201,17 @@ def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up: 
     )
     one = made_up.start(strict=True)
     assert runs(one, 1) == "aiter"
-    assert set(census.current().measured[0]["us"][1]) == {"aiter", "stock"}
+    assert set(status.current().measured[0]["us"][1]) == {"aiter", "vllm"}
     assert [text for text in made_up.said(logging.WARNING) if "it is not among those that are timed" in text]
 
 
 def test_the_compile_cache_key_does_not_depend_on_the_figures(made_up: Card, tmp_path: Path) -> None:
     keys = []
-    for quick in ("triton", "aiter", "stock"):
+    for quick in ("triton", "aiter", "vllm"):
         layers.reset()
         for path in tmp_path.glob("measured-*.json"):
             path.unlink()
-        made_up.clock = MadeUpClock(costs(**({"aiter": 9.0, "triton": 9.0, "stock": 9.0} | {quick: 5.0})))
+        made_up.clock = MadeUpClock(costs(**({"aiter": 9.0, "triton": 9.0, "vllm": 9.0} | {quick: 5.0})))
         one = made_up.start()
         assert runs(one, 1) == quick
         keys.append(layers.key_of(layer_of_worker(one)))
@@ -227,9 +227,9 @@ def answer(why: str | None = None, **kinds: Any) -> dict[str, Any]:
 
 
 def test_one_choice_for_all_ranks_by_the_slowest() -> None:
-    answers = [answer(a=table_of(aiter=5.0, stock=10.0)), answer(a=table_of(aiter=9.9, stock=9.0)), answer()]
+    answers = [answer(a=table_of(aiter=5.0, vllm_own=10.0)), answer(a=table_of(aiter=9.9, vllm_own=9.0)), answer()]
     figures, troubles = measuring.agree(answers)
-    assert figures["a"][1] == {"aiter": [9.9] * 4, "stock": [10.0] * 4}
+    assert figures["a"][1] == {"aiter": [9.9] * 4, "vllm": [10.0] * 4}
     assert troubles == []
 
 
@@ -240,7 +240,7 @@ def assert_a_failing_rank_stops_all(answers: list[dict[str, Any]], shapes: set[s
 
 
 def test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it() -> None:
-    good = table_of(aiter=5.0, stock=10.0)
+    good = table_of(aiter=5.0, vllm_own=10.0)
     assert_a_failing_rank_stops_all([answer(a=good, b=good), answer(a={"why": "planted"}, b=good)], {"b"})
     assert_a_failing_rank_stops_all([answer(a=good, b=good), answer("planted")], set())
 
@@ -294,7 +294,7 @@ state = types.SimpleNamespace(
 sys.modules["vllm"] = types.ModuleType("vllm")
 sys.modules["vllm.distributed"] = types.SimpleNamespace(parallel_state=state)
 from vllm_aiter_mla import measuring
-by = {"aiter": [5.0 + 4.9 * rank] * 4, "stock": [10.0 - rank] * 4}
+by = {"aiter": [5.0 + 4.9 * rank] * 4, "vllm": [10.0 - rank] * 4}
 good = {"kinds": {"a": {"rounds": {1: by}}}, "why": None, "seconds": 0.0, "timed": 1}
 bad = {"kinds": {}, "why": "planted", "seconds": 0.0, "timed": 0}
 for mine in (good, bad if rank else good):
@@ -330,5 +330,5 @@ def test_two_ranks_over_gloo_choose_the_same_and_none_waits_for_ever(tmp_path: P
     assert [child.returncode for child in children] == [0, 0], outputs
     found = [[json.loads(line) for line in out.splitlines() if line.startswith("[")] for out, _ in outputs]
     assert [first[0] for first, _ in found] == [0, 1]
-    assert found[0][0][1:] == found[1][0][1:] == [{"a": {"1": {"aiter": [9.9] * 4, "stock": [10.0] * 4}}}, []]
+    assert found[0][0][1:] == found[1][0][1:] == [{"a": {"1": {"aiter": [9.9] * 4, "vllm": [10.0] * 4}}}, []]
     assert found[0][1][1:] == found[1][1][1:] == [{}, ["rank 1: planted"]]

@@ -13,10 +13,8 @@ import torch
 from vllm.platforms import current_platform
 
 from tests.ops.opcalls import NAME, layer_of
-from vllm_aiter_mla import bucket, layers, worker
-from vllm_aiter_mla.admission import Refusal
-from vllm_aiter_mla.census import record
-from vllm_aiter_mla.census import state as census
+from vllm_aiter_mla import decode_limit, layers, worker
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
@@ -25,6 +23,8 @@ from vllm_aiter_mla.compat.patches import worker_hook
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import Settings, SettingsError
+from vllm_aiter_mla.status import record
+from vllm_aiter_mla.status import state as status
 
 
 class Worker:
@@ -54,7 +54,7 @@ class Worker:
 
     def execute_dummy_batch(self) -> None:
         self.dummies += 1
-        census.engage(NAME, "reference")
+        status.engage(NAME, "reference")
 
 
 @pytest.fixture
@@ -85,31 +85,31 @@ def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_: Any, options: d
     assert set(vars(Worker(pass_, **options))) == {"vllm_config", "dummies"}
 
 
-def test_loading_starts_a_census_checks_the_kernels_and_keys_the_cache(said, monkeypatch) -> None:
+def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch) -> None:
     given: list[Any] = []
     check = worker.check_layers
     monkeypatch.setattr(worker, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs)))
-    census.engage("a layer of the engine before", "aiter")
+    status.engage("a layer of the engine before", "aiter")
     pass_ = ours()
     one = Worker(pass_)
     before = pass_.uuid()
     assert one.load_model() == "loaded"
-    assert census.current().engaged == {}
+    assert status.current().engaged == {}
     assert given == [{"strict": False, "capture_sizes": [1, 8], "limit": 16}]
     assert pass_.kernels == worker.cache_key({NAME: compat_config.mla_modules(one.vllm_config)[NAME]})
     assert pass_.uuid() != before
 
 
-def test_warm_up_runs_a_dummy_batch_where_no_graph_of_the_bucket_was_captured(said) -> None:
+def test_warm_up_runs_a_dummy_batch_where_no_graph_of_the_decode_limit_was_captured(said) -> None:
     one = Worker(ours())
     one.load_model()
     assert one.compile_or_warm_up_model() == "warm"
     assert one.dummies == 1
-    assert said[-1] == (logging.INFO, "1/1 MLA layers engaged (reference, bf16 KV, decode bucket 1..16)")
+    assert said[-1] == (logging.INFO, "1/1 MLA layers engaged (reference, bf16 KV, decode limit 1..16)")
 
 
 @pytest.mark.parametrize(("mode", "dummies"), [("NONE", 1), ("FULL", 0)])
-def test_a_rank_whose_kernel_was_demoted_runs_as_many_dummy_batches_as_the_others(
+def test_a_rank_whose_kernel_was_rejected_runs_as_many_dummy_batches_as_the_others(
     said, mode: str, dummies: int
 ) -> None:
     """They hold collectives: a rank that ran one more would wait for the others, or read their answers to another."""
@@ -119,7 +119,7 @@ def test_a_rank_whose_kernel_was_demoted_runs_as_many_dummy_batches_as_the_other
         one.load_model()
     layers.distrust("planted", compat_config.mla_modules(ranks[1].vllm_config)[NAME])
     for one in ranks:
-        census.reset()
+        status.reset()
         one.compile_or_warm_up_model()
     assert [one.dummies for one in ranks] == [dummies] * 2
 
@@ -177,7 +177,7 @@ def test_a_failed_warm_up_hands_over_to_the_other_stages_and_raises_its_error_be
 
 # What the check asks, and how each of it may raise.
 AT_THE_CHECK = {
-    "census.reset": lambda patch, one: patch(census, "reset", planted),
+    "status.reset": lambda patch, one: patch(status, "reset", planted),
     "check_layers": lambda patch, one: patch(worker, "check_layers", planted),
     "cache_key": lambda patch, one: patch(worker, "cache_key", planted),
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
@@ -207,9 +207,9 @@ def assert_check_fails_closed(said: list[tuple[int, str]], monkeypatch: pytest.M
     lines = [level for level, text in said if "'planted'" in text or "TypeError" in text]
     assert lines == [logging.ERROR], "one line says so"
     decision = layers.decide(layer, is_neox=True)
-    assert (decision.kernel, decision.refusal) == (
+    assert (decision.kernel, decision.skip) == (
         "reference",
-        Refusal("kernel_shape", str(layers.why_unchecked(layer))),
+        Skip("kernel_shape", str(layers.why_unchecked(layer))),
     )
 
 
@@ -318,18 +318,18 @@ def check_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ran == wanted, (start, end)
 
 
-def test_i5_a_graph_is_rewritten_inside_the_bucket_alone_and_a_users_pass_runs_first_in_its_own_ranges(
+def test_i5_a_graph_is_rewritten_inside_the_decode_limit_alone_and_a_users_pass_runs_first_in_its_own_ranges(
     said, monkeypatch
 ) -> None:
     check_ranges(monkeypatch)
 
 
 def _ignore_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "in_bucket", lambda end, limit: True)
+    monkeypatch.setattr(decode_limit, "within_limit", lambda end, limit: True)
 
 
-def _ask_the_emitter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AiterMLAPipeline, "_mine", lambda self, _: self.emitter == "passes")
+def _ask_the_integration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AiterMLAPipeline, "_mine", lambda self, _: self.integration == "passes")
 
 
 def _drop_the_users_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,7 @@ def _run_the_users_pass_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.mutation
 @pytest.mark.parametrize(
-    "plant", [_ignore_the_range, _ask_the_emitter_alone, _drop_the_users_pass, _run_the_users_pass_everywhere]
+    "plant", [_ignore_the_range, _ask_the_integration_alone, _drop_the_users_pass, _run_the_users_pass_everywhere]
 )
 def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypatch, plant: Any) -> None:
     plant(monkeypatch)
@@ -350,20 +350,20 @@ def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypat
         check_ranges(monkeypatch)
 
 
-AT_THE_CENSUS = {
+AT_THE_STATUS = {
     "the dummy batch": lambda patch, one: patch(one, "execute_dummy_batch", planted),
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
     "the pass": lambda patch, one: patch(worker, "engaged_pass", planted),
     "the cache": lambda patch, one: patch(one.vllm_config, "cache_config", None),
     "the rank": lambda patch, one: patch(one, "rank", "first", raising=False),
-    "the verdict": lambda patch, one: patch(record, "as_record", planted),
+    "the status line": lambda patch, one: patch(record, "as_record", planted),
     "the line": lambda patch, one: patch(record, "line", planted),
 }
 
 
-@pytest.mark.parametrize("spoil", AT_THE_CENSUS.values(), ids=AT_THE_CENSUS)
+@pytest.mark.parametrize("spoil", AT_THE_STATUS.values(), ids=AT_THE_STATUS)
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
-def test_fail_closed_whatever_raises_at_the_verdict(said, monkeypatch, spoil: Any, strict: bool) -> None:
+def test_fail_closed_whatever_raises_at_the_outcome(said, monkeypatch, spoil: Any, strict: bool) -> None:
     one = Worker(ours(), strict=strict)
     one.load_model()
     spoil(monkeypatch.setattr, one)
@@ -375,18 +375,18 @@ def test_fail_closed_whatever_raises_at_the_verdict(said, monkeypatch, spoil: An
     assert [text for level, text in said if level == logging.ERROR and "serving goes on" in text]
 
 
-def test_fail_closed_a_dummy_batch_that_raises_costs_no_verdict(said, monkeypatch, tmp_path) -> None:
+def test_fail_closed_a_dummy_batch_that_raises_costs_no_outcome(said, monkeypatch, tmp_path) -> None:
     one = Worker(ours())
     one.load_model()
     monkeypatch.setattr(one, "execute_dummy_batch", planted)
     one.compile_or_warm_up_model()
     assert said[-1][1].startswith("0/1: not_run")
-    assert len(list(tmp_path.glob("census-*.json"))) == 1
+    assert len(list(tmp_path.glob("status-*.json"))) == 1
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("spoilt", ["compute_hash", "cudagraph_mode"])
-def test_fail_closed_what_only_the_files_need_costs_no_verdict(said, monkeypatch, spoilt: str, strict: bool) -> None:
+def test_fail_closed_what_only_the_files_need_costs_no_outcome(said, monkeypatch, spoilt: str, strict: bool) -> None:
     one = Worker(ours(), strict=strict)
     one.load_model()
     config = one.vllm_config

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_aiter_mla.census import gauge
 from vllm_aiter_mla.compat.patches import gauge as patch
+from vllm_aiter_mla.status import gauge
 
 pytest.importorskip("prometheus_client")
 
@@ -73,7 +73,7 @@ def run(script: str, path: Path, **environment: str) -> str:
     env = {k: v for k, v in os.environ.items() if k not in (gauge.FOLDER, "PROMETHEUS_MULTIPROC_DIR")} | environment
     root = str(Path(gauge.__file__).parents[2])
     env["PYTHONPATH"] = os.pathsep.join([str(path), root])
-    start = "import sys, os, subprocess\nfrom vllm_aiter_mla import gate\nfrom vllm_aiter_mla.census import gauge\n"
+    start = "import sys, os, subprocess\nfrom vllm_aiter_mla import gate\nfrom vllm_aiter_mla.status import gauge\n"
     done = subprocess.run(
         [sys.executable, "-c", start + textwrap.dedent(script)], env=env, capture_output=True, text=True, timeout=60
     )
@@ -82,7 +82,7 @@ def run(script: str, path: Path, **environment: str) -> str:
 
 
 WORKER = """
-    code = "from vllm_aiter_mla.census import gauge\\n" + RECORDS_TEXT
+    code = "from vllm_aiter_mla.status import gauge\\n" + RECORDS_TEXT
     code += "gauge.publish(one); gauge.publish(two)"
     code += "\\nprint(flush=True); input()"
     worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -149,11 +149,11 @@ def test_gauge_of_a_declined_config_gives_way_to_the_workers_of_the_next_engine(
 ) -> None:
     monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
     gauge.publish(
-        {"rank": 0, "engaged": {}, "refused": {"layer 0": ["dcp", ""], "layer 1": ["dcp", ""]}}, declined=True
+        {"rank": 0, "engaged": {}, "skipped": {"layer 0": ["dcp", ""], "layer 1": ["dcp", ""]}}, declined=True
     )
-    assert gauge.layers_of("0") == {"engaged": 0, "refused": 2}
-    gauge.publish({"rank": 0, "engaged": {"a": "aiter", "b": "aiter"}, "refused": {}})
-    assert gauge.layers_of("0") == {"engaged": 2, "refused": 0}
+    assert gauge.layers_of("0") == {"engaged": 0, "skipped": 2}
+    gauge.publish({"rank": 0, "engaged": {"a": "aiter", "b": "aiter"}, "skipped": {}})
+    assert gauge.layers_of("0") == {"engaged": 2, "skipped": 0}
 
 
 def test_gauge_of_several_engines_has_the_figures_of_each(vllm_like: Path) -> None:
@@ -168,12 +168,12 @@ def test_gauge_of_several_engines_has_the_figures_of_each(vllm_like: Path) -> No
 
 def test_gauge_of_what_a_step_saves_counts_each_layer_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ranks of a tensor-parallel group hold the same layers; what is not engaged saves nothing."""
-    us = {1: {"stock": 5.0, "aiter": 3.0}, 64: {"stock": 6.5, "aiter": 7.0}}
-    chosen = [[1, 1, "aiter"], [2, 64, "stock"]]
+    us = {1: {"vllm": 5.0, "aiter": 3.0}, 64: {"vllm": 6.5, "aiter": 7.0}}
+    chosen = [[1, 1, "aiter"], [2, 64, "vllm"]]
     measured = [{"shape": "made up", "layers": ["a", "b", "c"], "chosen": chosen, "us": us}]
     monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
     for rank in range(2):
-        gauge.publish({"rank": rank, "engaged": {"a": "aiter", "b": "aiter"}, "refused": {}, "measured": measured})
+        gauge.publish({"rank": rank, "engaged": {"a": "aiter", "b": "aiter"}, "skipped": {}, "measured": measured})
     assert gauge.saved_of("0") == {"1": 4.0, "64": 0.0}
     assert gauge.saved_of("1") == {}
 
@@ -195,14 +195,14 @@ def test_gauge_never_raises_into_vllm(vllm_like: Path, wrong: str) -> None:
     assert run(script + textwrap.dedent(SHOWN), vllm_like).strip() == "alive"
 
 
-def test_gauge_leaves_no_half_file_of_a_census_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gauge_leaves_no_half_file_of_a_status_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
-    for wrong in ({}, {"rank": 0, "engaged": [object()], "refused": {}}):
+    for wrong in ({}, {"rank": 0, "engaged": [object()], "skipped": {}}):
         with pytest.raises((KeyError, TypeError)):
             gauge.publish(wrong)
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv(gauge.FOLDER, str(tmp_path / "gone"))
-    gauge.publish({"rank": 0, "engaged": {}, "refused": {}})
+    gauge.publish({"rank": 0, "engaged": {}, "skipped": {}})
     assert not (tmp_path / "gone").exists()
 
 

@@ -25,9 +25,9 @@ def test_the_least_round_of_each_side_counts() -> None:
     assert host_cost.least([[slow_at_first], [steady], []], 6, clock) == [1.0, 2.0, 0.0]
 
 
-def test_a_row_above_stock_is_named_and_one_without_calls_is_not() -> None:
+def test_a_row_above_vllm_is_named_and_one_without_calls_is_not() -> None:
     rows = [Row("fp8", "all decode", "none", 40.0, 44.0), Row("fp8", "all decode", "full", 0.0, 0.0)]
-    assert host_cost.misses(rows) == ["fp8 cache, all decode, graphs none: 1.10 of stock's time (<= 1.00)"]
+    assert host_cost.misses(rows) == ["fp8 cache, all decode, graphs none: 1.10 of vLLM's own time (<= 1.00)"]
     assert host_cost.misses([Row("fp8", "all decode", "none", 44.0, 40.0)]) == []
 
 
@@ -37,10 +37,10 @@ def test_every_row_is_timed() -> None:
     assert {(row.cache, row.batch, row.graphs) for row in found} == {
         (cache, batch, mode) for cache in ("fp8", "auto") for batch in host_cost.BATCHES for mode in host_cost.MODES
     }
-    assert all((row.stock_us > 0) == (row.ours_us > 0) == (row.graphs != "full") for row in found)
+    assert all((row.vllm_us > 0) == (row.ours_us > 0) == (row.graphs != "full") for row in found)
 
 
-def test_a_full_graph_calls_nothing_and_piecewise_leaves_stock_its_attention_op() -> None:
+def test_a_full_graph_calls_nothing_and_piecewise_leaves_vllm_its_attention_op() -> None:
     assert host_cost.MODES["full"] == ((), ())
     assert host_cost.MODES["piecewise"] == (("attention",), ("ours",))
     assert set(host_cost.BATCHES) <= set(stub_layer.BATCHES)

@@ -1,4 +1,4 @@
-"""I13: no kind of batch costs a layer more launches, allocations or bytes than stock's strongest configuration."""
+"""I13: no kind of batch costs a layer more launches, allocations or bytes than vLLM's own strongest configuration."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def violations_of_ours(counted: ledger.Counted) -> list[str]:
     return ledger.violations(rows(again))
 
 
-def test_no_batch_costs_more_than_in_stocks_strongest_configuration(counted: ledger.Counted) -> None:
+def test_no_batch_costs_more_than_in_vllms_strongest_configuration(counted: ledger.Counted) -> None:
     assert ledger.violations(rows(counted)) == []
 
 
@@ -52,10 +52,10 @@ def test_the_page_holds_what_the_tool_counts(counted: ledger.Counted) -> None:
     assert between(ledger.LAUNCHES) == ledger.launches()
 
 
-def test_every_row_of_the_page_is_at_most_stocks_strongest() -> None:
+def test_every_row_of_the_page_is_at_most_vllms_strongest() -> None:
     found = ledger.read(PAGE)
     assert ledger.violations(found) == []
-    for table in ("ledger", "ledger, module emitter"):
+    for table in ("ledger", "ledger, module integration"):
         in_engines = ledger.read(between(ledger.MARKS[table]))
         assert {row.cache for row in in_engines} == {row.cache for row in found} == set(ledger.CACHES)
         assert {row.kind for row in in_engines} == {*ledger.BRANCHES, "above L", "dummy"}
@@ -132,5 +132,5 @@ def test_a_batch_with_prefill_rows_runs_piecewise_where_decode_rows_have_full_gr
 
 def test_ours_is_held_against_the_lower_of_the_others_in_each_figure() -> None:
     row = Row("fp8", "all decode", "none", (Cost(5, 1, 90), Cost(4, 2, 80), Cost(4, 2, 80)))
-    assert ledger.violations([row]) == ["fp8 cache, all decode, graphs none: allocations 2, stock 1"]
+    assert ledger.violations([row]) == ["fp8 cache, all decode, graphs none: allocations 2, unmodified vLLM 1"]
     assert ledger.violations([row._replace(costs=(*row.costs[:2], Cost(4, 1, 80)))]) == []

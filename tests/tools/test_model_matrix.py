@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tools import model_matrix
-from tools.model_configs import ROWS, Row
 from tests.sandbox import random_weights
 from tests.sandbox.engine import EngineFailedError
 from tests.sandbox.spec import EngineResult, EngineSpec
+from tools import model_matrix
+from tools.model_configs import ROWS, Row
 
 STEP = (7, {7: -0.1, 8: -2.0})
 OTHER = (8, {7: -2.0, 8: -0.1})
@@ -19,8 +19,8 @@ NO_MLA, DECLINED = "this vLLM does not give it MLA", "vllm_aiter_mla: declined: 
 
 
 def run_of(tokens: Any = STEP, engaged: int = 2, reason: str = "", total: int = 2, log: str = "") -> Any:
-    refused = {"layer": [reason, "why"]} if reason else {}
-    record = {"engaged": {f"layer {i}": "reference" for i in range(engaged)}, "refused": refused, "total": total}
+    skipped = {"layer": [reason, "why"]} if reason else {}
+    record = {"engaged": {f"layer {i}": "reference" for i in range(engaged)}, "skipped": skipped, "total": total}
 
     def run(spec: EngineSpec) -> EngineResult:
         steps = [[tokens if spec.enabled else STEP]]
@@ -48,8 +48,8 @@ def failing(spec: EngineSpec) -> EngineResult:
         (Row({}, 0, not_mla=NO_MLA), run_of(log=DECLINED), False),
         (Row({}, 0, not_mla=NO_MLA), run_of(engaged=0, total=0, log=DECLINED, tokens=OTHER), False),
         (Row({}), failing, False),
-        (Row({}, stock_fails="no kernel of it on a CPU"), failing, True),
-        (Row({}, stock_fails="no kernel of it on a CPU"), run_of(), False),
+        (Row({}, vllm_fails="no kernel of it on a CPU"), failing, True),
+        (Row({}, vllm_fails="no kernel of it on a CPU"), run_of(), False),
     ],
 )
 def test_a_row_is_good_where_it_gives_what_it_says(row: Row, run: Any, good: bool) -> None:
@@ -68,7 +68,7 @@ def test_an_unknown_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_row_says_what_should_come_out() -> None:
     for name, row in ROWS.items():
-        assert row.stock_fails or (row.layers > 0) is not bool(row.reason or row.not_mla), name
+        assert row.vllm_fails or (row.layers > 0) is not bool(row.reason or row.not_mla), name
 
 
 def test_weights_are_the_same_in_every_process_and_wide_enough_to_tell_tokens_apart() -> None:

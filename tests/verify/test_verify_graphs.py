@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.verify.verify_support import broken
 
+from tests.verify.verify_support import broken
 from vllm_aiter_mla.verify import graphs
 from vllm_aiter_mla.verify.faults import FAULTS
 from vllm_aiter_mla.verify.recording import Recording
@@ -91,7 +91,7 @@ def engine(cuda):
 
 
 def test_the_launches_come_from_the_dump(run, subject, engine):
-    result = run("kernel-census", subject, engine=engine)
+    result = run("kernel-status", subject, engine=engine)
     assert result.status == "passed", result.findings
     assert "aten.bmm" in result.launches["12"] or "other kinds" in result.launches["12"]
 
@@ -160,7 +160,7 @@ def test_replays_that_ask_for_memory_fail(run, subject, engine, monkeypatch):
 
 def test_a_dump_that_cannot_be_had_skips_the_count_with_the_reason(run, subject, engine, monkeypatch):
     monkeypatch.setattr(Graph, "debug_dump", lambda self, path: None)
-    result = run("kernel-census", subject, engine=engine)
+    result = run("kernel-status", subject, engine=engine)
     assert result.status == "skipped"
     assert "torch wrote no DOT dump" in result.reason
 

@@ -62,9 +62,9 @@ def test_aiter_is_a_bmm_and_one_op():
 
 @pytest.mark.mutation
 def test_mutation_a_step_of_four_launches_is_refused(dump):
-    stock = (BMM, "rotary_embedding_kernel", "concat_and_cache_mla_kernel", "static_scaled_fp8_quant_kernel")
-    assert violation("aiter", stock, layers=1) is not None
-    assert violation("triton", stock, layers=1) is not None
+    vllm_own = (BMM, "rotary_embedding_kernel", "concat_and_cache_mla_kernel", "static_scaled_fp8_quant_kernel")
+    assert violation("aiter", vllm_own, layers=1) is not None
+    assert violation("triton", vllm_own, layers=1) is not None
     assert violation("aiter", of_dot(dump("hip_plain")), layers=1) is not None, "a copy beside the op"
 
 

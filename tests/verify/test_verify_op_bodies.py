@@ -3,8 +3,8 @@
 import inspect
 
 import pytest
-from tests.verify.verify_support import broken
 
+from tests.verify.verify_support import broken
 from vllm_aiter_mla.ops import bodies
 
 MIXED, DECODE = "mixed-batch-piecewise", "piecewise-decode"
@@ -17,7 +17,7 @@ BUGS = [
     ("attention_with_rope", "rotate_and_write(step, q,", "rotate_and_write(step, q * 1,", MIXED, "attention-output"),
     ("attention_with_rope", "rotate_and_write(step, q, k_pe,", "rotate_and_write(step, q, k_pe.clone(),", MIXED,
      "attention-output"),
-    ("attention_with_rope", "stock_forward(q, ", "stock_forward(q * 0, ", "eager-between-replays", "attention-output"),
+    ("attention_with_rope", "vllm_forward(q, ", "vllm_forward(q * 0, ", "eager-between-replays", "attention-output"),
     ("prepared_query", "if n != q.shape[0]", "if False", "rows-grow-and-shrink", "shape-and-dtype"),
     ("prepared_query", "positions[:n]", "positions", DECODE, "runs"),
     ("prepared_query", "positions[:n]", "positions[-n:]", DECODE, "query-rope"),

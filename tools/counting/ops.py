@@ -13,8 +13,8 @@ from tools.counting.counter import Counter, Event, sizes
 
 Call = Callable[[], Any]
 SIDES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "stock": (("rope", "write"), ("attention",)),
-    "stock's fusions": (("rope and write",), ("attention",)),
+    "vllm": (("rope", "write"), ("attention",)),
+    "vLLM's own fusions": (("rope and write",), ("attention",)),
     "ours": ((), ("ours",)),
 }
 """The ops of each side: those that a piecewise graph replays with its pieces, and those that Python calls."""

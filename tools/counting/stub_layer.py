@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from vllm import _custom_ops
-from vllm.compilation.passes.fusion import mla_rope_kvcache_cat_fusion  # noqa: F401  defines stock's fused op
+from vllm.compilation.passes.fusion import mla_rope_kvcache_cat_fusion  # noqa: F401  defines vLLM's own fused op
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, PassConfig
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor import custom_op
@@ -24,12 +24,12 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import _encode_layer_name
 
+from tests.sandbox import gpu_ops
+from tests.sandbox.simulated_aiter.engine import ROCM
+from tests.sandbox.simulated_aiter.trees import install
 from vllm_aiter_mla import layers
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.ops import register
-from tests.sandbox import gpu_ops
-from tests.sandbox.fake_aiter.engine import ROCM
-from tests.sandbox.fake_aiter.trees import install
 
 ARCH = "gfx950"
 NAME = "model.layers.0.self_attn.attn"

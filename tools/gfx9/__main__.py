@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     rows, failures = execute(target, chosen, options.tokens, options.all_heads)
     if options.json is not None:
         evidence.write(
-            options.json, {"target": target.name, "rung": "executed", "rows": rows} | evidence.stamp("gfx9", 1)
+            options.json, {"target": target.name, "evidence": "executed", "rows": rows} | evidence.stamp("gfx9", 1)
         )
     wrong = sum(row["different"] for row in rows)
     print(f"\n{len(chosen)} variants, {len(rows)} launches, bytes different: {wrong}, failed: {failures}")
@@ -64,7 +64,7 @@ def execute(target: aot.Target, chosen: list[aot.Variant], tokens: list[int], al
     """Run the cases, a line for each; the records and the number of launches that stopped."""
     from tools.gfx9 import report
     from tools.gfx9.cases import Compiled
-    from tools.gfx9.errors import Fault, Refused
+    from tools.gfx9.errors import Fault, Skipped
 
     compiled = lru_cache(maxsize=1)(lambda variant: Compiled(target, variant))
     width = max(len(v.label) for v in chosen)
@@ -76,7 +76,7 @@ def execute(target: aot.Target, chosen: list[aot.Variant], tokens: list[int], al
             try:
                 rows.append(report.run(compiled(case.variant), case))
                 print(report.line(rows[-1], width), flush=True)
-            except (Fault, Refused) as error:
+            except (Fault, Skipped) as error:
                 failures += 1
                 print(f"{variant.label:<{width}} {case.tokens:>4} {case.variant.block_size:>5} {error}", flush=True)
     return rows, failures

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.gfx9.errors import Refused
+from tools.gfx9.errors import Skipped
 from tools.gfx9.parse import Listing, parse
 
 # compute_pgm_rsrc1: round to nearest even and all denormals kept (FLOAT_MODE), DX10_CLAMP, IEEE; the low ten bits count
@@ -75,7 +75,7 @@ def load(text: str, arch: str, code_object: bytes | None = None) -> Code:
     """
     made = assemble(text, arch)
     if code_object is not None and made != code_object:
-        raise Refused("the assembly is not that of the code object: assembled again it gives other bytes")
+        raise Skipped("the assembly is not that of the code object: assembled again it gives other bytes")
     listing = parse(text)
     descriptor = _descriptor(made, listing.name)
     arguments = tuple((int(a), int(b)) for a, b in re.findall(r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)", text))
@@ -95,7 +95,7 @@ def _descriptor(elf: bytes, name: str) -> bytes:
             if elf[start : elf.index(b"\0", start)] == f"{name}.kd".encode():
                 _, _, _, address, begin, *_ = sections[section]
                 return elf[begin + value - address :][:64]
-    raise Refused(f"no descriptor of {name} in the code object")
+    raise Skipped(f"no descriptor of {name} in the code object")
 
 
 def _checked(raw: bytes) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _checked(raw: bytes) -> dict[str, Any]:
     }
     for what, (found, wanted) in expected.items():
         if found != wanted:
-            raise Refused(f"kernel descriptor: {what}: {found:#x} instead of {wanted:#x}")
+            raise Skipped(f"kernel descriptor: {what}: {found:#x} instead of {wanted:#x}")
     return {
         "user_sgprs": user_sgprs,
         "preloaded": preload & 127,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Refused(Exception):  # noqa: N818
+class Skipped(Exception):  # noqa: N818
     """The code holds something that is not modelled: a mnemonic, a modifier, an operand, a mode bit."""
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from tools.gfx9.errors import Refused
 from tools.gfx9.parse import Instruction
 from tools.gfx9.wave import EXEC, M0, VCC, Wave, lanes_of, mask_of
 
@@ -226,4 +225,4 @@ def _rows_f(index: int) -> Read:
     return read
 
 
-__all__ = ["Operands", "Read", "Refused", "Register", "Write", "get64", "put64", "register", "signed", "signs"]
+__all__ = ["Operands", "Read", "Register", "Write", "get64", "put64", "register", "signed", "signs"]

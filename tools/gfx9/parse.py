@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tools.gfx9.errors import Refused
+from tools.gfx9.errors import Skipped
 
 # They place no code and change no instruction; .p2align fills with s_nop.
 SILENT = re.compile(r"\.(loc|file|cfi_\w+|p2align|globl|type|size)\b")
@@ -34,9 +34,9 @@ class Instruction:
     line: int
     text: str
 
-    def refuse(self, why: str) -> Refused:
+    def refuse(self, why: str) -> Skipped:
         """The error that names this line."""
-        return Refused(f"line {self.line}: {self.text}: {why}")
+        return Skipped(f"line {self.line}: {self.text}: {why}")
 
     def only(self, *allowed: str) -> None:
         """Refuse every modifier but ``allowed``."""
@@ -76,7 +76,7 @@ def parse(text: str) -> Listing:
     """
     found = re.search(r"^\s*\.amdhsa_kernel\s+(\w+)", text, re.MULTILINE)
     if found is None:
-        raise Refused("the listing holds no kernel")
+        raise Skipped("the listing holds no kernel")
     name = found.group(1)
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -92,13 +92,13 @@ def parse(text: str) -> Listing:
             break
         elif inside and line.startswith("."):
             if not SILENT.match(line):
-                raise Refused(f"line {number}: {line}: the directive is not modelled")
+                raise Skipped(f"line {number}: {line}: the directive is not modelled")
             if line.startswith(".p2align\t8") or line.startswith(".p2align 8"):
                 aligned.append(len(instructions))
         elif inside and line:
             instructions.append(instruction(line, number))
     if not instructions:
-        raise Refused(f"no instruction of {name}")
+        raise Skipped(f"no instruction of {name}")
     return Listing(name, tuple(instructions), labels, aligned[0] if aligned else 0)
 
 
@@ -117,7 +117,7 @@ def instruction(line: str, number: int = 0) -> Instruction:
     for word in words:
         key, _, value = word.partition(":")
         if key in modifiers:
-            raise Refused(f"line {number}: {line}: {key} twice")
+            raise Skipped(f"line {number}: {line}: {key} twice")
         modifiers[key] = value
     return Instruction(name, encoding, tuple(p for p in parts if p), modifiers, number, line)
 

@@ -122,14 +122,14 @@ def _row(results: Results, number: int, point: Point, prompts: int) -> Row:
 
 
 def tables(found: Sequence[Row], judged: bool = True) -> list[str]:
-    """Markdown: the columns of vLLM's PR #35879 with ratios, standard errors and verdicts.
+    """Markdown: the columns of vLLM's PR #35879 with ratios, standard errors and status lines.
 
     Args:
         judged: say which side is faster where they can be told apart; else no row says anything.
     """
     head = ["input-len", "prefix-len", "output-len", "rr"]
     for metric in METRICS:
-        head += [f"off_{metric} ms", f"on_{metric} ms", f"{metric} off/on", f"{metric}: verdict"]
+        head += [f"off_{metric} ms", f"on_{metric} ms", f"{metric} off/on", f"{metric}: status line"]
     return table(head, [_cells(row, judged) for row in found])
 
 
@@ -140,7 +140,7 @@ def _cells(row: Row, judged: bool) -> list[Any]:
         return [*out, f"**invalid**: {row.invalid}"]
     for off, on in row.estimates.values():
         out += [_shown(off, 2), _shown(on, 2), _shown(figures.ratio(off, on), 3)]
-        out.append(figures.verdict(off, on) if judged else "not judged (small model)")
+        out.append(figures.outcome(off, on) if judged else "not judged (small model)")
     return out
 
 

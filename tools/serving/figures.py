@@ -43,7 +43,7 @@ def distinguishable(off: Estimate, on: Estimate) -> bool:
     return apart > 0 and apart >= SIGMAS * math.hypot(off.stderr, on.stderr)
 
 
-def verdict(off: Estimate, on: Estimate) -> str:
+def outcome(off: Estimate, on: Estimate) -> str:
     """Of two times: "on faster", "off faster", or that they cannot be told apart."""
     if not distinguishable(off, on):
         return NOT_DISTINGUISHABLE
@@ -67,7 +67,7 @@ def mean_difference(off: Sequence[Mapping[str, bool]], on: Sequence[Mapping[str,
     return estimate(shares)
 
 
-def accuracy_verdict(difference: Estimate) -> str:
+def accuracy_outcome(difference: Estimate) -> str:
     """Of a paired difference of accuracies."""
     if difference.mean == 0 or abs(difference.mean) < SIGMAS * difference.stderr:
         return NOT_DISTINGUISHABLE

@@ -101,13 +101,13 @@ def work_folder(given: argparse.Namespace) -> Path:
 def _check_model(given: argparse.Namespace) -> None:
     if given.small_model and given.model:
         raise UsageError(f"--small-model beside MODEL {given.model}: give one of them")
-    if given.small_model and given.baseline == "stock-fused":
-        raise UsageError("--baseline stock-fused with --small-model: vLLM switches that pass off on a CPU")
+    if given.small_model and given.baseline == "vllm-fused":
+        raise UsageError("--baseline unmodified vLLM-fused with --small-model: vLLM switches that pass off on a CPU")
     if not given.small_model and not given.model:
         raise UsageError("MODEL is missing (or --small-model)")
     if bool(given.off_url) != bool(given.on_url):
         raise UsageError("--off-url and --on-url: give both or none")
-    given.baseline = given.baseline or ("stock" if given.small_model else "stock-fused")
+    given.baseline = given.baseline or ("vllm" if given.small_model else "vllm-fused")
     given.servers = given.servers or (PER_SIDE if given.small_model else PER_RUN)
 
 

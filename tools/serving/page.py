@@ -105,7 +105,7 @@ def document(
 ) -> str:
     """The whole page. ``tables`` and the claims are Markdown, everything else is shown as it is."""
     given, proofs = compared.given, compared.proofs
-    lines = [f"# {escaped(title)}", "", *tables, "", f"Flag on: {escaped(proofs[ON]['census'])}", ""]
+    lines = [f"# {escaped(title)}", "", *tables, "", f"Flag on: {escaped(proofs[ON]['status'])}", ""]
     lines += ["## What ran", "", _code(shlex.join(["python", f"tools/{given.tool}.py", *given.argv])), ""]
     lines += [line for side in given.sides for line in (f"    # flag {side.name}", _code(_server(compared, side)))]
     lines += ["", *(f"- {name}: {escaped(value)}" for name, value in about.items())]

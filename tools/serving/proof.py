@@ -1,7 +1,7 @@
 """The sweep's benchmark command: proves that the server is what its side is called, then becomes the client.
 
-With the flag on, layers must have engaged; with it off, none. Read from the server's log (the plugin's census line) or
-its ``/metrics`` (the plugin's gauge). A table that compares stock with stock is worse than none.
+With the flag on, layers must have engaged; with it off, none. Read from the server's log (the plugin's status line) or
+its ``/metrics`` (the plugin's gauge). A table that compares unmodified vLLM with unmodified vLLM is worse than none.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tools.serving.sides import OFF, ON
 
 GAUGE = "vllm:aiter_mla_layers"
 _ENGAGED = re.compile(r"aiter-mla: (\d+/\d+ MLA layers engaged \(.*)")
-_DECLINED = re.compile(r"aiter-mla: (0/\d+: .*|off although it was switched on: .*|.* failed, vLLM runs stock.*)")
+_DECLINED = re.compile(r"aiter-mla: (0/\d+: .*|off although it was switched on: .*|.* failed, vLLM runs unmodified.*)")
 _GAUGE = re.compile(rf"^{GAUGE}\{{([^}}]*)\}} ([0-9.eE+]+)", re.MULTILINE)
 _STATE = re.compile(r'\bstate="(engaged|refused)"')
 _FUSIONS = re.compile(r"Enabled custom fusions: (.*)")
-_NO_STOCK_PASS = "MLA KV cache update with RoPE fusion enabled but"
+_NO_VLLM_PASS = "MLA KV cache update with RoPE fusion enabled but"
 # A proxy for the outside must not be asked for this machine.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -51,7 +51,7 @@ def gauge(metrics: str | None) -> dict[str, int]:
 
 
 def check_on(log: str | None, metrics: str | None) -> str:
-    """The census of the server with the flag on, as one line.
+    """The status file of the server with the flag on, as one line.
 
     Args:
         log: text of the server's log, or None for a server that somebody else started.
@@ -71,7 +71,7 @@ def check_on(log: str | None, metrics: str | None) -> str:
     if layers:
         raise RunError(f"the fast path is not on with the flag on: {count}; the server's own log says why")
     raise RunError(
-        f"no proof that the fast path is on with the flag on: no census line in the log and no {GAUGE} on /metrics; "
+        f"no proof that the fast path is on with the flag on: no status line in the log and no {GAUGE} on /metrics; "
         "is vllm-aiter-mla installed beside the server, and its flag on?"
     )
 
@@ -86,15 +86,17 @@ def check_baseline(log: str | None, baseline: str) -> str:
     """What the log with the flag off says of vLLM's own pass.
 
     Raises:
-        RunError: "stock-fused" was asked for, and vLLM says that its pass is off.
+        RunError: "vllm-fused" was asked for, and vLLM says that its pass is off.
     """
     if log is None:
         return "not checked: the server was started by somebody else"
-    if baseline != "stock-fused":
+    if baseline != "vllm-fused":
         return "vLLM's own pass is off"
     enabled = _FUSIONS.findall(log)
-    if _NO_STOCK_PASS in log or (enabled and "rope_kvcache_cat_mla" not in enabled[-1]):
-        raise RunError("the baseline is not stock-fused: vLLM switched its own pass off; use --baseline stock")
+    if _NO_VLLM_PASS in log or (enabled and "rope_kvcache_cat_mla" not in enabled[-1]):
+        raise RunError(
+            "the baseline is not unmodified vLLM-fused: vLLM switched its own pass off; use --baseline unmodified vLLM"
+        )
     if not enabled:
         return "not proved: vLLM's log does not list its passes"
     return f"vLLM lists its own pass as on ({enabled[-1].strip()}); whether it matched is not logged"
@@ -111,7 +113,7 @@ def prove(current: dict[str, Any], folder: Path, baseline: str) -> dict[str, Any
     metrics = get(f"{url}/metrics")
     found: dict[str, Any] = {"gauge": gauge(metrics), "version": _json(get(f"{url}/version")).get("version", "unknown")}
     if side == ON:
-        found["census"] = check_on(log, metrics)
+        found["status"] = check_on(log, metrics)
     else:
         check_off(log, metrics)
         found["baseline"] = check_baseline(log, baseline)

@@ -106,7 +106,7 @@ def tables(answers: Answers) -> list[str]:
     """Markdown: figures of every run, then the paired difference over all runs."""
     head = ["run", "filter", "off", "on", "off only", "on only", "McNemar p", "texts differ"]
     each = table(head, [_run_cells(answers, run, name) for run in sorted(answers[OFF]) for name in FILTERS])
-    head = ["filter", "off, mean of runs", "on, mean of runs", "on - off, paired", "verdict"]
+    head = ["filter", "off, mean of runs", "on, mean of runs", "on - off, paired", "outcome"]
     over = table(head, [_mean_cells(answers, name) for name in FILTERS], "---")
     return [*each, "", *over, "", _texts(answers)]
 
@@ -124,7 +124,7 @@ def _mean_cells(answers: Answers, name: str) -> list[str]:
     means = [sum(answers[side][run]["figures"][name]["value"] for run in runs) / len(runs) for side in (OFF, ON)]
     difference = figures.mean_difference(*([_right(answers[side][run], name) for run in runs] for side in (OFF, ON)))
     change = f"{difference.mean:+.4f} ± {difference.stderr:.4f}"
-    return [name, *(f"{mean:.4f}" for mean in means), change, figures.accuracy_verdict(difference)]
+    return [name, *(f"{mean:.4f}" for mean in means), change, figures.accuracy_outcome(difference)]
 
 
 def _texts(answers: Answers) -> str:

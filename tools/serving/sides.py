@@ -17,8 +17,8 @@ from tools.common import UsageError
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, PASS_CONFIG_FIELDS, SettingsError, resolve
 
 OFF, ON = "off", "on"
-BASELINES = ("stock-fused", "stock")
-STOCK_PASS = "fuse_rope_kvcache_cat_mla"
+BASELINES = ("vllm-fused", "vllm")
+VLLM_PASS = "fuse_rope_kvcache_cat_mla"
 ADDITIONAL = ("--additional-config",)
 COMPILATION = ("--compilation-config", "-cc")
 # Options that the tools give themselves, or cannot see through.
@@ -55,7 +55,7 @@ def build(user: Sequence[str], baseline: str) -> tuple[Side, Side]:
     """Off and on, from the options after ``--``.
 
     Args:
-        baseline: "stock-fused" switches vLLM's own RoPE + KV pass on in both, "stock" off; both open the graph
+        baseline: "vllm-fused" switches vLLM's own RoPE + KV pass on in both, "vllm" off; both open the graph
             (``use_inductor_graph_partition``) unless the user has said otherwise.
 
     Raises:
@@ -70,12 +70,12 @@ def build(user: Sequence[str], baseline: str) -> tuple[Side, Side]:
     passes = compilation.get("pass_config", {})
     if not isinstance(passes, dict):
         raise UsageError(f"--compilation-config pass_config={json.dumps(passes)} after --: a mapping is expected")
-    fused = baseline == "stock-fused"
-    if passes.get(STOCK_PASS, fused) is not fused:
-        raise UsageError(f"pass_config.{STOCK_PASS}={json.dumps(passes[STOCK_PASS])} after -- contradicts --baseline")
-    on = merge({"use_inductor_graph_partition": True, "pass_config": {STOCK_PASS: fused}}, compilation)
-    stock = {name: value for name, value in on["pass_config"].items() if name not in PASS_CONFIG_FIELDS}
-    off = {**on, "pass_config": stock}
+    fused = baseline == "vllm-fused"
+    if passes.get(VLLM_PASS, fused) is not fused:
+        raise UsageError(f"pass_config.{VLLM_PASS}={json.dumps(passes[VLLM_PASS])} after -- contradicts --baseline")
+    on = merge({"use_inductor_graph_partition": True, "pass_config": {VLLM_PASS: fused}}, compilation)
+    vllm_own = {name: value for name, value in on["pass_config"].items() if name not in PASS_CONFIG_FIELDS}
+    off = {**on, "pass_config": vllm_own}
     return (
         Side(OFF, (*rest, *_given(off, _without_plugin(additional)))),
         Side(ON, (*rest, *_given(on, _switched_on(additional, passes)))),

@@ -19,7 +19,7 @@ VOCABULARY = 512
 def options() -> list[str]:
     """The server's options; the user's own come after them and win.
 
-    Both sides get the compile range that the plugin ends at its bucket, and the plugin rounds as stock does: then their
+    Both get the compile range that the plugin ends at its decode limit, and the plugin rounds as vLLM does: then their
     answers must be equal, and an unequal one is a finding.
     """
     return [

@@ -56,7 +56,7 @@ class Compared:
 
     Attributes:
         model: as servers and clients were given it.
-        proofs: by side: ``gauge``, ``version``, ``served``, and ``census`` (on) or ``baseline`` (off).
+        proofs: by side: ``gauge``, ``version``, ``served``, and ``status`` (on) or ``baseline`` (off).
     """
 
     model: str
@@ -72,7 +72,7 @@ class Compared:
             "servers": self.given.servers,
             "baseline": self.given.baseline,
             "baseline_in_log": self.proofs[OFF]["baseline"],
-            "census": self.proofs[ON]["census"],
+            "status": self.proofs[ON]["status"],
             "gauges": {side: proof["gauge"] for side, proof in self.proofs.items()},
             "vllm_by_server": {side: proof["version"] for side, proof in self.proofs.items()},
         }
@@ -81,7 +81,7 @@ class Compared:
 def visits(runs: int, servers: str) -> list[tuple[str, int | None]]:
     """Side and run (None: all runs) of each server, in order.
 
-    On comes first: where nothing engages, no time goes into stock. Runs alternate (on off, off on, on off), so that
+    On comes first: where nothing engages, no time goes into vLLM. Runs alternate (on off, off on, on off), so that
     drift of the machine favours neither side.
     """
     if servers == PER_SIDE:

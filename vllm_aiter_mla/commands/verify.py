@@ -125,9 +125,9 @@ def _self_test(console: Console, seed: int) -> int:
     fp8 = variants(engine.device, session.native_fp8(), quick=True)[0]
     options = Options(REAL if engine.graphs else SMALL, session.CPU_LIMIT, seed)
     caught = 0
-    for verdict in selftest.self_test(FAULTS, partial(backends.load, "reference"), engine, fp8, options):
-        console.print(terminal.verdict_line(verdict), soft_wrap=True)
-        caught += verdict.ok
+    for outcome in selftest.self_test(FAULTS, partial(backends.load, "reference"), engine, fp8, options):
+        console.print(terminal.status_line(outcome), soft_wrap=True)
+        caught += outcome.ok
     console.print(f"self-test, {engine.name}: {caught}/{len(FAULTS)} planted faults caught by their named cases")
     if not engine.graphs:
         console.print(session.NO_GRAPHS)

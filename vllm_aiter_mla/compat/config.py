@@ -39,14 +39,14 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
         dcp=getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1),
         pcp=getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1),
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
-        emitter=emitter_asked(settings),
+        integration=integration_asked(settings),
         **_model_facts(vllm_config.model_config),
     )
 
 
-def emitter_asked(settings: Settings) -> str:
-    """The emitter that the options ask for; only the passes can stop early."""
-    return settings.emitter if settings.debug.stop_after is None else "passes"
+def integration_asked(settings: Settings) -> str:
+    """The integration that the options ask for; only the passes can stop early."""
+    return settings.integration if settings.debug.stop_after is None else "passes"
 
 
 def mla_layers(model: Any) -> tuple[int, ...]:

@@ -96,7 +96,7 @@ def view_of_options(parsed: Any) -> ConfigView:
         kv_cache_dtype=str(parsed.kv_cache_dtype),
         use_inductor_graph_partition=compilation.use_inductor_graph_partition,
         splitting_ops=None if ops is None else tuple(ops),
-        emitter=compat_config.emitter_asked(compat_config.settings_of(parsed)),
+        integration=compat_config.integration_asked(compat_config.settings_of(parsed)),
     )
 
 

@@ -5,7 +5,7 @@ for this machine: which quantisation it takes, and which of a model's implementa
 Why: a copy of vLLM's rules was wrong for every second published checkpoint.
 Link: ``EngineArgs.create_model_config``, ``RocmPlatform.verify_quantization``, ``registry._LazyRegisteredModel`` (0.30
 to 0.33).
-Probe: an error of vLLM's own checks is a refusal, with its sentence; any other error is "not known".
+Probe: an error of vLLM's own checks is a skip, with its sentence; any other error is "not known".
 Remove when: vLLM has a dry run.
 """
 
@@ -49,7 +49,7 @@ class Answers:
         hidden_size, heads, layers, max_position: of the text model; ``heads`` are query heads over all ranks.
         num_drafts: speculative tokens per request.
         mla_layers, draft_layers: in the model and in its draft.
-        refusals: sentences of vLLM's own checks that would stop the server.
+        skips: sentences of vLLM's own checks that would stop the server.
         unknown: what could not be asked, and why.
         notes: what was read otherwise than a server would read it.
     """
@@ -66,7 +66,7 @@ class Answers:
     num_drafts: int = 0
     mla_layers: tuple[MlaLayer, ...] = ()
     draft_layers: tuple[MlaLayer, ...] = ()
-    refusals: list[str] = field(default_factory=list)
+    skips: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -99,13 +99,13 @@ def ask(parsed: Any, folder: Path, arch: str, batch: tuple[int, int]) -> Answers
 
 
 def _note(answers: Answers, what: str, step: Callable[[], Any]) -> None:
-    """Run one question; vLLM's own refusal and whatever else is raised are kept apart."""
+    """Run one question; vLLM's own skip and whatever else is raised are kept apart."""
     try:
         step()
     except NotKnownError as error:
         answers.unknown.append(f"{what}: {error}")
     except (ValueError, NotImplementedError) as error:
-        answers.refusals.append(_said(error))
+        answers.skips.append(_said(error))
     except Exception as error:
         answers.unknown.append(f"{what}: {type(error).__name__}: {_said(error)}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_aiter_mla.admission import Refusal
+from vllm_aiter_mla.admission import Skip
 
 
 def slot() -> str:
@@ -24,13 +24,13 @@ def install(compilation: Any, pass_: Any) -> None:
     compilation.inductor_compile_config = {**compilation.inductor_compile_config, slot(): pass_}
 
 
-def why_not_chainable(compilation: Any) -> Refusal | None:
+def why_not_chainable(compilation: Any) -> Skip | None:
     """A reason when what stands in the slot can neither run nor be identified in a cache key."""
     try:
         wrapped(compilation)
     except (TypeError, OSError) as error:
         where = f"compilation_config.inductor_compile_config[{slot()!r}]"
-        return Refusal("user_pass", f"{where} is {type(current(compilation)).__name__}: {error}")
+        return Skip("user_pass", f"{where} is {type(current(compilation)).__name__}: {error}")
     return None
 
 

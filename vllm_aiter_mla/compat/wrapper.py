@@ -18,7 +18,7 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.models.common.ops import fused_q_kv_rmsnorm
 from vllm.utils.torch_utils import _encode_layer_name
 
-from vllm_aiter_mla.admission import Refusal
+from vllm_aiter_mla.admission import Skip
 
 KNOWN_FORWARDS: dict[Any, dict[str, str]] = {
     MultiHeadLatentAttentionWrapper: {
@@ -29,7 +29,7 @@ KNOWN_FORWARDS: dict[Any, dict[str, str]] = {
 """Sources of the two forwards that the op replaces, by ``digest``, with vLLM's releases."""
 
 
-def stock_class() -> type:
+def vllm_class() -> type:
     """vLLM's wrapper around the projections, RoPE and attention of one MLA layer."""
     return MultiHeadLatentAttentionWrapper
 
@@ -37,9 +37,9 @@ def stock_class() -> type:
 @contextmanager
 def replaced(cls: type) -> Iterator[None]:
     """Let vLLM build ``cls`` where a model asks for its wrapper; another plugin's replacement stays."""
-    name = stock_class().__name__
+    name = vllm_class().__name__
     if name not in op_registry_oot:
-        stock_class().register_oot(cls)  # type: ignore[attr-defined]
+        vllm_class().register_oot(cls)  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -47,25 +47,23 @@ def replaced(cls: type) -> Iterator[None]:
             del op_registry_oot[name]
 
 
-def why_unknown_code() -> Refusal | None:
+def why_unknown_code() -> Skip | None:
     """Why no forward may be replaced, or None: this plugin must have been written for both sources."""
     for cls, known in KNOWN_FORWARDS.items():
         found = digest(cls.forward)
         if found not in known:
-            return Refusal(
-                "unknown_forward", f"the source of {cls.__name__}.forward is not known ({found[:12] or '-'})"
-            )
+            return Skip("unknown_forward", f"the source of {cls.__name__}.forward is not known ({found[:12] or '-'})")
     return None
 
 
-def why_unknown(wrapper: Any) -> Refusal | None:
+def why_unknown(wrapper: Any) -> Skip | None:
     """Why the op may not do what this wrapper and its attention module do, or None."""
     attention = wrapper.mla_attn
     if type(attention) is not MLAAttention:
-        return Refusal("unknown_forward", f"the attention module is {type(attention).__name__}")
+        return Skip("unknown_forward", f"the attention module is {type(attention).__name__}")
     hooked = attention._forward_hooks or attention._forward_pre_hooks or "forward" in attention.__dict__
     if hooked:
-        return Refusal("unknown_forward", "something else hooks the layer's attention module")
+        return Skip("unknown_forward", "something else hooks the layer's attention module")
     return None
 
 

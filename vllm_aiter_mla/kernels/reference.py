@@ -108,7 +108,7 @@ def store_rope(
     if not fp8.is_fp8(out_dtype):
         return rotated.to(act)
     if numerics.rounding == "two":
-        # As stock: its quantisation of bf16 values saturates in both halves.
+        # As unmodified vLLM: its quantisation of bf16 values saturates in both halves.
         return store_nope(rotated.to(act), inv_scale, out_dtype)
     return fp8.round_overflowing(rotated * inv_scale, fp8.flavour_of(out_dtype))
 

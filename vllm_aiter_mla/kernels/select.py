@@ -31,7 +31,7 @@ def candidates(kernel: str, platform: Platform) -> tuple[str, ...]:
     """The back ends to try, in order, for the option ``kernel`` on ``platform``.
 
     This order is static: "auto" is AITER on gfx942 and gfx950, the reference on a CPU and vLLM's own kernels elsewhere.
-    Measured figures come before it: ``Selector.prefer``. Anything asked for by name falls back to "stock", and on a
+    Measured figures come before it: ``Selector.prefer``. Anything asked for by name falls back to "vllm", and on a
     CPU, where there are no such kernels, to the reference.
 
     Raises:
@@ -40,21 +40,21 @@ def candidates(kernel: str, platform: Platform) -> tuple[str, ...]:
     if kernel not in KERNELS:
         raise ValueError(f"no such kernel: {kernel!r}; one of {', '.join(KERNELS)}")
     if kernel == "auto":
-        kernel = "aiter" if platform.arch in ARCHITECTURES else "stock"
+        kernel = "aiter" if platform.arch in ARCHITECTURES else "vllm"
     if platform.arch == "cpu":
-        kernel = "reference" if kernel == "stock" else kernel
+        kernel = "reference" if kernel == "vllm" else kernel
         return (kernel,) if kernel == "reference" else (kernel, "reference")
-    return (kernel,) if kernel == "stock" else (kernel, "stock")
+    return (kernel,) if kernel == "vllm" else (kernel, "vllm")
 
 
 def contenders(kernel: str, platform: Platform) -> tuple[str, ...]:
-    """The back ends between which a measurement on the user's card may choose, in static order; "stock" ends it.
+    """The back ends between which a measurement on the user's card may choose, in static order; "vllm" ends it.
 
     None where the user has named a kernel, and on a CPU.
     """
     if kernel != "auto" or platform.arch == "cpu":
         return ()
-    return ("aiter", "triton", "stock") if platform.arch in ARCHITECTURES else ("triton", "stock")
+    return ("aiter", "triton", "vllm") if platform.arch in ARCHITECTURES else ("triton", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ class Choice:
 
     Attributes:
         backend: the back end that runs them, or None where every candidate refused.
-        refusals: (name, reason) of the candidates before it.
+        skips: (name, reason) of the candidates before it.
         run: its function for calls of this key.
     """
 
     backend: KernelBackend | None
-    refusals: tuple[tuple[str, str], ...] = ()
+    skips: tuple[tuple[str, str], ...] = ()
     run: Run | None = None
 
 
@@ -78,7 +78,7 @@ class Selector:
     Args:
         kernel: the user's option, one of ``KERNELS``.
         platform: the card; see ``detect_platform``.
-        factories: by name, what builds each back end, on first use. "stock", vLLM's own kernels, is the caller's.
+        factories: by name, what builds each back end, on first use. "vllm", vLLM's own kernels, is the caller's.
     """
 
     def __init__(self, kernel: str, platform: Platform, factories: Mapping[str, Factory] | None = None) -> None:
@@ -88,7 +88,7 @@ class Selector:
         self._factories = dict(FACTORIES if factories is None else factories)
         self._built: dict[str, KernelBackend | str] = {}
         self._choices: dict[tuple[Any, ...], Choice] = {}
-        self._demoted: dict[tuple[str, tuple[Any, ...]], str] = {}
+        self._rejected: dict[tuple[str, tuple[Any, ...]], str] = {}
         self._preferred: dict[tuple[Any, ...], table.Ranges] = {}
 
     def backend(self, name: str) -> KernelBackend | str:
@@ -109,13 +109,13 @@ class Selector:
         return choice
 
     def _choose(self, inputs: DecodeInputs) -> Choice:
-        refusals: list[tuple[str, str]] = []
+        skips: list[tuple[str, str]] = []
         for name in self._order(inputs):
             backend, bound = self.backend(name), self._bind(name, inputs)
             if not isinstance(backend, str) and not isinstance(bound, str):
-                return Choice(backend, tuple(refusals), bound.run)
-            refusals.append((name, str(bound)))
-        return Choice(None, tuple(refusals))
+                return Choice(backend, tuple(skips), bound.run)
+            skips.append((name, str(bound)))
+        return Choice(None, tuple(skips))
 
     def _order(self, inputs: DecodeInputs) -> tuple[str, ...]:
         """What was measured to be the fastest at this many tokens, then the static order."""
@@ -126,7 +126,7 @@ class Selector:
     def _bind(self, name: str, inputs: DecodeInputs) -> Binding | str:
         backend = self.backend(name)
         bound = backend if isinstance(backend, str) else backend.bind(inputs)
-        return bound if isinstance(bound, str) else self._demoted.get((name, layer_key(inputs)), bound)
+        return bound if isinstance(bound, str) else self._rejected.get((name, layer_key(inputs)), bound)
 
     def takers(self, inputs: DecodeInputs) -> dict[str, KernelBackend]:
         """The contenders that take this call and passed their check, by name."""
@@ -145,9 +145,9 @@ class Selector:
         self._preferred[layer_key(inputs)] = ranges
         self._choices.clear()
 
-    def demote(self, name: str, inputs: DecodeInputs, reason: str) -> None:
+    def reject(self, name: str, inputs: DecodeInputs, reason: str) -> None:
         """Take the back end ``name`` away from the layer shape of ``inputs``, lastingly: its self-check failed."""
-        self._demoted[name, layer_key(inputs)] = reason
+        self._rejected[name, layer_key(inputs)] = reason
         self._choices.clear()
 
 

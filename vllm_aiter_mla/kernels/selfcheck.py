@@ -52,7 +52,7 @@ def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = No
     Args:
         backend: what is checked.
         shape: the layer.
-        limit: L, the last token count of the decode bucket; None: any.
+        limit: L, the last token count of the decode limit; None: any.
 
     Returns:
         The first result that failed, or else that of the fewest rows.

@@ -6,15 +6,15 @@ import logging
 from typing import Any
 
 from vllm_aiter_mla import layers
-from vllm_aiter_mla.admission import Refusal
-from vllm_aiter_mla.census import state as census
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
 from vllm_aiter_mla.module import rope, wrapper
+from vllm_aiter_mla.status import state as status
 
 
 def emit(modules: dict[str, Any]) -> tuple[str, ...]:
-    """Let each admitted layer call the op; the others run vLLM's own forward, with the reason in the census.
+    """Let each admitted layer call the op; the others run vLLM's own forward, with the reason in the status file.
 
     Args:
         modules: the model's MLA layers by name.
@@ -24,34 +24,34 @@ def emit(modules: dict[str, Any]) -> tuple[str, ...]:
     """
     found = []
     for name, attention in modules.items():
-        refusal = _guarded(attention)
-        found.append(f"{name}: {'module' if refusal is None else refusal.code}")
-        if refusal is not None:
-            census.refuse(name, refusal.code, refusal.message)
-            log.say_once(logging.DEBUG, f"{name} stays stock: {refusal}")
+        skip = _guarded(attention)
+        found.append(f"{name}: {'module' if skip is None else skip.code}")
+        if skip is not None:
+            status.refuse(name, skip.code, skip.message)
+            log.say_once(logging.DEBUG, f"{name} is left to vLLM: {skip}")
     return tuple(found)
 
 
-def _guarded(attention: Any) -> Refusal | None:
+def _guarded(attention: Any) -> Skip | None:
     try:
         found = wrapper.wrapper_of(attention)
         if found is not None:
             found.is_neox = None  # whatever was decided before
         return compat_wrapper.why_unknown_code() or _emit(attention, found)
     except Exception as error:
-        return Refusal("not_evaluated", f"admission raised {type(error).__name__}: {error}")
+        return Skip("not_evaluated", f"admission raised {type(error).__name__}: {error}")
 
 
-def _emit(attention: Any, found: Any) -> Refusal | None:
+def _emit(attention: Any, found: Any) -> Skip | None:
     if found is None:
-        return Refusal("unknown_forward", "the model's attention is not in vLLM's MultiHeadLatentAttentionWrapper")
+        return Skip("unknown_forward", "the model's attention is not in vLLM's MultiHeadLatentAttentionWrapper")
     if compat_wrapper.quantises_output(found):
-        return Refusal("fused_output_quant", "fuse_attn_quant is on, and vLLM's passes would not find the plugin's op")
-    refusal = compat_wrapper.why_unknown(found) or rope.why_not(found)
-    if refusal is not None:
-        return refusal
+        return Skip("fused_output_quant", "fuse_attn_quant is on, and vLLM's passes would not find the plugin's op")
+    skip = compat_wrapper.why_unknown(found) or rope.why_not(found)
+    if skip is not None:
+        return skip
     is_neox = bool(found.rotary_emb.is_neox_style)
     decision = layers.decide(attention, is_neox=is_neox, table_dtype=found.rotary_emb.cos_sin_cache.dtype)
-    if decision.refusal is None:
+    if decision.skip is None:
         found.is_neox = is_neox
-    return decision.refusal
+    return decision.skip

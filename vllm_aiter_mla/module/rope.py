@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.admission import Refusal
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
 from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate
 
@@ -17,21 +17,21 @@ KNOWN = ("RotaryEmbedding", "DeepseekScalingRotaryEmbedding", "YaRNScalingRotary
 ROUNDINGS = 8
 
 
-def why_not(wrapper: Any) -> Refusal | None:
+def why_not(wrapper: Any) -> Skip | None:
     """Why the op may not rotate for this wrapper of a layer, or None."""
     embedding, width = wrapper.rotary_emb, wrapper.qk_rope_head_dim
     if embedding is None:
-        return Refusal("no_rope", "the layer has no rotary embedding")
+        return Skip("no_rope", "the layer has no rotary embedding")
     name = type(embedding).__name__
     if name not in KNOWN:
-        return Refusal("rope_other_operand", f"the rotary embedding is {name}; known: {', '.join(KNOWN)}")
+        return Skip("rope_other_operand", f"the rotary embedding is {name}; known: {', '.join(KNOWN)}")
     if (embedding.rotary_dim, embedding.cos_sin_cache.shape[-1]) != (width, width):
-        return Refusal("partial_rotary", f"the rotary embedding turns {embedding.rotary_dim} of {width} columns")
+        return Skip("partial_rotary", f"the rotary embedding turns {embedding.rotary_dim} of {width} columns")
     if compat_wrapper.scales_query(wrapper):
-        return Refusal("rope_other_operand", "the model scales q after RoPE (llama_4_scaling)")
+        return Skip("rope_other_operand", "the model scales q after RoPE (llama_4_scaling)")
     off = _difference(embedding, width)
     if not off <= ROUNDINGS:  # NaN included
-        return Refusal("query_not_rope", f"{name} differs from the rotation by its table by {off:.3g} roundings")
+        return Skip("query_not_rope", f"{name} differs from the rotation by its table by {off:.3g} roundings")
     return None
 
 

@@ -78,8 +78,8 @@ def _project(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, to
 @functools.cache
 def fused_class() -> type:
     """The class that replaces vLLM's."""
-    stock = compat_wrapper.stock_class()
-    return type(f"Fused{stock.__name__}", (FusedForward, stock), {})
+    vllm_own = compat_wrapper.vllm_class()
+    return type(f"Fused{vllm_own.__name__}", (FusedForward, vllm_own), {})
 
 
 @contextmanager

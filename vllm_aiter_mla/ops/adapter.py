@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla import layers
-from vllm_aiter_mla.census import state as census
 from vllm_aiter_mla.compat import context, kernels
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.ops.bodies import LayerStep
+from vllm_aiter_mla.status import state as status
 
 _ADAPTER = "_aiter_mla_adapter"
-_KEEP = 4096  # call shapes that a layer remembers; more than the token counts of any bucket
+_KEEP = 4096  # call shapes that a layer remembers; more than the token counts of any decode limit
 
 
 class VLLMLayer:
@@ -76,7 +76,7 @@ class VLLMLayer:
             if len(self._runs) >= _KEEP:
                 self._runs.clear()
             found = self._runs[key] = layers.kernel_for(self.module, inputs)
-        census.engage(self.name, found[0])
+        status.engage(self.name, found[0])
         return found[1]
 
     def _still_holds(self, inputs: DecodeInputs) -> bool:
@@ -155,7 +155,7 @@ class VLLMLayer:
         """Projects with vLLM's own projection."""
         self.module._v_up_proj(attended, out=out)
 
-    def stock_forward(
+    def vllm_forward(
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: Any, output: torch.Tensor
     ) -> None:
         """Calls ``forward_impl``, which takes the cache as vLLM stores it."""
@@ -186,7 +186,7 @@ def note_while_profiling(step: LayerStep, *, is_neox: bool, act: torch.dtype) ->
     assert isinstance(step.layer, VLLMLayer)
     kernel = layers.decide(step.layer.module, is_neox=is_neox, act=act).kernel
     if kernel is not None:
-        census.engage(step.name, kernel)
+        status.engage(step.name, kernel)
 
 
 def _adapter(name: str, module: Any) -> VLLMLayer:

@@ -77,7 +77,7 @@ class MLALayer(Protocol):
         """Write the projection of [n, N, L] to ``out`` [n, N*V]."""
         ...
 
-    def stock_forward(
+    def vllm_forward(
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: Any, output: torch.Tensor
     ) -> None:
         """The layer's own attention of rotated q [T, N, P+R] and k_pe [T, 1, R]; zeros where metadata is None."""
@@ -152,7 +152,7 @@ def attention_with_rope(
         return
     if step.metadata is not None:
         rotate_and_write(step, q, k_pe, kv_c, rope)
-    step.layer.stock_forward(q, kv_c, k_pe.unsqueeze(1), step.metadata, output)
+    step.layer.vllm_forward(q, kv_c, k_pe.unsqueeze(1), step.metadata, output)
 
 
 def _prepared_or_none(
@@ -231,7 +231,7 @@ def attention(
     if step.decode_only:
         decode(step, q_prepared, output)
     else:
-        step.layer.stock_forward(q, kv_c, k_pe.view(-1, 1, k_pe.shape[-1]), step.metadata, output)
+        step.layer.vllm_forward(q, kv_c, k_pe.view(-1, 1, k_pe.shape[-1]), step.metadata, output)
 
 
 def decode_q_prep(layer: MLALayer, q: torch.Tensor, rope_dim: int, out_dtype: torch.dtype) -> torch.Tensor:

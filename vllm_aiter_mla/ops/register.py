@@ -43,7 +43,7 @@ def register() -> None:
 def mla_decode_q_prep(
     q: torch.Tensor, latent_dim: int, rope_dim: int, out_dtype: torch.dtype, layer_name: Any
 ) -> torch.Tensor:
-    """Absorb BMM, concat and optional fp8 quantisation of a rotated query, as stock's attention op prepares it.
+    """Absorb BMM, concat and optional fp8 quantisation of a rotated query, as vLLM's own attention op prepares it.
 
     q [T, N, P+R] -> q_prepared [T, N, L+R] of ``out_dtype``. The weights and the scale are read from the layer per
     call: reloading replaces them.

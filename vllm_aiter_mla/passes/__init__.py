@@ -1,6 +1,6 @@
 """Graph to graph: the matcher, the three passes, and the one InductorPass that vLLM sees.
 
-pipeline         the InductorPass: range gate, match, passes 1 to 3, census of what was rewritten
+pipeline         the InductorPass: range gate, match, passes 1 to 3, status of what was rewritten
 match            one frozen record per MLA layer, or a reason
 kv_update        the node that writes a layer's KV rows
 arguments        the arguments of a call by name; one that is not known is refused

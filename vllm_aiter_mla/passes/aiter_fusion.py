@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from vllm_aiter_mla.passes.fx import Emitter, results
+from vllm_aiter_mla.passes.fx import Inserter, results
 from vllm_aiter_mla.passes.q_prep_lift import QPrepLifted
 from vllm_aiter_mla.passes.rope_kv_cache import two_dimensional
 
@@ -29,7 +29,7 @@ class MLAAiterQkRopeKVCacheFusionPass:
     def __call__(self, graph: fx.Graph, lifted: QPrepLifted) -> fx.Node:
         """Rewrite one layer and return the one node. The graph has to be sorted: its order says who reads what."""
         match, attention = lifted.fused.match, lifted.attention
-        emit = Emitter(graph, attention)
+        emit = Inserter(graph, attention)
         output = attention.kwargs["output"]
         one = emit.call(
             torch.ops.vllm_aiter_mla.mla_attention_with_rope.default,

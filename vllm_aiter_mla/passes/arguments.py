@@ -1,4 +1,4 @@
-"""The arguments of a call by name, and the refusal of those that the rewritten call would drop."""
+"""The arguments of a call by name, and the skip of those that the rewritten call would drop."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
-from vllm_aiter_mla.admission import Refusal
+from vllm_aiter_mla.admission import Skip
 
 
 class NoMatchError(Exception):
-    """A layer does not have the shape that the passes rewrite; ``refusal`` says why."""
+    """A layer does not have the shape that the passes rewrite; ``skip`` says why."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
-        self.refusal = Refusal(code, message)
+        self.skip = Skip(code, message)
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

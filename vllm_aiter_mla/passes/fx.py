@@ -142,7 +142,7 @@ def width(node: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-class Emitter:
+class Inserter:
     """Adds nodes before one node of a graph and gives each its fake value.
 
     Args:
@@ -188,7 +188,7 @@ _PENDING = "aiter_mla_pending"
 
 
 def settle(graph: fx.Graph) -> None:
-    """Infer the fake values that lazy emitters left out; their nodes stand in the order of emission."""
+    """Infer the fake values that lazy integrations left out; their nodes stand in the order of emission."""
     for node in graph.nodes:
         if node.meta.pop(_PENDING, False):
             _infer(node)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from vllm_aiter_mla.admission import Refusal
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.passes import probe as pr
 from vllm_aiter_mla.passes.arguments import NoMatchError, refuse_unknown
 from vllm_aiter_mla.passes.fx import (
@@ -56,7 +56,7 @@ class LayerMatch:
         layer_name_arg: how the graph names it: a placeholder node (torch >= 2.11) or a string.
         attention: the functionalised ``unified_mla_attention_with_output``.
         kv_update: the node whose result orders the KV write before attention: ``unified_mla_kv_cache_update``, or
-            the functionalised stock fused op where ``prefused``.
+            the functionalised unmodified vLLM fused op where ``prefused``.
         q: un-rotated query [T, N, P+R].
         k_pe: un-rotated rope key [T, R] or [T, 1, R].
         kv_c: normed latent [T, L].
@@ -69,7 +69,7 @@ class LayerMatch:
         nope_dim: P.
         rope_dim: R.
         latent_dim: L.
-        prefused: whether stock's own RoPE + KV pass has rewritten the layer already.
+        prefused: whether vLLM's own RoPE + KV pass has rewritten the layer already.
     """
 
     layer_name: str
@@ -91,12 +91,12 @@ class LayerMatch:
     prefused: bool
 
 
-def match_layers(graph: fx.Graph) -> list[tuple[str, LayerMatch | Refusal]]:
+def match_layers(graph: fx.Graph) -> list[tuple[str, LayerMatch | Skip]]:
     """Match every MLA attention node of ``graph``, by layer name; the work is linear in the number of layers."""
     attention_op = torch.ops.vllm.unified_mla_attention_with_output.default
     pr.rotary_ops.cache_clear()
     cone, live = pr.Cone(), Liveness(graph)
-    found: list[tuple[str, LayerMatch | Refusal]] = []
+    found: list[tuple[str, LayerMatch | Skip]] = []
     with pr.real_tensors():
         for node in graph.nodes:
             if is_functionalized(node, attention_op):
@@ -105,16 +105,16 @@ def match_layers(graph: fx.Graph) -> list[tuple[str, LayerMatch | Refusal]]:
     return found
 
 
-def _match_or_refuse(attention: fx.Node, name: str, cone: pr.Cone, live: Liveness) -> LayerMatch | Refusal:
+def _match_or_refuse(attention: fx.Node, name: str, cone: pr.Cone, live: Liveness) -> LayerMatch | Skip:
     """Match one layer. An exception refuses this layer only."""
     try:
         return _Matcher(attention, name, cone, live).match()
     except NoMatchError as error:
-        return error.refusal
+        return error.skip
     except pr.ConeTooLargeError:
-        return Refusal("graph_too_deep", "the query or key expression is too large for a RoPE")
+        return Skip("graph_too_deep", "the query or key expression is too large for a RoPE")
     except Exception as error:
-        return Refusal("not_evaluated", f"its expressions could not be evaluated: {type(error).__name__}: {error}")
+        return Skip("not_evaluated", f"its expressions could not be evaluated: {type(error).__name__}: {error}")
 
 
 def layer_name_of(arg: Any) -> str:
@@ -207,7 +207,7 @@ class _Matcher:
             raise NoMatchError("no_kv_update", "no KV-cache update is tied to the attention op in this graph piece")
         found = KVUpdate.of_fused(dep.args[0])
         if set(results(found.node)) != {0, 1, 2}:
-            raise NoMatchError("stock_fusion_incomplete", "stock's fused RoPE + KV op lacks one of its three results")
+            raise NoMatchError("vllm_fusion_incomplete", "vLLM's own fused RoPE + KV op lacks one of its three results")
         return found
 
     def _rope_cone(self, what: str, node: Any) -> pr.ConeNodes:
@@ -293,7 +293,7 @@ class _Matcher:
     def _check_kv_key(self, kv: KVUpdate, q_cone: pr.ConeNodes, k_cone: pr.ConeNodes) -> None:
         rotated = kv.k_rotated
         if rotated is None:
-            # Stock's fused op writes the key that it rotates: attention must read the results of this very call.
+            # vLLM's own fused op writes the key that it rotates: attention must read the results of this very call.
             if kv.node not in q_cone.inner or kv.node not in k_cone.inner:
                 raise NoMatchError("kv_key_mismatch", "the KV-cache update and attention read different keys")
             return

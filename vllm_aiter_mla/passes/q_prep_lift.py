@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from vllm_aiter_mla.passes.fx import Emitter, results
+from vllm_aiter_mla.passes.fx import Inserter, results
 from vllm_aiter_mla.passes.rope_kv_cache import RopeKVFused
 
 
@@ -34,9 +34,9 @@ class MLADecodeQPrepLiftPass:
         self.rewritten = 0
 
     def __call__(self, graph: fx.Graph, fused: RopeKVFused, out_dtype: torch.dtype, lazy: bool = False) -> QPrepLifted:
-        """Rewrite one layer; ``out_dtype`` is what its decode kernel reads, ``lazy`` as in ``Emitter``."""
+        """Rewrite one layer; ``out_dtype`` is what its decode kernel reads, ``lazy`` as in ``Inserter``."""
         match = fused.match
-        emit = Emitter(graph, match.attention, lazy)
+        emit = Inserter(graph, match.attention, lazy)
         q_prep = emit.call(
             torch.ops.vllm_aiter_mla.mla_decode_q_prep.default,
             fused.q,
@@ -49,7 +49,7 @@ class MLADecodeQPrepLiftPass:
         self.rewritten += 1
         return QPrepLifted(fused, q_prep, attention)
 
-    def _emit_attention(self, emit: Emitter, fused: RopeKVFused, q_prep: fx.Node) -> fx.Node:
+    def _emit_attention(self, emit: Inserter, fused: RopeKVFused, q_prep: fx.Node) -> fx.Node:
         """Put our attention op where vLLM's stands, give it the output buffer, and erase vLLM's."""
         match, old = fused.match, fused.match.attention
         new = emit.functionalized(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from vllm_aiter_mla.passes.fx import Emitter, results
+from vllm_aiter_mla.passes.fx import Inserter, results
 from vllm_aiter_mla.passes.match import LayerMatch
 
 aten = torch.ops.aten
@@ -42,11 +42,11 @@ class MLARoPEKVCacheFusionPass:
         self.taken_over = 0
 
     def __call__(self, graph: fx.Graph, match: LayerMatch, lazy: bool = False) -> RopeKVFused:
-        """Rewrite one layer; ``lazy`` as in ``Emitter``. A layer that stock's pass has fused is taken as it is."""
+        """Rewrite one layer; ``lazy`` as in ``Inserter``. A layer that vLLM's own pass has fused is taken as it is."""
         if match.prefused:
             self.taken_over += 1
             return self._take_over(match)
-        emit = Emitter(graph, match.attention, lazy)
+        emit = Inserter(graph, match.attention, lazy)
         fused = self._emit_op(emit, match)
         q = self._emit_scatter(emit, match, emit.result(fused, 1))
         k_pe = emit.call(aten.unsqueeze.default, emit.result(fused, 2), 1)
@@ -58,7 +58,7 @@ class MLARoPEKVCacheFusionPass:
         self.rewritten += 1
         return RopeKVFused(match, q, k_pe, dummy)
 
-    def _emit_op(self, emit: Emitter, match: LayerMatch) -> fx.Node:
+    def _emit_op(self, emit: Inserter, match: LayerMatch) -> fx.Node:
         q_pe = emit.call(aten.slice.Tensor, self._view(emit, match), 2, match.nope_dim, _TO_END)
         return emit.functionalized(
             torch.ops.vllm.fused_rope_unified_mla_kv_cache_update.default,
@@ -73,12 +73,12 @@ class MLARoPEKVCacheFusionPass:
             layer_name=match.layer_name_arg,
         )
 
-    def _emit_scatter(self, emit: Emitter, match: LayerMatch, q_pe: fx.Node) -> fx.Node:
+    def _emit_scatter(self, emit: Inserter, match: LayerMatch, q_pe: fx.Node) -> fx.Node:
         target = emit.call(aten.slice.Tensor, self._view(emit, match), 2, match.nope_dim, _TO_END)
         copied = emit.call(aten.copy.default, target, q_pe)
         return emit.call(aten.slice_scatter.default, self._view(emit, match), copied, 2, match.nope_dim, _TO_END)
 
-    def _view(self, emit: Emitter, match: LayerMatch) -> fx.Node:
+    def _view(self, emit: Inserter, match: LayerMatch) -> fx.Node:
         return emit.call(aten.reshape.default, match.q, [-1, match.num_heads, match.nope_dim + match.rope_dim])
 
     def _take_over(self, match: LayerMatch) -> RopeKVFused:
@@ -86,7 +86,7 @@ class MLARoPEKVCacheFusionPass:
         return RopeKVFused(match, kw["q"], kw["k_pe"], results(match.kv_update)[0])  # type: ignore[arg-type]
 
 
-def two_dimensional(emit: Emitter, match: LayerMatch) -> fx.Node:
+def two_dimensional(emit: Inserter, match: LayerMatch) -> fx.Node:
     """The un-rotated k_pe as [T, R]."""
     if len(match.k_pe.meta["val"].shape) == 2:
         return match.k_pe

@@ -80,13 +80,13 @@ class Case:
 
 
 def cases(limit: int) -> tuple[Case, ...]:
-    """All cases for a decode bucket of ``limit`` tokens. Names are unique.
+    """All cases for a decode limit of ``limit`` tokens. Names are unique.
 
     Raises:
         ValueError: below 8 tokens there is no room for the cases' mixtures.
     """
     if limit < 8:
-        raise ValueError(f"a decode bucket of at least 8 tokens expected, got {limit}")
+        raise ValueError(f"a decode limit of at least 8 tokens expected, got {limit}")
     sizes = capture_sizes(limit)
     return (
         *_one_thing_changes(limit),
@@ -145,7 +145,7 @@ def _rows(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
         ),
         Case(
             "every-capture-size",
-            "each captured size, from 1 to the end of the bucket, replays full and short of one row", sizes,
+            "each captured size, from 1 to the end of the decode limit, replays full and short of one row", sizes,
             tuple(step for size in sizes for step in (Replay(size), Replay(size, max(size - 1, 1)))),
         ),
         Case(
@@ -179,9 +179,9 @@ def _graphs(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
             "two-layers-one-graph", "two layers with weights, caches and scales of their own in one graph",
             (half, limit), (Replay(limit), Replay(half, 1), Replay(limit, half)), layers=2,
         ),
-        Case("kernel-census", "each layer launches what its back end should, and no more", few, ("launches",)),
+        Case("kernel-status", "each layer launches what its back end should, and no more", few, ("launches",)),
         Case(
-            "kernel-census-two-layers", "two layers launch twice as much",
+            "kernel-status-two-layers", "two layers launch twice as much",
             (limit,), ("launches",), layers=2, quick=False,
         ),
         Case("long-run", "one graph replays thousands of times", (limit,), (Replay(limit), Soak(limit))),

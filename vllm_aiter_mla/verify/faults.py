@@ -252,7 +252,7 @@ FAULTS = [
     Fault("one-buffer-for-all-layers", "all layers of a step share one query buffer",
           "two-layers-one-graph", "query-nope", _one_buffer),
     Fault("launches-more", "a step in several launches: the op makes two copies of its result more",
-          "kernel-census", "launches", _kernel(lambda run, inputs: run(inputs).clone().clone())),
+          "kernel-status", "launches", _kernel(lambda run, inputs: run(inputs).clone().clone())),
     Fault("one-position-for-all-keys", "all KV rows of a step are rotated by the first row's position",
           "fresh-data", "cache-rows", _one_position),
 ]  # fmt: skip

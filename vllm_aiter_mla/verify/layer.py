@@ -161,7 +161,7 @@ class Layer:
         """Projects in float32 and rounds once."""
         out.copy_(torch.einsum("tnl,nlv->tnv", attended, self.w_uv.float()).flatten(1))
 
-    def stock_forward(
+    def vllm_forward(
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: Batch | None, output: torch.Tensor
     ) -> None:
         """Decode rows attend over the cache, prefill rows over one another's keys as they are handed over."""

@@ -189,7 +189,7 @@ def _attended(layer: Layer, queries: list[torch.Tensor]) -> torch.Tensor:
         q[..., buffers.geometry.nope :], k_pe, kv_c, buffers.positions[:n], buffers.table, buffers.slots[:n],
         layer.k_scale, buffers.variant.is_neox,
     )  # fmt: skip
-    layer.stock_forward(q, kv_c, k_pe.unsqueeze(1), batch, out)
+    layer.vllm_forward(q, kv_c, k_pe.unsqueeze(1), batch, out)
     return out
 
 

@@ -17,7 +17,7 @@ SOAK = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Outcome:
     """What became of a fault.
 
     Attributes:
@@ -40,7 +40,7 @@ class Verdict:
 
 def self_test(
     faults: Iterable[Fault], subject: Callable[[], Subject], engine: EagerEngine, variant: Variant, options: Options
-) -> Iterator[Verdict]:
+) -> Iterator[Outcome]:
     """Plant each fault in a right back end and run the case that must catch it.
 
     Args:
@@ -58,7 +58,7 @@ def self_test(
         result = run_case(case, variant, fault.plant(fault.base(subject())), engine, options)
         named = [finding.message for finding in result.findings if finding.oracle == fault.oracle]
         message = named[0] if named else _said(result)
-        yield Verdict(fault, bool(named), message, "" if control.status == "passed" else _said(control))
+        yield Outcome(fault, bool(named), message, "" if control.status == "passed" else _said(control))
 
 
 def _said(result: Result) -> str:

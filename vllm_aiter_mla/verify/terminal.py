@@ -12,7 +12,7 @@ from rich.table import Table
 
 from vllm_aiter_mla.verify.oracles import ORACLES
 from vllm_aiter_mla.verify.runner import Result
-from vllm_aiter_mla.verify.selftest import Verdict
+from vllm_aiter_mla.verify.selftest import Outcome
 from vllm_aiter_mla.verify.session import NO_GRAPHS, Request, Session, command
 
 _MARKS = {"passed": "[green]ok[/]", "failed": "[red]FAILED[/]", "skipped": "[yellow]skipped[/]"}
@@ -77,7 +77,7 @@ def _footer(session: Session) -> Iterator[str]:
     reasons = (f"{r.backend} {r.case}: {escape(r.reason)}" for r in session.results if r.reason)
     yield from dict.fromkeys(reasons)
     for result in session.results:
-        if result.case == "kernel-census" and result.launches:
+        if result.case == "kernel-status" and result.launches:
             size, text = next(iter(result.launches.items()))
             yield f"launches of {result.backend} {result.variant}, T={size}: {escape(text)}"
     yield f"oracles: {', '.join(ORACLES)}"
@@ -89,9 +89,9 @@ def _footer(session: Session) -> Iterator[str]:
         yield NO_GRAPHS
 
 
-def verdict_line(verdict: Verdict) -> str:
+def status_line(outcome: Outcome) -> str:
     """One planted fault, as --self-test prints it."""
-    mark = "[green]caught[/]" if verdict.ok else "[red]MISSED[/]"
-    text = f"{mark} {verdict.fault.name}: {verdict.fault.what}\n       by {verdict.fault.case} / {verdict.fault.oracle}"
-    text += f": {escape(verdict.message)}"
-    return text + (f"\n       the control fails too: {escape(verdict.control)}" if verdict.control else "")
+    mark = "[green]caught[/]" if outcome.ok else "[red]MISSED[/]"
+    text = f"{mark} {outcome.fault.name}: {outcome.fault.what}\n       by {outcome.fault.case} / {outcome.fault.oracle}"
+    text += f": {escape(outcome.message)}"
+    return text + (f"\n       the control fails too: {escape(outcome.control)}" if outcome.control else "")

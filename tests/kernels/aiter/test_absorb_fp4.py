@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.support.simulated_aiter import FP8, ROCM, inputs, same_bytes, twin
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sandbox.simulated_aiter import gemm_fp4, install, op
+from tests.support.simulated_aiter import FP8, ROCM, inputs, same_bytes, twin
 from vllm_aiter_mla import layers
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, mxfp4, reference
@@ -21,7 +22,6 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.selfcheck import self_check
 from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
-from tests.sandbox.fake_aiter import gemm_fp4, install, op
 
 GFX950 = Platform("gfx950", ROCM)
 BF16 = torch.bfloat16
@@ -137,7 +137,7 @@ def test_cards_other_than_gfx950_are_refused() -> None:
     assert "VLLM_ROCM_USE_AITER_FP4BMM=0" in reason
 
 
-def test_a_missing_gemm_is_a_refusal_that_names_the_switch() -> None:
+def test_a_missing_gemm_is_a_skip_that_names_the_switch() -> None:
     bound = AiterBackend(GFX950, missing=lambda weight: "no such module" if weight.form == "mxfp4" else None)
     assert bound.refuse(operands()) == f"absorb: no such module; {fp4_form.Mxfp4Weight.avoid}"
     assert bound.refuse(inputs("gfx950")) is None, "layers with plain weights do not need it"
@@ -186,10 +186,10 @@ def test_a_layers_weight_is_read_as_vllm_keeps_it_and_fp4_is_asked_before_fp8() 
 
 
 @pytest.mark.parametrize(("scale", "equal"), [(1.0, True), (0.5, False), (0.37, False)])
-def test_stock_divides_the_absorbed_part_by_the_query_scale_twice(scale, equal) -> None:
+def test_vllm_divides_the_absorbed_part_by_the_query_scale_twice(scale, equal) -> None:
     """vLLM gives its GEMM ``y_scale=_q_scale`` beside an fp8 query and quantises by the same scale once more.
 
-    So tokens are stock's at scale 1 only, which is what vLLM uses where the checkpoint has no query scale.
+    So tokens are vLLM's own at scale 1 only, which is what vLLM uses where the checkpoint has no query scale.
     """
     given_ = replace(operands(), q_scale=torch.tensor(scale))
     prepared = AiterBackend(GFX950).prepare(given_)[..., :512]
@@ -197,8 +197,8 @@ def test_stock_divides_the_absorbed_part_by_the_query_scale_twice(scale, equal) 
     theirs = gemm_fp4.batched_gemm(
         given_.q_nope.transpose(0, 1), weight.codes, weight.scales, transpose_bm=True, y_scale=given_.q_scale
     )
-    stock = reference.store_nope(theirs.float(), 1 / given_.q_scale, FP8["gfx950"])
-    assert same_bytes(prepared, stock) == equal
+    vllm_own = reference.store_nope(theirs.float(), 1 / given_.q_scale, FP8["gfx950"])
+    assert same_bytes(prepared, vllm_own) == equal
     once = reference.store_nope(weight.product(given_.q_nope).float(), 1 / given_.q_scale, FP8["gfx950"])
     assert same_bytes(prepared, once), "ours divides once"
 

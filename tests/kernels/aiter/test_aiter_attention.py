@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.sandbox.fake_aiter import mla
+from tests.sandbox.simulated_aiter import mla
 
 N, L, R, SCALE = 16, 8, 4, 0.3
 # Two requests with two rows each, over seven and four keys that lie anywhere in the cache.

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.sandbox.simulated_aiter import op
+from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes
 from vllm_aiter_mla.kernels.aiter.tables import TableHalves
 from vllm_aiter_mla.kernels.capture import KernelCaptureError
 from vllm_aiter_mla.kernels.inputs import KernelInputError
 from vllm_aiter_mla.kernels.platform import detect_platform, parse_rocm
-from tests.sandbox.fake_aiter import op
 
 pytestmark = pytest.mark.usefixtures("fake_gfx942")
 VIEWS = {"aten.split_with_sizes.default", "aten.transpose.int", "aten.view.default", "aten.view.dtype"}

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.simulated_aiter import FP8, ROCM, backend, fate, inputs, twin
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sandbox.simulated_aiter import op
+from tests.support.simulated_aiter import FP8, ROCM, backend, fate, inputs, twin
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.absorb.plain import plain
@@ -21,7 +22,6 @@ from vllm_aiter_mla.kernels.aiter.dispatch import route_of
 from vllm_aiter_mla.kernels.aiter.module import load_op
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, call_key, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
-from tests.sandbox.fake_aiter import op
 
 pytestmark = pytest.mark.usefixtures("fake_gfx942")
 GFX942 = Platform("gfx942", ROCM)
@@ -236,11 +236,11 @@ def test_a_stride_that_wraps_in_32_bits_is_declined(name: str, dim: int) -> None
     shape, strides = given.shape, list(given.stride())
     if len(shape) == 2 and dim == 1:
         return  # the last stride, 1 by another check
-    for stride, refused in ((contract.STRIDE_LIMIT, True), (contract.STRIDE_LIMIT - 576, False)):
+    for stride, skipped in ((contract.STRIDE_LIMIT, True), (contract.STRIDE_LIMIT - 576, False)):
         strides[dim] = stride
         wide = torch.empty_strided(shape, strides, dtype=given.dtype, device="meta")
         reason = str(contract.violation(replace(ghost, **{name: wide}), GFX942))
-        assert reason.startswith(f"int-strides: {name} has strides") == refused, reason
+        assert reason.startswith(f"int-strides: {name} has strides") == skipped, reason
 
 
 def test_a_cache_too_large_for_one_block_is_not_handed_over_as_one() -> None:

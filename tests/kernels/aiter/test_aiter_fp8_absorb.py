@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.support.simulated_aiter import FP8, ROCM, inputs, same_bytes, twin
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sandbox.simulated_aiter import gemm, install, op
+from tests.support.simulated_aiter import FP8, ROCM, inputs, same_bytes, twin
 from vllm_aiter_mla import layers
 from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.compat import layer as compat_layer
@@ -22,8 +23,7 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.selfcheck import self_check
 from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
-from vllm_aiter_mla.kernels.stock import StockBackend
-from tests.sandbox.fake_aiter import gemm, install, op
+from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
 
 ARCHES = ("gfx942", "gfx950")
 
@@ -108,7 +108,7 @@ def test_the_product_is_close_to_the_unquantised_one(arch) -> None:
     assert (found.double() - exact).norm() / exact.norm() < 0.05
 
 
-def test_a_missing_gemm_is_a_refusal_that_names_the_switch(arch) -> None:
+def test_a_missing_gemm_is_a_skip_that_names_the_switch(arch) -> None:
     bound = AiterBackend(
         Platform(arch, ROCM), missing=lambda weight: "no such module" if weight.form == "fp8" else None
     )
@@ -153,8 +153,8 @@ def test_kernels_are_chosen_apart_for_both_kinds_of_weight(arch) -> None:
 
 def test_vllms_own_kernels_multiply_by_the_same_gemm(arch, monkeypatch) -> None:
     given_ = operands(arch, cache=torch.bfloat16)
-    monkeypatch.setattr(StockBackend, "_rotate_and_write", lambda *arguments: None)
-    q_out = StockBackend(vllm_kernels).prepare(given_)
+    monkeypatch.setattr(VLLMBackend, "_rotate_and_write", lambda *arguments: None)
+    q_out = VLLMBackend(vllm_kernels).prepare(given_)
     assert gemm.calls == [(4, 7)]
     assert bf16_steps(q_out[..., :512], given_.weight.reference(given_.q_nope)) <= 1
 

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.support.simulated_aiter import ROCM
 
+from tests.sandbox.simulated_aiter import install, write_tree
+from tests.support.simulated_aiter import ROCM
 from vllm_aiter_mla.kernels.aiter.locate import OP, REQUIRED, locate_aiter, signature_problem
 from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError, load_op, schema_problem
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.select import aiter_factory
-from tests.sandbox.fake_aiter import install, write_tree
 
 SENTENCES = {
     "0.1.19": "has no `compute_all_q_rope`",
@@ -131,12 +131,12 @@ def test_aiter_is_not_even_probed_off_amd_cards() -> None:
 
 
 def test_install_leaves_no_trace() -> None:
-    before = (list(sys.path), os.environ.get("PYTHONPATH"), os.environ.get("FAKE_AITER_ARCH"))
+    before = (list(sys.path), os.environ.get("PYTHONPATH"), os.environ.get("SIMULATED_AITER_ARCH"))
     with install("gfx950") as root:
         load_op()
         assert Path(sys.modules["aiter"].__file__).parent == root / "aiter"
         assert torch.ops.aiter.fused_qk_rope_concat_and_cache_mla is not None
-    assert (list(sys.path), os.environ.get("PYTHONPATH"), os.environ.get("FAKE_AITER_ARCH")) == before
+    assert (list(sys.path), os.environ.get("PYTHONPATH"), os.environ.get("SIMULATED_AITER_ARCH")) == before
     assert "aiter" not in sys.modules
 
 

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from tests.support.simulated_aiter import FP8, ROCM, fate, inputs
 
+from tests.support.simulated_aiter import FP8, ROCM, fate, inputs
 from vllm_aiter_mla.kernels.absorb import plain
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.dispatch import route_of

@@ -1,4 +1,4 @@
-"""The fake AITER, the back end that calls it and the reference agree; and how far all are from an unfused path."""
+"""The simulated AITER, the back end that calls it and the reference agree; and how far all are from an unfused path."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from itertools import product
 
 import pytest
 import torch
-from tests.support.simulated_aiter import FP8, backend, inputs, raw, same_bytes, twin, unfused, yarn_table
 
+from tests.sandbox.simulated_aiter import execute, install, op
+from tests.support.simulated_aiter import FP8, backend, inputs, raw, same_bytes, twin, unfused, yarn_table
 from vllm_aiter_mla.kernels import fp8, reference
 from vllm_aiter_mla.kernels.aiter.backend import launch
 from vllm_aiter_mla.kernels.aiter.dispatch import route_of
 from vllm_aiter_mla.kernels.compare import steps_of
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from tests.sandbox.fake_aiter import execute, install, op
 
 TOKENS = (0, 1, 7, 64, 255, 256, 300)
 HEADS = (2, 4, 16, 128)
@@ -164,7 +164,7 @@ def test_bar_of_pr_55230_against_an_unfused_path(arch, kinds, neox, tokens) -> N
     One exception: from 256 tokens on, a bf16 cache on gfx942 is written by the kernel that truncates, and its rope half
     is 1 bf16 step off on about half of the elements.
 
-    The PR allows 1 % against a path that quantises from fp32; this path rounds to bf16 first, as stock vLLM does, and
+    The PR allows 1 % against a path that quantises from fp32; this path rounds to bf16 first, as vLLM does, and
     that alone moves about 3 % of the fp8 rope elements by one step. The division by the scale instead of the
     multiplication by its reciprocal moves more (up to 1.6 % of bf16 values at unlucky scales), unless the scale is a
     power of two, as here.

@@ -6,42 +6,42 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support.simulated_aiter import ROCM, inputs, same_bytes, twin
 
+from tests.sandbox.simulated_aiter import install, op
+from tests.support.simulated_aiter import ROCM, inputs, same_bytes, twin
 from vllm_aiter_mla.kernels import reference, select
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 from vllm_aiter_mla.kernels.select import Selector, candidates
 from vllm_aiter_mla.kernels.selfcheck import self_check
 from vllm_aiter_mla.kernels.shape import LayerShape
-from tests.sandbox.fake_aiter import install, op
 
 pytestmark = pytest.mark.usefixtures("fake_gfx942")
 MI300X, MI355X = Platform("gfx942", ROCM), Platform("gfx950", ROCM)
 
 
-class Stock(ReferenceBackend):
+class VLLMOwn(ReferenceBackend):
     """Stands for vLLM's own kernels, which the runtime brings along."""
 
-    name = "stock"
+    name = "vllm"
 
 
-WITH_STOCK = {**select.FACTORIES, "stock": lambda platform: Stock()}
+WITH_VLLM = {**select.FACTORIES, "vllm": lambda platform: VLLMOwn()}
 
 
 @pytest.mark.parametrize(
     ("kernel", "platform", "names"),
     [
-        ("auto", MI300X, ("aiter", "stock")),
-        ("auto", MI355X, ("aiter", "stock")),
-        ("auto", Platform("gfx90a", ROCM), ("stock",)),
-        ("auto", Platform("sm90"), ("stock",)),
+        ("auto", MI300X, ("aiter", "vllm")),
+        ("auto", MI355X, ("aiter", "vllm")),
+        ("auto", Platform("gfx90a", ROCM), ("vllm",)),
+        ("auto", Platform("sm90"), ("vllm",)),
         ("auto", Platform("cpu"), ("reference",)),
-        ("aiter", MI300X, ("aiter", "stock")),
-        ("triton", Platform("sm90"), ("triton", "stock")),
-        ("reference", MI300X, ("reference", "stock")),
-        ("stock", MI300X, ("stock",)),
-        ("stock", Platform("cpu"), ("reference",)),
+        ("aiter", MI300X, ("aiter", "vllm")),
+        ("triton", Platform("sm90"), ("triton", "vllm")),
+        ("reference", MI300X, ("reference", "vllm")),
+        ("vllm", MI300X, ("vllm",)),
+        ("vllm", Platform("cpu"), ("reference",)),
         ("aiter", Platform("cpu"), ("aiter", "reference")),
     ],
 )
@@ -63,12 +63,12 @@ def test_auto_on_mi300x_runs_aiter() -> None:
     assert len(op.forget()) == 1
 
 
-def test_a_refused_call_falls_back_to_stock_and_keeps_the_reason() -> None:
-    chosen = Selector("aiter", MI300X, WITH_STOCK)
+def test_a_refused_call_falls_back_to_vllm_and_keeps_the_reason() -> None:
+    chosen = Selector("aiter", MI300X, WITH_VLLM)
     operands = inputs(heads=2, tokens=300)
     choice = chosen.choose(operands)
-    assert choice.backend.name == "stock"
-    ((name, reason),) = choice.refusals
+    assert choice.backend.name == "vllm"
+    ((name, reason),) = choice.skips
     assert name == "aiter"
     assert "general kernel" in reason
     assert choice.run(operands).shape == (300, 2, 576)
@@ -78,8 +78,8 @@ def test_a_refused_call_falls_back_to_stock_and_keeps_the_reason() -> None:
 def test_without_any_kernel_the_choice_holds_every_reason() -> None:
     choice = Selector("aiter", MI300X).choose(inputs(heads=2, tokens=300))
     assert choice.backend is choice.run is None
-    (aiter, why), stock = choice.refusals
-    assert (aiter, stock) == ("aiter", ("stock", "no stock kernels are registered"))
+    (aiter, why), vllm_own = choice.skips
+    assert (aiter, vllm_own) == ("aiter", ("vllm", "no unmodified vLLM kernels are registered"))
     assert "kernel: 2 heads" in why
 
 
@@ -94,13 +94,13 @@ def test_the_choice_is_made_once_per_key(monkeypatch) -> None:
     assert len(made) == 2
 
 
-def test_a_demoted_layer_shape_goes_to_stock_and_others_stay() -> None:
-    chosen = Selector("auto", MI300X, WITH_STOCK)
+def test_a_rejected_layer_shape_goes_to_vllm_and_others_stay() -> None:
+    chosen = Selector("auto", MI300X, WITH_VLLM)
     bad, good = inputs(), inputs(heads=16)
     assert chosen.choose(bad).backend.name == "aiter"
-    chosen.demote("aiter", bad, "self-check failed: 3 steps")
-    assert chosen.choose(bad).backend.name == "stock"
-    assert chosen.choose(inputs(tokens=64)).refusals == (("aiter", "self-check failed: 3 steps"),)
+    chosen.reject("aiter", bad, "self-check failed: 3 steps")
+    assert chosen.choose(bad).backend.name == "vllm"
+    assert chosen.choose(inputs(tokens=64)).skips == (("aiter", "self-check failed: 3 steps"),)
     assert chosen.choose(good).backend.name == "aiter"
 
 
@@ -112,7 +112,7 @@ def test_the_reference_refuses_what_the_shared_contract_forbids() -> None:
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("block", [1, 16])
-def test_self_check_passes_on_the_fake_aiter_and_covers_both_kernels(arch, block) -> None:
+def test_self_check_passes_on_the_simulated_aiter_and_covers_both_kernels(arch, block) -> None:
     with install(arch):
         platform = Platform(arch, ROCM)
         bound = select.aiter_factory(platform)
@@ -126,8 +126,8 @@ def test_self_check_passes_on_the_fake_aiter_and_covers_both_kernels(arch, block
 
 
 def test_self_check_accepts_rounding_where_truncation_was_inferred(monkeypatch) -> None:
-    """Should gfx942 round after all, the card is better than we read it, and is not demoted for it."""
-    monkeypatch.setattr("tests.sandbox.fake_aiter.op.arch", lambda: "gfx950")  # rounds everywhere
+    """Should gfx942 round after all, the card is better than we read it, and is not rejected for it."""
+    monkeypatch.setattr("tests.sandbox.simulated_aiter.op.arch", lambda: "gfx950")  # rounds everywhere
     bound = select.aiter_factory(MI300X)
     bound.view = "as-is"
     result = self_check(bound, LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))

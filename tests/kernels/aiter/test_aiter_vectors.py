@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.sandbox.simulated_aiter import gemm, gemm_fp4, op
 from tests.support.aiter_results import (
     CACHE_FILL,
     FP4_CALLS,
@@ -17,14 +21,10 @@ from tests.support.aiter_results import (
     plain_bits,
 )
 from tests.support.simulated_aiter import FP8, same_bytes
-from hypothesis import given
-from hypothesis import strategies as st
-
 from vllm_aiter_mla.kernels import fp8, reference
 from vllm_aiter_mla.kernels.absorb.fp8 import absorb_fp8
 from vllm_aiter_mla.kernels.absorb.mxfp4 import absorb_mxfp4, dot_mxfp4
 from vllm_aiter_mla.kernels.aiter.dispatch import truncates_cache_rope
-from tests.sandbox.fake_aiter import gemm, gemm_fp4, op
 
 NAN, INF = float("nan"), float("inf")
 
@@ -68,7 +68,7 @@ def test_the_absorb_product_over_fp4_weights_is_that_of_aiters_source_to_the_byt
 
 @pytest.mark.parametrize("call", FP4_CALLS)
 def test_the_fake_gemm_over_fp4_weights_is_that_of_aiters_source_to_the_byte(call, monkeypatch) -> None:
-    monkeypatch.setenv("FAKE_AITER_ARCH", "gfx950")
+    monkeypatch.setenv("SIMULATED_AITER_ARCH", "gfx950")
     done = fp4_call(call)
     operands = (done.x.transpose(0, 1), done.weight.codes, done.weight.scales)
     assert same_bytes(gemm_fp4.batched_gemm(*operands, transpose_bm=True, y_scale=done.y_scale), done.y)
@@ -93,7 +93,7 @@ def test_the_reference_has_the_bytes_of_aiters_fused_op(index) -> None:
 @pytest.mark.parametrize("index", FUSED_CALLS)
 def test_the_fake_has_the_bytes_of_aiters_fused_op_and_takes_the_same_kernel(index, monkeypatch) -> None:
     call = fused_call(index)
-    monkeypatch.setenv("FAKE_AITER_ARCH", call.arch)
+    monkeypatch.setenv("SIMULATED_AITER_ARCH", call.arch)
     given_, query = call.inputs, torch.empty_like(call.query)
     cos, sin = (half.contiguous() for half in given_.cos_sin_cache.chunk(2, -1))
     op.forget()

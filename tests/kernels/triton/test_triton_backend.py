@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tests.support.triton_cases import Case, build, sparse_bytes
 
 pytest.importorskip("triton")
@@ -74,7 +75,7 @@ def far_rows(inputs):
     return sparse_bytes(2 * rows * stride).view(torch.bfloat16).as_strided(inputs.q.shape, (stride, 192, 1))
 
 
-# One operand out of order, and a word of the refusal it must meet.
+# One operand out of order, and a word of the skip it must meet.
 BROKEN = {
     "k_pe": (lambda x: {"k_pe": x.k_pe[:4]}, "k_pe: shape [5, 64] expected"),
     "kv_c": (lambda x: {"kv_c": x.kv_c.t().contiguous().t()}, "kv_c: last stride 1"),
@@ -175,7 +176,7 @@ def test_a_choice_is_remembered_by_everything_that_the_triton_checks_depend_on(o
     inputs = operands()
     assert chosen.choose(inputs).backend.name == "triton"
     for change, word in BROKEN.values():
-        assert word in chosen.choose(replace(inputs, **change(inputs))).refusals[0][1]
+        assert word in chosen.choose(replace(inputs, **change(inputs))).skips[0][1]
     assert chosen.choose(inputs).backend.name == "triton"
 
 

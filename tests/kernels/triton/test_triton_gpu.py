@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.support.triton_cases import GUARD_BLOCKS, Case, build, compare, on_cpu, wrong_values
 
 pytest.importorskip("triton")
@@ -82,7 +83,7 @@ def test_triton_gpu_no_token_launches_nothing():
     assert BACKEND.prepare(inputs).shape == (0, 2, 576)
 
 
-def test_triton_gpu_baseline_of_the_benchmark_writes_the_bytes_of_stock():
+def test_triton_gpu_baseline_of_the_benchmark_writes_the_bytes_of_vllm():
     inputs, storage = on_gpu(Case(tokens=33, heads=16))
     found = compare(inputs, storage, baselines.unfused, reference.TWO_ROUNDING)
     assert found["wrong_rope"] == 0

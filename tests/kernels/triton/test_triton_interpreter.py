@@ -7,8 +7,9 @@ from dataclasses import asdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.triton_cases import Case
+
 from tests.kernels.triton.triton_mutations import MUTATIONS
+from tests.support.triton_cases import Case
 
 pytestmark = pytest.mark.slow
 # The interpreter sums the 128 products in another order than torch: a bfloat16 rounding may fall the other way, which
@@ -53,7 +54,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=Case.label)
 def test_triton_kernel_writes_the_bytes_of_the_reference(interpreted, case):
     found = interpreted("compare", case=asdict(case))
-    assert found["refused"] is None
+    assert found["skipped"] is None
     assert found["wrong_rope"] == 0
     assert found["wrong_cache"] == 0, "cache, its untouched rows and the guards around it"
     assert found["nope_steps"] <= 1
@@ -78,7 +79,7 @@ def test_triton_any_number_of_heads_tokens_and_slots_gives_the_bytes_of_the_refe
         **form,
     )  # fmt: skip
     found = interpreted("compare", case=asdict(case))
-    assert (found["refused"], found["wrong_rope"], found["wrong_cache"]) == (None, 0, 0)
+    assert (found["skipped"], found["wrong_rope"], found["wrong_cache"]) == (None, 0, 0)
     assert found["nope_steps"] <= 1
     # One value may fall the other way in a batch of any size.
     assert found["nope_different"] <= max(NOPE_FRACTION, 1 / (tokens * heads * case.latent))
@@ -129,8 +130,8 @@ def test_triton_tiles_of_the_table_agree_with_the_reference(interpreted, arch, i
 
 
 @pytest.mark.parametrize("case", [Case(), Case(cache="bfloat16", is_neox=True, heads=3, tokens=17)], ids=Case.label)
-def test_triton_baseline_of_the_benchmark_writes_the_bytes_of_stock(interpreted, case):
-    """A baseline with a bug would make a ratio meaningless. Its query rounds twice, as stock's; its KV rows once."""
+def test_triton_baseline_of_the_benchmark_writes_the_bytes_of_vllm(interpreted, case):
+    """A baseline with a bug would make a ratio meaningless. Its query rounds twice, as vLLM's own; its KV rows once."""
     found = interpreted("compare_unfused", case=asdict(case))
     assert found["wrong_rope"] == 0
     assert found["nope_steps"] == 0
@@ -164,7 +165,7 @@ def test_triton_cache_rows_beyond_four_gib_land_where_they_belong(interpreted, c
 
 def test_triton_query_rows_beyond_two_to_the_31_elements_are_read_right(interpreted):
     found = interpreted("far_query")
-    assert found["refused"] is None
+    assert found["skipped"] is None
     assert found["wrong_rope"] == 0
     assert found["nope_steps"] <= 1
 
@@ -180,7 +181,7 @@ CHECKED = {
 
 @pytest.mark.parametrize(("arch", "limit"), CHECKED)
 @pytest.mark.parametrize("weight", ["plain", "fp8"])
-def test_triton_self_check_runs_each_tile_that_the_bucket_reaches(interpreted, arch, limit, weight):
+def test_triton_self_check_runs_each_tile_that_the_decode_limit_reaches(interpreted, arch, limit, weight):
     codes = {"gfx942": "float8_e4m3fnuz", "sm90": "float8_e4m3fn"}[arch]
     found = interpreted("self_checked", arch=arch, limit=limit, weight=codes if weight == "fp8" else weight)
     assert found["ok"], found["message"]

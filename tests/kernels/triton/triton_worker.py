@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton.runtime import interpreter as triton_interpreter
+
+from tests.kernels.triton.triton_mutations import MUTATIONS
 from tests.support import triton_cases as cases
 from tests.support.aiter_results import LATENT, fp4_call, fp8_call, fused_call
-from triton.runtime import interpreter as triton_interpreter
-from tests.kernels.triton.triton_mutations import MUTATIONS
-
 from vllm_aiter_mla.commands.bench import paths, points, run
 from vllm_aiter_mla.kernels import mxfp4, reference
 from vllm_aiter_mla.kernels.compare import difference
@@ -51,11 +51,11 @@ def main() -> None:
 def compare(case: dict[str, Any], mutation: str | None = None) -> dict[str, Any]:
     """The kernel, or a mutant of it, against the reference on one case."""
     inputs, storage = cases.build(cases.Case(**case))
-    refused = BACKEND.refuse(inputs)
-    if refused is not None:
-        return {"refused": refused}
+    skipped = BACKEND.refuse(inputs)
+    if skipped is not None:
+        return {"skipped": skipped}
     with planted(mutation):
-        return {"refused": None} | cases.compare(inputs, storage, BACKEND.prepare)
+        return {"skipped": None} | cases.compare(inputs, storage, BACKEND.prepare)
 
 
 def compare_tile(arch: str, index: int, weight: str) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def fp8_dots() -> dict[str, float]:
 
 
 def compare_unfused(case: dict[str, Any]) -> dict[str, Any]:
-    """The benchmark's baseline against the reference in stock's roundings."""
+    """The benchmark's baseline against the reference in vLLM's own roundings."""
     inputs, storage = cases.build(cases.Case(**case))
     return cases.compare(inputs, storage, baselines.unfused, reference.TWO_ROUNDING)
 
@@ -133,7 +133,7 @@ def compare_unfused(case: dict[str, Any]) -> dict[str, Any]:
 def self_checked(
     arch: str, limit: int, weight: str, bad_tile: str | None = None, mutation: str | None = None
 ) -> dict[str, Any]:
-    """The start-up check on a small layer as on a card of ``arch``: its verdict, and the T of every call it compared.
+    """The start-up check on a small layer as on a card of ``arch``: its status, and the T of every call it compared.
 
     ``bad_tile``: label of a tile that writes one value of the query wrong.
     """
@@ -170,9 +170,9 @@ def bench_row(quantised: bool, fp8_weight: bool) -> dict[str, Any]:
 def aiter_vector(index: int) -> dict[str, Any]:
     """The kernel, over an identity for W_UK, against what AITER's own fused op left: bytes that differ, by part."""
     call = fused_call(index)
-    refused = BACKEND.refuse(call.inputs)
-    if refused is not None:
-        return {"refused": refused}
+    skipped = BACKEND.refuse(call.inputs)
+    if skipped is not None:
+        return {"skipped": skipped}
     query, cache = BACKEND.prepare(call.inputs)[call.rows], call.inputs.kv_cache
     pairs = {
         "q nope": (query[..., :LATENT], call.query[call.rows][..., :LATENT]),
@@ -180,7 +180,7 @@ def aiter_vector(index: int) -> dict[str, Any]:
         "kv nope": (cache[..., :LATENT], call.cache[..., :LATENT]),
         "kv rope": (cache[..., LATENT:], call.cache[..., LATENT:]),
     }
-    return {"refused": None} | {name: cases.wrong_values(*pair) for name, pair in pairs.items()}
+    return {"skipped": None} | {name: cases.wrong_values(*pair) for name, pair in pairs.items()}
 
 
 def aiter_product(form: str, call: str) -> dict[str, Any]:
@@ -190,15 +190,15 @@ def aiter_product(form: str, call: str) -> dict[str, Any]:
     case = cases.Case(tokens=tokens, heads=heads, nope=nope, latent=16, act=act, cache=act)
     inputs = cases.build(case)[0]
     inputs = replace(inputs, q=torch.cat([done.x, inputs.q[..., nope:]], -1), weight=done.weight)
-    refused = BACKEND.refuse(inputs)
-    if refused is not None:
-        return {"refused": refused}
+    skipped = BACKEND.refuse(inputs)
+    if skipped is not None:
+        return {"skipped": skipped}
     found = BACKEND.prepare(inputs)[..., :16].float()
     if done.y_scale is not None:
         found = found / done.y_scale
     deviation = (found - done.y.float()).norm() / done.y.float().norm()
     steps = difference(found.to(done.y.dtype), done.y).steps
-    return {"refused": None, "steps": steps, "deviation": float(deviation)}
+    return {"skipped": None, "steps": steps, "deviation": float(deviation)}
 
 
 def nan_and_payload() -> dict[str, Any]:
@@ -246,7 +246,7 @@ def far_query() -> dict[str, Any]:
     raw = cases.sparse_bytes((inputs.num_tokens * stride) * 2).view(torch.bfloat16)
     q = raw.as_strided(inputs.q.shape, (stride, 192, 1))
     q.copy_(inputs.q)
-    return {"refused": BACKEND.refuse(replace(inputs, q=q))} | cases.compare(
+    return {"skipped": BACKEND.refuse(replace(inputs, q=q))} | cases.compare(
         replace(inputs, q=q), storage, BACKEND.prepare
     )
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.tools.gfx9.gfx9_planted import OP_SEL_HI, OTHER_WORD, PLANTED, SCALED, WAIT, WORD, each
 
+from tests.tools.gfx9.gfx9_planted import OP_SEL_HI, OTHER_WORD, PLANTED, SCALED, WAIT, WORD, each
 from tools import aot
 from tools.gfx9 import matrix, report
 from tools.gfx9.cases import Case, Compiled
 from tools.gfx9.code import assemble, load
-from tools.gfx9.errors import Fault, Refused
+from tools.gfx9.errors import Fault, Skipped
 from vllm_aiter_mla.kernels.triton.tiles import Tile
 
 HEADS = 2
@@ -41,11 +41,11 @@ def cases(arch: str) -> list[Case]:
     ]
 
 
-def verdict(compiled: Compiled, case: Case, text: str) -> str:
+def outcome(compiled: Compiled, case: Case, text: str) -> str:
     """How a planted bug was caught, or "not caught"."""
     try:
         different = compiled.planted(text).run(case).different
-    except (Fault, Refused) as error:
+    except (Fault, Skipped) as error:
         return f"fault: {error}"
     return f"{different} bytes" if different else "not caught"
 
@@ -61,10 +61,10 @@ def scaled(target: aot.Target, answer: dict[str, Any]) -> None:
         compiled = Compiled(target, case.variant)
         answer["launches"].append(report.run(compiled, case))
         bugs = SCALED if case is short else {"op_sel_hi of a scale": OP_SEL_HI}
-        answer["planted"] |= {name: verdict(compiled, case, plant(compiled.assembly)) for name, plant in bugs.items()}
+        answer["planted"] |= {name: outcome(compiled, case, plant(compiled.assembly)) for name, plant in bugs.items()}
     own = matrix.scale
     matrix.scale = lambda register, byte: lambda w: np.roll(own(register, byte)(w), 32)
-    answer["scales_of_other_lanes"] = verdict(compiled, case, compiled.assembly)
+    answer["scales_of_other_lanes"] = outcome(compiled, case, compiled.assembly)
 
 
 def main(arch: str) -> dict[str, Any]:
@@ -77,19 +77,19 @@ def main(arch: str) -> dict[str, Any]:
     compiled = Compiled(target, case.variant)
     text = compiled.assembly
     answer["without_preload"] = compiled.run(case, preload=False).different
-    answer["planted"] |= {name: verdict(compiled, case, plant(text)) for name, plant in PLANTED.items()}
+    answer["planted"] |= {name: outcome(compiled, case, plant(text)) for name, plant in PLANTED.items()}
     if arch == "gfx942":
-        answer["waits"] = [verdict(compiled, case, wrong) for wrong in each(WAIT, "", text)]
+        answer["waits"] = [outcome(compiled, case, wrong) for wrong in each(WAIT, "", text)]
         for quantised in (False, True):
             case = Case(aot.Variant(SKINNY, 1, quantised=quantised), 3, ties=True)
             compiled = Compiled(target, case.variant)
             answer["launches"].append(report.run(compiled, case))
             wrong_words = each(WORD, OTHER_WORD, compiled.assembly)
-            answer["words"].append([verdict(compiled, case, wrong) for wrong in wrong_words])
+            answer["words"].append([outcome(compiled, case, wrong) for wrong in wrong_words])
     other = assemble(PLANTED["swapped MFMA operands"](text), arch)
     try:
         load(text, arch, other)
-    except Refused as error:
+    except Skipped as error:
         answer["other_code_object"] = str(error)
     if arch == "gfx950":
         scaled(target, answer)

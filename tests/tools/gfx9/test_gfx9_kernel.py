@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("triton")
 
 import numpy as np
-from tests.tools.gfx9.gfx9_planted import PLANTED, SCALED
 
+from tests.tools.gfx9.gfx9_planted import PLANTED, SCALED
 from tools.gfx9 import report
 from tools.gfx9.machine import instruction_class
 from tools.gfx9.matrix import unpack

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.tools.gfx9.gfx9_lanes import execute, fill, wave
 
+from tests.tools.gfx9.gfx9_lanes import execute, fill, wave
 from tools.gfx9.errors import Fault
 from tools.gfx9.lds import conflicts
 

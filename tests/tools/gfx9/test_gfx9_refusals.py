@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.tools.gfx9.gfx9_lanes import execute, fill, wave
 
+from tests.tools.gfx9.gfx9_lanes import execute, fill, wave
 from tools.gfx9 import code
 from tools.gfx9.code import Code
-from tools.gfx9.errors import Fault, Refused
+from tools.gfx9.errors import Fault, Skipped
 from tools.gfx9.machine import Program, bind, launch
 from tools.gfx9.memory import Memory
 from tools.gfx9.parse import instruction, parse
@@ -46,7 +46,7 @@ HEAD = ".amdhsa_kernel k\n.end_amdhsa_kernel\n"
     ],
 )
 def test_gfx9_unknown_mnemonics_are_refused(line):
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(Skipped) as caught:
         bind(instruction(line, 7))
     assert "line 7" in str(caught.value)
     assert line in str(caught.value)
@@ -79,7 +79,7 @@ def test_gfx9_unknown_mnemonics_are_refused(line):
     ],
 )
 def test_gfx9_unknown_modifiers_are_refused(line):
-    with pytest.raises(Refused, match="not modelled"):
+    with pytest.raises(Skipped, match="not modelled"):
         bind(instruction(line, 3))
 
 
@@ -107,7 +107,7 @@ def test_gfx9_unknown_modifiers_are_refused(line):
     ],
 )
 def test_gfx9_operands_that_do_not_fit_are_refused(line):
-    with pytest.raises(Refused):
+    with pytest.raises(Skipped):
         bind(instruction(line, 3))
 
 
@@ -122,13 +122,13 @@ def test_gfx9_operands_that_do_not_fit_are_refused(line):
     ],
 )
 def test_gfx9_unknown_waits_and_mode_bits_are_refused(line):
-    with pytest.raises(Refused, match="modelled"):
+    with pytest.raises(Skipped, match="modelled"):
         bind(instruction(line, 3))
 
 
 def test_gfx9_a_refused_instruction_that_no_wave_reaches_is_refused_all_the_same():
     listing = parse(HEAD + "k:\n s_branch .L1\n s_sleep 3\n.L1:\n s_endpgm\n")
-    with pytest.raises(Refused, match="line 5: s_sleep 3"):
+    with pytest.raises(Skipped, match="line 5: s_sleep 3"):
         Program(Code("gfx942", listing, 2, 0, (), 0, 8, 8))
 
 
@@ -136,7 +136,7 @@ def test_gfx9_a_refused_instruction_that_no_wave_reaches_is_refused_all_the_same
     ("line", "why"), [(".long 0xbf800000", "directive"), (".byte 1", "directive"), (".fill 2, 4, 0", "directive")]
 )
 def test_gfx9_data_among_the_code_is_refused(line, why):
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(Skipped, match=why):
         parse(HEAD + f"k:\n {line}\n s_endpgm\n")
 
 
@@ -164,7 +164,7 @@ def test_gfx9_waves_that_part_at_a_barrier_fault():
 
 
 def test_gfx9_code_that_runs_past_its_end_is_refused():
-    with pytest.raises(Refused, match="runs on past"):
+    with pytest.raises(Skipped, match="runs on past"):
         Program(Code("gfx942", parse(HEAD + "k:\n s_nop 0\n"), 2, 0, (), 0, 8, 8))
 
 
@@ -201,7 +201,7 @@ def test_gfx9_descriptor_says_registers_and_preload():
 def test_gfx9_descriptor_bits_that_are_not_modelled_are_refused(at, bit, what):
     changed = bytearray(DESCRIPTOR)
     changed[at] ^= bit
-    with pytest.raises(Refused, match=what):
+    with pytest.raises(Skipped, match=what):
         code._checked(bytes(changed))
 
 

@@ -6,8 +6,8 @@ import operator
 import random
 
 import pytest
-from tests.tools.gfx9.gfx9_lanes import EDGES, execute, fill, wave
 
+from tests.tools.gfx9.gfx9_lanes import EDGES, execute, fill, wave
 from tools.gfx9.errors import Fault
 from tools.gfx9.operand import signed
 from tools.gfx9.scalar import SAVEEXEC, SOP

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from tests.tools.gfx9.gfx9_lanes import execute, fill, nearest_float32, source, wave
 
+from tests.tools.gfx9.gfx9_lanes import execute, fill, nearest_float32, source, wave
 from tools.gfx9 import numbers
 
 M32 = 0xFFFFFFFF

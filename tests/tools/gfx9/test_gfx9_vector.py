@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from tests.tools.gfx9.gfx9_lanes import execute, nearest_float32, source, wave
 
+from tests.tools.gfx9.gfx9_lanes import execute, nearest_float32, source, wave
 from tools.gfx9.operand import signed
 from tools.gfx9.vector import SPECIAL, VOP
 

@@ -22,9 +22,9 @@ PAGES["/version"] = json.dumps({"version": "0.99" if HOW == "other-version" and 
 if HOW == "hostile-version":
     PAGES["/version"] = json.dumps({"version": "<script>alert(1)</script>\x1b|"})
 PAGES["/metrics"] = "# TYPE vllm:aiter_mla_layers gauge\n"
-REFUSED = HOW == "refused"
+REFUSED = HOW == "skipped"
 if (ON and HOW != "silent") or HOW == "off-is-on":
-    states = {"engaged": 0 if REFUSED else 4, "refused": 4 if REFUSED else 0}
+    states = {"engaged": 0 if REFUSED else 4, "skipped": 4 if REFUSED else 0}
     PAGES["/metrics"] += "".join(f'vllm:aiter_mla_layers{{state="{s}"}} {n}.0\n' for s, n in states.items())
 
 
@@ -52,9 +52,9 @@ def main() -> None:
         sys.exit("torch.OutOfMemoryError: HIP out of memory")
     if HOW == "hangs":
         time.sleep(60)
-    if ON and HOW not in ("silent", "refused"):
-        print("(Worker) INFO aiter-mla: 4/4 MLA layers engaged (reference, bf16 KV, decode bucket 1..16)", flush=True)
-    if ON and HOW == "refused":
+    if ON and HOW not in ("silent", "skipped"):
+        print("(Worker) INFO aiter-mla: 4/4 MLA layers engaged (reference, bf16 KV, decode limit 1..16)", flush=True)
+    if ON and HOW == "skipped":
         print("(Worker) WARNING aiter-mla: 0/4: fp8_bmm: the absorb weight is fp8 (run: doctor)", flush=True)
     HTTPServer(("127.0.0.1", int(option("--port"))), Pages).serve_forever()
 

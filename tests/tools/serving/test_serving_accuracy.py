@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.tools.serving.serving_runs import QUESTIONS, accuracy_run
 
+from tests.tools.serving.serving_runs import QUESTIONS, accuracy_run
 from tools import accuracy
 from tools.common import RunError
 from tools.serving import questions

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.tools.serving.serving_runs import bench_run, soon_gone
 
+from tests.tools.serving.serving_runs import bench_run, soon_gone
 from tools.common import RunError
 from tools.serving import bench, page, proof, sweep
 
@@ -22,7 +22,7 @@ def test_table_holds_both_sides_their_ratio_and_what_is_not_claimed(fakes: Simpl
     for part in ("## Not claimed", "Flag on: 4/4 MLA layers engaged", "fake card", "0.32.0", "# flag off", "per-run"):
         assert part in page
     record = json.loads(fakes.out.with_suffix(".json").read_text())
-    assert record["gauges"] == {"off": {}, "on": {"engaged": 4, "refused": 0}}
+    assert record["gauges"] == {"off": {}, "on": {"engaged": 4, "skipped": 0}}
     assert record["results"]["on"]["2"][0]["mean_tpot_ms"] == 8.3464
 
 
@@ -53,7 +53,7 @@ def test_one_start_per_side_where_that_is_asked_for_and_said_so(fakes: SimpleNam
 def test_nothing_engaged_gives_the_reason_and_no_table(
     fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fakes.set(server="refused")
+    fakes.set(server="skipped")
     assert bench_run(fakes) == 1
     assert "0/4: fp8_bmm: the absorb weight is fp8" in capsys.readouterr().err
     assert not fakes.out.exists()
@@ -130,16 +130,16 @@ def test_a_bad_measurement_cannot_add_a_cell() -> None:
 
 
 @pytest.mark.mutation
-def test_an_unchecked_census_is_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refused() -> None:
+def test_an_unchecked_status_is_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def skipped() -> None:
         with pytest.raises(RunError):
-            proof.prove({"side": "on", "url": "http://127.0.0.1:1", "log": None}, tmp_path, "stock")
+            proof.prove({"side": "on", "url": "http://127.0.0.1:1", "log": None}, tmp_path, "vllm")
 
-    refused()
+    skipped()
     monkeypatch.setattr(proof, "check_on", lambda log, metrics: "trust me")
     monkeypatch.setattr(proof, "get", lambda url: '{"version": "1", "data": [{"id": "m"}]}')
     with pytest.raises(pytest.fail.Exception):
-        refused()
+        skipped()
 
 
 @pytest.mark.mutation

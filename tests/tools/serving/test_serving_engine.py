@@ -79,8 +79,8 @@ def test_gauge_stands_on_the_metrics_page_of_a_really_served_model_with_the_flag
     served: tuple[int, str, dict[str, Any]],
 ) -> None:
     record = served[2]
-    assert record["gauges"] == {"off": {}, "on": {"engaged": small.LAYERS, "refused": 0}}
-    assert record["census"].startswith(f"{small.LAYERS}/{small.LAYERS} MLA layers engaged (reference")
+    assert record["gauges"] == {"off": {}, "on": {"engaged": small.LAYERS, "skipped": 0}}
+    assert record["status"].startswith(f"{small.LAYERS}/{small.LAYERS} MLA layers engaged (reference")
 
 
 @pytest.mark.wide
@@ -100,16 +100,16 @@ def test_both_sides_answer_every_question_with_the_same_text(answered: tuple[int
 
 
 @pytest.mark.wide
-def test_topology_of_two_data_parallel_engines_gives_stocks_texts_and_a_verdict_of_each(tmp_path: Path) -> None:
+def test_topology_of_two_data_parallel_engines_gives_vllms_texts_and_a_outcome_of_each(tmp_path: Path) -> None:
     given = ["--small-model", "--limit", "6"]
     status, page, _ = _run(accuracy, tmp_path, "accuracy", given, "--data-parallel-size", "2")
     assert status == 0
     assert "Texts: 0 of 18 answers differ" in page
     (log,) = tmp_path.glob("accuracy-*/server-on.log")
-    verdicts = [line for line in log.read_text().splitlines() if "MLA layers engaged" in line]
+    outcomes = [line for line in log.read_text().splitlines() if "MLA layers engaged" in line]
     engaged = f"{small.LAYERS}/{small.LAYERS} MLA layers engaged"
-    assert [engaged in line for line in verdicts] == [True, True]
-    assert sorted(line.rpartition(", ")[2] for line in verdicts) == ["data-parallel engine 0", "data-parallel engine 1"]
+    assert [engaged in line for line in outcomes] == [True, True]
+    assert sorted(line.rpartition(", ")[2] for line in outcomes) == ["data-parallel engine 0", "data-parallel engine 1"]
 
 
 @pytest.mark.wide

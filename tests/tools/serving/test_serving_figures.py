@@ -27,14 +27,14 @@ def test_ratio_is_above_one_where_on_takes_less_time() -> None:
 
 def test_two_combined_standard_errors_decide() -> None:
     # 0.3 and 0.4 combine to 0.5.
-    assert figures.verdict(Estimate(10.0, 0.3), Estimate(9.01, 0.4)) == figures.NOT_DISTINGUISHABLE
-    assert figures.verdict(Estimate(10.0, 0.3), Estimate(9.0, 0.4)) == "on faster"
-    assert figures.verdict(Estimate(9.0, 0.3), Estimate(10.0, 0.4)) == "off faster"
+    assert figures.outcome(Estimate(10.0, 0.3), Estimate(9.01, 0.4)) == figures.NOT_DISTINGUISHABLE
+    assert figures.outcome(Estimate(10.0, 0.3), Estimate(9.0, 0.4)) == "on faster"
+    assert figures.outcome(Estimate(9.0, 0.3), Estimate(10.0, 0.4)) == "off faster"
 
 
 def test_equal_means_without_spread_are_not_distinguishable() -> None:
-    assert figures.verdict(Estimate(5.0, 0.0), Estimate(5.0, 0.0)) == figures.NOT_DISTINGUISHABLE
-    assert figures.accuracy_verdict(Estimate(0.0, 0.0)) == figures.NOT_DISTINGUISHABLE
+    assert figures.outcome(Estimate(5.0, 0.0), Estimate(5.0, 0.0)) == figures.NOT_DISTINGUISHABLE
+    assert figures.accuracy_outcome(Estimate(0.0, 0.0)) == figures.NOT_DISTINGUISHABLE
 
 
 @pytest.mark.parametrize(("first", "second", "p"), [(0, 0, 1.0), (3, 3, 1.0), (0, 6, 0.03125), (1, 5, 0.21875)])
@@ -64,7 +64,7 @@ def test_no_two_measurements_of_a_side_share_their_prompts() -> None:
 
 
 @pytest.mark.mutation
-def test_a_verdict_that_always_sees_a_difference_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_outcome_that_always_sees_a_difference_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "SIGMAS", 0.0)
     with pytest.raises(AssertionError):
         test_two_combined_standard_errors_decide()

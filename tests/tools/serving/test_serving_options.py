@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.tools.serving.serving_runs import HERE, QUESTIONS
 
+from tests.tools.serving.serving_runs import HERE, QUESTIONS
 from tools import accuracy, serve_bench
 from tools.serving import sweep
 
@@ -35,7 +35,7 @@ BAD = [
     (["MODEL", "--baseline", "none"], "--baseline"),
     (["MODEL", "--", "--port", "8000"], "--port after --"),
     (["MODEL", "--small-model"], "--small-model beside MODEL MODEL"),
-    (["--small-model", "--baseline", "stock-fused"], "--baseline stock-fused with --small-model"),
+    (["--small-model", "--baseline", "vllm-fused"], "--baseline unmodified vLLM-fused with --small-model"),
     ([], "MODEL is missing"),
 ]
 BAD_BENCH = [

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.tools.serving.serving_runs import bench_run, gone, soon_gone
 from vllm.benchmarks.sweep import server
 
+from tests.tools.serving.serving_runs import bench_run, gone, soon_gone
 from tools.serving import sweep
 from tools.serving.proof import get
 

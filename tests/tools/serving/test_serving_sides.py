@@ -18,7 +18,7 @@ def parts(side: sides.Side) -> tuple[list[str], dict, dict]:
 
 
 def test_sides_differ_in_the_flag_alone() -> None:
-    off, on = sides.build(["-tp", "8", "--kv-cache-dtype", "fp8"], "stock-fused")
+    off, on = sides.build(["-tp", "8", "--kv-cache-dtype", "fp8"], "vllm-fused")
     assert parts(off) == (["-tp", "8", "--kv-cache-dtype", "fp8"], parts(on)[1], {})
     assert parts(on)[0] == parts(off)[0]
     assert parts(on)[2] == {"aiter_mla": {"enabled": True}}
@@ -27,35 +27,35 @@ def test_sides_differ_in_the_flag_alone() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        ["--additional-config", '{"aiter_mla": {"kernel": "stock"}, "other": 1}'],
-        ['--additional_config={"aiter_mla": {"kernel": "stock"}, "other": 1}'],
-        ["--additional-config.aiter_mla.kernel", "stock", "--additional-config.other=1"],
-        ["--additional-config", '{"other": 1}', "--additional_config.aiter_mla.kernel=stock"],
+        ["--additional-config", '{"aiter_mla": {"kernel": "vllm"}, "other": 1}'],
+        ['--additional_config={"aiter_mla": {"kernel": "vllm"}, "other": 1}'],
+        ["--additional-config.aiter_mla.kernel", "vllm", "--additional-config.other=1"],
+        ["--additional-config", '{"other": 1}', "--additional_config.aiter_mla.kernel=vllm"],
     ],
 )
 def test_additional_config_is_merged_in_every_spelling(given: list[str]) -> None:
-    off, on = sides.build(given, "stock")
-    assert parts(on)[2] == {"aiter_mla": {"enabled": True, "kernel": "stock"}, "other": 1}
+    off, on = sides.build(given, "vllm")
+    assert parts(on)[2] == {"aiter_mla": {"enabled": True, "kernel": "vllm"}, "other": 1}
     assert parts(off)[2] == {"other": 1}
 
 
 def test_json_and_dotted_of_one_option_do_not_replace_each_other() -> None:
     given = ["-cc", '{"cudagraph_mode": "FULL", "pass_config": {"fuse_norm_quant": true}}', "-cc.pass_config.x=2"]
-    _, compilation, _ = parts(sides.build([*given, "-cc.custom_ops+", "+rms_norm,-silu"], "stock-fused")[0])
+    _, compilation, _ = parts(sides.build([*given, "-cc.custom_ops+", "+rms_norm,-silu"], "vllm-fused")[0])
     assert compilation["cudagraph_mode"] == "FULL"
     assert compilation["custom_ops"] == ["+rms_norm", "-silu"]
-    assert compilation["pass_config"] == {"fuse_norm_quant": True, "x": 2, sides.STOCK_PASS: True}
+    assert compilation["pass_config"] == {"fuse_norm_quant": True, "x": 2, sides.VLLM_PASS: True}
 
 
-@pytest.mark.parametrize(("baseline", "fused"), [("stock-fused", True), ("stock", False)])
+@pytest.mark.parametrize(("baseline", "fused"), [("vllm-fused", True), ("vllm", False)])
 def test_baseline_is_the_same_on_both_sides_of_an_open_graph(baseline: str, fused: bool) -> None:
     for side in sides.build([], baseline):
-        assert parts(side)[1] == {"use_inductor_graph_partition": True, "pass_config": {sides.STOCK_PASS: fused}}
+        assert parts(side)[1] == {"use_inductor_graph_partition": True, "pass_config": {sides.VLLM_PASS: fused}}
 
 
 def test_partitioning_that_the_user_chose_stays() -> None:
     given = ["-cc.use_inductor_graph_partition=false", "-cc.splitting_ops", "[]"]
-    for side in sides.build(given, "stock-fused"):
+    for side in sides.build(given, "vllm-fused"):
         assert parts(side)[1]["use_inductor_graph_partition"] is False
         assert parts(side)[1]["splitting_ops"] == []
 
@@ -65,14 +65,14 @@ def test_options_of_the_plugin_in_pass_config_leave_the_side_with_the_flag_off()
         "-cc.pass_config.fuse_aiter_qk_rope_kvcache_mla=true",
         "-cc.pass_config.aiter_qk_rope_kvcache_fusion_max_token_num=64",
     ]
-    off, on = (parts(side)[1]["pass_config"] for side in sides.build(given, "stock"))
-    assert off == {sides.STOCK_PASS: False}
+    off, on = (parts(side)[1]["pass_config"] for side in sides.build(given, "vllm"))
+    assert off == {sides.VLLM_PASS: False}
     assert on["aiter_qk_rope_kvcache_fusion_max_token_num"] == 64
 
 
 def test_later_options_of_the_user_win_over_those_of_the_small_model() -> None:
     given = [*small.options(), "--additional-config.aiter_mla.debug.rounding", "single"]
-    assert parts(sides.build(given, "stock")[1])[2]["aiter_mla"]["debug"] == {"rounding": "single"}
+    assert parts(sides.build(given, "vllm")[1])[2]["aiter_mla"]["debug"] == {"rounding": "single"}
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_later_options_of_the_user_win_over_those_of_the_small_model() -> None:
         (["-cc.pass_config.fuse_rope_kvcache_cat_mla=false"], "fuse_rope_kvcache_cat_mla=false"),
         (["-cc.pass_config.fuse_aiter_qk_rope_kvcache_mla=false"], "fuse_aiter_qk_rope_kvcache_mla=false"),
         (["--additional-config", '{"aiter_mla": {"enabled": false}}'], "enabled=false"),
-        (["--additional-config", '{"aiter_mla": {"kernl": "stock"}}'], "kernl"),
+        (["--additional-config", '{"aiter_mla": {"kernl": "vllm"}}'], "kernl"),
         (["--additional-config.aiter_mla.max_token_num", "-1"], "max_token_num"),
     ],
 )
 def test_wrong_option_is_named(given: list[str], named: str) -> None:
     with pytest.raises(UsageError, match=named):
-        sides.build(given, "stock-fused")
+        sides.build(given, "vllm-fused")
 
 
 @pytest.mark.mutation
@@ -113,6 +113,6 @@ def test_a_merge_that_replaces_is_caught(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_options_come_back_as_json_that_vllm_reads() -> None:
-    on = sides.build([], "stock")[1]
+    on = sides.build([], "vllm")[1]
     assert on.options[-2] == "--additional-config"
     assert json.loads(on.options[-1]) == {"aiter_mla": {"enabled": True}}

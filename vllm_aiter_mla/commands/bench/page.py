@@ -7,7 +7,7 @@ from vllm_aiter_mla.commands.bench.run import Report, Row, bounds, caps
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.render import fill
 
-NAMES = (who.OURS, who.UNFUSED, who.STOCK, who.TORCH, who.AITER)
+NAMES = (who.OURS, who.UNFUSED, who.VLLM, who.TORCH, who.AITER)
 UNKNOWN = "-"
 NO_CAPS = "caps: none called for by the points measured"
 
@@ -57,9 +57,9 @@ def _cell(value: float | None, form: str) -> str:
 def _bound_lines(report: Report) -> list[str]:
     lines = []
     for bound in bounds(report):
-        verdict = "not measured" if bound.holds is None else "holds" if bound.holds else "BROKEN"
+        outcome = "not measured" if bound.holds is None else "holds" if bound.holds else "BROKEN"
         figure = "" if bound.measured is None else f" (lowest {bound.measured:.2f})"
-        lines.append(f"bound: {bound.text}: {verdict}{figure}")
+        lines.append(f"bound: {bound.text}: {outcome}{figure}")
     return lines
 
 

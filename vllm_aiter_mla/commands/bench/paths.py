@@ -11,7 +11,7 @@ from vllm_aiter_mla.kernels import fp8, reference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 Prepare = Callable[[DecodeInputs], torch.Tensor]
-OURS, UNFUSED, TORCH, AITER, STOCK = "one launch", "unfused", "torch", "aiter", "vllm"
+OURS, UNFUSED, TORCH, AITER, VLLM = "one launch", "unfused", "torch", "aiter", "vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def available(sample: DecodeInputs) -> list[Path]:
         Path(OURS, lambda inputs: launch(inputs, entry(inputs).tile)),
         # Over fp8 weights both multiply by AITER's GEMM.
         Path(UNFUSED, None, without) if without else Path(UNFUSED, baselines.unfused),
-        Path(STOCK, None, without) if without else _vllm(),
+        Path(VLLM, None, without) if without else _vllm(),
         Path(TORCH, lambda inputs: reference.prepare(inputs, reference.TWO_ROUNDING)),
         _aiter(sample),
     ]
@@ -47,7 +47,7 @@ def _vllm() -> Path:
 
     op = offline.fused_rope_kv_write()
     if isinstance(op, str):
-        return Path(STOCK, None, op)
+        return Path(VLLM, None, op)
 
     def prepare(inputs: DecodeInputs) -> torch.Tensor:
         absorbed = inputs.weight.product(inputs.q_nope)
@@ -61,7 +61,7 @@ def _vllm() -> Path:
         )  # fmt: skip
         return baselines.concat_quant(inputs, absorbed, q_pe)
 
-    return Path(STOCK, prepare)
+    return Path(VLLM, prepare)
 
 
 def _aiter(sample: DecodeInputs) -> Path:

@@ -38,7 +38,7 @@ class Row:
     @property
     def ratio(self) -> float | None:
         """The best unfused sequence over the one launch: above 1 the one launch is faster. None: not measured."""
-        rivals = [self.timings[name].median_us for name in (paths.UNFUSED, paths.STOCK) if name in self.timings]
+        rivals = [self.timings[name].median_us for name in (paths.UNFUSED, paths.VLLM) if name in self.timings]
         ours = self.timings.get(paths.OURS)
         return min(rivals) / ours.median_us if ours and rivals else None
 

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import replace
 from typing import Any
 
-from vllm_aiter_mla.admission import KV_UPDATE_OP, ConfigView, admit_config, emitter_of, why_not_passes
+from vllm_aiter_mla.admission import KV_UPDATE_OP, ConfigView, admit_config, integration_of, why_not_passes
 from vllm_aiter_mla.commands.doctor import switches
 from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
@@ -14,7 +14,7 @@ from vllm_aiter_mla.compat import offline
 from vllm_aiter_mla.compat.switches import BREAKABLE_GRAPHS
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings, SettingsError, unused_options
 
-STOCK_FLAG = "fuse_rope_kvcache_cat_mla"
+VLLM_FLAG = "fuse_rope_kvcache_cat_mla"
 SWITCH_ON = f"-cc.pass_config.{FLAG_FIELD}=true"
 GIVE = "give doctor the options of your `vllm serve`"
 CORRECT = "correct the option; vLLM would not start"
@@ -48,16 +48,16 @@ def settings(given: Given) -> Check:
 
 
 def graph(given: Given) -> Check:
-    """What the options say of the graph: the engine is declined, or the module emitter takes it, or the passes do."""
+    """What the options say of the graph: declined, for the module integration, or for the passes."""
     if _unknown(given):
         return Check("unknown", "the options were not read", SEE_SETTINGS)
     view = _view(given)
-    refusal = admit_config(view)
-    if refusal is not None:
-        return Check("problem", str(refusal), "change the option that the line names")
-    if emitter_of(view) == "module":
+    skip = admit_config(view)
+    if skip is not None:
+        return Check("problem", str(skip), "change the option that the line names")
+    if integration_of(view) == "module":
         because = why_not_passes(view)
-        return Check("ok", f"the module emitter is taken{f'; {because}' if because else ', as asked for'}")
+        return Check("ok", f"the module integration is taken{f'; {because}' if because else ', as asked for'}")
     if given.served is None:
         return Check("ok", f"no options given; vLLM's defaults are right; else {GIVE}")
     return Check("ok", "the graph holds whole MLA layers")
@@ -67,16 +67,16 @@ def dead_flag(given: Given) -> Check:
     """vLLM's own RoPE + KV fusion: switched on alone it is on in the log and matches nothing."""
     if _unknown(given):
         return Check("unknown", "the options were not read", SEE_SETTINGS)
-    if given.served is None or not offline.pass_asked_for(given.served, STOCK_FLAG):
-        return Check("ok", f"{STOCK_FLAG}: not set")
+    if given.served is None or not offline.pass_asked_for(given.served, VLLM_FLAG):
+        return Check("ok", f"{VLLM_FLAG}: not set")
     view = _view(given)
     partition, splitting = view.use_inductor_graph_partition, view.splitting_ops
     if partition or (splitting is not None and KV_UPDATE_OP not in splitting):
-        return Check("ok", f"{STOCK_FLAG} and a graph it can match in")
+        return Check("ok", f"{VLLM_FLAG} and a graph it can match in")
     if _settings(given).enabled and partition is None and splitting is None:
-        return Check("ok", f"{STOCK_FLAG}: this plugin opens the graph, so it can match")
+        return Check("ok", f"{VLLM_FLAG}: this plugin opens the graph, so it can match")
     condition = (
-        f"{STOCK_FLAG}=true alone is on in vLLM's log and matches nothing, because the graph is cut at {KV_UPDATE_OP}"
+        f"{VLLM_FLAG}=true alone is on in vLLM's log and matches nothing, because the graph is cut at {KV_UPDATE_OP}"
     )
     return Check("problem", condition, "set use_inductor_graph_partition=true with it, or drop it")
 
@@ -90,9 +90,9 @@ def user_pass(given: Given) -> Check:
     from vllm_aiter_mla.compat import user_pass as slot
 
     compilation = given.served.compilation_config
-    refusal = slot.why_not_chainable(compilation)
-    if refusal is not None:
-        return Check("problem", refusal.message, "name it in inductor_passes, which vLLM resolves")
+    skip = slot.why_not_chainable(compilation)
+    if skip is not None:
+        return Check("problem", skip.message, "name it in inductor_passes, which vLLM resolves")
     present = compilation.inductor_passes.get(slot.slot())
     if present is None:
         return Check("ok", "the slot of the custom pass is free")

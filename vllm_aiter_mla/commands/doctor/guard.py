@@ -39,12 +39,12 @@ class _Finder(MetaPathFinder):
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Refusal()
+                    spec.loader = _Skip()
                 return spec
         return None
 
 
-class _Refusal(Loader):
+class _Skip(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         raise ImportError(f"doctor does not import {spec.name}: that may start a compiler", name=spec.name)
 

@@ -104,7 +104,7 @@ def patches(given: Given) -> Check:
         return Check("ok", ", ".join(patch.name for patch in patches.PATCHES))
     shown = "; ".join(f"{name}: {failure.error}" for name, failure in failures.items())
     if any(failure.required for failure in failures.values()):
-        return Check("problem", f"{shown}: vLLM runs stock", f"{SEE_VLLM}; report it with this line")
+        return Check("problem", f"{shown}: vLLM runs unmodified", f"{SEE_VLLM}; report it with this line")
     return Check("warning", shown, "use additional_config.aiter_mla instead of the flag")
 
 

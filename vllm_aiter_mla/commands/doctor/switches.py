@@ -96,7 +96,9 @@ def mla(given: Given) -> Check:
 def breakable_graphs(given: Given) -> Check:
     """Breakable CUDA graphs run the model without torch.compile: the passes cannot, the module can."""
     if switched_on(given.env, BREAKABLE_GRAPHS, False):
-        return Check("ok", "on: nothing is compiled, the module emitter is taken; with emitter=passes nothing is fused")
+        return Check(
+            "ok", "on: nothing is compiled, the module integration is taken; with integration=passes nothing is fused"
+        )
     return Check("ok", "off")
 
 

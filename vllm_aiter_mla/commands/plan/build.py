@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from vllm_aiter_mla import __version__, bucket
-from vllm_aiter_mla.admission import LEVELS, ConfigView, Refusal, emitter_of, why_not_passes
-from vllm_aiter_mla.commands.plan import formulas, kernels, ranges, serve_options, verdict
+from vllm_aiter_mla import __version__, decode_limit
+from vllm_aiter_mla.admission import LEVELS, ConfigView, Skip, integration_of, why_not_passes
+from vllm_aiter_mla.commands.plan import formulas, kernels, outcome, ranges, serve_options
 from vllm_aiter_mla.commands.plan.kernels import KernelSpan
 from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.compat import version as compat_version
-from vllm_aiter_mla.kernels import stock
+from vllm_aiter_mla.kernels import vllm_own
 
-ENGAGED, SOME, PARTIAL, REFUSED, UNKNOWN = "engaged", "some", "partial", "refused", "unknown"
+ENGAGED, SOME, PARTIAL, REFUSED, UNKNOWN = "engaged", "some", "partial", "skipped", "unknown"
 
 
 def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
     """The plan as plain containers. Kernels and figures are those of the most frequent kind of layer."""
-    limit = bucket.decode_limit(options.max_num_seqs, model.vllm.num_drafts, options.settings.max_token_num)
-    against = verdict.engine_reasons(options, model)
-    view = verdict.config_view(options, model)
+    limit = decode_limit.decode_limit(options.max_num_seqs, model.vllm.num_drafts, options.settings.max_token_num)
+    against = outcome.engine_reasons(options, model)
+    view = outcome.config_view(options, model)
     cut = why_not_passes(view)
     kinds = [_Planned(options, model, kind, limit) for kind in model.kinds]
     main = kinds[0] if kinds else None
@@ -42,11 +42,11 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
             form: sum(p.kind.count for p in kinds if p.form == form) for form in {p.form for p in kinds}
         },
         "limit": limit,
-        "emitter": emitter_of(view),
+        "integration": integration_of(view),
         "why_not_passes": None if cut is None else asdict(cut),
         "compile_ranges": ranges.compile_ranges(options, model, limit, view),
         "captures": ranges.captures(options, model, limit),
-        "verdict": _verdict(reasons, against, engaged, total),
+        "outcome": _outcome(reasons, against, engaged, total),
         "layers": {
             "mla": total,
             "drafts": len(model.vllm.draft_layers),
@@ -60,17 +60,17 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
             *options.assumptions,
             *serve_options.about_the_card(options, bf16),
             *model.vllm.notes,
-            *_of_stock(options, model, main),
+            *_of_vllm(options, model, main),
             *_limits_of_the_plan(options, view),
         ],
     }
 
 
-def _of_stock(options: ServeOptions, model: ModelFacts, main: _Planned | None) -> list[str]:
-    if main is None or not stock.may_take_parts(options.arch, main.heads, model.fp8_cache):
+def _of_vllm(options: ServeOptions, model: ModelFacts, main: _Planned | None) -> list[str]:
+    if main is None or not vllm_own.may_take_parts(options.arch, main.heads, model.fp8_cache):
         return []
     return [
-        f"vLLM may decode {main.heads} heads by Gluon (a layer's cache up to 2 GiB), which needs no concat: stock then "
+        f"vLLM may decode {main.heads} heads by Gluon (a layer's cache up to 2 GiB), which needs no concat: vLLM then "
         "has a launch less than the figures say"
     ]
 
@@ -80,15 +80,15 @@ class _Planned:
 
     def __init__(self, options: ServeOptions, model: ModelFacts, kind: Kind, limit: int) -> None:
         self.kind = kind
-        self.heads = verdict.heads_per_rank(options, kind.layer.heads)
-        self.form = verdict.weight_form(options, kind.layer)
+        self.heads = outcome.heads_per_rank(options, kind.layer.heads)
+        self.form = outcome.weight_form(options, kind.layer)
         self.spans: tuple[KernelSpan, ...] | str | None = None
-        self.reasons = verdict.layer_reasons(options, model, kind)
+        self.reasons = outcome.layer_reasons(options, model, kind)
         if self.heads and not kind.layer.unknown:
             self.spans = kernels.spans(options, model, kind, limit)
             self.reasons += filter(None, [_kernel_reason(self.spans)])
 
-    def told(self, total: int) -> list[Refusal]:
+    def told(self, total: int) -> list[Skip]:
         """The reasons; with their share of the layers where others are of another kind."""
         share = "" if self.kind.count == total else f"{self.kind.count} of {total} layers: "
         return [replace(reason, message=share + reason.message) for reason in self.reasons]
@@ -97,9 +97,9 @@ class _Planned:
         return None if self.spans is None else [asdict(span) for span in self.spans if not isinstance(span, str)]
 
 
-def _once(reasons: list[Refusal]) -> list[Refusal]:
+def _once(reasons: list[Skip]) -> list[Skip]:
     """Each reason once; one of the engine as a whole is not said again of its layers."""
-    found: dict[str, list[Refusal]] = {}
+    found: dict[str, list[Skip]] = {}
     for reason in reasons:
         if reason.code not in found or " layers: " in reason.message:
             found.setdefault(reason.code, []).append(reason)
@@ -111,12 +111,12 @@ def _level(code: str) -> str:
     return next(level for level, codes in LEVELS.items() if code in codes)
 
 
-def _kernel_reason(spans: tuple[KernelSpan, ...] | str) -> Refusal | None:
+def _kernel_reason(spans: tuple[KernelSpan, ...] | str) -> Skip | None:
     if isinstance(spans, str):
-        return Refusal("kernel_unavailable", spans)
+        return Skip("kernel_unavailable", spans)
     # The server decides with one row: a back end that does not even take that leaves pass 1.
-    refused = spans[0].refusals
-    return Refusal("kernel_shape", refused[0][1]) if refused else None
+    skipped = spans[0].skips
+    return Skip("kernel_shape", skipped[0][1]) if skipped else None
 
 
 def _figures(options: ServeOptions, model: ModelFacts, planned: _Planned, limit: int) -> dict[str, Any]:
@@ -137,14 +137,14 @@ def _figures(options: ServeOptions, model: ModelFacts, planned: _Planned, limit:
     return {
         "layers": planned.kind.count,
         "by_tokens": table,
-        # Of the largest prepared query in the bucket; layers run one after the other, so one of them is alive.
+        # Of the largest prepared query below the limit; layers run one after the other, so one of them is alive.
         "q_prepared_bytes": limit * planned.heads * (layer.latent + layer.rope) * stored,
         # The contiguous cos and sin that the AITER path keeps, once per rotary table and rank.
         "table_halves_bytes": model.vllm.max_position * layer.rope * formulas.ACT,
     }
 
 
-def _verdict(reasons: list[Refusal], against: list[Refusal], engaged: int, total: int) -> str:
+def _outcome(reasons: list[Skip], against: list[Skip], engaged: int, total: int) -> str:
     if total and engaged == total:
         return ENGAGED
     codes = {reason.code for reason in reasons}
@@ -169,8 +169,10 @@ def _options(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
 
 def _limits_of_the_plan(options: ServeOptions, view: ConfigView) -> list[str]:
     found = []
-    if emitter_of(view) == "module":
-        found.append("the module emitter asks each layer's wrapper and rotary embedding after loading; plan does not")
+    if integration_of(view) == "module":
+        found.append(
+            "the module integration asks each layer's wrapper and rotary embedding after loading; plan does not"
+        )
     if options.pp > 1:
         found.append(f"figures are for all layers; with --pipeline-parallel-size {options.pp} a rank holds its share")
     return found

@@ -41,7 +41,7 @@ def plan(
 ) -> None:
     """Say what would engage: MODEL first, then the options of `vllm serve`.
 
-    Prints heads per rank, the decode bucket, compile ranges, capture sizes, the kernel by batch size, every reason
+    Prints heads per rank, the decode limit, compile ranges, capture sizes, the kernel by batch size, every reason
     against, and bytes and launches by formula. What vLLM decides, vLLM is asked. Needs no GPU, no weights and no
     network. Exits 0 when the layers would engage, 1 when not, 2 when an option or the model is wrong, or it is not
     known.
@@ -84,9 +84,9 @@ def main(
     except NotKnownError as error:
         return _wrong(f"not known, vLLM could not be asked about {name} here: {error}")
     print(json_module.dumps(record | evidence.stamp("plan", 1), indent=1) if as_json else printout.text(record))
-    if record["verdict"] == build.UNKNOWN:
+    if record["outcome"] == build.UNKNOWN:
         return WRONG
-    return ENGAGES if record["verdict"] == build.ENGAGED else DOES_NOT
+    return ENGAGES if record["outcome"] == build.ENGAGED else DOES_NOT
 
 
 def _wrong(sentence: str) -> int:

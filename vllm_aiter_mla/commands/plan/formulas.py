@@ -54,7 +54,7 @@ class Launch:
     written: int
 
 
-def stock(step: Step) -> tuple[Launch, ...]:
+def vllm_own(step: Step) -> tuple[Launch, ...]:
     """vLLM by default: RoPE and KV write apart. Concat and quantisation are one function that vLLM compiles.
 
     Source: ``_DecodeConcatQuantFP8`` in vllm/model_executor/layers/attention/mla_attention.py.
@@ -69,7 +69,7 @@ def stock(step: Step) -> tuple[Launch, ...]:
     )
 
 
-def stock_fused(step: Step) -> tuple[Launch, ...]:
+def vllm_fused(step: Step) -> tuple[Launch, ...]:
     """vLLM with its own RoPE + KV pass on: the strongest baseline.
 
     Over fp8 weights the GEMM quantises q_nope as it reads it, which moves no byte more.
@@ -100,7 +100,7 @@ def triton(step: Step) -> tuple[Launch, ...]:
     return (Launch("Triton: absorb BMM, RoPE, KV write, query", read, step.stored * (step.query + step.row)),)
 
 
-PATHS = {"stock": stock, "stock, its fusions on": stock_fused, "aiter": aiter, "triton": triton}
+PATHS = {"vllm": vllm_own, "unmodified vLLM, its fusions on": vllm_fused, "aiter": aiter, "triton": triton}
 """What is compared, by name."""
 
 
@@ -110,8 +110,8 @@ def moved(launches: tuple[Launch, ...]) -> int:
 
 
 def triton_share(step: Step) -> float:
-    """Bytes of the one Triton launch over those of stock's strongest configuration."""
-    return moved(triton(step)) / moved(stock_fused(step))
+    """Bytes of the one Triton launch over those of vLLM's own strongest configuration."""
+    return moved(triton(step)) / moved(vllm_fused(step))
 
 
 def _assemble(step: Step) -> Launch:

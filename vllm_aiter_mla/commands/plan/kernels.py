@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from vllm_aiter_mla.commands.plan import verdict
+from vllm_aiter_mla.commands.plan import outcome
 from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.kernels import select
@@ -34,14 +34,14 @@ class KernelSpan:
         first, last: tokens.
         kernel: back end that runs, or None.
         detail: which of its kernels, or which tile.
-        refusals: (name, reason) of the back ends passed over.
+        skips: (name, reason) of the back ends passed over.
     """
 
     first: int
     last: int
     kernel: str | None
     detail: str
-    refusals: tuple[tuple[str, str], ...]
+    skips: tuple[tuple[str, str], ...]
 
 
 class PlannedSelector(select.Selector):
@@ -57,13 +57,13 @@ class PlannedSelector(select.Selector):
                 else select.aiter_factory(card)
             ),
             "triton": lambda card: _PlannedTriton(arch),
-            "stock": lambda card: _PlannedStock(),
+            "vllm": lambda card: _PlannedVLLM(),
         }
         super().__init__(self.asked, Platform(arch, ROCM if arch.startswith("gfx") else None), planned)
 
     def unavailable(self) -> str | None:
         """Why no fused kernel would be chosen in that process at all, or None; as ``layers`` decides it."""
-        if self.asked == "auto" and self.names[0] == "stock":
+        if self.asked == "auto" and self.names[0] == "vllm":
             return f"auto knows no fused kernel for {self.platform.arch}; kernel=triton can be asked for by name"
         backend = self.backend(self.names[0])
         return f"kernel={self.asked}: {backend}" if isinstance(backend, str) else None
@@ -83,14 +83,14 @@ class _PlannedTriton(triton.TritonBackend):
         return Binding(_never, tiles.entry_for(self._arch, inputs.num_tokens, inputs.num_heads).tile.label)
 
 
-class _PlannedStock(ReferenceBackend):
+class _PlannedVLLM(ReferenceBackend):
     """vLLM's own kernels take whatever the shared contract allows."""
 
-    name = "stock"
+    name = "vllm"
 
 
 def spans(options: ServeOptions, model: ModelFacts, kind: Kind, limit: int) -> tuple[KernelSpan, ...] | str:
-    """The bucket ``1..limit`` cut where the answer changes, or why there is no fused kernel on that card at all."""
+    """The decode limit ``1..limit`` cut where the answer changes, or why no fused kernel is on that card."""
     chooser = PlannedSelector(options)
     missing = chooser.unavailable()
     if missing is not None:
@@ -116,17 +116,17 @@ def at(chooser: PlannedSelector, inputs: DecodeInputs) -> KernelSpan:
         detail = f"tile {backend.kernel_of(inputs)}, {basis}"
     elif backend is not None:
         detail = "the layer's own attention"
-    return KernelSpan(tokens, tokens, None if backend is None else backend.name, detail, choice.refusals)
+    return KernelSpan(tokens, tokens, None if backend is None else backend.name, detail, choice.skips)
 
 
 def operands(options: ServeOptions, model: ModelFacts, kind: Kind, platform: Platform, tokens: int) -> DecodeInputs:
     """A decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
     layer, act = kind.layer, getattr(torch, model.vllm.dtype)
     stored = platform.fp8 if model.fp8_cache else act
-    form = verdict.weight_form(options, layer)
+    form = outcome.weight_form(options, layer)
     weight = (form, platform.fp8) if form == "fp8" else (form,)
     shape = LayerShape(
-        verdict.heads_per_rank(options, layer.heads), layer.nope, stored, stored, options.block_size, False, act,
+        outcome.heads_per_rank(options, layer.heads), layer.nope, stored, stored, options.block_size, False, act,
         "meta", layer.latent, layer.rope, weight,
     )  # fmt: skip
     return synthetic_inputs(shape, tokens, padded=None)
@@ -141,8 +141,8 @@ def _points(limit: int, view: str | int) -> list[int]:
 
 
 def _answer(span: KernelSpan) -> tuple[object, ...]:
-    """What spans that run alike share; the reasons of refusals name token counts, so they may differ."""
-    return span.kernel, span.detail, [name for name, _ in span.refusals]
+    """What spans that run alike share; the reasons of skips name token counts, so they may differ."""
+    return span.kernel, span.detail, [name for name, _ in span.skips]
 
 
 def _never(*arguments: Any) -> Any:

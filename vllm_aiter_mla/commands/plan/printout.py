@@ -11,7 +11,7 @@ HEADLINES = {
     "engaged": "{mla}/{mla} MLA layers would engage",
     "some": "{engaged}/{mla} MLA layers would engage",
     "partial": "0/{mla} MLA layers would engage fully; they would keep pass 1, RoPE and KV write in one launch",
-    "refused": "0/{mla} MLA layers would engage",
+    "skipped": "0/{mla} MLA layers would engage",
     "unknown": "not known",
 }
 FEW = 6
@@ -32,14 +32,14 @@ def text(plan: dict[str, Any]) -> str:
 def _lines(plan: dict[str, Any]) -> Iterator[str]:
     yield from _model(plan)
     yield ""
-    yield "Verdict: " + HEADLINES[plan["verdict"]].format(**plan["layers"])
+    yield "Status line: " + HEADLINES[plan["outcome"]].format(**plan["layers"])
     for reason in plan["reasons"]:
         yield f"  {reason['scope']}: {reason['code']}: {reason['message']}"
     for span in (plan["kernels"] or [])[1:]:
-        if span["refusals"]:
+        if span["skips"]:
             yield f"  from {span['first']} tokens on they would run on {span['kernel'] or 'nothing'}: see below"
     yield ""
-    yield from _bucket(plan)
+    yield from _decode_limit(plan)
     if plan["kernels"] is not None:
         yield ""
         yield from _kernels(plan)
@@ -80,14 +80,14 @@ def _method(kind: dict[str, Any]) -> str:
     return f"{kind['method']}, {kind['weight'] or 'packed'}"
 
 
-def _bucket(plan: dict[str, Any]) -> Iterator[str]:
+def _decode_limit(plan: dict[str, Any]) -> Iterator[str]:
     options, ranges, captures = plan["options"], plan["compile_ranges"], plan["captures"]
     given = options["settings"]["max_token_num"]
     origin = f"max_num_seqs {options['max_num_seqs']} x (1 + {options['num_drafts']} drafts)"
-    yield f"Decode bucket: L = {plan['limit']} ({f'given as {given}' if given is not None else origin})"
+    yield f"Decode decode limit: L = {plan['limit']} ({f'given as {given}' if given is not None else origin})"
     because = plan["why_not_passes"]
-    why = f" (the passes cannot run: {because['code']})" if because and plan["emitter"] == "module" else ""
-    yield f"  emitter          {plan['emitter']}{why}"
+    why = f" (the passes cannot run: {because['code']})" if because and plan["integration"] == "module" else ""
+    yield f"  integration          {plan['integration']}{why}"
     shown = [f"({a}, {b}){'*' if i < ranges['inside'] else ''}" for i, (a, b) in enumerate(ranges["ranges"])]
     told = f"{' '.join(shown)}{'  * rewritten' if ranges['inside'] else ''}" if shown else ranges["note"]
     yield f"  compile ranges   {told}"
@@ -98,7 +98,7 @@ def _bucket(plan: dict[str, Any]) -> Iterator[str]:
     largest = max((*captures["inside"], 0))
     if 0 < largest < plan["limit"]:
         yield f"  {largest + 1}..{plan['limit']} run without a graph;"
-        yield f"  a limit of {largest} would end the bucket there: docs/configuration.md, Where the bucket ends"
+        yield f"  a limit of {largest} would end the limit there: docs/configuration.md, Where the decode limit ends"
 
 
 def _sizes(sizes: list[int] | tuple[int, ...]) -> str:
@@ -109,7 +109,7 @@ def _sizes(sizes: list[int] | tuple[int, ...]) -> str:
 
 
 def _kernels(plan: dict[str, Any]) -> Iterator[str]:
-    blocked = "" if plan["verdict"] == "engaged" else ", once the reasons above are gone"
+    blocked = "" if plan["outcome"] == "engaged" else ", once the reasons above are gone"
     yield f"Kernel (option kernel={plan['options']['settings']['kernel']}){blocked}"
     if not plan["kernels"]:
         yield "  none"
@@ -117,7 +117,7 @@ def _kernels(plan: dict[str, Any]) -> Iterator[str]:
         where = f"{span['first']}..{span['last']} tokens"
         detail = f": {span['detail']}" if span["detail"] else ""
         yield f"  {where:<19}{span['kernel'] or 'none'}{detail}"
-        yield from (f"{'':<21}not {name}: {reason}" for name, reason in span["refusals"])
+        yield from (f"{'':<21}not {name}: {reason}" for name, reason in span["skips"])
 
 
 def _figures(plan: dict[str, Any]) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""Where vLLM's compile ranges and captured sizes lie beside the decode bucket, by the installed vLLM's own rules."""
+"""Where vLLM's compile ranges and captured sizes lie beside the decode limit, by the installed vLLM's own rules."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm_aiter_mla import bucket
-from vllm_aiter_mla.admission import ConfigView, emitter_of
+from vllm_aiter_mla import decode_limit
+from vllm_aiter_mla.admission import ConfigView, integration_of
 from vllm_aiter_mla.commands.plan.model import ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.compat import offline
@@ -38,20 +38,24 @@ def captures(options: ServeOptions, model: ModelFacts, limit: int) -> dict[str, 
 def compile_ranges(options: ServeOptions, model: ModelFacts, limit: int, view: ConfigView) -> dict[str, Any]:
     """The ranges vLLM would compile, for the passes with L among the endpoints, each one more compile of the model.
 
-    ``ranges`` holds (first, last) token count in order; the first ``inside`` of them lie in the bucket; ``note`` says
+    ``ranges`` holds (first, last) token count in order; the first ``inside`` of them lie below the limit; ``note`` says
     what is not known.
     """
     if options.view.enforce_eager or options.view.mode != "VLLM_COMPILE":
         return {"ranges": (), "inside": 0, "note": "none: vLLM compiles no graph with these options"}
-    passes = emitter_of(view) == "passes"
+    passes = integration_of(view) == "passes"
     try:
         more, note = _all_reduce_endpoint(options, model)
-        wanted = bucket.endpoints_with(more, limit) if passes else more
+        wanted = decode_limit.endpoints_with(more, limit) if passes else more
         ends = offline.compile_range_ends(options.parsed, wanted, options.max_num_batched_tokens)
     except Exception as error:
         return {"ranges": (), "inside": 0, "note": _not_known(error)}
     ranges = tuple(zip([1, *(end + 1 for end in ends)], ends, strict=False))
-    return {"ranges": ranges, "inside": passes * sum(bucket.in_bucket(end, limit) for end in ends), "note": note}
+    return {
+        "ranges": ranges,
+        "inside": passes * sum(decode_limit.within_limit(end, limit) for end in ends),
+        "note": note,
+    }
 
 
 def _all_reduce_endpoint(options: ServeOptions, model: ModelFacts) -> tuple[list[int], str]:

@@ -206,7 +206,9 @@ def about_the_card(options: ServeOptions, bf16_weight: bool) -> list[str]:
         return []
     notes = ["ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla doctor` looks at the machine"]
     if options.settings.measures:
-        notes.append("kernel=auto: the server times aiter, triton and stock on its card; shown is the order without it")
+        notes.append(
+            "kernel=auto: the server times aiter, triton and unmodified vLLM on its card; shown is the order without it"
+        )
     if env.origins[USE_AITER] == "default":
         notes.append("VLLM_ROCM_USE_AITER=1 is assumed; vLLM's default is 0: export it")
     # The fp4 switch does nothing on another card, and nothing beside another kv_b_proj.

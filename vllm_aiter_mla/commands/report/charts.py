@@ -73,7 +73,7 @@ def token_axis(ident: str, title: str, ranges: Sequence[Sequence[int]], limit: i
     Args:
         ident, title: see ``Chart``.
         ranges: [start, end] in tokens.
-        limit: L of the decode bucket, or None where the fast path is off.
+        limit: L of the decode limit, or None where the fast path is off.
         sizes: captured sizes in tokens; empty where none is known.
     """
     left, right = 6.0, 374.0
@@ -109,7 +109,7 @@ def token_axis(ident: str, title: str, ranges: Sequence[Sequence[int]], limit: i
 def _where(end: int, limit: int | None) -> str:
     if limit is None:
         return ""
-    return " inside the decode bucket" if end <= limit else " above it, stock"
+    return " inside the decode limit" if end <= limit else " above it, unmodified vLLM"
 
 
 def ratio_bars(ident: str, title: str, points: Sequence[tuple[int, float | None]], top: float) -> Chart:

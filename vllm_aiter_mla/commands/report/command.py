@@ -12,12 +12,12 @@ def report(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="INPUT...", help="Folder of `demo --keep`, or JSON of demo, verify, bench, plan, census."
+            metavar="INPUT...", help="Folder of `demo --keep`, or JSON of demo, verify, bench, plan, status."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
 ) -> None:
-    """Draw what the other commands wrote: census, compile ranges, the layer's graph before and after, bench, verify.
+    """Draw what the other commands wrote: status, compile ranges, the layer's graph before and after, bench, verify.
 
     One HTML file without scripts, fonts or images from elsewhere; it opens without a network and on a phone. Every
     figure is also in a table. Exits 2 when an input cannot be shown, and writes nothing then.

@@ -1,6 +1,6 @@
 """The section of graphs: an MLA layer before and after each pass in a fixed drawing, and what differs in the texts.
 
-The chain of a layer is known (stock, and after pass 1, 2 and 3), so every box has its place; a graph's text says which
+The chain of a layer is known (vLLM, and after pass 1, 2 and 3), so every box has its place; a graph's text says which
 of them are there. A text is what ``str(graph)`` gives; torch is not needed to read it.
 """
 
@@ -29,14 +29,14 @@ STAGES = {
     "mla_decode_q_prep": "after pass 2: q_prep lift",
     "fused_rope_unified_mla_kv_cache_update": "after pass 1: RoPE + KV write",
 }
-STOCK = "stock"
-_ORDER = (STOCK, *reversed(STAGES.values()))
+VLLM = "vllm"
+_ORDER = (VLLM, *reversed(STAGES.values()))
 # What the attention op does by itself, where no node shows it.
 INSIDE = {
     "unified": "split, absorb BMM, concat, fp8 quant where asked for, attention, v-up projection",
-    "prepared": "attention, v-up projection; a prefill row takes the stock path inside the op",
+    "prepared": "attention, v-up projection; a prefill row takes the unmodified vLLM path inside the op",
     "rope": "decode rows: absorb BMM, one launch that rotates, assembles, quantises and writes, attention, v-up "
-    "projection; with a prefill row: RoPE and KV write in one launch, then the stock path",
+    "projection; with a prefill row: RoPE and KV write in one launch, then the unmodified vLLM path",
 }
 
 GEMM, NORM, ROPE = "GEMM", "RMS norm", "RoPE, op by op"
@@ -66,20 +66,20 @@ def _short(target: str) -> str:
 
 def stage_of(found: Counter[str]) -> str:
     """How far the passes came, told by the ops that they put in."""
-    return next((stage for op, stage in STAGES.items() if op in found), STOCK)
+    return next((stage for op, stage in STAGES.items() if op in found), VLLM)
 
 
 def boxes(found: Counter[str]) -> dict[str, str]:
-    """Labels of a layer's boxes by place. The GEMMs and the norm are in every layer; stock rotates op by op."""
+    """Labels of a layer's boxes by place. The GEMMs and the norm are in every layer; vLLM rotates op by op."""
     labels = {place: place for place in PLACES if place in (GEMM, NORM) or place in found}
-    if stage_of(found) == STOCK:
+    if stage_of(found) == VLLM:
         labels[ROPE] = ROPE
     attention = [op for op, _ in found.most_common() if _ATTENTION.search(op)]
     return labels | {"attention": attention[0]}
 
 
 def sections(inputs: Inputs) -> list[dict[str, Any]]:
-    """One comparison per kept run; runs that stop after a pass join the comparison whose stock graph is theirs."""
+    """One comparison per kept run; runs that stop after a pass join the comparison whose vLLM graph is theirs."""
     by_name = {record.name: record for record in inputs["engines"]}
     pairs, alone = [], dict(by_name)
     for name, record in by_name.items():
@@ -117,7 +117,7 @@ def _comparison(ident: str, title: str, records: list[Record]) -> dict[str, Any]
 
 
 def _stage(record: Record) -> dict[str, Any] | None:
-    """The graph of a run's decode bucket; None where it was not kept or has no MLA layer."""
+    """The graph of a run's decode limit; None where it was not kept or has no MLA layer."""
     name = "{}-{}".format(*(record.data["ranges"] or [(0, 0)])[0])
     if name not in record.data["graphs"]:
         return None
@@ -135,7 +135,7 @@ def _stage(record: Record) -> dict[str, Any] | None:
 
 
 def _ranges(off: Record, on: Record) -> list[tuple[str, str, str]]:
-    """Per compile range whether the graph's text is that of the run with the flag off: (range, verdict, lines)."""
+    """Per compile range whether the graph's text is that of the run with the flag off: (range, status line, lines)."""
     rows = []
     for start, end in on.data["ranges"]:
         key = f"{start}-{end}"
@@ -143,8 +143,8 @@ def _ranges(off: Record, on: Record) -> list[tuple[str, str, str]]:
         if before is None or after is None:
             rows.append((key, "not recorded", ""))
             continue
-        verdict = "identical to stock, byte for byte" if before == after else "rewritten"
-        rows.append((key, verdict, f"{len(before.splitlines())} -> {len(after.splitlines())}"))
+        outcome = "identical to unmodified vLLM, byte for byte" if before == after else "rewritten"
+        rows.append((key, outcome, f"{len(before.splitlines())} -> {len(after.splitlines())}"))
     return rows
 
 

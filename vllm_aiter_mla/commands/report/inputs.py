@@ -1,4 +1,4 @@
-"""Recognise what was given: a kept demo, a JSON of one of the commands or tools, a census, one engine's result."""
+"""Recognise what was given: a kept demo, a JSON of one of the commands or tools, a status file, one engine's result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_aiter_mla.commands.report.shapes import Given, Map, Maybe, ShapeError,
 
 EXPECTED = (
     "a folder of `demo --keep`, the JSON of `demo --json`, `verify --json`, `bench --json` or `plan --json`, "
-    "the JSON of tools/trace_census.py, serve_bench.py or accuracy.py, a census of a served run, or one engine's result"
+    "the JSON of tools/serve_bench.py or accuracy.py, a status file of a served run, or one engine's result"
 )
 
 
@@ -45,27 +45,27 @@ _MEASURED_SHAPE = {
     "chosen": [(int, int, str)],
     "us": Map(Map(float), r"[0-9]{1,9}", "a number of tokens"),
 }
-_CENSUS = {
+_STATUS = {
     "rank": Given(int, 0),
     "total": int,
     "engaged": Map(str),
-    "refused": _REASONS,
+    "skipped": _REASONS,
     "partial": Given(_REASONS, {}),
     "compiled": Given(Map({}, **_BY_RANGE), {}),
     "measured": Given([_MEASURED_SHAPE], []),
     "capture_sizes": Given([int], []),
-    "decode_bucket": _RANGE,
+    "decode_limit": _RANGE,
     "kv_cache_dtype": Given(str, "-"),
 }
-_ENGINE = {"graphs": Map(str, **_BY_RANGE), "ranges": [_RANGE], "census": [_CENSUS], "versions": Map(str)}
+_ENGINE = {"graphs": Map(str, **_BY_RANGE), "ranges": [_RANGE], "status": [_STATUS], "versions": Map(str)}
 _FIGURES = {"tokens": int, "tokens_equal": int, "top1_agreement": float, "max_abs_dlogprob": float}
 _DEMO_RUN = {
     "name": str,
     "flag": bool,
     "bound": Given(Maybe(str), None),
-    "bucket": Maybe(_RANGE),
+    "decode_limit": Maybe(_RANGE),
     "ranges": [_RANGE],
-    "layers": {"engaged": int, "total": int, "refused": _REASONS},
+    "layers": {"engaged": int, "total": int, "skipped": _REASONS},
     "kernels": [str],
     "kv_cache_dtype": str,
     "ops_per_layer": Maybe((float, float)),
@@ -103,7 +103,7 @@ _PLAN = {
     "limit": int,
     "compile_ranges": {"ranges": [_RANGE]},
     "captures": {"inside": [int], "outside": [int], "note": str},
-    "verdict": str,
+    "outcome": str,
     "layers": {"mla": int, "engaged": int},
     "reasons": [{"scope": str, "code": str, "message": str}],
     "kernels": Maybe([{"kernel": Maybe(str)}]),
@@ -126,20 +126,20 @@ _SERVING_ROW = {
     "invalid": Maybe(str),
 }
 _SCORES = Map({"figures": Map({"value": float, "stderr": float})}, r"[0-9]{1,9}", "the number of a run")
-_MEASURED = {"tool": str, "about": Map(str), "census": str, "baseline": str}
+_MEASURED = {"tool": str, "about": Map(str), "status": str, "baseline": str}
 
-# (kind, keys that tell it, what is taken of it): the first that has all its keys. "censuses" are one per rank of a
+# (kind, keys that tell it, what is taken of it): the first that has all its keys. "status files" are one per rank of a
 # served run; "engines" single runs with their graphs, named "run0-off" and so on in a kept demo.
 _KINDS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
-    ("engines", ("scenarios", "graphs", "ranges", "census"), _ENGINE),
+    ("engines", ("scenarios", "graphs", "ranges", "status"), _ENGINE),
     ("demos", ("runs", "versions"), {"runs": [_DEMO_RUN], "versions": Map(str)}),
     ("verifies", ("machine", "engine", "results"), _VERIFY),
     ("benches", ("machine", "copy_gbps", "rows"), _BENCH),
-    ("plans", ("compile_ranges", "captures", "verdict"), _PLAN),
+    ("plans", ("compile_ranges", "captures", "outcome"), _PLAN),
     ("traces", ("tool", "traces"), {"traces": [_TRACE]}),
     ("servings", ("tool", "about", "rows"), _MEASURED | {"rows": [_SERVING_ROW]}),
     ("accuracies", ("tool", "about", "answers"), _MEASURED | {"answers": {"off": _SCORES, "on": _SCORES}}),
-    ("censuses", ("engaged", "refused", "total", "decode_bucket"), _CENSUS),
+    ("status files", ("engaged", "skipped", "total", "decode_limit"), _STATUS),
 )
 
 
@@ -163,8 +163,8 @@ def _read_folder(folder: Path, found: Inputs) -> None:
     if not files:
         raise InputError(f"{folder}: no JSON file in this folder; expected {EXPECTED}")
     for path in files:
-        # What a worker keeps beside its census for the next start.
-        if not path.name.startswith(("refusals-", "measured-")):
+        # What a worker keeps beside its status for the next start.
+        if not path.name.startswith(("skips-", "measured-")):
             _read_file(path, f"{folder.name}/{path.stem}", found)
 
 

@@ -41,7 +41,7 @@ def _choice(shape: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def trace(record: Record) -> dict[str, Any]:
-    """Kernels per layer and step by role, one column per trace: ``tools/trace_census.py --json``."""
+    """Kernels per layer and step by role, one column per trace: ``tools/trace_status.py --json``."""
     found = record.data["traces"]
     roles = dict.fromkeys(role for one in found for role in one["per_layer_and_step"])
     return {
@@ -87,4 +87,4 @@ def _figure(one: dict[str, float] | None, key: str, digits: int) -> str:
 def _about(record: Record) -> dict[str, Any]:
     data = record.data
     versions = ", ".join(f"{name} {data['about'][name]}" for name in ("card", "vllm", "torch") if name in data["about"])
-    return {"name": record.name, "versions": versions, "census": data["census"], "baseline": data["baseline"]}
+    return {"name": record.name, "versions": versions, "status": data["status"], "baseline": data["baseline"]}

@@ -1,4 +1,4 @@
-"""From records to what the template shows: census, ranges, launches, bench, verify, versions."""
+"""From records to what the template shows: status, ranges, launches, bench, verify, versions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STATES = ("passed", "failed", "skipped")
 def build(inputs: Inputs) -> dict[str, Any]:
     """Everything the template needs."""
     return {
-        "census": census(inputs),
-        "choices": measured.choices(inputs["censuses"]),
+        "status": status(inputs),
+        "choices": measured.choices(inputs["status files"]),
         "demo_runs": _runs(inputs),
         "axes": axes(inputs),
         "graphs": graphs.sections(inputs),
@@ -40,24 +40,24 @@ def _runs(inputs: Inputs) -> list[dict[str, Any]]:
     return [run for record in inputs["demos"] for run in record.data["runs"]]
 
 
-def census(inputs: Inputs) -> list[dict[str, Any]]:
+def status(inputs: Inputs) -> list[dict[str, Any]]:
     """One row per run: how many layers engaged, with what, and why the others did not."""
     rows = []
     for run in _runs(inputs):
-        row = _verdict(run["name"], run["layers"], run["layers"]["refused"], run["kernels"])
+        row = _outcome(run["name"], run["layers"], run["layers"]["skipped"], run["kernels"])
         row |= {"state": row["state"] if run["flag"] else "off", "where": _where(run["kernels"])}
-        rows.append(row | {"bucket": run["bucket"], "cache": run["kv_cache_dtype"]})
-    rows += [_rank(record.name, record.data) for record in inputs["censuses"]]
+        rows.append(row | {"decode_limit": run["decode_limit"], "cache": run["kv_cache_dtype"]})
+    rows += [_rank(record.name, record.data) for record in inputs["status files"]]
     if not inputs["demos"]:
-        rows += [_rank(record.name, one) for record in inputs["engines"] for one in record.data["census"]]
+        rows += [_rank(record.name, one) for record in inputs["engines"] for one in record.data["status"]]
     for record in inputs["plans"]:
         plan = record.data
         kernels = sorted({span["kernel"] for span in plan["kernels"] or [] if span["kernel"]})
         layers = {"engaged": plan["layers"]["engaged"], "total": plan["layers"]["mla"]}
-        row = _verdict(plan["model"]["name"], layers, {}, kernels)
+        row = _outcome(plan["model"]["name"], layers, {}, kernels)
         for reason in plan["reasons"]:
             row["reasons"].setdefault(f"{reason['code']}: {reason['message']}", []).append(reason["scope"])
-        row |= {"where": "plan, static: nothing was run", "bucket": [1, plan["limit"]]}
+        row |= {"where": "plan, static: nothing was run", "decode_limit": [1, plan["limit"]]}
         rows.append(row | {"cache": plan["options"]["kv_cache_dtype"]})
     return rows
 
@@ -66,18 +66,18 @@ def _rank(name: str, data: dict[str, Any]) -> dict[str, Any]:
     kernels = sorted(set(data["engaged"].values()))
     partial = {layer: (f"partial {code}", text) for layer, (code, text) in data["partial"].items()}
     layers = {"engaged": len(data["engaged"]), "total": data["total"]}
-    row = _verdict(f"{name}, rank {data['rank']}", layers, data["refused"] | partial, kernels)
-    return row | {"where": _where(kernels), "bucket": data["decode_bucket"], "cache": data["kv_cache_dtype"]}
+    row = _outcome(f"{name}, rank {data['rank']}", layers, data["skipped"] | partial, kernels)
+    return row | {"where": _where(kernels), "decode_limit": data["decode_limit"], "cache": data["kv_cache_dtype"]}
 
 
 def _where(kernels: list[str]) -> str:
     return CPU if kernels == ["reference"] else "counted at run time by the ops"
 
 
-def _verdict(name: str, layers: dict[str, Any], refused: dict[str, Any], kernels: list[str]) -> dict[str, Any]:
+def _outcome(name: str, layers: dict[str, Any], skipped: dict[str, Any], kernels: list[str]) -> dict[str, Any]:
     engaged, total = layers["engaged"], layers["total"]
     reasons: dict[str, list[str]] = {}
-    for layer, (code, text) in refused.items():
+    for layer, (code, text) in skipped.items():
         reasons.setdefault(f"{code}: {text}", []).append(layer)
     state = "none" if not engaged else "all" if engaged == total else "some"
     row = {"name": name, "engaged": engaged, "total": total, "state": state, "kernels": ", ".join(kernels) or "-"}
@@ -88,18 +88,18 @@ def axes(inputs: Inputs) -> list[dict[str, Any]]:
     """Compile ranges and capture sizes, one axis per distinct set."""
     wanted: list[tuple[str, list[Any], int | None, list[int], str]] = []
     for run in _runs(inputs):
-        limit = run["bucket"][1] if run["bucket"] else None
+        limit = run["decode_limit"][1] if run["decode_limit"] else None
         wanted.append((run["name"], run["ranges"], limit, [], "none: the sandbox captures no graphs on a CPU"))
     for record in inputs["plans"]:
         plan = record.data
         sizes = plan["captures"]["inside"] + plan["captures"]["outside"]
         note = plan["captures"]["note"] or ("planned, static" if sizes else "none")
         wanted.append((plan["model"]["name"], plan["compile_ranges"]["ranges"], plan["limit"], sizes, note))
-    for record in inputs["censuses"]:
+    for record in inputs["status files"]:
         ranges = sorted([int(part) for part in key.split("-")] for key in record.data["compiled"])
         sizes = record.data["capture_sizes"]
-        note = "" if sizes else "not recorded in a census"
-        wanted += [(record.name, ranges, record.data["decode_bucket"][1], sizes, note)] if ranges else []
+        note = "" if sizes else "not recorded in a status file"
+        wanted += [(record.name, ranges, record.data["decode_limit"][1], sizes, note)] if ranges else []
     found: dict[str, dict[str, Any]] = {}
     for name, ranges, limit, sizes, note in wanted:
         key = f"{ranges} {limit} {sizes}"
@@ -114,17 +114,17 @@ def axes(inputs: Inputs) -> list[dict[str, Any]]:
 
 def _range_row(start: int, end: int, limit: int | None, sizes: list[int], note: str) -> tuple[str, str, str]:
     inside = ", ".join(str(size) for size in sizes if start <= size <= end)
-    graph = "rewritten: decode bucket" if limit is not None and end <= limit else "stock"
+    graph = "rewritten: decode limit" if limit is not None and end <= limit else "vllm"
     return f"{start}-{end}", graph, inside or ("none" if sizes else note)
 
 
 def ops(inputs: Inputs) -> dict[str, Any] | None:
-    """Computing nodes of the bucket's graph per layer, stock and fused: static, and no count of launches."""
+    """Computing nodes of the limit's graph per layer, vLLM and fused: static, and no count of launches."""
     rows = [(run["name"], *run["ops_per_layer"]) for run in _runs(inputs) if run["ops_per_layer"]]
     if not rows:
         return None
-    name, stock, fused = rows[0]
-    pairs = [("stock", stock), ("after the last pass", fused)]
+    name, vllm_own, fused = rows[0]
+    pairs = [("vllm", vllm_own), ("after the last pass", fused)]
     return {"rows": rows, "chart": _plain_bars("o0", f"Graph ops per layer, {name}", pairs, "graph ops per layer")}
 
 

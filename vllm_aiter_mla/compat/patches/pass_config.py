@@ -32,7 +32,7 @@ def extend() -> None:
 
     if _MARK in PassConfig.__dict__:
         return
-    stock_hash = PassConfig().compute_hash()
+    vllm_hash = PassConfig().compute_hash()
     added = {name: spec for name, spec in _specs().items() if name not in PassConfig.__dataclass_fields__}
     before = {name: PassConfig.__dict__[name] for name in _WRAPPED}
     for name, (annotation, default) in added.items():
@@ -41,7 +41,7 @@ def extend() -> None:
     try:
         _rebuild()
         _wrap(PassConfig)
-        _self_test(PassConfig, stock_hash)
+        _self_test(PassConfig, vllm_hash)
     except Exception as error:
         _undo(PassConfig, before)
         raise RuntimeError(f"PassConfig could not be extended: {error}") from error
@@ -81,15 +81,15 @@ def _rebuild() -> None:
 
 def _wrap(cls: type) -> None:
     added: tuple[str, ...] = getattr(cls, _MARK)
-    stock_eq, stock_repr, stock_hash = (cls.__dict__[name] for name in _WRAPPED)
-    cls.__eq__ = _eq(stock_eq, added)  # type: ignore[assignment]
-    cls.__repr__ = _repr(stock_repr, added)  # type: ignore[assignment]
-    cls.compute_hash = _compute_hash(stock_hash, added)  # type: ignore[attr-defined]
+    vllm_eq, vllm_repr, vllm_hash = (cls.__dict__[name] for name in _WRAPPED)
+    cls.__eq__ = _eq(vllm_eq, added)  # type: ignore[assignment]
+    cls.__repr__ = _repr(vllm_repr, added)  # type: ignore[assignment]
+    cls.compute_hash = _compute_hash(vllm_hash, added)  # type: ignore[attr-defined]
 
 
-def _eq(stock: Callable[[Any, Any], Any], added: tuple[str, ...]) -> Callable[[Any, object], Any]:
+def _eq(vllm_own: Callable[[Any, Any], Any], added: tuple[str, ...]) -> Callable[[Any, object], Any]:
     def eq(self: Any, other: object) -> Any:
-        same = stock(self, other)
+        same = vllm_own(self, other)
         if same is not True:
             return same
         return all(getattr(self, name) == getattr(other, name) for name in added)
@@ -97,19 +97,19 @@ def _eq(stock: Callable[[Any, Any], Any], added: tuple[str, ...]) -> Callable[[A
     return eq
 
 
-def _repr(stock: Callable[[Any], str], added: tuple[str, ...]) -> Callable[[Any], str]:
+def _repr(vllm_own: Callable[[Any], str], added: tuple[str, ...]) -> Callable[[Any], str]:
     def show(self: Any) -> str:
-        text = stock(self)
+        text = vllm_own(self)
         ours = ", ".join(f"{name}={getattr(self, name)!r}" for name in _set_fields(self, added))
         return f"{text[:-1]}, {ours})" if ours else text
 
     return show
 
 
-def _compute_hash(stock: Callable[[Any], str], added: tuple[str, ...]) -> Callable[[Any], str]:
+def _compute_hash(vllm_own: Callable[[Any], str], added: tuple[str, ...]) -> Callable[[Any], str]:
     def compute_hash(self: Any) -> str:
-        """Stock's hash; with our fields set, also their values and the plugin's fingerprint."""
-        base = stock(_StockView(self, added))
+        """vLLM's own hash; with our fields set, also their values and the plugin's fingerprint."""
+        base = vllm_own(_VLLMView(self, added))
         ours = [(name, getattr(self, name)) for name in _set_fields(self, added)]
         if not ours:
             return base
@@ -123,8 +123,8 @@ def _set_fields(pass_config: Any, added: tuple[str, ...]) -> list[str]:
     return [name for name in added if getattr(pass_config, name) != getattr(type(pass_config), name)]
 
 
-class _StockView:
-    """A ``PassConfig`` as unmodified vLLM would list it, so that stock's own hash decides what counts."""
+class _VLLMView:
+    """A ``PassConfig`` as unmodified vLLM would list it, so that vLLM's own hash decides what counts."""
 
     def __init__(self, pass_config: Any, hidden: tuple[str, ...]) -> None:
         self._pass_config = pass_config
@@ -136,16 +136,16 @@ class _StockView:
         return getattr(self._pass_config, name)
 
 
-def _self_test(cls: type, stock_hash: str) -> None:
+def _self_test(cls: type, vllm_hash: str) -> None:
     """Try what the plugin relies on, with the classes as a user will meet them."""
     from vllm.config import CompilationConfig
 
-    _expect(cls().compute_hash() == stock_hash, "the hash with the flag off has changed")
+    _expect(cls().compute_hash() == vllm_hash, "the hash with the flag off has changed")
     values = {FLAG_FIELD: True, LIMIT_FIELD: 8}
     through = CompilationConfig(pass_config=values).pass_config  # type: ignore[arg-type]
     _expect(values_of(through) == values, "values do not survive CompilationConfig")
     _expect(through == cls(**values) and through != cls(), "== does not see the new fields")
-    _expect(through.compute_hash() != stock_hash, "the hash does not see the new fields")
+    _expect(through.compute_hash() != vllm_hash, "the hash does not see the new fields")
     _expect(FLAG_FIELD in repr(CompilationConfig(pass_config=through)), "repr does not show the new fields")
     for wrong in ({FLAG_FIELD: "true"}, {LIMIT_FIELD: True}, {LIMIT_FIELD: 0}):
         _expect(_rejected(cls, wrong), f"{wrong} is accepted")

@@ -89,7 +89,7 @@ PATCH = Patch(
     why="kernels must be checked before the first capture and counted after warm-up; vLLM tells plugins of neither",
     how="the two methods of the instance are wrapped; with the flag off the worker is left as it is",
     link="https://docs.vllm.ai/en/latest/design/plugin_system/",
-    probe="the census line after warm-up; its absence shows",
+    probe="the status file line after warm-up; its absence shows",
     remove_when="vLLM calls plugins after a worker has loaded its weights and after its warm-up",
     apply=lambda calls: install_if_loaded(calls.attach),
     # Without it no kernel is checked, and no graph is rewritten.

@@ -39,7 +39,7 @@ class Check:
     find: Finding
 
     def reason(self, inputs: DecodeInputs, platform: Platform) -> str | None:
-        """The sentence for a refusal, or None where the precondition holds."""
+        """The sentence for a skip, or None where the precondition holds."""
         found = self.find(inputs, platform)
         return None if found is None else f"{self.name}: {found}; {self.why}; {self.remedy}"
 
@@ -188,14 +188,14 @@ CHECKS = (
     Check("rocm", "before ROCm 7 AITER's bf16 is an integer type and its arithmetic garbage (inferred)",
           "use an image with ROCm 7 or newer", _rocm),
     Check("arch", "the op is built and self-checked for gfx942 and gfx950 only",
-          "use kernel=triton or kernel=stock", _arch),
+          "use kernel=triton or kernel=vllm", _arch),
     Check("ranks", "AITER aborts on a 3-D k_pe or kv_c and on q of another rank, and misreads the rest",
           "pass q and W_UK 3-D, the others 2-D, indices 1-D", _ranks),
     Check("cache-rank", "AITER takes size(1) for the block size: a 4-D [blocks, 1, block, 576] is read as block size 1",
           "pass [blocks, block_size, 576]", _cache_rank),
     Check("cache-empty", "AITER divides by the block size and writes without looking",
           "wait until the cache is allocated", _cache_empty),
-    Check("widths", "the fast kernels are written for 512 + 64", "use kernel=triton or kernel=stock", _widths),
+    Check("widths", "the fast kernels are written for 512 + 64", "use kernel=triton or kernel=vllm", _widths),
     Check("shapes", "AITER reads rows by the slots' number and heads by q's, unchecked",
           "pass one row per token", _shapes),
     Check("cache-width", "the last dimension is not checked: rows would overlap", "pass rows of 576", _cache_width),

@@ -65,7 +65,7 @@ def _check(found: dict[str, Any], key: Mapping[str, Any]) -> None:
 
 def _figures(by: dict[str, list[float]], key: Mapping[str, Any]) -> dict[str, list[float]]:
     """One count's figures, positive numbers of known candidates, as many for each of them."""
-    if not set(by) <= set(key["candidates"]) or "stock" not in by:
+    if not set(by) <= set(key["candidates"]) or "vllm" not in by:
         raise ValueError(f"unknown candidates, or none to compare with: {', '.join(by)}")
     lengths = {len(values) for values in by.values()}
     if len(lengths) != 1 or 0 in lengths:

@@ -1,6 +1,6 @@
 """From timings to a choice per token count. Pure: equal timings give an equal choice, on every rank and start.
 
-Stock's sequence runs wherever nothing clearly beats it by ``MARGIN``; among what does, the earlier name of the static
+vLLM's sequence runs wherever nothing clearly beats it by ``MARGIN``; among what does, the earlier one of the static
 order runs unless a later one clearly beats it too.
 """
 
@@ -15,7 +15,7 @@ CLEAR = 0.75
 """A candidate is clearly faster where in this share of rounds, taken as quantile, it is faster by ``MARGIN``. A median
 alone would let a clock with 10 % of noise choose something slower; outliers in a quarter of the rounds do no harm."""
 
-STOCK = "stock"
+VLLM = "vllm"
 
 Rounds = dict[int, dict[str, list[float]]]
 """Microseconds per call by token count and candidate, one figure per round; rounds of one count are interleaved."""
@@ -32,10 +32,10 @@ def beats(ours: Sequence[float], theirs: Sequence[float]) -> bool:
 
 def fastest(samples: Mapping[str, Sequence[float]], order: Sequence[str]) -> str:
     """The candidate to run, of those in ``samples``; ``order`` is the static one."""
-    best = STOCK
+    best = VLLM
     for name in order:
-        if name != STOCK and name in samples and beats(samples[name], samples[STOCK]):
-            best = name if best == STOCK or beats(samples[name], samples[best]) else best
+        if name != VLLM and name in samples and beats(samples[name], samples[VLLM]):
+            best = name if best == VLLM or beats(samples[name], samples[best]) else best
     return best
 
 

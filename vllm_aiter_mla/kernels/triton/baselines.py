@@ -1,8 +1,8 @@
 """The strongest unfused sequence to measure against: torch.bmm, one RoPE + KV-write launch, one concat + quant launch.
 
-It is what stock vLLM does with its RoPE + KV fusion and Inductor's concat + quant fusion both on. It uses the same
+It is what unmodified vLLM does with its RoPE + KV fusion and Inductor's concat + quant fusion both on. It uses the same
 building blocks as the one launch, so the ratio measures only the number of launches.
-Its numerics are stock's: the rotated query is rounded to the activation dtype before it is quantised.
+Its numerics are vLLM's own: the rotated query is rounded to the activation dtype before it is quantised.
 """
 
 # ruff: noqa: N803

@@ -21,7 +21,7 @@ class Operand:
     """What the kernel loads of a weight.
 
     Attributes:
-        name: of ``values``, as a refusal names it.
+        name: of ``values``, as a skip names it.
         values: [N, P, L] in the activation dtype, or e4m3 codes; uint8 [N, P/2, L] of mxfp4; a view.
         scale: one float32 of e4m3 codes, e8m0 uint8 [N, L, P/32] of mxfp4, or None.
     """

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.sandbox.fake_aiter import execute
-from tests.sandbox.fake_aiter.memory import abort
+from tests.sandbox.simulated_aiter import execute
+from tests.sandbox.simulated_aiter.memory import abort
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,7 +29,7 @@ _libraries: list[torch.library.Library] = []
 
 def arch() -> str:
     """The card the fake pretends to run on (rocminfo's job); set by ``install``."""
-    return os.environ.get("FAKE_AITER_ARCH", "gfx942")
+    return os.environ.get("SIMULATED_AITER_ARCH", "gfx942")
 
 
 def register(source: Callable[..., None]) -> Callable[..., None]:

@@ -1,6 +1,6 @@
-"""The census of this process: each MLA layer's verdict, counted by the ops themselves.
+"""The status file of this process: each MLA layer's status line, counted by the ops themselves.
 
-A warm start loads a compiled artifact and never runs a pass, so a pass cannot be what counts. Refusals are known to
+A warm start loads a compiled artifact and never runs a pass, so a pass cannot be what counts. Skips are known to
 the passes only; they are noted when a graph is compiled.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Census:
-    """Verdicts by layer name.
+class Status:
+    """Status lines by layer name.
 
     Attributes:
         engaged: layers whose fused op has run, with the kernel that ran.
@@ -24,49 +24,49 @@ class Census:
     """
 
     engaged: dict[str, str] = field(default_factory=dict)
-    refused: dict[str, tuple[str, str]] = field(default_factory=dict)
+    skipped: dict[str, tuple[str, str]] = field(default_factory=dict)
     partial: dict[str, tuple[str, str]] = field(default_factory=dict)
     compiled: dict[str, dict[str, int]] = field(default_factory=dict)
     measured: list[dict[str, Any]] = field(default_factory=list)
 
 
-_census = Census()
+_status = Status()
 
 
-def current() -> Census:
-    """The census of this process."""
-    return _census
+def current() -> Status:
+    """The status file of this process."""
+    return _status
 
 
 def engage(layer_name: str, kernel: str) -> None:
     """Note that the fused op of a layer ran with ``kernel``. Cheap enough for every call."""
-    if _census.engaged.get(layer_name) != kernel:
-        _census.engaged[layer_name] = kernel
+    if _status.engaged.get(layer_name) != kernel:
+        _status.engaged[layer_name] = kernel
 
 
 def refuse(layer_name: str, code: str, reason: str) -> None:
-    """Note that a layer stays stock."""
-    _census.refused[layer_name] = (code, reason)
+    """Note that a layer is left to vLLM."""
+    _status.skipped[layer_name] = (code, reason)
 
 
 def keep_partial(layer_name: str, code: str, reason: str) -> None:
     """Note that a layer keeps a part of the passes: the first, or with ``debug.stop_after`` two."""
-    _census.partial[layer_name] = (code, reason)
+    _status.partial[layer_name] = (code, reason)
 
 
 def measure(shape: dict[str, Any]) -> None:
     """Note what was timed and chosen for one layer shape."""
-    _census.measured.append(shape)
+    _status.measured.append(shape)
 
 
 def count(compile_range: str, counts: dict[str, int]) -> None:
     """Note what the passes did to one graph of a range; a draft model brings a second graph for the same range."""
-    known = _census.compiled.setdefault(compile_range, {})
+    known = _status.compiled.setdefault(compile_range, {})
     for name, number in counts.items():
         known[name] = known.get(name, 0) + number
 
 
 def reset() -> None:
     """Forget everything: one process may build several engines, one after the other."""
-    for verdicts in (_census.engaged, _census.refused, _census.partial, _census.compiled, _census.measured):
-        verdicts.clear()
+    for outcomes in (_status.engaged, _status.skipped, _status.partial, _status.compiled, _status.measured):
+        outcomes.clear()

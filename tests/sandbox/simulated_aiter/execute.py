@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.sandbox.fake_aiter.memory import dense, fault, reinterpret
+from tests.sandbox.simulated_aiter.memory import dense, fault, reinterpret
 
 PE, LATENT, WIDTH = 64, 512, 576
 FP8_MAX = {torch.float8_e4m3fnuz: 240.0, torch.float8_e4m3fn: 448.0}

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import vllm.envs
-from tests.plan.plan_support import ENGAGING, NO_FP8_BMM, codes, planned
 
+from tests.plan.plan_support import ENGAGING, NO_FP8_BMM, codes, planned
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.commands.plan import model, printout, serve_options, verdict
+from vllm_aiter_mla.commands.plan import model, outcome, printout, serve_options
 
 DCP = ("-tp", "8", "-dcp", "2")
-PASSES = ("--additional-config", json.dumps({"aiter_mla": {"emitter": "passes"}}))
+PASSES = ("--additional-config", json.dumps({"aiter_mla": {"integration": "passes"}}))
 
 
 def test_a_supported_model_engages_on_both_cards() -> None:
     for arch in ("gfx942", "gfx950"):
         plan = planned("deepseek-r1", "-tp", "8", "--kv-cache-dtype", "fp8", arch=arch)
-        assert plan["verdict"] == "engaged"
+        assert plan["outcome"] == "engaged"
         assert plan["layers"] == {"mla": 61, "drafts": 0, "total": 61, "engaged": 61}
         assert plan["heads_per_rank"] == 16
         assert {span["kernel"] for span in plan["kernels"]} == {"aiter"}
@@ -42,7 +42,7 @@ def test_the_default_of_fp8_bmm_is_the_installed_vllms() -> None:
 
 def test_fp8_bmm_engages_with_aiter_over_weights_of_one_byte() -> None:
     plan = planned("deepseek-r1", "-tp", "8", env=FP8_BMM)
-    assert (plan["verdict"], codes(plan)) == ("engaged", [])
+    assert (plan["outcome"], codes(plan)) == ("engaged", [])
     assert {span["kernel"] for span in plan["kernels"]} == {"aiter"}
     plain = planned("deepseek-r1", "-tp", "8")
     moved = [one["figures"]["by_tokens"][1]["aiter"]["bytes"] for one in (plan, plain)]
@@ -51,7 +51,7 @@ def test_fp8_bmm_engages_with_aiter_over_weights_of_one_byte() -> None:
 
 def test_fp8_bmm_engages_with_triton_over_weights_of_one_byte() -> None:
     plan, plain = planned("deepseek-r1", "-tp", "8", *TRITON, env=FP8_BMM), planned("deepseek-r1", "-tp", "8", *TRITON)
-    assert (plan["verdict"], codes(plan)) == ("engaged", [])
+    assert (plan["outcome"], codes(plan)) == ("engaged", [])
     assert {span["kernel"] for span in plan["kernels"]} == {"triton"}
     assert plan["kernels"][-1]["detail"] == "tile 64x64/4w, static choice"
     moved = [one["figures"]["by_tokens"][1]["triton"]["bytes"] for one in (plan, plain)]
@@ -69,7 +69,7 @@ def test_nope_layers_are_refused_by_the_matchers_code() -> None:
     assert codes(plan) == ["no_rope"]
     assert (plan["layers"]["mla"], plan["layers"]["total"], plan["heads_per_rank"]) == (24, 93, 12)
     matcher = Path(admission.__file__).parent / "passes" / "match.py"
-    assert f'"{verdict.NO_ROPE[0]}"' in matcher.read_text()
+    assert f'"{outcome.NO_ROPE[0]}"' in matcher.read_text()
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
@@ -82,8 +82,8 @@ def test_two_heads_per_rank_leave_aiter_from_256_tokens_on() -> None:
     assert plan["heads_per_rank"] == 2
     small, large = plan["kernels"]
     assert (small["kernel"], small["detail"], small["last"]) == ("aiter", "its per-head kernel", 255)
-    assert (large["kernel"], large["first"]) == ("stock", 256)
-    assert "2 heads and 256 tokens land on AITER's general kernel" in large["refusals"][0][1]
+    assert (large["kernel"], large["first"]) == ("vllm", 256)
+    assert "2 heads and 256 tokens land on AITER's general kernel" in large["skips"][0][1]
 
 
 def test_the_option_aiter_view_moves_the_border() -> None:
@@ -98,7 +98,7 @@ def test_the_option_aiter_view_moves_the_border() -> None:
 )
 def test_mxfp4_weights_on_gfx950_beside_bf16_attention_engage_and_are_counted(model, arch, bytes_per_value) -> None:
     plan = planned(model, "-tp", "8", arch=arch, env=(NO_FP8_BMM, "VLLM_ROCM_USE_AITER_FP4BMM=1"))
-    assert (codes(plan), plan["verdict"]) == ([], "engaged")
+    assert (codes(plan), plan["outcome"]) == ([], "engaged")
     absorb = plan["figures"]["by_tokens"][1]["aiter"]["launches"][0]
     heads = plan["heads_per_rank"]
     assert absorb["read"] == heads * 128 * 512 * bytes_per_value + 2 * heads * 128
@@ -124,7 +124,7 @@ def test_the_table_of_checkpoints_says_what_plan_says_for_both_defaults_of_vllm(
         unset = lambda variable=variable: bool(int(os.environ.get(variable, str(int(default)))))  # noqa: E731
         monkeypatch.setitem(vllm.envs.environment_variables, variable, unset)
     plan = planned(name, "--kv-cache-dtype", "fp8", arch=arch, env=())
-    assert (plan["verdict"], codes(plan)) == ("engaged", [])
+    assert (plan["outcome"], codes(plan)) == ("engaged", [])
     assert plan["absorb_weight"] == {"activation dtype": "plain"}.get(said := before if default else since, said)
     assert needed == "nothing more"
     notes = [note for note in plan["assumptions"] if "BMM is unset: " in note]
@@ -162,12 +162,12 @@ def test_without_aiter_the_backend_is_the_reason() -> None:
 def test_the_options_of_the_graph_decide_who_emits(option: str, code: str | None) -> None:
     auto, passes = planned("kimi-k2", "-tp", "8", option), planned("kimi-k2", "-tp", "8", option, *PASSES)
     assert codes(auto) == []
-    assert auto["emitter"] == ("passes" if code is None else "module")
+    assert auto["integration"] == ("passes" if code is None else "module")
     assert (auto["why_not_passes"] or {"code": None})["code"] == code
     assert bool(auto["compile_ranges"]["inside"]) is (code is None), "the module has no compile range"
     assert codes(passes) == ([] if code is None else [code])
     said = printout.text(auto)
-    assert "emitter          " + (f"module (the passes cannot run: {code})" if code else "passes") in said
+    assert "integration          " + (f"module (the passes cannot run: {code})" if code else "passes") in said
 
 
 def test_triton_by_name_plans_for_the_named_card() -> None:
@@ -184,7 +184,7 @@ def test_triton_by_name_plans_for_the_named_card() -> None:
     [
         ("auto", "auto knows no fused kernel for sm90; kernel=triton can be asked for by name"),
         ("aiter", "kernel=aiter: AITER's op is for gfx942 and gfx950; this card is sm90"),
-        ("stock", None),
+        ("vllm", None),
     ],
 )
 def test_a_card_without_the_kernel_asked_for_is_a_reason(kernel: str, said: str | None) -> None:
@@ -192,7 +192,7 @@ def test_a_card_without_the_kernel_asked_for_is_a_reason(kernel: str, said: str 
     plan = planned("deepseek-r1", "-tp", "8", *asked, arch="sm90")
     found = [reason["message"] for reason in plan["reasons"] if reason["code"] == "kernel_unavailable"]
     assert found == ([] if said is None else [said])
-    assert {span["kernel"] for span in plan["kernels"]} == (set() if said else {"stock"})
+    assert {span["kernel"] for span in plan["kernels"]} == (set() if said else {"vllm"})
 
 
 def test_a_model_without_mla_gets_a_plan_too(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ ENGINE = admission.ConfigView(
     version_supported=False, missing=("x",), op_schema=("x",), atom_active=True, is_mla=False, is_sparse=True,
     enforce_eager=True, breakable_cudagraph=True, mode="NONE", backend="eager", dcp=2, pcp=2, hisparse=True,
     kv_cache_dtype="fp8_e5m2", model_dtype="float16",
-    use_inductor_graph_partition=False, emitter="passes",
+    use_inductor_graph_partition=False, integration="passes",
 )  # fmt: skip
 LAYER = admission.LayerView(
     impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, missing=("x",), amx_bmm=True,
@@ -222,7 +222,7 @@ PLAN_ALONE = {"vllm_refuses", "not_known"}
 
 @pytest.mark.parametrize(("view", "admit"), [(ENGINE, admission.admit_config), (LAYER, admission.admit_layer)])
 def test_a_view_with_everything_wrong_gives_every_reason_of_admission(view: Any, admit: Any) -> None:
-    found = [refusal.code for refusal in verdict._all(view, admit)]
+    found = [skip.code for skip in outcome._all(view, admit)]
     # A mode that breakable graphs did not set, and partition options given together, are each a view of their own.
     known = set(admission.ENGINE_REASONS) - {"compilation_mode", "splitting_ops", "user_pass"} - PLAN_ALONE
     shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
@@ -232,8 +232,8 @@ def test_a_view_with_everything_wrong_gives_every_reason_of_admission(view: Any,
 
 @pytest.mark.parametrize("ops", [(admission.KV_UPDATE_OP,), (admission.MLA_ATTENTION_OP, admission.KV_UPDATE_OP)])
 def test_one_cause_is_taken_out_and_the_others_stay(ops: tuple[str, ...]) -> None:
-    view = admission.ConfigView(mode="NONE", splitting_ops=ops, hisparse=True, emitter="passes")
-    codes = [refusal.code for refusal in verdict._all(view, admission.admit_config)]
+    view = admission.ConfigView(mode="NONE", splitting_ops=ops, hisparse=True, integration="passes")
+    codes = [skip.code for skip in outcome._all(view, admission.admit_config)]
     assert codes == ["hisparse", "compilation_mode", "splitting_ops"]
 
 

@@ -1,4 +1,4 @@
-"""Claims about the decode bucket's arithmetic."""
+"""Claims about the decode limit's arithmetic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_aiter_mla.bucket import SMALLEST_LIMIT, decode_limit, endpoints_with, in_bucket
+from vllm_aiter_mla.decode_limit import SMALLEST_LIMIT, decode_limit, endpoints_with, within_limit
 
 counts = st.integers(1, 4096)
 drafts = st.integers(0, 16)
@@ -20,9 +20,9 @@ def test_limit_is_sequences_times_one_plus_drafts(seqs: int, drafted: int, limit
 
 
 @given(counts, drafts)
-def test_every_decode_step_lies_inside_its_bucket(seqs: int, drafted: int) -> None:
+def test_every_decode_step_lies_inside_its_decode_limit(seqs: int, drafted: int) -> None:
     limit = decode_limit(seqs, drafted)
-    assert all(in_bucket(running * (1 + drafted), limit) for running in (1, seqs))
+    assert all(within_limit(running * (1 + drafted), limit) for running in (1, seqs))
 
 
 @given(counts, drafts, st.integers(1, 10**6))
@@ -35,7 +35,7 @@ def test_a_limit_of_one_is_raised_to_the_smallest_endpoint_vllm_keeps() -> None:
 
 
 def test_a_range_is_inside_when_it_ends_at_or_below_the_limit() -> None:
-    assert [in_bucket(end, 512) for end in (1, 511, 512, 513, 8192)] == [True, True, True, False, False]
+    assert [within_limit(end, 512) for end in (1, 511, 512, 513, 8192)] == [True, True, True, False, False]
 
 
 @given(st.lists(st.integers(2, 9999)), st.integers(2, 9999))

@@ -1,6 +1,6 @@
-"""The census on disk: one file per process and rank, and the refusals that warm starts need.
+"""The status file on disk: one file per process and rank, and the skips that warm starts need.
 
-Whatever is wrong with a file is raised to the caller, who has said the verdict by then. Fields: ``docs/files.md``.
+Whatever is wrong with a file is raised to the caller, who has said the status line by then. Fields: ``docs/files.md``.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla import evidence
-from vllm_aiter_mla.census import state
-from vllm_aiter_mla.census.record import NOT_RUN, first_reason
+from vllm_aiter_mla.status import state
+from vllm_aiter_mla.status.record import NOT_RUN, first_reason
 
 LARGEST = 2**22
-"""Bytes of a file that are read; the refusals of 61 layers take some 10 kB."""
+"""Bytes of a file that are read; the skips of 61 layers take some 10 kB."""
 
 Reasons = dict[str, list[str]]
 """[code, reason] by layer name."""
 
 
-def write_census(folder: Path, record: dict[str, Any]) -> None:
-    """Write ``census-PID-RANK.json``, and remove those of processes of this machine that have ended.
+def write_status(folder: Path, record: dict[str, Any]) -> None:
+    """Write ``status-PID-RANK.json``, and remove those of processes of this machine that have ended.
 
     Args:
         folder: where the plugin keeps its files; made where it is missing.
@@ -31,13 +31,13 @@ def write_census(folder: Path, record: dict[str, Any]) -> None:
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    stamped = record | {"process": process(os.getpid())} | evidence.stamp("census", 2)
-    evidence.write(folder / f"census-{os.getpid()}-{record['rank']}.json", stamped)
+    stamped = record | {"process": process(os.getpid())} | evidence.stamp("status", 2)
+    evidence.write(folder / f"status-{os.getpid()}-{record['rank']}.json", stamped)
     _remove_ended(folder)
 
 
-def keep_refusals(folder: Path, key: str, record: dict[str, Any]) -> str | None:
-    """Keep the refusals of a cold start for the warm starts that load its graphs; read what earlier ones have kept.
+def keep_skips(folder: Path, key: str, record: dict[str, Any]) -> str | None:
+    """Keep the skips of a cold start for the warm starts that load its graphs; read what earlier ones have kept.
 
     A start that compiles some graphs and loads others, as with a draft model, adds its own to those.
 
@@ -53,11 +53,11 @@ def keep_refusals(folder: Path, key: str, record: dict[str, Any]) -> str | None:
         OSError: the file cannot be written.
         ValueError: it cannot be read, is too large, or holds something else.
     """
-    path, now = folder / f"refusals-{key[:16]}-{record['rank']}.json", state.current()
-    refused: Reasons = {}
+    path, now = folder / f"skips-{key[:16]}-{record['rank']}.json", state.current()
+    skipped: Reasons = {}
     partial: Reasons = {}
     try:
-        refused, partial = read_refusals(path)
+        skipped, partial = read_skips(path)
     except FileNotFoundError:
         pass
     except Exception as error:
@@ -65,16 +65,16 @@ def keep_refusals(folder: Path, key: str, record: dict[str, Any]) -> str | None:
             raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     if now.compiled:
         folder.mkdir(parents=True, exist_ok=True)
-        kept = {"refused": refused | now.refused, "partial": partial | now.partial}
-        evidence.write(path, kept | evidence.stamp("refusals", 1))
-    unexplained = [name for name, why in record["refused"].items() if why == list(NOT_RUN)]
-    known = {name: why for name in unexplained if (why := refused.get(name) or partial.get(name))}
-    record["refused"] |= known
+        kept = {"skipped": skipped | now.skipped, "partial": partial | now.partial}
+        evidence.write(path, kept | evidence.stamp("skips", 1))
+    unexplained = [name for name, why in record["skipped"].items() if why == list(NOT_RUN)]
+    known = {name: why for name in unexplained if (why := skipped.get(name) or partial.get(name))}
+    record["skipped"] |= known
     record["partial"] |= {name: why for name, why in partial.items() if name in known}
-    return first_reason({"partial": record["partial"], "refused": known}) if known else None
+    return first_reason({"partial": record["partial"], "skipped": known}) if known else None
 
 
-def read_refusals(path: Path) -> tuple[Reasons, Reasons]:
+def read_skips(path: Path) -> tuple[Reasons, Reasons]:
     """(refused, partial) as a cold start wrote them.
 
     Raises:
@@ -82,16 +82,16 @@ def read_refusals(path: Path) -> tuple[Reasons, Reasons]:
         Exception: it cannot be read, is too large, or holds something else.
     """
     known = evidence.read(path, LARGEST)
-    refused, partial = known["refused"], known["partial"]
-    for table in (refused, partial):
+    skipped, partial = known["skipped"], known["partial"]
+    for table in (skipped, partial):
         for why in dict.values(table):
             if not isinstance(why, list) or [type(part) for part in why] != [str, str]:
                 raise TypeError(f"[code, reason] expected, not {why!r:.60}")
-    return refused, partial
+    return skipped, partial
 
 
 def _remove_ended(folder: Path) -> None:
-    for path in folder.glob("census-*-*.json"):
+    for path in folder.glob("status-*-*.json"):
         try:
             record = evidence.read(path, LARGEST)
             if record[evidence.KEY]["host"] == evidence.host() and has_ended(record["process"]):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from vllm_aiter_mla.admission import ConfigView, LayerView, Refusal, admit_config, admit_layer
+from vllm_aiter_mla.admission import ConfigView, LayerView, Skip, admit_config, admit_layer
 from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.compat import offline, surface
@@ -31,23 +31,23 @@ NO_ROPE = ("no_rope", "no rotary embedding is applied to q (a NoPE layer, or out
 NOT_KNOWN = "not known"
 
 
-def engine_reasons(options: ServeOptions, model: ModelFacts) -> list[Refusal]:
+def engine_reasons(options: ServeOptions, model: ModelFacts) -> list[Skip]:
     """Every reason for which no layer would engage, in the order in which they would stop the fast path."""
     own = []
-    if model.vllm.refusals:
-        own.append(Refusal("vllm_refuses", "; ".join(model.vllm.refusals)))
+    if model.vllm.skips:
+        own.append(Skip("vllm_refuses", "; ".join(model.vllm.skips)))
     if model.vllm.unknown:
-        own.append(Refusal("not_known", "; ".join(model.vllm.unknown)))
+        own.append(Skip("not_known", "; ".join(model.vllm.unknown)))
     return own + _all(config_view(options, model), admit_config)
 
 
-def layer_reasons(options: ServeOptions, model: ModelFacts, kind: Kind) -> list[Refusal]:
+def layer_reasons(options: ServeOptions, model: ModelFacts, kind: Kind) -> list[Skip]:
     """Every reason against the layers of one kind."""
     found = _all(layer_view(options, model, kind.layer), admit_layer)
     if not kind.layer.has_rope:
-        found.append(Refusal(*NO_ROPE))
+        found.append(Skip(*NO_ROPE))
     if kind.layer.unknown:
-        found.append(Refusal("not_known", f"vLLM does not say how it holds kv_b_proj: {kind.layer.unknown}"))
+        found.append(Skip("not_known", f"vLLM does not say how it holds kv_b_proj: {kind.layer.unknown}"))
     return found
 
 
@@ -80,7 +80,7 @@ def layer_view(options: ServeOptions, model: ModelFacts, layer: MlaLayer) -> Lay
         dcp_world_size=options.view.dcp,
         pcp_world_size=options.view.pcp,
         hisparse=options.view.hisparse,
-        # Heads that the ranks do not divide are vLLM's own refusal, not a wrong geometry.
+        # Heads that the ranks do not divide are vLLM's own skip, not a wrong geometry.
         num_heads=heads_per_rank(options, layer.heads) or layer.heads,
         qk_nope_head_dim=layer.nope,
         qk_rope_head_dim=layer.rope,
@@ -129,24 +129,24 @@ def implementation(options: ServeOptions, model: ModelFacts) -> str:
     return "AiterMLAImpl" if aiter else "TritonMLAImpl"
 
 
-def _all(view: Any, admit: Callable[[Any], Refusal | None]) -> list[Refusal]:
-    """Every refusal of the view: each one's cause is put back to its default, and the question asked again."""
+def _all(view: Any, admit: Callable[[Any], Skip | None]) -> list[Skip]:
+    """Every skip of the view: each one's cause is put back to its default, and the question asked again."""
     found = []
-    while (refusal := admit(view)) is not None:
-        found.append(refusal)
-        view = replace(view, **_cause(view, admit, refusal.code))
+    while (skip := admit(view)) is not None:
+        found.append(skip)
+        view = replace(view, **_cause(view, admit, skip.code))
     return found
 
 
-def _cause(view: Any, admit: Callable[[Any], Refusal | None], code: str) -> dict[str, Any]:
-    """The field that a refusal comes from, with its default: the defaults describe what is admitted.
+def _cause(view: Any, admit: Callable[[Any], Skip | None], code: str) -> dict[str, Any]:
+    """The field that a skip comes from, with its default: the defaults describe what is admitted.
 
     It is the last of the fields that must go, in their order, before the answer is another one.
     """
     for item in fields(view):
         view = replace(view, **{item.name: item.default})
-        refusal = admit(view)
-        if refusal is None or refusal.code != code:
+        skip = admit(view)
+        if skip is None or skip.code != code:
             # Breakable graphs are what set the mode; alone it would be a second reason.
             more = {"mode": ConfigView.mode} if item.name == "breakable_cudagraph" else {}
             return {item.name: item.default, **more}

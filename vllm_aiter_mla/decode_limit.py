@@ -1,7 +1,7 @@
-"""Decode-bucket arithmetic: which compile ranges hold decode steps. Pure, no torch, no vLLM.
+"""Decode-limit arithmetic: which compile ranges hold decode steps. Pure, no torch, no vLLM.
 
-The bucket is about speed and memory only. A short prompt or a mixed batch runs the same compiled range as a decode
-step, so nothing may rest its correctness on being inside or outside.
+The limit is about speed and memory only. A short prompt or a mixed batch runs the same compiled range as a decode step,
+so nothing may rest its correctness on being inside or outside.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 SMALLEST_LIMIT = 2
 """vLLM's ``_set_compile_ranges`` drops endpoints below 2 (a range of the single size 1 would be a shape
 specialisation). A limit of 1 would therefore never be the end of a range, and the passes would never apply: a server
-with ``max_num_seqs=1`` gets a bucket of two tokens instead."""
+with ``max_num_seqs=1`` gets a decode limit of two tokens instead."""
 
 
 def decode_limit(max_num_seqs: int, num_speculative_tokens: int, override: int | None = None) -> int:
-    """Largest number of tokens L that a decode step can hold; the bucket is ``1..L``.
+    """Largest number of tokens L that a decode step can hold; the decode limit is ``1..L``.
 
     ``L = max_num_seqs * (1 + num_speculative_tokens)`` is vLLM's own bound for decode-mode captures: each request
     brings its newly sampled token and its drafts. ``override`` replaces it.
@@ -32,8 +32,8 @@ def decode_limit(max_num_seqs: int, num_speculative_tokens: int, override: int |
     return max(max_num_seqs * (1 + num_speculative_tokens), SMALLEST_LIMIT)
 
 
-def in_bucket(range_end: int, limit: int) -> bool:
-    """Whether a compile range ending at ``range_end`` tokens lies inside the bucket ``1..limit``."""
+def within_limit(range_end: int, limit: int) -> bool:
+    """Whether a compile range ending at ``range_end`` tokens lies within the decode limit ``1..limit``."""
     return range_end <= limit
 
 

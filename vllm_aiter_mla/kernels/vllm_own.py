@@ -1,4 +1,4 @@
-"""The ``stock`` back end: the sequence that vLLM itself runs, its fusions on. Others are timed against it."""
+"""The ``vllm`` back end: the sequence that vLLM itself runs, its fusions on. Others are timed against it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class VLLMKernels(Protocol):
         ...
 
 
-class StockBackend(KernelBackend):
+class VLLMBackend(KernelBackend):
     """RoPE + KV write in place, absorb BMM, concat + quantisation: three launches, of vLLM's kernels, nothing copied.
 
     **It rotates q and k_pe of its inputs in place**, as vLLM does: who calls it twice, or compares its result with
@@ -51,7 +51,7 @@ class StockBackend(KernelBackend):
     returns the absorbed query alone.
     """
 
-    name = "stock"
+    name = "vllm"
     trusted = True
 
     def __init__(self, vllm: VLLMKernels, arch: str = "") -> None:
@@ -88,11 +88,11 @@ class StockBackend(KernelBackend):
         )
 
 
-def factory(platform: Platform, vllm: VLLMKernels) -> StockBackend | str:
+def factory(platform: Platform, vllm: VLLMKernels) -> VLLMBackend | str:
     """The back end, or why this vLLM build has no such kernels."""
     if not vllm.has_rope_and_write():
         return "this build of vLLM has no concat_and_cache_mla_rope_fused"
-    return StockBackend(vllm, platform.arch)
+    return VLLMBackend(vllm, platform.arch)
 
 
 def may_take_parts(arch: str, heads: int, fp8_cache: bool) -> bool:

@@ -1,8 +1,8 @@
 """``vllm:aiter_mla_layers{state="engaged|refused"}`` and ``vllm:aiter_mla_saved_microseconds{tokens="64"}``: how their
 figures get from the workers to the front end.
 
-The census is taken in worker processes; metrics are served by the front end, which is another process, and with
-several API servers by several. So each worker writes its verdicts to a folder of this run that it finds through the
+The status file is taken in worker processes; metrics are served by the front end, which is another process, and with
+several API servers by several. So each worker writes its status lines to a folder of this run that it finds through the
 environment, and the front end reads them when vLLM builds its Prometheus metrics, after the engines have warmed up.
 
 Limits: workers on another machine (Ray) share neither the folder nor the variable; a run whose workers wrote nothing
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla import evidence
-from vllm_aiter_mla.census.file import has_ended, process
-from vllm_aiter_mla.census.record import saved_us
+from vllm_aiter_mla.status.file import has_ended, process
+from vllm_aiter_mla.status.record import saved_us
 
 NAME = "vllm:aiter_mla_layers"
-HELP = "MLA layers by verdict of vllm-aiter-mla: on the fast path (engaged) or left as they are (refused)."
+HELP = "MLA layers by status line of vllm-aiter-mla: on the fast path (engaged) or left as they are (refused)."
 SAVED = "vllm:aiter_mla_saved_microseconds"
 SAVED_HELP = (
     "Microseconds that one decode step saves in its MLA layers against vLLM's own kernels, by tokens in the step: "
@@ -49,7 +49,7 @@ def prepare() -> None:
 
 
 def publish(record: dict[str, Any], declined: bool = False) -> None:
-    """Leave one worker's census for the front end; nothing happens where no run was prepared.
+    """Leave one worker's status for the front end; nothing happens where no run was prepared.
 
     Args:
         record: of ``record.as_record``.
@@ -62,7 +62,7 @@ def publish(record: dict[str, Any], declined: bool = False) -> None:
     folder = os.environ.get(FOLDER)
     if folder and Path(folder).is_dir():
         name = _DECLINED if declined else f"{os.getpid()}-{record['rank']}.json"
-        layers: dict[str, Any] = {key: sorted(record[key]) for key in ("engaged", "refused")}
+        layers: dict[str, Any] = {key: sorted(record[key]) for key in ("engaged", "skipped")}
         layers["saved_us"] = saved_us(record)
         about = {"engine": record.get("engine") or "0", "process": process(os.getpid())}
         evidence.write(Path(folder) / name, layers | about | evidence.stamp("gauge", 1))
@@ -108,5 +108,5 @@ def counts(records: Sequence[dict[str, Any]]) -> dict[str, int]:
     if not records:
         return {}
     engaged = {name for record in records for name in record["engaged"]}
-    refused = {name for record in records for name in record["refused"]}
-    return {"engaged": len(engaged - refused), "refused": len(refused)}
+    skipped = {name for record in records for name in record["skipped"]}
+    return {"engaged": len(engaged - skipped), "skipped": len(skipped)}

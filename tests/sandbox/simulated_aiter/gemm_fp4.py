@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.sandbox.fake_aiter.op import arch
+from tests.sandbox.simulated_aiter.op import arch
 
 # What a test wants to know about the calls so far: heads, rows, and whether the result was divided.
 calls: list[tuple[int, int, bool]] = []

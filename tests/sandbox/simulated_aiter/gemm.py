@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.sandbox.fake_aiter.execute import FP8_MAX, encode
+from tests.sandbox.simulated_aiter.execute import FP8_MAX, encode
 
 # What a test wants to know about the calls so far: heads and rows.
 calls: list[tuple[int, int]] = []

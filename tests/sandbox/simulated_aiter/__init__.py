@@ -10,6 +10,6 @@ hardware.
 raw reads and the ways to die.
 """
 
-from tests.sandbox.fake_aiter.trees import VERSIONS, install, write_tree
+from tests.sandbox.simulated_aiter.trees import VERSIONS, install, write_tree
 
 __all__ = ["VERSIONS", "install", "write_tree"]

@@ -1,4 +1,4 @@
-"""Claims about the module emitter without an engine: whose forward it replaces, which rotations it knows, which layers
+"""Claims about the module integration without an engine: what it replaces, and which layers
 it leaves alone."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from vllm_aiter_mla import module
-from vllm_aiter_mla.census import state
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
 from vllm_aiter_mla.module import emission, rope, wrapper
+from vllm_aiter_mla.status import state
 
 WIDTH = 64
 NAME = "MultiHeadLatentAttentionWrapper"
@@ -41,9 +41,9 @@ def test_the_installed_vllms_forwards_are_known() -> None:
 def test_a_forward_that_somebody_has_wrapped_is_not_known(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = cls.forward  # type: ignore[attr-defined]
     monkeypatch.setattr(cls, "forward", functools.wraps(inner)(lambda *args: inner(*args)))
-    refusal = compat_wrapper.why_unknown_code()
-    assert refusal is not None
-    assert cls.__name__ in refusal.message
+    skip = compat_wrapper.why_unknown_code()
+    assert skip is not None
+    assert cls.__name__ in skip.message
     with module.installed():
         assert NAME not in op_registry_oot, "nothing of an unknown vLLM is replaced"
 
@@ -92,7 +92,7 @@ def test_another_plugins_replacement_stays() -> None:
 
 def test_a_wrapper_that_nobody_has_admitted_runs_vllms_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     cls = wrapper.fused_class()
-    monkeypatch.setattr(compat_wrapper.stock_class(), "forward", lambda self, *args: args)
+    monkeypatch.setattr(compat_wrapper.vllm_class(), "forward", lambda self, *args: args)
     one = cls.__new__(cls)
     torch.nn.Module.__init__(one)
     positions, hidden = torch.arange(3), torch.zeros(3, 8)
@@ -148,18 +148,18 @@ def test_a_known_class_that_rotates_otherwise_is_refused(embedding: Callable[...
     one = embedding(True, torch.float32)
     inner = one.forward
     one.forward = lambda positions, q, k: wrong(inner)(positions.clamp(max=510), q[:, :1], k)
-    refusal = rope.why_not(stub(one))
-    assert refusal is not None
-    assert refusal.code == "query_not_rope"
+    skip = rope.why_not(stub(one))
+    assert skip is not None
+    assert skip.code == "query_not_rope"
 
 
 def test_the_other_pairing_is_refused(embedding: Callable[..., Any]) -> None:
     one = embedding(True)
     one.is_neox_style = False
     one.forward = embedding(True).forward
-    refusal = rope.why_not(stub(one))
-    assert refusal is not None
-    assert refusal.code == "query_not_rope"
+    skip = rope.why_not(stub(one))
+    assert skip is not None
+    assert skip.code == "query_not_rope"
 
 
 def test_unknown_partial_and_scaled_rotations_are_refused(embedding: Callable[..., Any]) -> None:
@@ -176,9 +176,9 @@ def test_unknown_partial_and_scaled_rotations_are_refused(embedding: Callable[..
         "partial_rotary": stub(narrow),
     }
     for code, one in cases.items():
-        refusal = rope.why_not(one)
-        assert refusal is not None
-        assert refusal.code == code
+        skip = rope.why_not(one)
+        assert skip is not None
+        assert skip.code == code
     scaled = rope.why_not(stub(embedding(True, torch.float16), llama_4_scaling={"beta": 0.1}))
     assert scaled is not None
     assert "llama_4_scaling" in scaled.message
@@ -187,13 +187,15 @@ def test_unknown_partial_and_scaled_rotations_are_refused(embedding: Callable[..
 # -- the layers
 
 
-def test_a_layer_outside_vllms_wrapper_stays_stock_with_its_reason() -> None:
+def test_a_layer_outside_vllms_wrapper_is_left_to_vllm_with_its_reason() -> None:
     state.reset()
     emission.emit({"model.layers.0.attn": torch.nn.Module()})
-    assert state.current().refused["model.layers.0.attn"][0] == "unknown_forward"
+    assert state.current().skipped["model.layers.0.attn"][0] == "unknown_forward"
 
 
-def test_a_layer_that_cannot_be_looked_at_stays_stock_and_the_others_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[Any] = []
 
     def wrapper_of(attention: Any) -> Any:
@@ -203,11 +205,11 @@ def test_a_layer_that_cannot_be_looked_at_stays_stock_and_the_others_are_asked(m
     state.reset()
     monkeypatch.setattr(wrapper, "wrapper_of", wrapper_of)
     emission.emit({"a": torch.nn.Module(), "b": torch.nn.Module()})
-    assert {name: code for name, (code, _) in state.current().refused.items()} == dict.fromkeys("ab", "not_evaluated")
+    assert {name: code for name, (code, _) in state.current().skipped.items()} == dict.fromkeys("ab", "not_evaluated")
     assert len(asked) == 2
 
 
-def test_an_attention_module_that_something_hooks_stays_stock() -> None:
+def test_an_attention_module_that_something_hooks_is_left_to_vllm() -> None:
     attention = MLAAttention.__new__(MLAAttention)
     torch.nn.Module.__init__(attention)
     one = SimpleNamespace(mla_attn=attention)
@@ -216,19 +218,19 @@ def test_an_attention_module_that_something_hooks_stays_stock() -> None:
     assert other is not None
     assert "Identity" in other.message
     handle = one.mla_attn.register_forward_hook(lambda *args: None)
-    refusal = compat_wrapper.why_unknown(one)
-    assert refusal is not None
-    assert refusal.code == "unknown_forward"
+    skip = compat_wrapper.why_unknown(one)
+    assert skip is not None
+    assert skip.code == "unknown_forward"
     handle.remove()
     assert compat_wrapper.why_unknown(one) is None
     one.mla_attn.forward = lambda q: q
     assert compat_wrapper.why_unknown(one) is not None
 
 
-@pytest.mark.parametrize(("mode", "flag", "refused"), [("VLLM_COMPILE", True, True), ("NONE", True, False),
+@pytest.mark.parametrize(("mode", "flag", "skipped"), [("VLLM_COMPILE", True, True), ("NONE", True, False),
                                                        ("VLLM_COMPILE", False, False)])  # fmt: skip
-def test_a_layer_whose_output_vllm_would_quantise_stays_stock(
-    mode: str, flag: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_layer_whose_output_vllm_would_quantise_is_left_to_vllm(
+    mode: str, flag: bool, skipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compilation = SimpleNamespace(
         mode=SimpleNamespace(name=mode), pass_config=SimpleNamespace(fuse_attn_quant=flag)
@@ -239,5 +241,5 @@ def test_a_layer_whose_output_vllm_would_quantise_stays_stock(
     state.reset()
     monkeypatch.setattr(wrapper, "wrapper_of", lambda attention: found)
     (key,) = emission.emit({"a": torch.nn.Module()})
-    assert (key == "a: fused_output_quant") is refused
+    assert (key == "a: fused_output_quant") is skipped
     assert found.is_neox is None, "what was emitted before is taken back"

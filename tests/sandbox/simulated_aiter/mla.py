@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.sandbox.fake_aiter.memory import abort
+from tests.sandbox.simulated_aiter.memory import abort
 
 HEADS = 16
 """The decode kernels take multiples of so many query heads: vLLM pads the query."""

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 
 import torch
 
+from tests.sandbox.simulated_aiter.op import FP8
+from tests.sandbox.simulated_aiter.trees import install
 from vllm_aiter_mla.kernels.platform import Platform
-from tests.sandbox.fake_aiter.op import FP8
-from tests.sandbox.fake_aiter.trees import install
 
 ROCM = (7, 0)
-_ENV = "FAKE_AITER_ARCH"
+_ENV = "SIMULATED_AITER_ARCH"
 _installed = ExitStack()
 atexit.register(_installed.close)
 
@@ -22,7 +22,7 @@ atexit.register(_installed.close)
 def pretend(arch: str) -> Platform:
     """Install the fake for ``arch`` for the rest of this process, and fake the platform checks that lead to it.
 
-    Two checks are faked: what the plugin takes the card for, and vLLM's fp8 type (e4m3fnuz on gfx942, of which stock
+    Two checks are faked: what the plugin takes the card for, and vLLM's fp8 type (e4m3fnuz on gfx942, of which vLLM
     vLLM uses 224 of the 240 it reaches). Call it after vLLM's plugins are loaded and before a config is built.
     Spawned workers inherit the import path and the environment, and call :func:`resume`.
 
@@ -30,7 +30,7 @@ def pretend(arch: str) -> Platform:
         ValueError: ``arch`` is neither "gfx942" nor "gfx950".
     """
     if arch not in FP8:
-        raise ValueError(f"the fake AITER knows gfx942 and gfx950, not {arch!r}")
+        raise ValueError(f"the simulated AITER knows gfx942 and gfx950, not {arch!r}")
     _installed.close()
     _installed.enter_context(install(arch))
     return _fake_platform(arch)

@@ -1,7 +1,7 @@
 """Packages named ``aiter`` on disk: the good one, the old ones, and those that only look like it.
 
 The source of ``aiter/ops/cache.py`` is written as text, because the probe reads it as text; what the op does is
-``tests.sandbox.fake_aiter.op``.
+``tests.sandbox.simulated_aiter.op``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TENSORS = (
     "q_nope", "q_pe", "kv_c", "k_pe", "kv_cache", "q_out", "slot_mapping", "k_scale", "q_scale", "positions",
     "cos_cache", "sin_cache",
 )  # fmt: skip
-_SOURCE = '''"""Stand-in for AITER's cache ops, written by tests.sandbox.fake_aiter."""
+_SOURCE = '''"""Stand-in for AITER's cache ops, written by tests.sandbox.simulated_aiter."""
 
 from torch import Tensor
 
@@ -42,25 +42,25 @@ def fused_qk_rope_concat_and_cache_mla(
 """
 _TRITON = '''"""Stand-in for one of AITER's Triton functions."""
 
-from tests.sandbox.fake_aiter.{module} import {function} as {name}
+from tests.sandbox.simulated_aiter.{module} import {function} as {name}
 '''
 _MLA = '''"""Stand-in for AITER's MLA decode."""
 
-from tests.sandbox.fake_aiter.mla import mla_decode_fwd
+from tests.sandbox.simulated_aiter.mla import mla_decode_fwd
 '''
 _GLUON = '''"""Stand-in for AITER's MLA decode of few heads."""
 
-from tests.sandbox.fake_aiter.mla import mla_gluon
+from tests.sandbox.simulated_aiter.mla import mla_gluon
 '''
 _DTYPES = '''"""Stand-in for AITER's names of dtypes."""
 
 import torch
 
-from tests.sandbox.fake_aiter import op
+from tests.sandbox.simulated_aiter import op
 
 fp8, fp16, bf16 = op.FP8[op.arch()], torch.float16, torch.bfloat16
 '''
-_INIT = """from tests.sandbox.fake_aiter.mla import (  # noqa
+_INIT = """from tests.sandbox.simulated_aiter.mla import (  # noqa
     flash_attn_varlen_func,
     get_mla_metadata_info_v1,
     get_mla_metadata_v1,
@@ -77,7 +77,7 @@ _TRITON_FUNCTIONS = (
 )
 _CORE = '''"""Stand-in for AITER's just-in-time layer: registers the one op the fake has."""
 
-from tests.sandbox.fake_aiter import op
+from tests.sandbox.simulated_aiter import op
 
 
 def compile_ops(_md_name: str, **_options: object):
@@ -155,10 +155,10 @@ def install(arch: str = "gfx942", version: str = "0.1.20", root: Path | None = N
     A context manager: on leaving, path, environment and ``sys.modules`` are as before. The registered op stays, as a
     torch op cannot be unregistered safely; it obeys the ``arch`` of the latest ``install``. Yields the directory.
     """
-    with tempfile.TemporaryDirectory(prefix="fake-aiter-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="simulated-aiter-") as temporary:
         root = write_tree(root or Path(temporary), version)
-        saved = {name: os.environ.get(name) for name in ("PYTHONPATH", "FAKE_AITER_ARCH")}
-        os.environ["FAKE_AITER_ARCH"] = arch
+        saved = {name: os.environ.get(name) for name in ("PYTHONPATH", "SIMULATED_AITER_ARCH")}
+        os.environ["SIMULATED_AITER_ARCH"] = arch
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), saved["PYTHONPATH"])))
         hidden = _take_out()
         sys.path.insert(0, str(root))
