@@ -185,8 +185,8 @@ def _print(outcomes: list[Outcome], console: Console) -> None:
         for line in outcome.result.log:
             if "engaged" in line:
                 console.print(f"{outcome.run.name}: {line[line.index('aiter-mla:') :]}", highlight=False)
-    outcome = "every bound holds" if all(outcome.ok for outcome in outcomes) else "A BOUND IS MISSED"
-    console.print(f"demo: {outcome}", style="green" if "holds" in outcome else "red")
+    ok = all(outcome.ok for outcome in outcomes)
+    console.print(f"demo: {'every bound holds' if ok else 'A BOUND IS MISSED'}", style="green" if ok else "red")
 
 
 def _keep(folder: Path, outcomes: list[Outcome], record: dict[str, Any]) -> None:

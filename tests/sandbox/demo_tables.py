@@ -40,7 +40,7 @@ def scenario_table(outcomes: list[Outcome]) -> Table:
         table.add_column(heading, justify="left" if heading in ("run", "scenario", "outcome") else "right")
     for outcome in outcomes:
         for name, found in outcome.figures.items():
-            outcome = "reported" if outcome.run.bound is None else "ok" if outcome.scenario_ok(name) else "MISSED"
+            said = "reported" if outcome.run.bound is None else "ok" if outcome.scenario_ok(name) else "MISSED"
             table.add_row(
                 outcome.run.name,
                 name,
@@ -49,7 +49,7 @@ def scenario_table(outcomes: list[Outcome]) -> Table:
                 f"{found.top1_agreement:.1%}",
                 f"{found.max_abs_dlogprob:.2g}",
                 f"{found.mean_abs_dlogprob:.2g}",
-                outcome,
+                said,
             )
     return table
 
