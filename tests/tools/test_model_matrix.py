@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sandbox import random_weights
+from tests.sandbox import model
 from tests.sandbox.engine import EngineFailedError
 from tests.sandbox.spec import EngineResult, EngineSpec
 from tools import model_matrix
@@ -73,13 +73,13 @@ def test_every_row_says_what_should_come_out() -> None:
 
 def test_weights_are_the_same_in_every_process_and_wide_enough_to_tell_tokens_apart() -> None:
     once, again, other = (torch.empty(64, 256) for _ in range(3))
-    random_weights.fill("lm_head.weight", once)
-    random_weights.fill("lm_head.weight", again)
-    random_weights.fill("model.layers.0.mlp.down_proj.weight", other)
+    model.fill("lm_head.weight", once)
+    model.fill("lm_head.weight", again)
+    model.fill("model.layers.0.mlp.down_proj.weight", other)
     assert torch.equal(once, again)
     assert not torch.equal(once, other)
     logits = once @ torch.ones(256)
     assert logits.std() > 1
     norm = torch.empty(256)
-    random_weights.fill("model.norm.weight", norm)
+    model.fill("model.norm.weight", norm)
     assert 0.5 < norm.min() < norm.max() < 1.5

@@ -100,7 +100,7 @@ def count_vllm(counter: Counter) -> None:
     from vllm.model_executor.layers.attention import mla_attention
     from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
 
-    from tests.sandbox import attention, piecewise
+    from tests.sandbox import attention, cuda_graphs
 
     def replace(owner: Any, name: str, what: str, bytes_of: Callable[..., int], allocations: int = 0) -> None:
         setattr(owner, name, counter.one_launch(what, getattr(owner, name), bytes_of, allocations))
@@ -117,7 +117,7 @@ def count_vllm(counter: Counter) -> None:
     replace(mla_attention, "merge_attn_states", "merge", all_operands)
     _custom_ops.concat_and_cache_mla_rope_fused = _with_its_slots(_custom_ops.concat_and_cache_mla_rope_fused)
     count_decode(counter, attention.SandboxMLAImpl)
-    frozen = piecewise._frozen
+    frozen = cuda_graphs._frozen
 
     def counted_piece(piece: Callable[..., Any], kind: str) -> Callable[..., Any]:
         run = frozen(piece, kind)
@@ -128,7 +128,7 @@ def count_vllm(counter: Counter) -> None:
 
         return call
 
-    piecewise._frozen = counted_piece
+    cuda_graphs._frozen = counted_piece
 
 
 def _with_its_slots(kernel: Callable[..., None]) -> Callable[..., None]:
