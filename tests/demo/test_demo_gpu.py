@@ -13,8 +13,8 @@ from tests.demo.test_demo import result
 from tests.sandbox import child, demo, engine, plugin, runs
 from tests.sandbox.runs import Options
 from tests.sandbox.spec import EngineSpec
+from vllm_aiter_mla import status
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.status import gauge
 
 GPU = EngineSpec(device="gpu", kernel="triton")
 
@@ -51,8 +51,8 @@ def test_the_engine_on_a_gpu_runs_on_vllms_own_platform(tmp_path):
 
 
 def test_an_engine_does_not_inherit_the_gauge_of_the_process_that_starts_it(monkeypatch, tmp_path):
-    monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
-    assert gauge.FOLDER not in engine.environment_for(EngineSpec(), tmp_path, tmp_path)
+    monkeypatch.setenv(status.RUN, str(tmp_path))
+    assert status.RUN not in engine.environment_for(EngineSpec(), tmp_path, tmp_path)
 
 
 def test_the_options_for_a_gpu_are_options_of_this_vllm(tmp_path):

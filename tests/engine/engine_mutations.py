@@ -27,7 +27,7 @@ def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:
     in every compile range; no batch of the scenarios is above the decode limit.
     """
     from vllm_aiter_mla import decode_limit
-    from vllm_aiter_mla.ops import bodies
+    from vllm_aiter_mla import ops as bodies
 
     inner = bodies.rotate_and_write
     bodies.rotate_and_write = lambda step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
@@ -87,7 +87,7 @@ def a_request_has_one_decode_row() -> None:
 
     The last one, because the first decides the next token whether or not a draft is accepted.
     """
-    from vllm_aiter_mla.ops import bodies
+    from vllm_aiter_mla import ops as bodies
 
     inner = bodies.decode
 
@@ -111,7 +111,7 @@ def padding_has_the_slot_of_another_row() -> None:
     """A row without a slot is written over a row that has one: right as long as no full graph is padded."""
     import torch
 
-    from vllm_aiter_mla.ops import bodies
+    from vllm_aiter_mla import ops as bodies
 
     inner = bodies.prepared_query
 

@@ -43,13 +43,13 @@ class Setup:
         self.config = _config(folder, kv_cache_dtype, drafts, arch, kernel)
         from vllm.config import set_current_vllm_config
 
-        from vllm_aiter_mla import layers
+        from vllm_aiter_mla import layer as layers
 
         with set_current_vllm_config(self.config):
             _alone()
             self.layer, self.rope = _layer(self.config)
             self._v2(drafts)
-        layers.trust(self.layer)  # no worker has checked its kernel here
+        layers.of(self.layer).trust()  # no worker has checked its kernel here
 
     def _v2(self, drafts: int) -> None:
         """V2's own objects, as its runner makes them."""

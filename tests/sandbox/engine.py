@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.sandbox import plugin, ray_platform
 from tests.sandbox.spec import EngineResult, EngineSpec, load, save
-from vllm_aiter_mla.status import gauge
+from vllm_aiter_mla import status
 
 # An engine of a minute takes twenty on a machine that does other work.
 TIMEOUT_S = 1800
@@ -117,8 +117,8 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
     if not spec.compile_cache:
         # Compiled C++ is found again by its source; whole graphs are not, or a planted bug would not be compiled in.
         environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
-    # This process may have built a config of its own: its engine's gauge is not this one's.
-    environment.pop(gauge.FOLDER, None)
+    # This process may have built a config of its own; its run is not this engine's.
+    environment.pop(status.RUN, None)
     return environment
 
 

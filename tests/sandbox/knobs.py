@@ -51,7 +51,7 @@ def apply(spec: EngineSpec) -> None:
 
 def count_branches() -> None:
     """Count what the op does with its batches: a claim about prefill rows is empty where none came by."""
-    from vllm_aiter_mla.ops import bodies
+    from vllm_aiter_mla import ops as bodies
 
     for name in ("prepared_query", "rotate_and_write"):
         inner = getattr(bodies, name)

@@ -74,7 +74,7 @@ def resume() -> Platform | None:
 def _fake_platform(arch: str) -> Platform:
     from vllm.platforms import current_platform
 
-    from vllm_aiter_mla import layers
+    from vllm_aiter_mla import backends
 
     platform = Platform(arch, ROCM)
 
@@ -88,8 +88,8 @@ def _fake_platform(arch: str) -> Platform:
     vllm_platform.fp8_dtype = classmethod(fp8_dtype)  # type: ignore[method-assign, assignment]
     vllm_platform.is_fp8_fnuz = classmethod(is_fp8_fnuz)  # type: ignore[method-assign, assignment]
     _renew_constants(FP8[arch])
-    layers.detect_platform = lambda: platform
-    layers.reset()
+    backends.detect_platform = lambda: platform
+    backends.forget()
     return platform
 
 
