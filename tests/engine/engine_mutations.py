@@ -152,3 +152,20 @@ def the_emitted_op_writes_no_kv_row() -> None:
     from vllm_aiter_mla.kernels import reference
 
     reference.scatter_rows = lambda cache, slots, rows: None
+
+
+def raise_when_told():
+    """Let every kernel raise once the file exists that the environment names."""
+    import os
+    from pathlib import Path
+
+    from vllm_aiter_mla import ops
+
+    inner = ops.prepared_query
+
+    def prepared_query(*args):
+        if Path(os.environ["AITER_MLA_TEST_TRIGGER"]).exists():
+            raise RuntimeError("planted")
+        return inner(*args)
+
+    ops.prepared_query = prepared_query

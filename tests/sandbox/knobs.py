@@ -40,13 +40,18 @@ def apply(spec: EngineSpec) -> None:
     if spec.graphs == "full":
         full_graphs.emulate()
     if spec.mutation:
-        module, _, function = spec.mutation.partition(":")
-        getattr(importlib.import_module(module), function)()
+        plant(spec.mutation)
     if spec.perturb:
         perturb_cache(spec.perturb)
     if spec.dump_graphs:
         dump_graphs()
     count_branches()
+
+
+def plant(mutation: str) -> None:
+    """Call "module:function", which plants a bug in this process."""
+    module, _, function = mutation.partition(":")
+    getattr(importlib.import_module(module), function)()
 
 
 def count_branches() -> None:

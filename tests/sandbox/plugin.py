@@ -7,11 +7,14 @@ own platform and its Triton MLA back end, which admission does not take in servi
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 NAME = "aiter_mla_sandbox"
 FOLDER = Path(__file__).parent / "entry_point"
 CHECKOUT = Path(__file__).resolve().parents[2]
+MUTATION = "AITER_MLA_SANDBOX_MUTATION"
+"""Environment variable: "module:function" that plants a bug in every process of a server; tests only."""
 GPU_ATTENTION = ("TRITON_MLA", "TritonMLAImpl")
 """Back end and implementation of the demo on a GPU: every CUDA and ROCm build of vLLM has them."""
 
@@ -43,6 +46,10 @@ def activate() -> None:
     KNOWN_IMPLS.add("SandboxMLAImpl")
     if resume() is not None:
         aiter_attention.resume()
+    if os.environ.get(MUTATION):
+        from tests.sandbox import knobs
+
+        knobs.plant(os.environ[MUTATION])
 
 
 def check_device(device: str) -> None:
