@@ -207,7 +207,7 @@ def counters(llm: Any) -> dict[str, float]:
 
 
 def status_records() -> list[dict[str, Any]]:
-    """The status file files that this run's workers wrote, by rank; the cache root is this run's own."""
+    """The status files that this run's workers wrote, by rank; the cache root is this run's own."""
     from vllm_aiter_mla.compat.config import cache_folder
 
     files = [path for path in cache_folder().glob("status-*.json") if path.stat().st_mtime >= _start_of_process()]
