@@ -19,8 +19,8 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from tests.sandbox import engine, gpu_ops, platform, plugin
 from tests.sandbox.card import PageIndices
 from tests.sandbox.spec import EngineSpec
+from vllm_aiter_mla import status
 from vllm_aiter_mla.compat.patches import platform_hook
-from vllm_aiter_mla.status import gauge
 
 GROUP = "vllm.general_plugins"
 
@@ -36,9 +36,9 @@ def test_no_installed_package_lists_the_sandbox():
 @pytest.mark.parametrize("spec", [EngineSpec(), EngineSpec(device="gpu"), EngineSpec(plugin=False)])
 def test_an_engine_finds_the_sandboxs_plugin_and_inherits_the_path_but_not_the_gauge(spec, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", "given")
-    monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
+    monkeypatch.setenv(status.RUN, str(tmp_path))
     environment = engine.environment_for(spec, tmp_path, tmp_path)
-    assert gauge.FOLDER not in environment
+    assert status.RUN not in environment
     first, *rest = environment["PYTHONPATH"].split(os.pathsep)
     assert rest == [str(plugin.CHECKOUT), "given"]
     (found,) = distributions(path=[first])

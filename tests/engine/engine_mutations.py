@@ -26,11 +26,10 @@ def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:
     The op rotates copies of prefill rows for their KV rows and hands the raw rows on. The passes run in every compile
     range; no batch of the scenarios is above the decode limit.
     """
-    from vllm_aiter_mla import decode_limit
-    from vllm_aiter_mla.ops import bodies
+    from vllm_aiter_mla import decode_limit, ops
 
-    inner = bodies.rotate_and_write
-    bodies.rotate_and_write = lambda step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
+    inner = ops.rotate_and_write
+    ops.rotate_and_write = lambda step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
     decode_limit.within_limit = lambda end, limit: True
 
 
@@ -87,9 +86,9 @@ def a_request_has_one_decode_row() -> None:
 
     The last one, because the first decides the next token whether or not a draft is accepted.
     """
-    from vllm_aiter_mla.ops import bodies
+    from vllm_aiter_mla import ops
 
-    inner = bodies.decode
+    inner = ops.decode
 
     def decode(step, q_prepared, output):
         n, requests = step.num_actual_tokens, step.metadata.num_decodes
@@ -97,7 +96,7 @@ def a_request_has_one_decode_row() -> None:
         rows = last.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:])
         inner(step, rows.contiguous(), output)
 
-    bodies.decode = decode
+    ops.decode = decode
 
 
 def a_mixed_batch_counts_as_decode() -> None:
@@ -111,14 +110,14 @@ def padding_has_the_slot_of_another_row() -> None:
     """A row without a slot is written over a row that has one; it shows only where a full graph is padded."""
     import torch
 
-    from vllm_aiter_mla.ops import bodies
+    from vllm_aiter_mla import ops
 
-    inner = bodies.prepared_query
+    inner = ops.prepared_query
 
     def prepared_query(step, *rest):
         return inner(step._replace(slots=torch.where(step.slots < 0, step.slots.max(), step.slots)), *rest)
 
-    bodies.prepared_query = prepared_query
+    ops.prepared_query = prepared_query
 
 
 def the_wrappers_forward_is_unknown() -> None:
@@ -152,3 +151,20 @@ def the_op_writes_no_kv_row() -> None:
     from vllm_aiter_mla.kernels import reference
 
     reference.scatter_rows = lambda cache, slots, rows: None
+
+
+def raise_when_told():
+    """Let every kernel raise once the file exists that the environment names."""
+    import os
+    from pathlib import Path
+
+    from vllm_aiter_mla import ops
+
+    inner = ops.prepared_query
+
+    def prepared_query(*args):
+        if Path(os.environ["AITER_MLA_TEST_TRIGGER"]).exists():
+            raise RuntimeError("planted")
+        return inner(*args)
+
+    ops.prepared_query = prepared_query

@@ -13,8 +13,8 @@ from tests.passes.execute import assert_rewritten_right, clone, stubs_for
 from tests.passes.graphs import Spelling
 from tests.passes.stubs import MIXED, PADDED
 from tests.passes.test_recognised import build
+from vllm_aiter_mla import ops as bodies
 from vllm_aiter_mla.compat import context
-from vllm_aiter_mla.ops import adapter, bodies
 
 pytestmark = pytest.mark.mutation
 
@@ -76,7 +76,7 @@ def test_mutation_i7_fake_reads_the_layer(op: str) -> None:
     at = next(i for i, arg in enumerate(OPS[op]._schema.arguments) if arg.name == "layer_name")
 
     def nosy(*args: Any) -> Any:
-        adapter.layer_step(args[at])
+        bodies.layer_step(args[at])
         return FAKES[op](*args)
 
     with pytest.raises(AssertionError):

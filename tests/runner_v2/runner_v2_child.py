@@ -62,7 +62,7 @@ class Setup:
         from vllm.config import set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-        from vllm_aiter_mla import layers
+        from vllm_aiter_mla import layer
 
         with set_current_vllm_config(self.config):
             meeting = f"file://{tempfile.mkdtemp()}/meeting"
@@ -70,7 +70,7 @@ class Setup:
             initialize_model_parallel(1, 1)
             self.layer, self.rope = _layer(self.config)
             self._v2()
-        layers.trust(self.layer)  # no worker has checked its kernel here
+        layer.of(self.layer).trust()  # no worker has checked its kernel here
 
     def _v2(self) -> None:
         """Make V2's own objects, as its runner does."""

@@ -93,15 +93,15 @@ def _change_checks(arch: str) -> None:
     """
     from vllm.platforms import current_platform
 
-    from vllm_aiter_mla import layers
+    from vllm_aiter_mla import backends
 
     dtype, card = FP8[arch], Platform(arch, ROCM)
     vllm_platform: Any = type(current_platform)
     vllm_platform.fp8_dtype = classmethod(lambda cls: dtype)
     vllm_platform.is_fp8_fnuz = classmethod(lambda cls: dtype == torch.float8_e4m3fnuz)
     _renew_constants(dtype)
-    layers.detect_platform = lambda: card
-    layers.reset()
+    backends.detect_platform = lambda: card
+    backends.forget()
 
 
 def _renew_constants(dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.sandbox import platform, plugin
 from tests.sandbox.spec import EngineResult, EngineSpec, load, save
-from vllm_aiter_mla.status import gauge
+from vllm_aiter_mla import status
 
 # An engine of a minute takes twenty on a machine that does other work.
 TIMEOUT_S = 1800
@@ -111,8 +111,8 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
     if not spec.compile_cache:
         # Compiled C++ is found again by its source. Whole graphs must not be, or a planted bug is not compiled in.
         environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
-    # This process may have built a config itself; the engine must not write into the gauge of this process.
-    environment.pop(gauge.FOLDER, None)
+    # This process may have built a config itself; the engine must not write into this process's run.
+    environment.pop(status.RUN, None)
     return environment
 
 

@@ -34,25 +34,30 @@ def apply(spec: EngineSpec) -> None:
     if spec.graphs:
         cuda_graphs.emulate(spec.graphs)
     if spec.mutation:
-        module, _, function = spec.mutation.partition(":")
-        getattr(importlib.import_module(module), function)()
+        plant(spec.mutation)
     if spec.dump_graphs:
         dump_graphs()
     count_branches()
 
 
+def plant(mutation: str) -> None:
+    """Call "module:function", which plants a bug in this process."""
+    module, _, function = mutation.partition(":")
+    getattr(importlib.import_module(module), function)()
+
+
 def count_branches() -> None:
     """Count what the op does with its batches: a claim about prefill rows is empty where none came by."""
-    from vllm_aiter_mla.ops import bodies
+    from vllm_aiter_mla import ops
 
     for name in ("prepared_query", "rotate_and_write"):
-        inner = getattr(bodies, name)
+        inner = getattr(ops, name)
 
         def counted(*args: Any, name: str = name, inner: Any = inner) -> Any:
             BRANCHES[name] += 1
             return inner(*args)
 
-        setattr(bodies, name, counted)
+        setattr(ops, name, counted)
 
 
 def plain_linears() -> None:

@@ -7,11 +7,14 @@ back end, which is not admitted in serving.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 NAME = "aiter_mla_sandbox"
 FOLDER = Path(__file__).parent / "entry_point"
 CHECKOUT = Path(__file__).resolve().parents[2]
+MUTATION = "AITER_MLA_SANDBOX_MUTATION"
+"""Environment variable: "module:function" that plants a bug in every process of a server; tests only."""
 GPU_ATTENTION = ("TRITON_MLA", "TritonMLAImpl")
 """Back end and implementation of the demo on a GPU: every CUDA and ROCm build of vLLM has them."""
 
@@ -41,6 +44,10 @@ def activate() -> None:
     platform.allow_fp8_mla(type(current_platform))
     KNOWN_IMPLS.add("SandboxMLAImpl")
     card.resume()
+    if os.environ.get(MUTATION):
+        from tests.sandbox import knobs
+
+        knobs.plant(os.environ[MUTATION])
 
 
 def check_device(device: str) -> None:

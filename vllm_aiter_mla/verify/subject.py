@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
+from vllm_aiter_mla import ops as bodies
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.verify.buffers import Buffers
 from vllm_aiter_mla.verify.layer import Rows
 

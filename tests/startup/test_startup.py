@@ -13,8 +13,8 @@ import torch
 from vllm.platforms import current_platform
 
 from tests.ops.opcalls import NAME, layer_of
-from vllm_aiter_mla import decode_limit, layers, worker
-from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla import decode_limit, startup, status
+from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
@@ -23,8 +23,6 @@ from vllm_aiter_mla.compat.patches import worker_hook
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import Settings, SettingsError
-from vllm_aiter_mla.status import record
-from vllm_aiter_mla.status import state as status
 
 
 class Worker:
@@ -44,7 +42,7 @@ class Worker:
         self.vllm_config.compute_hash = lambda: "k" * 64
         self.vllm_config.additional_config = {"aiter_mla": {"enabled": True} | options}
         self.dummies = 0
-        worker.attach(self)
+        startup.attach(self)
 
     def load_model(self) -> str:
         return "loaded"
@@ -64,6 +62,10 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[int, str]
     monkeypatch.setattr(log, "_said", set())
     monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path)
     return lines
+
+
+def layer_in(one: Worker) -> layers.Layer:
+    return layers.of(compat_config.mla_modules(one.vllm_config)[NAME])
 
 
 def ours(limit: int = 16) -> AiterMLAPipeline:
@@ -87,8 +89,8 @@ def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_: Any, options: d
 
 def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch) -> None:
     given: list[Any] = []
-    check = worker.check_layers
-    monkeypatch.setattr(worker, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs)))
+    check = startup.check_layers
+    monkeypatch.setattr(startup, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs)))
     status.engage("a layer of the engine before", "aiter")
     pass_ = ours()
     one = Worker(pass_)
@@ -96,7 +98,7 @@ def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, mon
     assert one.load_model() == "loaded"
     assert status.current().engaged == {}
     assert given == [{"strict": False, "capture_sizes": [1, 8], "limit": 16}]
-    assert pass_.kernels == worker.cache_key({NAME: compat_config.mla_modules(one.vllm_config)[NAME]})
+    assert pass_.kernels == startup.cache_key([layer_in(one)])
     assert pass_.uuid() != before
 
 
@@ -105,7 +107,7 @@ def test_warm_up_runs_a_dummy_batch_where_no_graph_of_the_decode_limit_was_captu
     one.load_model()
     assert one.compile_or_warm_up_model() == "warm"
     assert one.dummies == 1
-    assert said[-1] == (logging.INFO, "1/1 MLA layers engaged (reference, bf16 KV, decode limit 1..16)")
+    assert said[-1] == (logging.INFO, "1/1 MLA layers engaged (reference, bf16 KV, decode limit 16)")
 
 
 @pytest.mark.parametrize(("mode", "dummies"), [("NONE", 1), ("FULL", 0)])
@@ -117,7 +119,7 @@ def test_a_rank_whose_kernel_was_rejected_runs_as_many_dummy_batches_as_the_othe
     for one in ranks:
         one.vllm_config.compilation_config.cudagraph_mode = SimpleNamespace(name=mode)
         one.load_model()
-    layers.distrust("planted", compat_config.mla_modules(ranks[1].vllm_config)[NAME])
+    layer_in(ranks[1]).refuse("planted")
     for one in ranks:
         status.reset()
         one.compile_or_warm_up_model()
@@ -164,7 +166,7 @@ def test_a_failed_warm_up_hands_over_to_the_other_stages_and_raises_its_error_be
         return [mine]
 
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", planted)
-    monkeypatch.setattr(worker.ranks, "of_stages", of_stages)
+    monkeypatch.setattr(startup.ranks, "of_stages", of_stages)
     one = Worker(ours(), strict=True)
     one.load_model()
     with pytest.raises(KeyError, match="planted"):
@@ -178,16 +180,16 @@ def test_a_failed_warm_up_hands_over_to_the_other_stages_and_raises_its_error_be
 # What the check asks, and how each of it may raise.
 AT_THE_CHECK = {
     "status.reset": lambda patch, one: patch(status, "reset", planted),
-    "check_layers": lambda patch, one: patch(worker, "check_layers", planted),
-    "cache_key": lambda patch, one: patch(worker, "cache_key", planted),
+    "check_layers": lambda patch, one: patch(startup, "check_layers", planted),
+    "cache_key": lambda patch, one: patch(startup, "cache_key", planted),
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
     "the sizes": lambda patch, one: patch(one.vllm_config.compilation_config, "cudagraph_capture_sizes", [None]),
-    "the pass": lambda patch, one: patch(worker, "engaged_pass", planted),
-    "the options": lambda patch, one: patch(layers, "_of", planted),
+    "the pass": lambda patch, one: patch(startup, "engaged_pass", planted),
+    "the options": lambda patch, one: patch(layers, "of", planted),
     "the layer": lambda patch, one: patch(compat_layer, "layer_view", planted),
     "the weights": lambda patch, one: patch(compat_layer, "activation_dtype", planted),
-    "the back ends": lambda patch, one: patch(layers, "selector_of", planted),
-    "the decision": lambda patch, one: patch(layers, "decide", planted),
+    "the back ends": lambda patch, one: patch(layers.Layer, "kernels_to_check", planted),
+    "the decision": lambda patch, one: patch(layers.Layer, "not_admitted", planted),
     "the rows": lambda patch, one: patch(layers, "synthetic_inputs", planted),
 }
 
@@ -199,18 +201,17 @@ def test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(said, 
 
 def assert_check_fails_closed(said: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
     one = Worker(ours(), kernel="triton")
-    layer = compat_config.mla_modules(one.vllm_config)[NAME]
+    module = compat_config.mla_modules(one.vllm_config)[NAME]
     with monkeypatch.context() as patching:
         spoil(patching.setattr, one)
         assert one.load_model() == "loaded"
-    assert layers.why_unchecked(layer), "the layer counts as checked"
     lines = [level for level, text in said if "'planted'" in text or "TypeError" in text]
     assert lines == [logging.ERROR], "one line says so"
-    decision = layers.decide(layer, is_neox=True)
-    assert (decision.kernel, decision.skip) == (
-        "reference",
-        Skip("kernel_shape", str(layers.why_unchecked(layer))),
-    )
+    layer = layers.of(module)
+    assert layer.state != "trusted", "the layer counts as checked"
+    skip = layer.decide().skip
+    assert skip is not None
+    assert skip.code == "kernel_shape"
 
 
 @pytest.mark.parametrize("spoil", AT_THE_CHECK.values(), ids=AT_THE_CHECK)
@@ -222,10 +223,10 @@ def test_fail_closed_whatever_raises_at_the_check_stops_a_strict_worker(said, mo
 
 
 @pytest.mark.mutation
-def test_mutation_fail_closed_the_guard_forgets_to_distrust(said, monkeypatch) -> None:
-    monkeypatch.setattr(layers, "distrust", lambda *args: None)
+def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypatch) -> None:
+    monkeypatch.setattr(layers.Layer, "refuse", lambda self, reason: self.trust())
     with pytest.raises(AssertionError, match="counts as checked"):
-        assert_check_fails_closed(said, monkeypatch, AT_THE_CHECK["check_layers"])
+        assert_check_fails_closed(said, monkeypatch, AT_THE_CHECK["cache_key"])
 
 
 @pytest.mark.mutation
@@ -255,7 +256,7 @@ def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: b
             Worker(ours(), strict=True)
         return
     one = Worker(ours())
-    assert layers.why_unchecked(compat_config.mla_modules(one.vllm_config)[NAME])
+    assert layer_in(one).state == "unchecked"
     assert [level for level, text in said if "could not be hooked" in text] == [logging.ERROR]
 
 
@@ -266,7 +267,7 @@ def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, st
     pass_ = AiterMLAPipeline(limit=16, settings=Settings(enabled=True, strict=strict))
     with pytest.raises(SettingsError, match="strict=true") if strict else contextlib.nullcontext():
         one = Worker(pass_)
-        assert layers.why_unchecked(compat_config.mla_modules(one.vllm_config)[NAME])
+        assert "load_model" not in vars(one), "the worker is hooked"
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
@@ -353,17 +354,17 @@ def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypat
 AT_THE_STATUS = {
     "the dummy batch": lambda patch, one: patch(one, "execute_dummy_batch", planted),
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
-    "the pass": lambda patch, one: patch(worker, "engaged_pass", planted),
+    "the pass": lambda patch, one: patch(startup, "engaged_pass", planted),
     "the cache": lambda patch, one: patch(one.vllm_config, "cache_config", None),
     "the rank": lambda patch, one: patch(one, "rank", "first", raising=False),
-    "the status line": lambda patch, one: patch(record, "as_record", planted),
-    "the line": lambda patch, one: patch(record, "line", planted),
+    "the record": lambda patch, one: patch(status, "record_of", planted),
+    "the line": lambda patch, one: patch(status, "line", planted),
 }
 
 
 @pytest.mark.parametrize("spoil", AT_THE_STATUS.values(), ids=AT_THE_STATUS)
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
-def test_fail_closed_whatever_raises_at_the_outcome(said, monkeypatch, spoil: Any, strict: bool) -> None:
+def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil: Any, strict: bool) -> None:
     one = Worker(ours(), strict=strict)
     one.load_model()
     spoil(monkeypatch.setattr, one)
@@ -375,7 +376,7 @@ def test_fail_closed_whatever_raises_at_the_outcome(said, monkeypatch, spoil: An
     assert [text for level, text in said if level == logging.ERROR and "serving goes on" in text]
 
 
-def test_fail_closed_a_dummy_batch_that_raises_costs_no_outcome(said, monkeypatch, tmp_path) -> None:
+def test_fail_closed_a_dummy_batch_that_raises_costs_no_line(said, monkeypatch, tmp_path) -> None:
     one = Worker(ours())
     one.load_model()
     monkeypatch.setattr(one, "execute_dummy_batch", planted)
@@ -386,7 +387,7 @@ def test_fail_closed_a_dummy_batch_that_raises_costs_no_outcome(said, monkeypatc
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("spoilt", ["compute_hash", "cudagraph_mode"])
-def test_fail_closed_what_only_the_files_need_costs_no_outcome(said, monkeypatch, spoilt: str, strict: bool) -> None:
+def test_fail_closed_what_only_the_files_need_costs_no_line(said, monkeypatch, spoilt: str, strict: bool) -> None:
     one = Worker(ours(), strict=strict)
     one.load_model()
     config = one.vllm_config
