@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import Parser, RunError, UsageError, guarded, writable
 
 VLLM = "0.32.0"
-# lm-eval: tools/accuracy.py and its end-to-end test; it moves no version of the others. build, twine: the test of the
+# lm-eval: tools/serving.py and its end-to-end test; it moves no version of the others. build, twine: the test of the
 # packages that a release has. ray: the test of workers in its actors.
 ROOTS = (
     "torch==2.13.0",

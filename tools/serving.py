@@ -6,7 +6,7 @@
 
 `vllm bench sweep serve` starts each server and runs the client: `vllm bench serve` for times, `lm_eval` for answers.
 Both commands have to be on PATH. Options after ``--`` go to both servers. The server with the flag on runs in strict
-mode, so a layer or an engine that the plugin skips ends the comparison. docs/benchmarks.md describes the protocol.
+mode, so it does not start if nothing engages. docs/benchmarks.md describes the protocol.
 
 Exit status 0; 1 if a server or client failed, nothing engaged, or an answer is missing; 2 for a wrong option.
 """
@@ -316,7 +316,7 @@ def speed(given: argparse.Namespace, results: Results) -> tuple[list[str], dict[
         lines.append([*start, f"**invalid**: {why}"] if why else start)
     head = ["input-len", "prefix-len", "output-len", "rr"]
     head += [text for m in METRICS for text in (f"off_{m} ms", f"on_{m} ms", f"{m} off/on", f"{m}: outcome")]
-    return table(head, lines), {"rows": rows}, not any(row["invalid"] for row in rows)
+    return table(head, lines), {"rows": rows, "results": results}, not any(row["invalid"] for row in rows)
 
 
 def _invalid(values: dict[str, list[dict[str, Any]]], point: Point, given: argparse.Namespace) -> str | None:
@@ -414,7 +414,7 @@ def run(argv: Sequence[str]) -> int:
         evidence.write_text(given.out, text)
     if given.json:
         record = {"tool": f"serving {given.what}", "about": facts, "status": "; ".join(said[ON])}
-        record |= {"baseline": given.baseline, "results": results, **measured}
+        record |= {"baseline": given.baseline, **measured}
         evidence.write(given.json, record | evidence.stamp("serving", 1))
     return 0 if valid else 1
 
