@@ -18,13 +18,12 @@ pytest.importorskip("triton")
 import numpy as np
 
 from tests.tools.gfx9.gfx9_planted import PLANTED, SCALED
-from tools.gfx9 import report
+from tools.gfx9.cases import matrix
 from tools.gfx9.machine import instruction_class
 from tools.gfx9.matrix import unpack
 
 pytestmark = pytest.mark.slow
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 ARCHS = ("gfx942", "gfx950")
 # One stands where firmware enters that does not load arguments; of the other nothing is used before the next wait.
 WAITS_NOT_NEEDED = 2
@@ -34,10 +33,10 @@ WAITS_NOT_NEEDED = 2
 def answers():
     """What a process for each architecture found."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE))), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     found = {}
     for arch in ARCHS:
-        command = [sys.executable, str(HERE / "gfx9_worker.py"), arch]
+        command = [sys.executable, "-m", "tests.tools.gfx9.gfx9_worker", arch]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr
         found[arch] = json.loads(done.stdout)
@@ -154,7 +153,7 @@ def test_gfx9_matrix_of_a_variant_has_the_asked_row_counts_and_block_sizes():
     from tools import aot
 
     variant = aot.variants(aot.TARGETS["gfx942"])[4]
-    cases = list(report.matrix(variant))
+    cases = list(matrix(variant))
     assert {(c.tokens, c.variant.block_size) for c in cases} == {
         (1, 64),
         (3, 64),
@@ -164,4 +163,4 @@ def test_gfx9_matrix_of_a_variant_has_the_asked_row_counts_and_block_sizes():
         (17, 1),
         (17, 16),
     }
-    assert [c.tokens for c in report.matrix(variant, [5])] == [5]
+    assert [c.tokens for c in matrix(variant, [5])] == [5]

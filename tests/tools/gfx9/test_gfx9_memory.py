@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.tools.gfx9.gfx9_lanes import execute, fill, wave
-from tools.gfx9.errors import Fault
 from tools.gfx9.lds import conflicts
+from tools.gfx9.parse import Fault
 
 
 def with_buffer(size=1024, name="x"):

@@ -7,10 +7,9 @@ import pytest
 from tests.tools.gfx9.gfx9_lanes import execute, fill, wave
 from tools.gfx9 import code
 from tools.gfx9.code import Code
-from tools.gfx9.errors import Fault, Skipped
 from tools.gfx9.machine import Program, bind, launch
 from tools.gfx9.memory import Memory
-from tools.gfx9.parse import instruction, parse
+from tools.gfx9.parse import Fault, Skipped, instruction, parse
 
 SCALED = "v_mfma_scale_f32_16x16x128_f8f6f4 v[0:3], v[4:7], v[8:11], 0, v12, v13 "
 HEAD = ".amdhsa_kernel k\n.end_amdhsa_kernel\n"

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from tests.tools.gfx9.gfx9_lanes import EDGES, execute, fill, wave
-from tools.gfx9.errors import Fault
 from tools.gfx9.operand import signed
+from tools.gfx9.parse import Fault
 from tools.gfx9.scalar import SAVEEXEC, SOP
 
 M32, M64 = 2**32 - 1, 2**64 - 1
