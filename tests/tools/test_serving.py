@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from tools import serving
-from tools.common import UsageError
-from tools.serving import OFF, ON, Estimate
+from tools.serving import OFF, ON
 
 HERE = Path(__file__).parent
 TOOL = HERE.parents[1] / "tools" / "serving.py"
@@ -261,17 +260,6 @@ def test_vllms_sweep_and_benchmark_know_the_options(fakes: SimpleNamespace) -> N
     assert (asked.random_input_len, asked.request_rate, asked.seed, asked.ignore_eos) == (1024, 50.0, 0, True)
 
 
-@pytest.mark.parametrize(
-    ("difference", "stderr", "apart"), [(0.0, 0.0, False), (1.0, 0.5, True), (-1.0, 0.51, False), (-1.0, 0.0, True)]
-)
-def test_a_difference_counts_from_two_standard_errors_on(difference: float, stderr: float, apart: bool) -> None:
-    assert serving.distinguishable(difference, stderr) is apart
-
-
-def test_a_standard_error_is_that_of_the_mean() -> None:
-    assert serving.estimate([1.0, 2.0, 3.0]) == Estimate(2.0, pytest.approx(3**-0.5))
-
-
 @pytest.mark.mutation
 def test_mutation_a_flag_on_both_sides_is_caught(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     own = serving.server
@@ -294,8 +282,3 @@ def test_mutation_an_option_that_replaces_ours_is_caught(
     monkeypatch.setattr(serving, "_serve_option", lambda option: option)
     with pytest.raises((AssertionError, KeyError)):
         test_vllm_merges_the_users_options_with_the_tools_and_sides_differ_in_the_flag(parsed)
-
-
-def test_a_wrong_number_of_lengths_names_the_option() -> None:
-    with pytest.raises(UsageError, match="--lengths 1/2"):
-        serving.read(["speed", "M", "--lengths", "1/2"])
