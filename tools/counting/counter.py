@@ -161,3 +161,76 @@ def _has_out(schema: Any) -> bool:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+# Bytes of the kernels that a CPU runs in many steps. Rows count as the kernel handles them: of a table, a cache or a
+# slot mapping only the rows of this batch are read and written.
+
+
+def rotary(positions: torch.Tensor, query: torch.Tensor, key: Any, *rest: Any) -> int:
+    """``rotary_embedding``: query and key are read and written, with one row of the table per position."""
+    table = rest[1]
+    return 2 * sizes((query, key)) + size(positions) + positions.numel() * size(table[:1])
+
+
+def rope_and_write(
+    positions: torch.Tensor,
+    q_pe: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    table: torch.Tensor,
+    is_neox: bool,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    *rest: Any,
+) -> int:
+    """``concat_and_cache_mla_rope_fused``: q_pe and k_pe are read and written, and the KV row of each slot.
+
+    The kernel returns before it touches k_pe, kv_c and the cache where the slot is negative.
+    """
+    rows = slots.numel()
+    rotated = 2 * size(q_pe[:rows]) + rows * size(table[:1]) + size(positions[:rows])
+    return rotated + _real(slots) * (2 * size(k_pe[:1]) + size(kv_c[:1])) + write(slots, cache)
+
+
+def rope_prepare_and_write(
+    q_latent: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    cache: torch.Tensor,
+    q_out: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: torch.Tensor,
+    q_scale: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *rest: Any,
+) -> int:
+    """``fused_qk_rope_concat_and_cache_mla``: the query is read and its prepared form written, and the KV rows."""
+    rows = slots.numel()
+    query = sizes((q_latent[:rows], q_pe[:rows], q_out[:rows], positions[:rows]))
+    return query + rows * sizes((cos[:1], sin[:1])) + _real(slots) * sizes((kv_c[:1], k_pe[:1])) + write(slots, cache)
+
+
+def concat_and_write(kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> int:
+    """``concat_and_cache_mla``: rotated keys are read, the KV row of each slot is written."""
+    return _real(slots) * sizes((kv_c[:1], k_pe[:1])) + write(slots, cache)
+
+
+def write(slots: torch.Tensor, cache: torch.Tensor) -> int:
+    """The slots and the KV rows behind them."""
+    return size(slots) + _real(slots) * cache.shape[-1] * cache.itemsize
+
+
+def _real(slots: torch.Tensor) -> int:
+    return int((slots >= 0).sum())
+
+
+KERNELS: dict[str, Bytes] = {
+    "_C::rotary_embedding": rotary,
+    "_C_cache_ops::concat_and_cache_mla_rope_fused": rope_and_write,
+    "aiter::fused_qk_rope_concat_and_cache_mla": rope_prepare_and_write,
+}
+"""Bytes of one launch by the op's name. tools/ledger.py adds the Python functions that are one kernel on a GPU."""
