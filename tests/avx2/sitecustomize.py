@@ -19,7 +19,7 @@ QUESTIONS = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supp
 
 
 class AsOnAvx2:
-    """Answers ``torch.cpu``'s questions about AVX-512 with False, and lets no AVX-512 library of vLLM's load."""
+    """Answer ``torch.cpu``'s questions about AVX-512 with False, and let no AVX-512 library load."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -38,7 +38,7 @@ class AsOnAvx2:
 
 
 class IllegalInstruction:
-    """Ends the process as the first AVX-512 instruction would."""
+    """End the process as the first AVX-512 instruction would."""
 
     def create_module(self, spec: ModuleSpec) -> None:
         os.kill(os.getpid(), signal.SIGILL)
