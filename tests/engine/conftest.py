@@ -25,7 +25,7 @@ class Engines:
 
     def __init__(self, names: list[str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="aiter-mla-tests-"))
-        # The engines' processes import the planted bugs by module name, and the specs the configs of tools/.
+        # The engines' processes import the planted bugs by module name, and the specs import tests.support.
         path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
         with (self.folder / "pool.log").open("w") as log:
             self.pool = subprocess.Popen(

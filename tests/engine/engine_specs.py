@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from tests.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
 from tests.sandbox.spec import EngineSpec
-from tools.model_configs import ROWS
-from tools.model_matrix import spec_of
+from tests.support.model_configs import ROWS, spec_of
 
 MOST = 28
 """Engines that compile: one takes up to a minute. What can be shown without one is shown without one, or in eager mode,
@@ -18,7 +17,7 @@ SMALL = {"num_hidden_layers": 2}
 
 
 def _matrix_row(name: str) -> EngineSpec:
-    """A row of the model matrix in eager mode, so without YaRN, which vLLM rotates there op by op."""
+    """Return a row of the model configs in eager mode, so without YaRN, which vLLM rotates there op by op."""
     spec = spec_of(ROWS[name])
     return replace(
         spec, scenarios=("mixed",), config=spec.config | {"rope_scaling": None}, llm={"enforce_eager": True},

@@ -1,4 +1,4 @@
-"""Another architecture than DeepSeek's. All of them: ``python tools/model_matrix.py``."""
+"""Another architecture than DeepSeek's. ``test_engine_models_matrix.py`` has all of them."""
 
 from __future__ import annotations
 

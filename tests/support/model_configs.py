@@ -1,9 +1,11 @@
-"""Small configs of vLLM's dense MLA architectures, with the real widths of a head: what ``model_matrix`` runs."""
+"""Small configs of the dense MLA architectures in vLLM, with the real widths of a head, and what each should give."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+
+from tests.sandbox.spec import EngineSpec
 
 HEADS = 4
 
@@ -39,10 +41,10 @@ class Row:
 
     Attributes:
         config: the model's ``config.json``.
-        layers: its MLA layers, drafts included, of which all should engage; 0 where ``reason`` is set.
-        reason: code for which every layer, or the engine, is refused; "" where all engage.
-        not_mla: why vLLM gives its attention to no MLA layer; "" where it does. Then there is nothing to compare.
-        vllm_fails: why vLLM itself cannot run it on a CPU; "" where it can.
+        layers: number of its MLA layers, drafts included. All should engage. 0 if ``reason`` is set.
+        reason: code with which every layer, or the engine, is skipped; "" if all engage.
+        not_mla: why vLLM gives its attention to no MLA layer; "" if it does.
+        vllm_fails: why vLLM itself cannot run it on a CPU; "" if it can.
         drafts: proposed by the model's own draft layer, or by ``draft``.
         draft: ``config.json`` of a draft model (EAGLE-3).
     """
@@ -61,7 +63,7 @@ def _config(architecture: str, model_type: str, **changes: Any) -> dict[str, Any
 
 
 _V3 = _config("DeepseekV3ForCausalLM", "deepseek_v3", rope_scaling=_YARN)
-_HYBRID = "vLLM gives hybrid models blocks of 128 rows or more; its MLA kernel for CPUs takes 16 alone"
+_HYBRID = "vLLM gives hybrid models blocks of 128 rows or more; its MLA kernel for CPUs takes only 16"
 
 ROWS: dict[str, Row] = {
     "DeepSeek-V2": Row(
@@ -102,7 +104,7 @@ ROWS: dict[str, Row] = {
             "SarvamMLAForCausalLM", "sarvam_mla", q_lora_rank=None, head_dim=576,
             rope_scaling=_YARN | _DEEPSEEK_YARN, **_LING,
         ),
-        0, not_mla="sarvam_mla is none of the model types that this vLLM takes for MLA",
+        0, not_mla="this vLLM does not list the model type sarvam_mla as MLA",
     ),
     "Ling 2.5": Row(
         _config("BailingMoeV2_5ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, **_LING), 1,
@@ -136,3 +138,10 @@ ROWS: dict[str, Row] = {
         ),
     ),
 }  # fmt: skip
+
+
+def spec_of(row: Row) -> EngineSpec:
+    """Return the engine of a row with the flag on."""
+    return EngineSpec(
+        scenarios=("short", "mixed"), config=row.config, draft_config=row.draft, drafts=row.drafts, linear="aten"
+    )
