@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.sandbox import compare, engine, random_weights, runs
+from tests.sandbox import compare, engine, model, runs
 from tests.support.model_configs import ROWS, spec_of
 
 # A plugin that is off cuts no range: vLLM without the sandbox's cut, which rounds differently.
@@ -54,13 +54,13 @@ def test_every_row_says_what_should_come_out() -> None:
 
 def test_weights_are_the_same_in_every_process_and_wide_enough_to_tell_tokens_apart() -> None:
     once, again, other = (torch.empty(64, 256) for _ in range(3))
-    random_weights.fill("lm_head.weight", once)
-    random_weights.fill("lm_head.weight", again)
-    random_weights.fill("model.layers.0.mlp.down_proj.weight", other)
+    model.fill("lm_head.weight", once)
+    model.fill("lm_head.weight", again)
+    model.fill("model.layers.0.mlp.down_proj.weight", other)
     assert torch.equal(once, again)
     assert not torch.equal(once, other)
     logits = once @ torch.ones(256)
     assert logits.std() > 1
     norm = torch.empty(256)
-    random_weights.fill("model.norm.weight", norm)
+    model.fill("model.norm.weight", norm)
     assert 0.5 < norm.min() < norm.max() < 1.5

@@ -152,7 +152,7 @@ def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said) -> None:
     assert not runs_the_candidate(first[0], candidate)
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I15")
 def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypatch, said) -> None:
     shared: dict[str, str] = {}
     init = Layer.__init__
@@ -215,7 +215,7 @@ def test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said,
     assert kernels(found) == [None, None]
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I12")
 def test_mutation_fail_closed_a_check_that_raised_counts_as_made(monkeypatch, said) -> None:
     monkeypatch.setattr(Layer, "refuse", lambda self, reason: self.trust())
     with pytest.raises(AssertionError):

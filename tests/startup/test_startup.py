@@ -222,14 +222,14 @@ def test_fail_closed_whatever_raises_at_the_check_stops_a_strict_worker(said, mo
         one.load_model()
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I12")
 def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypatch) -> None:
     monkeypatch.setattr(layers.Layer, "refuse", lambda self, reason: self.trust())
     with pytest.raises(AssertionError, match="counts as checked"):
         assert_check_fails_closed(said, monkeypatch, AT_THE_CHECK["cache_key"])
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I12")
 def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monkeypatch) -> None:
     def swallowing(one: Any, method: str, then: Any, **_: Any) -> None:
         inner = getattr(one, method)
@@ -341,7 +341,7 @@ def _run_the_users_pass_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AiterMLAPipeline, "_chained_wants", lambda self, _: True)
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I5")
 @pytest.mark.parametrize(
     "plant", [_ignore_the_range, _ask_the_integration_alone, _drop_the_users_pass, _run_the_users_pass_everywhere]
 )

@@ -125,7 +125,7 @@ def the_line_is_said_twice(monkeypatch):
     monkeypatch.setattr(startup, "_say", lambda *given: (say(*given), say(*given)))
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I8")
 @pytest.mark.parametrize("plant", [every_rank_speaks, a_skipped_layer_is_forgotten, the_line_is_said_twice])
 def test_mutation_i8_a_line_that_is_not_said_once_and_whole_is_caught(said, monkeypatch, tmp_path, plant):
     plant(monkeypatch)
@@ -407,7 +407,7 @@ def test_gauge_survives_vllms_clearing_of_its_own_metrics(gauge):
     assert gauge()[labels("engaged")] == 2
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I8")
 @pytest.mark.parametrize("plant", ["not written", "engaged wins"])
 def test_mutation_a_gauge_that_does_not_follow_a_failure_is_caught(gauge, monkeypatch, plant):
     if plant == "not written":

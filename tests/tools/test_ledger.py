@@ -54,7 +54,7 @@ def test_the_tool_writes_the_page_and_exits_with_1_where_a_row_is_above(
     assert page.read_text() == f"before\n{ledger.MARKS[0]}\n{ledger.render(counted)}\n{ledger.MARKS[1]}\nafter"
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I13")
 def test_mutation_a_second_rotation_is_caught(counted: ledger.Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = bodies.rotate_and_write
 
@@ -69,7 +69,7 @@ def test_mutation_a_second_rotation_is_caught(counted: ledger.Counted, monkeypat
     assert not any("all decode" in line for line in found)
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I13")
 def test_mutation_a_copy_of_q_is_caught(counted: ledger.Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = bodies.attention_with_rope
     monkeypatch.setattr(bodies, "attention_with_rope", lambda step, q, *rest: inner(step, q.clone(), *rest))
@@ -78,7 +78,7 @@ def test_mutation_a_copy_of_q_is_caught(counted: ledger.Counted, monkeypatch: py
         assert any("one prefill among decodes" in line and what in line for line in found), what
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I13")
 def test_mutation_a_decode_batch_that_is_not_prepared_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "prepared_query", lambda *args: None)
     assert ledger.strays("fp8", ledger.count("ours", "fp8")) == [

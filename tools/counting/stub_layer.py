@@ -25,8 +25,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import _encode_layer_name
 
 from tests.sandbox import gpu_ops
-from tests.sandbox.simulated_aiter.engine import ROCM
-from tests.sandbox.simulated_aiter.trees import install
+from tests.sandbox.simulated_aiter import ROCM, install
 from vllm_aiter_mla import layers
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.ops import register
