@@ -6,7 +6,6 @@ vLLM's context and calls its body in ``bodies``. A fake looks at tensors and pla
 
 # No "from __future__ import annotations": the schema is inferred from the annotations themselves.
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +14,6 @@ from vllm_aiter_mla.compat import custom_ops
 from vllm_aiter_mla.ops import adapter, bodies
 
 NAMESPACE = "vllm_aiter_mla"
-
-FAKES: dict[str, Callable[..., Any]] = {}
-"""The fakes of the ops without side effects by qualified name, once the ops are registered."""
 
 _LIBRARY: list[torch.library.Library] = []
 
@@ -28,7 +24,6 @@ def register() -> None:
         return
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     custom_ops.define(library, mla_decode_q_prep, mla_decode_q_prep_fake)
-    FAKES[f"{NAMESPACE}::{mla_decode_q_prep.__name__}"] = mla_decode_q_prep_fake
     # Splitting ops: they run outside piecewise graphs, where the metadata is the batch's own. A full graph holds them,
     # and vLLM replays full graphs of this kind for all-decode batches only.
     for function, fake, mutates in (
