@@ -15,7 +15,7 @@ from tests.passes.near_misses import CASES, UNKNOWN, assert_declined, give
 from tests.passes.rotary import ROPES
 from vllm_aiter_mla.compat import surface
 from vllm_aiter_mla.passes import fx as passes_fx
-from vllm_aiter_mla.passes import match
+from vllm_aiter_mla.passes import match, rope_probe
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 
 aten = torch.ops.aten
@@ -98,3 +98,41 @@ def test_known_arguments_and_the_known_schemas_agree(op: str) -> None:
 def test_known_rotary_ops_are_matched(rope: str) -> None:
     gm, _ = build(1, rope=rope)
     assert isinstance(match_layers(gm.graph)[0][1], LayerMatch), rope
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("owner", "name", "plant", "case"),
+    [
+        (match._Matcher, "_check_readers", None, "a second reader of the rotated q"),
+        (match._Matcher, "_check_readers", None, "a second reader of the raw q"),
+        (match._Matcher, "_check_columns", None, "a second reader of the raw k_pe"),
+        (match._Matcher, "_check_kv_key", None, "a KV update with the raw key"),
+        (match._Matcher, "_check_attention", None, "attention given output_scale"),
+        (match, "_equal", lambda a, b: True, "cos and sin swapped"),
+        (match, "_equal", lambda a, b: True, "the inverse rotation"),
+        (match, "_equal", lambda a, b: True, "swapped halves of the key"),
+        (match, "_equal", lambda a, b: True, "a query doubled after its RoPE"),
+        (match, "_distinct", lambda nodes: list(nodes)[:1], "other positions for the key"),
+        # The width of the heads, not of the table.
+        (rope_probe, "width", lambda node: 32, "the custom op with heads of another width"),
+        (match, "known_arguments", passes_fx.arguments, "window of attention"),
+        (match, "known_arguments", passes_fx.arguments, "argument number 6 of the KV update"),
+        (match, "known_arguments", passes_fx.arguments, "skip_scale of the KV update"),
+        (match, "known_arguments", passes_fx.arguments, "mscale of the rotary op"),
+    ],
+)
+def test_mutation_the_matcher_does_not_check(
+    owner: Any, name: str, plant: Any, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, plant or (lambda *args: None))
+    with pytest.raises(AssertionError):
+        assert_declined(case)
+
+
+@pytest.mark.mutation
+def test_mutation_unknown_argument_is_called_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = (*match.KNOWN_ARGS[match.ATTENTION], "attn_sink")
+    monkeypatch.setitem(match.KNOWN_ARGS, match.ATTENTION, known)
+    with pytest.raises(AssertionError):
+        assert_declined("attn_sink of attention")
