@@ -28,6 +28,8 @@ from vllm_aiter_mla.settings import Settings, SettingsError
 from vllm_aiter_mla.status import record
 from vllm_aiter_mla.status import state as status
 
+CONFIG = VllmConfig()
+
 
 class Worker:
     """As much of vLLM's as the hook touches."""
@@ -69,7 +71,7 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[int, str]
 
 
 def ours(limit: int = 16) -> AiterMLAPipeline:
-    return AiterMLAPipeline(VllmConfig(), limit=limit, settings=Settings(enabled=True))
+    return AiterMLAPipeline(CONFIG, limit=limit, settings=Settings(enabled=True))
 
 
 class Foreign:
@@ -265,7 +267,7 @@ def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: b
 def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, strict: bool) -> None:
     """Strict mode is then known from the pass, which was made of them."""
     monkeypatch.setattr(compat_config, "settings_of", planted)
-    pass_ = AiterMLAPipeline(VllmConfig(), limit=16, settings=Settings(enabled=True, strict=strict))
+    pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True, strict=strict))
     with pytest.raises(SettingsError, match="strict=true") if strict else contextlib.nullcontext():
         one = Worker(pass_)
         assert layers.why_unchecked(compat_config.mla_modules(one.vllm_config)[NAME])
@@ -278,7 +280,7 @@ def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said,
     monkeypatch.setattr(pipeline, "rewrite", lambda *args: (rewritten.append(args), {"matched": 0})[1])
     context = SimpleNamespace(compile_range=SimpleNamespace(start=1, end=16))
     monkeypatch.setattr(pipeline, "get_pass_context", lambda: context)
-    pass_ = AiterMLAPipeline(VllmConfig(), limit=16, settings=Settings(enabled=True, strict=strict))
+    pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True, strict=strict))
     unchecked = pass_.uuid()
     with pytest.raises(SettingsError, match="never checked") if strict else contextlib.nullcontext():
         pass_(Graph())
@@ -313,7 +315,7 @@ def check_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pipeline, "rewrite", lambda *_, ran=ran: (ran.append("ours"), {"matched": 0})[1])
         compile_range = SimpleNamespace(start=start, end=end)
         monkeypatch.setattr(pipeline, "get_pass_context", lambda r=compile_range: SimpleNamespace(compile_range=r))
-        pass_ = AiterMLAPipeline(VllmConfig(), limit=16, settings=Settings(enabled=True), chained=UsersPass(ran))
+        pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True), chained=UsersPass(ran))
         pass_.kernels = ()
         assert pass_.is_applicable_for_range(compile_range) == bool(wanted)
         pass_(Graph())
