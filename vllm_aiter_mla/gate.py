@@ -79,7 +79,7 @@ def apply(vllm_config: Any) -> Decision:
         # A draft model's config may hold no draft tokens; it must not shrink the limit that it shares with its target.
         limit = max(limit, engaged.limit)
     integration = integration_of(view) if engaged is None else engaged.integration
-    _engage(compilation, settings, limit, engaged, integration)
+    _engage(vllm_config, settings, limit, engaged, integration)
     _announce(vllm_config, view, integration, settings, limit)
     return Decision(settings, limit=limit)
 
@@ -98,7 +98,8 @@ def _limit_of(vllm_config: Any, settings: Settings) -> int:
     )
 
 
-def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any, integration: str) -> None:
+def _engage(vllm_config: Any, settings: Settings, limit: int, engaged: Any, integration: str) -> None:
+    compilation = vllm_config.compilation_config
     # New containers instead of changes in place: another config may hold the same list or dict.
     if integration == "passes":
         compilation.compile_ranges_endpoints = decode_limit.endpoints_with(compilation.compile_ranges_endpoints, limit)
@@ -109,8 +110,10 @@ def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any, inte
     chained = user_pass.wrapped(compilation) if engaged is None else engaged.chained
     # The hook before the pass: should it fail, no worker may run kernels that nobody has checked.
     worker_hook.install(startup.attach)
-    pipeline = startup.pipeline_class()
-    user_pass.install(compilation, pipeline(limit=limit, settings=settings, chained=chained, integration=integration))
+    pass_ = startup.pipeline_class()(
+        vllm_config, limit=limit, settings=settings, chained=chained, integration=integration
+    )
+    user_pass.install(compilation, pass_)
     with log.warned(f"the gauge {status.GAUGE} is not available"):
         status.show_gauge(compat_config.cache_folder())
 

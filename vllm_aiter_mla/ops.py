@@ -78,7 +78,6 @@ def register() -> None:
         return
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     custom_ops.define(library, mla_decode_q_prep, mla_decode_q_prep_fake)
-    FAKES[f"{NAMESPACE}::mla_decode_q_prep"] = mla_decode_q_prep_fake
     # Splitting ops: they run outside piecewise graphs, where the metadata is the batch's own. A full graph holds them,
     # and vLLM replays full graphs of this kind for all-decode batches only.
     tags = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)
@@ -88,9 +87,6 @@ def register() -> None:
     ):
         custom_ops.define(library, custom_ops.with_attention_hooks(function), _no_result, mutates=mutates, tags=tags)
     _LIBRARY.append(library)
-
-
-FAKES: dict[str, Any] = {}  # TODO: goes with passes/fx.py
 
 
 def _no_result(*args: Any, **kwargs: Any) -> None:

@@ -10,9 +10,8 @@ import torch
 from tests.ops import opcalls
 from tests.ops.opcalls import ATTENTION, FAKES, OPS, batch_of, layer_of
 from tests.passes.execute import assert_rewritten_right, clone, stubs_for
-from tests.passes.graphs import Spelling
+from tests.passes.graphs import Spelling, build
 from tests.passes.stubs import MIXED, PADDED
-from tests.passes.test_recognised import build
 from vllm_aiter_mla import ops as bodies
 from vllm_aiter_mla.compat import context
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx import Graph
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from tests.ops.opcalls import NAME, layer_of
@@ -23,6 +25,8 @@ from vllm_aiter_mla.compat.patches import worker_hook
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import Settings, SettingsError
+
+CONFIG = VllmConfig()
 
 
 class Worker:
@@ -69,7 +73,7 @@ def layer_in(one: Worker) -> layers.Layer:
 
 
 def ours(limit: int = 16) -> AiterMLAPipeline:
-    return AiterMLAPipeline(limit=limit, settings=Settings(enabled=True))
+    return AiterMLAPipeline(CONFIG, limit=limit, settings=Settings(enabled=True))
 
 
 class Foreign:
@@ -264,7 +268,7 @@ def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: b
 def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, strict: bool) -> None:
     """Strict mode is then known from the pass, which was made of them."""
     monkeypatch.setattr(compat_config, "settings_of", planted)
-    pass_ = AiterMLAPipeline(limit=16, settings=Settings(enabled=True, strict=strict))
+    pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True, strict=strict))
     with pytest.raises(SettingsError, match="strict=true") if strict else contextlib.nullcontext():
         one = Worker(pass_)
         assert "load_model" not in vars(one), "the worker is hooked"
@@ -274,17 +278,17 @@ def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, st
 def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said, monkeypatch, strict: bool) -> None:
     """Nor does it take an artifact of a worker whose kernels were checked: they have another key."""
     rewritten: list[Any] = []
-    monkeypatch.setattr(pipeline, "rewrite", lambda *args: (rewritten.append(args), {})[1])
+    monkeypatch.setattr(pipeline, "rewrite", lambda *args: (rewritten.append(args), {"matched": 0})[1])
     context = SimpleNamespace(compile_range=SimpleNamespace(start=1, end=16))
     monkeypatch.setattr(pipeline, "get_pass_context", lambda: context)
-    pass_ = AiterMLAPipeline(limit=16, settings=Settings(enabled=True, strict=strict))
+    pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True, strict=strict))
     unchecked = pass_.uuid()
     with pytest.raises(SettingsError, match="never checked") if strict else contextlib.nullcontext():
-        pass_(None)
+        pass_(Graph())
     assert rewritten == []
     assert strict or said == [(logging.ERROR, "no graph is rewritten: the kernels of this worker were never checked")]
     pass_.kernels = ()
-    pass_(None)
+    pass_(Graph())
     assert len(rewritten) == 1
     assert pass_.uuid() != unchecked
 
@@ -309,13 +313,13 @@ RANGES = {(1, 16): ["theirs", "ours"], (1, 32): ["theirs"], (17, 32): ["theirs"]
 def check_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     for (start, end), wanted in RANGES.items():
         ran: list[str] = []
-        monkeypatch.setattr(pipeline, "rewrite", lambda *_, ran=ran: (ran.append("ours"), {})[1])
+        monkeypatch.setattr(pipeline, "rewrite", lambda *_, ran=ran: (ran.append("ours"), {"matched": 0})[1])
         compile_range = SimpleNamespace(start=start, end=end)
         monkeypatch.setattr(pipeline, "get_pass_context", lambda r=compile_range: SimpleNamespace(compile_range=r))
-        pass_ = AiterMLAPipeline(limit=16, settings=Settings(enabled=True), chained=UsersPass(ran))
+        pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True), chained=UsersPass(ran))
         pass_.kernels = ()
         assert pass_.is_applicable_for_range(compile_range) == bool(wanted)
-        pass_(None)
+        pass_(Graph())
         assert ran == wanted, (start, end)
 
 
