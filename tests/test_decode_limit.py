@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_aiter_mla.decode_limit import SMALLEST_LIMIT, decode_limit, endpoints_with, within_limit
+from vllm_aiter_mla.admission import SMALLEST_LIMIT, decode_limit, endpoints_with, within_limit
 
 counts = st.integers(1, 4096)
 drafts = st.integers(0, 16)

@@ -288,7 +288,7 @@ def put(page: Path, text: str, marks: tuple[str, str]) -> None:
 
 def write_json(path: Path, counted: Counted) -> None:
     """Every event of every side."""
-    from vllm_aiter_mla import evidence
+    from vllm_aiter_mla import files
 
     events = {
         cache: {
@@ -297,7 +297,7 @@ def write_json(path: Path, counted: Counted) -> None:
         }
         for cache, sides in counted.items()
     }
-    evidence.write(path, {"events": events} | evidence.stamp("ledger", 1))
+    files.write(path, {"events": events} | files.stamp("ledger", 1))
 
 
 if __name__ == "__main__":

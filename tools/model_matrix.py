@@ -66,9 +66,9 @@ def main() -> int:
             outcomes.append(outcome(name, row, lambda spec: engine.run(spec, inductor=Path(shared))))
             print(line(outcomes[-1]), flush=True)
     if options.json:
-        from vllm_aiter_mla import evidence
+        from vllm_aiter_mla import files
 
-        evidence.write(options.json, {"rows": [asdict(o) for o in outcomes]} | evidence.stamp("model_matrix", 1))
+        files.write(options.json, {"rows": [asdict(o) for o in outcomes]} | files.stamp("model_matrix", 1))
     return 0 if all(found.good for found in outcomes) else 1
 
 

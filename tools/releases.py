@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.common import Parser, RunError, guarded, writable
 from tools.overlay import ROOT, Overlay, overlay
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
 
 TESTS = ("tests/passes", "tests/gate", "tests/ops", "tests/plan")
 COUNTS = ("tests", "failures", "errors", "skipped")
@@ -130,7 +130,7 @@ def run(argv: Sequence[str]) -> int:
     print(line)
     if options.json is not None:
         record = {"vllm": env.version, "ops": env.ops, "demo": demo, "tests": tests, "ok": ok, "outcome": line}
-        evidence.write(options.json, record | evidence.stamp("release", 1))
+        files.write(options.json, record | files.stamp("release", 1))
     return 0 if ok else 1
 
 

@@ -19,9 +19,9 @@ import torch
 
 from vllm_aiter_mla.admission import Skip, admit_layer
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.compat import log, user_pass
+from vllm_aiter_mla.compat import layer as vllm_kernels
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import absorb, fp8, select, selfcheck, vllm_own
 from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
@@ -210,7 +210,7 @@ def _vllm(reason: str) -> tuple[str, None]:
 def limit_of(module: Any) -> int:
     """L, the most tokens that the layer's kernel is given; the passes keep to it by compile ranges."""
     compilation = getattr(compat_layer.config_of(module), "compilation_config", None)
-    limit = getattr(user_pass.current(compilation), "limit", None)
+    limit = getattr(compat_config.current_pass(compilation), "limit", None)
     return limit if isinstance(limit, int) else sys.maxsize
 
 

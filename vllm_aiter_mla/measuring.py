@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla import fingerprint, layers
+from vllm_aiter_mla import files, layers
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import log, ranks
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.compat import log as ranks
 from vllm_aiter_mla.kernels.measure import card, store, sweep, table
 from vllm_aiter_mla.kernels.measure.clock import Clock, DeviceClock
 from vllm_aiter_mla.kernels.shape import LayerShape
@@ -138,7 +139,7 @@ def _figures(config: Any, kind: _Kind, counts: Sequence[int], clock: Clock, budg
     unchecked = layers.why_unchecked(kind.module)
     if unchecked is not None:
         return {"why": unchecked}
-    about = card.about() | {"code": fingerprint.fingerprint(), "shape": _described(kind.shape)}
+    about = card.about() | {"code": files.fingerprint(), "shape": _described(kind.shape)}
     # What vLLM compiles decides what its own sequence costs, the view which of AITER's kernels runs.
     options = {"view": compat_config.settings_of(config).aiter_view, "vllm": compat_config.compiled_as(config)}
     kind.key = about | options | {"counts": list(counts), "candidates": list(backends)}

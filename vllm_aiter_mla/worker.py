@@ -17,8 +17,9 @@ from typing import Any
 
 from vllm_aiter_mla import layers, measuring
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import log, ranks, user_pass
-from vllm_aiter_mla.compat.patches import worker_hook
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.compat import log as ranks
+from vllm_aiter_mla.compat import patches as worker_hook
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 from vllm_aiter_mla.status import file, gauge, record, state
 
@@ -45,7 +46,7 @@ def _attach(worker: Any) -> None:
 
 def engaged_pass(vllm_config: Any) -> Any:
     """Our ``AiterMLAPipeline`` where the gate has engaged, else None."""
-    current = user_pass.current(vllm_config.compilation_config)
+    current = compat_config.current_pass(vllm_config.compilation_config)
     return current if current is not None and isinstance(current, pipeline_class()) else None
 
 

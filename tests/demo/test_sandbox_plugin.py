@@ -16,7 +16,7 @@ from vllm.config import CompilationMode
 import vllm_aiter_mla
 from tests.sandbox import engine, platform, plugin, ray_platform
 from tests.sandbox.spec import EngineSpec
-from vllm_aiter_mla.compat.patches import platform_hook
+from vllm_aiter_mla.compat import patches
 
 GROUP = "vllm.general_plugins"
 
@@ -55,7 +55,7 @@ def test_the_gate_sees_the_compile_mode_that_the_sandbox_keeps_in_either_order(s
     seen = []
     steps = [
         lambda: platform.wrap(Platform),
-        lambda: platform_hook.install(lambda config: seen.append(config.compilation_config.mode), Platform),
+        lambda: patches.hook_platform(lambda config: seen.append(config.compilation_config.mode), Platform),
     ]
     for step in steps if sandbox_first else reversed(steps):
         step()

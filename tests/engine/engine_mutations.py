@@ -26,12 +26,12 @@ def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:
     The op hands prefill rows on as they come: it writes their KV rows, and rotates copies for that. And the passes run
     in every compile range; no batch of the scenarios is above the decode limit.
     """
-    from vllm_aiter_mla import decode_limit
+    from vllm_aiter_mla import admission
     from vllm_aiter_mla.ops import bodies
 
     inner = bodies.rotate_and_write
     bodies.rotate_and_write = lambda step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
-    decode_limit.within_limit = lambda end, limit: True
+    admission.within_limit = lambda end, limit: True
 
 
 def plugin_that_refuses_every_second_layer() -> None:
@@ -40,7 +40,7 @@ def plugin_that_refuses_every_second_layer() -> None:
 
     It refuses where a graph is rewritten: a layer that is refused earlier changes the cache key by itself.
     """
-    from vllm_aiter_mla import fingerprint
+    from vllm_aiter_mla import files
     from vllm_aiter_mla.admission import Skip
     from vllm_aiter_mla.passes import pipeline
 
@@ -50,7 +50,7 @@ def plugin_that_refuses_every_second_layer() -> None:
         return Skip("geometry", "refused by the test") if ".0." in match.layer_name else inner(match, *rest)
 
     pipeline._admit = admit
-    fingerprint.fingerprint = lambda: "0.0.0-changed"
+    files.fingerprint = lambda: "0.0.0-changed"
 
 
 def no_implementation_is_known() -> None:
@@ -102,7 +102,7 @@ def a_request_has_one_decode_row() -> None:
 
 def a_mixed_batch_counts_as_decode() -> None:
     """The op looks for decode rows in the metadata and not for prefill rows beside them."""
-    from vllm_aiter_mla.compat import context
+    from vllm_aiter_mla.compat import layer as context
 
     context.is_decode_only = lambda metadata, slots: metadata.decode is not None
 
@@ -133,9 +133,9 @@ def the_wrappers_forward_is_unknown() -> None:
 
 def query_and_key_are_swapped() -> None:
     """The emitted op gets the rope part of the key in the first head of the query, and that head's as its key."""
-    from vllm_aiter_mla.module import wrapper
+    from vllm_aiter_mla import module as ours
 
-    inner = wrapper._project
+    inner = ours._project
 
     def project(module, hidden_states):
         q, kv_c, k_pe = inner(module, hidden_states)
@@ -144,7 +144,7 @@ def query_and_key_are_swapped() -> None:
         swapped[:, 0, -rope:] = k_pe
         return swapped, kv_c, q[:, 0, -rope:]
 
-    wrapper._project = project
+    ours._project = project
 
 
 def the_emitted_op_writes_no_kv_row() -> None:

@@ -16,7 +16,7 @@ from vllm.config.utils import replace
 
 from tests.gate import gate_support as support
 from tests.gate.gate_support import ON, STRICT, Lines
-from vllm_aiter_mla import fingerprint, gate
+from vllm_aiter_mla import files, gate
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
@@ -261,7 +261,7 @@ def assert_changed_sources_change_the_key(
     config: Build, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
     """I9: an engine whose plugin has changed never starts from an artifact of before."""
-    monkeypatch.setattr(fingerprint, "fingerprint", lambda: fingerprint.fingerprint_of(root, "0.1.0"))
+    monkeypatch.setattr(files, "fingerprint", lambda: files.fingerprint_of(root, "0.1.0"))
     before = key(config, how)
     assert key(config, how) == before
     (root / "changed.py").write_text("x = 1\n")
@@ -280,7 +280,7 @@ def test_changed_sources_change_the_cache_key(
 def test_mutation_a_fingerprint_that_ignores_the_sources_is_caught(
     config: Build, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(fingerprint, "sources", lambda root: [])
+    monkeypatch.setattr(files, "sources", lambda root: [])
     with pytest.raises(AssertionError):
         assert_changed_sources_change_the_key(config, how, monkeypatch, tmp_path)
 
@@ -329,7 +329,7 @@ def test_the_real_pipeline_has_the_interface_the_gate_builds_on(config: Build, m
     assert pass_of(replace(built)) is pass_of(built)
     assert pass_of(pickle.loads(pickle.dumps(built))).uuid() == pass_of(built).uuid()
     before = pass_of(built).uuid()
-    monkeypatch.setattr(fingerprint, "fingerprint", lambda: "0.1.0-changed")
+    monkeypatch.setattr(files, "fingerprint", lambda: "0.1.0-changed")
     assert pass_of(config(additional_config=ON, compilation_config=USERS_PASS)).uuid() != before
 
 

@@ -21,7 +21,6 @@ from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import patches
-from vllm_aiter_mla.compat import version as compat_version
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.status import gauge
 
@@ -141,7 +140,7 @@ def test_a_sparse_model_declines(config: Build, lines: Lines) -> None:
 def test_a_vllm_outside_the_window_declines_unless_forced(
     config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat_version, "installed", lambda: "0.34.0rc1")
+    monkeypatch.setattr(compat_config, "vllm_version", lambda: "0.34.0rc1")
     declines(lines, config(additional_config=ON), "vllm_version", "0.34.0rc1")
     forced = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
     assert isinstance(pass_of(config(additional_config=forced)), AiterMLAPipeline)

@@ -12,7 +12,7 @@ from vllm.config import CompilationConfig, PassConfig, VllmConfig
 from vllm.config.utils import replace
 
 from tests.gate import gate_support as support
-from vllm_aiter_mla import fingerprint
+from vllm_aiter_mla import files
 from vllm_aiter_mla.compat.patches import pass_config
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
@@ -106,7 +106,7 @@ def test_equality_and_repr_see_the_fields() -> None:
 def test_the_hash_sees_values_and_fingerprint_only_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
     on, off = PassConfig(**ON).compute_hash(), PassConfig().compute_hash()
     assert len({on, off, PassConfig(**{**ON, LIMIT_FIELD: 65}).compute_hash()}) == 3
-    monkeypatch.setattr(fingerprint, "fingerprint", lambda: "another")
+    monkeypatch.setattr(files, "fingerprint", lambda: "another")
     assert PassConfig().compute_hash() == off
     assert PassConfig(**ON).compute_hash() != on
 

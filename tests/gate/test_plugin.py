@@ -14,8 +14,8 @@ from tests.gate import gate_support as support
 from tests.gate.gate_support import ON, Lines
 from vllm_aiter_mla import gate, plugin
 from vllm_aiter_mla.admission import ATTENTION_OPS
+from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches, surface
-from vllm_aiter_mla.compat import version as compat_version
 from vllm_aiter_mla.compat.patches import platform_hook
 
 
@@ -173,12 +173,12 @@ def test_noted_knobs_go_with_their_config(compiling: None, mla_model: Path) -> N
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.32.0+cpu", "0.33.1rc2.dev7+gabc", "v0.31.0", "0.33"])
 def test_versions_inside_the_window(version: str) -> None:
-    assert compat_version.in_window(version)
+    assert compat_config.in_window(version)
 
 
 @pytest.mark.parametrize("version", ["0.29.3", "0.34.0", "0.34.0rc1", "1.0.0", "0.1.dev1+gabc", "dev", ""])
 def test_versions_outside_the_window(version: str) -> None:
-    assert not compat_version.in_window(version)
+    assert not compat_config.in_window(version)
 
 
 def test_the_installed_vllm_lacks_nothing() -> None:

@@ -13,7 +13,7 @@ from tests.passes.execute import assert_rewritten_right, clone, stubs_for
 from tests.passes.graphs import Spelling
 from tests.passes.stubs import MIXED, PADDED
 from tests.passes.test_recognised import build
-from vllm_aiter_mla.compat import context
+from vllm_aiter_mla.compat import layer as context
 from vllm_aiter_mla.ops import adapter, bodies
 
 pytestmark = pytest.mark.mutation

@@ -19,7 +19,10 @@ from tests.ops.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of,
 from tests.passes.stubs import BATCHES, SHORT_SLOTS, Batch, forward
 from tests.sandbox import gpu_ops
 from vllm_aiter_mla import layers
-from vllm_aiter_mla.compat import context, kernels, log, user_pass
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import layer as context
+from vllm_aiter_mla.compat import layer as kernels
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.absorb import PlainWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
@@ -412,5 +415,5 @@ def test_the_limit_is_that_of_the_engines_pass_and_none_where_there_is_none() ->
         compilation = SimpleNamespace(inductor_compile_config=slot)
         return layers.limit_of(SimpleNamespace(_vllm_config=SimpleNamespace(compilation_config=compilation)))
 
-    assert limit(**{user_pass.slot(): SimpleNamespace(limit=48)}) == 48
+    assert limit(**{compat_config.pass_slot(): SimpleNamespace(limit=48)}) == 48
     assert limit() == sys.maxsize

@@ -13,7 +13,7 @@ from tests.passes.execute import assert_rewritten_right, stubs_for
 from tests.passes.graphs import Spelling, build
 from tests.passes.rotary import ROPES
 from tests.passes.test_layers_apart import assert_layers_apart
-from vllm_aiter_mla.compat import context
+from vllm_aiter_mla.compat import layer as context
 from vllm_aiter_mla.ops import bodies
 from vllm_aiter_mla.passes import aiter_fusion, match, pipeline, probe, rope_kv_cache
 from vllm_aiter_mla.passes.fx import Inserter

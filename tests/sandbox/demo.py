@@ -16,7 +16,7 @@ from tests.sandbox.compare import Figures, compare, op_count
 from tests.sandbox.demo_tables import layer_table, scenario_table
 from tests.sandbox.runs import Options, Run, describe, runs, why_not
 from tests.sandbox.spec import EngineResult, EngineSpec
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ def main(options: Options, console: Console | None = None) -> int:
     record = {"runs": [outcome.as_dict() for outcome in outcomes], "ok": all(outcome.ok for outcome in outcomes)}
     record["versions"] = outcomes[0].result.versions
     if options.json is not None:
-        evidence.write(options.json, record | evidence.stamp("demo", 1))
+        files.write(options.json, record | files.stamp("demo", 1))
         console.print(f"figures written to {options.json}")
     if options.keep is not None:
         _keep(options.keep, outcomes, record)
@@ -191,7 +191,7 @@ def _print(outcomes: list[Outcome], console: Console) -> None:
 
 def _keep(folder: Path, outcomes: list[Outcome], record: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    evidence.write(folder / "demo.json", record | evidence.stamp("demo", 1))
+    files.write(folder / "demo.json", record | files.stamp("demo", 1))
     for number, outcome in enumerate(outcomes):
         for state, result in (("off", outcome.base), ("on", outcome.result)):
-            evidence.write(folder / f"run{number}-{state}.json", asdict(result) | evidence.stamp("engine", 1))
+            files.write(folder / f"run{number}-{state}.json", asdict(result) | files.stamp("engine", 1))

@@ -13,13 +13,13 @@ import torch
 from vllm.platforms import current_platform
 
 from tests.ops.opcalls import NAME, layer_of
-from vllm_aiter_mla import decode_limit, layers, worker
+from vllm_aiter_mla import admission, layers, worker
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.compat import patches as worker_hook
 from vllm_aiter_mla.compat.inductor import InductorPass
-from vllm_aiter_mla.compat.patches import worker_hook
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import Settings, SettingsError
@@ -325,7 +325,7 @@ def test_i5_a_graph_is_rewritten_inside_the_decode_limit_alone_and_a_users_pass_
 
 
 def _ignore_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_limit, "within_limit", lambda end, limit: True)
+    monkeypatch.setattr(admission, "within_limit", lambda end, limit: True)
 
 
 def _ask_the_integration_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from vllm_aiter_mla import evidence, worker
+from vllm_aiter_mla import files, worker
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.settings import SettingsError
@@ -292,7 +292,7 @@ def written_by(tmp_path, **process):
     outcome = record.as_record(LAYERS, 512, "fp8", 0)
     known = file.process(os.getpid()) | process
     path = tmp_path / f"status-{known['pid']}-0.json"
-    path.write_text(json.dumps(outcome | {"process": known} | evidence.stamp("status", 2)))
+    path.write_text(json.dumps(outcome | {"process": known} | files.stamp("status", 2)))
     return path
 
 
@@ -316,7 +316,7 @@ def test_status_files_of_other_machines_and_containers_stay(said, tmp_path, monk
     """On a shared cache root a process of another host cannot be looked for, and its number may be free here."""
     container = written_by(tmp_path, pid=ended_pid(), pid_namespace="pid:[1]")
     with monkeypatch.context() as patching:
-        patching.setattr(evidence, "host", lambda: "another")
+        patching.setattr(files, "host", lambda: "another")
         host = written_by(tmp_path, pid=ended_pid())
     foreign = tmp_path / "status-1-1.json"
     foreign.write_text("half a fi")

@@ -12,7 +12,7 @@ import pytest
 
 from tools import overlay, releases
 from tools.overlay import Overlay
-from vllm_aiter_mla.compat.version import in_window
+from vllm_aiter_mla.compat.config import in_window
 
 
 @pytest.fixture

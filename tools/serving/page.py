@@ -19,7 +19,7 @@ from typing import Any
 from tools.common import escaped, visible
 from tools.serving.sides import OFF, ON, Side
 from tools.serving.sweep import PER_RUN, PER_SIDE, RUNNING, SERVER, Compared
-from vllm_aiter_mla import __version__, evidence
+from vllm_aiter_mla import __version__, files
 
 # In a process of its own: a CUDA context in the tool's would take memory of the card away from the servers.
 _CARD = """
@@ -92,7 +92,7 @@ def finish(
     if given.out:
         given.out.write_text(text)
     if given.json:
-        evidence.write(given.json, record | evidence.stamp(given.tool, 1))
+        files.write(given.json, record | files.stamp(given.tool, 1))
 
 
 def document(

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla import layers
-from vllm_aiter_mla.compat import context, kernels
 from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.compat import layer as context
+from vllm_aiter_mla.compat import layer as kernels
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs

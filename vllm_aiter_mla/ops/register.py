@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.compat import custom_ops
+from vllm_aiter_mla.compat import layer as custom_ops
 from vllm_aiter_mla.ops import adapter, bodies
 
 NAMESPACE = "vllm_aiter_mla"

@@ -10,9 +10,10 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from vllm_aiter_mla import decode_limit, fingerprint, layers
+from vllm_aiter_mla import admission, files, layers
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.compat import context, log
+from vllm_aiter_mla.compat import layer as context
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat.inductor import InductorPass, get_pass_context
 from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
 from vllm_aiter_mla.passes.fx import settle
@@ -59,7 +60,7 @@ class AiterMLAPipeline(InductorPass):
         """
         return InductorPass.hash_dict(
             {
-                "fingerprint": fingerprint.fingerprint(),
+                "fingerprint": files.fingerprint(),
                 "settings": asdict(self.settings),
                 "limit": self.limit,
                 "integration": self.integration,
@@ -102,7 +103,7 @@ class AiterMLAPipeline(InductorPass):
         return False
 
     def _mine(self, compile_range: Any) -> bool:
-        return self.integration == "passes" and decode_limit.within_limit(compile_range.end, self.limit)
+        return self.integration == "passes" and admission.within_limit(compile_range.end, self.limit)
 
     def _chained_wants(self, compile_range: Any) -> bool:
         return self.chained is not None and self.chained.is_applicable_for_range(compile_range)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
 from vllm_aiter_mla.status import state
 from vllm_aiter_mla.status.record import NOT_RUN, first_reason
 
@@ -31,8 +31,8 @@ def write_status(folder: Path, record: dict[str, Any]) -> None:
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    stamped = record | {"process": process(os.getpid())} | evidence.stamp("status", 2)
-    evidence.write(folder / f"status-{os.getpid()}-{record['rank']}.json", stamped)
+    stamped = record | {"process": process(os.getpid())} | files.stamp("status", 2)
+    files.write(folder / f"status-{os.getpid()}-{record['rank']}.json", stamped)
     _remove_ended(folder)
 
 
@@ -66,7 +66,7 @@ def keep_skips(folder: Path, key: str, record: dict[str, Any]) -> str | None:
     if now.compiled:
         folder.mkdir(parents=True, exist_ok=True)
         kept = {"skipped": skipped | now.skipped, "partial": partial | now.partial}
-        evidence.write(path, kept | evidence.stamp("skips", 1))
+        files.write(path, kept | files.stamp("skips", 1))
     unexplained = [name for name, why in record["skipped"].items() if why == list(NOT_RUN)]
     known = {name: why for name in unexplained if (why := skipped.get(name) or partial.get(name))}
     record["skipped"] |= known
@@ -81,7 +81,7 @@ def read_skips(path: Path) -> tuple[Reasons, Reasons]:
         FileNotFoundError: there is no such file.
         Exception: it cannot be read, is too large, or holds something else.
     """
-    known = evidence.read(path, LARGEST)
+    known = files.read(path, LARGEST)
     skipped, partial = known["skipped"], known["partial"]
     for table in (skipped, partial):
         for why in dict.values(table):
@@ -93,8 +93,8 @@ def read_skips(path: Path) -> tuple[Reasons, Reasons]:
 def _remove_ended(folder: Path) -> None:
     for path in folder.glob("status-*-*.json"):
         try:
-            record = evidence.read(path, LARGEST)
-            if record[evidence.KEY]["host"] == evidence.host() and has_ended(record["process"]):
+            record = files.read(path, LARGEST)
+            if record[files.KEY]["host"] == files.host() and has_ended(record["process"]):
                 path.unlink(missing_ok=True)
         except Exception:
             continue  # half a file, or none of ours: not ours to remove

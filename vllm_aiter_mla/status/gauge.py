@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
 from vllm_aiter_mla.status.file import has_ended, process
 from vllm_aiter_mla.status.record import saved_us
 
@@ -65,7 +65,7 @@ def publish(record: dict[str, Any], declined: bool = False) -> None:
         layers: dict[str, Any] = {key: sorted(record[key]) for key in ("engaged", "skipped")}
         layers["saved_us"] = saved_us(record)
         about = {"engine": record.get("engine") or "0", "process": process(os.getpid())}
-        evidence.write(Path(folder) / name, layers | about | evidence.stamp("gauge", 1))
+        files.write(Path(folder) / name, layers | about | files.stamp("gauge", 1))
 
 
 def layers_of(engine: str) -> dict[str, int]:
