@@ -65,10 +65,10 @@ def main() -> int:
     show(rows)
     missed = misses(rows)
     if options.json:
-        from vllm_aiter_mla import evidence
+        from vllm_aiter_mla import files
 
         record = {"rows": [asdict(row) | {"ratio": row.ratio} for row in rows], "missed": missed}
-        evidence.write(options.json, record | evidence.stamp("host_cost", 1))
+        files.write(options.json, record | files.stamp("host_cost", 1))
     print("\n".join(f"MISSED: {line}" for line in missed) or "ours takes at most vLLM's own time in every row")
     return 1 if missed else 0
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import kernels as vllm_kernels
+from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import vllm_own
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
@@ -80,7 +80,7 @@ def reference_factory(platform: Platform, settings: Settings) -> KernelBackend |
 
 def vllm_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
     """Build the back end of vLLM's own kernels, or return why not."""
-    return vllm_own.factory(platform, vllm=vllm_kernels)
+    return vllm_own.factory(platform, vllm=compat_layer)
 
 
 FACTORIES: dict[str, Factory] = {

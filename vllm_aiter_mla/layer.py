@@ -20,9 +20,9 @@ import torch
 from vllm_aiter_mla import backends, status
 from vllm_aiter_mla.admission import Skip, admit_layer
 from vllm_aiter_mla.backends import VLLM, Backends
-from vllm_aiter_mla.compat import context, log, user_pass
-from vllm_aiter_mla.compat import kernels as vllm_kernels
+from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import absorb, fp8
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
@@ -117,7 +117,7 @@ class Layer:
         return LayerShape(
             heads=module.num_heads,
             nope_dim=module.qk_nope_head_dim,
-            cache_dtype=vllm_kernels.fp8_dtype() if quantised else act,
+            cache_dtype=compat_layer.fp8_dtype() if quantised else act,
             out_dtype=self.query_dtype(act),
             block_size=compat_layer.block_size(module),
             is_neox=False,
@@ -350,7 +350,7 @@ class Layer:
         if self._cache() is not kv_cache:
             self._runs.clear()
             # What vLLM throws away after profiling must not be kept alive from here.
-            self._cache, view = weakref.ref(kv_cache, self._forget_view), context.fp8_view(kv_cache)
+            self._cache, view = weakref.ref(kv_cache, self._forget_view), compat_layer.fp8_view(kv_cache)
             self._view = None if view is kv_cache else view
         return kv_cache if self._view is None else self._view
 
@@ -369,14 +369,14 @@ class Layer:
         k_pe stays as it is in rows without a slot. ``rope`` is an ``ops.Rope``.
         """
         module = self.module
-        vllm_kernels.rope_and_write(
+        compat_layer.rope_and_write(
             rope.positions, q_pe, k_pe, kv_c, rope.table, rope.is_neox, slots, module.kv_cache, module.kv_cache_dtype,
             rope.k_scale,
         )  # fmt: skip
 
     def rotate(self, q_pe: torch.Tensor, k_pe: torch.Tensor, rope: Any) -> None:
         """Rotate q_pe [T, N, R] and k_pe [T, R] in place with vLLM's rotary kernel."""
-        vllm_kernels.rotary_embedding(rope.positions, q_pe, k_pe, rope.table, rope.is_neox)
+        compat_layer.rotary_embedding(rope.positions, q_pe, k_pe, rope.table, rope.is_neox)
 
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Attend over the cache with the layer's implementation: q_prepared [n, N, L+R] -> [n, N, L]."""
@@ -407,7 +407,7 @@ def of(module: Any) -> Layer:
 
 def _limit_of(module: Any) -> int:
     compilation = getattr(compat_layer.config_of(module), "compilation_config", None)
-    limit = getattr(user_pass.current(compilation), "limit", None)
+    limit = getattr(compat_config.current_pass(compilation), "limit", None)
     return limit if isinstance(limit, int) else sys.maxsize
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla import fingerprint, status
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import log, ranks
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels.measure import card, store, sweep, table
 from vllm_aiter_mla.kernels.measure.clock import Clock, DeviceClock
 from vllm_aiter_mla.kernels.shape import LayerShape
@@ -133,7 +133,7 @@ def _figures(config: Any, kind: _Kind, counts: Sequence[int], clock: Clock, budg
     backends = kind.layers[0].contenders()
     if len(backends) < 2 or table.VLLM not in backends:
         return {"rounds": {}}
-    about = card.about() | {"code": fingerprint.fingerprint(), "shape": _described(kind.shape)}
+    about = card.about() | {"code": files.fingerprint(), "shape": _described(kind.shape)}
     # What vLLM compiles decides what its own sequence costs, the view which of AITER's kernels runs.
     options = {"view": compat_config.settings_of(config).aiter_view, "vllm": compat_config.compiled_as(config)}
     kind.key = about | options | {"counts": list(counts), "candidates": list(backends)}
@@ -153,7 +153,7 @@ def _figures(config: Any, kind: _Kind, counts: Sequence[int], clock: Clock, budg
 def _exchanged(answer: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
     """(place of this rank, the answers of all ranks); this rank's alone, without figures, where that fails."""
     try:
-        place, texts = ranks.exchange(json.dumps(answer))
+        place, texts = log.exchange(json.dumps(answer))
         return place, [json.loads(text) for text in texts]
     except Exception as error:
         return 0, [{"kinds": {}, "why": f"the ranks could not exchange their figures: {_line(error)}"}]

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 
 
@@ -81,7 +81,7 @@ def test_a_link_is_replaced_wherever_it_leads(places: Path) -> None:
     (places / "leads").symlink_to(places / "file")
     for name in ("loop", "dangling", "leads"):
         outputs.check({"--json": places / name})
-        evidence.write(places / name, {})
+        files.write(places / name, {})
         assert (places / name).read_text() == "{}\n"
         assert not (places / name).is_symlink()
 

@@ -63,7 +63,7 @@ def codes_given() -> set[str]:
     """The codes that the package gives as a reason, literally, wherever it makes a skip."""
     found = {outcome.NO_ROPE[0], *match.NONE_ARGS.values()}
     for path in PACKAGE.rglob("*.py"):
-        for call in calls(path, "Skip", "NoMatchError"):
+        for call in calls(path, "Skip", "NoMatchError", "Rule"):
             if call.args:
                 found.update(codes_of(call.args[0]))
         # A code beside its line, as a pair: ("not_run", "its fused op ...").

@@ -23,7 +23,7 @@ from vllm.config.utils import Range
 
 from tests.passes.stubs import DECODE, Sizes, StubLayer, forward
 from tests.passes.traced import Captured, compiled, model
-from vllm_aiter_mla import fingerprint
+from vllm_aiter_mla import files
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import DebugSettings, Settings
@@ -138,7 +138,7 @@ def test_the_uuid_holds_all_that_decides_the_graph(monkeypatch: pytest.MonkeyPat
     other_kernels, other_plugin = pass_of(), pass_of()
     other_kernels.kernels = ("triton",)
     found = {made.uuid() for made in (*changed, other_kernels)}
-    monkeypatch.setattr(fingerprint, "fingerprint", lambda: "changed")
+    monkeypatch.setattr(files, "fingerprint", lambda: "changed")
     assert len(found | {other_plugin.uuid()}) == len(changed) + 2
 
 

@@ -18,7 +18,7 @@ from tests.passes.graphs import Builder, Layer, Spelling, build, shuffled
 from tests.passes.stubs import DECODE, MIXED, Sizes
 from vllm_aiter_mla import ops as bodies
 from vllm_aiter_mla import status
-from vllm_aiter_mla.compat import context
+from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.passes import match, pipeline, q_prep_lift, rope_kv
 from vllm_aiter_mla.passes.fx import view_root
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
@@ -258,5 +258,5 @@ def test_mutation_i3_prefill_rows_are_rotated(plant: Callable[..., Any], monkeyp
 
 @pytest.mark.mutation
 def test_mutation_i3_attention_decides_by_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "is_decode_only", lambda metadata, slots: metadata.decode is not None)
+    monkeypatch.setattr(compat_layer, "is_decode_only", lambda metadata, slots: metadata.decode is not None)
     assert_caught_by_execution()

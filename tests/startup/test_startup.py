@@ -15,13 +15,12 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from tests.ops.opcalls import NAME, layer_of
-from vllm_aiter_mla import decode_limit, startup, status
+from vllm_aiter_mla import admission, startup, status
 from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.compat import log, patches
 from vllm_aiter_mla.compat.inductor import InductorPass
-from vllm_aiter_mla.compat.patches import worker_hook
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import Settings, SettingsError
@@ -170,7 +169,7 @@ def test_a_failed_warm_up_hands_over_to_the_other_stages_and_raises_its_error_be
         return [mine]
 
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", planted)
-    monkeypatch.setattr(startup.ranks, "of_stages", of_stages)
+    monkeypatch.setattr(startup.log, "of_stages", of_stages)
     one = Worker(ours(), strict=True)
     one.load_model()
     with pytest.raises(KeyError, match="planted"):
@@ -245,7 +244,7 @@ def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monk
 
         setattr(one, method, call)
 
-    monkeypatch.setattr(worker_hook, "after", swallowing)
+    monkeypatch.setattr(patches, "after", swallowing)
     with pytest.raises(pytest.fail.Exception):
         test_fail_closed_whatever_raises_at_the_check_stops_a_strict_worker(
             said, monkeypatch, AT_THE_CHECK["check_layers"]
@@ -254,7 +253,7 @@ def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monk
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: bool) -> None:
-    monkeypatch.setattr(worker_hook, "after", planted)
+    monkeypatch.setattr(patches, "after", planted)
     if strict:
         with pytest.raises(SettingsError, match="could not be hooked: KeyError"):
             Worker(ours(), strict=True)
@@ -330,7 +329,7 @@ def test_i5_a_graph_is_rewritten_inside_the_decode_limit_alone_and_a_users_pass_
 
 
 def _ignore_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_limit, "within_limit", lambda end, limit: True)
+    monkeypatch.setattr(admission, "within_limit", lambda end, limit: True)
 
 
 def _ask_the_integration_alone(monkeypatch: pytest.MonkeyPatch) -> None:

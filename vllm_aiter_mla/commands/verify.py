@@ -84,7 +84,7 @@ def _wrong(message: str) -> int:
 
 
 def _run(console: Console, request: Request, json: Path | None) -> int:
-    from vllm_aiter_mla import evidence
+    from vllm_aiter_mla import files
     from vllm_aiter_mla.verify import terminal
     from vllm_aiter_mla.verify.session import NOTHING, NoSuchError
 
@@ -93,7 +93,7 @@ def _run(console: Console, request: Request, json: Path | None) -> int:
     except NoSuchError as error:
         return _wrong(str(error))
     if json is not None:
-        evidence.write(json, session.as_dict() | evidence.stamp("verify", 1))
+        files.write(json, session.as_dict() | files.stamp("verify", 1))
     if session.status == NOTHING:
         return _wrong("nothing could be run")
     return session.status

@@ -14,7 +14,7 @@ from vllm_aiter_mla.kernels.reference import TWO_ROUNDING
 
 
 class VLLMKernels(Protocol):
-    """vLLM's own kernels, given from above, because ``kernels`` does not import vLLM: see ``compat.kernels``."""
+    """vLLM's own kernels, given from above, because ``kernels`` does not import vLLM: see ``compat.layer``."""
 
     def has_rope_and_write(self) -> bool:
         """Whether this build of vLLM has the kernel below."""

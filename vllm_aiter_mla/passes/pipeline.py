@@ -10,10 +10,11 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from vllm_aiter_mla import decode_limit, fingerprint, status
+from vllm_aiter_mla import admission, files, status
 from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.compat import context, log
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat.inductor import InductorPass, VllmInductorPass, VllmPatternMatcherPass, get_pass_context
 from vllm_aiter_mla.passes.aiter_fusion import fuse_into_one_op
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
@@ -70,7 +71,7 @@ class AiterMLAPipeline(VllmInductorPass):
         """
         return self.hash_dict(
             {
-                "fingerprint": fingerprint.fingerprint(),
+                "fingerprint": files.fingerprint(),
                 "settings": asdict(self.settings),
                 "limit": self.limit,
                 "integration": self.integration,
@@ -119,7 +120,7 @@ class AiterMLAPipeline(VllmInductorPass):
         return False
 
     def _mine(self, compile_range: Any) -> bool:
-        return self.integration == "passes" and decode_limit.within_limit(compile_range.end, self.limit)
+        return self.integration == "passes" and admission.within_limit(compile_range.end, self.limit)
 
     def _chained_wants(self, compile_range: Any) -> bool:
         return self.chained is not None and self.chained.is_applicable_for_range(compile_range)
@@ -133,7 +134,7 @@ def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
     # As vLLM's PostCleanupPass does next: the matcher must not see dead readers, and pass 3 needs the order.
     stable_topological_sort(graph)
     graph.eliminate_dead_code()
-    modules = context.layers_of_forward_context()
+    modules = compat_layer.layers_of_forward_context()
     counts = dict.fromkeys(("matched", "skipped", "rope_kv_cache", "vllm_fused", "q_prep_lift", "aiter_fusion"), 0)
     for name, found in match_layers(graph):
         out_dtype = found if isinstance(found, Skip) else _admit(found, modules, settings)

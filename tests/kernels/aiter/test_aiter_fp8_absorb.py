@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.sandbox.simulated_aiter import gemm, install, op
 from tests.support.simulated_aiter import FP8, ROCM, inputs, same_bytes, twin
 from vllm_aiter_mla import layers
-from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.compat import layer as vllm_kernels
 from vllm_aiter_mla.kernels import absorb, fp8, reference
 from vllm_aiter_mla.kernels.absorb import fp8 as fp8_form
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend

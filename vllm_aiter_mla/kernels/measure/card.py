@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
 
 DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
 
@@ -26,7 +26,7 @@ def machine() -> dict[str, str]:
 
 def about() -> dict[str, str | None]:
     """``machine`` with the driver and the versions of plugin, vLLM and AITER: where one differs, so may the figures."""
-    stamp = evidence.stamp("measured", 1)[evidence.KEY]
+    stamp = files.stamp("measured", 1)[files.KEY]
     return machine() | {"driver": _driver()} | {name: stamp[name] for name in ("plugin", "vllm", "aiter")}
 
 

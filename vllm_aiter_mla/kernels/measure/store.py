@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
 from vllm_aiter_mla.kernels.measure.table import Rounds
 
 LARGEST = 2**20
@@ -30,7 +30,7 @@ def read(folder: Path, key: Mapping[str, Any]) -> Rounds | None:
     """
     path = path_of(folder, key)
     try:
-        found = evidence.read(path, LARGEST)
+        found = files.read(path, LARGEST)
         _check(found, key)
         return {int(tokens): _figures(by, key) for tokens, by in found["rounds"].items()}
     except FileNotFoundError:
@@ -46,15 +46,15 @@ def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    evidence.write(path_of(folder, key), {"key": dict(key), "rounds": rounds} | _stamp())
+    files.write(path_of(folder, key), {"key": dict(key), "rounds": rounds} | _stamp())
 
 
 def _stamp() -> dict[str, Any]:
-    return evidence.stamp("measured", 1)
+    return files.stamp("measured", 1)
 
 
 def _check(found: dict[str, Any], key: Mapping[str, Any]) -> None:
-    ours, theirs = (one[evidence.KEY] for one in (_stamp(), found))
+    ours, theirs = (one[files.KEY] for one in (_stamp(), found))
     if any(theirs[name] != ours[name] for name in ("schema", "schema_version")):
         raise ValueError(f"{theirs['schema']} {theirs['schema_version']} is another layout")
     if found["key"] != dict(key):
