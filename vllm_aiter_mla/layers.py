@@ -22,15 +22,14 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log, user_pass
-from vllm_aiter_mla.kernels import absorb, fp8, select, selfcheck, vllm_own
-from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
+from vllm_aiter_mla.kernels import absorb, select, selfcheck, vllm_own
+from vllm_aiter_mla.kernels import formats as fp8
+from vllm_aiter_mla.kernels import measure as table
+from vllm_aiter_mla.kernels.aiter.route import ViewPolicy
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.measure import table
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
-from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING
-from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
-from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING, ReferenceBackend
 from vllm_aiter_mla.settings import Settings
 
 

@@ -11,11 +11,10 @@ import torch
 import vllm_aiter_mla.kernels
 from vllm_aiter_mla.kernels import absorb, select
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, call_key
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, LayerShape, call_key, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import CARDS, Platform
-from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.selfcheck import self_check
-from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 
 ROOT = Path(vllm_aiter_mla.kernels.__file__).parent
 SMALL = LayerShape(2, 8, torch.bfloat16, torch.bfloat16, 4, False, latent=16, rope=8)

@@ -14,10 +14,9 @@ import torch
 
 from vllm_aiter_mla.kernels import absorb, reference, select
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation, synthetic_inputs
 from vllm_aiter_mla.kernels.measure import operands, store, sweep, table
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 
 SHAPE = LayerShape(2, 16, torch.bfloat16, torch.bfloat16, 4, False, latent=32, rope=16)
 ORDER = ("aiter", "triton", "vllm")
@@ -304,6 +303,7 @@ def test_a_real_device_times_two_kernels_and_gives_its_memory_back() -> None:
         pytest.skip("needs a GPU")
     pytest.importorskip("triton")
     from vllm_aiter_mla.kernels.measure.clock import DeviceClock
+
     from vllm_aiter_mla.kernels.triton import baselines
     from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 

@@ -15,8 +15,7 @@ from vllm_aiter_mla import worker
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import reference, select
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
-from vllm_aiter_mla.kernels.shape import synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation, synthetic_inputs
 from vllm_aiter_mla.settings import SettingsError
 
 

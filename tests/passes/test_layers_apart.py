@@ -14,7 +14,7 @@ from tests.passes.execute import assert_rewritten_right, calls, clone, rewrite, 
 from tests.passes.graphs import Builder, Spelling, build
 from tests.passes.stubs import DECODE, MIXED, StubLayer
 from vllm_aiter_mla import layers as decided
-from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.status import state as status
 
 BF16 = torch.bfloat16

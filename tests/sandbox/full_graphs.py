@@ -75,7 +75,7 @@ class FullGraphs:
 @contextmanager
 def capturing() -> Iterator[None]:
     """The plugin is told that a graph is being recorded."""
-    from vllm_aiter_mla.kernels import capture
+    from vllm_aiter_mla.kernels import backend as capture
 
     with (
         mock.patch.object(capture, "_has_gpu", return_value=True),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels import formats as fp8
 from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate, scatter_rows, store_nope
 
 _LIBRARIES: list[torch.library.Library] = []

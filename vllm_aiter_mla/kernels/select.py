@@ -12,13 +12,13 @@ from typing import Any
 
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
-from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
-from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError
+from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
+from vllm_aiter_mla.kernels.aiter.route import ViewPolicy
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, call_key, layer_key
-from vllm_aiter_mla.kernels.measure import table
+from vllm_aiter_mla.kernels.measure import Ranges, name_at
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.settings import KERNELS
 
 _KEEP = 4096  # call shapes remembered; a serving process sees its capture sizes, not thousands
@@ -89,7 +89,7 @@ class Selector:
         self._built: dict[str, KernelBackend | str] = {}
         self._choices: dict[tuple[Any, ...], Choice] = {}
         self._rejected: dict[tuple[str, tuple[Any, ...]], str] = {}
-        self._preferred: dict[tuple[Any, ...], table.Ranges] = {}
+        self._preferred: dict[tuple[Any, ...], Ranges] = {}
 
     def backend(self, name: str) -> KernelBackend | str:
         """The back end called ``name``, built on first use, or the reason why there is none."""
@@ -120,7 +120,7 @@ class Selector:
     def _order(self, inputs: DecodeInputs) -> tuple[str, ...]:
         """What was measured to be the fastest at this many tokens, then the static order."""
         measured = self._preferred.get(layer_key(inputs), ()) if self._preferred else ()
-        name = table.name_at(measured, inputs.num_tokens)
+        name = name_at(measured, inputs.num_tokens)
         return self.names if name is None else tuple(dict.fromkeys((name, *self.names)))
 
     def _bind(self, name: str, inputs: DecodeInputs) -> Binding | str:
@@ -137,7 +137,7 @@ class Selector:
             if not isinstance(backend, str) and not isinstance(self._bind(name, inputs), str)
         }
 
-    def prefer(self, inputs: DecodeInputs, ranges: table.Ranges) -> None:
+    def prefer(self, inputs: DecodeInputs, ranges: Ranges) -> None:
         """Let calls of the layer shape of ``inputs`` run what ``ranges`` says; without any, by the static order again.
 
         Where the preferred back end does not take a call, the static order goes on from there.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from vllm_aiter_mla.admission import ATTENTION_OPS
-from vllm_aiter_mla.kernels import capture
+from vllm_aiter_mla.kernels import backend as capture
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs

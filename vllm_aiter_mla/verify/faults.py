@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8
-from vllm_aiter_mla.kernels.absorb.plain import PlainWeight, plain
+from vllm_aiter_mla.kernels import formats as fp8
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.ops import bodies
@@ -83,11 +83,11 @@ def _copied_once(field: str) -> Plant:
         copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
 
         def copied(run: Run, inputs: DecodeInputs) -> torch.Tensor:
-            tensor = plain(inputs.weight) if field == "weight" else getattr(inputs, field)
+            tensor = inputs.weight.values if field == "weight" else getattr(inputs, field)
             key = (tensor.data_ptr(), tensor.shape)
             if key not in copies:
                 copies[key] = tensor.clone()
-            change: dict[str, Any] = {field: PlainWeight(copies[key]) if field == "weight" else copies[key]}
+            change: dict[str, Any] = {field: AbsorbWeight("plain", copies[key]) if field == "weight" else copies[key]}
             return run(replace(inputs, **change))
 
         return _kernel(copied)(right)

@@ -10,11 +10,11 @@ import torch
 from tests.sandbox.simulated_aiter import install, op
 from tests.support.simulated_aiter import ROCM, inputs, same_bytes, twin
 from vllm_aiter_mla.kernels import reference, select
+from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.select import Selector, candidates
 from vllm_aiter_mla.kernels.selfcheck import self_check
-from vllm_aiter_mla.kernels.shape import LayerShape
 
 pytestmark = pytest.mark.usefixtures("fake_gfx942")
 MI300X, MI355X = Platform("gfx942", ROCM), Platform("gfx950", ROCM)
@@ -78,8 +78,8 @@ def test_a_refused_call_falls_back_to_vllm_and_keeps_the_reason() -> None:
 def test_without_any_kernel_the_choice_holds_every_reason() -> None:
     choice = Selector("aiter", MI300X).choose(inputs(heads=2, tokens=300))
     assert choice.backend is choice.run is None
-    (aiter, why), vllm_own = choice.skips
-    assert (aiter, vllm_own) == ("aiter", ("vllm", "no unmodified vLLM kernels are registered"))
+    (aiter, why), last = choice.skips
+    assert (aiter, last) == ("aiter", ("vllm", "no vllm kernels are registered"))
     assert "kernel: 2 heads" in why
 
 
@@ -161,7 +161,7 @@ def test_self_check_of_a_refused_shape_says_so() -> None:
     bound = select.aiter_factory(MI300X)
     result = self_check(bound, LayerShape(4, 16, torch.uint8, torch.bfloat16, 16, False))
     assert not result.ok
-    assert "refused the self-check: cache-uint8" in result.message
+    assert "refused the self-check: kv_cache: view uint8" in result.message
 
 
 def test_self_check_of_a_wrong_dtype_says_so() -> None:
