@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.sandbox.simulated_aiter import install, op
+from tests.sandbox.simulated_aiter import op
+from tests.support.made_up_clock import ORDER, Named
 from tests.support.simulated_aiter import ROCM, inputs, same_bytes, twin
 from vllm_aiter_mla.kernels import reference, select
-from vllm_aiter_mla.kernels.inputs import LayerShape
+from vllm_aiter_mla.kernels.inputs import LayerShape, call_key, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.select import Selector, candidates
-from vllm_aiter_mla.kernels.selfcheck import self_check
 
 pytestmark = pytest.mark.usefixtures("fake_gfx942")
 MI300X, MI355X = Platform("gfx942", ROCM), Platform("gfx950", ROCM)
 
 
 class VLLMOwn(ReferenceBackend):
-    """Stands for vLLM's own kernels, which the runtime brings along."""
+    """The reference as vLLM's own kernels, which ``layers`` hands in."""
 
     name = "vllm"
 
@@ -83,17 +83,6 @@ def test_without_any_kernel_the_choice_holds_every_reason() -> None:
     assert "kernel: 2 heads" in why
 
 
-def test_the_choice_is_made_once_per_key(monkeypatch) -> None:
-    chosen = Selector("aiter", MI300X)
-    made = []
-    original = chosen._choose
-    monkeypatch.setattr(chosen, "_choose", lambda operands: made.append(1) or original(operands))
-    for _ in range(3):
-        chosen.choose(inputs())
-    chosen.choose(inputs(tokens=8))
-    assert len(made) == 2
-
-
 def test_a_rejected_layer_shape_goes_to_vllm_and_others_stay() -> None:
     chosen = Selector("auto", MI300X, WITH_VLLM)
     bad, good = inputs(), inputs(heads=16)
@@ -110,66 +99,63 @@ def test_the_reference_refuses_what_the_shared_contract_forbids() -> None:
     assert reason == "slot_mapping: torch.int64 expected, got torch.int32"
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("block", [1, 16])
-def test_self_check_passes_on_the_simulated_aiter_and_covers_both_kernels(arch, block) -> None:
-    with install(arch):
-        platform = Platform(arch, ROCM)
-        bound = select.aiter_factory(platform)
-        result = self_check(bound, LayerShape(4, 16, platform.fp8, platform.fp8, block, False))
-    assert result.ok, result.message
-    assert {name: d.steps for name, d in result.differences.items()} == dict.fromkeys(result.differences, 0)
-    assert set(result.differences) == {"q nope", "q rope", "kv nope", "kv rope"}
-    ran = op.forget()
-    assert ran[0][1] == 1  # the warm-up with slot -1 comes first
-    assert {kernel for kernel, _ in ran} == ({"per-head", "opt"} if block == 1 else {"opt"})
+SHAPE = LayerShape(2, 16, torch.bfloat16, torch.bfloat16, 4, False, latent=32, rope=16)
 
 
-def test_self_check_accepts_rounding_where_truncation_was_inferred(monkeypatch) -> None:
-    """Should gfx942 round after all, the card is better than we read it, and is not rejected for it."""
-    monkeypatch.setattr("tests.sandbox.simulated_aiter.op.arch", lambda: "gfx950")  # rounds everywhere
-    bound = select.aiter_factory(MI300X)
-    bound.view = "as-is"
-    result = self_check(bound, LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
-    assert result.ok, result.message
+def measured(kernel: str = "auto", arch: str = "gfx942") -> Selector:
+    factories = {name: (lambda platform, name=name: Named(name)) for name in ORDER}
+    return Selector(kernel, Platform(arch), factories)
 
 
-def test_self_check_of_the_truncating_kernel_survives_the_warm_up_without_a_slot() -> None:
-    result = self_check(
-        select.aiter_factory(MI300X, "opt"), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False)
-    )
-    assert result.ok, result.message
-    assert {kernel for kernel, _ in op.forget()} == {"opt"}
+def runs(of: Selector, tokens: int) -> str:
+    backend = of.choose(synthetic_inputs(SHAPE, tokens)).backend
+    assert backend is not None
+    return backend.name
 
 
-def test_self_check_reports_figures_and_stray_bytes_of_a_wrong_kernel() -> None:
-    class Off(ReferenceBackend):
-        name = "off"
-
-        def prepare(self, operands):
-            out = super().prepare(operands)
-            operands.kv_cache.view(torch.uint8)[-1, -1, :5] ^= 1
-            return out * 2
-
-    result = self_check(Off(), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
-    assert not result.ok
-    assert result.stray_bytes == 5
-    assert result.message.startswith("off: self-check FAILED: q nope 128 step(s)")
+def test_a_selector_runs_what_was_measured_and_the_static_order_elsewhere() -> None:
+    one = measured()
+    assert runs(one, 1) == "aiter"
+    one.prefer(synthetic_inputs(SHAPE, 1), ((1, 2, "triton"), (3, 4, "vllm")))
+    assert [runs(one, tokens) for tokens in (1, 2, 3, 4, 5)] == ["triton", "triton", "vllm", "vllm", "aiter"]
+    one.reject("triton", synthetic_inputs(SHAPE, 1), "planted")
+    assert runs(one, 1) == "aiter"
+    one.prefer(synthetic_inputs(SHAPE, 1), ())
+    assert runs(one, 3) == "aiter"
 
 
-def test_self_check_of_a_refused_shape_says_so() -> None:
-    bound = select.aiter_factory(MI300X)
-    result = self_check(bound, LayerShape(4, 16, torch.uint8, torch.bfloat16, 16, False))
-    assert not result.ok
-    assert "refused the self-check: kv_cache: view uint8" in result.message
+@pytest.mark.parametrize(
+    ("kernel", "arch", "names"),
+    [
+        ("auto", "gfx942", ORDER),
+        ("auto", "gfx950", ORDER),
+        ("auto", "sm90", ("triton", "vllm")),
+        ("auto", "cpu", ()),
+        *[(kernel, "gfx942", ()) for kernel in ("aiter", "triton", "vllm", "reference")],
+    ],
+)
+def test_only_auto_on_a_card_is_measured(kernel: str, arch: str, names: tuple[str, ...]) -> None:
+    assert select.contenders(kernel, Platform(arch)) == names
 
 
-def test_self_check_of_a_wrong_dtype_says_so() -> None:
-    class Wide(ReferenceBackend):
-        name = "wide"
+def test_what_declines_a_layer_or_was_rejected_is_not_timed() -> None:
+    one = measured()
+    assert list(one.takers(synthetic_inputs(SHAPE, 1))) == list(ORDER)
+    one.reject("aiter", synthetic_inputs(SHAPE, 1), "planted")
+    assert list(one.takers(synthetic_inputs(SHAPE, 1))) == ["triton", "vllm"]
 
-        def prepare(self, operands):
-            return super().prepare(operands).float()
 
-    result = self_check(Wide(), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
-    assert "wide: returned [7, 4, 576] torch.float32, expected" in result.message
+def test_a_back_end_is_asked_once_per_key_and_the_key_is_computed_once_per_call(monkeypatch) -> None:
+    asked, keys = [], []
+
+    class Counting(ReferenceBackend):
+        def bind(self, inputs):
+            asked.append(1)
+            return super().bind(inputs)
+
+    monkeypatch.setattr(select, "call_key", lambda inputs: keys.append(1) or call_key(inputs))
+    chosen = Selector("reference", Platform("cpu"), {"reference": lambda platform: Counting()})
+    for _ in range(3):
+        chosen.choose(synthetic_inputs(SHAPE))
+    chosen.choose(synthetic_inputs(SHAPE, tokens=5))
+    assert (len(asked), len(keys)) == (2, 4)
