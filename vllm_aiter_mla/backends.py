@@ -11,13 +11,12 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import vllm_own
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
-from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
-from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError
+from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
+from vllm_aiter_mla.kernels.aiter.route import ViewPolicy
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
-from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING
-from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING, ReferenceBackend
 from vllm_aiter_mla.settings import KERNELS, Settings
 
 VLLM = "vllm"

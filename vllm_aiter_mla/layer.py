@@ -23,11 +23,10 @@ from vllm_aiter_mla.backends import VLLM, Backends
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.kernels import absorb, fp8
+from vllm_aiter_mla.kernels import absorb, formats
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, Run
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.measure.table import Ranges, name_at
-from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.measure import Ranges, name_at
 
 _KEY = "_aiter_mla_layer"
 _KEEP = 4096  # call shapes that a layer remembers; more than the token counts of any decode limit
@@ -80,9 +79,9 @@ class Layer:
         ranges: what timing chose per token count; empty for the static order.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, engine: Backends | None = None) -> None:
         self.name, self.module = str(getattr(module, "layer_name", "")), module
-        self.backends: Backends = backends.of_engine(compat_layer.config_of(module))
+        self.backends = engine or backends.of_engine(compat_layer.config_of(module))
         self.limit = _limit_of(module)
         self.state: Literal["unchecked", "trusted", "refused", "failed"] = "unchecked"
         self.reason = ""
@@ -247,7 +246,7 @@ class Layer:
         mixes prefill and decode rows would compile it while it serves.
         """
         shape = self.shape()
-        if not fp8.is_fp8(shape.out_dtype):
+        if not formats.is_fp8(shape.out_dtype):
             return
         for rows in (2, 1):  # torch compiles separately for one row, and once for all other counts
             absorbed, query = (

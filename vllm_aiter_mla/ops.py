@@ -19,7 +19,7 @@ from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.kernels import capture
+from vllm_aiter_mla.kernels import backend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 NAMESPACE = "vllm_aiter_mla"
@@ -215,7 +215,7 @@ def attention_with_rope(
     Raises:
         RuntimeError: captured inside a piecewise graph, or without a batch: the graph would be wrong for every replay.
     """
-    if capture.is_capturing():
+    if backend.is_capturing():
         _check_capture(step)
     query = _prepared_or_none(step, q, k_pe, kv_c, rope) if step.decode_only else None
     if query is not None:
@@ -236,7 +236,7 @@ def _prepared_or_none(
     try:
         return prepared_query(step, q, k_pe, kv_c, rope)
     except Exception as error:
-        if capture.is_capturing():
+        if backend.is_capturing():
             raise
         step.layer.fail(error)
         return None
@@ -296,7 +296,7 @@ def attention(
     Raises:
         RuntimeError: as ``attention_with_rope``.
     """
-    if capture.is_capturing():
+    if backend.is_capturing():
         _check_capture(step)
     if step.decode_only:
         decode(step, q_prepared, output)

@@ -24,7 +24,7 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches
 from vllm_aiter_mla.kernels import selfcheck
 from vllm_aiter_mla.kernels.backend import KernelBackend
-from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 

@@ -61,10 +61,10 @@ def no_implementation_is_known() -> None:
 
 def q_scale_is_applied_twice() -> None:
     """The query is scaled before the kernel and by it."""
-    from vllm_aiter_mla.kernels.absorb import plain
+    from vllm_aiter_mla.kernels import absorb
 
-    inner = plain.absorb
-    plain.absorb = lambda q_nope, w: inner(q_nope, w) / 0.7
+    inner = absorb.absorb_plain
+    absorb.absorb_plain = lambda q_nope, w: inner(q_nope, w) / 0.7
 
 
 def the_aiter_kernel_is_wrong() -> None:
@@ -73,10 +73,10 @@ def the_aiter_kernel_is_wrong() -> None:
 
     inner = AiterBackend._run
 
-    def run(self, route, key, widths, inputs):
+    def run(self, route, widths, inputs):
         from dataclasses import replace
 
-        return inner(self, route, key, widths, replace(inputs, is_neox=not inputs.is_neox))
+        return inner(self, route, widths, replace(inputs, is_neox=not inputs.is_neox))
 
     AiterBackend._run = run
 

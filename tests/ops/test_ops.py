@@ -23,10 +23,9 @@ from vllm_aiter_mla import ops as bodies
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.kernels.absorb import PlainWeight
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
 from vllm_aiter_mla.kernels.reference import store_nope
-from vllm_aiter_mla.kernels.shape import synthetic_inputs
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend, may_take_parts
 
 ROPE = "mla_attention_with_rope"
@@ -175,7 +174,7 @@ def test_a_call_is_bound_once_and_again_after_a_weight_was_replaced(monkeypatch:
         layer.W_UK_T = layer.W_UK_T * 2
         OPS[ROPE](*args)
         assert len(found) == 2
-        assert found[1][1].weight.w_uk_t is layer.W_UK_T
+        assert found[1][1].weight.values is layer.W_UK_T
         layers.of(layer).refuse("planted")
         OPS[ROPE](*args)
     assert len(found) == 3
@@ -293,7 +292,7 @@ def test_vllm_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens:
     layer, out_dtype = layer_of("fp8"), torch.float8_e4m3fn
     q, k_pe, kv_c, positions, table, k_scale, _, is_neox, _ = arguments(ROPE, layer, tokens)
     given = DecodeInputs(
-        q, k_pe, kv_c, PlainWeight(layer.W_UK_T), compat_layer.fp8_view(layer.kv_cache), torch.arange(tokens),
+        q, k_pe, kv_c, AbsorbWeight("plain", layer.W_UK_T), compat_layer.fp8_view(layer.kv_cache), torch.arange(tokens),
         positions,
         table, k_scale, layer._q_scale, is_neox, out_dtype,
     )  # fmt: skip
@@ -315,7 +314,7 @@ def test_vllm_is_timed_without_a_concat_that_vllms_decode_may_not_need(arch: str
     layer = layer_of()
     q, k_pe, kv_c, positions, table, k_scale, _, is_neox, _ = arguments(ROPE, layer, 3)
     given = DecodeInputs(
-        q, k_pe, kv_c, PlainWeight(layer.W_UK_T), layer.kv_cache, torch.arange(3), positions, table, k_scale,
+        q, k_pe, kv_c, AbsorbWeight("plain", layer.W_UK_T), layer.kv_cache, torch.arange(3), positions, table, k_scale,
         layer._q_scale, is_neox, q.dtype,
     )  # fmt: skip
     query = VLLMBackend(VLLMsKernels(q.dtype), arch).prepare(given)

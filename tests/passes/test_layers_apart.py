@@ -13,7 +13,7 @@ from tests.passes.execute import assert_rewritten_right, calls, clean, clone, re
 from tests.passes.graphs import Builder, Spelling, build
 from tests.passes.stubs import DECODE, MIXED, StubLayer
 from vllm_aiter_mla import status
-from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.passes import match, pipeline
 from vllm_aiter_mla.passes.aiter_fusion import fuse_into_one_op
 

@@ -11,8 +11,8 @@ import torch
 
 from tests.verify.verify_support import LIMIT, broken
 from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.compare import EXACT, OWN_BMM
-from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.verify import cases, interpreted, runner, setting
 from vllm_aiter_mla.verify.buffers import Buffers
 from vllm_aiter_mla.verify.engine import EagerEngine

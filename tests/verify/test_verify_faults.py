@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.verify.verify_support import LIMIT, broken
-from vllm_aiter_mla.kernels.compare import OWN_BMM
-from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.backend import OWN_BMM
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.verify import backends, oracles, runner, selftest, setting
 from vllm_aiter_mla.verify.cases import cases
 from vllm_aiter_mla.verify.engine import Captured, EagerEngine

@@ -32,7 +32,7 @@ def load(name: str) -> Subject:
 
 
 def _reference() -> Found:
-    from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+    from vllm_aiter_mla.kernels.reference import ReferenceBackend
 
     return subject_of(ReferenceBackend())
 

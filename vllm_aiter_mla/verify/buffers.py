@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from vllm_aiter_mla.kernels import absorb, fp8, reference
+from vllm_aiter_mla.kernels import absorb, reference
+from vllm_aiter_mla.kernels import formats as fp8
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Batch, Layer, Rows
 from vllm_aiter_mla.verify.setting import Geometry, Variant

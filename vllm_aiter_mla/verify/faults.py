@@ -15,7 +15,7 @@ import torch
 
 from vllm_aiter_mla import ops as bodies
 from vllm_aiter_mla.kernels import fp8
-from vllm_aiter_mla.kernels.absorb.plain import PlainWeight, plain
+from vllm_aiter_mla.kernels.absorb import PlainWeight, plain
 from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.verify.layer import Layer, Rows

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels import formats as fp8
+from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs

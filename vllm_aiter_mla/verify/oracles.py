@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.compare import EXACT, OWN_BMM, deviation, difference, norm_bound
+from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.selfcheck import deviation, difference, norm_bound
 from vllm_aiter_mla.verify.buffers import Buffers, raw
 from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Layer, Rows
 from vllm_aiter_mla.verify.recording import Recording

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels import formats as fp8
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from vllm_aiter_mla.commands.doctor.given import Given
 from vllm_aiter_mla.settings import NAMESPACE
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.kernels.aiter.locate import AiterInstall
+    from vllm_aiter_mla.kernels.aiter.op import AiterInstall
 
 SEE_VLLM = "see the line `vllm` above"
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
@@ -126,7 +126,7 @@ def aiter(given: Given) -> Check:
 
 def probe() -> AiterInstall:
     """The AITER probe: reads its sources, imports neither it nor torch."""
-    from vllm_aiter_mla.kernels.aiter.locate import locate_aiter
+    from vllm_aiter_mla.kernels.aiter.op import locate_aiter
 
     return locate_aiter()
 

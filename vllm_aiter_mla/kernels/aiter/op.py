@@ -1,19 +1,22 @@
-"""Is there a usable AITER here? Answered without importing it.
+"""Find a usable AITER without importing it, then import it and hand out its fused op.
 
-``import aiter`` wants a visible AMD card, runs rocminfo and may start a compiler. So the package is found through the
-import system and read as text; what is missing gets a sentence of its own.
+``import aiter`` wants a visible AMD card, runs rocminfo and may start a compiler. So ``locate_aiter`` finds the package
+through the import system and reads it as text. `doctor` runs it without torch, so this file imports torch late.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 OP = "fused_qk_rope_concat_and_cache_mla"
 MODULE = "module_cache"  # the extension module that holds the op
@@ -24,10 +27,16 @@ REQUIRED = (
 FIRST_GOOD = "0.1.19.post1"  # the first release with ROCm/aiter#4342
 INSTALL = f"install amd-aiter {FIRST_GOOD} or newer (PyPI's `aiter` is another project)"
 
+Op = Callable[..., None]
+
+
+class AiterUnavailableError(RuntimeError):
+    """AITER cannot be used in this process; the message says why and what to do."""
+
 
 @dataclass(frozen=True, slots=True)
 class AiterInstall:
-    """What was found; and the reason, if AITER cannot be used.
+    """What was found, and why AITER cannot be used.
 
     Attributes:
         reason: one sentence why AITER cannot be used, or None.
@@ -75,7 +84,7 @@ def _find_spec() -> ModuleSpec | None:
     try:
         return importlib.util.find_spec("aiter")
     except (ImportError, ValueError, AttributeError):
-        # A module without a spec in sys.modules, or a broken finder: as good as absent.
+        # A module without a spec in sys.modules, or a broken finder: treated as absent.
         return None
 
 
@@ -115,9 +124,9 @@ def _read_signature(package: Path) -> tuple[tuple[str, ...], str | None]:
 
 
 def signature_problem(names: tuple[str, ...], mandatory: int) -> str | None:
-    """Why an op with these arguments, in this order and the first ``mandatory`` without default, cannot be called.
+    """Return why an op with these arguments cannot be called, or None. The first ``mandatory`` have no default.
 
-    Further arguments with defaults are let through: what they change, if anything, is the self-check's business.
+    Further arguments with defaults are let through: the self-check sees what they change.
     """
     if "compute_all_q_rope" not in names:
         return f"{OP} has no `compute_all_q_rope`: padded rows would stay unwritten and positions unclamped; {INSTALL}"
@@ -130,3 +139,45 @@ def _prebuilt(package: Path) -> bool:
     # jit/core.py, get_user_jit_dir(): the variable, else the package, else the home directory.
     places = [os.environ.get("AITER_JIT_DIR"), package / "jit", Path.home() / ".aiter" / "jit"]
     return any((Path(place) / f"{MODULE}.so").is_file() for place in places if place)
+
+
+def load_op() -> Op:
+    """Import AITER and return its op; check the signature before the import and the schema after it.
+
+    ``torch.ops.aiter.<op>.default`` is what AITER's own Python function calls; taking it directly saves a frame per
+    call. Its schema declares every tensor as written, which is why it never enters a compiled graph.
+
+    Raises:
+        AiterUnavailableError: absent, of another project, too old, too new, or its import failed.
+    """
+    import torch
+
+    found = locate_aiter()
+    if found.reason is not None:
+        raise AiterUnavailableError(found.reason)
+    try:
+        importlib.import_module("aiter")
+        op = getattr(torch.ops.aiter, OP).default
+    except Exception as error:  # AITER's import runs rocminfo, compilers and a registry: anything may come out
+        raise AiterUnavailableError(f"`import aiter` failed: {type(error).__name__}: {error}") from error
+    reason = schema_problem(op)
+    if reason is not None:
+        raise AiterUnavailableError(reason)
+    return op
+
+
+def schema_problem(op: Any) -> str | None:
+    """Return why the registered op cannot be called, or None.
+
+    Another build may be registered than the source that was read: ``inspect.signature`` shows only
+    ``(*args, **kwargs)`` of AITER's wrappers, the schema has the names.
+    """
+    arguments = op._schema.arguments
+    mandatory = sum(not argument.has_default_value() for argument in arguments)
+    reason = signature_problem(tuple(argument.name for argument in arguments), mandatory)
+    if reason is not None:
+        return f"the loaded op differs from its source: {reason}"
+    tensors = len(REQUIRED) - 3
+    known = arguments[: len(REQUIRED)]
+    wrong = [a.name for i, a in enumerate(known) if str(a.type) != ("Tensor" if i < tensors else "bool")]
+    return f"the loaded op takes other types for: {', '.join(wrong)}" if wrong else None

@@ -1,7 +1,7 @@
-"""Which of AITER's kernels a call lands on, and the view of the cache that steers it.
+"""Predict which of AITER's kernels a call lands on, and choose the view of the cache that steers it.
 
 The conditions are those of ``fused_qk_rope_concat_and_cache_mla`` in csrc/kernels/cache_kernels.cu, for 2-D ``kv_c``
-and ``k_pe``. Only the first two kernels clamp positions and honour ``compute_all_q_rope``: this plugin uses no other.
+and ``k_pe``. Only the first two kernels clamp positions and honour ``compute_all_q_rope``, so only they are used.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 
+from vllm_aiter_mla.kernels.backend import Numerics
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.reference import Numerics
 
 KernelName = Literal["per-head", "opt", "general"]
 CacheView = Literal["as-is", "tokens", "one-block"]
@@ -46,7 +46,7 @@ class Route:
 
 
 def kernel_for(block_size: int, latent: int, rope: int, heads: int, tokens: int) -> KernelName:
-    """The kernel AITER dispatches to; ``tokens`` is the length of the slot mapping."""
+    """Return the kernel AITER dispatches to; ``tokens`` is the length of the slot mapping."""
     if latent <= LATENT and block_size == 1 and rope == ROPE and tokens < PER_HEAD_TOKENS:
         return "per-head"
     if rope == ROPE and latent == LATENT and latent * heads >= OPT_WORK:
@@ -55,7 +55,7 @@ def kernel_for(block_size: int, latent: int, rope: int, heads: int, tokens: int)
 
 
 def truncates_cache_rope(kernel: KernelName, arch: str, cache_dtype: torch.dtype) -> bool:
-    """Whether the rope part of the cache row is cut toward zero instead of rounded.
+    """Return whether the rope part of the cache row is cut toward zero instead of rounded.
 
     The opt kernel stores it through ``opus::cast``, whose float-to-bf16 default truncates on anything older than
     gfx950 (OPUS_FP32_to_BF16_DEFAULT in opus.hpp); every other store is a plain, rounding conversion.
@@ -69,10 +69,10 @@ def route_of(
     """Choose the view of ``kv_cache`` [blocks, block_size, latent+rope] and name the kernel that follows from it.
 
     Policies "per-head" and "opt" ask for that kernel; a number asks for per-head below that many tokens and for opt
-    from there on; "as-is" leaves the cache alone. "auto" asks for vLLM's block size, but not where opt would truncate
-    the cache's rope part. Where no view leads to what is asked for, a kernel that serves the call runs instead: with
-    fewer than 4 heads that is per-head, and general, which neither clamps nor fills padded rows, stays the last choice.
-    Which of the two is faster is not measured; see tools/aiter_crossover.py.
+    from there on; "as-is" leaves the cache unchanged. "auto" asks for vLLM's block size, unless opt would truncate the
+    cache's rope part. If no view leads to the wanted kernel, another one that serves the call runs: with fewer than 4
+    heads that is per-head. The last choice is general, which neither clamps nor fills padded rows.
+    Nobody has measured which of the two is faster.
     """
     latent = kv_cache.shape[2] - rope
     slots = kv_cache.shape[0] * kv_cache.shape[1]
@@ -100,7 +100,7 @@ def _is_wanted(route: Route, policy: ViewPolicy) -> bool:
 
 
 def apply_view(kv_cache: torch.Tensor, view: CacheView) -> torch.Tensor:
-    """The cache as the route wants it handed over; no copy, no allocation."""
+    """Return the cache as the route hands it over; no copy, no allocation."""
     if view == "tokens":
         return kv_cache.view(-1, 1, kv_cache.shape[2])
     if view == "one-block":
