@@ -4,7 +4,7 @@ import torch
 
 from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.recording import Watch, launch_foreign, recording
-from vllm_aiter_mla.verify.subject import Segment
+from vllm_aiter_mla.verify.steps import Segment, Step
 
 
 def record(run):
@@ -85,18 +85,16 @@ def test_an_eager_segment_between_two_captured_ones_runs_anew():
 
     def first():
         outputs["a"] = x + 1
-        return outputs
 
     def between():
         seen.append(1)
         middle.copy_(outputs["a"])
-        return outputs
 
     def last():
         outputs["b"] = middle * 10
-        return outputs
 
-    captured = EagerEngine().capture([Segment(True, first), Segment(False, between), Segment(True, last)], "", False)
+    step = Step([Segment(True, first), Segment(False, between), Segment(True, last)], outputs)
+    captured = EagerEngine().capture(step, "", False)
     x.fill_(4)
     captured.replay()
     assert len(seen) == 2

@@ -1,8 +1,8 @@
-"""A recording of ATen calls that replays them on the same tensors: what a graph does, where there is no graph.
+"""A recording of ATen calls that repeats them on the same tensors, as a graph would.
 
-Replayed are the calls, with the tensor objects and the Python values they had when they were recorded. A branch, a
-shape, a float read from a tensor: everything Python decided is frozen, and a result lands in the memory it had the
-first time. Fresh memory is not initialised again, and views are not made again: both are addresses in a graph.
+A replay repeats the calls with the tensor objects and the Python values of the recording. Everything that Python
+decided is frozen: a branch, a shape, a float read from a tensor. A result lands in the memory that it had the first
+time. Fresh memory is not initialised again and views are not made again, because both are addresses in a graph.
 """
 
 from __future__ import annotations
@@ -26,19 +26,13 @@ EMPTY = frozenset(f"aten.{name}" for name in ("empty", "new_empty", "empty_like"
 
 
 class Recording(TorchDispatchMode):
-    """Records while it is entered; :meth:`replay` afterwards.
-
-    Attributes:
-        names: what a replay launches, in order.
-        syncs: names of the calls that would have waited for the device.
-        shapes: (name, shape) of all fresh memory.
-    """
+    """Records while it is entered; :meth:`replay` afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
-        self.syncs: list[str] = []
-        self.shapes: list[tuple[str, tuple[int, ...]]] = []
+        self.names: list[str] = []  # what a replay launches, in order
+        self.syncs: list[str] = []  # calls that would have waited for the device
+        self.shapes: list[tuple[str, tuple[int, ...]]] = []  # (call, shape) of all fresh memory
         self._calls: list[Callable[[], object]] = []
         self._kept: list[torch.Tensor] = []
         self._paused = False
@@ -69,24 +63,22 @@ class Recording(TorchDispatchMode):
             for index, target in fresh.items():
                 target.copy_(leaves[index])
 
-        self._add(name, again)
-
-    def _add(self, name: str, call: Callable[[], object]) -> None:
         self.names.append(name)
-        self._calls.append(call)
+        self._calls.append(again)
 
     def foreign(self, name: str, launch: Callable[[], Any]) -> Any:
-        """Record a kernel launch that ATen does not see, as one call; what it does inside is not recorded."""
+        """Record a kernel launch that ATen does not see, as one call; the calls inside it are not recorded."""
         self._paused = True
         try:
             result = launch()
         finally:
             self._paused = False
-        self._add(name, launch)
+        self.names.append(name)
+        self._calls.append(launch)
         return result
 
     def replay(self) -> None:
-        """Repeat every call in order, and put new results where the recorded ones lie."""
+        """Repeat every call in order, and put new results where the recorded ones are."""
         for call in self._calls:
             call()
 
@@ -108,7 +100,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def live_bytes(self) -> int:
-        """Bytes of the noted memory that something still holds."""
+        """Return the bytes of the noted memory that something still holds."""
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
         return sum(size for _, size in self._made.values())
 
@@ -118,7 +110,7 @@ _active: list[Recording] = []
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """A new recording of the block; foreign launches find it through :func:`launch_foreign`."""
+    """Record the block; foreign launches find the recording through :func:`launch_foreign`."""
     made = Recording()
     _active.append(made)
     try:
@@ -129,19 +121,19 @@ def recording() -> Iterator[Recording]:
 
 
 def launch_foreign(name: str, launch: Callable[[], Any]) -> Any:
-    """Run a launch that is no ATen call, and record it where something records."""
+    """Run a launch that is no ATen call, and record it if a recording is under way."""
     return _active[-1].foreign(name, launch) if _active else launch()
 
 
 def _synchronises(name: str, args: Any) -> bool:
     if name in INDEXING:
-        # A boolean index is turned into a list of indices, whose length the host has to know.
+        # A boolean index becomes a list of indices, and the host has to know its length.
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1]))
     return name in SYNCS or (name == "aten.repeat_interleave" and len(_tensors(args)) > 1)
 
 
 def _fresh(args: Any, kwargs: Any, result: Any) -> dict[int, torch.Tensor]:
-    """Results that are new memory, by their position among the results."""
+    """Return the results that are new memory, by their position among the results."""
     owned = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
     return {
         index: leaf
