@@ -14,7 +14,6 @@ from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.compare import EXACT, OWN_BMM
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 from vllm_aiter_mla.verify import backends, cases, runner
-from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.layer import Buffers
 from vllm_aiter_mla.verify.oracles import ORACLES
 
@@ -91,7 +90,6 @@ from tests.sandbox.simulated_aiter import install
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.verify import cases, runner
-from vllm_aiter_mla.verify.engine import EagerEngine
 
 torch.set_num_threads(1)
 fnuz, bf16 = torch.float8_e4m3fnuz, torch.bfloat16

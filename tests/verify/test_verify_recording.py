@@ -3,12 +3,12 @@
 import torch
 
 from vllm_aiter_mla.verify.engine import EagerEngine
-from vllm_aiter_mla.verify.recording import Watch, launch_foreign, recording
+from vllm_aiter_mla.verify.recording import Recording, launch_foreign
 from vllm_aiter_mla.verify.steps import Segment, Step
 
 
 def record(run):
-    with recording() as made:
+    with Recording() as made:
         result = run()
     return made, result
 
@@ -101,12 +101,12 @@ def test_an_eager_segment_between_two_captured_ones_runs_anew():
     assert captured.outputs["b"].tolist() == [50]
 
 
-def test_the_watch_tells_held_memory_from_a_temporary():
-    watch, kept = Watch(), []
-    with watch:
-        torch.empty(1000)
-        kept.append(torch.empty(10))
-        kept.append(kept[0].view(2, 5))
-    assert watch.live_bytes() == 40
+def test_memory_counts_what_is_held_once_and_no_temporary():
+    engine, kept = EagerEngine(), []
+    before, _ = engine.memory()
+    torch.empty(1000)
+    kept.append(torch.empty(10))
+    kept.append(kept[0].view(2, 5))
+    assert engine.memory()[0] - before == 40
     kept.clear()
-    assert watch.live_bytes() == 0
+    assert engine.memory()[0] == before

@@ -13,6 +13,9 @@ from typing import Any, TypeAlias
 import torch
 
 from vllm_aiter_mla.kernels.backend import KernelBackend
+from vllm_aiter_mla.kernels.platform import detect_platform
+from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.select import aiter_factory
 from vllm_aiter_mla.verify.cases import Case, Variant
 from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.recording import launch_foreign
@@ -40,12 +43,6 @@ def load(name: str) -> KernelBackend:
     return found
 
 
-def _reference() -> Found:
-    from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
-
-    return ReferenceBackend()
-
-
 def _triton() -> Found:
     if find_spec("triton") is None:
         return "the package triton is not installed"
@@ -56,14 +53,11 @@ def _triton() -> Found:
     return TritonBackend()
 
 
-def _aiter() -> Found:
-    from vllm_aiter_mla.kernels.platform import detect_platform
-    from vllm_aiter_mla.kernels.select import aiter_factory
-
-    return aiter_factory(detect_platform())
-
-
-FINDERS: dict[str, Callable[[], Found]] = {"reference": _reference, "triton": _triton, "aiter": _aiter}
+FINDERS: dict[str, Callable[[], Found]] = {
+    "reference": ReferenceBackend,
+    "triton": _triton,
+    "aiter": lambda: aiter_factory(detect_platform()),
+}
 """How to look for each back end, in the order in which they run; add your own."""
 
 

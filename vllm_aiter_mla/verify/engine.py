@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm_aiter_mla.verify import launches
-from vllm_aiter_mla.verify.recording import Recording, Watch, recording
+from vllm_aiter_mla.verify.recording import Recording
 from vllm_aiter_mla.verify.steps import Outputs, Segment, Step
 
 
@@ -24,7 +24,6 @@ class Graph:
 
     replay: Callable[[], None]
     launches: tuple[str, ...] | str  # names of what it launches, or why they are unknown
-    syncs: list[str] = field(default_factory=list)  # host synchronisations seen during the capture
 
 
 @dataclass(slots=True)
@@ -48,9 +47,6 @@ class EagerEngine:
     graphs = False
     device = "cpu"
 
-    def __init__(self) -> None:
-        self._watch = Watch()
-
     def capture(self, step: Step, pool: str, side_stream: bool) -> Captured:
         """Capture a step that has run before, each captured segment as a graph. Raises CaptureError.
 
@@ -63,23 +59,16 @@ class EagerEngine:
                 captured.calls.append(captured.graphs[-1].replay)
             else:
                 segment.run()
-                captured.calls.append(self._watched(segment.run))
+                captured.calls.append(segment.run)
         return captured
 
     def _record(self, segment: Segment, pool: str, side_stream: bool) -> Graph:
         made = self.probe(segment)
-        return Graph(made.replay, tuple(made.names), made.syncs)
-
-    def _watched(self, run: Callable[[], None]) -> Callable[[], None]:
-        def watched() -> None:
-            with self._watch:
-                run()
-
-        return watched
+        return Graph(made.replay, tuple(made.names))
 
     def probe(self, segment: Segment) -> Recording:
         """Run a segment once without a graph; return its host synchronisations and the memory that it makes."""
-        with recording() as made:
+        with Recording() as made:
             segment.run()
         return made
 
@@ -95,11 +84,10 @@ class EagerEngine:
         return None
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes that tensors hold, and the bytes in use outside torch's allocator.
-
-        Here: the bytes made by the eager parts of a replay, and 0, because a CPU cannot tell.
-        """
-        return self._watch.live_bytes(), 0
+        """Return the bytes that tensors hold, and the bytes in use outside torch's allocator; a CPU cannot tell those."""
+        gc.collect()
+        storages = (each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()), 0
 
 
 class GraphEngine(EagerEngine):
@@ -110,7 +98,6 @@ class GraphEngine(EagerEngine):
     device = "cuda"
 
     def __init__(self) -> None:
-        super().__init__()
         self._pools: dict[str, Any] = {}
 
     def _record(self, segment: Segment, pool: str, side_stream: bool) -> Graph:
@@ -134,9 +121,6 @@ class GraphEngine(EagerEngine):
         graph.instantiate()
         torch.cuda.synchronize()
         return Graph(graph.replay, names)
-
-    def _watched(self, run: Callable[[], None]) -> Callable[[], None]:
-        return run  # torch's allocator counts
 
     def probe(self, segment: Segment) -> Recording:
         """Run once with torch's synchronisation check on; inside a capture it would end the capture."""

@@ -33,19 +33,32 @@ def run(case: Case, buffers: Buffers, backend: KernelBackend, engine: EagerEngin
     library = torch.library.Library(f"vllm_aiter_mla_verify_{next(_number)}", "DEF")
     outputs: Outputs = {}
     op = _define(library, make_op("piecewise", buffers, backend, 0, outputs))
-    width = buffers.layers[0].out.shape[1]
+    layer = buffers.layers[0]
 
     def step(q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, positions: torch.Tensor) -> tuple[Any, ...]:
-        rows, out = (q * 1, k_pe * 1, kv_c * 1), q.new_empty((q.shape[0], width))
+        rows, out = (q * 1, k_pe * 1, kv_c * 1), q.new_empty((q.shape[0], layer.out.shape[1]))
         op(*rows, positions, out)
         return out * 2, *rows
+
+    def replay(size: int, number: int) -> list[Finding]:
+        rows = max(size - number % 2, 1)
+        buffers.step(Batch(rows, rows // 2 if number % 3 == 2 else 0))
+        expected = Expected(buffers, backend, size, rows, None, attends=True)
+        if engine.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        final, *produced = compiled(*layer.source.first(size), buffers.positions[:size])
+        for buffer, got in zip((layer.out, *layer.work), (final / 2, *produced), strict=True):
+            buffer[:size] = got  # where the oracles look
+        engine.synchronize()
+        return expected.check(outputs | {"final.0": final})
 
     torch._dynamo.reset()
     options: dict[str, Any] = {"triton.cudagraphs": engine.graphs, "graph_partition": True}
     compiled = torch.compile(step, options=options, dynamic=False, fullgraph=True)
     try:
         with _logged() as lines:
-            findings = [f for size in case.sizes for f in _replay(buffers, backend, compiled, engine, size, outputs)]
+            rounds = (replay(size, number) for size in case.sizes for number in range(ROUNDS))
+            findings = next((found for found in rounds if found), [])
         return findings + [Finding("no-re-record", line) for line in lines if _TROUBLE.search(line)]
     finally:
         torch._dynamo.reset()
@@ -64,26 +77,6 @@ def _define(library: torch.library.Library, op: Op) -> Callable[..., None]:
     library.impl("attend", attend, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{library.ns}::attend", lambda *given: None, lib=library)
     return getattr(torch.ops, library.ns).attend.default
-
-
-def _replay(
-    buffers: Buffers, backend: KernelBackend, compiled: Callable[..., Any], engine: EagerEngine, size: int,
-    outputs: Outputs,
-) -> list[Finding]:  # fmt: skip
-    layer = buffers.layers[0]
-    for number in range(ROUNDS):
-        rows = max(size - number % 2, 1)
-        buffers.step(Batch(rows, rows // 2 if number % 3 == 2 else 0))
-        expected = Expected(buffers, backend, size, rows, None, attends=True)
-        if engine.graphs:
-            torch.compiler.cudagraph_mark_step_begin()
-        final, *produced = compiled(*layer.source.first(size), buffers.positions[:size])
-        for buffer, got in zip((layer.out, *layer.work), (final / 2, *produced), strict=True):
-            buffer[:size] = got  # where the oracles look
-        engine.synchronize()
-        if found := expected.check(outputs | {"final.0": final}):
-            return found
-    return []
 
 
 @contextmanager

@@ -175,14 +175,7 @@ class Layer:
 class Buffers:
     """Everything whose address a captured graph may hold. A step changes it in place and never replaces it.
 
-    Args:
-        geometry: the layer's widths.
-        variant: dtypes and rotary style.
-        limit: L, rows of every buffer.
-        layers: how many layers a step has.
-        width: tokens per decode request, 1 + drafts.
-        device: torch device.
-        seed: of all random data.
+    ``limit`` is L, the rows of every buffer. ``width`` is the number of tokens per decode request, 1 + drafts.
     """
 
     def __init__(

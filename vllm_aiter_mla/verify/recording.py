@@ -7,13 +7,11 @@ time. Fresh memory is not initialised again and views are not made again, becaus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 # Calls that wait for the device, or whose result's shape depends on the device's data.
@@ -35,14 +33,12 @@ class Recording(TorchDispatchMode):
         self.shapes: list[tuple[str, tuple[int, ...]]] = []  # (call, shape) of all fresh memory
         self._calls: list[Callable[[], object]] = []
         self._kept: list[torch.Tensor] = []
-        self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` and note it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._paused:
-            self._note(func, args, kwargs, result)
+        self._note(func, args, kwargs, result)
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -68,11 +64,8 @@ class Recording(TorchDispatchMode):
 
     def foreign(self, name: str, launch: Callable[[], Any]) -> Any:
         """Record a kernel launch that ATen does not see, as one call; the calls inside it are not recorded."""
-        self._paused = True
-        try:
+        with _disable_current_modes():
             result = launch()
-        finally:
-            self._paused = False
         self.names.append(name)
         self._calls.append(launch)
         return result
@@ -83,46 +76,10 @@ class Recording(TorchDispatchMode):
             call()
 
 
-class Watch(TorchDispatchMode):
-    """Notes the memory that ATen calls make while it is entered, and tells later how much of it is still held."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` and note what is new."""
-        result = func(*args, **(kwargs or {}))
-        for tensor in _fresh(args, kwargs, result).values():
-            storage = tensor.untyped_storage()
-            # A freed storage's address comes back: the newer one replaces it.
-            self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return result
-
-    def live_bytes(self) -> int:
-        """Return the bytes of the noted memory that something still holds."""
-        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        return sum(size for _, size in self._made.values())
-
-
-_active: list[Recording] = []
-
-
-@contextmanager
-def recording() -> Iterator[Recording]:
-    """Record the block; foreign launches find the recording through :func:`launch_foreign`."""
-    made = Recording()
-    _active.append(made)
-    try:
-        with made:
-            yield made
-    finally:
-        _active.remove(made)
-
-
 def launch_foreign(name: str, launch: Callable[[], Any]) -> Any:
     """Run a launch that is no ATen call, and record it if a recording is under way."""
-    return _active[-1].foreign(name, launch) if _active else launch()
+    mode = _get_current_dispatch_mode()
+    return mode.foreign(name, launch) if isinstance(mode, Recording) else launch()
 
 
 def _synchronises(name: str, args: Any) -> bool:

@@ -109,7 +109,6 @@ class _Run:
         self.case, self.buffers, self.backend, self.engine = case, buffers, backend, engine
         self.soak, self.result = soak, result
         self.captured: dict[int, Captured] = {}
-        self.eager: dict[int, Built] = {}
         self.pools = f"run {next(self._numbers)}"
 
     def go(self) -> None:
@@ -149,8 +148,6 @@ class _Run:
         pool = self.pools if self.case.shared_pool else f"{self.pools}, T={size}"
         captured = self.captured[size] = self.engine.capture(step, pool, self.case.side_stream)
         self.result.captures += len(captured.graphs)
-        if syncs := captured.graphs[0].syncs:
-            found.append(Finding("no-sync", f"met while capturing: {syncs}"))
         names = captured.graphs[0].launches
         self.result.launches[str(size)] = names if isinstance(names, str) else launches.in_words(names)
         # The back end may have left every row undefined here, so the values of the query are not checked.
@@ -172,15 +169,15 @@ class _Run:
         rows = step.size - self.case.missing_slots if step.rows is None else step.rows
         self.buffers.step(Batch(rows, step.prefill), FRESH if isinstance(step, Eager) else step.fresh)
         expected = self._expected(step.size, isinstance(step, Replay))
-        outputs = self._eager(step.size) if isinstance(step, Eager) else self._replayed(step)
+        if isinstance(step, Eager):
+            built = self._build(step.size)
+            built.run()
+            outputs = built.outputs
+        else:
+            outputs = self._replayed(step)
         self.engine.synchronize()
         self.result.checks += 1
         return expected.check(outputs)
-
-    def _eager(self, size: int) -> Outputs:
-        built = self.eager[size] = self.eager.get(size) or self._build(size)
-        built.run()
-        return built.outputs
 
     def _replayed(self, step: Replay) -> Outputs:
         """Replay over prepared queries full of NaN, so that whoever reads a row that was not written shows it."""

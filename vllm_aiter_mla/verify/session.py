@@ -70,21 +70,12 @@ class Item:
 
 
 class Session:
-    """A run and its outcome. Raises NoSuchError.
-
-    Attributes:
-        request: what was asked for.
-        engine: how graphs are replayed.
-        machine: card and versions.
-        items: what to run, in order.
-        missing: back ends that are not here, and why.
-        results: of the items that have run.
-    """
+    """A run and its outcome. Raises NoSuchError."""
 
     def __init__(self, request: Request) -> None:
         self.request, self.engine, self.machine = request, engine_here(), machine()
-        self.items, self.missing = plan(request, self.engine)
-        self.results: list[Result] = []
+        self.items, self.missing = plan(request, self.engine)  # what to run, in order; back ends that are not here
+        self.results: list[Result] = []  # of the items that have run
 
     def run(self) -> Iterator[Result]:
         """Run it all; yield each result as it comes."""
