@@ -1,11 +1,13 @@
 """The command line, its files and exit statuses, and the pytest plugin."""
 
+import functools
 import json
 import shlex
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -112,14 +114,22 @@ def test_list_prints_cases_and_oracles_and_runs_nothing(cli):
 
 
 def test_the_interpreting_process_that_dies_is_a_failure(monkeypatch):
-    def die(*arguments):
+    started = []
+
+    def submit(*arguments):
         raise BrokenProcessPool("out of luck")
 
-    monkeypatch.setattr(backends, "run_interpreted", die)
+    @functools.cache
+    def interpreter():
+        started.append("a process")
+        return SimpleNamespace(submit=submit)
+
+    monkeypatch.setattr(backends, "_interpreter", interpreter)
     monkeypatch.setitem(backends.FINDERS, "triton", lambda: None)
     found = session.Session(session.Request(backend=("triton",), only=("fresh-data",)))
     list(found.run())
     assert found.status == session.FAILED
+    assert len(started) == len(found.results) == 2
     assert "out of luck" in found.results[0].findings[0].message
 
 

@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
 from multiprocessing import get_context
 from typing import Any, TypeAlias
@@ -18,6 +19,8 @@ from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 from vllm_aiter_mla.kernels.select import aiter_factory
 from vllm_aiter_mla.verify.cases import Case, Variant
 from vllm_aiter_mla.verify.engine import EagerEngine
+from vllm_aiter_mla.verify.launches import first_line
+from vllm_aiter_mla.verify.oracles import Finding
 from vllm_aiter_mla.verify.recording import launch_foreign
 from vllm_aiter_mla.verify.runner import Options, Result, run_case
 
@@ -64,16 +67,16 @@ FINDERS: dict[str, Callable[[], Found]] = {
 def run_interpreted(case: Case, variant: Variant, options: Options) -> Result:
     """Run a case of the Triton back end under Triton's interpreter, in a process of its own.
 
-    A process that interprets kernels cannot compile them, and Triton must know before it is imported.
-
-    Raises:
-        BrokenProcessPool: the process ended; its last words are on standard error. The next call starts a new one.
+    A process that interprets kernels cannot compile them, and Triton must know before it is imported. If the process
+    ends, this case fails and the next one starts a new process.
     """
     try:
         return _interpreter().submit(_run_there, case, variant, options).result()
-    except Exception:
+    except BrokenProcessPool as error:
         _interpreter.cache_clear()
-        raise
+        broken = Result(case.name, variant.name, "triton", INTERPRETED, options.seed)
+        broken.add([Finding("runs", f"the interpreting process ended: {first_line(error)}")], "start")
+        return broken
 
 
 @functools.cache

@@ -84,7 +84,7 @@ class EagerEngine:
         return None
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes that tensors hold, and the bytes in use outside torch's allocator; a CPU cannot tell those."""
+        """Return the bytes that tensors hold, and the bytes in use outside torch's allocator (0 on a CPU)."""
         gc.collect()
         storages = (each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor)
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()), 0
