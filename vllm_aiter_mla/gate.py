@@ -19,7 +19,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_aiter_mla import decode_limit, worker
+from vllm_aiter_mla import decode_limit, startup, status
 from vllm_aiter_mla.admission import (
     ATTENTION_OPS,
     KV_UPDATE_OP,
@@ -33,11 +33,8 @@ from vllm_aiter_mla.admission import (
 )  # fmt: skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, user_pass
-from vllm_aiter_mla.compat.patches import gauge, platform_hook, worker_hook
+from vllm_aiter_mla.compat.patches import platform_hook, worker_hook
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, STRICT_OPTION, Settings, SettingsError, unused_options
-from vllm_aiter_mla.status import gauge as status_gauge
-from vllm_aiter_mla.status.file import write_status
-from vllm_aiter_mla.status.record import of_declined
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def apply(vllm_config: Any) -> Decision:
         _warn_of_unused(settings)
         return Decision(settings)
     compilation = vllm_config.compilation_config
-    engaged = worker.engaged_pass(vllm_config)
+    engaged = startup.engaged_pass(vllm_config)
     view = _view(vllm_config, settings)
     skip = view if isinstance(view, Skip) else admit_config(view)
     if skip is None and engaged is None:
@@ -111,19 +108,11 @@ def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any, inte
         return
     chained = user_pass.wrapped(compilation) if engaged is None else engaged.chained
     # The hook before the pass: should it fail, no worker may run kernels that nobody has checked.
-    worker_hook.install(worker.attach)
-    pipeline = worker.pipeline_class()
+    worker_hook.install(startup.attach)
+    pipeline = startup.pipeline_class()
     user_pass.install(compilation, pipeline(limit=limit, settings=settings, chained=chained, integration=integration))
-    _show_gauge()
-
-
-def _show_gauge() -> None:
-    with log.warned(f"the gauge {status_gauge.NAME} is not available"):
-        status_gauge.prepare()
-        gauge.install(
-            gauge.Gauge(status_gauge.NAME, status_gauge.HELP, "state", status_gauge.layers_of),
-            gauge.Gauge(status_gauge.SAVED, status_gauge.SAVED_HELP, "tokens", status_gauge.saved_of),
-        )
+    with log.warned(f"the gauge {status.GAUGE} is not available"):
+        status.show_gauge(compat_config.cache_folder())
 
 
 def _open_graph(compilation: Any) -> None:
@@ -173,10 +162,11 @@ def _record(vllm_config: Any, skip: Skip) -> None:
     """
     with log.warned("the status file could not be written"):
         layers, cache = compat_config.mla_layers(vllm_config.model_config), str(vllm_config.cache_config.cache_dtype)
-        record = of_declined(skip.code, skip.message, layers, cache) | compat_config.metric_labels(vllm_config)
-        _show_gauge()
-        status_gauge.publish(record, declined=True)
-        write_status(compat_config.cache_folder(), record)
+        record = status.record_of_skipped_engine(skip.code, skip.message, layers, cache) | compat_config.metric_labels(
+            vllm_config
+        )
+        status.show_gauge(compat_config.cache_folder())
+        status.write(compat_config.cache_folder(), record)
 
 
 def _announce(vllm_config: Any, view: ConfigView, integration: str, settings: Settings, limit: int) -> None:

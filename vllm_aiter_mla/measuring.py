@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from vllm_aiter_mla import fingerprint, layers
+from vllm_aiter_mla import fingerprint, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, ranks
 from vllm_aiter_mla.kernels.measure import card, store, sweep, table
 from vllm_aiter_mla.kernels.measure.clock import Clock, DeviceClock
 from vllm_aiter_mla.kernels.shape import LayerShape
-from vllm_aiter_mla.status import state as status
+from vllm_aiter_mla.layer import Layer
 
 STATIC = "the static order of kernels stands"
 
@@ -31,33 +31,32 @@ class _Kind:
     """Layers of one shape in this process.
 
     Attributes:
-        module: one of them.
-        shape: theirs, under one of the rotary styles: pairing values otherwise takes no longer.
-        names: all of them.
+        layers: all of them.
+        shape: theirs; the pairing of the rotation does not matter for the time it takes.
         key: what its figures are kept by; empty where nothing is to be timed.
         kept: the figures of an earlier start.
     """
 
-    module: Any
     shape: LayerShape
-    names: list[str] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
     key: dict[str, Any] = field(default_factory=dict)
     kept: table.Rounds | None = None
 
 
-def choose(config: Any, limit: Callable[[], int] | None) -> None:
+def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
     """Time the kernels of this rank's layers, agree with the other ranks, and let each layer run the fastest.
 
     Never raises, and takes part in the exchange whatever happens here.
 
     Args:
         config: the worker's ``VllmConfig``.
-        limit: gives L of the decode limit; None where this rank's kernels could not be checked.
+        layers: the MLA layers of this rank.
+        limit: L; None if this rank's kernels could not be checked.
     """
     if not _is_asked_for(config):
         return
     found: dict[str, _Kind] = {}
-    answer = _timed(config, limit, found)
+    answer = _timed(config, layers, limit, found)
     place, answers = _exchanged(answer)
     figures: dict[str, table.Rounds] = {}
     try:
@@ -79,7 +78,7 @@ def _is_asked_for(config: Any) -> bool:
         return False  # the check of the kernels has said what is wrong with them
 
 
-def _timed(config: Any, limit: Callable[[], int] | None, found: dict[str, _Kind]) -> dict[str, Any]:
+def _timed(config: Any, layers: Sequence[Layer], limit: int | None, found: dict[str, _Kind]) -> dict[str, Any]:
     """What this rank hands over: "kinds" {shape: {"rounds" or "why"}}, "why" of the whole rank, "seconds", "timed"."""
     kinds: dict[str, Any] = {}
     answer: dict[str, Any] = {"kinds": kinds, "why": None, "seconds": 0.0, "timed": 0}
@@ -87,8 +86,8 @@ def _timed(config: Any, limit: Callable[[], int] | None, found: dict[str, _Kind]
         return answer | {"why": "its kernels could not be checked"}
     clock = None
     try:
-        counts = sweep.token_counts(limit())
-        found.update(_kinds(config))
+        counts = sweep.token_counts(limit)
+        found.update(_kinds(layers))
         clock = device_clock()
         budget = sweep.Budget(clock)
         for text, kind in found.items():
@@ -109,14 +108,13 @@ def device_clock() -> Clock:
     return DeviceClock()
 
 
-def _kinds(config: Any) -> dict[str, _Kind]:
-    """The admitted layers of this rank by what tells their shapes apart, the same words on every rank."""
+def _kinds(layers: Sequence[Layer]) -> dict[str, _Kind]:
+    """Group the admitted layers of this rank by what tells their shapes apart, in the same words on every rank."""
     found: dict[str, _Kind] = {}
-    for name, module in compat_config.mla_modules(config).items():
-        shapes = layers.shapes(module)
-        if shapes:
-            kind = found.setdefault(_described(shapes[0]), _Kind(module, shapes[0]))
-            kind.names.append(name)
+    for layer in layers:
+        if layer.state == "trusted":
+            shape = layer.shape()
+            found.setdefault(_described(shape), _Kind(shape)).layers.append(layer)
     return found
 
 
@@ -132,12 +130,9 @@ def _described(shape: LayerShape) -> str:
 
 def _figures(config: Any, kind: _Kind, counts: Sequence[int], clock: Clock, budget: sweep.Budget) -> dict[str, Any]:
     """One shape's figures, from an earlier start or timed now; none where there is nothing to choose between."""
-    backends = layers.contenders(kind.module, kind.shape)
+    backends = kind.layers[0].contenders()
     if len(backends) < 2 or table.VLLM not in backends:
         return {"rounds": {}}
-    unchecked = layers.why_unchecked(kind.module)
-    if unchecked is not None:
-        return {"why": unchecked}
     about = card.about() | {"code": fingerprint.fingerprint(), "shape": _described(kind.shape)}
     # What vLLM compiles decides what its own sequence costs, the view which of AITER's kernels runs.
     options = {"view": compat_config.settings_of(config).aiter_view, "vllm": compat_config.compiled_as(config)}
@@ -149,7 +144,7 @@ def _figures(config: Any, kind: _Kind, counts: Sequence[int], clock: Clock, budg
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=devices), compat_config.as_current(config):
-            weight = layers.weight_of(kind.module)
+            weight = kind.layers[0].weight()
             return {"rounds": sweep.time_shape(backends, kind.shape, weight, counts, clock, budget)}
     except Exception as error:
         return {"why": _line(error)}
@@ -186,12 +181,20 @@ def agree(answers: Sequence[dict[str, Any]]) -> tuple[dict[str, table.Rounds], l
 
 def _apply(text: str, kind: _Kind, rounds: table.Rounds) -> None:
     """Let the layers of a shape run what the figures say, by the static order where there are none."""
-    chosen = table.ranges(rounds, layers.selector_of(kind.module).contenders)
-    layers.prefer(kind.module, chosen)
+    chosen = table.ranges(rounds, kind.layers[0].backends.contenders)
+    for layer in kind.layers:
+        layer.prefer(chosen)
     if not chosen:
         return
     figures = table.medians(rounds)
-    status.measure({"shape": text, "layers": kind.names, "chosen": [list(one) for one in chosen], "us": figures})
+    status.measure(
+        {
+            "shape": text,
+            "layers": [layer.name for layer in kind.layers],
+            "chosen": [list(one) for one in chosen],
+            "us": figures,
+        }
+    )
     if rounds != kind.kept:
         with log.warned("the measured figures could not be kept"):
             store.write(compat_config.cache_folder(), kind.key, rounds)

@@ -38,10 +38,10 @@ def _gate(vllm_config: Any) -> None:
 
 def _attach(worker: Any) -> None:
     try:
-        from vllm_aiter_mla import worker as in_worker
+        from vllm_aiter_mla import startup
     except Exception as error:
         return _does_not_load(error)
-    in_worker.attach(worker)
+    startup.attach(worker)
 
 
 def _does_not_load(error: Exception) -> None:
@@ -54,7 +54,7 @@ CALLS = Calls(gate=_gate, attach=_attach)
 
 
 def _register_ops() -> None:
-    from vllm_aiter_mla.ops.register import register as define_ops
+    from vllm_aiter_mla.ops import register as define_ops
 
     define_ops()
 

@@ -24,7 +24,7 @@ class AsOnAvx2:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name in AVX512_LIBRARIES:
-            return ModuleSpec(name, IllegalInstruction())  # type: ignore[arg-type]
+            return ModuleSpec(name, IllegalInstruction())
         spec = PathFinder.find_spec(name, path) if name == "torch.cpu" else None
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
@@ -33,7 +33,7 @@ class AsOnAvx2:
                 load(module)
                 vars(module).update({question: lambda: False for question in QUESTIONS if hasattr(module, question)})
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module
         return spec
 
 
@@ -47,4 +47,4 @@ class IllegalInstruction:
         raise AssertionError("the process outlived SIGILL")
 
 
-sys.meta_path.insert(0, AsOnAvx2)  # type: ignore[arg-type]
+sys.meta_path.insert(0, AsOnAvx2)

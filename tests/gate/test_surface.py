@@ -110,7 +110,7 @@ def test_with_the_flag_off_vllms_attention_is_not_imported() -> None:
     assert done.stdout.split()[-1] == "False"
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I11")
 @pytest.mark.parametrize("other", ["an argument more", "another type"])
 def test_mutation_unknown_argument_of_an_op_is_dropped_from_the_comparison(
     config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch, other: str

@@ -14,9 +14,9 @@ from torch import fx
 from tests.passes.execute import rewrite, stubs_for
 from tests.passes.graphs import END, Builder, Layer, Spelling
 from tests.passes.rotary import ROPES, Pair
+from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.passes.match import NONE_ARGS, match_layers
-from vllm_aiter_mla.status import state as status
 
 aten = torch.ops.aten
 

@@ -8,10 +8,10 @@ import torch
 from tests.passes.execute import assert_rewritten_right, stubs_for
 from tests.passes.graphs import Spelling
 from tests.passes.test_recognised import build
+from vllm_aiter_mla import status
 from vllm_aiter_mla.passes import fx as passes_fx
 from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
 from vllm_aiter_mla.passes.fx import Inserter
-from vllm_aiter_mla.status import state as status
 
 BF16 = torch.bfloat16
 EMISSIONS = 16  # calls of Inserter.call, functionalized and result that one layer's three passes make

@@ -13,9 +13,9 @@ from torch import fx
 from tests.passes.execute import assert_rewritten_right, calls, clone, rewrite, stubs_for
 from tests.passes.graphs import Builder, Spelling, build
 from tests.passes.stubs import DECODE, MIXED, StubLayer
-from vllm_aiter_mla import layers as decided
+from vllm_aiter_mla import backends as decided
+from vllm_aiter_mla import status
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
-from vllm_aiter_mla.status import state as status
 
 BF16 = torch.bfloat16
 OURS = ("mla_attention_with_rope",)
@@ -182,7 +182,7 @@ def test_a_layer_with_blocks_of_one_is_rewritten_whole_or_not_at_all(
     stubs[0]._vllm_config.cache_config.block_size = 1
     if stop is None:
         assert rewrite(clone(gm), stubs)["aiter_fusion"] == 1
-        decided.reset()
+        decided.forget()
         monkeypatch.setattr(ReferenceBackend, "bind", lambda self, inputs: "rejected")
     counts = rewrite(gm, stubs, stop)
     assert (counts["matched"], counts["skipped"]) == (0, 1)

@@ -14,9 +14,9 @@ import torch
 from tests.passes.execute import assert_rewritten_right, calls, clean, clone, rewrite, stubs_for
 from tests.passes.graphs import Builder, Layer, Spelling, build, shuffled
 from tests.passes.stubs import DECODE, MIXED, Sizes
+from vllm_aiter_mla import status
 from vllm_aiter_mla.passes.fx import view_root
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
-from vllm_aiter_mla.status import state as status
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SPELLINGS: dict[str, dict[str, Any]] = {

@@ -111,7 +111,7 @@ def test_unknown_argument_lists_and_the_known_schemas_agree(op: str, carried: tu
     assert set(carried) == set(surface._parsed(surface.SCHEMAS[op])[0])
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I11")
 @pytest.mark.parametrize(
     ("module", "name"),
     [
@@ -127,7 +127,7 @@ def test_mutation_unknown_argument_is_not_looked_for(monkeypatch: pytest.MonkeyP
         assert_named(name)
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I11")
 def test_mutation_unknown_argument_is_called_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(match, "READ_ARGS", (*match.READ_ARGS, "attn_sink"))
     with pytest.raises(AssertionError):

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.startup.test_worker import Worker, ours
 
 from tests.kernels.test_measured_choice import MadeUpClock, Named, costs
 from tests.ops.opcalls import NAME
-from tests.startup.test_worker import Worker, ours
-from vllm_aiter_mla import layers, measuring, worker
+from vllm_aiter_mla import layers, measuring, status, worker
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import reference, select, vllm_own
@@ -25,7 +25,6 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.shape import synthetic_inputs
 from vllm_aiter_mla.settings import SettingsError
 from vllm_aiter_mla.status import record
-from vllm_aiter_mla.status import state as status
 
 QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm_own=10.0)
 LIMIT = 16

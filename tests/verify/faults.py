@@ -130,10 +130,9 @@ def takes_padding_for_rows(attend, step, q, *given):
     attend(step if step.metadata is None else step._replace(num_actual_tokens=q.shape[0]), q, *given)
 
 
-def rotates_again(right, q_pe, k_pe, kv_c, *given):
-    right(q_pe, k_pe, kv_c, *given)
-    positions, table, _, _, is_neox = given
-    Layer.rotate(q_pe, k_pe, positions, table, is_neox)
+def rotates_again(right, q_pe, k_pe, kv_c, slots, rope):
+    right(q_pe, k_pe, kv_c, slots, rope)
+    Layer.rotate(q_pe, k_pe, rope)
 
 
 def produces_once(patch):

@@ -16,6 +16,7 @@ from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
 from vllm_aiter_mla.verify import backends, cases, runner
 from vllm_aiter_mla.verify.layer import Buffers
 from vllm_aiter_mla.verify.oracles import ORACLES
+from vllm_aiter_mla.verify.steps import rope_of
 
 LIMIT = 12
 NAMES = [case.name for case in cases.cases(LIMIT) if case.kind != "compiled"]
@@ -90,6 +91,7 @@ from tests.sandbox.simulated_aiter import install
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.verify import cases, runner
+from vllm_aiter_mla.verify.engine import EagerEngine
 
 torch.set_num_threads(1)
 fnuz, bf16 = torch.float8_e4m3fnuz, torch.bfloat16
@@ -182,13 +184,12 @@ def test_the_layer_rotates_and_writes_as_the_kernel_of_vllm_does():
     buffers.positions.fill_(7)
     slots = torch.tensor([3, -1, 9])
     (q, k_pe, kv_c), cache = (rows[:3].clone() for rows in layer.source), layer.kv_cache.clone().flatten(0, 1)
-    given = (kv_c, buffers.positions[:3], buffers.table)
     q_pe, before = q[..., cases.SMALL.nope :], layer.source
-    layer.rope_and_write(q_pe, k_pe, *given, slots, layer.k_scale, variant.is_neox)
+    layer.rope_and_write(q_pe, k_pe, kv_c, slots, rope_of(layer, buffers.positions[:3]))
     assert [bool((k_pe[i] != before.k_pe[i]).any()) for i in range(3)] == [True, False, True]
     assert all(bool((q_pe[i] != before.q[i, :, cases.SMALL.nope :]).any()) for i in range(3))
     changed = (layer.kv_cache.flatten(0, 1) != cache).any(dim=1)
     assert changed.nonzero().flatten().tolist() == [3, 9]
     assert torch.equal(layer.kv_cache.flatten(0, 1)[[3, 9]], torch.cat([kv_c, k_pe], dim=-1)[[0, 2]])
     with pytest.raises(AssertionError, match="one slot per row"):
-        layer.rope_and_write(q_pe, k_pe, *given, slots[:2], layer.k_scale, variant.is_neox)
+        layer.rope_and_write(q_pe, k_pe, kv_c, slots[:2], rope_of(layer, buffers.positions[:3]))

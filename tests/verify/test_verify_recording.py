@@ -1,4 +1,4 @@
-"""The recording: a replay repeats what was recorded, and nothing that Python would decide anew."""
+"""The recording: a replay repeats what was recorded, and not what Python would decide now."""
 
 import torch
 

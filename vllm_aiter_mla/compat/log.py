@@ -14,10 +14,14 @@ PREFIX = "aiter-mla: "
 _said: set[tuple[int, str]] = set()
 
 
-def say_once(level: int, message: str) -> None:
-    """Log ``message`` at ``level`` unless this process has already said it; ``replace()`` rebuilds configs often."""
-    if (level, message) not in _said:
-        _said.add((level, message))
+def say_once(level: int, message: str, key: str | None = None) -> None:
+    """Log ``message`` unless this process has already said it, or another message with the same ``key``.
+
+    vLLM's ``replace()`` rebuilds configs often, and each is read again.
+    """
+    said = (level, key or message)
+    if said not in _said:
+        _said.add(said)
         say(level, message, stacklevel=3)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from vllm_aiter_mla import layers
+from vllm_aiter_mla import layer as layers
+from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
 from vllm_aiter_mla.module import rope, wrapper
-from vllm_aiter_mla.status import state as status
 
 
 def emit(modules: dict[str, Any]) -> tuple[str, ...]:
@@ -27,7 +27,7 @@ def emit(modules: dict[str, Any]) -> tuple[str, ...]:
         skip = _guarded(attention)
         found.append(f"{name}: {'module' if skip is None else skip.code}")
         if skip is not None:
-            status.refuse(name, skip.code, skip.message)
+            status.skip(name, skip.code, skip.message)
             log.say_once(logging.DEBUG, f"{name} is left to vLLM: {skip}")
     return tuple(found)
 
@@ -51,7 +51,7 @@ def _emit(attention: Any, found: Any) -> Skip | None:
     if skip is not None:
         return skip
     is_neox = bool(found.rotary_emb.is_neox_style)
-    decision = layers.decide(attention, is_neox=is_neox, table_dtype=found.rotary_emb.cos_sin_cache.dtype)
+    decision = layers.of(attention).decide(table_dtype=found.rotary_emb.cos_sin_cache.dtype)
     if decision.skip is None:
         found.is_neox = is_neox
     return decision.skip

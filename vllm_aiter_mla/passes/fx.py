@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
-from vllm_aiter_mla.ops import register as ops
+from vllm_aiter_mla import ops
 
 aten = torch.ops.aten
 

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from vllm_aiter_mla import decode_limit, fingerprint, layers
+from vllm_aiter_mla import decode_limit, fingerprint, status
+from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import context, log
 from vllm_aiter_mla.compat.inductor import InductorPass, get_pass_context
@@ -21,7 +22,6 @@ from vllm_aiter_mla.passes.probe import real_tensors
 from vllm_aiter_mla.passes.q_prep_lift import MLADecodeQPrepLiftPass
 from vllm_aiter_mla.passes.rope_kv_cache import MLARoPEKVCacheFusionPass
 from vllm_aiter_mla.settings import STRICT_OPTION, Settings, SettingsError
-from vllm_aiter_mla.status import state as status
 
 
 class AiterMLAPipeline(InductorPass):
@@ -121,13 +121,13 @@ def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
         admitted = found if isinstance(found, Skip) else _admit_guarded(found, modules, settings)
         if isinstance(admitted, Skip):
             skipped += 1
-            status.refuse(name, admitted.code, admitted.message)
+            status.skip(name, admitted.code, admitted.message)
             log.say_once(logging.DEBUG, f"{name} is left to vLLM: {admitted}")
             continue
         matched += 1
         early = _rewrite_guarded(chain, *admitted)
         if early is not None:
-            status.keep_partial(name, early.code, early.message)
+            status.skip(name, early.code, early.message)
     settle(graph)
     return {"matched": matched, "skipped": skipped, **chain.counts()}
 
@@ -196,11 +196,12 @@ def _admit(match: LayerMatch, modules: dict[str, Any], settings: Settings) -> Ad
         return Skip("layer_unknown", "the layer is not in this model's forward context")
     act, table = match.q.meta["val"].dtype, match.cos_sin_cache.meta["val"].dtype
     with real_tensors():
-        decision = layers.decide(layer, is_neox=match.is_neox, act=act, table_dtype=table)
-    early, shape = decision.skip, decision.shape
-    if early is not None and (decision.is_left_to_vllm or shape is None):
-        return early
-    assert shape is not None
+        asked = layers.of(layer)
+        decision = asked.decide(act, table)
+        if decision.skip is not None:
+            return decision.skip
+        shape = asked.shape()
+    early = None
     if settings.debug.stop_after is not None:
         early = Skip("stop_after", f"debug.stop_after={settings.debug.stop_after}")
     if early is not None and shape.block_size == 1:

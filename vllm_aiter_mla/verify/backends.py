@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
-from vllm_aiter_mla.kernels.select import aiter_factory
 from vllm_aiter_mla.verify.cases import Case, Variant
 from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.launches import first_line
@@ -56,11 +57,13 @@ def _triton() -> Found:
     return TritonBackend()
 
 
-FINDERS: dict[str, Callable[[], Found]] = {
-    "reference": ReferenceBackend,
-    "triton": _triton,
-    "aiter": lambda: aiter_factory(detect_platform()),
-}
+def _aiter() -> Found:
+    platform = detect_platform()
+    known = platform.arch in ARCHITECTURES
+    return AiterBackend(platform) if known else f"AITER's op is for gfx942 and gfx950; this card is {platform.arch}"
+
+
+FINDERS: dict[str, Callable[[], Found]] = {"reference": ReferenceBackend, "triton": _triton, "aiter": _aiter}
 """How to look for each back end, in the order in which they run; add your own."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,34 +98,31 @@ class Layer:
         assert self.tested is not None, "the expected result never runs the tested kernel"
         return self.tested
 
-    def give_up(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Raise ``error``: a failure is what this run looks for."""
         raise error
 
     def rope_and_write(
-        self, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, positions: torch.Tensor,
-        table: torch.Tensor, slots: torch.Tensor, k_scale: torch.Tensor, is_neox: bool,
-    ) -> None:  # fmt: skip
+        self, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, slots: torch.Tensor, rope: Any
+    ) -> None:
         """Do what vLLM's kernel does: it needs one slot per row, and leaves k_pe unrotated where the slot is negative.
 
         Raises:
             AssertionError: the operands differ in their number of rows.
         """
-        assert len(slots) == len(q_pe) == len(k_pe) == len(kv_c) == len(positions), "one slot per row"
+        assert len(slots) == len(q_pe) == len(k_pe) == len(kv_c) == len(rope.positions), "one slot per row"
         given = k_pe.clone()
-        self.rotate(q_pe, k_pe, positions, table, is_neox)
+        self.rotate(q_pe, k_pe, rope)
         k_pe.copy_(torch.where(slots.view(-1, 1) >= 0, k_pe, given))
-        rows = reference.store_nope(torch.cat([kv_c, k_pe], dim=-1), k_scale.reciprocal(), self.kv_cache.dtype)
+        rows = reference.store_nope(torch.cat([kv_c, k_pe], dim=-1), rope.k_scale.reciprocal(), self.kv_cache.dtype)
         reference.scatter_rows(self.kv_cache, slots, rows)
 
     @staticmethod
-    def rotate(
-        q_pe: torch.Tensor, k_pe: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool
-    ) -> None:
-        """Rotate in place with the reference and round to the activation dtype."""
-        cos, sin = reference.gather_cos_sin(table, positions)
-        q_pe.copy_(reference.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), is_neox))
-        k_pe.copy_(reference.rotate(k_pe, cos, sin, is_neox))
+    def rotate(q_pe: torch.Tensor, k_pe: torch.Tensor, rope: Any) -> None:
+        """Rotate in place with the reference and round to the activation dtype. ``rope`` is an ``ops.Rope``."""
+        cos, sin = reference.gather_cos_sin(rope.table, rope.positions)
+        q_pe.copy_(reference.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), rope.is_neox))
+        k_pe.copy_(reference.rotate(k_pe, cos, sin, rope.is_neox))
 
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Batch) -> torch.Tensor:
         """Attend in float32, each row over the first ``row_keys`` keys of its own blocks."""

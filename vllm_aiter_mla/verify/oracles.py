@@ -13,7 +13,7 @@ from vllm_aiter_mla.kernels.compare import EXACT, OWN_BMM, deviation, difference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Rows, by_bytes
 from vllm_aiter_mla.verify.recording import Recording
-from vllm_aiter_mla.verify.steps import Outputs, query_name
+from vllm_aiter_mla.verify.steps import Outputs, query_name, rope_of
 
 ORACLES: dict[str, str] = {
     "runs": "the step runs, and its capture succeeds",
@@ -181,10 +181,8 @@ def _attended(layer: Layer, queries: list[torch.Tensor]) -> torch.Tensor:
         layer.v_up(layer.forward_mqa(queries[0][:n], layer.kv_cache, batch), out)
         return out
     q, k_pe, kv_c = (tensor.clone() for tensor in layer.source.first(n))
-    layer.rope_and_write(
-        q[..., buffers.geometry.nope :], k_pe, kv_c, buffers.positions[:n], buffers.table, buffers.slots[:n],
-        layer.k_scale, buffers.variant.is_neox,
-    )  # fmt: skip
+    rope = rope_of(layer, buffers.positions[:n])
+    layer.rope_and_write(q[..., buffers.geometry.nope :], k_pe, kv_c, buffers.slots[:n], rope)
     layer.vllm_forward(q, kv_c, k_pe.unsqueeze(1), batch, out)
     return out
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_aiter_mla import ops as bodies
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.ops import bodies
-from vllm_aiter_mla.verify.layer import Buffers, Rows
+from vllm_aiter_mla.verify.layer import Buffers, Layer, Rows
 
 Outputs = dict[str, torch.Tensor]
 Op = Callable[[Rows, torch.Tensor, torch.Tensor], None]
@@ -40,6 +40,11 @@ class Step(NamedTuple):
 def query_name(index: int) -> str:
     """Return the key of a layer's prepared query among a step's outputs."""
     return f"q_prepared.{index}"
+
+
+def rope_of(layer: Layer, positions: torch.Tensor) -> bodies.Rope:
+    """Return the layer's rotation at these positions."""
+    return bodies.Rope(positions, layer.buffers.table, layer.k_scale, layer.buffers.variant.is_neox)
 
 
 def produce(source: Rows, work: Rows) -> None:
@@ -70,7 +75,7 @@ def make_op(
             name, layer, layer.kv_cache, buffers.slots[:slots], None if batch.dummy else batch, batch.rows,
             not batch.dummy and not batch.prefill_rows, lambda: kind == "piecewise",
         )  # fmt: skip
-        rope = bodies.Rope(positions, buffers.table, layer.k_scale, buffers.variant.is_neox)
+        rope = rope_of(layer, positions)
         outputs.pop(name, None)
         if kind != "kernel":
             bodies.attention_with_rope(step, *rows, rope, out)

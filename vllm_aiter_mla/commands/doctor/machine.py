@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from vllm_aiter_mla import status as record
 from vllm_aiter_mla.commands.doctor.check import Check, named
 from vllm_aiter_mla.commands.doctor.given import Given
-from vllm_aiter_mla.status import record
 
 ARCHITECTURES = {"gfx942": "MI300X, MI325X", "gfx950": "MI350X, MI355X"}
 OLDEST_PYTHON = (3, 10)
