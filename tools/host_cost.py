@@ -65,10 +65,10 @@ def main() -> int:
     show(rows)
     missed = misses(rows)
     if options.json:
-        from vllm_aiter_mla import evidence
+        from vllm_aiter_mla import files
 
         record = {"rows": [asdict(row) | {"ratio": row.ratio} for row in rows], "missed": missed}
-        evidence.write(options.json, record | evidence.stamp("host_cost", 1))
+        files.write(options.json, record | files.stamp("host_cost", 1))
     print("\n".join(f"MISSED: {line}" for line in missed) or "ours takes at most vLLM's own time in every row")
     return 1 if missed else 0
 
@@ -140,15 +140,10 @@ def show(rows: Sequence[Row]) -> None:
     """The rows as a table."""
     print("microseconds of the host per layer and step, kernels stubbed; a full graph is replayed without Python")
     head = ("KV cache, batch, graphs", "vllm", "ours", "ratio")
-    cells = [
-        (
-            f"{row.cache}, {row.batch}, {row.graphs}",
-            f"{row.vllm_us:.1f}",
-            f"{row.ours_us:.1f}",
-            f"{row.ratio:.2f}" if row.vllm_us else "-",
-        )
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        ratio = f"{row.ratio:.2f}" if row.vllm_us else "-"
+        cells.append((f"{row.cache}, {row.batch}, {row.graphs}", f"{row.vllm_us:.1f}", f"{row.ours_us:.1f}", ratio))
     print("\n".join(aligned(head, cells)))
 
 

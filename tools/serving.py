@@ -35,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.common import Parser, RunError, UsageError, escaped, guarded, positive, table, visible, writable
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
 OFF, ON = "off", "on"
@@ -367,7 +367,7 @@ def about() -> dict[str, str]:
     """Return versions and the card. Torch runs in another process: a CUDA context would take the servers' memory."""
     done = subprocess.run([sys.executable, "-c", CARD], capture_output=True, text=True, check=False)
     torch, card = json.loads(done.stdout) if done.returncode == 0 else ("not installed", "unknown")
-    stamp = evidence.stamp("serving", 1)[evidence.KEY]
+    stamp = files.stamp("serving", 1)[files.KEY]
     versions = {name: str(stamp[name]) for name in ("vllm", "aiter", "plugin", "time")}
     steering = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if STEERING.match(name))
     return {"card": card, "torch": torch, **versions, "environment of both servers": steering or "none set"}
@@ -411,11 +411,11 @@ def run(argv: Sequence[str]) -> int:
     text = page(given, tables, said, facts)
     print(text)
     if given.out:
-        evidence.write_text(given.out, text)
+        files.write_text(given.out, text)
     if given.json:
         record = {"tool": f"serving {given.what}", "about": facts, "status": "; ".join(said[ON])}
         record |= {"baseline": given.baseline, **measured}
-        evidence.write(given.json, record | evidence.stamp("serving", 1))
+        files.write(given.json, record | files.stamp("serving", 1))
     return 0 if valid else 1
 
 

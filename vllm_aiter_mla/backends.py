@@ -7,17 +7,16 @@ from functools import lru_cache
 from typing import Any, cast
 
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import kernels as vllm_kernels
+from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import vllm_own
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
-from vllm_aiter_mla.kernels.aiter.dispatch import ViewPolicy
-from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError
+from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
+from vllm_aiter_mla.kernels.aiter.route import ViewPolicy
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
-from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING
-from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING, ReferenceBackend
 from vllm_aiter_mla.settings import KERNELS, Settings
 
 VLLM = "vllm"
@@ -80,7 +79,7 @@ def reference_factory(platform: Platform, settings: Settings) -> KernelBackend |
 
 def vllm_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
     """Build the back end of vLLM's own kernels, or return why not."""
-    return vllm_own.factory(platform, vllm=vllm_kernels)
+    return vllm_own.factory(platform, vllm=compat_layer)
 
 
 FACTORIES: dict[str, Factory] = {

@@ -20,14 +20,13 @@ import torch
 from vllm_aiter_mla import backends, status
 from vllm_aiter_mla.admission import Skip, admit_layer
 from vllm_aiter_mla.backends import VLLM, Backends
-from vllm_aiter_mla.compat import context, log, user_pass
-from vllm_aiter_mla.compat import kernels as vllm_kernels
+from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.kernels import absorb, fp8
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.kernels import absorb, formats
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, Run
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.measure.table import Ranges, name_at
-from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.measure import Ranges, name_at
 
 _KEY = "_aiter_mla_layer"
 _KEEP = 4096  # call shapes that a layer remembers; more than the token counts of any decode limit
@@ -80,9 +79,9 @@ class Layer:
         ranges: what timing chose per token count; empty for the static order.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, engine: Backends | None = None) -> None:
         self.name, self.module = str(getattr(module, "layer_name", "")), module
-        self.backends: Backends = backends.of_engine(compat_layer.config_of(module))
+        self.backends = engine or backends.of_engine(compat_layer.config_of(module))
         self.limit = _limit_of(module)
         self.state: Literal["unchecked", "trusted", "refused", "failed"] = "unchecked"
         self.reason = ""
@@ -117,7 +116,7 @@ class Layer:
         return LayerShape(
             heads=module.num_heads,
             nope_dim=module.qk_nope_head_dim,
-            cache_dtype=vllm_kernels.fp8_dtype() if quantised else act,
+            cache_dtype=compat_layer.fp8_dtype() if quantised else act,
             out_dtype=self.query_dtype(act),
             block_size=compat_layer.block_size(module),
             is_neox=False,
@@ -247,7 +246,7 @@ class Layer:
         mixes prefill and decode rows would compile it while it serves.
         """
         shape = self.shape()
-        if not fp8.is_fp8(shape.out_dtype):
+        if not formats.is_fp8(shape.out_dtype):
             return
         for rows in (2, 1):  # torch compiles separately for one row, and once for all other counts
             absorbed, query = (
@@ -350,7 +349,7 @@ class Layer:
         if self._cache() is not kv_cache:
             self._runs.clear()
             # What vLLM throws away after profiling must not be kept alive from here.
-            self._cache, view = weakref.ref(kv_cache, self._forget_view), context.fp8_view(kv_cache)
+            self._cache, view = weakref.ref(kv_cache, self._forget_view), compat_layer.fp8_view(kv_cache)
             self._view = None if view is kv_cache else view
         return kv_cache if self._view is None else self._view
 
@@ -369,14 +368,14 @@ class Layer:
         k_pe stays as it is in rows without a slot. ``rope`` is an ``ops.Rope``.
         """
         module = self.module
-        vllm_kernels.rope_and_write(
+        compat_layer.rope_and_write(
             rope.positions, q_pe, k_pe, kv_c, rope.table, rope.is_neox, slots, module.kv_cache, module.kv_cache_dtype,
             rope.k_scale,
         )  # fmt: skip
 
     def rotate(self, q_pe: torch.Tensor, k_pe: torch.Tensor, rope: Any) -> None:
         """Rotate q_pe [T, N, R] and k_pe [T, R] in place with vLLM's rotary kernel."""
-        vllm_kernels.rotary_embedding(rope.positions, q_pe, k_pe, rope.table, rope.is_neox)
+        compat_layer.rotary_embedding(rope.positions, q_pe, k_pe, rope.table, rope.is_neox)
 
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Attend over the cache with the layer's implementation: q_prepared [n, N, L+R] -> [n, N, L]."""
@@ -407,7 +406,7 @@ def of(module: Any) -> Layer:
 
 def _limit_of(module: Any) -> int:
     compilation = getattr(compat_layer.config_of(module), "compilation_config", None)
-    limit = getattr(user_pass.current(compilation), "limit", None)
+    limit = getattr(compat_config.current_pass(compilation), "limit", None)
     return limit if isinstance(limit, int) else sys.maxsize
 
 

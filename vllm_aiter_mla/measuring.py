@@ -1,8 +1,8 @@
-"""The user's card decides: kernels timed at start-up, one choice for all ranks of an engine, kept for the next start.
+"""Time the kernels at start-up on the user's card: one choice for all ranks of an engine, kept for the next start.
 
-What cannot be timed keeps the static order, with one line; that is no error, in strict mode either, because nothing is
-wrong then. Settings and the device's type alone decide whether the ranks exchange their figures: a rank that waited
-for another that never comes would hang.
+Kernels that cannot be timed keep the static order, and one line says so. That is not an error in strict mode either,
+because nothing is wrong then. Only the settings and the device's type decide whether the ranks exchange their figures:
+a rank that waits for another one that never comes would hang.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla import fingerprint, status
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import log, ranks
-from vllm_aiter_mla.kernels.measure import card, store, sweep, table
-from vllm_aiter_mla.kernels.measure.clock import Clock, DeviceClock
-from vllm_aiter_mla.kernels.shape import LayerShape
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.kernels import measure
+from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.layer import Layer
 
 STATIC = "the static order of kernels stands"
@@ -33,14 +32,14 @@ class _Kind:
     Attributes:
         layers: all of them.
         shape: theirs; the pairing of the rotation does not matter for the time it takes.
-        key: what its figures are kept by; empty where nothing is to be timed.
+        key: what its figures are kept by; empty if nothing is to be timed.
         kept: the figures of an earlier start.
     """
 
     shape: LayerShape
     layers: list[Layer] = field(default_factory=list)
     key: dict[str, Any] = field(default_factory=dict)
-    kept: table.Rounds | None = None
+    kept: measure.Rounds | None = None
 
 
 def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
@@ -58,7 +57,7 @@ def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
     found: dict[str, _Kind] = {}
     answer = _timed(config, layers, limit, found)
     place, answers = _exchanged(answer)
-    figures: dict[str, table.Rounds] = {}
+    figures: dict[str, measure.Rounds] = {}
     try:
         figures, troubles = agree(answers)
         for text, kind in found.items():
@@ -71,7 +70,7 @@ def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
 
 
 def _is_asked_for(config: Any) -> bool:
-    """From what every rank of the engine reads alike."""
+    """Whether to time at all, from facts that every rank of the engine reads alike."""
     try:
         return compat_config.settings_of(config).measures and compat_config.device_type(config) != "cpu"
     except Exception:
@@ -84,32 +83,25 @@ def _timed(config: Any, layers: Sequence[Layer], limit: int | None, found: dict[
     answer: dict[str, Any] = {"kinds": kinds, "why": None, "seconds": 0.0, "timed": 0}
     if limit is None:
         return answer | {"why": "its kernels could not be checked"}
-    clock = None
+    budget = measure.Budget()
     try:
-        counts = sweep.token_counts(limit)
+        counts = measure.token_counts(limit)
         found.update(_kinds(layers))
-        clock = device_clock()
-        budget = sweep.Budget(clock)
         for text, kind in found.items():
-            kinds[text] = _figures(config, kind, counts, clock, budget)
-        answer["seconds"] = budget.spent
+            kinds[text] = _figures(config, kind, counts, budget)
+        answer["seconds"] = measure.BUDGET_S - budget.left
     except Exception as error:
         answer["why"] = _line(error)
     answer["timed"] = sum(bool(kind.key) and kind.kept is None for kind in found.values())
     # Only here: an exception's traceback holds what was allocated until it has been handled.
-    if clock is not None and answer["timed"]:
+    if answer["timed"]:
         with log.warned("the memory of the timing could not be given back"):
-            clock.give_back()
+            measure.give_back()
     return answer
 
 
-def device_clock() -> Clock:
-    """The clock of this process's device."""
-    return DeviceClock()
-
-
 def _kinds(layers: Sequence[Layer]) -> dict[str, _Kind]:
-    """Group the admitted layers of this rank by what tells their shapes apart, in the same words on every rank."""
+    """Group the trusted layers of this rank by their shape, described in the same words on every rank."""
     found: dict[str, _Kind] = {}
     for layer in layers:
         if layer.state == "trusted":
@@ -128,45 +120,44 @@ def _described(shape: LayerShape) -> str:
     )
 
 
-def _figures(config: Any, kind: _Kind, counts: Sequence[int], clock: Clock, budget: sweep.Budget) -> dict[str, Any]:
-    """One shape's figures, from an earlier start or timed now; none where there is nothing to choose between."""
+def _figures(config: Any, kind: _Kind, counts: Sequence[int], budget: measure.Budget) -> dict[str, Any]:
+    """Return one shape's figures, from an earlier start or timed now; none if there is nothing to choose between."""
     backends = kind.layers[0].contenders()
-    if len(backends) < 2 or table.VLLM not in backends:
+    if len(backends) < 2 or measure.VLLM not in backends:
         return {"rounds": {}}
-    about = card.about() | {"code": fingerprint.fingerprint(), "shape": _described(kind.shape)}
+    about = measure.about() | {"code": files.fingerprint(), "shape": _described(kind.shape)}
     # What vLLM compiles decides what its own sequence costs, the view which of AITER's kernels runs.
     options = {"view": compat_config.settings_of(config).aiter_view, "vllm": compat_config.compiled_as(config)}
     kind.key = about | options | {"counts": list(counts), "candidates": list(backends)}
-    with log.warned("figures of an earlier start are not used"):
-        kind.kept = store.read(compat_config.cache_folder(), kind.key)
+    kind.kept = measure.read(compat_config.cache_folder(), kind.key)
     if kind.kept is not None:
         return {"rounds": kind.kept}
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=devices), compat_config.as_current(config):
             weight = kind.layers[0].weight()
-            return {"rounds": sweep.time_shape(backends, kind.shape, weight, counts, clock, budget)}
+            return {"rounds": measure.time_shape(backends, kind.shape, weight, counts, budget)}
     except Exception as error:
         return {"why": _line(error)}
 
 
 def _exchanged(answer: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
-    """(place of this rank, the answers of all ranks); this rank's alone, without figures, where that fails."""
+    """(place of this rank, the answers of all ranks); if that fails, only this rank's, without figures."""
     try:
-        place, texts = ranks.exchange(json.dumps(answer))
+        place, texts = log.exchange(json.dumps(answer))
         return place, [json.loads(text) for text in texts]
     except Exception as error:
         return 0, [{"kinds": {}, "why": f"the ranks could not exchange their figures: {_line(error)}"}]
 
 
-def agree(answers: Sequence[dict[str, Any]]) -> tuple[dict[str, table.Rounds], list[str]]:
-    """One table per layer shape for all ranks, and why there is none for others. Pure, so every rank gets the same.
+def agree(answers: Sequence[dict[str, Any]]) -> tuple[dict[str, measure.Rounds], list[str]]:
+    """Return one table per layer shape for all ranks, and why others have none. Pure, so every rank gets the same.
 
-    A shape that any of its ranks could not time has no table, nor has any where a rank does not even know its shapes.
-    A rank without layers of a shape, as in a pipeline, has no say in it.
+    A shape has no table if one of its ranks could not time it. No shape has one if a rank does not know its shapes.
+    A rank without layers of a shape, as in a pipeline, does not count for it.
     """
     troubles = [f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]]
-    tables: dict[str, list[table.Rounds]] = {}
+    tables: dict[str, list[measure.Rounds]] = {}
     for rank, answer in enumerate(answers):
         for text, one in answer["kinds"].items():
             if "why" in one:
@@ -175,29 +166,22 @@ def agree(answers: Sequence[dict[str, Any]]) -> tuple[dict[str, table.Rounds], l
             tables.setdefault(text, []).append(rounds)
     if any(answer["why"] for answer in answers):
         return {}, troubles
-    merged = {text: table.slowest(found) for text, found in tables.items()}
+    merged = {text: measure.slowest(found) for text, found in tables.items()}
     return {text: rounds for text, rounds in merged.items() if rounds}, troubles
 
 
-def _apply(text: str, kind: _Kind, rounds: table.Rounds) -> None:
-    """Let the layers of a shape run what the figures say, by the static order where there are none."""
-    chosen = table.ranges(rounds, kind.layers[0].backends.contenders)
+def _apply(text: str, kind: _Kind, rounds: measure.Rounds) -> None:
+    """Let the layers of a shape run what the figures say; without figures the static order."""
+    chosen = measure.ranges(rounds, kind.layers[0].backends.contenders)
     for layer in kind.layers:
         layer.prefer(chosen)
     if not chosen:
         return
-    figures = table.medians(rounds)
-    status.measure(
-        {
-            "shape": text,
-            "layers": [layer.name for layer in kind.layers],
-            "chosen": [list(one) for one in chosen],
-            "us": figures,
-        }
-    )
+    figures, names = measure.medians(rounds), [layer.name for layer in kind.layers]
+    status.measure({"shape": text, "layers": names, "chosen": [list(one) for one in chosen], "us": figures})
     if rounds != kind.kept:
         with log.warned("the measured figures could not be kept"):
-            store.write(compat_config.cache_folder(), kind.key, rounds)
+            measure.write(compat_config.cache_folder(), kind.key, rounds)
 
 
 def _say(troubles: Sequence[str], answer: dict[str, Any], figures: int) -> None:
@@ -206,7 +190,7 @@ def _say(troubles: Sequence[str], answer: dict[str, Any], figures: int) -> None:
         timed = f" but for {figures} layer shape(s)" if figures else ""
         log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {STATIC}{timed}")
     elif answer["timed"]:
-        spent = f"{answer['seconds']:.1f} s of at most {sweep.BUDGET_S:g} s"
+        spent = f"{answer['seconds']:.1f} s of at most {measure.BUDGET_S:g} s"
         log.say(logging.INFO, f"kernels timed on this card in {spent}: {answer['timed']} layer shape(s)")
 
 

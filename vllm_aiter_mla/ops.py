@@ -18,8 +18,8 @@ import torch
 from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import ATTENTION_OPS
-from vllm_aiter_mla.compat import context, custom_ops
-from vllm_aiter_mla.kernels import capture
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.kernels import backend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 NAMESPACE = "vllm_aiter_mla"
@@ -77,8 +77,7 @@ def register() -> None:
     if _LIBRARY:
         return
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    custom_ops.define(library, mla_decode_q_prep, mla_decode_q_prep_fake)
-    FAKES[f"{NAMESPACE}::mla_decode_q_prep"] = mla_decode_q_prep_fake
+    compat_layer.define(library, mla_decode_q_prep, mla_decode_q_prep_fake)
     # Splitting ops: they run outside piecewise graphs, where the metadata is the batch's own. A full graph holds them,
     # and vLLM replays full graphs of this kind for all-decode batches only.
     tags = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)
@@ -86,11 +85,10 @@ def register() -> None:
         (mla_attention_with_prepared_q, ("output",)),
         (mla_attention_with_rope, ("q", "k_pe", "output")),
     ):
-        custom_ops.define(library, custom_ops.with_attention_hooks(function), _no_result, mutates=mutates, tags=tags)
+        compat_layer.define(
+            library, compat_layer.with_attention_hooks(function), _no_result, mutates=mutates, tags=tags
+        )
     _LIBRARY.append(library)
-
-
-FAKES: dict[str, Any] = {}  # TODO: goes with passes/fx.py
 
 
 def _no_result(*args: Any, **kwargs: Any) -> None:
@@ -105,7 +103,7 @@ def mla_decode_q_prep(
     q [T, N, P+R] -> q_prepared [T, N, L+R] of ``out_dtype``. The weights and the scale are read from the layer per
     call: reloading replaces them. May lie inside a piecewise graph, so it does not look at the batch (I2).
     """
-    _, module = context.layer_module(layer_name)
+    _, module = compat_layer.layer_module(layer_name)
     return decode_q_prep(layers.of(module), q, rope_dim, out_dtype)
 
 
@@ -177,15 +175,15 @@ def mla_attention_with_rope(
 
 def layer_step(layer_name: Any) -> LayerStep:
     """Return one layer in the current step, for an op that was given it by name."""
-    name, metadata, module, kv_cache, slots = context.layer_call(layer_name)
+    name, metadata, module, kv_cache, slots = compat_layer.layer_call(layer_name)
     layer = layers.of(module)
     if metadata is None:
-        return LayerStep(name, layer, kv_cache, slots, None, 0, False, context.is_piecewise)
+        return LayerStep(name, layer, kv_cache, slots, None, 0, False, compat_layer.is_piecewise)
     rows = metadata.num_actual_tokens
-    decode_only = rows <= layer.limit and context.is_decode_only(metadata, slots) and kv_cache.numel() > 0
+    decode_only = rows <= layer.limit and compat_layer.is_decode_only(metadata, slots) and kv_cache.numel() > 0
     if decode_only:
         kv_cache = layer.cache_view(kv_cache)
-    return LayerStep(name, layer, kv_cache, slots, metadata, rows, decode_only, context.is_piecewise)
+    return LayerStep(name, layer, kv_cache, slots, metadata, rows, decode_only, compat_layer.is_piecewise)
 
 
 def _note_while_profiling(step: LayerStep, act: torch.dtype) -> None:
@@ -217,7 +215,7 @@ def attention_with_rope(
     Raises:
         RuntimeError: captured inside a piecewise graph, or without a batch: the graph would be wrong for every replay.
     """
-    if capture.is_capturing():
+    if backend.is_capturing():
         _check_capture(step)
     query = _prepared_or_none(step, q, k_pe, kv_c, rope) if step.decode_only else None
     if query is not None:
@@ -238,7 +236,7 @@ def _prepared_or_none(
     try:
         return prepared_query(step, q, k_pe, kv_c, rope)
     except Exception as error:
-        if capture.is_capturing():
+        if backend.is_capturing():
             raise
         step.layer.fail(error)
         return None
@@ -298,7 +296,7 @@ def attention(
     Raises:
         RuntimeError: as ``attention_with_rope``.
     """
-    if capture.is_capturing():
+    if backend.is_capturing():
         _check_capture(step)
     if step.decode_only:
         decode(step, q_prepared, output)

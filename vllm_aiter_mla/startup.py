@@ -21,11 +21,10 @@ from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla import measuring, status
 from vllm_aiter_mla.backends import current_platform
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import log, ranks, user_pass
-from vllm_aiter_mla.compat.patches import worker_hook
+from vllm_aiter_mla.compat import log, patches
 from vllm_aiter_mla.kernels import selfcheck
 from vllm_aiter_mla.kernels.backend import KernelBackend
-from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 
@@ -43,28 +42,13 @@ def attach(worker: Any) -> None:
     strict = _is_strict(config)
     # Kernels that nobody has checked do not run, so a worker without hooks runs vLLM's own.
     with _step("the worker could not be hooked", strict, FALLS_BACK):
-        engaged = engaged_pass(config)
+        engaged = compat_config.engaged_pass(config)
         if not compat_config.settings_of(config).enabled or engaged is None:
             return
         if engaged.integration == "module":
-            worker_hook.within(worker, "load_model", integration().installed)
-        worker_hook.after(worker, "load_model", partial(check_kernels, strict=strict))
-        worker_hook.after(
-            worker, "compile_or_warm_up_model", partial(take_status, strict=strict), failed=hand_over_nothing
-        )
-
-
-def engaged_pass(vllm_config: Any) -> Any:
-    """Return our ``AiterMLAPipeline`` if the gate has engaged, else None."""
-    current = user_pass.current(vllm_config.compilation_config)
-    return current if current is not None and isinstance(current, pipeline_class()) else None
-
-
-def pipeline_class() -> Any:
-    """Return ``AiterMLAPipeline``, imported late: it imports torch's compiler, which a run with the flag off skips."""
-    from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
-
-    return AiterMLAPipeline
+            patches.within(worker, "load_model", integration().installed)
+        patches.after(worker, "load_model", partial(check_kernels, strict=strict))
+        patches.after(worker, "compile_or_warm_up_model", partial(take_status, strict=strict), failed=hand_over_nothing)
 
 
 def integration() -> Any:
@@ -87,7 +71,10 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
         with _step(CHECK, strict, FALLS_BACK, found):
             status.reset()
             found.update(layers_of(config))
-            limit, sizes = int(engaged_pass(config).limit), config.compilation_config.cudagraph_capture_sizes or ()
+            limit, sizes = (
+                int(compat_config.engaged_pass(config).limit),
+                config.compilation_config.cudagraph_capture_sizes or (),
+            )
             below = [size for size in sizes if size <= limit]
             check_layers(tuple(found.values()), strict=strict, capture_sizes=below, limit=limit)
             checked_to = limit
@@ -95,7 +82,7 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
         # Also after an error: the other ranks wait for this one's answer.
         measuring.choose(config, tuple(found.values()), checked_to)
     with _step(CHECK, strict, FALLS_BACK, found):
-        engaged = engaged_pass(config)
+        engaged = compat_config.engaged_pass(config)
         if engaged.integration == "module":
             engaged.emitted = integration().emit(compat_config.mla_modules(config))
         # Before the first graph is compiled: which layers the passes leave alone depends on it.
@@ -249,7 +236,7 @@ def _step(
 
 def _is_strict(config: Any) -> bool:
     """Whether strict mode was asked for, read from the options, or from the pass if those cannot be read."""
-    for read in (compat_config.settings_of, lambda config: engaged_pass(config).settings):
+    for read in (compat_config.settings_of, lambda config: compat_config.engaged_pass(config).settings):
         try:
             return bool(read(config).strict)
         except Exception:
@@ -275,7 +262,7 @@ def take_status(worker: Any, strict: bool = False) -> None:
         finally:
             # A rank that stops here hands over what it has: the other stages wait for it.
             with _step("the status of the pipeline stages could not be gathered", strict):
-                stages[:] = ranks.of_stages(record)
+                stages[:] = log.of_stages(record)
         if record:
             with _step("no status line could be said", strict):
                 _say(config, stages, record, strict)
@@ -294,7 +281,7 @@ def hand_over_nothing(worker: Any) -> None:
 
     def tell() -> None:
         with log.warned(what):
-            ranks.of_stages({})
+            log.of_stages({})
 
     with log.warned(what):
         Thread(target=tell, daemon=True).start()
@@ -317,7 +304,7 @@ def _run_once(worker: Any) -> None:
 def _captured_below_the_limit(config: Any) -> bool:
     """Whether vLLM captured a graph of at most L tokens. If the config cannot be read, every rank returns False."""
     try:
-        sizes, limit = compat_config.capture_sizes(config.compilation_config), engaged_pass(config).limit
+        sizes, limit = compat_config.capture_sizes(config.compilation_config), compat_config.engaged_pass(config).limit
     except Exception:
         return False
     return any(size <= limit for size in sizes)
@@ -325,7 +312,7 @@ def _captured_below_the_limit(config: Any) -> bool:
 
 def _record(worker: Any) -> dict[str, Any]:
     config = worker.vllm_config
-    engaged, rank = engaged_pass(config), int(getattr(worker, "rank", 0))
+    engaged, rank = compat_config.engaged_pass(config), int(getattr(worker, "rank", 0))
     names = sorted(compat_config.mla_modules(config))
     cache, card = compat_config.cache_name(config), current_platform().arch
     found = status.record_of(names, engaged.limit, cache, rank, engaged.integration, card)

@@ -17,7 +17,7 @@ from threading import Thread
 from time import sleep
 from typing import Any
 
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
 
 NOT_RUN = ("not_run", "its fused op has not run")
 """Code and reason of a layer that nothing has skipped and that is not engaged."""
@@ -103,7 +103,7 @@ def fail(layer_name: str, reason: str) -> None:
         path, record = _status.written
         record["engaged"].pop(layer_name, None)
         record["skipped"][layer_name] = ["kernel_failed", reason]
-        evidence.write(path, record)
+        files.write(path, record)
 
 
 def measure(shape: dict[str, Any]) -> None:
@@ -242,13 +242,13 @@ def write(folder: Path, record: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     run = os.environ.get(RUN) or start_run()
     path = folder / f"status-{run}-{record.get('engine') or 0}-{record['rank']}.json"
-    stamped = record | {"run": run} | evidence.stamp("status", 3)
-    evidence.write(path, stamped)
+    stamped = record | {"run": run} | files.stamp("status", 3)
+    files.write(path, stamped)
     _status.written = (path, stamped)
     for old in folder.glob("status-*-*.json"):
         with suppress(Exception):  # another program's file, or one that is being written: leave it
-            known = evidence.read(old, LARGEST)
-            if known[evidence.KEY]["host"] == evidence.host() and _has_ended(known["run"], run):
+            known = files.read(old, LARGEST)
+            if known[files.KEY]["host"] == files.host() and _has_ended(known["run"], run):
                 old.unlink(missing_ok=True)
 
 
@@ -291,7 +291,7 @@ def keep_skips(folder: Path, key: str, record: dict[str, Any]) -> str | None:
     path = folder / f"skips-{key[:16]}-{record['rank']}.json"
     kept: Reasons = {}
     try:
-        kept = _reasons(evidence.read(path, LARGEST)["skipped"])
+        kept = _reasons(files.read(path, LARGEST)["skipped"])
     except FileNotFoundError:
         pass
     except Exception as error:
@@ -299,7 +299,7 @@ def keep_skips(folder: Path, key: str, record: dict[str, Any]) -> str | None:
             raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     if _status.compiled:
         folder.mkdir(parents=True, exist_ok=True)
-        evidence.write(path, {"skipped": kept | _status.skipped} | evidence.stamp("skips", 2))
+        files.write(path, {"skipped": kept | _status.skipped} | files.stamp("skips", 2))
     unexplained = [name for name, why in record["skipped"].items() if why == list(NOT_RUN)]
     known = {name: kept[name] for name in unexplained if name in kept}
     record["skipped"] |= known

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from vllm_aiter_mla.commands.bench import command, page, paths, points, run, timing
 from vllm_aiter_mla.commands.bench.points import Point
 from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.measure.operands import MAX_SETS, sets_needed
+from vllm_aiter_mla.kernels.measure import MAX_SETS, sets_needed
 
 MACHINE = {"card": "a card", "torch": "2.11", "triton": "3.6", "runtime": "CUDA 13", "python": "3.12"}
 

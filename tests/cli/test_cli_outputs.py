@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 
 
@@ -81,7 +81,7 @@ def test_a_link_is_replaced_wherever_it_leads(places: Path) -> None:
     (places / "leads").symlink_to(places / "file")
     for name in ("loop", "dangling", "leads"):
         outputs.check({"--json": places / name})
-        evidence.write(places / name, {})
+        files.write(places / name, {})
         assert (places / name).read_text() == "{}\n"
         assert not (places / name).is_symlink()
 
@@ -91,9 +91,7 @@ WRONG = [
     ("verify", ["--limit", "8193"], "verify: --limit 8193: between 8 and 8192 tokens expected"),
     ("verify", ["--limit", "7"], "verify: --limit 7: between 8 and 8192 tokens expected"),
     ("verify", ["--only", "nonsense"], "verify: no case called 'nonsense'"),
-    ("verify", ["--self-test", "--json", "x.json", "-b", "aiter"], "verify: --self-test: --backend, --json would have"),
-    ("verify", ["--list", "--quick"], "verify: --list: --quick would have no effect"),
-    ("verify", ["--list", "--self-test"], "verify: --list: --self-test would have no effect"),
+    ("verify", ["--list", "--json", "x.json", "-b", "aiter"], "verify: --list: --backend, --json would have no effect"),
     ("demo", ["--json", "no/such/x.json"], "demo: --json no/such/x.json: its folder does not exist"),
     ("demo", ["--keep", __file__], f"demo: --keep {__file__}: is not a folder"),
     ("demo", ["--arch", "gfx950"], "demo: --arch gfx950: only with --kernel simulated-aiter; --kernel is reference"),

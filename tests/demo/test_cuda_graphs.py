@@ -11,7 +11,7 @@ from vllm.compilation import monitor
 from vllm.config import CUDAGraphMode
 
 from tests.sandbox import attention, cuda_graphs
-from vllm_aiter_mla.kernels import capture
+from vllm_aiter_mla.kernels import backend as capture
 
 NAME, ROWS, BLOCKS, SIZE, WIDTH = "layer", 4, 6, 2, 3
 

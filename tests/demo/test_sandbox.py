@@ -20,7 +20,7 @@ from tests.sandbox import engine, gpu_ops, platform, plugin
 from tests.sandbox.card import PageIndices
 from tests.sandbox.spec import EngineSpec
 from vllm_aiter_mla import status
-from vllm_aiter_mla.compat.patches import platform_hook
+from vllm_aiter_mla.compat import patches
 
 GROUP = "vllm.general_plugins"
 
@@ -61,7 +61,7 @@ def test_the_gate_sees_the_compile_mode_that_the_sandbox_keeps_in_either_order(s
     seen = []
     steps = [
         lambda: platform.wrap(Platform),
-        lambda: platform_hook.install(lambda config: seen.append(config.compilation_config.mode), Platform),
+        lambda: patches.hook_platform(lambda config: seen.append(config.compilation_config.mode), Platform),
     ]
     for step in steps if sandbox_first else reversed(steps):
         step()

@@ -127,7 +127,7 @@ def test_quoted_demos_are_lines_that_the_demo_takes(monkeypatch):
 def chosen(page: str) -> dict[str, int]:
     """The ``-k`` of each quoted pytest command, and how many files have a test that it chooses."""
     # After --aiter-mla-verify it chooses cases of the harness, which name themselves.
-    given = [a or b for a, b in re.findall(r"pytest (?!--aiter-mla-verify)[^`\n]*?-k (?:\"([^\"]+)\"|(\w+))", page)]
+    given = [a or b for a, b in re.findall(r"pytest (?!-p vllm_aiter_mla)[^`\n]*?-k (?:\"([^\"]+)\"|(\w+))", page)]
     found = {}
     for text in given:
         expression = Expression.compile(text)

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from vllm_aiter_mla.compat.patches.patch import Patch
 
 from tests.test_imports import ARROWS, FIRST
 from vllm_aiter_mla.compat.patches import PATCHES
-from vllm_aiter_mla.compat.patches.patch import Patch
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))])

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.commands.plan import outcome
-from vllm_aiter_mla.kernels.aiter.contract import CHECKS
+from vllm_aiter_mla.kernels.aiter.contract import LIMITS
 from vllm_aiter_mla.passes import match
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def codes_given() -> set[str]:
     """The codes that the package gives as a reason, literally, wherever it makes a skip."""
     found = {outcome.NO_ROPE[0], *match.NONE_ARGS.values()}
     for path in PACKAGE.rglob("*.py"):
-        for call in calls(path, "Skip", "NoMatchError"):
+        for call in calls(path, "Skip", "NoMatchError", "Rule"):
             if call.args:
                 found.update(codes_of(call.args[0]))
         # A code beside its line, as a pair: ("not_run", "its fused op ...").
@@ -89,13 +89,13 @@ def test_every_reason_has_a_cause_and_a_remedy(code: str) -> None:
     assert all(cells)
 
 
-@pytest.mark.parametrize("check", [*(check.name for check in CHECKS), "kernel"])
+@pytest.mark.parametrize("check", [*LIMITS, "kernel"])
 def test_every_kernel_check_has_a_cause_and_a_remedy(check: str) -> None:
     assert len(row(check)) == 2, f"docs/troubleshooting.md has no row for the check {check}"
 
 
 def test_no_row_explains_a_code_that_nobody_gives() -> None:
-    given = {*admission.REASONS, "kernel", *(check.name for check in CHECKS)}
+    given = {*admission.REASONS, "kernel", *LIMITS}
     assert set(re.findall(r"^\| `([a-z0-9_-]+)` \|", PAGE, re.MULTILINE)) <= given
 
 

@@ -17,7 +17,7 @@ from vllm_aiter_mla.admission import ConfigView, admit_config
 from vllm_aiter_mla.commands.doctor import conflicts, installed, machine, switches
 from vllm_aiter_mla.commands.doctor.check import Check, exit_status, run
 from vllm_aiter_mla.commands.doctor.given import Given
-from vllm_aiter_mla.kernels.aiter.locate import AiterInstall
+from vllm_aiter_mla.kernels.aiter.op import AiterInstall
 
 
 def given(**env: str) -> Given:

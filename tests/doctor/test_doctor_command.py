@@ -35,7 +35,7 @@ def doctor(code: str, *path: Path) -> tuple[int, dict[str, dict[str, str]]]:
 
 def simulated_aiter(folder: Path, marker: Path) -> None:
     """An AITER that leaves a trace when it is imported, as the real one may start a compiler."""
-    from vllm_aiter_mla.kernels.aiter.locate import OP, REQUIRED
+    from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED
 
     (folder / "aiter" / "ops").mkdir(parents=True)
     for package in (folder / "aiter", folder / "aiter" / "ops"):

@@ -57,7 +57,7 @@ def test_a_mistyped_flag_is_told_without_vllm_too(monkeypatch: pytest.MonkeyPatc
         ([f"-cc.pass_config.{FLAG}l=true"], f"pass_config.{FLAG}l=True: did you mean '{FLAG}'?"),
         ([f"-cc.pass_config.{FLAG}l", "true"], f"did you mean '{FLAG}'?"),
         ([f"--compilation_config.pass_config.{FLAG}l=true"], f"did you mean '{FLAG}'?"),
-        (["--additional-config.aiter_mla.kernel", "tritn"], "aiter_mla.kernel: expected one of auto, aiter"),
+        (["--additional-config.aiter_mla.kernel", "tritn"], "aiter_mla.kernel: expected 'auto', 'aiter'"),
         (["--additional_config.aiter_mla.kernl=triton"], "did you mean 'kernel'?"),
         (["-cc.pass_config=5"], "pass_config=5: an object expected"),
         (["-cc.pass_config=5", f"-cc.pass_config.{FLAG}=true"], "pass_config was given a value before"),
@@ -84,7 +84,7 @@ def test_dotted_values_of_one_option_are_merged_without_vllm_too(monkeypatch: py
 @pytest.mark.parametrize(
     ("additional", "said"),
     [
-        ({"aiter_mla": {"kernel": "tritn"}}, "aiter_mla.kernel: expected one of auto, aiter"),
+        ({"aiter_mla": {"kernel": "tritn"}}, "aiter_mla.kernel: expected 'auto', 'aiter'"),
         ({"aiter_mla": {"kernl": "triton"}}, "did you mean 'kernel'?"),
         ({"aiter_mla": 5}, "additional_config.aiter_mla"),
     ],

@@ -26,11 +26,11 @@ def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:
     The op rotates copies of prefill rows for their KV rows and hands the raw rows on. The passes run in every compile
     range; no batch of the scenarios is above the decode limit.
     """
-    from vllm_aiter_mla import decode_limit, ops
+    from vllm_aiter_mla import admission, ops
 
     inner = ops.rotate_and_write
     ops.rotate_and_write = lambda step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
-    decode_limit.within_limit = lambda end, limit: True
+    admission.within_limit = lambda end, limit: True
 
 
 def every_second_layer_is_skipped() -> None:
@@ -39,7 +39,7 @@ def every_second_layer_is_skipped() -> None:
     The artifact holds both layers fused. The skip happens while a graph is rewritten, because an earlier one changes
     the cache key.
     """
-    from vllm_aiter_mla import fingerprint
+    from vllm_aiter_mla import files
     from vllm_aiter_mla.admission import Skip
     from vllm_aiter_mla.passes import pipeline
 
@@ -49,7 +49,7 @@ def every_second_layer_is_skipped() -> None:
         return Skip("geometry", "skipped by the test") if ".0." in match.layer_name else inner(match, *rest)
 
     pipeline._admit = admit
-    fingerprint.fingerprint = lambda: "0.0.0-changed"
+    files.fingerprint = lambda: "0.0.0-changed"
 
 
 def no_implementation_is_known() -> None:
@@ -61,10 +61,10 @@ def no_implementation_is_known() -> None:
 
 def q_scale_is_applied_twice() -> None:
     """The query is scaled before the kernel and by it."""
-    from vllm_aiter_mla.kernels.absorb import plain
+    from vllm_aiter_mla.kernels import absorb
 
-    inner = plain.absorb
-    plain.absorb = lambda q_nope, w: inner(q_nope, w) / 0.7
+    inner = absorb.absorb_plain
+    absorb.absorb_plain = lambda q_nope, w: inner(q_nope, w) / 0.7
 
 
 def the_aiter_kernel_is_wrong() -> None:
@@ -73,10 +73,10 @@ def the_aiter_kernel_is_wrong() -> None:
 
     inner = AiterBackend._run
 
-    def run(self, route, key, widths, inputs):
+    def run(self, route, widths, inputs):
         from dataclasses import replace
 
-        return inner(self, route, key, widths, replace(inputs, is_neox=not inputs.is_neox))
+        return inner(self, route, widths, replace(inputs, is_neox=not inputs.is_neox))
 
     AiterBackend._run = run
 
@@ -101,9 +101,9 @@ def a_request_has_one_decode_row() -> None:
 
 def a_mixed_batch_counts_as_decode() -> None:
     """The op looks for decode rows in the metadata and ignores prefill rows."""
-    from vllm_aiter_mla.compat import context
+    from vllm_aiter_mla.compat import layer as compat_layer
 
-    context.is_decode_only = lambda metadata, slots: metadata.decode is not None
+    compat_layer.is_decode_only = lambda metadata, slots: metadata.decode is not None
 
 
 def padding_has_the_slot_of_another_row() -> None:

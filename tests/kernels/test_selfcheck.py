@@ -1,4 +1,4 @@
-"""What the self-check compares: each kernel of a back end that the decode limit reaches, once."""
+"""What the self-check compares, each kernel of a back end that the decode limit reaches, and what it reports."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tests.sandbox.simulated_aiter import install, op
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.backend import Binding
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.selfcheck import self_check
-from vllm_aiter_mla.kernels.shape import LayerShape
 
 SMALL = LayerShape(2, 8, torch.bfloat16, torch.bfloat16, 4, False, latent=16, rope=8)
 ROCM = (7, 0)
+MI300X = Platform("gfx942", ROCM)
 
 
 class Stepped(ReferenceBackend):
@@ -65,3 +65,65 @@ def test_both_kernels_of_a_numeric_aiter_view_are_compared_where_both_run(view) 
         kernels = {kernel for kernel, _ in op.forget()}
     assert result.ok, result.message
     assert kernels == ({"opt"} if view == 1 else {"per-head", "opt"})
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("block", [1, 16])
+def test_self_check_passes_on_the_simulated_aiter_and_covers_both_kernels(arch, block) -> None:
+    with install(arch):
+        platform = Platform(arch, ROCM)
+        bound = AiterBackend(platform)
+        result = self_check(bound, LayerShape(4, 16, platform.fp8, platform.fp8, block, False))
+    assert result.ok, result.message
+    assert {name: d.steps for name, d in result.differences.items()} == dict.fromkeys(result.differences, 0)
+    assert set(result.differences) == {"q nope", "q rope", "kv nope", "kv rope"}
+    ran = op.forget()
+    assert ran[0][1] == 1  # the warm-up with slot -1 comes first
+    assert {kernel for kernel, _ in ran} == ({"per-head", "opt"} if block == 1 else {"opt"})
+
+
+def test_self_check_accepts_rounding_where_truncation_was_inferred(fake_gfx942, monkeypatch) -> None:
+    """If gfx942 rounds after all, the card is better than its source says, and is not rejected for it."""
+    monkeypatch.setattr("tests.sandbox.simulated_aiter.op.arch", lambda: "gfx950")  # rounds everywhere
+    bound = AiterBackend(MI300X, view="as-is")
+    result = self_check(bound, LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
+    assert result.ok, result.message
+
+
+def test_self_check_of_the_truncating_kernel_survives_the_warm_up_without_a_slot(fake_gfx942) -> None:
+    result = self_check(AiterBackend(MI300X, view="opt"), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
+    assert result.ok, result.message
+    assert {kernel for kernel, _ in op.forget()} == {"opt"}
+
+
+def test_self_check_reports_figures_and_stray_bytes_of_a_wrong_kernel() -> None:
+    class Off(ReferenceBackend):
+        name = "off"
+
+        def prepare(self, operands):
+            out = super().prepare(operands)
+            operands.kv_cache.view(torch.uint8)[-1, -1, :5] ^= 1
+            return out * 2
+
+    result = self_check(Off(), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
+    assert not result.ok
+    assert result.stray_bytes == 5
+    assert result.message.startswith("off: self-check FAILED: q nope 128 step(s)")
+
+
+def test_self_check_of_a_refused_shape_says_so(fake_gfx942) -> None:
+    bound = AiterBackend(MI300X)
+    result = self_check(bound, LayerShape(4, 16, torch.uint8, torch.bfloat16, 16, False))
+    assert not result.ok
+    assert "refused the self-check: kv_cache: view uint8" in result.message
+
+
+def test_self_check_of_a_wrong_dtype_says_so() -> None:
+    class Wide(ReferenceBackend):
+        name = "wide"
+
+        def prepare(self, operands):
+            return super().prepare(operands).float()
+
+    result = self_check(Wide(), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
+    assert "wide: returned [7, 4, 576] torch.float32, expected" in result.message

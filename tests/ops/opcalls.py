@@ -12,8 +12,8 @@ from vllm.utils.torch_utils import _encode_layer_name
 
 from tests.passes.stubs import Batch, Sizes, StubLayer, forward
 from vllm_aiter_mla import ops
-from vllm_aiter_mla.kernels import capture
-from vllm_aiter_mla.kernels.fp8 import is_fp8
+from vllm_aiter_mla.kernels import backend as capture
+from vllm_aiter_mla.kernels.formats import is_fp8
 
 NAME = "model.layers.0.attn"
 SIZES = Sizes()

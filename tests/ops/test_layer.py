@@ -16,8 +16,7 @@ from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import absorb, reference
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
-from vllm_aiter_mla.kernels.shape import synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation, synthetic_inputs
 from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.settings import SettingsError
 

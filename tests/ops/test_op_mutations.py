@@ -10,11 +10,10 @@ import torch
 from tests.ops import opcalls
 from tests.ops.opcalls import ATTENTION, FAKES, OPS, batch_of, layer_of
 from tests.passes.execute import assert_rewritten_right, clone, stubs_for
-from tests.passes.graphs import Spelling
+from tests.passes.graphs import Spelling, build
 from tests.passes.stubs import MIXED, PADDED
-from tests.passes.test_recognised import build
 from vllm_aiter_mla import ops as bodies
-from vllm_aiter_mla.compat import context
+from vllm_aiter_mla.compat import layer as compat_layer
 
 
 @pytest.mark.mutation("I1")
@@ -69,7 +68,7 @@ def test_mutation_i2_the_op_does_not_ask_whether_it_is_captured(monkeypatch: pyt
 @pytest.mark.parametrize("op", ATTENTION)
 def test_mutation_i2_attention_does_not_ask_for_the_kind_of_graph(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     opcalls.capturing(monkeypatch)
-    monkeypatch.setattr(context, "is_piecewise", lambda: False)
+    monkeypatch.setattr(compat_layer, "is_piecewise", lambda: False)
     with pytest.raises(AssertionError, match="inside a piecewise graph"):
         opcalls.assert_refuses_a_piecewise_capture(op, layer_of())
 

@@ -20,11 +20,12 @@ from tests.passes.stubs import BATCHES, SHORT_SLOTS, Batch, forward
 from tests.sandbox import gpu_ops
 from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla import ops as bodies
-from vllm_aiter_mla.compat import context, kernels, log, user_pass
-from vllm_aiter_mla.kernels.absorb import PlainWeight
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
 from vllm_aiter_mla.kernels.reference import store_nope
-from vllm_aiter_mla.kernels.shape import synthetic_inputs
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend, may_take_parts
 
 ROPE = "mla_attention_with_rope"
@@ -94,8 +95,8 @@ def test_a_batch_with_prefill_rows_is_rotated_once_in_place_and_prepared_by_no_k
     args = arguments(ROPE, layer, batch.rows)
     q, k_pe, calls = args[0].clone(), args[1].clone(), []
     monkeypatch.setattr(layers.Layer, "_find", lambda *_: pytest.fail("a kernel was asked for"))
-    real = kernels.rope_and_write
-    monkeypatch.setattr(kernels, "rope_and_write", lambda *given: (calls.append(given), real(*given))[1])
+    real = compat_layer.rope_and_write
+    monkeypatch.setattr(compat_layer, "rope_and_write", lambda *given: (calls.append(given), real(*given))[1])
     given = []
     monkeypatch.setattr(layer, "forward_impl", lambda *got, **rest: given.append(got))
     with forward([layer], batch):
@@ -173,7 +174,7 @@ def test_a_call_is_bound_once_and_again_after_a_weight_was_replaced(monkeypatch:
         layer.W_UK_T = layer.W_UK_T * 2
         OPS[ROPE](*args)
         assert len(found) == 2
-        assert found[1][1].weight.w_uk_t is layer.W_UK_T
+        assert found[1][1].weight.values is layer.W_UK_T
         layers.of(layer).refuse("planted")
         OPS[ROPE](*args)
     assert len(found) == 3
@@ -265,10 +266,10 @@ def test_uint8_storage_is_viewed_as_the_cards_flavour_without_a_copy(
     """AITER ends the process on uint8: "kv cache data type is not supported"."""
     monkeypatch.setattr(type(current_platform), "fp8_dtype", classmethod(lambda cls: flavour))
     raw = torch.zeros(2, 16, 576, dtype=torch.uint8)
-    view = context.fp8_view(raw)
+    view = compat_layer.fp8_view(raw)
     assert (view.dtype, view.shape, view.data_ptr()) == (flavour, raw.shape, raw.data_ptr())
     other = torch.zeros(2, 16, 576)
-    assert context.fp8_view(other) is other
+    assert compat_layer.fp8_view(other) is other
 
 
 class VLLMsKernels:
@@ -291,7 +292,8 @@ def test_vllm_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens:
     layer, out_dtype = layer_of("fp8"), torch.float8_e4m3fn
     q, k_pe, kv_c, positions, table, k_scale, _, is_neox, _ = arguments(ROPE, layer, tokens)
     given = DecodeInputs(
-        q, k_pe, kv_c, PlainWeight(layer.W_UK_T), context.fp8_view(layer.kv_cache), torch.arange(tokens), positions,
+        q, k_pe, kv_c, AbsorbWeight("plain", layer.W_UK_T), compat_layer.fp8_view(layer.kv_cache), torch.arange(tokens),
+        positions,
         table, k_scale, layer._q_scale, is_neox, out_dtype,
     )  # fmt: skip
     vllms, before = VLLMsKernels(out_dtype), q.clone()
@@ -312,7 +314,7 @@ def test_vllm_is_timed_without_a_concat_that_vllms_decode_may_not_need(arch: str
     layer = layer_of()
     q, k_pe, kv_c, positions, table, k_scale, _, is_neox, _ = arguments(ROPE, layer, 3)
     given = DecodeInputs(
-        q, k_pe, kv_c, PlainWeight(layer.W_UK_T), layer.kv_cache, torch.arange(3), positions, table, k_scale,
+        q, k_pe, kv_c, AbsorbWeight("plain", layer.W_UK_T), layer.kv_cache, torch.arange(3), positions, table, k_scale,
         layer._q_scale, is_neox, q.dtype,
     )  # fmt: skip
     query = VLLMBackend(VLLMsKernels(q.dtype), arch).prepare(given)
@@ -344,7 +346,7 @@ def test_the_last_kernel_of_vllm_is_the_one_that_vllms_layers_call() -> None:
 
     absorbed, q_pe, scale = torch.randn(3, 2, 32).bfloat16(), torch.randn(3, 2, 16).bfloat16(), torch.tensor(0.5)
     with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))):
-        query = kernels.concat_quantise_fp8(absorbed, q_pe, scale)
+        query = compat_layer.concat_quantise_fp8(absorbed, q_pe, scale)
     expected = store_nope(torch.cat([absorbed, q_pe], -1), 1 / scale, torch.float8_e4m3fn)
     assert torch.equal(query.view(torch.uint8), expected.view(torch.uint8))
 
@@ -371,8 +373,8 @@ def test_decode_rows_without_a_slot_each_are_no_decode_batch() -> None:
     layer, batch = layer_of(), batch_of(6, decodes=4, slots=3)
     with forward([layer], batch):
         metadata, slots = get_forward_context().attn_metadata[layer.layer_name], batch.slot_mapping()
-        assert not context.is_decode_only(metadata, slots)
-        assert context.is_decode_only(metadata, batch_of(6, decodes=4, slots=4).slot_mapping())
+        assert not compat_layer.is_decode_only(metadata, slots)
+        assert compat_layer.is_decode_only(metadata, batch_of(6, decodes=4, slots=4).slot_mapping())
 
 
 @pytest.mark.parametrize("name", ["q", "k_pe", "kv_c", "positions", "cos_sin_cache", "slot_mapping", "k_scale"])
@@ -412,5 +414,5 @@ def test_the_limit_is_that_of_the_engines_pass_and_none_where_there_is_none() ->
         compilation = SimpleNamespace(inductor_compile_config=slot)
         return layers._limit_of(SimpleNamespace(_vllm_config=SimpleNamespace(compilation_config=compilation)))
 
-    assert limit(**{user_pass.slot(): SimpleNamespace(limit=48)}) == 48
+    assert limit(**{compat_config.pass_slot(): SimpleNamespace(limit=48)}) == 48
     assert limit() == sys.maxsize

@@ -17,7 +17,7 @@ gpu_ops.register()
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """No status and no choice of kernel from an earlier test; one thread."""
+    """No status line and no choice of kernel from an earlier test; one thread."""
     status.reset()
     backends.forget()
     threads = torch.get_num_threads()

@@ -167,7 +167,7 @@ class FullGraphs:
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
     """Tell the plugin that a graph is being recorded."""
-    from vllm_aiter_mla.kernels import capture
+    from vllm_aiter_mla.kernels import backend as capture
 
     with (
         mock.patch.object(capture, "_has_gpu", return_value=True),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8
+from vllm_aiter_mla.kernels import formats as fp8
 from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate, scatter_rows, store_nope
 
 _LIBRARIES: list[torch.library.Library] = []

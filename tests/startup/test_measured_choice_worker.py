@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.test_measured_choice import MadeUpClock, Named, costs
 from tests.startup.test_worker import Worker, ours
 
-from tests.kernels.test_measured_choice import MadeUpClock, Named, costs
 from tests.ops.opcalls import NAME
 from vllm_aiter_mla import layers, measuring, status, worker
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import reference, select, vllm_own
+from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.measure import card, sweep
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.shape import synthetic_inputs
 from vllm_aiter_mla.settings import SettingsError
 from vllm_aiter_mla.status import record
 

@@ -10,19 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx import Graph
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from tests.ops.opcalls import NAME, layer_of
-from vllm_aiter_mla import decode_limit, startup, status
+from vllm_aiter_mla import admission, startup, status
 from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.compat import log, patches
 from vllm_aiter_mla.compat.inductor import InductorPass
-from vllm_aiter_mla.compat.patches import worker_hook
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import Settings, SettingsError
+
+CONFIG = VllmConfig()
 
 
 class Worker:
@@ -69,7 +72,7 @@ def layer_in(one: Worker) -> layers.Layer:
 
 
 def ours(limit: int = 16) -> AiterMLAPipeline:
-    return AiterMLAPipeline(limit=limit, settings=Settings(enabled=True))
+    return AiterMLAPipeline(CONFIG, limit=limit, settings=Settings(enabled=True))
 
 
 class Foreign:
@@ -166,7 +169,7 @@ def test_a_failed_warm_up_hands_over_to_the_other_stages_and_raises_its_error_be
         return [mine]
 
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", planted)
-    monkeypatch.setattr(startup.ranks, "of_stages", of_stages)
+    monkeypatch.setattr(startup.log, "of_stages", of_stages)
     one = Worker(ours(), strict=True)
     one.load_model()
     with pytest.raises(KeyError, match="planted"):
@@ -241,7 +244,7 @@ def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monk
 
         setattr(one, method, call)
 
-    monkeypatch.setattr(worker_hook, "after", swallowing)
+    monkeypatch.setattr(patches, "after", swallowing)
     with pytest.raises(pytest.fail.Exception):
         test_fail_closed_whatever_raises_at_the_check_stops_a_strict_worker(
             said, monkeypatch, AT_THE_CHECK["check_layers"]
@@ -250,7 +253,7 @@ def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monk
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: bool) -> None:
-    monkeypatch.setattr(worker_hook, "after", planted)
+    monkeypatch.setattr(patches, "after", planted)
     if strict:
         with pytest.raises(SettingsError, match="could not be hooked: KeyError"):
             Worker(ours(), strict=True)
@@ -264,7 +267,7 @@ def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: b
 def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, strict: bool) -> None:
     """Strict mode is then known from the pass, which was made of them."""
     monkeypatch.setattr(compat_config, "settings_of", planted)
-    pass_ = AiterMLAPipeline(limit=16, settings=Settings(enabled=True, strict=strict))
+    pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True, strict=strict))
     with pytest.raises(SettingsError, match="strict=true") if strict else contextlib.nullcontext():
         one = Worker(pass_)
         assert "load_model" not in vars(one), "the worker is hooked"
@@ -274,17 +277,17 @@ def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, st
 def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said, monkeypatch, strict: bool) -> None:
     """Nor does it take an artifact of a worker whose kernels were checked: they have another key."""
     rewritten: list[Any] = []
-    monkeypatch.setattr(pipeline, "rewrite", lambda *args: (rewritten.append(args), {})[1])
+    monkeypatch.setattr(pipeline, "rewrite", lambda *args: (rewritten.append(args), {"matched": 0})[1])
     context = SimpleNamespace(compile_range=SimpleNamespace(start=1, end=16))
     monkeypatch.setattr(pipeline, "get_pass_context", lambda: context)
-    pass_ = AiterMLAPipeline(limit=16, settings=Settings(enabled=True, strict=strict))
+    pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True, strict=strict))
     unchecked = pass_.uuid()
     with pytest.raises(SettingsError, match="never checked") if strict else contextlib.nullcontext():
-        pass_(None)
+        pass_(Graph())
     assert rewritten == []
     assert strict or said == [(logging.ERROR, "no graph is rewritten: the kernels of this worker were never checked")]
     pass_.kernels = ()
-    pass_(None)
+    pass_(Graph())
     assert len(rewritten) == 1
     assert pass_.uuid() != unchecked
 
@@ -309,13 +312,13 @@ RANGES = {(1, 16): ["theirs", "ours"], (1, 32): ["theirs"], (17, 32): ["theirs"]
 def check_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     for (start, end), wanted in RANGES.items():
         ran: list[str] = []
-        monkeypatch.setattr(pipeline, "rewrite", lambda *_, ran=ran: (ran.append("ours"), {})[1])
+        monkeypatch.setattr(pipeline, "rewrite", lambda *_, ran=ran: (ran.append("ours"), {"matched": 0})[1])
         compile_range = SimpleNamespace(start=start, end=end)
         monkeypatch.setattr(pipeline, "get_pass_context", lambda r=compile_range: SimpleNamespace(compile_range=r))
-        pass_ = AiterMLAPipeline(limit=16, settings=Settings(enabled=True), chained=UsersPass(ran))
+        pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True), chained=UsersPass(ran))
         pass_.kernels = ()
         assert pass_.is_applicable_for_range(compile_range) == bool(wanted)
-        pass_(None)
+        pass_(Graph())
         assert ran == wanted, (start, end)
 
 
@@ -326,7 +329,7 @@ def test_i5_a_graph_is_rewritten_inside_the_decode_limit_alone_and_a_users_pass_
 
 
 def _ignore_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_limit, "within_limit", lambda end, limit: True)
+    monkeypatch.setattr(admission, "within_limit", lambda end, limit: True)
 
 
 def _ask_the_integration_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
-from vllm_aiter_mla import evidence, startup, status
+from vllm_aiter_mla import files, startup, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.settings import SettingsError
@@ -259,8 +259,8 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
     def left_by(run, host=None):
         with monkeypatch.context() as patching:
             if host:
-                patching.setattr(evidence, "host", lambda: host)
-            stamp = evidence.stamp("status", 3)
+                patching.setattr(files, "host", lambda: host)
+            stamp = files.stamp("status", 3)
         path = tmp_path / f"status-{run}-0-0.json"
         path.write_text(json.dumps({"run": run} | stamp))
         return path
@@ -310,7 +310,7 @@ SECOND = {"total": 2, "engaged": {"c": "aiter"}, "skipped": {"d": ["dtype", "x"]
     ids=["all", "one is silent"],
 )
 def test_the_line_speaks_for_all_pipeline_stages(said, monkeypatch, other, line):
-    monkeypatch.setattr(startup.ranks, "of_stages", lambda mine: [mine, other])
+    monkeypatch.setattr(startup.log, "of_stages", lambda mine: [mine, other])
     engage_all()
     after_warm_up()
     assert [text for _, text in said] == [line]
@@ -319,7 +319,7 @@ def test_the_line_speaks_for_all_pipeline_stages(said, monkeypatch, other, line)
 @pytest.mark.parametrize("engaged_later", [False, True])
 def test_strict_mode_stops_a_stage_without_mla_layers_only_if_no_stage_engaged(said, monkeypatch, engaged_later):
     later = SECOND | ({} if engaged_later else {"engaged": {}})
-    monkeypatch.setattr(startup.ranks, "of_stages", lambda mine: [mine, later])
+    monkeypatch.setattr(startup.log, "of_stages", lambda mine: [mine, later])
     monkeypatch.setattr(sys.modules[__name__], "LAYERS", ())
     with contextlib.nullcontext() if engaged_later else pytest.raises(SettingsError, match="strict=true"):
         after_warm_up(strict=True)
@@ -335,7 +335,7 @@ def test_a_data_parallel_engine_is_named(said):
 def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_stages(said, monkeypatch, strict):
     """They wait for it: a rank that stopped before would leave them hanging."""
     handed = []
-    monkeypatch.setattr(startup.ranks, "of_stages", lambda mine: [handed.append(dict(mine)) or mine])
+    monkeypatch.setattr(startup.log, "of_stages", lambda mine: [handed.append(dict(mine)) or mine])
     monkeypatch.setattr(startup, "_record", full)
     worker = SimpleNamespace(vllm_config=SimpleNamespace(), rank=0)
     with pytest.raises(SettingsError, match="strict=true") if strict else contextlib.nullcontext():

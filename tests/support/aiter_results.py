@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_aiter_mla.kernels.absorb import AbsorbWeight, Fp8Weight, Mxfp4Weight, PlainWeight
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 DATA = Path(__file__).parents[1] / "kernels" / "data"
@@ -40,14 +40,14 @@ def fp8_call(call: str) -> GemmCall:
     arch, act, _ = call.split("-")
     held = {name: torch.from_numpy(FP8_VECTORS[f"{call}/{name}"]) for name in ("x", "w", "scale", "y")}
     x, y = (held[name].view(getattr(torch, act)) for name in "xy")
-    return GemmCall(x, Fp8Weight(held["w"].view(FP8_TYPES[arch]), held["scale"]), y)
+    return GemmCall(x, AbsorbWeight("fp8", held["w"].view(FP8_TYPES[arch]), held["scale"]), y)
 
 
 def fp4_call(call: str) -> GemmCall:
     """The call of the mxfp4 GEMM with that name."""
     x, codes, scales, y = (torch.from_numpy(FP4_VECTORS[f"{call}/{name}"]) for name in ("x", "w", "w_scale", "y"))
     y_scale = torch.from_numpy(FP4_VECTORS[f"{call}/y_scale"]) if f"{call}/y_scale" in FP4_VECTORS else None
-    return GemmCall(x.view(torch.bfloat16), Mxfp4Weight(codes, scales), y.view(torch.bfloat16), y_scale)
+    return GemmCall(x.view(torch.bfloat16), AbsorbWeight("mxfp4", codes, scales), y.view(torch.bfloat16), y_scale)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def fused_call(index: int) -> FusedCall:
         q=torch.cat([given("q_nope", bf16).transpose(0, 1), given("q_pe", bf16)], -1),
         k_pe=kv[:, LATENT:],
         kv_c=kv[:, :LATENT],
-        weight=PlainWeight(torch.eye(LATENT, dtype=bf16).expand(query_heads, LATENT, LATENT)),
+        weight=AbsorbWeight("plain", torch.eye(LATENT, dtype=bf16).expand(query_heads, LATENT, LATENT)),
         kv_cache=torch.full_like(plain_bits(wanted), CACHE_FILL).view(stored),
         slot_mapping=given("slots"),
         positions=given("positions"),

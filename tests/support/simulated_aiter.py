@@ -12,12 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8
-from vllm_aiter_mla.kernels.absorb.plain import plain
+from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 ROCM = (7, 0)
@@ -90,7 +88,7 @@ def unfused(operands: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
     t, n, p = operands.num_tokens, operands.num_heads, operands.nope_dim
     # The same BMM and layout as the fused path, or its own rounding would be compared.
     latent = operands.q.new_empty(t, n, operands.latent_dim)
-    torch.bmm(operands.q[..., :p].transpose(0, 1), plain(operands.weight), out=latent.transpose(0, 1))
+    torch.bmm(operands.q[..., :p].transpose(0, 1), operands.weight.values, out=latent.transpose(0, 1))
     limit = operands.cos_sin_cache.shape[0] - 1
     cos, sin = operands.cos_sin_cache[operands.positions.clamp(0, limit)].float().chunk(2, -1)
     query = torch.cat([latent, _turn(operands.q[..., p:], cos[:, None], sin[:, None], operands.is_neox)], -1)
@@ -114,16 +112,16 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) 
 
 
 def _divide(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if not fp8.is_fp8(dtype):
+    if not formats.is_fp8(dtype):
         return x
-    top = fp8.flavour_of(dtype).max
+    top = formats.flavour_of(dtype).max
     return (x.float() / scale).clamp(-top, top).to(dtype)
 
 
 def fate(action: Callable[[], object]) -> str:
     """What becomes of a process that does ``action``: "SIGABRT: <stderr>", "SIGFPE", "raised <error>" or its value.
 
-    It runs in a forked child: the abort of the fake, like that of the real op, takes the whole process along.
+    It runs in a forked child: an abort of the simulated op, like that of the real one, ends the whole process.
     """
     reader, writer = os.pipe()
     child = os.fork()

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels import absorb, fp8, reference
-from vllm_aiter_mla.kernels.compare import difference
+from vllm_aiter_mla.kernels import absorb, formats, reference
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.selfcheck import difference
 
 # Blocks before and after the cache, and rows before and after the cos/sin table: what a bug reads or writes out of
 # bounds stays inside the allocation, and is seen.
@@ -83,16 +84,16 @@ def build(case: Case, device: str = "cpu") -> tuple[DecodeInputs, torch.Tensor]:
     return inputs, storage
 
 
-def _weight(case: Case, w_uk_t: torch.Tensor, device: str) -> absorb.AbsorbWeight:
-    """The weight in the case's form; codes keep the unit stride that ``w_uk_t`` [N, P, L] has."""
+def _weight(case: Case, w_uk_t: torch.Tensor, device: str) -> AbsorbWeight:
+    """The weight in the case's format; codes keep the unit stride that ``w_uk_t`` [N, P, L] has."""
     if case.weight == "plain":
-        return absorb.PlainWeight(w_uk_t.to(device))
+        return AbsorbWeight("plain", w_uk_t.to(device))
     if case.weight == "mxfp4":
-        held = absorb.make(w_uk_t, ("mxfp4",))
-        return absorb.Mxfp4Weight(_on(held.codes, device), _on(held.scales, device))
+        made = absorb.make(w_uk_t, ("mxfp4",))
+        return replace(made, values=_on(made.values, device), scale=_on(made.scale, device))
     made = absorb.make(w_uk_t, ("fp8", getattr(torch, case.weight)))
-    codes = made.codes if case.w_major == "P" else made.codes.transpose(1, 2).contiguous().transpose(1, 2)
-    return absorb.Fp8Weight(_on(codes, device), made.scale.to(device))
+    codes = made.values if case.w_major == "P" else made.values.transpose(1, 2).contiguous().transpose(1, 2)
+    return replace(made, values=_on(codes, device), scale=made.scale.to(device))
 
 
 def compare(
@@ -124,7 +125,7 @@ def on_cpu(inputs: DecodeInputs, storage: torch.Tensor) -> tuple[DecodeInputs, t
     copy = storage.detach().cpu().clone()
     values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
     moved = {name: v.cpu() for name, v in values.items() if isinstance(v, torch.Tensor) and name != "kv_cache"}
-    weight = type(inputs.weight)(*(tensor.cpu() for _, tensor in inputs.weight.tensors))
+    weight = AbsorbWeight(inputs.weight.format, *(tensor.cpu() for _, tensor in inputs.weight.tensors))
     return replace(inputs, **moved, weight=weight, kv_cache=copy[GUARD_BLOCKS:-GUARD_BLOCKS]), copy
 
 
@@ -133,11 +134,11 @@ def wrong_values(got: torch.Tensor, expected: torch.Tensor) -> int:
     if got.numel() == 0:
         return 0
     a, b = _bits(got), _bits(expected)
-    if not fp8.is_fp8(got.dtype):
+    if not formats.is_fp8(got.dtype):
         return int((a != b).sum())
-    flavour = fp8.flavour_of(got.dtype)
+    flavour = formats.flavour_of(got.dtype)
     saturated = _bits(torch.tensor([flavour.max, -flavour.max]).to(got.dtype))
-    overflowed = (b & 0x7F == 0x7F) if flavour is fp8.E4M3FN else b == flavour.nan
+    overflowed = (b & 0x7F == 0x7F) if flavour is formats.E4M3FN else b == flavour.nan
     allowed = (a == b) | (overflowed & ((a == saturated[0]) | (a == saturated[1])))
     return int((~allowed).sum())
 
@@ -147,9 +148,9 @@ def _nope_record(cpu: DecodeInputs, got: torch.Tensor, expected: torch.Tensor) -
         return {"nope_steps": 0, "nope_different": 0.0, "bmm_bound": 0.0}
     found = difference(got, expected)
     record = {"nope_steps": found.steps, "nope_different": found.share}
-    if fp8.is_fp8(got.dtype) or not isinstance(cpu.weight, absorb.PlainWeight):
+    if formats.is_fp8(got.dtype) or cpu.weight.format != "plain":
         return record | {"bmm_bound": 0.0}
-    q, w = cpu.q_nope.double(), cpu.weight.w_uk_t.double()
+    q, w = cpu.q_nope.double(), cpu.weight.values.double()
     exact = torch.einsum("tnp,npl->tnl", q, w)
     # One rounding to the activation dtype (unit roundoff u), and P float32 additions (2**-24 each) in any order.
     unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[cpu.q.dtype]

@@ -27,6 +27,9 @@ def note(**call: object) -> None:
 
 
 def sweep() -> None:
+    if SERVER == "argv":
+        note(sweep=sys.argv[4:])
+        sys.exit(1)
     served = shlex.split(GIVEN["--serve-cmd"])
     on = "--additional-config.aiter_mla.strict=true" in served
     note(server="on" if on else "off", argv=served, fp8bmm=os.environ.get("VLLM_ROCM_USE_AITER_FP8BMM"))

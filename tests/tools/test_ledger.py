@@ -10,7 +10,7 @@ import torch
 from tools import ledger
 from tools.counting.counter import KERNELS, Counter, Event
 from tools.ledger import Cost, Row
-from vllm_aiter_mla.ops import bodies
+from vllm_aiter_mla import ops as bodies
 
 PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"
 

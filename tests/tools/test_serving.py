@@ -23,15 +23,20 @@ HERE = Path(__file__).parent
 TOOL = HERE.parents[1] / "tools" / "serving.py"
 
 
-@pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """Run the tool over the fakes. ``how`` tells them how to behave, ``calls`` what they were called with."""
-    (tmp_path / "bin").mkdir()
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the fakes, written once: a file that was just written may be too busy to run."""
+    folder = tmp_path_factory.mktemp("bin")
     for name in ("vllm", "lm_eval"):
-        path = tmp_path / "bin" / name
-        path.write_text(f"#!{sys.executable}\n" + (HERE / "fake_vllm.py").read_text())
-        path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        (folder / name).write_text(f"#!{sys.executable}\n" + (HERE / "fake_vllm.py").read_text())
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commands: Path) -> Iterator[SimpleNamespace]:
+    """Run the tool over the fakes. ``how`` tells them how to behave, ``calls`` what they were called with."""
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_CALLS", str(tmp_path / "calls"))
     monkeypatch.setattr(serving, "about", lambda: {"card": "fake card", "vllm": "0.32.0"})
     out, record = tmp_path / "out.md", tmp_path / "out.json"
@@ -46,7 +51,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNam
         return [call for call in map(json.loads, lines) if kind in call]
 
     before = signal.getsignal(signal.SIGINT)
-    yield SimpleNamespace(run=run, calls=calls, out=out, record=record, bin=tmp_path / "bin", how=monkeypatch.setenv)
+    yield SimpleNamespace(run=run, calls=calls, out=out, record=record, how=monkeypatch.setenv)
     signal.signal(signal.SIGINT, before)
 
 
@@ -246,9 +251,10 @@ def test_vllms_sweep_and_benchmark_know_the_options(fakes: SimpleNamespace) -> N
     from vllm.benchmarks.serve import add_cli_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    (fakes.bin / "vllm").write_text('#!/bin/sh\nprintf "%s\\0" "$@" > "$FAKE_CALLS"\nexit 1\n')
+    fakes.how("FAKE_SERVER", "argv")
     assert fakes.run("speed") == 1
-    words = Path(os.environ["FAKE_CALLS"]).read_text().split("\0")[3:-1]
+    (call,) = fakes.calls("sweep")
+    words = call["sweep"]
     given = sweep.SweepServeArgs.add_cli_args(FlexibleArgumentParser()).parse_args(words)
     found = sweep.SweepServeArgs.from_cli_args(given)
     address = sweep.ServerProcess(found.serve_cmd, [], show_stdout=False)._get_vllm_server_address()

@@ -22,7 +22,7 @@ from typing import Any
 
 from tools import aot
 from tools.common import Parser, guarded, writable
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
 
 COLUMNS = {
     "instructions": "instr",
@@ -60,8 +60,8 @@ def run(argv: Sequence[str]) -> int:
         return 2
     rows, failures = execute(target, chosen, options.tokens, options.all_heads)
     if options.json is not None:
-        evidence.write(
-            options.json, {"target": target.name, "evidence": "executed", "rows": rows} | evidence.stamp("gfx9", 1)
+        files.write(
+            options.json, {"target": target.name, "evidence": "executed", "rows": rows} | files.stamp("gfx9", 1)
         )
     wrong = sum(row["different"] for row in rows)
     print(f"\n{len(chosen)} variants, {len(rows)} launches, bytes different: {wrong}, failed: {failures}")

@@ -23,12 +23,12 @@ from tools import aot
 from tools.gfx9.code import load
 from tools.gfx9.machine import Counts, Program, instruction_class, launch
 from tools.gfx9.memory import LINE, Memory, Region
-from vllm_aiter_mla.kernels import mxfp4, reference
-from vllm_aiter_mla.kernels.absorb import AbsorbWeight, Fp8Weight, Mxfp4Weight, PlainWeight
-from vllm_aiter_mla.kernels.absorb.fp8 import absorb_fp8
-from vllm_aiter_mla.kernels.absorb.mxfp4 import absorb_mxfp4
+from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight, absorb_fp8, absorb_mxfp4
+from vllm_aiter_mla.kernels.formats import MXFP4_GROUP
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.triton import launcher
+from vllm_aiter_mla.kernels.triton.backend import weight_view
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 Q_SCALE, K_SCALE, W_SCALE = 0.0061, 0.0137, 0.0625
@@ -168,7 +168,7 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
 
 def by_group(g: torch.Generator, t: int, n: int, p: int) -> torch.Tensor:
     """q_nope whose groups of 32 take scales of their own; one group is zero. bfloat16 [t, n, p]."""
-    groups = torch.randn(t, n, p // mxfp4.GROUP, mxfp4.GROUP, generator=g).clamp(-3.9, 3.9)
+    groups = torch.randn(t, n, p // MXFP4_GROUP, MXFP4_GROUP, generator=g).clamp(-3.9, 3.9)
     groups[..., 0] = 1.5  # the least that a group's largest magnitude can be
     groups *= 0.5 ** torch.randint(4, 7, groups.shape[:3], generator=g)[..., None]
     groups[t // 2, :, 1] = 0
@@ -181,29 +181,29 @@ def weight(target: aot.Target, case: Case, grid: Callable[..., torch.Tensor], g:
     heads = list(range(n) if case.heads is None else case.heads)
     if variant.weight == "mxfp4":
         pairs = torch.zeros(latent, n, p // 2, dtype=torch.uint8).transpose(0, 1)
-        scales = torch.zeros(p // mxfp4.GROUP, latent, n, dtype=torch.uint8).permute(2, 1, 0)
+        scales = torch.zeros(p // MXFP4_GROUP, latent, n, dtype=torch.uint8).permute(2, 1, 0)
         pairs[heads] = torch.randint(0, 256, pairs[heads].shape, generator=g, dtype=torch.uint8)
         scales[heads] = torch.randint(125, 130, scales[heads].shape, generator=g, dtype=torch.uint8)
-        return Mxfp4Weight(pairs, scales)
+        return AbsorbWeight("mxfp4", pairs, scales)
     if variant.weight == "fp8":
         codes = torch.zeros(n, latent, p)
         codes[heads] = grid(1, len(heads), latent, p).float()
-        return Fp8Weight(codes.to(FP8[target.name]), torch.tensor([W_SCALE]))
+        return AbsorbWeight("fp8", codes.to(FP8[target.name]), torch.tensor([W_SCALE]))
     major_l = variant.weight_major == "L"
     whole = torch.zeros((n, p + V_WIDTH, latent) if major_l else (latent, n, p + V_WIDTH), dtype=torch.bfloat16)
     w = whole[:, :p] if major_l else whole[..., :p].permute(1, 2, 0)
     w[heads] = grid(16, len(heads), p, latent)
-    return PlainWeight(w)
+    return AbsorbWeight("plain", w)
 
 
 def absorbed(inputs: DecodeInputs, heads: list[int]) -> torch.Tensor:
     """[T, len(heads), L]: the exact product, rounded once; over codes as AITER's GEMMs scale it."""
     q, held = inputs.q_nope[:, heads], inputs.weight
-    if isinstance(held, Fp8Weight):
-        return absorb_fp8(q, held.codes[heads], held.scale)
-    if isinstance(held, Mxfp4Weight):
-        return absorb_mxfp4(q, held.codes[heads], held.scales[heads])
-    return torch.einsum("tnp,npl->tnl", q.double(), held.tensors[0][1][heads].double()).to(q.dtype)
+    if held.scale is not None:
+        if held.format == "fp8":
+            return absorb_fp8(q, held.values[heads], held.scale)
+        return absorb_mxfp4(q, held.values[heads], held.scale[heads])
+    return torch.einsum("tnp,npl->tnl", q.double(), held.values[heads].double()).to(q.dtype)
 
 
 def expectation(inputs: DecodeInputs, storage: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,10 +236,10 @@ def arguments(compiled: Compiled, memory: Memory, inputs: DecodeInputs, out: tor
     from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
 
     tensors = {
-        "q": inputs.q, "k_pe": inputs.k_pe, "kv_c": inputs.kv_c, "w": launcher.weight(inputs).values,
+        "q": inputs.q, "k_pe": inputs.k_pe, "kv_c": inputs.kv_c, "w": weight_view(inputs.weight),
         "cache": inputs.kv_cache, "out": out, "slot": inputs.slot_mapping, "pos": inputs.positions,
         "cos_sin": inputs.cos_sin_cache, "k_scale": inputs.k_scale, "q_scale": inputs.q_scale,
-        "w_scale": launcher.weight(inputs).scale,
+        "w_scale": inputs.weight.scale,
     }  # fmt: skip
     values: dict[str, int] = {
         f"{k}_ptr": place(memory, k, x, k in ("cache", "out")) for k, x in tensors.items() if x is not None
@@ -283,12 +283,12 @@ def minimum_bytes(inputs: DecodeInputs, case: Case) -> dict[str, int]:
     rows = int((slots >= 0).sum())
     table = inputs.cos_sin_cache
     scales = 4 if case.variant.quantised else 0
-    held = launcher.weight(inputs)
-    w_scale = 0 if held.scale is None else held.scale[:h].nbytes if held.is_mxfp4 else held.scale.nbytes
+    held, scale = weight_view(inputs.weight), inputs.weight.scale
+    w_scale = 0 if scale is None else (scale[:h] if inputs.weight.format == "mxfp4" else scale).nbytes
     distinct = len(inputs.positions.clamp(0, table.shape[0] - 1).unique())
     return {
         "q": 2 * t * (h * p + n * r), "k_pe": 2 * rows * r, "kv_c": 2 * rows * latent,
-        "w": held.values[:h].nbytes, "w_scale": w_scale,
+        "w": held[:h].nbytes, "w_scale": w_scale,
         "cache": inputs.kv_cache.itemsize * rows * (latent + r), "out": out * t * (h * latent + n * r),
         "slot": 8 * len(slots), "pos": 8 * t, "cos_sin": 2 * distinct * r, "k_scale": scales, "q_scale": scales,
     }  # fmt: skip

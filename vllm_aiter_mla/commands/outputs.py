@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from vllm_aiter_mla.evidence import is_device
+from vllm_aiter_mla.files import is_device
 
 
 class OutputError(ValueError):

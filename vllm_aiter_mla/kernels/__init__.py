@@ -1,8 +1,7 @@
 """Kernel back ends: tensors in, tensors out. Nothing here imports vLLM.
 
-``inputs`` is what a call brings, ``shape`` what a layer is and synthetic calls of it, ``platform`` the table of cards,
-``absorb`` the forms of the weight W_UK. ``backend`` is what every back end answers: ``aiter``, ``triton`` and
-``reference_backend`` here, vLLM's own kernels from above. ``select`` chooses one per call shape and remembers it;
-``selfcheck`` compares one with ``reference``, in the steps of ``compare``; ``capture`` tells whether a graph is being
-recorded.
+``inputs`` holds the operands of a call, the contract that all back ends share, and synthetic operands. ``absorb`` is
+the weight W_UK in its three formats, ``formats`` rounds to fp8 and mxfp4, ``platform`` is the table of cards.
+``backend`` is the protocol of the back ends: ``reference``, ``aiter``, ``triton`` and ``vllm_own``. ``select`` chooses
+one per call shape, ``selfcheck`` compares one with the reference, ``measure`` times them on the user's card.
 """

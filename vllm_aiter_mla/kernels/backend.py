@@ -1,34 +1,86 @@
-"""What every kernel back end answers: the protocol, whole."""
+"""The protocol of every kernel back end, the terms in which results are compared, and the test for a graph capture."""
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
-from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.compare import EXACT, Bounds
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError
 
 Run = Callable[[DecodeInputs], torch.Tensor]
 
 
+class KernelCaptureError(RuntimeError):
+    """Work that must happen outside a graph capture was asked for inside one; the message says what to do."""
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    # Asked once: torch reads the environment and calls the driver every time.
+    return torch.cuda.is_available()
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream is capturing a graph; False without a GPU."""
+    return _has_gpu() and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(frozen=True, slots=True)
-class Binding:
-    """What a back end does with calls of one key.
+class Numerics:
+    """Which of the documented roundings the reference follows.
 
     Attributes:
-        run: q_prepared [T, N, L+R] of ``out_dtype`` from operands of that key; writes the KV rows whose slot is >= 0.
-        kernel: which of the back end's kernels runs, where it has several, or None.
+        rounding: "single" is AITER's: float32 RoPE, one rounding to the stored type. "two" rounds the rotated values
+            to the activation dtype first, as vLLM's rotary kernels do (not its eager YaRN), so that plumbing can be
+            compared bit for bit.
+        truncate_cache_rope: AITER's opt kernel on gfx942 truncates the rope part of a bf16 cache toward zero.
+    """
+
+    rounding: Literal["single", "two"] = "single"
+    truncate_cache_rope: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What still counts as agreement, in representable steps of the stored type (PR vllm-project/vllm#55230's bar).
+
+    Attributes:
+        nope_steps: largest distance in the un-rotated part.
+        rope_steps: largest distance in the rotated part.
+        rope_share: largest share of rotated elements that differ at all.
+        slack: differences of the query's un-rotated part up to this share of its largest magnitude do not count.
+    """
+
+    nope_steps: int = 0
+    rope_steps: int = 1
+    rope_share: float = 0.01
+    slack: float = 0.0
+
+
+EXACT = Bounds()
+# A kernel with a BMM of its own sums in another order: a step here and there, many of them next to zero.
+OWN_BMM = Bounds(nope_steps=1, slack=2**-8)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How a back end runs calls of one key.
+
+    Attributes:
+        run: returns q_prepared [T, N, L+R] of ``out_dtype`` for operands of that key, and writes the KV rows whose slot
+            is >= 0.
+        kernel: which of the back end's kernels runs, or None if it has only one.
         numerics: the roundings it follows.
     """
 
     run: Run
     kernel: str | None = None
-    numerics: reference.Numerics = reference.AITER
+    numerics: Numerics = Numerics()
 
 
 class KernelBackend(ABC):
@@ -46,13 +98,13 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def bind(self, inputs: DecodeInputs) -> Binding | str:
-        """What runs calls with the ``call_key`` of ``inputs``, or why this back end takes none of them.
+        """Return what runs calls like ``inputs``, or why this back end takes none of them.
 
-        Metadata only: no device synchronisation. Nothing is remembered here; a :class:`Selector` asks once per key.
+        Reads metadata only, without a device synchronisation. Remembers nothing: the caller asks once per key.
         """
 
     def refuse(self, inputs: DecodeInputs) -> str | None:
-        """Why this call cannot be taken, or None."""
+        """Return why this call cannot be taken, or None."""
         bound = self.bind(inputs)
         return bound if isinstance(bound, str) else None
 
@@ -60,35 +112,35 @@ class KernelBackend(ABC):
         """Bind and run: for a single call, outside serving.
 
         Raises:
-            KernelInputError: ``refuse`` has a reason; it is the message.
+            KernelInputError: ``refuse`` has a reason, which is the message.
         """
         bound = self.bind(inputs)
         if isinstance(bound, str):
             raise KernelInputError(f"{self.name}: {bound}")
         return bound.run(inputs)
 
-    def numerics(self, inputs: DecodeInputs) -> reference.Numerics:
-        """The roundings that this call follows; the reference's own where it is refused."""
+    def numerics(self, inputs: DecodeInputs) -> Numerics:
+        """Return the roundings that this call follows; AITER's if the call is not taken."""
         bound = self.bind(inputs)
-        return reference.AITER if isinstance(bound, str) else bound.numerics
+        return Numerics() if isinstance(bound, str) else bound.numerics
 
     def kernel_of(self, inputs: DecodeInputs) -> str | None:
-        """Which of its kernels runs this call, or None where it has one only, launches nothing or refuses."""
+        """Return which of its kernels runs this call; None if it has one, launches nothing or refuses."""
         bound = self.bind(inputs)
         return None if isinstance(bound, str) else bound.kernel
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
-        """Token counts that a check of such calls has to try, so that each of its kernels runs once."""
+        """Return the token counts that a check of such calls has to try, so that each of its kernels runs once."""
         return ()
 
     def absorbed(self, inputs: DecodeInputs) -> torch.Tensor | None:
-        """[T, N, L], the absorbed query by its own product; None where it is the reference's or inside a launch."""
+        """Return the absorbed query [T, N, L] by its own product; None if it has none of its own outside a launch."""
         return None
 
     def defined_rows(self, inputs: DecodeInputs) -> int:
-        """How many leading rows of q_prepared are defined."""
+        """Return how many leading rows of q_prepared are defined."""
         return inputs.num_tokens
 
     def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> tuple[object, ...]:
-        """Compile, outside capture, what graphs of ``token_counts`` rows of that layer need; what was compiled."""
+        """Compile, outside capture, what graphs of ``token_counts`` rows of that layer need; return it."""
         return ()

@@ -1,16 +1,23 @@
-"""What every kernel back end is given for one layer and one step, what all demand of it, and the keys of a call."""
+"""One layer and one step as every kernel back end sees them: operands, shared contract, keys, synthetic operands."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8
-from vllm_aiter_mla.kernels.absorb.form import AbsorbWeight
+from vllm_aiter_mla.kernels import absorb, formats
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 
 VECTOR_BYTES = 16  # of the widest memory access; where a tensor starts within it is part of a call's key
+
+# Of synthetic operands.
+TOKENS = 7
+PADDED = 3  # the row without a slot, in the middle
+PATTERN = 0x35  # the scratch cache is filled with this byte; a finite number in every type
+K_SCALE, Q_SCALE = 0.053, 0.047  # not powers of two; with them no rotated element overflows fp8
+Q_LORA_RANK = 1536  # DeepSeek-V3's; it only moves k_pe away from the start of a row
 
 
 class KernelInputError(ValueError):
@@ -28,7 +35,7 @@ class DecodeInputs:
         q: [T, N, P+R] act, not rotated; any row and head stride, last stride 1.
         k_pe: [T, R] act, not rotated; any row stride.
         kv_c: [T, L] act, after its norm; any row stride.
-        weight: the absorbed up-projection W_UK in the form in which vLLM holds it.
+        weight: the absorbed up-projection W_UK in the format in which vLLM holds it.
         kv_cache: [blocks, block_size, L+R] act or the platform's fp8 type (never raw uint8). Written in place.
         slot_mapping: [S] int64; block * block_size + offset, or -1 for a row without a KV row.
         positions: [T] int64; clamped into the table as AITER does.
@@ -36,7 +43,7 @@ class DecodeInputs:
         k_scale: one float32, dequantisation scale of the cache: stored = fp8(x / k_scale).
         q_scale: one float32, dequantisation scale of the query.
         is_neox: True pairs (i, i + R/2), False (GPT-J, DeepSeek) pairs (2i, 2i+1).
-        out_dtype: dtype of the prepared query: act, or fp8 where the cache is fp8.
+        out_dtype: dtype of the prepared query: act, or fp8 if the cache is fp8.
     """
 
     q: torch.Tensor
@@ -97,97 +104,149 @@ class DecodeInputs:
         return self.q.new_empty((tokens, heads, self.kv_cache.shape[-1]), dtype=self.out_dtype)
 
 
-def call_key(inputs: DecodeInputs) -> tuple[Any, ...]:
-    """What a choice of kernel depends on: equal keys are treated alike. Metadata only, once per eager call."""
-    return (
-        inputs.is_neox,
-        inputs.out_dtype,
-        inputs.weight.form,
-        *[
-            (t.shape, t.stride(), t.dtype, t.device, t.storage_offset() * t.itemsize % VECTOR_BYTES)
-            for _, t in inputs.tensors
-        ],
-    )
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What decides the kernel of one MLA layer, apart from the batch: the key of a layer.
 
-
-def layer_key(inputs: DecodeInputs) -> tuple[Any, ...]:
-    """What makes a layer shape: the call key without tokens, strides and the cache's block size.
-
-    The block size is left out because a self-check on synthetic blocks must hold for the real ones.
+    Attributes:
+        heads: query heads of this rank.
+        nope_dim: width of a query head's un-rotated part.
+        cache_dtype: activation dtype, or the card's fp8 type.
+        out_dtype: dtype of the prepared query.
+        block_size: of the KV cache. It is not compared: a self-check on synthetic blocks must hold for the real ones.
+        is_neox: the rotary style.
+        act: activation dtype.
+        device: where to run.
+        latent: ``kv_lora_rank``.
+        rope: rope width.
+        weight: ``key`` of the absorbed weight: its format and dtypes.
     """
-    return (
-        inputs.num_heads, inputs.nope_dim, inputs.rope_dim, inputs.latent_dim, inputs.q.dtype, inputs.kv_cache.dtype,
-        inputs.out_dtype, inputs.is_neox, inputs.kv_cache.device, inputs.weight.key,
-    )  # fmt: skip
+
+    heads: int
+    nope_dim: int
+    cache_dtype: torch.dtype
+    out_dtype: torch.dtype
+    block_size: int = field(compare=False)
+    is_neox: bool
+    act: torch.dtype = torch.bfloat16
+    device: str | torch.device = "cpu"
+    latent: int = 512
+    rope: int = 64
+    weight: absorb.Key = ("plain",)
 
 
 def check_shapes(inputs: DecodeInputs) -> None:
-    """Check what every back end relies on, from metadata alone (no device synchronisation).
+    """Check what every back end relies on, from metadata only (no device synchronisation).
 
     Raises:
         KernelInputError: names the tensor, what is expected and what was given.
     """
-    t, n, p, r, lat = inputs.num_tokens, inputs.num_heads, inputs.nope_dim, inputs.rope_dim, inputs.latent_dim
-    if p <= 0 or r <= 0 or r % 2:
-        raise KernelInputError(f"q: [T, N, P+R] with P > 0 and an even R expected, got {tuple(inputs.q.shape)}, R={r}")
-    _expect("k_pe", inputs.k_pe, (t, r))
-    _expect("kv_c", inputs.kv_c, (t, lat))
-    if inputs.weight.sizes != (n, p, lat):
-        name, wanted = inputs.weight.tensors[0][0], [n, p, lat]
-        raise KernelInputError(f"{name}: N, P and L of {wanted} expected, got {list(inputs.weight.sizes)}")
-    _expect("positions", inputs.positions, (t,))
-    if inputs.kv_cache.dim() != 3 or inputs.kv_cache.shape[2] != lat + r:
-        raise KernelInputError(
-            f"kv_cache: [blocks, block_size, {lat + r}] expected, got {tuple(inputs.kv_cache.shape)}"
-        )
-    if inputs.slot_mapping.dim() != 1 or inputs.slot_mapping.shape[0] > t:
-        raise KernelInputError(f"slot_mapping: at most {t} slots expected, got {tuple(inputs.slot_mapping.shape)}")
-    if inputs.cos_sin_cache.dim() != 2 or inputs.cos_sin_cache.shape[1] != r:
-        raise KernelInputError(f"cos_sin_cache: [max_position, {r}] expected, got {tuple(inputs.cos_sin_cache.shape)}")
-    _expect_dtypes(inputs)
+    if (broken := contract_violation(inputs)) is not None:
+        raise KernelInputError(broken)
 
 
 def contract_violation(inputs: DecodeInputs) -> str | None:
-    """What ``check_shapes`` finds, as a back end's ``refuse`` says it; None where the shared contract holds."""
-    try:
-        check_shapes(inputs)
-    except KernelInputError as error:
-        return str(error)
-    return None
+    """Return the first breach of the contract that all back ends share, or None. Metadata only."""
+    return next(_wrong_shapes(inputs), None) or next(_wrong_dtypes(inputs), None)
 
 
-def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise KernelInputError(f"{name}: shape {list(shape)} expected, got {list(tensor.shape)}")
+def _wrong_shapes(inputs: DecodeInputs) -> Iterator[str]:
+    """What is wrong with the shapes; each check relies on those before it."""
+    if inputs.q.dim() != 3:
+        yield f"q: [T, N, P+R] expected, got {list(inputs.q.shape)}"
+    t, n, p, r, lat = inputs.num_tokens, inputs.num_heads, inputs.nope_dim, inputs.rope_dim, inputs.latent_dim
+    if p <= 0 or r <= 0 or r % 2:
+        yield f"q: [T, N, P+R] with P > 0 and an even R expected, got {tuple(inputs.q.shape)}, R={r}"
+    for name, shape in (("k_pe", (t, r)), ("kv_c", (t, lat)), ("positions", (t,))):
+        given = tuple(getattr(inputs, name).shape)
+        if given != shape:
+            yield f"{name}: shape {list(shape)} expected, got {list(given)}"
+    if inputs.weight.sizes != (n, p, lat):
+        yield f"{inputs.weight.tensors[0][0]}: N, P and L of {[n, p, lat]} expected, got {list(inputs.weight.sizes)}"
+    cache, slots, table = inputs.kv_cache, inputs.slot_mapping, inputs.cos_sin_cache
+    if cache.dim() != 3 or cache.shape[2] != lat + r:
+        yield f"kv_cache: [blocks, block_size, {lat + r}] expected, got {tuple(cache.shape)}"
+    if slots.dim() != 1 or slots.shape[0] > t:
+        yield f"slot_mapping: at most {t} slots expected, got {tuple(slots.shape)}"
+    if table.dim() != 2 or table.shape[1] != r:
+        yield f"cos_sin_cache: [max_position, {r}] expected, got {tuple(table.shape)}"
 
 
-def _expect_dtypes(inputs: DecodeInputs) -> None:
-    act = inputs.q.dtype
+def _wrong_dtypes(inputs: DecodeInputs) -> Iterator[str]:
+    """What is wrong with the dtypes, where the shapes are right."""
+    act, cache = inputs.q.dtype, inputs.kv_cache.dtype
     for name in ("k_pe", "kv_c", "cos_sin_cache"):
-        dtype = getattr(inputs, name).dtype
-        if dtype != act:
-            raise KernelInputError(f"{name}: dtype {act} (that of q) expected, got {dtype}")
+        if (dtype := getattr(inputs, name).dtype) != act:
+            yield f"{name}: dtype {act} (that of q) expected, got {dtype}"
     if (broken := inputs.weight.broken(act)) is not None:
-        raise KernelInputError(broken)
+        yield broken
     for name in ("slot_mapping", "positions"):
-        dtype = getattr(inputs, name).dtype
-        if dtype != torch.int64:
-            raise KernelInputError(f"{name}: torch.int64 expected, got {dtype}")
+        if (dtype := getattr(inputs, name).dtype) != torch.int64:
+            yield f"{name}: torch.int64 expected, got {dtype}"
     for name in ("k_scale", "q_scale"):
-        _expect_scale(name, getattr(inputs, name))
-    cache = inputs.kv_cache.dtype
+        scale = getattr(inputs, name)
+        if scale.dtype != torch.float32 or scale.numel() < 1:
+            yield f"{name}: one float32 element expected, got {scale.numel()} of {scale.dtype}"
     if cache == torch.uint8:
-        raise KernelInputError("kv_cache: view uint8 storage as the platform's fp8 type first, got torch.uint8")
-    if fp8.is_fp8(cache):
-        allowed: tuple[torch.dtype, ...] = (cache, act)
-    elif cache == act:
-        allowed = (act,)
+        yield "kv_cache: view uint8 storage as the platform's fp8 type first, got torch.uint8"
+    if not formats.is_fp8(cache) and cache != act:
+        yield f"kv_cache: an e4m3 type or {act} expected, got {cache}"
+    if inputs.out_dtype not in (cache, act):
+        yield f"out_dtype: one of {(cache, act)} expected for a {cache} cache, got {inputs.out_dtype}"
+
+
+def synthetic_inputs(
+    shape: LayerShape,
+    tokens: int = TOKENS,
+    seed: int = 20260,
+    *,
+    padded: int | None = PADDED,
+    table: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> DecodeInputs:
+    """Draw random operands of a layer. The scratch cache has three blocks, or ``tokens`` slots and a block to spare.
+
+    Args:
+        shape: the layer; on the device "meta" the operands have no memory.
+        tokens: T, 0 included.
+        seed: of the generator on the CPU that is used by default: the same values on every device.
+        padded: the row without a slot, the last one if there are fewer rows; None: each row has one.
+        table: the rotary table; 4 * T rows by default.
+        generator: where to draw from, on its own device.
+    """
+    width, device = shape.latent + shape.rope, torch.device(shape.device)
+    if device.type == "meta":
+        draw, home = None, device
     else:
-        raise KernelInputError(f"kv_cache: an e4m3 type or {act} expected, got {cache}")
-    if inputs.out_dtype not in allowed:
-        raise KernelInputError(f"out_dtype: one of {allowed} expected beside a {cache} cache, got {inputs.out_dtype}")
+        draw = torch.Generator().manual_seed(seed) if generator is None else generator
+        home = draw.device
 
+    def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(size, generator=draw, device=home) * scale).to(shape.act).to(device)
 
-def _expect_scale(name: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype != torch.float32 or tensor.numel() < 1:
-        raise KernelInputError(f"{name}: one float32 element expected, got {tensor.numel()} of {tensor.dtype}")
+    if table is None:
+        angles = torch.rand(4 * max(tokens, 1), shape.rope // 2, generator=draw, device=home) * 6.283
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(shape.act).to(device)
+    blocks = max(3, -(-tokens // shape.block_size) + 1)
+    slots = torch.randperm(blocks * shape.block_size, generator=draw, device=home)[:tokens]
+    if padded is not None:
+        slots[min(padded, tokens - 1) :][:1] = -1
+    # A block of another layer comes first: vLLM packs the caches of all layers into one allocation.
+    size = (blocks + 1, shape.block_size, width * shape.cache_dtype.itemsize)
+    raw = torch.full(size, PATTERN, dtype=torch.uint8, device=device)
+    weight = normal(shape.heads, shape.nope_dim, shape.latent, scale=shape.nope_dim**-0.5)
+    return DecodeInputs(
+        q=normal(tokens, shape.heads, shape.nope_dim + shape.rope),
+        # As in serving: the last columns of one projection's result, a row far from the next.
+        k_pe=normal(tokens, Q_LORA_RANK + width)[:, Q_LORA_RANK + shape.latent :],
+        kv_c=normal(tokens, shape.latent),
+        weight=absorb.make(weight, shape.weight),
+        kv_cache=raw[1:].view(shape.cache_dtype),
+        slot_mapping=slots.to(device),
+        positions=torch.randint(0, table.shape[0], (tokens,), generator=draw, device=home).to(device),
+        cos_sin_cache=table,
+        k_scale=torch.tensor(K_SCALE, dtype=torch.float32, device=device),
+        q_scale=torch.tensor(Q_SCALE, dtype=torch.float32, device=device),
+        is_neox=shape.is_neox,
+        out_dtype=shape.out_dtype,
+    )

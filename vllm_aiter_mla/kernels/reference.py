@@ -1,40 +1,36 @@
 """The reference back end: plain PyTorch, bit-faithful to AITER's op as its sources read.
 
-It runs anywhere, never synchronises with the device and allocates only temporaries, so that it can be captured in a
-graph and stand beside any other back end. Formulas: csrc/kernels/cache_kernels.cu of ROCm/aiter, summarised in
-docs/aiter.md.
+It runs anywhere, never synchronises with the device and allocates only temporaries, so that a graph can capture it.
+Formulas: csrc/kernels/cache_kernels.cu of ROCm/aiter, summarised in docs/aiter.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, check_shapes
-
-Rounding = Literal["single", "two"]
-
-
-@dataclass(frozen=True, slots=True)
-class Numerics:
-    """Which of the documented roundings the reference follows.
-
-    Attributes:
-        rounding: "single" is AITER's: float32 RoPE, one rounding to the stored type. "two" rounds the rotated values
-            to the activation dtype first, as vLLM's rotary kernels do (not its eager YaRN), so that plumbing can be
-            compared bit for bit.
-        truncate_cache_rope: AITER's opt kernel on gfx942 truncates the rope part of a bf16 cache toward zero.
-    """
-
-    rounding: Rounding = "single"
-    truncate_cache_rope: bool = False
-
+from vllm_aiter_mla.kernels import formats
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, Numerics
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, check_shapes, contract_violation
 
 AITER = Numerics()
 TWO_ROUNDING = Numerics(rounding="two")
+
+
+class ReferenceBackend(KernelBackend):
+    """The reference as a back end: takes whatever the shared contract allows; ``numerics`` says how it rounds."""
+
+    name = "reference"
+    trusted = True
+
+    def __init__(self, numerics: Numerics = AITER) -> None:
+        self._numerics = numerics
+
+    def bind(self, inputs: DecodeInputs) -> Binding | str:
+        """See the base class."""
+        run = partial(prepare, numerics=self._numerics)
+        return contract_violation(inputs) or Binding(run, numerics=self._numerics)
 
 
 def prepare(inputs: DecodeInputs, numerics: Numerics = AITER, q_latent: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,7 +39,7 @@ def prepare(inputs: DecodeInputs, numerics: Numerics = AITER, q_latent: torch.Te
     Args:
         inputs: the operands; only ``kv_cache`` is written, and only rows whose slot is >= 0.
         numerics: which roundings to follow.
-        q_latent: [T, N, L], the absorbed query where it is given; by default the weight's reference product.
+        q_latent: [T, N, L], the absorbed query; by default the weight's reference product.
 
     Returns:
         q_prepared [T, N, L+R] of ``inputs.out_dtype``, contiguous; every row is defined, padded ones included.
@@ -67,7 +63,7 @@ def prepare(inputs: DecodeInputs, numerics: Numerics = AITER, q_latent: torch.Te
 
 
 def gather_cos_sin(cos_sin_cache: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the table at the clamped positions: two float32 tensors [T, R/2]."""
+    """Return the rows of the table at the clamped positions: two float32 tensors [T, R/2]."""
     rows = cos_sin_cache.index_select(0, positions.clamp(0, cos_sin_cache.shape[0] - 1)).float()
     cos, sin = rows.chunk(2, dim=-1)
     return cos, sin
@@ -95,26 +91,26 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool)
 
 
 def store_nope(x: torch.Tensor, inv_scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """The stored form of un-rotated values: the bits themselves, or saturated fp8 of x * inv_scale."""
-    if not fp8.is_fp8(out_dtype):
+    """Return un-rotated values as they are stored: the bits themselves, or saturated fp8 of x * inv_scale."""
+    if not formats.is_fp8(out_dtype):
         return x
-    return fp8.round_saturating(x.float() * inv_scale, fp8.flavour_of(out_dtype))
+    return formats.round_saturating(x.float() * inv_scale, formats.flavour_of(out_dtype))
 
 
 def store_rope(
     rotated: torch.Tensor, inv_scale: torch.Tensor, out_dtype: torch.dtype, act: torch.dtype, numerics: Numerics
 ) -> torch.Tensor:
-    """The stored form of rotated float32 values: rounded to the activation dtype, or overflowing fp8."""
-    if not fp8.is_fp8(out_dtype):
+    """Return rotated float32 values as they are stored: rounded to the activation dtype, or overflowing fp8."""
+    if not formats.is_fp8(out_dtype):
         return rotated.to(act)
     if numerics.rounding == "two":
         # As unmodified vLLM: its quantisation of bf16 values saturates in both halves.
         return store_nope(rotated.to(act), inv_scale, out_dtype)
-    return fp8.round_overflowing(rotated * inv_scale, fp8.flavour_of(out_dtype))
+    return formats.round_overflowing(rotated * inv_scale, formats.flavour_of(out_dtype))
 
 
 def kv_rows(inputs: DecodeInputs, cos: torch.Tensor, sin: torch.Tensor, numerics: Numerics) -> torch.Tensor:
-    """The KV rows [S, L+R] in the cache's dtype, one per slot."""
+    """Return the KV rows [S, L+R] in the cache's dtype, one per slot."""
     s = inputs.slot_mapping.shape[0]
     inv_k = _reciprocal(inputs.k_scale)
     out_dtype, act = inputs.kv_cache.dtype, inputs.kv_c.dtype
@@ -132,8 +128,8 @@ def kv_rows(inputs: DecodeInputs, cos: torch.Tensor, sin: torch.Tensor, numerics
 def scatter_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Write ``rows`` [S, D] to ``cache`` [blocks, block_size, D] at ``slots`` [S]; a slot of -1 touches no byte.
 
-    A boolean mask would synchronise with the device, so a row without a slot repeats the write of the first row that
-    has one, and where no row has one, the bytes that are there.
+    A boolean mask would synchronise with the device. So a row without a slot repeats the write of the first row that
+    has one; if no row has one, it writes the bytes that are already there.
     """
     valid = slots >= 0
     # int32, because argmax of bool is missing on some devices. Any of the equal maxima is right.
@@ -143,8 +139,8 @@ def scatter_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -
     block = torch.div(target, cache.shape[1], rounding_mode="floor")
     offset = target - block * cache.shape[1]
     # Bytes for fp8: indexed assignment is not implemented for it everywhere.
-    raw = cache.view(torch.uint8) if fp8.is_fp8(cache.dtype) else cache
-    data = rows.view(torch.uint8) if fp8.is_fp8(cache.dtype) else rows
+    raw = cache.view(torch.uint8) if formats.is_fp8(cache.dtype) else cache
+    data = rows.view(torch.uint8) if formats.is_fp8(cache.dtype) else rows
     raw[block, offset] = torch.where(valid.any(), data[source], raw[block, offset])
 
 

@@ -1,7 +1,7 @@
 """Run a back end on synthetic rows and compare it with the reference, before the first graph is captured.
 
-Nothing about AITER was measured by this project, and two facts about its rounding are inferred from its source. The
-self-check turns them into something every start-up verifies on the user's own card.
+This project has measured nothing about AITER, and infers two facts about its rounding from the source. Because of the
+self-check, every start-up verifies them on the user's own card.
 """
 
 from __future__ import annotations
@@ -10,11 +10,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.backend import KernelBackend
-from vllm_aiter_mla.kernels.compare import Bounds, Difference, deviation, difference
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels import formats, reference
+from vllm_aiter_mla.kernels.backend import Bounds, KernelBackend
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Distance of one tensor part from the reference: largest step and share of elements that differ."""
+
+    steps: int
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +49,11 @@ def warm_up(backend: KernelBackend, shape: LayerShape) -> None:
 
 
 def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = None) -> SelfCheckResult:
-    """Warm ``backend`` up and compare it with the reference on synthetic rows; a disagreement is no error.
+    """Warm ``backend`` up and compare it with the reference on synthetic rows; a disagreement does not raise.
 
     Call it on every rank, outside graph capture; it synchronises with the device. Each kernel of the back end that a
-    batch of up to ``limit`` rows reaches is checked, one batch each. Where a form of the weight has a bound for its
-    product, the product is compared by that, and the rest with the reference over that same product.
+    batch of up to ``limit`` rows reaches is checked, one batch each. If the weight format has a bound for its product,
+    that bound decides about the product, and the rest is compared with the reference over that same product.
 
     Args:
         backend: what is checked.
@@ -55,7 +61,7 @@ def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = No
         limit: L, the last token count of the decode limit; None: any.
 
     Returns:
-        The first result that failed, or else that of the fewest rows.
+        The first result that failed; if none did, that of the fewest rows.
 
     Raises:
         KernelCaptureError: called inside a capture.
@@ -92,7 +98,7 @@ def _check_once(backend: KernelBackend, inputs: DecodeInputs) -> SelfCheckResult
     for numerics in dict.fromkeys((backend.numerics(inputs), reference.AITER)):
         twin = replace(inputs, kv_cache=untouched.clone().view(inputs.kv_cache.dtype))
         expected = reference.prepare(twin, numerics, product)
-        # A product inside the launch cannot be compared by itself: its bound is for the query then.
+        # A product inside the launch cannot be compared on its own: its bound then applies to the query.
         inside = inputs.weight.product_bound if product is None else 0.0
         results.append(_compare(backend, inputs, q_out, twin, expected, inside))
         if results[-1].ok:
@@ -113,7 +119,7 @@ def _compare(
         return SelfCheckResult(False, f"{backend.name}: returned {given}, expected {wanted}", {}, 0)
     rows, bounds = backend.defined_rows(inputs), backend.bounds
     written = inputs.slot_mapping[inputs.slot_mapping >= 0]
-    cache, expected_cache = (_rows(operands.kv_cache) for operands in (inputs, twin))
+    cache, expected_cache = (operands.kv_cache.flatten(0, 1) for operands in (inputs, twin))  # [slots, width]
     lat = inputs.latent_dim
     parts = {
         "q nope": (q_out[:rows, :, :lat], expected[:rows, :, :lat]),
@@ -144,6 +150,42 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8)
 
 
-def _rows(cache: torch.Tensor) -> torch.Tensor:
-    """[blocks, block_size, width] -> [slots, width]; bytes move as they are (fp8 has no indexing everywhere)."""
-    return cache.reshape(-1, cache.shape[2])
+def difference(a: torch.Tensor, b: torch.Tensor, slack: float = 0.0) -> Difference:
+    """Return the largest distance in representable values, and the share of elements that differ, of equal dtypes.
+
+    Differences up to ``slack`` times the largest magnitude in ``b`` do not count.
+    """
+    if not a.numel():
+        return Difference(0, 0.0)
+    steps = (steps_of(a) - steps_of(b)).abs()
+    if slack:
+        near = (a.float() - b.float()).abs() <= slack * b.float().abs().max()
+        steps = torch.where(near, 0, steps)
+    return Difference(int(steps.max()), float((steps > 0).double().mean()))
+
+
+def deviation(product: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return ||product - expected|| / ||expected||; infinite if shape or dtype differ, or the result is NaN."""
+    if product.shape != expected.shape or product.dtype != expected.dtype:
+        return float("inf")
+    distance = (product.float() - expected.float()).norm() / expected.float().norm()
+    return float("inf") if distance.isnan() else float(distance)
+
+
+def norm_bound(product_bound: float, dtype: torch.dtype) -> float:
+    """Return the largest ``deviation`` of a prepared query whose product may be ``product_bound`` off.
+
+    A product that is 1 % off is 2.3 % off once both sides are rounded to fp8; a wrong scale or rounding costs 5 %.
+    """
+    return product_bound * (3 if formats.is_fp8(dtype) else 1)
+
+
+def steps_of(x: torch.Tensor) -> torch.Tensor:
+    """Map floating-point values to integers so that neighbours differ by one. int64, same shape; NaNs are all equal."""
+    if formats.is_fp8(x.dtype):
+        return formats.ordinal(x).to(torch.int64)
+    integer = {2: torch.int16, 4: torch.int32}[x.dtype.itemsize]
+    raw = x.contiguous().view(integer).to(torch.int64)
+    magnitude = raw & ((1 << (8 * x.dtype.itemsize - 1)) - 1)
+    signed = torch.where(raw < 0, -magnitude, magnitude)
+    return torch.where(x.isnan(), 1 << 40, signed)

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.sandbox.simulated_aiter import op
 from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes
-from vllm_aiter_mla.kernels.aiter.tables import TableHalves
-from vllm_aiter_mla.kernels.capture import KernelCaptureError
+from vllm_aiter_mla.kernels.backend import KernelCaptureError
 from vllm_aiter_mla.kernels.inputs import KernelInputError
 from vllm_aiter_mla.kernels.platform import detect_platform, parse_rocm
 
@@ -35,7 +34,7 @@ class Recorder(TorchDispatchMode):
 
 
 class OpSpy:
-    """Stands where AITER's op is called, so that what the fake does inside is not counted."""
+    """Replaces AITER's op, so that what the simulated one does inside is not counted."""
 
     def __init__(self) -> None:
         self.arguments: list[tuple] = []
@@ -71,7 +70,6 @@ def test_layers_share_the_halves_of_one_table() -> None:
     bound.prepare(replace(other, cos_sin_cache=table.view(table.shape)))  # another object, the same memory
     first, second = ((call[10].data_ptr(), call[11].data_ptr()) for call in spy.arguments)
     assert first == second
-    assert len(bound.tables) == 1
     assert spy.arguments[0][10].is_contiguous()
     assert torch.equal(torch.cat(spy.arguments[0][10:12], -1), table)
 
@@ -85,71 +83,34 @@ def test_scales_go_over_as_they_are() -> None:
     assert spy.arguments[0][8] is operands.q_scale
 
 
-def test_a_replaced_table_gets_halves_of_its_own() -> None:
-    tables = TableHalves(lambda: False)
-    old = torch.randn(8, 64)
-    before = tables.halves(old)[0].clone()
-    new = torch.randn(8, 64)
-    assert torch.equal(tables.halves(new)[0], new[:, :32])
-    assert torch.equal(tables.halves(old)[0], before)
-
-
-def test_a_table_at_the_address_of_a_dead_one_is_not_taken_for_it() -> None:
-    tables = TableHalves(lambda: False)
-    for value in range(50):  # the allocator hands the same address out again and again
+def test_tables_that_follow_one_another_get_halves_of_their_own() -> None:
+    """The allocator hands the same address out again and again, unless the memory of a known table is kept."""
+    bound = backend()
+    for value in range(50):
         table = torch.full((64, 64), float(value))
-        assert tables.halves(table)[0][0, 0].item() == value
+        assert bound.halves(table)[0][0, 0].item() == value
         del table
-    assert len(tables) <= 2
 
 
-def test_a_table_overwritten_in_place_is_copied_again_into_the_same_halves() -> None:
-    tables = TableHalves(lambda: False)
-    table = torch.zeros(8, 64)
-    cos, _ = tables.halves(table)
-    with torch.inference_mode():  # as vLLM runs; a table made before still counts its versions
-        table.fill_(2.0)
-        again, _ = tables.halves(table)
-    assert again is cos
-    assert float(cos[0, 0]) == 2.0
-
-
-def test_a_grown_table_is_noticed() -> None:
-    tables = TableHalves(lambda: False)
-    table = torch.randn(8, 64)
-    tables.halves(table)
-    grown = torch.randn(16, 64)
-    table.set_(grown.untyped_storage(), 0, (16, 64))
-    cos, sin = tables.halves(table)
-    assert torch.equal(torch.cat([cos, sin], -1), grown)
-
-
-def test_a_table_that_lies_elsewhere_now_gets_halves_of_its_own() -> None:
-    """The same object of the same shape: what is remembered of it must not outlive its memory."""
-    tables = TableHalves(lambda: False)
-    table, other = torch.zeros(8, 64), torch.ones(8, 64)
-    tables.halves(table)
-    table.data = other
-    assert float(tables.halves(table)[0][0, 0]) == 1.0
+@pytest.mark.parametrize("change", [lambda table, new: table.set_(new), lambda table, new: setattr(table, "data", new)])
+@pytest.mark.parametrize("rows", [8, 16])
+def test_a_table_that_lies_elsewhere_now_gets_halves_of_its_own(change, rows) -> None:
+    bound, table, new = backend(), torch.randn(8, 64), torch.randn(rows, 64)
+    before = bound.halves(table)
+    change(table, new)
+    assert torch.equal(torch.cat(bound.halves(table), -1), new)
+    assert not torch.equal(before[0], bound.halves(table)[0][:8])
 
 
 def test_a_new_table_during_capture_says_what_to_do() -> None:
-    tables = TableHalves(lambda: True)
-    with pytest.raises(KernelCaptureError, match="outside the capture"):
-        tables.halves(torch.randn(8, 64))
-
-
-def test_the_first_call_of_a_layer_shape_during_capture_says_what_to_do() -> None:
     capturing = [False]
-    bound = backend(capturing=lambda: capturing[0])
-    warm, cold = inputs(), inputs(cache="act", query="act")
-    bound.prepare(warm)
+    bound, operands = backend(capturing=lambda: capturing[0]), inputs()
+    bound.prepare(operands)
     capturing[0] = True
-    bound.prepare(warm)
-    bound.prepare(replace(inputs(tokens=64), cos_sin_cache=warm.cos_sin_cache))  # another batch size of that layer
-    with pytest.raises(KernelCaptureError, match="run the self-check or one eager step"):
-        bound.prepare(cold)
-    assert [tokens for _, tokens in op.forget()] == [7, 7, 64]
+    bound.prepare(operands)
+    with pytest.raises(KernelCaptureError, match="outside the capture"):
+        bound.prepare(replace(operands, cos_sin_cache=torch.randn(28, 64).bfloat16()))
+    assert [tokens for _, tokens in op.forget()] == [7, 7]
 
 
 def test_an_empty_batch_launches_nothing() -> None:
@@ -169,12 +130,12 @@ def test_rows_beyond_the_slots_are_not_defined_and_the_rest_is() -> None:
     assert bound.defined_rows(operands) == 64
     assert bound.defined_rows(short) == 10
     assert same_bytes(cut[:10], full[:10])
-    assert cut[10:].isnan().all()  # the fake's poison: nobody wrote there
+    assert cut[10:].isnan().all()  # the simulated AITER's poison: nobody wrote there
 
 
 def test_a_refused_call_raises_its_reason_and_launches_nothing() -> None:
     bound, operands = backend(), inputs()
-    with pytest.raises(KernelInputError, match=r"index-dtype: slot_mapping is torch\.int32"):
+    with pytest.raises(KernelInputError, match=r"slot_mapping: torch\.int64 expected, got torch\.int32"):
         bound.prepare(replace(operands, slot_mapping=operands.slot_mapping.int()))
     assert op.forget() == []
 

@@ -13,10 +13,17 @@ import torch
 
 from tests.sandbox.simulated_aiter import install, write_tree
 from tests.support.simulated_aiter import ROCM
-from vllm_aiter_mla.kernels.aiter.locate import OP, REQUIRED, locate_aiter, signature_problem
-from vllm_aiter_mla.kernels.aiter.module import AiterUnavailableError, load_op, schema_problem
+from vllm_aiter_mla.backends import aiter_factory
+from vllm_aiter_mla.kernels.aiter.op import (
+    OP,
+    REQUIRED,
+    AiterUnavailableError,
+    load_op,
+    locate_aiter,
+    schema_problem,
+    signature_problem,
+)
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.select import aiter_factory
 
 SENTENCES = {
     "0.1.19": "has no `compute_all_q_rope`",
@@ -143,7 +150,7 @@ def test_install_leaves_no_trace() -> None:
 def test_the_probe_and_its_package_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from vllm_aiter_mla.kernels.aiter.locate import locate_aiter\n"
+        "from vllm_aiter_mla.kernels.aiter.op import locate_aiter\n"
         "print(locate_aiter().usable)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

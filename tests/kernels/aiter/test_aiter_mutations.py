@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from tests.support.simulated_aiter import FP8, ROCM, fate, inputs
-from vllm_aiter_mla.kernels.absorb import plain
+from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.aiter.dispatch import route_of
+from vllm_aiter_mla.kernels.aiter.route import route_of
 from vllm_aiter_mla.kernels.backend import Binding
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult, self_check
-from vllm_aiter_mla.kernels.shape import LayerShape
 
 pytestmark = [pytest.mark.mutation("I6"), pytest.mark.usefixtures("fake_gfx942")]
 PLATFORM = Platform("gfx942", ROCM)
@@ -38,7 +37,7 @@ class Unchecked(AiterBackend):
     def bind(self, operands: DecodeInputs) -> Binding:
         cache = operands.kv_cache if operands.kv_cache.dim() == 3 else operands.kv_cache.squeeze(1)
         route = route_of(cache, operands.slot_mapping.shape[0], operands.num_heads, 64, PLATFORM, "as-is")
-        return Binding(partial(self._run, route, (), [operands.nope_dim, operands.rope_dim]))
+        return Binding(partial(self._run, route, [operands.nope_dim, operands.rope_dim]))
 
 
 def test_mutation_none_planted_passes() -> None:
@@ -47,14 +46,14 @@ def test_mutation_none_planted_passes() -> None:
 
 def test_mutation_strided_table_halves_are_caught_by_the_self_check() -> None:
     bound = AiterBackend(PLATFORM)
-    bound.tables.halves = lambda table: table.chunk(2, -1)  # no .contiguous()
+    bound.halves = lambda table: table.chunk(2, -1)  # no .contiguous()
     assert wrong_parts(check(bound)) == {"q rope", "kv rope"}
 
 
 def test_mutation_a_uint8_cache_is_caught_by_the_contract_or_kills() -> None:
     operands = inputs(query="act")
     operands = replace(operands, kv_cache=operands.kv_cache.view(torch.uint8))
-    assert str(AiterBackend(PLATFORM).refuse(operands)).startswith("cache-uint8")
+    assert str(AiterBackend(PLATFORM).refuse(operands)).startswith("kv_cache: view uint8")
     outcome = fate(lambda: Unchecked(PLATFORM).prepare(operands))
     assert outcome == "SIGABRT: [AITER] kv cache data type is not supported\n"
 
@@ -62,7 +61,7 @@ def test_mutation_a_uint8_cache_is_caught_by_the_contract_or_kills() -> None:
 def test_mutation_a_4d_cache_is_caught_by_the_contract_or_writes_elsewhere() -> None:
     operands = inputs()
     operands = replace(operands, kv_cache=operands.kv_cache.unsqueeze(1))
-    assert str(AiterBackend(PLATFORM).refuse(operands)).startswith("cache-rank")
+    assert str(AiterBackend(PLATFORM).refuse(operands)).startswith("kv_cache: [blocks, block_size, 576]")
     # Read as block size 1, slot s lands at block s: beyond the cache for all but the first few.
     assert fate(lambda: Unchecked(PLATFORM).prepare(operands)).startswith(
         "SIGABRT: Memory access fault by GPU: a KV row"
@@ -72,7 +71,7 @@ def test_mutation_a_4d_cache_is_caught_by_the_contract_or_writes_elsewhere() -> 
 def test_mutation_int32_slots_are_caught_by_the_contract_or_read_as_pairs() -> None:
     operands = inputs()
     wrong = replace(operands, slot_mapping=operands.slot_mapping.int())
-    assert str(AiterBackend(PLATFORM).refuse(wrong)).startswith("index-dtype")
+    assert str(AiterBackend(PLATFORM).refuse(wrong)).startswith("slot_mapping: torch.int64")
     assert fate(lambda: Unchecked(PLATFORM).prepare(wrong)).startswith(
         "SIGABRT: Memory access fault by GPU: slot_mapping"
     )
@@ -95,19 +94,19 @@ def test_mutation_reciprocal_scales_are_caught_by_the_self_check() -> None:
 
 
 def test_mutation_an_unabsorbed_query_kills_or_is_caught_by_the_self_check(monkeypatch) -> None:
-    monkeypatch.setattr(plain, "absorb", lambda q_nope, w_uk_t: q_nope.contiguous())
+    monkeypatch.setattr(absorb, "absorb_plain", lambda q_nope, w_uk_t: q_nope.contiguous())
     bound, operands = AiterBackend(PLATFORM), inputs(nope=128)
     assert fate(lambda: bound.prepare(operands)).startswith("SIGABRT: [AITER] check failed: q_out.size(2)")
 
 
 def test_mutation_an_unabsorbed_query_of_the_latent_width_is_caught_by_the_self_check(monkeypatch) -> None:
-    absorb = plain.absorb
+    honest = absorb.absorb_plain
 
     class Unabsorbed(AiterBackend):
         def prepare(self, operands: DecodeInputs) -> torch.Tensor:
-            monkeypatch.setattr(plain, "absorb", lambda q_nope, w_uk_t: q_nope.contiguous())
+            monkeypatch.setattr(absorb, "absorb_plain", lambda q_nope, w_uk_t: q_nope.contiguous())
             out = super().prepare(operands)
-            monkeypatch.setattr(plain, "absorb", absorb)
+            monkeypatch.setattr(absorb, "absorb_plain", honest)
             return out
 
     assert wrong_parts(check(Unabsorbed(PLATFORM), nope=512)) == {"q nope"}

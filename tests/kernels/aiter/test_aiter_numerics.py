@@ -11,11 +11,11 @@ import torch
 
 from tests.sandbox.simulated_aiter import execute, install, op
 from tests.support.simulated_aiter import FP8, backend, inputs, raw, same_bytes, twin, unfused, yarn_table
-from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.aiter.backend import launch
-from vllm_aiter_mla.kernels.aiter.dispatch import route_of
-from vllm_aiter_mla.kernels.compare import steps_of
+from vllm_aiter_mla.kernels.aiter.route import route_of
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.selfcheck import steps_of
 
 TOKENS = (0, 1, 7, 64, 255, 256, 300)
 HEADS = (2, 4, 16, 128)
@@ -144,7 +144,7 @@ def test_a_bmm_output_in_head_major_order_gives_the_same(arch) -> None:
     transposed = q_latent.transpose(0, 1).contiguous().transpose(0, 1)
     assert not transposed.is_contiguous()
     out = torch.empty(7, 16, 576, dtype=operands.out_dtype)
-    halves = bound.tables.halves(operands.cos_sin_cache)
+    halves = bound.halves(operands.cos_sin_cache)
     launch(bound._op, transposed, operands.q[..., 16:], operands, out, halves, route)
     assert same_bytes(out, reference.prepare(expected, route.numerics))
 
@@ -190,7 +190,7 @@ def test_bar_of_pr_55230_against_an_unfused_path(arch, kinds, neox, tokens) -> N
 def _meets_the_bar(ours: torch.Tensor, theirs: torch.Tensor, scale: torch.Tensor, bf16_steps: int = 0) -> None:
     assert same_bytes(ours[..., :512], theirs[..., :512])
     steps = (steps_of(ours[..., 512:]) - steps_of(theirs[..., 512:])).abs()
-    if not fp8.is_fp8(ours.dtype):
+    if not formats.is_fp8(ours.dtype):
         assert int(steps.max()) <= bf16_steps
         return
     assert int(steps.max()) <= 1
@@ -208,7 +208,7 @@ def test_rope_within_1_percent_of_a_path_that_quantises_from_fp32(arch) -> None:
     turned = torch.stack([x[..., ::2] * cos - x[..., 1::2] * sin, x[..., 1::2] * cos + x[..., ::2] * sin], -1).flatten(
         -2
     )
-    direct = (turned / operands.q_scale).clamp(-fp8.flavour_of(out.dtype).max, fp8.flavour_of(out.dtype).max)
+    direct = (turned / operands.q_scale).clamp(-formats.flavour_of(out.dtype).max, formats.flavour_of(out.dtype).max)
     steps = (steps_of(out[..., 512:]) - steps_of(direct.to(out.dtype))).abs()
     assert int(steps.max()) <= 1
     assert float((steps > 0).double().mean()) < 0.01
@@ -220,18 +220,18 @@ def test_the_fakes_rounding_and_the_references_agree_on_every_edge(dtype) -> Non
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     finite = codes[codes.isfinite()].sort().values
     middles = (finite[1:] + finite[:-1]) / 2
-    limit = torch.tensor([fp8.flavour_of(dtype).overflow_from])
+    limit = torch.tensor([formats.flavour_of(dtype).overflow_from])
     points = torch.cat(
         [finite, middles, limit, -limit, torch.tensor([0.0, -0.0, 1e9, -1e9, float("nan"), float("inf")])]
     )
     near = torch.cat([points, points.nextafter(points + 1), points.nextafter(points - 1)])
-    assert same_bytes(execute.encode(near, dtype), fp8.round_overflowing(near, fp8.flavour_of(dtype)))
+    assert same_bytes(execute.encode(near, dtype), formats.round_overflowing(near, formats.flavour_of(dtype)))
 
 
 @pytest.mark.parametrize(("arch_name", "tie", "stored"), [("gfx942", 248.0, "nan"), ("gfx950", 464.0, 448.0)])
 def test_the_tie_above_the_largest_value_overflows_on_gfx942_only(arch_name, tie, stored) -> None:
-    flavour = fp8.flavour_of(FP8[arch_name])
-    out = fp8.round_overflowing(torch.tensor([tie]), flavour).float()
+    flavour = formats.flavour_of(FP8[arch_name])
+    out = formats.round_overflowing(torch.tensor([tie]), flavour).float()
     assert out.isnan().item() if stored == "nan" else out.item() == stored
 
 
@@ -242,7 +242,7 @@ def test_overflowing_rope_is_nan_and_overflowing_nope_saturates(arch) -> None:
     operands.kv_c[0] = 1e4
     operands.kv_c[1] = float("nan")
     agree(arch, operands)
-    flavour = fp8.flavour_of(FP8[arch])
+    flavour = formats.flavour_of(FP8[arch])
     slots = operands.slot_mapping
     written = rows(operands.kv_cache)[slots[slots >= 0]].float()
     assert written[0, 512:].isnan().any()

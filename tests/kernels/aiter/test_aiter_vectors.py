@@ -21,10 +21,9 @@ from tests.support.aiter_results import (
     plain_bits,
 )
 from tests.support.simulated_aiter import FP8, same_bytes
-from vllm_aiter_mla.kernels import fp8, reference
-from vllm_aiter_mla.kernels.absorb.fp8 import absorb_fp8
-from vllm_aiter_mla.kernels.absorb.mxfp4 import absorb_mxfp4, dot_mxfp4
-from vllm_aiter_mla.kernels.aiter.dispatch import truncates_cache_rope
+from vllm_aiter_mla.kernels import formats, reference
+from vllm_aiter_mla.kernels.absorb import absorb_fp8, absorb_mxfp4, dot_mxfp4
+from vllm_aiter_mla.kernels.aiter.route import truncates_cache_rope
 
 NAN, INF = float("nan"), float("inf")
 
@@ -44,7 +43,7 @@ products = pytest.mark.parametrize("product", [by_reference, by_fake])
 @pytest.mark.parametrize("call", FP8_CALLS)
 def test_the_product_is_that_of_aiters_source_to_the_byte(call, product) -> None:
     done = fp8_call(call)
-    assert same_bytes(product(done.x, done.weight.codes, done.weight.scale), done.y)
+    assert same_bytes(product(done.x, done.weight.values, done.weight.scale), done.y)
 
 
 def test_all_sixty_six_calls_are_there() -> None:
@@ -58,7 +57,7 @@ def test_all_sixty_six_calls_are_there() -> None:
 @pytest.mark.parametrize("call", FP4_CALLS)
 def test_the_absorb_product_over_fp4_weights_is_that_of_aiters_source_to_the_byte(call) -> None:
     done = fp4_call(call)
-    operands, scale = (done.x, done.weight.codes, done.weight.scales), done.y_scale
+    operands, scale = (done.x, done.weight.values, done.weight.scale), done.y_scale
     # AITER multiplies by the reciprocal of y_scale before it rounds; ours passes none.
     product = dot_mxfp4(*operands) * (1.0 if scale is None else scale.reciprocal())
     assert same_bytes(product.bfloat16().contiguous(), done.y)
@@ -70,7 +69,7 @@ def test_the_absorb_product_over_fp4_weights_is_that_of_aiters_source_to_the_byt
 def test_the_fake_gemm_over_fp4_weights_is_that_of_aiters_source_to_the_byte(call, monkeypatch) -> None:
     monkeypatch.setenv("SIMULATED_AITER_ARCH", "gfx950")
     done = fp4_call(call)
-    operands = (done.x.transpose(0, 1), done.weight.codes, done.weight.scales)
+    operands = (done.x.transpose(0, 1), done.weight.values, done.weight.scale)
     assert same_bytes(gemm_fp4.batched_gemm(*operands, transpose_bm=True, y_scale=done.y_scale), done.y)
 
 
@@ -118,22 +117,22 @@ def test_mutation_of_the_reference_is_seen_in_aiters_results(plant) -> None:
         assert_as_aiter_left_them(call, reference.prepare(call.inputs, numerics))
 
 
-def weight_of(flavour: fp8.Fp8Flavour, heads: int = 1, nope: int = 128) -> torch.Tensor:
+def weight_of(flavour: formats.Fp8Flavour, heads: int = 1, nope: int = 128) -> torch.Tensor:
     generator = torch.Generator().manual_seed(7)
-    return fp8.round_saturating(torch.randn(heads, 16, nope, generator=generator) * 30, flavour)
+    return formats.round_saturating(torch.randn(heads, 16, nope, generator=generator) * 30, flavour)
 
 
 @products
 @pytest.mark.parametrize("act", [torch.bfloat16, torch.float16])
 def test_the_floor_of_the_largest_magnitude_is_a_float32(act, product) -> None:
     """Just above and below 1e-10: the floor is 1e-10 itself, not the bf16 nearest to it, nor fp16's zero."""
-    flavour = fp8.E4M3FNUZ
+    flavour = formats.E4M3FNUZ
     weight = torch.full((1, 16, 128), 2.0).to(flavour.dtype)
     x = torch.zeros(2, 1, 128, dtype=act)
     x[0] = 5e-11 if act is torch.bfloat16 else 0.0
     x[1] = 3e-10 if act is torch.bfloat16 else 6e-8
     steps = torch.maximum(x[:, 0, 0].float(), torch.tensor(1e-10)) * torch.tensor(1 / 240.0)
-    codes = fp8.round_saturating(x[:, 0, 0].float() / steps, flavour).double()
+    codes = formats.round_saturating(x[:, 0, 0].float() / steps, flavour).double()
     for weight_scale in torch.linspace(1e8, 2e8, 32):  # the floors differ by less than a step of bf16: some scale shows
         found = product(x, weight, weight_scale)[:, 0, 0]
         wanted = (128 * 2 * codes * steps.double()).float() * weight_scale
@@ -141,7 +140,7 @@ def test_the_floor_of_the_largest_magnitude_is_a_float32(act, product) -> None:
 
 
 @products
-@pytest.mark.parametrize("flavour", list(fp8.FLAVOURS.values()))
+@pytest.mark.parametrize("flavour", list(formats.FLAVOURS.values()))
 @pytest.mark.parametrize("act", [torch.bfloat16, torch.float16])
 def test_a_nan_activation_becomes_the_lowest_value_of_its_group(act, flavour, product) -> None:
     """v_max_f32 passes over it, v_med3_f32 returns the least operand: the row's other values are as without it."""
@@ -161,7 +160,7 @@ def test_a_nan_activation_becomes_the_lowest_value_of_its_group(act, flavour, pr
 
 
 @given(
-    flavour=st.sampled_from(list(fp8.FLAVOURS.values())),
+    flavour=st.sampled_from(list(formats.FLAVOURS.values())),
     act=st.sampled_from([torch.bfloat16, torch.float16]),
     nope=st.sampled_from([64, 128, 192]),
     places=st.lists(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.aiter_results import FP4_CALLS, FP8_CALLS, FUSED_CALLS, fp4_call, fused_call
-from vllm_aiter_mla.kernels.aiter.dispatch import truncates_cache_rope
-from vllm_aiter_mla.kernels.fp8 import is_fp8
+from vllm_aiter_mla.kernels.aiter.route import truncates_cache_rope
+from vllm_aiter_mla.kernels.formats import is_fp8
 
 
 def chosen(index: int) -> bool:

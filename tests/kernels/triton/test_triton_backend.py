@@ -13,14 +13,14 @@ from tests.support.triton_cases import Case, build, sparse_bytes
 
 pytest.importorskip("triton")
 
+from tests.support.bare_layer import bare_layer
 from tools import aot
-from vllm_aiter_mla.kernels import capture, mxfp4, select
-from vllm_aiter_mla.kernels.absorb import PlainWeight
-from vllm_aiter_mla.kernels.absorb import fp8 as fp8_form
-from vllm_aiter_mla.kernels.absorb import mxfp4 as mxfp4_form
+from vllm_aiter_mla.kernels import absorb, formats
+from vllm_aiter_mla.kernels import backend as protocol
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import KernelInputError
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.triton import backend, kernel, launcher, product, tiles
+from vllm_aiter_mla.kernels.triton import backend, kernel, launcher, tiles
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
 
@@ -80,7 +80,7 @@ BROKEN = {
     "k_pe": (lambda x: {"k_pe": x.k_pe[:4]}, "k_pe: shape [5, 64] expected"),
     "kv_c": (lambda x: {"kv_c": x.kv_c.t().contiguous().t()}, "kv_c: last stride 1"),
     "w_uk_t": (
-        lambda x: {"weight": PlainWeight(x.weight.w_uk_t.repeat(1, 2, 2)[:, ::2, ::2])},
+        lambda x: {"weight": AbsorbWeight("plain", x.weight.values.repeat(1, 2, 2)[:, ::2, ::2])},
         "w_uk_t: stride 1 along P or L",
     ),
     "kv_cache": (lambda x: {"kv_cache": x.kv_cache.view(torch.uint8)}, "view uint8 storage"),
@@ -124,14 +124,14 @@ def test_triton_backend_declines_mxfp4_weights_elsewhere_than_on_gfx950(on_gfx95
     assert TritonBackend().refuse(inputs) is None
     monkeypatch.setattr(launcher, "current_arch", lambda: arch)
     assert TritonBackend().refuse(inputs) == (
-        f"W_K: gfx950 multiplies mxfp4 in hardware, {arch} would in software; {mxfp4_form.Mxfp4Weight.avoid}"
+        f"W_K: gfx950 multiplies mxfp4 in hardware, {arch} would in software; {inputs.weight.avoid}"
     )
 
 
 def test_triton_backend_declines_mxfp4_weights_beside_fp16_or_with_scales_that_do_not_belong(on_gfx950):
     assert "bf16 activations expected" in str(TritonBackend().refuse(over_mxfp4(act="float16", cache="float16")))
     inputs = over_mxfp4()
-    broken = replace(inputs.weight, scales=inputs.weight.scales[..., :3])
+    broken = replace(inputs.weight, scale=inputs.weight.scale[..., :3])
     assert "W_K_scale: one scale per 32 values" in str(TritonBackend().refuse(replace(inputs, weight=broken)))
 
 
@@ -146,9 +146,9 @@ def test_triton_backend_declines_codes_of_another_cards_fp8_type(on_any_device):
 
 
 def test_triton_blocks_of_the_reduction_are_the_groups_of_aiters_gemm():
-    assert tiles.BLOCK_K == fp8_form.GROUP
-    assert product.FLOOR.value == fp8_form.FLOOR
-    assert (product.GROUP.value, tiles.MXFP4_ARCH) == (mxfp4.GROUP, mxfp4_form.ARCH)
+    assert tiles.BLOCK_K == absorb.FP8_GROUP
+    assert kernel.FLOOR.value == absorb.FP8_FLOOR
+    assert (kernel.GROUP.value, tiles.MXFP4_ARCH) == (formats.MXFP4_GROUP, absorb.MXFP4_ARCH)
 
 
 def test_triton_kernel_of_a_call_is_the_tile_it_runs_on(on_any_device):
@@ -171,13 +171,12 @@ def test_triton_backend_declines_float32(on_any_device):
     )
 
 
-def test_a_choice_is_remembered_by_everything_that_the_triton_checks_depend_on(on_any_device):
-    chosen = select.Selector("triton", Platform("gfx942"))
-    inputs = operands()
-    assert chosen.choose(inputs).backend.name == "triton"
-    for change, word in BROKEN.values():
-        assert word in chosen.choose(replace(inputs, **change(inputs))).skips[0][1]
-    assert chosen.choose(inputs).backend.name == "triton"
+def test_what_is_remembered_of_a_call_is_all_that_the_triton_checks_depend_on(on_any_device):
+    one, inputs = bare_layer("triton", Platform("gfx942")), operands()
+    assert one.kernel(inputs) is not None
+    for name, (change, _) in BROKEN.items():
+        assert one.kernel(replace(inputs, **change(inputs))) is None, name
+        assert one.kernel(inputs) is not None
 
 
 def test_triton_backend_takes_what_it_should(on_any_device):
@@ -188,21 +187,6 @@ def test_triton_backend_takes_what_it_should(on_any_device):
         assert TritonBackend().refuse(operands(**case)) is None
 
 
-def test_triton_measured_cap_makes_the_backend_step_aside_and_say_why(on_any_device, monkeypatch, recorder):
-    inputs = operands(tokens=7)
-    monkeypatch.setattr(tiles, "CAPS", (tiles.Cap("gfx942", 2, True, 6, "card X, file Y"),))
-    reason = TritonBackend().refuse(inputs)
-    assert reason == "7 tokens: measured slower than the unfused sequence from 6 on (card X, file Y)"
-    assert TritonBackend().refuse(replace(inputs, out_dtype=torch.bfloat16)) is None, "the cap is for the fp8 query"
-    assert TritonBackend().refuse(operands(tokens=5)) is None
-    TritonBackend().warm_up(operands(tokens=5), [512])
-    assert recorder.launches == [], "nothing is compiled for counts it does not take"
-
-
-def test_triton_without_a_measurement_has_no_cap():
-    assert tiles.CAPS == ()
-
-
 @given(st.integers(0, 1 << 20), st.integers(1, 512), st.sampled_from([*tiles.TABLE, "gfx1100", "sm80", "interpreter"]))
 def test_triton_table_covers_every_call(tokens, heads, arch):
     entry = tiles.entry_for(arch, tokens, heads)
@@ -210,9 +194,8 @@ def test_triton_table_covers_every_call(tokens, heads, arch):
     assert heads <= entry.max_heads
 
 
-def test_triton_table_entries_carry_a_measurement_or_the_words_static_choice():
+def test_triton_tiles_are_what_matrix_instructions_and_wide_accesses_need():
     entries = [entry for table in (*tiles.TABLE.values(), tiles.FALLBACK) for entry in table]
-    assert {entry.basis for entry in entries} == {tiles.STATIC}, "a measured entry names its card and file here"
     for tile in {entry.tile for entry in entries}:
         assert tile.block_t >= 16
         assert tile.block_l >= 16
@@ -257,7 +240,7 @@ def test_triton_warm_up_without_a_row_is_an_error(recorder):
 
 def test_triton_capture_of_a_variant_nobody_compiled_raises_and_after_warm_up_does_not(recorder, monkeypatch):
     capturing = [True]
-    monkeypatch.setattr(capture, "is_capturing", lambda: capturing[0])
+    monkeypatch.setattr(protocol, "is_capturing", lambda: capturing[0])
     inputs = operands(tokens=20)
     with pytest.raises(RuntimeError, match="call warm_up before"):
         TritonBackend().prepare(inputs)

@@ -86,7 +86,8 @@ SHAPES = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from tools import aot
-from vllm_aiter_mla.kernels.triton import baselines, kernel
+from vllm_aiter_mla.commands.bench import baselines
+from vllm_aiter_mla.kernels.triton import kernel
 target = aot.TARGETS[sys.argv[2]]
 plain = aot.variants(target)[0]
 fp8, limit = target.fp8_type, target.fp8_max

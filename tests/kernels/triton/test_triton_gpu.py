@@ -16,9 +16,10 @@ from tests.support.triton_cases import GUARD_BLOCKS, Case, build, compare, on_cp
 
 pytest.importorskip("triton")
 
+from vllm_aiter_mla.commands.bench import baselines
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.platform import hardware_fp8
-from vllm_aiter_mla.kernels.triton import baselines, kernel, launcher
+from vllm_aiter_mla.kernels.triton import kernel, launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
 pytestmark = [

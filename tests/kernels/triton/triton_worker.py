@@ -21,12 +21,11 @@ from triton.runtime import interpreter as triton_interpreter
 from tests.kernels.triton.triton_mutations import MUTATIONS
 from tests.support import triton_cases as cases
 from tests.support.aiter_results import LATENT, fp4_call, fp8_call, fused_call
-from vllm_aiter_mla.commands.bench import paths, points, run
-from vllm_aiter_mla.kernels import mxfp4, reference
-from vllm_aiter_mla.kernels.compare import difference
-from vllm_aiter_mla.kernels.selfcheck import self_check
-from vllm_aiter_mla.kernels.shape import LayerShape
-from vllm_aiter_mla.kernels.triton import baselines, interpreter, kernel, launcher, product
+from vllm_aiter_mla.commands.bench import baselines, paths, points, run
+from vllm_aiter_mla.kernels import formats, reference
+from vllm_aiter_mla.kernels.inputs import LayerShape
+from vllm_aiter_mla.kernels.selfcheck import difference, self_check
+from vllm_aiter_mla.kernels.triton import interpreter, kernel, launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.kernels.triton.tiles import TABLE
 
@@ -104,7 +103,7 @@ def mxfp4_dots() -> dict[str, int]:
         start = triton_interpreter.TensorHandle(torch.ones(16, 16).numpy(), tl.float32)
         builder = triton_interpreter.InterpreterBuilder()
         result = builder.create_dot_scaled(*handles[:2], e2m1, *handles[2:], e2m1, False, True, True, start)
-        exact = mxfp4.dequantise(a, left).double() @ mxfp4.dequantise(b, right).double().T + 1
+        exact = formats.dequantise_mxfp4(a, left).double() @ formats.dequantise_mxfp4(b, right).double().T + 1
         wrong += int((torch.from_numpy(result.data).double() != exact.float().double()).sum())
     return {"wrong": wrong, "scales": scale + 1}
 
@@ -282,14 +281,12 @@ class planted:  # noqa: N801
 
 
 def mutant(name: str) -> Any:
-    """The kernel with one bug planted, in its own file or in that of the product."""
+    """The kernel with one bug planted in its source."""
     old, new, times = MUTATIONS[name]
-    sources = {module.__name__: Path(module.__file__).read_text() for module in (product, kernel)}
-    found = sum(source.count(old) for source in sources.values())
+    source = Path(kernel.__file__).read_text()
+    found = source.count(old)
     assert found == times, f"{name}: {old!r} stands {found} times in the kernel, not {times}"
-    bad = _module(f"product_{name}", sources[product.__name__].replace(old, new))
-    source = sources[kernel.__name__].replace(old, new).replace(f"from {product.__name__} ", f"from {bad.__name__} ")
-    return _module(f"kernel_{name}", source).decode_prep_kernel
+    return _module(f"kernel_{name}", source.replace(old, new)).decode_prep_kernel
 
 
 def _module(name: str, source: str) -> Any:

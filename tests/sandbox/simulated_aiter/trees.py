@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_aiter_mla.kernels.absorb import fp8, mxfp4
+from vllm_aiter_mla.kernels.absorb import GEMM_NAMES
 
 VERSIONS = ("0.1.20", "0.1.19", "0.1.7", "0.1.20+future", "broken", "namespace", "pypi")
 
@@ -71,8 +71,8 @@ from .ops.cache import *  # noqa
 """
 # Module and function below aiter.ops.triton, and the function here that replaces it.
 _TRITON_FUNCTIONS = (
-    (fp8.GEMM.name, fp8.GEMM.name, "gemm", "batched_gemm"),
-    (mxfp4.GEMM.name, mxfp4.GEMM.name, "gemm_fp4", "batched_gemm"),
+    (GEMM_NAMES["fp8"], GEMM_NAMES["fp8"], "gemm", "batched_gemm"),
+    (GEMM_NAMES["mxfp4"], GEMM_NAMES["mxfp4"], "gemm_fp4", "batched_gemm"),
     ("quant", "dynamic_mxfp4_quant", "gemm_fp4", "dynamic_mxfp4_quant"),
 )
 _CORE = '''"""AITER's just-in-time layer, simulated: registers the one op."""

@@ -79,7 +79,7 @@ def scaled(side, rng, first, at, byte, w):
     As Triton's layout of scaled MFMA has it: lane l holds the l // side-th 32 values of row l % side, and their scale.
     """
     torch = pytest.importorskip("torch")
-    from vllm_aiter_mla.kernels import mxfp4
+    from vllm_aiter_mla.kernels import formats
 
     codes = rng.integers(0, 256, (side, 2048 // side // 2), np.uint8)
     scales = rng.integers(118, 135, (side, 64 // side), np.uint8)
@@ -91,7 +91,7 @@ def scaled(side, rng, first, at, byte, w):
     for register in range(first, first + 4):
         w.known[register] = (1 << 64) - 1
     fill(w, at, words.view(np.uint32)[:, 0])
-    return mxfp4.dequantise(torch.from_numpy(codes), torch.from_numpy(scales)).double().numpy()
+    return formats.dequantise_mxfp4(torch.from_numpy(codes), torch.from_numpy(scales)).double().numpy()
 
 
 @pytest.mark.parametrize("side", [16, 32])
@@ -132,8 +132,8 @@ def test_gfx9_scaled_mfma_by_a_scale_that_is_no_number_faults():
 
 def test_gfx9_fp4_values_are_the_projects():
     torch = pytest.importorskip("torch")
-    from vllm_aiter_mla.kernels import mxfp4
+    from vllm_aiter_mla.kernels import formats
 
     codes = torch.arange(16, dtype=torch.uint8).expand(2, 16).reshape(1, 32)
-    values = mxfp4.dequantise(codes[:, 0::2] | codes[:, 1::2] << 4, torch.full((1, 1), 127, dtype=torch.uint8))
+    values = formats.dequantise_mxfp4(codes[:, 0::2] | codes[:, 1::2] << 4, torch.full((1, 1), 127, dtype=torch.uint8))
     assert list(numbers.FP4) == values[0, :16].tolist()

@@ -50,7 +50,7 @@ def main(
         Exit status: 0; 1 where a path was wrong, or ``check`` is set and a bound is broken; 2 without a GPU, with a
         wrong option, or where a page is asked for and jinja2 is missing.
     """
-    from vllm_aiter_mla import evidence
+    from vllm_aiter_mla import files
     from vllm_aiter_mla.commands import outputs
     from vllm_aiter_mla.commands.bench import page, points, run
     from vllm_aiter_mla.commands.report.render import NoTemplateEngineError, environment
@@ -68,9 +68,9 @@ def main(
         return 2
     print(page.text(report))
     if json_path is not None:
-        evidence.write(json_path, report.as_dict() | evidence.stamp("bench", 1))
+        files.write(json_path, report.as_dict() | files.stamp("bench", 1))
     if html_path is not None:
-        evidence.write_text(html_path, page.page(report))
+        files.write_text(html_path, page.page(report))
     wrong = any(row.wrong for row in report.rows)
     broken = any(bound.holds is False for bound in run.bounds(report))
     return 1 if wrong or report.stopped or (check and broken) else 0

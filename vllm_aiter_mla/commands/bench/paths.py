@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_aiter_mla.kernels import fp8, reference
+from vllm_aiter_mla.kernels import formats as fp8
+from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 Prepare = Callable[[DecodeInputs], torch.Tensor]
@@ -25,7 +26,7 @@ class Path:
 
 def available(sample: DecodeInputs) -> list[Path]:
     """All five, in the order of the table; one that cannot take ``sample`` carries its reason."""
-    from vllm_aiter_mla.kernels.triton import baselines
+    from vllm_aiter_mla.commands.bench import baselines
     from vllm_aiter_mla.kernels.triton.launcher import entry, launch
 
     without = sample.weight.missing()
@@ -42,8 +43,8 @@ def available(sample: DecodeInputs) -> list[Path]:
 
 def _vllm() -> Path:
     """vLLM's own fused RoPE + KV-write op in place of ours, where vLLM is importable."""
+    from vllm_aiter_mla.commands.bench import baselines
     from vllm_aiter_mla.compat import offline
-    from vllm_aiter_mla.kernels.triton import baselines
 
     op = offline.fused_rope_kv_write()
     if isinstance(op, str):

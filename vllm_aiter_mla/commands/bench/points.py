@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 
 NOPE, ROPE, LATENT, BLOCK_SIZE = 128, 64, 512, 64
 MAX_POSITION = 4096

@@ -10,12 +10,10 @@ import torch
 
 from vllm_aiter_mla.commands.bench import paths, timing
 from vllm_aiter_mla.commands.bench.points import Point, operands
-from vllm_aiter_mla.kernels import fp8
-from vllm_aiter_mla.kernels.compare import deviation, norm_bound
+from vllm_aiter_mla.kernels import formats as fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.measure.card import machine
-from vllm_aiter_mla.kernels.measure.clock import cache_bytes
-from vllm_aiter_mla.kernels.measure.operands import sets_needed
+from vllm_aiter_mla.kernels.measure import cache_bytes, machine, sets_needed
+from vllm_aiter_mla.kernels.selfcheck import deviation, norm_bound
 
 # Paths differ by one rounding of the rope half and by summation order: one fp8 step, or a bf16 step, in few values.
 MAX_DIFFERENT = 0.10
@@ -183,16 +181,10 @@ def caps(report: Report) -> list[str]:
 
 def bounds(report: Report) -> list[Bound]:
     """The project's bounds against this run; a point that was not measured leaves its bound open."""
-    from vllm_aiter_mla.kernels.triton.tiles import cap_for
-
     rows = [(row, row.point) for row in report.rows]
     few = [row.ratio for row, at in rows if at.heads == 16 and at.quantised and at.tokens <= 64]
     middle = [row.ratio for row, at in rows if at.heads == 16 and at.tokens == 256]
-    engaged = [
-        row.ratio
-        for row, at in rows
-        if not at.fp8_weight and cap_for(report.arch, at.heads, at.quantised, at.tokens) is None
-    ]
+    engaged = [row.ratio for row, at in rows if not at.fp8_weight]
     wide = [row.gbps / report.copy_gbps for row, at in rows if at == Point(256, 128, True) and row.gbps is not None]
     return [
         _bound("ratio >= 2.0 for T <= 64, N = 16, fp8", few, 2.0),

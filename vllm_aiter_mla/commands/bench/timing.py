@@ -10,7 +10,7 @@ import torch
 
 from vllm_aiter_mla.commands.bench.paths import Path
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.measure.clock import DISCARDED, MIN_CALLS, DeviceClock, interleaved, replay_us
+from vllm_aiter_mla.kernels.measure import DISCARDED, MIN_CALLS, interleaved, record, replay_us
 
 COPY_BYTES = 1 << 30
 
@@ -33,10 +33,10 @@ def measure(paths: Sequence[Path], sets: list[DecodeInputs], rounds: int) -> dic
         sets: operand sets, used in turn within a graph.
         rounds: replays per path that count.
     """
-    clock, calls = DeviceClock(), sets * -(-MIN_CALLS // len(sets))
+    calls = sets * -(-MIN_CALLS // len(sets))
     able = {path.name: path for path in paths if path.prepare is not None}
     launches = {name: count_launches(path, sets[0]) for name, path in able.items()}
-    replays = {name: clock.record(name, path.prepare, calls) for name, path in able.items() if path.prepare}
+    replays = {name: record(path.prepare, calls) for name, path in able.items() if path.prepare}
     kept = interleaved(replays, rounds)
     return {name: Timing(statistics.median(v), min(v), max(v), launches[name]) for name, v in kept.items()}
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_aiter_mla import __version__, evidence
+from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.commands import progress
 from vllm_aiter_mla.commands.doctor import conflicts, given, installed, machine, switches
 from vllm_aiter_mla.commands.doctor.check import STATUSES, Check, exit_status, run
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] = (), *, as_json: bool = False, at: progress.S
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     at("reading the options with vLLM's parser")
     checks = examine(arguments, at)
-    record = as_record(checks) | evidence.stamp("doctor", 1)
+    record = as_record(checks) | files.stamp("doctor", 1)
     print(json_module.dumps(record, indent=1) if as_json else "\n".join(lines(checks)))
     return exit_status(checks)
 

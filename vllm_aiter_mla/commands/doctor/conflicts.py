@@ -87,13 +87,13 @@ def user_pass(given: Given) -> Check:
         return Check("unknown", "the options were not read", SEE_SETTINGS)
     if given.served is None:
         return Check("ok", f"not looked for; to have it checked, {GIVE}")
-    from vllm_aiter_mla.compat import user_pass as slot
+    from vllm_aiter_mla.compat import config as compat_config
 
     compilation = given.served.compilation_config
-    skip = slot.why_not_chainable(compilation)
+    skip = compat_config.why_not_chainable(compilation)
     if skip is not None:
         return Check("problem", skip.message, "name it in inductor_passes, which vLLM resolves")
-    present = compilation.inductor_passes.get(slot.slot())
+    present = compilation.inductor_passes.get(compat_config.pass_slot())
     if present is None:
         return Check("ok", "the slot of the custom pass is free")
     return Check("warning", f"{present} stands in the slot: it is kept and runs first", "nothing, if wanted")

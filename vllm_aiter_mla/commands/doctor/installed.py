@@ -13,7 +13,7 @@ from vllm_aiter_mla.commands.doctor.given import Given
 from vllm_aiter_mla.settings import NAMESPACE
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.kernels.aiter.locate import AiterInstall
+    from vllm_aiter_mla.kernels.aiter.op import AiterInstall
 
 SEE_VLLM = "see the line `vllm` above"
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
@@ -21,7 +21,7 @@ GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
 
 def vllm(given: Given) -> Check:
     """vLLM's version against the window, read without importing it."""
-    from vllm_aiter_mla.compat.version import WINDOW, in_window
+    from vllm_aiter_mla.compat.config import WINDOW, in_window
 
     version, distribution = vllm_version(), vllm_distribution()
     if version is None:
@@ -68,7 +68,7 @@ def surface(given: Given) -> Check:
     """The config-level things the gate builds on."""
     if vllm_version() is None:
         return _no_vllm()
-    from vllm_aiter_mla.compat.surface import missing_capabilities
+    from vllm_aiter_mla.compat.config import missing_capabilities
 
     missing = missing_capabilities()
     if missing:
@@ -80,7 +80,7 @@ def mla_ops(given: Given) -> Check:
     """vLLM's MLA ops have the arguments that the passes know."""
     if vllm_version() is None:
         return _no_vllm()
-    from vllm_aiter_mla.compat.surface import ATTENTION_MODULE, SCHEMAS, op_differences
+    from vllm_aiter_mla.compat.config import ATTENTION_MODULE, OP_ARGUMENTS, op_differences
 
     imported = machine.module(ATTENTION_MODULE)
     if isinstance(imported, Exception):
@@ -88,7 +88,7 @@ def mla_ops(given: Given) -> Check:
     found = op_differences()
     if found:
         return Check("problem", f"{'; '.join(found)}: the plugin declines", SEE_VLLM)
-    return Check("ok", ", ".join(SCHEMAS))
+    return Check("ok", ", ".join(OP_ARGUMENTS))
 
 
 def patches(given: Given) -> Check:
@@ -101,9 +101,9 @@ def patches(given: Given) -> Check:
     ours.register()
     failures = patches.failures()
     if not failures:
-        return Check("ok", ", ".join(patch.name for patch in patches.PATCHES))
-    shown = "; ".join(f"{name}: {failure.error}" for name, failure in failures.items())
-    if any(failure.required for failure in failures.values()):
+        return Check("ok", ", ".join(patches.PATCHES))
+    shown = "; ".join(f"{name}: {error}" for name, error in failures.items())
+    if patches.failed_requirements():
         return Check("problem", f"{shown}: vLLM runs unmodified", f"{SEE_VLLM}; report it with this line")
     return Check("warning", shown, "use additional_config.aiter_mla instead of the flag")
 
@@ -126,7 +126,7 @@ def aiter(given: Given) -> Check:
 
 def probe() -> AiterInstall:
     """The AITER probe: reads its sources, imports neither it nor torch."""
-    from vllm_aiter_mla.kernels.aiter.locate import locate_aiter
+    from vllm_aiter_mla.kernels.aiter.op import locate_aiter
 
     return locate_aiter()
 
@@ -148,9 +148,9 @@ def vllm_version() -> str | None:
             return None
     except (ImportError, ValueError):
         return None
-    from vllm_aiter_mla.compat import version as release
+    from vllm_aiter_mla.compat import config as compat_config
 
-    return (vllm_distribution() or "").partition(" ")[2] or release.installed()
+    return (vllm_distribution() or "").partition(" ")[2] or compat_config.vllm_version()
 
 
 def vllm_distribution() -> str | None:

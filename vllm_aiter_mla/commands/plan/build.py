@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from vllm_aiter_mla import __version__, decode_limit
+from vllm_aiter_mla import __version__, admission
 from vllm_aiter_mla.admission import LEVELS, ConfigView, Skip, integration_of, why_not_passes
 from vllm_aiter_mla.commands.plan import formulas, kernels, outcome, ranges, serve_options
 from vllm_aiter_mla.commands.plan.kernels import KernelSpan
 from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
-from vllm_aiter_mla.compat import version as compat_version
+from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.kernels import vllm_own
 
 ENGAGED, SOME, PARTIAL, REFUSED, UNKNOWN = "engaged", "some", "partial", "skipped", "unknown"
@@ -19,7 +19,7 @@ ENGAGED, SOME, PARTIAL, REFUSED, UNKNOWN = "engaged", "some", "partial", "skippe
 
 def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
     """The plan as plain containers. Kernels and figures are those of the most frequent kind of layer."""
-    limit = decode_limit.decode_limit(options.max_num_seqs, model.vllm.num_drafts, options.settings.max_token_num)
+    limit = admission.decode_limit(options.max_num_seqs, model.vllm.num_drafts, options.settings.max_token_num)
     against = outcome.engine_reasons(options, model)
     view = outcome.config_view(options, model)
     cut = why_not_passes(view)
@@ -31,7 +31,7 @@ def build(options: ServeOptions, model: ModelFacts) -> dict[str, Any]:
     bf16 = any(kind.layer.weight == "bfloat16" for kind in model.kinds)
     return {
         "plugin": __version__,
-        "vllm": compat_version.installed(),
+        "vllm": compat_config.vllm_version(),
         "model": model.as_record(),
         "arch": options.arch,
         "options": _options(options, model),

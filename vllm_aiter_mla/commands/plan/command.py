@@ -67,7 +67,7 @@ def main(
     # vLLM logs to stdout, where the plan goes.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     at("importing vLLM")
-    from vllm_aiter_mla import evidence
+    from vllm_aiter_mla import files
     from vllm_aiter_mla.commands.plan import build, model, printout, serve_options
     from vllm_aiter_mla.compat.offline import VllmMissingError
     from vllm_aiter_mla.compat.offline_model import NotKnownError
@@ -83,7 +83,7 @@ def main(
         return _wrong(str(error))
     except NotKnownError as error:
         return _wrong(f"not known, vLLM could not be asked about {name} here: {error}")
-    print(json_module.dumps(record | evidence.stamp("plan", 1), indent=1) if as_json else printout.text(record))
+    print(json_module.dumps(record | files.stamp("plan", 1), indent=1) if as_json else printout.text(record))
     if record["outcome"] == build.UNKNOWN:
         return WRONG
     return ENGAGES if record["outcome"] == build.ENGAGED else DOES_NOT

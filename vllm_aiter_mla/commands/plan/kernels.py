@@ -13,12 +13,11 @@ from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
 from vllm_aiter_mla.kernels import select
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
-from vllm_aiter_mla.kernels.aiter.dispatch import PER_HEAD_TOKENS, ViewPolicy
+from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS, ViewPolicy
 from vllm_aiter_mla.kernels.backend import Binding
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.reference_backend import ReferenceBackend
-from vllm_aiter_mla.kernels.shape import LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.triton import backend as triton
 from vllm_aiter_mla.kernels.triton import tiles
 
@@ -112,8 +111,7 @@ def at(chooser: PlannedSelector, inputs: DecodeInputs) -> KernelSpan:
     if isinstance(backend, AiterBackend):
         detail = f"its {backend.kernel_of(inputs)} kernel"
     elif isinstance(backend, triton.TritonBackend):
-        basis = tiles.entry_for(chooser.platform.arch, tokens, inputs.num_heads).basis
-        detail = f"tile {backend.kernel_of(inputs)}, {basis}"
+        detail = f"tile {backend.kernel_of(inputs)}, static choice"
     elif backend is not None:
         detail = "the layer's own attention"
     return KernelSpan(tokens, tokens, None if backend is None else backend.name, detail, choice.skips)
@@ -136,7 +134,6 @@ def _points(limit: int, view: str | int) -> list[int]:
     """The last batch size before every border that a back end knows of, up to ``limit``."""
     borders = {PER_HEAD_TOKENS - 1, *((view - 1,) if isinstance(view, int) and view > 1 else ())}
     borders |= {*(entry.max_tokens for entries in tiles.TABLE.values() for entry in entries)}
-    borders |= {cap.from_tokens - 1 for cap in tiles.CAPS if cap.from_tokens > 1}
     return sorted({border for border in borders if border < limit} | {limit})
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from vllm_aiter_mla.admission import ConfigView, LayerView, Skip, admit_config, admit_layer
 from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
-from vllm_aiter_mla.compat import offline, surface
-from vllm_aiter_mla.compat import version as compat_version
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import offline
 from vllm_aiter_mla.compat.dry_model import MlaLayer
 from vllm_aiter_mla.compat.switches import (
     BATCH_INVARIANT,
@@ -53,14 +53,14 @@ def layer_reasons(options: ServeOptions, model: ModelFacts, kind: Kind) -> list[
 
 def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
     """What the gate would read after vLLM's own defaults; what cuts the graph stands as the user gave it."""
-    version, env = compat_version.installed(), options.env
+    version, env = compat_config.vllm_version(), options.env
     breakable = env.on(BREAKABLE_GRAPHS)
     return replace(
         options.view,
         vllm_version=version,
-        version_supported=compat_version.in_window(version) or options.settings.debug.untested_vllm,
-        missing=surface.missing_capabilities(),
-        op_schema=surface.op_differences() if model.vllm.is_mla else (),
+        version_supported=compat_config.in_window(version) or options.settings.debug.untested_vllm,
+        missing=compat_config.missing_capabilities(),
+        op_schema=compat_config.op_differences() if model.vllm.is_mla else (),
         is_mla=model.vllm.is_mla and not env.on(NO_MLA),
         is_sparse=_is_sparse(model),
         breakable_cudagraph=breakable,
@@ -77,8 +77,8 @@ def layer_view(options: ServeOptions, model: ModelFacts, layer: MlaLayer) -> Lay
         is_sparse=layer.is_sparse,
         kv_cache_dtype=model.vllm.cache_dtype,
         model_dtype=model.vllm.dtype,
-        dcp_world_size=options.view.dcp,
-        pcp_world_size=options.view.pcp,
+        dcp=options.view.dcp,
+        pcp=options.view.pcp,
         hisparse=options.view.hisparse,
         # Heads that the ranks do not divide are vLLM's own skip, not a wrong geometry.
         num_heads=heads_per_rank(options, layer.heads) or layer.heads,

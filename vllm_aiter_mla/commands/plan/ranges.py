@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_aiter_mla import decode_limit
+from vllm_aiter_mla import admission
 from vllm_aiter_mla.admission import ConfigView, integration_of
 from vllm_aiter_mla.commands.plan.model import ModelFacts
 from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
@@ -46,14 +46,14 @@ def compile_ranges(options: ServeOptions, model: ModelFacts, limit: int, view: C
     passes = integration_of(view) == "passes"
     try:
         more, note = _all_reduce_endpoint(options, model)
-        wanted = decode_limit.endpoints_with(more, limit) if passes else more
+        wanted = admission.endpoints_with(more, limit) if passes else more
         ends = offline.compile_range_ends(options.parsed, wanted, options.max_num_batched_tokens)
     except Exception as error:
         return {"ranges": (), "inside": 0, "note": _not_known(error)}
     ranges = tuple(zip([1, *(end + 1 for end in ends)], ends, strict=False))
     return {
         "ranges": ranges,
-        "inside": passes * sum(decode_limit.within_limit(end, limit) for end in ends),
+        "inside": passes * sum(admission.within_limit(end, limit) for end in ends),
         "note": note,
     }
 

@@ -14,7 +14,6 @@ from typing import Any
 from vllm_aiter_mla.admission import ConfigView
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import offline, switches
-from vllm_aiter_mla.compat import version as compat_version
 from vllm_aiter_mla.compat.batch_defaults import BatchDefaultsError, batch_defaults
 from vllm_aiter_mla.compat.offline import OptionError
 from vllm_aiter_mla.compat.switches import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
@@ -123,7 +122,7 @@ def read(arguments: Sequence[str], name: str, arch: str, env: Environment) -> Se
     _check_speculation(parsed)
     notes: list[str] = []
     seqs, batched = _batch_defaults(parsed, arch)
-    from_server = f"{seqs}, the API server's default in vLLM {compat_version.installed()} on {arch}"
+    from_server = f"{seqs}, the API server's default in vLLM {compat_config.vllm_version()} on {arch}"
     sixteen = "16 assumed; the backend may choose another, which may change AITER's kernel"
     return ServeOptions(
         arch=arch,
@@ -156,7 +155,7 @@ def _batch_defaults(parsed: Any, arch: str) -> tuple[int, int]:
         return batch_defaults(name, gibibytes << 30, parsed)
     except BatchDefaultsError as error:
         raise OptionError(
-            f"{' and '.join(BATCH)}: the defaults of vLLM {compat_version.installed()} on {arch} "
+            f"{' and '.join(BATCH)}: the defaults of vLLM {compat_config.vllm_version()} on {arch} "
             f"are not known ({error}); give both"
         ) from error
 
@@ -215,6 +214,6 @@ def about_the_card(options: ServeOptions, bf16_weight: bool) -> list[str]:
     for name in (FP8_BMM, FP4_BMM) if arch == "gfx950" and bf16_weight else (FP8_BMM,):
         if env.origins[name] == "default":
             state, other, value = ("on", "without", 0) if env.on(name) else ("off", "with", 1)
-            default = f"{state}, the default of vLLM {compat_version.installed()}"
+            default = f"{state}, the default of vLLM {compat_config.vllm_version()}"
             notes.append(f"{name} is unset: {default}; plan {other} it by --env {name}={value}")
     return notes

@@ -22,7 +22,7 @@ def report(
     One HTML file without scripts, fonts or images from elsewhere; it opens without a network and on a phone. Every
     figure is also in a table. Exits 2 when an input cannot be shown, and writes nothing then.
     """
-    from vllm_aiter_mla import evidence
+    from vllm_aiter_mla import files
     from vllm_aiter_mla.commands import outputs
     from vllm_aiter_mla.commands.printable import line
     from vllm_aiter_mla.commands.report.inputs import InputError
@@ -31,7 +31,7 @@ def report(
     try:
         outputs.check({"--out": out})
         page = html_of(inputs)
-        evidence.write_text(out, page)
+        files.write_text(out, page)
     except (InputError, NoTemplateEngineError, outputs.OutputError) as error:
         typer.echo(line(f"report: {error}"), err=True)
         raise typer.Exit(2) from error

@@ -1,8 +1,7 @@
 """AMD's AITER as a kernel back end.
 
-``locate`` finds it without importing it, ``module`` imports it, ``contract`` says what it must never be given,
-``dispatch`` which of its kernels will run, ``tables`` holds the cos and sin halves it reads, ``backend`` calls it.
-docs/aiter.md tells the whole.
+``op`` finds AITER without importing it, then imports it. ``contract`` says what AITER must never be given, ``route``
+which of its kernels will run, ``backend`` calls it. docs/aiter.md has the details.
 
-Nothing is imported here: `doctor` runs ``locate`` where there is no torch.
+Nothing is imported here: `doctor` runs ``op`` on machines without torch.
 """

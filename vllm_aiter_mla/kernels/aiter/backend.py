@@ -10,33 +10,26 @@ import torch
 
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter import contract
-from vllm_aiter_mla.kernels.aiter.dispatch import (
-    PER_HEAD_TOKENS,
-    Route,
-    ViewPolicy,
-    apply_view,
-    route_of,
-)
-from vllm_aiter_mla.kernels.aiter.module import Op, load_op
-from vllm_aiter_mla.kernels.aiter.tables import Halves, TableHalves
-from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
-from vllm_aiter_mla.kernels.capture import KernelCaptureError, is_capturing
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, layer_key
+from vllm_aiter_mla.kernels.aiter.op import Op, load_op
+from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS, Route, ViewPolicy, apply_view, route_of
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, KernelCaptureError, is_capturing
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.settings import AITER_VIEWS
+
+Halves = tuple[torch.Tensor, torch.Tensor]
 
 
 class AiterBackend(KernelBackend):
     """``KernelBackend`` over ``fused_qk_rope_concat_and_cache_mla``.
 
-    A row with slot -1 is defined: the op is asked for all rows (``compute_all_q_rope=True``), on kernels that honour
-    it only. Rows beyond the slot mapping (S < T) are not written by AITER and stay uninitialised; see
-    :meth:`defined_rows`.
+    A row with slot -1 is defined: only kernels that honour ``compute_all_q_rope=True`` are used, and they are asked for
+    all rows. AITER does not write rows beyond the slot mapping (S < T), which stay uninitialised: ``defined_rows``.
 
     Args:
         platform: the card.
         op: AITER's op; imported and checked by default.
-        view: how the cache is handed over, hence which kernel runs; see ``route_of``.
+        view: how the cache is handed over, which decides the kernel that runs; see ``route_of``.
         capturing: whether a graph is being captured.
         missing: why a weight's product cannot be called in this process, or None.
 
@@ -59,17 +52,16 @@ class AiterBackend(KernelBackend):
             raise ValueError(f"view: one of {', '.join(AITER_VIEWS)} or a number of tokens expected, got {view!r}")
         self.platform = platform
         self.view = view
-        self.tables = TableHalves(capturing)
         self._op = load_op() if op is None else op
         self._capturing = capturing
         self._missing = missing
-        self._warm: set[tuple[Any, ...]] = set()
+        self._tables: dict[tuple[Any, ...], tuple[torch.UntypedStorage, Halves]] = {}
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
-        """See the base class: the route and the layer's key are found here, once per call shape.
+        """See the base class: finds the route, once per call shape.
 
-        The result of the run is contiguous, and only its first :meth:`defined_rows` rows mean anything. The run raises
-        KernelCaptureError at the first call of a layer shape, or of a rotary table, during a graph capture.
+        The result of the run is contiguous, and only its first ``defined_rows`` rows mean anything. The run raises
+        KernelCaptureError if the first call with a rotary table comes during a graph capture.
         """
         if has_no_rows(inputs):
             return Binding(DecodeInputs.new_query)
@@ -84,46 +76,56 @@ class AiterBackend(KernelBackend):
         reason = contract.kernel_violation(route, inputs.num_heads, tokens)
         if reason is not None:
             return reason
-        widths = [inputs.nope_dim, inputs.rope_dim]
-        return Binding(partial(self._run, route, layer_key(inputs), widths), route.kernel, route.numerics)
+        return Binding(partial(self._run, route, [inputs.nope_dim, inputs.rope_dim]), route.kernel, route.numerics)
 
-    def _run(self, route: Route, key: tuple[Any, ...], widths: list[int], inputs: DecodeInputs) -> torch.Tensor:
-        is_warm = key in self._warm
-        if not is_warm:
-            self._guard_capture(inputs)
+    def _run(self, route: Route, widths: list[int], inputs: DecodeInputs) -> torch.Tensor:
         q_out = inputs.new_query()
-        halves = self.tables.halves(inputs.cos_sin_cache)
+        halves = self.halves(inputs.cos_sin_cache)
         # Tensor.split goes through Python and takes twice as long.
         q_nope, q_pe = torch.split_with_sizes(inputs.q, widths, -1)
         launch(self._op, inputs.weight.product(q_nope), q_pe, inputs, q_out, halves, route)
-        if not is_warm:
-            self._warm.add(key)
         return q_out
 
+    def halves(self, table: torch.Tensor) -> Halves:
+        """Return (cos, sin), each [max_position, R/2], contiguous, of a rotary table [max_position, R].
+
+        vLLM keeps one table per rotary embedding for all layers. AITER takes two and reads their rows densely whatever
+        their stride: ``table.chunk(2, -1)`` would be silent garbage, and a copy per call a launch per layer and step.
+        So the halves are made once. They are kept by the table's address, because a compiled graph hands over another
+        alias of the same memory at every call. A table that is overwritten in place is not noticed.
+
+        Raises:
+            KernelCaptureError: the halves must be made while a graph is being captured.
+        """
+        key = (table.data_ptr(), table.shape, table.dtype)
+        kept = self._tables.get(key)
+        if kept is None:
+            if self._capturing():
+                raise KernelCaptureError(
+                    "the cos/sin table is new, and a graph is being captured: run the layer once outside the capture "
+                    "(warm-up) before"
+                )
+            cos, sin = table.chunk(2, dim=-1)
+            # With the table's memory, so that no other table can come to lie there.
+            kept = self._tables.setdefault(key, (table.untyped_storage(), (cos.contiguous(), sin.contiguous())))
+        return kept[1]
+
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
-        """See the base class: both sides of where the view changes kernels, and where AITER itself does."""
+        """See the base class: both sides of the count at which the view changes kernels, and AITER's own."""
         view = (max(self.view - 1, 1), self.view) if isinstance(self.view, int) else ()
         return (*view, PER_HEAD_TOKENS)
 
     def absorbed(self, inputs: DecodeInputs) -> torch.Tensor:
-        """[T, N, 512] in the activation dtype, by the product that vLLM calls for this form of the weight."""
+        """Return [T, N, 512] in the activation dtype, by the product that vLLM calls for this weight format."""
         return inputs.weight.product(inputs.q_nope)
 
     def defined_rows(self, inputs: DecodeInputs) -> int:
-        """How many leading rows of the result are defined: one per slot, padded slots included."""
+        """Return how many leading rows of the result are defined: one per slot, padded slots included."""
         return inputs.slot_mapping.shape[0]
-
-    def _guard_capture(self, inputs: DecodeInputs) -> None:
-        if self._capturing():
-            raise KernelCaptureError(
-                f"first AITER call of a layer shape ({inputs.num_heads} heads, {inputs.kv_cache.dtype} cache, "
-                f"{inputs.out_dtype} query) during a graph capture: AITER would load or compile its module inside it; "
-                "run the self-check or one eager step of the layer on every rank before capturing"
-            )
 
 
 def has_no_rows(inputs: DecodeInputs) -> bool:
-    """No token or no slot: AITER's grid would be empty, which HIP refuses."""
+    """Return whether there is no token or no slot: AITER's grid would be empty, which HIP does not accept."""
     return inputs.num_tokens == 0 or inputs.slot_mapping.shape[0] == 0
 
 

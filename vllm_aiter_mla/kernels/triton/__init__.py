@@ -2,13 +2,13 @@
 
 It is written for ROCm and CUDA and has run on neither: docs/triton.md.
 
-Callers use ``backend.TritonBackend``. Nothing here imports vLLM, and this file imports nothing at all, so that the
-command line can ask for the back end's name on a machine without Triton.
+``kernel`` is the kernel, ``launcher`` launches it, ``tiles`` chooses its tile, ``backend`` says which calls it takes.
+Nothing here imports vLLM. ``backend`` and ``tiles`` do not import Triton, so that `plan` runs without it.
 """
 
 import os
 
 
 def interpreted() -> bool:
-    """Whether this process was started with TRITON_INTERPRET=1: its Triton kernels then run on CPU tensors."""
+    """Return whether this process was started with TRITON_INTERPRET=1: its Triton kernels then run on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels import capture, fp8
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError
+from vllm_aiter_mla.kernels import backend, formats
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.triton import interpreted
+from vllm_aiter_mla.kernels.triton.backend import weight_view
 from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
 from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, Entry, Tile, entry_for
-from vllm_aiter_mla.kernels.triton.weights import Operand, operand
 
 
 @lru_cache(maxsize=1)
 def current_arch() -> str:
-    """gfx942, gfx950, sm90, ...: the architecture of the current GPU, or "interpreter".
+    """Return the architecture of the current GPU: gfx942, gfx950, sm90, ..., or "interpreter".
 
     Raises:
         RuntimeError: Triton finds no GPU driver.
@@ -35,14 +35,14 @@ def current_arch() -> str:
 
 
 def program_count(tokens: int, heads: int, slots: int, latent: int, tile: Tile) -> int:
-    """Size of the one-dimensional grid; the kernel's docstring says what the programs are."""
+    """Return the size of the one-dimensional grid; the kernel's docstring says what the programs are."""
     query = heads * _ceil(tokens, tile.block_t) * (latent // min(tile.block_l, latent))
     rope = _ceil(tokens * heads, tile.rope_rows)
     return query + rope + _ceil(slots, tile.rope_rows) + _ceil(slots, tile.kv_rows)
 
 
 def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
-    """The kernel's compile-time arguments for these operands. Metadata only."""
+    """Return the kernel's compile-time arguments for these operands. Metadata only."""
     return {
         "N": inputs.num_heads,
         "P": inputs.nope_dim,
@@ -52,7 +52,7 @@ def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
         "IS_NEOX": inputs.is_neox,
         "Q_FP8_MAX": _fp8_max(inputs.out_dtype),
         "KV_FP8_MAX": _fp8_max(inputs.kv_cache.dtype),
-        "W_FP8_MAX": weight(inputs).fp8_max,
+        "W_FP8_MAX": _fp8_max(inputs.weight.values.dtype),
         "BLOCK_T": tile.block_t,
         "BLOCK_L": min(tile.block_l, inputs.latent_dim),
         "ROPE_ROWS": tile.rope_rows,
@@ -61,9 +61,9 @@ def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
 
 
 def strides(inputs: DecodeInputs) -> tuple[int, ...]:
-    """The kernel's stride arguments in its order, in elements."""
-    held, q, cache = weight(inputs), inputs.q, inputs.kv_cache
-    w = held.values
+    """Return the kernel's stride arguments in its order, in elements; zeros for scales that it does not step over."""
+    q, cache, scale = inputs.q, inputs.kv_cache, inputs.weight.scale
+    w = weight_view(inputs.weight)
     return (
         _row_stride(q, 0),
         _row_stride(q, 1),
@@ -72,23 +72,11 @@ def strides(inputs: DecodeInputs) -> tuple[int, ...]:
         _row_stride(w, 0),
         w.stride(1),
         w.stride(2),
-        *held.scale_strides,
+        *(scale.stride() if scale is not None and inputs.weight.format == "mxfp4" else (0, 0, 0)),
         _row_stride(inputs.cos_sin_cache, 0),
         _row_stride(cache, 0),
         _row_stride(cache, 1),
     )
-
-
-def weight(inputs: DecodeInputs) -> Operand:
-    """What the kernel loads of the weight.
-
-    Raises:
-        KernelInputError: its form is none that the kernel multiplies by.
-    """
-    found = operand(inputs.weight)
-    if isinstance(found, str):
-        raise KernelInputError(f"triton: {found}")
-    return found
 
 
 def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
@@ -105,8 +93,7 @@ def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
         return out
     slots = inputs.slot_mapping.shape[0] if inputs.kv_cache.numel() else 0
     compile_time = constants(inputs, tile)
-    w = weight(inputs)
-    tensors = (inputs.q, inputs.k_pe, inputs.kv_c, w.values, inputs.kv_cache, out)
+    tensors = (inputs.q, inputs.k_pe, inputs.kv_c, weight_view(inputs.weight), inputs.kv_cache, out)
     steps = strides(inputs)
     _require_compiled(_variant(tensors, steps, compile_time, tile))
     options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
@@ -120,7 +107,7 @@ def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
         inputs.cos_sin_cache,
         inputs.k_scale,
         inputs.q_scale,
-        w.scale,
+        inputs.weight.scale,
         tokens,
         slots,
         inputs.cos_sin_cache.shape[0] - 1,
@@ -132,7 +119,7 @@ def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
 
 
 def entry(inputs: DecodeInputs, tokens: int | None = None) -> Entry:
-    """The table's entry for these operands, or for ``tokens`` rows of the same layer."""
+    """Return the table's entry for these operands, or for ``tokens`` rows of the same layer."""
     return entry_for(current_arch(), inputs.num_tokens if tokens is None else tokens, inputs.num_heads)
 
 
@@ -140,9 +127,9 @@ def warm_up(template: DecodeInputs, token_counts: Iterable[int]) -> tuple[Tile, 
     """Compile and load every variant that captures of ``token_counts`` rows need. Call it outside capture.
 
     One launch per distinct tile, on the first row of ``template`` with no slot: it reads one row, writes a fresh query
-    and no byte of the cache. One row is enough because T, S and the table's length are not specialised on: what
-    decides a variant is the tile, the dtypes, the strides' and pointers' alignment and the constants of the layer,
-    which the row shares with every batch of its layer.
+    and no byte of the cache. One row is enough because T, S and the table's length are not specialised on. What
+    decides a variant is the tile, the dtypes, the strides' and pointers' alignment and the constants of the layer:
+    the row shares them with every batch of its layer.
 
     Args:
         template: operands of the layer with the strides they will have, at least one row.
@@ -186,8 +173,8 @@ def _require_compiled(variant: tuple[Any, ...]) -> None:
     """Note a variant that is about to be compiled, unless a capture is under way, which must not compile."""
     if variant in _compiled:
         return
-    if capture.is_capturing():
-        raise capture.KernelCaptureError(
+    if backend.is_capturing():
+        raise backend.KernelCaptureError(
             "triton: a graph is being captured and this variant is not compiled; call warm_up before"
         )
     _compiled.add(variant)
@@ -200,7 +187,7 @@ def _row_stride(tensor: torch.Tensor, dim: int) -> int:
 
 
 def _fp8_max(dtype: torch.dtype) -> float:
-    return fp8.flavour_of(dtype).max if fp8.is_fp8(dtype) else 0.0
+    return formats.flavour_of(dtype).max if formats.is_fp8(dtype) else 0.0
 
 
 def _ceil(a: int, b: int) -> int:

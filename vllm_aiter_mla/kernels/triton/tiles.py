@@ -1,15 +1,13 @@
 """Which tile shape a call gets: a small fixed table, never an autotuner at serving time.
 
-Every entry says what it rests on: a measurement, or the words "static choice", which mean that it follows from the
-compiled code (registers, LDS, number of programs) and that nobody has timed it. At present nobody has timed any.
-No torch here, so that the ahead-of-time gate runs wherever Triton alone does.
+The entries follow from the compiled code (registers, LDS, number of programs); nobody has timed them.
+Neither torch nor Triton is imported here: the kernel compiles without torch, and `plan` runs without Triton.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-STATIC = "static choice"
 NO_LIMIT = 1 << 31
 
 
@@ -41,12 +39,11 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tile, the calls it is for (tokens and heads up to these, first match), and what the choice rests on."""
+    """A tile and the calls it is for: tokens and heads up to these, first match."""
 
     max_tokens: int
     max_heads: int
     tile: Tile
-    basis: str = STATIC
 
 
 # 64 columns of bfloat16 are one 128-byte line of W_UK_T. A 64 x 64 tile takes 16 KiB of LDS on ROCm and 88 registers
@@ -81,41 +78,18 @@ TABLE: dict[str, tuple[Entry, ...]] = {
 # Any other GPU that Triton compiles for: the shapes with the smallest demands.
 FALLBACK = (_SKINNY, _SHORT, Entry(NO_LIMIT, NO_LIMIT, _PLAIN))
 
-
-@dataclass(frozen=True, slots=True)
-class Cap:
-    """Where the one launch was measured slower than the unfused sequence: declined from ``from_tokens`` on.
-
-    Attributes:
-        arch: as in ``TABLE``.
-        heads: query heads of the rank.
-        quantised: whether the prepared query is fp8.
-        from_tokens: first measured T at which the ratio fell below 1.
-        basis: card, versions and file of the measurement.
-    """
-
-    arch: str
-    heads: int
-    quantised: bool
-    from_tokens: int
-    basis: str
-
-
-# Not measured: no cap. `vllm-aiter-mla bench` prints the entries its figures call for.
-CAPS: tuple[Cap, ...] = ()
-
 # Width of the reduction block: DeepSeek's whole nope width, so that all loads of a tile are under way at once. It is
-# also the group in which AITER's fp8 GEMM quantises a query row (``absorb.fp8.GROUP``): each block has one scale a row.
+# also the group in which AITER's fp8 GEMM quantises a query row (``absorb.FP8_GROUP``): each block has one scale a row.
 BLOCK_K = 128
-# The one card of the table whose matrix instructions scale mxfp4 as they multiply; vLLM holds such weights there alone.
+# The one card of the table whose matrix instructions scale mxfp4 as they multiply; vLLM holds such weights only there.
 MXFP4_ARCH = "gfx950"
 # The compiler's default differs between Triton's releases. Products of two bfloat16 or two float16 values are exact in
-# float32, so a fused multiply-add changes no byte of the rotation; off is the pinned choice all the same.
+# float32, so a fused multiply-add changes no byte of the rotation. It is pinned to off.
 FP_FUSION = False
 
 
 def entry_for(arch: str, tokens: int, heads: int) -> Entry:
-    """The first entry of ``arch`` that covers ``tokens`` and ``heads``; unknown architectures get the fallback."""
+    """Return the first entry of ``arch`` that covers ``tokens`` and ``heads``; unknown cards get the fallback."""
     for entry in TABLE.get(arch, FALLBACK):
         if tokens <= entry.max_tokens and heads <= entry.max_heads:
             return entry
@@ -123,18 +97,10 @@ def entry_for(arch: str, tokens: int, heads: int) -> Entry:
 
 
 def tried_counts(arch: str, heads: int) -> tuple[int, ...]:
-    """One token count for each tile that ``arch`` runs: the fullest it takes, or one row more than its block holds."""
+    """Return one token count for each tile of ``arch``: the fullest it takes, or one row more than its block holds."""
     first, found = 1, {}
     for entry in TABLE.get(arch, FALLBACK):
         if heads <= entry.max_heads and first <= entry.max_tokens:
             found[entry.tile] = min(entry.max_tokens, max(first, entry.tile.block_t + 1))
             first = entry.max_tokens + 1
     return tuple(found.values())
-
-
-def cap_for(arch: str, heads: int, quantised: bool, tokens: int) -> Cap | None:
-    """The measured cap this call falls under, or None."""
-    for cap in CAPS:
-        if (cap.arch, cap.heads, cap.quantised) == (arch, heads, quantised) and tokens >= cap.from_tokens:
-            return cap
-    return None

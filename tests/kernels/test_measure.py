@@ -1,0 +1,210 @@
+"""The measured choice with a made-up clock: what is chosen, what noise may do, and what is kept between starts."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.made_up_clock import ORDER, MadeUpClock, Named, costs
+from vllm_aiter_mla.kernels import absorb, measure
+from vllm_aiter_mla.kernels.backend import Binding
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation, synthetic_inputs
+
+SHAPE = LayerShape(2, 16, torch.bfloat16, torch.bfloat16, 4, False, latent=32, rope=16)
+SLOW, QUICK = 10.0, 8.0
+EQUAL = costs(aiter=1, triton=1, vllm=1)
+
+
+def timed(
+    clock: MadeUpClock, counts: Sequence[int] = (1, 2, 4), budget: measure.Budget | None = None, **most: int
+) -> measure.Rounds:
+    backends = {name: Named(name, most.get(name, 1 << 30)) for name in ORDER}
+    with pytest.MonkeyPatch.context() as patch:
+        clock.install(patch)
+        weight = synthetic_inputs(SHAPE).weight
+        return measure.time_shape(backends, SHAPE, weight, counts, budget or measure.Budget())
+
+
+def chosen(clock: MadeUpClock, **options: Any) -> measure.Ranges:
+    return measure.ranges(timed(clock, **options), ORDER)
+
+
+def best_by_tokens(name: str, tokens: int) -> float:
+    return QUICK if name == ("triton" if tokens <= 2 else "aiter" if tokens <= 8 else "vllm") else SLOW
+
+
+CHOICES: dict[str, tuple[MadeUpClock, dict[str, Any], measure.Ranges]] = {
+    "the fastest at each token count": (
+        MadeUpClock(best_by_tokens),
+        {"counts": (1, 2, 4, 8, 13)},
+        ((1, 2, "triton"), (3, 8, "aiter"), (9, 13, "vllm")),
+    ),
+    "vLLM where nothing is faster": (MadeUpClock(costs(aiter=SLOW, triton=SLOW, vllm=SLOW)), {}, ((1, 4, "vllm"),)),
+    "vLLM below the margin": (MadeUpClock(costs(aiter=9.8, triton=SLOW, vllm=SLOW)), {}, ((1, 4, "vllm"),)),
+    "another above it": (MadeUpClock(costs(aiter=9.6, triton=SLOW, vllm=SLOW)), {}, ((1, 4, "aiter"),)),
+    "a tie by the static order": (MadeUpClock(costs(aiter=8.0, triton=7.9, vllm=SLOW)), {}, ((1, 4, "aiter"),)),
+    "no tie": (MadeUpClock(costs(aiter=8.0, triton=7.5, vllm=SLOW)), {}, ((1, 4, "triton"),)),
+    "not what declines a count": (
+        MadeUpClock(costs(aiter=9.0, triton=QUICK, vllm=SLOW)),
+        {"triton": 2},
+        ((1, 2, "triton"), (3, 4, "aiter")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_runs(name: str) -> None:
+    clock, options, wanted = CHOICES[name]
+    assert chosen(clock, **options) == wanted
+
+
+def test_outliers_in_a_few_rounds_change_nothing() -> None:
+    quick = costs(aiter=QUICK, triton=SLOW, vllm=SLOW)
+    for seed in range(20):
+        rounds = timed(MadeUpClock(quick, noise=0.005, seed=seed))
+        for by in rounds.values():
+            by["aiter"][seed % measure.ROUNDS] *= 20
+            by["vllm"][(seed + 3) % measure.ROUNDS] /= 20
+        assert measure.ranges(rounds, ORDER) == ((1, 4, "aiter"),)
+
+
+def slower_choices(noise: float, starts: int) -> int:
+    """Token counts, over many starts, at which something ran that is truly slower than vLLM by over the margin."""
+    truth = {"aiter": SLOW * 1.035, "triton": SLOW * 1.05, "vllm": SLOW}
+    draw, wrong = random.Random(7), 0
+    for _ in range(starts):
+        names = {n: [t * draw.lognormvariate(0, noise) for _ in range(measure.ROUNDS)] for n, t in truth.items()}
+        wrong += truth[measure.fastest(names, ORDER)] > SLOW * (1 + measure.MARGIN)
+    return wrong
+
+
+def test_a_noisy_clock_never_chooses_something_slower_by_more_than_the_margin() -> None:
+    assert slower_choices(noise=0.05, starts=5000) == 0
+
+
+def test_a_noisy_clock_still_finds_what_is_clearly_faster() -> None:
+    quick = costs(aiter=SLOW, triton=QUICK, vllm=SLOW)
+    assert {chosen(MadeUpClock(quick, noise=0.03, seed=seed)) for seed in range(20)} == {((1, 4, "triton"),)}
+
+
+@pytest.mark.mutation
+def test_mutation_a_choice_by_medians_without_the_margin_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "beats", lambda a, b: statistics.median(a) < statistics.median(b))
+    assert slower_choices(noise=0.05, starts=5000) > 0
+    with pytest.raises(AssertionError):
+        test_what_runs("vLLM below the margin")
+
+
+@pytest.mark.mutation
+def test_mutation_a_margin_of_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "MARGIN", 0.0)
+    with pytest.raises(AssertionError):
+        test_what_runs("a tie by the static order")
+
+
+@pytest.mark.parametrize(
+    ("limit", "first", "last"), [(1024, 10, (512, 1024)), (2048, 11, (1024, 2048)), (48, 6, (32, 48)), (1, 0, (1,))]
+)
+def test_the_token_counts_are_powers_of_two_and_end_at_the_limit(limit: int, first: int, last: tuple[int, ...]) -> None:
+    counts = measure.token_counts(limit)
+    assert counts[:-1] == tuple(1 << power for power in range(first))
+    assert counts[-2:] == last
+
+
+def test_the_budget_is_one_for_all_shapes_of_a_rank_and_ends_the_timing() -> None:
+    clock, budget = MadeUpClock(EQUAL, replay_s=0.02), measure.Budget()
+    timed(clock, (1, 2), budget)
+    assert measure.BUDGET_S - budget.left == pytest.approx(2 * 13 * 3 * 0.02)
+    with pytest.raises(measure.OverBudgetError, match="more than the 3 s that it may take, after 1 of 3 token counts"):
+        timed(clock, (1, 2, 4), budget)
+    assert clock.seconds < measure.BUDGET_S + 3 * 0.02
+
+
+@pytest.mark.parametrize("key", [("plain",), ("fp8", torch.float8_e4m3fn)])
+def test_the_weights_of_a_sweep_are_cold_and_keep_their_strides(key: tuple[Any, ...]) -> None:
+    drawn = torch.randn(4, 16, 2).to(torch.bfloat16).permute(2, 1, 0)
+    weight = absorb.make(drawn, key)
+    copies = measure.cold_weights(weight, resident=1 << 14)
+    assert len(copies) * measure.bytes_of(weight) >= 2 << 14
+    assert len({copy.values.data_ptr() for copy in copies}) == len(copies)
+    for (_, first), (_, last) in zip(weight.tensors, copies[-1].tensors, strict=True):
+        assert last.stride() == first.stride()
+        assert torch.equal(last.float(), first.float())
+
+
+def test_a_sweep_draws_no_number_of_the_process() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    timed(MadeUpClock(EQUAL))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+KEY = {"card": "a card", "driver": "1", "shape": "2 heads", "counts": [1, 2, 4], "candidates": list(ORDER)}
+
+
+def test_two_starts_choose_the_same_because_the_figures_are_kept(tmp_path: Path) -> None:
+    rounds = timed(MadeUpClock(costs(aiter=9.68, triton=9.72, vllm=SLOW), noise=0.02, seed=1))
+    measure.write(tmp_path, KEY, rounds)
+    assert measure.read(tmp_path, KEY) == rounds
+
+
+@pytest.mark.parametrize("part", ["card", "driver", "shape"])
+def test_figures_of_another_card_driver_or_shape_are_not_read(tmp_path: Path, part: str) -> None:
+    measure.write(tmp_path, KEY, timed(MadeUpClock(EQUAL)))
+    assert measure.read(tmp_path, KEY | {part: "another"}) is None
+
+
+SPOILT: dict[str, Callable[[dict[str, Any]], str]] = {
+    "half a file": lambda data: json.dumps(data)[:100],
+    "another key": lambda data: json.dumps(data | {"key": KEY | {"card": "another"}}),
+    "no key": lambda data: json.dumps({"rounds": data["rounds"]}),
+    "no rounds": lambda data: json.dumps({"key": KEY}),
+    "a list": lambda data: "[]",
+    "rounds of text": lambda data: json.dumps(data | {"rounds": "none"}),
+    "too large": lambda data: " " * (measure.LARGEST_FILE + 1),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
+def test_a_broken_or_foreign_file_is_a_miss(tmp_path: Path, spoil: Callable[[Any], str]) -> None:
+    measure.write(tmp_path, KEY, timed(MadeUpClock(EQUAL)))
+    path = measure.path_of(tmp_path, KEY)
+    path.write_text(spoil(json.loads(path.read_text())))
+    assert measure.read(tmp_path, KEY) is None
+
+
+def test_ranks_agree_by_the_slowest_and_on_what_all_have_timed() -> None:
+    one = {1: {"aiter": [8.0], "vllm": [10.0], "triton": [5.0]}, 2: {"aiter": [8.0], "vllm": [10.0]}}
+    two = {1: {"aiter": [9.9], "vllm": [9.0]}}
+    assert measure.slowest([one, two]) == measure.slowest([two, one]) == {1: {"aiter": [9.9], "vllm": [10.0]}}
+
+
+@pytest.mark.gpu
+def test_a_real_device_times_two_kernels_and_gives_its_memory_back() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    pytest.importorskip("triton")
+    from vllm_aiter_mla.commands.bench import baselines
+    from vllm_aiter_mla.kernels.triton.backend import TritonBackend
+
+    class Unfused(Named):
+        def bind(self, inputs: DecodeInputs) -> Binding | str:
+            return contract_violation(inputs) or Binding(baselines.unfused)
+
+    shape = LayerShape(16, 128, torch.bfloat16, torch.bfloat16, 64, False, device="cuda")
+    before = torch.cuda.memory_reserved()
+    found = {"triton": TritonBackend(), "vllm": Unfused("vllm")}
+    weight = synthetic_inputs(shape).weight
+    rounds = measure.time_shape(found, shape, weight, measure.token_counts(256), measure.Budget())
+    del weight
+    measure.give_back()
+    assert set(rounds[256]) == {"triton", "vllm"}
+    assert all(0.1 < value < 1e5 for by in rounds.values() for values in by.values() for value in values)
+    assert torch.cuda.memory_reserved() <= before + (32 << 20)

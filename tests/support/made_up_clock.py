@@ -1,0 +1,70 @@
+"""Kernels that are the reference and a clock with made-up figures, in the place of a card's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from vllm_aiter_mla.kernels import measure, reference
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+
+ORDER = ("aiter", "triton", "vllm")
+Cost = Callable[[str, int], float]
+"""Microseconds per call of a candidate at a number of tokens."""
+
+
+class Named(KernelBackend):
+    """The reference under another name; takes at most ``most`` tokens."""
+
+    def __init__(self, name: str, most: int = 1 << 30) -> None:
+        self.name, self.most = name, most  # type: ignore[misc]
+
+    def bind(self, inputs: DecodeInputs) -> Binding | str:
+        if inputs.num_tokens > self.most:
+            return f"{inputs.num_tokens} tokens are too many"
+        return contract_violation(inputs) or Binding(Reference(self.name))
+
+
+class Reference:
+    """The reference as a function that knows whose it is."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, inputs: DecodeInputs) -> Any:
+        return reference.prepare(inputs)
+
+
+class MadeUpClock:
+    """Costs by a function, with noise from a seeded generator; ``replay_s`` seconds a replay."""
+
+    def __init__(self, cost: Cost, noise: float = 0.0, seed: int = 0, replay_s: float = 0.0) -> None:
+        self.cost, self.noise, self.replay_s = cost, noise, replay_s
+        self.draw, self.seconds, self.given_back = random.Random(seed), 0.0, 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let ``measure`` use this clock."""
+        monkeypatch.setattr(measure, "now", lambda: self.seconds)
+        monkeypatch.setattr(measure, "cache_bytes", lambda: 4096)
+        monkeypatch.setattr(measure, "record", lambda run, calls: self.record(run, calls))
+        monkeypatch.setattr(measure, "give_back", self.give_back)
+
+    def record(self, run: Any, calls: Sequence[DecodeInputs]) -> measure.Replay:
+        tokens = calls[0].num_tokens
+
+        def replay() -> float:
+            self.seconds += self.replay_s
+            return self.cost(run.name, tokens) * self.draw.lognormvariate(0.0, self.noise)
+
+        return replay
+
+    def give_back(self) -> None:
+        self.given_back += 1
+
+
+def costs(**by_name: float) -> Cost:
+    return lambda name, tokens: by_name[name]

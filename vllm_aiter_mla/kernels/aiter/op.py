@@ -1,0 +1,183 @@
+"""Find a usable AITER without importing it, then import it and hand out its fused op.
+
+``import aiter`` wants a visible AMD card, runs rocminfo and may start a compiler. So ``locate_aiter`` finds the package
+through the import system and reads it as text. `doctor` runs it without torch, so this file imports torch late.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+OP = "fused_qk_rope_concat_and_cache_mla"
+MODULE = "module_cache"  # the extension module that holds the op
+REQUIRED = (
+    "q_nope", "q_pe", "kv_c", "k_pe", "kv_cache", "q_out", "slot_mapping", "k_scale", "q_scale", "positions",
+    "cos_cache", "sin_cache", "is_neox", "is_nope_first", "compute_all_q_rope",
+)  # fmt: skip
+FIRST_GOOD = "0.1.19.post1"  # the first release with ROCm/aiter#4342
+INSTALL = f"install amd-aiter {FIRST_GOOD} or newer (PyPI's `aiter` is another project)"
+
+Op = Callable[..., None]
+
+
+class AiterUnavailableError(RuntimeError):
+    """AITER cannot be used in this process; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class AiterInstall:
+    """What was found, and why AITER cannot be used.
+
+    Attributes:
+        reason: one sentence why AITER cannot be used, or None.
+        package: the directory of the ``aiter`` package, or None.
+        distribution: name and version of the distribution it belongs to ("amd-aiter 0.1.20"), or None.
+        editable: whether that distribution is a development install.
+        signature: the op's argument names as its source has them.
+        prebuilt: whether the extension module is already built; if not, the first call compiles it (minutes).
+    """
+
+    reason: str | None
+    package: Path | None = None
+    distribution: str | None = None
+    editable: bool = False
+    signature: tuple[str, ...] = ()
+    prebuilt: bool = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be imported."""
+        return self.reason is None
+
+
+def locate_aiter() -> AiterInstall:
+    """Look for AITER on this interpreter's path. Imports nothing, starts nothing, never raises."""
+    spec = _find_spec()
+    distribution, editable = _distribution()
+    if spec is None:
+        if distribution:
+            return AiterInstall(
+                f"{distribution} is installed but its package `aiter` is not importable: reinstall it",
+                None, distribution, editable,
+            )  # fmt: skip
+        return AiterInstall(f"AITER is not installed: {INSTALL}")
+    if spec.origin is None:
+        where = ", ".join(list(spec.submodule_search_locations or [])[:2])
+        reason = f"`aiter` is a namespace without __init__.py ({where}): a removed or half-finished install; remove it"
+        return AiterInstall(reason, None, distribution, editable)
+    package = Path(spec.origin).parent
+    signature, problem = _read_signature(package)
+    return AiterInstall(problem, package, distribution, editable, signature, problem is None and _prebuilt(package))
+
+
+def _find_spec() -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec("aiter")
+    except (ImportError, ValueError, AttributeError):
+        # A module without a spec in sys.modules, or a broken finder: treated as absent.
+        return None
+
+
+def _distribution() -> tuple[str | None, bool]:
+    for name in ("amd-aiter", "aiter"):
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return f"{name} {found.version}", _is_editable(found)
+    return None, False
+
+
+def _is_editable(distribution: importlib.metadata.Distribution) -> bool:
+    try:
+        record = json.loads(distribution.read_text("direct_url.json") or "{}")
+    except ValueError:
+        return False
+    return bool(record.get("dir_info", {}).get("editable"))
+
+
+def _read_signature(package: Path) -> tuple[tuple[str, ...], str | None]:
+    source = package / "ops" / "cache.py"
+    if not source.is_file():
+        if (package / "jit").is_dir() or (package / "ops").is_dir():
+            return (), f"{source} is missing: a broken or very old AITER install; {INSTALL}"
+        return (), f"{package} is not AMD's AITER but a package of the same name: remove it, then {INSTALL}"
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        return (), f"{source} cannot be read ({type(error).__name__}: {error}): reinstall AITER"
+    found = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == OP), None)
+    if found is None:
+        return (), f"this AITER has no {OP}: it appeared in 0.1.8; {INSTALL}"
+    names = tuple(argument.arg for argument in found.args.args)
+    return names, signature_problem(names, len(names) - len(found.args.defaults))
+
+
+def signature_problem(names: tuple[str, ...], mandatory: int) -> str | None:
+    """Return why an op with these arguments cannot be called, or None. The first ``mandatory`` have no default.
+
+    Further arguments with defaults are let through: the self-check sees what they change.
+    """
+    if "compute_all_q_rope" not in names:
+        return f"{OP} has no `compute_all_q_rope`: padded rows would stay unwritten and positions unclamped; {INSTALL}"
+    if names[: len(REQUIRED)] != REQUIRED or mandatory > len(REQUIRED):
+        return f"{OP} has arguments this version of the plugin does not know: {', '.join(names)}; update the plugin"
+    return None
+
+
+def _prebuilt(package: Path) -> bool:
+    # jit/core.py, get_user_jit_dir(): the variable, else the package, else the home directory.
+    places = [os.environ.get("AITER_JIT_DIR"), package / "jit", Path.home() / ".aiter" / "jit"]
+    return any((Path(place) / f"{MODULE}.so").is_file() for place in places if place)
+
+
+def load_op() -> Op:
+    """Import AITER and return its op; check the signature before the import and the schema after it.
+
+    ``torch.ops.aiter.<op>.default`` is what AITER's own Python function calls; taking it directly saves a frame per
+    call. Its schema declares every tensor as written, which is why it never enters a compiled graph.
+
+    Raises:
+        AiterUnavailableError: absent, of another project, too old, too new, or its import failed.
+    """
+    import torch
+
+    found = locate_aiter()
+    if found.reason is not None:
+        raise AiterUnavailableError(found.reason)
+    try:
+        importlib.import_module("aiter")
+        op = getattr(torch.ops.aiter, OP).default
+    except Exception as error:  # AITER's import runs rocminfo, compilers and a registry: anything may come out
+        raise AiterUnavailableError(f"`import aiter` failed: {type(error).__name__}: {error}") from error
+    reason = schema_problem(op)
+    if reason is not None:
+        raise AiterUnavailableError(reason)
+    return op
+
+
+def schema_problem(op: Any) -> str | None:
+    """Return why the registered op cannot be called, or None.
+
+    Another build may be registered than the source that was read: ``inspect.signature`` shows only
+    ``(*args, **kwargs)`` of AITER's wrappers, the schema has the names.
+    """
+    arguments = op._schema.arguments
+    mandatory = sum(not argument.has_default_value() for argument in arguments)
+    reason = signature_problem(tuple(argument.name for argument in arguments), mandatory)
+    if reason is not None:
+        return f"the loaded op differs from its source: {reason}"
+    tensors = len(REQUIRED) - 3
+    known = arguments[: len(REQUIRED)]
+    wrong = [a.name for i, a in enumerate(known) if str(a.type) != ("Tensor" if i < tensors else "bool")]
+    return f"the loaded op takes other types for: {', '.join(wrong)}" if wrong else None

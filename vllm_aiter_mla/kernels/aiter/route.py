@@ -1,0 +1,108 @@
+"""Predict which of AITER's kernels a call lands on, and choose the view of the cache that steers it.
+
+The conditions are those of ``fused_qk_rope_concat_and_cache_mla`` in csrc/kernels/cache_kernels.cu, for 2-D ``kv_c``
+and ``k_pe``. Only the first two kernels clamp positions and honour ``compute_all_q_rope``, so only they are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from vllm_aiter_mla.kernels.backend import Numerics
+from vllm_aiter_mla.kernels.platform import Platform
+
+KernelName = Literal["per-head", "opt", "general"]
+CacheView = Literal["as-is", "tokens", "one-block"]
+ViewPolicy = Literal["auto", "as-is", "per-head", "opt"] | int
+
+LATENT, ROPE = 512, 64  # the widths both fast kernels are written for
+PER_HEAD_TOKENS = 256  # the per-head kernel serves fewer tokens than this
+STRIDE_LIMIT = 1 << 31  # elements; AITER keeps strides in a C int
+OPT_WORK = 2048  # latent * heads from which the opt kernel is taken
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a call reaches one of AITER's kernels.
+
+    Attributes:
+        kernel: the AITER kernel that will run.
+        view: how the cache is handed over. "tokens" is [slots, 1, 576], "one-block" is [1, slots, 576]: the same
+            bytes and the same slots, another kernel.
+        numerics: the roundings of that kernel, for the reference.
+    """
+
+    kernel: KernelName
+    view: CacheView
+    numerics: Numerics
+
+    @property
+    def honours_all_rows(self) -> bool:
+        """Whether the kernel clamps positions and takes ``compute_all_q_rope=True``."""
+        return self.kernel != "general"
+
+
+def kernel_for(block_size: int, latent: int, rope: int, heads: int, tokens: int) -> KernelName:
+    """Return the kernel AITER dispatches to; ``tokens`` is the length of the slot mapping."""
+    if latent <= LATENT and block_size == 1 and rope == ROPE and tokens < PER_HEAD_TOKENS:
+        return "per-head"
+    if rope == ROPE and latent == LATENT and latent * heads >= OPT_WORK:
+        return "opt"
+    return "general"
+
+
+def truncates_cache_rope(kernel: KernelName, arch: str, cache_dtype: torch.dtype) -> bool:
+    """Return whether the rope part of the cache row is cut toward zero instead of rounded.
+
+    The opt kernel stores it through ``opus::cast``, whose float-to-bf16 default truncates on anything older than
+    gfx950 (OPUS_FP32_to_BF16_DEFAULT in opus.hpp); every other store is a plain, rounding conversion.
+    """
+    return kernel == "opt" and arch == "gfx942" and cache_dtype == torch.bfloat16
+
+
+def route_of(
+    kv_cache: torch.Tensor, tokens: int, heads: int, rope: int, platform: Platform, policy: ViewPolicy = "auto"
+) -> Route:
+    """Choose the view of ``kv_cache`` [blocks, block_size, latent+rope] and name the kernel that follows from it.
+
+    Policies "per-head" and "opt" ask for that kernel; a number asks for per-head below that many tokens and for opt
+    from there on; "as-is" leaves the cache unchanged. "auto" asks for vLLM's block size, unless opt would truncate the
+    cache's rope part. If no view leads to the wanted kernel, another one that serves the call runs: with fewer than 4
+    heads that is per-head. The last choice is general, which neither clamps nor fills padded rows.
+    Nobody has measured which of the two is faster.
+    """
+    latent = kv_cache.shape[2] - rope
+    slots = kv_cache.shape[0] * kv_cache.shape[1]
+    if isinstance(policy, int):
+        policy = "per-head" if tokens < policy else "opt"
+
+    def through(view: CacheView, block: int) -> Route:
+        kernel = kernel_for(block, latent, rope, heads, tokens)
+        return Route(
+            kernel, view, Numerics(truncate_cache_rope=truncates_cache_rope(kernel, platform.arch, kv_cache.dtype))
+        )
+
+    routes = [through("as-is", kv_cache.shape[1])]
+    if policy != "as-is" and kv_cache.is_contiguous():
+        routes.append(through("tokens", 1))
+        if kv_cache.numel() < STRIDE_LIMIT:  # the whole cache is one block's stride
+            routes.append(through("one-block", slots))
+    serving = [route for route in routes if route.honours_all_rows]
+    wanted = [route for route in serving if _is_wanted(route, policy)]
+    return (wanted or serving or routes)[0]
+
+
+def _is_wanted(route: Route, policy: ViewPolicy) -> bool:
+    return route.kernel == policy if policy in ("per-head", "opt") else not route.numerics.truncate_cache_rope
+
+
+def apply_view(kv_cache: torch.Tensor, view: CacheView) -> torch.Tensor:
+    """Return the cache as the route hands it over; no copy, no allocation."""
+    if view == "tokens":
+        return kv_cache.view(-1, 1, kv_cache.shape[2])
+    if view == "one-block":
+        return kv_cache.view(1, -1, kv_cache.shape[2])
+    return kv_cache

@@ -1,0 +1,349 @@
+"""Time the back ends on the card they run on, choose by the figures, and keep the figures for the next start.
+
+vLLM's sequence runs unless another one clearly beats it by ``MARGIN``. Among those that do, the earlier one in the
+static order runs unless a later one clearly beats it too. Equal figures give an equal choice on every rank and start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_aiter_mla import files
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
+from vllm_aiter_mla.kernels.backend import KernelBackend, Run
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
+
+VLLM = "vllm"
+MARGIN = 0.03
+CLEAR = 0.75
+"""A candidate is clearly faster if it is faster by ``MARGIN`` in this share of the rounds. With medians only, a clock
+with 10 % of noise could choose something slower. Outliers in a quarter of the rounds do no harm."""
+
+BUDGET_S = 3.0
+"""Seconds of timing per rank, for all its layer shapes. Loading and compiling kernels does not count, because the
+kernels that serve have to be loaded in any case."""
+
+ROUNDS = 11
+DISCARDED = 2  # rounds before the first that counts: they meet cold instruction caches and a slow clock
+MIN_CALLS = 32  # calls in a graph, at least, so that its launch and the two events weigh nothing
+MOST_TOKENS = 1024  # between this and the last token count nothing is timed
+# Operand sets of one measurement: as many as do not fit in the caches, and no more than a graph can hold comfortably.
+MIN_SETS, MAX_SETS = 8, 512
+MOST_RESULTS = 256 << 20  # bytes of results that calls beyond the sets needed may add
+LARGEST_FILE = 2**20  # bytes; 12 token counts of 3 candidates take some 10 kB
+DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
+
+Replay = Callable[[], float]
+"""Runs what was recorded once; microseconds per call."""
+Rounds = dict[int, dict[str, list[float]]]
+"""Microseconds per call by token count and candidate, one figure per round; rounds of one count are interleaved."""
+Ranges = tuple[tuple[int, int, str], ...]
+"""(first, last, candidate) in tokens, ascending and without a gap from 1 on."""
+
+
+class OverBudgetError(RuntimeError):
+    """The budget is spent; the message says how far the timing came."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """Seconds of timing that are left to a rank."""
+
+    left: float = BUDGET_S
+
+
+# How a figure is taken.
+
+
+def record(run: Run, calls: Sequence[DecodeInputs]) -> Replay:
+    """Capture a graph of one call per element of ``calls``; ``run`` has run before, so that nothing compiles here.
+
+    The results are kept so that each call has its own query buffer: one buffer for all would stay in the cache.
+    ``torch.cuda.graph`` is not used: it collects garbage first, which takes a tenth of a second or more inside vLLM.
+    """
+    graph, kept = torch.cuda.CUDAGraph(), []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads of vLLM may use the device
+        try:
+            kept = [run(inputs) for inputs in calls]
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is broken; what broke it is raised
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return lambda: replay_us(graph.replay) / len(kept)
+
+
+def replay_us(run: Callable[[], object]) -> float:
+    """Return the microseconds of ``run`` on the current stream, between two events."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def interleaved(
+    replays: Mapping[str, Replay], rounds: int, before: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Return microseconds per call by name, one figure a round; each round replays each once, so a drift meets all.
+
+    Args:
+        replays: what is timed, by name.
+        rounds: that count; ``DISCARDED`` more are run first.
+        before: called before each round; what it raises ends the timing.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in replays}
+    for _ in range(DISCARDED + rounds):
+        before()
+        for name, replay in replays.items():
+            samples[name].append(replay())
+    return {name: values[DISCARDED:] for name, values in samples.items()}
+
+
+def cache_bytes() -> int:
+    """Return the bytes that the current GPU's caches hold: L2, and on ROCm the 256 MiB last-level cache of MI300."""
+    size = int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+    return max(size, 256 << 20) if torch.version.hip is not None else size
+
+
+def now() -> float:
+    """Return seconds from any start: for the budget."""
+    return time.monotonic()
+
+
+def give_back() -> None:
+    """Free the device memory used for timing, the BLAS workspaces of the captures too. Drop every graph first."""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+# What is timed. In a real step a layer's weight comes from memory and its query from the cache.
+
+
+def sets_needed(bytes_once: int, resident: int) -> int:
+    """Return how many operand sets are at least twice what the caches hold, so that none is found there again.
+
+    At most ``MAX_SETS``: sets of less than 1 MiB may stay in a cache of 256 MiB. Reading one from there instead of from
+    memory saves a fraction of a microsecond, in every kernel alike.
+    """
+    return max(MIN_SETS, min(MAX_SETS, -(-2 * resident // max(bytes_once, 1))))
+
+
+def bytes_of(weight: AbsorbWeight) -> int:
+    """Return the bytes of everything that the product reads of the weight."""
+    return sum(tensor.numel() * tensor.itemsize for _, tensor in weight.tensors)
+
+
+def cold_weights(weight: AbsorbWeight, resident: int) -> list[AbsorbWeight]:
+    """Return ``weight`` and copies of it, strides kept, together too large for caches of ``resident`` bytes."""
+
+    def copied() -> AbsorbWeight:
+        scale = None if weight.scale is None else weight.scale.clone()
+        return replace(weight, values=weight.values.clone(), scale=scale)
+
+    return [weight, *(copied() for _ in range(sets_needed(bytes_of(weight), resident) - 1))]
+
+
+def calls_of(shape: LayerShape, weights: Sequence[AbsorbWeight], tokens: int, resident: int) -> list[DecodeInputs]:
+    """Return calls with cold weights, one after the other. They share activations, as the step has just written them.
+
+    Draws from its own generator on the device.
+    """
+    generator = torch.Generator(device=shape.device).manual_seed(tokens)
+    one = synthetic_inputs(shape, tokens, padded=None, generator=generator)
+    result = tokens * shape.heads * (shape.latent + shape.rope) * shape.out_dtype.itemsize
+    needed = sets_needed(bytes_of(weights[0]) + result, resident)
+    count = max(needed, min(MIN_CALLS, MOST_RESULTS // result))
+    return [replace(one, weight=weight) for weight in islice(cycle(weights), count)]
+
+
+def token_counts(limit: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, ... up to 1024, below ``limit``, and ``limit`` itself: 11 for 1024, 12 for more."""
+    powers = (1 << power for power in range(MOST_TOKENS.bit_length()))
+    return (*(tokens for tokens in powers if tokens < limit), limit)
+
+
+def time_shape(
+    backends: Mapping[str, KernelBackend],
+    shape: LayerShape,
+    weight: AbsorbWeight,
+    counts: Sequence[int],
+    budget: Budget,
+) -> Rounds:
+    """Time ``backends`` on layers of ``shape``; a back end is left out at a token count that it does not take.
+
+    Args:
+        backends: by name; checked already.
+        shape: the layer.
+        weight: a layer's own, so that its strides are those of serving.
+        counts: token counts.
+        budget: of this rank; what is spent here is taken from it.
+
+    Raises:
+        OverBudgetError: the budget is spent.
+        Exception: whatever a kernel or the device raises.
+    """
+    resident = cache_bytes()
+    weights = cold_weights(weight, resident)
+    rounds: Rounds = {}
+
+    def check() -> None:
+        if now() - started > budget.left:
+            raise OverBudgetError(
+                f"more than the {BUDGET_S:g} s that it may take, after {len(rounds)} of {len(counts)} token counts"
+            )
+
+    for tokens in counts:
+        calls = calls_of(shape, weights, tokens, resident)
+        runs = _loaded(backends, calls[0])
+        started = now()
+        try:
+            check()
+            rounds[tokens] = interleaved({name: record(run, calls) for name, run in runs.items()}, ROUNDS, check)
+        finally:
+            budget.left -= now() - started
+    return rounds
+
+
+def _loaded(backends: Mapping[str, KernelBackend], inputs: DecodeInputs) -> dict[str, Run]:
+    """What runs such calls, by name; each has run once, so that nothing is compiled in a capture."""
+    bound = {name: backend.bind(inputs) for name, backend in backends.items()}
+    runs = {name: binding.run for name, binding in bound.items() if not isinstance(binding, str)}
+    for run in runs.values():
+        run(inputs)
+    if inputs.q.is_cuda:
+        torch.cuda.synchronize()
+    return runs
+
+
+# What is chosen from the figures.
+
+
+def beats(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Return whether ``ours`` is clearly faster than ``theirs``, round by round, as a drifting clock meets both."""
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    return ratios[int(CLEAR * len(ratios))] <= 1 - MARGIN
+
+
+def fastest(samples: Mapping[str, Sequence[float]], order: Sequence[str]) -> str:
+    """Return the candidate to run, of those in ``samples``; ``order`` is the static one."""
+    best = VLLM
+    for name in order:
+        if name != VLLM and name in samples and beats(samples[name], samples[VLLM]):
+            best = name if best == VLLM or beats(samples[name], samples[best]) else best
+    return best
+
+
+def ranges(rounds: Rounds, order: Sequence[str]) -> Ranges:
+    """Return what runs from 1 token to the largest count timed; the larger of two counts decides between them.
+
+    Steps are padded up to captured sizes, so the larger count is the nearer one.
+    """
+    found: list[tuple[int, int, str]] = []
+    for before, tokens in pairwise((0, *sorted(rounds))):
+        name = fastest(rounds[tokens], order)
+        if found and found[-1][2] == name:
+            found[-1] = (found[-1][0], tokens, name)
+        else:
+            found.append((before + 1, tokens, name))
+    return tuple(found)
+
+
+def name_at(chosen: Ranges, tokens: int) -> str | None:
+    """Return what runs at ``tokens``; None outside every range."""
+    return next((name for first, last, name in chosen if first <= tokens <= last), None)
+
+
+def medians(rounds: Rounds) -> dict[int, dict[str, float]]:
+    """Return microseconds per call by token count and candidate."""
+    return {tokens: {name: statistics.median(v) for name, v in by.items()} for tokens, by in rounds.items()}
+
+
+def slowest(tables: Sequence[Rounds]) -> Rounds:
+    """Merge the figures of all ranks: what all of them have timed, each figure from the rank that is slowest there.
+
+    Ranks of a tensor-parallel group wait for one another, so the slowest decides how long a layer takes.
+    """
+    first, *others = tables
+    merged: Rounds = {}
+    for tokens in sorted(set(first).intersection(*others)):
+        names = [name for name in first[tokens] if all(name in table[tokens] for table in others)]
+        merged[tokens] = {name: max((t[tokens][name] for t in tables), key=statistics.median) for name in names}
+    return merged
+
+
+# What is kept, and the machine that it belongs to.
+
+
+def path_of(folder: Path, key: Mapping[str, Any]) -> Path:
+    """Return the file for what ``key`` says of card, driver, versions and layer shape."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return folder / f"measured-{digest[:16]}.json"
+
+
+def read(folder: Path, key: Mapping[str, Any]) -> Rounds | None:
+    """Return the figures kept for ``key``; None without a file, or if it is broken or belongs to another key."""
+    try:
+        found = files.read(path_of(folder, key), LARGEST_FILE)
+        rounds: Rounds = {int(tokens): by for tokens, by in found["rounds"].items()}
+        return rounds if found["key"] == dict(key) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
+    """Keep ``rounds`` for ``key``, in one step.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write(path_of(folder, key), {"key": dict(key), "rounds": rounds} | files.stamp("measured", 1))
+
+
+def machine() -> dict[str, str]:
+    """Return card and versions, as they belong beside any figure. Needs a GPU."""
+    try:  # ROCm's builds have their own distribution names, so the module is asked
+        import triton
+    except ImportError:
+        triton_version = "none"
+    else:
+        triton_version = str(triton.__version__)
+    return {
+        "card": torch.cuda.get_device_name(),
+        "torch": str(torch.__version__),
+        "triton": triton_version,
+        "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+        "python": platform.python_version(),
+    }
+
+
+def about() -> dict[str, str | None]:
+    """Return ``machine`` with driver, plugin, vLLM and AITER: if one of them differs, the figures may differ too."""
+    stamp = files.stamp("measured", 1)[files.KEY]
+    return machine() | {"driver": _driver()} | {name: stamp[name] for name in ("plugin", "vllm", "aiter")}
+
+
+def _driver() -> str:
+    """The driver's version; the kernel's for one that came with it."""
+    for path in DRIVERS:
+        with contextlib.suppress(OSError):
+            return path.read_text().strip()
+    return os.uname().release
