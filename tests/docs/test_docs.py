@@ -45,7 +45,7 @@ def parts() -> dict[str, set[str]]:
         named = set(re.findall(r"`([\w.]+)`", cell))
         if cell.startswith("all above"):
             named = set(found) - named
-        found[name.strip("`")] = named | (set(FIRST) if "the first five" in cell else set())
+        found[name.strip("`")] = named | (set(FIRST) if "the first three" in cell else set())
     return found
 
 

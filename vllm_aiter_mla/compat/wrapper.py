@@ -93,6 +93,8 @@ def _spelt(node: Any) -> str:
     fields = dict(ast.iter_fields(node))
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         fields["body"] = node.body[ast.get_docstring(node, clean=False) is not None :]
+    if isinstance(node, ast.JoinedStr):  # 3.12 ends a nested format with an empty string
+        fields["values"] = [part for part in node.values if getattr(part, "value", None) != ""]
     # Later releases add fields, which are None or empty in code that earlier ones can read.
     kept = (f"{name}={_spelt(value)}" for name, value in fields.items() if value is not None and value != [])
     return f"{type(node).__name__}({', '.join(kept)})"
