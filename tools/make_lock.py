@@ -34,6 +34,7 @@ ROOTS = (
     "pytest",
     "pytest-xdist",
     "hypothesis",
+    "matplotlib",
     "ruff",
     "mypy",
     "setuptools",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +9,6 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from vllm_aiter_mla.verify.session import Request
 
 
 def verify(
@@ -32,74 +29,40 @@ def verify(
     replays: Annotated[int | None, typer.Option(min=4, help="Replays of a long run.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the cases and the oracles, and run nothing.")] = False,
-    self_test: Annotated[bool, typer.Option("--self-test", help="Plant faults and show that they are caught.")] = False,
 ) -> None:
     """Replay captured graphs under everything that serving does to them, and compare bytes with the reference.
 
     Run it on your card before you trust the fast path, and after each upgrade of ROCm, vLLM or AITER. Without a GPU
     the same cases run as eager replay. Exit status: 0 all passed, 1 something failed, 2 nothing could be run.
     """
-    from vllm_aiter_mla.commands import outputs
-
-    alone = {"--list": listing, "--self-test": self_test}
-    with_a_run = {
-        "--backend": backend, "--only": only, "--variant": variant, "--quick": quick, "--limit": limit,
-        "--replays": replays, "--repeat": repeat != 1, "--json": json,
-    }  # fmt: skip
-    if listing:
-        with_a_run |= {"--seed": seed}
-    try:
-        _refuse_beside(alone, with_a_run)
-        outputs.check({"--json": json})
-    except ValueError as error:
-        raise typer.Exit(_wrong(str(error))) from None
     from rich.console import Console
 
-    from vllm_aiter_mla.verify.session import Request
+    from vllm_aiter_mla import evidence
+    from vllm_aiter_mla.commands import outputs
+    from vllm_aiter_mla.verify import terminal
+    from vllm_aiter_mla.verify.session import NOTHING, NoSuchError, Request
 
     console = Console(highlight=False)
     if listing:
-        raise typer.Exit(_list(console))
-    if self_test:
-        raise typer.Exit(_self_test(console, seed))
+        _list(console)
+        raise typer.Exit
     request = Request(
         tuple(backend or ()), tuple(only or ()), tuple(variant or ()), seed, repeat, quick, limit, replays
     )
-    raise typer.Exit(_run(console, request, json))
-
-
-def _refuse_beside(alone: Mapping[str, bool], others: Mapping[str, object]) -> None:
-    """Raise ValueError where an option that runs no cases stands beside one that says how to run them."""
-    chosen = [option for option, given in alone.items() if given]
-    beside = [*chosen[1:], *(option for option, value in others.items() if value not in (None, False, 0, []))]
-    if chosen and beside:
-        raise ValueError(f"{chosen[0]}: {', '.join(beside)} would have no effect beside it; leave one of them out")
-
-
-def _wrong(message: str) -> int:
-    from vllm_aiter_mla.verify.session import NOTHING
-
-    typer.echo(f"verify: {message}", err=True)
-    return NOTHING
-
-
-def _run(console: Console, request: Request, json: Path | None) -> int:
-    from vllm_aiter_mla import evidence
-    from vllm_aiter_mla.verify import terminal
-    from vllm_aiter_mla.verify.session import NOTHING, NoSuchError
-
     try:
+        outputs.check({"--json": json})
         session = terminal.run(request, console)
-    except NoSuchError as error:
-        return _wrong(str(error))
+    except (outputs.OutputError, NoSuchError) as error:
+        typer.echo(f"verify: {error}", err=True)
+        raise typer.Exit(NOTHING) from None
     if json is not None:
         evidence.write(json, session.as_dict() | evidence.stamp("verify", 1))
     if session.status == NOTHING:
-        return _wrong("nothing could be run")
-    return session.status
+        typer.echo("verify: nothing could be run", err=True)
+    raise typer.Exit(session.status)
 
 
-def _list(console: Console) -> int:
+def _list(console: Console) -> None:
     from vllm_aiter_mla.verify.cases import cases
     from vllm_aiter_mla.verify.oracles import ORACLES
     from vllm_aiter_mla.verify.session import CPU_LIMIT
@@ -110,25 +73,3 @@ def _list(console: Console) -> int:
     console.print("oracles:")
     for name, meaning in ORACLES.items():
         console.print(f"  {name}: {meaning}", soft_wrap=True)
-    return 0
-
-
-def _self_test(console: Console, seed: int) -> int:
-    from functools import partial
-
-    from vllm_aiter_mla.verify import backends, selftest, session, terminal
-    from vllm_aiter_mla.verify.faults import FAULTS
-    from vllm_aiter_mla.verify.runner import Options
-    from vllm_aiter_mla.verify.setting import REAL, SMALL, variants
-
-    engine = session.engine_here()
-    fp8 = variants(engine.device, session.native_fp8(), quick=True)[0]
-    options = Options(REAL if engine.graphs else SMALL, session.CPU_LIMIT, seed)
-    caught = 0
-    for outcome in selftest.self_test(FAULTS, partial(backends.load, "reference"), engine, fp8, options):
-        console.print(terminal.status_line(outcome), soft_wrap=True)
-        caught += outcome.ok
-    console.print(f"self-test, {engine.name}: {caught}/{len(FAULTS)} planted faults caught by their named cases")
-    if not engine.graphs:
-        console.print(session.NO_GRAPHS)
-    return 0 if caught == len(FAULTS) else 1
