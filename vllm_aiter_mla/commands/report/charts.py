@@ -58,15 +58,15 @@ def lines(
 def bars(title: str, unit: str, rows: Mapping[str, Mapping[str, float]]) -> str:
     """Draw one horizontal bar per name from its parts, end to end; ``STATES`` has the colours of some parts."""
     with rc_context(STYLE):
-        figure, axes = _figure(0.7 + 0.35 * len(rows))
+        figure, axes = _figure(0.7 + 0.42 * len(rows))
         for row, (name, parts) in enumerate(rows.items()):
             start = 0.0
             for part, value in parts.items():
-                axes.barh(row, value, left=start, height=0.6, color=STATES.get(part, BLUE))
+                axes.barh(row, value, left=start, height=0.45, color=STATES.get(part, BLUE))
                 start += value
             axes.text(start, row, " " + ", ".join(f"{value:g} {part}" for part, value in parts.items()), va="center")
-            axes.text(0, row - 0.42, name, va="bottom")
-        axes.set(xlabel=unit, yticks=(), ylim=(len(rows) - 0.4, -0.75))
+            axes.text(0, row - 0.25, name, va="bottom")
+        axes.set(xlabel=unit, yticks=(), ylim=(len(rows) - 0.6, -0.7))
         axes.margins(x=0.25)
         return _svg(figure, title)
 

@@ -93,7 +93,7 @@ class Page:
             blocks[title] = Block(heads, Markup(chart[0](title, *chart[1:]) if chart else ""))
         block = blocks[title]
         block.rows += [row for row in map(tuple, rows) if row not in block.rows]
-        block.notes += [note for note in notes if note not in block.notes]
+        block.notes += [note for note in dict.fromkeys(notes) if note not in block.notes]
         block.alarms += alarms
 
 
@@ -123,7 +123,6 @@ def html_of(paths: Sequence[Path]) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
     )
     template = environment.get_template("page.html.j2")
     return template.render(sections=page.sections, sources=SECTIONS, plugin=__version__) + "\n"
@@ -133,19 +132,19 @@ def _files(paths: Sequence[Path]) -> Iterable[tuple[Path, str]]:
     """Yield each file, and its name for the reader: never a full path."""
     for path in paths:
         if not path.is_dir():
-            yield path, path.name
+            yield path, printable(path.name)
             continue
         # A worker keeps others next to its status.
         found = [one for one in sorted(path.glob("*.json")) if not one.name.startswith(("skips-", "measured-"))]
         if not found:
             raise InputError(f"{path}: no JSON file in this folder")
-        yield from ((one, f"{path.name}/{one.stem}") for one in found)
+        yield from ((one, printable(f"{path.name}/{one.stem}")) for one in found)
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     """Return a file's kind, as its stamp names it, and its content."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        data = _clean(json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # nested thousands of levels deep
@@ -155,6 +154,15 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     if schema not in READERS:
         raise InputError(f"{path}: not recognised ({schema}); expected JSON of {', '.join(READERS)}")
     return schema, data
+
+
+def _clean(value: Any) -> Any:
+    """Return the value with control characters in its strings and keys written out."""
+    if isinstance(value, dict):
+        return {printable(key): _clean(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_clean(one) for one in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def _no_number(name: str) -> NoReturn:
@@ -167,15 +175,21 @@ def _versions(page: Page, name: str, data: dict[str, Any]) -> None:
     page.add("Versions", "Versions", ("input", "what", "version"), [(name, *one) for one in (stamp | known).items()])
 
 
-def _status(page: Page, row: Sequence[Any], limit: Sequence[int] | None, skipped: dict[str, Any], basis: str) -> None:
+def _status(page: Page, row: Sequence[Any], limit: int | None, skipped: dict[str, Any], basis: str) -> None:
     """Add a row to the table of layers; ``row`` holds name, engaged and total layers, kernels, KV cache."""
     reasons: dict[str, list[str]] = {}
     for layer, (code, text) in skipped.items():
         reasons.setdefault(f"{code}: {text}", []).append(layer)
     cells = [f"{why} ({len(layers)}): {', '.join(layers)}" for why, layers in reasons.items()]
     name, engaged, total, kernels, cache = row
-    shown = ", ".join(sorted(kernels)) or NONE, cache, "{}..{}".format(*limit) if limit else NONE
+    shown = ", ".join(sorted(kernels)) or NONE, cache, f"1..{limit}" if limit else NONE
     page.add("Status", "Layers", STATUS, [(name, f"{engaged}/{total}", *shown, cells or "none", basis)])
+
+
+def _limit(data: dict[str, Any]) -> int | None:
+    """Return L; None if the fast path is off. Some files hold it as [1, L]."""
+    found = data["decode_limit"]
+    return (found[-1] if isinstance(found, list) and found else found) or None
 
 
 def _ranges(
@@ -193,13 +207,14 @@ def _ranges(
 
 def status_file(page: Page, name: str, data: dict[str, Any]) -> None:
     """Add a worker's status, its compiled ranges, and the kernels that it timed."""
-    rank, engaged, limit = f"{name}, rank {data['rank']}", data["engaged"], data["decode_limit"]
-    skipped = data["skipped"] | {layer: (f"partial {code}", text) for layer, (code, text) in data["partial"].items()}
+    rank, engaged, limit = f"{name}, rank {data['rank']}", data["engaged"], _limit(data)
+    partial = {layer: (f"partial {code}", text) for layer, (code, text) in data.get("partial", {}).items()}
+    skipped = data["skipped"] | partial
     row = (rank, len(engaged), data["total"], set(engaged.values()), data["kv_cache_dtype"])
     _status(page, row, limit, skipped, "counted at run time")
     ranges = sorted([int(part) for part in key.split("-")] for key in data["compiled"])
     if ranges:
-        _ranges(page, rank, ranges, limit[1], data["capture_sizes"])
+        _ranges(page, rank, ranges, limit, data["capture_sizes"])
     for shape in data["measured"]:
         us = {tokens: shape["us"][tokens] for tokens in sorted(shape["us"], key=int)}
         names = sorted({kernel for figures in us.values() for kernel in figures})
@@ -222,10 +237,10 @@ def status_file(page: Page, name: str, data: dict[str, Any]) -> None:
 def demo(page: Page, name: str, data: dict[str, Any]) -> None:
     """Add what the demo compared: the flag on against the flag off in the real engine."""
     for run in data["runs"]:
-        layers, limit = run["layers"], run["decode_limit"]
+        layers, limit = run["layers"], _limit(run)
         row = (run["name"], layers["engaged"], layers["total"], run["kernels"], run["kv_cache_dtype"])
         _status(page, row, limit, layers["skipped"], f"engine of the demo, flag {'on' if run['flag'] else 'off'}")
-        _ranges(page, run["name"], run["ranges"], limit[1] if limit else None, ())
+        _ranges(page, run["name"], run["ranges"], limit, ())
         rows = []
         for scenario, one in run["scenarios"].items():
             agreed, far = f"{100 * one['top1_agreement']:.1f} %", f"{one['max_abs_dlogprob']:.2g}"
@@ -283,7 +298,7 @@ def plan(page: Page, name: str, data: dict[str, Any]) -> None:
     kernels = {span["kernel"] for span in data["kernels"] or [] if span["kernel"]}
     skipped = {f"{one['scope']} {one['code']}": (one["code"], one["message"]) for one in data["reasons"]}
     row = (model, layers["engaged"], layers["mla"], kernels, data["options"]["kv_cache_dtype"])
-    _status(page, row, (1, data["limit"]), skipped, "plan: nothing was run")
+    _status(page, row, data["limit"], skipped, "plan: nothing was run")
     sizes = captures["inside"] + captures["outside"]
     _ranges(page, model, data["compile_ranges"]["ranges"], data["limit"], sizes, captures["note"])
     rows = [
