@@ -37,7 +37,7 @@ STATUS = ("run", "MLA layers", "kernel", "KV cache", "decode limit", "skipped", 
 NONE = "-"
 
 # The op called, and the first argument: for ``auto_functionalized`` the op inside it.
-_CALL = re.compile(r"^ *%\w+ :.*?= call_function\[target=([^\]]+)\](?:\(args = \(([\w.]+))?", re.MULTILINE)
+_CALL = re.compile(r"= call_function\[target=([^\]]+)\](?:\(args = \(([\w.]+))?")
 # Neither computes anything: views and the unpacking of results.
 _FREE = re.compile(
     r"aten\.(reshape|view|slice|split|split_with_sizes|unsqueeze|squeeze|expand|permute|transpose|alias|select)\b"
