@@ -15,7 +15,7 @@ import pytest
 
 from tools import accuracy, serve_bench
 from tools.serving import small
-from vllm_aiter_mla.commands.report.render import html_of
+from vllm_aiter_mla.commands.report.page import html_of
 
 pytestmark = pytest.mark.engine
 
