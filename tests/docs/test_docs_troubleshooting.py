@@ -15,19 +15,16 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| `([a-z0-9_-]+)` \|(.*)\|$", PAGE, re.MULTILINE))
 GIVEN = {*admission.REASONS, "kernel", *(check.name for check in CHECKS)}
 SHORTEST = 8  # letters of a fragment that still identifies a line
-# They print for the one who runs them.
-COMMANDS = ("commands", "verify")
 
 
 def strings(node: ast.AST) -> list[str]:
     return [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
 
 
-# Every node of the modules that run in a server.
+# Every node of the package.
 NODES = [
     node
     for path in sorted(PACKAGE.rglob("*.py"))
-    if path.relative_to(PACKAGE).parts[0] not in COMMANDS
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
 ]
 
