@@ -33,6 +33,7 @@ ROOTS = (
     "pytest",
     "pytest-xdist",
     "hypothesis",
+    "matplotlib",
     "ruff",
     "mypy",
     "setuptools",

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_aiter_mla.commands import progress
-from vllm_aiter_mla.commands.printable import line
+from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands.outputs import line
 
 # typer passes on the options it does not know: vLLM's own parser reads them.
 COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
@@ -46,7 +46,7 @@ def plan(
     network. Exits 0 when the layers would engage, 1 when not, 2 when an option or the model is wrong, or it is not
     known.
     """
-    with progress.shown("plan") as at:
+    with outputs.progress("plan") as at:
         raise typer.Exit(main(model, context.args, arch.value, env or [], as_json=json, at=at))
 
 
@@ -57,7 +57,7 @@ def main(
     env: Sequence[str],
     *,
     as_json: bool = False,
-    at: progress.Step = progress.silent,
+    at: outputs.Step = outputs.silent,
 ) -> int:
     """Plan ``name`` with the options of ``vllm serve`` in ``arguments``; ``at`` is told of every longer step.
 

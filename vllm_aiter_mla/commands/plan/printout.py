@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_aiter_mla.commands.printable import line
+from vllm_aiter_mla.commands.outputs import line
 
 HEADLINES = {
     "engaged": "{mla}/{mla} MLA layers would engage",
