@@ -24,7 +24,6 @@ class Arch(str, Enum):
 
     gfx942 = "gfx942"
     gfx950 = "gfx950"
-    sm90 = "sm90"
 
 
 def plan(
@@ -33,21 +32,25 @@ def plan(
         str,
         typer.Argument(metavar="MODEL", help="Folder or file of a config, a bundled example, or a cached hub name."),
     ],
-    arch: Annotated[Arch, typer.Option(help="Card to plan for.")] = Arch.gfx942,
+    arch: Annotated[
+        Arch | None, typer.Option(help="Card to plan for: this machine's, or gfx942 where there is none.")
+    ] = None,
     env: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE: one of vLLM's environment variables; may be repeated.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show vLLM's own log on stderr.")] = False,
 ) -> None:
     """Say what would engage: MODEL first, then the options of `vllm serve`.
 
     Prints heads per rank, the decode limit, compile ranges, capture sizes, the kernel by batch size, every reason
-    against, and bytes and launches by formula. What vLLM decides, vLLM is asked. Needs no GPU, no weights and no
-    network. Exits 0 when the layers would engage, 1 when not, 2 when an option or the model is wrong, or it is not
-    known.
+    against, and bytes and launches by formula. vLLM builds its own config for the card, and the plugin's own gate
+    decides. Needs no GPU, no weights and no network. Exits 0 when the layers would engage, 1 when not, 2 when an option
+    or the model is wrong, or it is not known.
     """
     with progress.shown("plan") as at:
-        raise typer.Exit(main(model, context.args, arch.value, env or [], as_json=json, at=at))
+        given = (model, context.args, arch.value if arch else "", env or [])
+        raise typer.Exit(main(*given, as_json=json, verbose=verbose, at=at))
 
 
 def main(
@@ -57,6 +60,7 @@ def main(
     env: Sequence[str],
     *,
     as_json: bool = False,
+    verbose: bool = False,
     at: progress.Step = progress.silent,
 ) -> int:
     """Plan ``name`` with the options of ``vllm serve`` in ``arguments``; ``at`` is told of every longer step.
@@ -64,34 +68,40 @@ def main(
     Returns:
         0 when the layers would engage, 1 when not, 2 when the model or an option is wrong, or it is not known.
     """
-    # vLLM logs to stdout, where the plan goes.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    at("importing vLLM")
-    from vllm_aiter_mla import evidence
-    from vllm_aiter_mla.commands.plan import build, model, printout, serve_options
-    from vllm_aiter_mla.compat.offline import VllmMissingError
-    from vllm_aiter_mla.compat.offline_model import NotKnownError
+    from vllm_aiter_mla.commands.plan import model
 
     try:
         _check_model_comes_first(name, arguments)
-        source = model.find(name)
-        at("reading the options with vLLM's parser")
-        options = serve_options.read(arguments, name, arch, serve_options.environment(env))
-        at("building the model without weights")
-        record = build.build(options, model.facts(source, options))
-    except (model.ModelNotFoundError, ValueError, VllmMissingError) as error:
-        return _wrong(str(error))
-    except NotKnownError as error:
-        return _wrong(f"not known, vLLM could not be asked about {name} here: {error}")
-    print(json_module.dumps(record | evidence.stamp("plan", 1), indent=1) if as_json else printout.text(record))
-    if record["outcome"] == build.UNKNOWN:
+        source, variables = model.find(name), model.environment(env, os.environ)
+        at("building vLLM's config")
+        with model.Vllm(arch, {key: value for key, (value, _) in variables.items()}, verbose) as vllm:
+            # Both import torch, each for itself: this process does while vLLM starts.
+            from vllm_aiter_mla import evidence
+            from vllm_aiter_mla.commands.plan import build, outcome, printout
+
+            answer = vllm.ask(source, arguments)
+        _check_it_was_answered(name, answer)
+    except (model.ModelNotFoundError, ValueError, model.NotAskedError) as error:
+        print(f"plan: {line(str(error))}", file=sys.stderr)
         return WRONG
-    return ENGAGES if record["outcome"] == build.ENGAGED else DOES_NOT
+    record = build.build(source, answer, vllm.about, variables)
+    print(json_module.dumps(record | evidence.stamp("plan", 1), indent=1) if as_json else printout.text(record))
+    if record["outcome"] == outcome.UNKNOWN:
+        return WRONG
+    return ENGAGES if record["outcome"] == outcome.ENGAGED else DOES_NOT
 
 
-def _wrong(sentence: str) -> int:
-    print(f"plan: {line(sentence)}", file=sys.stderr)
-    return WRONG
+def _check_it_was_answered(name: str, answer: dict[str, Any]) -> None:
+    """Raise ValueError where vLLM's answer holds too little for a plan."""
+    failed = answer.get("failed")
+    if not failed or failed["stage"] == "layers":
+        return
+    if failed["stage"] == "options" or failed["option"]:
+        raise ValueError(f"{failed['option'] + ': ' if failed['option'] else ''}{failed['said']}")
+    if not failed["wrong"]:
+        raise ValueError(f"not known, vLLM could not be asked about {name} here: {failed['said']}")
+    if failed["stage"] == "model":
+        raise ValueError(f"vLLM does not take this model with these options: {failed['said']}")
 
 
 def _check_model_comes_first(name: str, arguments: Sequence[str]) -> None:
@@ -102,4 +112,4 @@ def _check_model_comes_first(name: str, arguments: Sequence[str]) -> None:
         option, equals, value = argument.partition("=")
         if option == "--model":
             other = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
-            raise ValueError(f"--model {other} beside MODEL {name}: give the model once, as MODEL")
+            raise ValueError(f"--model {other} and MODEL {name}: give the model once, as MODEL")
