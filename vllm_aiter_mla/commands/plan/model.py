@@ -70,13 +70,17 @@ class Source:
 def examples() -> dict[str, dict[str, Any]]:
     """Return the bundled examples by name, each with ``example`` (what it rests on) and ``config``.
 
-    An example with ``base`` takes the other fields of its config from the example of that name.
+    A config, or a part of one, that names a ``base`` takes its other fields from the example of that name.
     """
     found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(EXAMPLES.glob("*.json"))}
-    for entry in found.values():
-        if "base" in entry:
-            entry["config"] = {**found[entry["base"]]["config"], **entry["config"]}
-    return found
+
+    def whole(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        own = {name: whole(value) for name, value in part.items() if name != "base"}
+        return {**whole(found[part["base"]]["config"]), **own} if "base" in part else own
+
+    return {name: entry | {"config": whole(entry["config"])} for name, entry in found.items()}
 
 
 def find(name: str) -> Source:
