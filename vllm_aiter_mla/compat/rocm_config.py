@@ -5,7 +5,7 @@ line: see :func:`answer`. The plugin is loaded, so the engine's own gate decides
 
 On a ROCm machine the platform is real. Elsewhere vLLM's own ``RocmPlatform`` runs, and this is made up for it:
 
-1. the packages ``aiter``, ``quark`` and ``flash_attn``: vLLM asks whether a ROCm image has them, and imports their names;
+1. packages of a ROCm image, ``_PACKAGES``: vLLM asks whether they are there, and imports names of them;
 2. ``amdsmi``, the driver's library: eight linked cards, their architecture and their memory;
 3. ``torch.version.hip`` and what torch says of a card, its streams and its events;
 4. vLLM's compiled modules, and the schemas of the few ops that are looked up by name at import. An answer to every op
@@ -15,14 +15,14 @@ On a ROCm machine the platform is real. Elsewhere vLLM's own ``RocmPlatform`` ru
 
 On every machine the model has no weights. Its layers are built on torch's ``meta`` device, with this made up:
 
-7. no tokenizer is loaded: a config has none beside it;
+7. no tokenizer is loaded, because a config may come alone; a model that asks it for a token's number gets a stub;
 8. vLLM looks at a model class in this process: the one it starts for that would not have this platform;
 9. one process group, which reports the size of the tensor-parallel group and holds all experts;
 10. the compilation mode is NONE while layers are built: passes would import compiled kernels;
 11. only ``kv_b_proj`` and attention are quantised: other layers look for kernels of the card;
 12. what would move or read a weight does nothing: ``Module.to``, the truth of a tensor, the device and its cache.
 
-A package that vLLM asks for and that is missing in 1 changes the answer without an error. Test each release.
+A package that vLLM asks for and that is missing in 1 may change the answer without an error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 CARDS = {"gfx942": ("0x74a1", 192), "gfx950": ("0x75a0", 288)}
 """The driver's device id and the memory in GiB of the smallest card of each architecture."""
 MOST_LAYERS = 2**9
-_PACKAGES = ("aiter", "quark", "flash_attn")
+_PACKAGES = ("aiter", "quark", "flash_attn", "timm")
 _EXTENSIONS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._rocm_C", "vllm._moe_C")
 _AS_IT_STANDS = "aiter_mla_as_it_stands"
 _libraries: list[Any] = []
@@ -106,7 +106,9 @@ def pretend_rocm(arch: str) -> None:
     )
     pretend_extensions(*_EXTENSIONS)
     version = importlib.metadata.version
-    importlib.metadata.version = lambda name: "0+rocm" if name == "vllm" else version(name)
+    importlib.metadata.version = lambda distribution_name: (
+        "0+rocm" if distribution_name == "vllm" else version(distribution_name)
+    )
     import vllm.platforms
     from vllm.platforms import rocm
 
@@ -164,7 +166,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         JSON: ``given``, ``model``, ``engine`` and ``layers`` as far as vLLM gets, and ``failed`` where it stops:
-        ``stage``, ``wrong`` (vLLM does not take the options), ``said``.
+        ``stage``, ``wrong`` (vLLM does not take the model or the options), ``option`` (it names one), ``said``.
     """
     found: dict[str, Any] = {}
     stage = "options"
@@ -188,20 +190,23 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def _why(error: BaseException, stage: str) -> dict[str, Any]:
     """Say what was raised, and whether it is vLLM's own check; any other error names the line that raised it."""
-    findings = getattr(error, "errors", None)
+    findings, option = getattr(error, "errors", None), False
     if callable(findings):
-        listed = [(".".join(map(str, found["loc"])), found) for found in findings()]
-        told = [f"{place}={found['input']!r}: {found['msg']}" if place else found["msg"] for place, found in listed]
-        said = "; ".join(text.removeprefix("Value error, ") for text in told)
-        options = [f"--{place.replace('_', '-')}" for place, _ in listed if place]
-        return {"wrong": True, "option": options[0] if options else "", "said": " ".join(said.split())}
+        told = []
+        for one in findings():
+            place = ".".join(map(str, one["loc"])).replace("_", "-")
+            option |= bool(place)
+            told.append(
+                f"--{place} {one['input']}: {one['msg']}" if place else one["msg"].removeprefix("Value error, ")
+            )
+        return {"wrong": True, "option": option, "said": " ".join("; ".join(told).split())}
     said = " ".join(str(error).split())
     if stage != "layers" and isinstance(error, (ValueError, NotImplementedError)):
-        return {"wrong": True, "option": "", "said": said or type(error).__name__}
+        return {"wrong": True, "option": False, "said": said or type(error).__name__}
     frames = traceback.extract_tb(error.__traceback__)
     at = next((frame for frame in reversed(frames) if f"{os.sep}vllm{os.sep}" in frame.filename), frames[-1])
     place = f"{Path(at.filename).name}:{at.lineno} in {at.name}"
-    return {"wrong": False, "option": "", "said": f"{type(error).__name__}: {said} ({place})"}
+    return {"wrong": False, "option": False, "said": f"{type(error).__name__}: {said} ({place})"}
 
 
 def _engine_args(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -358,17 +363,16 @@ def _layer(layer: Any, parent: Any) -> dict[str, Any]:
 
 @contextmanager
 def _without_weights(config: Any) -> Iterator[None]:
-    """Build models on the meta device for a block: numbers 9 to 12 of the list above."""
+    """Build models on the meta device for a block: numbers 7 and 9 to 12 of the list above."""
     import torch
     from vllm.config import CompilationMode, ParallelConfig, set_current_vllm_config
     from vllm.distributed import parallel_state as groups
-    from vllm.model_executor.layers.attention import MLAAttention
-    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.platforms import current_platform
+    from vllm.tokenizers import registry as tokenizers
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.worker.workspace import init_workspace_manager
 
-    platform, quant = type(current_platform), config.quant_config
+    platform = type(current_platform)
     with ExitStack() as stack:
         replaced: Callable[..., Any] = lambda *what, **how: stack.enter_context(mock.patch.object(*what, **how))  # noqa: E731
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -381,15 +385,10 @@ def _without_weights(config: Any) -> Iterator[None]:
         init_workspace_manager(torch.device("meta"))
         replaced(config.compilation_config, "mode", CompilationMode.NONE)
         replaced(config.parallel_config, "enable_expert_parallel", False)
-        if quant is not None:
-            ask, plain = quant.get_quant_method, UnquantizedLinearMethod()
-
-            def method(layer: Any, prefix: str) -> Any:
-                if "kv_b_proj" in prefix or isinstance(layer, MLAAttention):
-                    return ask(layer, prefix)
-                return plain if isinstance(layer, LinearBase) else None
-
-            replaced(quant, "get_quant_method", method)
+        if config.quant_config is not None:
+            replaced(config.quant_config, "get_quant_method", _method_of_kv_b_proj(config.quant_config))
+        replaced(config.model_config, "skip_tokenizer_init", False)
+        replaced(tokenizers, "cached_get_tokenizer", lambda *given, **named: mock.MagicMock())
         replaced(torch.nn.Module, "to", lambda module, *to, **where: module)
         replaced(torch.Tensor, "__bool__", lambda tensor: True)
         replaced(torch.accelerator, "empty_cache", lambda: None)
@@ -397,6 +396,21 @@ def _without_weights(config: Any) -> Iterator[None]:
         stack.enter_context(set_default_torch_dtype(config.model_config.dtype))
         stack.enter_context(torch.device("meta"))
         yield
+
+
+def _method_of_kv_b_proj(quant: Any) -> Callable[[Any, str], Any]:
+    """Return the ``get_quant_method`` of number 11."""
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+    ask = quant.get_quant_method
+
+    def method(layer: Any, prefix: str) -> Any:
+        if "kv_b_proj" in prefix or isinstance(layer, MLAAttention):
+            return ask(layer, prefix)
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+    return method
 
 
 def main(asked: str) -> None:
@@ -432,7 +446,7 @@ def main(asked: str) -> None:
             tell(answer(json.loads(line)))
             os._exit(0)
         if status := os.waitpid(process, 0)[1]:
-            tell({"failed": {"stage": "process", "wrong": False, "option": "", "said": f"vLLM ended with {status}"}})
+            tell({"failed": {"stage": "process", "wrong": False, "option": False, "said": f"vLLM ended with {status}"}})
 
 
 if __name__ == "__main__":

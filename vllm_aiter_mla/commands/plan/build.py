@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -208,16 +208,10 @@ def _assumptions(
     main: _Planned | None,
 ) -> list[str]:
     """Return what vLLM took by default, and what it would take from a card that is not here, as sentences."""
-    given, engine, arch = answer["given"], answer.get("engine"), about["arch"]
-    notes = []
+    arch, notes = about["arch"], []
     if about["made_up"]:
         notes.append(f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}")
-    if engine:
-        defaults = (("max_num_seqs", f"the API server's default in vLLM {about['vllm']} on {arch}"),
-                    ("max_num_batched_tokens", "that server's default"))  # fmt: skip
-        for name, whose in defaults:
-            if given[name] is None:
-                notes.append(f"--{name.replace('_', '-')} is not given: {engine[name]}, {whose}")
+    notes += _defaults(answer, about, variables)
     if not settings.enabled:
         notes.append(f"pass_config.{FLAG_FIELD} is not given: planned as if it were true")
     notes.append("ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla doctor` looks at the machine")
@@ -225,25 +219,34 @@ def _assumptions(
         notes.append(
             "kernel=auto: the server times aiter, triton and unmodified vLLM on its card; shown is the order without it"
         )
-    if variables[USE_AITER][1] == "default":
-        notes.append(f"{USE_AITER}=1 is assumed; vLLM's default is 0: export it")
-    # The fp4 switch acts on gfx950 only, and only where kv_b_proj is in bfloat16.
-    bf16 = any(layer["weight"] == "bfloat16" for layer in answer.get("layers", []))
-    for name in (FP8_BMM, FP4_BMM) if arch == "gfx950" and bf16 else (FP8_BMM,):
-        if name not in variables:
-            state, other, value = ("on", "without", 0) if about["on"][name] else ("off", "with", 1)
-            default = f"{state}, the default of vLLM {about['vllm']}"
-            notes.append(f"{name} is unset: {default}; plan {other} it by --env {name}={value}")
-    notes += given["notes"]
     if main and vllm_own.may_take_parts(arch, main.heads, main.fp8_cache):
         notes.append(
             f"vLLM may decode {main.heads} heads by Gluon (a layer's cache up to 2 GiB), which needs no concat: vLLM "
             "then has a launch less than the figures say"
         )
+    engine = answer.get("engine")
     if engine and integration_of(outcome.config_view(engine)) == "module":
         notes.append(
             "the module integration asks each layer's wrapper and rotary embedding after loading; plan does not"
         )
     if engine and engine["pp"] > 1:
         notes.append(f"figures are for all layers; with --pipeline-parallel-size {engine['pp']} a rank holds its share")
-    return notes
+    return [*notes, *answer["given"]["notes"]]
+
+
+def _defaults(answer: dict[str, Any], about: dict[str, Any], variables: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    """Yield a sentence for each option and variable that is not given and has a default of the installed vLLM."""
+    arch, release = about["arch"], about["vllm"]
+    batch = {"max_num_seqs": f"the API server's default in vLLM {release} on {arch}",
+             "max_num_batched_tokens": "that server's default"}  # fmt: skip
+    for name, whose in batch.items():
+        if "engine" in answer and answer["given"][name] is None:
+            yield f"--{name.replace('_', '-')} is not given: {answer['engine'][name]}, {whose}"
+    if variables[USE_AITER][1] == "default":
+        yield f"{USE_AITER}=1 is assumed; vLLM's default is 0: export it"
+    # The fp4 switch acts on gfx950 only, and only where kv_b_proj is in bfloat16.
+    bf16 = any(layer["weight"] == "bfloat16" for layer in answer.get("layers", []))
+    for name in (FP8_BMM, FP4_BMM) if arch == "gfx950" and bf16 else (FP8_BMM,):
+        if name not in variables:
+            state, other, value = ("on", "without", 0) if about["on"][name] else ("off", "with", 1)
+            yield f"{name} is unset: {state}, the default of vLLM {release}; plan {other} it by --env {name}={value}"

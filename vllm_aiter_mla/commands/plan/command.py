@@ -13,10 +13,14 @@ import typer
 
 from vllm_aiter_mla.commands import progress
 from vllm_aiter_mla.commands.printable import line
+from vllm_aiter_mla.settings import LIMIT_FIELD
 
 # typer passes on the options it does not know: vLLM's own parser reads them.
 COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 ENGAGES, DOES_NOT, WRONG = 0, 1, 2
+# Past these the sizes that a plan forms leave 64 bits.
+MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2**16, "num_drafts": 2**10,
+        LIMIT_FIELD: 2**30}  # fmt: skip
 
 
 class Arch(str, Enum):
@@ -80,7 +84,7 @@ def main(
             from vllm_aiter_mla.commands.plan import build, outcome, printout
 
             answer = vllm.ask(source, arguments)
-        _check_it_was_answered(name, answer)
+        _check_answer(name, answer)
     except (model.ModelNotFoundError, ValueError, model.NotAskedError) as error:
         print(f"plan: {line(str(error))}", file=sys.stderr)
         return WRONG
@@ -91,17 +95,21 @@ def main(
     return ENGAGES if record["outcome"] == outcome.ENGAGED else DOES_NOT
 
 
-def _check_it_was_answered(name: str, answer: dict[str, Any]) -> None:
-    """Raise ValueError where vLLM's answer holds too little for a plan."""
-    failed = answer.get("failed")
-    if not failed or failed["stage"] == "layers":
+def _check_answer(name: str, answer: dict[str, Any]) -> None:
+    """Raise ValueError where vLLM's answer holds too little for a plan, or a number that no engine comes near."""
+    failed = answer.get("failed") or {"stage": "layers"}
+    if failed["stage"] != "layers":
+        if failed["stage"] == "options" or failed["option"]:
+            raise ValueError(failed["said"])
+        if not failed["wrong"]:
+            raise ValueError(f"not known, vLLM could not be asked about {name} here: {failed['said']}")
+        if failed["stage"] == "model":
+            raise ValueError(f"vLLM does not take this model with these options: {failed['said']}")
         return
-    if failed["stage"] == "options" or failed["option"]:
-        raise ValueError(f"{failed['option'] + ': ' if failed['option'] else ''}{failed['said']}")
-    if not failed["wrong"]:
-        raise ValueError(f"not known, vLLM could not be asked about {name} here: {failed['said']}")
-    if failed["stage"] == "model":
-        raise ValueError(f"vLLM does not take this model with these options: {failed['said']}")
+    found = answer["engine"] | {LIMIT_FIELD: answer["given"]["settings"]["max_token_num"]}
+    for field, most in MOST.items():
+        if (found[field] or 0) > most:
+            raise ValueError(f"--{field.replace('_', '-')} {found[field]}: a number up to {most} expected")
 
 
 def _check_model_comes_first(name: str, arguments: Sequence[str]) -> None:

@@ -81,8 +81,8 @@ def _cause(view: Any, admit: Callable[[Any], Skip | None], code: str) -> dict[st
         view = replace(view, **{item.name: item.default})
         skip = admit(view)
         if skip is None or skip.code != code:
-            # Breakable graphs set the mode, which would be a second reason.
-            more = {"mode": ConfigView.mode} if item.name == "breakable_cudagraph" else {}
+            # Either of them sets the mode, which would be a second reason.
+            more = {"mode": ConfigView.mode} if item.name in ("enforce_eager", "breakable_cudagraph") else {}
             return {item.name: item.default, **more}
     raise AssertionError(f"a view of defaults is skipped: {code}")
 

@@ -59,7 +59,8 @@ def _model(plan: dict[str, Any]) -> Iterator[str]:
         yield f"               example: {model['basis']}"
     kind = model["architecture"] + ("" if model["is_mla"] else ", no MLA")
     draft = f", and {layers['drafts']} in the draft" if layers["drafts"] else ""
-    yield f"  layers       {layers['mla'] - layers['drafts']} attentions with MLA in {layers['total']} layers{draft} ({kind})"
+    own = layers["mla"] - layers["drafts"]
+    yield f"  layers       {own} attentions with MLA in {layers['total']} layers{draft} ({kind})"
     for found in model["kinds"]:
         extra = ", sparse" * found["is_sparse"] + ", without RoPE" * (not found["has_rope"])
         sizes = f"P {found['nope']}, R {found['rope']}, L {found['latent']}, V {found['v']}{extra}"
