@@ -413,7 +413,7 @@ def _method_of_kv_b_proj(quant: Any) -> Callable[[Any, str], Any]:
     return method
 
 
-def main(asked: str) -> None:
+def main(asked: str = "") -> None:
     """Answer requests until stdin ends, each in a process of its own: vLLM keeps much of a config in its modules."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # vLLM logs to stdout
@@ -450,4 +450,4 @@ def main(asked: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*(sys.argv[1:] or [""]))
+    main(*sys.argv[1:])

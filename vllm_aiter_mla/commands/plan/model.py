@@ -168,14 +168,14 @@ def environment(given: Sequence[str], process: Mapping[str, str]) -> dict[str, t
 class Vllm:
     """A process in which vLLM answers; :attr:`about` says which vLLM, on which card, with which variables on."""
 
-    def __init__(self, arch: str, variables: Mapping[str, str], verbose: bool = False) -> None:
-        """Start the process; with ``verbose`` vLLM's log goes to stderr. It is read when the first answer is."""
+    def __init__(self, arch: str, variables: Mapping[str, str], verbose: bool = False, child: str = CHILD) -> None:
+        """Start the process; with ``verbose`` vLLM's log goes to stderr."""
         self._cache = tempfile.TemporaryDirectory()
         given = {**os.environ, **QUIET, **variables, "VLLM_CACHE_ROOT": self._cache.name}
         if given.get("VLLM_PLUGINS") is not None:
             given["VLLM_PLUGINS"] += f",{PLUGIN}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", CHILD, *filter(None, [arch])], env=given, text=True, encoding="utf-8",
+            [sys.executable, "-m", child, arch], env=given, text=True, encoding="utf-8",
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if verbose else subprocess.DEVNULL,
         )  # fmt: skip
         self.about: dict[str, Any] = {}
