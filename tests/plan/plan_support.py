@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla.commands.plan import build, command, model
+from vllm_aiter_mla.commands.plan.model import Vllm  # tests replace the module's
 
 ROOT = str(Path(__file__).parents[2])
 ARCH = "gfx950"
 
 
 @functools.cache
-def process(arch: str = ARCH, env: tuple[str, ...] = (), bug: str = "") -> model.Vllm:
+def process(arch: str = ARCH, env: tuple[str, ...] = (), bug: str = "") -> Vllm:
     """The process for a card and variables, with the gate's decisions in its answers."""
     path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
     variables = {name: value for name, (value, _) in model.environment(env, {}).items()}
-    found = model.Vllm(arch, variables | {"PYTHONPATH": path, "PLANTED_BUG": bug}, child="tests.plan.truth_child")
+    found = Vllm(arch, variables | {"PYTHONPATH": path, "PLANTED_BUG": bug}, child="tests.plan.truth_child")
     atexit.register(found.close)
     return found
 

@@ -81,9 +81,10 @@ def _cause(view: Any, admit: Callable[[Any], Skip | None], code: str) -> dict[st
         view = replace(view, **{item.name: item.default})
         skip = admit(view)
         if skip is None or skip.code != code:
-            # Either of them sets the mode, which would be a second reason.
-            more = {"mode": ConfigView.mode} if item.name in ("enforce_eager", "breakable_cudagraph") else {}
-            return {item.name: item.default, **more}
+            # Whichever of the two goes last set the mode, which would be one more reason.
+            breakable = item.name == "breakable_cudagraph"
+            sets_mode = breakable or (item.name == "enforce_eager" and not view.breakable_cudagraph)
+            return {item.name: item.default} | ({"mode": ConfigView.mode} if sets_mode else {})
     raise AssertionError(f"a view of defaults is skipped: {code}")
 
 
