@@ -59,8 +59,6 @@ def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out(shared: None
 
 def test_an_answer_that_stops_at_the_layers_is_not_known_and_names_the_line(shared: None, tmp_path: Path) -> None:
     config = model.examples()["deepseek-r1"]["config"]
-    del config["n_routed_experts"]
-    config["num_experts_per_tok"] = "many"
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "no such function"}))
     status, out, _ = invoke(str(tmp_path), "-tp", "8")
     assert status == command.WRONG

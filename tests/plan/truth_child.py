@@ -17,11 +17,11 @@ from vllm_aiter_mla.compat import rocm_config
 
 decisions: list[Any] = []
 apply, answer = gate.apply, rocm_config.answer
+facts = rocm_config.engine_facts
 BUGS = {
     "nothing is quantised": ("_method_of_kv_b_proj", lambda quant: lambda layer, prefix: None),
-    "the limit is not the gate's": ("_engine", lambda config: engine(config) | {"gate": None}),
+    "the limit is not the gate's": ("engine_facts", lambda config: facts(config) | {"gate": None}),
 }
-engine = rocm_config._engine
 
 
 def applied(config: Any) -> Any:

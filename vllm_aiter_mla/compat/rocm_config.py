@@ -48,7 +48,7 @@ from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
 CARDS = {"gfx942": ("0x74a1", 192), "gfx950": ("0x75a0", 288)}
 """The driver's device id and the memory in GiB of the smallest card of each architecture."""
-MOST_LAYERS = 2**9
+MOST_LAYERS, MOST_POSITIONS = 2**9, 2**24
 _PACKAGES = ("aiter", "quark", "flash_attn", "timm")
 _EXTENSIONS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._rocm_C", "vllm._moe_C")
 _AS_IT_STANDS = "aiter_mla_as_it_stands"
@@ -175,7 +175,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         stage = "model"
         config = _config(args, found)
         stage = "engine"
-        found["engine"] = _engine(config)
+        found["engine"] = engine_facts(config)
         if found["model"]["is_mla"]:
             stage = "layers"
             found["layers"] = _layers(config)
@@ -263,9 +263,9 @@ def _config(args: Any, found: dict[str, Any]) -> Any:
 
     def read_and_tell() -> Any:
         model = read()
-        layers = model.get_total_num_hidden_layers()
-        if layers > MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers={layers}: more than {MOST_LAYERS} are not planned for")
+        sizes = model.get_total_num_hidden_layers(), model.max_model_len
+        if sizes[0] > MOST_LAYERS or sizes[1] > MOST_POSITIONS:
+            raise ValueError(f"{sizes[0]} layers and {sizes[1]} positions are more than is built here")
         found["model"] = _model(model)
         return model
 
@@ -290,8 +290,8 @@ def _model(model: Any) -> dict[str, Any]:
     }
 
 
-def _engine(config: Any) -> dict[str, Any]:
-    """Read what the options became; ``gate`` is what the plugin's pass in vLLM's slot says, None without one."""
+def engine_facts(config: Any) -> dict[str, Any]:
+    """Return what the options became; ``gate`` is what the plugin's pass in vLLM's slot says, None without one."""
     from vllm_aiter_mla.compat import config as compat_config
     from vllm_aiter_mla.compat import user_pass
 
