@@ -76,7 +76,7 @@ def main() -> int:
 def measure(rounds: int) -> list[Row]:
     """A row for each cache, batch and graph mode."""
     from tools.counting import stub_layer
-    from vllm_aiter_mla.status import state
+    from vllm_aiter_mla import status as state
 
     rows = []
     for cache in ("fp8", "auto"):

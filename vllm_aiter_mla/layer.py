@@ -139,18 +139,24 @@ class Layer:
             return Decision(None, skip)
         if self.ranges and self.state == "trusted":
             return Decision(self.choose(self._meta_inputs()).name)
+        wanted = self.backends.names[0]
+        skip, backend = self.no_kernel(), self.backends.get(wanted)
+        if skip is not None:
+            return Decision(None, skip)
+        if self.state != "trusted" and not isinstance(backend, str) and not backend.trusted:
+            return Decision(None, Skip("kernel_shape", self.reason or "its kernel was not checked"))
+        choice = self.choose(self._meta_inputs())
+        reason = dict(choice.passed_over).get(wanted)
+        return Decision(choice.name) if reason is None else Decision(None, Skip("kernel_shape", reason))
+
+    def no_kernel(self) -> Skip | None:
+        """Return why no fused kernel can run in this process, whatever the layer, or None."""
         wanted, asked = self.backends.names[0], self.backends.settings.kernel
         backend = self.backends.get(wanted)
         if asked == "auto" and wanted == VLLM:
             unknown = f"auto knows no fused kernel for {self.backends.platform.arch}"
-            return Decision(None, Skip("kernel_unavailable", f"{unknown}; kernel=triton can be asked for by name"))
-        if self.state != "trusted" and (isinstance(backend, str) or not backend.trusted):
-            return Decision(None, Skip("kernel_shape", self.reason or "its kernel was not checked"))
-        if isinstance(backend, str):
-            return Decision(None, Skip("kernel_unavailable", f"kernel={asked}: {backend}"))
-        choice = self.choose(self._meta_inputs())
-        reason = dict(choice.passed_over).get(wanted)
-        return Decision(choice.name) if reason is None else Decision(None, Skip("kernel_shape", reason))
+            return Skip("kernel_unavailable", f"{unknown}; kernel=triton can be asked for by name")
+        return Skip("kernel_unavailable", f"kernel={asked}: {backend}") if isinstance(backend, str) else None
 
     def not_admitted(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
         """Return why no kernel may run the layer, from its facts only; arguments as in ``decide``."""

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch.fx import Graph
-from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 
 from tests.ops.opcalls import NAME, layer_of
+from tests.support.worker import CONFIG, Worker, layer_in, ours
 from vllm_aiter_mla import admission, startup, status
 from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.compat import config as compat_config
@@ -25,38 +24,6 @@ from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import Settings, SettingsError
 
-CONFIG = VllmConfig()
-
-
-class Worker:
-    """As much of vLLM's as the hook touches."""
-
-    def __init__(self, pass_: Any, **options: Any) -> None:
-        layer = layer_of()
-        compilation = layer._vllm_config.compilation_config
-        compilation.inductor_compile_config = {} if pass_ is None else {current_platform.pass_key: pass_}
-        compilation.static_forward_context = {NAME: layer}
-        compilation.cudagraph_capture_sizes = [1, 8, 64]
-        compilation.cudagraph_mode = SimpleNamespace(name="NONE")
-        compilation.mode, compilation.backend, compilation.custom_ops = "VLLM_COMPILE", "inductor", ["none"]
-        self.vllm_config = layer._vllm_config
-        self.vllm_config.cache_config.cache_dtype = "auto"
-        self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16")
-        self.vllm_config.compute_hash = lambda: "k" * 64
-        self.vllm_config.additional_config = {"aiter_mla": {"enabled": True} | options}
-        self.dummies = 0
-        startup.attach(self)
-
-    def load_model(self) -> str:
-        return "loaded"
-
-    def compile_or_warm_up_model(self) -> str:
-        return "warm"
-
-    def execute_dummy_batch(self) -> None:
-        self.dummies += 1
-        status.engage(NAME, "reference")
-
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[int, str]]:
@@ -65,14 +32,6 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[int, str]
     monkeypatch.setattr(log, "_said", set())
     monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path)
     return lines
-
-
-def layer_in(one: Worker) -> layers.Layer:
-    return layers.of(compat_config.mla_modules(one.vllm_config)[NAME])
-
-
-def ours(limit: int = 16) -> AiterMLAPipeline:
-    return AiterMLAPipeline(CONFIG, limit=limit, settings=Settings(enabled=True))
 
 
 class Foreign:

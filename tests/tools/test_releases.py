@@ -9,10 +9,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from vllm_aiter_mla.compat.version import in_window
 
 from tools import releases
 from tools.releases import Overlay
+from vllm_aiter_mla.compat.config import in_window
 
 
 @pytest.fixture

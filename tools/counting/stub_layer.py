@@ -26,9 +26,9 @@ from vllm.utils.torch_utils import _encode_layer_name
 
 from tests.sandbox import gpu_ops
 from tests.sandbox.simulated_aiter import ROCM, install
-from vllm_aiter_mla import layers
+from vllm_aiter_mla import backends, ops
+from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.ops import register
 
 ARCH = "gfx950"
 NAME = "model.layers.0.self_attn.attn"
@@ -166,10 +166,10 @@ def step(cache: str, batch: Batch) -> Iterator[Layer]:
         batch: the rows.
     """
     gpu_ops.register()
-    register.register()
-    layers.reset()
+    ops.register()
+    backends.forget()
     layer = Layer(cache)
-    layers.trust(layer)
+    layers.of(layer).trust()
     context = ForwardContext(
         no_compile_layers={NAME: layer},
         attn_metadata=None if batch.dummy else {NAME: batch.metadata()},
@@ -178,20 +178,20 @@ def step(cache: str, batch: Batch) -> Iterator[Layer]:
     )
     with (
         install(ARCH),
-        mock.patch.object(layers, "detect_platform", return_value=Platform(ARCH, ROCM)),
+        mock.patch.object(backends, "detect_platform", return_value=Platform(ARCH, ROCM)),
         override_forward_context(context),
         torch.inference_mode(),
     ):
         try:
             yield layer
         finally:
-            layers.reset()
+            backends.forget()
 
 
 @contextmanager
 def without_kernels(layer: Layer) -> Iterator[None]:
     """Stub the kernels, so that only the host's work is left."""
-    backend: Any = layers.selector_of(layer).backend("aiter")
+    backend: Any = layers.of(layer).backends.get("aiter")
     nothing = lambda *args, **kwargs: None  # noqa: E731
     with (
         mock.patch.object(torch, "bmm", nothing),

@@ -12,21 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.test_measured_choice import MadeUpClock, Named, costs
-from tests.startup.test_worker import Worker, ours
 
 from tests.ops.opcalls import NAME
-from vllm_aiter_mla import layers, measuring, status, worker
+from tests.support.made_up_clock import MadeUpClock, Named, costs
+from tests.support.worker import Worker, layer_in, ours
+from vllm_aiter_mla import backends, measuring, startup, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.kernels import reference, select, vllm_own
+from vllm_aiter_mla.kernels import measure, reference
+from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
-from vllm_aiter_mla.kernels.measure import card, sweep
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.settings import SettingsError
-from vllm_aiter_mla.status import record
 
-QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm_own=10.0)
+QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm=10.0)
 LIMIT = 16
 
 
@@ -35,22 +34,24 @@ class Card:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.lines: list[tuple[int, str]] = []
-        self.clock = MadeUpClock(QUICK_TRITON)
+        self.monkeypatch = monkeypatch
+        self.set_clock(MadeUpClock(QUICK_TRITON))
         self.kernels = {name: Named(name) for name in ("aiter", "triton", "vllm")}
         self.kernels["vllm"].trusted = True  # type: ignore[misc]
-        for name in ("aiter", "triton"):
-            monkeypatch.setitem(select.FACTORIES, name, lambda platform, name=name: self.kernels[name])
-        monkeypatch.setattr(select, "aiter_factory", lambda platform, view: self.kernels["aiter"])
-        monkeypatch.setattr(vllm_own, "factory", lambda platform, vllm: self.kernels["vllm"])
-        layers.reset()
+        for name in self.kernels:
+            monkeypatch.setitem(backends.FACTORIES, name, lambda platform, settings, name=name: self.kernels[name])
+        backends.forget()
         platform = Platform("gfx942")
-        monkeypatch.setattr(layers, "detect_platform", lambda: platform)
-        monkeypatch.setattr(measuring, "device_clock", lambda: self.clock)
-        monkeypatch.setattr(card, "about", lambda: {"card": "made up"})
+        monkeypatch.setattr(backends, "detect_platform", lambda: platform)
+        monkeypatch.setattr(measure, "about", lambda: {"card": "made up"})
         monkeypatch.setattr(compat_config, "as_current", lambda config: nullcontext())
         monkeypatch.setattr(compat_config, "cache_folder", lambda: folder)
         monkeypatch.setattr(log, "say", lambda level, text, stacklevel=2: self.lines.append((level, text)))
         monkeypatch.setattr(log, "_said", set())
+
+    def set_clock(self, clock: MadeUpClock) -> None:
+        self.clock = clock
+        clock.install(self.monkeypatch)
 
     def start(self, **options: Any) -> Worker:
         one = Worker(ours(LIMIT), **options)
@@ -64,38 +65,30 @@ class Card:
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     yield Card(monkeypatch, tmp_path)
-    layers.reset()
+    backends.forget()
 
 
-def layer_of_worker(one: Worker) -> Any:
-    return compat_config.mla_modules(one.vllm_config)[NAME]
-
-
-def runs(one: Worker, tokens: int) -> str:
-    layer = layer_of_worker(one)
-    inputs = synthetic_inputs(layers.shapes(layer)[0], tokens)
-    backend = layers.selector_of(layer).choose(inputs).backend
-    assert backend is not None
-    return backend.name
+def runs(one: Worker, tokens: int) -> str | None:
+    layer = layer_in(one)
+    return layer.choose(synthetic_inputs(layer.shape(), tokens)).name
 
 
 def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(made_up: Card) -> None:
     def cost(name: str, tokens: int) -> float:
         return {"triton": 5.0 if tokens <= 4 else 12.0, "aiter": 8.0, "vllm": 10.0}[name]
 
-    made_up.clock = MadeUpClock(cost)
+    made_up.set_clock(MadeUpClock(cost))
     one = made_up.start()
     assert [runs(one, tokens) for tokens in (1, 4, 5, 16)] == ["triton", "triton", "aiter", "aiter"]
-    assert layers.decide(layer_of_worker(one), is_neox=True).skip is None
+    assert layer_in(one).decide().skip is None
     status.engage(NAME, "aiter")
-    found = record.as_record([NAME], LIMIT, "bfloat16", 0)
-    assert record.line(found) == (
+    found = status.record_of([NAME], LIMIT, "bfloat16", 0)
+    assert status.line(found) == (
         "1/1 MLA layers engaged (triton 1..4, aiter 5..16; "
         "8.0 us a layer at 16 tokens against vLLM's own 10.0, measured here)"
     )
     assert found["measured"][0]["layers"] == [NAME]
     assert found["measured"][0]["us"][4] == {"aiter": 8.0, "triton": 5.0, "vllm": 10.0}
-    assert record.saved_us(found)[4] == {NAME: 5.0}
     assert "1 layer shape(s)" in made_up.said(logging.INFO)[-1]
     assert made_up.clock.given_back == 1
 
@@ -103,18 +96,18 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
 def test_the_next_start_reads_the_figures_and_measures_nothing(made_up: Card, tmp_path: Path) -> None:
     made_up.start()
     assert len(list(tmp_path.glob("measured-*.json"))) == 1
-    layers.reset()
-    made_up.clock = MadeUpClock(costs(aiter=1.0, triton=9.0, vllm_own=9.0))
+    backends.forget()
+    made_up.set_clock(MadeUpClock(costs(aiter=1.0, triton=9.0, vllm=9.0)))
     assert runs(made_up.start(), 1) == "triton"
     assert made_up.clock.given_back == 0
 
 
 def test_figures_of_another_view_or_of_other_functions_of_vllm_are_not_read(made_up: Card, tmp_path: Path) -> None:
     made_up.start()
-    layers.reset()
+    backends.forget()
     made_up.start(aiter_view="opt")
     assert len(list(tmp_path.glob("measured-*.json"))) == 2
-    layers.reset()
+    backends.forget()
     one = Worker(ours(LIMIT))
     one.vllm_config.compilation_config.custom_ops = ["all"]
     one.load_model()
@@ -123,27 +116,26 @@ def test_figures_of_another_view_or_of_other_functions_of_vllm_are_not_read(made
 
 def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up: Card) -> None:
     one = made_up.start(kernel="aiter")
-    layer = layer_of_worker(one)
-    shape = layers.shapes(layer)[0]
+    layer = layer_in(one)
+    shape = layer.shape()
     bind = made_up.kernels["aiter"].bind
 
     def refusing(inputs: Any) -> Any:
         return f"at {inputs.num_tokens} tokens: too many" if inputs.num_tokens > 4 else bind(inputs)
 
     made_up.kernels["aiter"].bind = refusing  # type: ignore[method-assign]
-    found = [layers.kernel_for(layer, synthetic_inputs(shape, tokens))[0] for tokens in (4, 8, 16)]
+    found = [layer._find(synthetic_inputs(shape, tokens))[0] for tokens in (4, 8, 16)]
     assert found == ["aiter", "vllm", "vllm"]
     said = [text for text in made_up.said(logging.ERROR) if "run vLLM's own attention" in text]
     assert said == ["decode batches of some layers run vLLM's own attention: aiter: at 8 tokens: too many"]
 
 
-def test_a_broken_file_costs_one_line_and_is_measured_anew(made_up: Card, tmp_path: Path) -> None:
+def test_a_broken_file_is_measured_again(made_up: Card, tmp_path: Path) -> None:
     made_up.start()
     (path,) = tmp_path.glob("measured-*.json")
     path.write_text("half a fi")
-    layers.reset()
+    backends.forget()
     assert runs(made_up.start(), 1) == "triton"
-    assert len([text for text in made_up.said(logging.WARNING) if path.name in text]) == 1
     assert json.loads(path.read_text())["key"]["card"] == "made up"
 
 
@@ -152,15 +144,13 @@ def raising(*args: Any, **kwargs: Any) -> Any:
 
 
 CANNOT: dict[str, Any] = {
-    "no memory": lambda patch, card_: patch(sweep.operands, "cold_weights", raising),
-    "no events": lambda patch, card_: patch(card_.clock, "record", raising),
+    "no memory": lambda patch, card_: patch(measure, "cold_weights", raising),
+    "no events": lambda patch, card_: patch(measure, "record", raising),
     "over budget": lambda patch, card_: patch(card_.clock, "replay_s", 1.0),
-    "no clock": lambda patch, card_: patch(measuring, "device_clock", raising),
-    "no card": lambda patch, card_: patch(card, "about", raising),
-    "no limit": lambda patch, card_: patch(
-        worker, "_limit", lambda config, seen=[]: seen.append(1) or (LIMIT if len(seen) == 1 else raising())
-    ),
-    "no exchange": lambda patch, card_: patch(measuring.ranks, "exchange", raising),
+    "no clock": lambda patch, card_: patch(measure, "now", raising),
+    "no card": lambda patch, card_: patch(measure, "about", raising),
+    "no counts": lambda patch, card_: patch(measure, "token_counts", raising),
+    "no exchange": lambda patch, card_: patch(measuring.log, "exchange", raising),
 }
 
 
@@ -173,7 +163,7 @@ def test_a_start_that_cannot_time_keeps_the_static_order_and_says_so_once(
     state = torch.get_rng_state()
     one = made_up.start(strict=strict)
     assert runs(one, 1) == "aiter"
-    assert layers.decide(layer_of_worker(one), is_neox=True).kernel == "aiter"
+    assert layer_in(one).decide().kernel == "aiter"
     (line,) = made_up.said(logging.WARNING)
     assert line.endswith("the static order of kernels stands")
     assert status.current().measured == []
@@ -195,7 +185,7 @@ def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up: Ca
 
 
 def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up: Card) -> None:
-    made_up.kernels["triton"].bind = lambda inputs: select.Binding(  # type: ignore[method-assign]
+    made_up.kernels["triton"].bind = lambda inputs: Binding(  # type: ignore[method-assign]
         lambda inputs: -reference.prepare(inputs)
     )
     one = made_up.start(strict=True)
@@ -207,13 +197,13 @@ def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up: 
 def test_the_compile_cache_key_does_not_depend_on_the_figures(made_up: Card, tmp_path: Path) -> None:
     keys = []
     for quick in ("triton", "aiter", "vllm"):
-        layers.reset()
+        backends.forget()
         for path in tmp_path.glob("measured-*.json"):
             path.unlink()
-        made_up.clock = MadeUpClock(costs(**({"aiter": 9.0, "triton": 9.0, "vllm": 9.0} | {quick: 5.0})))
+        made_up.set_clock(MadeUpClock(costs(**({"aiter": 9.0, "triton": 9.0, "vllm": 9.0} | {quick: 5.0}))))
         one = made_up.start()
         assert runs(one, 1) == quick
-        keys.append(layers.key_of(layer_of_worker(one)))
+        keys.append(layer_in(one).cache_key())
     assert keys[0] == keys[1] == keys[2] != ()
 
 
@@ -226,7 +216,7 @@ def answer(why: str | None = None, **kinds: Any) -> dict[str, Any]:
 
 
 def test_one_choice_for_all_ranks_by_the_slowest() -> None:
-    answers = [answer(a=table_of(aiter=5.0, vllm_own=10.0)), answer(a=table_of(aiter=9.9, vllm_own=9.0)), answer()]
+    answers = [answer(a=table_of(aiter=5.0, vllm=10.0)), answer(a=table_of(aiter=9.9, vllm=9.0)), answer()]
     figures, troubles = measuring.agree(answers)
     assert figures["a"][1] == {"aiter": [9.9] * 4, "vllm": [10.0] * 4}
     assert troubles == []
@@ -239,15 +229,15 @@ def assert_a_failing_rank_stops_all(answers: list[dict[str, Any]], shapes: set[s
 
 
 def test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it() -> None:
-    good = table_of(aiter=5.0, vllm_own=10.0)
+    good = table_of(aiter=5.0, vllm=10.0)
     assert_a_failing_rank_stops_all([answer(a=good, b=good), answer(a={"why": "planted"}, b=good)], {"b"})
     assert_a_failing_rank_stops_all([answer(a=good, b=good), answer("planted")], set())
 
 
 @pytest.mark.mutation
 def test_mutation_a_choice_from_the_ranks_that_could_time_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = measuring.table.slowest
-    monkeypatch.setattr(measuring.table, "slowest", lambda tables: whole([one for one in tables if one]))
+    whole = measure.slowest
+    monkeypatch.setattr(measure, "slowest", lambda tables: whole([one for one in tables if one]))
     with pytest.raises(AssertionError):
         test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it()
 
@@ -262,8 +252,8 @@ def test_a_rank_whose_check_raises_still_answers_the_others(
 
 def assert_answers(made_up: Card, monkeypatch: pytest.MonkeyPatch, strict: bool) -> list[str]:
     sent: list[str] = []
-    monkeypatch.setattr(measuring.ranks, "exchange", lambda mine: (sent.append(mine), (0, [mine]))[1])
-    monkeypatch.setattr(worker, "check_layers", raising)
+    monkeypatch.setattr(measuring.log, "exchange", lambda mine: (sent.append(mine), (0, [mine]))[1])
+    monkeypatch.setattr(startup, "check_layers", raising)
     with pytest.raises(SettingsError, match="planted") if strict else nullcontext():
         made_up.start(strict=strict)
     assert len(sent) == 1, "the other ranks wait for ever"
@@ -275,7 +265,7 @@ def test_mutation_an_exchange_only_after_a_check_that_passed_is_caught(
     made_up: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose = measuring.choose
-    monkeypatch.setattr(measuring, "choose", lambda config, limit: limit is not None and choose(config, limit))
+    monkeypatch.setattr(measuring, "choose", lambda config, found, limit: limit and choose(config, found, limit))
     with pytest.raises(AssertionError, match="wait for ever"):
         assert_answers(made_up, monkeypatch, strict=True)
 
