@@ -140,11 +140,15 @@ class Layer:
         if self.ranges and self.state == "trusted":
             return Decision(self.choose(self._meta_inputs()).name)
         wanted = self.backends.names[0]
-        skip, backend = self.no_kernel(), self.backends.get(wanted)
+        backend = self.backends.get(wanted)
+        needs_check = isinstance(backend, str) or not backend.trusted
+        if self.state in ("refused", "failed") and needs_check:
+            return Decision(None, Skip("kernel_shape", self.reason))
+        skip = self.no_kernel()
+        if skip is None and self.state == "unchecked" and needs_check:
+            skip = Skip("kernel_shape", "its kernel was not checked")
         if skip is not None:
             return Decision(None, skip)
-        if self.state != "trusted" and not isinstance(backend, str) and not backend.trusted:
-            return Decision(None, Skip("kernel_shape", self.reason or "its kernel was not checked"))
         choice = self.choose(self._meta_inputs())
         reason = dict(choice.passed_over).get(wanted)
         return Decision(choice.name) if reason is None else Decision(None, Skip("kernel_shape", reason))

@@ -146,7 +146,7 @@ AT_THE_CHECK = {
     "cache_key": lambda patch, one: patch(startup, "cache_key", planted),
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
     "the sizes": lambda patch, one: patch(one.vllm_config.compilation_config, "cudagraph_capture_sizes", [None]),
-    "the pass": lambda patch, one: patch(startup, "engaged_pass", planted),
+    "the pass": lambda patch, one: patch(compat_config, "engaged_pass", planted),
     "the options": lambda patch, one: patch(layers, "of", planted),
     "the layer": lambda patch, one: patch(compat_layer, "layer_view", planted),
     "the weights": lambda patch, one: patch(compat_layer, "activation_dtype", planted),
@@ -171,9 +171,7 @@ def assert_check_fails_closed(said: list[tuple[int, str]], monkeypatch: pytest.M
     assert lines == [logging.ERROR], "one line says so"
     layer = layers.of(module)
     assert layer.state != "trusted", "the layer counts as checked"
-    skip = layer.decide().skip
-    assert skip is not None
-    assert skip.code == "kernel_shape"
+    assert layer.decide().skip is not None, "the passes would rewrite it"
 
 
 @pytest.mark.parametrize("spoil", AT_THE_CHECK.values(), ids=AT_THE_CHECK)
@@ -316,7 +314,7 @@ def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypat
 AT_THE_STATUS = {
     "the dummy batch": lambda patch, one: patch(one, "execute_dummy_batch", planted),
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
-    "the pass": lambda patch, one: patch(startup, "engaged_pass", planted),
+    "the pass": lambda patch, one: patch(compat_config, "engaged_pass", planted),
     "the cache": lambda patch, one: patch(one.vllm_config, "cache_config", None),
     "the rank": lambda patch, one: patch(one, "rank", "first", raising=False),
     "the record": lambda patch, one: patch(status, "record_of", planted),

@@ -28,7 +28,6 @@ from vllm_aiter_mla.kernels.absorb import AbsorbWeight, absorb_fp8, absorb_mxfp4
 from vllm_aiter_mla.kernels.formats import MXFP4_GROUP
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.triton import launcher
-from vllm_aiter_mla.kernels.triton.backend import weight_view
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 Q_SCALE, K_SCALE, W_SCALE = 0.0061, 0.0137, 0.0625
@@ -236,7 +235,7 @@ def arguments(compiled: Compiled, memory: Memory, inputs: DecodeInputs, out: tor
     from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
 
     tensors = {
-        "q": inputs.q, "k_pe": inputs.k_pe, "kv_c": inputs.kv_c, "w": weight_view(inputs.weight),
+        "q": inputs.q, "k_pe": inputs.k_pe, "kv_c": inputs.kv_c, "w": inputs.weight.as_npl,
         "cache": inputs.kv_cache, "out": out, "slot": inputs.slot_mapping, "pos": inputs.positions,
         "cos_sin": inputs.cos_sin_cache, "k_scale": inputs.k_scale, "q_scale": inputs.q_scale,
         "w_scale": inputs.weight.scale,
@@ -283,7 +282,7 @@ def minimum_bytes(inputs: DecodeInputs, case: Case) -> dict[str, int]:
     rows = int((slots >= 0).sum())
     table = inputs.cos_sin_cache
     scales = 4 if case.variant.quantised else 0
-    held, scale = weight_view(inputs.weight), inputs.weight.scale
+    held, scale = inputs.weight.as_npl, inputs.weight.scale
     w_scale = 0 if scale is None else (scale[:h] if inputs.weight.format == "mxfp4" else scale).nbytes
     distinct = len(inputs.positions.clamp(0, table.shape[0] - 1).unique())
     return {

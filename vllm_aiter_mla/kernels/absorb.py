@@ -78,6 +78,11 @@ class AbsorbWeight:
         return (heads, *reversed(latent_and_nope))
 
     @property
+    def as_npl(self) -> torch.Tensor:
+        """The values as the Triton kernel reads them, without a copy: [N, P, L], or uint8 [N, P/2, L] of mxfp4."""
+        return self.values if self.format == "plain" else self.values.transpose(1, 2)
+
+    @property
     def tensors(self) -> tuple[tuple[str, torch.Tensor], ...]:
         """(name, tensor) of everything that the product reads."""
         if self.scale is None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, contract_violation
@@ -81,11 +80,6 @@ def refused_on(arch: str, inputs: DecodeInputs) -> str | None:
     return found or _software_fp8(arch, inputs) or _software_mxfp4(arch, inputs)
 
 
-def weight_view(weight: AbsorbWeight) -> torch.Tensor:
-    """Return the values as the kernel reads them, without a copy: [N, P, L], or uint8 [N, P/2, L] of mxfp4."""
-    return weight.values if weight.format == "plain" else weight.values.transpose(1, 2)
-
-
 def _contract(inputs: DecodeInputs) -> str | None:
     if (broken := contract_violation(inputs)) is not None:
         return broken
@@ -130,7 +124,7 @@ def _layout(inputs: DecodeInputs) -> str | None:
         tensor = getattr(inputs, name)
         if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             return f"{name}: last stride 1 expected, got {tensor.stride(-1)}"
-    if 1 not in (stride := weight_view(inputs.weight).stride())[1:]:
+    if 1 not in (stride := inputs.weight.as_npl.stride())[1:]:
         return f"{_weight_name(inputs)}: stride 1 along P or L expected, got {stride} of [N, P, L]"
     return None
 

@@ -12,7 +12,6 @@ import torch
 from vllm_aiter_mla.kernels import backend, formats
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.triton import interpreted
-from vllm_aiter_mla.kernels.triton.backend import weight_view
 from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
 from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, Entry, Tile, entry_for
 
@@ -63,7 +62,7 @@ def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
 def strides(inputs: DecodeInputs) -> tuple[int, ...]:
     """Return the kernel's stride arguments in its order, in elements; zeros for scales that it does not step over."""
     q, cache, scale = inputs.q, inputs.kv_cache, inputs.weight.scale
-    w = weight_view(inputs.weight)
+    w = inputs.weight.as_npl
     return (
         _row_stride(q, 0),
         _row_stride(q, 1),
@@ -93,7 +92,7 @@ def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
         return out
     slots = inputs.slot_mapping.shape[0] if inputs.kv_cache.numel() else 0
     compile_time = constants(inputs, tile)
-    tensors = (inputs.q, inputs.k_pe, inputs.kv_c, weight_view(inputs.weight), inputs.kv_cache, out)
+    tensors = (inputs.q, inputs.k_pe, inputs.kv_c, inputs.weight.as_npl, inputs.kv_cache, out)
     steps = strides(inputs)
     _require_compiled(_variant(tensors, steps, compile_time, tile))
     options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
