@@ -59,7 +59,7 @@ def test_a_layer_that_is_distrusted_keeps_no_kernel_that_needs_a_check() -> None
 def test_a_gemm_that_is_missing_is_no_matter_of_a_kernel_that_does_not_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
     module = layer_of()
     made = absorb.make(module.W_UK_T, ("fp8", torch.float8_e4m3fn))
-    module.is_aiter_triton_fp8_bmm_enabled, module.W_K, module.W_K_scale = True, made.codes, made.scale
+    module.is_aiter_triton_fp8_bmm_enabled, module.W_K, module.W_K_scale = True, made.values, made.scale
     module._vllm_config.model_config = SimpleNamespace(dtype=torch.bfloat16)
     monkeypatch.setattr(absorb.AbsorbWeight, "missing", lambda weight: "planted")
     assert layers.weight_of(module).missing() == "planted"

@@ -14,7 +14,6 @@ from tests.plan.plan_support import ENGAGING, facts, planned
 from vllm_aiter_mla.commands.bench.points import Point
 from vllm_aiter_mla.commands.plan import formulas, kernels, printout, serve_options
 from vllm_aiter_mla.kernels import select
-from vllm_aiter_mla.kernels.triton import tiles
 from vllm_aiter_mla.settings import LIMIT_FIELD
 
 MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
@@ -169,14 +168,3 @@ def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel: str, ar
     chooser = kernels.PlannedSelector(options)
     assert chooser.names == select.candidates(kernel, chooser.platform)
     assert all(chooser.backend(name) for name in chooser.names)
-
-
-def test_a_measured_cap_is_a_border_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    cap = tiles.Cap("gfx942", 16, True, 48, "planted")
-    monkeypatch.setattr(tiles, "CAPS", (cap,))
-    off = '{"aiter_mla": {"kernel": "triton"}}'
-    plan = planned("deepseek-r1", "-tp", "8", "--kv-cache-dtype", "fp8", "--additional-config", off)
-    spans = [(span["first"], span["last"], span["kernel"]) for span in plan["kernels"]]
-    assert [span[2] for span in spans if span[0] <= 47] == ["triton"] * sum(span[0] <= 47 for span in spans)
-    assert any(span[1] == 47 for span in spans)
-    assert {span[2] for span in spans if span[0] >= 48} == {"vllm"}
