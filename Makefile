@@ -8,22 +8,22 @@ LOCK_STAMP := $(VENV)/.lock-$(shell sha256sum $(LOCK) | cut -c1-16)
 PKG_STAMP := $(VENV)/.pkg-$(shell sha256sum pyproject.toml | cut -c1-16)
 ARGS ?=
 export PYTHONUNBUFFERED := 1
-# What is compared to the bit must not depend on the number of cores.
+# Bit-exact comparisons must not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-# What is compared to the bit and takes under two minutes, for a machine without AVX-512; ARGS= names more.
+# Bit-exact tests of under two minutes, for a machine without AVX-512; ARGS= names more.
 AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced.py tests/passes/test_layers_apart.py \
     tests/passes/test_fallback.py tests/kernels/test_reference.py tests/kernels/aiter/test_absorb_fp4.py \
     tests/kernels/aiter/test_aiter_numerics.py tests/kernels/aiter/test_aiter_vectors.py
 
-# Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one: its fixtures are dear.
+# Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
 .PHONY: setup demo test test-all test-rest test-wide lint types quick unit test-avx2 avx2-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
-# Plain pip, no resolution: only CUDA builds of torchvision and torchaudio resolve beside a CPU torch, and text models
+# Plain pip, no resolution: only CUDA builds of torchvision and torchaudio resolve with a CPU torch, and text models
 # need neither. A user outside needs PyTorch's public CPU index as an extra index for torch itself.
 $(LOCK_STAMP): $(LOCK)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -43,12 +43,12 @@ test: lint quick
 
 test-all: test test-rest test-wide
 
-# What `make test` leaves: what must hold without AVX-512, then engines, two at a time beside the slow tests.
+# What `make test` leaves out: bit-exact tests without AVX-512, then the slow tests while engines run, two at a time.
 test-rest: setup
 	$(MAKE) -j 2 avx2-quick types
 	$(BIN)/python -m pytest -m "(engine or slow) and not wide"
 
-# Topologies of several processes, other models: what .ci/run leaves for its half hour. Run it before a release.
+# Topologies of several processes, other models, every head count: too long for .ci/run. Run it before a release.
 test-wide: setup
 	$(BIN)/python -m pytest -m wide
 
@@ -67,7 +67,7 @@ quick: setup
 unit: setup
 	$(BIN)/python -m pytest $(ARGS)
 
-# As on a machine with AVX2 and without AVX-512: every test, or those in ARGS.
+# Every test, or those in ARGS, as on a machine with AVX2 and without AVX-512.
 test-avx2: setup
 	PYTHONPATH=tests/avx2:$$PYTHONPATH $(BIN)/python -m pytest $(ARGS)
 

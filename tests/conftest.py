@@ -1,4 +1,4 @@
-"""What holds for every test: property tests check claims, not how fast the machine is; engine tests come last."""
+"""What holds for every test: examples do not depend on the machine's speed, and engine tests come last."""
 
 from __future__ import annotations
 
@@ -12,20 +12,31 @@ import pytest
 from hypothesis import settings
 
 # Processes that tests start find the checkout: `tests`, `tools` and this tree's package.
-ROOT = str(Path(__file__).parents[1])
-if ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
-# A deadline of milliseconds fails on a machine that other work shares, on the first call of torch above all. The same
-# examples in each run: what fails in one fails in the next.
+# A deadline in milliseconds fails on a machine that does other work. Each run has the same examples.
 settings.register_profile("claims", deadline=None, derandomize=True, database=None)
 settings.load_profile("claims")
 
+SUITE = pytest.StashKey[list[pytest.Item]]()
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines start when collection ends and take minutes; what does not wait for them goes first."""
-    # Those with a marker of another kind start what they need themselves, and may do so meanwhile.
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the tests that wait for engines last: engines start when collection ends and take minutes."""
+    # Engine tests whose marker has no argument start their engines themselves and need not wait.
     items.sort(key=lambda item: bool(getattr(item.get_closest_marker("engine"), "args", ())))
+    config.stash[SUITE] = list(items)
+
+
+@pytest.fixture
+def suite(request: pytest.FixtureRequest) -> list[pytest.Item]:
+    """Every test of the suite, also those that this run leaves out; skips where only some folders were collected."""
+    if {Path(argument).resolve() for argument in request.config.args} - {ROOT, ROOT / "tests"}:
+        pytest.skip("only a part of the tests was collected")
+    return request.config.stash[SUITE]
 
 
 @pytest.fixture
@@ -40,10 +51,10 @@ def fake_gfx942() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def load_tool() -> Callable[[str], ModuleType]:
-    """Imports ``tools/NAME.py``: the tools are scripts, no package."""
+    """Import ``tools/NAME.py``, which is a script."""
 
     def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "tools" / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)

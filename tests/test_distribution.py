@@ -101,22 +101,22 @@ def needed(folder: Path) -> str:
     return str(folder)
 
 
-def test_the_wheel_runs_in_an_environment_that_holds_its_dependencies_alone(wheel, tmp_path):
+def test_the_wheel_runs_in_an_environment_that_only_holds_its_dependencies(wheel, tmp_path):
     bin_folder = environment(tmp_path / "empty", wheel, needed(tmp_path / "needed"), "--no-index")
     command = str(bin_folder / "vllm-aiter-mla")
     assert "doctor" in succeeded(command, "--help", cwd=tmp_path)
     told = run(command, "doctor", cwd=tmp_path)
     assert told.returncode == 1
     assert "vllm" in told.stdout
-    for rest in (PLAN, ("verify", "--quick"), ("bench",), ("demo",)):
+    for rest in (PLAN, ("verify", "--quick"), ("bench",)):
         told = run(command, *rest, cwd=tmp_path)
         assert told.returncode == 2, rest
         assert "Traceback" not in told.stderr, rest
         assert "not installed" in told.stderr, rest
 
 
-def test_the_wheel_runs_beside_vllm_and_moves_nothing(wheel, tmp_path):
-    """The environment sees this one's packages behind its own, as an image's."""
+def test_the_wheel_runs_with_vllm_and_moves_nothing(wheel, tmp_path):
+    """The environment sees the packages of this one after its own, as in an image."""
     # Without an index pip fails if the wheel asks for anything that is not there already.
     above = sysconfig.get_paths()["purelib"]
     bin_folder = environment(tmp_path / "beside", wheel, above, "--no-index")

@@ -1,4 +1,4 @@
-"""What the tests expect holds on a machine with AVX2 and without AVX-512, too: ``make test-avx2`` runs them so."""
+"""A process can behave as on a machine with AVX2 and without AVX-512: ``make test-avx2`` runs the tests in one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AVX2 = Path(__file__).with_name("avx2")
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python as on a machine with AVX2 only."""
+    """Run Python as on a machine with AVX2 only."""
     path = os.pathsep.join(filter(None, [str(AVX2), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)

@@ -1,10 +1,11 @@
-"""What the tools share: failures and their exit status, paths of results, and Markdown that no cell can break."""
+"""Shared by the tools: failures and their exit status, option checks, pip, and tables."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +14,11 @@ from typing import Any, NoReturn
 
 
 class UsageError(ValueError):
-    """A wrong option or a missing package; names option and value. Exit status 2, before anything is started."""
+    """A wrong option or a missing package. The message names it. Exit status 2, before anything starts."""
 
 
 class RunError(RuntimeError):
-    """What was asked for could not be done. Exit status 1."""
+    """The tool could not do what was asked. Exit status 1."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 def guarded(tool: str, body: Callable[[], int]) -> int:
     """Run ``body`` and return its exit status, or that of its failure: 2 usage, 1 run, 130 interrupted.
 
-    SIGTERM is taken like Ctrl-C, so that what was started is stopped then too.
+    SIGTERM acts like Ctrl-C, so that it stops what was started too.
     """
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -61,7 +62,7 @@ def positive(option: str, value: float) -> None:
 
 
 def writable(files: Mapping[str, Path | None], folders: Mapping[str, Path | None] | None = None) -> None:
-    """Raise UsageError for the first option whose path cannot be written; None where it is not given."""
+    """Raise UsageError for the first option whose path cannot be written. None is an option that was not given."""
     from vllm_aiter_mla.commands import outputs
 
     try:
@@ -70,19 +71,35 @@ def writable(files: Mapping[str, Path | None], folders: Mapping[str, Path | None
         raise UsageError(str(error)) from error
 
 
+def run_pip(*arguments: str) -> None:
+    """Run pip. Raise RunError with its last error."""
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:") and "for help" not in line]
+        raise RunError((errors or [f"pip ended with status {done.returncode}"])[-1])
+
+
 def visible(text: str) -> str:
-    """``text`` with its control characters written out, so that they steer no terminal; line ends and tabs stay."""
+    """Return ``text`` with control characters as ``\\x1b``, so that they steer no terminal. Line ends and tabs stay."""
     return "".join(one if one.isprintable() or one in "\n\t" else f"\\x{ord(one):02x}" for one in text)
 
 
 def escaped(value: Any) -> str:
-    """``value`` as one line of Markdown that shows it as it is: no cell, code, tag or link begins or ends in it."""
+    """Return ``value`` as one line of Markdown in which it starts or ends no cell, code, tag or link."""
     line = visible(" ".join(str(value).split("\n")))
     line = re.sub(r"([\\|`\[\]])", r"\\\1", line.replace("&", "&amp;"))
     return line.replace("<", "&lt;").replace(">", "&gt;")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]], align: str = "--:") -> list[str]:
-    """A Markdown table; every cell is escaped, short rows are filled up."""
+    """Return a Markdown table. Every cell is escaped, short rows are filled up."""
     lines = [[escaped(value) for value in row] + [""] * (len(head) - len(row)) for row in rows]
     return ["| " + " | ".join(line) + " |" for line in ([*map(escaped, head)], [align] * len(head), *lines)]
+
+
+def aligned(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Return a table for a terminal: the first column flush left, the others flush right."""
+    lines = [[str(value) for value in line] for line in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [" ".join([f"{line[0]:<{widths[0]}}", *map(str.rjust, line[1:], widths[1:])]) for line in lines]

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.common import Parser, guarded, positive, writable  # noqa: E402
+from tools.common import Parser, aligned, guarded, positive, writable  # noqa: E402
 
 CALLS = 25
 MOST = 1.0
@@ -65,10 +65,10 @@ def main() -> int:
     show(rows)
     missed = misses(rows)
     if options.json:
-        from vllm_aiter_mla import evidence
+        from vllm_aiter_mla import files
 
         record = {"rows": [asdict(row) | {"ratio": row.ratio} for row in rows], "missed": missed}
-        evidence.write(options.json, record | evidence.stamp("host_cost", 1))
+        files.write(options.json, record | files.stamp("host_cost", 1))
     print("\n".join(f"MISSED: {line}" for line in missed) or "ours takes at most vLLM's own time in every row")
     return 1 if missed else 0
 
@@ -76,7 +76,7 @@ def main() -> int:
 def measure(rounds: int) -> list[Row]:
     """A row for each cache, batch and graph mode."""
     from tools.counting import stub_layer
-    from vllm_aiter_mla.status import state
+    from vllm_aiter_mla import status as state
 
     rows = []
     for cache in ("fp8", "auto"):
@@ -139,10 +139,12 @@ def misses(rows: Sequence[Row]) -> list[str]:
 def show(rows: Sequence[Row]) -> None:
     """The rows as a table."""
     print("microseconds of the host per layer and step, kernels stubbed; a full graph is replayed without Python")
-    print(f"{'KV cache':9} {'batch':26} {'graphs':10} {'vllm':>7} {'ours':>7} {'ratio':>6}")
+    head = ("KV cache, batch, graphs", "vllm", "ours", "ratio")
+    cells = []
     for row in rows:
-        ratio = f"{row.ratio:6.2f}" if row.vllm_us else "     -"
-        print(f"{row.cache:9} {row.batch:26} {row.graphs:10} {row.vllm_us:7.1f} {row.ours_us:7.1f} {ratio}")
+        ratio = f"{row.ratio:.2f}" if row.vllm_us else "-"
+        cells.append((f"{row.cache}, {row.batch}, {row.graphs}", f"{row.vllm_us:.1f}", f"{row.ours_us:.1f}", ratio))
+    print("\n".join(aligned(head, cells)))
 
 
 if __name__ == "__main__":

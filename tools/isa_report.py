@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools import aot  # noqa: E402
-from tools.common import Parser, guarded, positive, writable  # noqa: E402
-from vllm_aiter_mla import evidence  # noqa: E402
+from tools.common import Parser, aligned, guarded, positive, writable  # noqa: E402
+from vllm_aiter_mla import files  # noqa: E402
 
 # Triton's names of the 8-bit floats; a target that lacks one breaks a bound, a word that is none is a wrong option.
 FP8_TYPES = ("fp8e4nv", "fp8e4b8", "fp8e4b15", "fp8e5", "fp8e5b16")
@@ -71,11 +71,11 @@ def run(argv: Sequence[str]) -> int:
     if options.worker:
         print(json.dumps(compile_target(options.worker, options.fp8_type)))
         return 0
-    reports = [run_worker(name, options.fp8_type) | evidence.stamp("isa", 1) for name in options.arch or aot.TARGETS]
+    reports = [run_worker(name, options.fp8_type) | files.stamp("isa", 1) for name in options.arch or aot.TARGETS]
     figures = json.dumps(reports, indent=1)
     print(figures if options.json == PRINTED else "\n\n".join(map(text, reports)))
     if options.json is not None and options.json != PRINTED:
-        evidence.write(options.json, reports)
+        files.write(options.json, reports)
     rows = [row for report in reports for row in report["rows"]]
     broken = sum(len(row["breaches"]) for row in rows)
     print(f"\n{len(rows)} variants, {broken} broken bounds", file=sys.stderr if options.json == PRINTED else sys.stdout)
@@ -120,16 +120,14 @@ def compile_target(name: str, fp8_type: str | None) -> dict[str, Any]:
 
 def text(report: dict[str, Any]) -> str:
     """One target as a table; under each variant the bounds that it breaks."""
-    heading = "tile/warps, heads, type, pairs, W, cache"
-    width = max(len(heading), *(len(row["label"]) for row in report["rows"]))
     waves = "per multiprocessor" if report["target"].startswith("sm") else "per SIMD"
     lines = [f"{report['target']} (triton {report['triton']}); static figures, no time is claimed; waves: {waves}"]
-    lines.append(" ".join([f"{heading:<{width}}"] + [f"{short:>7}" for short in COLUMNS.values()]))
-    for row in report["rows"]:
-        values = [f"{row['figures'][key] if row['figures'] else '-':>7}" for key in COLUMNS]
-        lines.append(" ".join([f"{row['label']:<{width}}", *values]))
-        lines += [f"  BROKEN: {breach}" for breach in row["breaches"]]
-    return "\n".join(lines)
+    figures = [[row["figures"][key] if row["figures"] else "-" for key in COLUMNS] for row in report["rows"]]
+    cells = [[row["label"], *values] for row, values in zip(report["rows"], figures, strict=True)]
+    head, *shown = aligned(["tile/warps, heads, type, pairs, W, cache", *COLUMNS.values()], cells)
+    for row, line in zip(report["rows"], shown, strict=True):
+        lines += [line, *(f"  BROKEN: {breach}" for breach in row["breaches"])]
+    return "\n".join([lines[0], head, *lines[1:]])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,10 +22,10 @@ from packaging.version import InvalidVersion, Version
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.common import Parser, RunError, UsageError, guarded, writable
+from tools.common import Parser, UsageError, guarded, run_pip, writable
 
 VLLM = "0.32.0"
-# lm-eval: tools/accuracy.py and its end-to-end test; it moves no version of the others. build, twine: the test of the
+# lm-eval: tools/serving.py and its end-to-end test; it moves no version of the others. build, twine: the test of the
 # packages that a release has. ray: the test of workers in its actors.
 ROOTS = (
     "torch==2.13.0",
@@ -34,6 +33,7 @@ ROOTS = (
     "pytest",
     "pytest-xdist",
     "hypothesis",
+    "matplotlib",
     "ruff",
     "mypy",
     "setuptools",
@@ -47,7 +47,7 @@ DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})
 
 
 def resolve(roots: tuple[str, ...], over: bool = False) -> list[dict]:
-    """pip's own resolution of the roots, as its installation report. Raises RunError with pip's last line.
+    """Return pip's own resolution of the roots, from its installation report. Raise RunError with pip's last error.
 
     Args:
         roots: requirements.
@@ -55,17 +55,12 @@ def resolve(roots: tuple[str, ...], over: bool = False) -> list[dict]:
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--report", str(report)]
-        command += [*([] if over else ["--ignore-installed"]), *roots]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:") and "for help" not in line]
-            raise RunError((errors or [f"pip ended with status {done.returncode}"])[-1])
+        run_pip("install", "--dry-run", "--report", str(report), *([] if over else ["--ignore-installed"]), *roots)
         return json.loads(report.read_text())["install"]
 
 
 def reachable(entries: list[dict], roots: tuple[str, ...]) -> list[dict]:
-    """Entries that the roots need when the dropped ones are gone."""
+    """Return the entries that the roots need without the dropped ones."""
     by_name: dict[str, dict] = {canonicalize_name(entry["metadata"]["name"]): entry for entry in entries}
     seen: set[str] = set()
     stack: list[str] = [canonicalize_name(Requirement(root).name) for root in roots]
@@ -80,7 +75,7 @@ def reachable(entries: list[dict], roots: tuple[str, ...]) -> list[dict]:
 
 
 def pin(entry: dict) -> str:
-    """One requirement with its hash. A local version (+cpu) is not part of what an index is asked for."""
+    """Return one requirement with its hash. An index does not know a local version (+cpu)."""
     name, version = canonicalize_name(entry["metadata"]["name"]), entry["metadata"]["version"]
     digest = entry["download_info"]["archive_info"]["hashes"]["sha256"]
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
@@ -108,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 0, 1 when nothing resolves, 2 for a wrong option."""
+    """Run the command and return its exit status: 1 if nothing resolves, 2 for a wrong option."""
     return guarded("make_lock", lambda: run(sys.argv[1:] if argv is None else argv))
 
 

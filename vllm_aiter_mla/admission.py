@@ -1,20 +1,22 @@
-"""Every reason there is not to take the fast path, and who may take it: a plain view in, a skip or nothing out.
+"""Every reason to skip an engine or a layer, as tables of rules; and the decode limit's arithmetic.
 
-Pure: no torch, no vLLM, no GPU. ``compat`` fills the views from vLLM's objects. A skip is a value: the log,
-``doctor``, ``plan`` and the report print it as it is. Engines and layers are decided here, graphs in ``passes``,
-kernels where one is chosen; all of them take their codes from the tables here.
+A rule is a code, a condition over a plain view, and a sentence. ``compat`` fills the views from vLLM's objects. This
+module imports neither torch nor vLLM. ``passes`` and the choice of a kernel give further reasons, with codes from the
+tables here. A skip is a value: the log, ``doctor``, ``plan`` and the report print it as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 MLA_ATTENTION_OP = "vllm::unified_mla_attention_with_output"
 KV_UPDATE_OP = "vllm::unified_mla_kv_cache_update"
 ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_mla::mla_attention_with_rope")
 """The plugin's attention ops, after pass 2 and after pass 3, in the spelling of ``splitting_ops``."""
 INTEGRATIONS = ("passes", "module")
-"""Who puts the one op into a layer: passes over the compiled graph, or the forward of vLLM's MLA wrapper."""
+"""What puts the op into a layer: passes over the compiled graph, or the forward of vLLM's MLA wrapper."""
 
 ENGINE_REASONS: dict[str, str] = {
     "vllm_version": "vLLM's release is outside the range this plugin was written against",
@@ -34,10 +36,10 @@ ENGINE_REASONS: dict[str, str] = {
     "graph_partition": "an explicit use_inductor_graph_partition=False cuts the graph at the attention op",
     "splitting_ops": "explicit splitting_ops cut the graph at the attention op or the KV-cache update",
     "user_pass": "the custom pass already in place cannot be chained",
-    "vllm_refuses": "vLLM's own checks refuse the model with these options: it does not start",
+    "vllm_refuses": "vLLM's own checks reject the model with these options: it does not start",
     "not_known": "vLLM could not be asked about the model or one of its layers",
 }
-"""Decided before anything is compiled, of the whole engine. Some are said of one layer too."""
+"""Of the whole engine, before anything is compiled. Some apply to one layer too."""
 
 LAYER_REASONS: dict[str, str] = {
     "impl": "the attention implementation is not one the fast path calls correctly",
@@ -51,7 +53,7 @@ LAYER_REASONS: dict[str, str] = {
     "sliding_window": "the layer attends over a sliding window",
     "geometry": "the layer's head sizes are not those of a decoupled-RoPE MLA layer",
 }
-"""Decided of one layer, from the attention module."""
+"""Of one layer, from the attention module."""
 
 GRAPH_REASONS: dict[str, str] = {
     "no_rope": "no rotary embedding is applied to the query or the key in this graph",
@@ -82,26 +84,30 @@ GRAPH_REASONS: dict[str, str] = {
     "query_read_elsewhere": "something outside the layer reads the query projection",
     "key_read_elsewhere": "something outside the layer reads the un-rotated k_pe",
     "graph_too_deep": "the expression above the query or the key is too large for a RoPE",
-    "unknown_forward": "the layer's forward, or that of the wrapper around it, is none that this plugin knows",
+    "unknown_forward": "the layer's forward, or that of the wrapper around it, is not one that this plugin knows",
     "not_evaluated": "reading the layer's graph or asking for its kernel raised an error",
-    "rewrite_failed": "a pass raised an error; the layer stays as the pass before left it",
+    "rewrite_failed": "a pass raised an error; the layer stays as the previous pass made it",
     "stop_after": "the option debug.stop_after ends the passes early",
 }
-"""Decided of one layer, from what its nodes or its wrapper compute, before the layer first runs."""
+"""Of one layer, from what its nodes or its wrapper compute, before the layer first runs."""
 
 KERNEL_REASONS: dict[str, str] = {
     "kernel_unavailable": "no fused kernel can run in this process",
     "kernel_shape": "the kernel does not take a layer of this shape",
     "not_run": "the layer's fused op did not run during warm-up",
 }
-"""Decided of one layer, by the kernels that could run it."""
+"""Of one layer, from the kernels that could run it."""
 
 LEVELS = {"engine": ENGINE_REASONS, "layer": LAYER_REASONS, "graph": GRAPH_REASONS, "kernel": KERNEL_REASONS}
 REASONS = {code: meaning for table in LEVELS.values() for code, meaning in table.items()}
-"""Every code a :class:`Skip` may carry, with what it means in one line. docs/troubleshooting.md has the remedies."""
+"""Every code that a :class:`Skip` may carry, with its meaning in one line. docs/troubleshooting.md has the remedies."""
 
 KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
-"""vLLM's names of the caches the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""
+"""vLLM's names of the caches that the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""
+
+SMALLEST_LIMIT = 2
+"""vLLM drops compile-range endpoints below 2, so a limit of 1 would never end a range and the passes would never run.
+A server with ``max_num_seqs=1`` gets a decode limit of two tokens."""
 
 
 @dataclass(frozen=True)
@@ -125,184 +131,78 @@ class Skip:
 
 
 @dataclass(frozen=True)
-class ConfigView:
-    """What admission reads of a finished ``VllmConfig``. The defaults describe an engine that is admitted.
+class _View:
+    """What the rules read of engines and of layers.
 
     Attributes:
-        vllm_version: as vLLM prints it.
-        version_supported: inside the window, or forced by the user.
-        missing: capabilities that were probed and not found, and patches that failed.
-        op_schema: what vLLM's MLA ops have otherwise than the plugin knows them, one sentence each.
-        mode: name of the compilation mode.
+        missing: capabilities, or attributes of the layer, that a known vLLM has and this one lacks.
+        kv_cache_dtype: as vLLM spells it.
         model_dtype: activation dtype without the ``torch.`` prefix; empty when unknown.
-        use_inductor_graph_partition: as the user gave it; ``None`` when left alone.
-        splitting_ops: as the user gave them; ``None`` when left alone.
-        integration: as the user asked for it: "auto", or one of ``INTEGRATIONS``.
     """
 
-    vllm_version: str = ""
-    version_supported: bool = True
     missing: tuple[str, ...] = ()
-    failed_steps: tuple[str, ...] = ()
-    op_schema: tuple[str, ...] = ()
-    atom_active: bool = False
-    is_mla: bool = True
     is_sparse: bool = False
-    enforce_eager: bool = False
-    breakable_cudagraph: bool = False
-    mode: str = "VLLM_COMPILE"
-    backend: str = "inductor"
     dcp: int = 1
     pcp: int = 1
     hisparse: bool = False
     kv_cache_dtype: str = "auto"
     model_dtype: str = ""
+
+
+@dataclass(frozen=True)
+class ConfigView(_View):
+    """What the rules read of a finished ``VllmConfig``. The defaults describe an engine that is admitted.
+
+    Attributes:
+        vllm_version: as vLLM prints it.
+        version_supported: inside the window, or forced by the user.
+        failed_steps: steps of the plugin's registration that failed, each with its error.
+        op_schema: how vLLM's MLA ops differ from what the plugin knows, one sentence each.
+        mode: name of the compilation mode.
+        use_inductor_graph_partition: as the user gave it; ``None`` when not given.
+        splitting_ops: as the user gave them; ``None`` when not given.
+        integration: as the user asked for it: "auto", or one of ``INTEGRATIONS``.
+    """
+
+    vllm_version: str = ""
+    version_supported: bool = True
+    failed_steps: tuple[str, ...] = ()
+    op_schema: tuple[str, ...] = ()
+    atom_active: bool = False
+    is_mla: bool = True
+    enforce_eager: bool = False
+    breakable_cudagraph: bool = False
+    mode: str = "VLLM_COMPILE"
+    backend: str = "inductor"
     use_inductor_graph_partition: bool | None = None
     splitting_ops: tuple[str, ...] | None = None
     integration: str = "auto"
 
 
-def admit_config(view: ConfigView) -> Skip | None:
-    """First reason for which no layer of this engine may take the fast path, or ``None``."""
-    for check in (_environment, _model, _parallel, _cache):
-        skip = check(view)
-        if skip is not None:
-            return skip
-    return why_not_passes(view) if view.integration == "passes" else None
-
-
-def why_not_passes(view: ConfigView) -> Skip | None:
-    """Why the passes cannot run in this engine, or ``None``: they need a compiled graph that holds whole layers."""
-    return _compilation(view) or _partition(view)
-
-
-def integration_of(view: ConfigView) -> str:
-    """Who emits in an admitted engine, one of ``INTEGRATIONS``: ``auto`` is the passes wherever they can run."""
-    if view.integration != "auto":
-        return view.integration
-    return "passes" if why_not_passes(view) is None else "module"
-
-
-def _environment(view: ConfigView) -> Skip | None:
-    if not view.version_supported:
-        return Skip(
-            "vllm_version",
-            f"vLLM {view.vllm_version or 'of unknown version'} is outside the supported window; "
-            "additional_config.aiter_mla.debug.untested_vllm=true tries it anyway",
-        )
-    if view.missing:
-        return Skip("capability", f"this vLLM ({view.vllm_version}) lacks {', '.join(view.missing)}")
-    if view.failed_steps:
-        return Skip("capability", f"the plugin could not do what it needs: {'; '.join(view.failed_steps)}")
-    if view.op_schema:
-        return Skip("op_schema", f"in this vLLM ({view.vllm_version}) {'; '.join(view.op_schema)}")
-    if view.atom_active:
-        return Skip("atom", "ATOM's plugin owns the model; set ATOM_DISABLE_VLLM_PLUGIN=1 to use this one instead")
-    return None
-
-
-def _model(view: ConfigView) -> Skip | None:
-    if not view.is_mla:
-        return Skip("not_mla", "the model does not use MLA attention (model, VLLM_MLA_DISABLE)")
-    if view.is_sparse:
-        return Skip("sparse_mla", "the model uses sparse MLA (index_topk in its config)")
-    return None
-
-
-def _compilation(view: ConfigView) -> Skip | None:
-    if view.enforce_eager:
-        return Skip("enforce_eager", "enforce_eager=True leaves no graph to rewrite; drop --enforce-eager")
-    if view.mode != "VLLM_COMPILE" and view.breakable_cudagraph:
-        return Skip("breakable_cudagraph", "set VLLM_USE_BREAKABLE_CUDAGRAPH=0; it runs the model uncompiled")
-    if view.mode != "VLLM_COMPILE":
-        return Skip("compilation_mode", f"compilation_config.mode is {view.mode}; the passes need VLLM_COMPILE")
-    if view.backend != "inductor":
-        return Skip("backend", f"compilation_config.backend is {view.backend!r}; the passes need 'inductor'")
-    return None
-
-
-def _parallel(view: ConfigView) -> Skip | None:
-    if view.dcp > 1:
-        return Skip("dcp", f"decode_context_parallel_size is {view.dcp}; the fast path needs 1")
-    if view.pcp > 1:
-        return Skip("pcp", f"prefill_context_parallel_size is {view.pcp}; the fast path needs 1")
-    return None
-
-
-def _cache(view: ConfigView) -> Skip | None:
-    if view.hisparse:
-        return Skip("hisparse", "attention_config.hisparse_config is set")
-    return _kv_cache_dtype(view.kv_cache_dtype, view.model_dtype)
-
-
-def _kv_cache_dtype(dtype: str, model_dtype: str) -> Skip | None:
-    if dtype not in KV_CACHE_DTYPES:
-        known = ", ".join(sorted(KV_CACHE_DTYPES))
-        return Skip("kv_cache_dtype", f"kv_cache_dtype is {dtype!r}; the kernels write {known}")
-    if dtype in ("bfloat16", "float16") and model_dtype and dtype != model_dtype:
-        return Skip("kv_cache_dtype", f"kv_cache_dtype is {dtype!r} but the model computes in {model_dtype}")
-    return None
-
-
-def _partition(view: ConfigView) -> Skip | None:
-    """Attention and KV update must lie in the same FX graph as the query projection, or there is nothing to lift."""
-    if view.use_inductor_graph_partition:
-        return None
-    if view.splitting_ops is None:
-        if view.use_inductor_graph_partition is False:
-            return Skip(
-                "graph_partition",
-                "compilation_config.use_inductor_graph_partition=False cuts the graph at attention; "
-                "leave it unset, or set it to true, or set splitting_ops=[]",
-            )
-        return None
-    cut = [op for op in (MLA_ATTENTION_OP, KV_UPDATE_OP) if op in map(plain_name, view.splitting_ops)]
-    if cut:
-        return Skip(
-            "splitting_ops",
-            f"compilation_config.splitting_ops cuts the graph at {' and '.join(cut)}; "
-            "set use_inductor_graph_partition=true with it, or splitting_ops=[], or leave both unset",
-        )
-    return None
-
-
-def plain_name(op: str) -> str:
-    """An entry of ``splitting_ops`` without the overload, which vLLM takes too."""
-    return op.removesuffix(".default")
-
-
 @dataclass(frozen=True)
-class LayerView:
-    """What admission reads of one attention layer. The defaults describe a layer that is admitted.
+class LayerView(_View):
+    """What the rules read of one attention layer. The defaults describe a layer that is admitted.
 
     Attributes:
-        name: vLLM's layer name, for the message.
-        missing: attributes that every layer of a known vLLM has and this one lacks; nothing else is read then.
         impl: class name of ``layer.impl``.
         known_impls: class names of the implementations that the fast path calls correctly.
-        q_pad_num_heads: heads the implementation pads the query to, ``None`` without padding.
+        own_forward: where an unknown ``forward_impl`` comes from; empty if it is vLLM's own.
+        q_pad_num_heads: heads that the implementation pads the query to, ``None`` without padding.
         kv_cache_ndim: dimensions of the bound KV cache; ``None`` while none is bound (compilation runs before).
-        graph_dtype: what a graph computes in, where it is another dtype than the layer's; empty where it is the same.
+        dcp_q_replicate: the query is replicated for decode context parallelism.
+        graph_dtype: dtype that the graph computes in if it is not the layer's, else empty.
         num_heads, qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank, v_head_dim: N (per rank), P, R, L and V.
     """
 
-    name: str = ""
-    missing: tuple[str, ...] = ()
     impl: str = "AiterMLAImpl"
     known_impls: frozenset[str] = frozenset({"AiterMLAImpl"})
     own_forward: str = ""
-    is_sparse: bool = False
     q_pad_num_heads: int | None = None
     has_absorbed_weight: bool = True
     amx_bmm: bool = False
     has_rope_kernel: bool = True
-    kv_cache_dtype: str = "auto"
-    model_dtype: str = ""
     kv_cache_ndim: int | None = None
-    dcp_world_size: int = 1
-    pcp_world_size: int = 1
     dcp_q_replicate: bool = False
-    hisparse: bool = False
     graph_dtype: str = ""
     cos_sin_dtype_matches: bool = True
     sliding_window: bool = False
@@ -312,68 +212,219 @@ class LayerView:
     kv_lora_rank: int = 512
     v_head_dim: int = 128
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """N, P, R, L and V."""
+        return (self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank, self.v_head_dim)
+
+
+class Rule(NamedTuple):
+    """One reason to skip.
+
+    Attributes:
+        code: a key of :data:`REASONS`.
+        applies: takes a view; true, or a tuple of what was found, if there is this reason.
+        sentence: a format string; ``v`` is the view, ``found`` what was found, joined.
+    """
+
+    code: str
+    applies: Callable[[Any], object]
+    sentence: str
+
+
+SHARED_RULES = (
+    Rule("sparse_mla", lambda v: v.is_sparse, "sparse MLA: an indexer picks the KV rows (index_topk in the config)"),
+    Rule("dcp", lambda v: v.dcp > 1, "decode_context_parallel_size is {v.dcp}; the fast path needs 1"),
+    Rule("pcp", lambda v: v.pcp > 1, "prefill_context_parallel_size is {v.pcp}; the fast path needs 1"),
+    Rule("hisparse", lambda v: v.hisparse, "HiSparse manages the KV rows (attention_config.hisparse_config is set)"),
+    Rule(
+        "kv_cache_dtype",
+        lambda v: v.kv_cache_dtype not in KV_CACHE_DTYPES,
+        f"kv_cache_dtype is {{v.kv_cache_dtype!r}}; the kernels write {', '.join(sorted(KV_CACHE_DTYPES))}",
+    ),
+    Rule(
+        "kv_cache_dtype",
+        lambda v: v.kv_cache_dtype in ("bfloat16", "float16") and v.model_dtype not in ("", v.kv_cache_dtype),
+        "kv_cache_dtype is {v.kv_cache_dtype!r} but the model computes in {v.model_dtype}",
+    ),
+)
+"""Facts that an engine's config and each of its layers state."""
+
+ENGINE_RULES = (
+    Rule(
+        "vllm_version",
+        lambda v: not v.version_supported,
+        "vLLM {v.vllm_version} is outside the supported window; "
+        "additional_config.aiter_mla.debug.untested_vllm=true tries it anyway",
+    ),
+    Rule("capability", lambda v: v.missing, "this vLLM ({v.vllm_version}) lacks {found}"),
+    Rule("capability", lambda v: v.failed_steps, "the plugin could not do what it needs: {found}"),
+    Rule("op_schema", lambda v: v.op_schema, "in this vLLM ({v.vllm_version}) {found}"),
+    Rule(
+        "atom",
+        lambda v: v.atom_active,
+        "ATOM's plugin owns the model; set ATOM_DISABLE_VLLM_PLUGIN=1 to use this one instead",
+    ),
+    Rule("not_mla", lambda v: not v.is_mla, "the model does not use MLA attention (model, VLLM_MLA_DISABLE)"),
+    *SHARED_RULES,
+)
+"""Whatever puts the op into the layers."""
+
+PASSES_RULES = (
+    Rule(
+        "enforce_eager",
+        lambda v: v.enforce_eager,
+        "enforce_eager=True leaves no graph to rewrite; drop --enforce-eager",
+    ),
+    Rule(
+        "breakable_cudagraph",
+        lambda v: v.mode != "VLLM_COMPILE" and v.breakable_cudagraph,
+        "set VLLM_USE_BREAKABLE_CUDAGRAPH=0; it runs the model uncompiled",
+    ),
+    Rule(
+        "compilation_mode",
+        lambda v: v.mode != "VLLM_COMPILE" and not v.breakable_cudagraph,
+        "compilation_config.mode is {v.mode}; the passes need VLLM_COMPILE",
+    ),
+    Rule(
+        "backend",
+        lambda v: v.backend != "inductor",
+        "compilation_config.backend is {v.backend!r}; the passes need 'inductor'",
+    ),
+    Rule(
+        "graph_partition",
+        lambda v: v.use_inductor_graph_partition is False and v.splitting_ops is None,
+        "compilation_config.use_inductor_graph_partition=False cuts the graph at attention; "
+        "leave it unset, or set it to true, or set splitting_ops=[]",
+    ),
+    Rule(
+        "splitting_ops",
+        lambda v: not v.use_inductor_graph_partition and _cuts(v),
+        "compilation_config.splitting_ops cuts the graph at {found}; "
+        "set use_inductor_graph_partition=true with it, or splitting_ops=[], or leave both unset",
+    ),
+)
+"""The passes need a compiled graph in which attention, the KV update and the query projection lie together."""
+
+LAYER_RULES = (
+    Rule("capability", lambda v: v.missing, "the attention layer of this vLLM lacks {found}"),
+    *SHARED_RULES,
+    Rule("dcp", lambda v: v.dcp_q_replicate and v.dcp <= 1, "the query is replicated for decode context parallelism"),
+    Rule("impl", lambda v: v.impl not in v.known_impls, "the attention implementation {v.impl} is not a known one"),
+    Rule("unknown_forward", lambda v: v.own_forward, "forward_impl comes from {v.own_forward}, not from vLLM's layer"),
+    Rule("q_padding", lambda v: v.q_pad_num_heads, "the query is padded to {v.q_pad_num_heads} heads"),
+    Rule("sliding_window", lambda v: v.sliding_window, "the layer has a sliding window"),
+    Rule(
+        "no_rope_kernel", lambda v: not v.has_rope_kernel, "this build of vLLM has no concat_and_cache_mla_rope_fused"
+    ),
+    Rule("amx_bmm", lambda v: v.amx_bmm, "the CPU backend packed the absorb weights for AMX; choose CPU_MLA"),
+    Rule(
+        "no_absorbed_weight",
+        lambda v: not v.has_absorbed_weight,
+        "the layer has no W_UK_T, or no W_K and W_K_scale where vLLM reads these",
+    ),
+    Rule(
+        "kv_cache_ndim",
+        lambda v: v.kv_cache_ndim not in (None, 3),
+        "the KV cache has {v.kv_cache_ndim} dimensions, not 3",
+    ),
+    Rule(
+        # The self-check ran in the layer's own dtype and proves nothing about another one.
+        "activation_dtype",
+        lambda v: v.graph_dtype,
+        "the graph computes in {v.graph_dtype}, the layer's weights are for {v.model_dtype}",
+    ),
+    Rule(
+        "cos_sin_dtype",
+        lambda v: not v.cos_sin_dtype_matches,
+        "the cos/sin table's dtype differs from the activations'",
+    ),
+    Rule(
+        "geometry",
+        lambda v: min(v.sizes) <= 0 or v.qk_rope_head_dim % 2,
+        "N, P, R, L, V = {v.sizes}: all must be positive and R even",
+    ),
+)
+
+
+def config_skips(view: ConfigView) -> Iterator[Skip]:
+    """Every reason for which no layer of this engine may take the fast path, in the order of the rules."""
+    yield from _skips(ENGINE_RULES, view)
+    if view.integration == "passes":
+        yield from _skips(PASSES_RULES, view)
+
+
+def layer_skips(view: LayerView) -> Iterator[Skip]:
+    """Every reason for which this layer is left to vLLM, in the order of the rules."""
+    return _skips(LAYER_RULES, view)
+
+
+def admit_config(view: ConfigView) -> Skip | None:
+    """Return the first reason for which no layer of this engine may take the fast path, or ``None``."""
+    return next(config_skips(view), None)
+
 
 def admit_layer(view: LayerView) -> Skip | None:
-    """First reason for which this layer is left to vLLM, or ``None``. One layer's skip never touches another's."""
-    for check in (_implementation, _absorb, _layer_parallel, _layer_cache, _geometry):
-        skip = check(view)
-        if skip is not None:
-            return skip
-    return None
+    """Return the first reason for which this layer is left to vLLM, or ``None``. Layers never affect each other."""
+    return next(layer_skips(view), None)
 
 
-def _implementation(view: LayerView) -> Skip | None:
-    if view.missing:
-        return Skip("capability", f"the attention layer of this vLLM lacks {', '.join(view.missing)}")
-    if view.is_sparse:
-        return Skip("sparse_mla", f"{view.impl} is sparse")
-    if view.impl not in view.known_impls:
-        known = ", ".join(sorted(view.known_impls))
-        return Skip("impl", f"attention implementation is {view.impl}; known: {known}")
-    if view.own_forward:
-        return Skip("unknown_forward", f"the layer's forward_impl is of {view.own_forward}, not vLLM's own")
-    if view.q_pad_num_heads:
-        return Skip("q_padding", f"the query is padded to {view.q_pad_num_heads} heads")
-    if view.sliding_window:
-        return Skip("sliding_window", "the layer has a sliding window")
-    if not view.has_rope_kernel:
-        return Skip("no_rope_kernel", "this build of vLLM has no concat_and_cache_mla_rope_fused")
-    return None
+def why_not_passes(view: ConfigView) -> Skip | None:
+    """Return why the passes cannot run in this engine, or ``None``."""
+    return next(_skips(PASSES_RULES, view), None)
 
 
-def _absorb(view: LayerView) -> Skip | None:
-    if view.amx_bmm:
-        return Skip("amx_bmm", "the CPU backend packed the absorb weights for AMX; choose CPU_MLA")
-    if not view.has_absorbed_weight:
-        return Skip("no_absorbed_weight", "the layer has no W_UK_T, or no W_K and W_K_scale where vLLM reads these")
-    return None
+def integration_of(view: ConfigView) -> str:
+    """Return what puts the op into an admitted engine's layers; ``auto`` is the passes if they can run."""
+    if view.integration != "auto":
+        return view.integration
+    return "passes" if why_not_passes(view) is None else "module"
 
 
-def _layer_parallel(view: LayerView) -> Skip | None:
-    if view.dcp_world_size > 1 or view.dcp_q_replicate:
-        return Skip("dcp", f"decode context parallel world size {view.dcp_world_size}; the fast path needs 1")
-    if view.pcp_world_size > 1:
-        return Skip("pcp", f"prefill context parallel world size {view.pcp_world_size}; the fast path needs 1")
-    return None
+def plain_name(op: str) -> str:
+    """Return an entry of ``splitting_ops`` without its overload; vLLM accepts both spellings."""
+    return op.removesuffix(".default")
 
 
-def _layer_cache(view: LayerView) -> Skip | None:
-    if view.hisparse:
-        return Skip("hisparse", "the layer's KV rows are managed by HiSparse")
-    if view.kv_cache_ndim not in (None, 3):
-        return Skip("kv_cache_ndim", f"the KV cache has {view.kv_cache_ndim} dimensions, not 3")
-    if view.graph_dtype:
-        # The self-check ran in the layer's own dtype: it says nothing about another.
-        message = f"the graph computes in {view.graph_dtype}, the layer's weights are for {view.model_dtype}"
-        return Skip("activation_dtype", message)
-    if not view.cos_sin_dtype_matches:
-        return Skip("cos_sin_dtype", "the cos/sin table's dtype differs from the activations'")
-    return _kv_cache_dtype(view.kv_cache_dtype, view.model_dtype)
+def decode_limit(max_num_seqs: int, num_speculative_tokens: int, override: int | None = None) -> int:
+    """Return the decode limit L, the largest number of tokens that a decode step can hold.
+
+    ``L = max_num_seqs * (1 + num_speculative_tokens)`` is vLLM's own bound for decode-mode captures: each request
+    brings its newly sampled token and its drafts. ``override`` replaces it. The limit is about speed and memory:
+    a short prompt runs the same compiled range as a decode step, so correctness must not depend on the limit.
+
+    Raises:
+        ValueError: when a count is out of range.
+    """
+    if override is not None:
+        if override <= 0:
+            raise ValueError(f"decode limit must be above 0, got {override}")
+        return max(override, SMALLEST_LIMIT)
+    if max_num_seqs <= 0:
+        raise ValueError(f"max_num_seqs must be above 0, got {max_num_seqs}")
+    if num_speculative_tokens < 0:
+        raise ValueError(f"num_speculative_tokens must not be negative, got {num_speculative_tokens}")
+    return max(max_num_seqs * (1 + num_speculative_tokens), SMALLEST_LIMIT)
 
 
-def _geometry(view: LayerView) -> Skip | None:
-    sizes = (view.num_heads, view.qk_nope_head_dim, view.qk_rope_head_dim, view.kv_lora_rank, view.v_head_dim)
-    if min(sizes) <= 0 or view.qk_rope_head_dim % 2:
-        n, p, r, latent, v = sizes
-        return Skip("geometry", f"N={n} P={p} R={r} L={latent} V={v}: all must be positive and R even")
-    return None
+def within_limit(range_end: int, limit: int) -> bool:
+    """Return whether a compile range that ends at ``range_end`` tokens lies within the decode limit."""
+    return range_end <= limit
+
+
+def endpoints_with(endpoints: list[int] | None, limit: int) -> list[int]:
+    """Return the endpoints of the compile ranges and ``limit``, sorted, each once; the input is not changed."""
+    return sorted({*(endpoints or ()), limit})
+
+
+def _skips(rules: tuple[Rule, ...], view: _View) -> Iterator[Skip]:
+    for rule in rules:
+        found = rule.applies(view)
+        if found:
+            joined = "; ".join(found) if isinstance(found, tuple) else ""
+            yield Skip(rule.code, rule.sentence.format(v=view, found=joined))
+
+
+def _cuts(view: ConfigView) -> tuple[str, ...]:
+    given = {plain_name(op) for op in view.splitting_ops or ()}
+    return tuple(op for op in (MLA_ATTENTION_OP, KV_UPDATE_OP) if op in given)

@@ -1,13 +1,13 @@
-"""The gate: reads the settings, admits or declines, and makes the few changes to a ``VllmConfig`` that engage.
+"""The gate: reads the options, skips or engages, and makes the few changes to a ``VllmConfig`` that engage.
 
-``compat.patches.platform_hook`` calls it for every ``VllmConfig`` that is built, after the platform's own checks and
-before vLLM computes compile ranges and splitting ops. With the flag off it reads and returns: nothing is touched. With
-the flag on and the config admitted it changes at most four fields of ``compilation_config`` and nothing else:
+``compat.patches.hook_platform`` calls it for every ``VllmConfig`` that is built, after the platform's own checks and
+before vLLM computes compile ranges and splitting ops. With the flag off it reads and returns: nothing is changed. If
+the flag is on and the config is admitted, it changes at most four fields of ``compilation_config``:
 
-- ``inductor_compile_config`` gains the pass, a pass of the user's chained in front;
-- ``splitting_ops`` lists our attention ops beside vLLM's;
-- for the passes ``compile_ranges_endpoints`` gains L;
-- for the passes ``use_inductor_graph_partition`` becomes True where the user left it alone.
+- ``inductor_compile_config`` gains the pass, with the user's own pass chained in front;
+- ``splitting_ops`` lists our attention ops next to vLLM's;
+- for the passes, ``compile_ranges_endpoints`` gains L;
+- for the passes, ``use_inductor_graph_partition`` becomes True if the user did not set it.
 
 The class-wide ``CompilationConfig._attention_ops`` stays as it is: a change there would reach configs whose flag is
 off in the same process, and change their cache key.
@@ -19,25 +19,11 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_aiter_mla import decode_limit, worker
-from vllm_aiter_mla.admission import (
-    ATTENTION_OPS,
-    KV_UPDATE_OP,
-    MLA_ATTENTION_OP,
-    ConfigView,
-    Skip,
-    admit_config,
-    integration_of,
-    plain_name,
-    why_not_passes,
-)  # fmt: skip
+from vllm_aiter_mla import admission, status
+from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP, ConfigView, Skip, plain_name
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import log, user_pass
-from vllm_aiter_mla.compat.patches import gauge, platform_hook, worker_hook
+from vllm_aiter_mla.compat import log, patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, STRICT_OPTION, Settings, SettingsError, unused_options
-from vllm_aiter_mla.status import gauge as status_gauge
-from vllm_aiter_mla.status.file import write_status
-from vllm_aiter_mla.status.record import of_declined
 
 
 @dataclass(frozen=True)
@@ -56,79 +42,72 @@ class Decision:
 
 
 def apply(vllm_config: Any) -> Decision:
-    """Decide on ``vllm_config`` and, when admitted, engage. Idempotent: ``replace()`` runs it on the same config again.
+    """Decide on ``vllm_config`` and engage it if it is admitted. Idempotent: ``replace()`` runs it again.
 
     Raises:
-        SettingsError: an option is wrong, or, in strict mode, the engine is declined.
+        SettingsError: an option is wrong, or the engine is skipped in strict mode.
     """
     settings = compat_config.settings_of(vllm_config)
     if not settings.enabled:
         _warn_of_unused(settings)
         return Decision(settings)
     compilation = vllm_config.compilation_config
-    engaged = worker.engaged_pass(vllm_config)
+    engaged = compat_config.engaged_pass(vllm_config)
     view = _view(vllm_config, settings)
-    skip = view if isinstance(view, Skip) else admit_config(view)
+    skip = view if isinstance(view, Skip) else admission.admit_config(view)
     if skip is None and engaged is None:
-        skip = user_pass.why_not_chainable(compilation)
+        skip = compat_config.why_not_chainable(compilation)
     if skip is not None:
         # A draft model's config shares compilation_config with its target: the target's pass stays.
         if engaged is None:
-            _decline(vllm_config, skip, settings)
+            _skip(vllm_config, skip, settings)
         return Decision(settings, skip=skip)
     assert isinstance(view, ConfigView)
-    limit = _limit_of(vllm_config, settings)
+    limit = admission.decode_limit(
+        vllm_config.scheduler_config.max_num_seqs, vllm_config.num_speculative_tokens, settings.max_token_num
+    )
     if engaged is not None and settings.max_token_num is None:
         # A draft model's config may hold no draft tokens; it must not shrink the limit that it shares with its target.
         limit = max(limit, engaged.limit)
-    integration = integration_of(view) if engaged is None else engaged.integration
-    _engage(compilation, settings, limit, engaged, integration)
+    integration = admission.integration_of(view) if engaged is None else engaged.integration
+    _engage(vllm_config, settings, limit, engaged, integration)
     _announce(vllm_config, view, integration, settings, limit)
     return Decision(settings, limit=limit)
 
 
 def _view(vllm_config: Any, settings: Settings) -> ConfigView | Skip:
-    """What admission reads; a config that cannot be read is one of an unknown vLLM."""
+    """What admission reads; a config that cannot be read is from an unknown vLLM."""
     try:
         return compat_config.view_of(vllm_config, settings)
     except Exception as error:
         return Skip("capability", f"this vLLM's config cannot be read: {type(error).__name__}: {error}")
 
 
-def _limit_of(vllm_config: Any, settings: Settings) -> int:
-    return decode_limit.decode_limit(
-        vllm_config.scheduler_config.max_num_seqs, vllm_config.num_speculative_tokens, settings.max_token_num
-    )
-
-
-def _engage(compilation: Any, settings: Settings, limit: int, engaged: Any, integration: str) -> None:
+def _engage(vllm_config: Any, settings: Settings, limit: int, engaged: Any, integration: str) -> None:
+    compilation = vllm_config.compilation_config
     # New containers instead of changes in place: another config may hold the same list or dict.
     if integration == "passes":
-        compilation.compile_ranges_endpoints = decode_limit.endpoints_with(compilation.compile_ranges_endpoints, limit)
+        compilation.compile_ranges_endpoints = admission.endpoints_with(compilation.compile_ranges_endpoints, limit)
         _open_graph(compilation)
     _split(compilation, integration)
     if engaged is not None and (engaged.limit, engaged.settings) == (limit, settings):
         return
-    chained = user_pass.wrapped(compilation) if engaged is None else engaged.chained
+    chained = compat_config.wrapped_pass(compilation) if engaged is None else engaged.chained
     # The hook before the pass: should it fail, no worker may run kernels that nobody has checked.
-    worker_hook.install(worker.attach)
-    pipeline = worker.pipeline_class()
-    user_pass.install(compilation, pipeline(limit=limit, settings=settings, chained=chained, integration=integration))
-    _show_gauge()
+    patches.hook_workers()
+    # Imports torch's compiler, which a run with the flag off must not pay for.
+    from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 
-
-def _show_gauge() -> None:
-    with log.warned(f"the gauge {status_gauge.NAME} is not available"):
-        status_gauge.prepare()
-        gauge.install(
-            gauge.Gauge(status_gauge.NAME, status_gauge.HELP, "state", status_gauge.layers_of),
-            gauge.Gauge(status_gauge.SAVED, status_gauge.SAVED_HELP, "tokens", status_gauge.saved_of),
-        )
+    pass_ = AiterMLAPipeline(vllm_config, limit=limit, settings=settings, chained=chained, integration=integration)
+    compat_config.install_pass(compilation, pass_)
+    with log.warned(f"the gauge {status.GAUGE} is not available"):
+        status.show_gauge(compat_config.cache_folder())
 
 
 def _open_graph(compilation: Any) -> None:
     """Keep the whole layer in one FX graph."""
-    if platform_hook.knobs_of(compilation).splitting_ops is None and not compilation.use_inductor_graph_partition:
+    _, splitting_ops = patches.users_cuts(compilation)
+    if splitting_ops is None and not compilation.use_inductor_graph_partition:
         compilation.use_inductor_graph_partition = True
         log.say_once(logging.INFO, "use_inductor_graph_partition=True (was left unset; the passes need it)")
 
@@ -137,8 +116,8 @@ def _split(compilation: Any, integration: str) -> None:
     """Keep our attention ops outside piecewise graphs; in other compilation modes nothing is cut."""
     if compilation.mode is None or compilation.mode.name != "VLLM_COMPILE":
         return
-    given = platform_hook.knobs_of(compilation).splitting_ops is not None
-    if not given and not set(ATTENTION_OPS) <= set(compilation.splitting_ops or ()):
+    _, splitting_ops = patches.users_cuts(compilation)
+    if splitting_ops is None and not set(ATTENTION_OPS) <= set(compilation.splitting_ops or ()):
         _fill_in(compilation, integration)
     ops = compilation.splitting_ops or []
     cut = (MLA_ATTENTION_OP,) if integration == "passes" else (MLA_ATTENTION_OP, KV_UPDATE_OP)
@@ -147,7 +126,7 @@ def _split(compilation: Any, integration: str) -> None:
 
 
 def _fill_in(compilation: Any, integration: str) -> None:
-    """What vLLM's set_splitting_ops_for_v1 would fill in later, when nothing can be added any more."""
+    """Fill in what vLLM's set_splitting_ops_for_v1 would fill in later, when nothing can be added any more."""
     if integration == "passes":
         compilation.splitting_ops = list(compilation._attention_ops)
         return
@@ -158,25 +137,17 @@ def _fill_in(compilation: Any, integration: str) -> None:
     compilation.splitting_ops = [*compilation._attention_ops, *updates]
 
 
-def _decline(vllm_config: Any, skip: Skip, settings: Settings) -> None:
+def _skip(vllm_config: Any, skip: Skip, settings: Settings) -> None:
     line = f"off although it was switched on: {skip}"
     if settings.strict:
         raise SettingsError(f"{log.PREFIX}{line} ({STRICT_OPTION})")
     log.say_once(logging.WARNING, f"{line} (run: vllm-aiter-mla doctor)")
-    _record(vllm_config, skip)
-
-
-def _record(vllm_config: Any, skip: Skip) -> None:
-    """Leave the skip where programs look for the status file; whatever goes wrong there, the engine starts.
-
-    Nothing of ours runs in the workers then, so the process that built the config writes one record for all ranks.
-    """
+    # The workers run nothing of ours then, so the process that built the config writes one record for all ranks.
     with log.warned("the status file could not be written"):
         layers, cache = compat_config.mla_layers(vllm_config.model_config), str(vllm_config.cache_config.cache_dtype)
-        record = of_declined(skip.code, skip.message, layers, cache) | compat_config.metric_labels(vllm_config)
-        _show_gauge()
-        status_gauge.publish(record, declined=True)
-        write_status(compat_config.cache_folder(), record)
+        record = status.record_of_skipped_engine(skip.code, skip.message, layers, cache)
+        status.show_gauge(compat_config.cache_folder())
+        status.write(compat_config.cache_folder(), record | compat_config.metric_labels(vllm_config))
 
 
 def _announce(vllm_config: Any, view: ConfigView, integration: str, settings: Settings, limit: int) -> None:
@@ -187,7 +158,7 @@ def _announce(vllm_config: Any, view: ConfigView, integration: str, settings: Se
         origin = f"max_num_seqs {scheduler.max_num_seqs} x (1 + {vllm_config.num_speculative_tokens} drafts)"
     batched = scheduler.max_num_batched_tokens
     if integration == "module":
-        because = why_not_passes(view)
+        because = admission.why_not_passes(view)
         ranges = "the module integration puts the op into the layers" + (
             f" (the passes cannot run: {because.code})" if because else ""
         )
@@ -195,7 +166,7 @@ def _announce(vllm_config: Any, view: ConfigView, integration: str, settings: Se
         ranges = f"it covers every batch up to max_num_batched_tokens {batched}"
     else:
         ranges = f"compile ranges end at {limit}; above it the graph is left to vLLM"
-    log.say_once(logging.INFO, f"on: decode limit 1..{limit} tokens ({origin}); {ranges}; kernel {settings.kernel}")
+    log.say_once(logging.INFO, f"on: decode limit {limit} tokens ({origin}); {ranges}; kernel {settings.kernel}")
 
 
 def _warn_of_unused(settings: Settings) -> None:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from vllm_aiter_mla import fingerprint, layers
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import log, ranks
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import measure
 from vllm_aiter_mla.kernels.inputs import LayerShape
-from vllm_aiter_mla.status import state as status
+from vllm_aiter_mla.layer import Layer
 
 STATIC = "the static order of kernels stands"
 
@@ -30,33 +30,32 @@ class _Kind:
     """Layers of one shape in this process.
 
     Attributes:
-        module: one of them.
-        shape: of these layers. Either rotary style will do: both take the same time.
-        names: all of them.
+        layers: all of them.
+        shape: theirs; the pairing of the rotation does not matter for the time it takes.
         key: what its figures are kept by; empty if nothing is to be timed.
         kept: the figures of an earlier start.
     """
 
-    module: Any
     shape: LayerShape
-    names: list[str] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
     key: dict[str, Any] = field(default_factory=dict)
     kept: measure.Rounds | None = None
 
 
-def choose(config: Any, limit: Callable[[], int] | None) -> None:
+def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
     """Time the kernels of this rank's layers, agree with the other ranks, and let each layer run the fastest.
 
     Never raises, and takes part in the exchange whatever happens here.
 
     Args:
         config: the worker's ``VllmConfig``.
-        limit: returns the decode limit L; None if this rank's kernels could not be checked.
+        layers: the MLA layers of this rank.
+        limit: L; None if this rank's kernels could not be checked.
     """
     if not _is_asked_for(config):
         return
     found: dict[str, _Kind] = {}
-    answer = _timed(config, limit, found)
+    answer = _timed(config, layers, limit, found)
     place, answers = _exchanged(answer)
     figures: dict[str, measure.Rounds] = {}
     try:
@@ -78,7 +77,7 @@ def _is_asked_for(config: Any) -> bool:
         return False  # the check of the kernels has said what is wrong with them
 
 
-def _timed(config: Any, limit: Callable[[], int] | None, found: dict[str, _Kind]) -> dict[str, Any]:
+def _timed(config: Any, layers: Sequence[Layer], limit: int | None, found: dict[str, _Kind]) -> dict[str, Any]:
     """What this rank hands over: "kinds" {shape: {"rounds" or "why"}}, "why" of the whole rank, "seconds", "timed"."""
     kinds: dict[str, Any] = {}
     answer: dict[str, Any] = {"kinds": kinds, "why": None, "seconds": 0.0, "timed": 0}
@@ -86,8 +85,8 @@ def _timed(config: Any, limit: Callable[[], int] | None, found: dict[str, _Kind]
         return answer | {"why": "its kernels could not be checked"}
     budget = measure.Budget()
     try:
-        counts = measure.token_counts(limit())
-        found.update(_kinds(config))
+        counts = measure.token_counts(limit)
+        found.update(_kinds(layers))
         for text, kind in found.items():
             kinds[text] = _figures(config, kind, counts, budget)
         answer["seconds"] = measure.BUDGET_S - budget.left
@@ -101,14 +100,13 @@ def _timed(config: Any, limit: Callable[[], int] | None, found: dict[str, _Kind]
     return answer
 
 
-def _kinds(config: Any) -> dict[str, _Kind]:
-    """The admitted layers of this rank by their shape, described in the same words on every rank."""
+def _kinds(layers: Sequence[Layer]) -> dict[str, _Kind]:
+    """Group the trusted layers of this rank by their shape, described in the same words on every rank."""
     found: dict[str, _Kind] = {}
-    for name, module in compat_config.mla_modules(config).items():
-        shapes = layers.shapes(module)
-        if shapes:
-            kind = found.setdefault(_described(shapes[0]), _Kind(module, shapes[0]))
-            kind.names.append(name)
+    for layer in layers:
+        if layer.state == "trusted":
+            shape = layer.shape()
+            found.setdefault(_described(shape), _Kind(shape)).layers.append(layer)
     return found
 
 
@@ -123,14 +121,11 @@ def _described(shape: LayerShape) -> str:
 
 
 def _figures(config: Any, kind: _Kind, counts: Sequence[int], budget: measure.Budget) -> dict[str, Any]:
-    """One shape's figures, from an earlier start or timed now; none if there is nothing to choose between."""
-    backends = layers.contenders(kind.module, kind.shape)
+    """Return one shape's figures, from an earlier start or timed now; none if there is nothing to choose between."""
+    backends = kind.layers[0].contenders()
     if len(backends) < 2 or measure.VLLM not in backends:
         return {"rounds": {}}
-    unchecked = layers.why_unchecked(kind.module)
-    if unchecked is not None:
-        return {"why": unchecked}
-    about = measure.about() | {"code": fingerprint.fingerprint(), "shape": _described(kind.shape)}
+    about = measure.about() | {"code": files.fingerprint(), "shape": _described(kind.shape)}
     # What vLLM compiles decides what its own sequence costs, the view which of AITER's kernels runs.
     options = {"view": compat_config.settings_of(config).aiter_view, "vllm": compat_config.compiled_as(config)}
     kind.key = about | options | {"counts": list(counts), "candidates": list(backends)}
@@ -140,7 +135,7 @@ def _figures(config: Any, kind: _Kind, counts: Sequence[int], budget: measure.Bu
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=devices), compat_config.as_current(config):
-            weight = layers.weight_of(kind.module)
+            weight = kind.layers[0].weight()
             return {"rounds": measure.time_shape(backends, kind.shape, weight, counts, budget)}
     except Exception as error:
         return {"why": _line(error)}
@@ -149,7 +144,7 @@ def _figures(config: Any, kind: _Kind, counts: Sequence[int], budget: measure.Bu
 def _exchanged(answer: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
     """(place of this rank, the answers of all ranks); if that fails, only this rank's, without figures."""
     try:
-        place, texts = ranks.exchange(json.dumps(answer))
+        place, texts = log.exchange(json.dumps(answer))
         return place, [json.loads(text) for text in texts]
     except Exception as error:
         return 0, [{"kinds": {}, "why": f"the ranks could not exchange their figures: {_line(error)}"}]
@@ -177,12 +172,13 @@ def agree(answers: Sequence[dict[str, Any]]) -> tuple[dict[str, measure.Rounds],
 
 def _apply(text: str, kind: _Kind, rounds: measure.Rounds) -> None:
     """Let the layers of a shape run what the figures say; without figures the static order."""
-    chosen = measure.ranges(rounds, layers.selector_of(kind.module).contenders)
-    layers.prefer(kind.module, chosen)
+    chosen = measure.ranges(rounds, kind.layers[0].backends.contenders)
+    for layer in kind.layers:
+        layer.prefer(chosen)
     if not chosen:
         return
-    figures = measure.medians(rounds)
-    status.measure({"shape": text, "layers": kind.names, "chosen": [list(one) for one in chosen], "us": figures})
+    figures, names = measure.medians(rounds), [layer.name for layer in kind.layers]
+    status.measure({"shape": text, "layers": names, "chosen": [list(one) for one in chosen], "us": figures})
     if rounds != kind.kept:
         with log.warned("the measured figures could not be kept"):
             measure.write(compat_config.cache_folder(), kind.key, rounds)

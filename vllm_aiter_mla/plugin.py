@@ -7,7 +7,6 @@ from typing import Any
 
 from vllm_aiter_mla import __version__
 from vllm_aiter_mla.compat import log, patches
-from vllm_aiter_mla.compat.patches.patch import Calls
 
 _registered = False
 
@@ -24,11 +23,12 @@ def register() -> None:
         return
     _registered = True
     patches.run("torch ops", _register_ops)
-    patches.apply_all(CALLS)
+    patches.apply_all(apply_gate, attach)
     _report(patches.failures())
 
 
-def _gate(vllm_config: Any) -> None:
+def apply_gate(vllm_config: Any) -> None:
+    """Run the gate on a config. It is imported here, because not every process builds a config."""
     try:
         from vllm_aiter_mla import gate
     except Exception as error:
@@ -36,32 +36,30 @@ def _gate(vllm_config: Any) -> None:
     gate.apply(vllm_config)
 
 
-def _attach(worker: Any) -> None:
+def attach(worker: Any) -> None:
+    """Hand a new worker to the start-up code. It is imported here, because not every process builds a worker."""
     try:
-        from vllm_aiter_mla import worker as in_worker
+        from vllm_aiter_mla import startup
     except Exception as error:
         return _does_not_load(error)
-    in_worker.attach(worker)
+    startup.attach(worker)
 
 
 def _does_not_load(error: Exception) -> None:
-    """Say it. With the flag off it must not cost a server its start; with it on no kernel is checked, so none runs."""
+    """Log it. With the flag off this must not end a server; with the flag on no kernel is checked, so none runs."""
     log.say_once(logging.ERROR, f"the plugin does not load, vLLM runs unmodified: {type(error).__name__}: {error}")
 
 
-CALLS = Calls(gate=_gate, attach=_attach)
-"""Imported at the call: a process that builds neither a config nor a worker needs neither module."""
-
-
 def _register_ops() -> None:
-    from vllm_aiter_mla.ops.register import register as define_ops
+    from vllm_aiter_mla.ops import register as define_ops
 
     define_ops()
 
 
-def _report(failures: dict[str, patches.Failure]) -> None:
+def _report(failures: dict[str, str]) -> None:
     if not failures:
         log.say_once(logging.DEBUG, f"{__version__} registered; off until it is switched on")
-    for name, failure in failures.items():
-        effect = "vLLM runs unmodified" if failure.required else "use additional_config.aiter_mla instead"
-        log.say_once(logging.WARNING, f"{name} failed, {effect}: {failure.error}")
+    for name, error in failures.items():
+        optional = name in patches.OPTIONAL
+        effect = "use additional_config.aiter_mla instead" if optional else "vLLM runs unmodified"
+        log.say_once(logging.WARNING, f"{name} failed, {effect}: {error}")

@@ -19,12 +19,12 @@ QUESTIONS = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supp
 
 
 class AsOnAvx2:
-    """Answers ``torch.cpu``'s questions about AVX-512 with False, and lets no AVX-512 library of vLLM's load."""
+    """Answer ``torch.cpu``'s questions about AVX-512 with False, and let no AVX-512 library load."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name in AVX512_LIBRARIES:
-            return ModuleSpec(name, IllegalInstruction())  # type: ignore[arg-type]
+            return ModuleSpec(name, IllegalInstruction())
         spec = PathFinder.find_spec(name, path) if name == "torch.cpu" else None
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
@@ -33,12 +33,12 @@ class AsOnAvx2:
                 load(module)
                 vars(module).update({question: lambda: False for question in QUESTIONS if hasattr(module, question)})
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module
         return spec
 
 
 class IllegalInstruction:
-    """Ends the process as the first AVX-512 instruction would."""
+    """End the process as the first AVX-512 instruction would."""
 
     def create_module(self, spec: ModuleSpec) -> None:
         os.kill(os.getpid(), signal.SIGILL)
@@ -47,4 +47,4 @@ class IllegalInstruction:
         raise AssertionError("the process outlived SIGILL")
 
 
-sys.meta_path.insert(0, AsOnAvx2)  # type: ignore[arg-type]
+sys.meta_path.insert(0, AsOnAvx2)

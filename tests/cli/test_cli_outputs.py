@@ -1,126 +1,125 @@
-"""Claims about output paths: whatever cannot be written is named before a run starts, by every command that writes."""
+"""What every command that writes does with its output path, and what it says while it runs."""
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands.main import app
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Path:
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a file, a folder, and a file and a folder that are not writable."""
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("")
-    (tmp_path / "locked-file").write_text("")
-    (tmp_path / "locked").mkdir()
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("folder", "locked"):
+        (tmp_path / name).mkdir()
+    for name in ("file", "locked-file"):
+        (tmp_path / name).write_text("")
+    # Root may write anywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).name.startswith("locked"))
     return tmp_path
 
 
-@pytest.fixture
-def locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may write anywhere: what the names say is what the system is made to say."""
-    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).name.startswith("locked"))
-
-
-@pytest.mark.usefixtures("locks")
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("kind", "name", "reason"),
     [
-        ("folder", "is a folder"),
-        ("none/x.json", "its folder does not exist"),
-        ("file/x.json", "its folder does not exist"),
-        ("locked-file", "not writable"),
-        ("locked/x.json", "its folder is not writable"),
-        ("x" * 300, "File name too long"),
-        ("file", None),
-        ("folder/new.json", None),
+        ("file", "folder", "is a folder"),
+        ("file", "none/x.json", "its folder does not exist"),
+        ("file", "file/x.json", "its folder does not exist"),
+        ("file", "locked-file", "not writable"),
+        ("file", "locked/x.json", "not writable"),
+        ("file", "x" * 300, "File name too long"),
+        ("file", "file", None),
+        ("file", "folder/new.json", None),
+        ("folder", "file", "is not a folder"),
+        ("folder", "file/below", "is not a folder"),
+        ("folder", "locked/a/b", "is not writable"),
+        ("folder", "folder", None),
+        ("folder", "new/and/deep", None),
     ],
 )
-def test_a_file_that_cannot_be_written_says_why(places: Path, name: str, said: str | None) -> None:
-    if said is None:
-        outputs.check({"--json": places / name, "--html": None})
+def test_a_path_that_cannot_be_written_is_named_with_its_reason(
+    places: Path, kind: str, name: str, reason: str | None
+) -> None:
+    paths = {"--out": places / name, "--other": None}
+    check: Callable[[], None] = lambda: outputs.check(*([paths] if kind == "file" else [{}, paths]))  # noqa: E731
+    if reason is None:
+        check()
         return
     with pytest.raises(outputs.OutputError) as caught:
-        outputs.check({"--json": places / name})
-    assert str(caught.value) == f"--json {places / name}: {said}"
+        check()
+    assert str(caught.value).startswith(f"--out {places / name}: ")
+    assert str(caught.value).endswith(reason)
 
 
-@pytest.mark.usefixtures("locks")
+def test_a_link_is_replaced_wherever_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name, target in (("loop", "loop"), ("dangling", "no/such"), ("leads", "file")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+        outputs.check({"--json": tmp_path / name})
+        files.write(tmp_path / name, {})
+        assert (tmp_path / name).read_text() == "{}\n"
+        assert not (tmp_path / name).is_symlink()
+
+
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("command", "arguments", "named"),
     [
-        ("file", "is not a folder"),
-        ("file/below", "file is not a folder"),
-        ("locked", "not writable"),
-        ("locked/a/b", "locked is not writable"),
-        ("folder", None),
-        ("new/and/deep", None),
+        ("verify", ["--json", "no/such/x.json"], "--json no/such/x.json"),
+        ("verify", ["--limit", "8193"], "--limit 8193"),
+        ("verify", ["--limit", "7"], "--limit 7"),
+        ("verify", ["--only", "nonsense"], "'nonsense'"),
+        ("report", ["x.json", "--out", "."], "--out ."),
+        ("bench", ["--json", "."], "--json ."),
     ],
 )
-def test_a_folder_that_cannot_be_made_says_why(places: Path, name: str, said: str | None) -> None:
-    if said is None:
-        outputs.check({}, {"--work": places / name})
-        return
-    with pytest.raises(outputs.OutputError) as caught:
-        outputs.check({}, {"--work": places / name})
-    assert str(caught.value).startswith(f"--work {places / name}: ")
-    assert str(caught.value).endswith(said)
-
-
-def test_a_link_is_replaced_wherever_it_leads(places: Path) -> None:
-    """In a circle, to nothing, or to a file: what is checked is what is done."""
-    (places / "dangling").symlink_to(places / "no" / "such")
-    (places / "leads").symlink_to(places / "file")
-    for name in ("loop", "dangling", "leads"):
-        outputs.check({"--json": places / name})
-        evidence.write(places / name, {})
-        assert (places / name).read_text() == "{}\n"
-        assert not (places / name).is_symlink()
-
-
-WRONG = [
-    ("verify", ["--json", "no/such/x.json"], "verify: --json no/such/x.json: its folder does not exist"),
-    ("verify", ["--limit", "8193"], "verify: --limit 8193: between 8 and 8192 tokens expected"),
-    ("verify", ["--limit", "7"], "verify: --limit 7: between 8 and 8192 tokens expected"),
-    ("verify", ["--only", "nonsense"], "verify: no case called 'nonsense'"),
-    ("verify", ["--self-test", "--json", "x.json", "-b", "aiter"], "verify: --self-test: --backend, --json would have"),
-    ("verify", ["--list", "--quick"], "verify: --list: --quick would have no effect"),
-    ("verify", ["--list", "--self-test"], "verify: --list: --self-test would have no effect"),
-    ("demo", ["--json", "no/such/x.json"], "demo: --json no/such/x.json: its folder does not exist"),
-    ("demo", ["--keep", __file__], f"demo: --keep {__file__}: is not a folder"),
-    ("demo", ["--arch", "gfx950"], "demo: --arch gfx950: only with --kernel simulated-aiter; --kernel is reference"),
-    ("demo", ["--kernel", "nonsense"], "demo: --kernel: expected reference, simulated-aiter or triton, got 'nonsense'"),
-    ("demo", ["--kernel", "simulated-aiter", "--arch", "x"], "demo: --arch: expected gfx942 or gfx950, got 'x'"),
-    (
-        "demo",
-        ["--attention", "aiter"],
-        "demo: --attention aiter: only with --kernel simulated-aiter; --kernel is reference",
-    ),
-    (
-        "demo",
-        ["--kernel", "simulated-aiter", "--attention", "x"],
-        "demo: --attention: expected aiter or sandbox, got 'x'",
-    ),
-    ("bench", ["--json", "."], "bench: --json .: is a folder"),
-    ("bench", ["--rounds", "-3"], "bench: --rounds -3: between 1 and 100000 expected"),
-]
-
-
-@pytest.mark.parametrize(("command", "arguments", "said"), WRONG)
-def test_a_wrong_option_is_one_line_on_stderr_and_exits_2(command: str, arguments: list[str], said: str) -> None:
-    from vllm_aiter_mla.commands.main import app
-
-    assert isinstance(app, typer.Typer)
+def test_a_wrong_option_is_one_line_on_stderr_and_exits_2(command: str, arguments: list[str], named: str) -> None:
     done = CliRunner().invoke(app, [command, *arguments])
     # A progress bar that never began leaves an empty line.
     assert (done.exit_code, done.stdout.strip()) == (2, "")
-    assert done.stderr.startswith(said)
+    assert done.stderr.startswith(f"{command}: ")
+    assert named in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_quick_command_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with outputs.progress("plan", patience=60) as at:
+        at("importing vLLM")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_slow_command_says_where_it_is_and_what_comes_next(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers = []
+
+    class Timer(threading.Timer):
+        def start(self) -> None:
+            timers.append(self)
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    with outputs.progress("plan") as at:
+        at("importing vLLM")
+        assert capsys.readouterr().err == ""
+        (timer,) = timers
+        assert timer.interval == outputs.PATIENCE
+        timer.function()
+        assert capsys.readouterr().err == "plan: importing vLLM ...\n"
+        at("building the model")
+    assert capsys.readouterr().err == "plan: building the model ...\n"
+    assert timer.finished.is_set()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("a\tb\nc", "a b\\nc"), ("\x1b[31m\u202e", "\\x1b[31m\\u202e"), ("\ud800", "\\ud800"), ("µs ±", "µs ±")],
+)
+def test_a_line_holds_no_control_character(text: str, shown: str) -> None:
+    assert outputs.line(text) == shown

@@ -1,22 +1,30 @@
-"""The demo's status line: what counts as equal, what exits 1, and what the JSON holds. No engine is started."""
+"""The demo: options, what counts as equal, exit status, JSON, and runs on a GPU. No engine is started."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
-from tests.sandbox import demo, engine
+from tests.sandbox import child, demo, engine, plugin, runs
 from tests.sandbox.compare import compare, op_count
-from tests.sandbox.runs import EXACT
+from tests.sandbox.runs import EXACT, Options
 from tests.sandbox.spec import EngineResult, EngineSpec, load, save
+from vllm_aiter_mla.compat import layer as compat_layer
 
 STEPS = [[(3, {3: -0.5, 4: -1.0}), (4, {4: -0.2, 5: -2.0}), (5, {5: -0.1, 6: -3.0})]]
+GPU = EngineSpec(device="gpu", kernel="triton")
 
 
-def result(scenarios=("short", "mixed"), steps=None, engaged=2, total=2):
+def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2):
     record = {
         "rank": 0,
         "total": total,
@@ -32,11 +40,8 @@ def result(scenarios=("short", "mixed"), steps=None, engaged=2, total=2):
         status=[record],
         ranges=[(1, 16), (17, 64)],
         graphs={"1-16": "%a = call_function[target=torch.ops.aten.mm.default](args = ())"},
-        code={},
-        branches={},
-        pieces=0,
         log=["INFO aiter-mla: 2/2 MLA layers engaged"],
-        versions={"vllm": "0", "device": "CPU"},
+        versions={"vllm": "0", "device": "A Card"},
         seconds=1.0,
     )
 
@@ -45,11 +50,11 @@ def result(scenarios=("short", "mixed"), steps=None, engaged=2, total=2):
 def run_demo(monkeypatch, tmp_path):
     """Run ``demo`` with these results for flag off and on; (exit status, JSON, printed text)."""
 
-    def run(off, on):
+    def run(off, on, **options):
         monkeypatch.setattr(engine, "run", lambda spec, **_: on if spec.enabled else off)
-        console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
+        console = Console(record=True, width=160, file=open(os.devnull, "w"))  # noqa: SIM115
         path = tmp_path / "out.json"
-        status = demo.main(demo.Options(json=path), console)
+        status = demo.main(Options(json=path, **options), console)
         return status, json.loads(path.read_text()), console.export_text()
 
     return run
@@ -57,17 +62,14 @@ def run_demo(monkeypatch, tmp_path):
 
 def test_equal_runs_exit_0_and_the_json_holds_the_promised_figures(run_demo):
     status, record, text = run_demo(result(), result())
-    assert status == 0
-    assert record["ok"] is True
+    assert (status, record["ok"]) == (0, True)
     assert [run["kv_cache_dtype"] for run in record["runs"] if run["gated"]] == ["auto", "fp8"]
     for run in record["runs"]:
         assert run["layers"] == {"engaged": 2, "total": 2, "skipped": {}}
-        assert run["decode_limit"] == [1, 16]
-        assert run["ranges"] == [[1, 16], [17, 64]]
-        for found in (run["scenarios"]["short"], run["scenarios"]["mixed"]):
+        assert (run["decode_limit"], run["ranges"]) == ([1, 16], [[1, 16], [17, 64]])
+        for found in run["scenarios"].values():
             assert found["tokens"] == found["tokens_equal"] == 3
-            assert found["top1_agreement"] == 1.0
-            assert found["max_abs_dlogprob"] == 0.0
+            assert (found["top1_agreement"], found["max_abs_dlogprob"]) == (1.0, 0.0)
     assert "2/2" in text
 
 
@@ -77,30 +79,14 @@ def test_equal_runs_exit_0_and_the_json_holds_the_promised_figures(run_demo):
     [
         pytest.param(result(steps=[[STEPS[0][0], (9, {9: -0.1}), STEPS[0][2]]]), id="a token differs"),
         pytest.param(result(steps=[[(3, {3: -0.5, 4: -1.1}), *STEPS[0][1:]]]), id="a log-probability is off by 0.1"),
-        pytest.param(result(engaged=1), id="a layer is refused"),
-        pytest.param(result(engaged=0, total=0), id="no layer at all"),
+        pytest.param(result(engaged=1), id="a layer is skipped"),
+        pytest.param(result(engaged=0, total=0), id="no layer"),
     ],
 )
 def test_mutation_demo_exits_1_where(run_demo, on):
     status, record, text = run_demo(result(), on)
-    assert status == 1
-    assert record["ok"] is False
+    assert (status, record["ok"]) == (1, False)
     assert "A BOUND IS MISSED" in text
-
-
-def test_the_bar_of_an_engine_names_each_step_that_it_prints():
-    """The lines are those of a real engine of vLLM 0.32; nothing here starts one."""
-    lines = [
-        "INFO [api_utils.py:286] non-default args: {'skip_tokenizer_init': True}",
-        "INFO [default_loader.py:501] Loading weights took 0.15 seconds",
-        "INFO [backends.py:1166] Dynamo bytecode transform time: 3.34 s",
-        "INFO [backends.py:398] Compiling a graph for compile range (1, 16) takes 41 s",
-        "INFO [backends.py:398] Compiling a graph for compile range (17, 64) takes 4 s",
-        "sandbox: engine is up",
-        "sandbox: scenario short",
-    ]
-    steps = [step for step in map(demo._step, lines) if step]
-    assert steps == [*demo._STEPS.values(), "scenario short"]
 
 
 def test_after_the_first_difference_nothing_more_is_compared():
@@ -123,64 +109,9 @@ def test_different_scenarios_are_not_compared():
 
 
 def test_views_and_getitems_do_not_count_as_ops():
-    text = "\n".join(
-        f"%n{i} = call_function[target={target}](args = ())"
-        for i, target in enumerate(
-            (
-                "torch.ops.aten.reshape.default",
-                "operator.getitem",
-                "torch.ops.aten.mm.default",
-                "torch.ops.aten.slice.Tensor",
-            )
-        )
-    )
-    assert op_count(text) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (demo.Options(kernel="cutlass"), "--kernel: expected reference, simulated-aiter or triton, got 'cutlass'"),
-        (demo.Options(kernel="simulated-aiter", arch="gfx90a"), "--arch: expected gfx942 or gfx950, got 'gfx90a'"),
-        (demo.Options(kernel="triton"), "--kernel triton needs a GPU"),
-        (demo.Options(integration="graph"), "--integration: expected passes or module, got 'graph'"),
-    ],
-)
-def test_bad_options_exit_2_and_name_the_option_before_an_engine_starts(options, says, monkeypatch):
-    monkeypatch.setattr(engine, "run", lambda *_, **__: pytest.fail("an engine was started"))
-    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
-    assert demo.main(options, console) == 2
-    assert says in console.export_text()
-
-
-def test_the_demo_runs_four_engines_which_are_held_to_equality():
-    runs = demo.runs(demo.Options())
-    assert [(run.spec.kv_cache_dtype, str(run.bound)) for run in runs] == [
-        ("auto", "all tokens equal, max |dlogprob| <= 0.001"),
-        ("fp8", "all tokens equal, max |dlogprob| <= 0.001"),
-    ]
-    assert {run.spec.scenarios for run in runs} == {("short", "mixed")}
-
-
-def test_the_full_demo_runs_both_caches_and_all_numerics():
-    runs = demo.runs(demo.Options(full=True))
-    assert {run.spec.kv_cache_dtype for run in runs} == {"auto", "fp8"}
-    assert [run.numerics for run in runs if run.bound] == ["activation dtype", "two-rounding"]
-    assert {"aiter", "unmodified vLLM, one step perturbed"} <= {run.numerics for run in runs if not run.bound}
-    assert all(not run.base.enabled and not run.base.vllm_pass for run in runs)
-
-
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-def test_the_demo_over_the_simulated_aiter_runs_vllms_own_attention_class_with_every_kind_of_head_count(arch):
-    runs = demo.runs(demo.Options(kernel="simulated-aiter", arch=arch, full=True))
-    assert {(run.spec.attention, run.spec.fake_arch) for run in runs} == {("aiter", arch)}
-    assert {run.spec.model["num_attention_heads"] for run in runs} == {8, 16, 128}
-    assert {(run.spec.kv_cache_dtype, bool(run.spec.drafts)) for run in runs if run.bound} == {
-        ("auto", False),
-        ("fp8", True),
-    }
-    sandbox = demo.runs(demo.Options(kernel="simulated-aiter", attention="sandbox"))
-    assert {run.spec.attention for run in sandbox} == {"sandbox"}
+    aten = "torch.ops.aten."
+    targets = (f"{aten}reshape.default", "operator.getitem", f"{aten}mm.default", f"{aten}slice.Tensor")
+    assert op_count("\n".join(f"%n = call_function[target={target}](args = ())" for target in targets)) == 1
 
 
 def test_a_spec_and_a_result_survive_their_journey_through_files(tmp_path):
@@ -188,3 +119,119 @@ def test_a_spec_and_a_result_survive_their_journey_through_files(tmp_path):
     for record in (spec, result()):
         save(record, tmp_path / "record")
         assert load(tmp_path / "record") == record
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--no-such", "1"],
+        ["--json", "no/such/x.json"],
+        ["--keep", __file__],
+        ["--kernel", "nonsense"],
+        ["--kernel", "triton"],
+        ["--arch", "gfx950"],
+        ["--kernel", "simulated-aiter", "--arch", "gfx90a"],
+        ["--attention", "aiter"],
+        ["--kernel", "simulated-aiter", "--attention", "x"],
+        ["--integration", "graph"],
+        ["-tp", "3"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_option_is_one_line_on_stderr_that_names_it_and_exits_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        demo.parse(arguments)
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert said.err.startswith("demo: ")
+    assert arguments[-2] in said.err
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "tests.sandbox", "--kernel", "x"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--kernel" in done.stderr
+
+
+def test_the_demo_runs_four_engines_which_are_held_to_equality():
+    found = runs.runs(Options())
+    assert [(run.spec.kv_cache_dtype, run.bound) for run in found] == [("auto", EXACT), ("fp8", EXACT)]
+    assert {run.spec.scenarios for run in found} == {("short", "mixed")}
+
+
+def test_the_full_demo_runs_both_caches_and_all_numerics():
+    found = runs.runs(Options(full=True))
+    assert [(run.spec.kv_cache_dtype, run.numerics, run.bound) for run in found] == [
+        ("auto", "activation dtype", EXACT),
+        ("fp8", "two-rounding", EXACT),
+        ("fp8", "aiter", None),
+    ]
+    assert all(not run.base.enabled and not run.base.vllm_pass for run in found)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_the_demo_over_the_simulated_aiter_runs_vllms_own_attention_class_with_every_kind_of_head_count(arch):
+    found = runs.runs(Options(kernel="simulated-aiter", arch=arch, full=True))
+    assert {(run.spec.attention, run.spec.fake_arch) for run in found} == {("aiter", arch)}
+    assert {run.spec.model["num_attention_heads"] for run in found} == {8, 16, 128}
+    held = {(run.spec.kv_cache_dtype, bool(run.spec.drafts)) for run in found if run.bound}
+    assert held == {("auto", False), ("fp8", True)}
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """torch sees two GPUs; vLLM's platform is CUDA."""
+    import vllm.platforms
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    platform = SimpleNamespace(is_cuda_alike=lambda: True, is_cpu=lambda: False, device_type="cuda")
+    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
+    monkeypatch.setattr(compat_layer, "KNOWN_IMPLS", set(compat_layer.KNOWN_IMPLS))
+    return platform
+
+
+def test_on_a_gpu_the_triton_kernel_meets_vllm_over_both_caches(a_gpu, run_demo):
+    options = demo.parse(["--kernel", "triton", "-tp", "2"])
+    bf16, fp8 = runs.runs(options)
+    assert [(run.spec.kv_cache_dtype, run.bound) for run in (bf16, fp8)] == [("auto", runs.SUM_ORDER), ("fp8", None)]
+    assert {(run.spec.device, run.spec.kernel, run.base.enabled) for run in (bf16, fp8)} == {("gpu", "triton", False)}
+    status, _, text = run_demo(result(), result(), kernel="triton")
+    assert status == 0
+    assert "device: A Card" in text
+
+
+@pytest.mark.parametrize(
+    ("devices", "cuda_alike", "says"), [(1, True, "--tensor-parallel-size 2"), (2, False, "although torch sees a GPU")]
+)
+def test_gpus_that_cannot_serve_the_demo_are_a_reason(a_gpu, monkeypatch, devices, cuda_alike, says):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(a_gpu, "is_cuda_alike", lambda: cuda_alike)
+    assert says in runs.why_no_gpu(2)
+
+
+def test_the_options_for_a_gpu_are_options_of_this_vllm(tmp_path):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    arguments = EngineArgs(model=str(tmp_path), **child.on_device(GPU))
+    assert arguments.kv_cache_memory_bytes == child.GPU_KV_BYTES
+    backend, implementation = plugin.GPU_ATTENTION
+    assert AttentionBackendEnum[arguments.attention_backend].name == backend
+    assert AttentionBackendEnum[backend].get_class().get_impl_cls().__name__ == implementation
+    environment = engine.environment_for(GPU, Path(tmp_path), Path(tmp_path))
+    # With fp8 absorb weights there would be no W_UK_T for the kernel.
+    assert environment["VLLM_ROCM_USE_AITER_FP8BMM"] == "0"
+
+
+def test_only_the_gpu_sandbox_admits_vllms_triton_attention(a_gpu):
+    assert plugin.GPU_ATTENTION[1] not in compat_layer.KNOWN_IMPLS
+    plugin.activate()
+    assert plugin.GPU_ATTENTION[1] in compat_layer.KNOWN_IMPLS
+    with pytest.raises(RuntimeError, match="for a CPU, vLLM's platform is cuda"):
+        plugin.check_device("cpu")
+
+
+def test_an_engine_for_a_gpu_on_a_cpu_build_is_an_error():
+    with pytest.raises(RuntimeError, match="for a GPU, vLLM's platform is cpu"):
+        plugin.check_device("gpu")

@@ -1,11 +1,10 @@
-"""Claims that the pages make about vLLM, about the commands and about the log, held against what they speak of."""
+"""Claims of the pages about commands, the log and vLLM, checked against what they speak of."""
 
 from __future__ import annotations
 
-import operator
 import re
 import shlex
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -13,90 +12,91 @@ import typer.main
 from _pytest.mark.expression import Expression
 from typer.testing import CliRunner
 
+from tests.sandbox import demo
+from vllm_aiter_mla import status
 from vllm_aiter_mla.commands import main
 from vllm_aiter_mla.compat import offline, switches
-from vllm_aiter_mla.status import record
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
     path.name: path.read_text(encoding="utf-8")
     for path in sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))])
 }
-COMMAND = re.compile(
-    r"(vllm-aiter-mla (?:bench|demo|doctor|plan|report|verify)|vllm serve|tools/[\w/]+\.py|tools\.gfx9)\b"
-)
+COMMANDS = typer.main.get_command(main.app).commands
+RUN = re.compile(r"(vllm-aiter-mla \w+|vllm serve|(?<!tests/)tools/[\w/]+\.py|tools\.\w+)(?=[ \\\n]|$)")
 SHARED = {"--help", "--version"}
+NAMES = [
+    f"{path.relative_to(ROOT).as_posix()} {name}".lower()
+    for path in (ROOT / "tests").rglob("test_*.py")
+    for name in re.findall(r"^\s*def (test_\w+)", path.read_text(encoding="utf-8"), re.M)
+]
 
 
 def quoted(page: str) -> list[str]:
-    """Commands in a page: code spans, and indented or fenced lines; a line that ends in a backslash goes on."""
+    """Commands in a page: code spans, and indented or fenced lines; a line that ends in a backslash continues."""
     text = re.sub(r"\\\n\s*", " ", page)
     lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
     lines += [line for block in re.findall(r"^```\n(.*?)^```", text, re.S | re.M) for line in block.splitlines()]
     spans = re.findall(r"`([^`\n]+)`", text)
-    return [part.strip() for line in (*lines, *spans) for part in re.split(r";|\|\s*tee", line) if COMMAND.search(part)]
-
-
-def options(command: str) -> tuple[str, list[str]]:
-    """What is run, and the names of the options that it is given itself; those behind ``--`` are the server's."""
-    found = COMMAND.search(command)
-    rest = command[found.end() :].split("   ")[0].split(" #")[0]
-    own, _, served = rest.partition(" -- ")
-    names = [word.partition("=")[0] for word in words(own) if re.match(r"--?[a-zA-Z]", word)]
-    server = [word.partition("=")[0] for word in words(served) if re.match(r"--?[a-zA-Z]", word)]
-    return found[1], names if found[1] != "vllm serve" else names + server
+    return [part.strip() for line in (*lines, *spans) for part in re.split(r";|\|\s*tee", line) if RUN.search(part)]
 
 
 def words(text: str) -> list[str]:
+    """Split a command line; a comment begins with " #" or three spaces."""
+    text = text.split("   ")[0].split(" #")[0]
     try:
         return shlex.split(text)
-    except ValueError:  # an apostrophe in a comment
+    except ValueError:  # an apostrophe
         return text.split()
 
 
-def cli_options(name: str) -> set[str]:
-    command = typer.main.get_command(main.app).commands[name]
-    return SHARED | {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-
-
 @pytest.fixture(scope="module")
-def serve_options() -> set[str]:
-    """Every option of vLLM's own ``vllm serve``."""
+def known() -> Callable[[str], set[str]]:
+    """Return the options of a command; raises for a command that is not there."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = offline._serve_parser(FlexibleArgumentParser())
-    return {option for action in parser._actions for option in action.option_strings} | SHARED
+    served = {option for action in parser._actions for option in action.option_strings}
+
+    def options(run: str) -> set[str]:
+        program, _, name = run.partition(" ")
+        if program == "vllm":
+            return served
+        if program == "vllm-aiter-mla":
+            own = {text for one in COMMANDS[name].params for text in (*one.opts, *one.secondary_opts)}
+            # These two also take the options of `vllm serve`.
+            return own | (served if name in ("plan", "doctor") else set())
+        path = ROOT / (run if run.endswith(".py") else run.replace(".", "/"))
+        sources = path.glob("*.py") if path.is_dir() else [path]
+        return set(re.findall(r"\"(--?[\w-]+)\"", "".join(source.read_text() for source in sources)))
+
+    return options
 
 
-def unknown(command: str, served: set[str]) -> list[str]:
-    """Options of a quoted command that it does not have."""
-    run, names = options(command)
-    if run == "vllm serve":
-        known = served
-    elif run.startswith("vllm-aiter-mla "):
-        name = run.split()[1]
-        # These two take the options of `vllm serve` beside their own.
-        known = cli_options(name) | (served if name in ("plan", "doctor") else set())
-    elif run == "tools.gfx9":
-        known = SHARED | set(re.findall(r"\"(--?[\w-]+)\"", (ROOT / "tools/gfx9/__main__.py").read_text()))
-    else:
-        source = (ROOT / run).read_text()
-        if "tools.serving" in source:
-            source += "".join(path.read_text() for path in ROOT.glob("tools/serving/*.py"))
-        known = SHARED | set(re.findall(r"\"(--?[\w-]+)\"", source))
-    return [name for name in names if name.partition(".")[0] not in known]
+def wrong(commands: Iterable[str], known: Callable[[str], set[str]]) -> dict[str, list[str]]:
+    """Quoted commands that are not there, or their options that are not there."""
+    found = {}
+    for command in commands:
+        match = RUN.search(command)
+        own, _, _server = command[match.end() :].partition(" -- ")
+        given = [re.split("[=.]", word)[0] for word in words(own) if re.match(r"--?[a-zA-Z]", word)]
+        try:
+            there = known(match[1]) | SHARED
+        except (KeyError, OSError):
+            there, given = set(), [match[1]]
+        if unknown := [name for name in given if name not in there]:
+            found[command] = unknown
+    return found
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_quoted_commands_have_options_that_exist(name, serve_options):
-    wrong = {command: found for command in quoted(PAGES[name]) if (found := unknown(command, serve_options))}
-    assert not wrong
+def test_quoted_commands_have_options_that_exist(name, known):
+    assert wrong(quoted(PAGES[name]), known) == {}
 
 
 def test_commands_are_found():
-    found = [command for page in PAGES.values() for command in quoted(page)]
-    assert len(found) > 60
-    assert {options(command)[0] for command in found} >= {"vllm serve", "vllm-aiter-mla plan", "tools/serve_bench.py"}
+    found = {RUN.search(command)[1] for page in PAGES.values() for command in quoted(page)}
+    assert found >= {"vllm serve", "vllm-aiter-mla plan", "vllm-aiter-mla verify", "tools.gfx9", "tools/serving.py"}
 
 
 @pytest.mark.mutation
@@ -104,72 +104,68 @@ def test_commands_are_found():
     "text",
     [
         "    vllm-aiter-mla verify --swift\n",
-        "`python tools/aiter_crossover.py --json x`",
+        "    vllm-aiter-mla demo\n",
+        "`python tools/make_lock.py --nothing x`",
+        "`python tools/gone.py`",
         "    vllm serve M \\\n        --kv-cash-dtype fp8\n",
         "`vllm-aiter-mla plan M --no-such 1`",
     ],
 )
-def test_mutation_an_option_that_is_not_there_is_seen(text, serve_options):
-    assert [found for command in quoted(text) if (found := unknown(command, serve_options))]
+def test_mutation_an_option_that_is_not_there_is_seen(text, known):
+    assert wrong(quoted(text), known)
 
 
-def selections(page: str) -> list[str]:
-    """The ``-k`` of each quoted pytest command."""
-    # Behind --aiter-mla-verify it chooses cases of the harness, which are named by its own code.
-    return [a or b for a, b in re.findall(r"pytest (?!--aiter-mla-verify)[^`\n]*?-k (?:\"([^\"]+)\"|(\w+))", page)]
+def test_quoted_demos_are_lines_that_the_demo_takes(monkeypatch):
+    monkeypatch.setattr(demo, "why_no_gpu", lambda workers: None)
+    lines = [line for page in PAGES.values() for line in re.findall(r"ARGS=(\"[^\"\n]*\"|--?[\w-]+)", page)]
+    assert len(lines) >= 4
+    for line in lines:
+        if not line.strip('"').startswith("tests"):
+            demo.parse(shlex.split(line.strip('"')))
 
 
-def selected(expression: str) -> bool:
-    """Whether a test is chosen by it: by the name of its function, its file or one of its folders."""
-    chosen = Expression.compile(expression)
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        of_file = path.relative_to(ROOT).as_posix().lower()
-        for name in re.findall(r"^\s*def (test_\w+)", path.read_text(encoding="utf-8"), re.M):
-            if chosen.evaluate(partial(operator.contains, f"{of_file} {name.lower()}")):
-                return True
-    return False
+def chosen(page: str) -> dict[str, int]:
+    """The ``-k`` of each quoted pytest command, and how many files have a test that it chooses."""
+    # After --aiter-mla-verify it chooses cases of the harness, which name themselves.
+    given = [a or b for a, b in re.findall(r"pytest (?!-p vllm_aiter_mla)[^`\n]*?-k (?:\"([^\"]+)\"|(\w+))", page)]
+    found = {}
+    for text in given:
+        expression = Expression.compile(text)
+        found[text] = sum(expression.evaluate(lambda part, name=name: part in name) for name in NAMES)
+    return found
 
 
-@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if selections(page)])
-def test_quoted_selections_choose_tests(name):
-    assert [expression for expression in selections(PAGES[name]) if not selected(expression)] == []
-
-
-@pytest.mark.mutation
-def test_mutation_a_selection_of_nothing_is_seen():
-    page = "`pytest -m engine -k no_such_thing`"
-    assert [expression for expression in selections(page) if not selected(expression)] == ["no_such_thing"]
-
-
-def examples(page: str) -> list[list[str]]:
-    """Arguments of quoted `plan` commands that run as they stand: they begin with the name of a bundled example."""
-    plans = [command for command in quoted(page) if re.match(r"vllm-aiter-mla plan [a-z]", command)]
-    return [words(COMMAND.split(command)[-1].split("   ")[0].split(" #")[0]) for command in plans]
+def test_quoted_selections_choose_tests():
+    found = {text: count for page in PAGES.values() for text, count in chosen(page).items()}
+    assert len(found) > 5
+    assert [text for text, count in found.items() if count == 0] == []
+    assert chosen("`pytest -m engine -k no_such_thing`") == {"no_such_thing": 0}
 
 
 def test_quoted_plans_run():
-    runs = [arguments for page in PAGES.values() for arguments in examples(page)]
-    assert runs
-    for arguments in runs:
-        result = CliRunner().invoke(main.app, ["plan", *arguments])
-        assert result.exit_code in (0, 1), (arguments, result.output)
-        assert "MLA layers" in result.output, (arguments, result.output)
+    """Those that begin with the name of a bundled example run as they are."""
+    plans = [re.search(r"vllm-aiter-mla (plan [a-z].*)", one) for page in PAGES.values() for one in quoted(page)]
+    assert any(plans)
+    for plan in filter(None, plans):
+        result = CliRunner().invoke(main.app, words(plan[1]))
+        assert result.exit_code in (0, 1), (plan[1], result.output)
+        assert "MLA layers" in result.output, (plan[1], result.output)
 
 
 def outcome(**changes) -> str:
-    """What the status file would say of 61 engaged layers."""
+    """Return the status line of 61 engaged layers."""
     names = [f"layer {index}" for index in range(61)]
-    found = record.as_record(names, 1024, "fp8", 0, card="gfx950")
-    return record.line(found | {"engaged": dict.fromkeys(names, "aiter"), "skipped": {}} | changes)
+    found = status.record_of(names, 1024, "fp8", 0, card="gfx950")
+    return status.line(found | {"engaged": dict.fromkeys(names, "aiter"), "skipped": {}} | changes)
 
 
 def test_quoted_outcomes_are_what_the_status_says():
-    """Figures apart: L, and microseconds, for which the pages write A and B."""
+    """Except for figures: L, and microseconds, for which the pages write A and B."""
     shape = {"layers": ["layer 0"], "chosen": [[1, 128, "triton"], [129, 1024, "aiter"]]}
     timed = outcome(measured=[shape | {"us": {64: {"triton": 1.0, "vllm": 2.0}}}])
     said = {outcome(), timed.replace("1.0 us", "A us").replace("2.0,", "B,")}
     found = [
-        re.sub(r"1\.\.512;", "1..1024;", line)
+        line.replace("limit 512;", "limit 1024;")
         for page in PAGES.values()
         for line in re.findall(r"`(?:aiter-mla: )?(61/61 MLA layers engaged \([^`.][^`]*\))`", page)
     ]

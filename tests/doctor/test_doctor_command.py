@@ -1,4 +1,4 @@
-"""Claims about the command as a whole: it runs anywhere, imports no AITER, and says the same to a program."""
+"""The command as a whole: it runs anywhere, imports no AITER, and its exit status sums up the checks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from vllm_aiter_mla.commands.doctor import command
+from vllm_aiter_mla.commands.doctor import command, machine, options
+from vllm_aiter_mla.commands.doctor.check import Check, Given, exit_status, run
+from vllm_aiter_mla.commands.main import app
+from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED
 
-RUN = "from vllm_aiter_mla.commands.doctor.command import main; import sys; sys.exit(main(as_json=True))"
+RUN = "import sys; from vllm_aiter_mla.commands.main import app; app(['doctor', '--json', *sys.argv[1:]])"
 # A machine without torch and vLLM: neither can be found.
 BARE = (
     "import sys\n"
@@ -24,19 +29,17 @@ BARE = (
 )
 
 
-def doctor(code: str, *path: Path) -> tuple[int, dict[str, dict[str, str]]]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+def doctor(code: str, *arguments: str, path: Path | None = None) -> dict[str, dict[str, str]]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(path)] if path else sys.path)}
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True)
     assert done.stdout, done.stderr
     record = json.loads(done.stdout)
     assert record["exit"] == done.returncode
-    return done.returncode, {check["name"]: check for check in record["checks"]}
+    return {check["name"]: check for check in record["checks"]}
 
 
 def simulated_aiter(folder: Path, marker: Path) -> None:
-    """An AITER that leaves a trace when it is imported, as the real one may start a compiler."""
-    from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED
-
+    """Make an AITER that leaves a trace when it is imported, as the real one may start a compiler."""
     (folder / "aiter" / "ops").mkdir(parents=True)
     for package in (folder / "aiter", folder / "aiter" / "ops"):
         (package / "__init__.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
@@ -44,49 +47,34 @@ def simulated_aiter(folder: Path, marker: Path) -> None:
 
 
 def test_doctor_runs_without_torch_and_vllm() -> None:
-    status, checks = doctor(BARE + RUN)
-    assert status == 1
-    assert checks["torch"]["status"] == checks["vllm"]["status"] == "problem"
-    assert checks["surface"]["status"] == checks["patches"]["status"] == "unknown"
+    checks = doctor(BARE + RUN, "-tp", "8")
+    statuses = {name: check["status"] for name, check in checks.items()}
+    assert statuses["torch"] == statuses["vllm"] == "problem"
+    for name in ("surface", "patches", "settings", "graph", "dead-flag", "user-pass"):
+        assert statuses[name] == "unknown", name
     assert not [check for check in checks.values() if "the check failed" in check["detail"]]
 
 
 def test_doctor_on_this_machine_never_imports_aiter(tmp_path: Path) -> None:
     marker = tmp_path / "imported"
     simulated_aiter(tmp_path, marker)
-    # Whatever a release of vLLM's may try while it is looked at.
-    eager = "from vllm_aiter_mla.commands.doctor import installed, command\n"
+    # Whatever a vLLM release may try while it is looked at.
+    eager = "from vllm_aiter_mla.commands.doctor import command\n"
     eager += "def importing(given):\n    import aiter.ops.cache\n"
     eager += "command.CHECKS = (*command.CHECKS, ('eager', importing))\n"
-    _, checks = doctor(eager + RUN, tmp_path)
+    checks = doctor(eager + RUN, path=tmp_path)
     assert not marker.exists()
     assert "doctor does not import aiter" in checks["eager"]["detail"]
-    assert checks["aiter"]["status"] == "warning"
-    assert "15 arguments" in checks["aiter"]["detail"]
+    assert checks["aiter"]["status"] == "warning", "found, and not built"
     # Real vLLM, as installed here.
     for name in ("vllm", "plugin", "surface", "mla-ops", "patches"):
         assert checks[name]["status"] == "ok", checks[name]
 
 
-def test_without_vllm_the_plugins_own_options_are_still_checked() -> None:
-    passes = "{'pass_config': {'fuse_aiter_qk_rope_kvcache_mlal': True}}"
-    mistyped = f"main(['--compilation-config', __import__('json').dumps({passes})], as_json=True)"
-    status, checks = doctor(BARE + RUN.replace("main(as_json=True)", mistyped))
-    assert (status, checks["settings"]["status"]) == (1, "problem")
-    assert "did you mean 'fuse_aiter_qk_rope_kvcache_mla'?" in checks["settings"]["detail"]
-    others = "main(['-tp', '8', '-cc.mode=3', '--additional_config', '{}'], as_json=True)"
-    status, checks = doctor(BARE + RUN.replace("main(as_json=True)", others))
-    assert checks["settings"]["status"] == checks["graph"]["status"] == checks["user-pass"]["status"] == "unknown"
-    assert "read by vLLM's own parser" in checks["settings"]["detail"]
-    assert checks["settings"]["detail"].endswith("not read: -tp 8")
-
-
-def test_the_guard_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_aiter_mla.commands.doctor.guard import aiter_not_importable
-
+def test_aiter_can_be_imported_again_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated_aiter(tmp_path, tmp_path / "imported")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with aiter_not_importable(), pytest.raises(ImportError, match="compiler"):
+    with command.aiter_not_importable(), pytest.raises(ImportError, match="compiler"):
         import aiter
     try:
         import aiter
@@ -98,19 +86,39 @@ def test_the_guard_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.Monkey
             del sys.modules[name]
 
 
-def test_one_line_per_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from vllm_aiter_mla.commands.doctor import conflicts, machine
-
-    monkeypatch.setattr(command, "CHECKS", (("python", machine.python), ("dead-flag", conflicts.dead_flag)))
-    config = json.dumps({"pass_config": {"fuse_rope_kvcache_cat_mla": True}})
-    assert command.main(["--compilation-config", config]) == 1
-    first, second, summary = capsys.readouterr().out.strip().splitlines()
-    assert first.startswith("ok       python")
-    assert second.startswith("problem  dead-flag")
-    assert "-> set use_inductor_graph_partition=true" in second
+def test_one_line_per_check_and_a_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "CHECKS", (("python", machine.python), ("dead-flag", options.dead_flag)))
+    done = CliRunner().invoke(app, ["doctor", "-cc.pass_config.fuse_rope_kvcache_cat_mla=true"])
+    assert done.exit_code == 1
+    first, second, summary = done.stdout.splitlines()
+    assert first.split()[:2] == ["ok", "python"]
+    assert second.split()[:2] == ["problem", "dead-flag"]
+    assert " -> " in second
     assert summary.endswith("1 ok, 0 warning, 1 problem, 0 unknown")
 
 
-def test_names_of_checks_are_unique() -> None:
-    names = [name for name, _ in command.CHECKS]
-    assert len(set(names)) == len(names)
+def test_the_names_of_the_checks_are_those_that_scripts_know() -> None:
+    names = (
+        "python torch rocm driver gpu triton hip-python vllm plugin vllm-plugins surface mla-ops patches aiter atom "
+    )
+    names += "use-aiter batch-invariant fp8-bmm fp4-bmm mla breakable-graphs settings graph dead-flag user-pass"
+    assert sorted(name for name, _ in command.CHECKS) == sorted(names.split())
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status"),
+    [((), 0), (("ok", "warning"), 0), (("ok", "unknown"), 2), (("unknown", "problem"), 1), (("problem",), 1)],
+)
+def test_a_problem_outweighs_an_unknown(statuses: tuple[Any, ...], status: int) -> None:
+    assert exit_status(Check(one, "") for one in statuses) == status
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken\nbox"), SystemExit(3), ImportError("no")])
+def test_a_check_that_fails_is_unknown_and_stops_no_other(error: BaseException) -> None:
+    def failing(_: Given) -> Check:
+        raise error
+
+    first, second = run([("bad", failing), ("python", machine.python)], Given())
+    assert (first.name, first.status) == ("bad", "unknown")
+    assert type(error).__name__ in first.detail
+    assert second.status == "ok"

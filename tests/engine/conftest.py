@@ -1,4 +1,4 @@
-"""Starts each distinct engine that the selected tests need once, while other tests run."""
+"""Start each distinct engine that the selected tests need once, while other tests run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,15 @@ from tests.engine import engine_specs
 from tests.sandbox import engine
 from tests.sandbox.spec import EngineResult, load
 
-HERE = Path(__file__).parent
-
 
 class Engines:
     """Results by name of ``engine_specs.SPECS``, from a process that runs them."""
 
     def __init__(self, names: list[str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="aiter-mla-tests-"))
-        # The engines' processes import the planted bugs by module name, and the specs the configs of tools/.
-        path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
         with (self.folder / "pool.log").open("w") as log:
             self.pool = subprocess.Popen(
-                [sys.executable, str(HERE / "engine_pool.py"), str(self.folder), *names],
-                env={**os.environ, "PYTHONPATH": path},
+                [sys.executable, "-m", "tests.engine.engine_pool", str(self.folder), *names],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -53,7 +48,7 @@ class Engines:
         return self.results[name]
 
     def close(self) -> None:
-        """Stop what still runs and remove what they left."""
+        """Stop what still runs and remove the results."""
         if self.pool.poll() is None:
             os.killpg(self.pool.pid, signal.SIGTERM)
         self.pool.wait()
@@ -64,18 +59,18 @@ _runner: list[Engines] = []
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the engines at once: what needs none is tested meanwhile, and engine tests come last."""
+    """Start the engines at once; tests that need no engine run meanwhile, engine tests come last."""
     if session.config.option.collectonly:
         return
     wanted = [name for item in session.items for marker in item.iter_markers("engine") for name in marker.args]
     if wanted and hasattr(session.config, "workerinput"):
-        raise pytest.UsageError("engines run two at a time by themselves: run their tests without -n")
+        raise pytest.UsageError("engines already run two at a time: run their tests without -n")
     if wanted:
         _runner.append(Engines(engine_specs.longest_first(list(dict.fromkeys(wanted)))))
 
 
 def pytest_sessionfinish() -> None:
-    """Stop what nobody has waited for."""
+    """Stop the engines for which no test has waited."""
     while _runner:
         _runner.pop().close()
 

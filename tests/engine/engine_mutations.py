@@ -1,4 +1,4 @@
-"""Planted bugs: each is imported and called in an engine's process before its config is built."""
+"""Planted bugs. An engine's process calls one of them before its config is built."""
 
 from __future__ import annotations
 
@@ -21,40 +21,39 @@ def attention_does_not_split() -> None:
 
 
 def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:
-    """Two bugs that do not meet: tokens of batches within the decode limit show one, the graph above it the other.
+    """Two independent bugs: tokens of batches within the decode limit show one, the graph above it the other.
 
-    The op hands prefill rows on as they come: it writes their KV rows, and rotates copies for that. And the passes run
-    in every compile range; no batch of the scenarios is above the decode limit.
+    The op rotates copies of prefill rows for their KV rows and hands the raw rows on. The passes run in every compile
+    range; no batch of the scenarios is above the decode limit.
     """
-    from vllm_aiter_mla import decode_limit
-    from vllm_aiter_mla.ops import bodies
+    from vllm_aiter_mla import admission, ops
 
-    inner = bodies.rotate_and_write
-    bodies.rotate_and_write = lambda step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
-    decode_limit.within_limit = lambda end, limit: True
+    inner = ops.rotate_and_write
+    ops.rotate_and_write = lambda step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
+    admission.within_limit = lambda end, limit: True
 
 
-def plugin_that_refuses_every_second_layer() -> None:
-    """Another plugin, by its fingerprint alone, than the one that compiled the artifact; one layer's skip must not
-    touch its neighbour, and the artifact holds both of them fused.
+def every_second_layer_is_skipped() -> None:
+    """The plugin has another fingerprint than the one that compiled the artifact, and skips one of two layers.
 
-    It refuses where a graph is rewritten: a layer that is refused earlier changes the cache key by itself.
+    The artifact holds both layers fused. The skip happens while a graph is rewritten, because an earlier one changes
+    the cache key.
     """
-    from vllm_aiter_mla import fingerprint
+    from vllm_aiter_mla import files
     from vllm_aiter_mla.admission import Skip
     from vllm_aiter_mla.passes import pipeline
 
     inner = pipeline._admit
 
     def admit(match, *rest):
-        return Skip("geometry", "refused by the test") if ".0." in match.layer_name else inner(match, *rest)
+        return Skip("geometry", "skipped by the test") if ".0." in match.layer_name else inner(match, *rest)
 
     pipeline._admit = admit
-    fingerprint.fingerprint = lambda: "0.0.0-changed"
+    files.fingerprint = lambda: "0.0.0-changed"
 
 
 def no_implementation_is_known() -> None:
-    """Every layer is refused at admission."""
+    """Every layer is skipped at admission."""
     from vllm_aiter_mla.compat import layer as compat_layer
 
     compat_layer.KNOWN_IMPLS.clear()
@@ -87,9 +86,9 @@ def a_request_has_one_decode_row() -> None:
 
     The last one, because the first decides the next token whether or not a draft is accepted.
     """
-    from vllm_aiter_mla.ops import bodies
+    from vllm_aiter_mla import ops
 
-    inner = bodies.decode
+    inner = ops.decode
 
     def decode(step, q_prepared, output):
         n, requests = step.num_actual_tokens, step.metadata.num_decodes
@@ -97,32 +96,32 @@ def a_request_has_one_decode_row() -> None:
         rows = last.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:])
         inner(step, rows.contiguous(), output)
 
-    bodies.decode = decode
+    ops.decode = decode
 
 
 def a_mixed_batch_counts_as_decode() -> None:
-    """The op looks for decode rows in the metadata and not for prefill rows beside them."""
-    from vllm_aiter_mla.compat import context
+    """The op looks for decode rows in the metadata and ignores prefill rows."""
+    from vllm_aiter_mla.compat import layer as compat_layer
 
-    context.is_decode_only = lambda metadata, slots: metadata.decode is not None
+    compat_layer.is_decode_only = lambda metadata, slots: metadata.decode is not None
 
 
 def padding_has_the_slot_of_another_row() -> None:
-    """A row without a slot is written over a row that has one: right as long as no full graph is padded."""
+    """A row without a slot is written over a row that has one; it shows only where a full graph is padded."""
     import torch
 
-    from vllm_aiter_mla.ops import bodies
+    from vllm_aiter_mla import ops
 
-    inner = bodies.prepared_query
+    inner = ops.prepared_query
 
     def prepared_query(step, *rest):
         return inner(step._replace(slots=torch.where(step.slots < 0, step.slots.max(), step.slots)), *rest)
 
-    bodies.prepared_query = prepared_query
+    ops.prepared_query = prepared_query
 
 
 def the_wrappers_forward_is_unknown() -> None:
-    """Another plugin has wrapped the forward of vLLM's wrapper, and says with ``wraps`` what it wraps."""
+    """Another plugin has wrapped the forward of vLLM's wrapper, with ``functools.wraps``."""
     import functools
 
     from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper as Wrapper
@@ -132,7 +131,7 @@ def the_wrappers_forward_is_unknown() -> None:
 
 
 def query_and_key_are_swapped() -> None:
-    """The emitted op gets the rope part of the key in the first head of the query, and that head's as its key."""
+    """The op gets the rope part of the key in the first head of the query, and that head's rope part as its key."""
     from vllm_aiter_mla.module import wrapper
 
     inner = wrapper._project
@@ -147,8 +146,25 @@ def query_and_key_are_swapped() -> None:
     wrapper._project = project
 
 
-def the_emitted_op_writes_no_kv_row() -> None:
+def the_op_writes_no_kv_row() -> None:
     """The op prepares the query and leaves the KV cache as it is."""
     from vllm_aiter_mla.kernels import reference
 
     reference.scatter_rows = lambda cache, slots, rows: None
+
+
+def raise_when_told():
+    """Let every kernel raise once the file exists that the environment names."""
+    import os
+    from pathlib import Path
+
+    from vllm_aiter_mla import ops
+
+    inner = ops.prepared_query
+
+    def prepared_query(*args):
+        if Path(os.environ["AITER_MLA_TEST_TRIGGER"]).exists():
+            raise RuntimeError("planted")
+        return inner(*args)
+
+    ops.prepared_query = prepared_query

@@ -1,6 +1,6 @@
-"""``python engine_pool.py FOLDER NAME ...``: run engines two at a time and leave each one's result in the folder.
+"""``python -m tests.engine.engine_pool FOLDER NAME ...``: run engines two at a time, write their results to the folder.
 
-A process of its own: meanwhile tests plant bugs and change the environment in theirs.
+A separate process, because tests meanwhile plant bugs and change the environment in theirs.
 """
 
 from __future__ import annotations

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 from tests.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
 from tests.sandbox.spec import EngineSpec
-from tools.model_configs import ROWS
-from tools.model_matrix import spec_of
+from tests.support.model_configs import ROWS, spec_of
 
 MOST = 28
-"""Engines that compile: one takes up to a minute. What can be shown without one is shown without one, or in eager mode,
-which takes ten seconds; a unmodified vLLM side serves many."""
+"""Engines that compile; one takes up to a minute. Show what you can without one, or in eager mode, which takes ten
+seconds. One run of unmodified vLLM serves many tests."""
 
 SCALES = (0.5, 0.7)
 SMALL = {"num_hidden_layers": 2}
 
 
 def _matrix_row(name: str) -> EngineSpec:
-    """A row of the model matrix in eager mode, so without YaRN, which vLLM rotates there op by op."""
+    """Return a row of the model configs in eager mode, so without YaRN, which vLLM rotates there op by op."""
     spec = spec_of(ROWS[name])
     return replace(
         spec, scenarios=("mixed",), config=spec.config | {"rope_scaling": None}, llm={"enforce_eager": True},
@@ -62,14 +62,14 @@ _schedule = EngineSpec(
         "disable_log_stats": False,
     },
 )  # fmt: skip
-# Compiled: in eager mode unmodified vLLM itself has failed here with two stages.
+# Compiled: in eager mode unmodified vLLM failed here with two stages.
 _stages = replace(_small, scenarios=("mixed",), llm={"pipeline_parallel_size": 2})
 _shared_kv = EngineSpec(
     scenarios=("prefixes",), model={"num_hidden_layers": 1}, shares_kv=True,
     llm={"block_size": 16, "disable_log_stats": False},
 )  # fmt: skip
-# The module integration without a compiled graph, and beside one that is cut at attention. Plain RotaryEmbedding,
-# which vLLM rotates by a kernel in eager mode too: YaRN is rotated there op by op, and rounded three times.
+# The module integration without a compiled graph, and with one that is cut at attention. Plain RotaryEmbedding, which
+# vLLM rotates by a kernel in eager mode too; YaRN is rotated there op by op, and rounded three times.
 _eager = EngineSpec(
     scenarios=BF16_SCENARIOS, model=SMALL | {"yarn": False}, linear="aten", max_num_batched_tokens=CHUNK_TOKENS,
     llm={"enforce_eager": True},
@@ -99,13 +99,13 @@ _full_module = replace(
 # Of the model matrix: a nope width of 192 with experts, and an EAGLE-3 draft, whose layer is rewritten too.
 _glm = _matrix_row("GLM-4.7-Flash")
 _eagle = _matrix_row("DeepSeek-V3 with an EAGLE-3 draft")
-# Experts of one rank alone, with the combination over ranks that tensor parallelism has.
+# Each rank has its experts, and their outputs are combined as in tensor parallelism.
 _expert_parallel = replace(
     _matrix_row("DeepSeek-V3 with experts"), tensor_parallel_size=2,
     llm={"enforce_eager": True, "enable_expert_parallel": True},
 )  # fmt: skip
 _lora = replace(_eager, scenarios=("mixed",), lora=True)
-# One unmodified vLLM side in one process serves it: in fp32 two ranks move no token.
+# Compared with unmodified vLLM in one process: in fp32 two ranks move no token.
 _ray = replace(
     _fp32, scenarios=("mixed",), graphs=None, tensor_parallel_size=2,
     llm={"enforce_eager": True, "distributed_executor_backend": "ray"},
@@ -118,33 +118,26 @@ def _off(spec: EngineSpec) -> EngineSpec:
 
 
 def _broken(spec: EngineSpec, mutation: str) -> EngineSpec:
-    return replace(spec, scenarios=("mixed",), mutation=f"engine_mutations:{mutation}")
+    return replace(spec, scenarios=("mixed",), mutation=f"tests.engine.engine_mutations:{mutation}")
 
 
 SPECS: dict[str, EngineSpec] = {
     "bf16-off": _off(_bf16),
     "bf16-on": _cold,
     "warm": replace(_warm, scenarios=("short",)),
-    "mutation-half-a-layer": replace(
-        _warm, scenarios=("mixed",), mutation="engine_mutations:plugin_that_refuses_every_second_layer"
-    ),
+    "mutation-half-a-layer": _broken(_warm, "every_second_layer_is_skipped"),
     "no-plugin": replace(_off(_small), dump_graphs=True, plugin=False),
     "fp8-off": _off(_fp8),
     "fp8-on": _fp8,
     "fp32-off": _off(_fp32),
     "fp32-on": _fp32,
-    "mutation-no-split": replace(_fp32, scenarios=("mixed",), mutation="engine_mutations:attention_does_not_split"),
-    "on-after-unmodified vLLM": replace(_small, vllm_pass=True),
+    "mutation-no-split": _broken(_fp32, "attention_does_not_split"),
+    "on-after-vllms-pass": replace(_small, vllm_pass=True),
     "stop-rope-kv": replace(_small, stop_after="rope_kv_cache"),
     "full-on": _full,
-    "mutation-padded-slots": replace(
-        _full, scenarios=("mixed",), mutation="engine_mutations:padding_has_the_slot_of_another_row"
-    ),
-    "mutation-raw-prefill-above-decode limit": replace(
-        _small,
-        scenarios=("mixed",),
-        dump_graphs=True,
-        mutation="engine_mutations:prefill_rows_stay_raw_and_passes_ignore_the_range",
+    "mutation-padded-slots": _broken(_full, "padding_has_the_slot_of_another_row"),
+    "mutation-raw-prefill-and-no-range": replace(
+        _broken(_small, "prefill_rows_stay_raw_and_passes_ignore_the_range"), dump_graphs=True
     ),
     # The real Triton kernel on CPU tensors; a step takes a few tenths of a second.
     "triton": replace(_eager, scenarios=("mixed",), kernel="triton", rounding="single", interpret=True),
@@ -179,20 +172,30 @@ SPECS: dict[str, EngineSpec] = {
     "cut-off": _off(_cut),
     "cut-on": _cut,
     "module-full": _full_module,
-    "skipped": replace(_eager_small, mutation="engine_mutations:no_implementation_is_known"),
-    "refused-strict": replace(_eager_small, kernel="triton", additional={"strict": True}),
+    "skipped": replace(_broken(_eager, "no_implementation_is_known"), scenarios=("short", "mixed")),
+    "strict": replace(_eager_small, kernel="triton", additional={"strict": True}),
     "aiter-gfx942-fp8": _aiter942,
     "reference-gfx942-fp8": replace(_aiter942, kernel="reference"),
-    "aiter-gfx942-broken": replace(
-        _aiter942, scenarios=("short",), mutation="engine_mutations:the_aiter_kernel_is_wrong"
-    ),
+    "aiter-gfx942-broken": replace(_broken(_aiter942, "the_aiter_kernel_is_wrong"), scenarios=("short",)),
     "mutation-draft-rows": _broken(_eager_drafts, "a_request_has_one_decode_row"),
     "mutation-mixed-as-decode": _broken(_eager_drafts, "a_mixed_batch_counts_as_decode"),
     "mutation-scale-twice": _broken(_eager_drafts, "q_scale_is_applied_twice"),
     "mutation-unknown-forward": _broken(_eager, "the_wrappers_forward_is_unknown"),
     "mutation-swapped": _broken(_eager, "query_and_key_are_swapped"),
-    "mutation-no-kv-write": _broken(_eager, "the_emitted_op_writes_no_kv_row"),
+    "mutation-no-kv-write": _broken(_eager, "the_op_writes_no_kv_row"),
 }
+# vLLM's AITER attention class over every card, cache and head count, with and without drafts. With an fp8 cache AITER
+# rounds otherwise than unmodified vLLM; the reference can round as vLLM does.
+CLASS_MATRIX = {
+    f"class-{arch}-{cache}-{heads}-heads-{drafts}-drafts": replace(
+        _eager_drafts, fake_arch=arch, kv_cache_dtype=cache, drafts=drafts, scales=SCALES if cache == "fp8" else None,
+        kernel="reference" if cache == "fp8" else "aiter", model=_eager_drafts.model | {"num_attention_heads": heads},
+    )
+    for arch, cache, heads, drafts in product(("gfx942", "gfx950"), ("auto", "fp8"), (8, 16, 128), (0, 2))
+    if (arch, cache, heads, drafts) != ("gfx950", "fp8", 16, 2)  # that is "eager-drafts"
+}  # fmt: skip
+SPECS |= {f"{name}-off": _off(spec) for name, spec in CLASS_MATRIX.items()}
+SPECS |= {f"{name}-on": spec for name, spec in CLASS_MATRIX.items()}
 # These start after another one, in the cache of the first.
 AFTER = {"warm": "bf16-on", "mutation-half-a-layer": "warm", "kv-on": "kv-off"}
 CACHES = {"warm": "bf16-on", "mutation-half-a-layer": "bf16-on", "kv-on": "kv-off"}

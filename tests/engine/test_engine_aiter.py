@@ -1,23 +1,18 @@
-"""The real vLLM engine over the simulated AITER, platform checks faked, and over the interpreted Triton kernel."""
+"""The engine over the simulated AITER, over vLLM's AITER attention class, and over the interpreted Triton kernel."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.engine.test_engine_parity import assert_all_engaged, assert_parity, beside
-from tests.sandbox.compare import compare
+from tests.engine import engine_specs
+from tests.engine.engine_checks import assert_all_engaged, assert_parity, figures, kernels, same_scenarios
 from tests.sandbox.runs import SUM_ORDER
-
-
-def kernels(result):
-    return [set(record["engaged"].values()) for record in result.status]
 
 
 @pytest.mark.engine("aiter-gfx942-fp8", "reference-gfx942-fp8")
 def test_aiter_on_gfx942_with_fp8_equals_the_reference_to_the_bit(engines):
     ours, reference = engines("aiter-gfx942-fp8"), engines("reference-gfx942-fp8")
-    assert kernels(ours) == [{"aiter"}]
-    assert kernels(reference) == [{"reference"}]
+    assert (kernels(ours), kernels(reference)) == ([{"aiter"}], [{"reference"}])
     assert_all_engaged(ours)
     assert ours.scenarios == reference.scenarios
 
@@ -27,32 +22,56 @@ def test_the_triton_kernel_on_cpu_tensors_serves_the_engine_within_the_bound_of_
     ours = engines("triton")
     assert_all_engaged(ours)
     assert kernels(ours) == [{"triton"}]
-    for name, found in compare(beside(engines("eager-off"), ours), ours).items():
+    for name, found in figures(engines("eager-off"), ours).items():
         assert SUM_ORDER.holds(found), (name, found)
 
 
-@pytest.mark.engine("eager-off", "aiter-fp8-bmm-off", "aiter-fp8-bmm-on")
-def test_absorb_weights_in_fp8_equal_vllm_which_multiplies_by_the_same_gemm(engines):
-    vllm_own = engines("aiter-fp8-bmm-off")
-    assert vllm_own.scenarios != beside(engines("eager-off"), vllm_own).scenarios, "the weights were not held in fp8"
-    assert kernels(engines("aiter-fp8-bmm-on")) == [{"aiter"}]
-    assert_all_engaged(engines("aiter-fp8-bmm-on"))
-    assert_parity(vllm_own, engines("aiter-fp8-bmm-on"))
-
-
-@pytest.mark.engine("eager-off", "aiter-fp4-bmm-off", "aiter-fp4-bmm-on")
-def test_absorb_weights_in_fp4_equal_vllm_which_multiplies_by_the_same_gemm(engines):
-    """Beside a bf16 cache vLLM's own GEMM gets no ``y_scale``; what it does beside fp8: tests/test_absorb_fp4.py."""
-    vllm_own = engines("aiter-fp4-bmm-off")
-    assert vllm_own.scenarios != beside(engines("eager-off"), vllm_own).scenarios, "the weights were not held in mxfp4"
-    assert kernels(engines("aiter-fp4-bmm-on")) == [{"aiter"}]
-    assert_all_engaged(engines("aiter-fp4-bmm-on"))
-    assert_parity(vllm_own, engines("aiter-fp4-bmm-on"))
+@pytest.mark.engine("eager-off", "aiter-fp8-bmm-off", "aiter-fp8-bmm-on", "aiter-fp4-bmm-off", "aiter-fp4-bmm-on")
+@pytest.mark.parametrize("held_in", ["fp8", "fp4"])
+def test_quantised_absorb_weights_equal_vllm_which_multiplies_by_the_same_gemm(engines, held_in):
+    """With a bf16 cache vLLM's mxfp4 GEMM gets no ``y_scale``; test_absorb_fp4.py has fp8 caches."""
+    vllm_own, ours = engines(f"aiter-{held_in}-bmm-off"), engines(f"aiter-{held_in}-bmm-on")
+    assert vllm_own.scenarios != same_scenarios(engines("eager-off"), vllm_own).scenarios, "the weights are plain"
+    assert kernels(ours) == [{"aiter"}]
+    assert_all_engaged(ours)
+    assert_parity(vllm_own, ours)
 
 
 @pytest.mark.engine("aiter-gfx942-broken")
-@pytest.mark.mutation
+@pytest.mark.mutation("I12")
 def test_mutation_a_wrong_aiter_kernel_fails_its_self_check_and_is_not_used(engines):
     result = engines("aiter-gfx942-broken")
     assert any("ERROR" in line and "self-check FAILED" in line for line in result.log), result.log
     assert all("aiter" not in names for names in kernels(result))
+
+
+@pytest.mark.engine("class-gfx942-off", "class-gfx942-on")
+def test_fp8_scales_drafts_and_padded_heads_are_those_of_vllm_over_aiters_class(engines):
+    """Target and draft are graphs under one limit; a request has three decode rows while two drafts are verified."""
+    off, on = engines("class-gfx942-off"), engines("class-gfx942-on")
+    assert_all_engaged(on)
+    (record,) = on.status
+    assert record["total"] == 2, "one layer of the target, one of the draft"
+    assert record["decode_limit"] == [1, 48]
+    assert record["compiled"]["1-48"]["aiter_fusion"] == 2
+    assert_parity(off, on)
+    for result in (off, on):
+        assert {(3, 12), (9, 12), (15, 48)} <= result.replays.keys(), "padded full graphs, three rows a request"
+
+
+@pytest.mark.engine("class-gfx950-off", "class-gfx950-on")
+def test_aiters_op_on_two_spawned_ranks_gives_vllms_tokens_over_aiters_class(engines):
+    on = engines("class-gfx950-on")
+    assert_all_engaged(on, ranks=2)
+    assert kernels(on) == [{"aiter"}] * 2
+    assert_parity(engines("class-gfx950-off"), on)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.engine(f"{name}-off", f"{name}-on")) for name in engine_specs.CLASS_MATRIX],
+)
+def test_every_head_count_cache_and_card_gives_vllms_tokens_over_aiters_class(engines, name):
+    assert_all_engaged(engines(f"{name}-on"))
+    assert_parity(engines(f"{name}-off"), engines(f"{name}-on"))

@@ -1,10 +1,10 @@
-"""Ways to schedule and to spread an engine: tokens are vLLM's own, layers engage, and the way was really taken."""
+"""Other models, schedulers and topologies: tokens are vLLM's own, layers engage, and the engine really ran that way."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.engine.test_engine_parity import assert_all_engaged, assert_parity
+from tests.engine.engine_checks import assert_all_engaged, assert_parity
 
 
 @pytest.mark.engine("schedule-off", "schedule-on")
@@ -13,7 +13,7 @@ from tests.engine.test_engine_parity import assert_all_engaged, assert_parity
     [("prefix caching with partial hits", "vllm:prefix_cache_hits"), ("preemption", "vllm:num_preemptions")],
 )
 def test_topology_of_the_scheduler_gives_the_tokens_of_vllm(engines, topology, counter):
-    """Both beside asynchronous scheduling and chunked prompts."""
+    """Both with asynchronous scheduling and chunked prompts."""
     found = engines("schedule-on")
     assert found.counters[counter] > 0, f"{topology} did not happen"
     assert found.counters[counter] == engines("schedule-off").counters[counter]
@@ -23,7 +23,7 @@ def test_topology_of_the_scheduler_gives_the_tokens_of_vllm(engines, topology, c
 
 @pytest.mark.engine("schedule-off", "schedule-on")
 def test_topology_reloaded_weights_are_those_that_the_fast_path_multiplies_by(engines):
-    """vLLM's reload_weights puts other values into the tensors that are there; vLLM reads them, and so do we."""
+    """vLLM's reload_weights puts other values into existing tensors; vLLM reads them, and so must we."""
     vllm_own, ours = engines("schedule-off").scenarios, engines("schedule-on").scenarios
     for name in ("prefixes", "crowded"):
         assert ours[f"{name}, reloaded"] == vllm_own[f"{name}, reloaded"]
@@ -31,10 +31,16 @@ def test_topology_reloaded_weights_are_those_that_the_fast_path_multiplies_by(en
 
 
 @pytest.mark.wide
-@pytest.mark.engine("ep-off", "ep-on")
-def test_topology_of_two_ranks_with_experts_of_their_own(engines):
-    assert_all_engaged(engines("ep-on"), ranks=2)
-    assert_parity(engines("ep-off"), engines("ep-on"))
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param("glm", 1, marks=pytest.mark.engine("glm-off", "glm-on"), id="GLM, wide heads and experts"),
+        pytest.param("ep", 2, marks=pytest.mark.engine("ep-off", "ep-on"), id="two ranks, each with its experts"),
+    ],
+)
+def test_topology_of_experts(engines, name, ranks):
+    assert_all_engaged(engines(f"{name}-on"), ranks)
+    assert_parity(engines(f"{name}-off"), engines(f"{name}-on"))
 
 
 @pytest.mark.wide
@@ -73,7 +79,7 @@ def test_topology_of_two_pipeline_stages_has_one_outcome_for_both(engines):
     assert_all_engaged(found, ranks=2)
     assert_parity(engines("pp2-off"), found)
     (outcome,) = [line for line in found.log if "MLA layers engaged" in line]
-    assert "2/2 MLA layers engaged (reference, bf16 KV, decode limit 1..16) in 2 pipeline stages" in outcome
+    assert "2/2 MLA layers engaged (reference, bf16 KV, decode limit 16) in 2 pipeline stages" in outcome
 
 
 @pytest.mark.engine("kv-off", "kv-on")

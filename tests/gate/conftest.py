@@ -21,18 +21,15 @@ from tests.gate import gate_support as support
 from vllm_aiter_mla import plugin
 from vllm_aiter_mla.compat import log, patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
-from vllm_aiter_mla.status import gauge
 
 plugin.register()
 
 
 @pytest.fixture(autouse=True)
 def cache_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A declined config writes its status under vLLM's cache root: not under the developer's."""
+    """A skipped config writes its status under vLLM's cache root: not under the developer's."""
     root = tmp_path / "vllm-cache"
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(root))
-    # Else the gate makes a folder for this process, and every server that a later test starts inherits it.
-    monkeypatch.setenv(gauge.FOLDER, str(tmp_path))
     return root
 
 

@@ -1,6 +1,6 @@
-"""Build real ``VllmConfig`` objects without an engine, and stand in for what has no place in these tests.
+"""Build real ``VllmConfig`` objects without an engine, and look at what the gate made of them.
 
-Also a script: run by itself it reports what a process that has not loaded the plugin sees, and then loads it.
+Also a script: it reports what a process sees before it loads the plugin.
 """
 
 from __future__ import annotations
@@ -11,14 +11,22 @@ import logging
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm.engine.arg_utils  # noqa: F401  what vLLM has imported by the time it loads plugins
 
+ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_mla::mla_attention_with_rope")
+
+Build = Callable[..., Any]
 ON = {"aiter_mla": {"enabled": True}}
-STRICT = {"aiter_mla": {"enabled": True, "strict": True}}
+PASSES = {"aiter_mla": {"enabled": True, "integration": "passes"}}
+SLOT = "post_grad_custom_post_pass"
+USERS_PASS = {"inductor_passes": {SLOT: "aiter_mla_users_pass.users_pass"}}
+# vLLM resolves the name by __import__(module), which gives the top package of a dotted one.
+sys.modules["aiter_mla_users_pass"] = sys.modules[__name__]
 
 DEEPSEEK_V2 = {
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -65,7 +73,39 @@ def vllm_config(model: Path, max_num_seqs: int = 16, **options: Any) -> Any:
 
 
 def users_pass(graph: Any) -> None:
-    """A custom pass of the user's, named ``gate_support.users_pass`` in ``inductor_passes``."""
+    """The user's own custom pass, which ``USERS_PASS`` names."""
+
+
+class Lines(logging.Handler):
+    """Collects the plugin's log lines; vLLM's logger does not propagate, so caplog would see nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def at(self, level: int) -> list[str]:
+        return [record.getMessage() for record in self.records if record.levelno == level]
+
+
+def pass_of(config: Any) -> Any:
+    return config.compilation_config.inductor_compile_config.get(SLOT)
+
+
+def ranges_of(config: Any) -> list[tuple[int, int]]:
+    return [(one.start, one.end) for one in config.compilation_config.get_compile_ranges()]
+
+
+def assert_skipped(lines: Lines, built: Any, code: str, knob: str) -> None:
+    """Nothing of ours is in the config, and one warning says the code and the knob."""
+    assert pass_of(built) is None
+    assert not set(ATTENTION_OPS) & set(built.compilation_config.splitting_ops or ())
+    (said,) = lines.at(logging.WARNING)
+    assert code in said
+    assert knob in said
+    assert "\n" not in said
 
 
 def modelless_config(compilation: dict[str, Any] | None = None) -> Any:
@@ -86,20 +126,6 @@ def observed(config: Any) -> dict[str, Any]:
         "pass_repr": repr(compilation.pass_config),
         "attention_ops": list(compilation._attention_ops),
     }
-
-
-class Lines(logging.Handler):
-    """Collects the plugin's log lines; vLLM's logger does not propagate, so caplog would see nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-    def at(self, level: int) -> list[str]:
-        return [record.getMessage() for record in self.records if record.levelno == level]
 
 
 def keep_compile_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +177,7 @@ def main(pickled: str) -> None:
     arrived = pickle.loads(base64.b64decode(pickled))
     report = {
         "plugin": "vllm_aiter_mla.plugin" in sys.modules,
-        "observed": observed(vllm_config()),
+        "observed": observed(modelless_config()),
         "arrived_type": f"{type(arrived).__module__}.{type(arrived).__qualname__}",
         "arrived": vars(arrived),
         "imported": imported,

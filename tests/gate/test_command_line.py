@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.gate import gate_support as support
-from vllm_aiter_mla.compat.patches import pass_config
+from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 Parse = Callable[..., argparse.Namespace]
@@ -46,7 +46,7 @@ def test_json_and_dotted_spellings_are_read(parse: Parse) -> None:
     wanted = {FLAG_FIELD: True, LIMIT_FIELD: 512}
     dotted = (f"-cc.pass_config.{FLAG_FIELD}=true", f"-cc.pass_config.{LIMIT_FIELD}=512")
     for arguments in (as_json(**wanted), dotted):
-        assert pass_config.values_of(parse(*arguments).compilation_config.pass_config) == wanted
+        assert patches.pass_config_values(parse(*arguments).compilation_config.pass_config) == wanted
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_wrong_json_value_names_the_option_before_an_engine_starts(
     assert repr(value) in told
 
 
-def test_a_misspelt_option_is_refused(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_option_is_an_error(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("-cc.pass_config.fuse_aiter_qk_rope_kv=true")
     assert "fuse_aiter_qk_rope_kv" in capsys.readouterr().err
@@ -86,7 +86,7 @@ def test_a_misspelt_option_is_refused(parse: Parse, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"enabled": "true"}, "additional_config.aiter_mla.enabled: expected true or false, got 'true'"),
+        ({"enabled": "true"}, "additional_config.aiter_mla.enabled: "),
         ({"enable": True}, "additional_config.aiter_mla.enable"),
         ({"max_token_num": 0}, "additional_config.aiter_mla.max_token_num"),
         ({"kernel": "cuda"}, "additional_config.aiter_mla.kernel"),

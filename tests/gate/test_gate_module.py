@@ -1,4 +1,4 @@
-"""Claims about what the gate changes in a config whose graph no pass can rewrite: the module integration is taken."""
+"""Claims about what the gate changes in a config whose graph no pass can rewrite: it takes the module integration."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gate.gate_support import ON, Lines
-from tests.gate.test_gate import USERS_PASS, Build, pass_of, ranges_of
+from tests.gate.gate_support import ON, USERS_PASS, Build, Lines, pass_of, ranges_of
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
 
 MODULE = {"aiter_mla": {"enabled": True, "integration": "module"}}

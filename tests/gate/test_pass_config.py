@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 from typing import Any
@@ -12,8 +13,8 @@ from vllm.config import CompilationConfig, PassConfig, VllmConfig
 from vllm.config.utils import replace
 
 from tests.gate import gate_support as support
-from vllm_aiter_mla import fingerprint
-from vllm_aiter_mla.compat.patches import pass_config
+from vllm_aiter_mla import files
+from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 ON: dict[str, Any] = {FLAG_FIELD: True, LIMIT_FIELD: 64}
@@ -21,20 +22,20 @@ ON: dict[str, Any] = {FLAG_FIELD: True, LIMIT_FIELD: 64}
 
 def test_flag_off_hashes_and_prints_as_without_the_plugin(without_plugin: dict[str, Any]) -> None:
     assert not without_plugin["plugin"]
-    assert support.observed(support.vllm_config()) == without_plugin["observed"]
+    assert support.observed(support.modelless_config()) == without_plugin["observed"]
 
 
 def test_an_explicit_default_is_as_good_as_none(without_plugin: dict[str, Any]) -> None:
     options = {"pass_config": {FLAG_FIELD: False, LIMIT_FIELD: None}}
-    assert support.observed(support.vllm_config(options)) == without_plugin["observed"]
+    assert support.observed(support.modelless_config(options)) == without_plugin["observed"]
 
 
 @pytest.mark.mutation
 def test_mutation_a_hash_that_lists_our_fields_when_off_is_caught(
     without_plugin: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pass_config, "_VLLMView", lambda config, hidden: config)
-    assert support.observed(support.vllm_config()) != without_plugin["observed"]
+    monkeypatch.setattr(patches, "_WithoutFields", lambda config, hidden: config)
+    assert support.observed(support.modelless_config()) != without_plugin["observed"]
 
 
 def test_a_process_without_the_plugin_unpickles_our_values(without_plugin: dict[str, Any]) -> None:
@@ -47,13 +48,9 @@ def test_a_pickle_of_a_process_without_the_plugin_reads_as_off() -> None:
     for name in ON:
         del vllm_own.__dict__[name]
     arrived = pickle.loads(pickle.dumps(vllm_own))
-    assert pass_config.values_of(arrived) == {FLAG_FIELD: False, LIMIT_FIELD: None}
+    assert patches.pass_config_values(arrived) == {FLAG_FIELD: False, LIMIT_FIELD: None}
     assert arrived == PassConfig()
     assert arrived.compute_hash() == PassConfig().compute_hash()
-
-
-def test_defaults_are_off_and_unset() -> None:
-    assert pass_config.values_of(PassConfig()) == {FLAG_FIELD: False, LIMIT_FIELD: None}
 
 
 def test_values_pass_through_every_way_a_config_is_built() -> None:
@@ -65,7 +62,7 @@ def test_values_pass_through_every_way_a_config_is_built() -> None:
         replace(PassConfig(**ON)),
         pickle.loads(pickle.dumps(PassConfig(**ON))),
     ]
-    assert [pass_config.values_of(way) for way in ways] == [ON] * len(ways)
+    assert [patches.pass_config_values(way) for way in ways] == [ON] * len(ways)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +103,7 @@ def test_equality_and_repr_see_the_fields() -> None:
 def test_the_hash_sees_values_and_fingerprint_only_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
     on, off = PassConfig(**ON).compute_hash(), PassConfig().compute_hash()
     assert len({on, off, PassConfig(**{**ON, LIMIT_FIELD: 65}).compute_hash()}) == 3
-    monkeypatch.setattr(fingerprint, "fingerprint", lambda: "another")
+    monkeypatch.setattr(files, "fingerprint", lambda: "another")
     assert PassConfig().compute_hash() == off
     assert PassConfig(**ON).compute_hash() != on
 
@@ -115,43 +112,32 @@ def test_vllm_fields_still_decide_the_hash_when_ours_are_set() -> None:
     assert PassConfig(**ON, eliminate_noops=False).compute_hash() != PassConfig(**ON).compute_hash()
 
 
-def test_extending_twice_changes_nothing() -> None:
-    before = {name: PassConfig.__dict__[name] for name in ("__eq__", "__repr__", "compute_hash", "__init__")}
-    fields = list(PassConfig.__dataclass_fields__)
-    pass_config.extend()
-    assert {name: PassConfig.__dict__[name] for name in before} == before
-    assert list(PassConfig.__dataclass_fields__) == fields
-
-
 def test_a_failed_self_test_leaves_vllm_behind(without_plugin: dict[str, Any]) -> None:
     def broken(cls: type, vllm_hash: str) -> None:
         raise RuntimeError("upstream changed")
 
-    saved = {name: PassConfig.__dict__[name] for name in ("__eq__", "__repr__", "compute_hash")}
-    bare = {name: saved[name].__closure__ for name in saved}
+    names = {"__eq__": "vllm_eq", "__repr__": "vllm_repr", "compute_hash": "vllm_hash"}
     vllm_own = {
-        name: next(cell.cell_contents for cell in closure if callable(cell.cell_contents))
-        for name, closure in bare.items()
-        if closure
+        name: inspect.getclosurevars(PassConfig.__dict__[name]).nonlocals[inner] for name, inner in names.items()
     }
-    pass_config._undo(PassConfig, vllm_own)
+    patches._undo_pass_config(PassConfig, vllm_own)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pass_config, "_self_test", broken)
+            patch.setattr(patches, "_test_pass_config", broken)
             with pytest.raises(RuntimeError, match="upstream changed"):
-                pass_config.extend()
-        assert support.observed(support.vllm_config()) == without_plugin["observed"]
+                patches.extend_pass_config()
+        assert support.observed(support.modelless_config()) == without_plugin["observed"]
         with pytest.raises(ValidationError, match=FLAG_FIELD):
             PassConfig(**ON)
     finally:
-        pass_config.extend()
-    assert pass_config.values_of(PassConfig(**ON)) == ON
+        patches.extend_pass_config()
+    assert patches.pass_config_values(PassConfig(**ON)) == ON
 
 
 def test_a_field_upstream_already_has_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(PassConfig, pass_config._MARK)
-    monkeypatch.setattr(pass_config, "_wrap", lambda cls: None)
+    monkeypatch.delattr(PassConfig, patches._FIELDS_MARK)
+    monkeypatch.setattr(patches, "_wrap_methods", lambda cls, added: None)
     upstreams = dict(PassConfig.__dataclass_fields__)
-    pass_config.extend()
+    patches.extend_pass_config()
     assert PassConfig.__dataclass_fields__ == upstreams
-    assert getattr(PassConfig, pass_config._MARK) == ()
+    assert getattr(PassConfig, patches._FIELDS_MARK) == ()

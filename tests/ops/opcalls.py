@@ -11,9 +11,9 @@ from vllm.config import CUDAGraphMode
 from vllm.utils.torch_utils import _encode_layer_name
 
 from tests.passes.stubs import Batch, Sizes, StubLayer, forward
+from vllm_aiter_mla import ops
 from vllm_aiter_mla.kernels import backend as capture
 from vllm_aiter_mla.kernels.formats import is_fp8
-from vllm_aiter_mla.ops import register
 
 NAME = "model.layers.0.attn"
 SIZES = Sizes()
@@ -23,9 +23,9 @@ OPS: dict[str, Any] = {
     "mla_attention_with_rope": torch.ops.vllm_aiter_mla.mla_attention_with_rope.default,
 }
 FAKES: dict[str, Callable[..., Any]] = {
-    "mla_decode_q_prep": register.mla_decode_q_prep_fake,
-    "mla_attention_with_prepared_q": register.mla_attention_with_prepared_q_fake,
-    "mla_attention_with_rope": register.mla_attention_with_rope_fake,
+    "mla_decode_q_prep": ops.mla_decode_q_prep_fake,
+    "mla_attention_with_prepared_q": ops._no_result,
+    "mla_attention_with_rope": ops._no_result,
 }
 ATTENTION = ("mla_attention_with_prepared_q", "mla_attention_with_rope")
 

@@ -10,15 +10,13 @@ import torch
 from tests.ops import opcalls
 from tests.ops.opcalls import ATTENTION, FAKES, OPS, batch_of, layer_of
 from tests.passes.execute import assert_rewritten_right, clone, stubs_for
-from tests.passes.graphs import Spelling
+from tests.passes.graphs import Spelling, build
 from tests.passes.stubs import MIXED, PADDED
-from tests.passes.test_recognised import build
-from vllm_aiter_mla.compat import context
-from vllm_aiter_mla.ops import adapter, bodies
-
-pytestmark = pytest.mark.mutation
+from vllm_aiter_mla import ops as bodies
+from vllm_aiter_mla.compat import layer as compat_layer
 
 
+@pytest.mark.mutation("I1")
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -35,6 +33,7 @@ def test_mutation_i1_prepared_query_is_not_what_its_fake_declares(monkeypatch: p
         opcalls.assert_real_matches_fake("mla_decode_q_prep", layer_of(), PADDED)
 
 
+@pytest.mark.mutation("I1")
 @pytest.mark.parametrize("rows", ["positions", "padded q_pe"])
 def test_mutation_i1_the_op_changes_more_than_it_declares(monkeypatch: pytest.MonkeyPatch, rows: str) -> None:
     real = bodies.rotate_and_write
@@ -49,6 +48,7 @@ def test_mutation_i1_the_op_changes_more_than_it_declares(monkeypatch: pytest.Mo
         opcalls.assert_changes_only_what_it_declares("mla_attention_with_rope", layer_of(), MIXED)
 
 
+@pytest.mark.mutation("I1")
 def test_mutation_i1_fake_declares_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
     op = "mla_decode_q_prep"
     monkeypatch.setitem(FAKES, op, lambda q, *rest: torch.empty_like(q))
@@ -56,6 +56,7 @@ def test_mutation_i1_fake_declares_another_width(monkeypatch: pytest.MonkeyPatch
         opcalls.assert_real_matches_fake(op, layer_of(), batch_of(2))
 
 
+@pytest.mark.mutation("I2")
 def test_mutation_i2_the_op_does_not_ask_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     opcalls.capturing(monkeypatch)
     monkeypatch.setattr(bodies, "_check_capture", lambda step: None)
@@ -63,26 +64,29 @@ def test_mutation_i2_the_op_does_not_ask_whether_it_is_captured(monkeypatch: pyt
         opcalls.assert_raises_while_capturing_without_slots(layer_of())
 
 
+@pytest.mark.mutation("I2")
 @pytest.mark.parametrize("op", ATTENTION)
 def test_mutation_i2_attention_does_not_ask_for_the_kind_of_graph(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     opcalls.capturing(monkeypatch)
-    monkeypatch.setattr(context, "is_piecewise", lambda: False)
+    monkeypatch.setattr(compat_layer, "is_piecewise", lambda: False)
     with pytest.raises(AssertionError, match="inside a piecewise graph"):
         opcalls.assert_refuses_a_piecewise_capture(op, layer_of())
 
 
+@pytest.mark.mutation("I7")
 @pytest.mark.parametrize("op", OPS)
 def test_mutation_i7_fake_reads_the_layer(op: str) -> None:
     at = next(i for i, arg in enumerate(OPS[op]._schema.arguments) if arg.name == "layer_name")
 
     def nosy(*args: Any) -> Any:
-        adapter.layer_step(args[at])
+        bodies.layer_step(args[at])
         return FAKES[op](*args)
 
     with pytest.raises(AssertionError):
         opcalls.assert_fake_is_blind(nosy, op)
 
 
+@pytest.mark.mutation("I10")
 @pytest.mark.parametrize("stop", ["q_prep_lift", None])
 def test_mutation_i10_decode_attention_reads_the_padded_rows(monkeypatch: pytest.MonkeyPatch, stop: Any) -> None:
     def every_row(step: bodies.LayerStep, q_prepared: torch.Tensor, output: torch.Tensor) -> None:

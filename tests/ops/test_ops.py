@@ -18,14 +18,15 @@ from tests.ops import opcalls
 from tests.ops.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
 from tests.passes.stubs import BATCHES, SHORT_SLOTS, Batch, forward
 from tests.sandbox import gpu_ops
-from vllm_aiter_mla import layers
-from vllm_aiter_mla.compat import context, kernels, log, user_pass
-from vllm_aiter_mla.kernels import select
+from vllm_aiter_mla import layer as layers
+from vllm_aiter_mla import ops as bodies
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
 from vllm_aiter_mla.kernels.reference import store_nope
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend, may_take_parts
-from vllm_aiter_mla.ops import adapter, bodies
 
 ROPE = "mla_attention_with_rope"
 each_op = pytest.mark.parametrize("op", OPS)
@@ -79,8 +80,8 @@ def test_decode_rows_are_prepared_without_a_change_to_q_and_k_pe() -> None:
 def test_only_real_rows_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """What pads a graph is read by nobody, so no kernel is given it."""
     seen, layer, batch = [], layer_of(), batch_of(6, decodes=4)
-    real = layers.kernel_for
-    monkeypatch.setattr(layers, "kernel_for", lambda module, inputs: (seen.append(inputs), real(module, inputs))[1])
+    real = layers.Layer._find
+    monkeypatch.setattr(layers.Layer, "_find", lambda module, inputs: (seen.append(inputs), real(module, inputs))[1])
     with forward([layer], batch):
         OPS[ROPE](*arguments(ROPE, layer, batch.rows))
     (inputs,) = seen
@@ -93,9 +94,9 @@ def test_a_batch_with_prefill_rows_is_rotated_once_in_place_and_prepared_by_no_k
     layer, batch = layer_of(), batch_of(5, decodes=3, prefills=2)
     args = arguments(ROPE, layer, batch.rows)
     q, k_pe, calls = args[0].clone(), args[1].clone(), []
-    monkeypatch.setattr(layers, "kernel_for", lambda *_: pytest.fail("a kernel was asked for"))
-    real = kernels.rope_and_write
-    monkeypatch.setattr(kernels, "rope_and_write", lambda *given: (calls.append(given), real(*given))[1])
+    monkeypatch.setattr(layers.Layer, "_find", lambda *_: pytest.fail("a kernel was asked for"))
+    real = compat_layer.rope_and_write
+    monkeypatch.setattr(compat_layer, "rope_and_write", lambda *given: (calls.append(given), real(*given))[1])
     given = []
     monkeypatch.setattr(layer, "forward_impl", lambda *got, **rest: given.append(got))
     with forward([layer], batch):
@@ -122,28 +123,29 @@ def test_a_kernel_that_raises_costs_the_layer_its_kernel_and_nothing_else(
     for run in (None, raising):
         layer, batch = layer_of(cache), batch_of(4)
         args = arguments(ROPE, layer, batch.rows)
-        monkeypatch.setattr(layers, "kernel_for", lambda module, inputs, run=run: ("planted", run))
+        monkeypatch.setattr(layers.Layer, "_find", lambda self, inputs, run=run: ("planted", run))
         with forward([layer], batch), caplog.at_level("ERROR"):
             OPS[ROPE](*args)
         outcomes.append((args[6], layer.kv_cache))
     assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
-    assert layers.why_unchecked(layer) == "its kernel has raised: RuntimeError: planted: out of shared memory"
+    assert layers.of(layer).state == "failed"
+    assert "planted: out of shared memory" in layers.of(layer).reason
     assert caplog.text.count("planted") == 1
 
 
 def test_a_layer_whose_kernel_has_raised_runs_none_not_even_one_that_needs_no_check() -> None:
-    layer = layer_of()
-    inputs = synthetic_inputs(layers.shapes(layer)[0], tokens=2)
-    assert layers.kernel_for(layer, inputs)[0] == "reference"
-    layers.give_up(layer, RuntimeError("planted"))
-    assert layers.kernel_for(layer, inputs) == ("vllm", None)
-    assert layers.kernel_for(layer_of(), inputs)[0] == "reference", "another layer keeps its own"
+    layer, neighbour = layers.of(layer_of()), layers.of(layer_of())
+    inputs = synthetic_inputs(layer.shape(), tokens=2)
+    assert layer.kernel(inputs) is not None
+    layer.fail(RuntimeError("planted"))
+    assert layer.kernel(inputs) is None
+    assert neighbour.kernel(inputs) is not None, "another layer keeps its own"
 
 
 def test_a_kernel_that_raises_inside_a_capture_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a launch would be in the graph."""
     layer, batch = layer_of(), batch_of(4)
-    monkeypatch.setattr(layers, "kernel_for", lambda module, inputs: ("planted", raising))
+    monkeypatch.setattr(layers.Layer, "_find", lambda self, inputs: ("planted", raising))
     opcalls.capturing(monkeypatch)
     with forward([layer], batch), pytest.raises(RuntimeError, match="planted"):
         OPS[ROPE](*arguments(ROPE, layer, batch.rows))
@@ -162,8 +164,8 @@ def test_a_batch_without_slots_is_rotated_and_writes_nothing() -> None:
 
 def test_a_call_is_bound_once_and_again_after_a_weight_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     found, layer = [], layer_of()
-    real = layers.kernel_for
-    monkeypatch.setattr(layers, "kernel_for", lambda *args: (found.append(args), real(*args))[1])
+    real = layers.Layer._find
+    monkeypatch.setattr(layers.Layer, "_find", lambda *args: (found.append(args), real(*args))[1])
     args = arguments(ROPE, layer, 3)
     with forward([layer], batch_of(3)):
         for _ in range(3):
@@ -173,7 +175,7 @@ def test_a_call_is_bound_once_and_again_after_a_weight_was_replaced(monkeypatch:
         OPS[ROPE](*args)
         assert len(found) == 2
         assert found[1][1].weight.values is layer.W_UK_T
-        layers.distrust("planted", layer)
+        layers.of(layer).refuse("planted")
         OPS[ROPE](*args)
     assert len(found) == 3
 
@@ -184,9 +186,9 @@ def test_a_call_for_which_no_kernel_can_be_chosen_runs_vllms_own_attention(
 ) -> None:
     layer = layer_of()
     args, want = arguments(ROPE, layer, 3), arguments(ROPE, layer, 3)
-    choice = select.Choice(None, (("aiter", "planted"),))
+    choice = layers.Choice(None, None, None, (("aiter", "planted"),))
 
-    def choose(selector: Any, inputs: Any) -> Any:
+    def choose(self: Any, inputs: Any) -> Any:
         if broken == "raises":
             raise ValueError("planted")
         return choice
@@ -194,8 +196,8 @@ def test_a_call_for_which_no_kernel_can_be_chosen_runs_vllms_own_attention(
     with forward([layer], batch_of(3)):
         OPS[ROPE](*want)
         layer.kv_cache.copy_(layer.initial)
-        monkeypatch.setattr(select.Selector, "choose", choose)
-        layers.distrust("forget what was found", layer)
+        monkeypatch.setattr(layers.Layer, "choose", choose)
+        layers.of(layer).refuse("forget what was found")
         with caplog.at_level("ERROR"):
             OPS[ROPE](*args)
     assert torch.equal(args[6], want[6])
@@ -264,10 +266,10 @@ def test_uint8_storage_is_viewed_as_the_cards_flavour_without_a_copy(
     """AITER ends the process on uint8: "kv cache data type is not supported"."""
     monkeypatch.setattr(type(current_platform), "fp8_dtype", classmethod(lambda cls: flavour))
     raw = torch.zeros(2, 16, 576, dtype=torch.uint8)
-    view = context.fp8_view(raw)
+    view = compat_layer.fp8_view(raw)
     assert (view.dtype, view.shape, view.data_ptr()) == (flavour, raw.shape, raw.data_ptr())
     other = torch.zeros(2, 16, 576)
-    assert context.fp8_view(other) is other
+    assert compat_layer.fp8_view(other) is other
 
 
 class VLLMsKernels:
@@ -290,8 +292,9 @@ def test_vllm_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens:
     layer, out_dtype = layer_of("fp8"), torch.float8_e4m3fn
     q, k_pe, kv_c, positions, table, k_scale, _, is_neox, _ = arguments(ROPE, layer, tokens)
     given = DecodeInputs(
-        q, k_pe, kv_c, AbsorbWeight("plain", layer.W_UK_T), context.fp8_view(layer.kv_cache), torch.arange(tokens),
-        positions, table, k_scale, layer._q_scale, is_neox, out_dtype,
+        q, k_pe, kv_c, AbsorbWeight("plain", layer.W_UK_T), compat_layer.fp8_view(layer.kv_cache), torch.arange(tokens),
+        positions,
+        table, k_scale, layer._q_scale, is_neox, out_dtype,
     )  # fmt: skip
     vllms, before = VLLMsKernels(out_dtype), q.clone()
     backend = VLLMBackend(vllms)
@@ -343,7 +346,7 @@ def test_the_last_kernel_of_vllm_is_the_one_that_vllms_layers_call() -> None:
 
     absorbed, q_pe, scale = torch.randn(3, 2, 32).bfloat16(), torch.randn(3, 2, 16).bfloat16(), torch.tensor(0.5)
     with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))):
-        query = kernels.concat_quantise_fp8(absorbed, q_pe, scale)
+        query = compat_layer.concat_quantise_fp8(absorbed, q_pe, scale)
     expected = store_nope(torch.cat([absorbed, q_pe], -1), 1 / scale, torch.float8_e4m3fn)
     assert torch.equal(query.view(torch.uint8), expected.view(torch.uint8))
 
@@ -370,8 +373,8 @@ def test_decode_rows_without_a_slot_each_are_no_decode_batch() -> None:
     layer, batch = layer_of(), batch_of(6, decodes=4, slots=3)
     with forward([layer], batch):
         metadata, slots = get_forward_context().attn_metadata[layer.layer_name], batch.slot_mapping()
-        assert not context.is_decode_only(metadata, slots)
-        assert context.is_decode_only(metadata, batch_of(6, decodes=4, slots=4).slot_mapping())
+        assert not compat_layer.is_decode_only(metadata, slots)
+        assert compat_layer.is_decode_only(metadata, batch_of(6, decodes=4, slots=4).slot_mapping())
 
 
 @pytest.mark.parametrize("name", ["q", "k_pe", "kv_c", "positions", "cos_sin_cache", "slot_mapping", "k_scale"])
@@ -379,11 +382,11 @@ def test_a_call_with_another_dtype_is_bound_anew(monkeypatch: pytest.MonkeyPatch
     """What was found for one dtype holds for no other: AITER reads bytes."""
     layer, batch = layer_of(), batch_of(3)
     asked: list[DecodeInputs] = []
-    monkeypatch.setattr(layers, "kernel_for", lambda module, inputs: (asked.append(inputs), ("vllm", None))[1])
+    monkeypatch.setattr(layers.Layer, "_find", lambda self, inputs: (asked.append(inputs), ("vllm", None))[1])
     args = arguments(ROPE, layer, batch.rows)
     with forward([layer], batch):
         OPS[ROPE](*args)
-        kept = adapter.layer_of(args[-1])
+        kept = layers.of(layer)
         kept.kernel(asked[0])
         assert len(asked) == 1, "the same call was bound twice"
         kept.kernel(replace(asked[0], **{name: getattr(asked[0], name).to(torch.float64)}))
@@ -396,10 +399,10 @@ def test_a_decode_batch_above_the_limit_is_the_layers_own(
 ) -> None:
     """The module integration has no compile range that ends at L: the op itself keeps to it."""
     ran: list[str] = []
-    for owner, name in ((bodies, "decode"), (adapter.VLLMLayer, "vllm_forward")):
+    for owner, name in ((bodies, "decode"), (layers.Layer, "vllm_forward")):
         inner = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, _in=inner, _name=name: (ran.append(_name), _in(*a))[1])
-    monkeypatch.setattr(layers, "limit_of", lambda module: 4)
+    monkeypatch.setattr(layers, "_limit_of", lambda module: 4)
     layer, batch = layer_of(), batch_of(rows)
     with forward([layer], batch):
         OPS[ROPE](*arguments(ROPE, layer, rows))
@@ -409,7 +412,7 @@ def test_a_decode_batch_above_the_limit_is_the_layers_own(
 def test_the_limit_is_that_of_the_engines_pass_and_none_where_there_is_none() -> None:
     def limit(**slot: Any) -> int:
         compilation = SimpleNamespace(inductor_compile_config=slot)
-        return layers.limit_of(SimpleNamespace(_vllm_config=SimpleNamespace(compilation_config=compilation)))
+        return layers._limit_of(SimpleNamespace(_vllm_config=SimpleNamespace(compilation_config=compilation)))
 
-    assert limit(**{user_pass.slot(): SimpleNamespace(limit=48)}) == 48
+    assert limit(**{compat_config.pass_slot(): SimpleNamespace(limit=48)}) == 48
     assert limit() == sys.maxsize

@@ -9,8 +9,7 @@ import torch
 import vllm._custom_ops  # noqa: F401  loads vLLM's own library before the sandbox fills its gaps
 
 from tests.sandbox import gpu_ops
-from vllm_aiter_mla import layers, plugin
-from vllm_aiter_mla.status import state as status
+from vllm_aiter_mla import backends, plugin, status
 
 plugin.register()
 gpu_ops.register()
@@ -20,11 +19,11 @@ gpu_ops.register()
 def fresh() -> Iterator[None]:
     """No status line and no choice of kernel from an earlier test; one thread."""
     status.reset()
-    layers.reset()
+    backends.forget()
     threads = torch.get_num_threads()
     # The tensors are tiny, and a machine that tests may have few cores.
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
     status.reset()
-    layers.reset()
+    backends.forget()

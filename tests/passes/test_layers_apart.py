@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,13 @@ import pytest
 import torch
 from torch import fx
 
-from tests.passes.execute import assert_rewritten_right, calls, clone, rewrite, stubs_for
+from tests.passes.execute import assert_rewritten_right, calls, clean, clone, rewrite, stubs_for
 from tests.passes.graphs import Builder, Spelling, build
 from tests.passes.stubs import DECODE, MIXED, StubLayer
-from vllm_aiter_mla import layers as decided
+from vllm_aiter_mla import status
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
-from vllm_aiter_mla.status import state as status
+from vllm_aiter_mla.passes import match, pipeline
+from vllm_aiter_mla.passes.aiter_fusion import fuse_into_one_op
 
 BF16 = torch.bfloat16
 OURS = ("mla_attention_with_rope",)
@@ -46,13 +46,19 @@ def lines_between(gm: fx.GraphModule, first: str, last: str) -> list[str]:
 
 
 def assert_layers_apart(at: int) -> None:
-    """The spoiled layer keeps every node, the others lose theirs, and the whole computes what it did."""
+    """Check that a layer which something else reads is left alone, and the others are not."""
     gm, builder = three_layers(second_reader, at)
-    changed = clone(gm)
-    skipped = builder.layers[at]
+    stubs = stubs_for(builder.layers, builder.spelling)
+    assert_layers_apart_from(at, gm, builder, stubs)
+    assert_rewritten_right(gm, stubs, batches=(DECODE, MIXED))
+
+
+def assert_layers_apart_from(at: int, gm: fx.GraphModule, builder: Builder, stubs: list[StubLayer]) -> None:
+    """Check that the skipped layer keeps every node, and that the others lose theirs."""
+    changed, skipped = clean(clone(gm)), builder.layers[at]
     span = (skipped.q_gemm.name, skipped.attention.name)
     before = lines_between(changed, *span)
-    counts = rewrite(changed, stubs_for(builder.layers, builder.spelling))
+    counts = rewrite(changed, stubs)
     assert lines_between(changed, *span) == before
     assert (counts["matched"], counts["skipped"]) == (2, 1)
     for name in OURS:
@@ -62,11 +68,10 @@ def assert_layers_apart(at: int) -> None:
     for name in ("mla_decode_q_prep", "fused_rope_unified_mla_kv_cache_update", "mla_attention_with_prepared_q"):
         assert not calls(changed, name), name
     assert list(status.current().skipped) == [skipped.name]
-    assert_rewritten_right(gm, stubs_for(builder.layers, builder.spelling), batches=(DECODE, MIXED))
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_i4_refused_layer_keeps_its_nodes_and_the_others_are_rewritten(at: int) -> None:
+def test_i4_skipped_layer_keeps_its_nodes_and_the_others_are_rewritten(at: int) -> None:
     assert_layers_apart(at)
 
 
@@ -80,10 +85,10 @@ def test_i4_layer_that_breaks_the_matcher_costs_no_other_layer(monkeypatch: pyte
     assert status.current().skipped[builder.layers[1].name][0] == "not_evaluated"
 
 
-def test_layer_outside_the_forward_context_is_refused() -> None:
+def test_layer_outside_the_forward_context_is_skipped() -> None:
     gm, builder = three_layers()
     stubs = stubs_for(builder.layers, builder.spelling)
-    before = str(gm.graph)
+    before = str(clean(gm).graph)
     assert rewrite(gm, [])["matched"] == 0
     assert str(gm.graph) == before
     assert {code for code, _ in status.current().skipped.values()} == {"layer_unknown"}
@@ -113,7 +118,7 @@ class Scaled(StubLayer):
         ("hisparse", lambda layer: setattr(layer, "hisparse_cache", object())),
     ],
 )
-def test_layer_that_admission_declines_is_left_to_vllm_beside_the_others(
+def test_layer_that_admission_declines_is_left_to_vllm_and_the_others_are_not(
     code: str, spoil: Callable[[StubLayer], None]
 ) -> None:
     gm, builder = three_layers()
@@ -126,65 +131,84 @@ def test_layer_that_admission_declines_is_left_to_vllm_beside_the_others(
 
 def test_unavailable_kernel_leaves_the_graph_alone() -> None:
     gm, layers = build(2, dtype=BF16)
-    before = str(gm.graph)
+    before = str(clean(gm).graph)
     counts = rewrite(gm, stubs_for(layers, Spelling(dtype=BF16), kernel="triton"))
     assert counts["skipped"] == 2
     assert str(gm.graph) == before
     assert {code for code, _ in status.current().skipped.values()} == {"kernel_unavailable"}
 
 
-def test_kernel_that_refuses_a_layers_shape_leaves_it_vllms_own_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That layer ends after pass 1: after pass 2 alone, prefill rows would be prepared for nothing."""
+def test_kernel_that_does_not_take_a_layers_shape_leaves_the_layer_as_vllm_made_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gm, builder = three_layers()
     stubs = stubs_for(builder.layers, builder.spelling)
-    odd = stubs[1]
-    # Another number of heads for the chooser; the graph and the layer keep theirs.
-    bind = ReferenceBackend.bind
+    odd, bind = stubs[1], ReferenceBackend.bind
     odd._vllm_config.cache_config.block_size = 99
     monkeypatch.setattr(
         ReferenceBackend,
         "bind",
         lambda self, inputs: "no kernel for blocks of 99" if inputs.kv_cache.shape[1] == 99 else bind(self, inputs),
     )
-    counts = assert_rewritten_right(gm, stubs, batches=(DECODE, MIXED), stops=(None,))
-    assert counts == {
-        "matched": 3,
-        "skipped": 0,
-        "rope_kv_cache": 3,
-        "vllm_fused": 0,
-        "q_prep_lift": 2,
-        "aiter_fusion": 2,
-    }
-    assert status.current().partial == {odd.layer_name: ("kernel_shape", "no kernel for blocks of 99")}
-    changed = clone(gm)
-    rewrite(changed, stubs)
-    assert not calls(changed, "mla_decode_q_prep")
-    assert len(calls(changed, "fused_rope_unified_mla_kv_cache_update")) == 1
-    assert len(calls(changed, "unified_mla_attention_with_output")) == 1
+    counts = assert_rewritten_right(gm, stubs, batches=(DECODE, MIXED))
+    assert (counts["matched"], counts["skipped"], counts["aiter_fusion"]) == (2, 1, 2)
+    assert status.current().skipped == {odd.layer_name: ("kernel_shape", "no kernel for blocks of 99")}
+    assert_layers_apart_from(1, gm, builder, stubs)
 
 
-def test_record_of_a_layer_is_frozen() -> None:
-    from vllm_aiter_mla.passes.match import LayerMatch, match_layers
-
-    ((_, match),) = match_layers(build(1)[0].graph)
-    assert isinstance(match, LayerMatch)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        match.is_neox = False  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("stop", [None, "rope_kv_cache", "q_prep_lift"])
-def test_a_layer_with_blocks_of_one_is_rewritten_whole_or_not_at_all(
-    stop: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("stop", ["rope_kv_cache", "q_prep_lift"])
+def test_a_chain_that_is_stopped_leaves_a_layer_with_blocks_of_one_alone(stop: str) -> None:
     """What passes 1 and 2 leave is vLLM's op, which squeezes such a cache to two dimensions and dies of it."""
     gm, layers = build(1, dtype=BF16)
     stubs = stubs_for(layers, Spelling(dtype=BF16))
     stubs[0]._vllm_config.cache_config.block_size = 1
-    if stop is None:
-        assert rewrite(clone(gm), stubs)["aiter_fusion"] == 1
-        decided.reset()
-        monkeypatch.setattr(ReferenceBackend, "bind", lambda self, inputs: "rejected")
+    assert rewrite(clone(gm), stubs)["aiter_fusion"] == 1
     counts = rewrite(gm, stubs, stop)
     assert (counts["matched"], counts["skipped"]) == (0, 1)
     assert [code for code, _ in status.current().skipped.values()] == ["kernel_shape"]
     assert not calls(gm, "fused_rope_unified_mla_kv_cache_update")
+
+
+@pytest.mark.mutation
+def test_mutation_i4_matching_ends_at_the_first_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def until_skipped(graph: fx.Graph) -> Any:
+        for outcome in match.match_layers(graph):
+            yield outcome
+            if isinstance(outcome[1], match.Skip):
+                return
+
+    monkeypatch.setattr(pipeline, "match_layers", until_skipped)
+    with pytest.raises(AssertionError):
+        assert_layers_apart(1)
+
+
+@pytest.mark.mutation
+def test_mutation_i4_skipped_layer_loses_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that begins with a layer before the layer is known to match."""
+
+    def eager(graph: fx.Graph) -> Any:
+        outcomes = match.match_layers(graph)
+        for node in graph.nodes:
+            if node.target is torch.ops.vllm.unified_mla_kv_cache_update.default:
+                node.update_arg(3, "touched")
+        return outcomes
+
+    monkeypatch.setattr(pipeline, "match_layers", eager)
+    with pytest.raises(AssertionError):
+        assert_layers_apart(1)
+
+
+@pytest.mark.mutation
+def test_mutation_i4_pass_three_is_done_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pass 3 puts its op in and leaves attention, with the ops of passes 1 and 2, to those who read it."""
+
+    def half(graph: fx.Graph, layer: match.LayerMatch) -> None:
+        (reader,) = layer.attention.users
+        users = dict(reader.users)
+        fuse_into_one_op(graph, layer)
+        for user in users:
+            user.replace_input_with(reader.args[0].kwargs["output"], reader)  # type: ignore[union-attr]
+
+    monkeypatch.setitem(pipeline.PASSES, "aiter_fusion", half)
+    with pytest.raises(AssertionError):
+        assert_layers_apart(1)

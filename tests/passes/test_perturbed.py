@@ -70,7 +70,7 @@ def outcome_of(index: int, draw: Draw, edits: int) -> str:
 def check(gm: torch.fx.GraphModule, builder: Builder, batch: Batch, stop: str | None) -> str:
     """The claim, for one edited graph."""
     stubs = stubs_for(builder.layers, builder.spelling)
-    changed = clone(gm)
+    changed = clean(clone(gm))
     before = str(changed.graph)
     if rewrite(changed, stubs)["matched"] == 0:
         assert str(changed.graph) == before

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
-from tests.passes.execute import assert_rewritten_right, calls, clean, clone, rewrite, stubs_for
+from tests.passes.execute import assert_rewritten_right, calls, clean, rewrite, stubs_for
 from tests.passes.graphs import Builder, Layer, Spelling, build, shuffled
 from tests.passes.stubs import DECODE, MIXED, Sizes
+from vllm_aiter_mla import ops as bodies
+from vllm_aiter_mla import status
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.passes import match, pipeline, q_prep_lift, rope_kv
 from vllm_aiter_mla.passes.fx import view_root
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
-from vllm_aiter_mla.status import state as status
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SPELLINGS: dict[str, dict[str, Any]] = {
@@ -39,21 +44,21 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 both_styles = pytest.mark.parametrize("is_neox", [True, False], ids=["NeoX", "GPT-J"])
 
 
-def assert_bound(match: Any, builder: Builder, layer: Layer, spelling: Spelling) -> None:
+def assert_bound(found: Any, builder: Builder, layer: Layer, spelling: Spelling) -> None:
     """Every field of the record names what the layer was built from."""
     z = spelling.sizes
-    assert isinstance(match, LayerMatch), match
-    assert (match.layer_name, match.layer_name_arg) == (layer.name, layer.name_arg)
-    assert (match.attention, match.kv_update) == (layer.attention, layer.kv_update)
-    assert view_root(match.q) is layer.q_gemm
-    assert tuple(match.q.meta["val"].shape[1:]) == (z.n, z.p + z.r)
-    assert view_root(match.k_pe) is view_root(layer.k_raw)
-    assert match.k_pe.meta["val"].shape[-1] == z.r
-    assert (match.kv_c, match.k_scale) == (layer.kv_c, builder.k_scale)
-    assert (match.positions, match.cos_sin_cache) == (builder.positions, builder.table)
-    assert (match.is_neox, match.kv_cache_dtype) == (spelling.is_neox, spelling.cache)
-    assert (match.num_heads, match.nope_dim, match.rope_dim, match.latent_dim) == (z.n, z.p, z.r, z.latent)
-    assert match.prefused == spelling.prefused
+    assert isinstance(found, LayerMatch), found
+    assert (found.layer_name, found.layer_name_arg) == (layer.name, layer.name_arg)
+    assert found.attention is layer.attention
+    assert view_root(found.q) is layer.q_gemm
+    assert tuple(found.q.meta["val"].shape[1:]) == (z.n, z.p + z.r)
+    assert view_root(found.k_pe) is view_root(layer.k_raw)
+    assert found.k_pe.meta["val"].shape[-1] == z.r
+    assert (found.kv_c, found.k_scale) == (layer.kv_c, builder.k_scale)
+    assert (found.positions, found.cos_sin_cache) == (builder.positions, builder.table)
+    assert (found.is_neox, found.kv_cache_dtype) == (spelling.is_neox, spelling.cache)
+    assert (found.num_heads, found.nope_dim, found.rope_dim, found.latent_dim) == (z.n, z.p, z.r, z.latent)
+    assert found.prefused == spelling.prefused
 
 
 @both_styles
@@ -63,8 +68,8 @@ def test_layer_is_bound_to_what_it_was_built_from_with(changes: dict[str, Any], 
     for _ in range(3):
         builder.layer()
     gm = builder.finish()
-    for (_, match), layer in zip(match_layers(gm.graph), builder.layers, strict=True):
-        assert_bound(match, builder, layer, builder.spelling)
+    for (_, found), layer in zip(match_layers(gm.graph), builder.layers, strict=True):
+        assert_bound(found, builder, layer, builder.spelling)
 
 
 @both_styles
@@ -139,45 +144,119 @@ def test_offset_positions_are_bound_as_they_are_read() -> None:
     builder.positions = builder(torch.ops.aten.add.Tensor, builder.positions, 1)
     layer = builder.layer()
     gm = builder.finish()
-    ((_, match),) = match_layers(gm.graph)
-    assert isinstance(match, LayerMatch)
-    assert match.positions is builder.positions
+    ((_, found),) = match_layers(gm.graph)
+    assert isinstance(found, LayerMatch)
+    assert found.positions is builder.positions
     assert_rewritten_right(gm, stubs_for([layer], builder.spelling))
 
 
-def test_nothing_of_passes_one_and_two_is_left_after_three() -> None:
+STOPPED = {
+    "rope_kv_cache": {"fused_rope_unified_mla_kv_cache_update", "unified_mla_attention_with_output"},
+    "q_prep_lift": {"fused_rope_unified_mla_kv_cache_update", "mla_decode_q_prep", "mla_attention_with_prepared_q"},
+    None: {"mla_attention_with_rope"},
+}
+"""The MLA ops that each chain of passes leaves."""
+
+
+def assert_chain_stops(stop: str | None) -> None:
+    """Check what a chain leaves of two layers, before and after vLLM's clean-up, and what the status says."""
+    gm, layers = build(2)
+    rewrite(gm, stubs_for(layers, Spelling()), stop)
+    every = {"unified_mla_kv_cache_update"}.union(*STOPPED.values())
+    for graph in (gm, clean(gm)):
+        assert {name: len(found) for name in every if (found := calls(graph, name))} == dict.fromkeys(STOPPED[stop], 2)
+    known = {} if stop is None else {layer.name: ("stop_after", f"debug.stop_after={stop}") for layer in layers}
+    assert status.current().skipped == known
+
+
+@pytest.mark.parametrize("stop", STOPPED)
+def test_chain_stops_where_it_is_told_to(stop: str | None) -> None:
+    assert_chain_stops(stop)
+
+
+def test_nothing_of_the_rotation_is_left_after_pass_three() -> None:
     gm, layers = build(3, spelling=Spelling(dtype=BF16))
-    stubs = stubs_for(layers, Spelling(dtype=BF16))
-    gone = ("unified_mla_kv_cache_update", "fused_rope_unified_mla_kv_cache_update", "mla_decode_q_prep")
-    gone += ("unified_mla_attention_with_output", "mla_attention_with_prepared_q")
-    changed = clone(gm)
-    rewrite(changed, stubs)
-    for name in gone:
-        assert not calls(changed, name), name
-    cleaned = clean(changed)
-    left = [str(node.target) for node in cleaned.graph.nodes if node.op == "call_function"]
+    rewrite(gm, stubs_for(layers, Spelling(dtype=BF16)))
+    left = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
     assert left.count("vllm_aiter_mla.mla_attention_with_rope.default") == 3
     assert not [name for name in left if "slice_scatter" in name or "aten.copy" in name or "index" in name]
 
 
+def assert_caught_by_execution(**changes: Any) -> None:
+    gm, layers = build(2, dtype=BF16, **changes)
+    # KeyError is how FixFunctionalizationPass dies of a chain that lacks a part.
+    with pytest.raises((AssertionError, RuntimeError, KeyError)):
+        assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16, **changes)))
+
+
+@pytest.mark.mutation
+def test_mutation_matcher_binds_the_other_pairing(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_q, find_k = match._Matcher._find_q, match._Matcher._find_k
+    monkeypatch.setattr(match._Matcher, "_find_q", lambda self, *args: (False, find_q(self, *args)[1]))
+    monkeypatch.setattr(match._Matcher, "_find_k", lambda self, *args: find_k(self, *args[:-1], True))
+    assert_caught_by_execution(is_neox=True)
+
+
+@pytest.mark.mutation
+def test_mutation_kv_update_is_left_beside_the_fused_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row would be written twice, and the second time from whatever k_pe holds by then."""
+
+    def still_waits(graph: fx.Graph, layer: LayerMatch) -> None:
+        dep = layer.attention.kwargs["kv_cache_dummy_dep"]
+        rope_kv.fuse_rope_and_kv_write(graph, layer)
+        layer.attention.kwargs = {**layer.attention.kwargs, "kv_cache_dummy_dep": dep}
+
+    monkeypatch.setitem(pipeline.PASSES, "rope_kv_cache", still_waits)
+    for stop in ("rope_kv_cache", "q_prep_lift"):
+        with pytest.raises(AssertionError):
+            assert_chain_stops(stop)
+
+
+@pytest.mark.mutation
+def test_mutation_pass_one_shares_the_view_that_vllm_erases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FixFunctionalizationPass erases the view under the scatter without looking at its other readers."""
+    views: dict[fx.Node, fx.Node] = {}
+
+    def shared(graph: fx.Graph, layer: LayerMatch) -> fx.Node:
+        return views.setdefault(layer.attention, views.get(layer.attention) or view(graph, layer))
+
+    view = rope_kv._heads
+    monkeypatch.setattr(rope_kv, "_heads", shared)
+    assert_caught_by_execution()
+
+
+@pytest.mark.mutation
+def test_mutation_pass_one_rotates_without_writing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope_kv, "_write_back", lambda graph, layer, *rest: rope_kv._heads(graph, layer))
+    assert_caught_by_execution()
+
+
+@pytest.mark.mutation
+def test_mutation_pass_two_prepares_the_raw_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raw(graph: fx.Graph, layer: LayerMatch) -> None:
+        layer.attention.kwargs = {**layer.attention.kwargs, "q": layer.q}
+        q_prep_lift.lift_q_prep(graph, layer)
+
+    monkeypatch.setitem(pipeline.PASSES, "q_prep_lift", raw)
+    assert_caught_by_execution()
+
+
+@pytest.mark.mutation
 @pytest.mark.parametrize(
-    ("stop", "present"),
+    "plant",
     [
-        ("rope_kv_cache", {"fused_rope_unified_mla_kv_cache_update", "unified_mla_attention_with_output"}),
-        (
-            "q_prep_lift",
-            {"fused_rope_unified_mla_kv_cache_update", "mla_decode_q_prep", "mla_attention_with_prepared_q"},
-        ),
-        (None, {"mla_attention_with_rope"}),
+        pytest.param(lambda once, step, q, k_pe, *rest: None, id="not at all"),
+        pytest.param(lambda once, *args: (once(*args), once(*args)), id="twice"),
+        pytest.param(lambda once, step, q, k_pe, *rest: once(step, q, k_pe.clone(), *rest), id="the query only"),
     ],
 )
-def test_chain_stops_where_it_is_told_to(stop: str | None, present: set[str]) -> None:
-    gm, layers = build(2)
-    rewrite(gm, stubs_for(layers, Spelling()), stop)
-    every = {"unified_mla_kv_cache_update", "unified_mla_attention_with_output", "mla_decode_q_prep"}
-    every |= {"fused_rope_unified_mla_kv_cache_update", "mla_attention_with_prepared_q"}
-    every |= {"mla_attention_with_rope"}
-    assert {name for name in every if calls(gm, name)} == present
-    assert all(len(calls(gm, name)) == 2 for name in present)
-    known = {} if stop is None else {layer.name: ("stop_after", f"debug.stop_after={stop}") for layer in layers}
-    assert status.current().partial == known
+def test_mutation_i3_prefill_rows_are_rotated(plant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    once = bodies.rotate_and_write
+    monkeypatch.setattr(bodies, "rotate_and_write", lambda *args: plant(once, *args))
+    assert_caught_by_execution()
+
+
+@pytest.mark.mutation
+def test_mutation_i3_attention_decides_by_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat_layer, "is_decode_only", lambda metadata, slots: metadata.decode is not None)
+    assert_caught_by_execution()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -125,27 +123,28 @@ def model(kind: str, is_neox: bool, layers: int, q_lora: bool, dtype: torch.dtyp
 
 def trace(module: nn.Module, dtype: torch.dtype) -> fx.GraphModule:
     """The graph of ``module`` as a post-grad pass sees it, with a symbolic number of tokens."""
-    x, positions = torch.randn(5, Sizes().hidden, dtype=dtype), torch.arange(5)
-    torch._dynamo.mark_dynamic(x, 0)
-    torch._dynamo.mark_dynamic(positions, 0)
     found: list[fx.Graph] = []
 
     def take(graph: fx.Graph) -> None:
         found.append(graph)
         raise Captured
 
-    options = {"post_grad_custom_post_pass": take, "enable_auto_functionalized_v2": False, "fx_graph_cache": False}
-    with _fresh_dynamo(), torch.no_grad():
-        try:
-            torch.compile(module, fullgraph=True, options=options)(x, positions)
-        except Exception:  # dynamo wraps what a pass raises
-            if not found:
-                raise
+    compiled(module, dtype, take)
     return fx.GraphModule({}, found[0])
 
 
-@contextlib.contextmanager
-def _fresh_dynamo() -> Iterator[None]:
+def compiled(module: nn.Module, dtype: torch.dtype, post_pass: Any) -> None:
+    """Compile ``module`` with a post-grad pass, until something raises ``Captured``."""
+    x, positions = torch.randn(5, Sizes().hidden, dtype=dtype), torch.arange(5)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.mark_dynamic(positions, 0)
+    options = {"post_grad_custom_post_pass": post_pass, "enable_auto_functionalized_v2": False, "fx_graph_cache": False}
     torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+    try:
+        with torch.no_grad():
+            torch.compile(module, fullgraph=True, options=options)(x, positions)
+    except Exception as error:
+        if not isinstance(getattr(error, "inner_exception", error), Captured):
+            raise
+    finally:
+        torch._dynamo.reset()

@@ -1,40 +1,45 @@
-"""Plans in this process: vLLM is imported once for all of them."""
+"""Plans by a few long-lived processes: each imports vLLM once, and answers in a fork of its own."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
+from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.commands.plan import build, model, serve_options
+from vllm_aiter_mla.commands.plan import build, command, model
+from vllm_aiter_mla.commands.plan.model import Vllm  # tests replace the module's
 
-NO_FP8_BMM = "VLLM_ROCM_USE_AITER_FP8BMM=0"
-NO_FP4_BMM = "VLLM_ROCM_USE_AITER_FP4BMM=0"
-ENGAGING = (NO_FP8_BMM, NO_FP4_BMM)
-
-
-def planned(name: str, *arguments: str, arch: str = "gfx942", env: tuple[str, ...] = ENGAGING) -> dict[str, Any]:
-    """The plan of ``name``; the fp8 and fp4 BMM are off unless ``env`` says otherwise."""
-    given = ["--max-num-seqs", "256", *arguments]
-    options = serve_options.read(given, name, arch, serve_options.environment(env, {}))
-    return build.build(options, facts(name, options))
+ROOT = str(Path(__file__).parents[2])
+ARCH = "gfx950"
 
 
-MODEL_OPTIONS = (
-    "tensor_parallel_size", "decode_context_parallel_size", "dtype", "kv_cache_dtype", "quantization", "hf_overrides",
-    "speculative_config", "spec_method", "spec_tokens", "max_num_seqs", "max_num_batched_tokens",
-)  # fmt: skip
-"""Options that vLLM's answers about a bundled example hang on, in these tests."""
-_asked: dict[tuple[str, ...], model.ModelFacts] = {}
+@functools.cache
+def process(arch: str = ARCH, env: tuple[str, ...] = (), bug: str = "") -> Vllm:
+    """The process for a card and variables, with the gate's decisions in its answers."""
+    path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+    variables = {name: value for name, (value, _) in model.environment(env, {}).items()}
+    found = Vllm(arch, variables | {"PYTHONPATH": path, "PLANTED_BUG": bug}, child="tests.plan.truth_child")
+    atexit.register(found.close)
+    return found
 
 
-def facts(name: str, options: serve_options.ServeOptions) -> model.ModelFacts:
-    """vLLM's answers about the model ``name`` with the options; about a bundled example it is asked once."""
-    source = model.find(name)
-    if source.config is None:
-        return model.facts(source, options)
-    key = (name, options.arch, *(repr(getattr(options.parsed, option, None)) for option in MODEL_OPTIONS))
-    if key not in _asked:
-        _asked[key] = model.facts(source, options)
-    return _asked[key]
+@functools.cache
+def asked(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] = (), bug: str = "") -> dict[str, Any]:
+    """vLLM's answer about the model ``name``, with ``decision``: what the gate said."""
+    return process(arch, env, bug).ask(model.find(name), arguments)
+
+
+def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] = (), bug: str = "") -> dict[str, Any]:
+    """The plan of ``name``.
+
+    Raises:
+        ValueError: vLLM's answer is no plan.
+    """
+    answer, source = asked(name, *arguments, arch=arch, env=env, bug=bug), model.find(name)
+    command._check_answer(name, answer)
+    return build.build(source, answer, process(arch, env, bug).about, model.environment(env, {}))
 
 
 def codes(plan: dict[str, Any]) -> list[str]:

@@ -1,7 +1,8 @@
-"""Configs written after published checkpoints: the fields that vLLM needs, and how each is quantised.
+"""Configs written after published checkpoints, each with what vLLM makes of it on a gfx950.
 
-The sizes are the checkpoints'; quantisation configs have the form that their tools write. What no status line rests on
-(experts, vocabulary) may differ.
+The sizes are the checkpoints'; quantisation configs have the form that their tools write. What no answer rests on
+(experts, vocabulary) may differ. The expected columns follow the rule of vLLM's ``MLAAttention``: an absorb
+weight is mxfp4 where ``kv_b_proj`` is held in bfloat16, and fp8 elsewhere.
 """
 
 from __future__ import annotations
@@ -9,22 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_aiter_mla.commands.plan import model
+
 Config = dict[str, Any]
 
-YARN = {
-    "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-}  # fmt: skip
-V3: Config = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16",
-    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
-    "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 163840,
-    "num_nextn_predict_layers": 1, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
-    "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "first_k_dense_replace": 3, "moe_layer_freq": 1,
-    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "rope_theta": 10000, "vocab_size": 129280, "tie_word_embeddings": False, "rope_scaling": YARN,
-}  # fmt: skip
+
+def example(name: str, **changed: Any) -> Config:
+    """The bundled example, in bfloat16 unless ``changed`` says otherwise."""
+    config = model.examples()[name]["config"] | {"quantization_config": None} | changed
+    return {field: value for field, value in config.items() if field != "quantization_config" or value is not None}
+
+
+V3 = example("deepseek-r1")
+K2 = example("kimi-k2")
 V2: Config = V3 | {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 5120,
     "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 60, "n_routed_experts": 160,
@@ -36,20 +34,6 @@ V2_LITE = V2 | {
     "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "n_routed_experts": 64, "n_group": 1,
     "topk_group": 1, "topk_method": "greedy",
 }  # fmt: skip
-V32 = V3 | {
-    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64,
-    "index_head_dim": 128,
-}  # fmt: skip
-GLM5 = V32 | {
-    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "hidden_size": 6144,
-    "num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 2048,
-    "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32,
-}  # fmt: skip
-K2 = V3 | {
-    "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "vocab_size": 163840, "num_nextn_predict_layers": 0,
-    "max_position_embeddings": 131072,
-}  # fmt: skip
 KIMI_VL: Config = {
     "architectures": ["KimiVLForConditionalGeneration"], "model_type": "kimi_vl", "torch_dtype": "bfloat16",
     "media_placeholder_token_id": 163605, "text_config": V2_LITE | {"model_type": "deepseek_v3", "vocab_size": 163840,
@@ -57,13 +41,6 @@ KIMI_VL: Config = {
     "vision_config": {"model_type": "moonvit", "hidden_size": 1152, "intermediate_size": 4304,
     "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "init_pos_emb_height": 64,
     "init_pos_emb_width": 64, "merge_kernel_size": [2, 2]},
-}  # fmt: skip
-K25: Config = {
-    "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": "bfloat16",
-    "media_placeholder_token_id": 163605, "text_config": K2,
-    "vision_config": {"vt_hidden_size": 1152, "vt_num_hidden_layers": 27, "vt_num_attention_heads": 16,
-    "vt_intermediate_size": 4304, "patch_size": 14, "merge_kernel_size": [2, 2], "mm_hidden_size": 1152,
-    "text_hidden_size": 7168, "init_pos_emb_height": 64, "init_pos_emb_width": 64, "init_pos_emb_time": 4},
 }  # fmt: skip
 FULL = [4, 8, 12, 16, 20, 24, 27]
 KIMI_LINEAR: Config = {
@@ -77,13 +54,6 @@ KIMI_LINEAR: Config = {
     "rope_theta": 10000.0, "vocab_size": 163840, "model_max_length": 1048576, "hidden_act": "silu",
     "linear_attn_config": {"full_attn_layers": FULL, "kda_layers": sorted({*range(1, 28)} - {*FULL}),
     "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4},
-}  # fmt: skip
-GLM47_FLASH = V3 | {
-    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "hidden_size": 2048,
-    "intermediate_size": 10240, "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20,
-    "num_key_value_heads": 20, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64,
-    "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "rope_scaling": None,
-    "max_position_embeddings": 202752, "partial_rotary_factor": 1.0,
 }  # fmt: skip
 LONGCAT: Config = {
     "architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash", "torch_dtype": "bfloat16",
@@ -117,10 +87,6 @@ LING = V3 | {
     "linear_silu": False, "partial_rotary_factor": 0.5, "use_bias": False, "use_qkv_bias": False, "use_qk_norm": True,
     "max_position_embeddings": 131072,
 }  # fmt: skip
-LARGE3 = V3 | {
-    "architectures": ["MistralLarge3ForCausalLM"], "n_routed_experts": 128, "num_experts_per_tok": 4,
-    "vocab_size": 131072, "max_position_embeddings": 294912, "num_nextn_predict_layers": 0,
-}  # fmt: skip
 VL2: Config = {
     "architectures": ["DeepseekVLV2ForCausalLM"], "model_type": "deepseek_vl_v2", "torch_dtype": "bfloat16",
     "tile_tag": "2D", "global_view_pos": "head", "candidate_resolutions": [[384, 384]],
@@ -139,8 +105,12 @@ LLAMA: Config = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
     "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16",
 }  # fmt: skip
+LARGE3 = V3 | {
+    "architectures": ["MistralLarge3ForCausalLM"], "n_routed_experts": 128, "num_experts_per_tok": 4,
+    "vocab_size": 131072, "max_position_embeddings": 294912, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+FP8 = model.examples()["deepseek-r1"]["config"]["quantization_config"]
 
 
 def mx(dynamic: bool) -> Config:
@@ -209,25 +179,30 @@ def modelopt(algo: str, *exclude: str, cache: str | None = "FP8") -> Config:
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+EVERY_KV_B = tuple(f"model.layers.{i}.self_attn.kv_b_proj" for i in range(61))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One checkpoint.
+    """One checkpoint, or one set of options.
 
     Attributes:
         config: its ``config.json``.
+        forms: MLA layers by the form of their absorb weight.
         quantisation: put into it as ``quantization_config``, where given.
         key: another place for that: a field's name, or ``file`` for ``hf_quant_config.json``.
-        names: of ``kv_b_proj`` in a layer, with ``{i}`` for its number.
-        arguments: of ``vllm serve``.
+        arguments: of ``vllm serve``, besides ``-tp 4``.
+        codes: reasons against.
+        limit: the gate's decode limit; None where the gate declines.
     """
 
     config: Config
+    forms: dict[str, int]
     quantisation: Config | None = None
     key: str = "quantization_config"
-    names: tuple[str, ...] = ("model.layers.{i}.self_attn.kv_b_proj",)
     arguments: tuple[str, ...] = ()
+    codes: tuple[str, ...] = ()
+    limit: int | None = 1024
 
     def written(self) -> dict[str, Config]:
         """File contents by name."""
@@ -238,73 +213,92 @@ class Row:
         return {"config.json": self.config | {self.key: self.quantisation}}
 
 
-IN_LANGUAGE_MODEL = ("language_model.model.layers.{i}.self_attn.kv_b_proj",)
-EVERY_KV_B = tuple(f"model.layers.{i}.self_attn.kv_b_proj" for i in range(61))
+def v3(form: str, quantisation: Config | None = None, *arguments: str, **more: Any) -> Row:
+    """DeepSeek-V3 with all its 61 layers alike."""
+    return Row(V3, {form: 61}, quantisation, arguments=arguments, **more)
+
+
+def option(*arguments: str, codes: tuple[str, ...] = (), limit: int | None = 1024) -> Row:
+    """DeepSeek-V3 as published, with options."""
+    return Row(V3, {"fp8": 61}, FP8, arguments=arguments, codes=codes, limit=limit)
+
+
+SPARSE = {"codes": ("sparse_mla", "impl"), "limit": None}
+NOTHING = {"codes": ("not_mla",), "limit": None}
+PASSES = ("--additional-config", '{"aiter_mla": {"integration": "passes"}}')
+MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
+IN_ATTENTION = "re:.*self_attn.*"
 ROWS: dict[str, Row] = {
-    "deepseek-ai/DeepSeek-V2": Row(V2),
-    "deepseek-ai/DeepSeek-V2-Lite": Row(V2_LITE),
-    "deepseek-ai/DeepSeek-V2.5 in float16": Row(V2, arguments=("--dtype", "float16")),
-    "deepseek-ai/DeepSeek-V3": Row(V3, FP8),
-    "deepseek-ai/DeepSeek-V3-0324, fp8 cache": Row(V3, FP8, arguments=("--kv-cache-dtype", "fp8")),
-    "deepseek-ai/DeepSeek-V3.1": Row(V3, FP8 | {"scale_fmt": "ue8m0"}),
-    "deepseek-ai/DeepSeek-R1-0528": Row(V3, FP8, arguments=("--kv-cache-dtype", "auto")),
-    "unsloth/DeepSeek-R1-BF16": Row(V3),
-    "bf16 weights quantised at the start": Row(V3, arguments=("--quantization", "fp8")),
-    "fp8 with attention left out": Row(V3, FP8 | {"modules_to_not_convert": list(EVERY_KV_B)}),
-    "fp8, a name left out that vLLM does not know": Row(V3, FP8 | {"modules_to_not_convert": ["attn"]}),
-    "fp8 with one kv_b_proj left out": Row(V3, FP8 | {"ignored_layers": ["model.layers.0.self_attn.kv_b_proj"]}),
-    "per-tensor fp8": Row(V3, {"quant_method": "fp8", "activation_scheme": "static"}),
-    "cognitivecomputations/DeepSeek-R1-AWQ": Row(V3 | {"torch_dtype": "float16"}, AWQ),
-    "AWQ with attention left out": Row(V3, AWQ | {"modules_to_not_convert": ["self_attn"]}),
-    "OPEA/DeepSeek-R1-int4-gptq": Row(V3, GPTQ),
-    "GPTQ with attention left out by dynamic": Row(V3, GPTQ | {"dynamic": {r"-:.*\.self_attn\..*": {}}}),
-    "nvidia/DeepSeek-R1-FP4": Row(V3, modelopt("NVFP4", "model.layers.*.self_attn*"), key="file"),
-    "nvidia/DeepSeek-R1-0528-FP4-v2, attention too": Row(V3, modelopt("NVFP4"), key="file"),
-    "ModelOpt fp8": Row(V3, modelopt("FP8", cache=None), key="file"),
-    "ModelOpt nvfp4 within config.json": Row(V3, modelopt("NVFP4", "model.layers.*.self_attn*")),
-    "meituan/DeepSeek-R1-Channel-INT8": Row(V3, compressed("int-quantized", W8A8)),
-    "compression_config": Row(V3, compressed("int-quantized", W8A8), key="compression_config"),
-    "RedHatAI/DeepSeek-R1-quantized.w4a16": Row(V3, compressed("pack-quantized", W4A16)),
-    "RedHatAI/DeepSeek-V3-FP8-dynamic": Row(V3, compressed("float-quantized", F8A8)),
-    "compressed-tensors, experts alone": Row(V3, compressed("pack-quantized", W4A16, targets=("re:.*experts.*",))),
-    "amd/DeepSeek-R1-MXFP4-Preview": Row(V3, quark()),
-    "amd/DeepSeek-R1-0528-MXFP4, the MTP layer left out": Row(V3, quark("model.layers.61.self_attn.kv_b_proj")),
-    "amd/DeepSeek-R1-MXFP4 with attention left out by name": Row(V3, quark(*EVERY_KV_B)),
-    "amd/DeepSeek-R1-MXFP4 with attention left out by regex": Row(V3, quark("re:.*self_attn.*")),
-    "amd/DeepSeek-R1-MXFP4 with a glob, which vLLM does not read": Row(V3, quark("*self_attn*")),
-    "amd/DeepSeek-R1-MXFP4-ASQ, attention in PTPC fp8": Row(V3, quark(attention=PTPC)),
-    "EmbeddedLLM/DeepSeek-R1-FP8-Dynamic (PTPC)": Row(V3, quark(all_layers=PTPC)),
-    "Quark int8": Row(V3, quark(all_layers=INT8)),
-    "Quark without its export record": Row(V3, {"quant_method": "quark", "exclude": ["re:.*self_attn.*"]}),
-    "experts_int8, which ROCm does not take": Row(V3, arguments=("--quantization", "experts_int8")),
-    "moonshotai/Kimi-K2-Instruct": Row(K2, FP8),
-    "moonshotai/Kimi-K2-Base in bf16": Row(K2),
-    "moonshotai/Kimi-K2-Thinking": Row(
-        K2, compressed("pack-quantized", W4A16, "re:.*self_attn.*", "re:.*shared_experts.*")
+    "deepseek-ai/DeepSeek-V2": Row(V2, {"mxfp4": 60}),
+    "deepseek-ai/DeepSeek-V2-Lite": Row(V2_LITE, {"mxfp4": 27}),
+    "float16": Row(V2, {"fp8": 60}, arguments=("--dtype", "float16")),
+    "deepseek-ai/DeepSeek-V3": v3("fp8", FP8),
+    "deepseek-ai/DeepSeek-V3.1": v3("fp8", FP8 | {"scale_fmt": "ue8m0"}),
+    "unsloth/DeepSeek-R1-BF16": v3("mxfp4"),
+    "bf16 weights quantised at the start": v3("mxfp4", None, "--quantization", "fp8"),
+    "fp8 with attention left out": v3("mxfp4", FP8 | {"modules_to_not_convert": list(EVERY_KV_B)}),
+    "fp8, a name left out that vLLM does not know": v3("fp8", FP8 | {"modules_to_not_convert": ["attn"]}),
+    "fp8 with one kv_b_proj left out": Row(V3, {"fp8": 60, "mxfp4": 1}, FP8 | {"ignored_layers": [EVERY_KV_B[0]]}),
+    "per-tensor fp8": v3("fp8", {"quant_method": "fp8", "activation_scheme": "static"}),
+    "cognitivecomputations/DeepSeek-R1-AWQ": v3("fp8", AWQ, "--dtype", "float16"),
+    "AWQ with attention left out": v3("mxfp4", AWQ | {"modules_to_not_convert": ["self_attn"]}),
+    "OPEA/DeepSeek-R1-int4-gptq": v3("fp8", GPTQ),
+    "GPTQ with attention left out by dynamic": v3("mxfp4", GPTQ | {"dynamic": {r"-:.*\.self_attn\..*": {}}}),
+    "nvidia/DeepSeek-R1-FP4": v3("mxfp4", modelopt("NVFP4", "model.layers.*.self_attn*"), key="file"),
+    "nvidia/DeepSeek-R1-0528-FP4-v2, attention too": v3("fp8", modelopt("NVFP4"), key="file"),
+    "ModelOpt fp8": v3("fp8", modelopt("FP8", cache=None), key="file"),
+    "ModelOpt nvfp4 within config.json": v3("mxfp4", modelopt("NVFP4", "model.layers.*.self_attn*")),
+    "meituan/DeepSeek-R1-Channel-INT8": v3("fp8", compressed("int-quantized", W8A8)),
+    "compression_config": v3("fp8", compressed("int-quantized", W8A8), key="compression_config"),
+    "RedHatAI/DeepSeek-R1-quantized.w4a16": v3("fp8", compressed("pack-quantized", W4A16)),
+    "RedHatAI/DeepSeek-V3-FP8-dynamic": v3("fp8", compressed("float-quantized", F8A8)),
+    "compressed-tensors, experts only": v3("mxfp4", compressed("pack-quantized", W4A16, targets=("re:.*experts.*",))),
+    "amd/DeepSeek-R1-MXFP4-Preview": v3("fp8", quark()),
+    "amd/DeepSeek-R1-MXFP4 with attention left out by name": v3("mxfp4", quark(*EVERY_KV_B)),
+    "amd/DeepSeek-R1-MXFP4 with attention left out by regex": v3("mxfp4", quark(IN_ATTENTION)),
+    "amd/DeepSeek-R1-MXFP4 with a glob, which vLLM does not read": v3("fp8", quark("*self_attn*")),
+    "amd/DeepSeek-R1-MXFP4-ASQ, attention in PTPC fp8": v3("fp8", quark(attention=PTPC)),
+    "EmbeddedLLM/DeepSeek-R1-FP8-Dynamic (PTPC)": v3("fp8", quark(all_layers=PTPC)),
+    "Quark int8": v3("fp8", quark(all_layers=INT8)),
+    "moonshotai/Kimi-K2-Base in bf16": Row(K2, {"mxfp4": 61}),
+    "moonshotai/Kimi-K2.5": Row(example("kimi-k2.5"), {"mxfp4": 61}),
+    "moonshotai/Kimi-VL-A3B": Row(KIMI_VL, {"mxfp4": 27}),
+    "moonshotai/Kimi-Linear-48B-A3B": Row(KIMI_LINEAR, {"mxfp4": 7}, codes=("no_rope",)),
+    "moonshotai/Kimi-K3": Row(example("kimi-k3"), {"mxfp4": 24}, codes=("no_rope",)),
+    "zai-org/GLM-4.7-Flash": Row(example("glm-4.7-flash"), {"mxfp4": 47}, codes=("kernel_shape",)),
+    "zai-org/GLM-5-FP8": Row(example("glm-5"), {"fp8": 78}, FP8, **SPARSE),
+    "deepseek-ai/DeepSeek-V3.2": Row(example("deepseek-v3.2"), {"fp8": 61}, FP8, **SPARSE),
+    "deepseek-ai/deepseek-vl2": Row(VL2, {"mxfp4": 30}),
+    "meituan-longcat/LongCat-Flash-Chat, two attentions a layer": Row(LONGCAT, {"mxfp4": 56}),
+    "openPangu-Ultra-MoE-718B": Row(PANGU, {"mxfp4": 61}),
+    "skt/A.X-K1": Row(AXK1, {"mxfp4": 61}),
+    "inclusionAI/Ling-2.5-1T": Row(LING, {"mxfp4": 10}),
+    "mistralai/Mistral-Large-3": Row(LARGE3, {"mxfp4": 61}),
+    "sarvamai/sarvam-105b, read without its class": Row(SARVAM, {}, **NOTHING),
+    "openbmb/MiniCPM3-4B, read without its class": Row(MINICPM3, {}, **NOTHING),
+    "meta-llama/Llama-3.1-8B": Row(LLAMA, {}, **NOTHING),
+    "4 layers": Row(V3, {"fp8": 4}, FP8, arguments=("--hf-overrides", '{"num_hidden_layers": 4}')),
+    "a draft": Row(V3, {"fp8": 62}, FP8, arguments=MTP, limit=2048),
+    "an fp8 cache": option("--kv-cache-dtype", "fp8"),
+    "256 requests": option("--max-num-seqs", "256", limit=256),
+    "a limit": option("-cc.pass_config.aiter_qk_rope_kvcache_fusion_max_token_num=64", limit=64),
+    "decode context parallelism": option("-dcp", "2", codes=("dcp",), limit=None),
+    "pipeline parallelism": option("-pp", "2"),
+    "data and expert parallelism": option("-dp", "2", "--enable-expert-parallel"),
+    "eager, by the module": option("--enforce-eager"),
+    "eager, by the passes": option("--enforce-eager", *PASSES, codes=("enforce_eager",), limit=None),
+    "no optimisation, by the passes": option("-O0", *PASSES, codes=("compilation_mode",), limit=None),
+    "a cut graph, by the passes": option(
+        "-cc.use_inductor_graph_partition=false", *PASSES, codes=("graph_partition",), limit=None
     ),
-    "moonshotai/Kimi-K2.5": Row(
-        K25 | {"text_config": K2 | {"quantization_config": compressed("pack-quantized", W4A16, "re:.*self_attn.*")}},
-        names=IN_LANGUAGE_MODEL,
+    "no cut": option("-cc.splitting_ops=[]", *PASSES),
+    "an e5m2 cache": option("--kv-cache-dtype", "fp8_e5m2", codes=("kv_cache_dtype",), limit=None),
+    "Triton's attention": option("--attention-backend", "TRITON_MLA", codes=("impl",)),
+    "every reason": option(
+        "-dcp", "2", "--enforce-eager", "--kv-cache-dtype", "fp8_e5m2", *PASSES,
+        codes=("dcp", "kv_cache_dtype", "enforce_eager"), limit=None,
     ),
-    "moonshotai/Kimi-VL-A3B": Row(KIMI_VL, names=IN_LANGUAGE_MODEL),
-    "moonshotai/Kimi-Linear-48B-A3B": Row(KIMI_LINEAR),
-    "zai-org/GLM-4.7-Flash": Row(GLM47_FLASH),
-    "zai-org/GLM-5-FP8": Row(GLM5, FP8),
-    "deepseek-ai/DeepSeek-V3.2": Row(V32, FP8),
-    "meituan-longcat/LongCat-Flash-Chat": Row(
-        LONGCAT, names=("model.layers.{i}.self_attn.0.kv_b_proj", "model.layers.{i}.self_attn.1.kv_b_proj")
-    ),
-    "openPangu-Ultra-MoE-718B": Row(PANGU),
-    "skt/A.X-K1": Row(AXK1),
-    "sarvamai/sarvam-105b": Row(SARVAM),
-    "inclusionAI/Ling-2.5-1T": Row(LING, names=("model.layers.{i}.self_attn.kv_b_proj",)),
-    "mistralai/Mistral-Large-3": Row(LARGE3),
-    "openbmb/MiniCPM3-4B": Row(MINICPM3),
-    "meta-llama/Llama-3.1-8B": Row(LLAMA),
-    "DeepSeek-V3 made sparse by --hf-overrides": Row(
-        V3, arguments=("--hf-overrides", '{"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", '
-        '"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}'),
-    ),
-    "4 layers by --hf-overrides": Row(V3, FP8, arguments=("--hf-overrides", '{"num_hidden_layers": 4}')),
+    "strict": option("-dcp", "2", "--additional-config", '{"aiter_mla": {"strict": true}}', codes=("dcp",), limit=None),
+    "refused by vLLM": Row(V3, {}, arguments=("--max-num-batched-tokens", "128"), codes=("vllm_refuses",), limit=None),
 }  # fmt: skip
-"""By the checkpoint that each stands for."""
+"""By the checkpoint or the options that each stands for."""

@@ -8,83 +8,79 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
-from tests.report.report_support import DATA
 from vllm_aiter_mla.commands.main import app
 
-runner = CliRunner()
+
+def report(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
-def test_report_command_writes_one_file(kept: Path, tmp_path: Path) -> None:
+def test_report_writes_one_file(files: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    done = runner.invoke(app, ["report", str(kept), str(DATA / "verify.json"), "--out", str(out)])
-    assert done.exit_code == 0, done.output
+    done = report(files["kept"], files["speed"], "--out", out)
+    assert (done.exit_code, str(out) in done.output) == (0, True), done.output
     assert out.read_text().startswith("<!doctype html>")
-    assert str(out) in done.output
 
 
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("list.json", [1, 2], "not recognised (found: list)"),
-        ("other.json", {"graph": 1, "apples": 2}, "not recognised (found: apples, graph)"),
+        ("list.json", [1, 2], "not recognised"),
+        ("other.json", {"evidence": {"schema": "vllm-aiter-mla/apples"}}, "not recognised (apples)"),
+        ("old.json", {"evidence": {"schema": "vllm-aiter-mla/verify"}, "results": []}, "KeyError"),
         ("broken.json", "{", "no JSON"),
+        ("deep.json", "[" * 200_000, "no JSON"),
+        ("nan.json", '{"a": NaN}', "no JSON"),
+        ("bad\x1b[2J\n.json", "{", "bad\\x1b[2J\\n.json: no JSON"),
     ],
 )
-def test_report_command_names_the_file_and_the_reason(
+def test_a_file_that_cannot_be_shown_is_one_line_and_2(
     written: Any, tmp_path: Path, name: str, content: Any, reason: str
 ) -> None:
-    path, out = written(name, content), tmp_path / "page.html"
-    done = runner.invoke(app, ["report", str(path), "--out", str(out)])
+    done = report(written(name, content), "--out", tmp_path / "page.html")
     assert done.exit_code == 2
-    assert str(path) in done.output
-    assert reason in done.output
-    assert not out.exists()
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "\x1b" not in done.stderr
+    assert not (tmp_path / "page.html").exists()
 
 
-def test_report_command_on_what_is_not_there_or_empty(tmp_path: Path) -> None:
+def test_what_is_not_there_or_empty_is_2(tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "gone.json", "No such file"), (tmp_path, "no JSON file in this folder")):
-        done = runner.invoke(app, ["report", str(path), "--out", str(tmp_path / "page.html")])
-        assert done.exit_code == 2
-        assert f"{path}: {reason}" in done.output
+        done = report(path, "--out", tmp_path / "page.html")
+        assert (done.exit_code, f"{path}: {reason}" in done.output) == (2, True), done.output
 
 
-def test_report_command_looks_where_it_will_write_before_it_draws(
-    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("out", ["no/page.html", "."])
+def test_the_output_path_is_checked_before_the_page_is_drawn(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
-    monkeypatch.setattr(
-        "vllm_aiter_mla.commands.report.render.html_of", lambda inputs: pytest.fail("drawn all the same")
-    )
-    for out, reason in ((tmp_path / "no" / "page.html", "its folder does not exist"), (tmp_path, "is a folder")):
-        done = runner.invoke(app, ["report", str(kept), "--out", str(out)])
-        assert done.exit_code == 2
-        assert f"--out {out}: {reason}" in done.output
+    monkeypatch.setattr("vllm_aiter_mla.commands.report.page.html_of", lambda inputs: pytest.fail("drawn"))
+    done = report(files["speed"], "--out", tmp_path / out)
+    assert (done.exit_code, f"--out {tmp_path / out}" in done.output) == (2, True), done.output
 
 
-def test_report_command_of_a_graph_that_is_no_graph(kept: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "kept"
-    folder.mkdir()
-    for file in kept.iterdir():
-        (folder / file.name).write_text(file.read_text().replace("%", "?"))
-    done = runner.invoke(app, ["report", str(folder), "--out", str(tmp_path / "page.html")])
-    assert done.exit_code == 2
-    assert f"{folder / 'run0-off.json'}: graph of 1-16: no node found" in done.output
-
-
-def test_report_command_without_jinja_names_the_extra(
-    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_without_its_packages_the_command_names_the_extra(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    done = runner.invoke(app, ["report", str(kept), "--out", str(tmp_path / "page.html")])
-    assert done.exit_code == 2
+    for name in [name for name in sys.modules if name.startswith("vllm_aiter_mla.commands.report")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    done = report(files["speed"], "--out", tmp_path / "page.html")
+    assert (done.exit_code, f"{package} is not installed" in done.output) == (2, True), done.output
     assert "'.[report]'" in done.output
 
 
-def test_report_command_names_the_file_of_an_older_version(kept: Path, written: Any, tmp_path: Path) -> None:
-    verify = json.loads((DATA / "verify.json").read_text())
-    del verify["results"][0]["status"]
-    path = written("old.json", verify)
-    done = runner.invoke(app, ["report", str(kept), str(path), "--out", str(tmp_path / "page.html")])
-    assert done.exit_code == 2
-    assert f"{path}: results[0].status: missing" in done.output
+def test_a_model_config_cannot_steer_the_terminal_of_plan(tmp_path: Path) -> None:
+    import vllm_aiter_mla
+
+    (source,) = Path(vllm_aiter_mla.__file__).parent.rglob("models/deepseek-v2-lite.json")
+    config = json.loads(source.read_text())["config"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v2\x1b[2J\r\nfine"}))
+    done = CliRunner().invoke(app, ["plan", str(tmp_path)])
+    assert "fine" in done.output
+    assert "\x1b" not in done.output
+    assert "\nfine" not in done.output

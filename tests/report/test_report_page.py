@@ -1,226 +1,231 @@
-"""The page's content, without a browser."""
+"""What the page shows of each kind of file."""
 
 from __future__ import annotations
 
+import contextlib
+import html
 import json
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
-from typer.testing import CliRunner
 
-from tests.report.report_support import DATA, engine_result
-from tests.sandbox.compare import op_count
-from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.report import graphs
-from vllm_aiter_mla.commands.report.render import html_of
+from tests.report import made_files
+from vllm_aiter_mla.commands.report.page import SECTIONS, InputError, count_ops, html_of
 
-STAGES = (graphs.VLLM, *graphs.STAGES.values())
-ROPE_AND_WRITE = "vllm.fused_rope_unified_mla_kv_cache_update"
-EARLY = {
-    STAGES[3]: (ROPE_AND_WRITE, "vllm.unified_mla_attention_with_output"),
-    STAGES[2]: (ROPE_AND_WRITE, "vllm_aiter_mla.mla_decode_q_prep", "vllm_aiter_mla.mla_attention_with_prepared_q"),
-}
-"""What stands at the end of a graph whose passes ended early."""
+Write = Callable[[str, Any], Path]
 
 
-def text_of(recorded: dict[str, str], stage: str) -> str:
-    """The graph of a stage; those of runs that stop after a pass are made from the recorded ones."""
-    if stage in EARLY:
-        *before, _ = recorded["fused"].splitlines()
-        calls = (f"call_function[target=torch.ops.{op}.default](args = (), kwargs = {{}})" for op in EARLY[stage])
-        return "\n".join([*before, *(f"    %op_{n} : [num_users=1] = {call}" for n, call in enumerate(calls))])
-    return recorded["vllm" if stage == STAGES[0] else "fused"]
+def rows_of(page: str) -> list[list[str]]:
+    """The text of every table row."""
+    rows = re.findall(r"<tr>(.*?)</tr>", page, re.DOTALL)
+    cells = [re.findall(r"<t[dh]>(.*?)</t[dh]>", row, re.DOTALL) for row in rows]
+    return [[html.unescape(re.sub(r"<[^>]+>", "", cell)) for cell in row] for row in cells]
 
 
-@pytest.fixture(scope="module")
-def recorded() -> dict[str, str]:
-    return {name: (DATA / f"{name}.fx.txt").read_text() for name in ("vllm", "fused")}
+def not_measured(page: str) -> set[str]:
+    """Titles of the sections without content."""
+    found = re.findall(r"<h2>([^<]+)</h2>\s*<p>Not measured", page)
+    return set(found)
 
 
-def labels(recorded: dict[str, str], stage: str) -> dict[str, str]:
-    return graphs.boxes(graphs.ops(text_of(recorded, stage)))
+def test_every_section_of_the_whole_page_has_content_and_a_chart_is_named(page: str) -> None:
+    assert not_measured(page) == set()
+    charts = re.findall(r"<svg [^>]*>", page)
+    assert len(charts) >= 8
+    assert all('role="img"' in chart and re.search(r'aria-label="[^"]+"', chart) for chart in charts)
 
 
-def test_report_graph_marks_what_the_passes_took_away_and_put_in(recorded: dict[str, str]) -> None:
-    vllm_own, fused = labels(recorded, STAGES[0]), labels(recorded, STAGES[1])
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        ("kept", {"Status", "Compile ranges", "Graphs", "Versions"}),
+        ("status", {"Status", "Compile ranges", "Versions"}),
+        ("plan", {"Status", "Compile ranges", "Launches", "Versions"}),
+        ("verify", {"Launches", "Verify", "Versions"}),
+        ("bench", {"Bench", "Versions"}),
+        ("speed", {"Serving", "Versions"}),
+        ("accuracy", {"Serving", "Versions"}),
+    ],
+)
+def test_a_file_fills_its_sections_and_the_others_say_what_they_need(
+    files: dict[str, Path], name: str, sections: set[str]
+) -> None:
+    assert not_measured(html_of([files[name]])) == set(SECTIONS) - sections
 
-    def marked(one: dict[str, str], other: dict[str, str]) -> list[str]:
-        return [mark["text"] for mark in graphs.draw(one, other, "x", "a layer").marks if mark["css"] == "strong"]
 
-    gone = ["unified_mla_kv_cache_update", graphs.ROPE, "unified_mla_attention_with_output"]
-    assert sorted(marked(vllm_own, fused)) == sorted(gone)
-    assert marked(fused, vllm_own) == ["mla_attention_with_rope"]
-    assert marked(vllm_own, vllm_own) == []
+class Tags(HTMLParser):
+    """Collects tags, ids, and what would be loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.loads += [str(value) for key, value in attrs if key in ("src", "href", "srcset", "xlink:href")]
+        self.ids += [str(value) for key, value in attrs if key == "id"]
 
 
-def test_report_counts_ops_as_the_demo_does(recorded: dict[str, str]) -> None:
-    for text in recorded.values():
-        assert graphs.ops(text).total() == op_count(text)
+def test_the_page_loads_nothing_and_ids_are_not_repeated(page: str) -> None:
+    found = Tags()
+    found.feed(page)
+    assert not found.tags & {"script", "iframe", "object", "embed", "img", "image"}
+    assert all(load.startswith("#") or load == "data:," for load in found.loads)
+    assert len(found.ids) == len(set(found.ids))
+    assert "default-src 'none'" in page
+    assert "@import" not in page
 
 
-def test_report_graph_counts_the_op_inside_auto_functionalized(recorded: dict[str, str]) -> None:
-    found = graphs.ops(recorded["fused"])
-    assert found["mla_attention_with_rope"] == 1
-    assert found["onednn_mm"] == 2
+def test_a_kept_demo_shows_layers_ranges_answers_and_ops(files: dict[str, Path]) -> None:
+    page = html_of([files["kept"]])
+    rows = rows_of(page)
+    assert ["bf16 KV", "4/4", "reference", "auto", "1..16", "none", "engine of the demo, flag on"] in rows
+    assert ["1-16", "rewritten", "-"] in rows
+    assert ["17-64", "vLLM's own", "-"] in rows
+    assert ["bf16 KV", "mixed", "192", "192", "100.0 %", "0", str(made_files.EXACT)] in rows
+    assert ["mla_attention_with_rope", "0", "1"] in rows
+    assert not [row for row in rows if row[0] == "aten.rsqrt"], "it is the same in both"
+    assert "Range 1-16: rewritten" in page
+    assert "Range 17-64: the same text as with the flag off" in page
+
+
+def test_the_op_inside_auto_functionalized_is_counted() -> None:
+    found = count_ops(made_files.FUSED)
+    assert (found["mla_attention_with_rope"], found["onednn_mm"]) == (1, 2)
     assert "auto_functionalized" not in found
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_report_drawing_shows_a_stage_without_overlap_and_no_edge_points_up(
-    recorded: dict[str, str], stage: str
-) -> None:
-    found = graphs.ops(text_of(recorded, stage))
-    assert graphs.stage_of(found) == stage
-    names = labels(recorded, stage)
-    reached = [name for op, name in graphs.STAGES.items() if op in names or op in names.values()]
-    assert (reached or [graphs.VLLM])[0] == stage
-    chart = graphs.draw(names, {}, "x", "a layer")
-    boxes = [mark["attributes"] for mark in chart.marks if mark["tag"] == "rect"]
-    assert len(boxes) == len(names)
-    for number, box in enumerate(boxes):
-        assert 0 <= box["x"] <= box["x"] + box["width"] <= chart.width
-        assert 0 <= box["y"] <= box["y"] + box["height"] <= chart.height
-        for other in boxes[number + 1 :]:
-            beside = box["x"] + box["width"] <= other["x"] or other["x"] + other["width"] <= box["x"]
-            assert beside or box["y"] + box["height"] <= other["y"] or other["y"] + other["height"] <= box["y"]
-    for mark in chart.marks:
-        if mark["css"] == "edge":
-            (x, start), (end_x, end) = (map(float, point.split(",")) for point in mark["attributes"]["points"].split())
-            assert x == end_x
-            assert start < end
+def test_a_status_names_each_reason_and_its_layers(written: Write) -> None:
+    skipped = {made_files.LAYERS[3]: ["sparse_mla", "<b>sparse</b> MLA"]}
+    engaged = dict.fromkeys(made_files.LAYERS[:3], "triton")
+    page = html_of([written("status-1-0.json", made_files.status(engaged=engaged, skipped=skipped))])
+    (row,) = (row for row in rows_of(page) if "3/4" in row)
+    assert row[5].strip().endswith(f"sparse_mla: <b>sparse</b> MLA (1): {made_files.LAYERS[3]}")
 
 
-def test_report_names_the_ops_whose_number_differs(kept: Path) -> None:
-    page = html_of([kept])
-    assert "<tr><td>aten.neg</td>" in page
-    assert "<td>mla_attention_with_rope</td>" in page
-    assert "<td>aten.rsqrt</td>" not in page
+def test_ranks_that_measured_the_same_share_one_table(written: Write) -> None:
+    paths = [
+        written(f"status-{rank}-{rank}.json", made_files.status(rank=rank, measured=[made_files.measured()]))
+        for rank in range(2)
+    ]
+    page = html_of(paths)
+    assert page.count("<h3>Timed at start-up") == 1
+    assert "rank 0: 4 layers" in page
+    assert "rank 1: 4 layers" in page
+    assert [row for row in rows_of(page) if row[0] == "64"] == [["64", "4.27", "2.91", "6.56", "triton"]]
 
 
-class Page(HTMLParser):
-    """Loads, ids and charts of a page."""
+def test_the_report_reads_what_a_worker_writes(written: Write) -> None:
+    from vllm_aiter_mla import files
+    from vllm_aiter_mla.status import record
 
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.loads: list[str] = []
-        self.ids: list[str] = []
-        self.charts: list[dict[str, str | None]] = []
-        self.tags: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.tags.add(tag)
-        self.loads += [str(found[key]) for key in ("src", "href", "srcset", "data") if key in found]
-        self.ids += [str(found["id"])] if "id" in found else []
-        if tag == "svg":
-            self.charts.append(found)
+    found = record.as_record(["model.layers.0"], 16, "bfloat16", 0) | files.stamp("status", 2)
+    assert "0/1" in html_of([written("status-1-0.json", found)])
 
 
-def test_report_is_self_contained_and_its_charts_have_text_alternatives(page: str) -> None:
-    found = Page(page)
-    assert all(load.startswith("#") or load == "data:," for load in found.loads)
-    assert not found.tags & {"script", "iframe", "object", "embed", "img"}
-    assert "@import" not in page
-    assert "url(" not in re.sub(r"url\(#", "", page)
-    assert len(found.ids) == len(set(found.ids))
-    assert found.charts
-    for chart in found.charts:
-        assert chart["role"] == "img"
-        assert chart["aria-label"]
-        assert chart["aria-describedby"] in found.ids
+def test_a_plan_shows_every_reason_its_ranges_and_its_launches(files: dict[str, Path]) -> None:
+    plan = json.loads(files["plan"].read_text())
+    page = html_of([files["plan"]])
+    codes = {reason["code"] for reason in plan["reasons"]}
+    assert len(codes) > 1
+    assert all(f"{code}: " in page for code in codes)
+    assert "nothing was run" in page
+    assert ["1-256", "rewritten"] in [row[:2] for row in rows_of(page)]
+    launches = {row[1]: row[2] for row in rows_of(page) if row[0] == "256"}
+    assert (launches["aiter"], launches["triton"]) == ("2", "1")
 
 
-def test_report_of_a_kept_demo_shows_status_ranges_and_both_graphs(kept: Path) -> None:
-    page = html_of([kept])
-    assert "4/4 engaged" in page
-    assert "CPU, reference kernels" in page
-    assert "L = 16" in page
-    assert "identical to unmodified vLLM, byte for byte" in page
-    assert page.count('class="before"') == page.count('class="after"') == 1
-    for what in ("bench --json", "verify --json"):
-        assert f"Not measured: no <code>{what}" in page
-    assert "2.13.0+cpu" in page
+def test_bench_shows_ratios_what_was_slower_and_what_was_not_measured(files: dict[str, Path]) -> None:
+    page = html_of([files["bench"]])
+    assert ["64", "6.13", "9.00", "8.00", "1.30", "vllm"] in rows_of(page)
+    for text in ("at 256 tokens", "aiter: not measured: AITER needs ROCm", "torch: cache: 20 %", "stopped at T=512"):
+        assert text in page
 
 
-def test_report_draws_a_run_that_stops_after_a_pass_between_the_two(
-    kept: Path, recorded: dict[str, str], written: Any
-) -> None:
-    lifted = text_of(recorded, STAGES[2])
-    stopped = written("stop-after-2.json", engine_result({"1-16": lifted}, []))
-    page = html_of([kept, stopped])
-    stages = re.findall(r"<figcaption><strong>([^<]+)</strong>", page)
-    assert stages == ["vllm", "after pass 2: q_prep lift", "after pass 3: AITER fusion"]
-
-
-def test_report_of_a_status_names_each_reason_and_its_layers(written: Any) -> None:
-    status = json.loads((DATA / "status.json").read_text())
-    del status["engaged"]["model.layers.3.self_attn.attn"]
-    status["skipped"] = {"model.layers.3.self_attn.attn": ["sparse", "<b>sparse</b> MLA"]}
-    page = html_of([written("status-1-0.json", status)])
-    assert "3/4 engaged" in page
-    assert "sparse: &lt;b&gt;sparse&lt;/b&gt; MLA (1)" in page
-    assert "model.layers.3.self_attn.attn" in page
-    assert "not recorded in a status file" in page
-
-
-def test_report_of_bench_says_what_was_slower_and_what_was_not_measured(bench_json: Path) -> None:
-    page = html_of([bench_json])
-    assert "slower than the unfused sequence" in page
-    assert "aiter: not measured: no ROCm here" in page
-    assert "broken" in page
-    assert ">n/m<" in page
-
-
-def test_report_of_verify_on_a_cpu_claims_no_capture_and_no_launches(written: Any) -> None:
-    data = json.loads((DATA / "verify.json").read_text())
+def test_verify_on_a_cpu_claims_no_launches_and_repeats_a_failure(files: dict[str, Path], written: Write) -> None:
+    data = json.loads(files["verify"].read_text())
     data["results"][0] |= {"status": "failed", "findings": [{"oracle": "runs", "message": "broke", "step": "replay 2"}]}
     page = html_of([written("verify.json", data)])
-    assert "no graph was captured on this machine" in page
-    assert "no GPU launches" in page
-    assert "Launches on a GPU: not measured" in page
-    assert not re.search(r"\d launches:", page)
+    assert "No graph was captured" in page
+    assert "PyTorch ops of a replayed step, no GPU" in page
+    assert "Launches in captured graphs" not in page
     assert "runs at replay 2: broke" in page
     assert data["results"][0]["command"] in page
 
 
-def test_report_of_two_runs_folds_the_second_and_keeps_ids_apart(kept: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "kept"
-    folder.mkdir()
-    for file in kept.glob("run0-*.json"):
-        for number in (0, 1):
-            (folder / file.name.replace("run0", f"run{number}")).write_text(file.read_text())
-    demo = json.loads((kept / "demo.json").read_text())
-    demo["runs"].append(
-        demo["runs"][0] | {"name": "second", "ops_per_layer": None, "decode_limit": None, "flag": False}
-    )
-    (folder / "demo.json").write_text(json.dumps(demo))
-    page = html_of([folder])
-    assert "<summary>second</summary>" in page
-    assert "flag off" in page
-    found = Page(page)
-    assert len(found.ids) == len(set(found.ids))
+def test_serving_shows_ratios_scores_and_what_is_invalid(files: dict[str, Path]) -> None:
+    rows = rows_of(html_of([files["speed"], files["accuracy"]]))
+    off, on = "20.00 ± 0.50", "10.00 ± 0.50"
+    assert ["1024/0/256", "2.5", off, on, "2.00", off, on, "2.00", ""] in rows
+    assert ["1024/0/256", "50", *"------", "on, run 2: 3 requests failed"] in rows
+    assert ["1", "strict-match", "0.9000 ± 0.0100", "0.9000 ± 0.0100"] in rows
 
 
-def test_report_of_a_run_without_graphs_says_so(kept: Path) -> None:
-    assert "Not recorded: give the folder of" in html_of([kept / "demo.json"])
+HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=x()> $x^2$ {{ 7 * 7 }} \x1b[31m\u202e\ud800</style>"
 
 
-def test_report_shows_every_reason_of_a_plan(written: Any) -> None:
-    options = ["--kv-cache-dtype", "fp8_e5m2", "-dcp", "2", "-tp", "8"]
-    done = CliRunner().invoke(app, ["plan", "deepseek-r1", *options, "--json"])
-    codes = {reason["code"] for reason in json.loads(done.stdout)["reasons"]}
-    assert len(codes) > 1
-    page = html_of([written("plan.json", done.stdout)])
-    assert all(f"{code}: " in page for code in codes)
+def poisoned(value: Any) -> Any:
+    """Every string outside the stamp, and every key that is a name, with a hostile tail."""
+    if isinstance(value, dict):
+        names = {"reference", *made_files.LAYERS, "card", "mixed", "aiter", "vllm", "strict-match"}
+        return {
+            key + HOSTILE * (key in names): one if key == "evidence" else poisoned(one) for key, one in value.items()
+        }
+    if isinstance(value, list):
+        return [poisoned(one) for one in value]
+    return value + HOSTILE if isinstance(value, str) and value not in ("passed", "skipped", "failed") else value
 
 
-def test_report_shows_the_plan_as_static(written: Any) -> None:
-    done = CliRunner().invoke(app, ["plan", "deepseek-r1", "--max-num-seqs", "256", "--json"])
-    page = html_of([written("plan.json", done.stdout)])
-    assert "plan, static: nothing was run" in page
-    assert "by formula, static" in page
-    assert "L = 256" in page
+def strays(page: str) -> list[str]:
+    """Markup and control characters that came out of a file."""
+    return re.findall(r"<script|<img|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", page)
+
+
+@pytest.fixture
+def hostile(files: dict[str, Path], written: Write) -> list[Path]:
+    names = [files[name] for name in files if name != "kept"] + sorted(files["kept"].iterdir())
+    return [written(f"<img>{path.name}", poisoned(json.loads(path.read_text()))) for path in names]
+
+
+def test_hostile_strings_stay_text(hostile: list[Path]) -> None:
+    page = html_of(hostile)
+    assert strays(page) == []
+    assert page.count("&lt;script&gt;") > 20
+    assert "{{ 7 * 7 }}" in page
+    assert "\\x1b[31m\\u202e\\ud800" in page
+    page.encode()
+
+
+@pytest.mark.mutation
+def test_mutation_without_escaping_hostile_strings_are_seen(
+    hostile: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = jinja2.Environment
+    monkeypatch.setattr(jinja2, "Environment", lambda **options: real(**options | {"autoescape": False}))
+    assert "<script" in strays(html_of(hostile))
+
+
+@pytest.mark.parametrize("kind", ["status", "verify", "bench", "speed", "accuracy"])
+@pytest.mark.parametrize("value", [None, "8", 10**400], ids=["null", "text", "huge"])
+def test_a_value_of_a_wrong_type_is_shown_or_names_its_file(
+    files: dict[str, Path], written: Write, kind: str, value: Any
+) -> None:
+    data, messages = json.loads(files[kind].read_text()), []
+    path = written("wrong.json", data)
+    for field in data:
+        path.write_text(json.dumps(data | {field: value}))
+        with contextlib.suppress(InputError):
+            html_of([path])
+            continue
+        with pytest.raises(InputError) as caught:
+            html_of([path])
+        messages.append(str(caught.value))
+    assert messages
+    assert all(message.startswith(f"{path}: ") for message in messages)

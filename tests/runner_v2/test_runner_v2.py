@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +13,7 @@ from tests.sandbox import engine
 from tests.sandbox.spec import EngineSpec
 
 pytestmark = pytest.mark.slow
-HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "runner-v2.md"
+PAGE = Path(__file__).parents[2] / "docs" / "runner-v2.md"
 RUNS = {
     # Eight heads: gfx950 has a decode kernel for them, gfx942's takes sixteen and a plan.
     "bf16 on gfx950": {"kv_cache_dtype": "auto", "drafts": 0, "arch": "gfx950", "kernel": "aiter"},
@@ -33,16 +31,11 @@ def table() -> dict[str, tuple[str, ...]]:
 @pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)
 def found(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runner-v2")
-    # One cache root for all: vLLM's notes on the model class take it another process of ten seconds.
+    # Both runs share a cache root: vLLM's notes on the model class cost ten seconds.
     cache = tmp_path_factory.getbasetemp() / "runner-v2-cache"
     environment = engine.environment_for(EngineSpec(interpret=True), cache, folder / "inductor")
-    path = os.pathsep.join([environment["PYTHONPATH"], str(HERE), str(HERE.parent / "engine")])
-    run = subprocess.run(
-        [sys.executable, str(HERE / "runner_v2_child.py"), str(folder / "model"), json.dumps(request.param)],
-        capture_output=True,
-        text=True,
-        env=environment | {"PYTHONPATH": path},
-    )
+    child = [sys.executable, "-m", "tests.runner_v2.runner_v2_child", str(folder / "model"), json.dumps(request.param)]
+    run = subprocess.run(child, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     return request.param, json.loads(run.stdout.splitlines()[-1])
 
@@ -56,15 +49,15 @@ def test_every_kind_of_batch_is_in_the_page_and_decided_as_the_page_says(found):
 def test_real_rows_and_the_kv_cache_are_vllms_in_every_kind_of_batch(found):
     kinds = found[1]["kinds"]
     assert [kind for kind, told in kinds.items() if not (told["output"] and told["cache"])] == []
-    # A row with a slot is written, and no other.
+    # Rows with a slot are written, and only those.
     assert all((told["changed"] > 0) == (told["written"] not in ("none", "no slots")) for told in kinds.values())
 
 
-def test_the_stand_in_for_the_page_indices_writes_what_vllms_triton_kernel_writes(found):
+def test_the_sandboxs_page_indices_are_what_vllms_triton_kernel_writes(found):
     assert found[1]["page_indices"]
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I3")
 def test_mutation_a_mixed_batch_that_counts_as_decode_is_seen(found):
     assert found[1]["planted"]["decided"] == "the op"
     assert not found[1]["planted"]["output"]

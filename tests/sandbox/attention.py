@@ -1,4 +1,4 @@
-"""A reference MLA backend for the CPU that also takes an fp8 KV cache stored as uint8 and a quantised query."""
+"""A reference MLA back end for the CPU that also takes an fp8 KV cache stored as uint8 and a quantised query."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from tests.sandbox.gpu_ops import write_kv_rows
+from tests.sandbox.simulated_aiter.mla import attend
 
 
 class SandboxMLABackend(CPUMLABackend):
@@ -35,7 +36,7 @@ class SandboxMLABackend(CPUMLABackend):
 class SandboxMLABuilder(MLACommonMetadataBuilder):
     """As AITER's builder: a request's draft tokens are decode rows, as many for every request; full graphs hold those.
 
-    All tensors of a decode batch's metadata are views of vLLM's persistent buffers.
+    All tensors of a decode batch's metadata are views of persistent buffers.
     """
 
     query_len_support = QueryLenSupport.UNIFORM
@@ -74,7 +75,7 @@ class SandboxMLAImpl(CPUMLAImpl):
         """Decode attention over the latent cache: out [T, N, L]; no LSE. Rows without keys, which pad a graph, are NaN.
 
         Raises:
-            TypeError: an fp8 cache that is not viewed as fp8, or a query of another type beside it.
+            TypeError: an fp8 cache that is not viewed as fp8, or a query of another type.
         """
         if kv_c_and_k_pe_cache.dtype.itemsize > 1:
             rows = _row_by_row(q, attn_metadata.decode)
@@ -89,26 +90,21 @@ class SandboxMLAImpl(CPUMLAImpl):
         return self._decode_fp8(q, kv_c_and_k_pe_cache, attn_metadata.decode, layer), None
 
     def _decode_fp8(self, q: torch.Tensor, cache: torch.Tensor, decode: Any, layer: Any) -> torch.Tensor:
-        query = q.float() * layer._q_scale
         block_size, width = cache.shape[1], cache.shape[2]
         seq_lens = decode.seq_lens.tolist()
-        rows_per_request = q.shape[0] // max(len(seq_lens), 1)
         out = torch.full((q.shape[0], q.shape[1], self.kv_lora_rank), float("nan"), dtype=layer.W_UV.dtype)
-        for request, seq_len in enumerate(seq_lens):
+        queries = (q.float() * layer._q_scale).chunk(max(len(seq_lens), 1))
+        for request, (query, seq_len, rows) in enumerate(zip(queries, seq_lens, out.chunk(len(queries)), strict=False)):
+            if seq_len < 1:
+                continue
             blocks = decode.block_table[request, : -(-seq_len // block_size)].long()
             keys = cache.view(torch.uint8)[blocks].view(cache.dtype).float().view(-1, width)[:seq_len] * layer._k_scale
-            first = request * rows_per_request
-            for row in range(rows_per_request):
-                visible = seq_len - (rows_per_request - 1 - row)
-                if visible < 1:
-                    continue
-                scores = (query[first + row] @ keys[:visible].T) * self.scale
-                out[first + row] = (scores.softmax(-1) @ keys[:visible, : self.kv_lora_rank]).to(out.dtype)
+            rows.copy_(attend(query, keys, keys[:, : self.kv_lora_rank], self.scale, causal=True)[0])
         return out
 
 
 def _row_by_row(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], decode: Any) -> Any:
-    """The batch as if every row were a request of its own: vLLM's CPU kernel knows one row per request.
+    """The batch as if every row were one request: vLLM's CPU kernel takes one row per request.
 
     The last row of a request sees its whole sequence, the row before it one key less.
     """
@@ -123,5 +119,5 @@ def _row_by_row(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], decode: Any
 
 
 def register() -> None:
-    """Make vLLM's CPU_MLA backend resolve to the sandbox's."""
+    """Make vLLM's CPU_MLA back end resolve to the sandbox's."""
     register_backend(AttentionBackendEnum.CPU_MLA, f"{SandboxMLABackend.__module__}.{SandboxMLABackend.__qualname__}")

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.sandbox import adapter, plugin, random_weights
+from tests.sandbox import model, plugin
 from tests.sandbox.engine import runs_on_ray
 from tests.sandbox.spec import EngineResult, EngineSpec, load, save
 
@@ -55,27 +55,24 @@ def run_all(spec: EngineSpec, llm: Any) -> dict[str, Any]:
     outcome = {}
     for name in spec.scenarios:
         print(f"sandbox: scenario {name}", flush=True)
-        outcome[name] = scenarios.run(llm.llm_engine, name, adapter=lora(spec))
+        outcome[name] = scenarios.run(llm.llm_engine, name, lora(spec))
     return outcome
 
 
 def lora(spec: EngineSpec) -> Any:
-    """The adapter of the spec's model, or None."""
+    """Return the ``LoRARequest`` for the spec's model, or None."""
     if not spec.lora:
         return None
-    from tests.sandbox.model import TinyDeepseek
+    from vllm.lora.request import LoRARequest
 
-    return adapter.request(
-        adapter.save(TinyDeepseek(**spec.model).weights(), Path(os.environ["VLLM_CACHE_ROOT"]) / "adapter")
-    )
+    folder = model.TinyDeepseek(**spec.model).save_adapter(Path(os.environ["VLLM_CACHE_ROOT"]) / "adapter")
+    return LoRARequest("random", 1, str(folder))
 
 
 def other_weights(spec: EngineSpec) -> Path:
-    """The same model with the weights of the spec's other seed."""
-    from tests.sandbox.model import TinyDeepseek
-
-    model = TinyDeepseek(**spec.model | {"seed": spec.reload})
-    return model.save(Path(os.environ["VLLM_CACHE_ROOT"]) / "reloaded")
+    """Write the same model with the weights of the spec's other seed."""
+    other = model.TinyDeepseek(**spec.model | {"seed": spec.reload})
+    return other.save(Path(os.environ["VLLM_CACHE_ROOT"]) / "reloaded")
 
 
 def build(spec: EngineSpec, folder: Path) -> Any:
@@ -84,7 +81,7 @@ def build(spec: EngineSpec, folder: Path) -> Any:
 
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
-        # By itself vLLM turns a float32 checkpoint into bfloat16.
+        # Without this vLLM turns a float32 checkpoint into bfloat16.
         "dtype": spec.model.get("dtype", "auto"),
         "max_model_len": 512,
         "max_num_seqs": spec.max_num_seqs,
@@ -102,7 +99,7 @@ def build(spec: EngineSpec, folder: Path) -> Any:
         | speculative(spec, folder)
         | on_device(spec)
         | connector(spec, folder)
-        | (adapter.OPTIONS if spec.lora else {})
+        | (model.LORA_OPTIONS if spec.lora else {})
         | spec.llm,
     )
 
@@ -110,14 +107,12 @@ def build(spec: EngineSpec, folder: Path) -> Any:
 def checkpoint(spec: EngineSpec, folder: Path) -> Path:
     """Write the model that the spec names."""
     if spec.config:
-        return random_weights.save(spec.config, folder)
-    from tests.sandbox.model import TinyDeepseek
-
-    return TinyDeepseek(**{"num_nextn_predict_layers": int(spec.drafts > 0)} | spec.model).save(folder)
+        return model.save_config(spec.config, folder)
+    return model.TinyDeepseek(**{"num_nextn_predict_layers": int(spec.drafts > 0)} | spec.model).save(folder)
 
 
 def on_device(spec: EngineSpec) -> dict[str, Any]:
-    """Options of vLLM's that the device needs: on a GPU a fixed back end and little memory, beside other work."""
+    """Options that the device needs: on a GPU a fixed back end and little memory."""
     if spec.device == "cpu":
         return {}
     backend, _ = plugin.GPU_ATTENTION
@@ -126,11 +121,11 @@ def on_device(spec: EngineSpec) -> dict[str, Any]:
 
 def speculative(spec: EngineSpec, folder: Path) -> dict[str, Any]:
     """The ``speculative_config``, and how weights are loaded. Without a draft model the model's own layer drafts."""
-    found: dict[str, Any] = {"load_format": random_weights.LOAD_FORMAT} if spec.config else {}
+    found: dict[str, Any] = {"load_format": model.RANDOM_FORMAT} if spec.config else {}
     if spec.drafts:
         draft: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": spec.drafts}
         if spec.draft_config:
-            draft |= {"method": "eagle3", "model": str(random_weights.save(spec.draft_config, folder / "draft"))}
+            draft |= {"method": "eagle3", "model": str(model.save_config(spec.draft_config, folder / "draft"))}
         found["speculative_config"] = draft
     return found
 
@@ -173,7 +168,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
     import torch
     import vllm
 
-    from tests.sandbox import full_graphs, knobs, piecewise
+    from tests.sandbox import cuda_graphs, knobs
 
     config = llm.llm_engine.vllm_config
     return EngineResult(
@@ -184,12 +179,12 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
         code=dict(knobs.CODE),
         branches=dict(knobs.BRANCHES),
         counters=counters(llm) if spec.llm.get("disable_log_stats") is False else {},
-        pieces=max(piecewise.PIECES, default=0),
-        replays=dict(full_graphs.REPLAYS),
+        pieces=max(cuda_graphs.PIECES, default=0),
+        replays=dict(cuda_graphs.REPLAYS),
         log=[],
         versions={
             "python": platform.python_version(),
-            "torch": str(torch.__version__),  # a class of torch's, which a reader may not have
+            "torch": str(torch.__version__),  # a class that a reader without torch cannot load
             "vllm": vllm.__version__,
             "device": "CPU" if spec.device == "cpu" else torch.cuda.get_device_name(),
         },
@@ -207,7 +202,7 @@ def counters(llm: Any) -> dict[str, float]:
 
 
 def status_records() -> list[dict[str, Any]]:
-    """The status file files that this run's workers wrote, by rank; the cache root is this run's own."""
+    """Return the status files that this run's workers wrote, by rank."""
     from vllm_aiter_mla.compat.config import cache_folder
 
     files = [path for path in cache_folder().glob("status-*.json") if path.stat().st_mtime >= _start_of_process()]

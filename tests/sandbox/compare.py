@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tests.sandbox.spec import EngineResult, Step
-
-_CALL = re.compile(r"= call_function\[target=([^\]]+)\]")
-# Neither computes anything: views and the unpacking of results.
-_FREE = re.compile(
-    r"aten\.(reshape|view|slice|split|split_with_sizes|unsqueeze|squeeze|expand|permute|transpose|alias|select)\b"
-    r"|operator\.getitem|aten\.sym_size"
-)
 
 
 @dataclass(slots=True)
@@ -83,5 +75,7 @@ def _distance(one: float, two: float) -> float:
 
 
 def op_count(graph: str) -> int:
-    """Calls in a graph's text that compute something: neither views nor the unpacking of results."""
-    return sum(1 for target in _CALL.findall(graph) if not _FREE.search(target))
+    """Count the calls in a graph's text that compute something, as the report does."""
+    from vllm_aiter_mla.commands.report.page import count_ops
+
+    return count_ops(graph).total()

@@ -1,27 +1,77 @@
-"""The demo: run the engines, hold them against each other, print and keep what came out."""
+"""Serve a small random DeepSeek-V2 with vLLM, fast path off and on, and compare: on this CPU, or on a GPU.
+
+Prints which layers engaged, what is left of each layer's graph, and per scenario whether the tokens are equal and how
+far the log-probabilities are apart. It starts four engines, flag off and on over a bf16 and an fp8 cache, two at a
+time; --full starts five, which do more. Exit status: 0 when every bound holds, 1 when one is missed, 2 for a wrong
+option. Results on a CPU say nothing about a GPU.
+"""
 
 from __future__ import annotations
 
+import argparse
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from tests.sandbox import engine
 from tests.sandbox.compare import Figures, compare, op_count
-from tests.sandbox.demo_tables import layer_table, scenario_table
-from tests.sandbox.runs import Options, Run, describe, runs, why_not
+from tests.sandbox.runs import Options, Run, describe, runs, why_no_gpu
 from tests.sandbox.spec import EngineResult, EngineSpec
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
+from vllm_aiter_mla.admission import INTEGRATIONS
+
+SIMULATED = "simulated-aiter"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"demo: {message}\n")
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Return the options of a command line, or exit: 2 with one line where an option cannot be served here."""
+    parser = _Parser(
+        prog="python -m tests.sandbox",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    add("--keep", type=Path, metavar="DIR", help="keep FX graphs and results in this folder, for `report`")
+    add("--full", action="store_true", help="all scenarios and numerics, four layers")
+    add("--tensor-parallel-size", "-tp", type=int, default=1, choices=(1, 2), help="workers")
+    add("--kernel", default="reference", choices=("reference", SIMULATED, "triton"), help="triton needs a GPU")
+    add("--arch", choices=("gfx942", "gfx950"), help=f"card of --kernel {SIMULATED}; gfx942 by default")
+    add(
+        "--attention",
+        choices=("aiter", "sandbox"),
+        help=f"attention under --kernel {SIMULATED}: vLLM's own AITER class (default), or the sandbox's",
+    )
+    add("--integration", default="passes", choices=INTEGRATIONS, help="module runs both sides in eager mode")
+    given = parser.parse_args(arguments)
+    for name in ("arch", "attention"):
+        if getattr(given, name) and given.kernel != SIMULATED:
+            parser.error(f"--{name} {getattr(given, name)}: only with --kernel {SIMULATED}")
+    if given.json and not given.json.parent.is_dir():
+        parser.error(f"--json {given.json}: its folder does not exist")
+    if given.keep and given.keep.exists() and not given.keep.is_dir():
+        parser.error(f"--keep {given.keep}: is not a folder")
+    problem = why_no_gpu(given.tensor_parallel_size) if given.kernel == "triton" else None
+    if problem:
+        parser.error(problem)
+    return Options(**{name: value for name, value in vars(given).items() if value is not None})
 
 
 @dataclass(slots=True)
 class Outcome:
-    """One run beside its baseline."""
+    """One run and what it is compared with."""
 
     run: Run
     base: EngineResult
@@ -30,7 +80,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Every layer engaged where the flag is on, and the bounds hold where they are gated."""
+        """Every layer engaged where the flag is on, and every bound holds."""
         return self.layers_ok and all(self.scenario_ok(name) for name in self.figures)
 
     @property
@@ -42,14 +92,13 @@ class Outcome:
         )
 
     def scenario_ok(self, name: str) -> bool:
-        """Whether a scenario holds its bounds; a run without bounds holds them."""
+        """Whether a scenario holds the run's bound; True for a run without one."""
         return self.run.bound is None or self.run.bound.holds(self.figures[name])
 
     def ops_per_layer(self) -> tuple[float, float] | None:
-        """Computing calls below the limit's graph per layer, vLLM and fused; None where the flag is off."""
+        """Computing calls per layer in the decode limit's graph, of vLLM and fused; None where no graph was kept."""
         start, end = self.result.ranges[0]
-        key = f"{start}-{end}"
-        graphs = (self.base.graphs.get(key), self.result.graphs.get(key))
+        graphs = [found.graphs.get(f"{start}-{end}") for found in (self.base, self.result)]
         if not self.run.spec.enabled or None in graphs:
             return None
         layers = max(self.result.status[0]["total"], 1)
@@ -81,117 +130,99 @@ class Outcome:
 
 
 def main(options: Options, console: Console | None = None) -> int:
-    """Run the demo; 0 when every bound holds, 1 when one is missed, 2 when it cannot run."""
+    """Run the demo; 0 when every bound holds, 1 when one is missed or an engine fails."""
     console = console or _console()
-    problem = why_not(options)
-    if problem is not None:
-        console.print(problem, style="red", highlight=False)
-        return 2
     try:
         outcomes = _run(runs(options), console)
     except engine.EngineFailedError as error:
         console.print(str(error), style="red", highlight=False, markup=False)
         return 1
-    _print(outcomes, console)
-    record = {"runs": [outcome.as_dict() for outcome in outcomes], "ok": all(outcome.ok for outcome in outcomes)}
-    record["versions"] = outcomes[0].result.versions
+    ok = all(outcome.ok for outcome in outcomes)
+    console.print(_layer_table(outcomes))
+    console.print(_scenario_table(outcomes))
+    for outcome in outcomes:
+        for line in outcome.result.log:
+            if "engaged" in line:
+                console.print(f"{outcome.run.name}: {line[line.index('aiter-mla:') :]}", highlight=False)
+    console.print(f"demo: {'every bound holds' if ok else 'A BOUND IS MISSED'}", style="green" if ok else "red")
+    record = {"runs": [outcome.as_dict() for outcome in outcomes], "ok": ok, "versions": outcomes[0].result.versions}
     if options.json is not None:
-        evidence.write(options.json, record | evidence.stamp("demo", 1))
+        files.write(options.json, record | files.stamp("demo", 1))
         console.print(f"figures written to {options.json}")
     if options.keep is not None:
         _keep(options.keep, outcomes, record)
         console.print(f"graphs and results kept in {options.keep}")
-    return 0 if record["ok"] else 1
+    return 0 if ok else 1
 
 
 def _console() -> Console:
-    # Names of layers and messages may hold brackets: none of them is markup.
+    # Names of layers and messages may hold brackets, which are no markup.
     console = Console(markup=False)
     return console if console.is_terminal else Console(width=150, markup=False)
 
 
 def _run(plan: list[Run], console: Console) -> list[Outcome]:
-    """Run every distinct engine once and compare each of them with its baseline."""
-    wanted: list[EngineSpec] = []
-    for run in plan:
-        wanted += [spec for spec in (run.base, run.spec) if spec not in wanted]
-    results = _results(wanted, console)
-    pairs = [(run, results[wanted.index(run.base)], results[wanted.index(run.spec)]) for run in plan]
-    return [Outcome(run, base, result, compare(base, result)) for run, base, result in pairs]
+    """Run every distinct engine once, two at a time where one takes one core, and compare it with its baseline."""
+    wanted = list({str(spec): spec for run in plan for spec in (run.base, run.spec)}.values())
+    one_by_one = any(spec.device == "gpu" or spec.tensor_parallel_size > 1 for spec in wanted)
+    with tempfile.TemporaryDirectory(prefix="aiter-mla-") as inductor, ThreadPoolExecutor(2 - one_by_one) as pool:
 
-
-def _results(wanted: list[EngineSpec], console: Console) -> list[EngineResult]:
-    """Run the engines, two at a time where one takes one core; each has a bar that names its step."""
-    alone = any(spec.device == "gpu" or spec.tensor_parallel_size > 1 for spec in wanted)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(24),
-        TextColumn("{task.fields[step]}", markup=False),
-        TimeElapsedColumn(),
-    )
-    with (
-        tempfile.TemporaryDirectory(prefix="aiter-mla-") as inductor,
-        Progress(*columns, console=console, transient=not console.is_terminal) as progress,
-        ThreadPoolExecutor(1 if alone else 2) as pool,
-    ):
-
-        def result(task: TaskID, spec: EngineSpec) -> EngineResult:
-            label = f"engine {task + 1}/{len(wanted)} ({describe(spec)})"
-            if not console.is_terminal:
-                console.print(f"demo: {label}", highlight=False)
-            progress.start_task(task)
-            progress.update(task, step="importing vLLM")
-            passed: set[str] = set()
-
-            def on_line(line: str) -> None:
-                step = _step(line)
-                if step:
-                    passed.add(step)
-                    progress.update(task, completed=len(passed), step=step)
-
-            found = engine.run(spec, inductor=Path(inductor), on_step=on_line)
-            progress.update(task, completed=len(_STEPS) + len(spec.scenarios) + 1, step="done")
+        def result(spec: EngineSpec) -> EngineResult:
+            label = f"demo: engine {wanted.index(spec) + 1}/{len(wanted)} ({describe(spec)})"
+            console.print(f"{label} starts", highlight=False)
+            found = engine.run(spec, inductor=Path(inductor))
+            console.print(f"{label} is done after {found.seconds:.0f} s", highlight=False)
             return found
 
-        tasks = [
-            progress.add_task(
-                describe(spec), total=len(_STEPS) + len(spec.scenarios) + 1, step="waiting", start=False
-            )
-            for spec in wanted
-        ]  # fmt: skip
-        return list(pool.map(result, tasks, wanted))
+        results = list(pool.map(result, wanted))
+    pairs = [(run, results[wanted.index(run.base)], results[wanted.index(run.spec)]) for run in plan]
+    return [Outcome(run, base, found, compare(base, found)) for run, base, found in pairs]
 
 
-# What the engine prints, and what it does next.
-_STEPS = {
-    "non-default args": "loading the model",
-    "Loading weights took": "tracing",
-    "Dynamo bytecode transform": "compiling the decode limit's graph",
-    "Compiling a graph for compile range (1, ": "compiling the graph above it",
-    "sandbox: engine is up": "serving",
-}
-
-
-def _step(line: str) -> str | None:
-    if line.startswith("sandbox: scenario "):
-        return line.removeprefix("sandbox: ")
-    return next((step for needle, step in _STEPS.items() if needle in line), None)
-
-
-def _print(outcomes: list[Outcome], console: Console) -> None:
-    console.print(layer_table(outcomes))
-    console.print(scenario_table(outcomes))
+def _layer_table(outcomes: list[Outcome]) -> Table:
+    """What engaged, up to which decode limit, and what is left of a layer's graph."""
+    devices = sorted({outcome.result.versions["device"] for outcome in outcomes})
+    headings = ("run", "numerics", "decode limit", "compile ranges", "engaged", "skipped", "graph ops per layer")
+    table = Table(*headings, title=f"Layers (real vLLM engine; device: {', '.join(devices)})")
     for outcome in outcomes:
-        for line in outcome.result.log:
-            if "engaged" in line:
-                console.print(f"{outcome.run.name}: {line[line.index('aiter-mla:') :]}", highlight=False)
-    outcome = "every bound holds" if all(outcome.ok for outcome in outcomes) else "A BOUND IS MISSED"
-    console.print(f"demo: {outcome}", style="green" if "holds" in outcome else "red")
+        record = outcome.as_dict()
+        ops, layers = record["ops_per_layer"], record["layers"]
+        table.add_row(
+            record["name"],
+            record["numerics"],
+            "-" if record["decode_limit"] is None else "{}..{}".format(*record["decode_limit"]),
+            " ".join(f"{start}-{end}" for start, end in record["ranges"]),
+            f"{layers['engaged']}/{layers['total']}" if record["flag"] else "flag off",
+            "; ".join(sorted({f"{code}: {reason}" for code, reason in layers["skipped"].values()})) or "none",
+            "-" if ops is None else f"{ops[0]:.1f} -> {ops[1]:.1f}",
+        )
+    return table
+
+
+def _scenario_table(outcomes: list[Outcome]) -> Table:
+    """Tokens and log-probabilities against unmodified vLLM, per run and scenario."""
+    bounds = "; ".join(f"{o.run.name}: {o.run.bound}" for o in outcomes if o.run.bound is not None)
+    table = Table(title="Flag on against flag off, greedy", caption=bounds)
+    for heading in ("run", "scenario", "tokens", "equal", "top-1", "max |dlogprob|", "mean", "outcome"):
+        table.add_column(heading, justify="left" if heading in ("run", "scenario", "outcome") else "right")
+    for outcome in outcomes:
+        for name, found in outcome.figures.items():
+            table.add_row(
+                outcome.run.name,
+                name,
+                str(found.tokens),
+                str(found.tokens_equal),
+                f"{found.top1_agreement:.1%}",
+                f"{found.max_abs_dlogprob:.2g}",
+                f"{found.mean_abs_dlogprob:.2g}",
+                "reported" if outcome.run.bound is None else "ok" if outcome.scenario_ok(name) else "MISSED",
+            )
+    return table
 
 
 def _keep(folder: Path, outcomes: list[Outcome], record: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    evidence.write(folder / "demo.json", record | evidence.stamp("demo", 1))
+    files.write(folder / "demo.json", record | files.stamp("demo", 1))
     for number, outcome in enumerate(outcomes):
         for state, result in (("off", outcome.base), ("on", outcome.result)):
-            evidence.write(folder / f"run{number}-{state}.json", asdict(result) | evidence.stamp("engine", 1))
+            files.write(folder / f"run{number}-{state}.json", asdict(result) | files.stamp("engine", 1))

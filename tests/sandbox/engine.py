@@ -1,4 +1,4 @@
-"""Start one engine of the sandbox in a process of its own, and collect what it gives."""
+"""Start one engine of the sandbox in a process of its own, and return its result."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.sandbox import plugin, ray_platform
+from tests.sandbox import platform, plugin
 from tests.sandbox.spec import EngineResult, EngineSpec, load, save
-from vllm_aiter_mla.status import gauge
+from vllm_aiter_mla import status
 
 # An engine of a minute takes twenty on a machine that does other work.
 TIMEOUT_S = 1800
@@ -30,16 +29,14 @@ def run(
     spec: EngineSpec,
     cache: Path | None = None,
     inductor: Path | None = None,
-    on_step: Callable[[str], None] = lambda line: None,
 ) -> EngineResult:
-    """Run ``spec`` and wait for it.
+    """Run ``spec`` in a process of its own and return its result.
 
     Args:
         spec: what to run.
-        cache: vLLM's cache root; a fresh one by default, so that the graphs are compiled anew.
-        inductor: folder of what engines may share: compiled C++ kernels, found again by their source, and vLLM's
-            notes on the model class, which it else takes in another process of ten seconds.
-        on_step: called with each line that the engine prints.
+        cache: vLLM's cache root; a fresh one by default, so that the graphs are compiled again.
+        inductor: cache folder that engines share: compiled C++ kernels, found again by their source, and vLLM's notes
+            on the model class. Without the notes each engine spends ten seconds on inspecting the class.
 
     Raises:
         EngineFailedError: no result.
@@ -58,7 +55,7 @@ def run(
             text=True,
             errors="replace",
         )
-        lines = _read(process, on_step)
+        lines = _read(process)
         if process.returncode or not (work / "out").is_file():
             raise EngineFailedError("".join(lines))
         result: EngineResult = load(work / "out")
@@ -74,19 +71,16 @@ def _share_model_notes(cache: Path, shared: Path) -> None:
         (cache / notes.name).symlink_to(notes.resolve(), target_is_directory=True)
 
 
-def _read(process: subprocess.Popen[str], on_step: Callable[[str], None]) -> list[str]:
-    """Lines of the process until it ends; it is ended after ``TIMEOUT_S``."""
+def _read(process: subprocess.Popen[str]) -> list[str]:
+    """Return what the process prints until it ends; end it after ``TIMEOUT_S``."""
     watchdog = threading.Timer(TIMEOUT_S, process.kill)
     watchdog.start()
     try:
-        lines = []
-        for line in process.stdout or ():
-            lines.append(line)
-            on_step(line.rstrip())
+        lines = list(process.stdout or ())
         process.wait()
         return lines
     except BaseException:
-        # Whoever is interrupted leaves no engine behind.
+        # An interrupted run leaves no engine behind.
         process.kill()
         process.wait()
         raise
@@ -95,7 +89,7 @@ def _read(process: subprocess.Popen[str], on_step: Callable[[str], None]) -> lis
 
 
 def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, str]:
-    """Environment of the engine's process: the sandbox's plugin on its path, private caches, quiet logs."""
+    """Return the environment of an engine's process: the sandbox's plugin on its path, private caches."""
     path = os.pathsep.join(filter(None, [str(plugin.FOLDER), str(plugin.CHECKOUT), os.environ.get("PYTHONPATH")]))
     environment = {
         **os.environ,
@@ -115,15 +109,15 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
     if spec.interpret:
         environment["TRITON_INTERPRET"] = "1"
     if not spec.compile_cache:
-        # Compiled C++ is found again by its source; whole graphs are not, or a planted bug would not be compiled in.
+        # Compiled C++ is found again by its source. Whole graphs must not be, or a planted bug is not compiled in.
         environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
-    # This process may have built a config of its own: its engine's gauge is not this one's.
-    environment.pop(gauge.FOLDER, None)
+    # This process may have built a config itself; the engine must not write into this process's run.
+    environment.pop(status.RUN, None)
     return environment
 
 
 def runs_on_ray(spec: EngineSpec) -> bool:
-    """Whether the workers are actors of Ray's."""
+    """Whether the workers are Ray actors."""
     return bool(spec.llm.get("distributed_executor_backend") == "ray")
 
 
@@ -131,10 +125,10 @@ def _environment_of_device(spec: EngineSpec) -> dict[str, str]:
     if spec.device == "gpu":
         # The demo's bounds are for plain absorb weights; where AITER is on, vLLM would hold fp8 or mxfp4 ones.
         return {"VLLM_ROCM_USE_AITER_FP8BMM": "0", "VLLM_ROCM_USE_AITER_FP4BMM": "0"}
-    # One thread: with two, which wait for each other by spinning, small GEMMs took six times the processor time.
+    # One thread: two threads wait for each other by spinning, and small GEMMs took six times the processor time.
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     if runs_on_ray(spec):
-        environment |= {ray_platform.SWITCH: "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        environment |= {platform.RAY_SWITCH: "1", "RAY_USAGE_STATS_ENABLED": "0"}
     workers = spec.tensor_parallel_size * spec.llm.get("pipeline_parallel_size", 1)
     if workers > 1:
         # Two workers on two cores deadlock on vLLM's automatic binding.

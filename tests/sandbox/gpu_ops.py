@@ -1,8 +1,13 @@
-"""Ops of vLLM on a CPU: those that only its GPU builds register, and RoPE without the CPU build's roundings."""
+"""Ops of vLLM on a CPU: those that only its GPU builds register, RoPE without the CPU build's roundings, and experts
+that know their rank.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -11,8 +16,8 @@ from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate, scatter_row
 
 _LIBRARIES: list[torch.library.Library] = []
 
-# FixFunctionalizationPass and the fusion modules name these when they are imported or run. None is ever called here:
-# the name is enough, and a call fails loudly.
+# FixFunctionalizationPass and the fusion modules name these ops when they are imported or run, and never call them
+# here; a call fails loudly.
 _MISSING = (
     "fused_add_rms_norm_static_fp8_quant",
     "rms_norm_static_fp8_quant",
@@ -39,12 +44,12 @@ def register() -> None:
     # vLLM's AVX2 library rounds each product of NeoX pairs to bf16, its AVX-512 library and its GPU kernel do not.
     library.impl("rotary_embedding", rotary_embedding, "CPU")
     _LIBRARIES.append(library)
-    cache = torch.library.Library("_C_cache_ops", "FRAGMENT")
+    over_cache = torch.library.Library("_C_cache_ops", "FRAGMENT")
     for kernel, schema in _cache_kernels().items():
         if not hasattr(torch.ops._C_cache_ops, kernel.__name__):
-            cache.define(f"{kernel.__name__}({schema}) -> ()")
-            cache.impl(kernel.__name__, kernel, "CPU")
-    _LIBRARIES.append(cache)
+            over_cache.define(f"{kernel.__name__}({schema}) -> ()")
+            over_cache.impl(kernel.__name__, kernel, "CPU")
+    _LIBRARIES.append(over_cache)
     _import_vllm_fusion()
 
 
@@ -186,3 +191,35 @@ def write_kv_rows(
 
 def _raw(dtype: torch.dtype) -> torch.dtype:
     return torch.uint8 if fp8.is_fp8(dtype) else dtype
+
+
+@cache
+def mend_experts() -> None:
+    """Make vLLM's experts for CPUs fit for expert parallelism, if this release has them where we look.
+
+    Their kernel treats global expert ids as local ones and reads out of bounds, which crashes the process.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:
+        return
+    inner = CPUUnquantizedExperts.apply
+    signature = inspect.signature(inner)
+
+    def apply(*args: Any, **named: Any) -> None:
+        given = signature.bind(*args, **named)
+        values = given.arguments
+        if values["expert_map"] is not None:
+            found = local_experts(values["topk_weights"], values["topk_ids"], values["expert_map"])
+            values["topk_weights"], values["topk_ids"] = found
+        inner(*given.args, **given.kwargs)
+
+    CPUUnquantizedExperts.apply = apply
+
+
+def local_experts(
+    weights: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights [T, K] and ids [T, K] of this rank: ``expert_map`` has -1 for an expert of another rank."""
+    mapped = expert_map[ids.long()]
+    return torch.where(mapped < 0, 0, weights), mapped.clamp(min=0).to(ids.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.sandbox import aiter_attention, full_graphs, piecewise, platform
+from tests.sandbox import card, cuda_graphs, platform
 from tests.sandbox.spec import EngineSpec
 
 GRAPHS: dict[str, str] = {}
@@ -22,45 +22,42 @@ def apply(spec: EngineSpec) -> None:
     if spec.linear == "aten":
         plain_linears()
     if spec.fake_arch:
-        from tests.sandbox.simulated_aiter import engine
-
-        engine.pretend(spec.fake_arch)
-        if spec.attention == "aiter":
-            aiter_attention.take(spec.fake_arch)
+        card.pretend(spec.fake_arch, attention=spec.attention == "aiter")
         if spec.fp8_bmm:
-            engine.hold_weights_in_fp8()
+            card.hold_weights_in_fp8()
         if spec.fp4_bmm:
-            engine.hold_weights_in_fp4()
+            card.hold_weights_in_fp4()
     if spec.interpret:
         from vllm_aiter_mla.kernels.triton import interpreter
 
         interpreter.install()
     if spec.graphs:
-        piecewise.emulate(spec.graphs)
-    if spec.graphs == "full":
-        full_graphs.emulate()
+        cuda_graphs.emulate(spec.graphs)
     if spec.mutation:
-        module, _, function = spec.mutation.partition(":")
-        getattr(importlib.import_module(module), function)()
-    if spec.perturb:
-        perturb_cache(spec.perturb)
+        plant(spec.mutation)
     if spec.dump_graphs:
         dump_graphs()
     count_branches()
 
 
+def plant(mutation: str) -> None:
+    """Call "module:function", which plants a bug in this process."""
+    module, _, function = mutation.partition(":")
+    getattr(importlib.import_module(module), function)()
+
+
 def count_branches() -> None:
     """Count what the op does with its batches: a claim about prefill rows is empty where none came by."""
-    from vllm_aiter_mla.ops import bodies
+    from vllm_aiter_mla import ops
 
     for name in ("prepared_query", "rotate_and_write"):
-        inner = getattr(bodies, name)
+        inner = getattr(ops, name)
 
         def counted(*args: Any, name: str = name, inner: Any = inner) -> Any:
             BRANCHES[name] += 1
             return inner(*args)
 
-        setattr(bodies, name, counted)
+        setattr(ops, name, counted)
 
 
 def plain_linears() -> None:
@@ -68,33 +65,9 @@ def plain_linears() -> None:
     from vllm.model_executor.layers import utils
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+        layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
-
-
-def perturb_cache(share: float) -> None:
-    """Shift a fixed ``share`` of fp8 rope values by one step. The demo compares its differences with this."""
-    from tests.sandbox import attention, gpu_ops
-
-    write = gpu_ops.write_kv_rows
-
-    def write_perturbed(
-        kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor, k_scale: torch.Tensor
-    ) -> None:
-        write(kv_c, k_pe, kv_cache, slots, k_scale)
-        if kv_cache.numel() == 0 or kv_cache.dtype != torch.uint8:
-            return
-        rows = kv_cache.view(-1, kv_cache.shape[-1])
-        chosen = slots[slots >= 0]
-        rope = rows[chosen, kv_c.shape[-1] :]
-        picked = torch.rand(rope.shape, generator=torch.Generator().manual_seed(0)) < share
-        # The next code of larger magnitude; the largest finite one stays.
-        moved = torch.where(picked & ((rope & 0x7F) < 0x7E), rope + 1, rope)
-        rows[chosen, kv_c.shape[-1] :] = moved
-
-    gpu_ops.write_kv_rows = write_perturbed
-    attention.write_kv_rows = write_perturbed
 
 
 def dump_graphs() -> None:
@@ -118,7 +91,7 @@ def dump_graphs() -> None:
             CODE[compile_range()] = code
 
     GraphLowering.save_output_code = staticmethod(keep)
-    pass_manager.PostGradPassManager.__call__ = call  # type: ignore[method-assign]
+    pass_manager.PostGradPassManager.__call__ = call
 
 
 def set_scales(llm: Any, k_scale: float, q_scale: float) -> None:

@@ -1,12 +1,30 @@
-"""A small random DeepSeek-V2 checkpoint, written to disk so that vLLM loads it through its usual loader."""
+"""Models that the sandbox's engines load: a small random DeepSeek checkpoint, a LoRA adapter for it, and any other
+model as a ``config.json`` without a checkpoint, for which vLLM draws weights.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+
+RANK = 8
+# Two slots: for a request without an adapter vLLM on a CPU takes the last slot, so that one must stay empty.
+LORA_OPTIONS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+LORA_TARGETS = ("q_a_proj", "q_b_proj", "q_proj", "kv_a_proj_with_mqa", "o_proj", "down_proj")
+RANDOM_FORMAT = "aiter_mla_random"
+
+
+def save_config(config: dict[str, Any], folder: Path) -> Path:
+    """Write ``config.json`` into ``folder`` and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +143,60 @@ class TinyDeepseek:
         """Write ``config.json`` and ``model.safetensors`` into ``folder`` and return it."""
         from safetensors.torch import save_file
 
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config(), indent=1))
-        save_file(self.weights(), folder / "model.safetensors")
+        save_file(self.weights(), save_config(self.config(), folder) / "model.safetensors")
         return folder
+
+    def save_adapter(self, folder: Path) -> Path:
+        """Write a LoRA adapter of random weights, wide enough that tokens change, into ``folder`` and return it."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        generator = torch.Generator().manual_seed(0)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, weight in self.weights().items():
+            module = name.removesuffix(".weight")
+            if module.rpartition(".")[2] not in LORA_TARGETS:
+                continue
+            rows, columns = weight.shape
+            for half, shape in (("lora_A", (RANK, columns)), ("lora_B", (rows, RANK))):
+                drawn = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+                tensors[f"base_model.model.{module}.{half}.weight"] = drawn.to(weight.dtype)
+        targets = sorted({name.split(".")[-3] for name in tensors})
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets, "bias": "none"}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "adapter_model.safetensors")
+        return folder
+
+
+@cache
+def register_random_weights() -> None:
+    """Let vLLM know ``RANDOM_FORMAT``, and model types whose config classes come with their checkpoints' own code."""
+    from transformers import AutoConfig, PretrainedConfig
+    from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
+
+    @register_model_loader(RANDOM_FORMAT)
+    class RandomWeights(DummyModelLoader):
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            for name, tensor in model.state_dict().items():
+                fill(name, tensor)
+
+    for name in ("pangu_ultra_moe", "sarvam_mla", "bailing_hybrid"):
+        AutoConfig.register(name, type(name, (PretrainedConfig,), {"model_type": name}), exist_ok=True)
+
+
+def fill(name: str, tensor: torch.Tensor) -> None:
+    """Draw one weight, the same in every process: a norm around 1, a matrix that keeps its input's size.
+
+    The output of ``lm_head`` is three times as wide, so that greedy tokens vary; queries and latents twice. The values
+    of vLLM's own "dummy" format are at most 1e-3: every comparison of tokens would pass.
+    """
+    if not tensor.is_floating_point():
+        return
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+    drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    if tensor.dim() < 2:
+        drawn = 0.1 * drawn + (0.0 if "bias" in name else 1.0)
+    elif "embed" not in name:
+        gain = 3.0 if "lm_head" in name else 2.0 if "self_attn" in name else 1.0
+        drawn *= gain / tensor.shape[-1] ** 0.5
+    tensor.copy_(drawn)

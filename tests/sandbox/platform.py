@@ -1,12 +1,16 @@
-"""Keep vLLM's compile pipeline on under the CPU platform, which otherwise turns it into a plain Inductor trace."""
+"""vLLM's CPU platform for the sandbox: it keeps the compile pipeline, takes fp8 caches for MLA, and runs under Ray.
+
+The CPU platform otherwise turns the pipeline into a plain Inductor trace. ``entry_point`` names ``find_ray``.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
 from functools import cache, wraps
 from typing import Any
 
-# Set by a spec: vLLM's own MLA RoPE pass, which PassConfig switches off on anything that is no GPU.
+# Set by a spec: vLLM's own MLA RoPE pass, which PassConfig switches off without a GPU.
 vllm_pass = False
 # Whether CUDA graphs are emulated, so that vLLM's dispatcher pads batches to captured sizes.
 has_graphs = False
@@ -17,7 +21,7 @@ chunks_fp8_prompts = False
 @cache
 def wrap(platform_cls: type) -> None:
     """Wrap ``platform_cls.check_and_update_config`` so that the compile pipeline survives it. Idempotent."""
-    inner = platform_cls.check_and_update_config  # type: ignore[attr-defined]
+    inner = platform_cls.check_and_update_config
 
     @wraps(inner)
     def check_and_update_config(vllm_config: Any) -> None:
@@ -29,22 +33,21 @@ def wrap(platform_cls: type) -> None:
         vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
         inner(vllm_config)
         _restore(vllm_config, *asked)
-        # A prompt that goes on behind a cached prefix takes the path of a chunk.
+        # A prompt that continues a cached prefix takes the path of a chunk.
         vllm_config.cache_config.enable_prefix_caching = (
             caches_prefixes and vllm_config.scheduler_config.enable_chunked_prefill
         )
 
-    platform_cls.check_and_update_config = staticmethod(check_and_update_config)  # type: ignore[attr-defined]
+    platform_cls.check_and_update_config = staticmethod(check_and_update_config)
 
 
 @cache
 def allow_fp8_mla(platform_cls: type) -> None:
-    """From 0.33 on vLLM refuses an fp8 cache beside MLA on CPUs, before it asks the back end; the sandbox's reads one.
+    """Let MLA have an fp8 cache on a CPU: vLLM 0.33 rejects it before it asks the back end, and ours reads one.
 
-    Without effect on older releases, which do not look at the cache there. Remove it when vLLM asks the back end.
-    Idempotent.
+    It has no effect on older releases. Remove it when vLLM asks the back end. Idempotent.
     """
-    inner = platform_cls.get_attn_backend_cls  # type: ignore[attr-defined]
+    inner = platform_cls.get_attn_backend_cls
 
     @wraps(inner)
     def get_attn_backend_cls(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> Any:
@@ -52,7 +55,7 @@ def allow_fp8_mla(platform_cls: type) -> None:
             attn_selector_config = attn_selector_config._replace(kv_cache_dtype="auto")
         return inner(selected_backend, attn_selector_config, num_heads)
 
-    platform_cls.get_attn_backend_cls = staticmethod(get_attn_backend_cls)  # type: ignore[attr-defined]
+    platform_cls.get_attn_backend_cls = staticmethod(get_attn_backend_cls)
 
 
 def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> None:
@@ -62,7 +65,7 @@ def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> 
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     if compilation_asked.mode == CompilationMode.VLLM_COMPILE:
         compilation.mode = CompilationMode.VLLM_COMPILE
-        # The platform names a back end of its own for its plain trace.
+        # The platform names another back end for its plain trace.
         compilation.backend = compilation_asked.backend or "inductor"
         compilation.ir_enable_torch_wrap = compilation_asked.ir_enable_torch_wrap
         # None makes the piecewise back end assert "out of considered ranges" without a GPU.
@@ -77,3 +80,20 @@ def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> 
     if scheduler_asked.enable_chunked_prefill and (chunks_fp8_prompts or not is_fp8):
         scheduler.enable_chunked_prefill = True
         scheduler.max_num_batched_tokens = scheduler_asked.max_num_batched_tokens
+
+
+RAY_SWITCH = "AITER_MLA_SANDBOX_RAY"
+
+
+def find_ray() -> str | None:
+    """Name the platform class for engines on Ray. A platform plugin: an actor needs the class before other plugins."""
+    return f"{__name__}.RayCpuPlatform" if os.environ.get(RAY_SWITCH) == "1" else None
+
+
+if os.environ.get(RAY_SWITCH) == "1":
+    from vllm.platforms.cpu import CpuPlatform
+
+    class RayCpuPlatform(CpuPlatform):
+        """The CPU platform with the key by which Ray counts devices; vLLM rejects Ray on a platform without one."""
+
+        ray_device_key = "GPU"

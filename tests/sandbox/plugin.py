@@ -1,17 +1,20 @@
-"""The sandbox's own vLLM plugin. vLLM loads it in each process that has ``FOLDER`` on its path, and in its workers.
+"""The sandbox's vLLM plugin. vLLM loads it in each process that has ``FOLDER`` on its path, and in its workers.
 
-``FOLDER`` holds an entry point of ``vllm.general_plugins`` that no installation lists; ``engine.environment_for`` puts
-it on PYTHONPATH. On a CPU: reference kernels underneath a platform that keeps the compile pipeline on. On a GPU: vLLM's
-own platform and its Triton MLA back end, which admission does not take in serving.
+``FOLDER`` holds entry points that no installation lists; ``engine.environment_for`` puts it on PYTHONPATH. On a CPU the
+plugin brings reference kernels and a platform that keeps the compile pipeline. On a GPU it admits vLLM's Triton MLA
+back end, which is not admitted in serving.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 NAME = "aiter_mla_sandbox"
 FOLDER = Path(__file__).parent / "entry_point"
 CHECKOUT = Path(__file__).resolve().parents[2]
+MUTATION = "AITER_MLA_SANDBOX_MUTATION"
+"""Environment variable: "module:function" that plants a bug in every process of a server; tests only."""
 GPU_ATTENTION = ("TRITON_MLA", "TritonMLAImpl")
 """Back end and implementation of the demo on a GPU: every CUDA and ROCm build of vLLM has them."""
 
@@ -31,22 +34,24 @@ def activate() -> None:
         return
     if not current_platform.is_cpu():
         raise RuntimeError(f"the sandbox is for CPUs and for CUDA and ROCm GPUs, not on {current_platform.device_type}")
-    from tests.sandbox import aiter_attention, attention, experts, gpu_ops, platform, random_weights
-    from tests.sandbox.simulated_aiter.engine import resume
+    from tests.sandbox import attention, card, gpu_ops, model, platform
 
     gpu_ops.register()
+    gpu_ops.mend_experts()
     attention.register()
-    random_weights.register()
-    experts.register()
-    platform.wrap(type(current_platform))  # type: ignore[arg-type]
-    platform.allow_fp8_mla(type(current_platform))  # type: ignore[arg-type]
+    model.register_random_weights()
+    platform.wrap(type(current_platform))
+    platform.allow_fp8_mla(type(current_platform))
     KNOWN_IMPLS.add("SandboxMLAImpl")
-    if resume() is not None:
-        aiter_attention.resume()
+    card.resume()
+    if os.environ.get(MUTATION):
+        from tests.sandbox import knobs
+
+        knobs.plant(os.environ[MUTATION])
 
 
 def check_device(device: str) -> None:
-    """Refuse an engine for a device that vLLM's platform is not for.
+    """Check that vLLM's platform is for the engine's device.
 
     Args:
         device: "cpu" or "gpu".

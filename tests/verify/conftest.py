@@ -1,40 +1,61 @@
-"""Small runs of ``verify``, and where its recorded dumps lie."""
+"""Small runs of ``verify``, faults planted into them, and the recorded dumps."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.verify.verify_support import LIMIT
-from vllm_aiter_mla.verify import backends, cases, runner, setting
+from tests.verify.faults import FAULTS
+from vllm_aiter_mla.verify import backends, cases, runner
 from vllm_aiter_mla.verify.engine import EagerEngine
 
-DATA = Path(__file__).parent / "data"
+LIMIT = 12
+BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
 @pytest.fixture
 def dump():
     """The text of a dump by its name."""
-    return lambda name: (DATA / f"{name}.dot").read_text()
+    return lambda name: (Path(__file__).parent / "data" / f"{name}.dot").read_text()
 
 
 @pytest.fixture
-def subject():
+def backend():
     """The reference, as ``verify`` runs it."""
     return backends.load("reference")
 
 
 @pytest.fixture
 def run():
-    """Run one case by name, replayed eagerly: ``run("fresh-data", subject, variant="fp8")``."""
+    """Run one case by name, replayed eagerly: ``run("fresh-data", backend, variant="fp8")``."""
     by_name = {case.name: case for case in cases.cases(LIMIT)}
-    kinds = {kind.name: kind for kind in setting.variants("cpu", torch.float8_e4m3fn, quick=False)}
+    kinds = {kind.name: kind for kind in cases.variants("cpu", torch.float8_e4m3fn, quick=False)}
 
-    def run_one(name, subject, variant="fp8", soak=40, engine=None, seed=0):
-        options = runner.Options(setting.SMALL, LIMIT, seed, soak)
-        return runner.run_case(by_name[name], kinds[variant], subject, engine or EagerEngine(), options)
+    def run_one(name, backend, variant="fp8", engine=None, seed=0, **change):
+        options = runner.Options(cases.SMALL, LIMIT, seed, soak=40)
+        case = replace(by_name[name], **change)
+        return runner.run_case(case, kinds[variant], backend, engine or EagerEngine(), options)
 
     return run_one
+
+
+@pytest.fixture
+def broken(run):
+    """Run one case and return the names of the oracles that it broke."""
+    return lambda *given, **named: {finding.oracle for finding in run(*given, **named).findings}
+
+
+@pytest.fixture
+def caught(broken, monkeypatch):
+    """Plant a fault by its name and return what its case, or another one, breaks."""
+
+    def plant_and_run(name, case=None, engine=None):
+        fault = BY_NAME[name]
+        with monkeypatch.context() as patch:
+            return broken(case or fault.case, fault.plant(patch), engine=engine, **fault.change())
+
+    return plant_and_run
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,13 @@
 """The command line, its files and exit statuses, and the pytest plugin."""
 
+import functools
 import json
 import shlex
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -13,8 +15,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from tests.verify.faults import stale
 from vllm_aiter_mla.commands.verify import verify
-from vllm_aiter_mla.verify import backends, faults, session
+from vllm_aiter_mla.verify import backends, session
 
 ROOT = Path(__file__).resolve().parents[2]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
@@ -30,9 +33,7 @@ def cli():
 @pytest.fixture
 def faulty(monkeypatch):
     """A back end called "reference" that reads a scale once and never again."""
-    (fault,) = (fault for fault in faults.FAULTS if fault.name == "scale-baked-in")
-    right = backends.FINDERS["reference"]
-    monkeypatch.setitem(backends.FINDERS, "reference", lambda: fault.plant(right()))
+    monkeypatch.setitem(backends.FINDERS, "reference", lambda: stale("q_scale")(monkeypatch))
 
 
 ONE = ("--backend", "reference", "--only", "fresh-data", "--variant", "fp8")
@@ -100,8 +101,9 @@ def test_json_holds_results_and_commands(cli, tmp_path):
     [("long", ["long-run", "long-run-piecewise"]), ("long-run", ["long-run"]), ("-size", ["every-capture-size"])],
 )
 def test_a_part_of_a_name_selects_every_case_that_holds_it_and_a_whole_name_one(asked, names):
-    jobs, _ = session.plan(session.Request(backend=("reference",), only=(asked,)), session.engine_here())
-    assert [case.name for case in jobs[0].cases] == names
+    request = session.Request(backend=("reference",), only=(asked,), variant=("fp8",))
+    items, _ = session.plan(request, session.engine_here())
+    assert [item.case.name for item in items] == names
 
 
 def test_list_prints_cases_and_oracles_and_runs_nothing(cli):
@@ -111,56 +113,34 @@ def test_list_prints_cases_and_oracles_and_runs_nothing(cli):
     assert "no-table-copy: " in done.output
 
 
-@on_cpu
-def test_self_test_prints_every_fault_and_the_count(cli):
-    done = cli("--self-test")
-    count = len(faults.FAULTS)
-    assert done.exit_code == 0, done.output
-    assert f"{count}/{count} planted faults caught" in done.output
-    assert all(f"caught {fault.name}: " in done.output for fault in faults.FAULTS)
-
-
-@pytest.mark.mutation
-def test_mutation_self_test_with_a_fault_that_slips_through_exits_1(cli, monkeypatch):
-    harmless = faults.Fault("harmless", "nothing", "fresh-data", "query-nope", lambda subject: subject)
-    monkeypatch.setattr("vllm_aiter_mla.verify.faults.FAULTS", [harmless])
-    done = cli("--self-test")
-    assert done.exit_code == 1
-    assert "MISSED harmless" in done.output
-    assert "0/1" in done.output
-
-
 def test_the_interpreting_process_that_dies_is_a_failure(monkeypatch):
-    def die(*arguments):
-        raise BrokenProcessPool("out of luck")
-        yield
+    started = []
 
-    monkeypatch.setattr(session.interpreted, "run", die)
+    def submit(*arguments):
+        raise BrokenProcessPool("out of luck")
+
+    @functools.cache
+    def interpreter():
+        started.append("a process")
+        return SimpleNamespace(submit=submit)
+
+    monkeypatch.setattr(backends, "_interpreter", interpreter)
     monkeypatch.setitem(backends.FINDERS, "triton", lambda: None)
-    found = session.Session(session.Request(backend=("triton",)))
+    found = session.Session(session.Request(backend=("triton",), only=("fresh-data",)))
     list(found.run())
     assert found.status == session.FAILED
+    assert len(started) == len(found.results) == 2
     assert "out of luck" in found.results[0].findings[0].message
 
 
 def plugin(tmp_path, *arguments):
     (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "vllm_aiter_mla.verify.pytest_plugin",
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "vllm_aiter_mla.verify.pytest_plugin"]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    # An entry point that is installed already would register the options twice.
+    # Installed metadata may still name the plugin, which would register its options twice.
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
-    )
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
 
 
 SELECTED = ("--aiter-mla-verify", "--aiter-mla-quick", "-k", "test_own or reference-fresh-data")
@@ -179,10 +159,9 @@ def test_the_plugin_adds_the_cases_to_a_run_of_another_project(tmp_path):
 def test_a_failure_in_pytest_names_the_oracle_and_the_command_that_repeats_it(tmp_path):
     (tmp_path / "conftest.py").write_text(
         "def pytest_configure(config):\n"
-        "    from vllm_aiter_mla.verify import backends, faults\n"
-        "    right = backends.FINDERS['reference']\n"
-        "    fault = next(fault for fault in faults.FAULTS if fault.name == 'rotates-its-inputs')\n"
-        "    backends.FINDERS['reference'] = lambda: fault.plant(right())\n"
+        "    from tests.verify.faults import Changed, flips_query\n"
+        "    from vllm_aiter_mla.verify import backends\n"
+        "    backends.FINDERS['reference'] = lambda: Changed(flips_query)\n"
     )
     done = plugin(tmp_path, *SELECTED)
     assert done.returncode == 1

@@ -1,12 +1,15 @@
 """``verify`` with real graphs: ``pytest -m gpu -k verify``."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from vllm_aiter_mla.verify import backends, selftest, session
-from vllm_aiter_mla.verify.faults import FAULTS
-from vllm_aiter_mla.verify.runner import Options
-from vllm_aiter_mla.verify.setting import REAL, variants
+from tests.verify.faults import FAULTS
+from vllm_aiter_mla.kernels.platform import detect_platform
+from vllm_aiter_mla.verify import backends, session
+from vllm_aiter_mla.verify.cases import REAL, cases, variants
+from vllm_aiter_mla.verify.runner import Options, run_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,10 +44,12 @@ def test_verify_gpu_status_is_read_from_the_graph():
     assert "1 launch: 1 x decode_prep_kernel" in found.results[0].launches.values()
 
 
-def test_verify_gpu_every_planted_fault_is_caught():
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_verify_gpu_a_planted_fault_is_caught_and_the_right_back_end_passes(monkeypatch, fault):
     engine = session.engine_here()
-    fp8 = variants(engine.device, session.native_fp8(), quick=True)[0]
-    outcomes = selftest.self_test(
-        FAULTS, lambda: backends.load("reference"), engine, fp8, Options(REAL, session.CPU_LIMIT)
-    )
-    assert [(v.fault.name, v.message, v.control) for v in outcomes if not v.ok] == []
+    fp8 = variants(engine.device, detect_platform().fp8, quick=True)[0]
+    (case,) = (case for case in cases(session.CPU_LIMIT) if case.name == fault.case)
+    options = Options(REAL, session.CPU_LIMIT, soak=40)
+    assert run_case(case, fp8, fault.right(), engine, options).status == "passed"
+    wrong = run_case(replace(case, **fault.change()), fp8, fault.plant(monkeypatch), engine, options)
+    assert fault.oracle in {finding.oracle for finding in wrong.findings}

@@ -1,4 +1,4 @@
-"""The engine for a GPU on stand-ins for torch.cuda: its own Python must be right before a card is at hand."""
+"""The engine for a GPU over a simulated torch.cuda: its Python must be right before it meets a card."""
 
 import contextlib
 import warnings
@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.verify.verify_support import broken
-from vllm_aiter_mla.verify import graphs
-from vllm_aiter_mla.verify.faults import FAULTS
+from tests.verify.faults import Changed
+from vllm_aiter_mla.verify.engine import GraphEngine
 from vllm_aiter_mla.verify.recording import Recording
 
 
@@ -85,88 +84,88 @@ def cuda(monkeypatch):
 
 @pytest.fixture
 def engine(cuda):
-    engine = graphs.GraphEngine()
+    engine = GraphEngine()
     engine.device = "cpu"
     return engine
 
 
-def test_the_launches_come_from_the_dump(run, subject, engine):
-    result = run("kernel-status", subject, engine=engine)
+def test_the_launches_come_from_the_dump(run, backend, engine):
+    result = run("kernel-status", backend, engine=engine)
     assert result.status == "passed", result.findings
     assert "aten.bmm" in result.launches["12"] or "other kinds" in result.launches["12"]
 
 
 @pytest.mark.parametrize("name", ["full-graph-decode", "piecewise-decode", "mixed-batch-piecewise", "long-run"])
-def test_right_subjects_pass(run, subject, engine, name):
-    assert run(name, subject, engine=engine).findings == []
+def test_a_right_back_end_passes(run, backend, engine, name):
+    assert run(name, backend, engine=engine).findings == []
 
 
-def test_graphs_of_a_shared_pool_get_one_handle_and_others_their_own(run, subject, engine, cuda):
-    run("shared-pool", subject, engine=engine)
+def test_graphs_of_a_shared_pool_get_one_handle_and_others_their_own(run, backend, engine, cuda):
+    run("shared-pool", backend, engine=engine)
     assert len(set(map(id, cuda.pools))) == 1
     assert len(cuda.pools) == 3
     cuda.pools.clear()
-    run("every-capture-size", subject, engine=engine)
+    run("every-capture-size", backend, engine=engine)
     assert len(set(map(id, cuda.pools))) == len(cuda.pools) == 5
 
 
-def test_a_capture_on_a_side_stream_is_given_the_stream(run, subject, engine, cuda):
-    run("side-stream", subject, engine=engine)
+def test_a_capture_on_a_side_stream_is_given_the_stream(run, backend, engine, cuda):
+    run("side-stream", backend, engine=engine)
     assert all(stream is not None for stream in cuda.streams)
 
 
-def test_the_synchronisation_check_is_on_for_the_probe_and_off_again(run, subject, engine, cuda):
-    run("fresh-data", subject, engine=engine)
+def test_the_synchronisation_check_is_on_for_the_probe_and_off_again(run, backend, engine, cuda):
+    run("fresh-data", backend, engine=engine)
     assert cuda.sync_modes == ["error", "default"]
 
 
-def test_a_call_that_synchronises_is_found_before_it_can_break_a_capture(run, subject, engine, cuda):
-    from dataclasses import replace
-
-    def prepare(inputs):
+def test_a_call_that_synchronises_is_found_before_it_can_break_a_capture(run, engine, cuda):
+    def prepare(right, inputs):
         if cuda.sync_modes[-1:] == ["error"]:
             raise RuntimeError("called a synchronizing CUDA operation")
-        return subject.prepare(inputs)
+        return right(inputs)
 
-    result = run("fresh-data", replace(subject, prepare=prepare), engine=engine)
-    assert broken(result) == {"no-sync"}
+    result = run("fresh-data", Changed(prepare), engine=engine)
+    assert {finding.oracle for finding in result.findings} == {"no-sync"}
     assert cuda.sync_modes[-1] == "default"
     assert result.captures == 0
 
 
-def test_a_capture_that_fails_is_a_finding_and_puts_the_stream_back(run, subject, engine, cuda):
-    from dataclasses import replace
-
-    def prepare(inputs):
+def test_a_capture_that_fails_is_a_finding_and_puts_the_stream_back(run, engine, cuda):
+    def prepare(right, inputs):
         if cuda.pools:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
-        return subject.prepare(inputs)
+        return right(inputs)
 
-    result = run("fresh-data", replace(subject, prepare=prepare), engine=engine)
-    assert broken(result) == {"runs"}
-    assert "the capture failed: operation not permitted" in result.findings[0].message
+    (finding,) = run("fresh-data", Changed(prepare), engine=engine).findings
+    assert (finding.oracle, finding.step) == ("runs", "capture")
+    assert "operation not permitted" in finding.message
+    assert "more" not in finding.message
     assert cuda.restored == 1
 
 
-def test_replays_that_ask_for_memory_fail(run, subject, engine, monkeypatch):
+def test_replays_that_ask_for_memory_fail(broken, backend, engine, monkeypatch):
     def counting():
         counting.calls += 1
         return {"allocation.all.allocated": counting.calls}
 
     counting.calls = 0
     monkeypatch.setattr(torch.cuda, "memory_stats", counting)
-    assert broken(run("long-run", subject, engine=engine)) == {"memory"}
+    assert broken("long-run", backend, engine=engine) == {"memory"}
 
 
-def test_a_dump_that_cannot_be_had_skips_the_count_with_the_reason(run, subject, engine, monkeypatch):
+def test_a_dump_that_cannot_be_had_skips_the_count_with_the_reason(run, backend, engine, monkeypatch):
     monkeypatch.setattr(Graph, "debug_dump", lambda self, path: None)
-    result = run("kernel-status", subject, engine=engine)
+    result = run("kernel-status", backend, engine=engine)
     assert result.status == "skipped"
     assert "torch wrote no DOT dump" in result.reason
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize("name", ["launches-more", "captured-in-a-piece", "scale-baked-in", "mixes-padded-rows"])
-def test_mutation_planted_faults_are_caught_by_the_gpu_engine_too(run, subject, engine, name):
-    (fault,) = (fault for fault in FAULTS if fault.name == name)
-    assert fault.oracle in broken(run(fault.case, fault.plant(fault.base(subject)), engine=engine))
+@pytest.mark.parametrize(
+    ("name", "oracle"),
+    [("launches-more", "launches"), ("captured-in-a-piece", "attention-output"), ("stale-scale", "query-nope"),
+     ("mixes-padded-rows", "finite")],
+)  # fmt: skip
+def test_mutation_planted_faults_are_caught_by_the_gpu_engine_too(caught, engine, name, oracle):
+    assert oracle in caught(name, engine=engine)

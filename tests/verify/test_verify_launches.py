@@ -1,74 +1,150 @@
-"""The parser of captured graphs, on dumps of both vendors (tests/verify/data/README.md says where they are from)."""
+"""Launches of captured graphs: HIP's and torch's dumps, and the parser on dumps of both (data/README.md)."""
+
+import os
+import subprocess
+import sys
+from enum import IntEnum
+from types import SimpleNamespace
 
 import pytest
 
-from vllm_aiter_mla.verify.launches import DotError, nodes, of_dot, short, violation
+from vllm_aiter_mla.verify import launches
+from vllm_aiter_mla.verify.launches import DumpError, of_dot, violation
 
 BMM = "Cijk_Ailk_Bljk_BBS_BH_MT64x64x64"
 FUSED = "_ZN5aiter44fuse_qk_rope_concat_and_cache_mla_opt_kernelIDF16bhLb0EEEvPKT_S3_PT0_iii"
+VLLM_OWN = (BMM, "rotary_embedding_kernel", "concat_and_cache_mla_kernel", "static_scaled_fp8_quant_kernel")
 
 
-def test_a_dump_of_cuda_names_kernels_and_what_else_does_work(dump):
-    found = nodes(dump("cuda_verbose"))
-    assert [kind for kind, _ in found] == ["KERNEL", "KERNEL", "MEMCPY", "MEMSET"]
-    assert found[1][1] == "decode_prep_kernel"
-    assert found[0][1].startswith("_ZN2at6native29vectorized_elementwise_kernel")
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_dump_of_cuda_names_kernels_and_other_work(dump, newline):
+    found = of_dot(dump("cuda_verbose").replace("\n", newline))
+    assert found[0].startswith("_ZN2at6native29vectorized_elementwise_kernel")
+    assert found[1:] == ("decode_prep_kernel", "MEMCPY", "MEMSET")
 
 
-def test_a_dump_of_hip_names_kernels_copies_and_barriers(dump):
-    found = nodes(dump("hip_plain"))
-    assert [kind for kind, _ in found] == ["KERNEL", "KERNEL", "MEMCPY", "EMPTY"]
-    assert found[1][1] == FUSED
-
-
-def test_windows_line_ends_change_nothing(dump):
-    assert nodes(dump("cuda_verbose").replace("\n", "\r\n")) == nodes(dump("cuda_verbose"))
+def test_a_dump_of_hip_names_kernels_and_copies_and_leaves_out_barriers(dump):
+    found = of_dot(dump("hip_plain"))
+    assert found[0].startswith(BMM[:20])
+    assert found[1:] == (FUSED, "MEMCPY")
 
 
 def test_a_node_of_an_unknown_kind_is_counted_not_dropped():
     text = 'digraph dot {\n"graph_0_node_0"[style="solid" shape="record" label="{brand new | 1}"];\n}\n'
-    assert nodes(text) == [("UNKNOWN", "")]
     assert of_dot(text) == ("UNKNOWN",)
 
 
 @pytest.mark.parametrize("text", ["", "not a graph", "digraph dot {\n}\n"])
 def test_a_dump_without_nodes_is_an_error_and_no_empty_list(text):
-    with pytest.raises(DotError):
+    with pytest.raises(DumpError):
         of_dot(text)
 
 
-def test_barriers_are_no_launches(dump):
-    names = of_dot(dump("hip_plain"))
-    assert len(names) == 3
-    assert names[2] == "MEMCPY"
-
-
-def test_names_are_shortened_to_what_can_be_read():
-    assert short(FUSED) == "aiter::fuse_qk_rope_concat_and_cache_mla_opt_kernel"
-    assert short("decode_prep_kernel") == "decode_prep_kernel"
-    assert len(short("Cijk_" + "x" * 200)) == 60
-
-
-def test_one_triton_launch_per_layer_is_expected():
-    assert violation("triton", ("decode_prep_kernel",) * 2, layers=2) is None
-    assert "2 found" in violation("triton", ("decode_prep_kernel",) * 2, layers=1)
-
-
-def test_aiter_is_a_bmm_and_one_op():
-    assert violation("aiter", (BMM, FUSED), layers=1) is None
-    assert violation("aiter", (BMM, "splitk_reduce", FUSED), layers=1) is None
-    assert "0 found" in violation("aiter", (BMM,), layers=1)
+@pytest.mark.parametrize(
+    ("backend", "names", "layers", "budget"),
+    [("triton", ("decode_prep_kernel",) * 2, 2, None), ("aiter", (BMM, FUSED), 1, None),
+     ("aiter", (BMM, "splitk_reduce", FUSED), 1, None), ("reference", ("a", "b"), 1, 2), ("mine", ("a", "b"), 1, None)],
+)  # fmt: skip
+def test_launches_that_a_back_end_may_make(backend, names, layers, budget):
+    assert violation(backend, names, layers, budget) is None
 
 
 @pytest.mark.mutation
-def test_mutation_a_step_of_four_launches_is_refused(dump):
-    vllm_own = (BMM, "rotary_embedding_kernel", "concat_and_cache_mla_kernel", "static_scaled_fp8_quant_kernel")
-    assert violation("aiter", vllm_own, layers=1) is not None
-    assert violation("triton", vllm_own, layers=1) is not None
-    assert violation("aiter", of_dot(dump("hip_plain")), layers=1) is not None, "a copy beside the op"
+@pytest.mark.parametrize(
+    ("backend", "names", "layers", "budget"),
+    [("triton", ("decode_prep_kernel",) * 2, 1, None), ("triton", VLLM_OWN, 1, None), ("aiter", VLLM_OWN, 1, None),
+     ("aiter", (BMM,), 1, None), ("aiter", (BMM, FUSED, "MEMCPY"), 1, None), ("reference", ("a", "b"), 1, 1)],
+)  # fmt: skip
+def test_mutation_launches_that_a_back_end_may_not_make(backend, names, layers, budget):
+    assert f"{len(names)} launch" in violation(backend, names, layers, budget)
 
 
-def test_a_back_end_without_an_entry_is_held_against_a_plain_call():
-    assert violation("reference", ("a", "b"), layers=1, budget=2) is None
-    assert "1 launches per layer expected" in violation("reference", ("a", "b"), layers=1, budget=1)
-    assert violation("somebody's", ("a", "b"), layers=1) is None
+class Code(IntEnum):
+    """hip-python's error codes, as ``hipError_t`` has them."""
+
+    hipSuccess = 0  # noqa: N815
+    hipErrorNoDevice = 100  # noqa: N815
+
+
+@pytest.fixture
+def hip(monkeypatch):
+    """Puts a module like hip-python's, with one MI300X, in its place; the arguments replace its calls."""
+
+    def install(**calls):
+        usual = {"hipGetDeviceCount": lambda: (Code.hipSuccess, 1)}
+        monkeypatch.setitem(sys.modules, "hip", SimpleNamespace())
+        monkeypatch.setitem(sys.modules, "hip.hip", SimpleNamespace(**(usual | calls)))
+
+    return install
+
+
+def _no_library():
+    raise RuntimeError("failed to dlopen 'b'libamdhip64.so'': cannot open shared object file\nmore\nlines")
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [({"hipGetDeviceCount": lambda: (Code.hipErrorNoDevice, 0)}, "hipGetDeviceCount says hipErrorNoDevice"),
+     ({"hipGetDeviceCount": _no_library}, "libamdhip64"), ({}, "cannot call hipGraphDebugDotPrint")],
+)  # fmt: skip
+def test_what_hip_cannot_do_is_one_sentence(hip, calls, said):
+    hip(**calls)
+    with pytest.raises(DumpError) as caught:
+        launches.hip_dot(1)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_hip_python_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hip", None)
+    monkeypatch.setitem(sys.modules, "hip.hip", None)
+    with pytest.raises(DumpError, match=r"'\.\[rocm\]'"):
+        launches.hip_dot(1)
+
+
+def test_the_plain_dump_is_asked_for_with_flags_0(dump, hip):
+    """ROCm's older runtimes print a verbose dump into a buffer of 500 bytes, whatever a kernel's name."""
+    asked = []
+
+    def print_dot(graph, path, flags):
+        asked.append((graph, flags))
+        with open(path, "w") as file:
+            file.write(dump("hip_plain"))
+        return (Code.hipSuccess,)
+
+    hip(hipGraphDebugDotPrint=print_dot)
+    assert "fuse_qk_rope" in launches.hip_dot(0x1234)
+    assert asked == [(0x1234, 0)]
+
+
+def test_two_loaded_runtimes_are_an_error_before_a_graph_crosses_over(tmp_path):
+    line = "7f00-7f01 r-xp 00000000 08:01 1 {}\n"
+    maps = tmp_path / "maps"
+    maps.write_text(line.format("/a/libamdhip64.so.7") * 2)
+    launches.check_one_runtime(maps)
+    maps.write_text(line.format("/a/libamdhip64.so.7") + line.format("/b/libamdhip64.so"))
+    with pytest.raises(DumpError, match="two HIP runtimes"):
+        launches.check_one_runtime(maps)
+
+
+def test_the_real_hip_python_says_one_sentence_here():
+    """With hip-python installed and no AMD GPU; set HIP_PYTHON to an interpreter that has it, or install it here."""
+    python = os.environ.get("HIP_PYTHON", sys.executable)
+    code = (
+        "import sys\n"
+        "try:\n    from hip import hip\nexcept ImportError:\n    sys.exit(77)\n"
+        "import importlib.util, types\n"
+        "sys.modules['torch'] = types.ModuleType('torch')\n"
+        "sys.modules['torch'].cuda = types.SimpleNamespace(CUDAGraph=None)\n"
+        "spec = importlib.util.spec_from_file_location('launches', sys.argv[1])\n"
+        "launches = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(launches)\n"
+        "try:\n    print('devices:', launches._hip_call('hipGetDeviceCount')[0])\n"
+        "except launches.DumpError as error:\n    print('DumpError:', error)\n"
+    )
+    done = subprocess.run([python, "-c", code, launches.__file__], capture_output=True, text=True, check=False)
+    if done.returncode == 77:
+        pytest.skip("hip-python is not installed; HIP_PYTHON names no interpreter that has it")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(("DumpError: ", "devices: "))
+    assert len(done.stdout.strip().splitlines()) == 1

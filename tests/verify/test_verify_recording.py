@@ -1,14 +1,14 @@
-"""The recording: a replay repeats what was recorded, and nothing that Python would decide anew."""
+"""The recording: a replay repeats what was recorded, and not what Python would decide now."""
 
 import torch
 
 from vllm_aiter_mla.verify.engine import EagerEngine
-from vllm_aiter_mla.verify.recording import Watch, launch_foreign, recording
-from vllm_aiter_mla.verify.subject import Segment
+from vllm_aiter_mla.verify.recording import Recording, launch_foreign
+from vllm_aiter_mla.verify.steps import Segment, Step
 
 
 def record(run):
-    with recording() as made:
+    with Recording() as made:
         result = run()
     return made, result
 
@@ -85,30 +85,28 @@ def test_an_eager_segment_between_two_captured_ones_runs_anew():
 
     def first():
         outputs["a"] = x + 1
-        return outputs
 
     def between():
         seen.append(1)
         middle.copy_(outputs["a"])
-        return outputs
 
     def last():
         outputs["b"] = middle * 10
-        return outputs
 
-    captured = EagerEngine().capture([Segment(True, first), Segment(False, between), Segment(True, last)], "", False)
+    step = Step([Segment(True, first), Segment(False, between), Segment(True, last)], outputs)
+    captured = EagerEngine().capture(step, "", False)
     x.fill_(4)
     captured.replay()
     assert len(seen) == 2
     assert captured.outputs["b"].tolist() == [50]
 
 
-def test_the_watch_tells_held_memory_from_a_temporary():
-    watch, kept = Watch(), []
-    with watch:
-        torch.empty(1000)
-        kept.append(torch.empty(10))
-        kept.append(kept[0].view(2, 5))
-    assert watch.live_bytes() == 40
+def test_memory_counts_what_is_held_once_and_no_temporary():
+    engine, kept = EagerEngine(), []
+    before, _ = engine.memory()
+    torch.empty(1000)
+    kept.append(torch.empty(10))
+    kept.append(kept[0].view(2, 5))
+    assert engine.memory()[0] - before == 40
     kept.clear()
-    assert watch.live_bytes() == 0
+    assert engine.memory()[0] == before

@@ -1,1 +1,1 @@
-"""What `tools/ledger.py` counts with: the launches, allocations and bytes of a layer."""
+"""Count and time one layer without an engine: used by tools/ledger.py and tools/host_cost.py."""

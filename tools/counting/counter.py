@@ -23,7 +23,7 @@ Bytes = Callable[..., int]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened in a step, in order.
+    """Something that happened in a step.
 
     Attributes:
         name: of the kernel, the op or the allocation.
@@ -41,7 +41,7 @@ class Event:
 
 
 def size(tensor: torch.Tensor) -> int:
-    """Bytes of the distinct elements of a tensor: a broadcast dimension counts once."""
+    """Return the bytes of a tensor's distinct elements: a broadcast dimension counts once."""
     elements = tensor.itemsize
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= length if stride else min(length, 1)
@@ -49,12 +49,12 @@ def size(tensor: torch.Tensor) -> int:
 
 
 def sizes(tensors: Iterable[Any]) -> int:
-    """Bytes of all the tensors among the values."""
+    """Return the bytes of all the tensors among the values."""
     return sum(size(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 class Counter(TorchDispatchMode):
-    """Notes each op that runs under it as an ``Event``.
+    """Record each op that runs under it as an ``Event``.
 
     A view costs nothing. An op that fills new storage is one launch and one allocation for each new buffer. An op of
     ``BODIES`` is entered; one that ``kernels`` names is one launch with the bytes its function computes, whatever the
@@ -72,14 +72,14 @@ class Counter(TorchDispatchMode):
         self._paused = False
 
     def note(self, name: str, launches: int = 0, allocations: int = 0, moved: int = 0) -> None:
-        """Append an event; nothing is noted inside what counts as one launch."""
+        """Append an event, unless inside of what counts as one launch."""
         if self._paused:
             return
         self.events.append(Event(name, launches, allocations, moved, self.captured))
 
     @contextmanager
     def inside_a_piece(self) -> Iterator[None]:
-        """What happens now would be recorded by a piecewise graph."""
+        """Mark what happens now as recorded by a piecewise graph."""
         before, self.captured = self.captured, True
         try:
             yield
@@ -89,7 +89,7 @@ class Counter(TorchDispatchMode):
     def one_launch(
         self, name: str, function: Callable[..., Any], bytes_of: Bytes, allocations: int = 0
     ) -> Callable[..., Any]:
-        """``function`` as one launch: what it does on a CPU is not counted.
+        """Return ``function`` as one launch: what it does on a CPU is not counted.
 
         ``bytes_of`` is given the result and the arguments.
         """
@@ -146,7 +146,7 @@ class Counter(TorchDispatchMode):
 
 
 def _given(schema: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Each tensor among the arguments, and whether the op writes it."""
+    """Yield each tensor among the arguments, and whether the op writes it."""
     named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     for argument in schema.arguments:
         is_write = argument.alias_info is not None and argument.alias_info.is_write
@@ -161,3 +161,54 @@ def _has_out(schema: Any) -> bool:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+# Bytes of the kernels that a CPU runs in many steps. Rows count as the kernel handles them: of a table, a cache or a
+# slot mapping only the rows of this batch are read and written.
+
+
+def rotary(positions: torch.Tensor, query: torch.Tensor, key: Any, *rest: Any) -> int:
+    """``rotary_embedding``: query and key are read and written, with one row of the table per position."""
+    table = rest[1]
+    return 2 * sizes((query, key)) + size(positions) + positions.numel() * size(table[:1])
+
+
+def rope_and_write(*args: Any) -> int:
+    """``concat_and_cache_mla_rope_fused``: q_pe and k_pe are read and written, and the KV row of each slot.
+
+    The kernel returns before it touches k_pe, kv_c and the cache where the slot is negative.
+    """
+    positions, q_pe, k_pe, kv_c, table, _, slots, cache, *_ = args
+    rows = slots.numel()
+    rotated = 2 * size(q_pe[:rows]) + rows * size(table[:1]) + size(positions[:rows])
+    return rotated + _real(slots) * (2 * size(k_pe[:1]) + size(kv_c[:1])) + write(slots, cache)
+
+
+def rope_prepare_and_write(*args: Any) -> int:
+    """``fused_qk_rope_concat_and_cache_mla``: the query is read and its prepared form written, and the KV rows."""
+    q_latent, q_pe, kv_c, k_pe, cache, q_out, slots, _, _, positions, cos, sin, *_ = args
+    rows = slots.numel()
+    query = sizes((q_latent[:rows], q_pe[:rows], q_out[:rows], positions[:rows]))
+    return query + rows * sizes((cos[:1], sin[:1])) + _real(slots) * sizes((kv_c[:1], k_pe[:1])) + write(slots, cache)
+
+
+def concat_and_write(kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> int:
+    """``concat_and_cache_mla``: rotated keys are read, the KV row of each slot is written."""
+    return _real(slots) * sizes((kv_c[:1], k_pe[:1])) + write(slots, cache)
+
+
+def write(slots: torch.Tensor, cache: torch.Tensor) -> int:
+    """The slots and the KV rows behind them."""
+    return size(slots) + _real(slots) * cache.shape[-1] * cache.itemsize
+
+
+def _real(slots: torch.Tensor) -> int:
+    return int((slots >= 0).sum())
+
+
+KERNELS: dict[str, Bytes] = {
+    "_C::rotary_embedding": rotary,
+    "_C_cache_ops::concat_and_cache_mla_rope_fused": rope_and_write,
+    "aiter::fused_qk_rope_concat_and_cache_mla": rope_prepare_and_write,
+}
+"""Bytes of one launch by the op's name. tools/ledger.py adds the Python functions that are one kernel on a GPU."""

@@ -1,7 +1,7 @@
-"""One MLA layer of vLLM's own Python without an engine: its ops and ours, to be counted or to be timed.
+"""One MLA layer in vLLM's own Python without an engine: its ops and ours, to be counted or timed.
 
 vLLM's ``MLAAttention.forward_impl``, its ops and its forward context run as they are; so do our op, layers, selector
-and AITER back end. The attention kernels return at once, the same in all. To be timed, ``without_kernels`` also
+and AITER back end. The attention kernels return at once on every side. For timing, ``without_kernels`` also
 replaces ``torch.bmm``, vLLM's rotary kernels and AITER's op: allocations, views and dispatch stay.
 """
 
@@ -25,11 +25,10 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import _encode_layer_name
 
 from tests.sandbox import gpu_ops
-from tests.sandbox.simulated_aiter.engine import ROCM
-from tests.sandbox.simulated_aiter.trees import install
-from vllm_aiter_mla import layers
+from tests.sandbox.simulated_aiter import ROCM, install
+from vllm_aiter_mla import backends, ops
+from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.ops import register
 
 ARCH = "gfx950"
 NAME = "model.layers.0.self_attn.attn"
@@ -40,12 +39,12 @@ ACT = torch.bfloat16
 
 
 def fp8_dtype() -> torch.dtype:
-    """The fp8 type of the card that the layer is on."""
+    """Return the fp8 type of the card that the layer is on."""
     return current_platform.fp8_dtype()
 
 
 def quantiser() -> Any:
-    """vLLM's own concat and quantisation as it runs beside Inductor: a function of torch.compile's, its kernel stubbed.
+    """Return vLLM's own concat and quantisation, compiled by torch.compile as with Inductor, its kernel stubbed.
 
     Dynamo's guards and vLLM's wrapper around it are the host's work; the kernel's output is allocated in every call.
     """
@@ -76,18 +75,18 @@ class _Implementation:
         self._out = torch.zeros(ROWS, HEADS, LATENT, dtype=ACT)
 
     def forward_mqa(self, q: Any, cache: torch.Tensor, metadata: Any, layer: Any) -> Any:
-        """An output that is there already; a query in two parts is joined first, as ``AiterMLAImpl`` does."""
+        """Return an output that exists already. Join a query in two parts first, as ``AiterMLAImpl`` does."""
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
         return self._out[: q.shape[0]], None
 
     def forward_mha(self, *args: Any, **kwargs: Any) -> None:
-        """Prefill attention: nothing."""
+        """Do nothing for prefill attention."""
 
     def do_kv_cache_update(
         self, kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, name: str, scale: Any
     ) -> None:
-        """What ``concat_and_cache_mla`` does on a GPU."""
+        """Do what ``concat_and_cache_mla`` does on a GPU."""
         gpu_ops.write_kv_rows(kv_c, k_pe, cache, slots, scale)
 
 
@@ -129,7 +128,7 @@ class Batch(NamedTuple):
     dummy: bool = False
 
     def metadata(self) -> Any:
-        """As vLLM's MLA builders make it."""
+        """Return metadata as vLLM's MLA builders make it."""
         if self.dummy:
             return None
         return SimpleNamespace(
@@ -142,7 +141,7 @@ class Batch(NamedTuple):
         )
 
     def slots(self) -> torch.Tensor:
-        """A slot for each real row, -1 for padding."""
+        """Return a slot for each real row, -1 for padding."""
         rows = torch.arange(ROWS)
         return torch.where(rows < self.decodes + self.prefills, rows, -1)
 
@@ -158,7 +157,7 @@ BATCHES = {
 
 @contextmanager
 def step(cache: str, batch: Batch) -> Iterator[Layer]:
-    """One layer inside vLLM's forward context of a batch, on a card that the plugin takes for gfx950.
+    """Yield one layer inside vLLM's forward context of a batch, on a card that the plugin takes for gfx950.
 
     Its fp8 type is that of a CPU too, so nothing of vLLM's platform has to be changed.
 
@@ -167,10 +166,10 @@ def step(cache: str, batch: Batch) -> Iterator[Layer]:
         batch: the rows.
     """
     gpu_ops.register()
-    register.register()
-    layers.reset()
+    ops.register()
+    backends.forget()
     layer = Layer(cache)
-    layers.trust(layer)
+    layers.of(layer).trust()
     context = ForwardContext(
         no_compile_layers={NAME: layer},
         attn_metadata=None if batch.dummy else {NAME: batch.metadata()},
@@ -179,20 +178,20 @@ def step(cache: str, batch: Batch) -> Iterator[Layer]:
     )
     with (
         install(ARCH),
-        mock.patch.object(layers, "detect_platform", return_value=Platform(ARCH, ROCM)),
+        mock.patch.object(backends, "detect_platform", return_value=Platform(ARCH, ROCM)),
         override_forward_context(context),
         torch.inference_mode(),
     ):
         try:
             yield layer
         finally:
-            layers.reset()
+            backends.forget()
 
 
 @contextmanager
 def without_kernels(layer: Layer) -> Iterator[None]:
-    """What is left is the host's work."""
-    backend: Any = layers.selector_of(layer).backend("aiter")
+    """Stub the kernels, so that only the host's work is left."""
+    backend: Any = layers.of(layer).backends.get("aiter")
     nothing = lambda *args, **kwargs: None  # noqa: E731
     with (
         mock.patch.object(torch, "bmm", nothing),
@@ -205,13 +204,13 @@ def without_kernels(layer: Layer) -> Iterator[None]:
 
 
 def _joined(tensors: Any, dim: int) -> torch.Tensor:
-    """The buffer that ``torch.cat`` allocates."""
+    """Return the buffer that ``torch.cat`` allocates."""
     first = tensors[0]
     return first.new_empty((*first.shape[:-1], sum(tensor.shape[-1] for tensor in tensors)))
 
 
 def calls(layer: Layer) -> dict[str, Callable[[], Any]]:
-    """The ops of the layer as a compiled graph calls them, by name."""
+    """Return the ops of the layer as a compiled graph calls them, by name."""
     name = _encode_layer_name(NAME)
     q = torch.zeros(ROWS, HEADS * (NOPE + ROPE), dtype=ACT).view(ROWS, HEADS, NOPE + ROPE)
     k_pe = torch.zeros(ROWS, Q_LORA + LATENT + ROPE, dtype=ACT)[:, Q_LORA + LATENT :]

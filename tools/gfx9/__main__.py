@@ -22,7 +22,15 @@ from typing import Any
 
 from tools import aot
 from tools.common import Parser, guarded, writable
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
+
+COLUMNS = {
+    "instructions": "instr",
+    "asked": "asked B",
+    "line_bytes": "lines B",
+    "minimum": "minimum B",
+    "different": "diff",
+}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -52,8 +60,8 @@ def run(argv: Sequence[str]) -> int:
         return 2
     rows, failures = execute(target, chosen, options.tokens, options.all_heads)
     if options.json is not None:
-        evidence.write(
-            options.json, {"target": target.name, "evidence": "executed", "rows": rows} | evidence.stamp("gfx9", 1)
+        files.write(
+            options.json, {"target": target.name, "evidence": "executed", "rows": rows} | files.stamp("gfx9", 1)
         )
     wrong = sum(row["different"] for row in rows)
     print(f"\n{len(chosen)} variants, {len(rows)} launches, bytes different: {wrong}, failed: {failures}")
@@ -62,23 +70,24 @@ def run(argv: Sequence[str]) -> int:
 
 def execute(target: aot.Target, chosen: list[aot.Variant], tokens: list[int], all_heads: bool) -> tuple[list[Any], int]:
     """Run the cases, a line for each; the records and the number of launches that stopped."""
-    from tools.gfx9 import report
-    from tools.gfx9.cases import Compiled
-    from tools.gfx9.errors import Fault, Skipped
+    from tools.gfx9.cases import Compiled, matrix, record
+    from tools.gfx9.parse import Fault, Skipped
 
     compiled = lru_cache(maxsize=1)(lambda variant: Compiled(target, variant))
     width = max(len(v.label) for v in chosen)
-    print(f"{target.name}: executed, no time; diff: bytes that are not the reference's\n{report.heading(width)}")
+    print(f"{target.name}: executed, no time; diff: bytes that are not the reference's")
+    print(f"{'variant':<{width}} {'T':>4} {'block':>5}" + "".join(f" {short:>10}" for short in COLUMNS.values()))
     rows, failures = [], 0
     for variant in chosen:
-        for case in report.matrix(variant, tokens):
+        for case in matrix(variant, tokens):
             case = replace(case, heads=None) if all_heads else case
             try:
-                rows.append(report.run(compiled(case.variant), case))
-                print(report.line(rows[-1], width), flush=True)
+                rows.append(record(compiled(case.variant), case))
+                said = "".join(f" {rows[-1][key]:>10}" for key in COLUMNS)
             except (Fault, Skipped) as error:
                 failures += 1
-                print(f"{variant.label:<{width}} {case.tokens:>4} {case.variant.block_size:>5} {error}", flush=True)
+                said = f" {error}"
+            print(f"{variant.label:<{width}} {case.tokens:>4} {case.variant.block_size:>5}{said}", flush=True)
     return rows, failures
 
 

@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tools.gfx9.errors import Fault
 from tools.gfx9.operand import Operands, get64
-from tools.gfx9.parse import Instruction
-from tools.gfx9.wave import ALL, LGKM, LOAD, SHARED, STORE, VMEM, Wave
-
-Run = Callable[[Wave], None]
+from tools.gfx9.parse import Fault, Instruction
+from tools.gfx9.wave import ALL, LGKM, LOAD, SHARED, STORE, VMEM, Run, Wave
 
 # What the last part of a mnemonic moves: bytes of one word, words.
 WIDTHS = {f"dword{x}": (4, n) for x, n in (("", 1), ("x2", 2), ("x3", 3), ("x4", 4))}

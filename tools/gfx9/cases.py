@@ -10,16 +10,18 @@ below it, where the kernel and AITER differ on purpose.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from tools import aot
 from tools.gfx9.code import load
-from tools.gfx9.machine import Counts, Program, launch
+from tools.gfx9.machine import Counts, Program, instruction_class, launch
 from tools.gfx9.memory import LINE, Memory, Region
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight, absorb_fp8, absorb_mxfp4
@@ -33,6 +35,10 @@ Q_SCALE, K_SCALE, W_SCALE = 0.0061, 0.0137, 0.0625
 # With ties. Rotated values are the product below: 157.5 / 128, so that a tie goes to the greater number. Latents are
 # multiples of 1/128, so that they lie halfway from 2 on, which fp8 has to hold.
 TIED_VALUE, TIED_COS, TIED_Q_SCALE = 140 / 128, 144 / 128, 0.0244
+# Heads whose absorb tiles run by default: the first, the last and one between. A tile of another head is the same code
+# on other addresses.
+SAMPLED_HEADS = (0, 77, 127)
+BLOCK_SIZES = (64, 1, 16)
 TABLE_ROWS, GUARD_BLOCKS, UNTOUCHED = 40, 1, 0xCD
 V_WIDTH = 128  # of a head in kv_b_proj, beside its nope width
 Q_LORA_RANK = 1536  # DeepSeek's: k_pe is the end of a row of this width, the latent and itself
@@ -300,3 +306,42 @@ def traffic(result: Result) -> dict[str, dict[str, int]]:
             "minimum": result.minimum.get(name, 0),
         }
     return table
+
+
+def matrix(variant: aot.Variant, tokens: Sequence[int] = ()) -> Iterator[Case]:
+    """The cases of one variant: row counts at the compiled block size, then the other block sizes at 17 rows.
+
+    ``tokens`` replaces the row counts, and leaves the other block sizes out.
+    """
+    counts = sorted(tokens or {1, 3, 16, 17, variant.tile.block_t + 1})
+    heads = tuple(h for h in SAMPLED_HEADS if h < variant.heads)
+    for block_size in BLOCK_SIZES[: 1 if tokens else None]:
+        for count in counts if block_size == BLOCK_SIZES[0] else [17]:
+            yield Case(replace(variant, block_size=block_size), count, heads)
+
+
+def record(compiled: Compiled, case: Case) -> dict[str, Any]:
+    """One launch as a record for JSON; bytes are over the launch, instructions over all its waves."""
+    result = compiled.run(case)
+    operands = traffic(result)
+    classes: Counter[str] = Counter()
+    for name, count in result.counts.instructions.items():
+        classes[instruction_class(name)] += count
+    sums = {
+        key: sum(row[key] for name, row in operands.items() if name != "arguments")
+        for key in ("asked", "line_bytes", "minimum")
+    }
+    waves = result.counts.waves
+    return {
+        "label": case.variant.label,
+        "tokens": case.tokens,
+        "block_size": case.variant.block_size,
+        "heads_run": case.variant.heads if case.heads is None else len(case.heads),
+        "waves": waves,
+        "instructions": sum(classes.values()),
+        "per_wave": {name: round(count / waves, 1) for name, count in classes.most_common()},
+        "operands": operands,
+        "lds_accesses": result.counts.lds_accesses,
+        "lds_conflict_cycles": result.counts.lds_conflicts,
+        "different": result.different,
+    } | sums

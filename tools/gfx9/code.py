@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.gfx9.errors import Skipped
-from tools.gfx9.parse import Listing, parse
+from tools.gfx9.parse import Listing, Skipped, parse
 
 # compute_pgm_rsrc1: round to nearest even and all denormals kept (FLOAT_MODE), DX10_CLAMP, IEEE; the low ten bits count
 # registers, and nothing else may be set.
@@ -71,7 +70,7 @@ def load(text: str, arch: str, code_object: bytes | None = None) -> Code:
     """The kernel of ``text``, proved to be that of ``code_object``; by default its own.
 
     Raises:
-        Refused: they differ, or the kernel's descriptor asks for something that is not modelled.
+        Skipped: they differ, or the kernel's descriptor asks for something that is not modelled.
     """
     made = assemble(text, arch)
     if code_object is not None and made != code_object:

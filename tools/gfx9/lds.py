@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.gfx9.errors import Fault
+from tools.gfx9.parse import Fault
 
 # 4-byte banks. 64 on gfx950, whose LDS reads 128 bytes more a clock.
 BANKS = {"gfx942": 32, "gfx950": 64}

@@ -12,14 +12,12 @@ import numpy as np
 
 from tools.gfx9 import access, matrix, scalar, vector
 from tools.gfx9.code import Code
-from tools.gfx9.errors import Fault
 from tools.gfx9.lds import Lds
 from tools.gfx9.memory import Memory
 from tools.gfx9.operand import Operands
-from tools.gfx9.parse import Instruction
-from tools.gfx9.wave import LGKM, VMEM, Wave
+from tools.gfx9.parse import Fault, Instruction
+from tools.gfx9.wave import LGKM, VMEM, Run, Wave
 
-Run = Callable[[Wave], None]
 BARRIER = "s_barrier"
 END = "s_endpgm"
 CLASSES = (
@@ -47,7 +45,7 @@ def bind(i: Instruction, accum_offset: int = 0) -> Run:
     """What one instruction does to a wave; branches, barriers and the end are the caller's.
 
     Raises:
-        Refused: something of the instruction is not modelled.
+        Skipped: something of the instruction is not modelled.
     """
     ops = Operands(i, accum_offset)
     if i.encoding in ("sdwa", "dpp") and i.name not in vector.VOP:

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from tools.gfx9 import numbers
-from tools.gfx9.errors import Fault
 from tools.gfx9.operand import Operands
-from tools.gfx9.parse import Instruction
+from tools.gfx9.parse import Fault, Instruction
 from tools.gfx9.vector import FNUZ
 from tools.gfx9.wave import ALL, Wave
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.gfx9.errors import Fault
+from tools.gfx9.parse import Fault
 
 LINE = 128
 FIRST_ADDRESS = 0x7F00_0000_0000

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 Array = Any  # np.ndarray or a numpy scalar that stands for 64 equal lanes
-QUIET_NAN = np.uint32(0x7FC00000)
 # The 16 values of e2m1.
 FP4 = np.array([sign * x for sign in (1, -1) for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
 

@@ -23,6 +23,7 @@ NAMED = {"vcc": (VCC, 2), "exec": (EXEC, 2), "m0": (M0, 1)}
 NAMED |= {f"{name}_{half}": (NAMED[name][0] + k, 1) for name in ("vcc", "exec") for k, half in enumerate(("lo", "hi"))}
 FLOATS = {"0.5", "-0.5", "1.0", "-1.0", "2.0", "-2.0", "4.0", "-4.0"}
 NUMPY = {"u32": np.uint32, "i32": np.int32, "f32": np.float32}
+ROWS = {"u32": "u", "i32": "i", "f32": "f"}
 WIDE = {"u64": np.uint64, "i64": np.int64}
 # Above 16 bits that it writes an instruction leaves zeros or what was there; of v_bitop3_b16 no manual says which. This
 # stands there instead, so that code which rests on either gives other bytes.
@@ -75,7 +76,7 @@ class Operands:
         """How to read ``text`` as ``kind``.
 
         Raises:
-            Refused: no such operand, of another width, or with a sign modifier where the type has none.
+            Skipped: no such operand, of another width, or with a sign modifier where the type has none.
         """
         if kind.startswith("s."):
             return self._scalar(text, kind[2:])
@@ -109,7 +110,7 @@ class Operands:
             return lambda w, x: put64(w, index, x)
         if kind == "u16":
             return lambda w, x: w.put(w.u, index, x & LOW | ABOVE)
-        rows = {"u32": "u", "i32": "i", "f32": "f"}[kind]
+        rows = ROWS[kind]
         return lambda w, x: w.put(getattr(w, rows), index, x)
 
     def _scalar(self, text: str, kind: str) -> Read:
@@ -142,7 +143,7 @@ class Operands:
             return lambda w: np.uint32(w.scalar(index)).view(NUMPY[kind])
         if wide:
             return lambda w: get64(w, index).view(WIDE[kind])
-        return {"u32": _rows_u, "i32": _rows_i, "f32": _rows_f}[kind](index)
+        return _rows(index, ROWS[kind])
 
     def _mask(self, text: str) -> Read:
         found = register(text, self.accum_offset)
@@ -198,31 +199,10 @@ def put64(w: Wave, index: int, value: Any) -> None:
     w.put(w.u, index + 1, (bits >> np.uint64(32)).astype(np.uint32))
 
 
-def _rows_u(index: int) -> Read:
+def _rows(index: int, rows: str) -> Read:
     def read(w: Wave) -> Any:
         if w.exec & ~w.known[index]:
             w.need(index)
-        return w.u[index]
+        return getattr(w, rows)[index]
 
     return read
-
-
-def _rows_i(index: int) -> Read:
-    def read(w: Wave) -> Any:
-        if w.exec & ~w.known[index]:
-            w.need(index)
-        return w.i[index]
-
-    return read
-
-
-def _rows_f(index: int) -> Read:
-    def read(w: Wave) -> Any:
-        if w.exec & ~w.known[index]:
-            w.need(index)
-        return w.f[index]
-
-    return read
-
-
-__all__ = ["Operands", "Read", "Register", "Write", "get64", "put64", "register", "signed", "signs"]

@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tools.gfx9.errors import Skipped
-
 # They place no code and change no instruction; .p2align fills with s_nop.
 SILENT = re.compile(r"\.(loc|file|cfi_\w+|p2align|globl|type|size)\b")
 SUFFIX = re.compile(r"_(e32|e64|sdwa|dpp)$")
 # The operand is one expression, with blanks inside.
 WHOLE = ("s_waitcnt", "s_nop")
+
+
+class Skipped(Exception):  # noqa: N818
+    """The code holds something that is not modelled: a mnemonic, a modifier, an operand, a mode bit."""
+
+
+class Fault(Exception):  # noqa: N818
+    """The code did something wrong while it ran: a bad address, an undefined value, a missing wait, a race."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def parse(text: str) -> Listing:
     """The one kernel of an amdgcn listing.
 
     Raises:
-        Refused: a line is neither an instruction nor known to place no code.
+        Skipped: a line is neither an instruction nor known to place no code.
     """
     found = re.search(r"^\s*\.amdhsa_kernel\s+(\w+)", text, re.MULTILINE)
     if found is None:

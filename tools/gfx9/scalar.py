@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tools.gfx9.errors import Fault
+from tools.gfx9.parse import Fault
 
 Entry = tuple[str, Callable[..., tuple[Any, Any]]]
 LOW = (1 << 32) - 1

@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 
 from tools.gfx9 import numbers
-from tools.gfx9.errors import Fault
 from tools.gfx9.operand import Operands, get64, put64
-from tools.gfx9.parse import Instruction
-from tools.gfx9.wave import ALL, Wave, mask_of
+from tools.gfx9.parse import Fault, Instruction
+from tools.gfx9.wave import ALL, Run, Wave, mask_of
 
-Run = Callable[[Wave], None]
 Array = Any
 U, U64 = np.uint32, np.uint64
 FOUR, FIVE, SIX = np.uint32(15), np.uint32(31), np.uint64(63)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from tools.gfx9.errors import Fault
+from tools.gfx9.parse import Fault
 
 LANES = 64
 ALL = (1 << LANES) - 1
@@ -189,3 +189,7 @@ class Wave:
                 self.flying[register] = left
             else:
                 del self.flying[register]
+
+
+Run = Callable[[Wave], None]
+"""What one instruction does to a wave."""

@@ -1,4 +1,4 @@
-"""``vllm-aiter-mla``: registers the commands."""
+"""``vllm-aiter-mla``: the commands."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ COMMANDS = {
     "report": "report.command",
 }
 
-# What the plugin is installed beside and never asks pip for.
+# Packages of a ROCm image that the plugin needs and never asks pip for.
 HOST = ("torch", "vllm", "triton", "numpy")
 
 app = typer.Typer(
     name="vllm-aiter-mla",
-    help="Fused decode-side query preparation and KV-cache write for MLA models: see, check and measure it.",
+    help="Check, plan, verify and measure the fused MLA decode path of the vLLM plugin.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -56,7 +56,7 @@ _register()
 
 
 def main() -> None:
-    """Entry point of the console script. Exit status 2 where a command lacks torch or vLLM; ``doctor`` runs without."""
+    """Run the console script. Exit status 2 if a command lacks torch or vLLM; ``doctor`` runs without them."""
     try:
         app()
     except ModuleNotFoundError as error:

@@ -1,66 +1,111 @@
-"""Output paths, looked at before a run starts: a run of minutes must not end in a traceback over its last step.
-
-Neither typer nor torch is imported, so the tools use it too.
-"""
+"""What the commands write: files, lines of progress, text from elsewhere. Imports neither typer nor torch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+import threading
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_aiter_mla.evidence import is_device
+from vllm_aiter_mla.files import is_device
+
+PATIENCE = 2.0
+"""Seconds before a command says which step it has reached."""
+
+Step = Callable[[str], None]
+"""Takes the name of the step that begins."""
 
 
 class OutputError(ValueError):
-    """Nothing can be written there; one line that names the option and the path."""
+    """A path cannot be written; the message names the option and the path."""
 
 
 def check(files: Mapping[str, Path | None], folders: Mapping[str, Path | None] | None = None) -> None:
-    """Raise unless every path can be written.
+    """Check before a run of minutes that its output can be written.
 
     Args:
-        files: path by option, ``--json`` and the like; None where the option is not given. A file may exist, its
-            folder must.
-        folders: likewise; a folder that does not exist yet must be one that can be made.
+        files: path by option; None if the option is not given. The folder of a file must exist.
+        folders: likewise; a missing folder is made later, with its parents.
 
     Raises:
-        OutputError: for the first that cannot.
+        OutputError: for the first path that cannot be written.
     """
-    for paths, problem in ((files, file_problem), (folders or {}, folder_problem)):
+    for problem, paths in ((_file_problem, files), (_folder_problem, folders or {})):
         for option, path in paths.items():
-            reason = None if path is None else _asked(problem, path)
+            try:
+                reason = None if path is None else problem(path)
+            except OSError as error:
+                reason = error.strerror
             if reason is not None:
                 raise OutputError(f"{option} {path}: {reason}")
 
 
-def file_problem(path: Path) -> str | None:
-    """Why no file can be written at ``path``, or None."""
-    if is_device(path):
-        return None if os.access(path, os.W_OK) else "not writable"
-    if path.is_dir():
+def _file_problem(path: Path) -> str | None:
+    if is_device(path) or path.is_symlink():  # a link is replaced
+        path = path.parent if path.is_symlink() else path
+    elif path.is_dir():
         return "is a folder"
-    # The file, or a link in its place, is replaced in its folder.
-    if path.exists() and not path.is_symlink() and not os.access(path, os.W_OK):
-        return "not writable"
-    if not path.parent.is_dir():
-        return "its folder does not exist"
-    return None if os.access(path.parent, os.W_OK | os.X_OK) else "its folder is not writable"
+    elif not path.exists():
+        path = path.parent
+        if not path.is_dir():
+            return "its folder does not exist"
+    return None if os.access(path, os.W_OK) else "not writable"
 
 
-def folder_problem(path: Path) -> str | None:
-    """Why ``path`` cannot be used as a folder, made with its parents where it is missing, or None."""
-    nearest = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+def _folder_problem(path: Path) -> str | None:
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not nearest.is_dir():
-        return "is not a folder" if nearest == path.absolute() else f"{nearest} is not a folder"
-    if os.access(nearest, os.W_OK | os.X_OK):
-        return None
-    return "not writable" if nearest == path.absolute() else f"{nearest} is not writable"
+        return f"{nearest} is not a folder"
+    return None if os.access(nearest, os.W_OK) else f"{nearest} is not writable"
 
 
-def _asked(problem: Callable[[Path], str | None], path: Path) -> str | None:
+def silent(step: str) -> None:
+    """Print nothing."""
+
+
+@contextmanager
+def progress(command: str, patience: float = PATIENCE) -> Iterator[Step]:
+    """Print to stderr which step a block has reached after ``patience`` seconds, and every later step."""
+    current, late = "starting", False
+
+    def say() -> None:
+        print(f"{command}: {current} ...", file=sys.stderr, flush=True)
+
+    def begin(step: str) -> None:
+        nonlocal current
+        current = step
+        if late:
+            say()
+
+    def expire() -> None:
+        nonlocal late
+        late = True
+        say()
+
+    timer = threading.Timer(patience, expire)
+    timer.daemon = True
+    timer.start()
     try:
-        return problem(path)
-    # Too long a name, a loop of links.
-    except (OSError, RuntimeError) as error:
-        return getattr(error, "strerror", None) or str(error)
+        yield begin
+    finally:
+        timer.cancel()
+
+
+def printable(text: str) -> str:
+    """Return the text with control, format and unassigned characters written out (``\\x1b``), so that none of them
+    moves the cursor or turns the line round; line ends and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c.encode("unicode_escape").decode() if unicodedata.category(c)[0] == "C" and c not in "\n\t" else c
+        for c in text
+    )
+
+
+def line(text: str) -> str:
+    """Return ``printable(text)`` on one line."""
+    return printable(text).replace("\n", "\\n").replace("\t", " ")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +11,12 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-    from vllm_aiter_mla.verify.session import Request
+    from vllm_aiter_mla.verify.runner import Result
+    from vllm_aiter_mla.verify.session import Session
+
+_MARKS = {"passed": "[green]ok[/]", "failed": "[red]FAILED[/]", "skipped": "[yellow]skipped[/]"}
 
 
 def verify(
@@ -32,7 +37,6 @@ def verify(
     replays: Annotated[int | None, typer.Option(min=4, help="Replays of a long run.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the cases and the oracles, and run nothing.")] = False,
-    self_test: Annotated[bool, typer.Option("--self-test", help="Plant faults and show that they are caught.")] = False,
 ) -> None:
     """Replay captured graphs under everything that serving does to them, and compare bytes with the reference.
 
@@ -41,65 +45,43 @@ def verify(
     """
     from vllm_aiter_mla.commands import outputs
 
-    alone = {"--list": listing, "--self-test": self_test}
-    with_a_run = {
+    given = {
         "--backend": backend, "--only": only, "--variant": variant, "--quick": quick, "--limit": limit,
-        "--replays": replays, "--repeat": repeat != 1, "--json": json,
+        "--replays": replays, "--repeat": repeat != 1, "--json": json, "--seed": seed,
     }  # fmt: skip
-    if listing:
-        with_a_run |= {"--seed": seed}
+    unused = [option for option, value in given.items() if value not in (None, False, 0, [])]
+    if listing and unused:
+        raise typer.Exit(_wrong(f"--list: {', '.join(unused)} would have no effect; leave one of them out"))
     try:
-        _refuse_beside(alone, with_a_run)
         outputs.check({"--json": json})
     except ValueError as error:
         raise typer.Exit(_wrong(str(error))) from None
     from rich.console import Console
 
-    from vllm_aiter_mla.verify.session import Request
+    from vllm_aiter_mla import files
+    from vllm_aiter_mla.verify import session
 
     console = Console(highlight=False)
     if listing:
-        raise typer.Exit(_list(console))
-    if self_test:
-        raise typer.Exit(_self_test(console, seed))
-    request = Request(
-        tuple(backend or ()), tuple(only or ()), tuple(variant or ()), seed, repeat, quick, limit, replays
-    )
-    raise typer.Exit(_run(console, request, json))
-
-
-def _refuse_beside(alone: Mapping[str, bool], others: Mapping[str, object]) -> None:
-    """Raise ValueError where an option that runs no cases stands beside one that says how to run them."""
-    chosen = [option for option, given in alone.items() if given]
-    beside = [*chosen[1:], *(option for option, value in others.items() if value not in (None, False, 0, []))]
-    if chosen and beside:
-        raise ValueError(f"{chosen[0]}: {', '.join(beside)} would have no effect beside it; leave one of them out")
+        _list(console)
+        return
+    names = (tuple(backend or ()), tuple(only or ()), tuple(variant or ()))
+    try:
+        run = session.Session(session.Request(*names, seed, repeat, quick, limit, replays))
+    except session.NoSuchError as error:
+        raise typer.Exit(_wrong(str(error))) from None
+    _run(run, console)
+    if json is not None:
+        files.write(json, run.as_dict() | files.stamp("verify", 1))
+    raise typer.Exit(_wrong("nothing could be run") if run.status == session.NOTHING else run.status)
 
 
 def _wrong(message: str) -> int:
-    from vllm_aiter_mla.verify.session import NOTHING
-
     typer.echo(f"verify: {message}", err=True)
-    return NOTHING
+    return 2
 
 
-def _run(console: Console, request: Request, json: Path | None) -> int:
-    from vllm_aiter_mla import evidence
-    from vllm_aiter_mla.verify import terminal
-    from vllm_aiter_mla.verify.session import NOTHING, NoSuchError
-
-    try:
-        session = terminal.run(request, console)
-    except NoSuchError as error:
-        return _wrong(str(error))
-    if json is not None:
-        evidence.write(json, session.as_dict() | evidence.stamp("verify", 1))
-    if session.status == NOTHING:
-        return _wrong("nothing could be run")
-    return session.status
-
-
-def _list(console: Console) -> int:
+def _list(console: Console) -> None:
     from vllm_aiter_mla.verify.cases import cases
     from vllm_aiter_mla.verify.oracles import ORACLES
     from vllm_aiter_mla.verify.session import CPU_LIMIT
@@ -110,25 +92,88 @@ def _list(console: Console) -> int:
     console.print("oracles:")
     for name, meaning in ORACLES.items():
         console.print(f"  {name}: {meaning}", soft_wrap=True)
-    return 0
 
 
-def _self_test(console: Console, seed: int) -> int:
-    from functools import partial
+def _run(session: Session, console: Console) -> None:
+    """Run and print: progress, a table per back end, and each failure with the command that repeats it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from vllm_aiter_mla.verify import backends, selftest, session, terminal
-    from vllm_aiter_mla.verify.faults import FAULTS
-    from vllm_aiter_mla.verify.runner import Options
-    from vllm_aiter_mla.verify.setting import REAL, SMALL, variants
+    for line in _header(session):
+        console.print(line)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=len(session.items))
+        for result in session.run():
+            progress.update(task, advance=1, description=f"{result.backend} {result.variant} {result.case}")
+    for backend in dict.fromkeys(result.backend for result in session.results):
+        console.print(_table(backend, [result for result in session.results if result.backend == backend]))
+    for line in (*_failures(session), *_footer(session)):
+        console.print(line, soft_wrap=True)
 
-    engine = session.engine_here()
-    fp8 = variants(engine.device, session.native_fp8(), quick=True)[0]
-    options = Options(REAL if engine.graphs else SMALL, session.CPU_LIMIT, seed)
-    caught = 0
-    for outcome in selftest.self_test(FAULTS, partial(backends.load, "reference"), engine, fp8, options):
-        console.print(terminal.status_line(outcome), soft_wrap=True)
-        caught += outcome.ok
-    console.print(f"self-test, {engine.name}: {caught}/{len(FAULTS)} planted faults caught by their named cases")
-    if not engine.graphs:
-        console.print(session.NO_GRAPHS)
-    return 0 if caught == len(FAULTS) else 1
+
+def _header(session: Session) -> Iterator[str]:
+    from rich.markup import escape
+
+    from vllm_aiter_mla.verify.session import NO_GRAPHS
+
+    yield "machine: " + escape(", ".join(f"{name} {value}" for name, value in session.machine.items()))
+    if not session.engine.graphs:
+        yield (
+            f"[bold]{NO_GRAPHS}[/]: torch sees no GPU. What follows is eager replay: recorded ATen calls, repeated on "
+            "the same tensors with the same Python values. It says nothing about a driver, a kernel on a GPU or time."
+        )
+    for name, reason in session.missing.items():
+        yield f"back end {name}: not available: {escape(reason)}"
+
+
+def _table(backend: str, results: list[Result]) -> Table:
+    """Return a row per case, with its variants, and what was done."""
+    from rich.table import Table
+
+    table = Table(title=f"{backend}: {results[0].engine}", title_justify="left", padding=(0, 1), pad_edge=False)
+    for name in ("case", "variants", "graphs", "replays", "checks", "seconds"):
+        table.add_column(name, justify="left" if name in ("case", "variants") else "right", no_wrap=True)
+    for case in dict.fromkeys(result.case for result in results):
+        of_case = [result for result in results if result.case == case]
+        counts = Counter(result.status for result in of_case)
+        marks = ", ".join(f"{counts[status]} {mark}" for status, mark in _MARKS.items() if counts[status])
+        sums = (str(sum(getattr(result, name) for result in of_case)) for name in ("captures", "replays", "checks"))
+        table.add_row(case, marks, *sums, f"{sum(result.seconds for result in of_case):.2f}")
+    return table
+
+
+def _failures(session: Session) -> Iterator[str]:
+    """Yield each failed case: what broke, at which step, and the command that runs only this case."""
+    from rich.markup import escape
+
+    from vllm_aiter_mla.verify.oracles import ORACLES
+    from vllm_aiter_mla.verify.session import command
+
+    for result in (result for result in session.results if result.status == "failed"):
+        yield f"\n[red bold]FAILED[/] {result.backend} {result.case} ({result.variant}, seed {result.seed})"
+        for finding in result.findings[:6]:
+            yield f"  {finding.oracle}: {escape(finding.message)}"
+            yield f"    must hold: {ORACLES[finding.oracle]}"
+            yield f"    at {escape(finding.step)}"
+        yield f"  reproduce: {command(result, session.request)}"
+
+
+def _footer(session: Session) -> Iterator[str]:
+    """Yield the reasons of skipped cases, the launches of a step, the oracles, and the sums."""
+    from rich.markup import escape
+
+    from vllm_aiter_mla.verify.oracles import ORACLES
+    from vllm_aiter_mla.verify.session import NO_GRAPHS
+
+    yield from dict.fromkeys(f"{r.backend} {r.case}: {escape(r.reason)}" for r in session.results if r.reason)
+    for result in session.results:
+        if result.case == "kernel-status" and result.launches:
+            size, text = next(iter(result.launches.items()))
+            yield f"launches of {result.backend} {result.variant}, T={size}: {escape(text)}"
+    yield f"oracles: {', '.join(ORACLES)}"
+    counts = Counter(result.status for result in session.results)
+    replays, seconds = (sum(getattr(result, name) for result in session.results) for name in ("replays", "seconds"))
+    sums = ", ".join(f"{counts[status]} {status}" for status in _MARKS)
+    yield f"{session.engine.name}: {sums}; {replays} replays; {seconds:.1f} s"
+    if not session.engine.graphs:
+        yield NO_GRAPHS

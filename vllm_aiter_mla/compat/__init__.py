@@ -1,1 +1,1 @@
-"""Every touch of a vLLM internal. ``patches.PATCHES`` is the table; importing this package imports no vLLM."""
+"""Every touch of a vLLM internal. Importing this package imports no vLLM; ``patches`` holds what is changed in vLLM."""

@@ -1,41 +1,123 @@
-"""Read a ``VllmConfig`` into the plain records that ``settings`` and ``admission`` decide on."""
+"""vLLM's version, its ``VllmConfig`` as plain records, its MLA ops' arguments, and its slot for a custom pass.
+
+The gate skips an engine whose vLLM differs from what this file says. docs/development.md tells what to do about a new
+argument of an op.
+"""
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from vllm_aiter_mla.admission import ConfigView
-from vllm_aiter_mla.compat import patches, surface
-from vllm_aiter_mla.compat import version as compat_version
-from vllm_aiter_mla.compat.patches import pass_config, platform_hook
+from vllm_aiter_mla.admission import ConfigView, Skip
+from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import Settings, resolve
+
+WINDOW: tuple[tuple[int, int], tuple[int, int]] = ((0, 30), (0, 34))
+"""First supported release and first unsupported one: 0.30 <= vLLM < 0.34. The only place that says so."""
+
+CONFIG_FIELDS = ("compile_ranges_endpoints", "inductor_compile_config", "splitting_ops", "use_inductor_graph_partition")
+PLATFORM_NAMES = ("check_and_update_config", "apply_config_platform_defaults", "pass_key")
+
+ATTENTION_MODULE = "vllm.model_executor.layers.attention.mla_attention"
+# vLLM imports it on GPU platforms only, but it can be imported anywhere. Pass 1 writes its op into every graph.
+FUSED_MODULE = "vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion"
+FUSED = "fused_rope_unified_mla_kv_cache_update"
+
+OP_ARGUMENTS: dict[str, str] = {
+    "unified_mla_attention_with_output": "q kv_c_normed k_pe output! layer_name output_scale output_block_scale! "
+    "kv_cache_dummy_dep quant_group_size quant_scale_ue8m0 quant_col_major quant_tma_aligned q_dcp_replicated",
+    "unified_mla_kv_cache_update": "kv_c_normed k_pe layer_name kv_cache_dtype k_scale",
+    FUSED: "positions q_pe! k_pe! kv_c cos_sin_cache is_neox kv_cache_dtype kv_cache_scale layer_name",
+}
+"""Arguments of vLLM's MLA ops, the same in 0.30, 0.31, 0.32 and 0.33; ``!`` marks one that the op writes."""
+
+
+# -- the release
+
+
+def vllm_version() -> str:
+    """Return vLLM's version as it prints it, e.g. ``0.32.0+cpu``."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def in_window(version: str) -> bool:
+    """Return whether ``version`` is supported; "dev", other unreadable versions and 0.34.0rc1 are not.
+
+    Builds from a shallow checkout call themselves ``0.1.dev1+g...``. For them the user sets ``debug.untested_vllm``.
+    """
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    return found is not None and WINDOW[0] <= (int(found[1]), int(found[2])) < WINDOW[1]
+
+
+def missing_capabilities() -> tuple[str, ...]:
+    """Return the names that the gate needs and this vLLM's config and platform lack."""
+    from vllm.config import CompilationConfig
+    from vllm.platforms import current_platform
+
+    fields = getattr(CompilationConfig, "__dataclass_fields__", {})
+    missing = [f"CompilationConfig.{name}" for name in CONFIG_FIELDS if name not in fields]
+    if not hasattr(CompilationConfig, "_attention_ops"):  # of the class, not a field
+        missing.append("CompilationConfig._attention_ops")
+    platform = type(current_platform)
+    return (*missing, *(f"Platform.{name}" for name in PLATFORM_NAMES if not hasattr(platform, name)))
+
+
+def op_differences() -> tuple[str, ...]:
+    """Return how this vLLM's MLA ops differ from ``OP_ARGUMENTS``, one sentence for each op that does.
+
+    vLLM registers the ops when it imports their modules, which takes one or two seconds: ask only if the fast path is
+    switched on.
+    """
+    import torch
+
+    differences: list[str] = []
+    for name, arguments in OP_ARGUMENTS.items():
+        try:
+            import_module(FUSED_MODULE if name == FUSED else ATTENTION_MODULE)
+            schema = getattr(torch.ops.vllm, name).default._schema
+        except Exception as error:
+            differences.append(f"the op vllm::{name} cannot be found ({_line(error)})")
+            continue
+        known = arguments.split()
+        found = [one.name + "!" * bool(one.alias_info and one.alias_info.is_write) for one in schema.arguments]
+        if found != known:
+            unlike = [one for one in (*found, *known) if (one in found) != (one in known)]
+            differences.append(f"the op vllm::{name} differs in {', '.join(unlike) or 'the order of its arguments'}")
+    return tuple(differences)
+
+
+# -- a config
 
 
 def settings_of(vllm_config: Any) -> Settings:
-    """The user's options, both spellings merged. Raises ``SettingsError`` naming the option."""
-    values = pass_config.values_of(vllm_config.compilation_config.pass_config)
+    """Return the user's options, both spellings merged. Raises ``SettingsError`` naming the option."""
+    values = patches.pass_config_values(vllm_config.compilation_config.pass_config)
     return resolve(values, vllm_config.additional_config)
 
 
 def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
-    """The facts that admission looks at, as they stand after the platform's own ``check_and_update_config``."""
+    """Return the facts that admission reads, as they are after the platform's own ``check_and_update_config``."""
     compilation = vllm_config.compilation_config
-    knobs = platform_hook.knobs_of(compilation)
-    version = compat_version.installed()
+    partition, splitting_ops = patches.users_cuts(compilation)
+    version = vllm_version()
     return ConfigView(
         vllm_version=version,
-        version_supported=compat_version.in_window(version) or settings.debug.untested_vllm,
-        missing=surface.missing_capabilities(),
+        version_supported=in_window(version) or settings.debug.untested_vllm,
+        missing=missing_capabilities(),
         failed_steps=patches.failed_requirements(),
         atom_active=_atom_active(),
         breakable_cudagraph=_breakable_cudagraph(),
         mode="unset" if compilation.mode is None else compilation.mode.name,
         backend=compilation.backend,
         hisparse=getattr(vllm_config.attention_config, "hisparse_config", None) is not None,
-        use_inductor_graph_partition=knobs.use_inductor_graph_partition,
-        splitting_ops=knobs.splitting_ops,
+        use_inductor_graph_partition=partition,
+        splitting_ops=splitting_ops,
         dcp=getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1),
         pcp=getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1),
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
@@ -45,12 +127,12 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
 
 
 def integration_asked(settings: Settings) -> str:
-    """The integration that the options ask for; only the passes can stop early."""
+    """Return the integration that the options ask for; only the passes can stop early."""
     return settings.integration if settings.debug.stop_after is None else "passes"
 
 
 def mla_layers(model: Any) -> tuple[int, ...]:
-    """Indices of the MLA layers of a ``ModelConfig``; in a hybrid with linear attention those that it lists from 1."""
+    """Return the indices of a ``ModelConfig``'s MLA layers; a hybrid with linear attention lists them from 1."""
     if model is None or not model.use_mla:
         return ()
     text = model.hf_text_config
@@ -61,32 +143,32 @@ def mla_layers(model: Any) -> tuple[int, ...]:
 
 
 def mla_modules(vllm_config: Any) -> dict[str, Any]:
-    """The MLA attention layers of a worker's model by name."""
+    """Return the MLA attention layers of a worker's model by name."""
     found = vllm_config.compilation_config.static_forward_context
     return {name: layer for name, layer in found.items() if hasattr(layer, "kv_lora_rank") and hasattr(layer, "impl")}
 
 
 def capture_sizes(compilation: Any) -> list[int]:
-    """Sizes of the graphs that an engine captured; vLLM keeps its list even where the graph mode is NONE."""
+    """Return the sizes of the graphs that an engine captured; vLLM keeps its list even if the graph mode is NONE."""
     mode = compilation.cudagraph_mode
     return [] if mode is None or mode.name == "NONE" else sorted(compilation.cudagraph_capture_sizes or ())
 
 
 def cache_name(vllm_config: Any) -> str:
-    """The KV cache's dtype as vLLM spells it; "auto" is the model's."""
+    """Return the KV cache's dtype as vLLM spells it, and the model's dtype for "auto"."""
     name = str(vllm_config.cache_config.cache_dtype)
     return str(vllm_config.model_config.dtype).removeprefix("torch.") if name == "auto" else name
 
 
 def cache_folder() -> Path:
-    """Where the plugin keeps its files: under vLLM's own cache root."""
+    """Return the folder of the plugin's files, under vLLM's own cache root."""
     from vllm import envs
 
     return Path(envs.VLLM_CACHE_ROOT) / "aiter_mla"
 
 
 def device_type(vllm_config: Any) -> str | None:
-    """ "cuda" (ROCm's too), "cpu", ...: of the engine's workers; None where the config does not tell."""
+    """Return the workers' device type, "cuda" (also for ROCm), "cpu", ...; None if the config does not say."""
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
     return None if device is None else str(device)
 
@@ -99,13 +181,13 @@ def as_current(vllm_config: Any) -> AbstractContextManager[None]:
 
 
 def compiled_as(vllm_config: Any) -> list[str]:
-    """Mode, back end and custom ops: what decides how vLLM makes the small functions of its layers."""
+    """Return mode, back end and custom ops, which decide how vLLM makes the small functions of its layers."""
     compilation = vllm_config.compilation_config
     return [str(compilation.mode), str(compilation.backend), *sorted(map(str, compilation.custom_ops))]
 
 
 def metric_labels(vllm_config: Any) -> dict[str, str | None]:
-    """``model_name`` and ``engine`` as vLLM's metrics label this engine; a fact that cannot be read is None."""
+    """Return ``model_name`` and ``engine`` as vLLM's metrics label this engine; None for what cannot be read."""
     model = getattr(vllm_config, "model_config", None)
     parallel = getattr(vllm_config, "parallel_config", None)
     # vLLM resets data_parallel_rank for dense models; data_parallel_index keeps it.
@@ -115,13 +197,74 @@ def metric_labels(vllm_config: Any) -> dict[str, str | None]:
 
 
 def replica(vllm_config: Any) -> int | None:
-    """Which data-parallel engine this is, counted from 0; None where it is known to be the only one.
+    """Return the index of this data-parallel engine, counted from 0; None if it is known to be the only one.
 
-    Of dense models vLLM tells each engine that it is alone; those after the first still have their index.
+    For dense models vLLM resets data_parallel_size to 1 in every engine but keeps data_parallel_index. So the index is
+    read first.
     """
     parallel = getattr(vllm_config, "parallel_config", None)
     index = int(getattr(parallel, "data_parallel_index", 0))
     return index if index or int(getattr(parallel, "data_parallel_size", 1)) > 1 else None
+
+
+# -- the slot for a custom pass
+
+
+def pass_slot() -> str:
+    """Return the slot's key in ``inductor_compile_config``; only out-of-tree platforms have another than vLLM's."""
+    from vllm.platforms import current_platform
+
+    return str(getattr(current_platform, "pass_key", "post_grad_custom_post_pass"))
+
+
+def current_pass(compilation: Any) -> Any:
+    """Return the object in the slot, or ``None``; also of a vLLM without slots, which the gate skips later."""
+    return getattr(compilation, "inductor_compile_config", {}).get(pass_slot())
+
+
+def engaged_pass(vllm_config: Any) -> Any:
+    """Return the plugin's own pass if the gate has engaged, else None.
+
+    Told by the class's module, because importing the class imports torch's compiler.
+    """
+    found = current_pass(getattr(vllm_config, "compilation_config", None))
+    ours = any(cls.__module__.partition(".")[0] == "vllm_aiter_mla" for cls in type(found).__mro__)
+    return found if ours else None
+
+
+def install_pass(compilation: Any, pass_: Any) -> None:
+    """Put ``pass_`` (an ``InductorPass``) into the slot, in a new dict: another config may hold the old one."""
+    compilation.inductor_compile_config = {**compilation.inductor_compile_config, pass_slot(): pass_}
+
+
+def wrapped_pass(compilation: Any) -> Any:
+    """Return the user's pass as an ``InductorPass``, ``None`` when there is none.
+
+    vLLM wraps a callable given as ``inductor_passes``. One that is put into ``inductor_compile_config`` directly would
+    fail while compiling, so it is wrapped here in the same way.
+
+    Raises:
+        TypeError: not callable, or of a kind whose source cannot be found.
+        OSError: its source cannot be read, so it has no identity for the compile cache.
+    """
+    from vllm.compilation.passes.inductor_pass import CallableInductorPass, InductorPass
+
+    pass_ = current_pass(compilation)
+    if pass_ is None or isinstance(pass_, InductorPass):
+        return pass_
+    if not callable(pass_):
+        raise TypeError("a custom pass must be callable")
+    return CallableInductorPass(pass_)
+
+
+def why_not_chainable(compilation: Any) -> Skip | None:
+    """Return a reason if the pass in the slot cannot run, or cannot be identified in a cache key."""
+    try:
+        wrapped_pass(compilation)
+    except (TypeError, OSError) as error:
+        where = f"compilation_config.inductor_compile_config[{pass_slot()!r}]"
+        return Skip("user_pass", f"{where} is {type(current_pass(compilation)).__name__}: {error}")
+    return None
 
 
 def _model_facts(model: Any) -> dict[str, Any]:
@@ -132,7 +275,7 @@ def _model_facts(model: Any) -> dict[str, Any]:
         "is_sparse": getattr(model.hf_text_config, "index_topk", None) is not None,
         "enforce_eager": bool(model.enforce_eager),
         "model_dtype": str(model.dtype).removeprefix("torch."),
-        "op_schema": surface.op_differences() if model.use_mla else (),
+        "op_schema": op_differences() if model.use_mla else (),
     }
 
 
@@ -149,3 +292,7 @@ def _breakable_cudagraph() -> bool:
     except ImportError:
         return False
     return bool(is_breakable_cudagraph_enabled())
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".replace("\n", " ")

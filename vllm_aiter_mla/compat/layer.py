@@ -1,13 +1,16 @@
-"""vLLM's ``MLAAttention`` layer as admission sees it."""
+"""vLLM's ``MLAAttention`` layer: its facts for admission, its kernels, the forward context, how its ops register."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_aiter_mla.admission import LayerView
-from vllm_aiter_mla.compat import kernels
+
+# -- facts of a layer
 
 KNOWN_IMPLS = {"AiterMLAImpl"}
 """Class names of the attention implementations that the fast path calls correctly; the sandbox adds its own."""
@@ -18,29 +21,28 @@ ATTRIBUTES = (
     "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled", "is_amx_bmm_enabled", "_vllm_config",
     "impl.is_sparse", "impl.dcp_world_size", "impl.supports_quant_query_input",
 )  # fmt: skip
-"""What ``MLAAttention`` and its implementation always have, in the sources of vLLM 0.30, 0.31, 0.32 and 0.33."""
+"""Attributes that ``MLAAttention`` and its implementation always have in vLLM 0.30, 0.31, 0.32 and 0.33."""
 
 KNOWN_LAYERS = {"MLAAttention"}
-"""Class names of the layers whose ``forward_impl`` does for decode rows what the plugin's ops do in its place."""
+"""Class names of the layers whose ``forward_impl`` does the same for decode rows as the plugin's ops."""
 
 
 def layer_view(
     layer: Any, cos_sin_dtype: torch.dtype | None = None, graph_dtype: torch.dtype | None = None
 ) -> LayerView:
-    """Read the facts that admission decides on. What a known vLLM always has and this one lacks is a fact as well.
+    """Return the facts that admission decides on. If the layer lacks an attribute, only that is reported.
 
     Args:
         layer: the attention module, its weights loaded.
-        cos_sin_dtype: dtype of the rotary table where the graph shows it.
-        graph_dtype: activation dtype of the graph, where there is one.
+        cos_sin_dtype: dtype of the rotary table, if the graph shows it.
+        graph_dtype: activation dtype of the graph, if there is one.
     """
     missing = tuple(name for name in ATTRIBUTES if not _has(layer, name))
     if missing:
-        return LayerView(name=getattr(layer, "layer_name", ""), missing=missing)
+        return LayerView(missing=missing)
     impl, cache = layer.impl, layer.kv_cache
     act = activation_dtype(layer)
     return LayerView(
-        name=layer.layer_name,
         impl=type(impl).__name__,
         known_impls=frozenset(KNOWN_IMPLS),
         own_forward=_own_forward(layer),
@@ -48,12 +50,12 @@ def layer_view(
         q_pad_num_heads=layer.q_pad_num_heads,
         has_absorbed_weight=all(isinstance(getattr(layer, name, None), torch.Tensor) for name in _weight_names(layer)),
         amx_bmm=bool(layer.is_amx_bmm_enabled),
-        has_rope_kernel=kernels.has_rope_and_write(),
+        has_rope_kernel=has_rope_and_write(),
         kv_cache_dtype=layer.kv_cache_dtype,
         model_dtype=str(act).removeprefix("torch.") if act is not None else "",
         kv_cache_ndim=cache.dim() if isinstance(cache, torch.Tensor) and cache.numel() else None,
-        dcp_world_size=int(impl.dcp_world_size),
-        pcp_world_size=2 if layer.use_pcp else 1,
+        dcp=int(impl.dcp_world_size),
+        pcp=2 if layer.use_pcp else 1,
         dcp_q_replicate=bool(layer.dcp_q_replicate),
         hisparse=layer.hisparse_cache is not None,
         graph_dtype="" if graph_dtype in (None, act) else str(graph_dtype).removeprefix("torch."),
@@ -68,7 +70,7 @@ def layer_view(
 
 
 def activation_dtype(layer: Any) -> torch.dtype | None:
-    """The dtype the layer computes in: that of its absorbed weight, or the model's where that is quantised."""
+    """Return the dtype the layer computes in: its absorbed weight's, or the model's if the weight is quantised."""
     if holds_codes(layer):
         dtype = layer._vllm_config.model_config.dtype
         return dtype if isinstance(dtype, torch.dtype) else None
@@ -77,14 +79,15 @@ def activation_dtype(layer: Any) -> torch.dtype | None:
 
 
 def holds_codes(layer: Any) -> bool:
-    """Whether vLLM holds the absorbed weight as ``W_K`` and ``W_K_scale``: in mxfp4, which it asks first, or fp8."""
+    """Return whether vLLM holds the absorbed weight as ``W_K`` and ``W_K_scale``, in mxfp4 or fp8."""
     return bool(layer.is_aiter_triton_fp4_bmm_enabled or layer.is_aiter_triton_fp8_bmm_enabled)
 
 
 def prepared_query_dtype(layer: Any, act: torch.dtype) -> torch.dtype:
-    """What the layer's decode kernel reads: fp8 beside an fp8 cache where it takes a quantised query, else ``act``.
+    """Return the query dtype that the layer's decode kernel reads.
 
-    The same test as in vLLM's ``MLAAttention.forward_impl``.
+    It is fp8 if the cache is fp8 and the implementation takes a quantised query, else ``act``: the same test as in
+    vLLM's ``MLAAttention.forward_impl``.
     """
     from vllm.platforms import current_platform
 
@@ -93,13 +96,13 @@ def prepared_query_dtype(layer: Any, act: torch.dtype) -> torch.dtype:
 
 
 def quantise(layer: Any, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
-    """absorbed [T, N, L] and q_pe [T, N, R] side by side in fp8, by the layer's own function."""
+    """Concatenate absorbed [T, N, L] and q_pe [T, N, R] in fp8, with the layer's own function."""
     quantised: torch.Tensor = layer._decode_concat_quant_fp8_op(absorbed, q_pe, layer._q_scale)
     return quantised
 
 
 def absorb_tensors(layer: Any) -> dict[str, torch.Tensor]:
-    """The tensors in which vLLM keeps W_UK, by vLLM's names. Read per call: reloading the model replaces them."""
+    """Return the tensors of W_UK by vLLM's names. Read them per call: reloading the model replaces them."""
     return {name: getattr(layer, name) for name in _weight_names(layer)}
 
 
@@ -108,7 +111,7 @@ def _weight_names(layer: Any) -> tuple[str, ...]:
 
 
 def _own_forward(layer: Any) -> str:
-    """Whose ``forward_impl`` the layer has, where it is none that is known: a class, or the instance."""
+    """Name of the class that overrides ``forward_impl``, "the instance" if it was set there, "" if vLLM's own."""
     if "forward_impl" in vars(layer):
         return "the instance"
     owner = next((cls.__name__ for cls in type(layer).__mro__ if "forward_impl" in vars(cls)), "nobody")
@@ -121,10 +124,226 @@ def _has(layer: Any, path: str) -> bool:
 
 
 def config_of(layer: Any) -> Any:
-    """The ``VllmConfig`` of the layer's engine, which it keeps."""
+    """Return the ``VllmConfig`` of the layer's engine."""
     return layer._vllm_config
 
 
 def block_size(layer: Any) -> int:
-    """Tokens in a block of the layer's KV cache, 16 where vLLM has not decided yet."""
+    """Return the tokens in a block of the layer's KV cache, 16 if vLLM has not decided yet."""
     return int(config_of(layer).cache_config.block_size or 16)
+
+
+# -- vLLM's own kernels, as its MLA layer calls them
+
+
+def rotary_embedding(
+    positions: torch.Tensor, q_pe: torch.Tensor, k_pe: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool
+) -> None:
+    """Rotate q_pe [T, N, R] and k_pe [T, R] in place, any strides; rounds to their dtype."""
+    # Flat: the CPU kernel of this op takes the last dimension for all heads, whatever the number of dimensions.
+    query, key = q_pe.flatten(1), k_pe.contiguous()
+    _ops().rotary_embedding(positions, query, key, k_pe.shape[-1], cos_sin_cache, is_neox)
+    q_pe.copy_(query.view(q_pe.shape))
+    k_pe.copy_(key)
+
+
+def has_rope_and_write() -> bool:
+    """Return whether this build of vLLM has the kernel that ``rope_and_write`` calls."""
+    return hasattr(getattr(torch.ops, "_C_cache_ops", None), "concat_and_cache_mla_rope_fused")
+
+
+def rope_and_write(
+    positions: torch.Tensor,
+    q_pe: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    slots: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+) -> None:
+    """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows, in one launch.
+
+    Args:
+        positions: [T] int64.
+        q_pe: rotated in place, also in rows without a slot.
+        k_pe: rotated in place in rows with a slot.
+        kv_c: [T, L].
+        cos_sin_cache: [max_position, R].
+        is_neox: pairing of the rotation.
+        slots: [T] int64, -1 for a row without a KV row.
+        kv_cache: [blocks, block_size, L+R], the activation dtype, or an fp8 cache as uint8.
+        kv_cache_dtype: as the layer has it, in vLLM's spelling.
+        k_scale: one float32, dequantisation scale of the cache.
+    """
+    _ops().concat_and_cache_mla_rope_fused(
+        positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slots, kv_cache, kv_cache_dtype, k_scale
+    )
+
+
+def concat_quantise_fp8(absorbed: torch.Tensor, q_pe: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Concatenate absorbed [T, N, L] and q_pe [T, N, R] in the platform's fp8 type, divided by ``scale``, one float32.
+
+    Does what vLLM's layers of the current ``VllmConfig`` do: by default one kernel that Inductor generates.
+
+    Raises:
+        AssertionError: vLLM has no current config (``set_current_vllm_config``).
+    """
+    from vllm.config import get_current_vllm_config
+
+    compilation = get_current_vllm_config().compilation_config
+    quantised: torch.Tensor = _concat_quantiser(compilation.mode, compilation.backend, *compilation.custom_ops)(
+        absorbed, q_pe, scale
+    )
+    return quantised
+
+
+@functools.lru_cache(maxsize=8)
+def _concat_quantiser(*_: Any) -> Any:
+    """Build the same concat + quantise function as ``MLAAttention.__init__``.
+
+    It is a separate instance, so timing it does not change what vLLM compiles for the layer. The arguments are the
+    cache key: mode, back end and custom ops of the config decide which function vLLM builds.
+    """
+    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    return mla_attention._DecodeConcatQuantFP8(static=True, group_shape=GroupShape.PER_TENSOR, compile_native=True)
+
+
+def fp8_dtype() -> torch.dtype:
+    """Return the platform's fp8 type."""
+    from vllm.platforms import current_platform
+
+    return current_platform.fp8_dtype()
+
+
+@functools.cache
+def _ops() -> Any:
+    """vLLM's wrappers of its kernels. An import statement in every step would cost as much as the call."""
+    from vllm import _custom_ops
+
+    return _custom_ops
+
+
+# -- the forward context, as an op that was given a layer's name sees it
+
+
+def layer_call(layer_name: Any) -> tuple[str, Any, Any, torch.Tensor, torch.Tensor | None]:
+    """Return what vLLM's forward context holds for the layer: (name, metadata, module, cache, slots).
+
+    The metadata is that of the layer's attention, None while profiling and in dummy runs; the module is vLLM's
+    ``MLAAttention``; the cache [blocks, block_size, L+R] is as vLLM stores it, empty before it exists; the slots [S]
+    are int64, None while profiling.
+    """
+    vllm = _vllm()
+    name = vllm.resolve_name(layer_name)
+    return name, *vllm.attention_context(name)
+
+
+def layer_module(layer_name: Any) -> tuple[str, Any]:
+    """Return the layer's dotted name and vLLM's ``MLAAttention`` module, without reading the batch."""
+    vllm = _vllm()
+    name = vllm.resolve_name(layer_name)
+    return name, vllm.forward_context().no_compile_layers[name]
+
+
+def is_piecewise() -> bool:
+    """Return whether this forward pass runs or captures piecewise graphs."""
+    vllm = _vllm()
+    return bool(vllm.forward_context().cudagraph_runtime_mode == vllm.piecewise)
+
+
+def fp8_view(kv_cache: torch.Tensor) -> torch.Tensor:
+    """Return vLLM's uint8 KV cache as a view of the platform's fp8 type; other caches as they are."""
+    if kv_cache.dtype != torch.uint8:
+        return kv_cache
+    return kv_cache.view(_vllm().platforms.current_platform.fp8_dtype())
+
+
+def is_decode_only(metadata: Any, slots: torch.Tensor | None) -> bool:
+    """Return whether every real row of the batch is a decode row that has a slot for its KV row."""
+    rows = metadata.num_actual_tokens
+    return (
+        slots is not None
+        and metadata.decode is not None
+        and metadata.num_prefills == 0
+        and metadata.num_decode_tokens == rows
+        and slots.shape[0] >= rows
+    )
+
+
+def layers_of_forward_context() -> dict[str, Any]:
+    """Return the model's layers by name from the current forward context; empty outside one."""
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    return dict(get_forward_context().no_compile_layers) if is_forward_context_available() else {}
+
+
+class _VLLM(NamedTuple):
+    """Functions that every step calls, imported once: an import statement costs as much as such a call."""
+
+    attention_context: Callable[[str], tuple[Any, Any, torch.Tensor, torch.Tensor | None]]
+    resolve_name: Callable[[Any], str]
+    forward_context: Callable[[], Any]
+    piecewise: Any
+    platforms: Any
+
+
+@functools.cache
+def _vllm() -> _VLLM:
+    from vllm import platforms
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.attention.attention import get_attention_context
+    from vllm.utils.torch_utils import _resolve_layer_name
+
+    return _VLLM(get_attention_context, _resolve_layer_name, get_forward_context, CUDAGraphMode.PIECEWISE, platforms)
+
+
+# -- registering an op so that vLLM treats it as one of its own attention ops
+
+
+def define(
+    library: torch.library.Library,
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    mutates: Sequence[str] = (),
+    tags: tuple[torch.Tag, ...] = (),
+) -> None:
+    """Register ``function`` and its fake under its own name in ``library`` for the current platform.
+
+    The schema is inferred from the annotations. The type of a layer name depends on the torch release (a string, or an
+    opaque type from 2.11 on), so that annotation is filled in here.
+    """
+    from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
+
+    function.__annotations__["layer_name"] = LayerNameType
+    direct_register_custom_op(
+        function.__name__, function, mutates_args=list(mutates), fake_impl=fake, target_lib=library, tags=tags
+    )
+
+
+def with_attention_hooks(function: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``function`` in the two decorators of vLLM's own attention ops, at the first call.
+
+    Their modules take over half a second to import, which a run with the flag off must not pay for. The layer name
+    stays positional: the KV connector's hook finds it by its index.
+    """
+
+    @functools.cache
+    def decorated() -> Callable[..., None]:
+        from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+        from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+
+        # Outermost: a KV connector's hooks must run in the eager segment of a breakable graph.
+        return eager_break_during_capture(maybe_transfer_kv_layer(function))
+
+    @functools.wraps(function)
+    def attention(*args: Any, **kwargs: Any) -> None:
+        decorated()(*args, **kwargs)
+
+    return attention

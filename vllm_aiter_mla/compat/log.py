@@ -1,34 +1,42 @@
-"""The plugin's log lines: under vLLM's own logger, so that its handlers and levels apply, and each only once."""
+"""The plugin's log lines, and messages between the ranks of one engine.
+
+The lines go through a child of the logger "vllm", the only name for which vLLM configures handlers. The ranks are those
+of the engine's tensor-parallel and pipeline groups. Other data-parallel engines start when they like, and waiting for
+one would hang.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 logger = logging.getLogger("vllm.aiter_mla")
-"""A child of "vllm": vLLM configures handlers for that name alone, so a logger of another name would print nothing."""
-
 PREFIX = "aiter-mla: "
 
 _said: set[tuple[int, str]] = set()
 
 
-def say_once(level: int, message: str) -> None:
-    """Log ``message`` at ``level`` unless this process has already said it; ``replace()`` rebuilds configs often."""
-    if (level, message) not in _said:
-        _said.add((level, message))
+def say_once(level: int, message: str, key: str | None = None) -> None:
+    """Log ``message`` unless this process has already logged it, or another one with the same ``key``.
+
+    vLLM's ``replace()`` rebuilds configs often, and each is read again.
+    """
+    said = (level, key or message)
+    if said not in _said:
+        _said.add(said)
         say(level, message, stacklevel=3)
 
 
 def say(level: int, message: str, stacklevel: int = 2) -> None:
-    """Log ``message`` at ``level``; vLLM prints the file and line, and they should be those of the caller."""
+    """Log ``message`` at ``level``; vLLM prints the file and line, and they should be the caller's."""
     logger.log(level, "%s%s", PREFIX, message, stacklevel=stacklevel)
 
 
 @contextlib.contextmanager
 def warned(what: str) -> Iterator[None]:
-    """Turn an exception of the block into one warning that begins with ``what``: for steps nothing depends on."""
+    """Turn an exception of the block into one warning that begins with ``what``; for steps that nothing depends on."""
     try:
         yield
     except Exception as error:
@@ -38,3 +46,46 @@ def warned(what: str) -> Iterator[None]:
 def forget() -> None:
     """Forget what was said, so that the next run in this process reports again (demo, tests)."""
     _said.clear()
+
+
+def exchange(mine: str) -> tuple[int, list[str]]:
+    """Return this rank's place and what each rank of the engine handed over, in the order of ranks.
+
+    Every rank of the engine has to call it. It uses vLLM's CPU groups and no device. Without groups it returns
+    ``(0, [mine])``.
+    """
+    pipeline = _pipeline()
+    if pipeline is None:
+        return 0, [mine]
+    from vllm.distributed import parallel_state
+
+    tensor = parallel_state.get_tp_group()
+    stages = _gathered(_gathered(mine, tensor), pipeline)
+    return pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group, [text for one in stages for text in one]
+
+
+def of_stages(mine: Any) -> list[Any]:
+    """Return what each pipeline stage handed over, in order. Every rank of the engine has to call it."""
+    stages = _pipeline()
+    return [mine] if stages is None else _gathered(mine, stages)
+
+
+def _pipeline() -> Any | None:
+    import torch
+
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    from vllm.distributed import parallel_state
+
+    return parallel_state.get_pp_group() if parallel_state.model_parallel_is_initialized() else None
+
+
+def _gathered(mine: Any, group: Any) -> list[Any]:
+    if group.world_size == 1:
+        return [mine]
+    import torch
+
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
+    return found

@@ -1,23 +1,14 @@
-"""What the commands ask vLLM without an engine: its options, compile ranges, capture sizes, attention classes, ops.
-
-What: private methods of ``VllmConfig`` run on a stand-in that holds the few attributes they read.
-Why: they are the installed release's rule, and a whole ``VllmConfig`` needs the card that is planned for.
-Link: ``vllm/config/vllm.py``, ``_set_cudagraph_sizes`` and ``_set_compile_ranges`` (0.30 to 0.33).
-Probe: they raise whatever goes wrong there; the caller says that the figures are not known, and guesses none.
-Remove when: vLLM offers either as a function of plain numbers.
-"""
+"""What the commands ask vLLM without an engine: the options of ``vllm serve``, attention classes, ops."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from vllm_aiter_mla.admission import ConfigView
@@ -98,62 +89,6 @@ def view_of_options(parsed: Any) -> ConfigView:
         splitting_ops=None if ops is None else tuple(ops),
         integration=compat_config.integration_asked(compat_config.settings_of(parsed)),
     )
-
-
-def _level(parsed: Any) -> dict[str, Any]:
-    """What vLLM's optimization level puts into a compilation config where the user has left a field unset."""
-    from vllm.config import vllm as levels
-
-    table: Any = levels.OPTIMIZATION_LEVEL_TO_CONFIG
-    found: dict[str, Any] = table[levels.OptimizationLevel(int(parsed.optimization_level))]["compilation_config"]
-    return found
-
-
-def fuses_all_reduce(parsed: Any) -> bool:
-    """Whether vLLM may fuse all-reduce and RMSNorm: given, or left to an optimization level that does."""
-    given = parsed.compilation_config.pass_config.fuse_allreduce_rms
-    return given is not False and (given is True or _level(parsed)["pass_config"]["fuse_allreduce_rms"] is not False)
-
-
-def capture_sizes(parsed: Any, max_num_seqs: int, num_drafts: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """The sizes, in tokens, for which vLLM would capture graphs; it may round some up to whole requests afterwards."""
-    from vllm.config import VllmConfig
-
-    compilation = copy.deepcopy(parsed.compilation_config)
-    if compilation.cudagraph_mode is None:
-        compilation.cudagraph_mode = _level(parsed)["cudagraph_mode"]
-    stand_in = SimpleNamespace(
-        compilation_config=compilation,
-        model_config=SimpleNamespace(enforce_eager=False),
-        num_speculative_tokens=num_drafts,
-        parallel_config=SimpleNamespace(tensor_parallel_size=parsed.tensor_parallel_size),
-        performance_mode=str(getattr(parsed, "performance_mode", "balanced")),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs),
-        speculative_config=None,
-        uniform_decode_query_len=1 + num_drafts,
-    )
-    VllmConfig._set_cudagraph_sizes(stand_in)  # type: ignore[arg-type]
-    return tuple(compilation.cudagraph_capture_sizes)
-
-
-def compile_range_ends(parsed: Any, more: Sequence[int], max_num_batched_tokens: int) -> list[int]:
-    """Last token count of each range that vLLM would compile, with ``more`` among the endpoints."""
-    from vllm.config import VllmConfig
-
-    compilation = copy.deepcopy(parsed.compilation_config)
-    # Its endpoint needs the card's own limit; see all_reduce_bytes.
-    compilation.pass_config.fuse_allreduce_rms = False
-    compilation.compile_ranges_endpoints = [*(compilation.compile_ranges_endpoints or ()), *more]
-    scheduler = SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens)
-    stand_in = SimpleNamespace(compilation_config=compilation, scheduler_config=scheduler)
-    VllmConfig._set_compile_ranges(stand_in)  # type: ignore[arg-type]
-    return sorted(set(compilation.compile_ranges_endpoints))
-
-
-def all_reduce_bytes() -> int:
-    """Largest message of vLLM's fused all-reduce + RMSNorm on ROCm, where vLLM ends a range: a constant there."""
-    module = import_module("vllm.distributed.device_communicators.aiter_custom_all_reduce")
-    return int(module.AiterCustomAllreduce.effective_max_size())
 
 
 def backend_name(parsed: Any) -> str:

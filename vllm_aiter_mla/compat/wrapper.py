@@ -1,12 +1,11 @@
-"""vLLM's MLA wrapper: its registry of replaced layers, and what is known of the code that a module emission skips."""
+"""vLLM's MLA wrapper: its registry of replaced layers, and the two forwards that the module integration replaces."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
-import io
 import textwrap
-import tokenize
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,15 +21,15 @@ from vllm_aiter_mla.admission import Skip
 
 KNOWN_FORWARDS: dict[Any, dict[str, str]] = {
     MultiHeadLatentAttentionWrapper: {
-        "795c52576b4a1fd8318e9679df0059bd292616e97bdbe14dd7166dd2fa625620": "0.30 to 0.33"
+        "350e020dc4895d2c0007cc2049b392ee05c86cd3cb6f517e9f5fa7736d39046f": "0.30 to 0.33"
     },
-    MLAAttention: {"af8d8424a2d50fd0a7c6671dac28ce61edd61993c4506787772c90672b83e75f": "0.30 to 0.33"},
+    MLAAttention: {"691e1a24ee409e23c2146968714375b5a192c89c9efd2b021e993aceb60d73b1": "0.30 to 0.33"},
 }
-"""Sources of the two forwards that the op replaces, by ``digest``, with vLLM's releases."""
+"""The two forwards that the op replaces: ``digest`` of each known source, and vLLM's releases that have it."""
 
 
 def vllm_class() -> type:
-    """vLLM's wrapper around the projections, RoPE and attention of one MLA layer."""
+    """Return vLLM's wrapper around the projections, RoPE and attention of one MLA layer."""
     return MultiHeadLatentAttentionWrapper
 
 
@@ -48,7 +47,7 @@ def replaced(cls: type) -> Iterator[None]:
 
 
 def why_unknown_code() -> Skip | None:
-    """Why no forward may be replaced, or None: this plugin must have been written for both sources."""
+    """Return why no forward may be replaced, or None if this plugin was written for both sources."""
     for cls, known in KNOWN_FORWARDS.items():
         found = digest(cls.forward)
         if found not in known:
@@ -57,7 +56,7 @@ def why_unknown_code() -> Skip | None:
 
 
 def why_unknown(wrapper: Any) -> Skip | None:
-    """Why the op may not do what this wrapper and its attention module do, or None."""
+    """Return why the op may not replace this wrapper's forward, or None."""
     attention = wrapper.mla_attn
     if type(attention) is not MLAAttention:
         return Skip("unknown_forward", f"the attention module is {type(attention).__name__}")
@@ -68,22 +67,41 @@ def why_unknown(wrapper: Any) -> Skip | None:
 
 
 def digest(function: Any) -> str:
-    """SHA-256 of the code that a call runs, without comments and layout; of nothing where there is no source.
+    """Return the SHA-256 of the code that a call runs, by ``source_digest``; "" if there is no source.
 
-    Not of what a decorator says that it wraps: its own source counts.
+    For a decorated function this is the decorator's own source, not the source of the function inside.
     """
-    left_out = (tokenize.COMMENT, tokenize.NL)
     try:
-        lines = io.StringIO(textwrap.dedent(inspect.getsource(function.__code__)))
-        kept = [token for token in tokenize.generate_tokens(lines.readline) if token.type not in left_out]
-    except (AttributeError, OSError, TypeError, SyntaxError, tokenize.TokenError):
+        return source_digest(inspect.getsource(function.__code__))
+    except (AttributeError, OSError, TypeError, SyntaxError):
         return ""
-    marks = {tokenize.INDENT: ">", tokenize.DEDENT: "<", tokenize.NEWLINE: ";"}
-    return hashlib.sha256(" ".join(marks.get(token.type, token.string) for token in kept).encode()).hexdigest()
+
+
+def source_digest(source: str) -> str:
+    """Return the SHA-256 of the syntax tree of ``source`` without docstrings, comments and layout.
+
+    It is the same on Python 3.10 to 3.13. ``ast.dump`` is not: its output differs in empty and new fields.
+    """
+    return hashlib.sha256(_spelt(ast.parse(textwrap.dedent(source))).encode()).hexdigest()
+
+
+def _spelt(node: Any) -> str:
+    if isinstance(node, list):
+        return f"[{', '.join(map(_spelt, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = dict(ast.iter_fields(node))
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        fields["body"] = node.body[ast.get_docstring(node, clean=False) is not None :]
+    if isinstance(node, ast.JoinedStr):  # 3.12 ends a nested format with an empty string
+        fields["values"] = [part for part in node.values if getattr(part, "value", None) != ""]
+    # Later releases add fields, which are None or empty in code that earlier ones can read.
+    kept = (f"{name}={_spelt(value)}" for name, value in fields.items() if value is not None and value != [])
+    return f"{type(node).__name__}({', '.join(kept)})"
 
 
 def norms(wrapper: Any, q_c: torch.Tensor, kv_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both latents after their norms: in one launch where the model asks vLLM for that."""
+    """Return both latents after their norms, in one launch if the model asks vLLM for that."""
     if not wrapper.fuse_qkv_rmsnorm:
         return wrapper.q_a_layernorm(q_c), wrapper.kv_a_layernorm(kv_c)
     q_norm, kv_norm = wrapper.q_a_layernorm, wrapper.kv_a_layernorm
@@ -94,18 +112,18 @@ def norms(wrapper: Any, q_c: torch.Tensor, kv_c: torch.Tensor) -> tuple[torch.Te
 
 
 def scales_query(wrapper: Any) -> bool:
-    """Whether the model scales its query after RoPE."""
+    """Return whether the model scales its query after RoPE."""
     text_config = wrapper.mla_attn._vllm_config.model_config.hf_text_config
     return getattr(text_config, "llama_4_scaling", None) is not None
 
 
 def quantises_output(wrapper: Any) -> bool:
-    """Whether vLLM's passes would fuse a quantisation into the attention op: they do not know ours."""
+    """Return whether vLLM's passes would fuse a quantisation into the attention op; they do not know our op."""
     compilation = wrapper.mla_attn._vllm_config.compilation_config
     is_compiled = compilation.mode is not None and compilation.mode.name == "VLLM_COMPILE"
     return bool(is_compiled and compilation.pass_config.fuse_attn_quant)
 
 
 def encoded_name(attention: Any) -> Any:
-    """The layer's name in the form in which vLLM's ops take it."""
+    """Return the layer's name in the form that vLLM's ops take."""
     return _encode_layer_name(attention.layer_name)

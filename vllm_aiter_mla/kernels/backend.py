@@ -98,7 +98,7 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def bind(self, inputs: DecodeInputs) -> Binding | str:
-        """Return what runs calls with the ``call_key`` of ``inputs``, or why this back end takes none of them.
+        """Return what runs calls like ``inputs``, or why this back end takes none of them.
 
         Reads metadata only, without a device synchronisation. Remembers nothing: the caller asks once per key.
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -134,27 +133,6 @@ class LayerShape:
     latent: int = 512
     rope: int = 64
     weight: absorb.Key = ("plain",)
-
-
-def call_key(inputs: DecodeInputs) -> tuple[Any, ...]:
-    """Return all that a choice of kernel depends on: equal keys are treated alike. Metadata only."""
-    return (
-        inputs.is_neox,
-        inputs.out_dtype,
-        inputs.weight.format,
-        *[
-            (t.shape, t.stride(), t.dtype, t.device, t.storage_offset() * t.itemsize % VECTOR_BYTES)
-            for _, t in inputs.tensors
-        ],
-    )
-
-
-def layer_key(inputs: DecodeInputs) -> tuple[Any, ...]:
-    """Return the call key without tokens, strides and the cache's block size; see ``LayerShape``."""
-    return (
-        inputs.num_heads, inputs.nope_dim, inputs.rope_dim, inputs.latent_dim, inputs.q.dtype, inputs.kv_cache.dtype,
-        inputs.out_dtype, inputs.is_neox, inputs.kv_cache.device, inputs.weight.key,
-    )  # fmt: skip
 
 
 def check_shapes(inputs: DecodeInputs) -> None:

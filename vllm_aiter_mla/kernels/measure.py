@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla import evidence
+from vllm_aiter_mla import files
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
@@ -301,7 +301,7 @@ def path_of(folder: Path, key: Mapping[str, Any]) -> Path:
 def read(folder: Path, key: Mapping[str, Any]) -> Rounds | None:
     """Return the figures kept for ``key``; None without a file, or if it is broken or belongs to another key."""
     try:
-        found = evidence.read(path_of(folder, key), LARGEST_FILE)
+        found = files.read(path_of(folder, key), LARGEST_FILE)
         rounds: Rounds = {int(tokens): by for tokens, by in found["rounds"].items()}
         return rounds if found["key"] == dict(key) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -315,7 +315,7 @@ def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    evidence.write(path_of(folder, key), {"key": dict(key), "rounds": rounds} | evidence.stamp("measured", 1))
+    files.write(path_of(folder, key), {"key": dict(key), "rounds": rounds} | files.stamp("measured", 1))
 
 
 def machine() -> dict[str, str]:
@@ -337,7 +337,7 @@ def machine() -> dict[str, str]:
 
 def about() -> dict[str, str | None]:
     """Return ``machine`` with driver, plugin, vLLM and AITER: if one of them differs, the figures may differ too."""
-    stamp = evidence.stamp("measured", 1)[evidence.KEY]
+    stamp = files.stamp("measured", 1)[files.KEY]
     return machine() | {"driver": _driver()} | {name: stamp[name] for name in ("plugin", "vllm", "aiter")}
 
 

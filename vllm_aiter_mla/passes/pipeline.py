@@ -1,4 +1,4 @@
-"""The one InductorPass that vLLM sees: range gate, match, passes 1 to 3 per layer."""
+"""The one Inductor pass that vLLM sees: compile range, match, admission, then passes 1 to 3 on each layer."""
 
 from __future__ import annotations
 
@@ -10,41 +10,53 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from vllm_aiter_mla import decode_limit, fingerprint, layers
+from vllm_aiter_mla import admission, files, status
+from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.compat import context, log
-from vllm_aiter_mla.compat.inductor import InductorPass, get_pass_context
-from vllm_aiter_mla.passes.aiter_fusion import MLAAiterQkRopeKVCacheFusionPass
-from vllm_aiter_mla.passes.fx import settle
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.compat.inductor import InductorPass, VllmInductorPass, VllmPatternMatcherPass, get_pass_context
+from vllm_aiter_mla.passes.aiter_fusion import fuse_into_one_op
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
-from vllm_aiter_mla.passes.probe import real_tensors
-from vllm_aiter_mla.passes.q_prep_lift import MLADecodeQPrepLiftPass
-from vllm_aiter_mla.passes.rope_kv_cache import MLARoPEKVCacheFusionPass
+from vllm_aiter_mla.passes.q_prep_lift import lift_q_prep
+from vllm_aiter_mla.passes.rope_kv import fuse_rope_and_kv_write
+from vllm_aiter_mla.passes.rope_probe import real_tensors
 from vllm_aiter_mla.settings import STRICT_OPTION, Settings, SettingsError
-from vllm_aiter_mla.status import state as status
+
+PASSES = {"rope_kv_cache": fuse_rope_and_kv_write, "q_prep_lift": lift_q_prep, "aiter_fusion": fuse_into_one_op}
+"""What runs on each layer, in order, by the names of ``debug.stop_after``. Each leaves a graph that is right."""
 
 
-class AiterMLAPipeline(InductorPass):
-    """Rewrites the MLA layers of graphs whose compile range lies inside the decode limit.
+class AiterMLAPipeline(VllmInductorPass):
+    """Rewrites the MLA layers of graphs whose compile range ends at or below the decode limit.
 
-    It holds plain values only: vLLM deep-copies it and pickles it to spawned workers.
+    vLLM deep-copies it and pickles it to spawned workers. vLLM's options for its own passes apply: a
+    ``debug_dump_path`` holds the graph before and after, and debug logs show the time and the number of layers.
 
     Args:
-        limit: L, the last token count of the decode limit.
+        config: vLLM's config; only what ``VllmInductorPass`` reads of it is kept.
+        limit: L, the decode limit in tokens.
         settings: the plugin's options.
-        chained: a pass of the user's that stood in this slot before; it runs first, under its own range gate.
-        integration: one of ``INTEGRATIONS``. With "module" nothing is rewritten here: the record of what the
-            gate has decided travels to the workers, and into vLLM's cache keys, as the same object.
+        chained: a pass of the user's that was in this slot before; it runs first, in the compile ranges that it wants.
+        integration: one of ``INTEGRATIONS``. With "module" nothing is rewritten here. This object then only carries
+            the gate's decision to the workers and into vLLM's cache keys.
 
     Attributes:
-        kernels: what each layer shape runs on in this worker, of ``worker.cache_key``; None until they are checked, and
-            nothing is rewritten before.
+        kernels: what each layer shape runs on in this worker, of ``startup.cache_key``. It is None until they are
+            checked, and no graph is rewritten before.
         emitted: what became of each layer of this worker under the module integration, of ``module.emit``.
     """
 
     def __init__(
-        self, *, limit: int, settings: Settings, chained: InductorPass | None = None, integration: str = "passes"
+        self,
+        config: Any,
+        *,
+        limit: int,
+        settings: Settings,
+        chained: InductorPass | None = None,
+        integration: str = "passes",
     ) -> None:
+        super().__init__(config)
         self.limit = limit
         self.integration = integration
         self.settings = settings
@@ -53,13 +65,13 @@ class AiterMLAPipeline(InductorPass):
         self.emitted: tuple[str, ...] = ()
 
     def uuid(self) -> str:
-        """Key of vLLM's and Inductor's caches: everything that decides which graph comes out.
+        """Return the key for vLLM's and Inductor's caches: a hash of everything that decides which graph comes out.
 
         The plugin's sources, the settings, the limit, the kernels of this worker, and the chained pass.
         """
-        return InductorPass.hash_dict(
+        return self.hash_dict(
             {
-                "fingerprint": fingerprint.fingerprint(),
+                "fingerprint": files.fingerprint(),
                 "settings": asdict(self.settings),
                 "limit": self.limit,
                 "integration": self.integration,
@@ -70,13 +82,13 @@ class AiterMLAPipeline(InductorPass):
         )
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
-        """Whether this or the chained pass rewrites graphs of the range."""
+        """Return whether this or the chained pass rewrites graphs of the range."""
         return self._mine(compile_range) or self._chained_wants(compile_range)
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the chained pass, then ours, each where it applies."""
         if self.integration == "module":
-            # vLLM has asked for the range; where torch compiles without vLLM there is none.
+            # vLLM has asked for the range. If torch compiles without vLLM, there is no range.
             if self.chained is not None:
                 self.chained(graph)
             return
@@ -84,11 +96,17 @@ class AiterMLAPipeline(InductorPass):
         if self.chained is not None and self._chained_wants(compile_range):
             self.chained(graph)
         if self._mine(compile_range) and self._is_checked():
-            counts = rewrite(graph, self.settings)
-            status.count(f"{compile_range.start}-{compile_range.end}", counts)
+            self._rewrite(graph)
+
+    @VllmInductorPass.time_and_log
+    def _rewrite(self, graph: fx.Graph) -> None:
+        compile_range = get_pass_context().compile_range
+        counts = rewrite(graph, self.settings)
+        VllmPatternMatcherPass.match_table[self.pass_name] += counts["matched"]
+        status.count(f"{compile_range.start}-{compile_range.end}", counts)
 
     def _is_checked(self) -> bool:
-        """Whether the kernels of this worker were checked: its start-up hook may never have been called.
+        """Return whether the kernels of this worker were checked: its start-up hook may never have been called.
 
         Raises:
             SettingsError: they were not, in strict mode.
@@ -102,109 +120,76 @@ class AiterMLAPipeline(InductorPass):
         return False
 
     def _mine(self, compile_range: Any) -> bool:
-        return self.integration == "passes" and decode_limit.within_limit(compile_range.end, self.limit)
+        return self.integration == "passes" and admission.within_limit(compile_range.end, self.limit)
 
     def _chained_wants(self, compile_range: Any) -> bool:
         return self.chained is not None and self.chained.is_applicable_for_range(compile_range)
 
 
 def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
-    """Match every MLA layer of ``graph`` and rewrite those that are admitted; returns counts by pass."""
-    chain = _Chain(graph, settings.debug.stop_after)
-    modules = context.layers_of_forward_context()
-    matched = skipped = 0
-    layers_found = match_layers(graph)
-    if layers_found:
-        # Pass 3 puts in a raw call, and nothing but the order keeps a reader of its buffers behind it.
-        stable_topological_sort(graph)
-    for name, found in layers_found:
-        admitted = found if isinstance(found, Skip) else _admit_guarded(found, modules, settings)
-        if isinstance(admitted, Skip):
-            skipped += 1
-            status.refuse(name, admitted.code, admitted.message)
-            log.say_once(logging.DEBUG, f"{name} is left to vLLM: {admitted}")
+    """Match every MLA layer of ``graph`` and rewrite those that are admitted; return the layers by pass.
+
+    Fake values of new nodes are left to torch, which infers them after the last custom pass.
+    """
+    # As vLLM's PostCleanupPass does next: the matcher must not see dead readers, and pass 3 needs the order.
+    stable_topological_sort(graph)
+    graph.eliminate_dead_code()
+    modules = compat_layer.layers_of_forward_context()
+    counts = dict.fromkeys(("matched", "skipped", "rope_kv_cache", "vllm_fused", "q_prep_lift", "aiter_fusion"), 0)
+    for name, found in match_layers(graph):
+        out_dtype = found if isinstance(found, Skip) else _admit(found, modules, settings)
+        if isinstance(out_dtype, Skip):
+            counts["skipped"] += 1
+            status.skip(name, out_dtype.code, out_dtype.message)
+            log.say_once(logging.DEBUG, f"{name} is left to vLLM: {out_dtype}")
             continue
-        matched += 1
-        early = _rewrite_guarded(chain, *admitted)
+        assert isinstance(found, LayerMatch)
+        found.out_dtype = out_dtype
+        counts["matched"] += 1
+        early = _run_passes(graph, found, settings, counts)
         if early is not None:
-            status.keep_partial(name, early.code, early.message)
-    settle(graph)
-    return {"matched": matched, "skipped": skipped, **chain.counts()}
+            status.skip(name, early.code, early.message)
+    # The passes only disconnect what they replace.
+    graph.eliminate_dead_code()
+    return counts
 
 
-def _rewrite_guarded(chain: _Chain, match: LayerMatch, early: Skip | None, out_dtype: torch.dtype) -> Skip | None:
-    """Run the passes on one layer; why pass 3 did not run on it, or None."""
-    try:
-        chain.rewrite(match, early, out_dtype)
-    except Exception as error:
-        # Every pass emits all of its nodes before it takes one away, so the graph is as the pass before left it.
-        reason = f"{type(error).__name__}: {error}"
-        log.say_once(logging.WARNING, f"a layer could not be rewritten and stays as it was: {reason}")
-        return Skip("rewrite_failed", reason)
-    return early
+def _run_passes(graph: fx.Graph, layer: LayerMatch, settings: Settings, counts: dict[str, int]) -> Skip | None:
+    """Run the passes on one layer and count them; return why they ended early, or None."""
+    for name, run in PASSES.items():
+        try:
+            run(graph, layer)
+        except Exception as error:
+            # A pass connects its nodes last, so the layer is as the pass before left it.
+            reason = f"{type(error).__name__}: {error}"
+            log.say_once(logging.WARNING, f"a layer could not be rewritten and stays as it was: {reason}")
+            return Skip("rewrite_failed", reason)
+        counts["vllm_fused" if name == "rope_kv_cache" and layer.prefused else name] += 1
+        if name == settings.debug.stop_after:
+            return Skip("stop_after", f"debug.stop_after={name}")
+    return None
 
 
-class _Chain:
-    """The three passes over one graph."""
-
-    def __init__(self, graph: fx.Graph, stop_after: str | None) -> None:
-        self.graph = graph
-        self.stop_after = stop_after
-        self.fuse = MLARoPEKVCacheFusionPass()
-        self.lift = MLADecodeQPrepLiftPass()
-        self.prepare = MLAAiterQkRopeKVCacheFusionPass()
-
-    def rewrite(self, match: LayerMatch, early: Skip | None, out_dtype: torch.dtype) -> None:
-        """Run the passes on one layer; with ``early``, why the third does not run.
-
-        A layer whose kernel refuses it ends after the first: after the second, a batch with prefill rows would be
-        prepared for nothing.
-        """
-        fused = self.fuse(self.graph, match, lazy=early is None)
-        if early is not None and self.stop_after != "q_prep_lift":
-            return
-        lifted = self.lift(self.graph, fused, out_dtype, lazy=early is None)
-        if early is None:
-            self.prepare(self.graph, lifted)
-
-    def counts(self) -> dict[str, int]:
-        """Layers rewritten by each pass."""
-        return {
-            "rope_kv_cache": self.fuse.rewritten,
-            "vllm_fused": self.fuse.taken_over,
-            "q_prep_lift": self.lift.rewritten,
-            "aiter_fusion": self.prepare.rewritten,
-        }
-
-
-Admitted = tuple[LayerMatch, Skip | None, torch.dtype]
-"""A layer that is rewritten, why the passes end before the third or None, and what its decode kernel reads."""
-
-
-def _admit_guarded(match: LayerMatch, modules: dict[str, Any], settings: Settings) -> Admitted | Skip:
-    """``_admit``; an exception there refuses the layer instead of ending the engine."""
-    try:
-        return _admit(match, modules, settings)
-    except Exception as error:
-        return Skip("not_evaluated", f"admission raised {type(error).__name__}: {error}")
-
-
-def _admit(match: LayerMatch, modules: dict[str, Any], settings: Settings) -> Admitted | Skip:
-    """Layer admission, then the kernel: a layer that no kernel could serve in this process is left alone."""
+def _admit(match: LayerMatch, modules: dict[str, Any], settings: Settings) -> torch.dtype | Skip:
+    """Return what the layer's decode kernel reads, or why vLLM keeps the layer as it is."""
     layer = modules.get(match.layer_name)
     if layer is None:
         return Skip("layer_unknown", "the layer is not in this model's forward context")
     act, table = match.q.meta["val"].dtype, match.cos_sin_cache.meta["val"].dtype
-    with real_tensors():
-        decision = layers.decide(layer, is_neox=match.is_neox, act=act, table_dtype=table)
-    early, shape = decision.skip, decision.shape
-    if early is not None and (decision.is_left_to_vllm or shape is None):
-        return early
-    assert shape is not None
-    if settings.debug.stop_after is not None:
-        early = Skip("stop_after", f"debug.stop_after={settings.debug.stop_after}")
-    if early is not None and shape.block_size == 1:
-        # vLLM's op squeezes dimension 1 of a cache that has lost its dimension of the single head already.
-        reason = f"{early.message}; vLLM's fused RoPE and cache op, which would stay, takes no block size of 1"
+    try:
+        with real_tensors():
+            asked = layers.of(layer)
+            skip, out_dtype, block_size = (
+                asked.decide(act, table).skip,
+                asked.query_dtype(act),
+                asked.shape().block_size,
+            )
+    except Exception as error:
+        return Skip("not_evaluated", f"admission raised {type(error).__name__}: {error}")
+    if skip is not None:
+        return skip
+    if settings.debug.stop_after is not None and block_size == 1:
+        # vLLM's op squeezes dimension 1 of the cache, which has lost its dimension of the single head already.
+        reason = "debug.stop_after keeps vLLM's fused RoPE and cache op, which takes no block size of 1"
         return Skip("kernel_shape", reason)
-    return match, early, shape.out_dtype
+    return out_dtype

@@ -1,21 +1,37 @@
-"""Which back ends can be verified here: each is found as a subject, or as the reason why not."""
+"""Which back ends can be verified on this machine, and where each runs."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
+from multiprocessing import get_context
+from typing import Any, TypeAlias
 
 import torch
 
-from vllm_aiter_mla.verify.subject import Subject, subject_of
+from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
+from vllm_aiter_mla.kernels.backend import KernelBackend
+from vllm_aiter_mla.kernels.platform import detect_platform
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
+from vllm_aiter_mla.verify.cases import Case, Variant
+from vllm_aiter_mla.verify.engine import EagerEngine
+from vllm_aiter_mla.verify.launches import first_line
+from vllm_aiter_mla.verify.oracles import Finding
+from vllm_aiter_mla.verify.recording import launch_foreign
+from vllm_aiter_mla.verify.runner import Options, Result, run_case
 
-Found = Subject | str | None
-"""A back end made anew, why there is none, or None: it runs in a process that interprets Triton."""
+Found: TypeAlias = KernelBackend | str | None
+"""A new back end, or why there is none. None if it needs a process that interprets Triton."""
+INTERPRETED = "eager replay, interpreted"
 
 
 def find(name: str) -> Found:
-    """The back end ``name``; one that breaks while it is looked for is missing, with what it said. Raises KeyError."""
+    """Look for the back end ``name``. If that raises, the back end is missing, with the error as the reason."""
     finder = FINDERS[name]
     try:
         return finder()
@@ -23,18 +39,12 @@ def find(name: str) -> Found:
         return f"{type(error).__name__}: {error}"
 
 
-def load(name: str) -> Subject:
-    """The back end ``name``, which was found before. Raises RuntimeError where it is not there any more."""
+def load(name: str) -> KernelBackend:
+    """Return a new back end that ``find`` has found before. Raises RuntimeError if it is gone."""
     found = find(name)
-    if not isinstance(found, Subject):
+    if not isinstance(found, KernelBackend):
         raise RuntimeError(f"{name}: {found or 'not in this process'}")
     return found
-
-
-def _reference() -> Found:
-    from vllm_aiter_mla.kernels.reference import ReferenceBackend
-
-    return subject_of(ReferenceBackend())
 
 
 def _triton() -> Found:
@@ -44,16 +54,61 @@ def _triton() -> Found:
         return None
     from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
-    return subject_of(TritonBackend())
+    return TritonBackend()
 
 
 def _aiter() -> Found:
-    from vllm_aiter_mla.kernels.platform import detect_platform
-    from vllm_aiter_mla.kernels.select import aiter_factory
-
-    found = aiter_factory(detect_platform())
-    return found if isinstance(found, str) else subject_of(found)
+    platform = detect_platform()
+    known = platform.arch in ARCHITECTURES
+    return AiterBackend(platform) if known else f"AITER's op is for gfx942 and gfx950; this card is {platform.arch}"
 
 
-FINDERS: dict[str, Callable[[], Found]] = {"reference": _reference, "triton": _triton, "aiter": _aiter}
-"""How each back end is looked for, in the order in which they run; add your own."""
+FINDERS: dict[str, Callable[[], Found]] = {"reference": ReferenceBackend, "triton": _triton, "aiter": _aiter}
+"""How to look for each back end, in the order in which they run; add your own."""
+
+
+def run_interpreted(case: Case, variant: Variant, options: Options) -> Result:
+    """Run a case of the Triton back end under Triton's interpreter, in a process of its own.
+
+    A process that interprets kernels cannot compile them, and Triton must know before it is imported. If the process
+    ends, this case fails and the next one starts a new process.
+    """
+    try:
+        return _interpreter().submit(_run_there, case, variant, options).result()
+    except BrokenProcessPool as error:
+        _interpreter.cache_clear()
+        broken = Result(case.name, variant.name, "triton", INTERPRETED, options.seed)
+        broken.add([Finding("runs", f"the interpreting process ended: {first_line(error)}")], "start")
+        return broken
+
+
+@functools.cache
+def _interpreter() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_prepare)
+
+
+def _prepare() -> None:
+    """Prepare the process: Triton interprets, and each launch of its kernel is recorded as one call."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from vllm_aiter_mla.kernels.triton import interpreter, launcher
+
+    interpreter.install()
+    torch.set_num_threads(1)
+    launcher.decode_prep_kernel = _Recorded(launcher.decode_prep_kernel)
+
+
+def _run_there(case: Case, variant: Variant, options: Options) -> Result:
+    engine = EagerEngine()
+    engine.name = INTERPRETED
+    return run_case(case, variant, load("triton"), engine, options)
+
+
+class _Recorded:
+    """A kernel whose launches are recorded."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        launch = self._kernel[grid]
+        return lambda *given, **named: launch_foreign("decode_prep_kernel", lambda: launch(*given, **named))

@@ -1,35 +1,101 @@
-"""What serving does to a captured graph, as data: each case names it, and lists the steps that do it."""
+"""What a run consists of, as data: sizes, dtypes, and the steps by which each case does what serving does."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from vllm_aiter_mla.verify.buffers import ALL
-from vllm_aiter_mla.verify.setting import capture_sizes
+import torch
+
+from vllm_aiter_mla.kernels import formats as fp8
 
 Kind = Literal["kernel", "full", "piecewise", "compiled"]
+FRESH = ("data", "positions", "slots")
+"""What a step may change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """One MLA layer as a rank sees it."""
+
+    heads: int  # query heads
+    nope: int  # un-rotated width of a query head
+    rope: int  # rotated width
+    latent: int  # ``kv_lora_rank``
+    value: int  # width of a value head
+    block_size: int  # of the KV cache
+    blocks: int  # blocks that a request may hold
+    max_position: int  # rows of the rotary table; a prime, so that no other buffer has as many
+
+
+# The Triton back end takes widths that are powers of two from 16 on. An interpreted launch lasts milliseconds.
+SMALL = Geometry(heads=2, nope=32, rope=16, latent=32, value=16, block_size=8, blocks=3, max_position=509)
+# DeepSeek's widths at 16 heads a rank (128 heads on 8 ranks).
+REAL = Geometry(heads=16, nope=128, rope=64, latent=512, value=128, block_size=64, blocks=3, max_position=4099)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Dtypes and rotary style of a run."""
+
+    name: str  # printed, and selected by --variant
+    cache: torch.dtype
+    out: torch.dtype  # of the prepared query
+    is_neox: bool = False
+    act: torch.dtype = torch.bfloat16
+    weight: tuple[Any, ...] = ("plain",)  # format of the absorb weight, as ``AbsorbWeight.key`` names it
+
+
+def variants(device: str, native: torch.dtype, quick: bool) -> tuple[Variant, ...]:
+    """Return the variants of a run: fp8 and bf16 always, both fp8 flavours on a CPU, an fp8 cache with a bf16 query.
+
+    vLLM 0.30 to 0.32 hold the absorb weights in fp8 by default on AMD cards, so a quick run on a GPU has them too.
+    """
+    act, is_cpu = torch.bfloat16, device == "cpu"
+    both = (Variant("fp8", native, native), Variant("bf16", act, act, is_neox=True))
+    weights = Variant("fp8-weight", native, native, weight=("fp8", native))
+    if quick:
+        return both if is_cpu else (*both, weights)
+    mixed = Variant("fp8-cache", native, act)
+    if not is_cpu:
+        return (*both, weights, mixed)
+    other = next(dtype for dtype in fp8.FLAVOURS if dtype != native)
+    return (*both, weights, mixed, Variant("fp8-other", other, other, is_neox=True))
+
+
+def capture_sizes(limit: int, width: int = 1) -> tuple[int, ...]:
+    """Return 1, 2, 4, 8, ... up to ``limit``, and ``limit`` itself, in tokens.
+
+    With ``width`` tokens per request the sizes count whole requests, as vLLM captures speculative decode graphs.
+
+    Raises:
+        ValueError: ``limit`` holds no request of ``width`` tokens.
+    """
+    requests = limit // width
+    if requests < 1:
+        raise ValueError(f"a limit of {limit} tokens holds no request of {width}")
+    sizes = {1 << i for i in range(requests.bit_length())} | {requests}
+    return tuple(size * width for size in sorted(sizes))
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Replay the graph of ``size`` for a step with ``rows`` real rows (None: all), ``prefill`` of them prefill rows."""
+    """Replay the graph of ``size`` padded rows for a batch."""
 
     size: int
-    rows: int | None = None
-    prefill: int = 0
-    fresh: tuple[str, ...] = ALL
-    side: bool = False
+    rows: int | None = None  # real rows; None for all
+    prefill: int = 0  # how many of them are prefill rows
+    fresh: tuple[str, ...] = FRESH  # what changes since the last step
+    side: bool = False  # on a stream of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Eager:
-    """Run a step of ``size`` padded rows without any graph, as vLLM runs a mixed batch or an uncaptured size."""
+    """Run a batch without a graph, as vLLM runs a mixed batch or a size that it has not captured."""
 
     size: int
     rows: int | None = None
     prefill: int = 0
-    fresh: tuple[str, ...] = ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,176 +106,125 @@ class Soak:
 
 
 Step = Replay | Eager | Soak | Literal["weights", "scales", "table", "launches"]
-"""A name changes what it names in place; "launches" counts those of every captured graph against what may be."""
+"""A name changes that buffer in place; "launches" compares the captured launches with what the back end may launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One thing that serving does.
 
-    Attributes:
-        name: as printed, and selected by ``--only``.
-        serving: what serving does, in one sentence.
-        sizes: the padded sizes to capture.
-        steps: what happens then.
-        kind: the preparation alone; or the op with what stands before and after it: in one graph, between two graphs,
-            or compiled by Inductor.
-        layers: layers in a step.
-        width: tokens a decode request brings, 1 + drafts.
-        missing_slots: by how many the slot mapping is shorter than the padded size.
-        shared_pool: whether all graphs of the case share one memory pool.
-        side_stream: whether the capture happens on a stream that the caller made.
-        quick: whether ``--quick`` and the interpreter run it too.
+    The kind says what is captured. "kernel" captures the preparation of the query. "full" captures the whole op with
+    what comes before and after it. "piecewise" runs the op between two graphs. "compiled" gives a step to Inductor.
     """
 
-    name: str
-    serving: str
-    sizes: tuple[int, ...]
+    name: str  # printed, and selected by --only
+    serving: str  # what serving does, in one sentence
+    sizes: tuple[int, ...]  # padded sizes to capture
     steps: tuple[Step, ...]
     kind: Kind = "kernel"
     layers: int = 1
-    width: int = 1
-    missing_slots: int = 0
-    shared_pool: bool = False
-    side_stream: bool = False
-    quick: bool = True
+    width: int = 1  # tokens per decode request, 1 + drafts
+    missing_slots: int = 0  # by how many the slot mapping is shorter than the padded size
+    shared_pool: bool = False  # whether all graphs share one memory pool
+    side_stream: bool = False  # whether the capture runs on a stream of its own
+    quick: bool = True  # whether --quick and the interpreter run it too
 
     def slots(self, size: int) -> int | None:
-        """S at a padded size, None for as many as rows."""
+        """Return the length of the slot mapping at a padded size; None if it is as long as the rows."""
         return size - self.missing_slots if self.missing_slots else None
 
 
 def cases(limit: int) -> tuple[Case, ...]:
-    """All cases for a decode limit of ``limit`` tokens. Names are unique.
+    """Return all cases for a decode limit of ``limit`` tokens. Names are unique.
 
     Raises:
-        ValueError: below 8 tokens there is no room for the cases' mixtures.
+        ValueError: ``limit`` is below 8, too small for the cases' mixed batches.
     """
     if limit < 8:
         raise ValueError(f"a decode limit of at least 8 tokens expected, got {limit}")
     sizes = capture_sizes(limit)
-    return (
-        *_one_thing_changes(limit),
-        *_rows(limit, sizes),
-        *(_speculative(limit, width) for width in (2, 4)),
-        *_graphs(limit, sizes),
-        *_attention(limit),
-        Case(
-            "compiled-by-inductor", "torch.compile leaves the op out of its graphs and never records a size twice",
-            sizes[-2:], (), kind="compiled", quick=False,
-        ),
-    )  # fmt: skip
-
-
-def _one_thing_changes(limit: int) -> tuple[Case, ...]:
-    start, eager = Replay(limit), Eager(limit // 2)
+    start, half, third, small = Replay(limit), limit // 2, limit // 3, sizes[1]
+    two, few = (half, limit), (sizes[0], sizes[2], limit)
 
     def only(what: str) -> tuple[Step, ...]:
         return (start, Replay(limit, fresh=(what,)), Replay(limit, fresh=(what,)))
 
     def changed(what: Literal["weights", "scales", "table"]) -> tuple[Step, ...]:
         # One eager step after the change: a back end that keeps a copy of the table may renew it then.
-        return (start, what, eager, Replay(limit, fresh=()), what, eager, Replay(limit))
+        return (start, what, Eager(half), Replay(limit, fresh=()), what, Eager(half), start)
 
-    steps = {
-        ("fresh-data", "the same requests bring new activations"): only("data"),
-        ("other-positions", "requests advance: other positions, the same slots"): only("positions"),
-        ("other-slots", "rows move to other slots of the cache"): only("slots"),
-        ("weights-replaced", "weights are loaded anew, in place (RLHF, sleep mode)"): changed("weights"),
-        ("scales-changed", "the fp8 scales change on the device"): changed("scales"),
-        ("table-rewritten", "the cos/sin table is written anew, in place"): changed("table"),
-    }
-    return tuple(Case(name, serving, (limit,), each) for (name, serving), each in steps.items())
+    def speculative(width: int) -> Case:
+        own = capture_sizes(limit, width)
+        return Case(
+            f"speculative-width-{width}", f"each request brings {width - 1} draft token(s)",
+            own, (*map(Replay, own), Replay(own[-1], width)), kind="full", width=width, quick=False,
+        )  # fmt: skip
 
-
-def _speculative(limit: int, width: int) -> Case:
-    sizes = capture_sizes(limit, width)
-    return Case(
-        f"speculative-width-{width}", f"each request brings {width - 1} draft token(s)",
-        sizes, (*map(Replay, sizes), Replay(sizes[-1], width)), kind="full", width=width, quick=False,
-    )  # fmt: skip
-
-
-def _rows(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
-    half = limit // 2
-    rows = (limit, 1, half, limit - 1, 2, limit)
     return (
+        Case("fresh-data", "the same requests bring new activations", (limit,), only("data")),
+        Case("other-positions", "requests advance: other positions, the same slots", (limit,), only("positions")),
+        Case("other-slots", "rows move to other slots of the cache", (limit,), only("slots")),
+        Case("weights-replaced", "weights are reloaded in place (RLHF, sleep mode)", (limit,), changed("weights")),
+        Case("scales-changed", "the fp8 scales change on the device", (limit,), changed("scales")),
+        Case("table-rewritten", "the cos/sin table is rewritten in place", (limit,), changed("table")),
         Case(
             "rows-grow-and-shrink",
-            "requests come and go under one padded size; padded rows keep stale positions and have slot -1",
-            (limit,), (*(Replay(limit, count) for count in rows), Eager(limit, half), Replay(limit, half)),
+            "requests come and go under one padded size; padded rows keep stale positions and have slot -1", (limit,),
+            (*(Replay(limit, rows) for rows in (limit, 1, half, limit - 1, 2, limit)), Eager(limit, half),
+             Replay(limit, half)),
         ),
         Case(
-            "no-real-row", "a data-parallel rank without work replays with padding alone",
-            (limit,), (Replay(limit), Replay(limit, 0), Replay(limit)),
+            "no-real-row", "a data-parallel rank without work replays padding only",
+            (limit,), (start, Replay(limit, 0), start),
         ),
         Case(
             "every-capture-size",
-            "each captured size, from 1 to the end of the decode limit, replays full and short of one row", sizes,
+            "each captured size, from 1 to the end of the decode limit, replays full and one row short", sizes,
             tuple(step for size in sizes for step in (Replay(size), Replay(size, max(size - 1, 1)))),
         ),
         Case(
             "fewer-slots-than-rows", "the slot mapping is shorter than the padded size",
             (limit,), (Replay(limit, limit - 3), Replay(limit, half)), missing_slots=3,
         ),
-    )  # fmt: skip
-
-
-def _graphs(limit: int, sizes: tuple[int, ...]) -> tuple[Case, ...]:
-    half, small, few = limit // 2, sizes[1], (sizes[0], sizes[2], limit)
-    crossing = (limit, half, small, small, half, limit, limit)
-    return (
+        speculative(2),
+        speculative(4),
         Case(
-            "shared-pool", "graphs of several sizes share one memory pool and replay in turn",
-            (small, half, limit), tuple(Replay(size, max(size - 1, 1)) for size in crossing), shared_pool=True,
+            "shared-pool", "graphs of several sizes share one memory pool and replay in turn", (small, half, limit),
+            tuple(Replay(size, max(size - 1, 1)) for size in (limit, half, small, small, half, limit, limit)),
+            shared_pool=True,
         ),
         Case(
             "eager-between-replays", "mixed batches run without a graph between replays of graphs of other sizes", few,
-            (
-                Replay(limit), Eager(limit, limit, half), Replay(few[1], 2), Eager(half, half, 2), Replay(1),
-                Replay(limit),
-            ),
+            (start, Eager(limit, limit, half), Replay(few[1], 2), Eager(half, half, 2), Replay(1), start),
             kind="full", shared_pool=True,
         ),
         Case(
-            "side-stream", "the capture runs on a stream of the caller's, the replay on another",
-            (half, limit), (Replay(limit, side=True), Replay(half, side=True), Replay(limit)), side_stream=True,
+            "side-stream", "the caller captures on one stream of its own and replays on another", two,
+            (Replay(limit, side=True), Replay(half, side=True), start), side_stream=True,
         ),
         Case(
-            "two-layers-one-graph", "two layers with weights, caches and scales of their own in one graph",
-            (half, limit), (Replay(limit), Replay(half, 1), Replay(limit, half)), layers=2,
+            "two-layers-one-graph", "two layers with their own weights, caches and scales share one graph", two,
+            (start, Replay(half, 1), Replay(limit, half)), layers=2,
         ),
         Case("kernel-status", "each layer launches what its back end should, and no more", few, ("launches",)),
         Case(
             "kernel-status-two-layers", "two layers launch twice as much",
             (limit,), ("launches",), layers=2, quick=False,
         ),
-        Case("long-run", "one graph replays thousands of times", (limit,), (Replay(limit), Soak(limit))),
-    )  # fmt: skip
-
-
-def _attention(limit: int) -> tuple[Case, ...]:
-    half, third = limit // 2, limit // 3
-    return (
+        Case("long-run", "one graph replays thousands of times", (limit,), (start, Soak(limit))),
         Case(
-            "full-graph-decode", "the whole op in one graph with what stands around it, for decode batches",
-            (half, limit), (Replay(limit), Replay(limit, half), Replay(half, 1), Replay(limit, limit - 1)),
-            kind="full", shared_pool=True,
+            "full-graph-decode", "decode batches run the whole op in one graph, with what comes before and after it",
+            two, (start, Replay(limit, half), Replay(half, 1), Replay(limit, limit - 1)), kind="full", shared_pool=True,
         ),
         Case(
-            "piecewise-decode", "the op runs between two graphs and prepares the real rows alone",
-            (half, limit), (Replay(limit), Replay(limit, half), Replay(half), Replay(limit, 1)),
-            kind="piecewise", shared_pool=True,
+            "piecewise-decode", "the op runs between two graphs and prepares the real rows only", two,
+            (start, Replay(limit, half), Replay(half), Replay(limit, 1)), kind="piecewise", shared_pool=True,
         ),
         Case(
             "mixed-batch-piecewise",
-            "a short prompt fits a captured size: prefill rows run through the graphs of that size",
-            (half, limit),
-            (
-                Replay(limit), Replay(limit, limit, half), Replay(half, half, half), Replay(limit, limit - 1, third),
-                Eager(limit, limit, third), Replay(limit),
-            ),
-            kind="piecewise",
+            "a short prompt fits a captured size: prefill rows run through the graphs of that size", two,
+            (start, Replay(limit, limit, half), Replay(half, half, half), Replay(limit, limit - 1, third),
+             Eager(limit, limit, third), start), kind="piecewise",
         ),
         Case(
             "padded-rows-are-poison",
@@ -217,12 +232,15 @@ def _attention(limit: int) -> tuple[Case, ...]:
             (limit,), (Replay(limit, half), Replay(limit, limit - 1), Replay(limit, 1)), kind="full",
         ),
         Case(
-            "two-layers-piecewise", "a layer's output goes on to the next layer's graph",
-            (limit,), (Replay(limit), Replay(limit, half), Replay(limit, limit, third)),
-            kind="piecewise", layers=2, quick=False,
+            "two-layers-piecewise", "a layer's output goes on to the next layer's graph", (limit,),
+            (start, Replay(limit, half), Replay(limit, limit, third)), kind="piecewise", layers=2, quick=False,
         ),
         Case(
             "long-run-piecewise", "graphs and the op between them run thousands of times",
             (half,), (Replay(half), Soak(half)), kind="piecewise",
+        ),
+        Case(
+            "compiled-by-inductor", "torch.compile leaves the op out of its graphs and never records a size twice",
+            sizes[-2:], (), kind="compiled", quick=False,
         ),
     )  # fmt: skip

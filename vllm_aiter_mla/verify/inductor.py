@@ -1,4 +1,4 @@
-"""The op inside ``torch.compile``: Inductor cuts its graphs at it, records no size again and warns of no shape."""
+"""The op inside ``torch.compile``: Inductor splits its graphs there, records each size once and warns of no shape."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.verify.buffers import Buffers
+from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.verify.cases import Case
 from vllm_aiter_mla.verify.engine import EagerEngine
-from vllm_aiter_mla.verify.layer import Batch, Rows
+from vllm_aiter_mla.verify.layer import Batch, Buffers, Rows
 from vllm_aiter_mla.verify.oracles import Expected, Finding
-from vllm_aiter_mla.verify.subject import Op, Outputs, Subject
+from vllm_aiter_mla.verify.steps import Op, Outputs, make_op
 
 ROUNDS = 6
 _TROUBLE = re.compile(
@@ -25,27 +25,40 @@ _TROUBLE = re.compile(
 _number = itertools.count()
 
 
-def run(case: Case, buffers: Buffers, subject: Subject, engine: EagerEngine) -> list[Finding]:
-    """Compile one step per size and run batches of all kinds; the oracles of every other case, and Inductor's log.
+def run(case: Case, buffers: Buffers, backend: KernelBackend, engine: EagerEngine) -> list[Finding]:
+    """Compile one step per size and run batches of all kinds; check every oracle, and Inductor's log.
 
-    Without a GPU Inductor makes no graphs: what is left is that the op changes the buffers that it is given.
+    Without a GPU Inductor makes no graphs, and this checks only that the op changes the buffers that it is given.
     """
     library = torch.library.Library(f"vllm_aiter_mla_verify_{next(_number)}", "DEF")
     outputs: Outputs = {}
-    op = _define(library, Op(buffers, subject, 0, outputs, "piecewise"))
-    width = buffers.layers[0].out.shape[1]
+    op = _define(library, make_op("piecewise", buffers, backend, 0, outputs))
+    layer = buffers.layers[0]
 
     def step(q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, positions: torch.Tensor) -> tuple[Any, ...]:
-        rows, out = (q * 1, k_pe * 1, kv_c * 1), q.new_empty((q.shape[0], width))
+        rows, out = (q * 1, k_pe * 1, kv_c * 1), q.new_empty((q.shape[0], layer.out.shape[1]))
         op(*rows, positions, out)
         return out * 2, *rows
+
+    def replay(size: int, number: int) -> list[Finding]:
+        rows = max(size - number % 2, 1)
+        buffers.step(Batch(rows, rows // 2 if number % 3 == 2 else 0))
+        expected = Expected(buffers, backend, size, rows, None, attends=True)
+        if engine.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        final, *produced = compiled(*layer.source.first(size), buffers.positions[:size])
+        for buffer, got in zip((layer.out, *layer.work), (final / 2, *produced), strict=True):
+            buffer[:size] = got  # where the oracles look
+        engine.synchronize()
+        return expected.check(outputs | {"final.0": final})
 
     torch._dynamo.reset()
     options: dict[str, Any] = {"triton.cudagraphs": engine.graphs, "graph_partition": True}
     compiled = torch.compile(step, options=options, dynamic=False, fullgraph=True)
     try:
         with _logged() as lines:
-            findings = [f for size in case.sizes for f in _replay(buffers, subject, compiled, engine, size, outputs)]
+            rounds = (replay(size, number) for size in case.sizes for number in range(ROUNDS))
+            findings = next((found for found in rounds if found), [])
         return findings + [Finding("no-re-record", line) for line in lines if _TROUBLE.search(line)]
     finally:
         torch._dynamo.reset()
@@ -53,7 +66,7 @@ def run(case: Case, buffers: Buffers, subject: Subject, engine: EagerEngine) -> 
 
 
 def _define(library: torch.library.Library, op: Op) -> Callable[..., None]:
-    """The op as the plugin registers it: it changes what it is given, returns nothing and is outside graphs."""
+    """Register the op as the plugin does: it changes its arguments, returns nothing and is outside graphs."""
 
     def attend(*given: torch.Tensor) -> None:
         *rows, positions, out = given
@@ -66,29 +79,9 @@ def _define(library: torch.library.Library, op: Op) -> Callable[..., None]:
     return getattr(torch.ops, library.ns).attend.default
 
 
-def _replay(
-    buffers: Buffers, subject: Subject, compiled: Callable[..., Any], engine: EagerEngine, size: int, outputs: Outputs
-) -> Iterator[Finding]:
-    layer = buffers.layers[0]
-    for number in range(ROUNDS):
-        rows = max(size - number % 2, 1)
-        buffers.step(Batch(rows, rows // 2 if number % 3 == 2 else 0))
-        expected = Expected(buffers, subject, size, rows, None, attends=True)
-        if engine.graphs:
-            torch.compiler.cudagraph_mark_step_begin()
-        final, *produced = compiled(*layer.source.first(size), buffers.positions[:size])
-        for buffer, got in zip((layer.out, *layer.work), (final / 2, *produced), strict=True):
-            buffer[:size] = got  # where the oracles look
-        engine.synchronize()
-        found = expected.check(outputs | {"final.0": final})
-        yield from found
-        if found:
-            return
-
-
 @contextmanager
 def _logged() -> Iterator[list[str]]:
-    """The first line of each message that Inductor's graph code logs, at whatever level."""
+    """Collect the first line of each message that Inductor's graph code logs, at any level."""
     import torch._inductor.cudagraph_trees  # noqa: F401  its loggers exist from here on
 
     lines: list[str] = []

@@ -1,69 +1,135 @@
-"""How many launches a captured step holds, which, and how many it may hold.
+"""What a captured graph launches, read from its DOT dump, and what a back end may launch.
 
-Read from the DOT dump of a captured graph: CUDA's verbose one, HIP's plain one. Both put what matters into a label:
+CUDA's verbose dump and HIP's plain dump both put what matters into a label:
 
 ==============  ====================================================================================
 CUDA, verbose   ``{KERNEL\\n| {ID | 0 (topoId: 3) | name\\<\\<\\<1,128,0\\>\\>\\>}\\n| ...}``
-HIP, plain      ``0\\nname\\n`` in an octagon for a kernel, ``3\\nMEMCPY\\n(DtoD,64)`` and the like else
+HIP, plain      ``0\\nname\\n`` in an octagon for a kernel, else ``3\\nMEMCPY\\n(DtoD,64)`` and similar
 ==============  ====================================================================================
+
+On AMD the dump comes from hip-python (extra ``rocm``), which imports anywhere and loads ``libamdhip64`` at its first
+call. On NVIDIA torch writes it.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
+import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 
 KERNEL = "KERNEL"
-# Nodes that order others and do nothing.
+# Nodes that order other nodes and do nothing.
 BARRIERS = frozenset({"EMPTY", "EVENT_RECORD", "EVENT_WAIT", "EVENTRECORD", "EVENTWAIT"})
 # A label holds newlines and escaped signs, and no plain quotation mark.
 _NODE = re.compile(r'^\s*"[^"]+"\s*\[((?:[^"\]]|"(?:[^"\\]|\\.)*")*)\]', re.MULTILINE)
 _ATTRIBUTE = re.compile(r'(\w+)\s*=\s*"((?:[^"\\]|\\.)*)"')
 _CUDA_KERNEL = re.compile(r"\{\s*ID\s*\|\s*\d+[^|]*\|\s*(.+?)(?:\\<|\})", re.DOTALL)
 _KIND = re.compile(r"[A-Z][A-Z_]*")
-
-# Kinds of launches that a line names; a fused step has one or two.
+_MAPS = Path("/proc/self/maps")
+# How many kinds of launches one line names; a fused step has one or two.
 NAMED = 6
 
 
-class DotError(ValueError):
-    """The text is no dump of a graph with nodes in it; the message says what was found."""
+class DumpError(RuntimeError):
+    """There is no dump of the graph, or it cannot be read; the message is one sentence that says why."""
+
+
+def graph_dot(graph: torch.cuda.CUDAGraph) -> str:
+    """Return the DOT text of a graph captured with ``keep_graph=True``, on either vendor.
+
+    Raises:
+        DumpError: there is no dump.
+    """
+    if torch.version.hip is not None:
+        return hip_dot(graph.raw_cuda_graph())
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces every dump as a warning
+        path = Path(folder) / "graph.dot"
+        graph.debug_dump(str(path))
+        if not path.exists():
+            raise DumpError("torch wrote no DOT dump of the graph")
+        return path.read_text(errors="replace")
+
+
+def hip_dot(graph: int) -> str:
+    """Return the plain DOT text of a graph, given the address that ``CUDAGraph.raw_cuda_graph()`` returns.
+
+    Not the verbose text: HIP prints a verbose label into a fixed buffer, whatever the length of the kernel's name
+    (500 bytes in ROCm/clr, later 4096: hip_graph_internal.hpp, GraphKernelNode::GetLabel). Not ``hipGraphGetNodes``:
+    hip-python passes an uninitialised capacity to it (6.4, 7.2, 10.0).
+
+    Raises:
+        DumpError: HIP fails, sees no GPU, or this process holds a second HIP runtime that may own the graph.
+    """
+    if not _hip_call("hipGetDeviceCount")[0]:  # loads the library, before the copies are counted
+        raise DumpError("HIP sees no AMD GPU")
+    check_one_runtime()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.dot"
+        _hip_call("hipGraphDebugDotPrint", graph, str(path).encode(), 0)
+        return path.read_text(errors="replace")
+
+
+def _hip_call(name: str, *arguments: Any) -> tuple[Any, ...]:
+    """Call hip-python; return what follows its error code. Raises DumpError."""
+    try:
+        result = getattr(importlib.import_module("hip.hip"), name)(*arguments)
+    except ImportError:
+        raise DumpError("hip-python is not installed: in a checkout, pip install '.[rocm]'") from None
+    except (RuntimeError, AttributeError) as error:
+        raise DumpError(f"hip-python cannot call {name}: {first_line(error)}") from None
+    code, *values = result if isinstance(result, tuple) else (result,)
+    if int(code) != 0:
+        raise DumpError(f"{name} says {getattr(code, 'name', code)}")
+    return tuple(values)
+
+
+def check_one_runtime(maps: Path = _MAPS) -> None:
+    """Check that this process has loaded only one copy of libamdhip64.
+
+    A graph belongs to the copy that made it. Handing it to another copy would crash the process.
+
+    Raises:
+        DumpError: there are two copies.
+    """
+    if not maps.exists():
+        return
+    paths = {line.split()[-1] for line in maps.read_text(errors="replace").splitlines() if "libamdhip64" in line}
+    if len(paths) > 1:
+        raise DumpError(f"two HIP runtimes are loaded, torch's and hip-python's: {', '.join(sorted(paths))}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the error's type if it has no message."""
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
 
 
 def of_dot(text: str) -> tuple[str, ...]:
-    """What the graph of a DOT dump launches: names of kernels ("?" without one), kinds of other work. Raises DotError.
+    """Return what the graph of a dump launches: names of kernels ("?" without one), kinds of other work.
 
-    An unknown kind counts: only what orders others does not.
-    """
-    return tuple((name or "?") if kind == KERNEL else kind for kind, name in nodes(text) if kind not in BARRIERS)
-
-
-def in_words(names: Sequence[str]) -> str:
-    """One line: "2 launches: 1 x Cijk_..., 1 x fuse_qk_rope..."."""
-    counted = Counter(map(short, names)).most_common()
-    words = [f"{count} x {name}" for name, count in counted[:NAMED]]
-    if len(counted) > NAMED:
-        words.append(f"{len(counted) - NAMED} other kinds")
-    return f"{len(names)} launch{'es' * (len(names) != 1)}: {', '.join(words)}"
-
-
-def nodes(text: str) -> list[tuple[str, str]]:
-    """(kind, name) of the nodes of a dump in the order they are written; the name is a kernel's, as the runtime has it.
+    Nodes of an unknown kind count. Nodes that only order others do not.
 
     Raises:
-        DotError: no ``digraph`` at all, or one without a node: an empty list would look like a graph without work.
+        DumpError: no ``digraph``, or one without a node. An empty list would look like a graph without work.
     """
     if "digraph" not in text:
-        raise DotError(f"no DOT text: it starts with {text[:40]!r}")
+        raise DumpError(f"no DOT text: it starts with {text[:40]!r}")
     found = [_node(dict(_ATTRIBUTE.findall(attributes))) for attributes in _NODE.findall(text)]
     if not found:
-        raise DotError("the DOT text has no node: the graph is empty, or its format is a new one")
-    return found
+        raise DumpError("the DOT text has no node: the graph is empty, or its format is new")
+    return tuple((name or "?") if kind == KERNEL else kind for kind, name in found if kind not in BARRIERS)
 
 
 def _node(attributes: dict[str, str]) -> tuple[str, str]:
+    """Return a node's kind, and its name if it is a kernel."""
     label = attributes.get("label", "")
     if label.lstrip().startswith("{"):
         kind, kernel = _KIND.match(label.lstrip("{ \n\r\t")), _CUDA_KERNEL.search(label)
@@ -75,8 +141,17 @@ def _node(attributes: dict[str, str]) -> tuple[str, str]:
     return kind[0] if kind else "UNKNOWN", ""
 
 
+def in_words(names: Sequence[str]) -> str:
+    """Return one line: "2 launches: 1 x Cijk_..., 1 x fuse_qk_rope...". Names end after 60 characters."""
+    counted = Counter(name if len(name) <= 60 else f"{name[:57]}..." for name in names).most_common()
+    words = [f"{count} x {name}" for name, count in counted[:NAMED]]
+    if len(counted) > NAMED:
+        words.append(f"{len(counted) - NAMED} other kinds")
+    return f"{len(names)} launch{'es' * (len(names) != 1)}: {', '.join(words)}"
+
+
 class Allowed(NamedTuple):
-    """Launches of one kind that a layer may make: names that match ``pattern``, from ``least`` to ``most`` of them."""
+    """Launches of one kind that a layer may make: from ``least`` to ``most`` names that match ``pattern``."""
 
     what: str
     pattern: str
@@ -84,8 +159,8 @@ class Allowed(NamedTuple):
     most: int
 
 
-# The absorb BMM may be followed by the reduction of its split-K form; nothing else may stand beside AITER's op.
-# The narrow pattern first: a kernel's name may hold "gemm" among its template arguments.
+# The reduction of a split-K product may follow the absorb BMM. The narrow pattern comes first, because a kernel's name
+# may hold "gemm" among its template arguments.
 _BMM = r"gemm|bmm|matmul|cijk|tensile|hipblaslt|cublas|nvjet|cutlass|xmma|splitk|postgsu|dot_kernel"
 EXPECTED: dict[str, tuple[Allowed, ...]] = {
     "triton": (Allowed("the one launch", r"decode_prep_kernel", 1, 1),),
@@ -94,46 +169,18 @@ EXPECTED: dict[str, tuple[Allowed, ...]] = {
 
 
 def violation(backend: str, names: Sequence[str], layers: int, budget: int | None = None) -> str | None:
-    """Why ``layers`` calls of a back end must not launch this, or None.
+    """Return why ``layers`` calls of the back end must not launch ``names``, or None.
 
-    Args:
-        backend: its name; ``EXPECTED`` says what its calls are made of.
-        names: of the captured graph's launches.
-        layers: calls in it.
-        budget: launches a call may make, for a back end without an entry; without one it passes.
+    ``EXPECTED`` says what a call may launch. Any other back end may make ``budget`` launches per call; None sets no
+    limit.
     """
-    allowed = EXPECTED.get(backend)
-    if allowed is None:
-        if budget is None or len(names) <= budget * layers:
-            return None
-        return f"{budget} launches per layer expected, {len(names)} found in {layers} layer(s); {in_words(names)}"
-    counted = Counter(_classify(name, allowed) for name in names)
-    for kind in allowed:
-        found = counted.pop(kind.what, 0)
-        if not kind.least * layers <= found <= kind.most * layers:
-            wanted = f"{kind.least}" if kind.least == kind.most else f"{kind.least} to {kind.most}"
-            return f"{kind.what}: {wanted} per layer expected, {found} found in {layers} layer(s); {in_words(names)}"
-    if counted:
-        most = sum(kind.most for kind in allowed) * layers
-        return f"at most {most} launches of {layers} layer(s) expected, with no others; {in_words(names)}"
+    if backend not in EXPECTED and budget is None:
+        return None
+    allowed = EXPECTED.get(backend, (Allowed("launch", "", 0, budget or 0),))
+    kinds = (*allowed, Allowed("other launch", "", 0, 0))
+    counted = Counter(next(kind for kind in kinds if re.search(kind.pattern, name, re.IGNORECASE)) for name in names)
+    for kind in kinds:
+        if not kind.least * layers <= counted[kind] <= kind.most * layers:
+            wanted = f"{kind.least} to {kind.most} per layer expected"
+            return f"{kind.what}: {wanted}, {counted[kind]} found in {layers} layer(s); {in_words(names)}"
     return None
-
-
-def _classify(name: str, allowed: tuple[Allowed, ...]) -> str:
-    matching = (kind.what for kind in allowed if re.search(kind.pattern, name, re.IGNORECASE))
-    return next(matching, "others")
-
-
-def short(name: str) -> str:
-    """A kernel's name without its mangled arguments, at most 60 characters.
-
-    ``_ZN2at6native3fooE...``, an Itanium-mangled symbol, gives ``at::native::foo``.
-    """
-    mangled = re.match(r"_ZN?[KVr]*(?=\d)", name)
-    rest, parts = name[mangled.end() :] if mangled else "", []
-    while length := re.match(r"\d+", rest):
-        end = length.end() + int(length[0])
-        parts.append(rest[length.end() : end])
-        rest = rest[end:]
-    name = "::".join(part for part in parts if part != "_GLOBAL__N_1") or name
-    return name if len(name) <= 60 else name[:57] + "..."

@@ -1,38 +1,31 @@
-"""A layer of plain tensors in the place of vLLM's: what the op bodies ask of a layer, in plain PyTorch."""
+"""Layers of plain tensors in place of vLLM's, and the buffers that serving keeps between steps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from vllm_aiter_mla.kernels import formats as fp8
-from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.verify.cases import FRESH, Geometry, Variant
 
-if TYPE_CHECKING:
-    from vllm_aiter_mla.verify.buffers import Buffers
-
-# Blocks before and after the cache: what a bug writes out of bounds stays inside the allocation, and is seen.
+# Blocks before and after the cache. A write out of bounds stays inside the allocation and is seen.
 GUARD_BLOCKS = 2
+K_SCALE, Q_SCALE = 0.053, 0.047
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What Python knows of a step, in the place of vLLM's attention metadata.
+    """What Python knows of a step: our attention metadata."""
 
-    Attributes:
-        rows: real rows; the rest of the padded size has slot -1 and whatever the last step left.
-        prefill_rows: how many of them, the last ones, belong to a prefill.
-        dummy: no metadata at all, as while a piecewise graph is captured.
-    """
-
-    rows: int
-    prefill_rows: int = 0
-    dummy: bool = False
+    rows: int  # real rows; the others have slot -1 and keep whatever the last step left
+    prefill_rows: int = 0  # how many of the real rows, the last ones, belong to a prefill
+    dummy: bool = False  # no metadata at all, as while vLLM captures a piecewise graph
 
     @property
     def decode_rows(self) -> int:
@@ -41,54 +34,36 @@ class Batch:
 
 
 class Rows(NamedTuple):
-    """What a step's matrix products hand to a layer, not rotated.
+    """What a step's matrix products hand to a layer, not rotated."""
 
-    Attributes:
-        q: [L, N, P+R] act; a slice of wider rows.
-        k_pe: [L, R] act, a slice of one tensor with kv_c.
-        kv_c: [L, latent] act.
-    """
-
-    q: torch.Tensor
-    k_pe: torch.Tensor
-    kv_c: torch.Tensor
+    q: torch.Tensor  # [L, N, P+R] act, a slice of wider rows
+    k_pe: torch.Tensor  # [L, R] act, a slice of one tensor with kv_c
+    kv_c: torch.Tensor  # [L, latent] act
 
     def first(self, size: int) -> Rows:
-        """The rows of a padded size: views, so that a graph sees what the next step writes."""
+        """Return views of the first ``size`` rows: a graph sees what the next step writes."""
         return Rows(*(tensor[:size] for tensor in self))
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """``bodies.MLALayer`` over one layer's own tensors and the buffers that all layers share.
+    """What the op bodies ask of a layer, over tensors of its own and the buffers that all layers share.
 
-    Decode rows read the cache, row by row and without a host synchronisation; no row reads another one, so padded rows
-    may hold anything. Prefill rows read q, k_pe and kv_c as they are handed over, so that a rotation that is missing or
-    done twice changes the output.
-
-    Attributes:
-        buffers: what all layers share.
-        source: the rows of a step, which nothing may change.
-        work: what a captured segment writes from ``source`` and the op is given, which may rotate it in place.
-        w_uk: the absorb weight, in the variant's form.
-        w_uv: [N, latent, V] act.
-        storage: [GUARD + blocks + GUARD, block_size, latent+R], the cache between its guards.
-        k_scale: one float32.
-        q_scale: one float32.
-        out: [L, N*V] act, the attention's output.
-        tested: the kernel under test; None where the layer only says what is expected.
+    Decode rows read the cache, each row for itself and without a host synchronisation. No row reads another, so padded
+    rows may hold anything. Prefill rows read q, k_pe and kv_c as the op hands them over, so a missing or a second
+    rotation changes the output.
     """
 
     buffers: Buffers
-    source: Rows
-    work: Rows
+    source: Rows  # the rows of a step, which nothing may change
+    work: Rows  # a captured segment copies ``source`` here; the op reads these rows and may rotate them in place
     w_uk: AbsorbWeight
-    w_uv: torch.Tensor
-    storage: torch.Tensor
-    k_scale: torch.Tensor
-    q_scale: torch.Tensor
-    out: torch.Tensor
-    tested: Run | None = None
+    w_uv: torch.Tensor  # [N, latent, V] act
+    storage: torch.Tensor  # [GUARD + blocks + GUARD, block_size, latent+R], the cache between its guards
+    k_scale: torch.Tensor  # one float32
+    q_scale: torch.Tensor  # one float32
+    out: torch.Tensor  # [L, N*V] act, the attention's output
+    tested: Run | None = None  # the kernel under test; None in a layer that computes the expected result
 
     @property
     def kv_cache(self) -> torch.Tensor:
@@ -96,7 +71,7 @@ class Layer:
         return self.storage[GUARD_BLOCKS:-GUARD_BLOCKS]
 
     def inputs(self, size: int, slots: int | None = None) -> DecodeInputs:
-        """What the kernel should be given of ``size`` rows, and of ``slots`` slots (by default as many)."""
+        """Return what the kernel should receive for ``size`` rows and ``slots`` slots (by default as many)."""
         return DecodeInputs(
             **self.source.first(size)._asdict(),
             weight=self.weight(),
@@ -111,61 +86,57 @@ class Layer:
         )
 
     def weight(self) -> AbsorbWeight:
-        """Returns the weight. This and the rest are the methods of ``MLALayer``."""
+        """Return the absorb weight. From here on the methods are those that the op bodies call."""
         return self.w_uk
 
     def query_dtype(self, act: torch.dtype) -> torch.dtype:
-        """As the variant has it."""
+        """Return the variant's query dtype."""
         return self.buffers.variant.out
 
     def kernel(self, inputs: DecodeInputs) -> Run:
-        """Returns the kernel under test."""
-        assert self.tested is not None, "what is expected never runs what is tested"
+        """Return the kernel under test."""
+        assert self.tested is not None, "the expected result never runs the tested kernel"
         return self.tested
 
-    def give_up(self, error: Exception) -> None:
-        """Raises it: what fails here is what is looked for."""
+    def fail(self, error: Exception) -> None:
+        """Raise ``error``: a failure is what this run looks for."""
         raise error
 
-    def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
-        """Quantises with the reference."""
-        joined = torch.cat([absorbed, q_pe], dim=-1)
-        return reference.store_nope(joined, self.q_scale.reciprocal(), self.buffers.variant.out)
-
     def rope_and_write(
-        self, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, positions: torch.Tensor,
-        table: torch.Tensor, slots: torch.Tensor, k_scale: torch.Tensor, is_neox: bool,
-    ) -> None:  # fmt: skip
-        """Does what vLLM's kernel does, which wants a slot per row and leaves k_pe as it is where that is negative."""
-        assert len(slots) == len(q_pe) == len(k_pe) == len(kv_c) == len(positions), "one slot per row"
+        self, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, slots: torch.Tensor, rope: Any
+    ) -> None:
+        """Do what vLLM's kernel does: it needs one slot per row, and leaves k_pe unrotated where the slot is negative.
+
+        Raises:
+            AssertionError: the operands differ in their number of rows.
+        """
+        assert len(slots) == len(q_pe) == len(k_pe) == len(kv_c) == len(rope.positions), "one slot per row"
         given = k_pe.clone()
-        self.rotate(q_pe, k_pe, positions, table, is_neox)
+        self.rotate(q_pe, k_pe, rope)
         k_pe.copy_(torch.where(slots.view(-1, 1) >= 0, k_pe, given))
-        rows = reference.store_nope(torch.cat([kv_c, k_pe], dim=-1), k_scale.reciprocal(), self.kv_cache.dtype)
+        rows = reference.store_nope(torch.cat([kv_c, k_pe], dim=-1), rope.k_scale.reciprocal(), self.kv_cache.dtype)
         reference.scatter_rows(self.kv_cache, slots, rows)
 
     @staticmethod
-    def rotate(
-        q_pe: torch.Tensor, k_pe: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool
-    ) -> None:
-        """Rotates with the reference and rounds to the activation dtype."""
-        cos, sin = reference.gather_cos_sin(table, positions)
-        q_pe.copy_(reference.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), is_neox))
-        k_pe.copy_(reference.rotate(k_pe, cos, sin, is_neox))
+    def rotate(q_pe: torch.Tensor, k_pe: torch.Tensor, rope: Any) -> None:
+        """Rotate in place with the reference and round to the activation dtype. ``rope`` is an ``ops.Rope``."""
+        cos, sin = reference.gather_cos_sin(rope.table, rope.positions)
+        q_pe.copy_(reference.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), rope.is_neox))
+        k_pe.copy_(reference.rotate(k_pe, cos, sin, rope.is_neox))
 
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Batch) -> torch.Tensor:
-        """Attends with each row over the first ``row_keys`` keys of its own blocks, in float32."""
-        scale = self.q_scale if fp8.is_fp8(q_prepared.dtype) else 1.0
+        """Attend in float32, each row over the first ``row_keys`` keys of its own blocks."""
+        scale = self.q_scale if formats.is_fp8(q_prepared.dtype) else 1.0
         return self._attend_cache(q_prepared.float() * scale, kv_cache)
 
     def v_up(self, attended: torch.Tensor, out: torch.Tensor) -> None:
-        """Projects in float32 and rounds once."""
+        """Project in float32 and round once."""
         out.copy_(torch.einsum("tnl,nlv->tnv", attended, self.w_uv.float()).flatten(1))
 
     def vllm_forward(
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: Batch | None, output: torch.Tensor
     ) -> None:
-        """Decode rows attend over the cache, prefill rows over one another's keys as they are handed over."""
+        """Let decode rows attend over the cache, and prefill rows over each other's keys as they were handed over."""
         if metadata is None:
             output.zero_()
             return
@@ -178,18 +149,16 @@ class Layer:
         self.v_up(self._attend(query[n:], keys, self.buffers.row_keys.new_full((rows - n,), rows - n)), output[n:rows])
 
     def _attend_cache(self, query: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        """Attention over paged keys: query [n, N, L+R] in real units -> [n, N, L]."""
+        """Attend over paged keys: query [n, N, L+R] in real units -> [n, N, L]."""
         n = query.shape[0]
-        # Bytes: indexing is not implemented for fp8 everywhere.
-        data = cache.view(torch.uint8) if fp8.is_fp8(cache.dtype) else cache
-        picked = data.index_select(0, self.buffers.row_blocks[:n].flatten()).view(cache.dtype)
+        picked = by_bytes(cache).index_select(0, self.buffers.row_blocks[:n].flatten()).view(cache.dtype)
         keys = picked.view(n, self.buffers.geometry.blocks * cache.shape[1], cache.shape[2]).float()
-        if self.buffers.variant.quantised:
+        if formats.is_fp8(cache.dtype):
             keys = keys * self.k_scale
         return self._attend(query, keys, self.buffers.row_keys[:n])
 
     def _attend(self, query: torch.Tensor, keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """query [n, N, L+R] over the first ``counts`` [n] of keys [n, K, L+R], or [K, L+R] of all -> [n, N, L].
+        """Query [n, N, L+R] over the first ``counts`` [n] of keys [n, K, L+R], or of [K, L+R] for all -> [n, N, L].
 
         A row without a key gives zeros.
         """
@@ -198,3 +167,124 @@ class Layer:
         logits = torch.einsum(f"tnd,{own}d->tnk", query, keys) * (g.nope + g.rope) ** -0.5
         weights = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1).masked_fill(hidden, 0.0)
         return torch.einsum(f"tnk,{own}l->tnl", weights, keys[..., : g.latent])
+
+
+class Buffers:
+    """Everything whose address a captured graph may hold. A step changes it in place and never replaces it.
+
+    ``limit`` is L, the rows of every buffer. ``width`` is the number of tokens per decode request, 1 + drafts.
+    """
+
+    def __init__(
+        self, geometry: Geometry, variant: Variant, limit: int, layers: int, width: int, device: str, seed: int
+    ) -> None:
+        self.geometry, self.variant, self.limit, self.width, self.device = geometry, variant, limit, width, device
+        self.generator = torch.Generator().manual_seed(seed)
+        self.blocks = limit * geometry.blocks + 1
+        self.table = self._table()
+        self.positions = torch.zeros(limit, dtype=torch.int64, device=device)
+        self.slots = torch.full((limit,), -1, dtype=torch.int64, device=device)
+        self.row_blocks = torch.zeros((limit, geometry.blocks), dtype=torch.int64, device=device)
+        self.row_keys = torch.zeros(limit, dtype=torch.int64, device=device)
+        self.layers = tuple(self._layer() for _ in range(layers))
+        self.batch = Batch(0, dummy=True)
+
+    def _normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        """Draw activations on the CPU, so that the numbers do not depend on the device."""
+        return (torch.randn(shape, generator=self.generator) * scale).to(self.variant.act).to(self.device)
+
+    def _table(self) -> torch.Tensor:
+        angles = torch.rand(self.geometry.max_position, self.geometry.rope // 2, generator=self.generator) * 6.283
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.variant.act).to(self.device)
+
+    def _rows(self) -> Rows:
+        """Make slices of wider rows, as vLLM hands them over: a kernel that assumes dense rows reads the wrong one."""
+        g, width = self.geometry, self.geometry.latent + self.geometry.rope
+        q = self._normal(self.limit, g.heads, g.nope + g.rope + 16)[..., : g.nope + g.rope]
+        joint = self._normal(self.limit, width + 16)
+        return Rows(q, joint[:, g.latent : width], joint[:, : g.latent])
+
+    def _weight(self) -> AbsorbWeight:
+        g = self.geometry
+        return absorb.make(self._normal(g.heads, g.nope, g.latent, scale=g.nope**-0.5), self.variant.weight)
+
+    def _layer(self) -> Layer:
+        g, width = self.geometry, self.geometry.latent + self.geometry.rope
+        rows = torch.randn(self.blocks + 2 * GUARD_BLOCKS, g.block_size, width, generator=self.generator)
+        cache = reference.store_nope(rows.to(self.variant.act), torch.tensor(1 / K_SCALE), self.variant.cache)
+        return Layer(
+            buffers=self,
+            source=self._rows(),
+            work=self._rows(),
+            w_uk=self._weight(),
+            w_uv=self._normal(g.heads, g.latent, g.value, scale=g.latent**-0.5),
+            storage=cache.to(self.device),
+            k_scale=torch.tensor([K_SCALE], device=self.device),
+            q_scale=torch.tensor([Q_SCALE], device=self.device),
+            out=torch.zeros(self.limit, g.heads * g.value, dtype=self.variant.act, device=self.device),
+        )
+
+    def before_capture(self, batch: Batch) -> None:
+        """Prepare a capture: no slots, no keys, zero positions. ``batch`` is what Python can read meanwhile."""
+        self.slots.fill_(-1)
+        self.row_keys.zero_()
+        self.positions.zero_()
+        self.batch = batch
+
+    def step(self, batch: Batch, fresh: Iterable[str] = FRESH) -> None:
+        """Make the next step, with ``batch`` as its metadata.
+
+        Padded rows get slot -1 and keep their stale positions and activations, as in serving. ``fresh`` says what
+        changes. Everything changes if the number of real rows does.
+        """
+        rows = batch.rows
+        fresh = FRESH if rows != self.batch.rows else fresh
+        if "data" in fresh:
+            for layer in self.layers:
+                for buffer in layer.source:
+                    buffer[:rows] = self._normal(rows, *buffer.shape[1:])
+        if "positions" in fresh:
+            drawn = torch.randint(0, self.geometry.max_position, (rows,), generator=self.generator)
+            self.positions[:rows] = drawn.to(self.device)
+        if "slots" in fresh:
+            self._place(batch)
+        self.slots[rows:] = -1
+        self.row_keys[rows:] = 0
+        self.batch = batch
+
+    def _place(self, batch: Batch) -> None:
+        """Give every request new blocks: slots, block tables and visible keys of the real rows."""
+        size, capacity = self.geometry.block_size, self.geometry.blocks * self.geometry.block_size
+        pool = torch.randperm(self.blocks, generator=self.generator).tolist()
+        row = 0
+        # Decode requests of ``width`` tokens, then one prefill chunk after another.
+        for tokens in (*_parts(batch.decode_rows, self.width), *_parts(batch.prefill_rows, capacity)):
+            blocks = torch.tensor([pool.pop() for _ in range(self.geometry.blocks)])
+            end = int(torch.randint(tokens, capacity + 1, (1,), generator=self.generator))
+            keys = torch.arange(end - tokens, end)
+            rows = slice(row, row := row + tokens)
+            self.slots[rows] = (blocks[keys // size] * size + keys % size).to(self.device)
+            self.row_blocks[rows] = blocks.to(self.device)
+            self.row_keys[rows] = (keys + 1).to(self.device)
+
+    def change(self, what: str) -> None:
+        """Change in place what serving may change between replays: "weights", "scales" or "table"."""
+        if what == "table":
+            self.table.copy_(self._table())
+            return
+        for layer in self.layers:
+            if what == "weights":
+                for (_, held), (_, fresh) in zip(layer.w_uk.tensors, self._weight().tensors, strict=True):
+                    held.copy_(fresh)
+            else:
+                layer.k_scale.mul_(1.5)
+                layer.q_scale.mul_(0.75)
+
+
+def _parts(total: int, most: int) -> list[int]:
+    return [min(most, total - first) for first in range(0, total, most)]
+
+
+def by_bytes(x: torch.Tensor) -> torch.Tensor:
+    """View fp8 as bytes: indexing is not implemented for fp8 everywhere."""
+    return x.view(torch.uint8) if formats.is_fp8(x.dtype) else x

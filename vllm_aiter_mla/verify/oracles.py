@@ -1,4 +1,4 @@
-"""What must hold after a step, each under a name of its own."""
+"""What must hold after a step, each rule under its own name."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM
+from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.selfcheck import deviation, difference, norm_bound
-from vllm_aiter_mla.verify.buffers import Buffers, raw
-from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Layer, Rows
+from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Rows, by_bytes
 from vllm_aiter_mla.verify.recording import Recording
-from vllm_aiter_mla.verify.subject import Outputs, Subject, query_name
+from vllm_aiter_mla.verify.steps import Outputs, query_name, rope_of
 
 ORACLES: dict[str, str] = {
     "runs": "the step runs, and its capture succeeds",
-    "shape-and-dtype": "a query is prepared for decode batches alone, of the rows, shape and dtype that are read",
+    "shape-and-dtype": "a query is prepared for decode batches only, with the rows, shape and dtype that are read",
     "query-nope": "the query's un-rotated half is the reference's: to the bit, or a step off where a kernel has a BMM",
     "query-rope": "the query's rotated half is the reference's: to the bit, or one step off on 1 % of the values",
     "finite": "defined rows hold no NaN and no Inf",
@@ -39,35 +38,30 @@ ROW_ERROR = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A broken oracle: its name, what was seen, and at which step."""
+    """A broken oracle."""
 
     oracle: str
-    message: str
-    step: str = ""
+    message: str  # what was seen
+    step: str = ""  # at which step
 
 
 class Expected:
-    """Copies of all operands before a step, and what should come of each layer. Make it after ``Buffers.step``.
+    """Copies of all operands before a step, and the expected result of each layer. Make it after ``Buffers.step``.
 
-    Args:
-        buffers: what the step reads and writes.
-        subject: what is tested.
-        size: T.
-        rows: how many of them are prepared where the batch has decode rows alone.
-        slots: S, None for as many as rows.
-        attends: whether the whole op runs, and what stands in front of it.
+    ``size`` is T, ``rows`` the rows that are prepared if the batch has decode rows only, ``slots`` S (None for as many
+    as rows). ``attends`` says whether the whole op runs, with what comes before it.
     """
 
     def __init__(
-        self, buffers: Buffers, subject: Subject, size: int, rows: int, slots: int | None, attends: bool
+        self, buffers: Buffers, backend: KernelBackend, size: int, rows: int, slots: int | None, attends: bool
     ) -> None:
         self._buffers = buffers
         self._copies = {name: tensor.clone() for name, tensor in _operands(buffers)}
-        self._layers = [_Layer(subject, layer, layer.inputs(rows, slots), attends) for layer in buffers.layers]
+        self._layers = [_Layer(backend, layer, layer.inputs(rows, slots), attends) for layer in buffers.layers]
         self._produced = size if attends else 0
 
     def check(self, outputs: Outputs) -> list[Finding]:
-        """Every oracle of the step, which has run."""
+        """Return what the step, which has run, broke."""
         findings: list[Finding] = []
         for i, layer in enumerate(self._layers):
             found = layer.check(outputs.get(query_name(i)), outputs.get(f"final.{i}"), self._copies["slot_mapping"])
@@ -76,11 +70,11 @@ class Expected:
         for i, own in enumerate(self._buffers.layers):
             names = (f"work buffer {name} of layer {i}" for name in Rows._fields)
             pairs += zip(names, own.work.first(self._produced), self._worked(own), strict=True)
-        changed = [name for name, tensor, wanted in pairs if not torch.equal(raw(tensor), raw(wanted))]
+        changed = [name for name, tensor, wanted in pairs if not torch.equal(_raw(tensor), _raw(wanted))]
         return findings + [Finding("inputs-unchanged", f"{name} was changed by the step") for name in changed]
 
     def _worked(self, own: Layer) -> Rows:
-        """What the work buffers should hold: their source, or what they do hold where a mixed batch may rotate."""
+        """Return what the work buffers should hold: their source, or what they do hold where a mixed batch rotates."""
         batch, size, nope = self._buffers.batch, self._produced, self._buffers.geometry.nope
         wanted = Rows(*(rows.clone() for rows in own.source.first(size)))
         if batch.prefill_rows:
@@ -91,33 +85,33 @@ class Expected:
 
 
 class _Layer:
-    """One layer's operands and cache before a step, and what should come of them, once per accepted rounding."""
+    """One layer's operands and cache before a step, and the expected result for each accepted rounding."""
 
-    def __init__(self, subject: Subject, own: Layer, inputs: DecodeInputs, attends: bool) -> None:
-        self.own, self.inputs, self.rows = own, inputs, subject.defined_rows
+    def __init__(self, backend: KernelBackend, own: Layer, inputs: DecodeInputs, attends: bool) -> None:
+        self.own, self.inputs, self.rows = own, inputs, backend.defined_rows
         batch = own.buffers.batch
-        self.exact_nope = subject.backend.bounds == EXACT
-        # Only the reference's own rotation equals it to the bit, and what the layer itself writes of mixed batches.
-        self.exact_rope = subject.backend.name == "reference" or batch.prefill_rows > 0
+        self.exact_nope = backend.bounds == EXACT
+        # Two results equal the reference to the bit: its own rotation, and what the layer writes of mixed batches.
+        self.exact_rope = backend.name == "reference" or batch.prefill_rows > 0
         self.storage = own.storage.clone()
-        # As in the self-check: a product that rounds q to codes is compared by its norm, the rest is to follow from it.
+        # As in the self-check: a product that quantises q is compared by its norm, and everything after it must
+        # follow from the product that the kernel made.
         self.bound = inputs.weight.product_bound
-        self.product = subject.backend.absorbed(inputs) if self.bound else None
+        self.product = backend.absorbed(inputs) if self.bound else None
         self.queries: list[torch.Tensor] = []
         shadows: list[Layer] = []
-        # AITER's truncating store is read from its source; should a release round instead, that is no failure.
-        several = dict.fromkeys((subject.backend.numerics(inputs), reference.AITER))
+        # AITER's truncating store is known from its source only. A release that rounds instead is right too.
+        several = dict.fromkeys((backend.numerics(inputs), reference.AITER))
         for numerics in () if batch.dummy or batch.prefill_rows else several:
             shadows.append(replace(own, storage=own.storage.clone()))
-            self.queries.append(
-                reference.prepare(replace(inputs, kv_cache=shadows[-1].kv_cache), numerics, self.product)
-            )
+            cache = shadows[-1].kv_cache
+            self.queries.append(reference.prepare(replace(inputs, kv_cache=cache), numerics, self.product))
         shadows = shadows or [replace(own, storage=own.storage.clone())]
         self.out = _attended(shadows[0], self.queries) if attends and not batch.dummy else None
         self.storages = [shadow.storage for shadow in shadows]
 
     def check(self, got: torch.Tensor | None, final: torch.Tensor | None, slots: torch.Tensor) -> Iterator[Finding]:
-        """The oracles of this layer: its query, its cache and its attention's output."""
+        """Yield what is wrong with this layer's query, cache and attention output."""
         was, wanted = _described(got), _described(self.queries[0] if self.queries else None)
         if was != wanted:
             yield Finding("shape-and-dtype", f"{wanted} expected, {was} prepared")
@@ -138,7 +132,7 @@ class _Layer:
         yield from (Finding(name, reason) for name, reason in (("query-nope", nope), ("query-rope", rope)) if reason)
 
     def _by_norm(self, reason: str, got: torch.Tensor, expected: torch.Tensor) -> str:
-        """Why the un-rotated half is wrong, or nothing, where the weight's form has a bound for its product."""
+        """Return why the un-rotated half is wrong, by its norm if the weight's format sets a bound for the product."""
         if not self.bound:
             return reason
         if self.exact_nope:
@@ -152,7 +146,8 @@ class _Layer:
         storage, lat = self.own.storage, self.inputs.latent_dim
         written = slots[slots >= 0] + GUARD_BLOCKS * storage.shape[1]
         if written.numel():
-            got, *accepted = (_rows(each.flatten(0, 1), written) for each in (storage, *self.storages))
+            each = (by_bytes(cache.flatten(0, 1)) for cache in (storage, *self.storages))
+            got, *accepted = (rows.index_select(0, written).view(storage.dtype) for rows in each)
             latent = _least(got[:, :lat], [rows[:, :lat] for rows in accepted], exact=True)
             rope = _least(got[:, lat:], [rows[:, lat:] for rows in accepted], self.exact_rope)
             for part, reason in (("latent", latent), ("rotated", rope)):
@@ -174,22 +169,20 @@ class _Layer:
             row = int(error.argmax())
             kind = "prefill" if row >= batch.decode_rows else "decode"
             yield Finding("attention-output", f"{kind} row {row} is off by {float(error.max()):.0%}")
-        if final is not None and not torch.equal(raw(final[:n]), raw(out[:n] * 2)):
+        if final is not None and not torch.equal(_raw(final[:n]), _raw(out[:n] * 2)):
             yield Finding("attention-output", "what follows the attention did not see its output")
 
 
 def _attended(layer: Layer, queries: list[torch.Tensor]) -> torch.Tensor:
-    """[n, N*V] of the real rows: decode attention, or without a query the layer's own, which writes the KV rows too."""
+    """Return [n, N*V] of the real rows. Without a query the layer's own attention runs and writes the KV rows too."""
     buffers, batch, n = layer.buffers, layer.buffers.batch, layer.buffers.batch.rows
     out = torch.empty_like(layer.out[:n])
     if queries:
         layer.v_up(layer.forward_mqa(queries[0][:n], layer.kv_cache, batch), out)
         return out
     q, k_pe, kv_c = (tensor.clone() for tensor in layer.source.first(n))
-    layer.rope_and_write(
-        q[..., buffers.geometry.nope :], k_pe, kv_c, buffers.positions[:n], buffers.table, buffers.slots[:n],
-        layer.k_scale, buffers.variant.is_neox,
-    )  # fmt: skip
+    rope = rope_of(layer, buffers.positions[:n])
+    layer.rope_and_write(q[..., buffers.geometry.nope :], k_pe, kv_c, buffers.slots[:n], rope)
     layer.vllm_forward(q, kv_c, k_pe.unsqueeze(1), batch, out)
     return out
 
@@ -207,31 +200,29 @@ def _operands(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
         ("sequence lengths", buffers.row_keys),
     )
     for i, layer in enumerate(buffers.layers):
-        for name in ("w_uv", "k_scale", "q_scale"):
-            yield f"{name} of layer {i}", getattr(layer, name)
-        yield from ((f"{name} of layer {i}", torch.atleast_1d(tensor)) for name, tensor in layer.w_uk.tensors)
-        yield from ((f"{name} of layer {i}", rows) for name, rows in layer.source._asdict().items())
+        named = [(name, getattr(layer, name)) for name in ("w_uv", "k_scale", "q_scale")]
+        named += [(name, torch.atleast_1d(tensor)) for name, tensor in layer.w_uk.tensors]
+        yield from ((f"{name} of layer {i}", tensor) for name, tensor in (*named, *layer.source._asdict().items()))
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes, so that NaNs compare equal."""
+    return tensor.contiguous().view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
 
 
 def _not_finite(x: torch.Tensor) -> str:
-    """Which rows hold NaN or Inf, or an empty string."""
+    """Return which rows hold NaN or Inf, or an empty string."""
     bad = (~x.float().isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist()
     return f"row(s) {', '.join(map(str, bad[:6]))}{' ...' if len(bad) > 6 else ''}" if bad else ""
-
-
-def _rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of the first dimension, by bytes: indexing is not implemented for fp8 everywhere."""
-    data = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-    return data.index_select(0, rows).view(x.dtype)
 
 
 def _least(
     got: torch.Tensor, accepted: list[torch.Tensor], exact: bool, slack: float = 0.0, share: float = ROPE_SHARE
 ) -> str:
-    """How far ``got`` is from the first of ``accepted``, or an empty string where it is one of them."""
+    """Return how far ``got`` is from the first of ``accepted``, or an empty string if it agrees with one of them."""
     distances = [difference(got.contiguous(), each.contiguous(), slack) for each in accepted]
     for each, found in zip(accepted, distances, strict=True):
-        if torch.equal(raw(got), raw(each)) or (not exact and found.steps <= 1 and found.share <= share):
+        if torch.equal(_raw(got), _raw(each)) or (not exact and found.steps <= 1 and found.share <= share):
             return ""
     wrong = (got.float() != accepted[0].float()).nonzero()
     where = f", first at {wrong[0].tolist()}" if wrong.numel() else ""
@@ -240,7 +231,7 @@ def _least(
 
 
 def _elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> Iterator[Finding]:
-    changed = (raw(layer.storage) != raw(storage)).flatten(0, 1).any(dim=1)
+    changed = (_raw(layer.storage) != _raw(storage)).flatten(0, 1).any(dim=1)
     changed[written] = False
     if bool(changed.any()):
         first = int(changed.nonzero()[0]) - GUARD_BLOCKS * layer.storage.shape[1]
@@ -249,7 +240,7 @@ def _elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> It
 
 
 def check_probe(probe: Recording, table_rows: int) -> list[Finding]:
-    """Oracles of one eager call before the capture: synchronisations, and copies as long as the table."""
+    """Check one call before the capture for synchronisations and for copies as long as the table."""
     findings = []
     if probe.syncs:
         findings.append(Finding("no-sync", f"the call waits for the device: {', '.join(sorted(set(probe.syncs)))}"))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.sandbox.simulated_aiter import gemm, gemm_fp4, install, op
 from tests.support.simulated_aiter import FP8, ROCM, inputs, same_bytes, twin
 from vllm_aiter_mla import layers
-from vllm_aiter_mla.compat import kernels as vllm_kernels
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
@@ -250,7 +249,7 @@ def test_fp16_activations_are_refused_beside_mxfp4_because_the_gemm_gives_bf16(m
 def test_vllms_own_kernels_multiply_by_the_same_gemm(held, monkeypatch) -> None:
     given_ = held.operands(cache=BF16)
     monkeypatch.setattr(VLLMBackend, "_rotate_and_write", lambda *arguments: None)
-    q_out = VLLMBackend(vllm_kernels).prepare(given_)
+    q_out = VLLMBackend(compat_layer).prepare(given_)
     assert held.calls()[0][:2] == (4, 7)
     assert steps(q_out[..., :512], given_.weight.reference(given_.q_nope)) <= 1
 

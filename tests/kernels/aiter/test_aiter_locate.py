@@ -13,6 +13,7 @@ import torch
 
 from tests.sandbox.simulated_aiter import install, write_tree
 from tests.support.simulated_aiter import ROCM
+from vllm_aiter_mla.backends import aiter_factory
 from vllm_aiter_mla.kernels.aiter.op import (
     OP,
     REQUIRED,
@@ -23,7 +24,6 @@ from vllm_aiter_mla.kernels.aiter.op import (
     signature_problem,
 )
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.select import aiter_factory
 
 SENTENCES = {
     "0.1.19": "has no `compute_all_q_rope`",

@@ -17,7 +17,7 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult, self_check
 
-pytestmark = [pytest.mark.mutation, pytest.mark.usefixtures("fake_gfx942")]
+pytestmark = [pytest.mark.mutation("I6"), pytest.mark.usefixtures("fake_gfx942")]
 PLATFORM = Platform("gfx942", ROCM)
 ALL = ("q nope", "q rope", "kv nope", "kv rope")
 

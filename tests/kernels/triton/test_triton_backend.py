@@ -13,8 +13,9 @@ from tests.support.triton_cases import Case, build, sparse_bytes
 
 pytest.importorskip("triton")
 
+from tests.support.bare_layer import bare_layer
 from tools import aot
-from vllm_aiter_mla.kernels import absorb, formats, select
+from vllm_aiter_mla.kernels import absorb, formats
 from vllm_aiter_mla.kernels import backend as protocol
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import KernelInputError
@@ -170,13 +171,12 @@ def test_triton_backend_declines_float32(on_any_device):
     )
 
 
-def test_a_choice_is_remembered_by_everything_that_the_triton_checks_depend_on(on_any_device):
-    chosen = select.Selector("triton", Platform("gfx942"))
-    inputs = operands()
-    assert chosen.choose(inputs).backend.name == "triton"
-    for change, word in BROKEN.values():
-        assert word in chosen.choose(replace(inputs, **change(inputs))).skips[0][1]
-    assert chosen.choose(inputs).backend.name == "triton"
+def test_what_is_remembered_of_a_call_is_all_that_the_triton_checks_depend_on(on_any_device):
+    one, inputs = bare_layer("triton", Platform("gfx942")), operands()
+    assert one.kernel(inputs) is not None
+    for name, (change, _) in BROKEN.items():
+        assert one.kernel(replace(inputs, **change(inputs))) is None, name
+        assert one.kernel(inputs) is not None
 
 
 def test_triton_backend_takes_what_it_should(on_any_device):

@@ -153,7 +153,7 @@ def _rope(
 def encode(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round float32 to the nearest e4m3 code, ties to the even code; beyond the last code NaN.
 
-    Searches a table of all 127 or 128 magnitudes, with one code more that stands for overflow.
+    Searches a table of all 127 or 128 magnitudes, plus one code for overflow.
     """
     codes = torch.arange(0, 0x80 if dtype == torch.float8_e4m3fnuz else 0x7F, dtype=torch.uint8)
     grid = codes.view(dtype).double()

@@ -29,13 +29,13 @@ def batched_gemm(
     config: dict | None = None,
 ) -> torch.Tensor:
     """X [B, M, K] times the transpose of WQ [B, N, K] fp8: [B, M, N], or [M, B, N] with ``transpose_bm``."""
-    # AITER asserts these as well: exceptions, no aborts.
+    # AITER asserts these as well: exceptions, not aborts.
     assert X.shape[0] == WQ.shape[0], f"{X.shape[0]} and {WQ.shape[0]} batches"
     assert X.shape[2] == WQ.shape[2], f"K is {X.shape[2]} and {WQ.shape[2]}"
     assert dtype in (torch.bfloat16, torch.float16), f"no output in {dtype}"
     assert splitK is None, f"splitK is {splitK}"
     if bias is not None or transpose_bm_in or config is not None:
-        raise NotImplementedError("the fake knows vLLM's call only")
+        raise NotImplementedError("only vLLM's call is simulated")
     calls.append((X.shape[0], X.shape[1]))
     product = torch.einsum("bgmn,bgm->bmn", *_by_group(X, WQ, group_size)) * w_scale.reshape(-1)[0].double()
     result = product.float().to(dtype)

@@ -38,12 +38,12 @@ def batched_gemm(
     y_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [B, M, K] times the transpose of w [B, N, K/2] mxfp4: [B, M, N], or [M, B, N] with ``transpose_bm``."""
-    # AITER asserts these as well: exceptions, no aborts.
+    # AITER asserts these as well: exceptions, not aborts.
     assert prequant is True, "prequant = False is not supported"
     assert arch() == "gfx950", "MXFP4 is not available on your device"
     assert x.shape[0] == w.shape[0], f"{x.shape[0]} and {w.shape[0]} batches"
     if config is not None:
-        raise NotImplementedError("the fake knows vLLM's calls only")
+        raise NotImplementedError("only vLLM's calls are simulated")
     calls.append((x.shape[0], x.shape[1], y_scale is not None))
     width = x.shape[2]
     if width & (width - 1):

@@ -100,7 +100,7 @@ def mla_decode_fwd(
     o.fill_(float("nan"))
     for first, end, key, last_key in items:
         keys = _rows(kv_buffer, kv_indices[key:last_key], kv_scale)
-        o[first:end] = _attend(_real(q[first:end], q_scale), keys, keys[:, : o.shape[-1]], sm_scale, causal)[0]
+        o[first:end] = attend(_real(q[first:end], q_scale), keys, keys[:, : o.shape[-1]], sm_scale, causal)[0]
 
 
 def mla_gluon(
@@ -119,7 +119,7 @@ def mla_gluon(
     for request, (key, last_key) in enumerate(pairwise(seq_info.tolist())):
         keys = _rows(kv_c, page_table[key:last_key], None)
         query = torch.cat([q_nope[request], q_pe[request]], -1).float()
-        rows = _attend(query.view(-1, *query.shape[-2:]), keys, keys[:, : o.shape[-1]], sm_scale, True)[0]
+        rows = attend(query.view(-1, *query.shape[-2:]), keys, keys[:, : o.shape[-1]], sm_scale, True)[0]
         o[request] = rows.view(o[request].shape).to(o.dtype)
 
 
@@ -142,7 +142,7 @@ def flash_attn_varlen_func(
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
     queries, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for (first, end), (key, last_key) in zip(pairwise(queries), pairwise(keys), strict=True):
-        rows, row_lse = _attend(q[first:end].float(), k[key:last_key], v[key:last_key], softmax_scale, causal)
+        rows, row_lse = attend(q[first:end].float(), k[key:last_key], v[key:last_key], softmax_scale, causal)
         found[first:end], lse[:, first:end] = rows.to(found.dtype), row_lse
     return (found, lse) if return_lse else found
 
@@ -162,7 +162,7 @@ def _rows(kv_buffer: torch.Tensor, indices: torch.Tensor, scale: torch.Tensor | 
     return _real(raw, scale)
 
 
-def _attend(
+def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [Q, N, W] over k [K, W] or [K, N, W]: rows [Q, N, V] and LSE [N, Q]. The last query sees every key."""

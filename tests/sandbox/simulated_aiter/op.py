@@ -1,4 +1,4 @@
-"""The entry of the fake op: AITER's host-side checks, then its choice of kernel, in AITER's order.
+"""The entry of the simulated op: AITER's host-side checks, then its choice of kernel, in AITER's order.
 
 Source: ``fused_qk_rope_concat_and_cache_mla`` in csrc/kernels/cache_kernels.cu, ``_aiter_dtype_id`` in
 aiter/utility/dtypes.py and ``torch_compile_guard`` in aiter/jit/utils/torch_guard.py.
@@ -28,7 +28,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def arch() -> str:
-    """The card the fake pretends to run on (rocminfo's job); set by ``install``."""
+    """Return the card that is simulated (rocminfo's job); set by ``install``."""
     return os.environ.get("SIMULATED_AITER_ARCH", "gfx942")
 
 
@@ -75,7 +75,7 @@ def call(
     if kv_c.dtype not in FLOATS:
         abort("Unsupported input type of kv cache")
     if not is_nope_first:
-        raise NotImplementedError("the fake knows vLLM's layout only: nope first")
+        raise NotImplementedError("only vLLM's layout is simulated: nope first")
     launches.append((kernel, tokens))
     _launch_guard(tokens)
     execute.run(

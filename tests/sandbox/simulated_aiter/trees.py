@@ -23,7 +23,7 @@ _TENSORS = (
     "q_nope", "q_pe", "kv_c", "k_pe", "kv_cache", "q_out", "slot_mapping", "k_scale", "q_scale", "positions",
     "cos_cache", "sin_cache",
 )  # fmt: skip
-_SOURCE = '''"""Stand-in for AITER's cache ops, written by tests.sandbox.simulated_aiter."""
+_SOURCE = '''"""AITER's cache ops, simulated; written by tests.sandbox.simulated_aiter."""
 
 from torch import Tensor
 
@@ -40,19 +40,19 @@ def fused_qk_rope_concat_and_cache_mla(
     {arguments},
 ) -> None: ...
 """
-_TRITON = '''"""Stand-in for one of AITER's Triton functions."""
+_TRITON = '''"""One of AITER's Triton functions, simulated."""
 
 from tests.sandbox.simulated_aiter.{module} import {function} as {name}
 '''
-_MLA = '''"""Stand-in for AITER's MLA decode."""
+_MLA = '''"""AITER's MLA decode, simulated."""
 
 from tests.sandbox.simulated_aiter.mla import mla_decode_fwd
 '''
-_GLUON = '''"""Stand-in for AITER's MLA decode of few heads."""
+_GLUON = '''"""AITER's MLA decode of few heads, simulated."""
 
 from tests.sandbox.simulated_aiter.mla import mla_gluon
 '''
-_DTYPES = '''"""Stand-in for AITER's names of dtypes."""
+_DTYPES = '''"""AITER's names of dtypes."""
 
 import torch
 
@@ -69,19 +69,19 @@ _INIT = """from tests.sandbox.simulated_aiter.mla import (  # noqa
 from . import dtypes  # noqa
 from .ops.cache import *  # noqa
 """
-# Module and function below aiter.ops.triton, and what stands in for it.
+# Module and function below aiter.ops.triton, and the function here that replaces it.
 _TRITON_FUNCTIONS = (
     (GEMM_NAMES["fp8"], GEMM_NAMES["fp8"], "gemm", "batched_gemm"),
     (GEMM_NAMES["mxfp4"], GEMM_NAMES["mxfp4"], "gemm_fp4", "batched_gemm"),
     ("quant", "dynamic_mxfp4_quant", "gemm_fp4", "dynamic_mxfp4_quant"),
 )
-_CORE = '''"""Stand-in for AITER's just-in-time layer: registers the one op the fake has."""
+_CORE = '''"""AITER's just-in-time layer, simulated: registers the one op."""
 
 from tests.sandbox.simulated_aiter import op
 
 
 def compile_ops(_md_name: str, **_options: object):
-    """Decorate an op's stub, as AITER's own does."""
+    """Decorate an op's stub."""
 
     def decorate(source):
         return op.register(source) if source.__name__ == op.NAME else source
@@ -150,7 +150,7 @@ def _write_metadata(root: Path, name: str, version: str, editable: bool) -> None
 
 @contextmanager
 def install(arch: str = "gfx942", version: str = "0.1.20", root: Path | None = None) -> Iterator[Path]:
-    """Put the fake ``aiter`` for ``arch`` ("gfx942" or "gfx950") first on the import path, children included.
+    """Put the simulated ``aiter`` for ``arch`` ("gfx942" or "gfx950") first on the import path, children included.
 
     A context manager: on leaving, path, environment and ``sys.modules`` are as before. The registered op stays, as a
     torch op cannot be unregistered safely; it obeys the ``arch`` of the latest ``install``. Yields the directory.

@@ -13,38 +13,10 @@ from tools.gfx9.operand import signed
 from tools.gfx9.parse import instruction
 from tools.gfx9.wave import Wave
 
-EDGES = [
-    0,
-    1,
-    2,
-    7,
-    31,
-    32,
-    63,
-    0xFFFF,
-    0x10000,
-    0x7FFFFFFF,
-    0x80000000,
-    0xFFFFFFFF,
-    0x0C0B0A09,
-    0x07060504,
-    0xFF0D0801,
-]
-FLOAT_EDGES = [
-    0x0,
-    0x80000000,
-    0x3F800000,
-    0xBF800000,
-    0x1,
-    0x807FFFFF,
-    0x7F7FFFFF,
-    0x7F800000,
-    0xFF800000,
-    0x7FC00000,
-    0x43700000,
-    0x4B800001,
-    0x33800000,
-]
+EDGES = [0, 1, 2, 7, 31, 32, 63, 0xFFFF, 0x10000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF]
+EDGES += [0x0C0B0A09, 0x07060504, 0xFF0D0801]
+FLOAT_EDGES = [0x0, 0x80000000, 0x3F800000, 0xBF800000, 0x1, 0x807FFFFF, 0x7F7FFFFF, 0x7F800000, 0xFF800000]
+FLOAT_EDGES += [0x7FC00000, 0x43700000, 0x4B800001, 0x33800000]
 
 
 def wave(arch: str = "gfx942", lds_bytes: int = 1024, number: int = 0) -> Wave:

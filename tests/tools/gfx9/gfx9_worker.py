@@ -15,10 +15,10 @@ import torch
 
 from tests.tools.gfx9.gfx9_planted import OP_SEL_HI, OTHER_WORD, PLANTED, SCALED, WAIT, WORD, each
 from tools import aot
-from tools.gfx9 import matrix, report
-from tools.gfx9.cases import Case, Compiled
+from tools.gfx9 import matrix
+from tools.gfx9.cases import Case, Compiled, record
 from tools.gfx9.code import assemble, load
-from tools.gfx9.errors import Fault, Skipped
+from tools.gfx9.parse import Fault, Skipped
 from vllm_aiter_mla.kernels.triton.tiles import Tile
 
 HEADS = 2
@@ -59,7 +59,7 @@ def scaled(target: aot.Target, answer: dict[str, Any]) -> None:
         layouts = re.findall(r"#linear\d? = .* lane = (\[\[.*?\]\])", made.asm["ttgir"])
         answer["scale_layouts"].append([json.loads(layout) for layout in layouts])
         compiled = Compiled(target, case.variant)
-        answer["launches"].append(report.run(compiled, case))
+        answer["launches"].append(record(compiled, case))
         bugs = SCALED if case is short else {"op_sel_hi of a scale": OP_SEL_HI}
         answer["planted"] |= {name: outcome(compiled, case, plant(compiled.assembly)) for name, plant in bugs.items()}
     own = matrix.scale
@@ -72,7 +72,7 @@ def main(arch: str) -> dict[str, Any]:
     target = aot.TARGETS[arch]
     answer: dict[str, Any] = {"launches": [], "planted": {}, "words": [], "scale_layouts": []}
     for case in cases(arch):
-        answer["launches"].append(report.run(Compiled(target, case.variant), case))
+        answer["launches"].append(record(Compiled(target, case.variant), case))
     case = Case(aot.Variant(SKINNY, 1, is_neox=True, block_size=1), 3)
     compiled = Compiled(target, case.variant)
     text = compiled.assembly
@@ -83,7 +83,7 @@ def main(arch: str) -> dict[str, Any]:
         for quantised in (False, True):
             case = Case(aot.Variant(SKINNY, 1, quantised=quantised), 3, ties=True)
             compiled = Compiled(target, case.variant)
-            answer["launches"].append(report.run(compiled, case))
+            answer["launches"].append(record(compiled, case))
             wrong_words = each(WORD, OTHER_WORD, compiled.assembly)
             answer["words"].append([outcome(compiled, case, wrong) for wrong in wrong_words])
     other = assemble(PLANTED["swapped MFMA operands"](text), arch)

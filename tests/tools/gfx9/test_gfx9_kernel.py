@@ -18,13 +18,12 @@ pytest.importorskip("triton")
 import numpy as np
 
 from tests.tools.gfx9.gfx9_planted import PLANTED, SCALED
-from tools.gfx9 import report
+from tools.gfx9.cases import matrix
 from tools.gfx9.machine import instruction_class
 from tools.gfx9.matrix import unpack
 
 pytestmark = pytest.mark.slow
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 ARCHS = ("gfx942", "gfx950")
 # One stands where firmware enters that does not load arguments; of the other nothing is used before the next wait.
 WAITS_NOT_NEEDED = 2
@@ -34,10 +33,10 @@ WAITS_NOT_NEEDED = 2
 def answers():
     """What a process for each architecture found."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE))), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     found = {}
     for arch in ARCHS:
-        command = [sys.executable, str(HERE / "gfx9_worker.py"), arch]
+        command = [sys.executable, "-m", "tests.tools.gfx9.gfx9_worker", arch]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr
         found[arch] = json.loads(done.stdout)
@@ -133,35 +132,19 @@ def test_gfx9_assembly_of_another_code_object_is_refused(answers, arch):
     assert "assembled again it gives other bytes" in answers[arch]["other_code_object"]
 
 
-@pytest.mark.parametrize(
-    ("name", "unit"),
-    [
-        ("v_mfma_f32_32x32x8_bf16", "matrix"),
-        ("v_add_u32", "vector"),
-        ("ds_read_b128", "LDS"),
-        ("buffer_load_dword", "memory"),
-        ("s_load_dword", "scalar load"),
-        ("s_waitcnt", "wait"),
-        ("s_cbranch_scc0", "branch"),
-        ("s_add_i32", "scalar"),
-    ],
-)
-def test_gfx9_instructions_are_counted_by_unit(name, unit):
-    assert instruction_class(name) == unit
+def test_gfx9_instructions_are_counted_by_unit():
+    names = (
+        "v_mfma_f32_32x32x8_bf16 v_add_u32 ds_read_b128 buffer_load_dword s_load_dword s_waitcnt s_cbranch_scc0 s_mul"
+    )
+    units = ["matrix", "vector", "LDS", "memory", "scalar load", "wait", "branch", "scalar"]
+    assert [instruction_class(name) for name in names.split()] == units
 
 
 def test_gfx9_matrix_of_a_variant_has_the_asked_row_counts_and_block_sizes():
     from tools import aot
 
     variant = aot.variants(aot.TARGETS["gfx942"])[4]
-    cases = list(report.matrix(variant))
-    assert {(c.tokens, c.variant.block_size) for c in cases} == {
-        (1, 64),
-        (3, 64),
-        (16, 64),
-        (17, 64),
-        (65, 64),
-        (17, 1),
-        (17, 16),
-    }
-    assert [c.tokens for c in report.matrix(variant, [5])] == [5]
+    cases = list(matrix(variant))
+    expected = {*((tokens, 64) for tokens in (1, 3, 16, 17, 65)), (17, 1), (17, 16)}
+    assert {(c.tokens, c.variant.block_size) for c in cases} == expected
+    assert [c.tokens for c in matrix(variant, [5])] == [5]

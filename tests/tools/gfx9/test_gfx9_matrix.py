@@ -7,7 +7,7 @@ import pytest
 
 from tests.tools.gfx9.gfx9_lanes import execute, fill, wave
 from tools.gfx9 import numbers
-from tools.gfx9.errors import Fault
+from tools.gfx9.parse import Fault
 
 KINDS = {"bf16": (2, 1), "f16": (2, 1), "fp8_fp8": (1, 1), "f8f6f4": (1, 1)}
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.tools.gfx9.gfx9_lanes import execute, fill, wave
-from tools.gfx9.errors import Fault
 from tools.gfx9.lds import conflicts
+from tools.gfx9.parse import Fault
 
 
 def with_buffer(size=1024, name="x"):
@@ -65,12 +65,8 @@ def test_gfx9_global_memory_has_both_address_forms():
     fill(w, 0, 4 * np.arange(64))
     fill(w, 8, (region.start & 0xFFFFFFFF) + 4 * np.arange(64))
     fill(w, 9, region.start >> 32)
-    execute(
-        w,
-        "global_load_dword v2, v0, s[2:3] offset:4",
-        "global_load_dword v3, v[8:9], off offset:8",
-        "s_waitcnt vmcnt(0)",
-    )
+    execute(w, "global_load_dword v2, v0, s[2:3] offset:4", "global_load_dword v3, v[8:9], off offset:8")
+    execute(w, "s_waitcnt vmcnt(0)")
     execute(w, "global_store_dword v0, v3, s[2:3]")
     assert list(w.u[2]) == list(1 + np.arange(64))
     assert list(region.data.view(np.uint32)[:64]) == list(2 + np.arange(64))
@@ -120,58 +116,48 @@ def test_gfx9_inactive_lanes_touch_nothing():
 # Waits ----------------------------------------------------------------------------------------------------------------
 
 
-def test_gfx9_a_loaded_register_is_undefined_until_its_wait():
+VECTOR = "global_load_dword v2, v0, s[2:3]; global_load_dword v3, v0, s[2:3]"
+STORE = "global_load_dword v2, v0, s[2:3]; global_store_dword v0, v0, s[2:3]"
+SCALAR = "s_load_dword s10, s[2:3], 0x8; s_load_dwordx2 s[12:13], s[2:3], 0x10"
+SHARED = "ds_write_b32 v0, v0; ds_read_b32 v1, v0; ds_read_b32 v2, v0"
+
+
+@pytest.mark.parametrize(
+    ("before", "line", "why"),
+    [
+        (VECTOR, "v_mov_b32_e32 v4, v2", "v2 is still being loaded"),
+        (f"{VECTOR}; s_waitcnt vmcnt(1)", "v_mov_b32_e32 v4, v2", None),
+        (f"{VECTOR}; s_waitcnt vmcnt(1)", "v_mov_b32_e32 v4, v3", "v3 is still being loaded"),
+        (f"{VECTOR}; s_waitcnt vmcnt(1)", "v_mov_b32_e32 v3, 0", "v3 is written while a load to it is in flight"),
+        (f"{STORE}; s_waitcnt vmcnt(1)", "v_mov_b32_e32 v4, v2", None),
+        # Scalar loads arrive in any order, so that only a wait for 0 counts.
+        (f"{SCALAR}; s_waitcnt lgkmcnt(1)", "s_mov_b32 s20, s10", "s10 is still being loaded"),
+        (f"{SCALAR}; s_waitcnt lgkmcnt(1)", "s_mov_b32 s13, 0", "s13 is written while"),
+        (f"{SCALAR}; s_waitcnt lgkmcnt(0)", "s_add_u32 s20, s10, s13", None),
+        (f"{SHARED}; s_waitcnt lgkmcnt(1)", "v_mov_b32_e32 v3, v1", None),
+        (f"{SHARED}; s_waitcnt lgkmcnt(1)", "v_mov_b32_e32 v3, v2", "v2 is still being loaded"),
+    ],
+)
+def test_gfx9_a_loaded_register_is_undefined_until_a_wait_covers_the_load(before, line, why):
     w, _ = with_buffer()
-    fill(w, 0, 0)
-    execute(w, "global_load_dword v2, v0, s[2:3]", "global_load_dword v3, v0, s[2:3]")
-    with pytest.raises(Fault, match="v2 is still being loaded"):
-        execute(w, "v_mov_b32_e32 v4, v2")
-    execute(w, "s_waitcnt vmcnt(1)", "v_mov_b32_e32 v4, v2")
-    with pytest.raises(Fault, match="v3 is still being loaded"):
-        execute(w, "v_mov_b32_e32 v4, v3")
-    with pytest.raises(Fault, match="v3 is written while a load to it is in flight"):
-        execute(w, "v_mov_b32_e32 v3, 0")
+    fill(w, 0, 4 * np.arange(64))
+    execute(w, *before.split("; "))
+    if why:
+        with pytest.raises(Fault, match=why):
+            execute(w, line)
+    else:
+        execute(w, line)
 
 
-def test_gfx9_a_store_counts_like_a_load():
+def test_gfx9_scalar_loads_take_consecutive_words():
     w, _ = with_buffer()
-    fill(w, 0, 0)
-    execute(
-        w,
-        "global_load_dword v2, v0, s[2:3]",
-        "global_store_dword v0, v0, s[2:3]",
-        "s_waitcnt vmcnt(1)",
-        "v_mov_b32_e32 v4, v2",
-    )
-
-
-def test_gfx9_scalar_loads_come_in_any_order_so_that_only_a_wait_for_0_counts():
-    w, _ = with_buffer()
-    execute(w, "s_load_dword s10, s[2:3], 0x8", "s_load_dwordx2 s[12:13], s[2:3], 0x10", "s_waitcnt lgkmcnt(1)")
-    with pytest.raises(Fault, match="s10 is still being loaded"):
-        execute(w, "s_mov_b32 s20, s10")
-    with pytest.raises(Fault, match="s13 is written while"):
-        execute(w, "s_mov_b32 s13, 0")
-    execute(w, "s_waitcnt lgkmcnt(0)", "s_add_u32 s20, s10, s13")
+    execute(w, *SCALAR.split("; "), "s_waitcnt lgkmcnt(0)", "s_add_u32 s20, s10, s13")
     assert w.scalar(20) == 2 + 5
 
 
-def test_gfx9_lds_reads_are_waited_for_in_order():
-    w = wave()
-    fill(w, 0, 4 * np.arange(64))
-    execute(
-        w,
-        "ds_write_b32 v0, v0",
-        "ds_read_b32 v1, v0",
-        "ds_read_b32 v2, v0",
-        "s_waitcnt lgkmcnt(1)",
-        "v_mov_b32_e32 v3, v1",
-    )
-    with pytest.raises(Fault, match="v2 is still being loaded"):
-        execute(w, "v_mov_b32_e32 v3, v2")
-
-
 # LDS ------------------------------------------------------------------------------------------------------------------
+
+OFFSETS = "offset0:1 offset1:2"
 
 
 @pytest.mark.parametrize(
@@ -180,11 +166,7 @@ def test_gfx9_lds_reads_are_waited_for_in_order():
         ("ds_write_b64 v0, v[2:3]", "ds_read_b64 v[8:9], v0", None),
         ("ds_write_b64 v0, v[2:3] offset:512", "ds_read_b64 v[8:9], v0 offset:512", None),
         ("ds_write2_b64 v0, v[2:3], v[4:5] offset1:64", "ds_read2_b64 v[8:11], v0 offset1:64", 512),
-        (
-            "ds_write2st64_b64 v0, v[2:3], v[4:5] offset0:1 offset1:2",
-            "ds_read2st64_b64 v[8:11], v0 offset0:1 offset1:2",
-            512,
-        ),
+        (f"ds_write2st64_b64 v0, v[2:3], v[4:5] {OFFSETS}", f"ds_read2st64_b64 v[8:11], v0 {OFFSETS}", 512),
     ],
 )
 def test_gfx9_lds_gives_back_what_was_written(write, read, bytes_apart):
@@ -287,12 +269,9 @@ def test_gfx9_bpermute_takes_the_word_of_another_lane_and_is_waited_for():
 def test_gfx9_transposed_read_turns_four_by_four_blocks():
     w = wave("gfx950", lds_bytes=512)
     fill(w, 0, 8 * np.arange(64))
-    low, high = (
-        4 * np.arange(64) + (4 * np.arange(64) + 1) * 65536,
-        4 * np.arange(64) + 2 + (4 * np.arange(64) + 3) * 65536,
-    )
-    fill(w, 2, low)
-    fill(w, 3, high)
+    first = 4 * np.arange(64)
+    fill(w, 2, first + (first + 1) * 65536)
+    fill(w, 3, first + 2 + (first + 3) * 65536)
     execute(w, "ds_write_b64 v0, v[2:3]", "ds_read_b64_tr_b16 v[4:5], v0", "s_waitcnt lgkmcnt(0)")
     elements = np.stack((w.u[4] & 0xFFFF, w.u[4] >> 16, w.u[5] & 0xFFFF, w.u[5] >> 16), axis=1)
     for lane in range(64):

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from tests.tools.gfx9.gfx9_lanes import EDGES, execute, fill, wave
-from tools.gfx9.errors import Fault
 from tools.gfx9.operand import signed
+from tools.gfx9.parse import Fault
 from tools.gfx9.scalar import SAVEEXEC, SOP
 
 M32, M64 = 2**32 - 1, 2**64 - 1
@@ -78,14 +78,8 @@ for width in (32, 64):
     for name, function in {"and": operator.and_, "or": operator.or_, "xor": operator.xor}.items():
         FORMULAS[f"s_{name}_b{width}"] = lambda a, b, c, f=function, w=width: nonzero(f(a, b), w)
     FORMULAS[f"s_andn2_b{width}"] = lambda a, b, c, w=width: nonzero(a & (2**w - 1 - b), w)
-for name, compare in {
-    "eq": operator.eq,
-    "lg": operator.ne,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "lt": operator.lt,
-    "le": operator.le,
-}.items():
+for name in ("eq", "lg", "gt", "ge", "lt", "le"):
+    compare = operator.ne if name == "lg" else getattr(operator, name)
     FORMULAS[f"s_cmp_{name}_i32"] = lambda a, b, c, f=compare: (None, int(f(s32(a), s32(b))))
     FORMULAS[f"s_cmp_{name}_u32"] = lambda a, b, c, f=compare: (None, int(f(a, b)))
 FORMULAS["s_cmp_eq_u64"] = lambda a, b, c: (None, int(a == b))
@@ -127,16 +121,9 @@ def test_gfx9_scalar_opcodes_with_a_constant_of_16_bits_sign_extend_it():
     assert (w.scalar(3), w.scc) == (2**31, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "left"),
-    [
-        ("s_and_saveexec_b64", 0b1000),
-        ("s_or_saveexec_b64", 0b1110),
-        ("s_xor_saveexec_b64", 0b0110),
-        ("s_andn2_saveexec_b64", 0b0010),
-    ],
-)
-def test_gfx9_saveexec_keeps_the_old_mask_and_sets_the_new(name, left):
+@pytest.mark.parametrize(("what", "left"), [("and", 0b1000), ("or", 0b1110), ("xor", 0b0110), ("andn2", 0b0010)])
+def test_gfx9_saveexec_keeps_the_old_mask_and_sets_the_new(what, left):
+    name = f"s_{what}_saveexec_b64"
     w = wave()
     w.set_exec(0b1100)
     w.set_scalar64(4, 0b1010)

@@ -38,13 +38,11 @@ def test_gfx9_fma_rounds_once_where_float64_would_round_twice():
     a, b, c = (np.full(64, x, np.float32) for x in (1 + 2.0**-23, 1.0, 2.0**-24))
     hair = np.full(64, -(2.0**-90), np.float32)
     assert (numbers.fma(a, b, c) == nearest_float32(Fraction(float(a[0])) + Fraction(2.0**-24))).all()
-    tie = numbers.fma(
-        np.full(64, 2.0**-12, np.float32), np.full(64, 2.0**-12 + 2.0**-35, np.float32), np.ones(64, np.float32)
-    )
+    factors = (np.full(64, x, np.float32) for x in (2.0**-12, 2.0**-12 + 2.0**-35))
+    tie = numbers.fma(*factors, np.ones(64, np.float32))
     assert tie[0] == nearest_float32(1 + Fraction(2.0**-12) * Fraction(2.0**-12 + 2.0**-35))
-    assert numbers.fma(hair, np.ones(64, np.float32), c + 1)[0] == nearest_float32(
-        Fraction(float(c[0] + 1)) + Fraction(-(2.0**-90))
-    )
+    exact = Fraction(float(c[0] + 1)) + Fraction(-(2.0**-90))
+    assert numbers.fma(hair, np.ones(64, np.float32), c + 1)[0] == nearest_float32(exact)
 
 
 def test_gfx9_fmac_adds_to_its_destination():
@@ -60,21 +58,12 @@ def test_gfx9_fmac_adds_to_its_destination():
 def test_gfx9_division_sequence_is_correctly_rounded_whatever_the_last_bit_of_rcp(d, error):
     w = wave()
     w.put(w.f, 1, np.float32(d))
-    execute(
-        w, "v_div_scale_f32 v2, s[2:3], v1, v1, 1.0", "v_rcp_f32_e32 v3, v2", "v_div_scale_f32 v4, vcc, 1.0, v1, 1.0"
-    )
+    execute(w, "v_div_scale_f32 v2, s[2:3], v1, v1, 1.0", "v_rcp_f32_e32 v3, v2")
+    execute(w, "v_div_scale_f32 v4, vcc, 1.0, v1, 1.0")
     w.u[3] += np.uint32(error % 2**32)
-    execute(
-        w,
-        "v_fma_f32 v5, -v2, v3, 1.0",
-        "v_fmac_f32_e32 v3, v5, v3",
-        "v_mul_f32_e32 v5, v4, v3",
-        "v_fma_f32 v6, -v2, v5, v4",
-        "v_fmac_f32_e32 v5, v6, v3",
-        "v_fma_f32 v2, -v2, v5, v4",
-        "v_div_fmas_f32 v2, v2, v3, v5",
-        "v_div_fixup_f32 v2, v2, v1, 1.0",
-    )
+    execute(w, "v_fma_f32 v5, -v2, v3, 1.0", "v_fmac_f32_e32 v3, v5, v3", "v_mul_f32_e32 v5, v4, v3")
+    execute(w, "v_fma_f32 v6, -v2, v5, v4", "v_fmac_f32_e32 v5, v6, v3", "v_fma_f32 v2, -v2, v5, v4")
+    execute(w, "v_div_fmas_f32 v2, v2, v3, v5", "v_div_fixup_f32 v2, v2, v1, 1.0")
     assert w.f[2][0] == nearest_float32(1 / Fraction(float(np.float32(d))))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from fractions import Fraction
 
 import numpy as np
@@ -140,13 +141,8 @@ FORMULAS = {
     "v_cmp_lg_f32": lambda a, b: a < b or a > b,
     "v_cmp_neq_f32": lambda a, b: a != b,
 }
-for order, compare in {
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "eq": lambda a, b: a == b,
-    "ge": lambda a, b: a >= b,
-    "gt": lambda a, b: a > b,
-}.items():
+for order in ("lt", "le", "eq", "ge", "gt"):
+    compare = getattr(operator, order)
     FORMULAS |= {f"v_cmp_{order}_{kind}": compare for kind in ("i32", "u32", "i64", "u64", "f32")}
 FORMULAS |= {f"v_cmp_ne_{kind}": lambda a, b: a != b for kind in ("i32", "u32", "i64", "u64")}
 # Tested by name, in test_gfx9_special.py.
@@ -188,13 +184,6 @@ def test_gfx9_vector_opcode_is_its_formula_in_every_lane(name):
 
 def test_gfx9_every_vector_opcode_has_a_test():
     assert set(FORMULAS) | OWN_TESTS == set(VOP)
-    named = {
-        "v_pk_mul_f32",
-        "v_pk_add_f32",
-        "v_cvt_pk_fp8_f32",
-        "v_cvt_scalef32_pk_fp8_f32",
-        "v_mad_u64_u32",
-        "v_mad_i64_i32",
-    }
-    named |= {"v_div_fmas_f32", "v_bitop3_b32", "v_bitop3_b16", "v_permlane32_swap_b32", "v_readfirstlane_b32"}
-    assert named == set(SPECIAL)
+    named = "pk_mul_f32 pk_add_f32 cvt_pk_fp8_f32 cvt_scalef32_pk_fp8_f32 mad_u64_u32 mad_i64_i32 div_fmas_f32"
+    named += " bitop3_b32 bitop3_b16 permlane32_swap_b32 readfirstlane_b32"
+    assert {f"v_{name}" for name in named.split()} == set(SPECIAL)

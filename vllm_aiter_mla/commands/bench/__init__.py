@@ -1,4 +1,4 @@
-"""``vllm-aiter-mla bench``: the kernel back ends timed on a GPU. Needs torch and Triton, and no vLLM.
+"""``vllm-aiter-mla bench``: time the kernel back ends on a GPU. Needs torch and Triton, not vLLM.
 
-``points`` is what is measured, ``paths`` by whom, ``timing`` how, ``run`` joins them, ``page`` prints.
+``points`` says what is measured, ``run`` compares and times the paths, ``command`` prints.
 """

@@ -1,89 +1,102 @@
-"""``vllm-aiter-mla bench``: time the one launch against the unfused sequence on this machine's GPU."""
+"""``vllm-aiter-mla bench``: time the one launch against its rivals on this machine's GPU."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-KINDS = {"fp8": (True,), "bf16": (False,), "both": (True, False)}
-WEIGHTS = ("bf16", "fp8")
-DEFAULT_ROUNDS = 50
-# Past these an operand alone fills a card.
-MOST = {"--tokens": 65536, "--heads": 1024, "--rounds": 100000}
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from vllm_aiter_mla.commands.bench.run import Report
+
+# A larger operand fills a card by itself.
+MOST_TOKENS, MOST_HEADS = 65536, 1024
+
+
+class Kind(str, Enum):
+    """Types of the query and the cache."""
+
+    fp8 = "fp8"
+    bf16 = "bf16"
+    both = "both"
+
+
+class Weights(str, Enum):
+    """Types of the absorb weights."""
+
+    bf16 = "bf16"
+    fp8 = "fp8"
 
 
 def bench(
-    tokens: Annotated[list[int] | None, typer.Option("--tokens", "-t", help="T to measure; may be repeated.")] = None,
-    heads: Annotated[list[int] | None, typer.Option("--heads", "-n", help="N to measure; may be repeated.")] = None,
-    kind: Annotated[str, typer.Option("--type", help="fp8, bf16 or both.")] = "both",
-    rounds: Annotated[int, typer.Option(help="Replays per path and point; the median counts.")] = DEFAULT_ROUNDS,
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with a chart to this file.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Exit 1 when a bound is broken.")] = False,
-    weights: Annotated[str, typer.Option(help="Absorb weights: bf16 or fp8.")] = WEIGHTS[0],
+    tokens: Annotated[
+        list[int] | None, typer.Option("--tokens", "-t", min=1, max=MOST_TOKENS, help="Tokens; may be repeated.")
+    ] = None,
+    heads: Annotated[
+        list[int] | None, typer.Option("--heads", "-n", min=1, max=MOST_HEADS, help="Heads; may be repeated.")
+    ] = None,
+    kind: Annotated[Kind, typer.Option("--type", help="Type of the query and the cache.")] = Kind.both,
+    rounds: Annotated[int, typer.Option(min=1, max=100000, help="Replays per path and point.")] = 50,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file; `report` draws it.")] = None,
+    weights: Annotated[Weights, typer.Option(help="Type of the absorb weights.")] = Weights.bf16,
 ) -> None:
-    """Time the one Triton launch against the unfused sequence, plain PyTorch and AITER. Needs a GPU; exits 2 without.
+    """Time the one Triton launch against unfused sequences, plain PyTorch and AITER. Needs a GPU.
 
-    Every path is captured in a graph and replayed over operands that do not fit in the cache; the table gives
-    microseconds, the ratio to the best unfused sequence, GB/s beside a copy measured in the same run, and launches.
+    Every path is captured in a graph and replayed over operands that do not fit in the cache. The table shows median
+    microseconds per call, the ratio to the strongest rival, and launches. Exit status: 0; 1 if a path was wrong or the
+    run stopped early; 2 without a GPU or with a wrong option.
     """
-    raise typer.Exit(main(tokens, heads, kind, rounds, json, html, check, weights))
-
-
-def main(
-    tokens: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    kind: str = "both",
-    rounds: int = DEFAULT_ROUNDS,
-    json_path: Path | None = None,
-    html_path: Path | None = None,
-    check: bool = False,
-    weights: str = WEIGHTS[0],
-) -> int:
-    """Run the benchmark and print it; the arguments are those of ``bench``.
-
-    Returns:
-        Exit status: 0; 1 where a path was wrong, or ``check`` is set and a bound is broken; 2 without a GPU, with a
-        wrong option, or where a page is asked for and jinja2 is missing.
-    """
-    from vllm_aiter_mla import evidence
+    from vllm_aiter_mla import files
     from vllm_aiter_mla.commands import outputs
-    from vllm_aiter_mla.commands.bench import page, points, run
-    from vllm_aiter_mla.commands.report.render import NoTemplateEngineError, environment
+    from vllm_aiter_mla.commands.bench import points, run
 
-    tokens, heads = (points.TOKENS if tokens is None else tokens), (points.HEADS if heads is None else heads)
+    quantised = {Kind.fp8: (True,), Kind.bf16: (False,), Kind.both: (True, False)}[kind]
     try:
-        check_options(tokens, heads, kind, rounds, weights)
-        outputs.check({"--json": json_path, "--html": html_path})
-        if html_path is not None:
-            environment()
-        grid = points.grid(tokens, heads, KINDS[kind], weights == "fp8")
+        outputs.check({"--json": json})
+        grid = points.grid(tokens or points.TOKENS, heads or points.HEADS, quantised, weights is Weights.fp8)
         report = run.run(grid, rounds, lambda done: print(done, file=sys.stderr))
-    except (ValueError, NoTemplateEngineError, run.NoGpuError) as error:
+    except (outputs.OutputError, run.NoGpuError) as error:
         print(f"bench: {error}", file=sys.stderr)
-        return 2
-    print(page.text(report))
-    if json_path is not None:
-        evidence.write(json_path, report.as_dict() | evidence.stamp("bench", 1))
-    if html_path is not None:
-        evidence.write_text(html_path, page.page(report))
-    wrong = any(row.wrong for row in report.rows)
-    broken = any(bound.holds is False for bound in run.bounds(report))
-    return 1 if wrong or report.stopped or (check and broken) else 0
+        raise typer.Exit(2) from None
+    if json is not None:
+        files.write(json, report.as_dict() | files.stamp("bench", 2))
+    show(report)
+    raise typer.Exit(1 if report.stopped or any(row.wrong for row in report.rows) else 0)
 
 
-def check_options(tokens: Sequence[int], heads: Sequence[int], kind: str, rounds: int, weights: str) -> None:
-    """Raise ValueError with option and value where one is out of range."""
-    for option, given, known in (("--type", kind, KINDS), ("--weights", weights, WEIGHTS)):
-        if given not in known:
-            raise ValueError(f"{option} {given}: {', '.join(known)} expected")
-    for option, values in (("--tokens", tokens), ("--heads", heads), ("--rounds", (rounds,))):
-        if not values:
-            raise ValueError(f"{option}: at least one value expected")
-        for value in values:
-            if not 1 <= value <= MOST[option]:
-                raise ValueError(f"{option} {value}: between 1 and {MOST[option]} expected")
+def show(report: Report) -> None:
+    """Print the table, and the paths that could not run or were wrong."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console.print(_table(report))
+    for line in dict.fromkeys(
+        f"{name}: not measured: {why}" for row in report.rows for name, why in row.missing.items()
+    ):
+        console.print(line)
+    for row in report.rows:
+        for name, why in row.wrong.items():
+            console.print(f"WRONG, not timed: {name} at T={row.point.tokens} N={row.point.heads}: {why}")
+    if report.stopped:
+        console.print(f"STOPPED at {report.stopped}")
+
+
+def _table(report: Report) -> Table:
+    from rich.table import Table
+
+    from vllm_aiter_mla.commands.bench.run import OURS, PATHS
+
+    title = f"{', '.join(report.machine.values())}; medians of {report.rounds} replays"
+    table = Table("T", "N", "type", *(f"{name}, us" for name in PATHS), "ratio", "launches", title=title)
+    for row in report.rows:
+        us = [f"{row.timings[name].median_us:.2f}" if name in row.timings else "-" for name in PATHS]
+        ratio = "-" if row.ratio is None else f"{row.ratio:.2f} to {row.rival}{' (slower)' if row.ratio < 1 else ''}"
+        named = [name for name in (OURS, row.rival) if name in row.timings]
+        launches = ", ".join(f"{name} {row.timings[name].launches}" for name in named)
+        table.add_row(str(row.point.tokens), str(row.point.heads), row.point.label, *us, ratio, launches)
+    return table

@@ -1,20 +1,22 @@
-"""The run: every point, its paths checked against one another before they are timed, and what the figures call for."""
+"""Compare the paths of every point with plain PyTorch, then time them in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
-from vllm_aiter_mla.commands.bench import paths, timing
 from vllm_aiter_mla.commands.bench.points import Point, operands
-from vllm_aiter_mla.kernels import formats as fp8
+from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.measure import cache_bytes, machine, sets_needed
+from vllm_aiter_mla.kernels.measure import MIN_CALLS, cache_bytes, interleaved, machine, record, sets_needed
 from vllm_aiter_mla.kernels.selfcheck import deviation, norm_bound
 
+Prepare = Callable[[DecodeInputs], torch.Tensor]
+OURS, UNFUSED, VLLM, TORCH, AITER = PATHS = ("one launch", "unfused", "vllm", "torch", "aiter")
 # Paths differ by one rounding of the rope half and by summation order: one fp8 step, or a bf16 step, in few values.
 MAX_DIFFERENT = 0.10
 
@@ -24,27 +26,43 @@ class NoGpuError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds per call: median, lowest and highest of the rounds; ``launches`` counts kernels per call."""
+
+    median_us: float
+    min_us: float
+    max_us: float
+    launches: int
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One point's result. ``timings`` by path name, ``missing`` the reasons of the others."""
+    """One point's timings by path, and the reasons of paths that could not run or were wrong."""
 
     point: Point
     sets: int
-    timings: dict[str, timing.Timing]
+    timings: dict[str, Timing]
     missing: dict[str, str]
     wrong: dict[str, str]
 
     @property
-    def ratio(self) -> float | None:
-        """The best unfused sequence over the one launch: above 1 the one launch is faster. None: not measured."""
-        rivals = [self.timings[name].median_us for name in (paths.UNFUSED, paths.VLLM) if name in self.timings]
-        ours = self.timings.get(paths.OURS)
-        return min(rivals) / ours.median_us if ours and rivals else None
+    def rival(self) -> str | None:
+        """The fastest path other than ours; None if none was timed."""
+        others = {name: one.median_us for name, one in self.timings.items() if name != OURS}
+        return min(others, key=others.__getitem__) if others else None
 
     @property
-    def gbps(self) -> float | None:
-        """Bytes of the point, each counted once, over the time of the one launch."""
-        ours = self.timings.get(paths.OURS)
-        return self.point.bytes_once / ours.median_us * 1e-3 if ours else None
+    def ratio(self) -> float | None:
+        """The rival's time over ours: above 1 the one launch is faster. None if either was not timed."""
+        rival = self.rival
+        return None if rival is None or OURS not in self.timings else self._us(rival) / self._us(OURS)
+
+    def _us(self, name: str) -> float:
+        return self.timings[name].median_us
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row for JSON."""
+        return asdict(self) | {"label": self.point.label, "rival": self.rival, "ratio": self.ratio}
 
 
 @dataclass(slots=True)
@@ -53,31 +71,17 @@ class Report:
 
     machine: dict[str, str]
     arch: str
-    copy_gbps: float
     rounds: int
     rows: list[Row] = field(default_factory=list)
     stopped: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, with the derived figures of each row."""
-        rows = [
-            asdict(row) | {"ratio": row.ratio, "gbps": row.gbps, "bytes_once": row.point.bytes_once}
-            for row in self.rows
-        ]
-        return asdict(self) | {"rows": rows, "bounds": [asdict(b) for b in bounds(self)], "caps": caps(self)}
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A bound of the project, what was measured against it, and whether it holds; None: not measured."""
-
-    text: str
-    measured: float | None
-    holds: bool | None
+        """Return the run for JSON."""
+        return asdict(self) | {"rows": [row.as_dict() for row in self.rows]}
 
 
 def run(points: list[Point], rounds: int, progress: Callable[[str], None] = lambda text: None) -> Report:
-    """Measure ``points`` on the current GPU.
+    """Measure ``points`` on the current GPU. Keep what was measured if a later point fails.
 
     Raises:
         NoGpuError: torch sees no GPU, or Triton's back end has no hardware fp8 type for this one.
@@ -90,46 +94,101 @@ def run(points: list[Point], rounds: int, progress: Callable[[str], None] = lamb
     native = hardware_fp8(arch)
     if native is None and any(point.quantised or point.fp8_weight for point in points):
         raise NoGpuError(f"{arch} has no fp8 conversion in hardware; ask for bf16 only")
-    report = Report(machine(), arch, timing.copy_gbps(), rounds)
+    report = Report(machine(), arch, rounds)
     for point in points:
         at = f"T={point.tokens} N={point.heads} {point.label}"
         try:
             report.rows.append(_row(point, native or torch.float8_e4m3fn, rounds))
-        # What was measured before is kept: no memory for a large point, a build that fails.
-        except Exception as error:
-            report.stopped = f"{at}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        except Exception as error:  # out of memory for a large point, or a build that fails
+            report.stopped = f"{at}: {_short(error)}"
             break
         progress(at)
     return report
 
 
 def require_gpu() -> None:
-    """Raise NoGpuError, with a line to show, unless torch sees a GPU."""
+    """Raise NoGpuError unless torch sees a GPU."""
     if not torch.cuda.is_available():
         raise NoGpuError(f"a GPU is needed, torch {torch.__version__} sees none; nothing was measured")
 
 
 def _row(point: Point, native: torch.dtype, rounds: int) -> Row:
-    count = sets_needed(point.bytes_once, cache_bytes())
-    sets = operands(point, native, count)
-    available = paths.available(sets[0])
-    wrong = disagreements(available, sets[0])
-    timed = [path for path in available if path.name not in wrong]
-    missing = {path.name: path.reason or "" for path in available if path.prepare is None}
-    return Row(point, count, timing.measure(timed, sets, rounds), missing, wrong)
+    sets = operands(point, native, sets_needed(point.bytes_once, cache_bytes()))
+    able, missing = available(sets[0])
+    wrong = disagreements(able, sets[0])
+    right = {name: prepare for name, prepare in able.items() if name not in wrong}
+    return Row(point, len(sets), measure(right, sets, rounds), missing, wrong)
 
 
-def disagreements(found: list[paths.Path], inputs: DecodeInputs) -> dict[str, str]:
-    """Paths whose query or cache is not that of plain PyTorch, with the figures; they are not timed."""
-    prepared = {path.name: path.prepare for path in found if path.prepare is not None}
-    expected = _parts(prepared[paths.TORCH], inputs)
+def available(sample: DecodeInputs) -> tuple[dict[str, Prepare], dict[str, str]]:
+    """Return the paths that can take ``sample``, by name, and the reasons of the others."""
+    from vllm_aiter_mla.commands.bench import baselines
+    from vllm_aiter_mla.kernels.triton.launcher import entry, launch
+
+    # Over fp8 weights both unfused sequences multiply by AITER's GEMM.
+    without = sample.weight.missing()
+    found: dict[str, Prepare | str] = {
+        # Without the measured cap: this benchmark finds the size from which the kernel is slower.
+        OURS: lambda inputs: launch(inputs, entry(inputs).tile),
+        UNFUSED: without or baselines.unfused,
+        VLLM: without or _vllm(),
+        TORCH: lambda inputs: reference.prepare(inputs, reference.TWO_ROUNDING),
+        AITER: _aiter(sample),
+    }
+    able = {name: one for name, one in found.items() if not isinstance(one, str)}
+    return able, {name: one for name, one in found.items() if isinstance(one, str)}
+
+
+def _vllm() -> Prepare | str:
+    """Return the unfused sequence with vLLM's own fused RoPE + KV-write op, or why it cannot run."""
+    from vllm_aiter_mla.commands.bench import baselines
+    from vllm_aiter_mla.compat import offline
+
+    op = offline.fused_rope_kv_write()
+    if isinstance(op, str):
+        return op
+
+    def prepare(inputs: DecodeInputs) -> torch.Tensor:
+        absorbed = inputs.weight.product(inputs.q_nope)
+        q_pe = inputs.q[..., inputs.nope_dim :]
+        quantised = formats.is_fp8(inputs.kv_cache.dtype)
+        # The op rotates q_pe and k_pe in place: a replay rotates what the last one left, which costs the same.
+        op(
+            inputs.positions, q_pe, inputs.k_pe, inputs.kv_c, inputs.cos_sin_cache, inputs.is_neox,
+            inputs.slot_mapping, inputs.kv_cache.view(torch.uint8) if quantised else inputs.kv_cache,
+            "fp8" if quantised else "auto", inputs.k_scale,
+        )  # fmt: skip
+        return baselines.concat_quant(inputs, absorbed, q_pe)
+
+    return prepare
+
+
+def _aiter(sample: DecodeInputs) -> Prepare | str:
+    if torch.version.hip is None:
+        return "AITER needs ROCm"
+    try:
+        from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+        from vllm_aiter_mla.kernels.platform import detect_platform
+
+        bound = AiterBackend(detect_platform()).bind(sample)
+    except Exception as error:
+        return _short(error)
+    return bound if isinstance(bound, str) else bound.run
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def disagreements(able: Mapping[str, Prepare], inputs: DecodeInputs) -> dict[str, str]:
+    """Return the paths whose query or cache is not that of plain PyTorch, with the figures."""
+    expected = _parts(able[TORCH], inputs)
     wrong = {}
-    for name, prepare in prepared.items():
+    for name, prepare in able.items():
         try:
             got = _parts(prepare, inputs)
-        # A build of AITER that fails, or no memory: the others are measured all the same.
-        except Exception as error:
-            wrong[name] = f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        except Exception as error:  # a build of AITER that fails, or no memory
+            wrong[name] = f"it raised {_short(error)}"
             continue
         for what in expected:
             different, far = _difference(got[what], expected[what])
@@ -142,58 +201,38 @@ def disagreements(found: list[paths.Path], inputs: DecodeInputs) -> dict[str, st
     return wrong
 
 
-def _parts(prepare: paths.Prepare, inputs: DecodeInputs) -> dict[str, torch.Tensor]:
-    """The query's two halves and the cache after one call on copies."""
-    query, cache = _outputs(prepare, inputs)
-    halves = query.split([inputs.latent_dim, inputs.rope_dim], dim=-1)
-    return {"query, un-rotated": halves[0].contiguous(), "query, rotated": halves[1].contiguous(), "cache": cache}
-
-
-def _outputs(prepare: paths.Prepare, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    own = {name: getattr(inputs, name).clone() for name in ("q", "k_pe", "kv_cache")}
-    copy = replace(inputs, **own)
-    return prepare(copy), copy.kv_cache
+def _parts(prepare: Prepare, inputs: DecodeInputs) -> dict[str, torch.Tensor]:
+    """Return the query's two halves and the cache after one call on copies."""
+    copy = replace(inputs, **{name: getattr(inputs, name).clone() for name in ("q", "k_pe", "kv_cache")})
+    halves = prepare(copy).split([inputs.latent_dim, inputs.rope_dim], dim=-1)
+    rotated = {"query, un-rotated": halves[0].contiguous(), "query, rotated": halves[1].contiguous()}
+    return rotated | {"cache": copy.kv_cache}
 
 
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
-    """Fraction of values that differ, and how many by more than one fp8 step (1/64 of the magnitude for bfloat16)."""
-    if fp8.is_fp8(got.dtype):
-        steps = fp8.step_distance(got, expected)
+    """Return the share of values that differ, and how many differ by more than an fp8 step (bfloat16: 1/64)."""
+    if formats.is_fp8(got.dtype):
+        steps = formats.step_distance(got, expected)
         return float((steps > 0).double().mean()), int((steps > 1).sum())
     a, b = got.double(), expected.double()
-    far = (a - b).abs() > b.abs() / 64 + 1e-2
-    return float((a != b).double().mean()), int(far.sum())
+    return float((a != b).double().mean()), int(((a - b).abs() > b.abs() / 64 + 1e-2).sum())
 
 
-def caps(report: Report) -> list[str]:
-    """The entries for ``tiles.CAPS`` that the figures call for: per heads and type, the first T that was slower."""
-    slower: dict[tuple[int, bool], list[int]] = {}
-    for row in report.rows:
-        # A cap holds for every form of the weight, so only the largest form calls for one.
-        if row.ratio is not None and row.ratio < 1 and not row.point.fp8_weight:
-            slower.setdefault((row.point.heads, row.point.quantised), []).append(row.point.tokens)
-    source = ", ".join(report.machine.values())
-    return [
-        f'Cap("{report.arch}", {heads}, {kind}, {min(tokens)}, "{source}")'
-        for (heads, kind), tokens in sorted(slower.items())
-    ]
+def measure(paths: Mapping[str, Prepare], sets: Sequence[DecodeInputs], rounds: int) -> dict[str, Timing]:
+    """Time every path over all operand sets. A round replays each path once, so a drifting clock meets them all."""
+    calls = list(sets) * -(-MIN_CALLS // len(sets))
+    launches = {name: count_launches(prepare, sets[0]) for name, prepare in paths.items()}
+    kept = interleaved({name: record(prepare, calls) for name, prepare in paths.items()}, rounds)
+    return {name: Timing(statistics.median(us), min(us), max(us), launches[name]) for name, us in kept.items()}
 
 
-def bounds(report: Report) -> list[Bound]:
-    """The project's bounds against this run; a point that was not measured leaves its bound open."""
-    rows = [(row, row.point) for row in report.rows]
-    few = [row.ratio for row, at in rows if at.heads == 16 and at.quantised and at.tokens <= 64]
-    middle = [row.ratio for row, at in rows if at.heads == 16 and at.tokens == 256]
-    engaged = [row.ratio for row, at in rows if not at.fp8_weight]
-    wide = [row.gbps / report.copy_gbps for row, at in rows if at == Point(256, 128, True) and row.gbps is not None]
-    return [
-        _bound("ratio >= 2.0 for T <= 64, N = 16, fp8", few, 2.0),
-        _bound("ratio >= 1.3 for T = 256, N = 16", middle, 1.3),
-        _bound("ratio >= 1.0 wherever the back end engages, plain weights", engaged, 1.0),
-        _bound("share of the copy bandwidth >= 0.70 for N = 128, T = 256, fp8", wide, 0.7),
-    ]
-
-
-def _bound(text: str, values: Sequence[float | None], least: float) -> Bound:
-    known = [value for value in values if value is not None]
-    return Bound(text, min(known), min(known) >= least) if known else Bound(text, None, None)
+def count_launches(prepare: Prepare, inputs: DecodeInputs) -> int:
+    """Count the kernels that one call launches, copies and fills included. Compiles the path first."""
+    for _ in range(2):
+        prepare(inputs)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        prepare(inputs)
+        torch.cuda.synchronize()
+    device = torch.autograd.DeviceType.CUDA
+    return sum(1 for event in profile.events() if event.device_type == device)

@@ -1,5 +1,5 @@
-"""``vllm-aiter-mla doctor``: can the fast path work on this machine, and what stands in its way.
+"""``vllm-aiter-mla doctor``: check whether the fast path can work here, and say what prevents it.
 
-``check`` is what a check returns and how it is run, ``guard`` keeps AITER from being imported, ``given`` reads the
-options, ``machine``, ``installed``, ``switches`` and ``conflicts`` hold the checks, ``command`` is the command line.
+``check`` says what a check takes and returns; ``machine``, ``installed`` and ``options`` hold the checks; ``command``
+runs and prints them.
 """

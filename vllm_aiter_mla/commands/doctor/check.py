@@ -1,13 +1,13 @@
-"""One finding, and running many of them so that none can stop the others."""
+"""What a check takes and returns, and how many of them run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Literal
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from vllm_aiter_mla.commands import progress
-from vllm_aiter_mla.commands.doctor.given import Given
+from vllm_aiter_mla.commands import outputs
 
 Status = Literal["ok", "warning", "problem", "unknown"]
 STATUSES: tuple[Status, ...] = ("ok", "warning", "problem", "unknown")
@@ -21,8 +21,8 @@ class Check:
         status: "ok"; "warning", it works but look at it; "problem", the fast path will not engage or not work;
             "unknown", it cannot be told from here.
         detail: the finding, with the figures.
-        remedy: what to do; empty when there is nothing to do.
-        name: of the check, short and stable; put in when it is run.
+        remedy: what to do; empty if there is nothing to do.
+        name: of the check; filled in by ``run``.
     """
 
     status: Status
@@ -31,34 +31,45 @@ class Check:
     name: str = ""
 
 
+@dataclass(frozen=True)
+class Given:
+    """What the checks look at besides the machine.
+
+    Attributes:
+        env: environment variables.
+        served: options of ``vllm serve`` as vLLM parses them; None if none were given.
+        finding: what is wrong with the options, or why they could not be read.
+    """
+
+    env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    served: Any = None
+    finding: Check | None = None
+
+
 CheckFunction = Callable[[Given], Check]
 
 
 def named(*checks: CheckFunction) -> tuple[tuple[str, CheckFunction], ...]:
-    """Checks with their names: the function's, with hyphens."""
+    """Return checks with their names: the function's, with hyphens."""
     return tuple((check.__name__.replace("_", "-"), check) for check in checks)
 
 
 def run(
-    checks: Iterable[tuple[str, CheckFunction]], given: Given, at: Callable[[str], None] = progress.silent
+    checks: Iterable[tuple[str, CheckFunction]], given: Given, at: outputs.Step = outputs.silent
 ) -> tuple[Check, ...]:
-    """Every check's finding; one that raises is "unknown" and names its error. ``at`` is told which one begins."""
-    return tuple(_guarded(name, check, given, at) for name, check in checks)
+    """Run every check. One that raises is "unknown" and stops no other. ``at`` takes the name of each."""
+    found = []
+    for name, check in checks:
+        at(name)
+        try:
+            found.append(replace(check(given), name=name))
+        except (Exception, SystemExit) as error:  # SystemExit: a package may give up while it is imported
+            first_line = next(iter(str(error).strip().splitlines()), "")
+            found.append(Check("unknown", f"the check failed: {type(error).__name__}: {first_line}", name=name))
+    return tuple(found)
 
 
 def exit_status(checks: Iterable[Check]) -> int:
-    """0; 1 when there is a problem; 2 when there is none but something is unknown. A problem outweighs an unknown."""
+    """Return 1 if there is a problem, else 2 if something is unknown, else 0."""
     found = {check.status for check in checks}
-    if "problem" in found:
-        return 1
-    return 2 if "unknown" in found else 0
-
-
-def _guarded(name: str, check: CheckFunction, given: Given, at: Callable[[str], None]) -> Check:
-    at(name)
-    try:
-        return replace(check(given), name=name)
-    # SystemExit too: a package that gives up while it is imported must not end the examination.
-    except (Exception, SystemExit) as error:
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        return Check("unknown", f"the check failed: {type(error).__name__}: {first_line}", name=name)
+    return 1 if "problem" in found else 2 if "unknown" in found else 0

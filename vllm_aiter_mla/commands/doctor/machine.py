@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from vllm_aiter_mla.commands.doctor.check import Check, named
-from vllm_aiter_mla.commands.doctor.given import Given
-from vllm_aiter_mla.status import record
+from vllm_aiter_mla import status
+from vllm_aiter_mla.commands.doctor.check import Check, Given, named
 
 ARCHITECTURES = {"gfx942": "MI300X, MI325X", "gfx950": "MI350X, MI355X"}
 OLDEST_PYTHON = (3, 10)
 OLDEST_ROCM = 7
-# Roots, so that a test can bring a machine of its own.
+# Paths that a test replaces.
 ROCM_VERSION = Path("/opt/rocm/.info/version")
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 AMD_MODULE = Path("/sys/module/amdgpu")
@@ -26,7 +25,7 @@ ELSEWHERE = "run doctor on the machine that serves"
 
 
 def python(given: Given) -> Check:
-    """The interpreter."""
+    """Check the interpreter's version."""
     version = platform.python_version()
     if sys.version_info >= OLDEST_PYTHON:
         return Check("ok", version)
@@ -34,36 +33,30 @@ def python(given: Given) -> Check:
 
 
 def torch(given: Given) -> Check:
-    """torch, and what it was built for."""
+    """Check that torch is there, and what it was built for."""
     found = module("torch")
     if isinstance(found, Exception):
         return Check("problem", f"not importable: {found}", "install the ROCm build of torch; vLLM needs it too")
-    if hip(found):
-        return Check("ok", f"{found.__version__} for ROCm {hip(found)}")
+    if found.version.hip:
+        return Check("ok", f"{found.__version__} for ROCm {found.version.hip}")
     if found.version.cuda:
-        return Check(
-            "problem",
-            f"{found.__version__} for CUDA {found.version.cuda}: AITER needs ROCm, and no MLA "
-            "implementation of vLLM's on CUDA is admitted yet",
-            "serve on MI300X or MI355X",
-        )
-    return Check("warning", f"{found.__version__}, a CPU build: for demo, plan and tests", ELSEWHERE)
+        detail = f"{found.__version__} for CUDA {found.version.cuda}: no MLA implementation on CUDA is admitted yet"
+        return Check("problem", detail, "serve on MI300X or MI355X")
+    return Check("warning", f"{found.__version__}, a CPU build: for plan and tests", ELSEWHERE)
 
 
 def rocm(given: Given) -> Check:
-    """The ROCm release: the one torch was built for, else the installed one."""
+    """Check the ROCm release: the one torch was built for, else the installed one."""
     version = rocm_version()
     if version is None:
         return Check("unknown", "no ROCm is visible from here", ELSEWHERE)
     if int(version.partition(".")[0]) >= OLDEST_ROCM:
         return Check("ok", version)
-    return Check(
-        "problem", f"{version}: AITER's bf16 arithmetic is wrong before 7", "use an image with ROCm 7 or newer"
-    )
+    return Check("problem", f"{version}: AITER's bf16 arithmetic is wrong before 7", "use ROCm 7 or newer")
 
 
 def driver(given: Given) -> Check:
-    """The kernel driver, from its own files."""
+    """Check the kernel driver, from its own files."""
     if AMD_MODULE.is_dir():
         version = AMD_MODULE / "version"
         return Check("ok", f"amdgpu {version.read_text().strip() if version.is_file() else 'of the kernel'}")
@@ -73,19 +66,19 @@ def driver(given: Given) -> Check:
 
 
 def gpu(given: Given) -> Check:
-    """The card's architecture."""
+    """Check the card's architecture."""
     arch = gpu_arch()
     if arch is None:
         return Check("unknown", "no GPU is visible from here", ELSEWHERE)
     if arch in ARCHITECTURES:
-        return Check("ok", f"{arch} ({ARCHITECTURES[arch]}){record.unmeasured(arch)}")
+        return Check("ok", f"{arch} ({ARCHITECTURES[arch]}){status.unmeasured(arch)}")
     if arch.startswith("gfx"):
         return Check("problem", f"{arch}: AITER's op is for {', '.join(ARCHITECTURES)}", "serve on another card")
-    return Check("problem", f"{arch}: not an AMD card, and no MLA implementation there is admitted", SEE_TORCH)
+    return Check("problem", f"{arch}: not an AMD card; no MLA implementation there is admitted", SEE_TORCH)
 
 
 def triton(given: Given) -> Check:
-    """Triton, for ``kernel=triton`` only."""
+    """Check for Triton, which only ``kernel=triton`` needs."""
     version = distribution("triton", "pytorch-triton-rocm", "triton-rocm")
     if version is None:
         return Check("warning", "not installed: kernel=triton is not available", "only if you want that kernel")
@@ -93,17 +86,15 @@ def triton(given: Given) -> Check:
 
 
 def hip_python(given: Given) -> Check:
-    """hip-python, for ``verify`` only."""
+    """Check for hip-python, which only ``verify`` needs."""
     version = distribution("hip-python")
-    if version is not None:
-        return Check("ok", version)
-    if rocm_version() is None:
-        return Check("ok", "not installed, and not needed without ROCm")
-    return Check("warning", "not installed: `verify` looks less deep", "in a checkout: pip install '.[rocm]'")
+    if version is None and rocm_version() is not None:
+        return Check("warning", "not installed: `verify` checks less", "in a checkout: pip install '.[rocm]'")
+    return Check("ok", version or "not installed, and not needed without ROCm")
 
 
 def module(name: str) -> ModuleType | Exception:
-    """Import ``name``, or the exception of the attempt."""
+    """Return the imported module, or the exception of the attempt."""
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -111,7 +102,7 @@ def module(name: str) -> ModuleType | Exception:
 
 
 def distribution(*names: str) -> str | None:
-    """Name and version of the first of ``names`` that is installed."""
+    """Return name and version of the first of ``names`` that is installed."""
     for name in names:
         try:
             return f"{name} {importlib.metadata.version(name)}"
@@ -120,22 +111,16 @@ def distribution(*names: str) -> str | None:
     return None
 
 
-def hip(torch_module: ModuleType) -> str | None:
-    """The HIP release a torch was built for, None outside ROCm."""
-    version = torch_module.version.hip
-    return None if version is None else str(version)
-
-
 def rocm_version() -> str | None:
-    """ROCm's release as torch or its own file has it."""
+    """Return the ROCm release that torch was built for, else the installed one, else None."""
     found = module("torch")
-    if not isinstance(found, Exception) and hip(found):
-        return hip(found)
+    if not isinstance(found, Exception) and found.version.hip:
+        return str(found.version.hip)
     return ROCM_VERSION.read_text().strip() if ROCM_VERSION.is_file() else None
 
 
 def gpu_arch() -> str | None:
-    """gfx942, sm90, ...: of the current device, else of the first card that the AMD driver lists."""
+    """Return gfx942, sm90, ...: of the current device, else of the first card that the AMD driver lists."""
     found = module("torch")
     if not isinstance(found, Exception) and found.cuda.is_available():
         from vllm_aiter_mla.kernels.platform import detect_platform
@@ -150,7 +135,7 @@ def gpu_arch() -> str | None:
 
 
 def gfx_name(target_version: int) -> str:
-    """90402 -> "gfx942": decimal pairs for major, minor and stepping; the name has them in hexadecimal."""
+    """Return "gfx942" for 90402: decimal pairs are major, minor and stepping; the name has them in hexadecimal."""
     major, minor, stepping = target_version // 10000, target_version // 100 % 100, target_version % 100
     return f"gfx{major}{minor:x}{stepping:x}"
 

@@ -1,6 +1,6 @@
-"""``vllm-aiter-mla plan``: what would engage, from a model's config and the options of ``vllm serve`` alone.
+"""``vllm-aiter-mla plan``: what would engage, from a model's config and the options of ``vllm serve``.
 
-``model`` reads the config (``fields`` its values), ``serve_options`` the options, ``status line`` asks admission,
-``kernels`` the back ends, ``ranges`` vLLM for compile ranges and captured sizes, ``formulas`` counts bytes and
-launches, ``build`` joins them and ``printout`` prints. Nothing here needs a GPU, weights or a network.
+``model`` finds the config and asks vLLM in a process of its own (``compat.rocm_config``). ``outcome`` asks admission
+for every reason, ``kernels`` asks the back ends, ``formulas`` counts bytes and launches, ``build`` joins the answers,
+and ``printout`` prints them. Nothing here needs a GPU, weights or a network.
 """

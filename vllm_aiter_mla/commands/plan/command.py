@@ -11,12 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_aiter_mla.commands import progress
-from vllm_aiter_mla.commands.printable import line
+from vllm_aiter_mla.commands.outputs import Step, line, progress, silent
+from vllm_aiter_mla.settings import LIMIT_FIELD
 
 # typer passes on the options it does not know: vLLM's own parser reads them.
 COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 ENGAGES, DOES_NOT, WRONG = 0, 1, 2
+# Past these the sizes that a plan forms leave 64 bits.
+MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2**16, "num_drafts": 2**10,
+        LIMIT_FIELD: 2**30}  # fmt: skip
 
 
 class Arch(str, Enum):
@@ -24,7 +27,6 @@ class Arch(str, Enum):
 
     gfx942 = "gfx942"
     gfx950 = "gfx950"
-    sm90 = "sm90"
 
 
 def plan(
@@ -33,21 +35,25 @@ def plan(
         str,
         typer.Argument(metavar="MODEL", help="Folder or file of a config, a bundled example, or a cached hub name."),
     ],
-    arch: Annotated[Arch, typer.Option(help="Card to plan for.")] = Arch.gfx942,
+    arch: Annotated[
+        Arch | None, typer.Option(help="Card to plan for: this machine's, or gfx942 where there is none.")
+    ] = None,
     env: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE: one of vLLM's environment variables; may be repeated.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show vLLM's own log on stderr.")] = False,
 ) -> None:
     """Say what would engage: MODEL first, then the options of `vllm serve`.
 
     Prints heads per rank, the decode limit, compile ranges, capture sizes, the kernel by batch size, every reason
-    against, and bytes and launches by formula. What vLLM decides, vLLM is asked. Needs no GPU, no weights and no
-    network. Exits 0 when the layers would engage, 1 when not, 2 when an option or the model is wrong, or it is not
-    known.
+    against, and bytes and launches by formula. vLLM builds its own config for the card, and the plugin's own gate
+    decides. Needs no GPU, no weights and no network. Exits 0 when the layers would engage, 1 when not, 2 when an option
+    or the model is wrong, or it is not known.
     """
-    with progress.shown("plan") as at:
-        raise typer.Exit(main(model, context.args, arch.value, env or [], as_json=json, at=at))
+    with progress("plan") as at:
+        given = (model, context.args, arch.value if arch else "", env or [])
+        raise typer.Exit(main(*given, as_json=json, verbose=verbose, at=at))
 
 
 def main(
@@ -57,41 +63,52 @@ def main(
     env: Sequence[str],
     *,
     as_json: bool = False,
-    at: progress.Step = progress.silent,
+    verbose: bool = False,
+    at: Step = silent,
 ) -> int:
     """Plan ``name`` with the options of ``vllm serve`` in ``arguments``; ``at`` is told of every longer step.
 
     Returns:
         0 when the layers would engage, 1 when not, 2 when the model or an option is wrong, or it is not known.
     """
-    # vLLM logs to stdout, where the plan goes.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    at("importing vLLM")
-    from vllm_aiter_mla import evidence
-    from vllm_aiter_mla.commands.plan import build, model, printout, serve_options
-    from vllm_aiter_mla.compat.offline import VllmMissingError
-    from vllm_aiter_mla.compat.offline_model import NotKnownError
+    from vllm_aiter_mla.commands.plan import model
 
     try:
         _check_model_comes_first(name, arguments)
-        source = model.find(name)
-        at("reading the options with vLLM's parser")
-        options = serve_options.read(arguments, name, arch, serve_options.environment(env))
-        at("building the model without weights")
-        record = build.build(options, model.facts(source, options))
-    except (model.ModelNotFoundError, ValueError, VllmMissingError) as error:
-        return _wrong(str(error))
-    except NotKnownError as error:
-        return _wrong(f"not known, vLLM could not be asked about {name} here: {error}")
-    print(json_module.dumps(record | evidence.stamp("plan", 1), indent=1) if as_json else printout.text(record))
-    if record["outcome"] == build.UNKNOWN:
+        source, variables = model.find(name), model.environment(env, os.environ)
+        at("building vLLM's config")
+        with model.Vllm(arch, {key: value for key, (value, _) in variables.items()}, verbose) as vllm:
+            # Both import torch, each for itself: this process does while vLLM starts.
+            from vllm_aiter_mla import files
+            from vllm_aiter_mla.commands.plan import build, outcome, printout
+
+            answer = vllm.ask(source, arguments)
+        _check_answer(name, answer)
+    except (model.ModelNotFoundError, ValueError, model.NotAskedError) as error:
+        print(f"plan: {line(str(error))}", file=sys.stderr)
         return WRONG
-    return ENGAGES if record["outcome"] == build.ENGAGED else DOES_NOT
+    record = build.build(source, answer, vllm.about, variables)
+    print(json_module.dumps(record | files.stamp("plan", 1), indent=1) if as_json else printout.text(record))
+    if record["outcome"] == outcome.UNKNOWN:
+        return WRONG
+    return ENGAGES if record["outcome"] == outcome.ENGAGED else DOES_NOT
 
 
-def _wrong(sentence: str) -> int:
-    print(f"plan: {line(sentence)}", file=sys.stderr)
-    return WRONG
+def _check_answer(name: str, answer: dict[str, Any]) -> None:
+    """Raise ValueError where vLLM's answer holds too little for a plan, or a number that no engine comes near."""
+    failed = answer.get("failed") or {"stage": "layers"}
+    if failed["stage"] != "layers":
+        if failed["stage"] == "options" or failed["option"]:
+            raise ValueError(failed["said"])
+        if not failed["wrong"]:
+            raise ValueError(f"not known, vLLM could not be asked about {name} here: {failed['said']}")
+        if failed["stage"] == "model":
+            raise ValueError(f"vLLM does not take this model with these options: {failed['said']}")
+        return
+    found = answer["engine"] | {LIMIT_FIELD: answer["given"]["settings"]["max_token_num"]}
+    for field, most in MOST.items():
+        if (found[field] or 0) > most:
+            raise ValueError(f"--{field.replace('_', '-')} {found[field]}: a number up to {most} expected")
 
 
 def _check_model_comes_first(name: str, arguments: Sequence[str]) -> None:
@@ -102,4 +119,4 @@ def _check_model_comes_first(name: str, arguments: Sequence[str]) -> None:
         option, equals, value = argument.partition("=")
         if option == "--model":
             other = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
-            raise ValueError(f"--model {other} beside MODEL {name}: give the model once, as MODEL")
+            raise ValueError(f"--model {other} and MODEL {name}: give the model once, as MODEL")

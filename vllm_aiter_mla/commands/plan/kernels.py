@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
-from vllm_aiter_mla.commands.plan import outcome
-from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
-from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
-from vllm_aiter_mla.kernels import select
+from vllm_aiter_mla.admission import LayerView
+from vllm_aiter_mla.backends import Backends, Factory
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS, ViewPolicy
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
@@ -20,6 +18,8 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.triton import backend as triton
 from vllm_aiter_mla.kernels.triton import tiles
+from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.settings import Settings
 
 # A plan is made for the ROCm release that the AITER path needs; doctor looks at the installed one.
 ROCM = (7, 0)
@@ -43,29 +43,29 @@ class KernelSpan:
     skips: tuple[tuple[str, str], ...]
 
 
-class PlannedSelector(select.Selector):
-    """The selector of a server on the card planned for: its back ends answer as there and launch nothing."""
+class PlannedLayer(Layer):
+    """A layer of a server on the card planned for: its back ends answer as there and launch nothing."""
 
-    def __init__(self, options: ServeOptions) -> None:
-        self.asked, arch = options.settings.kernel, options.arch
-        view = cast(ViewPolicy, options.settings.aiter_view)
-        planned: dict[str, select.Factory] = {
-            "aiter": lambda card: (
-                AiterBackend(card, op=_never, view=view, missing=lambda weight: None)
-                if arch in ARCHITECTURES
-                else select.aiter_factory(card)
-            ),
-            "triton": lambda card: _PlannedTriton(arch),
-            "vllm": lambda card: _PlannedVLLM(),
+    def __init__(self, arch: str, settings: Settings) -> None:
+        view = cast(ViewPolicy, settings.aiter_view)
+        planned: dict[str, Factory] = {
+            "aiter": lambda card, _: AiterBackend(card, op=_never, view=view, missing=lambda weight: None),
+            "triton": lambda card, _: _PlannedTriton(arch),
+            "vllm": lambda card, _: _PlannedVLLM(),
         }
-        super().__init__(self.asked, Platform(arch, ROCM if arch.startswith("gfx") else None), planned)
+        super().__init__(
+            SimpleNamespace(_vllm_config=SimpleNamespace()), Backends(settings, Platform(arch, ROCM), planned)
+        )
+
+    @property
+    def platform(self) -> Platform:
+        """The card planned for."""
+        return self.backends.platform
 
     def unavailable(self) -> str | None:
-        """Why no fused kernel would be chosen in that process at all, or None; as ``layers`` decides it."""
-        if self.asked == "auto" and self.names[0] == "vllm":
-            return f"auto knows no fused kernel for {self.platform.arch}; kernel=triton can be asked for by name"
-        backend = self.backend(self.names[0])
-        return f"kernel={self.asked}: {backend}" if isinstance(backend, str) else None
+        """Return why no fused kernel would run in that process at all, or None."""
+        skip = self.no_kernel()
+        return None if skip is None else skip.message
 
 
 class _PlannedTriton(triton.TritonBackend):
@@ -88,15 +88,26 @@ class _PlannedVLLM(ReferenceBackend):
     name = "vllm"
 
 
-def spans(options: ServeOptions, model: ModelFacts, kind: Kind, limit: int) -> tuple[KernelSpan, ...] | str:
-    """The decode limit ``1..limit`` cut where the answer changes, or why no fused kernel is on that card."""
-    chooser = PlannedSelector(options)
+def spans(
+    arch: str, settings: Settings, view: LayerView, form: str, block_size: int, limit: int
+) -> tuple[KernelSpan, ...] | str:
+    """Return the decode limit ``1..limit`` cut where the answer changes, or why no fused kernel runs on that card.
+
+    Args:
+        arch: the card.
+        settings: the plugin's options.
+        view: the layer, with the heads of one rank.
+        form: of its absorb weight, by the name of ``kernels.absorb``.
+        block_size: tokens in a block of the KV cache.
+        limit: L in tokens.
+    """
+    chooser = PlannedLayer(arch, settings)
     missing = chooser.unavailable()
     if missing is not None:
         return missing
     found: list[KernelSpan] = []
-    for tokens in _points(limit, options.settings.aiter_view):
-        one = at(chooser, operands(options, model, kind, chooser.platform, tokens))
+    for tokens in _points(limit, settings.aiter_view):
+        one = at(chooser, operands(view, form, block_size, chooser.platform, tokens))
         if found and _answer(found[-1]) == _answer(one):
             found[-1] = replace(found[-1], last=tokens)
         else:
@@ -104,28 +115,27 @@ def spans(options: ServeOptions, model: ModelFacts, kind: Kind, limit: int) -> t
     return tuple(found)
 
 
-def at(chooser: PlannedSelector, inputs: DecodeInputs) -> KernelSpan:
+def at(chooser: PlannedLayer, inputs: DecodeInputs) -> KernelSpan:
     """The choice for one batch size."""
     choice, tokens = chooser.choose(inputs), inputs.num_tokens
     backend, detail = choice.backend, ""
     if isinstance(backend, AiterBackend):
         detail = f"its {backend.kernel_of(inputs)} kernel"
     elif isinstance(backend, triton.TritonBackend):
-        detail = f"tile {backend.kernel_of(inputs)}, static choice"
+        detail = f"tile {backend.kernel_of(inputs)}, by formula"
     elif backend is not None:
         detail = "the layer's own attention"
-    return KernelSpan(tokens, tokens, None if backend is None else backend.name, detail, choice.skips)
+    return KernelSpan(tokens, tokens, choice.name, detail, choice.passed_over)
 
 
-def operands(options: ServeOptions, model: ModelFacts, kind: Kind, platform: Platform, tokens: int) -> DecodeInputs:
-    """A decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
-    layer, act = kind.layer, getattr(torch, model.vllm.dtype)
-    stored = platform.fp8 if model.fp8_cache else act
-    form = outcome.weight_form(options, layer)
+def operands(view: LayerView, form: str, block_size: int, platform: Platform, tokens: int) -> DecodeInputs:
+    """Return a decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
+    act = getattr(torch, view.model_dtype)
+    stored = platform.fp8 if view.kv_cache_dtype.startswith("fp8") else act
     weight = (form, platform.fp8) if form == "fp8" else (form,)
     shape = LayerShape(
-        outcome.heads_per_rank(options, layer.heads), layer.nope, stored, stored, options.block_size, False, act,
-        "meta", layer.latent, layer.rope, weight,
+        view.num_heads, view.qk_nope_head_dim, stored, stored, block_size, False, act, "meta", view.kv_lora_rank,
+        view.qk_rope_head_dim, weight,
     )  # fmt: skip
     return synthetic_inputs(shape, tokens, padded=None)
 

@@ -1,27 +1,34 @@
-"""A model as ``plan`` sees it: where its config is, and what vLLM says of it."""
+"""Find a model's config, and ask vLLM about it in a process of its own."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
-from vllm_aiter_mla.compat import offline_model
-from vllm_aiter_mla.compat.dry_model import MlaLayer
-from vllm_aiter_mla.compat.offline_model import Answers
+from vllm_aiter_mla.compat.switches import USE_AITER, VARIABLES
 
 EXAMPLES = Path(__file__).parent / "models"
+CHILD = "vllm_aiter_mla.compat.rocm_config"
+# The plan makes no connection, leaves no file, and sees the plugin where VLLM_PLUGINS leaves it out.
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+         "PYTHONSAFEPATH": "1"}  # fmt: skip
+PLUGIN = "aiter_mla"
 
 
 class ModelNotFoundError(LookupError):
-    """No config for the name that was given; the message says what can be given instead."""
+    """There is no config of that name; the message says what can be given instead."""
+
+
+class NotAskedError(RuntimeError):
+    """vLLM could not be asked: it is missing, it ended, or a variable cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Source:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """A folder in which the config is ``config.json``, with what lies beside it.
+        """Give a folder with the config as ``config.json``, and the files around it.
 
         Raises:
             ValueError: the file is not a JSON object.
@@ -60,52 +67,27 @@ class Source:
             yield Path(made)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """MLA layers that are alike, draft layers among them: one of them, without its name, and how many."""
-
-    layer: MlaLayer
-    count: int
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What is planned with: the config's source, and vLLM's answers about it with the user's options."""
-
-    source: Source
-    vllm: Answers
-
-    @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The MLA layers by what they are, the most frequent first."""
-        found = Counter(replace(layer, name="") for layer in (*self.vllm.mla_layers, *self.vllm.draft_layers))
-        return tuple(Kind(layer, count) for layer, count in found.most_common())
-
-    @property
-    def fp8_cache(self) -> bool:
-        """Whether cache and prepared query are fp8."""
-        return self.vllm.cache_dtype.startswith("fp8")
-
-    def as_record(self) -> dict[str, Any]:
-        """Plain containers; the layers are counted, not listed."""
-        answers = asdict(self.vllm) | {"mla_layers": len(self.vllm.mla_layers)}
-        answers |= {"draft_layers": len(self.vllm.draft_layers)}
-        kinds = [{"count": kind.count} | asdict(kind.layer) for kind in self.kinds]
-        source = {"name": self.source.name, "source": self.source.origin, "basis": self.source.basis}
-        return source | {"assumed": self.source.assumed} | answers | {"kinds": kinds}
-
-
 def examples() -> dict[str, dict[str, Any]]:
-    """The bundled examples by name, each with ``example`` (what it rests on) and ``config``."""
-    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in EXAMPLES.glob("*.json")}
-    return dict(sorted(found.items()))
+    """Return the bundled examples by name, each with ``example`` (what it rests on) and ``config``.
+
+    A config, or a part of one, that names a ``base`` takes its other fields from the example of that name.
+    """
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(EXAMPLES.glob("*.json"))}
+
+    def whole(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        own = {name: whole(value) for name, value in part.items() if name != "base"}
+        return {**whole(found[part["base"]]["config"]), **own} if "base" in part else own
+
+    return {name: entry | {"config": whole(entry["config"])} for name, entry in found.items()}
 
 
 def find(name: str) -> Source:
-    """The config of ``name``: a folder or file, a bundled example, or a hub name in the local cache.
+    """Return the config of ``name``: a folder or file, a bundled example, or a hub name in the local cache.
 
     Raises:
-        ModelNotFoundError: none of them; nothing is downloaded.
+        ModelNotFoundError: it is none of these; nothing is downloaded.
     """
     local = _local_file(name)
     if local is not None:
@@ -125,18 +107,6 @@ def find(name: str) -> Source:
     )
 
 
-def facts(source: Source, options: ServeOptions) -> ModelFacts:
-    """Ask vLLM about the model with the options.
-
-    Raises:
-        ValueError: the file is not a config, or vLLM does not take it with these options.
-        NotKnownError: vLLM cannot be asked about it here.
-    """
-    batch = (options.max_num_seqs, options.max_num_batched_tokens)
-    with source.folder() as folder:
-        return ModelFacts(source, offline_model.ask(options.parsed, folder, options.arch, batch))
-
-
 def _from_example(name: str, entry: dict[str, Any]) -> Source:
     about = entry["example"]
     return Source(
@@ -151,11 +121,9 @@ def _local_file(name: str) -> Path | None:
         is_folder = path.is_dir()
     except (OSError, RuntimeError):  # too long for a path, or ~ of an unknown user
         return None
-    if found is not None:
-        return found
-    if is_folder:
+    if found is None and is_folder:
         raise ModelNotFoundError(f"{name} is a folder without a config.json")
-    return None
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -169,7 +137,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _cached(name: str) -> Path | None:
-    """The config of a hub name that an earlier download left in the local cache."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
@@ -177,3 +144,76 @@ def _cached(name: str) -> Path | None:
     except Exception:  # absent, or the name is not a repository name
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+def environment(given: Sequence[str], process: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return value and origin ("--env", "environment" or "default") of each variable that is set for the plan.
+
+    VLLM_ROCM_USE_AITER is 1 where it is unset: nothing can engage without it.
+
+    Raises:
+        ValueError: an entry without ``=``, or a name that no plan depends on.
+    """
+    found = {USE_AITER: ("1", "default")} | {
+        name: (process[name], "environment") for name in VARIABLES if name in process
+    }
+    for entry in given:
+        name, equals, value = entry.partition("=")
+        if not equals or name not in VARIABLES:
+            raise ValueError(f"--env {entry}: NAME=VALUE expected, with a name of {', '.join(VARIABLES)}")
+        found[name] = (value, "--env")
+    return found
+
+
+class Vllm:
+    """A process in which vLLM answers; :attr:`about` says which vLLM, on which card, with which variables on."""
+
+    def __init__(self, arch: str, variables: Mapping[str, str], verbose: bool = False, child: str = CHILD) -> None:
+        """Start the process; with ``verbose`` vLLM's log goes to stderr."""
+        self._cache = tempfile.TemporaryDirectory()
+        given = {**os.environ, **QUIET, **variables, "VLLM_CACHE_ROOT": self._cache.name}
+        if given.get("VLLM_PLUGINS") is not None:
+            given["VLLM_PLUGINS"] += f",{PLUGIN}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", child, arch], env=given, text=True, encoding="utf-8",
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if verbose else subprocess.DEVNULL,
+        )  # fmt: skip
+        self.about: dict[str, Any] = {}
+
+    def __enter__(self) -> Vllm:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def ask(self, source: Source, arguments: Sequence[str], enable: bool = True) -> dict[str, Any]:
+        """Return vLLM's answer, as ``compat.rocm_config.answer`` describes it.
+
+        Raises:
+            NotAskedError: the process could not start vLLM, or has ended.
+            ValueError: the source is not a config.
+        """
+        if not self.about:
+            about = self._line()
+            if "failed" in about:
+                raise NotAskedError(about["failed"])
+            self.about = about
+        with source.folder() as folder:
+            request = {"folder": str(folder), "arguments": list(arguments), "enable": enable}
+            assert self._process.stdin is not None
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            return self._line()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._cache.cleanup()
+
+    def _line(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise NotAskedError(f"vLLM ended with status {self._process.wait()}; -v shows its log")
+        found: dict[str, Any] = json.loads(line)
+        return found

@@ -1,7 +1,7 @@
-"""Would the layers engage? Asked of ``admission``, with views filled from a config instead of from a running vLLM.
+"""Every reason against the fast path, from the views that vLLM's finished objects gave.
 
 Admission answers with its first reason. A user wants all of them, so each is noted, taken out of the view, and the
-question put again.
+question is put again.
 """
 
 from __future__ import annotations
@@ -10,127 +10,61 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from vllm_aiter_mla.admission import ConfigView, LayerView, Skip, admit_config, admit_layer
-from vllm_aiter_mla.commands.plan.model import Kind, ModelFacts
-from vllm_aiter_mla.commands.plan.serve_options import ServeOptions
-from vllm_aiter_mla.compat import offline, surface
-from vllm_aiter_mla.compat import version as compat_version
-from vllm_aiter_mla.compat.dry_model import MlaLayer
-from vllm_aiter_mla.compat.switches import (
-    BATCH_INVARIANT,
-    BREAKABLE_GRAPHS,
-    FP4_BMM,
-    FP8_BMM,
-    NO_MLA,
-    USE_AITER,
-    USE_AITER_MLA,
-)  # fmt: skip
+from vllm_aiter_mla.admission import LEVELS, ConfigView, LayerView, Skip, admit_config, admit_layer
 
-# What the matcher says of a layer without RoPE (passes/match.py); it reads graphs, and here is none.
+# What the matcher says of a layer without RoPE (passes/match.py): it reads graphs, and a plan has none.
 NO_ROPE = ("no_rope", "no rotary embedding is applied to q (a NoPE layer, or outside this graph)")
-NOT_KNOWN = "not known"
+ENGAGED, SOME, PARTIAL, REFUSED, UNKNOWN = "engaged", "some", "partial", "skipped", "unknown"
 
 
-def engine_reasons(options: ServeOptions, model: ModelFacts) -> list[Skip]:
-    """Every reason for which no layer would engage, in the order in which they would stop the fast path."""
-    own = []
-    if model.vllm.skips:
-        own.append(Skip("vllm_refuses", "; ".join(model.vllm.skips)))
-    if model.vllm.unknown:
-        own.append(Skip("not_known", "; ".join(model.vllm.unknown)))
-    return own + _all(config_view(options, model), admit_config)
-
-
-def layer_reasons(options: ServeOptions, model: ModelFacts, kind: Kind) -> list[Skip]:
-    """Every reason against the layers of one kind."""
-    found = _all(layer_view(options, model, kind.layer), admit_layer)
-    if not kind.layer.has_rope:
-        found.append(Skip(*NO_ROPE))
-    if kind.layer.unknown:
-        found.append(Skip("not_known", f"vLLM does not say how it holds kv_b_proj: {kind.layer.unknown}"))
+def engine_reasons(answer: dict[str, Any]) -> list[Skip]:
+    """Return every reason for which no layer would engage, in the order in which they would stop the fast path."""
+    found, engine = [], answer.get("engine")
+    failed = answer.get("failed")
+    if failed:
+        found.append(Skip("vllm_refuses" if failed["wrong"] else "not_known", failed["said"]))
+    if engine:
+        found += all_reasons(config_view(engine), admit_config)
+        found += [Skip("user_pass", engine["user_pass"])] if engine["user_pass"] else []
     return found
 
 
-def config_view(options: ServeOptions, model: ModelFacts) -> ConfigView:
-    """What the gate would read after vLLM's own defaults; what cuts the graph stands as the user gave it."""
-    version, env = compat_version.installed(), options.env
-    breakable = env.on(BREAKABLE_GRAPHS)
-    return replace(
-        options.view,
-        vllm_version=version,
-        version_supported=compat_version.in_window(version) or options.settings.debug.untested_vllm,
-        missing=surface.missing_capabilities(),
-        op_schema=surface.op_differences() if model.vllm.is_mla else (),
-        is_mla=model.vllm.is_mla and not env.on(NO_MLA),
-        is_sparse=_is_sparse(model),
-        breakable_cudagraph=breakable,
-        mode="NONE" if breakable else options.view.mode,
-        kv_cache_dtype=model.vllm.cache_dtype,
-        model_dtype=model.vllm.dtype,
-    )
+def layer_reasons(layer: dict[str, Any]) -> list[Skip]:
+    """Return every reason against one layer."""
+    found = all_reasons(layer_view(layer), admit_layer)
+    return found if layer["has_rope"] else [*found, Skip(*NO_ROPE)]
 
 
-def layer_view(options: ServeOptions, model: ModelFacts, layer: MlaLayer) -> LayerView:
-    """One of the model's MLA layers as the pass would read it."""
-    return LayerView(
-        impl=implementation(options, model),
-        is_sparse=layer.is_sparse,
-        kv_cache_dtype=model.vllm.cache_dtype,
-        model_dtype=model.vllm.dtype,
-        dcp_world_size=options.view.dcp,
-        pcp_world_size=options.view.pcp,
-        hisparse=options.view.hisparse,
-        # Heads that the ranks do not divide are vLLM's own skip, not a wrong geometry.
-        num_heads=heads_per_rank(options, layer.heads) or layer.heads,
-        qk_nope_head_dim=layer.nope,
-        qk_rope_head_dim=layer.rope,
-        kv_lora_rank=layer.latent,
-        v_head_dim=layer.v,
-    )
+def config_view(engine: dict[str, Any]) -> ConfigView:
+    """Return what the gate read of the finished config."""
+    return ConfigView(**_hashable(engine["view"]))
 
 
-def weight_form(options: ServeOptions, layer: MlaLayer) -> str:
-    """Form in which vLLM would hold the absorbed weight, by the name of ``kernels.absorb``; ``NOT_KNOWN``.
-
-    Source: vLLM's ``MLAAttention``. It asks fp4 first, which is for CDNA 4 alone, and where the weight of ``kv_b_proj``
-    is created in bfloat16.
-    """
-    if layer.unknown:
-        return NOT_KNOWN
-    if not _uses_aiter(options):
-        return "plain"
-    if options.arch == "gfx950" and layer.weight == "bfloat16" and options.env.on(FP4_BMM):
-        return "mxfp4"
-    return "fp8" if options.env.on(FP8_BMM) else "plain"
+def layer_view(layer: dict[str, Any]) -> LayerView:
+    """Return what the plugin reads of a layer."""
+    view = _hashable(layer["view"])
+    return LayerView(**view | {"known_impls": frozenset(view["known_impls"])})
 
 
-def _uses_aiter(options: ServeOptions) -> bool:
-    return options.arch.startswith("gfx") and options.env.on(USE_AITER)
+def level(code: str) -> str:
+    """Return who skips: "engine", "layer", "graph" or "kernel"."""
+    return next(name for name, codes in LEVELS.items() if code in codes)
 
 
-def heads_per_rank(options: ServeOptions, heads: int) -> int:
-    """N: query heads of one tensor-parallel rank; 0 where the ranks do not divide them."""
-    return 0 if heads % options.tp else heads // options.tp
+def of(reasons: list[Skip], engaged: int, total: int) -> str:
+    """Return the outcome of a plan in one word."""
+    codes = {reason.code for reason in reasons}
+    if total and engaged == total:
+        return ENGAGED
+    if "not_known" in codes and not any(level(code) == "engine" for code in codes - {"not_known"}):
+        return UNKNOWN
+    if engaged:
+        return SOME
+    return PARTIAL if codes == {"kernel_shape"} else REFUSED
 
 
-def _is_sparse(model: ModelFacts) -> bool:
-    return any(kind.layer.is_sparse for kind in model.kinds)
-
-
-def implementation(options: ServeOptions, model: ModelFacts) -> str:
-    """Class of the attention implementation vLLM would pick: the given backend's, else the platform's first choice."""
-    if options.attention_backend:
-        return offline.impl_name(options.attention_backend)
-    if not options.arch.startswith("gfx"):
-        return "FlashMLASparseImpl" if _is_sparse(model) else "FlashAttnMLAImpl"
-    if _is_sparse(model):
-        return "ROCMAiterMLASparseImpl"
-    aiter = _uses_aiter(options) and options.env.on(USE_AITER_MLA) and not options.env.on(BATCH_INVARIANT)
-    return "AiterMLAImpl" if aiter else "TritonMLAImpl"
-
-
-def _all(view: Any, admit: Callable[[Any], Skip | None]) -> list[Skip]:
-    """Every skip of the view: each one's cause is put back to its default, and the question asked again."""
+def all_reasons(view: Any, admit: Callable[[Any], Skip | None]) -> list[Skip]:
+    """Return every skip of the view: each cause is put back to its default, and the question is asked again."""
     found = []
     while (skip := admit(view)) is not None:
         found.append(skip)
@@ -139,7 +73,7 @@ def _all(view: Any, admit: Callable[[Any], Skip | None]) -> list[Skip]:
 
 
 def _cause(view: Any, admit: Callable[[Any], Skip | None], code: str) -> dict[str, Any]:
-    """The field that a skip comes from, with its default: the defaults describe what is admitted.
+    """Return the field that a skip comes from, with its default: the defaults describe what is admitted.
 
     It is the last of the fields that must go, in their order, before the answer is another one.
     """
@@ -147,7 +81,12 @@ def _cause(view: Any, admit: Callable[[Any], Skip | None], code: str) -> dict[st
         view = replace(view, **{item.name: item.default})
         skip = admit(view)
         if skip is None or skip.code != code:
-            # Breakable graphs are what set the mode; alone it would be a second reason.
-            more = {"mode": ConfigView.mode} if item.name == "breakable_cudagraph" else {}
-            return {item.name: item.default, **more}
-    raise AssertionError(f"a view of defaults is refused: {code}")
+            # Whichever of the two goes last set the mode, which would be one more reason.
+            breakable = item.name == "breakable_cudagraph"
+            sets_mode = breakable or (item.name == "enforce_eager" and not view.breakable_cudagraph)
+            return {item.name: item.default} | ({"mode": ConfigView.mode} if sets_mode else {})
+    raise AssertionError(f"a view of defaults is skipped: {code}")
+
+
+def _hashable(view: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in view.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_aiter_mla.commands.printable import line
+from vllm_aiter_mla.commands.outputs import line
 
 HEADLINES = {
     "engaged": "{mla}/{mla} MLA layers would engage",
@@ -19,7 +19,6 @@ WEIGHTS = {
     "plain": "in the activation dtype",
     "fp8": "in fp8 (VLLM_ROCM_USE_AITER_FP8BMM)",
     "mxfp4": "in mxfp4 (VLLM_ROCM_USE_AITER_FP4BMM, kv_b_proj in bfloat16)",
-    "not known": "not known",
 }
 """By form: vLLM holds the absorb weight and the value projection alike."""
 
@@ -38,8 +37,9 @@ def _lines(plan: dict[str, Any]) -> Iterator[str]:
     for span in (plan["kernels"] or [])[1:]:
         if span["skips"]:
             yield f"  from {span['first']} tokens on they would run on {span['kernel'] or 'nothing'}: see below"
-    yield ""
-    yield from _decode_limit(plan)
+    if plan["integration"] is not None:
+        yield ""
+        yield from _decode_limit(plan)
     if plan["kernels"] is not None:
         yield ""
         yield from _kernels(plan)
@@ -59,32 +59,24 @@ def _model(plan: dict[str, Any]) -> Iterator[str]:
         yield f"               example: {model['basis']}"
     kind = model["architecture"] + ("" if model["is_mla"] else ", no MLA")
     draft = f", and {layers['drafts']} in the draft" if layers["drafts"] else ""
-    yield f"  layers       {model['mla_layers']} attentions with MLA in {layers['total']} layers{draft} ({kind})"
-    for of_kind in model["kinds"]:
-        heads, sparse = (
-            of_kind["heads"],
-            ", sparse" * of_kind["is_sparse"] + ", without RoPE" * (not of_kind["has_rope"]),
-        )
-        sizes = f"P {of_kind['nope']}, R {of_kind['rope']}, L {of_kind['latent']}, V {of_kind['v']}{sparse}"
-        share = "not divisible" if heads % options["tp"] else f"= {heads // options['tp']} per rank"
-        yield f"  heads        {heads} / TP {options['tp']} {share}; {sizes}; kv_b_proj: {_method(of_kind)}"
+    own = layers["mla"] - layers["drafts"]
+    yield f"  layers       {own} attentions with MLA in {layers['total']} layers{draft} ({kind})"
+    for found in model["kinds"]:
+        extra = ", sparse" * found["is_sparse"] + ", without RoPE" * (not found["has_rope"])
+        sizes = f"P {found['nope']}, R {found['rope']}, L {found['latent']}, V {found['v']}{extra}"
+        heads = f"{found['heads']} / TP {options['tp']} = {found['heads'] // options['tp']} per rank"
+        yield f"  heads        {heads}; {sizes}; kv_b_proj: {found['method']}, {found['weight'] or 'packed'}"
     for form, count in plan["absorb_weights"].items():
         yield f"  W_UK, W_UV   {WEIGHTS[form]}" + (f": {count} layers" if len(plan["absorb_weights"]) > 1 else "")
-    yield f"  KV cache     {options['kv_cache_dtype']}, activations {options['dtype']}, block {options['block_size']}"
-
-
-def _method(kind: dict[str, Any]) -> str:
-    """vLLM's name of the method of kv_b_proj, with the dtype of its weight."""
-    if kind["unknown"]:
-        return "not known"
-    return f"{kind['method']}, {kind['weight'] or 'packed'}"
+    block = f", block {options['block_size']}" if options["block_size"] else ""
+    yield f"  KV cache     {options['kv_cache_dtype']}, activations {options['dtype']}{block}"
 
 
 def _decode_limit(plan: dict[str, Any]) -> Iterator[str]:
     options, ranges, captures = plan["options"], plan["compile_ranges"], plan["captures"]
     given = options["settings"]["max_token_num"]
     origin = f"max_num_seqs {options['max_num_seqs']} x (1 + {options['num_drafts']} drafts)"
-    yield f"Decode decode limit: L = {plan['limit']} ({f'given as {given}' if given is not None else origin})"
+    yield f"Decode limit: L = {plan['limit']} ({f'given as {given}' if given is not None else origin})"
     because = plan["why_not_passes"]
     why = f" (the passes cannot run: {because['code']})" if because and plan["integration"] == "module" else ""
     yield f"  integration          {plan['integration']}{why}"

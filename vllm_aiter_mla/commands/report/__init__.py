@@ -1,5 +1,4 @@
-"""One self-contained HTML page from what the other commands wrote: no network, no script, no font from elsewhere.
+"""``vllm-aiter-mla report``: one HTML page from the files of other commands. It loads nothing and runs no script.
 
-``inputs`` recognises and reads files, ``shapes`` checks what they hold, ``sections``, ``measured`` and ``graphs`` turn
-it into what the templates show, ``charts`` places what is drawn, ``render`` fills the templates.
+``page`` reads the files and says what the page shows, ``charts`` draws, ``page.html.j2`` holds the markup and the CSS.
 """

@@ -1,167 +1,113 @@
-"""Charts as plain records of marks; ``parts.j2`` writes them as SVG. Colours are CSS classes, so themes apply."""
+"""Charts as inline SVG, drawn by matplotlib. Text and axes take the page's text colour, so dark themes apply."""
 
 from __future__ import annotations
 
-import math
+import html
+import io
+import re
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-# Width of one character of the charts' font, in pixels.
-CHARACTER = 6.7
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-
-@dataclass(slots=True)
-class Chart:
-    """What is drawn, in pixels, and its text alternative.
-
-    Attributes:
-        ident: prefix of its element ids, one per page and never from a file.
-        width, height: of the drawing.
-        title: what it is.
-        description: its figures in words.
-        marks: elements in drawing order: tag, attributes, text, and the tip shown on hovering.
-    """
-
-    ident: str
-    width: float
-    height: float
-    title: str
-    description: str
-    marks: list[dict[str, Any]] = field(default_factory=list)
-
-    def rect(self, css: str, box: tuple[float, float, float, float], tip: str, round_by: int = 2) -> None:
-        """A box at (x, y, width, height)."""
-        self._mark("rect", css, dict(zip(("x", "y", "width", "height"), box, strict=True), rx=round_by), tip=tip)
-
-    def line(self, css: str, *ends: tuple[float, float]) -> None:
-        """A line through these points."""
-        self._mark("polyline", css, {"points": " ".join(f"{x:.1f},{y:.1f}" for x, y in ends)})
-
-    def text(self, at: tuple[float, float], text: str, anchor: str = "middle", css: str = "") -> None:
-        """A line of text; ``anchor`` is "start", "middle" or "end"."""
-        self._mark("text", css, {"x": at[0], "y": at[1], "text-anchor": anchor}, text)
-
-    def _mark(self, tag: str, css: str, attributes: Mapping[str, Any], text: str = "", tip: str = "") -> None:
-        rounded = {name: round(v, 1) if isinstance(v, float) else v for name, v in attributes.items()}
-        self.marks.append({"tag": tag, "css": css, "attributes": rounded, "text": text, "tip": tip})
+# Replaced by the page's text colour in the SVG.
+INK = "#010203"
+GREY, BLUE, GREEN, RED = "#8a929b", "#2b7fc4", "#2a9d6f", "#d0504a"
+SERIES = (BLUE, "#d9822b", GREEN, "#9467bd", "#c45a9a")
+STATES = {"passed": GREEN, "failed": RED, "skipped": GREY}
+COLOURED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+STYLE = dict.fromkeys(COLOURED, INK) | {
+    "svg.fonttype": "none",  # text stays text
+    "text.parse_math": False,  # a dollar sign in a name starts no formula
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "font.size": 9,
+}
 
 
-def bars(ident: str, title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float, str]]]]) -> Chart:
-    """Horizontal bars, each with a line of text above it.
+def lines(
+    title: str, unit: str, across: Sequence[object], series: Mapping[str, Sequence[float | None]], level: float = 0
+) -> str:
+    """Draw one line per name over evenly spaced points, from zero.
 
     Args:
-        ident, title: see ``Chart``.
-        rows: per bar its text, and its parts: CSS class, figure, and the tip.
+        title: the chart's text alternative.
+        unit: of the figures.
+        across: label of each point.
+        series: one figure per point; None leaves a gap.
+        level: height of a dashed line; 0 draws none.
     """
-    width, step = 340.0, 46.0
-    most = max((sum(value for _, value, _ in parts) for _, parts in rows), default=0) or 1
-    chart = Chart(ident, width, step * len(rows) + 6, title, "; ".join(text for text, _ in rows) + ".")
-    for index, (text, parts) in enumerate(rows):
-        y, x = step * index, 2.0
-        chart.text((2, y + 14), text, "start")
-        for css, value, tip in parts:
-            wide = (width - 4) * value / most
-            chart.rect(css, (x, y + 20, max(wide - 1, 2), 18), tip)
-            x += wide
-    return chart
+    with rc_context(STYLE):
+        figure, axes = _figure(2.4)
+        for number, (name, values) in enumerate(series.items()):
+            figures = [float("nan") if value is None else value for value in values]
+            axes.plot(figures, "o-", markersize=3, color=SERIES[number % len(SERIES)], label=name)
+        if level:
+            axes.axhline(level, color=GREY, linestyle="--")
+        axes.set_xticks(range(len(across)), [str(one) for one in across])
+        axes.set(xlabel="tokens in the step", ylabel=unit, ylim=(0, None))
+        figure.legend(loc="outside upper center", ncols=3)
+        return _svg(figure, title)
 
 
-def token_axis(ident: str, title: str, ranges: Sequence[Sequence[int]], limit: int | None, sizes: list[int]) -> Chart:
-    """Compile ranges as bars on a logarithmic axis of tokens per step, capture sizes as ticks under them.
+def bars(title: str, unit: str, rows: Mapping[str, Mapping[str, float]]) -> str:
+    """Draw one horizontal bar per name from its parts, end to end; ``STATES`` has the colours of some parts."""
+    with rc_context(STYLE):
+        figure, axes = _figure(0.7 + 0.42 * len(rows))
+        for row, (name, parts) in enumerate(rows.items()):
+            start = 0.0
+            for part, value in parts.items():
+                axes.barh(row, value, left=start, height=0.45, color=STATES.get(part, BLUE))
+                start += value
+            axes.text(start, row, " " + ", ".join(f"{value:g} {part}" for part, value in parts.items()), va="center")
+            axes.text(0, row - 0.25, name, va="bottom")
+        axes.set(xlabel=unit, yticks=(), ylim=(len(rows) - 0.6, -0.7))
+        axes.margins(x=0.25)
+        return _svg(figure, title)
+
+
+def token_axis(title: str, ranges: Sequence[Sequence[int]], limit: int | None, sizes: Sequence[int]) -> str:
+    """Draw compile ranges on a logarithmic axis of tokens, with capture sizes as ticks below.
 
     Args:
-        ident, title: see ``Chart``.
-        ranges: [start, end] in tokens.
-        limit: L of the decode limit, or None where the fast path is off.
-        sizes: captured sizes in tokens; empty where none is known.
+        title: the chart's text alternative.
+        ranges: [first, last] tokens.
+        limit: the decode limit L; None where the fast path is off.
+        sizes: captured sizes; may be empty.
     """
-    left, right = 6.0, 374.0
-    top = math.log2(max([end for _, end in ranges] + sizes + [2]) + 1)
-
-    def at(tokens: float) -> float:
-        return left + (right - left) * math.log2(max(tokens, 1)) / top
-
-    words = "; ".join(f"{a} to {b} tokens{_where(b, limit)}" for a, b in ranges)
-    listed = ", ".join(map(str, sizes)) or "not recorded"
-    chart = Chart(ident, 380, 118, title, f"{words}. Capture sizes: {listed}.")
-    for start, end in ranges:
-        x, wide = at(start), max(at(end + 1) - at(start) - 2, 4)
-        css = "range inside" if limit is not None and end <= limit else "range"
-        chart.rect(css, (x, 30, wide, 30), f"{start} to {end} tokens", 4)
-        name = f"{start}-{end}"
-        if wide > len(name) * CHARACTER + 6:  # a narrow one is in the table under the chart
-            chart.text((x + wide / 2, 49), name, css="onbar")
-    if limit is not None:
-        x = at(limit + 1) - 1
-        chart.line("limit", (x, 18), (x, 84))
-        chart.text((min(max(x, 30), 350), 14), f"L = {limit}", css="strong")
-    for size in sizes:
-        chart.line("tick", (at(size), 64), (at(size), 76))
-    chart.line("axis", (left, 86), (right, 86))
-    for power in range(0, int(top) + 1, 1 if top < 9 else 2):
-        x = at(1 << power)
-        chart.text((x, 100), str(1 << power), "start" if not power else "end" if x > right - 20 else "middle", "note")
-    chart.text((right, 115), "tokens per step (logarithmic)", "end", "note")
-    return chart
+    with rc_context(STYLE):
+        figure, axes = _figure(1.3)
+        for first, last in ranges:
+            inside = limit is not None and last <= limit
+            axes.barh(0, last + 1 - first, left=first, height=0.7, color=GREEN if inside else GREY, edgecolor=INK)
+        if limit is not None:
+            axes.axvline(limit + 1, color=RED, linestyle="--")
+            axes.text(limit + 1, 0.62, f"L = {limit}", ha="center")
+        axes.plot(sizes, [-0.6] * len(sizes), "|", color=INK)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set(xlabel="tokens in the step", yticks=(), ylim=(-0.8, 0.6))
+        axes.margins(x=0)
+        return _svg(figure, title)
 
 
-def _where(end: int, limit: int | None) -> str:
-    if limit is None:
-        return ""
-    return " inside the decode limit" if end <= limit else " above it, unmodified vLLM"
+def _figure(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(4.6, height), layout="constrained")
+    return figure, figure.subplots()
 
 
-def ratio_bars(ident: str, title: str, points: Sequence[tuple[int, float | None]], top: float) -> Chart:
-    """One bar per T, with a line at 1: above it the one launch is faster. None is a gap that says "n/m"."""
-    step, left, base, high = 31.0, 30.0, 142.0, 126.0
-    width = left + step * len(points) + 8
-    words = "; ".join(f"T {t}: {'not measured' if r is None else format(r, '.2f')}" for t, r in points)
-    chart = Chart(ident, width, 176, title, f"Ratio by tokens. {words}.")
-    for value in _steps(top):
-        y = base - high * value / top
-        chart.line("grid", (left, y), (width - 6, y))
-        chart.text((left - 4, y + 4), f"{value:g}", "end", "note")
-    for index, (tokens, ratio) in enumerate(points):
-        x = left + step * index + 3
-        tall = 1.0 if ratio is None else max(high * ratio / top, 1)
-        if ratio is not None:
-            css = "bar" if ratio >= 1 else "bar slow"
-            chart.rect(css, (x, base - tall, 25, tall), f"T = {tokens}: {ratio:.2f}")
-        chart.text((x + 12.5, base - tall - 4), "n/m" if ratio is None else f"{ratio:.1f}", css="note")
-        chart.text((x + 12.5, base + 14), str(tokens), css="note")
-    chart.line("limit", (left, base - high / top), (width - 6, base - high / top))
-    chart.text((width - 6, 172), "T, tokens per step", "end", "note")
-    return chart
-
-
-def _steps(top: float) -> list[float]:
-    step = next((s for s in (0.5, 1, 2, 5, 10, 20, 50) if top / s <= 6), top)
-    return [step * number for number in range(int(top / step) + 1)]
-
-
-def lines(ident: str, title: str, across: Sequence[int], series: Mapping[str, Sequence[float | None]]) -> Chart:
-    """One line per name, points evenly spaced, figures from zero, with the names under it; at most five names.
-
-    Args:
-        ident, title: see ``Chart``.
-        across: what stands under each point.
-        series: figures by name, one per point; None is left out.
-    """
-    width, left, right, bottom, high = 420.0, 46.0, 16.0, 200.0, 190.0
-    top = max((v for values in series.values() for v in values if v is not None), default=0.0) or 1.0
-    step = (width - left - right) / max(len(across) - 1, 1)
-    shown = {name: [(n, v) for n, v in enumerate(values) if v is not None] for name, values in series.items()}
-    words = "; ".join(f"{name}: {', '.join(f'{v:.2f}' for _, v in dots)}" for name, dots in shown.items() if dots)
-    chart = Chart(ident, width, 240, title, f"At {', '.join(map(str, across))}: {words}.")
-    for part in range(5):
-        y = bottom - high * part / 4
-        chart.line("grid", (left, y), (width - right, y))
-        chart.text((left - 4, y + 4), f"{top * part / 4:.1f}", "end", "note")
-    for n, value in enumerate(across):
-        chart.text((left + step * n, bottom + 14), str(value), css="note")
-    for place, (name, dots) in enumerate(shown.items()):
-        if dots:
-            chart.line(f"series s{place}", *((left + step * n, bottom - high * value / top) for n, value in dots))
-            chart.text((left + 75 * place, 232), name, "start", f"series s{place}")
-    return chart
+def _svg(figure: Figure, title: str) -> str:
+    """Return the figure as an ``<svg>`` element with a text alternative."""
+    file = io.StringIO()
+    with rc_context({"svg.hashsalt": title}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about characters that the measuring font lacks
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    drawn = file.getvalue().partition("<svg")[2].replace(INK, "currentColor")
+    # Every chart names its groups alike; only hashed names are referred to.
+    drawn = re.sub(r' id="[a-z]+[\w.]*_\d+"|<metadata>.*?</metadata>', "", drawn, flags=re.DOTALL)
+    return f'<svg class="chart" role="img" aria-label="{html.escape(title)}"{drawn}'

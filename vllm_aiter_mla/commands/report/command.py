@@ -1,4 +1,4 @@
-"""``vllm-aiter-mla report``: one self-contained HTML page from what the other commands wrote."""
+"""``vllm-aiter-mla report``: one HTML page from the files of other commands."""
 
 from __future__ import annotations
 
@@ -11,31 +11,35 @@ import typer
 def report(
     inputs: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="INPUT...", help="Folder of `demo --keep`, or JSON of demo, verify, bench, plan, status."
-        ),
+        typer.Argument(metavar="INPUT...", help="JSON of verify, bench, plan, a status file, or a folder of them."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
 ) -> None:
-    """Draw what the other commands wrote: status, compile ranges, the layer's graph before and after, bench, verify.
+    """Draw one HTML page: status, compile ranges, graphs before and after, bench, verify, serving.
 
-    One HTML file without scripts, fonts or images from elsewhere; it opens without a network and on a phone. Every
-    figure is also in a table. Exits 2 when an input cannot be shown, and writes nothing then.
+    The page loads nothing, runs no script and opens without a network. Every figure is in a table too. Exits 2 and
+    writes nothing if an input cannot be shown.
     """
-    from vllm_aiter_mla import evidence
+    from vllm_aiter_mla import files
     from vllm_aiter_mla.commands import outputs
-    from vllm_aiter_mla.commands.printable import line
-    from vllm_aiter_mla.commands.report.inputs import InputError
-    from vllm_aiter_mla.commands.report.render import NoTemplateEngineError, html_of
 
     try:
         outputs.check({"--out": out})
-        page = html_of(inputs)
-        evidence.write_text(out, page)
-    except (InputError, NoTemplateEngineError, outputs.OutputError) as error:
-        typer.echo(line(f"report: {error}"), err=True)
-        raise typer.Exit(2) from error
+        from vllm_aiter_mla.commands.report.page import html_of
+
+        text = html_of(inputs)
+        files.write_text(out, text)
+    except ModuleNotFoundError as error:
+        raise _wrong(f"{error.name} is not installed; in a checkout: pip install '.[report]'") from error
+    except ValueError as error:
+        raise _wrong(str(error)) from error
     except OSError as error:
-        typer.echo(line(f"report: {out}: {error.strerror or error}"), err=True)
-        raise typer.Exit(2) from error
-    typer.echo(line(f"report written to {out} ({len(page.encode()) // 1024} KiB, opens without a network)"))
+        raise _wrong(f"{out}: {error.strerror or error}") from error
+    typer.echo(outputs.line(f"report written to {out} ({len(text.encode()) // 1024} KiB)"))
+
+
+def _wrong(message: str) -> typer.Exit:
+    from vllm_aiter_mla.commands import outputs
+
+    typer.echo(outputs.line(f"report: {message}"), err=True)
+    return typer.Exit(2)

@@ -1,0 +1,160 @@
+"""The emulation of full CUDA graphs: what a replay shows to Python, what it must not write, and what pads it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm import forward_context
+from vllm.compilation import monitor
+from vllm.config import CUDAGraphMode
+
+from tests.sandbox import attention, cuda_graphs
+from vllm_aiter_mla.kernels import backend as capture
+
+NAME, ROWS, BLOCKS, SIZE, WIDTH = "layer", 4, 6, 2, 3
+
+
+class Runner:
+    """vLLM's persistent buffers around a model of one layer, and its steps.
+
+    Args:
+        monkeypatch: puts this runner's forward context into vLLM.
+        slots_of: the slots that the layer writes its first rows to, out of those of its step.
+    """
+
+    def __init__(self, monkeypatch, slots_of=lambda slots: slots[slots >= 0]):
+        self.slots = torch.full((ROWS,), -1)
+        self.values = torch.zeros(ROWS)
+        self.table = torch.zeros(ROWS, 1, dtype=torch.int32)
+        self.cache = torch.zeros(BLOCKS, SIZE, WIDTH)
+        self.seen, self.slots_of = [], slots_of
+        self.graphs = cuda_graphs.FullGraphs(self.forward)
+        monkeypatch.setattr(forward_context, "get_forward_context", lambda: self.context)
+        monkeypatch.setattr(monitor, "cudagraph_capturing_enabled", True)
+        monkeypatch.setattr(cuda_graphs, "REPLAYS", type(cuda_graphs.REPLAYS)())
+
+    def forward(self, values):
+        metadata, slots = self.context.attn_metadata[NAME], self.context.slot_mapping[NAME]
+        self.seen.append((metadata.num_actual_tokens, capture.is_capturing()))
+        slots = self.slots_of(slots)
+        self.cache.view(-1, WIDTH)[slots] = values[: slots.shape[0]].unsqueeze(1)
+        return values * 2
+
+    def step(self, slots, mode=CUDAGraphMode.FULL, actual_tokens=ROWS):
+        """One step of ``len(slots)`` real rows, by metadata of its own; without slots what vLLM captures with."""
+        n = len(slots)
+        self.slots.fill_(-1)
+        self.slots[:n] = torch.tensor(slots)
+        self.values.copy_(torch.arange(ROWS) + 7.0)
+        self.table.zero_()
+        self.table[:n, 0] = torch.tensor(slots, dtype=torch.int32) // SIZE
+        metadata = SimpleNamespace(num_actual_tokens=actual_tokens, decode=SimpleNamespace(block_table=self.table))
+        self.context = SimpleNamespace(
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=ROWS,
+            attn_metadata={NAME: metadata},
+            slot_mapping={NAME: self.slots},
+            no_compile_layers={NAME: SimpleNamespace(kv_cache=self.cache)},
+        )
+        return self.graphs(values=self.values)
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    return Runner(monkeypatch)
+
+
+def test_a_replay_shows_the_numbers_of_the_capture_and_the_tensors_of_the_step(runner):
+    runner.step([])
+    runner.step([5, 2], actual_tokens=2)
+    assert runner.seen == [(ROWS, True), (ROWS, True)]
+    assert runner.cache.view(-1, WIDTH)[:, 0].tolist() == [0, 0, 8, 0, 0, 7, 0, 0, 0, 0, 0, 0]
+    assert cuda_graphs.REPLAYS == {(2, ROWS): 1}
+    assert not capture.is_capturing()
+
+
+def test_each_replay_hands_out_the_same_tensor(runner):
+    first = runner.step([])
+    assert runner.step([5]) is runner.step([2]) is first
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
+def test_a_step_without_a_full_graph_runs_the_model_itself(runner, mode):
+    runner.step([], mode=mode)
+    runner.step([5], mode=mode)
+    assert runner.seen == [(ROWS, False)] * 2
+    assert not cuda_graphs.REPLAYS
+
+
+def test_a_graph_is_captured_while_vllm_captures_and_at_no_other_time(runner, monkeypatch):
+    monkeypatch.setattr(monitor, "cudagraph_capturing_enabled", False)
+    with pytest.raises(RuntimeError, match="capturing"):
+        runner.step([5])
+
+
+def clamps(slots):
+    """Padding ends in vLLM's null block."""
+    return slots.clamp(min=0)
+
+
+def wraps(slots):
+    """Padding ends in the cache's last row: -1 is an index."""
+    return slots
+
+
+def next_row(slots):
+    """Padding continues after the last real row, in a block of that request."""
+    return torch.where(slots < 0, slots.max() ^ 1, slots)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("bug", [clamps, wraps, next_row])
+def test_mutation_a_kv_row_for_padding_is_caught(monkeypatch, bug):
+    runner = Runner(monkeypatch)
+    runner.step([])
+    runner.slots_of = bug
+    with pytest.raises(RuntimeError, match="outside its slots"):
+        runner.step([5, 2])
+
+
+@pytest.mark.mutation
+def test_mutation_slots_that_were_copied_at_the_capture_leave_the_rows_of_a_replay_unwritten(monkeypatch):
+    copies = []
+    runner = Runner(monkeypatch, lambda slots: copies.append(slots[slots >= 0]) or copies[0])
+    runner.step([])
+    runner.step([5, 2])
+    assert not runner.cache.any()
+
+
+@pytest.mark.parametrize(("mode", "shown"), [("FULL", "step"), ("NONE", "step"), ("PIECEWISE", None)])
+def test_a_piece_sees_no_metadata_where_it_is_replayed_as_a_piece(monkeypatch, mode, shown):
+    context = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode[mode], attn_metadata="step")
+    monkeypatch.setattr(forward_context, "get_forward_context", lambda: context)
+    assert cuda_graphs._frozen(lambda: context.attn_metadata, "full")() == shown
+    assert context.attn_metadata == "step"
+
+
+@pytest.mark.parametrize("per_request", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_attention_of_requests_that_pad_is_nan_and_changes_no_other_row(dtype, per_request):
+    torch.manual_seed(0)
+    implementation = object.__new__(attention.SandboxMLAImpl)
+    implementation.kv_lora_rank, implementation.scale = 512, 0.1
+    layer = SimpleNamespace(_q_scale=torch.ones(1), _k_scale=torch.ones(1), W_UV=torch.zeros(1, dtype=torch.bfloat16))
+    q = torch.randn(4 * per_request, 2, 576).to(dtype)
+    cache = torch.randn(3, 16, 576).to(dtype)
+
+    def attend(requests):
+        decode = SimpleNamespace(
+            block_table=torch.tensor([[1], [2], [0], [0]], dtype=torch.int32)[:requests],
+            seq_lens=torch.tensor([5, 9, 0, 0], dtype=torch.int32)[:requests],
+        )
+        rows = q[: requests * per_request]
+        return implementation.forward_mqa(rows, cache, SimpleNamespace(decode=decode), layer)[0]
+
+    padded, real = attend(4), attend(2)
+    assert real.isfinite().all()
+    assert torch.equal(padded[: 2 * per_request], real)
+    assert padded[2 * per_request :].isnan().all()

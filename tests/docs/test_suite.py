@@ -1,0 +1,54 @@
+"""What the suite covers: each invariant has planted bugs, and each test belongs to one target of the Makefile."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from _pytest.mark.expression import Expression
+
+ROOT = Path(__file__).parents[2]
+
+
+def planted(items: Iterable[pytest.Item]) -> dict[str, set[str]]:
+    """Files with a planted bug by invariant: the arguments of ``pytest.mark.mutation``."""
+    found = defaultdict(set)
+    for item in items:
+        for mark in item.iter_markers("mutation"):
+            for invariant in mark.args:
+                found[invariant].add(item.path.relative_to(ROOT).as_posix())
+    return dict(found)
+
+
+def markers(item: pytest.Item) -> frozenset[str]:
+    return frozenset(mark.name for mark in item.iter_markers())
+
+
+def test_each_invariant_has_planted_bugs_in_the_files_that_the_page_names(suite: list[pytest.Item]) -> None:
+    page = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines() if line.startswith("| I")]
+    named = {row[1]: set(re.findall(r"`(tests/[^`]+)`", row[4])) for row in rows if re.fullmatch(r"I\d+", row[1])}
+    found = planted(suite)
+    assert {f"I{number}" for number in range(1, 14)} <= set(found)
+    cells = {name: ", ".join(f"`{file}`" for file in sorted(files)) for name, files in sorted(found.items())}
+    assert named == found, f"docs/development.md should name: {cells}"
+
+
+def test_make_test_plants_a_bug_for_each_invariant(suite: list[pytest.Item]) -> None:
+    quick = [item for item in suite if not markers(item) & {"engine", "slow"}]
+    assert set(planted(quick)) == set(planted(suite))
+
+
+def test_each_test_is_run_by_one_target_of_the_makefile(suite: list[pytest.Item]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = [a or b for a, b in re.findall(r"^\t.*pytest .*-m (?:\"([^\"]+)\"|(\w+))$", makefile, re.MULTILINE)]
+    assert len(targets) == 3
+    expressions = [Expression.compile(target) for target in targets]
+    for names in {markers(item) for item in suite}:
+        assert sum(expression.evaluate(lambda name: name in names) for expression in expressions) == 1, names  # noqa: B023
+    assert re.search(r"^test-all: test test-rest test-wide$", makefile, re.MULTILINE)
+    ci = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in ci if line.startswith("make ")] == ["make test", "make test-rest"]

@@ -1,0 +1,40 @@
+"""Two engines, one after the other, in one process: ``python -m tests.engine.two_engines_child SPEC FOLDER``.
+
+The first engine's kernel fails its check; the second one's passes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+from tests.sandbox import child, knobs
+from tests.sandbox.spec import EngineSpec, load
+
+
+def main(spec_path: str, folder: str) -> None:
+    """Start both and write what each one's status file says."""
+    spec: EngineSpec = load(Path(spec_path))
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    knobs.apply(spec)
+    from vllm_aiter_mla import startup, status
+
+    found, check = [], startup.self_check
+    for fails in (True, False):
+        startup.self_check = (lambda name, *args: f"{name}: self-check FAILED: planted") if fails else check
+        llm = child.build(spec, Path(folder) / "model")
+        assert status.current().written is not None
+        _, record = status.current().written
+        found.append({"engaged": record["engaged"], "skipped": {k: v[0] for k, v in record["skipped"].items()}})
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+    (Path(folder) / "status.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

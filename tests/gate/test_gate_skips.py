@@ -1,0 +1,246 @@
+"""Claims about an engine that the gate skips: one line, the knob's name, the status file, an untouched config."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from vllm.config import VllmConfig
+
+from tests.gate import gate_support as support
+from tests.gate.gate_support import ON, PASSES, Build, Lines, assert_skipped, pass_of
+from vllm_aiter_mla import gate
+from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import patches
+
+UNTESTED = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
+ATTENTION, UPDATE, FUSED = compat_config.OP_ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "knob"),
+    [
+        ({"enforce_eager": True}, "enforce_eager", "enforce_eager"),
+        ({"optimization_level": 0}, "compilation_mode", "compilation_config.mode"),
+        ({"compilation_config": {"mode": 2}}, "compilation_mode", "DYNAMO_TRACE_ONCE"),
+        ({"compilation_config": {"use_inductor_graph_partition": False}}, "graph_partition", "partition=False"),
+        ({"compilation_config": {"splitting_ops": [MLA_ATTENTION_OP]}}, "splitting_ops", MLA_ATTENTION_OP),
+        ({"compilation_config": {"splitting_ops": [KV_UPDATE_OP]}}, "splitting_ops", KV_UPDATE_OP),
+    ],
+)
+def test_an_explicit_contradiction_skips_in_one_line_that_names_the_knob(
+    config: Build, lines: Lines, options: dict[str, Any], code: str, knob: str
+) -> None:
+    assert_skipped(lines, config(additional_config=PASSES, **options), code, knob)
+
+
+def set_on(holder: str, field: str, value: Any) -> Callable[[Any], None]:
+    return lambda built: setattr(getattr(built, holder), field, value)
+
+
+def make_sparse(built: Any) -> None:
+    built.model_config = copy.copy(built.model_config)
+    built.model_config.hf_text_config = copy.copy(built.model_config.hf_text_config)
+    built.model_config.hf_text_config.index_topk = 2048
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "knob"),
+    [
+        (set_on("parallel_config", "decode_context_parallel_size", 2), "dcp", "decode_context_parallel_size"),
+        (set_on("parallel_config", "prefill_context_parallel_size", 2), "pcp", "prefill_context_parallel_size"),
+        (set_on("cache_config", "cache_dtype", "fp8_e5m2"), "kv_cache_dtype", "fp8_e5m2"),
+        (set_on("cache_config", "cache_dtype", "fp8_ds_mla"), "kv_cache_dtype", "fp8_ds_mla"),
+        (set_on("attention_config", "hisparse_config", object()), "hisparse", "hisparse_config"),
+        (make_sparse, "sparse_mla", "index_topk"),
+        (set_on("compilation_config", "mode", "unheard of"), "capability", "cannot be read"),
+    ],
+)
+def test_what_a_cpu_config_cannot_be_built_with_skips_too(
+    config: Build, lines: Lines, change: Callable[[Any], None], code: str, knob: str
+) -> None:
+    built = config()
+    built.additional_config = ON
+    change(built)
+    skip = gate.apply(built).skip
+    assert skip is not None
+    assert skip.code == code
+    assert_skipped(lines, built, code, knob)
+
+
+def test_a_model_without_mla_is_skipped(compiling: None, dense_model: Any, lines: Lines) -> None:
+    assert_skipped(lines, VllmConfig(model_config=dense_model, additional_config=ON), "not_mla", "model")
+
+
+def test_a_vllm_outside_the_window_is_skipped_unless_forced(
+    config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat_config, "vllm_version", lambda: "0.34.0rc1")
+    assert_skipped(lines, config(additional_config=ON), "vllm_version", "0.34.0rc1")
+    assert pass_of(config(additional_config=UNTESTED)) is not None
+
+
+def test_a_failed_registration_step_skips_unless_it_is_optional(config: Build, lines: Lines) -> None:
+    def fail() -> None:
+        raise OSError("no such library")
+
+    patches.run("patch pass_config", fail)
+    assert pass_of(config(additional_config=ON)) is not None
+    patches.run("torch ops", fail)
+    assert_skipped(lines, config(additional_config=ON), "capability", "torch ops: OSError")
+
+
+def test_strict_mode_makes_a_skip_an_error_that_names_the_knob(config: Build) -> None:
+    with pytest.raises(ValidationError, match=r"enforce_eager.*strict"):
+        config(additional_config={"aiter_mla": PASSES["aiter_mla"] | {"strict": True}}, enforce_eager=True)
+
+
+# -- the status file
+
+
+def test_a_skipped_config_is_in_the_status_file(
+    registered: None, mla_model: Path, lines: Lines, cache_root: Path
+) -> None:
+    built = support.vllm_config(mla_model, additional_config=PASSES)
+    assert_skipped(lines, built, "compilation_mode", "DYNAMO_TRACE_ONCE")
+    (path,) = (cache_root / "aiter_mla").glob(f"status-{os.getpid()}-*.json")
+    record = json.loads(path.read_text())
+    assert (record["total"], record["engaged"]) == (support.DEEPSEEK_V2["num_hidden_layers"], {})
+    assert {code for code, _ in record["skipped"].values()} == {"compilation_mode"}
+    assert lines.at(logging.WARNING)[0].endswith("(run: vllm-aiter-mla doctor)")
+
+
+def test_a_skip_that_cannot_be_recorded_costs_a_warning_and_no_engine(
+    registered: None, mla_model: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(gate, "write_status", fail)
+    assert pass_of(support.vllm_config(mla_model, additional_config=PASSES)) is None
+    skipped, unrecorded = lines.at(logging.WARNING)
+    assert "compilation_mode" in skipped
+    assert "planted" in unrecorded
+
+
+def test_only_the_mla_layers_of_a_hybrid_are_counted() -> None:
+    text = SimpleNamespace(num_hidden_layers=93, linear_attn_config={"full_attn_layers": [4, 8, 12, 96]})
+    model = SimpleNamespace(use_mla=True, hf_text_config=text)
+    assert compat_config.mla_layers(model) == (3, 7, 11)
+    assert compat_config.mla_layers(SimpleNamespace(use_mla=False)) == compat_config.mla_layers(None) == ()
+
+
+# -- another vLLM: releases, names, arguments of its MLA ops
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.32.0+cpu", "0.33.1rc2.dev7+gabc", "v0.31.0", "0.33"])
+def test_versions_inside_the_window(version: str) -> None:
+    assert compat_config.in_window(version)
+
+
+@pytest.mark.parametrize("version", ["0.29.3", "0.34.0", "0.34.0rc1", "1.0.0", "0.1.dev1+gabc", "dev", ""])
+def test_versions_outside_the_window(version: str) -> None:
+    assert not compat_config.in_window(version)
+
+
+def test_the_installed_vllm_lacks_nothing_and_a_missing_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import CompilationConfig
+
+    assert compat_config.missing_capabilities() == ()
+    assert compat_config.op_differences() == ()
+    monkeypatch.delattr(CompilationConfig, "_attention_ops")
+    assert compat_config.missing_capabilities() == ("CompilationConfig._attention_ops",)
+
+
+SCHEMA = {
+    ATTENTION: "(Tensor q, Tensor kv_c_normed, Tensor k_pe, Tensor(a3!) output, str layer_name, "
+    "Tensor? output_scale=None, Tensor(a6!)? output_block_scale=None, Tensor? kv_cache_dummy_dep=None, "
+    "SymInt? quant_group_size=None, bool? quant_scale_ue8m0=None, bool? quant_col_major=None, "
+    "bool? quant_tma_aligned=None, Tensor? q_dcp_replicated=None) -> ()",
+    UPDATE: "(Tensor kv_c_normed, Tensor k_pe, str layer_name, str kv_cache_dtype, Tensor k_scale) -> Tensor",
+    FUSED: "(Tensor positions, Tensor(a1!) q_pe, Tensor(a2!) k_pe, Tensor kv_c, Tensor cos_sin_cache, bool is_neox, "
+    "str kv_cache_dtype, Tensor kv_cache_scale, str layer_name) -> Tensor",
+}
+# What a later vLLM could bring: the op, a part of its schema, its replacement, and the word that must be in the line.
+OTHERS = {
+    "an argument more": (ATTENTION, ") -> ()", ", Tensor? attn_sink=None) -> ()", "attn_sink"),
+    "an argument more of the KV update": (UPDATE, ") -> T", ", bool skip_scale=False) -> T", "skip_scale"),
+    "an argument more of the fused op": (FUSED, ") -> T", ", bool inverse=False) -> T", "inverse"),
+    "an argument less": (ATTENTION, ", Tensor? q_dcp_replicated=None", "", "q_dcp_replicated"),
+    "another name": (FUSED, "kv_cache_scale", "kv_scale", "kv_scale"),
+    "an argument that is written now": (UPDATE, "Tensor k_pe", "Tensor(a1!) k_pe", "k_pe!"),
+    "an argument that is no longer written": (FUSED, "Tensor(a2!) k_pe", "Tensor k_pe", "k_pe!"),
+    "another order": (UPDATE, "Tensor kv_c_normed, Tensor k_pe", "Tensor k_pe, Tensor kv_c_normed", "order"),
+}
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, op: str, old: str = "", new: str = "") -> None:
+    """Give an op a schema like the known one, with ``old`` replaced."""
+    compat_config.op_differences()  # imports the modules that define the ops
+    assert old in SCHEMA[op]
+    schema = torch._C.parse_schema(f"vllm::{op}{SCHEMA[op].replace(old, new)}")
+    monkeypatch.setattr(torch.ops.vllm, op, SimpleNamespace(default=SimpleNamespace(_schema=schema)))
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_argument_of_an_op_skips_the_engine_by_name(
+    config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    op, old, new, word = OTHERS[other]
+    plant(monkeypatch, op, old, new)
+    # An untested vLLM may be tried; an unknown argument may not.
+    assert_skipped(lines, config(additional_config=UNTESTED), "op_schema", word)
+    assert f"vllm::{op}" in lines.at(logging.WARNING)[0]
+
+
+@pytest.mark.parametrize("op", SCHEMA)
+def test_the_known_arguments_are_accepted_and_a_missing_op_skips_the_engine(
+    config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    plant(monkeypatch, op)
+    assert compat_config.op_differences() == ()
+    monkeypatch.setattr(torch.ops.vllm, op, SimpleNamespace())
+    assert_skipped(lines, config(additional_config=ON), "op_schema", f"vllm::{op} cannot be found")
+
+
+def test_a_module_that_cannot_be_imported_skips_the_engine(
+    config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat_config, "FUSED_MODULE", "vllm.moved.elsewhere")
+    assert_skipped(lines, config(additional_config=ON), "op_schema", "vllm.moved")
+
+
+def test_with_the_flag_off_no_op_is_looked_at_and_vllms_attention_is_not_imported(
+    registered: None, mla_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat_config, "op_differences", lambda: pytest.fail("asked with the flag off"))
+    support.vllm_config(mla_model)
+    code = (
+        "import sys, vllm.engine.arg_utils; from vllm.config import VllmConfig; from vllm.plugins import *;"
+        f"load_general_plugins(); VllmConfig(); print('{compat_config.ATTENTION_MODULE}' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "False"
+
+
+@pytest.mark.mutation
+def test_mutation_a_comparison_that_forgets_an_argument_is_caught(
+    config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op, old, new, word = OTHERS["an argument more"]
+    monkeypatch.setitem(compat_config.OP_ARGUMENTS, op, f"{compat_config.OP_ARGUMENTS[op]} {word}")
+    plant(monkeypatch, op, old, new)
+    with pytest.raises(AssertionError):
+        assert_skipped(lines, config(additional_config=ON), "op_schema", word)

@@ -1,0 +1,302 @@
+"""The one object per layer: what it decides, what start-up finds out about it, and what it then runs."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.opcalls import layer_of
+from tests.passes.stubs import BLOCK_SIZE
+from vllm_aiter_mla import backends, startup
+from vllm_aiter_mla import layer as layers
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.kernels import absorb, reference
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation, synthetic_inputs
+from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.settings import SettingsError
+
+
+class Candidate(KernelBackend):
+    """A "triton" kernel that is the reference except for what a test plants."""
+
+    name = "triton"
+    launches = 0
+    warmed: tuple[int, ...] = ()
+
+    def bind(self, inputs: DecodeInputs) -> Binding | str:
+        return contract_violation(inputs) or Binding(self.run)
+
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
+        self.launches += 1
+        return reference.prepare(inputs)
+
+    def warm_up(self, inputs: DecodeInputs, sizes: Any) -> None:
+        self.warmed = tuple(sizes)
+
+
+class Wrong(Candidate):
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
+        return -super().run(inputs)
+
+
+class WrongForNeox(Candidate):
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
+        return -super().run(inputs) if inputs.is_neox else super().run(inputs)
+
+
+class Raising(Candidate):
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
+        raise torch.OutOfMemoryError("HIP out of memory")
+
+
+class NotWarming(Candidate):
+    def warm_up(self, inputs: DecodeInputs, sizes: Any) -> None:
+        raise RuntimeError("out of shared memory")
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    lines: list[tuple[int, str]] = []
+    monkeypatch.setattr(log, "say", lambda level, text, stacklevel=2: lines.append((level, text)))
+    monkeypatch.setattr(log, "_said", set())
+    backends.forget()
+    return lines
+
+
+def two(candidate: Candidate | str, monkeypatch: pytest.MonkeyPatch, **spoilt: Any) -> list[Layer]:
+    """Two layers of one shape that ask for ``candidate``; the first module's attributes replaced by ``spoilt``."""
+    monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: candidate)
+    modules = [layer_of(), layer_of()]
+    for index, module in enumerate(modules):
+        module.layer_name = f"layers.{index}"
+        module._vllm_config.additional_config["aiter_mla"]["kernel"] = "triton"
+    for name, value in spoilt.items():
+        setattr(modules[0], name, value)
+    return [layers.of(module) for module in modules]
+
+
+def kernels(found: list[Layer]) -> list[str | None]:
+    return [layer.decide().kernel for layer in found]
+
+
+def levels(said: list[tuple[int, str]]) -> list[int]:
+    return [level for level, _ in said if level > logging.DEBUG]
+
+
+def runs_the_candidate(layer: Layer, candidate: Candidate) -> bool:
+    """Whether the op's own path runs it."""
+    candidate.launches = 0
+    inputs = synthetic_inputs(Layer(layer_of()).shape())
+    run = layer.kernel(inputs)
+    if run is not None:
+        run(inputs)
+    return candidate.launches > 0
+
+
+def test_a_module_has_one_layer_and_layers_of_one_engine_share_back_ends() -> None:
+    one, other = layer_of(), layer_of()
+    assert layers.of(one) is layers.of(one)
+    assert layers.of(one) is not layers.of(other)
+    assert layers.of(one).backends is layers.of(other).backends
+
+
+def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_sizes(monkeypatch, said) -> None:
+    candidate = Candidate()
+    found = two(candidate, monkeypatch)
+    startup.check_layers(found[:1], strict=True)
+    once, candidate.launches = candidate.launches, 0
+    startup.check_layers(found, strict=True, capture_sizes=[1, 8])
+    assert (candidate.launches, candidate.warmed) == (once, (1, 8))
+    assert kernels(found) == ["triton", "triton"]
+    assert levels(said) == []
+
+
+@pytest.mark.parametrize(
+    ("candidate", "why"),
+    [
+        (Wrong(), "q nope"),
+        (WrongForNeox(), "q nope"),
+        (Raising(), "HIP out of memory"),
+        (NotWarming(), "out of shared memory"),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_a_kernel_that_fails_its_check_runs_no_layer_and_stops_strict_mode(monkeypatch, said, candidate, why) -> None:
+    found = two(candidate, monkeypatch)
+    with pytest.raises(SettingsError, match="strict=true") as raised:
+        startup.check_layers(found, strict=True, capture_sizes=[1])
+    assert why in str(raised.value)
+    startup.check_layers(found, strict=False, capture_sizes=[1])
+    assert kernels(found) == [None, None]
+    assert not runs_the_candidate(found[1], candidate)
+    (line,) = [text for level, text in said if level == logging.ERROR]
+    assert why in line
+
+
+def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said) -> None:
+    """The first engine's kernel fails its check; the second one's, with the same options and shapes, runs."""
+    candidate = Wrong()
+    first = two(candidate, monkeypatch)
+    startup.check_layers(first, strict=False)
+    monkeypatch.setattr(Wrong, "run", Candidate.run)
+    second = two(candidate, monkeypatch)
+    startup.check_layers(second, strict=True)
+    assert (kernels(first), kernels(second)) == ([None, None], ["triton", "triton"])
+    assert runs_the_candidate(second[0], candidate)
+    assert not runs_the_candidate(first[0], candidate)
+
+
+@pytest.mark.mutation("I15")
+def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypatch, said) -> None:
+    shared: dict[str, str] = {}
+    init = Layer.__init__
+
+    def sharing(self: Layer, module: Any) -> None:
+        init(self, module)
+        self.refused_kernels = shared
+
+    monkeypatch.setattr(Layer, "__init__", sharing)
+    with pytest.raises(AssertionError):
+        test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said)
+
+
+def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said) -> None:
+    """A compiled artifact may hold the op in a process whose start-up hook never ran."""
+    candidate = Candidate()
+    checked, unchecked = two(candidate, monkeypatch)
+    assert not runs_the_candidate(checked, candidate)
+    startup.check_layers([checked], strict=True)
+    assert runs_the_candidate(checked, candidate)
+    assert not runs_the_candidate(unchecked, candidate)
+    assert unchecked.decide().skip is not None
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"is_aiter_triton_fp4_bmm_enabled": True, "W_UK_T": torch.zeros(2, 8, 32, dtype=torch.uint8)},
+        {"num_heads": None},
+    ],
+    ids=["not admitted", "not readable"],
+)
+def test_a_layer_that_cannot_be_checked_hides_no_other(monkeypatch, said, spoilt) -> None:
+    found = two(Wrong(), monkeypatch, **spoilt)
+    startup.check_layers(found, strict=False)
+    assert (found[0].state, found[1].refused_kernels.keys()) == ("refused", {"triton"})
+    assert startup.cache_key(found)[0] == "layers.0: unchecked"
+
+
+def test_a_layer_that_was_not_admitted_at_the_check_stays_unchecked(monkeypatch, said) -> None:
+    found = two(Candidate(), monkeypatch, sliding_window=128)
+    startup.check_layers(found, strict=True)
+    found[0].module.sliding_window = None
+    assert kernels(found) == [None, "triton"]
+
+
+@pytest.mark.parametrize("broken", ["shape", "not_admitted", "kernels_to_check"])
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said, broken: str, strict: bool) -> None:
+    found = two(Candidate(), monkeypatch)
+    with monkeypatch.context() as patching:
+        patching.setattr(Layer, broken, lambda self, *args: (_ for _ in ()).throw(KeyError("planted")))
+        if strict:
+            with pytest.raises(SettingsError, match="planted"):
+                startup.check_layers(found, strict=True)
+            return
+        startup.check_layers(found, strict=False)
+    assert {layer.state for layer in found} == {"refused"}
+    assert levels(said) == [logging.ERROR]
+    assert kernels(found) == [None, None]
+
+
+@pytest.mark.mutation("I12")
+def test_mutation_fail_closed_a_check_that_raised_counts_as_made(monkeypatch, said) -> None:
+    monkeypatch.setattr(Layer, "refuse", lambda self, reason: self.trust())
+    with pytest.raises(AssertionError):
+        test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said, "kernels_to_check", False)
+
+
+def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(monkeypatch, said) -> None:
+    candidate = Candidate()
+    found = two(candidate, monkeypatch)
+    startup.check_layers(found, strict=True)
+    found[0].fail(RuntimeError("planted"))
+    assert [runs_the_candidate(layer, candidate) for layer in found] == [False, True]
+    assert kernels(found) == [None, "triton"]
+    assert levels(said) == [logging.ERROR]
+
+
+def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm() -> None:
+    skip = layers.of(layer_of()).decide(act=torch.float16).skip
+    assert skip is not None
+    assert skip.code == "activation_dtype"
+
+
+def test_a_missing_product_does_not_matter_to_a_kernel_that_does_not_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = layer_of()
+    made = absorb.make(module.W_UK_T, ("fp8", torch.float8_e4m3fn))
+    held = dict(made.tensors)
+    module.is_aiter_triton_fp8_bmm_enabled, module.W_K, module.W_K_scale = True, held["W_K"], held["W_K_scale"]
+    module._vllm_config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    monkeypatch.setattr(type(made), "missing", lambda weight: "planted")
+    assert layers.of(module).decide() == layers.Decision("reference")
+
+
+def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(monkeypatch, said) -> None:
+    """A graph that was left alone because a kernel was missing must not be loaded once the kernel is there."""
+    keys = []
+    for candidate in (Candidate(), Candidate(), "not installed", Wrong()):
+        backends.forget()
+        found = two(candidate, monkeypatch)
+        startup.check_layers(found, strict=False)
+        keys.append(startup.cache_key(found))
+    usable, again, absent, failed = keys
+    assert usable == again
+    assert len(usable) == 1, "one line a shape"
+    assert "device='cpu'" in usable[0]
+    assert "kernel_" in absent[0]
+    assert "not installed" not in absent[0], "what a message says may differ at every start"
+    assert usable not in (absent, failed)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_fail_closed_a_key_that_cannot_be_asked_for(monkeypatch, said, strict: bool) -> None:
+    found = two(Candidate(), monkeypatch)
+    startup.check_layers(found, strict=False)
+    with monkeypatch.context() as patching:
+        patching.setattr(Layer, "decide", lambda self, *args: (_ for _ in ()).throw(KeyError("planted")))
+        if strict:
+            with pytest.raises(SettingsError, match="planted"):
+                startup.cache_key(found, strict=True)
+            return
+        assert startup.cache_key(found) == ("layers.0: unchecked", "layers.1: unchecked")
+    assert kernels(found) == [None, None]
+
+
+def test_the_shape_is_a_key_without_the_block_size() -> None:
+    small, large = layer_of(), layer_of()
+    large._vllm_config.cache_config.block_size = 2 * BLOCK_SIZE
+    shapes = [layers.of(module).shape() for module in (small, large)]
+    assert shapes[0] == shapes[1]
+    assert [shape.block_size for shape in shapes] == [BLOCK_SIZE, 2 * BLOCK_SIZE]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arch", "wanted"),
+    [
+        ("auto", "gfx942", ("aiter", "vllm")),
+        ("auto", "sm90", ("vllm",)),
+        ("auto", "cpu", ("reference",)),
+        ("vllm", "cpu", ("reference",)),
+        ("vllm", "gfx950", ("vllm",)),
+        ("triton", "gfx950", ("triton", "vllm")),
+        ("aiter", "cpu", ("aiter", "reference")),
+    ],
+)
+def test_the_static_order_ends_in_vllms_kernels_or_on_a_cpu_in_the_reference(kernel: str, arch: str, wanted) -> None:
+    assert backends.candidates(kernel, SimpleNamespace(arch=arch)) == wanted  # type: ignore[arg-type]

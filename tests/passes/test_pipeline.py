@@ -1,0 +1,161 @@
+"""The pass as vLLM sees it: vLLM's graph dumps and logs show it, torch completes what it emits, and it travels."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._inductor import compile_fx
+from vllm.compilation.monitor import monitor_torch_compile
+from vllm.compilation.passes import vllm_inductor_pass
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.compilation.passes.pass_manager import PostGradPassManager
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig
+from vllm.config.utils import Range
+
+from tests.passes.stubs import DECODE, Sizes, StubLayer, forward
+from tests.passes.traced import Captured, compiled, model
+from vllm_aiter_mla import files
+from vllm_aiter_mla.passes import pipeline
+from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
+from vllm_aiter_mla.settings import DebugSettings, Settings
+
+VLLMS, OURS = "unified_mla_attention_with_output", "mla_attention_with_rope"
+
+
+def pass_of(**changes: Any) -> AiterMLAPipeline:
+    """A pass whose worker has checked its kernels."""
+    config = changes.pop("config", None) or VllmConfig()
+    made = AiterMLAPipeline(config, **{"limit": 16, "settings": Settings(enabled=True), **changes})
+    made.kernels = ()
+    return made
+
+
+@dataclass
+class Compilation:
+    """What vLLM and torch leave of one compilation: the dumped graphs, vLLM's debug lines, the final graph."""
+
+    dumps: dict[str, str]
+    lines: list[str]
+    graph: fx.GraphModule
+
+
+def compile_with_vllm(folder: Path, stop_after: str | None = None) -> Compilation:
+    """Compile two layers with vLLM's pass manager, the plugin's pass in it, and vLLM's ``debug_dump_path`` set."""
+    config = VllmConfig(compilation_config=CompilationConfig(debug_dump_path=folder))
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE  # vLLM's CPU platform would not keep it
+    settings = Settings(enabled=True, debug=DebugSettings(stop_after=stop_after))
+    manager, lines, final = PostGradPassManager(), [], []
+    manager.configure(config)
+    manager.add(pass_of(config=config, settings=settings))
+    real = compile_fx.post_grad_passes
+
+    def post_grad_passes(gm: fx.GraphModule, *args: Any) -> None:
+        real(gm, *args)
+        final.append(gm)
+        raise Captured
+
+    handler, logger = logging.Handler(), vllm_inductor_pass.logger
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    module, names = model("deepseek", False, layers=2, q_lora=True, dtype=torch.bfloat16)
+    stubs = [StubLayer(name, Sizes(), torch.bfloat16) for name in names]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_fx, "post_grad_passes", post_grad_passes)
+        patch.setattr(logger, "handlers", [handler])
+        logger.setLevel(logging.DEBUG)
+        with forward(stubs, DECODE), pass_context(Range(1, 16)), monitor_torch_compile(config):
+            compiled(module, torch.bfloat16, manager)
+        logger.setLevel(logging.NOTSET)
+    return Compilation({path.name: path.read_text() for path in folder.rglob("*post_grad*")}, lines, final[0])
+
+
+@pytest.fixture(scope="module")
+def compilation(tmp_path_factory: pytest.TempPathFactory) -> Compilation:
+    return compile_with_vllm(tmp_path_factory.mktemp("dumps"))
+
+
+def test_vllms_debug_dump_path_holds_the_graph_before_and_after_the_pipeline(compilation: Compilation) -> None:
+    (before,) = (text for name, text in compilation.dumps.items() if ".AiterMLAPipeline.before." in name)
+    (after,) = (text for name, text in compilation.dumps.items() if ".AiterMLAPipeline.after." in name)
+    assert (before.count(f"{VLLMS}.default"), before.count(OURS)) == (2, 0)
+    assert (after.count(VLLMS), after.count(f"{OURS}.default(")) == (0, 2)
+
+
+def test_vllms_debug_log_has_the_time_and_the_matches_of_the_pipeline(compilation: Compilation) -> None:
+    assert [line for line in compilation.lines if line.startswith("AiterMLAPipeline completed in")]
+    (matches,) = (line for line in compilation.lines if line.startswith("fusion pass matches:"))
+    assert "'AiterMLAPipeline': 2" in matches
+
+
+def assert_complete(gm: fx.GraphModule) -> None:
+    """Check that every node has the fake value that its op makes of those of its arguments."""
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+        if isinstance(value := node.meta["val"], torch.Tensor):
+            with value.fake_mode:  # type: ignore[attr-defined]
+                again = node.target(*args, **kwargs)
+            assert (str(again.shape), again.dtype) == (str(value.shape), value.dtype), node
+
+
+def test_torch_infers_the_fake_values_of_what_the_passes_emit(compilation: Compilation) -> None:
+    assert_complete(compilation.graph)
+    assert sum(OURS in str(node.target) for node in compilation.graph.graph.nodes) == 2
+
+
+@pytest.mark.parametrize("stop", ["rope_kv_cache", "q_prep_lift"])
+def test_torch_infers_the_fake_values_of_a_chain_that_is_stopped(stop: str, tmp_path: Path) -> None:
+    assert_complete(compile_with_vllm(tmp_path, stop).graph)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
+def test_the_pass_is_the_same_in_another_process(again: Callable[[Any], Any]) -> None:
+    made = pass_of(
+        chained=pass_of(limit=4), settings=Settings(enabled=True, debug=DebugSettings(stop_after="q_prep_lift"))
+    )
+    arrived = again(made)
+    assert arrived.uuid() == made.uuid() == pass_of(chained=made.chained, settings=made.settings).uuid()
+    assert (arrived.limit, arrived.settings, arrived.chained.limit) == (16, made.settings, 4)
+
+
+def test_the_uuid_holds_all_that_decides_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = [
+        pass_of(),
+        pass_of(limit=8),
+        pass_of(integration="module"),
+        pass_of(settings=Settings(enabled=True, kernel="triton")),
+        pass_of(chained=pass_of()),
+    ]
+    other_kernels, other_plugin = pass_of(), pass_of()
+    other_kernels.kernels = ("triton",)
+    found = {made.uuid() for made in (*changed, other_kernels)}
+    monkeypatch.setattr(files, "fingerprint", lambda: "changed")
+    assert len(found | {other_plugin.uuid()}) == len(changed) + 2
+
+
+@pytest.mark.mutation
+def test_mutation_torch_completes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch._inductor.fx_utils import FakeTensorUpdater
+
+    monkeypatch.setattr(FakeTensorUpdater, "incremental_update", lambda self: 0)
+    with pytest.raises(KeyError, match="val"):
+        assert_complete(compile_with_vllm(tmp_path).graph)
+
+
+@pytest.mark.mutation
+def test_mutation_the_matches_are_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(vllm_inductor_pass.VllmPatternMatcherPass, "match_table", {})
+    monkeypatch.setattr(
+        pipeline, "VllmPatternMatcherPass", type("Elsewhere", (), {"match_table": {"AiterMLAPipeline": 0}})
+    )
+    with pytest.raises(ValueError, match="unpack"):
+        test_vllms_debug_log_has_the_time_and_the_matches_of_the_pipeline(compile_with_vllm(tmp_path))

@@ -1,0 +1,45 @@
+"""The process that plan asks, with two things more: what the engine's own gate decided, and planted bugs.
+
+``python -m tests.plan.truth_child gfx950`` is ``compat.rocm_config``. Each answer gets ``decision``: limit and code of
+the gate's last answer, as ``gate.apply`` returned them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+from vllm_aiter_mla import gate
+from vllm_aiter_mla.compat import rocm_config
+
+decisions: list[Any] = []
+apply, answer = gate.apply, rocm_config.answer
+facts = rocm_config.engine_facts
+BUGS = {
+    "nothing is quantised": ("_method_of_kv_b_proj", lambda quant: lambda layer, prefix: None),
+    "the limit is not the gate's": ("engine_facts", lambda config: facts(config) | {"gate": None}),
+}
+
+
+def applied(config: Any) -> Any:
+    """Note what the gate answers."""
+    decisions.append(apply(config))
+    return decisions[-1]
+
+
+def answered(request: dict[str, Any]) -> dict[str, Any]:
+    """Add the gate's decision; the environment names a bug to plant."""
+    bug = BUGS.get(os.environ.get("PLANTED_BUG", ""))
+    with mock.patch.object(rocm_config, *bug) if bug else nullcontext():
+        found = answer(request)
+    last = decisions[-1] if decisions else None
+    skip = last.skip.code if last is not None and last.skip is not None else None
+    return found | {"decision": {"limit": last.limit if last else None, "skip": skip}}
+
+
+if __name__ == "__main__":
+    gate.apply, rocm_config.answer = applied, answered
+    rocm_config.main(*sys.argv[1:])

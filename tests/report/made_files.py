@@ -1,0 +1,96 @@
+"""Files for the report, from the code that writes them; the figures are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.sandbox import demo
+from tests.sandbox.compare import Figures
+from tests.sandbox.runs import EXACT, Run
+from tests.sandbox.spec import EngineResult, EngineSpec
+from vllm_aiter_mla import files
+from vllm_aiter_mla.commands.main import app
+
+DATA = Path(__file__).parent / "data"
+VLLM, FUSED = ((DATA / f"{name}.fx.txt").read_text() for name in ("vllm", "fused"))
+LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
+
+
+def status(**changes: Any) -> dict[str, Any]:
+    """A worker's status: four layers engaged."""
+    record: dict[str, Any] = {"rank": 0, "total": 4, "engaged": dict.fromkeys(LAYERS, "reference"), "skipped": {}}
+    record |= {"compiled": {"1-16": {"matched": 4}}, "measured": [], "decode_limit": 16, "capture_sizes": []}
+    return record | {"kv_cache_dtype": "bfloat16"} | changes | files.stamp("status", 3)
+
+
+def measured() -> dict[str, Any]:
+    """One layer shape that was timed at start-up."""
+    us = {str(t): {"aiter": 3.2 + t / 60, "vllm": 5.4 + t / 55, "triton": 2.2 + t / 90} for t in (1, 16, 64, 256)}
+    return {"shape": "16 heads", "layers": LAYERS, "chosen": [[1, 64, "triton"], [65, 256, "aiter"]], "us": us}
+
+
+def keep_demo(folder: Path) -> Path:
+    """What the demo keeps of two engines, by its own writer."""
+    versions, ranges = {"device": "CPU", "torch": "2.13.0+cpu"}, [(1, 16), (17, 64)]
+    off = EngineResult({}, [], ranges, {"1-16": VLLM, "17-64": VLLM}, [], versions, 1.0)
+    on = EngineResult({}, [status()], ranges, {"1-16": FUSED, "17-64": VLLM}, [], versions, 1.0)
+    run = Run("bf16 KV", EngineSpec(), EngineSpec(enabled=False), "activation dtype", EXACT)
+    outcomes = [demo.Outcome(run, off, on, {"mixed": Figures(192, 192, 192, 192)})]
+    demo._keep(folder, outcomes, {"runs": [one.as_dict() for one in outcomes], "ok": True, "versions": versions})
+    return folder
+
+
+def run_verify(folder: Path) -> Path:
+    """A real run of ``verify`` on this CPU: one case."""
+    out = folder / "verify.json"
+    options = ["--backend", "reference", "--only", "fresh-data", "--quick", "--json", str(out)]
+    assert CliRunner().invoke(app, ["verify", *options]).exit_code == 0
+    return out
+
+
+def run_plan(folder: Path) -> Path:
+    """A real plan for an engine that is skipped for several reasons."""
+    options = ["-tp", "8", "-dcp", "2", "--kv-cache-dtype", "fp8_e5m2", "--max-num-seqs", "256"]
+    done = CliRunner().invoke(app, ["plan", "deepseek-r1", *options, "--json"])
+    (folder / "plan.json").write_text(done.stdout)
+    return folder / "plan.json"
+
+
+def write_bench(folder: Path) -> Path:
+    """The benchmark's record of made-up timings: one point is slower, one stopped the run."""
+    pytest.importorskip("triton")
+    from vllm_aiter_mla.commands.bench import run
+    from vllm_aiter_mla.commands.bench.points import Point
+
+    rows = []
+    for heads in (16, 128):
+        for tokens in (1, 64, 256):
+            times = {run.OURS: 4.0 + tokens / 30, run.UNFUSED: 9.0, run.VLLM: 8.0}
+            timings = {name: run.Timing(us, us, us, 1 + (name != run.OURS) * 2) for name, us in times.items()}
+            rows.append(run.Row(Point(tokens, heads, True), 8, timings, {run.AITER: "AITER needs ROCm"}, {}))
+    rows[-1].wrong[run.TORCH] = "cache: 20 % of the values differ"
+    report = run.Report({"card": "made up for a test"}, "gfx942", 50, rows, "T=512: OutOfMemoryError")
+    files.write(folder / "bench.json", report.as_dict() | files.stamp("bench", 2))
+    return folder / "bench.json"
+
+
+def write_serving(folder: Path) -> list[Path]:
+    """What tools/serving.py writes of times and of answers."""
+    both = {"about": {"card": "made up for a test"}, "status": "61/61 MLA layers engaged", "baseline": "vllm-fused"}
+    point = {"input": 1024, "prefix": 0, "output": 256, "rate": 2.5}
+    figures = [{"mean": 20.0, "stderr": 0.5}, {"mean": 10.0, "stderr": 0.5}]
+    rows = [
+        {"point": point, "estimates": {"ttft": figures, "tpot": figures}, "invalid": None},
+        {"point": point | {"rate": 50.0}, "estimates": {}, "invalid": "on, run 2: 3 requests failed"},
+    ]
+    scores = {"0": {"figures": {"strict-match": {"value": 0.9, "stderr": 0.01}}, "answers": {}}}
+    records = {"speed": {"rows": rows}, "accuracy": {"answers": {"off": scores, "on": scores}}}
+    for name, record in records.items():
+        data = {"tool": f"serving {name}"} | both | record | files.stamp("serving", 1)
+        (folder / f"{name}.json").write_text(json.dumps(data))
+    return [folder / f"{name}.json" for name in records]

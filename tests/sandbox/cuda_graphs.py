@@ -1,0 +1,233 @@
+"""Emulate CUDA graphs without a GPU: piecewise ones, and full ones that hold a whole decode step.
+
+On a GPU, Inductor cuts the graph at the splitting ops and vLLM captures every piece once, with the metadata that
+Python sees then: none at all (model runner V1) or that of a decode batch (V2). A replay runs the recorded kernels over
+current buffers, but no Python: whatever a captured op decided from the metadata is frozen. Here the graph is cut by
+Inductor's own rule, as if its nodes were on a GPU, and while a piece runs, the forward context shows the frozen
+metadata; buffers stay current.
+
+For batches of decode rows vLLM's dispatcher (model runner V1) pads to a captured size, and the model was captured once
+per size in a dummy run. The dispatcher, its padding, the dummy runs and the buffers are vLLM's here too. A replay calls
+the model again and shows it what it saw at the capture: the same inputs, metadata and slot mapping, each number the
+captured size. Only the contents of their tensors belong to this step, and each replay returns the same output tensor.
+
+What Python reads out of a tensor is not frozen: a GPU forbids it while it captures, which ``verify`` checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+KINDS = ("none", "decode", "full")
+PIECES: list[int] = []
+"""For each piece that was made, how many its graph has."""
+REPLAYS: Counter[tuple[int, int]] = Counter()
+"""How often a full graph was replayed, by real rows and rows of the graph."""
+
+
+def emulate(kind: str) -> None:
+    """Cut graphs as on a GPU and freeze what they see; before any engine is built.
+
+    Args:
+        kind: "none": pieces see no metadata, as model runner V1 captures; "decode": they see a decode batch, as V2
+            does; "full": as "none" in steps that vLLM's dispatcher gives to piecewise graphs, beside full graphs.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"graphs: expected one of {', '.join(KINDS)}, got {kind!r}")
+    _emulate_pieces(kind)
+    if kind == "full":
+        _emulate_full()
+
+
+def _emulate_pieces(kind: str) -> None:
+    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+    from vllm.compilation import decorators
+
+    vllm_rule = Scheduler.should_partition
+
+    def should_partition(scheduler: Any, node: Any) -> str | None:
+        # Only the model's graph names splitting ops; the sampler's small graphs do not.
+        if not torch._inductor.config.custom_should_partition_ops:
+            return vllm_rule(scheduler, node)
+        with mock.patch.object(BaseSchedulerNode, "is_gpu", return_value=True):
+            return vllm_rule(scheduler, node)
+
+    Scheduler.should_partition = should_partition
+
+    def wrapped(piece: Callable[..., Any], about: Any) -> Callable[..., Any]:
+        PIECES.append(about.num_partitions)
+        return _frozen(piece, kind)
+
+    @contextlib.contextmanager
+    def wrapped_partitions(vllm_config: Any) -> Iterator[None]:
+        torch._inductor.utils.set_customized_partition_wrappers(wrapped)
+        yield
+        torch._inductor.utils.set_customized_partition_wrappers(None)
+
+    decorators.maybe_use_cudagraph_partition_wrapper = wrapped_partitions
+
+
+def _frozen(piece: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from vllm.forward_context import get_forward_context
+
+        context: Any = get_forward_context()
+        if kind == "full" and context.cudagraph_runtime_mode.name != "PIECEWISE":
+            return piece(*args, **kwargs)  # part of a full graph, or of a step without graphs
+        current = context.attn_metadata
+        context.attn_metadata = _as_decode(current) if kind == "decode" else None
+        try:
+            return piece(*args, **kwargs)
+        finally:
+            context.attn_metadata = current
+
+    return run
+
+
+def _as_decode(metadata: Any) -> Any:
+    """The metadata of a batch of the same size in which every row is a decode row."""
+    if not isinstance(metadata, dict):
+        return metadata
+    return {name: _one_as_decode(entry) for name, entry in metadata.items()}
+
+
+def _one_as_decode(entry: Any) -> Any:
+    frozen = copy.copy(entry)
+    frozen.num_prefills = 0
+    frozen.num_decodes = frozen.num_decode_tokens = frozen.num_actual_tokens
+    frozen.prefill = None
+    if frozen.decode is None:
+        rows = frozen.num_actual_tokens
+        frozen.decode = SimpleNamespace(
+            block_table=torch.zeros(rows, 1, dtype=torch.int32), seq_lens=torch.ones(rows, dtype=torch.int32)
+        )
+    return frozen
+
+
+class Captured(NamedTuple):
+    """One graph: what Python saw at its capture, and the tensor that each replay fills."""
+
+    inputs: dict[str, Any]
+    metadata: Any
+    slots: Any
+    output: torch.Tensor
+
+
+class FullGraphs:
+    """A model's ``forward`` with a graph for each batch descriptor that vLLM's dispatcher gives a full graph.
+
+    Args:
+        forward: the model's own; it takes its inputs by name and gives a tensor.
+    """
+
+    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
+        self._forward = forward
+        self._graphs: dict[Any, Captured] = {}
+
+    def __call__(self, **inputs: Any) -> torch.Tensor:
+        """Capture, replay, or, in a step without a full graph, run.
+
+        Raises:
+            RuntimeError: a replay has changed a KV row outside its slots.
+        """
+        from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
+        from vllm.forward_context import get_forward_context
+
+        context: Any = get_forward_context()
+        if context.cudagraph_runtime_mode.name != "FULL":
+            return self._forward(**inputs)
+        graph = self._graphs.get(context.batch_descriptor)
+        if graph is None:
+            validate_cudagraph_capturing_enabled()
+            with capturing(), unchanged_elsewhere(context):
+                output = self._forward(**inputs)
+            self._graphs[context.batch_descriptor] = Captured(
+                inputs, context.attn_metadata, context.slot_mapping, output
+            )
+            return output
+        context.attn_metadata, context.slot_mapping = graph.metadata, graph.slots
+        with capturing(), unchanged_elsewhere(context):
+            graph.output.copy_(self._forward(**graph.inputs))
+        slots = next(iter(graph.slots.values()))
+        REPLAYS[int((slots >= 0).sum()), slots.shape[0]] += 1
+        return graph.output
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Tell the plugin that a graph is being recorded."""
+    from vllm_aiter_mla.kernels import backend as capture
+
+    with (
+        mock.patch.object(capture, "_has_gpu", return_value=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def unchanged_elsewhere(context: Any) -> Iterator[None]:
+    """Check that in the blocks of a step, the null block and the last one, only the rows of its slots are written.
+
+    A clamped index of -1 ends in the null block, a wrapped one in the last.
+
+    Raises:
+        RuntimeError: another row has changed.
+    """
+    kept = {name: _other_rows(context, name) for name in context.attn_metadata}
+    yield
+    for name, (cache, others, before) in kept.items():
+        if not torch.equal(cache[others].view(torch.uint8), before):
+            raise RuntimeError(f"a full graph of {name} has written KV rows outside its slots")
+
+
+def _other_rows(context: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The layer's cache as rows, the rows that must stay, and what is in them."""
+    cache = context.no_compile_layers[name].kv_cache
+    blocks, size = cache.shape[:2]
+    table = context.attn_metadata[name].decode.block_table
+    watched = torch.cat([table.flatten(), table.new_tensor([0, blocks - 1])]).unique().long()
+    rows = (watched.unsqueeze(1) * size + torch.arange(size)).flatten()
+    others = rows[~torch.isin(rows, context.slot_mapping[name])]
+    cache = cache.view(blocks * size, -1)
+    return cache, others, cache[others].view(torch.uint8)
+
+
+def _emulate_full() -> None:
+    """Let vLLM plan, capture and replay full graphs on a CPU."""
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    from tests.sandbox import platform
+
+    platform.has_graphs = True
+    type(current_platform).support_static_graph_mode = classmethod(lambda cls: True)
+    load, warm_up = CPUModelRunner.load_model, CPUWorker.compile_or_warm_up_model
+
+    def load_model(runner: Any, *args: Any, **kwargs: Any) -> None:
+        load(runner, *args, **kwargs)
+        runner.model.forward = FullGraphs(runner.model.forward)
+
+    def compile_or_warm_up_model(worker: Any) -> Any:
+        # As vLLM's capture_model, without its streams and memory figures.
+        set_cudagraph_capturing_enabled(True)
+        for mode, descriptors in worker.model_runner.cudagraph_dispatcher.get_capture_descs():
+            worker.model_runner._capture_cudagraphs(descriptors, mode)
+        set_cudagraph_capturing_enabled(False)
+        return warm_up(worker)
+
+    CPUModelRunner.load_model = load_model
+    CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model

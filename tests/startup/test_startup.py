@@ -1,0 +1,367 @@
+"""What a worker does between loading and its first request, and that nothing of ours takes it down."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from tests.ops.opcalls import NAME, layer_of
+from tests.support.worker import CONFIG, Worker, layer_in, ours
+from vllm_aiter_mla import admission, startup, status
+from vllm_aiter_mla import layer as layers
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.compat import log, patches
+from vllm_aiter_mla.compat.inductor import InductorPass
+from vllm_aiter_mla.passes import pipeline
+from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
+from vllm_aiter_mla.settings import Settings, SettingsError
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[int, str]]:
+    lines: list[tuple[int, str]] = []
+    monkeypatch.setattr(log, "say", lambda level, text, stacklevel=2: lines.append((level, text)))
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path)
+    return lines
+
+
+class Foreign:
+    """A user's pass that happens to have a limit."""
+
+    limit = 5
+
+
+@pytest.mark.parametrize(
+    ("pass_", "options"),
+    [(ours(), {"enabled": False}), (None, {}), (Foreign(), {})],
+    ids=["the flag is off", "the gate declined", "the gate declined beside a user's pass"],
+)
+def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_: Any, options: dict[str, Any]) -> None:
+    assert set(vars(Worker(pass_, **options))) == {"vllm_config", "dummies"}
+
+
+def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch) -> None:
+    given: list[Any] = []
+    check = startup.check_layers
+    monkeypatch.setattr(startup, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs)))
+    status.engage("a layer of the engine before", "aiter")
+    pass_ = ours()
+    one = Worker(pass_)
+    before = pass_.uuid()
+    assert one.load_model() == "loaded"
+    assert status.current().engaged == {}
+    assert given == [{"strict": False, "capture_sizes": [1, 8], "limit": 16}]
+    assert pass_.kernels == startup.cache_key([layer_in(one)])
+    assert pass_.uuid() != before
+
+
+def test_warm_up_runs_a_dummy_batch_where_no_graph_of_the_decode_limit_was_captured(said) -> None:
+    one = Worker(ours())
+    one.load_model()
+    assert one.compile_or_warm_up_model() == "warm"
+    assert one.dummies == 1
+    assert said[-1] == (logging.INFO, "1/1 MLA layers engaged (reference, bf16 KV, decode limit 16)")
+
+
+@pytest.mark.parametrize(("mode", "dummies"), [("NONE", 1), ("FULL", 0)])
+def test_a_rank_whose_kernel_was_rejected_runs_as_many_dummy_batches_as_the_others(
+    said, mode: str, dummies: int
+) -> None:
+    """They hold collectives: a rank that ran one more would wait for the others, or read their answers to another."""
+    ranks = [Worker(ours()), Worker(ours(), kernel="triton")]
+    for one in ranks:
+        one.vllm_config.compilation_config.cudagraph_mode = SimpleNamespace(name=mode)
+        one.load_model()
+    layer_in(ranks[1]).refuse("planted")
+    for one in ranks:
+        status.reset()
+        one.compile_or_warm_up_model()
+    assert [one.dummies for one in ranks] == [dummies] * 2
+
+
+class Spoilt:
+    """Something that raises when it is asked anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError("planted")
+
+
+def planted(*args: Any, **kwargs: Any) -> Any:
+    raise KeyError("planted")
+
+
+def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeypatch) -> None:
+    """In inference mode, of each layer whose query is fp8: one row, for which torch compiles apart, and more."""
+    called: list[Any] = []
+    one = Worker(ours())
+    layer = layer_of("fp8")
+
+    def op(absorbed: Any, q_pe: Any, scale: Any) -> None:
+        called.append((absorbed.shape[0], absorbed.shape[:2] == q_pe.shape[:2], torch.is_inference_mode_enabled()))
+
+    layer._decode_concat_quant_fp8_op = op
+    layer._vllm_config = one.vllm_config
+    one.vllm_config.compilation_config.static_forward_context[NAME] = layer
+    one.load_model()
+    assert called == [(2, True, True), (1, True, True)]
+
+
+def test_a_failed_warm_up_hands_over_to_the_other_stages_and_raises_its_error_before_they_come(
+    said, monkeypatch
+) -> None:
+    handed: list[Any] = []
+    they_come, done = Event(), Event()
+
+    def of_stages(mine: Any) -> list[Any]:
+        assert they_come.wait(60)
+        handed.append(mine)
+        done.set()
+        return [mine]
+
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", planted)
+    monkeypatch.setattr(startup.log, "of_stages", of_stages)
+    one = Worker(ours(), strict=True)
+    one.load_model()
+    with pytest.raises(KeyError, match="planted"):
+        one.compile_or_warm_up_model()
+    assert handed == []
+    they_come.set()
+    assert done.wait(60)
+    assert handed == [{}]
+
+
+# What the check asks, and how each of it may raise.
+AT_THE_CHECK = {
+    "status.reset": lambda patch, one: patch(status, "reset", planted),
+    "check_layers": lambda patch, one: patch(startup, "check_layers", planted),
+    "cache_key": lambda patch, one: patch(startup, "cache_key", planted),
+    "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
+    "the sizes": lambda patch, one: patch(one.vllm_config.compilation_config, "cudagraph_capture_sizes", [None]),
+    "the pass": lambda patch, one: patch(startup, "engaged_pass", planted),
+    "the options": lambda patch, one: patch(layers, "of", planted),
+    "the layer": lambda patch, one: patch(compat_layer, "layer_view", planted),
+    "the weights": lambda patch, one: patch(compat_layer, "activation_dtype", planted),
+    "the back ends": lambda patch, one: patch(layers.Layer, "kernels_to_check", planted),
+    "the decision": lambda patch, one: patch(layers.Layer, "not_admitted", planted),
+    "the rows": lambda patch, one: patch(layers, "synthetic_inputs", planted),
+}
+
+
+@pytest.mark.parametrize("spoil", AT_THE_CHECK.values(), ids=AT_THE_CHECK)
+def test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(said, monkeypatch, spoil: Any) -> None:
+    assert_check_fails_closed(said, monkeypatch, spoil)
+
+
+def assert_check_fails_closed(said: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
+    one = Worker(ours(), kernel="triton")
+    module = compat_config.mla_modules(one.vllm_config)[NAME]
+    with monkeypatch.context() as patching:
+        spoil(patching.setattr, one)
+        assert one.load_model() == "loaded"
+    lines = [level for level, text in said if "'planted'" in text or "TypeError" in text]
+    assert lines == [logging.ERROR], "one line says so"
+    layer = layers.of(module)
+    assert layer.state != "trusted", "the layer counts as checked"
+    skip = layer.decide().skip
+    assert skip is not None
+    assert skip.code == "kernel_shape"
+
+
+@pytest.mark.parametrize("spoil", AT_THE_CHECK.values(), ids=AT_THE_CHECK)
+def test_fail_closed_whatever_raises_at_the_check_stops_a_strict_worker(said, monkeypatch, spoil: Any) -> None:
+    one = Worker(ours(), strict=True, kernel="triton")
+    spoil(monkeypatch.setattr, one)
+    with pytest.raises(SettingsError, match=r"strict=true"):
+        one.load_model()
+
+
+@pytest.mark.mutation("I12")
+def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypatch) -> None:
+    monkeypatch.setattr(layers.Layer, "refuse", lambda self, reason: self.trust())
+    with pytest.raises(AssertionError, match="counts as checked"):
+        assert_check_fails_closed(said, monkeypatch, AT_THE_CHECK["cache_key"])
+
+
+@pytest.mark.mutation("I12")
+def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monkeypatch) -> None:
+    def swallowing(one: Any, method: str, then: Any, **_: Any) -> None:
+        inner = getattr(one, method)
+
+        def call() -> Any:
+            with contextlib.suppress(Exception):
+                then(one)
+            return inner()
+
+        setattr(one, method, call)
+
+    monkeypatch.setattr(patches, "after", swallowing)
+    with pytest.raises(pytest.fail.Exception):
+        test_fail_closed_whatever_raises_at_the_check_stops_a_strict_worker(
+            said, monkeypatch, AT_THE_CHECK["check_layers"]
+        )
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: bool) -> None:
+    monkeypatch.setattr(patches, "after", planted)
+    if strict:
+        with pytest.raises(SettingsError, match="could not be hooked: KeyError"):
+            Worker(ours(), strict=True)
+        return
+    one = Worker(ours())
+    assert layer_in(one).state == "unchecked"
+    assert [level for level, text in said if "could not be hooked" in text] == [logging.ERROR]
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, strict: bool) -> None:
+    """Strict mode is then known from the pass, which was made of them."""
+    monkeypatch.setattr(compat_config, "settings_of", planted)
+    pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True, strict=strict))
+    with pytest.raises(SettingsError, match="strict=true") if strict else contextlib.nullcontext():
+        one = Worker(pass_)
+        assert "load_model" not in vars(one), "the worker is hooked"
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said, monkeypatch, strict: bool) -> None:
+    """Nor does it take an artifact of a worker whose kernels were checked: they have another key."""
+    rewritten: list[Any] = []
+    monkeypatch.setattr(pipeline, "rewrite", lambda *args: (rewritten.append(args), {"matched": 0})[1])
+    context = SimpleNamespace(compile_range=SimpleNamespace(start=1, end=16))
+    monkeypatch.setattr(pipeline, "get_pass_context", lambda: context)
+    pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True, strict=strict))
+    unchecked = pass_.uuid()
+    with pytest.raises(SettingsError, match="never checked") if strict else contextlib.nullcontext():
+        pass_(Graph())
+    assert rewritten == []
+    assert strict or said == [(logging.ERROR, "no graph is rewritten: the kernels of this worker were never checked")]
+    pass_.kernels = ()
+    pass_(Graph())
+    assert len(rewritten) == 1
+    assert pass_.uuid() != unchecked
+
+
+class UsersPass(InductorPass):
+    """A pass of the user's for graphs of up to 32 tokens, which notes each graph that it is given."""
+
+    def __init__(self, ran: list[str]) -> None:
+        self.ran = ran
+
+    def __call__(self, graph: Any) -> None:
+        self.ran.append("theirs")
+
+    def is_applicable_for_range(self, compile_range: Any) -> bool:
+        return compile_range.end <= 32
+
+
+RANGES = {(1, 16): ["theirs", "ours"], (1, 32): ["theirs"], (17, 32): ["theirs"], (17, 64): [], (1, 64): []}
+"""What runs of two passes, in order: a user's for graphs of up to 32 tokens, then ours for those of up to 16."""
+
+
+def check_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    for (start, end), wanted in RANGES.items():
+        ran: list[str] = []
+        monkeypatch.setattr(pipeline, "rewrite", lambda *_, ran=ran: (ran.append("ours"), {"matched": 0})[1])
+        compile_range = SimpleNamespace(start=start, end=end)
+        monkeypatch.setattr(pipeline, "get_pass_context", lambda r=compile_range: SimpleNamespace(compile_range=r))
+        pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True), chained=UsersPass(ran))
+        pass_.kernels = ()
+        assert pass_.is_applicable_for_range(compile_range) == bool(wanted)
+        pass_(Graph())
+        assert ran == wanted, (start, end)
+
+
+def test_i5_a_graph_is_rewritten_inside_the_decode_limit_alone_and_a_users_pass_runs_first_in_its_own_ranges(
+    said, monkeypatch
+) -> None:
+    check_ranges(monkeypatch)
+
+
+def _ignore_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "within_limit", lambda end, limit: True)
+
+
+def _ask_the_integration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AiterMLAPipeline, "_mine", lambda self, _: self.integration == "passes")
+
+
+def _drop_the_users_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AiterMLAPipeline, "_chained_wants", lambda self, _: False)
+
+
+def _run_the_users_pass_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AiterMLAPipeline, "_chained_wants", lambda self, _: True)
+
+
+@pytest.mark.mutation("I5")
+@pytest.mark.parametrize(
+    "plant", [_ignore_the_range, _ask_the_integration_alone, _drop_the_users_pass, _run_the_users_pass_everywhere]
+)
+def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypatch, plant: Any) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_ranges(monkeypatch)
+
+
+AT_THE_STATUS = {
+    "the dummy batch": lambda patch, one: patch(one, "execute_dummy_batch", planted),
+    "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
+    "the pass": lambda patch, one: patch(startup, "engaged_pass", planted),
+    "the cache": lambda patch, one: patch(one.vllm_config, "cache_config", None),
+    "the rank": lambda patch, one: patch(one, "rank", "first", raising=False),
+    "the record": lambda patch, one: patch(status, "record_of", planted),
+    "the line": lambda patch, one: patch(status, "line", planted),
+}
+
+
+@pytest.mark.parametrize("spoil", AT_THE_STATUS.values(), ids=AT_THE_STATUS)
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil: Any, strict: bool) -> None:
+    one = Worker(ours(), strict=strict)
+    one.load_model()
+    spoil(monkeypatch.setattr, one)
+    if strict:
+        with pytest.raises(SettingsError, match="strict=true"):
+            one.compile_or_warm_up_model()
+        return
+    assert one.compile_or_warm_up_model() == "warm"
+    assert [text for level, text in said if level == logging.ERROR and "serving goes on" in text]
+
+
+def test_fail_closed_a_dummy_batch_that_raises_costs_no_line(said, monkeypatch, tmp_path) -> None:
+    one = Worker(ours())
+    one.load_model()
+    monkeypatch.setattr(one, "execute_dummy_batch", planted)
+    one.compile_or_warm_up_model()
+    assert said[-1][1].startswith("0/1: not_run")
+    assert len(list(tmp_path.glob("status-*.json"))) == 1
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@pytest.mark.parametrize("spoilt", ["compute_hash", "cudagraph_mode"])
+def test_fail_closed_what_only_the_files_need_costs_no_line(said, monkeypatch, spoilt: str, strict: bool) -> None:
+    one = Worker(ours(), strict=strict)
+    one.load_model()
+    config = one.vllm_config
+    monkeypatch.setattr(config if spoilt == "compute_hash" else config.compilation_config, spoilt, Spoilt())
+    assert one.compile_or_warm_up_model() == "warm"
+    assert [text for _, text in said if text.startswith("1/1 MLA layers engaged")]
+    assert len([level for level, _ in said if level > logging.INFO]) == 1
+
+
+def test_an_error_of_strict_mode_stops_the_worker(said, monkeypatch) -> None:
+    one = Worker(ours(), strict=True)
+    one.load_model()
+    monkeypatch.setattr(one, "execute_dummy_batch", lambda: None)
+    with pytest.raises(SettingsError, match="0/1"):
+        one.compile_or_warm_up_model()

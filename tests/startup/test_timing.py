@@ -1,0 +1,323 @@
+"""The measured choice in a worker: with stub layers, kernels that are the reference, and a made-up clock."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.opcalls import NAME
+from tests.support.made_up_clock import MadeUpClock, Named, costs
+from tests.support.worker import Worker, layer_in, ours
+from vllm_aiter_mla import backends, measuring, startup, status
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.kernels import measure, reference
+from vllm_aiter_mla.kernels.backend import Binding
+from vllm_aiter_mla.kernels.inputs import synthetic_inputs
+from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.settings import SettingsError
+
+QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm=10.0)
+LIMIT = 16
+
+
+class Card:
+    """One made-up card: its clock, what was said, and the figures it keeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.lines: list[tuple[int, str]] = []
+        self.monkeypatch = monkeypatch
+        self.set_clock(MadeUpClock(QUICK_TRITON))
+        self.kernels = {name: Named(name) for name in ("aiter", "triton", "vllm")}
+        self.kernels["vllm"].trusted = True  # type: ignore[misc]
+        for name in self.kernels:
+            monkeypatch.setitem(backends.FACTORIES, name, lambda platform, settings, name=name: self.kernels[name])
+        backends.forget()
+        platform = Platform("gfx942")
+        monkeypatch.setattr(backends, "detect_platform", lambda: platform)
+        monkeypatch.setattr(measure, "about", lambda: {"card": "made up"})
+        monkeypatch.setattr(compat_config, "as_current", lambda config: nullcontext())
+        monkeypatch.setattr(compat_config, "cache_folder", lambda: folder)
+        monkeypatch.setattr(log, "say", lambda level, text, stacklevel=2: self.lines.append((level, text)))
+        monkeypatch.setattr(log, "_said", set())
+
+    def set_clock(self, clock: MadeUpClock) -> None:
+        self.clock = clock
+        clock.install(self.monkeypatch)
+
+    def start(self, **options: Any) -> Worker:
+        one = Worker(ours(LIMIT), **options)
+        one.load_model()
+        return one
+
+    def said(self, level: int) -> list[str]:
+        return [text for given, text in self.lines if given == level]
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    yield Card(monkeypatch, tmp_path)
+    backends.forget()
+
+
+def runs(one: Worker, tokens: int) -> str | None:
+    layer = layer_in(one)
+    return layer.choose(synthetic_inputs(layer.shape(), tokens)).name
+
+
+def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(made_up: Card) -> None:
+    def cost(name: str, tokens: int) -> float:
+        return {"triton": 5.0 if tokens <= 4 else 12.0, "aiter": 8.0, "vllm": 10.0}[name]
+
+    made_up.set_clock(MadeUpClock(cost))
+    one = made_up.start()
+    assert [runs(one, tokens) for tokens in (1, 4, 5, 16)] == ["triton", "triton", "aiter", "aiter"]
+    assert layer_in(one).decide().skip is None
+    status.engage(NAME, "aiter")
+    found = status.record_of([NAME], LIMIT, "bfloat16", 0)
+    assert status.line(found) == (
+        "1/1 MLA layers engaged (triton 1..4, aiter 5..16; "
+        "8.0 us a layer at 16 tokens against vLLM's own 10.0, measured here)"
+    )
+    assert found["measured"][0]["layers"] == [NAME]
+    assert found["measured"][0]["us"][4] == {"aiter": 8.0, "triton": 5.0, "vllm": 10.0}
+    assert "1 layer shape(s)" in made_up.said(logging.INFO)[-1]
+    assert made_up.clock.given_back == 1
+
+
+def test_the_next_start_reads_the_figures_and_measures_nothing(made_up: Card, tmp_path: Path) -> None:
+    made_up.start()
+    assert len(list(tmp_path.glob("measured-*.json"))) == 1
+    backends.forget()
+    made_up.set_clock(MadeUpClock(costs(aiter=1.0, triton=9.0, vllm=9.0)))
+    assert runs(made_up.start(), 1) == "triton"
+    assert made_up.clock.given_back == 0
+
+
+def test_figures_of_another_view_or_of_other_functions_of_vllm_are_not_read(made_up: Card, tmp_path: Path) -> None:
+    made_up.start()
+    backends.forget()
+    made_up.start(aiter_view="opt")
+    assert len(list(tmp_path.glob("measured-*.json"))) == 2
+    backends.forget()
+    one = Worker(ours(LIMIT))
+    one.vllm_config.compilation_config.custom_ops = ["all"]
+    one.load_model()
+    assert len(list(tmp_path.glob("measured-*.json"))) == 3
+
+
+def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up: Card) -> None:
+    one = made_up.start(kernel="aiter")
+    layer = layer_in(one)
+    shape = layer.shape()
+    bind = made_up.kernels["aiter"].bind
+
+    def refusing(inputs: Any) -> Any:
+        return f"at {inputs.num_tokens} tokens: too many" if inputs.num_tokens > 4 else bind(inputs)
+
+    made_up.kernels["aiter"].bind = refusing  # type: ignore[method-assign]
+    found = [layer._find(synthetic_inputs(shape, tokens))[0] for tokens in (4, 8, 16)]
+    assert found == ["aiter", "vllm", "vllm"]
+    said = [text for text in made_up.said(logging.ERROR) if "run vLLM's own attention" in text]
+    assert said == ["decode batches of some layers run vLLM's own attention: aiter: at 8 tokens: too many"]
+
+
+def test_a_broken_file_is_measured_again(made_up: Card, tmp_path: Path) -> None:
+    made_up.start()
+    (path,) = tmp_path.glob("measured-*.json")
+    path.write_text("half a fi")
+    backends.forget()
+    assert runs(made_up.start(), 1) == "triton"
+    assert json.loads(path.read_text())["key"]["card"] == "made up"
+
+
+def raising(*args: Any, **kwargs: Any) -> Any:
+    raise torch.OutOfMemoryError("planted: out of memory")
+
+
+CANNOT: dict[str, Any] = {
+    "no memory": lambda patch, card_: patch(measure, "cold_weights", raising),
+    "no events": lambda patch, card_: patch(measure, "record", raising),
+    "over budget": lambda patch, card_: patch(card_.clock, "replay_s", 1.0),
+    "no clock": lambda patch, card_: patch(measure, "now", raising),
+    "no card": lambda patch, card_: patch(measure, "about", raising),
+    "no counts": lambda patch, card_: patch(measure, "token_counts", raising),
+    "no exchange": lambda patch, card_: patch(measuring.log, "exchange", raising),
+}
+
+
+@pytest.mark.parametrize("spoil", CANNOT.values(), ids=CANNOT)
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_a_start_that_cannot_time_keeps_the_static_order_and_says_so_once(
+    made_up: Card, monkeypatch: pytest.MonkeyPatch, spoil: Any, strict: bool
+) -> None:
+    spoil(monkeypatch.setattr, made_up)
+    state = torch.get_rng_state()
+    one = made_up.start(strict=strict)
+    assert runs(one, 1) == "aiter"
+    assert layer_in(one).decide().kernel == "aiter"
+    (line,) = made_up.said(logging.WARNING)
+    assert line.endswith("the static order of kernels stands")
+    assert status.current().measured == []
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("options", [{"kernel": "aiter"}, {"measure": False}, {"debug": {"stop_after": "q_prep_lift"}}])
+def test_a_named_kernel_or_the_option_skips_the_timing(made_up: Card, options: dict[str, Any]) -> None:
+    made_up.start(**options)
+    assert made_up.clock.given_back == 0
+    assert "measure" not in " ".join(text for _, text in made_up.lines)
+
+
+def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up: Card) -> None:
+    measuring._say(["rank 0: OverBudgetError: planted"], {"timed": 1, "seconds": 1.0}, 1)
+    ((level, line),) = made_up.lines
+    assert level == logging.WARNING
+    assert line.endswith("the static order of kernels stands but for 1 layer shape(s)")
+
+
+def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up: Card) -> None:
+    made_up.kernels["triton"].bind = lambda inputs: Binding(  # type: ignore[method-assign]
+        lambda inputs: -reference.prepare(inputs)
+    )
+    one = made_up.start(strict=True)
+    assert runs(one, 1) == "aiter"
+    assert set(status.current().measured[0]["us"][1]) == {"aiter", "vllm"}
+    assert [text for text in made_up.said(logging.WARNING) if "it is not among those that are timed" in text]
+
+
+def test_the_compile_cache_key_does_not_depend_on_the_figures(made_up: Card, tmp_path: Path) -> None:
+    keys = []
+    for quick in ("triton", "aiter", "vllm"):
+        backends.forget()
+        for path in tmp_path.glob("measured-*.json"):
+            path.unlink()
+        made_up.set_clock(MadeUpClock(costs(**({"aiter": 9.0, "triton": 9.0, "vllm": 9.0} | {quick: 5.0}))))
+        one = made_up.start()
+        assert runs(one, 1) == quick
+        keys.append(layer_in(one).cache_key())
+    assert keys[0] == keys[1] == keys[2] != ()
+
+
+def table_of(**by_name: float) -> dict[str, Any]:
+    return {"rounds": {"1": {name: [value] * 4 for name, value in by_name.items()}}}
+
+
+def answer(why: str | None = None, **kinds: Any) -> dict[str, Any]:
+    return {"kinds": kinds, "why": why, "seconds": 0.0}
+
+
+def test_one_choice_for_all_ranks_by_the_slowest() -> None:
+    answers = [answer(a=table_of(aiter=5.0, vllm=10.0)), answer(a=table_of(aiter=9.9, vllm=9.0)), answer()]
+    figures, troubles = measuring.agree(answers)
+    assert figures["a"][1] == {"aiter": [9.9] * 4, "vllm": [10.0] * 4}
+    assert troubles == []
+
+
+def assert_a_failing_rank_stops_all(answers: list[dict[str, Any]], shapes: set[str]) -> None:
+    figures, troubles = measuring.agree(answers)
+    assert set(figures) == shapes
+    assert troubles == ["rank 1: planted"]
+
+
+def test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it() -> None:
+    good = table_of(aiter=5.0, vllm=10.0)
+    assert_a_failing_rank_stops_all([answer(a=good, b=good), answer(a={"why": "planted"}, b=good)], {"b"})
+    assert_a_failing_rank_stops_all([answer(a=good, b=good), answer("planted")], set())
+
+
+@pytest.mark.mutation
+def test_mutation_a_choice_from_the_ranks_that_could_time_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = measure.slowest
+    monkeypatch.setattr(measure, "slowest", lambda tables: whole([one for one in tables if one]))
+    with pytest.raises(AssertionError):
+        test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it()
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_a_rank_whose_check_raises_still_answers_the_others(
+    made_up: Card, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    sent = assert_answers(made_up, monkeypatch, strict)
+    assert "could not be checked" in sent[0] or "planted" in sent[0]
+
+
+def assert_answers(made_up: Card, monkeypatch: pytest.MonkeyPatch, strict: bool) -> list[str]:
+    sent: list[str] = []
+    monkeypatch.setattr(measuring.log, "exchange", lambda mine: (sent.append(mine), (0, [mine]))[1])
+    monkeypatch.setattr(startup, "check_layers", raising)
+    with pytest.raises(SettingsError, match="planted") if strict else nullcontext():
+        made_up.start(strict=strict)
+    assert len(sent) == 1, "the other ranks wait for ever"
+    return sent
+
+
+@pytest.mark.mutation
+def test_mutation_an_exchange_only_after_a_check_that_passed_is_caught(
+    made_up: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = measuring.choose
+    monkeypatch.setattr(measuring, "choose", lambda config, found, limit: limit and choose(config, found, limit))
+    with pytest.raises(AssertionError, match="wait for ever"):
+        assert_answers(made_up, monkeypatch, strict=True)
+
+
+# vLLM's groups hold a gloo group each; importing vLLM itself takes a process ten seconds.
+CHILD = """
+import json, sys, types
+import torch
+rank = int(sys.argv[1])
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+group = lambda size, rank: types.SimpleNamespace(
+    world_size=size, rank_in_group=rank, cpu_group=torch.distributed.group.WORLD)
+state = types.SimpleNamespace(
+    model_parallel_is_initialized=lambda: True, get_tp_group=lambda: group(2, rank), get_pp_group=lambda: group(1, 0))
+sys.modules["vllm"] = types.ModuleType("vllm")
+sys.modules["vllm.distributed"] = types.SimpleNamespace(parallel_state=state)
+from vllm_aiter_mla import measuring
+by = {"aiter": [5.0 + 4.9 * rank] * 4, "vllm": [10.0 - rank] * 4}
+good = {"kinds": {"a": {"rounds": {1: by}}}, "why": None, "seconds": 0.0, "timed": 1}
+bad = {"kinds": {}, "why": "planted", "seconds": 0.0, "timed": 0}
+for mine in (good, bad if rank else good):
+    place, answers = measuring._exchanged(mine)
+    print(json.dumps([place, *measuring.agree(answers)]), flush=True)
+# A rank that ends while the other still talks to it makes gloo abort that one.
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_vllm_has_the_groups_that_the_exchange_goes_over() -> None:
+    from vllm.distributed import parallel_state
+
+    for name in ("model_parallel_is_initialized", "get_tp_group", "get_pp_group"):
+        assert callable(getattr(parallel_state, name))
+    assert {"world_size", "rank_in_group", "cpu_group"} <= set(parallel_state.GroupCoordinator.__annotations__)
+
+
+def test_two_ranks_over_gloo_choose_the_same_and_none_waits_for_ever(tmp_path: Path) -> None:
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(rank), str(tmp_path / "meet")],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [child.communicate(timeout=300) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == [0, 0], outputs
+    found = [[json.loads(line) for line in out.splitlines() if line.startswith("[")] for out, _ in outputs]
+    assert [first[0] for first, _ in found] == [0, 1]
+    assert found[0][0][1:] == found[1][0][1:] == [{"a": {"1": {"aiter": [9.9] * 4, "vllm": [10.0] * 4}}}, []]
+    assert found[0][1][1:] == found[1][1][1:] == [{}, ["rank 1: planted"]]

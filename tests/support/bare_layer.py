@@ -1,0 +1,19 @@
+"""A layer that only chooses and remembers kernels: without a model, an engine or weights of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+from vllm_aiter_mla.backends import Backends, Factory
+from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.settings import Settings
+
+
+def bare_layer(kernel: str, platform: Platform, factories: Mapping[str, Factory] | None = None) -> Layer:
+    """A trusted layer of an engine with the option ``kernel`` on ``platform``."""
+    module = SimpleNamespace(layer_name="bare", _vllm_config=SimpleNamespace())
+    made = Layer(module, Backends(Settings(enabled=True, kernel=kernel), platform, factories))
+    made.trust()
+    return made

@@ -1,0 +1,56 @@
+"""A worker over stub layers: as much of vLLM's as start-up touches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from tests.ops.opcalls import NAME, layer_of
+from vllm_aiter_mla import layer as layers
+from vllm_aiter_mla import startup, status
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
+from vllm_aiter_mla.settings import Settings
+
+CONFIG = VllmConfig()
+
+
+class Worker:
+    """As much of vLLM's as the hook touches."""
+
+    def __init__(self, pass_: Any, **options: Any) -> None:
+        layer = layer_of()
+        compilation = layer._vllm_config.compilation_config
+        compilation.inductor_compile_config = {} if pass_ is None else {current_platform.pass_key: pass_}
+        compilation.static_forward_context = {NAME: layer}
+        compilation.cudagraph_capture_sizes = [1, 8, 64]
+        compilation.cudagraph_mode = SimpleNamespace(name="NONE")
+        compilation.mode, compilation.backend, compilation.custom_ops = "VLLM_COMPILE", "inductor", ["none"]
+        self.vllm_config = layer._vllm_config
+        self.vllm_config.cache_config.cache_dtype = "auto"
+        self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16")
+        self.vllm_config.compute_hash = lambda: "k" * 64
+        self.vllm_config.additional_config = {"aiter_mla": {"enabled": True} | options}
+        self.dummies = 0
+        startup.attach(self)
+
+    def load_model(self) -> str:
+        return "loaded"
+
+    def compile_or_warm_up_model(self) -> str:
+        return "warm"
+
+    def execute_dummy_batch(self) -> None:
+        self.dummies += 1
+        status.engage(NAME, "reference")
+
+
+def layer_in(one: Worker) -> layers.Layer:
+    return layers.of(compat_config.mla_modules(one.vllm_config)[NAME])
+
+
+def ours(limit: int = 16) -> AiterMLAPipeline:
+    return AiterMLAPipeline(CONFIG, limit=limit, settings=Settings(enabled=True))

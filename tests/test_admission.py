@@ -1,0 +1,230 @@
+"""Claims about the reasons to skip, one row for each, and about the decode limit's arithmetic. No vLLM needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_aiter_mla import admission
+from vllm_aiter_mla.admission import (
+    ENGINE_REASONS,
+    INTEGRATIONS,
+    KV_UPDATE_OP,
+    LAYER_REASONS,
+    MLA_ATTENTION_OP,
+    REASONS,
+    SMALLEST_LIMIT,
+    ConfigView,
+    LayerView,
+    Skip,
+    admit_config,
+    admit_layer,
+    config_skips,
+    decode_limit,
+    endpoints_with,
+    integration_of,
+    layer_skips,
+    why_not_passes,
+    within_limit,
+)
+
+PASSES = ConfigView(integration="passes")
+"""The passes asked for by name, so that what cuts their graph is a skip."""
+
+CONFIG_SKIPS: list[tuple[dict[str, Any], str, str]] = [
+    ({"vllm_version": "0.34.0", "version_supported": False}, "vllm_version", "0.34.0"),
+    ({"missing": ("Platform.pass_key",)}, "capability", "Platform.pass_key"),
+    ({"failed_steps": ("torch ops: OSError",)}, "capability", "torch ops"),
+    ({"op_schema": ("the op vllm::f differs in window",)}, "op_schema", "window"),
+    ({"atom_active": True}, "atom", "ATOM_DISABLE_VLLM_PLUGIN"),
+    ({"is_mla": False}, "not_mla", "MLA"),
+    ({"is_sparse": True}, "sparse_mla", "index_topk"),
+    ({"enforce_eager": True}, "enforce_eager", "enforce_eager"),
+    ({"mode": "NONE", "breakable_cudagraph": True}, "breakable_cudagraph", "VLLM_USE_BREAKABLE_CUDAGRAPH"),
+    ({"mode": "DYNAMO_TRACE_ONCE"}, "compilation_mode", "compilation_config.mode"),
+    ({"backend": "eager"}, "backend", "compilation_config.backend"),
+    ({"dcp": 2}, "dcp", "decode_context_parallel_size"),
+    ({"pcp": 2}, "pcp", "prefill_context_parallel_size"),
+    ({"hisparse": True}, "hisparse", "hisparse_config"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype", "fp8_e5m2"),
+    ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype", "fp8_ds_mla"),
+    ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype", "nvfp4"),
+    ({"kv_cache_dtype": "bfloat16", "model_dtype": "float16"}, "kv_cache_dtype", "float16"),
+    ({"use_inductor_graph_partition": False}, "graph_partition", "use_inductor_graph_partition"),
+    ({"splitting_ops": (MLA_ATTENTION_OP,)}, "splitting_ops", MLA_ATTENTION_OP),
+    ({"splitting_ops": (f"{MLA_ATTENTION_OP}.default",)}, "splitting_ops", MLA_ATTENTION_OP),
+    ({"splitting_ops": (MLA_ATTENTION_OP, KV_UPDATE_OP)}, "splitting_ops", KV_UPDATE_OP),
+    ({"use_inductor_graph_partition": False, "splitting_ops": (KV_UPDATE_OP,)}, "splitting_ops", KV_UPDATE_OP),
+]
+LAYER_SKIPS: list[tuple[dict[str, Any], str]] = [
+    ({"is_sparse": True}, "sparse_mla"),
+    ({"impl": "TritonMLAImpl"}, "impl"),
+    ({"known_impls": frozenset()}, "impl"),
+    ({"own_forward": "Subclass"}, "unknown_forward"),
+    ({"q_pad_num_heads": 16}, "q_padding"),
+    ({"sliding_window": True}, "sliding_window"),
+    ({"missing": ("use_pcp", "impl.is_sparse")}, "capability"),
+    ({"amx_bmm": True, "has_absorbed_weight": False}, "amx_bmm"),
+    ({"has_absorbed_weight": False}, "no_absorbed_weight"),
+    ({"has_rope_kernel": False}, "no_rope_kernel"),
+    ({"dcp": 4}, "dcp"),
+    ({"dcp_q_replicate": True}, "dcp"),
+    ({"pcp": 2}, "pcp"),
+    ({"hisparse": True}, "hisparse"),
+    ({"kv_cache_ndim": 4}, "kv_cache_ndim"),
+    ({"cos_sin_dtype_matches": False}, "cos_sin_dtype"),
+    ({"graph_dtype": "float16"}, "activation_dtype"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
+    ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype"),
+    ({"kv_cache_dtype": "bfloat16", "model_dtype": "float16"}, "kv_cache_dtype"),
+    ({"num_heads": 0}, "geometry"),
+    ({"kv_lora_rank": -1}, "geometry"),
+    ({"qk_rope_head_dim": 63}, "geometry"),
+]
+GRAPH_ONLY = {"enforce_eager", "breakable_cudagraph", "compilation_mode", "backend", "graph_partition", "splitting_ops"}
+
+
+@pytest.mark.parametrize(("facts", "code", "knob"), CONFIG_SKIPS)
+def test_an_engine_is_skipped_with_its_code_and_its_knob(facts: dict[str, Any], code: str, knob: str) -> None:
+    skip = admit_config(replace(PASSES, **facts))
+    assert skip is not None
+    assert skip.code == code
+    assert knob in skip.message
+    assert "\n" not in str(skip)
+
+
+@pytest.mark.parametrize(("facts", "code"), LAYER_SKIPS)
+def test_a_layer_is_skipped_with_its_code(facts: dict[str, Any], code: str) -> None:
+    skip = admit_layer(replace(LayerView(), **facts))
+    assert skip is not None
+    assert skip.code == code
+    assert "\n" not in skip.message
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"splitting_ops": ()},
+        {"splitting_ops": (), "use_inductor_graph_partition": False},
+        {"splitting_ops": ("vllm::mamba_mixer",)},
+        {"splitting_ops": (MLA_ATTENTION_OP,), "use_inductor_graph_partition": True},
+        {"use_inductor_graph_partition": True},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e4m3", "model_dtype": "bfloat16"},
+        {"kv_cache_dtype": "bfloat16", "model_dtype": "bfloat16"},
+        {"kv_cache_dtype": "bfloat16", "model_dtype": ""},
+        {"kv_cache_dtype": "auto", "model_dtype": "float32"},
+        {"breakable_cudagraph": True},
+    ],
+)
+def test_an_engine_with_one_graph_and_a_writable_cache_is_admitted(facts: dict[str, Any]) -> None:
+    assert admit_config(replace(PASSES, **facts)) is None
+    assert integration_of(replace(ConfigView(), **facts)) == "passes"
+
+
+@pytest.mark.parametrize(
+    "facts", [{}, {"kv_cache_ndim": 3}, {"impl": "Another", "known_impls": frozenset({"Another"})}]
+)
+def test_a_layer_is_admitted(facts: dict[str, Any]) -> None:
+    assert admit_layer(replace(LayerView(), **facts)) is None
+
+
+@pytest.mark.parametrize(("facts", "code"), [(facts, code) for facts, code, _ in CONFIG_SKIPS])
+def test_only_reasons_about_a_graph_depend_on_the_integration(facts: dict[str, Any], code: str) -> None:
+    auto = replace(ConfigView(), **facts)
+    if code in GRAPH_ONLY:
+        assert (admit_config(auto), integration_of(auto)) == (None, "module")
+        reason = why_not_passes(auto)
+        assert reason is not None
+        assert reason.code == code
+        return
+    for asked in ("auto", *INTEGRATIONS):
+        skip = admit_config(replace(auto, integration=asked))
+        assert skip is not None
+        assert skip.code == code
+
+
+def test_an_integration_that_is_asked_for_is_taken() -> None:
+    for asked in INTEGRATIONS:
+        assert integration_of(ConfigView(integration=asked, enforce_eager=True)) == asked
+    assert admit_config(ConfigView(integration="module", enforce_eager=True)) is None
+
+
+def test_every_registered_code_can_be_reached_and_is_described_in_one_line() -> None:
+    engine, layer = {code for _, code, _ in CONFIG_SKIPS}, {code for _, code in LAYER_SKIPS}
+    assert engine == set(ENGINE_REASONS) - {"user_pass", "vllm_refuses", "not_known"}
+    assert set(LAYER_REASONS) <= layer <= set(ENGINE_REASONS) | set(LAYER_REASONS) | {"unknown_forward"}
+    assert all(text and "\n" not in text for text in REASONS.values())
+    assert sum(len(table) for table in admission.LEVELS.values()) == len(REASONS), "a code belongs to one level"
+
+
+def test_a_code_that_is_not_registered_cannot_be_raised() -> None:
+    with pytest.raises(KeyError, match="unheard_of"):
+        Skip("unheard_of", "message")
+
+
+@given(st.lists(st.sampled_from(CONFIG_SKIPS), min_size=1, max_size=4))
+def test_any_combination_of_contradictions_is_skipped(picked: list[tuple[dict[str, Any], str, str]]) -> None:
+    facts: dict[str, Any] = {}
+    for part, _, _ in picked:
+        facts.update(part)
+    view = replace(PASSES, **facts)
+    found = [skip.code for skip in config_skips(view)]
+    first = admit_config(view)
+    assert first is not None
+    assert found[0] == first.code
+    assert set(found) <= {code for _, code, _ in CONFIG_SKIPS}
+
+
+@given(st.lists(st.sampled_from(LAYER_SKIPS), min_size=1, max_size=4))
+def test_every_reason_against_a_layer_is_found(picked: list[tuple[dict[str, Any], str]]) -> None:
+    facts: dict[str, Any] = {}
+    for part, _ in picked:
+        facts.update(part)
+    view = replace(LayerView(), **facts)
+    assert admit_layer(view) is not None
+    assert picked[-1][1] in [skip.code for skip in layer_skips(view)]
+
+
+# -- the decode limit
+
+counts = st.integers(1, 4096)
+drafts = st.integers(0, 16)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "drafted", "override", "limit"),
+    [(256, 0, None, 256), (256, 3, None, 1024), (1, 1, None, 2), (1, 0, None, 2), (256, 0, 1, 2), (256, 3, 64, 64)],
+)
+def test_the_limit_is_sequences_times_one_plus_drafts(
+    seqs: int, drafted: int, override: int | None, limit: int
+) -> None:
+    assert decode_limit(seqs, drafted, override) == limit
+
+
+@given(counts, drafts, st.integers(1, 10**6))
+def test_every_decode_step_lies_inside_the_limit(seqs: int, drafted: int, override: int) -> None:
+    limit = decode_limit(seqs, drafted)
+    assert all(within_limit(running * (1 + drafted), limit) for running in (1, seqs))
+    assert not within_limit(limit + 1, limit)
+    assert decode_limit(seqs, drafted, override) == max(override, SMALLEST_LIMIT)
+
+
+@given(st.none() | st.lists(st.integers(2, 9999)), st.integers(2, 9999))
+def test_adding_an_endpoint_keeps_the_others_and_is_idempotent(endpoints: list[int] | None, limit: int) -> None:
+    kept = None if endpoints is None else list(endpoints)
+    once = endpoints_with(endpoints, limit)
+    assert endpoints == kept
+    assert set(once) == {*(endpoints or ()), limit}
+    assert once == sorted(once) == endpoints_with(once, limit)
+
+
+@pytest.mark.parametrize(("seqs", "drafted", "override"), [(0, 0, None), (-1, 0, None), (4, -1, None), (4, 0, 0)])
+def test_counts_out_of_range_are_an_error(seqs: int, drafted: int, override: int | None) -> None:
+    with pytest.raises(ValueError, match="must"):
+        decode_limit(seqs, drafted, override)

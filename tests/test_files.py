@@ -1,0 +1,177 @@
+"""The stamp of every JSON file, how such a file is written, and the fingerprint of the sources (I9)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from vllm_aiter_mla import __version__, files
+
+PACKAGE = Path(files.__file__).parent
+
+
+def test_a_stamp_names_schema_versions_time_and_host() -> None:
+    stamp = files.stamp("status", 3)[files.KEY]
+    assert set(stamp) == {"schema", "schema_version", "plugin", "vllm", "aiter", "time", "host"}
+    assert (stamp["schema"], stamp["schema_version"]) == ("vllm-aiter-mla/status", 3)
+    assert (stamp["plugin"], stamp["host"]) == (__version__, os.uname().nodename)
+    now = datetime.now(timezone.utc)
+    assert timedelta(0) <= now - datetime.fromisoformat(stamp["time"]) < timedelta(minutes=1)
+
+
+def test_a_stamp_finds_vllm_under_another_distribution_name() -> None:
+    vllm = pytest.importorskip("vllm")
+    assert files.stamp("a", 1)[files.KEY]["vllm"].partition("+")[0] == vllm.__version__.partition("+")[0]
+    assert files._version("no-such-distribution") is None
+    assert files._distributions("no_such_package") == ()
+
+
+def test_a_file_is_replaced_in_one_step_with_the_mode_of_the_umask(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    before = os.umask(0o077)
+    try:
+        files.write(path, {"a": 1})
+        files.write(path, {"a": 2})
+    finally:
+        os.umask(before)
+    assert files.read(path, 100) == {"a": 2}
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_symlink_is_replaced_and_never_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    precious, pipe = tmp_path / "precious", tmp_path / "pipe"
+    precious.write_text("{}")
+    os.mkfifo(pipe)
+    for target in (precious, pipe):
+        link = tmp_path / "a.json"
+        link.symlink_to(target)
+        with pytest.raises(OSError):
+            files.read(link, 100)
+        files.write(link, {"a": 1})
+        assert not link.is_symlink()
+        assert files.read(link, 100) == {"a": 1}
+        link.unlink()
+    monkeypatch.setattr(files.secrets, "token_hex", lambda _: "guessed")
+    (tmp_path / f".a.json.{os.getpid()}-guessed.new").symlink_to(precious)
+    with pytest.raises(FileExistsError):
+        files.write(tmp_path / "a.json", {"a": 1})
+    assert precious.read_text() == "{}"
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_and_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    files.write(path, {"a": 1})
+    with pytest.raises(TypeError):
+        files.write(path, {"a": object()})
+    monkeypatch.setattr(Path, "replace", lambda *args: (_ for _ in ()).throw(OSError("planted")))
+    with pytest.raises(OSError, match="planted"):
+        files.write(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_too_large_or_not_json_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for text in ("[1, 2, 3]", "{"):
+        path.write_text(text)
+        with pytest.raises(ValueError):
+            files.read(path, 8)
+
+
+def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
+    code = "from pathlib import Path\nfrom vllm_aiter_mla import files\nfiles.write(Path('/dev/stdout'), {'a': 1})"
+    before = os.lstat("/dev/stdout").st_mode
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {"a": 1}
+    assert os.lstat("/dev/stdout").st_mode == before
+    files.write(Path("/dev/null"), {})
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.write(pipe, {"a": 1})
+    assert json.loads(os.read(reader, 100)) == {"a": 1}
+    os.close(reader)
+    assert not files.is_device(Path("/dev/shm/status.json"))
+
+
+def test_every_schema_that_is_written_is_documented() -> None:
+    root = PACKAGE.parent
+    sources = [path.read_text() for folder in ("vllm_aiter_mla", "tools") for path in (root / folder).rglob("*.py")]
+    stamped = {found for source in sources for found in re.findall(r'stamp\("(\w+)", (\d+)\)', source)}
+    page = (root / "docs" / "files.md").read_text()
+    assert len(stamped) > 4
+    assert not [
+        f"{name} {version}" for name, version in stamped if not re.search(rf"[`*]{name}[`*]+ {version}\b", page)
+    ]
+
+
+# -- the fingerprint
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(PACKAGE, tmp_path / "elsewhere", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def test_the_fingerprint_depends_on_the_version_and_not_on_the_place(copy: Path) -> None:
+    here = files.fingerprint_of(PACKAGE, __version__)
+    assert files.fingerprint_of(copy, __version__) == here
+    assert files.fingerprint_of(copy, "9.9") != here
+    files.fingerprint.cache_clear()
+    assert files.fingerprint() == here
+    assert here.startswith(f"{__version__}-")
+
+
+@pytest.mark.parametrize("part", [".", "passes", "kernels", "compat"])
+def test_changing_one_source_changes_the_fingerprint(copy: Path, part: str) -> None:
+    before = files.fingerprint_of(copy, __version__)
+    with (copy / part / "__init__.py").open("a") as source:
+        source.write("# changed\n")
+    assert files.fingerprint_of(copy, __version__) != before
+
+
+@pytest.mark.parametrize("part", sorted(files.NO_GRAPHS))
+def test_a_change_that_decides_no_graph_and_no_number_keeps_the_fingerprint(copy: Path, part: str) -> None:
+    before = files.fingerprint_of(copy, __version__)
+    for new in (copy / part / "new.py", copy / f"{part}.py"):
+        new.parent.mkdir(exist_ok=True)
+        new.write_text("x = 1\n")
+    assert files.fingerprint_of(copy, __version__) == before
+
+
+def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(tmp_path: Path) -> None:
+    seen = set()
+    trees = ({"a.py": "ab", "b.py": "c"}, {"a.py": "a", "b.py": "bc"}, {"a.py": "ab", "c.py": "c"}, {"a.py": "ab"})
+    for tree in trees:
+        root = tmp_path / str(len(seen))
+        root.mkdir()
+        for name, text in tree.items():
+            (root / name).write_text(text)
+        seen.add(files.fingerprint_of(root, "1"))
+    assert len(seen) == len(trees)
+
+
+def test_the_parts_that_decide_graphs_are_all_covered() -> None:
+    parts = {Path(path.relative_to(PACKAGE).parts[0]).stem for path in files.sources(PACKAGE)}
+    assert {"passes", "ops", "kernels", "compat", "gate", "admission", "settings"} <= parts
+
+
+def test_fingerprinting_reads_each_source_once_and_less_than_a_megabyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it costs at start-up, without a clock: milliseconds depend on the machine and its load."""
+    read: list[Path] = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: (read.append(self), real(self))[1])
+    files.fingerprint_of(PACKAGE, __version__)
+    assert sorted(read) == files.sources(PACKAGE)
+    assert sum(path.stat().st_size for path in read) < 1_000_000

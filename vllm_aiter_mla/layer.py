@@ -1,0 +1,427 @@
+"""One object per MLA layer: which kernel may run it, why not, and its calls in serving.
+
+The object is kept on vLLM's own module and lives as long as its engine, so nothing that is decided for one engine
+reaches another. The passes ask it before they rewrite a layer, start-up checks and times its kernels, and the ops call
+it in each step. No other file decides about a layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from vllm_aiter_mla import backends, status
+from vllm_aiter_mla.admission import Skip, admit_layer
+from vllm_aiter_mla.backends import VLLM, Backends
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.kernels import absorb, formats
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, Run
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.measure import Ranges, name_at
+
+_KEY = "_aiter_mla_layer"
+_KEEP = 4096  # call shapes that a layer remembers; more than the token counts of any decode limit
+
+
+class Choice(NamedTuple):
+    """What runs calls of one shape.
+
+    Attributes:
+        name: of the back end; None if no back end takes the call.
+        backend: it, or None.
+        run: its function for such calls, or None.
+        passed_over: (name, reason) of the back ends before it.
+    """
+
+    name: str | None
+    backend: KernelBackend | None
+    run: Run | None
+    passed_over: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether a layer is engaged: the kernel that will run it, or why it is left to vLLM.
+
+    Attributes:
+        kernel: name of a back end; None with a ``skip``.
+        skip: the reason; None with a ``kernel``.
+    """
+
+    kernel: str | None
+    skip: Skip | None = None
+
+
+class Layer:
+    """One MLA layer of one engine.
+
+    What follows from the layer and the shape of a call is found once and remembered. Weights, scales and the cache are
+    read per call, because vLLM replaces them: if one of them is another tensor than before, everything is found again.
+
+    Attributes:
+        name: vLLM's name of the layer.
+        module: vLLM's ``MLAAttention``.
+        backends: those of its engine.
+        limit: L, the most tokens that a kernel is given; the passes keep to it by compile ranges.
+        state: "unchecked" until start-up has checked the kernels; then "trusted"; "refused" if they could not be
+            checked; "failed" if one raised while it served. Only a trusted layer runs a kernel that needs a check.
+        reason: why it is refused or failed.
+        refused_kernels: why a back end must not run this layer, by name: it failed its check.
+        ranges: what timing chose per token count; empty for the static order.
+    """
+
+    def __init__(self, module: Any, engine: Backends | None = None) -> None:
+        self.name, self.module = str(getattr(module, "layer_name", "")), module
+        self.backends = engine or backends.of_engine(compat_layer.config_of(module))
+        self.limit = _limit_of(module)
+        self.state: Literal["unchecked", "trusted", "refused", "failed"] = "unchecked"
+        self.reason = ""
+        self.refused_kernels: dict[str, str] = {}
+        self.ranges: Ranges = ()
+        self._buffers = getattr(module, "_buffers", {})  # a look-up through the module takes ten times as long
+        self._weight: absorb.AbsorbWeight | None = None
+        self._tensors: tuple[tuple[str, torch.Tensor], ...] = ()
+        self._dtypes: dict[torch.dtype, torch.dtype] = {}
+        self._runs: dict[tuple[Any, ...], tuple[str, Run | None]] = {}
+        self._lasting: tuple[Any, Any] = (None, None)
+        self._constants: tuple[Any, Any] = (None, None)
+        self._described: tuple[Any, ...] = ()
+        self._cache: Callable[[], torch.Tensor | None] = lambda: None
+        self._view: torch.Tensor | None = None
+
+    # What is decided about the layer.
+
+    def shape(self) -> LayerShape:
+        """Return what decides the kernel of the layer, without a batch: the one key of its checks and timings.
+
+        The pairing of its rotation is not known to vLLM's module; checks try both.
+
+        Raises:
+            UnknownWeightError: the absorbed weight has no format that the kernels know.
+        """
+        module = self.module
+        act = compat_layer.activation_dtype(module)
+        assert act is not None, "admission skips a layer without an absorbed weight"
+        weight = self.weight()
+        quantised = module.kv_cache_dtype.startswith("fp8")
+        return LayerShape(
+            heads=module.num_heads,
+            nope_dim=module.qk_nope_head_dim,
+            cache_dtype=compat_layer.fp8_dtype() if quantised else act,
+            out_dtype=self.query_dtype(act),
+            block_size=compat_layer.block_size(module),
+            is_neox=False,
+            act=act,
+            device=weight.tensors[0][1].device,
+            latent=module.kv_lora_rank,
+            rope=module.qk_rope_head_dim,
+            weight=weight.key,
+        )
+
+    def decide(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Decision:
+        """Return the kernel that will run the layer, or why it is left to vLLM.
+
+        Args:
+            act: the activation dtype, if the graph shows it.
+            table_dtype: dtype of the rotary table, if it is known.
+        """
+        skip = self.not_admitted(act, table_dtype)
+        if skip is not None:
+            return Decision(None, skip)
+        if self.ranges and self.state == "trusted":
+            return Decision(self.choose(self._meta_inputs()).name)
+        wanted = self.backends.names[0]
+        skip, backend = self.no_kernel(), self.backends.get(wanted)
+        if skip is not None:
+            return Decision(None, skip)
+        if self.state != "trusted" and not isinstance(backend, str) and not backend.trusted:
+            return Decision(None, Skip("kernel_shape", self.reason or "its kernel was not checked"))
+        choice = self.choose(self._meta_inputs())
+        reason = dict(choice.passed_over).get(wanted)
+        return Decision(choice.name) if reason is None else Decision(None, Skip("kernel_shape", reason))
+
+    def no_kernel(self) -> Skip | None:
+        """Return why no fused kernel can run in this process, whatever the layer, or None."""
+        wanted, asked = self.backends.names[0], self.backends.settings.kernel
+        backend = self.backends.get(wanted)
+        if asked == "auto" and wanted == VLLM:
+            unknown = f"auto knows no fused kernel for {self.backends.platform.arch}"
+            return Skip("kernel_unavailable", f"{unknown}; kernel=triton can be asked for by name")
+        return Skip("kernel_unavailable", f"kernel={asked}: {backend}") if isinstance(backend, str) else None
+
+    def not_admitted(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
+        """Return why no kernel may run the layer, from its facts only; arguments as in ``decide``."""
+        return admit_layer(compat_layer.layer_view(self.module, table_dtype, act))
+
+    def cache_key(self) -> str:
+        """Return what the layer will run on, or why it will not: a part of the compile cache's key.
+
+        A graph is rewritten or not by this, and vLLM's own keys do not know AITER, the card or a failed check. What
+        timing chose is not part of it: the same op is in the graph whichever kernel it then runs.
+        """
+        if self.state != "trusted":
+            return f"{self.name}: unchecked"  # not the reason: what an exception says may differ at every start
+        decision = self.decide()
+        if decision.skip is not None:
+            return f"{self.name}: {decision.skip.code}"
+        # The card by its type: its index differs from rank to rank, and may from start to start.
+        kind = replace(self.shape(), device=torch.device(self.shape().device).type)
+        return f"{kind}: {'timed' if self.ranges else decision.kernel}"
+
+    def choose(self, inputs: DecodeInputs) -> Choice:
+        """Return what runs calls like ``inputs``: what timing chose for so many tokens, then the static order."""
+        first = name_at(self.ranges, inputs.num_tokens)
+        passed_over: list[tuple[str, str]] = []
+        for name in dict.fromkeys((*([first] if first else []), *self.backends.names)):
+            bound: Binding | str = self.refused_kernels.get(name) or self.backends.bind(name, inputs)
+            backend = self.backends.get(name)
+            if not isinstance(bound, str) and not isinstance(backend, str):
+                return Choice(name, backend, bound.run, tuple(passed_over))
+            passed_over.append((name, str(bound)))
+        return Choice(None, None, None, tuple(passed_over))
+
+    def _meta_inputs(self, tokens: int = 1) -> DecodeInputs:
+        """Operands without memory: a contract looks at sizes and types only."""
+        return synthetic_inputs(replace(self.shape(), device="meta"), tokens=tokens)
+
+    # What start-up finds out about it.
+
+    def kernels_to_check(self) -> dict[str, KernelBackend]:
+        """Return the kernels that may run the layer and need a check, by name; the default one first."""
+        inputs, found = self._meta_inputs(), {}
+        for name in dict.fromkeys((*self.backends.names, *self.backends.contenders)):
+            backend = self.backends.get(name)
+            if not isinstance(backend, str) and not isinstance(backend.bind(inputs), str) and not backend.trusted:
+                found[name] = backend
+        return found
+
+    def contenders(self) -> dict[str, KernelBackend]:
+        """Return the back ends that timing may choose between: those that take the layer and passed their check."""
+        inputs = self._meta_inputs()
+        found = {name: self.backends.get(name) for name in self.backends.contenders if name not in self.refused_kernels}
+        return {
+            name: backend
+            for name, backend in found.items()
+            if not isinstance(backend, str) and not isinstance(backend.bind(inputs), str)
+        }
+
+    def trust(self) -> None:
+        """Let the layer run: every kernel that it may run has passed its check or is in ``refused_kernels``."""
+        self._set("trusted")
+
+    def refuse(self, reason: str) -> None:
+        """Keep the layer off every kernel that needs a check, because none could be made."""
+        self._set("refused", reason)
+
+    def refuse_kernel(self, name: str, reason: str) -> None:
+        """Keep the layer off one kernel: it failed its check."""
+        self.refused_kernels[name] = reason
+        self._runs.clear()
+
+    def prefer(self, ranges: Ranges) -> None:
+        """Let the layer run what timing chose; without ``ranges`` the static order."""
+        self.ranges = ranges
+        self._runs.clear()
+
+    def fail(self, error: Exception) -> None:
+        """Take the kernels away because one raised while it served; say so, and correct the status."""
+        reason = f"its kernel has raised: {type(error).__name__}: {error}"
+        self._set("failed", reason)
+        kept = "graphs that were captured keep the kernel"
+        log.say_once(logging.ERROR, f"{self.name} runs vLLM's own attention from now on; {kept}: {reason}")
+        with log.warned("the status file could not be corrected"):
+            status.fail(self.name, reason)
+
+    def _set(self, state: Literal["trusted", "refused", "failed"], reason: str = "") -> None:
+        self.state, self.reason = state, reason
+        self._runs.clear()
+
+    def compile_vllm_quantisation(self) -> None:
+        """Let vLLM compile the function with which its own attention quantises a query.
+
+        vLLM compiles it in its warm-up, with decode batches. Those go to our op; without this the first batch that
+        mixes prefill and decode rows would compile it while it serves.
+        """
+        shape = self.shape()
+        if not formats.is_fp8(shape.out_dtype):
+            return
+        for rows in (2, 1):  # torch compiles separately for one row, and once for all other counts
+            absorbed, query = (
+                torch.zeros(rows, shape.heads, width, dtype=shape.act, device=shape.device)
+                for width in (shape.latent, shape.nope_dim + shape.rope)
+            )
+            with torch.inference_mode():
+                self.quantise(absorbed, query[..., shape.nope_dim :])
+
+    # What the ops call in each step.
+
+    @property
+    def q_scale(self) -> torch.Tensor:
+        """One float32, the dequantisation scale of the query."""
+        scale = self._buffers.get("_q_scale")
+        return self.module._q_scale if scale is None else scale
+
+    def weight(self) -> absorb.AbsorbWeight:
+        """Return W_UK in the format in which vLLM keeps it; read again when vLLM has replaced a tensor.
+
+        Raises:
+            UnknownWeightError: the absorbed weight has no format that the kernels know.
+        """
+        if self._weight is not None:
+            for name, tensor in self._tensors:
+                if getattr(self.module, name, None) is not tensor:
+                    break
+            else:
+                return self._weight
+        tensors = compat_layer.absorb_tensors(self.module)
+        self._weight = absorb.read(tensors)
+        self._tensors = tuple(tensors.items())
+        return self._weight
+
+    def query_dtype(self, act: torch.dtype) -> torch.dtype:
+        """Return what the layer's decode kernel reads where the activations are ``act``: fp8, or ``act``."""
+        found = self._dtypes.get(act)
+        if found is None:
+            found = self._dtypes[act] = compat_layer.prepared_query_dtype(self.module, act)
+        return found
+
+    def kernel(self, inputs: DecodeInputs) -> Run | None:
+        """Return what prepares calls of this shape, and count the layer as engaged; None if vLLM's attention does."""
+        key = _step_key(inputs)
+        found = self._runs.get(key) if self._still_holds(inputs) else None
+        if found is None:
+            if len(self._runs) >= _KEEP:
+                self._runs.clear()
+            found = self._runs[key] = self._find(inputs)
+        if self.state != "failed":
+            status.engage(self.name, found[0])
+        return found[1]
+
+    def _find(self, inputs: DecodeInputs) -> tuple[str, Run | None]:
+        """Return (back end, its function). Whatever goes wrong, vLLM's own attention serves, and one line says why."""
+        if self.state == "failed":
+            return VLLM, None  # said when it raised
+        try:
+            choice = self.choose(inputs)
+        except Exception as error:
+            return self._left(f"no kernel could be chosen: {type(error).__name__}: {error}")
+        if choice.backend is None or choice.name is None:
+            return self._left("; ".join(f"{name}: {reason}" for name, reason in choice.passed_over))
+        if not choice.backend.trusted and self.state == "refused":
+            return VLLM, None  # said when it was found
+        if not choice.backend.trusted and self.state != "trusted":
+            # A compiled artifact may hold the op although nothing was checked in this process.
+            return self._left(f"{choice.name} was not checked in this process")
+        if choice.name != VLLM:
+            return choice.name, choice.run
+        unsaid = [(name, why) for name, why in choice.passed_over if why != self.refused_kernels.get(name)]
+        return self._left("; ".join(f"{name}: {why}" for name, why in unsaid)) if unsaid else (VLLM, None)
+
+    def _left(self, reason: str) -> tuple[str, None]:
+        """Say once why batches go to vLLM's attention; with other figures, say a token count, it is the same reason."""
+        key = f"left to vLLM: {re.sub(r'[0-9]+', 'N', reason)}"
+        log.say_once(logging.ERROR, f"decode batches of some layers run vLLM's own attention: {reason}", key=key)
+        return VLLM, None
+
+    def _still_holds(self, inputs: DecodeInputs) -> bool:
+        """Whether what is remembered was found for these tensors; forget it otherwise."""
+        same = self._same_constants(inputs)
+        if same and inputs.weight is self._lasting[0] and inputs.q_scale is self._lasting[1]:
+            return True
+        self._runs.clear()
+        self._lasting = (inputs.weight, inputs.q_scale)
+        return False
+
+    def _same_constants(self, inputs: DecodeInputs) -> bool:
+        """Whether rotary table and cache scale are as before in what a contract looks at; other tensors may be."""
+        table, k_scale = inputs.cos_sin_cache, inputs.k_scale
+        if table is self._constants[0] and k_scale is self._constants[1]:
+            return True
+        before, self._constants = self._described, (table, k_scale)
+        self._described = (table.shape, table.stride(), table.dtype, k_scale.shape, k_scale.dtype)
+        return self._described == before
+
+    def cache_view(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """Return the layer's cache as the kernels take it, made once per cache; forget what another cache led to."""
+        if self._cache() is not kv_cache:
+            self._runs.clear()
+            # What vLLM throws away after profiling must not be kept alive from here.
+            self._cache, view = weakref.ref(kv_cache, self._forget_view), compat_layer.fp8_view(kv_cache)
+            self._view = None if view is kv_cache else view
+        return kv_cache if self._view is None else self._view
+
+    def _forget_view(self, _: Any) -> None:
+        self._view = None
+
+    def quantise(self, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
+        """Return [T, N, L] and [T, N, R] as one fp8 [T, N, L+R], quantised by vLLM's kernel."""
+        return compat_layer.quantise(self.module, absorbed, q_pe)
+
+    def rope_and_write(
+        self, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, slots: torch.Tensor, rope: Any
+    ) -> None:
+        """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows, by vLLM's one kernel for it.
+
+        k_pe stays as it is in rows without a slot. ``rope`` is an ``ops.Rope``.
+        """
+        module = self.module
+        compat_layer.rope_and_write(
+            rope.positions, q_pe, k_pe, kv_c, rope.table, rope.is_neox, slots, module.kv_cache, module.kv_cache_dtype,
+            rope.k_scale,
+        )  # fmt: skip
+
+    def rotate(self, q_pe: torch.Tensor, k_pe: torch.Tensor, rope: Any) -> None:
+        """Rotate q_pe [T, N, R] and k_pe [T, R] in place with vLLM's rotary kernel."""
+        compat_layer.rotary_embedding(rope.positions, q_pe, k_pe, rope.table, rope.is_neox)
+
+    def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
+        """Attend over the cache with the layer's implementation: q_prepared [n, N, L+R] -> [n, N, L]."""
+        module = self.module
+        attended: torch.Tensor = module.impl.forward_mqa(q_prepared, kv_cache, metadata, module)[0]
+        return attended
+
+    def v_up(self, attended: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the projection of [n, N, L] to ``out`` [n, N*V]."""
+        self.module._v_up_proj(attended, out=out)
+
+    def vllm_forward(
+        self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: Any, output: torch.Tensor
+    ) -> None:
+        """Run vLLM's attention of rotated q [T, N, P+R] and k_pe [T, 1, R]; it writes zeros if metadata is None."""
+        module = self.module
+        module.forward_impl(q, kv_c, k_pe, module.kv_cache, metadata, output=output)
+
+
+def of(module: Any) -> Layer:
+    """Return the one ``Layer`` of vLLM's ``MLAAttention`` module."""
+    # Kept by the module itself, so that the two go together.
+    found: Layer | None = module.__dict__.get(_KEY)
+    if found is None:
+        found = module.__dict__[_KEY] = Layer(module)
+    return found
+
+
+def _limit_of(module: Any) -> int:
+    compilation = getattr(compat_layer.config_of(module), "compilation_config", None)
+    limit = getattr(compat_config.current_pass(compilation), "limit", None)
+    return limit if isinstance(limit, int) else sys.maxsize
+
+
+def _step_key(inputs: DecodeInputs) -> tuple[Any, ...]:
+    """Return all that a kernel's contract looks at in the rows of a step."""
+    q, k_pe, kv_c, slots = inputs.q, inputs.k_pe, inputs.kv_c, inputs.slot_mapping
+    positions = inputs.positions
+    return (
+        q.shape, q.stride(), q.storage_offset(), q.dtype, k_pe.shape, k_pe.stride(), k_pe.storage_offset(), k_pe.dtype,
+        kv_c.shape, kv_c.stride(), kv_c.storage_offset(), kv_c.dtype, positions.shape, positions.stride(),
+        positions.dtype, slots.shape, slots.stride(), slots.dtype, inputs.is_neox, inputs.out_dtype,
+    )  # fmt: skip

@@ -1,0 +1,210 @@
+"""The module integration: the forward of vLLM's MLA wrapper calls the plugin's op. It needs no compiled graph.
+
+``installed`` surrounds the loading of a model, so that its wrappers are of our class. ``emit`` then decides for each
+layer whether its wrapper calls the op. The same rules decide about a layer for the passes and for the module.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from vllm_aiter_mla import layer as layers
+from vllm_aiter_mla import status
+from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.compat import wrapper as compat_wrapper
+from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate
+
+KNOWN_ROPES = ("RotaryEmbedding", "DeepseekScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding")
+"""Class names of vLLM's rotary embeddings that only rotate by the rows of one table."""
+# vLLM's eager rotation rounds to the activation dtype three times.
+ROUNDINGS = 8
+
+_of_attention: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
+"""The wrapper of each ``MLAAttention`` that was built while the class was installed."""
+
+
+# -- the class
+
+
+class FusedForward:
+    """Mixin for vLLM's wrapper; while ``is_neox`` is None the wrapper runs vLLM's own forward.
+
+    Attributes:
+        is_neox: pairing of the rotation that the op does.
+    """
+
+    is_neox: bool | None = None
+    mla_attn: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        _of_attention[self.mla_attn] = ref(self)
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden], as vLLM's forward; RoPE, KV write and attention are one op.
+
+        Args:
+            positions: [T] int64.
+            hidden_states: [T, hidden].
+            llama_4_scaling: scales the rotated query; if it is given, vLLM's own forward runs.
+        """
+        if self.is_neox is None or llama_4_scaling is not None or positions.dim() != 1:
+            out: torch.Tensor = super().forward(positions, hidden_states, llama_4_scaling)  # type: ignore[misc]
+            return out
+        return _forward(self, positions, hidden_states, self.is_neox)
+
+
+def _forward(module: Any, positions: torch.Tensor, hidden_states: torch.Tensor, is_neox: bool) -> torch.Tensor:
+    q, kv_c, k_pe = _project(module, hidden_states)
+    attention = module.mla_attn
+    attended = q.new_empty((hidden_states.shape[0], module.num_heads * module.v_head_dim))
+    torch.ops.vllm_aiter_mla.mla_attention_with_rope(
+        q, k_pe, kv_c, positions, module.rotary_emb.cos_sin_cache, attention._k_scale, attended, is_neox,
+        compat_wrapper.encoded_name(attention),
+    )  # fmt: skip
+    if module.g_proj is not None:
+        attended = attended * module.g_proj(hidden_states)[0].sigmoid()
+    out: torch.Tensor = module.o_proj(attended)[0]
+    return out
+
+
+def _project(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (q [T, N, P+R], kv_c [T, L] after its norm, k_pe [T, R]); the query and the key are not rotated."""
+    latent, rope = module.kv_lora_rank, module.qk_rope_head_dim
+    if module.q_lora_rank is None:
+        kv_c, k_pe = module.kv_a_proj_with_mqa(hidden_states)[0].split([latent, rope], dim=-1)
+        q, kv_c = module.q_proj(hidden_states)[0], module.kv_a_layernorm(kv_c)
+    else:
+        # One projection gives both latents; each is split off where vLLM's own norms expect it.
+        q_c, kv_lora = module.fused_qkv_a_proj(hidden_states)[0].split([module.q_lora_rank, latent + rope], dim=-1)
+        kv_c, k_pe = kv_lora.split([latent, rope], dim=-1)
+        q_c, kv_c = compat_wrapper.norms(module, q_c, kv_c)
+        q = module.q_b_proj(q_c)[0]
+    return q.view(-1, module.num_heads, module.qk_head_dim), kv_c, k_pe
+
+
+@functools.cache
+def fused_class() -> type:
+    """Return the class that replaces vLLM's."""
+    vllm_own = compat_wrapper.vllm_class()
+    return type(f"Fused{vllm_own.__name__}", (FusedForward, vllm_own), {})
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Let wrappers that are built inside the block be of our class, then restore vLLM's registry.
+
+    If vLLM's code is not known, nothing is installed: ``emit`` then skips each layer and says why.
+    """
+    with compat_wrapper.replaced(fused_class()) if compat_wrapper.why_unknown_code() is None else nullcontext():
+        yield
+
+
+def wrapper_of(attention: Any) -> Any:
+    """Return the wrapper of one of vLLM's ``MLAAttention`` layers, None if it is not of our class."""
+    found = _of_attention.get(attention)
+    return None if found is None else found()
+
+
+# -- which layers call the op
+
+
+def emit(modules: dict[str, Any]) -> tuple[str, ...]:
+    """Let each admitted layer call the op; the others run vLLM's own forward, with the reason in the status file.
+
+    Call it after the weights are loaded and the kernels are checked.
+
+    Args:
+        modules: the model's MLA layers by name.
+
+    Returns:
+        What each layer calls. It is a key for the compile cache, which holds what the layers called when it was filled.
+    """
+    found = []
+    for name, attention in modules.items():
+        skip = _guarded(attention)
+        found.append(f"{name}: {'module' if skip is None else skip.code}")
+        if skip is not None:
+            status.skip(name, skip.code, skip.message)
+            log.say_once(logging.DEBUG, f"{name} is left to vLLM: {skip}")
+    return tuple(found)
+
+
+def _guarded(attention: Any) -> Skip | None:
+    try:
+        wrapper = wrapper_of(attention)
+        if wrapper is not None:
+            wrapper.is_neox = None  # whatever was decided before
+        return compat_wrapper.why_unknown_code() or _emit(attention, wrapper)
+    except Exception as error:
+        return Skip("not_evaluated", f"admission raised {type(error).__name__}: {error}")
+
+
+def _emit(attention: Any, wrapper: Any) -> Skip | None:
+    if wrapper is None:
+        return Skip("unknown_forward", "the model's attention is not in vLLM's MultiHeadLatentAttentionWrapper")
+    if compat_wrapper.quantises_output(wrapper):
+        return Skip("fused_output_quant", "fuse_attn_quant is on, and vLLM's passes would not find the plugin's op")
+    skip = compat_wrapper.why_unknown(wrapper) or why_not_rope(wrapper)
+    if skip is not None:
+        return skip
+    embedding = wrapper.rotary_emb
+    is_neox = bool(embedding.is_neox_style)
+    decision = layers.of(attention).decide(table_dtype=embedding.cos_sin_cache.dtype)
+    if decision.skip is None:
+        wrapper.is_neox = is_neox
+    return decision.skip
+
+
+# -- the rotary embedding
+
+
+def why_not_rope(wrapper: Any) -> Skip | None:
+    """Return why the op may not rotate for this wrapper, or None: its class must be known, and a trial must agree."""
+    embedding, width = wrapper.rotary_emb, wrapper.qk_rope_head_dim
+    if embedding is None:
+        return Skip("no_rope", "the layer has no rotary embedding")
+    name = type(embedding).__name__
+    if name not in KNOWN_ROPES:
+        return Skip("rope_other_operand", f"the rotary embedding is {name}; known: {', '.join(KNOWN_ROPES)}")
+    if (embedding.rotary_dim, embedding.cos_sin_cache.shape[-1]) != (width, width):
+        return Skip("partial_rotary", f"the rotary embedding turns {embedding.rotary_dim} of {width} columns")
+    if compat_wrapper.scales_query(wrapper):
+        return Skip("rope_other_operand", "the model scales q after RoPE (llama_4_scaling)")
+    off = _rotation_error(embedding, width)
+    if not off <= ROUNDINGS:  # NaN included
+        return Skip("query_not_rope", f"{name} differs from the rotation by its table by {off:.3g} roundings")
+    return None
+
+
+@torch.inference_mode()
+def _rotation_error(embedding: Any, width: int) -> float:
+    """Largest difference between vLLM's embedding and the reference, in roundings of the activation dtype.
+
+    Tried at the first, the last and a few other rows of the table.
+    """
+    table = embedding.cos_sin_cache
+    draw = torch.Generator().manual_seed(0)
+    positions = torch.cat([torch.tensor([0, table.shape[0] - 1]), torch.randint(table.shape[0], (6,), generator=draw)])
+    positions = positions.to(table.device)
+    tokens = len(positions)
+    q, k = (torch.randn(tokens, heads, width, generator=draw).to(table) for heads in (2, 1))
+    cos, sin = (half.unsqueeze(1) for half in gather_cos_sin(table, positions))
+    wanted = [rotate(x, cos, sin, embedding.is_neox_style) for x in (q, k)]
+    found = embedding(positions, q.clone(), k.clone())
+    step = torch.finfo(table.dtype).eps
+    distances = [
+        (one.float() - other).abs().amax() / (step * other.abs().amax())
+        for one, other in zip(found, wanted, strict=True)
+    ]
+    return float(torch.stack(distances).max().item())

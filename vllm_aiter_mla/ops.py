@@ -1,0 +1,339 @@
+"""The three ops that rewritten graphs call: their registration, their fakes, and what they do.
+
+Registered when the plugin loads, because a warm start calls them without ever running a pass. An op reads vLLM's
+context and calls its body; ``verify`` runs the same bodies over a layer made of plain tensors. A fake looks at tensors
+and plain arguments only (I7).
+
+Sizes: T rows of a step (graph padding included), S slots, N heads, P and R the un-rotated and rotated widths of a query
+head, L the latent width, V the width of a value head.
+"""
+
+# No "from __future__ import annotations": the schema is inferred from the annotations themselves.
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_aiter_mla import layer as layers
+from vllm_aiter_mla import status
+from vllm_aiter_mla.admission import ATTENTION_OPS
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.kernels import backend
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
+
+NAMESPACE = "vllm_aiter_mla"
+
+_LIBRARY: list[torch.library.Library] = []
+
+
+class LayerStep(NamedTuple):
+    """One MLA layer in one step.
+
+    Attributes:
+        name: the layer's dotted name.
+        layer: a ``layer.Layer``, or in ``verify`` an object with the methods of its last section.
+        kv_cache: [blocks, block_size, L+R] in the activation dtype or the platform's fp8 type; empty before the cache
+            exists.
+        slots: [S] int64, S may exceed T; None while profiling.
+        metadata: of vLLM's attention, handed on as it is; None while profiling and in dummy runs.
+        num_actual_tokens: real rows; the others pad a graph.
+        decode_only: whether every real row is a decode row, with a slot for its KV row.
+        is_piecewise: tells whether the forward pass runs, or records, piecewise graphs; only captures ask.
+    """
+
+    name: str
+    layer: Any
+    kv_cache: torch.Tensor
+    slots: torch.Tensor | None
+    metadata: Any
+    num_actual_tokens: int
+    decode_only: bool
+    is_piecewise: Callable[[], bool]
+
+
+class Rope(NamedTuple):
+    """How a layer rotates, and the scale of its KV rows.
+
+    Attributes:
+        positions: [T] int64.
+        table: cos and sin, [max_position, R].
+        k_scale: one float32, dequantisation scale of the cache.
+        is_neox: pairing of the rotation.
+    """
+
+    positions: torch.Tensor
+    table: torch.Tensor
+    k_scale: torch.Tensor
+    is_neox: bool
+
+    def of_rows(self, n: int) -> "Rope":
+        """Return the rotation of the first ``n`` rows."""
+        return self if n == self.positions.shape[0] else self._replace(positions=self.positions[:n])
+
+
+def register() -> None:
+    """Define the ops under ``torch.ops.vllm_aiter_mla``. Idempotent."""
+    if _LIBRARY:
+        return
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    compat_layer.define(library, mla_decode_q_prep, mla_decode_q_prep_fake)
+    # Splitting ops: they run outside piecewise graphs, where the metadata is the batch's own. A full graph holds them,
+    # and vLLM replays full graphs of this kind for all-decode batches only.
+    tags = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)
+    for function, mutates in (
+        (mla_attention_with_prepared_q, ("output",)),
+        (mla_attention_with_rope, ("q", "k_pe", "output")),
+    ):
+        compat_layer.define(
+            library, compat_layer.with_attention_hooks(function), _no_result, mutates=mutates, tags=tags
+        )
+    _LIBRARY.append(library)
+
+
+def _no_result(*args: Any, **kwargs: Any) -> None:
+    """Fake of an op that returns nothing and writes ``output``."""
+
+
+def mla_decode_q_prep(
+    q: torch.Tensor, latent_dim: int, rope_dim: int, out_dtype: torch.dtype, layer_name: Any
+) -> torch.Tensor:
+    """Absorb BMM, concat and optional fp8 quantisation of a rotated query, as vLLM's attention op prepares it.
+
+    q [T, N, P+R] -> q_prepared [T, N, L+R] of ``out_dtype``. The weights and the scale are read from the layer per
+    call: reloading replaces them. May lie inside a piecewise graph, so it does not look at the batch (I2).
+    """
+    _, module = compat_layer.layer_module(layer_name)
+    return decode_q_prep(layers.of(module), q, rope_dim, out_dtype)
+
+
+def mla_decode_q_prep_fake(
+    q: torch.Tensor, latent_dim: int, rope_dim: int, out_dtype: torch.dtype, layer_name: Any
+) -> torch.Tensor:
+    """Shape and dtype from the tensor and the plain arguments only."""
+    return q.new_empty((q.shape[0], q.shape[1], latent_dim + rope_dim), dtype=out_dtype)
+
+
+def mla_attention_with_prepared_q(
+    q: torch.Tensor,
+    kv_c_normed: torch.Tensor,
+    k_pe: torch.Tensor,
+    q_prepared: torch.Tensor,
+    output: torch.Tensor,
+    layer_name: Any,
+    kv_cache_dummy_dep: torch.Tensor | None = None,
+) -> None:
+    """Fill ``output`` [T, N*V] with the attention of one layer, after pass 2.
+
+    Args:
+        q: [T, N, P+R], rotated.
+        kv_c_normed: [T, L].
+        k_pe: [T, 1, R], rotated.
+        q_prepared: [T, N, L+R] for the decode kernel.
+        output: [T, N*V], written in place.
+        layer_name: the layer.
+        kv_cache_dummy_dep: orders a separate KV write before attention; its value is not read.
+
+    Raises:
+        RuntimeError: captured inside a piecewise graph: whatever this batch is, it would be frozen for all.
+    """
+    attention(layer_step(layer_name), q, kv_c_normed, k_pe, q_prepared, output)
+
+
+def mla_attention_with_rope(
+    q: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    output: torch.Tensor,
+    is_neox: bool,
+    layer_name: Any,
+) -> None:
+    """Do one layer from the un-rotated query to the attention's output, after pass 3: see ``attention_with_rope``.
+
+    Args:
+        q: [T, N, P+R], not rotated; its rope part is rotated in place in a batch with prefill rows.
+        k_pe: [T, R], not rotated; likewise.
+        kv_c: [T, L].
+        positions: [T] int64.
+        cos_sin_cache: [max_position, R].
+        k_scale: one float32, dequantisation scale of the cache.
+        output: [T, N*V], written in place.
+        is_neox: pairing of the rotation.
+        layer_name: the layer.
+
+    Raises:
+        RuntimeError: captured inside a piecewise graph, or without a batch.
+    """
+    step = layer_step(layer_name)
+    attention_with_rope(step, q, k_pe, kv_c, Rope(positions, cos_sin_cache, k_scale, is_neox), output)
+    if step.metadata is None:
+        _note_while_profiling(step, q.dtype)
+
+
+def layer_step(layer_name: Any) -> LayerStep:
+    """Return one layer in the current step, for an op that was given it by name."""
+    name, metadata, module, kv_cache, slots = compat_layer.layer_call(layer_name)
+    layer = layers.of(module)
+    if metadata is None:
+        return LayerStep(name, layer, kv_cache, slots, None, 0, False, compat_layer.is_piecewise)
+    rows = metadata.num_actual_tokens
+    decode_only = rows <= layer.limit and compat_layer.is_decode_only(metadata, slots) and kv_cache.numel() > 0
+    if decode_only:
+        kv_cache = layer.cache_view(kv_cache)
+    return LayerStep(name, layer, kv_cache, slots, metadata, rows, decode_only, compat_layer.is_piecewise)
+
+
+def _note_while_profiling(step: LayerStep, act: torch.dtype) -> None:
+    """Count the layer as engaged while vLLM profiles memory, with the kernel that its calls will run on."""
+    kernel = step.layer.decide(act=act).kernel
+    if kernel is not None:
+        status.engage(step.name, kernel)
+
+
+# The bodies. ``verify`` runs them too, over its own layers.
+
+
+def attention_with_rope(
+    step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope, output: torch.Tensor
+) -> None:
+    """Do one layer from the un-rotated query to ``output``.
+
+    The layer's kernel prepares the real rows of a batch of decode rows. Any other batch is rotated in place, with the
+    KV rows written in the same launch, and goes to vLLM's own attention: what vLLM does without the plugin.
+
+    Args:
+        step: the layer, and what is known of the batch.
+        q: [T, N, P+R], not rotated. q_pe of the real rows is rotated in place if vLLM's attention runs.
+        k_pe: [T, R], not rotated; likewise.
+        kv_c: [T, L].
+        rope: the rotation.
+        output: [T, N*V], written in place; padded rows stay as they are.
+
+    Raises:
+        RuntimeError: captured inside a piecewise graph, or without a batch: the graph would be wrong for every replay.
+    """
+    if backend.is_capturing():
+        _check_capture(step)
+    query = _prepared_or_none(step, q, k_pe, kv_c, rope) if step.decode_only else None
+    if query is not None:
+        decode(step, query, output)
+        return
+    if step.metadata is not None:
+        rotate_and_write(step, q, k_pe, kv_c, rope)
+    step.layer.vllm_forward(q, kv_c, k_pe.unsqueeze(1), step.metadata, output)
+
+
+def _prepared_or_none(
+    step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope
+) -> torch.Tensor | None:
+    """Prepare the query; if the kernel raises, the layer goes to vLLM's attention. No kernel changes q or k_pe.
+
+    Inside a capture the error passes: half of a launch would be in the graph.
+    """
+    try:
+        return prepared_query(step, q, k_pe, kv_c, rope)
+    except Exception as error:
+        if backend.is_capturing():
+            raise
+        step.layer.fail(error)
+        return None
+
+
+def prepared_query(
+    step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope
+) -> torch.Tensor | None:
+    """Return q_prepared [n, N, L+R] of the n real rows, KV rows written; None if the layer has no kernel for them."""
+    n, layer, slots = step.num_actual_tokens, step.layer, step.slots
+    assert slots is not None
+    positions = rope.positions
+    if n != q.shape[0]:
+        q, k_pe, kv_c, positions = q[:n], k_pe[:n], kv_c[:n], positions[:n]
+    # By position: names take twice as long.
+    inputs = DecodeInputs(
+        q, k_pe, kv_c, layer.weight(), step.kv_cache, slots if slots.shape[0] == n else slots[:n], positions,
+        rope.table, rope.k_scale, layer.q_scale, rope.is_neox, layer.query_dtype(q.dtype),
+    )  # fmt: skip
+    run = layer.kernel(inputs)
+    return None if run is None else run(inputs)
+
+
+def rotate_and_write(step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope) -> None:
+    """Rotate the real rows of q and k_pe in place, and write their KV rows.
+
+    A batch without slots or without a cache is rotated and writes nothing, as in vLLM.
+    """
+    n, width, slots = step.num_actual_tokens, k_pe.shape[-1], step.slots
+    if n != q.shape[0]:
+        q, k_pe, kv_c, rope = q[:n], k_pe[:n], kv_c[:n], rope.of_rows(n)
+    q_pe = q.narrow(2, q.shape[2] - width, width)
+    if slots is None or not step.kv_cache.numel():
+        step.layer.rotate(q_pe, k_pe, rope)
+        return
+    step.layer.rope_and_write(q_pe, k_pe, kv_c, slots if n == slots.shape[0] else slots[:n], rope)
+
+
+def attention(
+    step: LayerStep,
+    q: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    q_prepared: torch.Tensor,
+    output: torch.Tensor,
+) -> None:
+    """Fill ``output`` [T, N*V]: decode rows with ``q_prepared``, any other batch with vLLM's own attention.
+
+    Args:
+        step: the layer, and what is known of the batch.
+        q: [T, N, P+R], rotated.
+        kv_c: [T, L].
+        k_pe: [T, 1, R], rotated.
+        q_prepared: [T, N, L+R].
+        output: [T, N*V], written in place.
+
+    Raises:
+        RuntimeError: as ``attention_with_rope``.
+    """
+    if backend.is_capturing():
+        _check_capture(step)
+    if step.decode_only:
+        decode(step, q_prepared, output)
+    else:
+        step.layer.vllm_forward(q, kv_c, k_pe.view(-1, 1, k_pe.shape[-1]), step.metadata, output)
+
+
+def decode_q_prep(layer: Any, q: torch.Tensor, rope_dim: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return q_prepared [T, N, L+R] of ``out_dtype`` from rotated q [T, N, P+R], as vLLM's attention prepares it."""
+    q_nope, q_pe = q.split([q.shape[-1] - rope_dim, rope_dim], dim=-1)
+    absorbed = layer.weight().product(q_nope)
+    if out_dtype == q.dtype:
+        return torch.cat([absorbed, q_pe], dim=-1)
+    quantised: torch.Tensor = layer.quantise(absorbed, q_pe)
+    return quantised
+
+
+def decode(step: LayerStep, q_prepared: torch.Tensor, output: torch.Tensor) -> None:
+    """Run decode attention and v-up projection of the real rows; padded rows of ``output`` stay as they are."""
+    n = step.num_actual_tokens
+    if n != output.shape[0]:
+        q_prepared, output = q_prepared[:n], output[:n]
+    step.layer.v_up(step.layer.forward_mqa(q_prepared, step.kv_cache, step.metadata), output)
+
+
+def _check_capture(step: LayerStep) -> None:
+    """Raise if what is being captured would be wrong for every replay."""
+    if step.is_piecewise():
+        raise RuntimeError(
+            f"aiter-mla: the attention of {step.name} is inside a piecewise graph. Add the plugin's ops "
+            f"({', '.join(ATTENTION_OPS)}) to compilation_config.splitting_ops, or leave splitting_ops unset."
+        )
+    found = {"attention metadata": step.metadata, "slot mapping": step.slots, "KV cache": step.kv_cache.numel() or None}
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
+        raise RuntimeError(
+            f"aiter-mla: {step.name} is being captured without {' and '.join(missing)}; its KV write would be missing "
+            "from every replay. Capture after the KV cache is bound and with slot mappings, or switch "
+            "pass_config.fuse_aiter_qk_rope_kvcache_mla off."
+        )

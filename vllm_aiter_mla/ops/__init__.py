@@ -1,1 +1,0 @@
-"""The ops that a rewritten graph calls."""

@@ -1,0 +1,261 @@
+"""Recognise a RoPE, however it is written, by evaluating a few graph nodes on tiny float64 tensors.
+
+A decomposed RoPE comes in many spellings: NeoX or GPT-J, chunk or slice, cat or stack, views repeated per consumer,
+tables expanded before or after the lookup. A rewritten layer is wrong if one of them is misread. Each spelling is
+multilinear in the data and in the table, so two expressions that agree on random real inputs are the same function
+(Schwartz-Zippel; in float64 the probability of a false match is negligible). Evaluating about fifty operators on three
+rows takes well under a millisecond per layer, and accepts nothing that computes something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from vllm_aiter_mla.passes.fx import VIEW_OPS, arguments, is_call, is_view, val, width
+
+aten = torch.ops.aten
+ROWS = 3
+"""The value of every symbolic size."""
+TABLE_ROWS = 5
+MAX_CONE = 400
+
+IDENTITY_OPS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
+"""Casts. The probe does not compare rounding: a cast between float types of 16 bits and more changes no value."""
+MOVING_OPS = (
+    VIEW_OPS
+    | IDENTITY_OPS
+    | {
+        aten.clone.default,
+        aten.neg.default,
+        aten.cat.default,
+        aten.stack.default,
+        aten.copy.default,
+        aten.slice_scatter.default,
+        aten.contiguous.default,
+    }
+)
+"""Ops that may come between the un-rotated and the rotated value."""
+TRANSPARENT_OPS = MOVING_OPS | {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}
+LOOKUP_OPS = frozenset({aten.index.Tensor, aten.index_select.default, aten.embedding.default})
+ROTARY_OPS = {
+    "_C::rotary_embedding": ("query", "key"),
+    "vllm::flashinfer_rotary_embedding": ("query", "key"),
+    "vllm::rocm_aiter_triton_rotary_embedding": ("query", "key"),
+    "vllm::fused_rope_unified_mla_kv_cache_update": ("q_pe", "k_pe"),
+}
+"""The in-place rotary ops, each with the names of its query and key arguments."""
+MODELLED = {"rope_dim_offset": 0, "inverse": False, "offsets": None}
+"""The only values under which a rotary op is the rotation that ``rope`` computes."""
+
+
+class ConeTooLargeError(Exception):
+    """An expression reaches further than any RoPE does."""
+
+
+def lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return (table, positions) of a row lookup in a 2-D table, or None."""
+    if node.op != "call_function" or node.target not in LOOKUP_OPS:
+        return None
+    table, positions = node.args[0], node.args[1]
+    if node.target is aten.index.Tensor:
+        positions = positions[0] if len(positions) == 1 else None  # type: ignore[index,arg-type]
+    elif node.target is aten.index_select.default:
+        positions = node.args[2] if positions == 0 else None
+    value = val(table)
+    if not isinstance(value, torch.Tensor) or value.dim() != 2 or not isinstance(positions, fx.Node):
+        return None
+    return table, positions  # type: ignore[return-value]
+
+
+def rotary_call(node: Any) -> tuple[str, str] | None:
+    """Return the names of the query and key arguments of a functionalised rotary op, or None.
+
+    A call that this module does not model is None: heads wider than the table, an offset inside the head, or the
+    inverse rotation.
+    """
+    if not is_call(node, auto_functionalized):
+        return None
+    names = ROTARY_OPS.get(node.args[0]._schema.name)
+    if names is None:
+        return None
+    given = arguments(node)
+    modelled = {"head_size": width(given["cos_sin_cache"]), **MODELLED}
+    return names if all(given.get(name, wanted) == wanted for name, wanted in modelled.items()) else None
+
+
+def rotated_operand(node: fx.Node) -> fx.Node | None:
+    """Return the operand of a functionalised rotary op whose rotation is ``node``: result 1 is q, result 2 is k."""
+    if not is_call(node, operator.getitem):
+        return None
+    names = rotary_call(node.args[0])
+    if names is None or node.args[1] not in (1, 2):
+        return None
+    operand = node.args[0].kwargs[names[node.args[1] - 1]]  # type: ignore[union-attr,operator,index]
+    return operand if isinstance(operand, fx.Node) else None
+
+
+class Cone:
+    """The expression above one node, down to its roots, tables and positions.
+
+    A root is the first node, going up, that neither moves data nor depends on a rotary table: a GEMM, its bias add, a
+    norm, a placeholder.
+
+    Args:
+        target: the node.
+        reads_table: answers whether a rotary table takes part in a node's value.
+
+    Raises:
+        ConeTooLargeError: more than ``MAX_CONE`` nodes.
+    """
+
+    def __init__(self, target: fx.Node, reads_table: TableReaders) -> None:
+        self.inner: set[fx.Node] = set()
+        self.roots: set[fx.Node] = set()
+        self.tables: set[fx.Node] = set()
+        self.positions: set[fx.Node] = set()
+        self._reads_table = reads_table
+        stack = [target]
+        while stack:
+            node = stack.pop()
+            if node in self.inner or node in self.roots:
+                continue
+            if len(self.inner) > MAX_CONE:
+                raise ConeTooLargeError(target.name)
+            stack.extend(self._place(node))
+
+    def _place(self, node: fx.Node) -> list[fx.Node]:
+        """Give ``node`` its role; return the nodes above it that belong to the expression."""
+        if self._is_inner(node):
+            self.inner.add(node)
+            return [parent for parent in node.all_input_nodes if not isinstance(val(parent), torch.SymInt)]
+        if (found := lookup(node)) is not None:
+            self.inner.add(node)
+            self.tables.add(found[0])
+            self.positions.add(found[1])
+            return []
+        operand = rotated_operand(node)
+        if operand is None:
+            self.roots.add(node)
+            return []
+        call: fx.Node = node.args[0]  # type: ignore[assignment]
+        self.inner.update((node, call))
+        self.tables.add(call.kwargs["cos_sin_cache"])  # type: ignore[arg-type]
+        self.positions.add(call.kwargs["positions"])  # type: ignore[arg-type]
+        return [operand]
+
+    def _is_inner(self, node: fx.Node) -> bool:
+        if node.op != "call_function":
+            return False
+        if node.target is operator.getitem:
+            return is_view(node)
+        if node.target in IDENTITY_OPS and not _is_wide_float(node):
+            return False
+        return node.target in MOVING_OPS or (node.target in TRANSPARENT_OPS and self._reads_table(node))
+
+
+class TableReaders:
+    """Answers whether a rotary table takes part in the value of a node of one graph; each node is looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, bool] = {}
+
+    def __call__(self, node: Any) -> bool:
+        """Return the answer for one node, False for other values."""
+        if not isinstance(node, fx.Node):
+            return False
+        if node not in self._known:
+            self._known[node] = False
+            self._known[node] = self._reaches_table(node)
+        return self._known[node]
+
+    def _reaches_table(self, node: fx.Node) -> bool:
+        if node.op == "call_function" and node.target in TRANSPARENT_OPS:
+            return any(self(parent) for parent in node.all_input_nodes)
+        return lookup(node) is not None or rotary_call(node) is not None
+
+
+def _is_wide_float(node: fx.Node) -> bool:
+    """Return whether a value has a float type of 16 bits or more. A cast to any other type is a quantisation."""
+    value = val(node)
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 1
+
+
+class Probe:
+    """Evaluates nodes, given the values of the nodes at which evaluation stops."""
+
+    def __init__(self, values: dict[fx.Node, Any]) -> None:
+        self._values = dict(values)
+
+    def __call__(self, node: Any) -> Any:
+        """Return the value of an argument: nodes are evaluated, symbolic sizes become ``ROWS``."""
+        if isinstance(node, fx.Node):
+            if node not in self._values:
+                self._values[node] = self._evaluate(node)
+            return self._values[node]
+        if isinstance(node, (list, tuple)):
+            return type(node)(self(item) for item in node)
+        return concrete(node) if isinstance(node, torch.SymInt) else node
+
+    def _evaluate(self, node: fx.Node) -> Any:
+        value = val(node)
+        if isinstance(value, torch.SymInt):
+            return concrete(value)
+        if (names := rotary_call(node)) is not None:
+            return self._rotate(node, *names)
+        if node.target in IDENTITY_OPS:
+            return self(node.args[0])
+        kwargs = {key: self(arg) for key, arg in node.kwargs.items() if key not in ("dtype", "device", "layout")}
+        return node.target(*(self(arg) for arg in node.args), **kwargs)  # type: ignore[operator]
+
+    def _rotate(self, node: fx.Node, *names: str) -> tuple[Any, ...]:
+        cos, sin = self(node.kwargs["cos_sin_cache"])[self(node.kwargs["positions"])].unsqueeze(1).chunk(2, -1)
+        rotated: list[torch.Tensor | None] = [None]
+        for name in names:
+            tensor = self(node.kwargs[name])
+            if tensor is not None:
+                heads = tensor.reshape(tensor.shape[0], -1, 2 * cos.shape[-1])
+                tensor = rope(heads, cos, sin, bool(node.kwargs["is_neox"])).view_as(tensor)
+            rotated.append(tensor)
+        return tuple(rotated)
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
+    """Rotate pairs of the last dimension of ``x`` [..., R] by ``cos`` and ``sin`` [..., R/2], in their dtype."""
+    first, second = x.chunk(2, -1) if is_neox else (x[..., 0::2], x[..., 1::2])
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(pair, -1) if is_neox else torch.stack(pair, -1).flatten(-2)
+
+
+def concrete(size: Any) -> int:
+    """Return a size with ``ROWS`` for every symbol."""
+    return size if isinstance(size, int) else _at_rows(size.node.expr)
+
+
+@lru_cache(maxsize=1024)
+def _at_rows(expr: Any) -> int:
+    """Return a symbolic expression with ``ROWS`` for every symbol; a model has a handful of expressions."""
+    return int(expr.subs({symbol: ROWS for symbol in expr.free_symbols}))
+
+
+def random_like(node: fx.Node, generator: torch.Generator, rows: int | None = None) -> torch.Tensor:
+    """Draw a float64 tensor of the probe's size for ``node``; ``rows`` replaces its first dimension."""
+    shape = [concrete(size) for size in val(node).shape]
+    if rows is not None:
+        shape[0] = rows
+    return torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Run on real CPU tensors although a compilation with fake ones is under way."""
+    with unset_fake_temporarily(), torch._guards.tracing(None), torch.no_grad():
+        yield

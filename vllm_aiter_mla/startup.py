@@ -1,0 +1,346 @@
+"""What the plugin does in a worker whose fast path is on: check and time kernels after loading, say the status line.
+
+vLLM's memory profiling may already capture graphs, so the kernels are checked right after loading. The status counts
+layers that have run, so it comes after the compiled graphs have run once.
+
+Both fail closed. Whatever goes wrong before every kernel is checked, or before the status line is said, is an error in
+strict mode. Otherwise the layers concerned run vLLM's own kernels, one line says so, and the worker goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from threading import Thread
+from typing import Any
+
+from vllm_aiter_mla import layer as layers
+from vllm_aiter_mla import measuring, status
+from vllm_aiter_mla.backends import current_platform
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import log, patches
+from vllm_aiter_mla.kernels import selfcheck
+from vllm_aiter_mla.kernels.backend import KernelBackend
+from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
+from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
+
+FALLS_BACK = "every MLA layer runs vLLM's own kernels"
+CHECK = "the kernels could not be checked"
+
+
+def attach(worker: Any) -> None:
+    """Hook one worker; with the flag off, or if the gate skipped the engine, leave it as it is.
+
+    Raises:
+        SettingsError: the worker cannot be hooked, in strict mode.
+    """
+    config = worker.vllm_config
+    strict = _is_strict(config)
+    # Kernels that nobody has checked do not run, so a worker without hooks runs vLLM's own.
+    with _step("the worker could not be hooked", strict, FALLS_BACK):
+        engaged = compat_config.engaged_pass(config)
+        if not compat_config.settings_of(config).enabled or engaged is None:
+            return
+        if engaged.integration == "module":
+            patches.within(worker, "load_model", integration().installed)
+        patches.after(worker, "load_model", partial(check_kernels, strict=strict))
+        patches.after(worker, "compile_or_warm_up_model", partial(take_status, strict=strict), failed=hand_over_nothing)
+
+
+def integration() -> Any:
+    """Return ``vllm_aiter_mla.module``, imported late: the passes do not need it."""
+    from vllm_aiter_mla import module
+
+    return module
+
+
+def check_kernels(worker: Any, strict: bool = False) -> None:
+    """Check every kernel that is about to run, time those that may be chosen, and tell the compile cache the result.
+
+    Raises:
+        SettingsError: a kernel fails its check, or one cannot be made, in strict mode.
+    """
+    config = worker.vllm_config
+    found: dict[str, Layer] = {}
+    checked_to: int | None = None  # L, once every kernel is checked
+    try:
+        with _step(CHECK, strict, FALLS_BACK, found):
+            status.reset()
+            found.update(layers_of(config))
+            limit, sizes = (
+                int(compat_config.engaged_pass(config).limit),
+                config.compilation_config.cudagraph_capture_sizes or (),
+            )
+            below = [size for size in sizes if size <= limit]
+            check_layers(tuple(found.values()), strict=strict, capture_sizes=below, limit=limit)
+            checked_to = limit
+    finally:
+        # Also after an error: the other ranks wait for this one's answer.
+        measuring.choose(config, tuple(found.values()), checked_to)
+    with _step(CHECK, strict, FALLS_BACK, found):
+        engaged = compat_config.engaged_pass(config)
+        if engaged.integration == "module":
+            engaged.emitted = integration().emit(compat_config.mla_modules(config))
+        # Before the first graph is compiled: which layers the passes leave alone depends on it.
+        engaged.kernels = cache_key(tuple(found.values()), strict=strict)
+    if checked_to is not None:
+        with log.warned("what vLLM's own attention compiles could not be compiled ahead"):
+            for layer in found.values():
+                if layer.state == "trusted":
+                    layer.compile_vllm_quantisation()
+
+
+def layers_of(config: Any) -> dict[str, Layer]:
+    """Return the MLA layers of a worker's model by name."""
+    return {name: layers.of(module) for name, module in compat_config.mla_modules(config).items()}
+
+
+def check_layers(
+    found: Sequence[Layer], *, strict: bool, capture_sizes: Sequence[int] = (), limit: int | None = None
+) -> None:
+    """Compare the kernels of each layer shape with the reference; a layer does not run a kernel that fails.
+
+    Layers whose check cannot be made run vLLM's own kernels, and the others are still checked.
+
+    Args:
+        found: the model's MLA layers.
+        strict: whether a kernel that fails its check, or cannot be checked, is an error.
+        capture_sizes: token counts for which a kernel that compiles per count is compiled now.
+        limit: L, the largest batch that a kernel will be given; None: any.
+
+    Raises:
+        SettingsError: a mismatch, or anything that raises on the way, in strict mode.
+    """
+    failed: dict[str, str] = {}
+    groups: dict[tuple[Any, ...], list[Layer]] = {}
+    for layer in found:
+        with _layers_step([layer], failed, strict):
+            if layer.not_admitted() is not None:
+                layer.refuse("it was not admitted when the kernels were checked")
+            else:
+                groups.setdefault((id(layer.backends), layer.shape()), []).append(layer)
+    for group in groups.values():
+        with _layers_step(group, failed, strict):
+            _check_group(group, strict, capture_sizes, limit)
+            for layer in group:
+                layer.trust()
+    _say_failed(failed)
+
+
+def _check_group(group: Sequence[Layer], strict: bool, capture_sizes: Sequence[int], limit: int | None) -> None:
+    """Check the kernels of layers of one engine and one shape."""
+    first, shape = group[0], group[0].shape()
+    named = f"heads {shape.heads}, {shape.cache_dtype} cache, block size {shape.block_size}"
+    for name, backend in first.kernels_to_check().items():
+        trouble = self_check(name, backend, shape, capture_sizes, limit)
+        if trouble is None:
+            continue
+        if name != first.backends.names[0]:
+            # Nobody asked for it by name, and the default kernel still runs: no failure of the engine.
+            log.say_once(logging.WARNING, f"{trouble} ({named}); it is not among those that are timed")
+        elif strict:
+            raise SettingsError(f"{log.PREFIX}{trouble} ({named}; {STRICT_OPTION})")
+        else:
+            log.say_once(logging.ERROR, f"{trouble} ({named}); this layer shape falls back to vLLM's own kernels")
+        for layer in group:
+            layer.refuse_kernel(name, trouble)
+
+
+def self_check(
+    name: str, backend: KernelBackend, shape: LayerShape, capture_sizes: Sequence[int] = (), limit: int | None = None
+) -> str | None:
+    """Run a kernel and the reference, under both pairings: return why it must not serve this shape, or None.
+
+    A kernel that cannot be compiled or launched is as bad as a wrong one.
+    """
+    try:
+        for is_neox in (False, True):
+            one = replace(shape, is_neox=is_neox)
+            result = selfcheck.self_check(backend, one, limit)
+            if not result.ok:
+                return result.message
+            log.say_once(logging.DEBUG, result.message)
+            if capture_sizes:
+                backend.warm_up(synthetic_inputs(one, tokens=1), capture_sizes)
+    except Exception as error:
+        return f"{name}: self-check FAILED: {type(error).__name__}: {error}"
+    return None
+
+
+def cache_key(found: Sequence[Layer], *, strict: bool = False) -> tuple[str, ...]:
+    """Return what the layers will run on, or why they will not: a key for the compile cache.
+
+    Raises:
+        SettingsError: a layer cannot be asked, in strict mode.
+    """
+    keys, failed = set(), dict[str, str]()
+    for layer in found:
+        with _layers_step([layer], failed, strict):
+            keys.add(layer.cache_key())
+        if layer.name in failed:
+            keys.add(layer.cache_key())  # of a refused layer: nothing is read
+    _say_failed(failed)
+    return tuple(sorted(keys))
+
+
+@contextmanager
+def _layers_step(group: Sequence[Layer], failed: dict[str, str], strict: bool) -> Iterator[None]:
+    """Do something with layers; if it raises, they run vLLM's own kernels, or strict mode stops the worker."""
+    try:
+        yield
+    except Exception as error:
+        if strict and isinstance(error, SettingsError):
+            raise
+        reason = f"its kernel could not be checked: {type(error).__name__}: {error}"
+        for layer in group:
+            layer.refuse(reason)
+            failed[layer.name] = reason
+        if strict:
+            raise SettingsError(f"{log.PREFIX}{group[0].name}: {reason} ({STRICT_OPTION})") from error
+
+
+def _say_failed(failed: dict[str, str]) -> None:
+    if failed:
+        name, reason = next(iter(failed.items()))
+        log.say_once(logging.ERROR, f"{len(failed)} MLA layer(s) fall back to vLLM's own kernels: {name}: {reason}")
+
+
+@contextmanager
+def _step(
+    what: str, strict: bool, effect: str = "serving goes on", found: dict[str, Layer] | None = None
+) -> Iterator[None]:
+    """Do something that may raise: an error in strict mode, otherwise one line.
+
+    Args:
+        what: what has failed, should it raise.
+        strict: whether that stops the worker.
+        effect: what happens then in the other mode.
+        found: the layers that run vLLM's own kernels from then on.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = f"{what}: {type(error).__name__}: {error}"
+        for layer in (found or {}).values():
+            layer.refuse(reason)
+        if strict and isinstance(error, SettingsError):
+            raise
+        if strict:
+            raise SettingsError(f"{log.PREFIX}{reason} ({STRICT_OPTION})") from error
+        log.say_once(logging.ERROR, f"{reason}; {effect}")
+
+
+def _is_strict(config: Any) -> bool:
+    """Whether strict mode was asked for, read from the options, or from the pass if those cannot be read."""
+    for read in (compat_config.settings_of, lambda config: compat_config.engaged_pass(config).settings):
+        try:
+            return bool(read(config).strict)
+        except Exception:
+            continue  # what is wrong with this one shows where it is needed
+    return False
+
+
+def take_status(worker: Any, strict: bool = False) -> None:
+    """Say this rank's status line, then write it down. No file is touched before the line is said.
+
+    Raises:
+        SettingsError: no layer engaged, or no status line can be made, in strict mode.
+    """
+    config = worker.vllm_config
+    record: dict[str, Any] = {}
+    stages = [record]
+    try:
+        try:
+            with _step("the status is not complete", strict):
+                _run_once(worker)
+            with _step("no status line could be made", strict):
+                record.update(_record(worker))
+        finally:
+            # A rank that stops here hands over what it has: the other stages wait for it.
+            with _step("the status of the pipeline stages could not be gathered", strict):
+                stages[:] = log.of_stages(record)
+        if record:
+            with _step("no status line could be said", strict):
+                _say(config, stages, record, strict)
+    finally:
+        if record:
+            _write_down(config, record)
+
+
+def hand_over_nothing(worker: Any) -> None:
+    """Tell the other pipeline stages, which wait for this rank's status, that its warm-up has failed.
+
+    It does not wait for them: vLLM must hear of the failure now, and a stage may wait for another rank that has failed.
+    The graphs that it has compiled may be loaded by the next start, which then needs the reasons of skipped layers.
+    """
+    what = "the other stages could not be told that this one has failed"
+
+    def tell() -> None:
+        with log.warned(what):
+            log.of_stages({})
+
+    with log.warned(what):
+        Thread(target=tell, daemon=True).start()
+    with log.warned("the reasons of skipped layers could not be kept or read"):
+        found = {"rank": int(getattr(worker, "rank", 0)), "skipped": {}}
+        status.keep_skips(compat_config.cache_folder(), str(worker.vllm_config.compute_hash()), found)
+
+
+def _run_once(worker: Any) -> None:
+    """Run a dummy batch if no graph below the limit was captured: warm-up itself covers the largest batch only.
+
+    A dummy batch holds collectives: every rank of a group has to run it, or none. So the config decides, which all
+    share, and not what only one rank knows, for instance that its kernel failed its check.
+    """
+    config = worker.vllm_config
+    if compat_config.mla_modules(config) and not _captured_below_the_limit(config):
+        worker.execute_dummy_batch()
+
+
+def _captured_below_the_limit(config: Any) -> bool:
+    """Whether vLLM captured a graph of at most L tokens. If the config cannot be read, every rank returns False."""
+    try:
+        sizes, limit = compat_config.capture_sizes(config.compilation_config), compat_config.engaged_pass(config).limit
+    except Exception:
+        return False
+    return any(size <= limit for size in sizes)
+
+
+def _record(worker: Any) -> dict[str, Any]:
+    config = worker.vllm_config
+    engaged, rank = compat_config.engaged_pass(config), int(getattr(worker, "rank", 0))
+    names = sorted(compat_config.mla_modules(config))
+    cache, card = compat_config.cache_name(config), current_platform().arch
+    found = status.record_of(names, engaged.limit, cache, rank, engaged.integration, card)
+    return found | compat_config.metric_labels(config)
+
+
+def _say(config: Any, stages: list[dict[str, Any]], record: dict[str, Any], strict: bool) -> None:
+    """Say the line on rank 0, for all pipeline stages. Strict mode stops a rank whose MLA layers are all skipped.
+
+    Raises:
+        SettingsError: strict mode, and no layer engaged.
+    """
+    anywhere = any(stage and stage["engaged"] for stage in stages)
+    if strict and not record["engaged"] and (record["total"] or not anywhere):
+        raise SettingsError(f"{log.PREFIX}{status.line(record)} ({STRICT_OPTION})")
+    if record["rank"] == 0:
+        found = status.of_engine(stages) | {"replica": compat_config.replica(config)}
+        # Every engine of a process has its line said, also one that reads like the last.
+        log.say(logging.INFO if found["engaged"] else logging.WARNING, status.line(found))
+
+
+def _write_down(config: Any, record: dict[str, Any]) -> None:
+    """Write the status file; what fails costs a warning and nothing else."""
+    with log.warned("the reasons of skipped layers could not be kept or read"):
+        noted = status.keep_skips(compat_config.cache_folder(), str(config.compute_hash()), record)
+        if noted is not None and record["rank"] == 0:
+            log.say(logging.INFO, f"noted when these graphs were compiled: {noted}")
+    with log.warned("the captured sizes could not be read"):
+        record["capture_sizes"] = compat_config.capture_sizes(config.compilation_config)
+    with log.warned("the status file could not be written"):
+        status.write(compat_config.cache_folder(), record)
