@@ -19,7 +19,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 
 from tests.sandbox.gpu_ops import write_kv_rows
 from vllm_aiter_mla.compat.layer import fp8_view
-from vllm_aiter_mla.kernels.absorb import absorb
+from vllm_aiter_mla.kernels.absorb import absorb_plain as absorb
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.reference import store_nope
 
