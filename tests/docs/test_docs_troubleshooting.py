@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.kernels.aiter.contract import CHECKS
+from vllm_aiter_mla.kernels.aiter.contract import LIMITS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_aiter_mla"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| `([a-z0-9_-]+)` \|(.*)\|$", PAGE, re.MULTILINE))
-GIVEN = {*admission.REASONS, "kernel", *(check.name for check in CHECKS)}
+GIVEN = {*admission.REASONS, "kernel", *LIMITS}
 SHORTEST = 8  # letters of a fragment that still identifies a line
 
 

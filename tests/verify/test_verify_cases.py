@@ -11,8 +11,8 @@ import torch
 
 from tests.verify.faults import Changed
 from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
-from vllm_aiter_mla.kernels.selfcheck import EXACT, OWN_BMM
 from vllm_aiter_mla.verify import backends, cases, runner
 from vllm_aiter_mla.verify.layer import Buffers
 from vllm_aiter_mla.verify.oracles import ORACLES

@@ -319,7 +319,7 @@ def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
 
 
 def machine() -> dict[str, str]:
-    """Return card and versions, as they belong beside any figure. Needs a GPU."""
+    """Return card and versions, which belong to any figure. Needs a GPU."""
     try:  # ROCm's builds have their own distribution names, so the module is asked
         import triton
     except ImportError:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from tests.sandbox.simulated_aiter import gemm, gemm_fp4, install, op
 from tests.support.simulated_aiter import FP8, ROCM, inputs, same_bytes, twin
-from vllm_aiter_mla import layers
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
@@ -265,7 +264,7 @@ def test_a_layers_weight_is_read_as_vllm_keeps_it_and_fp4_is_asked_before_fp8(fp
     layer = SimpleNamespace(
         _vllm_config=config, is_aiter_triton_fp4_bmm_enabled=fp4, is_aiter_triton_fp8_bmm_enabled=fp8, **tensors
     )
-    weight = layers.weight_of(layer)
+    weight = absorb.read(compat_layer.absorb_tensors(layer))
     assert weight == wanted
     assert (weight.sizes, weight.key) == ((4, 128, 512), key)
     assert compat_layer.activation_dtype(layer) == (BF16 if fp4 or fp8 else torch.float16)

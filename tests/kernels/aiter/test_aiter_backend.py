@@ -92,6 +92,16 @@ def test_tables_that_follow_one_another_get_halves_of_their_own() -> None:
         del table
 
 
+def test_a_table_overwritten_in_place_is_copied_again_into_the_same_halves() -> None:
+    bound, table = backend(), torch.zeros(8, 64)
+    cos, _ = bound.halves(table)
+    with torch.inference_mode():  # as vLLM runs; a table made before still counts its versions
+        table.fill_(2.0)
+        again, _ = bound.halves(table)
+    assert again is cos
+    assert float(cos[0, 0]) == 2.0
+
+
 @pytest.mark.parametrize("change", [lambda table, new: table.set_(new), lambda table, new: setattr(table, "data", new)])
 @pytest.mark.parametrize("rows", [8, 16])
 def test_a_table_that_lies_elsewhere_now_gets_halves_of_its_own(change, rows) -> None:

@@ -24,6 +24,7 @@ from vllm_aiter_mla.kernels.aiter.op import (
     signature_problem,
 )
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.settings import Settings
 
 SENTENCES = {
     "0.1.19": "has no `compute_all_q_rope`",
@@ -128,13 +129,13 @@ def test_a_failing_import_is_a_reason(tmp_path, monkeypatch) -> None:
     root = write_tree(tmp_path)
     (root / "aiter" / "__init__.py").write_text("raise RuntimeError('Get GPU arch from rocminfo failed')\n")
     monkeypatch.syspath_prepend(root)
-    reason = aiter_factory(Platform("gfx942", ROCM))
+    reason = aiter_factory(Platform("gfx942", ROCM), Settings())
     assert reason == "`import aiter` failed: RuntimeError: Get GPU arch from rocminfo failed"
     sys.modules.pop("aiter", None)
 
 
 def test_aiter_is_not_even_probed_off_amd_cards() -> None:
-    assert "this card is sm90" in str(aiter_factory(Platform("sm90")))
+    assert "this card is sm90" in str(aiter_factory(Platform("sm90"), Settings()))
 
 
 def test_install_leaves_no_trace() -> None:

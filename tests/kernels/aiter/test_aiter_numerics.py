@@ -83,7 +83,7 @@ def test_half_precision_activations_agree(arch, act) -> None:
         (64, 16, 1, 64, "opt"),
     ],
 )
-def test_the_view_picks_the_kernel_and_the_fake_runs_that_one(arch, tokens, heads, block, view, kernel) -> None:
+def test_the_view_picks_the_kernel_and_the_simulated_op_runs_that_one(arch, tokens, heads, block, view, kernel) -> None:
     assert agree(arch, inputs(arch, tokens, heads, block), view=view) == kernel
     assert op.forget()[-1] == (kernel, tokens)
 
@@ -215,7 +215,7 @@ def test_rope_within_1_percent_of_a_path_that_quantises_from_fp32(arch) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(FP8.values()))
-def test_the_fakes_rounding_and_the_references_agree_on_every_edge(dtype) -> None:
+def test_the_simulated_rounding_and_the_references_agree_on_every_edge(dtype) -> None:
     """All codes, all midpoints, their neighbours in fp32, zeros, overflow and NaN: two implementations, one answer."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     finite = codes[codes.isfinite()].sort().values

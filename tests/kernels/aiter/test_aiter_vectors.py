@@ -1,4 +1,4 @@
-"""Reference and fake against what AITER's own sources computed, and the values that those calls do not hold."""
+"""Reference and simulated AITER against what AITER's own sources computed, and values that those calls lack."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def by_reference(q: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> 
     return absorb_fp8(q, weight, scale)
 
 
-def by_fake(q: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def by_simulation(q: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return gemm.batched_gemm(q.transpose(0, 1), weight, scale, dtype=q.dtype, transpose_bm=True)
 
 
-products = pytest.mark.parametrize("product", [by_reference, by_fake])
+products = pytest.mark.parametrize("product", [by_reference, by_simulation])
 
 
 @products
@@ -66,7 +66,7 @@ def test_the_absorb_product_over_fp4_weights_is_that_of_aiters_source_to_the_byt
 
 
 @pytest.mark.parametrize("call", FP4_CALLS)
-def test_the_fake_gemm_over_fp4_weights_is_that_of_aiters_source_to_the_byte(call, monkeypatch) -> None:
+def test_the_simulated_gemm_over_fp4_weights_is_that_of_aiters_source_to_the_byte(call, monkeypatch) -> None:
     monkeypatch.setenv("SIMULATED_AITER_ARCH", "gfx950")
     done = fp4_call(call)
     operands = (done.x.transpose(0, 1), done.weight.values, done.weight.scale)
@@ -90,7 +90,7 @@ def test_the_reference_has_the_bytes_of_aiters_fused_op(index) -> None:
 
 
 @pytest.mark.parametrize("index", FUSED_CALLS)
-def test_the_fake_has_the_bytes_of_aiters_fused_op_and_takes_the_same_kernel(index, monkeypatch) -> None:
+def test_the_simulated_op_has_the_bytes_of_aiters_fused_op_and_takes_the_same_kernel(index, monkeypatch) -> None:
     call = fused_call(index)
     monkeypatch.setenv("SIMULATED_AITER_ARCH", call.arch)
     given_, query = call.inputs, torch.empty_like(call.query)
@@ -168,14 +168,14 @@ def test_a_nan_activation_becomes_the_lowest_value_of_its_group(act, flavour, pr
         max_size=12,
     ),
 )
-def test_reference_and_fake_agree_on_values_out_of_the_ordinary(flavour, act, nope, places) -> None:
+def test_reference_and_simulation_agree_on_values_out_of_the_ordinary(flavour, act, nope, places) -> None:
     generator = torch.Generator().manual_seed(nope)
     x = torch.randn(4, 1, nope, generator=generator).to(act)
     x[3] = 0.0
     for row, column, value in places:
         x[row, 0, column % nope] = value
     weight, scale = weight_of(flavour, nope=nope), torch.tensor(0.01)
-    ours, theirs = (product(x, weight, scale).float() for product in (by_reference, by_fake))
+    ours, theirs = (product(x, weight, scale).float() for product in (by_reference, by_simulation))
     assert torch.equal(ours.isfinite(), theirs.isfinite())
     bound = 2**-7 * theirs[theirs.isfinite()].abs().amax() if theirs.isfinite().any() else 0.0
     assert ((ours - theirs)[ours.isfinite()].abs() <= bound).all()

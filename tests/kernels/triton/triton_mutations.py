@@ -1,4 +1,4 @@
-"""Bugs to plant in the kernel's two files: name -> (text, replacement, how often the text must stand in them)."""
+"""Bugs to plant in the kernel's source: name -> (text, replacement, how often the text occurs)."""
 
 MUTATIONS = {
     "dropped_position_clamp": ("tl.minimum(tl.maximum(position, 0), last_position)", "position", 1),

@@ -55,7 +55,7 @@ class AiterBackend(KernelBackend):
         self._op = load_op() if op is None else op
         self._capturing = capturing
         self._missing = missing
-        self._tables: dict[tuple[Any, ...], tuple[torch.UntypedStorage, Halves]] = {}
+        self._tables: dict[tuple[Any, ...], tuple[int, torch.UntypedStorage, Halves]] = {}
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class: finds the route, once per call shape.
@@ -92,23 +92,32 @@ class AiterBackend(KernelBackend):
         vLLM keeps one table per rotary embedding for all layers. AITER takes two and reads their rows densely whatever
         their stride: ``table.chunk(2, -1)`` would be silent garbage, and a copy per call a launch per layer and step.
         So the halves are made once. They are kept by the table's address, because a compiled graph hands over another
-        alias of the same memory at every call. A table that is overwritten in place is not noticed.
+        alias of the same memory at every call. If torch's version counter says that the table was overwritten, it is
+        copied again into the same halves, so that captured graphs see it. Inference tensors have no such counter.
 
         Raises:
-            KernelCaptureError: the halves must be made while a graph is being captured.
+            KernelCaptureError: the halves must be made or refreshed while a graph is being captured.
         """
         key = (table.data_ptr(), table.shape, table.dtype)
+        version = 0 if table.is_inference() else table._version
         kept = self._tables.get(key)
+        if kept is not None and kept[0] >= version:
+            return kept[2]
+        if self._capturing():
+            raise KernelCaptureError(
+                "the cos/sin table is new or was changed, and a graph is being captured: run the layer once outside "
+                "the capture (warm-up) after every change of the table"
+            )
+        cos, sin = table.chunk(2, dim=-1)
         if kept is None:
-            if self._capturing():
-                raise KernelCaptureError(
-                    "the cos/sin table is new, and a graph is being captured: run the layer once outside the capture "
-                    "(warm-up) before"
-                )
-            cos, sin = table.chunk(2, dim=-1)
-            # With the table's memory, so that no other table can come to lie there.
-            kept = self._tables.setdefault(key, (table.untyped_storage(), (cos.contiguous(), sin.contiguous())))
-        return kept[1]
+            halves = (cos.contiguous(), sin.contiguous())
+        else:
+            halves = kept[2]
+            halves[0].copy_(cos)
+            halves[1].copy_(sin)
+        # With the table's memory, so that no other table can come to lie there.
+        self._tables[key] = (version, table.untyped_storage(), halves)
+        return halves
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
         """See the base class: both sides of the count at which the view changes kernels, and AITER's own."""
