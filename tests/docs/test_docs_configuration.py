@@ -9,7 +9,8 @@ import pytest
 
 from vllm_aiter_mla import settings
 from vllm_aiter_mla.commands.doctor.command import CHECKS
-from vllm_aiter_mla.commands.plan import formulas, model, serve_options
+from vllm_aiter_mla.commands.plan import formulas, model
+from vllm_aiter_mla.compat import switches
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 OPTIONS = [field.name for field in fields(settings.Settings) if field.name != "debug"]
@@ -28,7 +29,7 @@ def test_every_choice_is_documented(choice: str) -> None:
     assert f"`{choice}`" in PAGE
 
 
-@pytest.mark.parametrize("name", [*(name for name, _ in CHECKS), *serve_options.VARIABLES, *model.examples()])
+@pytest.mark.parametrize("name", [*(name for name, _ in CHECKS), *switches.VARIABLES, *model.examples()])
 def test_every_check_variable_and_example_is_documented(name: str) -> None:
     assert f"`{name}`" in PAGE
 
