@@ -107,3 +107,10 @@ def test_a_vllm_that_is_missing_or_ends_is_a_message(
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("plan: ")
     assert "no vllm here" in said or "status 3" in said
+
+
+def test_what_serves_does_not_import_what_is_made_up() -> None:
+    package = Path(ROOT) / "vllm_aiter_mla"
+    found = {path.relative_to(package).parts[0] for path in package.rglob("*.py") if "rocm_config" in path.read_text()}
+    own = {path.name for path in (package / "compat").rglob("*.py") if "rocm_config" in path.read_text()}
+    assert (found, own) == ({"commands", "compat"}, {"rocm_config.py"})

@@ -8,20 +8,40 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
 from vllm_aiter_mla import gate
-from vllm_aiter_mla.compat import rocm_config
+from vllm_aiter_mla.compat import rocm_config, surface
 
 decisions: list[Any] = []
-apply, answer = gate.apply, rocm_config.answer
+apply, answer, inspect = gate.apply, rocm_config.answer, rocm_config.inspect_in_process
 facts = rocm_config.engine_facts
 BUGS = {
     "nothing is quantised": ("_method_of_kv_b_proj", lambda quant: lambda layer, prefix: None),
     "the limit is not the gate's": ("engine_facts", lambda config: facts(config) | {"gate": None}),
 }
+
+
+# Imported once for all answers, which are given in forks.
+WARM = (
+    "vllm.model_executor.models.deepseek_v2", "vllm_aiter_mla.passes.pipeline",
+    "vllm.v1.attention.backends.mla.rocm_aiter_mla", surface.FUSED_MODULE,
+)  # fmt: skip
+
+
+def warm() -> None:
+    """Let models be looked at in this process, with what most of them need imported."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+
+    inspect()
+    for name in WARM:
+        import_module(name)
+    for name in QUANTIZATION_METHODS:
+        with suppress(Exception):
+            get_quantization_config(name)
 
 
 def applied(config: Any) -> Any:
@@ -41,5 +61,5 @@ def answered(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    gate.apply, rocm_config.answer = applied, answered
+    gate.apply, rocm_config.answer, rocm_config.inspect_in_process = applied, answered, warm
     rocm_config.main(*sys.argv[1:])

@@ -27,6 +27,7 @@ A package that vLLM asks for and that is missing in 1 may change the answer with
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -440,6 +441,7 @@ def main(asked: str = "") -> None:
     except Exception as error:
         return tell({"failed": f"{type(error).__name__}: {error}"})
     tell({"arch": card, "made_up": not rocm, "vllm": config.vllm_version(), "on": on})
+    gc.freeze()  # a fork then neither copies nor looks through what is imported
     for line in sys.stdin:
         if (process := os.fork()) == 0:
             tell(answer(json.loads(line)))
