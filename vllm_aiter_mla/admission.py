@@ -261,9 +261,7 @@ ENGINE_RULES = (
     Rule("capability", lambda v: v.failed_steps, "the plugin could not do what it needs: {found}"),
     Rule("op_schema", lambda v: v.op_schema, "in this vLLM ({v.vllm_version}) {found}"),
     Rule(
-        "atom",
-        lambda v: v.atom_active,
-        "ATOM's plugin owns the model; set ATOM_DISABLE_VLLM_PLUGIN=1 to use this one instead",
+        "atom", lambda v: v.atom_active, "ATOM's plugin owns the model; set ATOM_DISABLE_VLLM_PLUGIN=1 to switch it off"
     ),
     Rule("not_mla", lambda v: not v.is_mla, "the model does not use MLA attention (model, VLLM_MLA_DISABLE)"),
     *SHARED_RULES,
@@ -271,11 +269,7 @@ ENGINE_RULES = (
 """Whatever puts the op into the layers."""
 
 PASSES_RULES = (
-    Rule(
-        "enforce_eager",
-        lambda v: v.enforce_eager,
-        "enforce_eager=True leaves no graph to rewrite; drop --enforce-eager",
-    ),
+    Rule("enforce_eager", lambda v: v.enforce_eager, "enforce_eager=True leaves no graph; drop --enforce-eager"),
     Rule(
         "breakable_cudagraph",
         lambda v: v.mode != "VLLM_COMPILE" and v.breakable_cudagraph,
@@ -286,11 +280,7 @@ PASSES_RULES = (
         lambda v: v.mode != "VLLM_COMPILE" and not v.breakable_cudagraph,
         "compilation_config.mode is {v.mode}; the passes need VLLM_COMPILE",
     ),
-    Rule(
-        "backend",
-        lambda v: v.backend != "inductor",
-        "compilation_config.backend is {v.backend!r}; the passes need 'inductor'",
-    ),
+    Rule("backend", lambda v: v.backend != "inductor", "compilation_config.backend is {v.backend!r}, not 'inductor'"),
     Rule(
         "graph_partition",
         lambda v: v.use_inductor_graph_partition is False and v.splitting_ops is None,
@@ -314,19 +304,11 @@ LAYER_RULES = (
     Rule("unknown_forward", lambda v: v.own_forward, "forward_impl comes from {v.own_forward}, not from vLLM's layer"),
     Rule("q_padding", lambda v: v.q_pad_num_heads, "the query is padded to {v.q_pad_num_heads} heads"),
     Rule("sliding_window", lambda v: v.sliding_window, "the layer has a sliding window"),
-    Rule(
-        "no_rope_kernel", lambda v: not v.has_rope_kernel, "this build of vLLM has no concat_and_cache_mla_rope_fused"
-    ),
+    Rule("no_rope_kernel", lambda v: not v.has_rope_kernel, "vLLM has no concat_and_cache_mla_rope_fused here"),
     Rule("amx_bmm", lambda v: v.amx_bmm, "the CPU backend packed the absorb weights for AMX; choose CPU_MLA"),
+    Rule("no_absorbed_weight", lambda v: not v.has_absorbed_weight, "the layer has no W_UK_T, or no W_K and W_K_scale"),
     Rule(
-        "no_absorbed_weight",
-        lambda v: not v.has_absorbed_weight,
-        "the layer has no W_UK_T, or no W_K and W_K_scale where vLLM reads these",
-    ),
-    Rule(
-        "kv_cache_ndim",
-        lambda v: v.kv_cache_ndim not in (None, 3),
-        "the KV cache has {v.kv_cache_ndim} dimensions, not 3",
+        "kv_cache_ndim", lambda v: v.kv_cache_ndim not in (None, 3), "the cache has {v.kv_cache_ndim} dimensions, not 3"
     ),
     Rule(
         # The self-check ran in the layer's own dtype and proves nothing about another one.
@@ -334,11 +316,7 @@ LAYER_RULES = (
         lambda v: v.graph_dtype,
         "the graph computes in {v.graph_dtype}, the layer's weights are for {v.model_dtype}",
     ),
-    Rule(
-        "cos_sin_dtype",
-        lambda v: not v.cos_sin_dtype_matches,
-        "the cos/sin table's dtype differs from the activations'",
-    ),
+    Rule("cos_sin_dtype", lambda v: not v.cos_sin_dtype_matches, "the cos/sin table's dtype is not the activations'"),
     Rule(
         "geometry",
         lambda v: min(v.sizes) <= 0 or v.qk_rope_head_dim % 2,

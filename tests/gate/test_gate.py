@@ -181,9 +181,9 @@ def test_replacing_a_config_installs_and_adds_nothing_twice(config: Build) -> No
     assert again.compilation_config.compile_ranges_endpoints == endpoints
     assert all(again.compilation_config.splitting_ops.count(op) == 1 for op in ATTENTION_OPS)
     assert gate.apply(again) == gate.Decision(first.settings, limit=16)
-    anew = replace(built, compilation_config=replace(built.compilation_config))
-    assert isinstance(pass_of(anew), AiterMLAPipeline)
-    assert type(pass_of(anew).chained) is CallableInductorPass, "the user's pass is wrapped once"
+    rebuilt = replace(built, compilation_config=replace(built.compilation_config))
+    assert isinstance(pass_of(rebuilt), AiterMLAPipeline)
+    assert type(pass_of(rebuilt).chained) is CallableInductorPass, "the user's pass is wrapped once"
 
 
 def test_a_larger_scheduler_moves_the_limit(config: Build) -> None:
@@ -295,7 +295,7 @@ def test_mutation_a_pass_without_the_fingerprint_in_its_key_is_caught(
 ) -> None:
     monkeypatch.setattr(AiterMLAPipeline, "uuid", lambda self: f"{self.limit} {self.settings}")
     with pytest.raises(AssertionError):
-        # This spelling leaves PassConfig alone, whose own key holds the fingerprint too.
+        # This spelling does not touch PassConfig, whose own key holds the fingerprint too.
         assert_changed_sources_change_the_key(config, {"additional_config": ON}, monkeypatch, tmp_path)
 
 

@@ -34,7 +34,7 @@ def test_auto_engages_where_the_passes_cannot_run(
     compiled, bare = built.compilation_config, vllm_own.compilation_config
     assert compiled.use_inductor_graph_partition == bare.use_inductor_graph_partition
     ours = list(ATTENTION_OPS) if any("mla" in op for op in bare.splitting_ops) else []
-    assert compiled.splitting_ops == [*bare.splitting_ops, *ours], "vLLM's own, and ours beside attention"
+    assert compiled.splitting_ops == [*bare.splitting_ops, *ours], "vLLM's own, and ours next to attention"
     said = lines.at(logging.INFO)
     assert any("module integration" in line and f"the passes cannot run: {code}" in line for line in said)
     assert lines.at(logging.WARNING) == []
@@ -44,7 +44,7 @@ def test_auto_engages_where_the_passes_cannot_run(
 def test_breakable_graphs_are_served_by_the_module(
     config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch, breakable: str, code: str
 ) -> None:
-    """vLLM compiles nothing with them; without them the mode alone is the reason."""
+    """vLLM compiles nothing with them; without them the mode is the reason."""
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", breakable)
     built = config(additional_config=ON, compilation_config={"mode": 0})
     assert pass_of(built).integration == "module"
