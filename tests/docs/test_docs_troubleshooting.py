@@ -23,9 +23,7 @@ def strings(node: ast.AST) -> list[str]:
 
 # Every node of the package.
 NODES = [
-    node
-    for path in sorted(PACKAGE.rglob("*.py"))
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    node for path in sorted(PACKAGE.rglob("*.py")) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
 ]
 
 
