@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from vllm_aiter_mla import gate
-from vllm_aiter_mla.compat import rocm_config, surface
+from vllm_aiter_mla.compat import rocm_config
 
 decisions: list[Any] = []
 apply, answer, inspect = gate.apply, rocm_config.answer, rocm_config.inspect_in_process
@@ -28,7 +28,7 @@ BUGS = {
 # Imported once for all answers, which are given in forks.
 WARM = (
     "vllm.model_executor.models.deepseek_v2", "vllm_aiter_mla.passes.pipeline",
-    "vllm.v1.attention.backends.mla.rocm_aiter_mla", surface.FUSED_MODULE,
+    "vllm.v1.attention.backends.mla.rocm_aiter_mla", compat_config.FUSED_MODULE,
 )  # fmt: skip
 
 
