@@ -161,7 +161,6 @@ LAYER = LayerView(num_heads=2, model_dtype="bfloat16")
 @pytest.mark.parametrize("limit", [2, 200, 256, 1024])
 def test_kernel_spans_cover_the_decode_limit_without_gaps(limit: int) -> None:
     spans = kernels.spans("gfx942", Settings(), LAYER, "plain", 16, limit)
-    assert not isinstance(spans, str)
     assert (spans[0].first, spans[-1].last) == (1, limit)
     for before, after in pairwise(spans):
         assert after.first == before.last + 1
@@ -177,7 +176,6 @@ def test_a_measured_cap_is_a_border_of_the_plan(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tiles, "CAPS", (tiles.Cap("gfx942", 16, True, 48, "planted"),))
     layer = LayerView(num_heads=16, model_dtype="bfloat16", kv_cache_dtype="fp8")
     spans = kernels.spans("gfx942", Settings(kernel="triton"), layer, "plain", 16, 256)
-    assert not isinstance(spans, str)
     assert {span.kernel for span in spans if span.last <= 47} == {"triton"}
     assert {span.kernel for span in spans if span.first >= 48} == {"vllm"}
     assert any(span.last == 47 for span in spans)

@@ -1,4 +1,4 @@
-"""Which kernel would take a layer at which batch size: the selector's own answers, on operands without memory."""
+"""Ask which kernel would take a layer at which batch size: the selector answers, on operands without memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class KernelSpan:
 
 
 class PlannedSelector(select.Selector):
-    """The selector of a server on the card planned for: its back ends answer as there and launch nothing."""
+    """The selector of a server on the card planned for. Its back ends answer as they would there and launch nothing."""
 
     def __init__(self, arch: str, settings: Settings) -> None:
         self.asked, view = settings.kernel, cast(ViewPolicy, settings.aiter_view)
@@ -54,16 +54,9 @@ class PlannedSelector(select.Selector):
         }
         super().__init__(self.asked, Platform(arch, ROCM), planned)
 
-    def unavailable(self) -> str | None:
-        """Why no fused kernel would be chosen in that process at all, or None; as ``layers`` decides it."""
-        if self.asked == "auto" and self.names[0] == "vllm":
-            return f"auto knows no fused kernel for {self.platform.arch}; kernel=triton can be asked for by name"
-        backend = self.backend(self.names[0])
-        return f"kernel={self.asked}: {backend}" if isinstance(backend, str) else None
-
 
 class _PlannedTriton(triton.TritonBackend):
-    """What it looks at on this machine is answered for the card planned for."""
+    """The Triton back end, which answers for the card planned for instead of for this machine."""
 
     def __init__(self, arch: str) -> None:
         super().__init__()
@@ -84,8 +77,8 @@ class _PlannedVLLM(ReferenceBackend):
 
 def spans(
     arch: str, settings: Settings, view: LayerView, form: str, block_size: int, limit: int
-) -> tuple[KernelSpan, ...] | str:
-    """Return the decode limit ``1..limit`` cut where the answer changes, or why no fused kernel runs on that card.
+) -> tuple[KernelSpan, ...]:
+    """Return the decode limit ``1..limit`` cut where the answer changes.
 
     Args:
         arch: the card.
@@ -96,9 +89,6 @@ def spans(
         limit: L in tokens.
     """
     chooser = PlannedSelector(arch, settings)
-    missing = chooser.unavailable()
-    if missing is not None:
-        return missing
     found: list[KernelSpan] = []
     for tokens in _points(limit, settings.aiter_view):
         one = at(chooser, operands(view, form, block_size, chooser.platform, tokens))
@@ -110,7 +100,7 @@ def spans(
 
 
 def at(chooser: PlannedSelector, inputs: DecodeInputs) -> KernelSpan:
-    """The choice for one batch size."""
+    """Return the choice for one batch size."""
     choice, tokens = chooser.choose(inputs), inputs.num_tokens
     backend, detail = choice.backend, ""
     if isinstance(backend, AiterBackend):
@@ -136,7 +126,7 @@ def operands(view: LayerView, form: str, block_size: int, platform: Platform, to
 
 
 def _points(limit: int, view: str | int) -> list[int]:
-    """The last batch size before every border that a back end knows of, up to ``limit``."""
+    """Return the last batch size before every border that a back end knows of, up to ``limit``."""
     borders = {PER_HEAD_TOKENS - 1, *((view - 1,) if isinstance(view, int) and view > 1 else ())}
     borders |= {*(entry.max_tokens for entries in tiles.TABLE.values() for entry in entries)}
     borders |= {cap.from_tokens - 1 for cap in tiles.CAPS if cap.from_tokens > 1}
@@ -144,7 +134,7 @@ def _points(limit: int, view: str | int) -> list[int]:
 
 
 def _answer(span: KernelSpan) -> tuple[object, ...]:
-    """What spans that run alike share; the reasons of skips name token counts, so they may differ."""
+    """Return what spans that run alike share. The reasons of skips name token counts, so they may differ."""
     return span.kernel, span.detail, [name for name, _ in span.skips]
 
 
