@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from vllm_aiter_mla import gate
+from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import rocm_config
 
 decisions: list[Any] = []

@@ -169,7 +169,6 @@ def step(cache: str, batch: Batch) -> Iterator[Layer]:
     ops.register()
     backends.forget()
     layer = Layer(cache)
-    layers.of(layer).trust()
     context = ForwardContext(
         no_compile_layers={NAME: layer},
         attn_metadata=None if batch.dummy else {NAME: batch.metadata()},
@@ -183,6 +182,7 @@ def step(cache: str, batch: Batch) -> Iterator[Layer]:
         torch.inference_mode(),
     ):
         try:
+            layers.of(layer).trust()
             yield layer
         finally:
             backends.forget()

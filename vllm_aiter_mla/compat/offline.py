@@ -36,7 +36,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def serve_options(arguments: Sequence[str]) -> Any:
-    """The options of ``vllm serve``, read by vLLM's own parser: a namespace with vLLM's own config objects in it.
+    """Return the options of ``vllm serve``, read by vLLM's own parser: a namespace with vLLM's own config objects.
 
     The plugin must be registered before, or its own options are unknown.
 
@@ -65,7 +65,7 @@ def serve_options(arguments: Sequence[str]) -> Any:
 
 
 def pass_asked_for(parsed: Any, name: str) -> bool:
-    """Whether a switch of ``pass_config`` was given as true; vLLM turns some off again on a machine without a card."""
+    """Return whether a switch of ``pass_config`` was given as true; vLLM turns some off where there is no card."""
     from pydantic import TypeAdapter
 
     value = (parsed.compilation_given.get("pass_config") or {}).get(name)
@@ -73,7 +73,7 @@ def pass_asked_for(parsed: Any, name: str) -> bool:
 
 
 def view_of_options(parsed: Any) -> ConfigView:
-    """What admission reads of a config, as far as the options alone tell it; the rest stands at its defaults."""
+    """Return what admission reads of a config, as far as the options tell it; the rest has its defaults."""
     compilation = parsed.compilation_config
     mode, ops = compilation.mode, compilation.splitting_ops
     unset = "VLLM_COMPILE" if int(parsed.optimization_level) > 0 else "NONE"
@@ -92,23 +92,23 @@ def view_of_options(parsed: Any) -> ConfigView:
 
 
 def backend_name(parsed: Any) -> str:
-    """The attention backend that the options name, in either spelling; "" where vLLM chooses."""
+    """Return the attention backend that the options name, in either spelling; "" where vLLM chooses."""
     config = getattr(parsed, "attention_config", None)
     chosen = getattr(parsed, "attention_backend", None) or getattr(config, "backend", None)
     return str(getattr(chosen, "name", chosen) or "")
 
 
 def impl_name(backend: str) -> str:
-    """Class name of the attention implementation behind a name of vLLM's backend registry."""
+    """Return the class name of the attention implementation behind a name in vLLM's backend registry."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     path = AttentionBackendEnum[backend].value
-    # CUSTOM has no class of its own: a plugin registers one.
+    # CUSTOM has no class: a plugin registers one.
     return str(path).rpartition(".")[2].removesuffix("Backend") + "Impl" if path else f"another plugin's ({backend})"
 
 
 def fused_rope_kv_write() -> Callable[..., None] | str:
-    """vLLM's op that rotates q_pe and k_pe in place and writes the KV rows, or why there is none here."""
+    """Return vLLM's op that rotates q_pe and k_pe in place and writes the KV rows, or why it is missing."""
     try:
         from vllm import _custom_ops
     except Exception as error:
@@ -134,7 +134,7 @@ def _serve_parser(parser: Any) -> Any:
 
 
 def _compilation_config(read: Callable[[str], Any], given: list[str], text: str) -> Any:
-    """``read`` of vLLM's, with its findings in one line: name, value, sentence. ``given`` gets the text."""
+    """Read a compilation config by vLLM's ``read`` and keep the text in ``given``. An error is one line."""
     given.append(text)
     try:
         return read(text)
@@ -146,7 +146,7 @@ def _compilation_config(read: Callable[[str], Any], given: list[str], text: str)
 
 
 def _finding(found: Any) -> str:
-    """One of pydantic's findings: ``pass_config.fuse_norm_qant=True: ...; did you mean 'fuse_norm_quant'?``."""
+    """Format one of pydantic's findings: ``pass_config.fuse_norm_qant=True: ...; did you mean 'fuse_norm_quant'?``."""
     from vllm.config import CompilationConfig, PassConfig
 
     path = tuple(map(str, found["loc"]))

@@ -10,17 +10,16 @@ On a ROCm machine the platform is real. Elsewhere vLLM's own ``RocmPlatform`` ru
 3. ``torch.version.hip`` and what torch says of a card, its streams and its events;
 4. vLLM's compiled modules, and the schemas of the few ops that are looked up by name at import. An answer to every op
    would switch NVIDIA's paths on;
-5. ``+rocm`` in vLLM's version, because a build with ``+cpu`` takes the CPU platform;
-6. Triton is there: without it vLLM takes its older model runner.
+5. Triton is there: without it vLLM takes its older model runner.
 
 On every machine the model has no weights. Its layers are built on torch's ``meta`` device, with this made up:
 
-7. no tokenizer is loaded, because a config may come alone; a model that asks it for a token's number gets a stub;
-8. vLLM looks at a model class in this process: the one it starts for that would not have this platform;
-9. one process group, which reports the size of the tensor-parallel group and holds all experts;
-10. the compilation mode is NONE while layers are built: passes would import compiled kernels;
-11. only ``kv_b_proj`` and attention are quantised: other layers look for kernels of the card;
-12. what would move or read a weight does nothing: ``Module.to``, the truth of a tensor, the device and its cache.
+6. no tokenizer is loaded, because a config may come alone; a model that asks it for a token's number gets a stub;
+7. vLLM looks at a model class in this process: the one it starts for that would not have this platform;
+8. one process group, which reports the size of the tensor-parallel group and holds all experts;
+9. the compilation mode is NONE while layers are built: passes would import compiled kernels;
+10. only ``kv_b_proj`` and attention are quantised: other layers look for kernels of the card;
+11. what would move or read a weight does nothing: ``Module.to``, the truth of a tensor, the device and its cache.
 
 A package that vLLM asks for and that is missing in 1 may change the answer without an error.
 """
@@ -30,7 +29,6 @@ from __future__ import annotations
 import gc
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import inspect
 import json
 import os
@@ -49,6 +47,7 @@ from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
 CARDS = {"gfx942": ("0x74a1", 192), "gfx950": ("0x75a0", 288)}
 """The driver's device id and the memory in GiB of the smallest card of each architecture."""
+XGMI = 2  # amdsmi's number of the link between cards
 MOST_LAYERS, MOST_POSITIONS = 2**9, 2**24
 _PACKAGES = ("aiter", "quark", "flash_attn", "timm")
 _EXTENSIONS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._rocm_C", "vllm._moe_C")
@@ -98,7 +97,7 @@ def pretend_rocm(arch: str) -> None:
     smi.amdsmi_get_gpu_asic_info = lambda handle: {
         "target_graphics_version": arch, "device_id": device, "market_name": "AMD Instinct"}  # fmt: skip
     smi.amdsmi_get_gpu_memory_total = lambda handle, kind: gib << 30
-    smi.amdsmi_topo_get_link_type = lambda one, other: {"hops": 1, "type": smi.AmdSmiLinkType}
+    smi.amdsmi_topo_get_link_type = lambda one, other: {"hops": 1, "type": XGMI}
     sys.modules["amdsmi"] = smi
     torch.version.hip = "7.0.1"
     pretend_cards((9, 4), gib, gcnArchName=f"{arch}:sramecc+:xnack-", warp_size=64)
@@ -106,16 +105,11 @@ def pretend_rocm(arch: str) -> None:
         "Unused", (), {"__init__": lambda self, *given, **named: None}
     )
     pretend_extensions(*_EXTENSIONS)
-    version = importlib.metadata.version
-    importlib.metadata.version = lambda distribution_name: (
-        "0+rocm" if distribution_name == "vllm" else version(distribution_name)
-    )
     import vllm.platforms
     from vllm.platforms import rocm
 
     rocm._rocm_device_count_stateless = lambda devices=None: 8
     vllm.platforms._current_platform = rocm.RocmPlatform()
-    importlib.metadata.version = version
     import vllm.config.vllm
 
     vllm.config.vllm.HAS_TRITON = True
@@ -363,7 +357,7 @@ def _layer(layer: Any, parent: Any) -> dict[str, Any]:
 
 @contextmanager
 def _without_weights(config: Any) -> Iterator[None]:
-    """Build models on the meta device for a block: numbers 7 and 9 to 12 of the list above."""
+    """Build models on the meta device for a block: numbers 6 and 8 to 11 of the list above."""
     import torch
     from vllm.config import CompilationMode, ParallelConfig, set_current_vllm_config
     from vllm.distributed import parallel_state as groups
@@ -399,7 +393,7 @@ def _without_weights(config: Any) -> Iterator[None]:
 
 
 def _method_of_kv_b_proj(quant: Any) -> Callable[[Any, str], Any]:
-    """Return the ``get_quant_method`` of number 11."""
+    """Return the ``get_quant_method`` of number 10."""
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
@@ -411,6 +405,13 @@ def _method_of_kv_b_proj(quant: Any) -> Callable[[Any, str], Any]:
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
     return method
+
+
+def _this_card() -> str:
+    """Return the architecture of this machine's card as vLLM reads it: by amdsmi, which leaves the card alone."""
+    from vllm.platforms import rocm
+
+    return str(rocm._GCN_ARCH).partition(":")[0]
 
 
 def main(asked: str = "") -> None:
@@ -425,9 +426,11 @@ def main(asked: str = "") -> None:
         import torch
 
         rocm = torch.version.hip is not None
-        card = torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0] if rocm else asked or "gfx942"
+        card = _this_card() if rocm else asked or "gfx942"
         if asked not in ("", card):
-            return tell({"failed": f"--arch {asked}: this machine has a {card}, and nothing is made up beside a card"})
+            return tell(
+                {"failed": f"--arch {asked}: this machine has a {card}; a plan makes nothing up where a card is"}
+            )
         if not rocm:
             pretend_rocm(card)
         from vllm.plugins import load_general_plugins

@@ -30,9 +30,8 @@ def build(
         about: the card, vLLM's version and its switches.
         variables: value and origin of each variable that is set.
     """
-    settings = Settings(
-        **answer["given"]["settings"] | {"debug": DebugSettings(**answer["given"]["settings"]["debug"])}
-    )
+    given = answer["given"]["settings"]
+    settings = Settings(**given | {"debug": DebugSettings(**given["debug"])})
     model, engine, layers = answer["model"], answer.get("engine"), answer.get("layers", [])
     against = outcome.engine_reasons(answer)
     limit = _limit(engine, settings) if engine else 0
@@ -41,7 +40,7 @@ def build(
     total = sum(layer["count"] for layer in layers) or model["listed_layers"]
     engaged = 0 if against else sum(kind.count for kind in kinds if not kind.reasons)
     reasons = _once([*against, *(reason for kind in kinds for reason in kind.told(total))])
-    forms = Counter({kind.form: 0 for kind in kinds})
+    forms: Counter[str] = Counter()
     for kind in kinds:
         forms[kind.form] += kind.count
     return {
@@ -64,8 +63,8 @@ def build(
             "engaged": engaged,
         },
         "reasons": [{"scope": outcome.level(reason.code), **asdict(reason)} for reason in reasons],
-        "kernels": main.kernels() if main else None,
-        "figures": _figures(answer, main, limit) if main and not isinstance(main.spans, str) else None,
+        "kernels": [asdict(span) for span in main.spans] if main else None,
+        "figures": _figures(answer, main, limit) if main else None,
         "assumptions": _assumptions(answer, about, variables, settings, main),
     }
 
@@ -81,9 +80,7 @@ class _Planned:
         self.heads, self.fp8_cache = view.num_heads, view.kv_cache_dtype.startswith("fp8")
         self.reasons = outcome.layer_reasons(layer)
         self.spans = kernels.spans(arch, settings, view, self.form, engine["block_size"], limit)
-        if isinstance(self.spans, str):
-            self.reasons.append(Skip("kernel_unavailable", self.spans))
-        elif self.spans[0].skips:
+        if self.spans[0].skips:
             # The server decides with one row: a back end that does not even take that leaves the layer to vLLM.
             self.reasons.append(Skip("kernel_shape", self.spans[0].skips[0][1]))
 
@@ -91,10 +88,6 @@ class _Planned:
         """Return the reasons; with their share of the layers where others are of another kind."""
         share = "" if self.count == total else f"{self.count} of {total} layers: "
         return [replace(reason, message=share + reason.message) for reason in self.reasons]
-
-    def kernels(self) -> list[dict[str, Any]]:
-        """Return the spans as plain containers."""
-        return [asdict(span) for span in self.spans if not isinstance(span, str)]
 
 
 def _limit(engine: dict[str, Any], settings: Settings) -> int:

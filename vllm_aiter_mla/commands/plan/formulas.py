@@ -11,7 +11,7 @@ from dataclasses import dataclass
 ACT = 2  # bytes of a bfloat16 or float16 value
 INDEX = 8  # bytes of an int64 slot or position
 WEIGHT = {"plain": ACT, "fp8": 1, "mxfp4": 17 / 32}
-"""Bytes of a value of the absorbed weight by its form; 32 values of mxfp4 have 16 bytes and one of scale."""
+"""Bytes of a value of the absorbed weight by its format; 32 values of mxfp4 have 16 bytes and one of scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Step:
 
     @property
     def query(self) -> int:
-        """Elements of the prepared query [T, N, L+R]."""
+        """Count the elements of the prepared query [T, N, L+R]."""
         return self.tokens * self.heads * (self.latent + self.rope)
 
     @property
     def row(self) -> int:
-        """Elements of the KV rows [T, L+R]."""
+        """Count the elements of the KV rows [T, L+R]."""
         return self.tokens * (self.latent + self.rope)
 
 
@@ -105,12 +105,12 @@ PATHS = {"vllm": vllm_own, "unmodified vLLM, its fusions on": vllm_fused, "aiter
 
 
 def moved(launches: tuple[Launch, ...]) -> int:
-    """Bytes read and written by all of them."""
+    """Return the bytes read and written by all launches."""
     return sum(launch.read + launch.written for launch in launches)
 
 
 def triton_share(step: Step) -> float:
-    """Bytes of the one Triton launch over those of vLLM's own strongest configuration."""
+    """Return the bytes of the one Triton launch over those of vLLM's own strongest configuration."""
     return moved(triton(step)) / moved(vllm_fused(step))
 
 

@@ -14,7 +14,7 @@ from vllm_aiter_mla.admission import LEVELS, ConfigView, LayerView, Skip, admit_
 
 # What the matcher says of a layer without RoPE (passes/match.py): it reads graphs, and a plan has none.
 NO_ROPE = ("no_rope", "no rotary embedding is applied to q (a NoPE layer, or outside this graph)")
-ENGAGED, SOME, PARTIAL, REFUSED, UNKNOWN = "engaged", "some", "partial", "skipped", "unknown"
+ENGAGED, SOME, SKIPPED, UNKNOWN = "engaged", "some", "skipped", "unknown"
 
 
 def engine_reasons(answer: dict[str, Any]) -> list[Skip]:
@@ -26,6 +26,8 @@ def engine_reasons(answer: dict[str, Any]) -> list[Skip]:
     if engine:
         found += all_reasons(config_view(engine), admit_config)
         found += [Skip("user_pass", engine["user_pass"])] if engine["user_pass"] else []
+        if not engine["gate"] and not found:
+            found.append(Skip("not_known", "the gate switched the fast path off; -v shows its line"))
     return found
 
 
@@ -58,9 +60,7 @@ def of(reasons: list[Skip], engaged: int, total: int) -> str:
         return ENGAGED
     if "not_known" in codes and not any(level(code) == "engine" for code in codes - {"not_known"}):
         return UNKNOWN
-    if engaged:
-        return SOME
-    return PARTIAL if codes == {"kernel_shape"} else REFUSED
+    return SOME if engaged else SKIPPED
 
 
 def all_reasons(view: Any, admit: Callable[[Any], Skip | None]) -> list[Skip]:

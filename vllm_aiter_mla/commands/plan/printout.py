@@ -10,7 +10,6 @@ from vllm_aiter_mla.commands.outputs import line
 HEADLINES = {
     "engaged": "{mla}/{mla} MLA layers would engage",
     "some": "{engaged}/{mla} MLA layers would engage",
-    "partial": "0/{mla} MLA layers would engage fully; they would keep pass 1, RoPE and KV write in one launch",
     "skipped": "0/{mla} MLA layers would engage",
     "unknown": "not known",
 }
@@ -20,11 +19,11 @@ WEIGHTS = {
     "fp8": "in fp8 (VLLM_ROCM_USE_AITER_FP8BMM)",
     "mxfp4": "in mxfp4 (VLLM_ROCM_USE_AITER_FP4BMM, kv_b_proj in bfloat16)",
 }
-"""By form: vLLM holds the absorb weight and the value projection alike."""
+"""By format: vLLM holds the absorb weight and the value projection alike."""
 
 
 def text(plan: dict[str, Any]) -> str:
-    """The whole page; what a model's config holds is one line each, without control characters."""
+    """Return the whole page. A text from a model's config is one line, without control characters."""
     return "\n".join(map(line, _lines(plan)))
 
 
