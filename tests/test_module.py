@@ -22,8 +22,8 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from vllm_aiter_mla import module
+from vllm_aiter_mla import status as state
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
-from vllm_aiter_mla.status import state
 
 WIDTH = 64
 NAME = "MultiHeadLatentAttentionWrapper"

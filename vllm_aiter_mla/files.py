@@ -28,7 +28,7 @@ _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 def stamp(schema: str, version: int) -> dict[str, Any]:
-    """Return the stamp under its key, to merge into a record: ``record | stamp("status", 2)``.
+    """Return the stamp under its key, to merge into a record: ``record | stamp("status", 3)``.
 
     Args:
         schema: name of the record's layout; ``docs/files.md`` lists the fields of each.

@@ -14,7 +14,7 @@ import vllm.envs
 
 from vllm_aiter_mla.commands.doctor import command, installed, machine, options
 from vllm_aiter_mla.commands.doctor.check import Given
-from vllm_aiter_mla.kernels.aiter import locate
+from vllm_aiter_mla.kernels.aiter import op as locate
 
 CHECKS = dict(command.CHECKS)
 

@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 
 from tests.gate import gate_support as support
 from tests.gate.gate_support import ON, PASSES, Build, Lines, assert_skipped, pass_of
-from vllm_aiter_mla import gate
+from vllm_aiter_mla import gate, status
 from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import patches
@@ -128,7 +128,7 @@ def test_a_skip_that_cannot_be_recorded_costs_a_warning_and_no_engine(
     def fail(*arguments: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(gate, "write_status", fail)
+    monkeypatch.setattr(status, "write", fail)
     assert pass_of(support.vllm_config(mla_model, additional_config=PASSES)) is None
     skipped, unrecorded = lines.at(logging.WARNING)
     assert "compilation_mode" in skipped

@@ -74,7 +74,7 @@ def test_mutation_a_registration_that_lets_errors_out_is_caught(lines: Lines, mo
         test_a_step_that_fails_is_said_once_and_never_raised(lines, monkeypatch)
 
 
-@pytest.mark.parametrize(("call", "module"), [(plugin.apply_gate, "gate"), (plugin.attach, "worker")])
+@pytest.mark.parametrize(("call", "module"), [(plugin.apply_gate, "gate"), (plugin.attach, "startup")])
 def test_a_module_that_does_not_load_ends_no_process(
     lines: Lines, monkeypatch: pytest.MonkeyPatch, call: Any, module: str
 ) -> None:

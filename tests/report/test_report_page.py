@@ -123,10 +123,9 @@ def test_ranks_that_measured_the_same_share_one_table(written: Write) -> None:
 
 
 def test_the_report_reads_what_a_worker_writes(written: Write) -> None:
-    from vllm_aiter_mla import files
-    from vllm_aiter_mla.status import record
+    from vllm_aiter_mla import files, status
 
-    found = record.as_record(["model.layers.0"], 16, "bfloat16", 0) | files.stamp("status", 2)
+    found = status.record_of(["model.layers.0"], 16, "bfloat16", 0) | files.stamp("status", 3)
     assert "0/1" in html_of([written("status-1-0.json", found)])
 
 
@@ -137,7 +136,7 @@ def test_a_plan_shows_every_reason_its_ranges_and_its_launches(files: dict[str, 
     assert len(codes) > 1
     assert all(f"{code}: " in page for code in codes)
     assert "nothing was run" in page
-    assert ["1-256", "rewritten"] in [row[:2] for row in rows_of(page)]
+    assert ["1-4681", "vLLM's own"] in [row[:2] for row in rows_of(page)]
     launches = {row[1]: row[2] for row in rows_of(page) if row[0] == "256"}
     assert (launches["aiter"], launches["triton"]) == ("2", "1")
 

@@ -61,7 +61,7 @@ def test_mutation_a_second_rotation_is_caught(counted: ledger.Counted, monkeypat
     def twice(step, q, k_pe, kv_c, rope):  # type: ignore[no-untyped-def]
         inner(step, q, k_pe, kv_c, rope)
         width = k_pe.shape[-1]
-        step.layer.rotate(q[..., -width:], k_pe, rope.positions, rope.table, rope.is_neox)
+        step.layer.rotate(q[..., -width:], k_pe, rope)
 
     monkeypatch.setattr(bodies, "rotate_and_write", twice)
     found = violations_of_ours(counted)

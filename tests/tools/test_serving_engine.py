@@ -19,7 +19,7 @@ import pytest
 from tests.tools import serving_model
 from tests.tools.serving_model import LAYERS, OPTIONS, TASK
 from tools import serving
-from vllm_aiter_mla.commands.report.render import html_of
+from vllm_aiter_mla.commands.report.page import html_of
 
 pytestmark = pytest.mark.engine
 

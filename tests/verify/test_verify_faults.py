@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.verify.faults import FAULTS, Changed
-from vllm_aiter_mla.kernels.selfcheck import OWN_BMM
+from vllm_aiter_mla.kernels.backend import OWN_BMM
 from vllm_aiter_mla.verify import oracles, runner
 from vllm_aiter_mla.verify.engine import EagerEngine
 

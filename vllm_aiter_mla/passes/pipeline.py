@@ -179,15 +179,12 @@ def _admit(match: LayerMatch, modules: dict[str, Any], settings: Settings) -> to
     try:
         with real_tensors():
             asked = layers.of(layer)
-            skip, out_dtype, block_size = (
-                asked.decide(act, table).skip,
-                asked.query_dtype(act),
-                asked.shape().block_size,
-            )
+            skip = asked.decide(act, table).skip
+            if skip is not None:
+                return skip
+            out_dtype, block_size = asked.query_dtype(act), asked.shape().block_size
     except Exception as error:
         return Skip("not_evaluated", f"admission raised {type(error).__name__}: {error}")
-    if skip is not None:
-        return skip
     if settings.debug.stop_after is not None and block_size == 1:
         # vLLM's op squeezes dimension 1 of the cache, which has lost its dimension of the single head already.
         reason = "debug.stop_after keeps vLLM's fused RoPE and cache op, which takes no block size of 1"

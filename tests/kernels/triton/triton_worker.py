@@ -21,7 +21,7 @@ from triton.runtime import interpreter as triton_interpreter
 from tests.kernels.triton.triton_mutations import MUTATIONS
 from tests.support import triton_cases as cases
 from tests.support.aiter_results import LATENT, fp4_call, fp8_call, fused_call
-from vllm_aiter_mla.commands.bench import baselines, paths, points, run
+from vllm_aiter_mla.commands.bench import baselines, points, run
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.selfcheck import difference, self_check
@@ -160,10 +160,8 @@ def bench_row(quantised: bool, fp8_weight: bool) -> dict[str, Any]:
     """Every path the benchmark would time, run on one of its own operand sets and compared as it compares them."""
     sys.modules["vllm"] = None  # type: ignore[assignment]  # a machine without vLLM
     (inputs,) = points.operands(points.Point(9, 2, quantised, fp8_weight), torch.float8_e4m3fn, 1, device="cpu")
-    ways = paths.available(inputs)
-    runnable = [way.name for way in ways if way.prepare is not None]
-    missing = {way.name: way.reason for way in ways if way.prepare is None}
-    return {"runnable": runnable, "missing": missing, "wrong": run.disagreements(ways, inputs)}
+    able, missing = run.available(inputs)
+    return {"runnable": list(able), "missing": missing, "wrong": run.disagreements(able, inputs)}
 
 
 def aiter_vector(index: int) -> dict[str, Any]:
