@@ -73,7 +73,7 @@ def test_the_list_that_every_config_shares_is_not_touched(config: Build) -> None
         assert not set(ATTENTION_OPS) & set(ops)
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I5")
 def test_mutation_a_gate_that_edits_the_shared_op_list_is_caught(
     config: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +249,7 @@ def test_flag_off_after_a_flag_on_config_in_the_same_process_is_still_vllm(confi
     assert support.observed(config()) == before
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I5")
 def test_mutation_a_gate_that_engages_with_the_flag_off_is_caught(
     config: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +279,7 @@ def test_changed_sources_change_the_cache_key(
     assert_changed_sources_change_the_key(config, how, monkeypatch, tmp_path)
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I9")
 @pytest.mark.parametrize("how", SPELLINGS)
 def test_mutation_a_fingerprint_that_ignores_the_sources_is_caught(
     config: Build, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -289,7 +289,7 @@ def test_mutation_a_fingerprint_that_ignores_the_sources_is_caught(
         assert_changed_sources_change_the_key(config, how, monkeypatch, tmp_path)
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I9")
 def test_mutation_a_pass_without_the_fingerprint_in_its_key_is_caught(
     config: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -235,7 +235,7 @@ def test_with_the_flag_off_no_op_is_looked_at_and_vllms_attention_is_not_importe
     assert done.stdout.split()[-1] == "False"
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I11")
 def test_mutation_a_comparison_that_forgets_an_argument_is_caught(
     config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

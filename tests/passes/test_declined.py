@@ -131,7 +131,7 @@ def test_mutation_the_matcher_does_not_check(
         assert_declined(case)
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I11")
 def test_mutation_unknown_argument_is_called_known(monkeypatch: pytest.MonkeyPatch) -> None:
     known = (*match.KNOWN_ARGS[match.ATTENTION], "attn_sink")
     monkeypatch.setitem(match.KNOWN_ARGS, match.ATTENTION, known)

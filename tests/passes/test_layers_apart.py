@@ -170,7 +170,7 @@ def test_a_chain_that_is_stopped_leaves_a_layer_with_blocks_of_one_alone(stop: s
     assert not calls(gm, "fused_rope_unified_mla_kv_cache_update")
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I4")
 def test_mutation_i4_matching_ends_at_the_first_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     def until_skipped(graph: fx.Graph) -> Any:
         for outcome in match.match_layers(graph):
@@ -183,7 +183,7 @@ def test_mutation_i4_matching_ends_at_the_first_skip(monkeypatch: pytest.MonkeyP
         assert_layers_apart(1)
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I4")
 def test_mutation_i4_skipped_layer_loses_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that begins with a layer before the layer is known to match."""
 
@@ -199,7 +199,7 @@ def test_mutation_i4_skipped_layer_loses_a_node(monkeypatch: pytest.MonkeyPatch)
         assert_layers_apart(1)
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I4")
 def test_mutation_i4_pass_three_is_done_half(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pass 3 puts its op in and leaves attention, with the ops of passes 1 and 2, to those who read it."""
 

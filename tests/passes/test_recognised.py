@@ -241,7 +241,7 @@ def test_mutation_pass_two_prepares_the_raw_query(monkeypatch: pytest.MonkeyPatc
     assert_caught_by_execution()
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I3")
 @pytest.mark.parametrize(
     "plant",
     [
@@ -256,7 +256,7 @@ def test_mutation_i3_prefill_rows_are_rotated(plant: Callable[..., Any], monkeyp
     assert_caught_by_execution()
 
 
-@pytest.mark.mutation
+@pytest.mark.mutation("I3")
 def test_mutation_i3_attention_decides_by_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat_layer, "is_decode_only", lambda metadata, slots: metadata.decode is not None)
     assert_caught_by_execution()
