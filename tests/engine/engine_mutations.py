@@ -132,9 +132,9 @@ def the_wrappers_forward_is_unknown() -> None:
 
 def query_and_key_are_swapped() -> None:
     """The op gets the rope part of the key in the first head of the query, and that head's rope part as its key."""
-    from vllm_aiter_mla.module import wrapper
+    from vllm_aiter_mla import module as integration
 
-    inner = wrapper._project
+    inner = integration._project
 
     def project(module, hidden_states):
         q, kv_c, k_pe = inner(module, hidden_states)
@@ -143,7 +143,7 @@ def query_and_key_are_swapped() -> None:
         swapped[:, 0, -rope:] = k_pe
         return swapped, kv_c, q[:, 0, -rope:]
 
-    wrapper._project = project
+    integration._project = project
 
 
 def the_op_writes_no_kv_row() -> None:

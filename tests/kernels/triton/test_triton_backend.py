@@ -18,7 +18,7 @@ from tools import aot
 from vllm_aiter_mla.kernels import absorb, formats
 from vllm_aiter_mla.kernels import backend as protocol
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
-from vllm_aiter_mla.kernels.inputs import KernelInputError
+from vllm_aiter_mla.kernels.inputs import KernelInputError, LayerShape
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton import backend, kernel, launcher, tiles
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
@@ -178,6 +178,13 @@ def test_what_is_remembered_of_a_call_is_all_that_the_triton_checks_depend_on(on
         for call, taken in ((replace(inputs, **change(inputs)), False), (inputs, True)):
             one.cache_view(call.kv_cache)  # as the op does in each step
             assert (one.kernel(call) is not None) == taken, name
+
+
+def test_triton_backend_answers_for_a_layer_before_there_is_a_batch(monkeypatch):
+    """A layer asks with operands without memory; on a GPU as under the interpreter."""
+    monkeypatch.setattr(launcher, "current_arch", lambda: "gfx942")
+    shape = LayerShape(16, 128, torch.bfloat16, torch.bfloat16, 16, False, device="meta")
+    assert TritonBackend().refuse(synthetic_inputs(shape, tokens=1)) is None
 
 
 def test_triton_backend_takes_what_it_should(on_any_device):

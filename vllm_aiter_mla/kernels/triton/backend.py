@@ -92,7 +92,8 @@ def _contract(inputs: DecodeInputs) -> str | None:
 
 def _device(inputs: DecodeInputs) -> str | None:
     device = inputs.q.device
-    if device.type != ("cpu" if interpreted() else "cuda"):
+    # Operands without memory ask about a layer, before there is a batch.
+    if device.type not in ("cpu" if interpreted() else "cuda", "meta"):
         return f"a GPU is needed, q is on {device.type}"
     for name, tensor in inputs.tensors:
         if tensor.device != device:
