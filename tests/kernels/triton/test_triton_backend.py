@@ -18,7 +18,7 @@ from tools import aot
 from vllm_aiter_mla.kernels import absorb, formats
 from vllm_aiter_mla.kernels import backend as protocol
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
-from vllm_aiter_mla.kernels.inputs import KernelInputError, LayerShape
+from vllm_aiter_mla.kernels.inputs import KernelInputError, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton import backend, kernel, launcher, tiles
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
