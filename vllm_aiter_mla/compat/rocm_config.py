@@ -108,8 +108,8 @@ def pretend_rocm(arch: str) -> None:
     import vllm.platforms
     from vllm.platforms import rocm
 
-    rocm._rocm_device_count_stateless = lambda devices=None: 8
-    vllm.platforms._current_platform = rocm.RocmPlatform()
+    rocm._rocm_device_count_stateless = lambda devices=None: 8  # type: ignore[assignment]
+    vllm.platforms._current_platform = rocm.RocmPlatform()  # type: ignore[assignment]
     import vllm.config.vllm
 
     vllm.config.vllm.HAS_TRITON = True
@@ -123,7 +123,7 @@ def pretend_cards(capability: tuple[int, int], gib: int, **properties: Any) -> N
     card = SimpleNamespace(
         name="a card", total_memory=gib << 30, multi_processor_count=304, major=major, minor=minor, **properties
     )
-    torch.cuda.get_device_properties = lambda device=None: card  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device=None: card  # type: ignore[assignment, return-value]
     torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.get_device_name = lambda device=None: card.name
     torch.cuda.device_count = lambda: 8

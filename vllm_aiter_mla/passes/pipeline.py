@@ -98,7 +98,7 @@ class AiterMLAPipeline(VllmInductorPass):
         if self._mine(compile_range) and self._is_checked():
             self._rewrite(graph)
 
-    @VllmInductorPass.time_and_log
+    @VllmInductorPass.time_and_log  # type: ignore[arg-type]
     def _rewrite(self, graph: fx.Graph) -> None:
         compile_range = get_pass_context().compile_range
         counts = rewrite(graph, self.settings)

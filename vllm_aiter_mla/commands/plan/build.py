@@ -79,10 +79,13 @@ class _Planned:
         self.view, self.form, self.count = view, layer["form"], int(layer["count"])
         self.heads, self.fp8_cache = view.num_heads, view.kv_cache_dtype.startswith("fp8")
         self.reasons = outcome.layer_reasons(layer)
-        self.spans = kernels.spans(arch, settings, view, self.form, engine["block_size"], limit)
-        if self.spans[0].skips:
+        found = kernels.spans(arch, settings, view, self.form, engine["block_size"], limit)
+        self.spans = () if isinstance(found, str) else found
+        if isinstance(found, str):
+            self.reasons.append(Skip("kernel_unavailable", found))
+        elif found[0].skips:
             # The server decides with one row: a back end that does not even take that leaves the layer to vLLM.
-            self.reasons.append(Skip("kernel_shape", self.spans[0].skips[0][1]))
+            self.reasons.append(Skip("kernel_shape", found[0].skips[0][1]))
 
     def told(self, total: int) -> list[Skip]:
         """Return the reasons; with their share of the layers where others are of another kind."""

@@ -7,6 +7,7 @@ import io
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -18,7 +19,7 @@ GREY, BLUE, GREEN, RED = "#8a929b", "#2b7fc4", "#2a9d6f", "#d0504a"
 SERIES = (BLUE, "#d9822b", GREEN, "#9467bd", "#c45a9a")
 STATES = {"passed": GREEN, "failed": RED, "skipped": GREY}
 COLOURED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-STYLE = dict.fromkeys(COLOURED, INK) | {
+STYLE: Any = dict.fromkeys(COLOURED, INK) | {
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # a dollar sign in a name starts no formula
     "figure.facecolor": "none",
