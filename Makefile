@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 
 # Bit-exact tests of under two minutes, for a machine without AVX-512; ARGS= names more.
 AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced.py tests/passes/test_layers_apart.py \
-    tests/passes/test_fallback.py tests/kernels/test_reference.py tests/kernels/aiter/test_absorb_fp4.py \
+    tests/passes/test_fallback.py tests/kernels/test_reference.py tests/kernels/aiter/test_absorb.py \
     tests/kernels/aiter/test_aiter_numerics.py tests/kernels/aiter/test_aiter_vectors.py
 
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.

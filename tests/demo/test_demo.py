@@ -32,7 +32,7 @@ def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2):
         "skipped": {f"layers.{i}": ["impl", "unknown"] for i in range(engaged, total)},
         "partial": {},
         "compiled": {},
-        "decode_limit": [1, 16],
+        "decode_limit": 16,
         "kv_cache_dtype": "bfloat16",
     }
     return EngineResult(
@@ -66,7 +66,7 @@ def test_equal_runs_exit_0_and_the_json_holds_the_promised_figures(run_demo):
     assert [run["kv_cache_dtype"] for run in record["runs"] if run["gated"]] == ["auto", "fp8"]
     for run in record["runs"]:
         assert run["layers"] == {"engaged": 2, "total": 2, "skipped": {}}
-        assert (run["decode_limit"], run["ranges"]) == ([1, 16], [[1, 16], [17, 64]])
+        assert (run["decode_limit"], run["ranges"]) == (16, [[1, 16], [17, 64]])
         for found in run["scenarios"].values():
             assert found["tokens"] == found["tokens_equal"] == 3
             assert (found["top1_agreement"], found["max_abs_dlogprob"]) == (1.0, 0.0)

@@ -190,7 +190,7 @@ def _layer_table(outcomes: list[Outcome]) -> Table:
         table.add_row(
             record["name"],
             record["numerics"],
-            "-" if record["decode_limit"] is None else "{}..{}".format(*record["decode_limit"]),
+            str(record["decode_limit"] or "-"),
             " ".join(f"{start}-{end}" for start, end in record["ranges"]),
             f"{layers['engaged']}/{layers['total']}" if record["flag"] else "flag off",
             "; ".join(sorted({f"{code}: {reason}" for code, reason in layers["skipped"].values()})) or "none",
