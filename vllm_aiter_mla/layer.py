@@ -178,7 +178,8 @@ class Layer:
         if decision.skip is not None:
             return f"{self.name}: {decision.skip.code}"
         # The card by its type: its index differs from rank to rank, and may from start to start.
-        kind = replace(self.shape(), device=torch.device(self.shape().device).type)
+        shape = self.shape()
+        kind = replace(shape, device=torch.device(shape.device).type)
         return f"{kind}: {'timed' if self.ranges else decision.kernel}"
 
     def choose(self, inputs: DecodeInputs) -> Choice:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_imports import ARROWS, FIRST
+from tests.support.import_table import ARROWS, FIRST
 from vllm_aiter_mla.compat.patches import PATCHES
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,26 @@
+"""Which part of the package may import which; docs/development.md draws it."""
+
+from __future__ import annotations
+
+FIRST = {"settings", "admission", "files"}
+"""Decide on plain values. Importing them imports neither torch nor vLLM."""
+BASE = FIRST | {"kernels", "compat", "status"}
+
+ARROWS: dict[str, set[str]] = {
+    **{part: set() for part in FIRST},
+    "kernels": FIRST,
+    "status": FIRST,
+    "compat": FIRST,
+    "backends": BASE,
+    "layer": BASE | {"backends"},
+    "ops": BASE | {"layer"},
+    "passes": BASE | {"layer"},
+    "module": BASE | {"layer"},
+    "measuring": BASE | {"layer"},
+    "startup": BASE | {"backends", "layer", "measuring", "module", "passes"},
+    "gate": BASE | {"passes"},
+    "plugin": {"compat", "gate", "ops", "startup"},
+    "verify": FIRST | {"kernels", "ops"},
+}
+ARROWS["commands"] = set(ARROWS)
+"""Each part may import those named; docs/development.md draws it. Nobody may import ``commands``."""
