@@ -15,7 +15,7 @@ COMMANDS = {
     "doctor": "doctor.command",
     "plan": "plan.command",
     "verify": "verify",
-    "bench": "bench.command",
+    "measure": "measure",
     "report": "report.command",
 }
 

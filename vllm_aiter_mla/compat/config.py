@@ -173,11 +173,11 @@ def device_type(vllm_config: Any) -> str | None:
     return None if device is None else str(device)
 
 
-def as_current(vllm_config: Any) -> AbstractContextManager[None]:
-    """Make it vLLM's current config for a block, as it is while vLLM builds its layers."""
-    from vllm.config import set_current_vllm_config
+def as_current(vllm_config: Any = None) -> AbstractContextManager[None]:
+    """Make it, or vLLM's default config, the current one for a block, as it is while vLLM builds its layers."""
+    from vllm.config import VllmConfig, set_current_vllm_config
 
-    return cast("AbstractContextManager[None]", set_current_vllm_config(vllm_config))
+    return cast("AbstractContextManager[None]", set_current_vllm_config(vllm_config or VllmConfig()))
 
 
 def compiled_as(vllm_config: Any) -> list[str]:
