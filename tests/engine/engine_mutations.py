@@ -59,6 +59,14 @@ def no_implementation_is_known() -> None:
     compat_layer.KNOWN_IMPLS.clear()
 
 
+def a_private_function_is_renamed() -> None:
+    """vLLM's MLA layer has the function under a new name; the plugin looks for the old one."""
+    from vllm.model_executor.layers.attention import attention, mla_attention
+
+    assert mla_attention.get_attention_context
+    del attention.get_attention_context
+
+
 def q_scale_is_applied_twice() -> None:
     """The query is scaled before the kernel and by it."""
     from vllm_aiter_mla.kernels import absorb

@@ -173,6 +173,7 @@ SPECS: dict[str, EngineSpec] = {
     "cut-on": _cut,
     "module-full": _full_module,
     "skipped": replace(_broken(_eager, "no_implementation_is_known"), scenarios=("short", "mixed")),
+    "renamed": replace(_broken(_eager, "a_private_function_is_renamed"), scenarios=("short", "mixed")),
     "strict": replace(_eager_small, kernel="triton", additional={"strict": True}),
     "aiter-gfx942-fp8": _aiter942,
     "reference-gfx942-fp8": replace(_aiter942, kernel="reference"),

@@ -109,7 +109,7 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
     return ConfigView(
         vllm_version=version,
         version_supported=in_window(version) or settings.debug.untested_vllm,
-        missing=missing_capabilities(),
+        missing=(*missing_capabilities(), *_missing_of_attention(vllm_config.model_config)),
         failed_steps=patches.failed_requirements(),
         atom_active=_atom_active(),
         breakable_cudagraph=_breakable_cudagraph(),
@@ -277,6 +277,13 @@ def _model_facts(model: Any) -> dict[str, Any]:
         "model_dtype": str(model.dtype).removeprefix("torch."),
         "op_schema": op_differences() if model.use_mla else (),
     }
+
+
+def _missing_of_attention(model: Any) -> tuple[str, ...]:
+    """Functions of vLLM's attention that the ops need; nothing is imported for a model without MLA."""
+    from vllm_aiter_mla.compat.layer import missing_names
+
+    return missing_names() if model is not None and model.use_mla else ()
 
 
 def _atom_active() -> bool:
