@@ -337,3 +337,8 @@ def _check_capture(step: LayerStep) -> None:
             "from every replay. Capture after the KV cache is bound and with slot mappings, or switch "
             "pass_config.fuse_aiter_qk_rope_kvcache_mla off."
         )
+    if not step.decode_only and compat_layer.has_prefill_rows(step.metadata):
+        raise RuntimeError(
+            f"aiter-mla: {step.name} is being captured with prefill rows in a full graph: every replay would take "
+            "their branch. Set compilation_config.cudagraph_mode to FULL_DECODE_ONLY or PIECEWISE."
+        )

@@ -21,6 +21,7 @@ ATTRIBUTES = (
     "v_head_dim", "sliding_window", "q_pad_num_heads", "hisparse_cache", "use_pcp", "dcp_q_replicate",
     "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled", "is_amx_bmm_enabled", "_vllm_config",
     "_q_scale", "_k_scale", "_decode_concat_quant_fp8_op", "_v_up_proj", "forward_impl", "impl.forward_mqa",
+    "attn_backend.get_builder_cls", "get_kv_cache_spec",
     "impl.is_sparse", "impl.dcp_world_size", "impl.supports_quant_query_input",
 )  # fmt: skip
 """Attributes and methods that ``MLAAttention`` and its implementation always have in vLLM 0.30, 0.31, 0.32 and 0.33.
@@ -59,6 +60,7 @@ def layer_view(
         kv_cache_dtype=layer.kv_cache_dtype,
         model_dtype=str(act).removeprefix("torch.") if act is not None else "",
         kv_cache_ndim=cache.dim() if isinstance(cache, torch.Tensor) and cache.numel() else None,
+        captures=_captures(layer),
         dcp=int(impl.dcp_world_size),
         pcp=2 if layer.use_pcp else 1,
         dcp_q_replicate=bool(layer.dcp_q_replicate),
@@ -72,6 +74,12 @@ def layer_view(
         kv_lora_rank=layer.kv_lora_rank,
         v_head_dim=layer.v_head_dim,
     )
+
+
+def _captures(layer: Any) -> str:
+    config = config_of(layer)
+    builder = layer.attn_backend.get_builder_cls()
+    return str(builder.get_cudagraph_support(config, layer.get_kv_cache_spec(config)).name)
 
 
 def activation_dtype(layer: Any) -> torch.dtype | None:
@@ -281,6 +289,11 @@ def is_decode_only(metadata: Any, slots: torch.Tensor | None) -> bool:
         and metadata.num_decode_tokens == rows
         and slots.shape[0] >= rows
     )
+
+
+def has_prefill_rows(metadata: Any) -> bool:
+    """Return whether the batch holds rows that are not decode rows."""
+    return bool(metadata.num_prefills)
 
 
 def layers_of_forward_context() -> dict[str, Any]:
