@@ -95,6 +95,7 @@ GRAPH_REASONS: dict[str, str] = {
 KERNEL_REASONS: dict[str, str] = {
     "kernel_unavailable": "no fused kernel can run in this process",
     "kernel_shape": "the kernel does not take a layer of this shape",
+    "vllm_faster": "start-up timed all kernels, and vLLM's own were the fastest at every token count",
     "not_run": "the layer's fused op did not run during warm-up",
 }
 """Of one layer, from the kernels that could run it."""

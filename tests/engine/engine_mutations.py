@@ -138,6 +138,20 @@ def the_wrappers_forward_is_unknown() -> None:
     Wrapper.forward = functools.wraps(inner)(lambda self, *args, **kwargs: inner(self, *args, **kwargs))
 
 
+def the_check_fails_on_rank_1() -> None:
+    """Spawned ranks plant it themselves: the sandbox's plugin reads the variable in each."""
+    import os
+
+    import torch
+
+    from tests.sandbox import plugin
+    from vllm_aiter_mla import startup
+
+    os.environ[plugin.MUTATION] = f"{__name__}:{the_check_fails_on_rank_1.__name__}"
+    inner = startup.self_check
+    startup.self_check = lambda *given: "planted" if torch.distributed.get_rank() == 1 else inner(*given)
+
+
 def query_and_key_are_swapped() -> None:
     """The op gets the rope part of the key in the first head of the query, and that head's rope part as its key."""
     from vllm_aiter_mla import module as integration

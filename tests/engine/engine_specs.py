@@ -150,6 +150,7 @@ SPECS: dict[str, EngineSpec] = {
     "class-gfx942-on": _class942,
     "class-gfx950-off": _off(_class950),
     "class-gfx950-on": _class950,
+    "mutation-rank-1-falls-back": _broken(_class950, "the_check_fails_on_rank_1"),
     "schedule-off": _off(_schedule),
     "schedule-on": _schedule,
     "pp2-off": _off(_stages),

@@ -6,6 +6,7 @@ argument of an op.
 
 from __future__ import annotations
 
+import inspect
 import re
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -152,6 +153,24 @@ def capture_sizes(compilation: Any) -> list[int]:
     """Return the sizes of the graphs that an engine captured; vLLM keeps its list even if the graph mode is NONE."""
     mode = compilation.cudagraph_mode
     return [] if mode is None or mode.name == "NONE" else sorted(compilation.cudagraph_capture_sizes or ())
+
+
+def full_graphs(compilation: Any) -> list[int]:
+    """Return the sizes of the full graphs of decode batches that an engine captured."""
+    mode = compilation.cudagraph_mode
+    return capture_sizes(compilation) if mode is not None and mode.decode_mode().name == "FULL" else []
+
+
+def run_decode_step(worker: Any) -> None:
+    """Let a worker run one decode step with attention metadata; its rows have no slot, so no KV row is written.
+
+    vLLM's second model runner always gives a dummy batch its metadata, and the first one if it is told to.
+    """
+    runner = worker.model_runner
+    if "force_attention" in inspect.signature(runner._dummy_run).parameters:
+        runner._dummy_run(getattr(runner, "uniform_decode_query_len", 1), uniform_decode=True, force_attention=True)
+    else:
+        worker.execute_dummy_batch()
 
 
 def cache_name(vllm_config: Any) -> str:
