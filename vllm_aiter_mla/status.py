@@ -392,13 +392,28 @@ def samples(folder: Path) -> list[tuple[list[str], int]]:
     A layer counts as engaged only if every rank that holds it says so. Ranks of a tensor-parallel group hold the same
     layers and those of a pipeline different ones; both come out right.
     """
-    by_engine: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob(f"status-{os.environ.get(RUN)}-*.json")):
-        record = json.loads(path.read_text())
-        by_engine.setdefault((record.get("model_name") or "", record.get("engine") or "0"), []).append(record)
     found = []
-    for engine, records in by_engine.items():
+    for (_, *engine), records in by_engine(folder, os.environ.get(RUN)).items():
         skipped = {name for record in records for name in record["skipped"]}
         engaged = {name for record in records for name in record["engaged"]} - skipped
         found += [([*engine, "engaged"], len(engaged)), ([*engine, "skipped"], len(skipped))]
+    return found
+
+
+def by_engine(folder: Path, run: str | None) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    """Return the records of the ranks of each engine, by (run, model name, engine).
+
+    Args:
+        folder: where the plugin keeps its files.
+        run: of one server, or "*" for all.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: it holds something else.
+    """
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob(f"status-{run}-*.json")):
+        record = json.loads(path.read_text())
+        key = (record["run"], record.get("model_name") or "", record.get("engine") or "0")
+        found.setdefault(key, []).append(record)
     return found

@@ -17,6 +17,7 @@ COMMANDS = {
     "verify": "verify",
     "measure": "measure",
     "report": "report.command",
+    "status": "status",
 }
 
 # Packages of a ROCm image that the plugin needs and never asks pip for.
