@@ -47,7 +47,7 @@ def keep_demo(folder: Path) -> Path:
 def run_verify(folder: Path) -> Path:
     """A real run of ``verify`` on this CPU: one case."""
     out = folder / "verify.json"
-    options = ["--backend", "reference", "--only", "fresh-data", "--quick", "--json", str(out)]
+    options = ["--backend", "reference", "--only", "fresh-data", "--quick", "--device", "cpu", "--json", str(out)]
     assert CliRunner().invoke(app, ["verify", *options]).exit_code == 0
     return out
 
