@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.import_table import ARROWS, FIRST
+from tests.support.pages import FILES, PAGES, ROOT
 from vllm_aiter_mla.compat.patches import PATCHES
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))])
-DEVELOPMENT = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
+DEVELOPMENT = PAGES["development.md"]
 
 # Beginnings of paths in the sources of AITER, ATOM and vLLM.
 NOT_HERE = ("aiter/", "atom/", "vllm/", "csrc/")
@@ -71,7 +70,7 @@ def test_the_table_of_parts_says_what_the_arrows_say() -> None:
     assert parts() == ARROWS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", FILES, ids=lambda page: page.name)
 def test_every_path_and_link_of_a_page_leads_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert missing(text) == []

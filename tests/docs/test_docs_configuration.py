@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 
+from tests.support.pages import PAGES
 from vllm_aiter_mla import settings
 from vllm_aiter_mla.commands.doctor.command import CHECKS
 from vllm_aiter_mla.commands.plan import formulas, model
-from vllm_aiter_mla.compat.switches import VARIABLES
+from vllm_aiter_mla.compat.offline import VARIABLES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+PAGE = PAGES["configuration.md"]
 NAMES = {
     *settings.PASS_CONFIG_FIELDS,
     *(field.name for field in fields(settings.Settings) if field.name != "debug"),

@@ -1,6 +1,6 @@
 """Configs written after published checkpoints, each with what vLLM makes of it on a gfx950.
 
-The sizes are the checkpoints'; quantisation configs have the form that their tools write. What no answer rests on
+The sizes are the checkpoints'; quantisation configs have the format that their tools write. What no answer rests on
 (experts, vocabulary) may differ. The expected columns follow the rule of vLLM's ``MLAAttention``: an absorb
 weight is mxfp4 where ``kv_b_proj`` is held in bfloat16, and fp8 elsewhere.
 """
@@ -159,12 +159,12 @@ W4A16 = (tensors(4, "int", "group", group_size=32), None)
 
 
 def compressed(
-    form: str, scheme: tuple[Config, Config | None], *ignore: str, targets: tuple[str, ...] = ("Linear",)
+    format: str, scheme: tuple[Config, Config | None], *ignore: str, targets: tuple[str, ...] = ("Linear",)
 ) -> Config:
     """llm-compressor's compressed-tensors."""
     group = {"targets": list(targets), "weights": scheme[0], "input_activations": scheme[1], "output_activations": None}
     return {
-        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
+        "quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group},
         "ignore": ["lm_head", *ignore], "quantization_status": "compressed", "kv_cache_scheme": None,
     }  # fmt: skip
 
@@ -188,7 +188,7 @@ class Row:
 
     Attributes:
         config: its ``config.json``.
-        forms: MLA layers by the form of their absorb weight.
+        formats: MLA layers by the format of their absorb weight.
         quantisation: put into it as ``quantization_config``, where given.
         key: another place for that: a field's name, or ``file`` for ``hf_quant_config.json``.
         arguments: of ``vllm serve``, besides ``-tp 4``.
@@ -197,7 +197,7 @@ class Row:
     """
 
     config: Config
-    forms: dict[str, int]
+    formats: dict[str, int]
     quantisation: Config | None = None
     key: str = "quantization_config"
     arguments: tuple[str, ...] = ()
@@ -213,9 +213,9 @@ class Row:
         return {"config.json": self.config | {self.key: self.quantisation}}
 
 
-def v3(form: str, quantisation: Config | None = None, *arguments: str, **more: Any) -> Row:
+def v3(format: str, quantisation: Config | None = None, *arguments: str, **more: Any) -> Row:
     """DeepSeek-V3 with all its 61 layers alike."""
-    return Row(V3, {form: 61}, quantisation, arguments=arguments, **more)
+    return Row(V3, {format: 61}, quantisation, arguments=arguments, **more)
 
 
 def option(*arguments: str, codes: tuple[str, ...] = (), limit: int | None = 1024) -> Row:

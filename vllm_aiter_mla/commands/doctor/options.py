@@ -9,8 +9,8 @@ from dataclasses import replace
 from vllm_aiter_mla.admission import KV_UPDATE_OP, ConfigView, admit_config, integration_of, why_not_passes
 from vllm_aiter_mla.commands.doctor import machine
 from vllm_aiter_mla.commands.doctor.check import Check, CheckFunction, Given, named
-from vllm_aiter_mla.compat import offline, switches
-from vllm_aiter_mla.compat.switches import (  # fmt: skip
+from vllm_aiter_mla.compat import offline
+from vllm_aiter_mla.compat.offline import (  # fmt: skip
     BATCH_INVARIANT,
     BREAKABLE_GRAPHS,
     FP4_BMM,
@@ -100,7 +100,7 @@ def _bmm(given: Given, name: str, held: str, otherwise: str) -> Check:
     if not _on(given.env, USE_AITER):
         return Check("ok", f"off, because {USE_AITER} is off")
     try:
-        on = switches.switched_on(name, given.env)
+        on = offline.switched_on(name, given.env)
     except ValueError as error:
         return Check("problem", str(error), CORRECT)
     if on is None:

@@ -109,11 +109,6 @@ def moved(launches: tuple[Launch, ...]) -> int:
     return sum(launch.read + launch.written for launch in launches)
 
 
-def triton_share(step: Step) -> float:
-    """Return the bytes of the one Triton launch over those of vLLM's own strongest configuration."""
-    return moved(triton(step)) / moved(vllm_fused(step))
-
-
 def _assemble(step: Step) -> Launch:
     name = "concat + quantisation" if step.stored == 1 else "concat"
     return Launch(name, ACT * step.query, step.stored * step.query)
