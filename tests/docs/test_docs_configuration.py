@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from tests.support.pages import PAGES
 from vllm_aiter_mla import settings
+from vllm_aiter_mla.commands.doctor.check import name_of
 from vllm_aiter_mla.commands.doctor.command import CHECKS
 from vllm_aiter_mla.commands.plan import formulas, model
 from vllm_aiter_mla.compat.offline import VARIABLES
@@ -16,7 +17,7 @@ NAMES = {
     *(field.name for field in fields(settings.Settings) if field.name != "debug"),
     *(f"debug.{field.name}" for field in fields(settings.DebugSettings)),
     *settings.KERNELS, *settings.AITER_VIEWS, *settings.STOP_AFTER, *settings.ROUNDINGS,
-    *(name for name, _ in CHECKS), *VARIABLES, *model.examples(),
+    *map(name_of, CHECKS), *VARIABLES, *model.examples(),
 }  # fmt: skip
 
 
