@@ -8,9 +8,13 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from typing import Any
 
+from vllm_aiter_mla.admission import ConfigView, LayerView
 from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.compat import offline, rocm_config
+from vllm_aiter_mla.settings import Settings
 
 ARCH = "gfx950"
 
@@ -59,6 +63,22 @@ def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] =
 def ask(source: model.Source, arguments: Any, arch: str, variables: Any, verbose: bool) -> dict[str, Any]:
     """Answer for ``model.ask`` by the process of all tests, whatever the card and the variables."""
     return worker(ARCH, ()).ask(source, tuple(arguments))
+
+
+ABOUT = {"arch": "gfx942", "made_up": True, "vllm": "0.32.0", "on": dict.fromkeys(offline.VARIABLES, True)}
+"""What ``rocm_config.start`` may say."""
+
+
+def made_up_answer(**changes: Any) -> rocm_config.Answer:
+    """An answer of vLLM's about 61 layers, where the gate declines; ``changes`` are fields of the engine's view."""
+    view, facts = replace(ConfigView(), **changes), {"dtype": "bfloat16", "layers": 61, "max_position": 4096}
+    options = {"tp": 8, "pp": 1, "max_num_seqs": 256, "max_num_batched_tokens": 16384, "block_size": 16,
+               "num_drafts": 0, "kv_cache_dtype": view.kv_cache_dtype}  # fmt: skip
+    engine = {"gate": None, "view": view, "user_pass": None, "options": options, "captures": [1, 2, 256, 512]}
+    kind = rocm_config.LayerKind(LayerView(model_dtype="bfloat16"), "fp8", "Fp8LinearMethod", "", True, False)
+    given = offline.Given(Settings(), None, None, "", [])
+    ranges = {"ranges": [(1, 4681), (4682, 16384)]}
+    return rocm_config.Answer(given, facts, engine | ranges, [(kind, 61)])
 
 
 def codes(plan: dict[str, Any]) -> list[str]:
