@@ -372,9 +372,9 @@ def test_a_variable_that_vllm_cannot_read_is_named() -> None:
 
 
 WRONG_FIELDS: list[dict[str, Any]] = [
-    {}, {"num_hidden_layers": 10**9}, {"num_attention_heads": -128}, {"torch_dtype": "floatx"},
+    {}, {"num_hidden_layers": 10**9}, {"num_attention_heads": -128}, {"quantization_config": ["fp8"]},
     {"num_hidden_layers": "61"}, {"qk_nope_head_dim": 10**30}, {"kv_lora_rank": 512.5},
-    {"max_position_embeddings": 10**12}, {"quantization_config": ["fp8"]}, {"text_config": "yes"},
+    {"max_position_embeddings": 10**12}, {"torch_dtype": "floatx"}, {"text_config": "yes"},
     {"quantization_config": {"quant_method": "compressed-tensors", "ignore": [1]}},
 ]  # fmt: skip
 

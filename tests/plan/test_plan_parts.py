@@ -70,7 +70,7 @@ def test_kernel_spans_cover_the_decode_limit_without_gaps(limit: int) -> None:
     chooser = kernels.PlannedLayer("gfx942", Settings())
     for span in spans:
         for tokens in (span.first, span.last):
-            one = kernels.at(chooser, kernels.operands(VIEW, "plain", 16, chooser.platform, tokens))
+            one = kernels.at(chooser, kernels.operands(VIEW, "plain", 16, chooser.backends.platform, tokens))
             assert (one.kernel, one.detail) == (span.kernel, span.detail)
 
 
@@ -90,7 +90,7 @@ def test_the_option_aiter_view_moves_the_border() -> None:
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel: str, arch: str) -> None:
     chooser = kernels.PlannedLayer(arch, Settings(kernel=kernel))
-    assert chooser.backends.names == candidates(kernel, chooser.platform)
+    assert chooser.backends.names == candidates(kernel, chooser.backends.platform)
     assert chooser.no_kernel() is None
 
 
@@ -100,11 +100,11 @@ def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel: str, ar
 @given(tokens=st.integers(1, 512), heads=st.sampled_from([1, 2, 8, 16, 128]), fp8=st.booleans(), weight=st.booleans())
 def test_the_one_launch_moves_what_the_benchmark_counts(tokens: int, heads: int, fp8: bool, weight: bool) -> None:
     step = formulas.Step(tokens, heads, 128, 64, 512, 1 if fp8 else 2, 1 if weight else 2)
-    once = formulas.moved(formulas.triton(step))
+    _, fused, aiter, once = map(formulas.moved, formulas.paths(step).values())
     assert once == Point(tokens, heads, fp8, fp8_weight=weight).bytes_once
     # docs/triton.md: the unfused sequence writes and reads the absorbed and the rotated query once each, and k_pe back.
-    assert formulas.moved(formulas.vllm_fused(step)) - once == 4 * tokens * heads * 576 + 2 * tokens * 64
-    assert formulas.moved(formulas.aiter(step)) - once == 4 * tokens * heads * 512
+    assert fused - once == 4 * tokens * heads * 576 + 2 * tokens * 64
+    assert aiter - once == 4 * tokens * heads * 512
 
 
 @pytest.mark.parametrize(
@@ -114,15 +114,15 @@ def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most
     weight: float, moved: int, share: float
 ) -> None:
     step = formulas.Step(64, 16, 128, 64, 512, stored=1, weight=weight)
-    once = formulas.moved(formulas.triton(step))
-    assert (once, once / formulas.moved(formulas.vllm_fused(step))) == (moved, pytest.approx(share, abs=0.0005))
+    _, fused, _, once = map(formulas.moved, formulas.paths(step).values())
+    assert (once, once / fused) == (moved, pytest.approx(share, abs=0.0005))
 
 
 @pytest.mark.parametrize("stored", [1, 2])
 def test_launches_per_layer_are_those_of_the_architecture(stored: int) -> None:
     """vLLM's own concat and fp8 quantisation are one compiled kernel: docs/ledger.md counts it so."""
     step = formulas.Step(8, 16, 128, 64, 512, stored)
-    assert tuple(len(path(step)) for path in formulas.PATHS.values()) == (4, 3, 2, 1)
+    assert tuple(map(len, formulas.paths(step).values())) == (4, 3, 2, 1)
 
 
 # -- where a config is found

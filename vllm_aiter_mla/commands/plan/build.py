@@ -228,14 +228,13 @@ def _figures(model: dict[str, Any], planned: _Planned, limit: int) -> dict[str, 
     table: dict[int, dict[str, Any]] = {}
     for tokens in sorted({1, min(64, limit), limit}):
         step = formulas.Step(tokens, heads, nope, rope, latent, stored, formulas.WEIGHT[planned.built.format])
-        paths = {name: path(step) for name, path in formulas.PATHS.items()}
         table[tokens] = {
             name: {
-                "launches": [asdict(launch) for launch in launches],
+                "launches": [launch._asdict() for launch in launches],
                 "launches_per_step": len(launches) * planned.count,
                 "bytes": formulas.moved(launches),
             }
-            for name, launches in paths.items()
+            for name, launches in formulas.paths(step).items()
         }
     return {
         "layers": planned.count,

@@ -57,16 +57,6 @@ class PlannedLayer(Layer):
             SimpleNamespace(_vllm_config=SimpleNamespace()), Backends(settings, Platform(arch, ROCM), planned)
         )
 
-    @property
-    def platform(self) -> Platform:
-        """The card planned for."""
-        return self.backends.platform
-
-    def unavailable(self) -> str | None:
-        """Return why no fused kernel would run in that process at all, or None."""
-        skip = self.no_kernel()
-        return None if skip is None else skip.message
-
 
 class _PlannedTriton(triton.TritonBackend):
     """What it looks at on this machine is answered for the card planned for."""
@@ -102,12 +92,11 @@ def spans(
         limit: L in tokens.
     """
     chooser = PlannedLayer(arch, settings)
-    missing = chooser.unavailable()
-    if missing is not None:
-        return missing
+    if (missing := chooser.no_kernel()) is not None:
+        return missing.message
     found: list[KernelSpan] = []
     for tokens in _points(limit, settings.aiter_view):
-        one = at(chooser, operands(view, format, block_size, chooser.platform, tokens))
+        one = at(chooser, operands(view, format, block_size, chooser.backends.platform, tokens))
         if found and _answer(found[-1]) == _answer(one):
             found[-1] = replace(found[-1], last=tokens)
         else:
