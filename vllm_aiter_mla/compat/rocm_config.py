@@ -48,10 +48,9 @@ from vllm_aiter_mla.compat import offline
 
 CARDS = {"gfx942": ("0x74a1", 192), "gfx950": ("0x75a0", 288)}
 """The driver's device id and the memory in GiB of the smallest card of each architecture."""
-XGMI = 2  # amdsmi's number of the link between cards
 MOST_LAYERS, MOST_POSITIONS = 2**9, 2**24
-_PACKAGES = ("aiter", "quark", "flash_attn", "timm")
-_MODULES = (*_PACKAGES, "amdsmi", "vllm._C", "vllm._C_stable_libtorch", "vllm._rocm_C", "vllm._moe_C")
+_PACKAGES = ("aiter", "quark", "flash_attn", "timm", "amdsmi")
+_EXTENSIONS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._rocm_C", "vllm._moe_C")
 _libraries: list[Any] = []
 
 
@@ -82,7 +81,7 @@ def pretend_rocm(arch: str) -> None:
     import torch
 
     device, gib = CARDS[arch]
-    pretend_modules(*_MODULES)
+    pretend_modules(*_PACKAGES, *_EXTENSIONS)
     import amdsmi
 
     asic = {"target_graphics_version": arch, "device_id": device, "market_name": "AMD Instinct"}
@@ -91,7 +90,7 @@ def pretend_rocm(arch: str) -> None:
         amdsmi_get_processor_handles=lambda: list(range(8)),
         amdsmi_get_gpu_asic_info=lambda handle: asic,
         amdsmi_get_gpu_memory_total=lambda handle, kind: gib << 30,
-        amdsmi_topo_get_link_type=lambda one, other: {"hops": 1, "type": XGMI},
+        amdsmi_topo_get_link_type=lambda one, other: {"hops": 1, "type": 2},  # XGMI
     )
     torch.version.hip = "7.0.1"
     pretend_cards((9, 4), gib, gcnArchName=f"{arch}:sramecc+:xnack-", warp_size=64)
@@ -113,12 +112,11 @@ def pretend_cards(capability: tuple[int, int], gib: int, **properties: Any) -> N
     import torch
 
     major, minor = capability
-    card = SimpleNamespace(
-        name="a card", total_memory=gib << 30, multi_processor_count=304, major=major, minor=minor, **properties
-    )
+    sizes = {"total_memory": gib << 30, "multi_processor_count": 304, "major": major, "minor": minor}
+    card = SimpleNamespace(name="a card", **sizes, **properties)
     torch.cuda.get_device_properties = lambda device=None: card  # type: ignore[assignment, return-value]
     torch.cuda.get_device_capability = lambda device=None: capability
-    torch.cuda.get_device_name = lambda device=None: card.name
+    torch.cuda.get_device_name = lambda device=None: "a card"
     torch.cuda.device_count = lambda: 8
 
 
@@ -174,24 +172,22 @@ class Answer:
 def start(asked: str) -> dict[str, Any]:
     """Load vLLM with the plugin, on this machine's card, or on one made up: ``asked``, by default gfx942.
 
-    Returns:
-        ``arch``, ``made_up`` (there is no ROCm here), ``vllm`` (its version), ``on`` (its switches by name).
+    Return ``arch``, ``made_up`` (there is no ROCm here), ``vllm`` (its version) and ``on`` (its switches by name).
 
     Raises:
         ValueError: this machine has another card, or vLLM cannot read one of its variables.
     """
     import torch
 
-    made_up = torch.version.hip is None
-    card = asked or "gfx942"
-    if not made_up:
+    if made_up := torch.version.hip is None:
+        card = asked or "gfx942"
+        pretend_rocm(card)
+    else:
         from vllm.platforms import rocm
 
         card = str(rocm._GCN_ARCH).partition(":")[0]  # read by amdsmi, which leaves the card alone
-    if asked not in ("", card):
-        raise ValueError(f"--arch {asked}: this machine has a {card}; a plan makes nothing up where a card is")
-    if made_up:
-        pretend_rocm(card)
+        if asked not in ("", card):
+            raise ValueError(f"--arch {asked}: this machine has a {card}; a plan makes nothing up where a card is")
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()

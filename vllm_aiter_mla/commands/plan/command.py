@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_aiter_mla.commands.outputs import Step, line, progress, silent
+from vllm_aiter_mla.commands.outputs import line, progress
 
 # typer passes on the options it does not know: vLLM's own parser reads them.
 COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
@@ -47,42 +47,24 @@ def plan(
     decides. Needs no GPU, no weights and no network. Exits 0 when the layers would engage, 1 when not, 2 when an option
     or the model is wrong, or it is not known.
     """
-    with progress("plan") as at:
-        given = (model, context.args, arch.value if arch else "", env or [])
-        raise typer.Exit(main(*given, as_json=json, verbose=verbose, at=at))
-
-
-def main(
-    name: str,
-    arguments: Sequence[str],
-    arch: str,
-    env: Sequence[str],
-    *,
-    as_json: bool = False,
-    verbose: bool = False,
-    at: Step = silent,
-) -> int:
-    """Plan ``name`` with the options of ``vllm serve`` in ``arguments``; ``at`` is told of every longer step.
-
-    Returns:
-        0 when the layers would engage, 1 when not, 2 when the model or an option is wrong, or it is not known.
-    """
     from vllm_aiter_mla import files
-    from vllm_aiter_mla.commands.plan import model, printout
+    from vllm_aiter_mla.commands.plan import model as models
+    from vllm_aiter_mla.commands.plan import printout
 
     try:
-        _check_model_comes_first(name, arguments)
-        source, variables = model.find(name), model.environment(env, os.environ)
-        at("building vLLM's config")
-        plan = model.ask(source, arguments, arch, variables, verbose)
-        if "failed" in plan:
-            raise ValueError(plan["failed"])
+        _check_model_comes_first(model, context.args)
+        source, variables = models.find(model), models.environment(env or [], os.environ)
+        with progress("plan") as at:
+            at("building vLLM's config")
+            found = models.ask(source, context.args, arch.value if arch else "", variables, verbose)
+        if "failed" in found:
+            raise ValueError(found["failed"])
     except (LookupError, ValueError) as error:
         print(f"plan: {line(str(error))}", file=sys.stderr)
-        return WRONG
-    plan["model"] |= {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
-    print(json_module.dumps(plan | files.stamp("plan", 1), indent=1) if as_json else printout.text(plan))
-    return {"engaged": ENGAGES, "unknown": WRONG}.get(plan["outcome"], DOES_NOT)
+        raise typer.Exit(WRONG) from None
+    found["model"] |= {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
+    print(json_module.dumps(found | files.stamp("plan", 1), indent=1) if json else printout.text(found))
+    raise typer.Exit({"engaged": ENGAGES, "unknown": WRONG}.get(found["outcome"], DOES_NOT))
 
 
 def _check_model_comes_first(name: str, arguments: Sequence[str]) -> None:
