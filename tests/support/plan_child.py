@@ -16,9 +16,11 @@ from typing import Any
 from unittest import mock
 
 from vllm_aiter_mla import gate
-from vllm_aiter_mla.commands.plan import build
+from vllm_aiter_mla.admission import LayerView
+from vllm_aiter_mla.commands.plan import build, kernels
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import offline, rocm_config
+from vllm_aiter_mla.settings import Settings
 
 decisions: list[Any] = []
 apply, facts = gate.apply, rocm_config.engine_facts
@@ -44,6 +46,7 @@ def warm() -> None:
     for name in QUANTIZATION_METHODS:
         with suppress(Exception):
             get_quantization_config(name)
+    kernels.spans("gfx950", Settings(), LayerView(model_dtype="bfloat16"), "plain", 16, 1024)
     gc.freeze()  # a fork then neither copies nor looks through what is imported
 
 

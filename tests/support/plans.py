@@ -26,7 +26,8 @@ class Worker:
         self.variables, self._cache = model.environment(env, {}), tempfile.TemporaryDirectory()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.plan_child", arch], text=True, stderr=subprocess.DEVNULL,
-            env=model.child_environment(self.variables, self._cache.name),
+            # vLLM sets its logging up for each config, and nobody reads it.
+            env=model.child_environment(self.variables, self._cache.name) | {"VLLM_CONFIGURE_LOGGING": "0"},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         atexit.register(self.close)
