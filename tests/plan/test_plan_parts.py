@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.backends import candidates
-from vllm_aiter_mla.commands.bench.points import Point
 from vllm_aiter_mla.commands.plan import build, formulas, kernels, model
 from vllm_aiter_mla.settings import Settings
 
@@ -28,7 +27,7 @@ ENGINE = admission.ConfigView(
 )  # fmt: skip
 LAYER = admission.LayerView(
     impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, missing=("x",), amx_bmm=True,
-    has_rope_kernel=False,
+    has_rope_kernel=False, captures="ALWAYS",
     kv_cache_dtype="fp8_e5m2", kv_cache_ndim=4, dcp=2, pcp=2, dcp_q_replicate=True, hisparse=True,
     graph_dtype="float16", cos_sin_dtype_matches=False, sliding_window=True, num_heads=0, kv_lora_rank=0,
 )  # fmt: skip
@@ -97,11 +96,22 @@ def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel: str, ar
 # -- formulas
 
 
-@given(tokens=st.integers(1, 512), heads=st.sampled_from([1, 2, 8, 16, 128]), fp8=st.booleans(), weight=st.booleans())
-def test_the_one_launch_moves_what_the_benchmark_counts(tokens: int, heads: int, fp8: bool, weight: bool) -> None:
-    step = formulas.Step(tokens, heads, 128, 64, 512, 1 if fp8 else 2, 1 if weight else 2)
+def bytes_once(t: int, n: int, stored: int, weight: int) -> int:
+    """Bytes of DeepSeek's widths: weights, q, latent, k_pe, table rows, slot and position; query and cache rows."""
+    read = n * 128 * 512 * weight + t * n * 192 * 2 + t * 576 * 2 + t * (64 * 2 + 16)
+    return read + t * (n + 1) * 576 * stored
+
+
+@given(
+    tokens=st.integers(1, 512),
+    heads=st.sampled_from([1, 2, 8, 16, 128]),
+    stored=st.integers(1, 2),
+    weight=st.integers(1, 2),
+)
+def test_the_one_launch_moves_each_value_once(tokens: int, heads: int, stored: int, weight: int) -> None:
+    step = formulas.Step(tokens, heads, 128, 64, 512, stored, weight)
     _, fused, aiter, once = map(formulas.moved, formulas.paths(step).values())
-    assert once == Point(tokens, heads, fp8, fp8_weight=weight).bytes_once
+    assert once == bytes_once(tokens, heads, stored, weight)
     # docs/triton.md: the unfused sequence writes and reads the absorbed and the rotated query once each, and k_pe back.
     assert fused - once == 4 * tokens * heads * 576 + 2 * tokens * 64
     assert aiter - once == 4 * tokens * heads * 512

@@ -1,4 +1,4 @@
-"""What the commands ask vLLM without an engine: its options, its switches in the environment, its classes and ops."""
+"""What the commands ask vLLM without an engine: its options, its switches in the environment, its classes."""
 
 from __future__ import annotations
 
@@ -186,19 +186,6 @@ def impl_name(backend: str) -> str:
     path = AttentionBackendEnum[backend].value
     # CUSTOM has no class: a plugin registers one.
     return str(path).rpartition(".")[2].removesuffix("Backend") + "Impl" if path else f"another plugin's ({backend})"
-
-
-def fused_rope_kv_write() -> Callable[..., None] | str:
-    """Return vLLM's op that rotates q_pe and k_pe in place and writes the KV rows, or why it is missing."""
-    try:
-        from vllm import _custom_ops
-    except Exception as error:
-        return f"vllm is not importable: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    import torch
-
-    if not hasattr(torch.ops._C_cache_ops, "concat_and_cache_mla_rope_fused"):
-        return "this vllm has no concat_and_cache_mla_rope_fused"
-    return _custom_ops.concat_and_cache_mla_rope_fused
 
 
 def _serve_parser(parser: Any) -> Any:

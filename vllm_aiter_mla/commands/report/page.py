@@ -29,7 +29,7 @@ SECTIONS = {
     "Compile ranges": "a status file, plan --json or the demo",
     "Graphs": "a folder of make demo ARGS='--keep DIR'",
     "Launches": "verify --json on a GPU, or plan --json for formulas",
-    "Bench": "bench --json",
+    "Timing": "measure --json",
     "Verify": "verify --json",
     "Serving": "tools/serving.py --json",
     "Versions": "any file",
@@ -293,27 +293,22 @@ def plan(page: Page, name: str, data: dict[str, Any]) -> None:
     page.add("Launches", f"Launches by formula, {model}", heads, rows, draw)
 
 
-def bench(page: Page, name: str, data: dict[str, Any]) -> None:
-    """Add one chart and table per number of heads and type: time over tokens, one line per path."""
-    stopped = [f"stopped at {data['stopped']}"] if data["stopped"] else []
-    note = f"Medians of {data['rounds']} replays. Ratio: time of the strongest rival over that of the one launch."
-    page.add("Bench", name, notes=[note], alarms=stopped)
-    for (heads, label), group in groupby(data["rows"], lambda row: (row["point"]["heads"], row["label"])):
+def measure(page: Page, name: str, data: dict[str, Any]) -> None:
+    """Add one chart and table per number of heads and type: time over tokens, one line per kernel."""
+    alarms = [f"stopped at {data['stopped']}"] if data["stopped"] else []
+    alarms += [f"wrong, not timed: {kernel} at {why}" for kernel, why in data["wrong"].items()]
+    note = f"Medians of replayed graphs, {data['weights']} weights. Ratio: vLLM's time over our fastest kernel's."
+    page.add("Timing", name, notes=[note], alarms=alarms)
+    for (heads, kind), group in groupby(data["rows"], lambda row: (row["heads"], row["kind"])):
         found = list(group)
-        paths = list(dict.fromkeys(path for row in found for path in row["timings"]))
-        rows, notes, wrong, slower = [], [], [], []
-        for row in found:
-            tokens, ratio = row["point"]["tokens"], row["ratio"]
-            times = [row["timings"][path]["median_us"] if path in row["timings"] else None for path in paths]
-            rows.append((tokens, *times, ratio, row["rival"] or None))
-            slower += [str(tokens)] if ratio is not None and ratio < 1 else []
-            notes += [f"{path}: not measured: {why}" for path, why in row["missing"].items()]
-            wrong += [f"wrong at {tokens} tokens, not timed: {path}: {why}" for path, why in row["wrong"].items()]
-        alarms = [f"The one launch is slower than its strongest rival at {', '.join(slower)} tokens."] if slower else []
-        columns = ("tokens", *(path + charts.MICROSECONDS for path in paths), "ratio", "rival")
-        title = f"{name}: {heads} heads, {label}"
+        kernels = list(dict.fromkeys(kernel for row in found for kernel in row["us"]))
+        columns = ("tokens", *(kernel + charts.MICROSECONDS for kernel in kernels), "ratio")
+        rows = [(row["tokens"], *map(row["us"].get, kernels), row["ratio"]) for row in found]
+        slower = [str(row["tokens"]) for row in found if row["ratio"] is not None and row["ratio"] < 1]
+        alarms = [f"Our fastest kernel is slower than vLLM's own at {', '.join(slower)} tokens."] if slower else []
+        notes = [f"{kernel}: not timed: {why}" for row in found for kernel, why in row["untimed"].items()]
         draw = partial(charts.lines, "us a call", columns, rows)
-        page.add("Bench", title, columns, rows, draw, notes, alarms + wrong)
+        page.add("Timing", f"{name}: {heads} heads, {kind}", columns, rows, draw, notes, alarms)
 
 
 def verify(page: Page, name: str, data: dict[str, Any]) -> None:
@@ -368,6 +363,6 @@ def _estimate(one: dict[str, float] | None, digits: int) -> str | None:
 
 READERS: dict[str, Callable[[Page, str, dict[str, Any]], None]] = {
     reader.__name__.removesuffix("_file"): reader
-    for reader in (status_file, demo, engine, plan, bench, verify, serving)
+    for reader in (status_file, demo, engine, plan, measure, verify, serving)
 }
 """By the schema that a file's stamp names."""
