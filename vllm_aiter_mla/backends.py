@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.kernels import vllm_own
+from vllm_aiter_mla.kernels import absorb, vllm_own
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
@@ -105,6 +105,8 @@ class Backends:
         self.contenders = contenders(settings.kernel, platform) if settings.measures else ()
         self._factories = FACTORIES if factories is None else factories
         self._built: dict[str, KernelBackend | str] = {}
+        if platform.arch in ARCHITECTURES:
+            absorb.GEMMS.update(compat_layer.absorb_products())
 
     def get(self, name: str) -> KernelBackend | str:
         """Return the back end called ``name``, or why there is none."""

@@ -35,7 +35,7 @@ class VLLMBackend(KernelBackend):
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class. RoPE is rounded to the activation dtype first, as in vLLM."""
-        return contract_violation(inputs) or inputs.weight.missing() or Binding(self._run, numerics=TWO_ROUNDING)
+        return contract_violation(inputs) or Binding(self._run, numerics=TWO_ROUNDING)
 
     def _run(self, inputs: DecodeInputs) -> torch.Tensor:
         q_pe = inputs.q[..., inputs.nope_dim :]

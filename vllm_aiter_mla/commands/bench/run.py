@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.commands.bench.points import Point, operands
-from vllm_aiter_mla.kernels import formats, reference
+from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.measure import MIN_CALLS, cache_bytes, interleaved, machine, record, sets_needed
+from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.kernels.selfcheck import deviation, norm_bound
+from vllm_aiter_mla.settings import Settings
 
 Prepare = Callable[[DecodeInputs], torch.Tensor]
 OURS, UNFUSED, VLLM, TORCH, AITER = PATHS = ("one launch", "unfused", "vllm", "torch", "aiter")
@@ -125,15 +127,17 @@ def available(sample: DecodeInputs) -> tuple[dict[str, Prepare], dict[str, str]]
     from vllm_aiter_mla.commands.bench import baselines
     from vllm_aiter_mla.kernels.triton.launcher import entry, launch
 
-    # Over fp8 weights both unfused sequences multiply by AITER's GEMM.
-    without = sample.weight.missing()
+    aiter = _aiter(sample)
+    # Over codes both unfused sequences multiply by vLLM's own call, which needs AITER.
+    product = sample.weight.format == "plain" or sample.weight.format in absorb.GEMMS
+    without = "" if product else f"vLLM multiplies by {sample.weight.format} weights on an AMD card only"
     found: dict[str, Prepare | str] = {
         # Without the measured cap: this benchmark finds the size from which the kernel is slower.
         OURS: lambda inputs: launch(inputs, entry(inputs).tile),
         UNFUSED: without or baselines.unfused,
         VLLM: without or _vllm(),
         TORCH: lambda inputs: reference.prepare(inputs, reference.TWO_ROUNDING),
-        AITER: _aiter(sample),
+        AITER: aiter,
     }
     able = {name: one for name, one in found.items() if not isinstance(one, str)}
     return able, {name: one for name, one in found.items() if isinstance(one, str)}
@@ -164,13 +168,10 @@ def _vllm() -> Prepare | str:
 
 
 def _aiter(sample: DecodeInputs) -> Prepare | str:
-    if torch.version.hip is None:
-        return "AITER needs ROCm"
     try:
-        from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-        from vllm_aiter_mla.kernels.platform import detect_platform
+        from vllm_aiter_mla.backends import Backends
 
-        bound = AiterBackend(detect_platform()).bind(sample)
+        bound = Backends(Settings(), detect_platform()).bind("aiter", sample)
     except Exception as error:
         return _short(error)
     return bound if isinstance(bound, str) else bound.run

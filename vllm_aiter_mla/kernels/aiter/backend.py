@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.op import Op, load_op
 from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS, Route, ViewPolicy, apply_view, route_of
@@ -31,7 +30,6 @@ class AiterBackend(KernelBackend):
         op: AITER's op; imported and checked by default.
         view: how the cache is handed over, which decides the kernel that runs; see ``route_of``.
         capturing: whether a graph is being captured.
-        missing: why a weight's product cannot be called in this process, or None.
 
     Raises:
         ValueError: an unknown ``view``.
@@ -46,7 +44,6 @@ class AiterBackend(KernelBackend):
         op: Op | None = None,
         view: ViewPolicy = "auto",
         capturing: Callable[[], bool] = is_capturing,
-        missing: Callable[[AbsorbWeight], str | None] = lambda weight: weight.missing(),
     ) -> None:
         if view not in AITER_VIEWS and not isinstance(view, int):
             raise ValueError(f"view: one of {', '.join(AITER_VIEWS)} or a number of tokens expected, got {view!r}")
@@ -54,7 +51,6 @@ class AiterBackend(KernelBackend):
         self.view = view
         self._op = load_op() if op is None else op
         self._capturing = capturing
-        self._missing = missing
         self._tables: dict[tuple[Any, ...], tuple[int, torch.UntypedStorage, Halves]] = {}
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
@@ -68,9 +64,6 @@ class AiterBackend(KernelBackend):
         reason = contract.violation(inputs, self.platform)
         if reason is not None:
             return reason
-        missing = self._missing(inputs.weight)
-        if missing is not None:
-            return f"absorb: {missing}; {inputs.weight.avoid}"
         tokens = inputs.slot_mapping.shape[0]
         route = route_of(inputs.kv_cache, tokens, inputs.num_heads, inputs.rope_dim, self.platform, self.view)
         reason = contract.kernel_violation(route, inputs.num_heads, tokens)
