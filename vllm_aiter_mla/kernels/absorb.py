@@ -14,6 +14,7 @@ import torch
 
 from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.triton.tiles import MXFP4_ARCH
 
 Format = Literal["plain", "fp8", "mxfp4"]
 FORMATS: tuple[Format, ...] = ("plain", "fp8", "mxfp4")
@@ -24,13 +25,7 @@ GEMMS: dict[str, Gemm] = {}
 """vLLM's calls of AITER's batched GEMMs, by weight format; ``backends.Backends`` fills it on an AMD card."""
 FP8_GROUP = 128  # values of a query row that share a scale; vLLM's group_size
 FP8_FLOOR = 1e-10  # AITER's kernel takes at least this for a group's largest magnitude, in float32
-MXFP4_ARCH = "gfx950"  # vLLM asks for CDNA 4, AITER for a card that multiplies mxfp4
 
-_AVOID = {
-    "plain": "",
-    "fp8": "set VLLM_ROCM_USE_AITER_FP8BMM=0",
-    "mxfp4": "set VLLM_ROCM_USE_AITER_FP4BMM=0, and VLLM_ROCM_USE_AITER_FP8BMM=0 for 16 bits; W_UV too",
-}
 # fp8: a value on a rounding tie may fall to either side by the last bit of a reciprocal, and one such code moves a
 # whole row of products, so that representable steps would call it wrong. mxfp4: all sums are exact and both sides round
 # to bf16 once, 0.2 %; a wrong rounding of q or a wrong scale costs 5 %.
@@ -82,11 +77,6 @@ class AbsorbWeight:
         if self.scale is None:
             return (("w_uk_t", self.values),)
         return (("W_K", self.values), ("W_K_scale", self.scale))
-
-    @property
-    def avoid(self) -> str:
-        """What a user can set so that vLLM holds the weight in another format; empty for "plain"."""
-        return _AVOID[self.format]
 
     @property
     def product_bound(self) -> float:
@@ -151,7 +141,9 @@ class AbsorbWeight:
         """Return what ``product`` does, in plain PyTorch, on any device."""
         if self.scale is None:
             return absorb_plain(q_nope, self.values)
-        return (absorb_fp8 if self.format == "fp8" else absorb_mxfp4)(q_nope, self.values, self.scale)
+        if self.format == "fp8":
+            return absorb_fp8(q_nope, self.values, self.scale)
+        return dot_mxfp4(q_nope, self.values, self.scale).to(q_nope.dtype).contiguous()
 
 
 def read(tensors: Mapping[str, torch.Tensor]) -> AbsorbWeight:
@@ -212,11 +204,6 @@ def absorb_fp8(q_nope: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -
         quantised = formats.round_saturating(group * step.reciprocal(), flavour)
         total += torch.bmm(quantised.float(), codes[..., first : first + FP8_GROUP].float().transpose(1, 2)) * step
     return (total * scale.reshape(-1)[0]).to(q_nope.dtype).transpose(0, 1).contiguous()
-
-
-def absorb_mxfp4(q_nope: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """q_nope [T, N, P] x mxfp4 W_UK -> [T, N, L] in q_nope's dtype, as AITER's batched GEMM without ``y_scale``."""
-    return dot_mxfp4(q_nope, codes, scales).to(q_nope.dtype).contiguous()
 
 
 def dot_mxfp4(q_nope: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ from vllm_aiter_mla.commands.bench.points import Point, operands
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.measure import MIN_CALLS, cache_bytes, interleaved, machine, record, sets_needed
-from vllm_aiter_mla.kernels.platform import detect_platform
-from vllm_aiter_mla.kernels.selfcheck import deviation, norm_bound
+from vllm_aiter_mla.kernels.platform import CARDS, detect_platform
+from vllm_aiter_mla.kernels.selfcheck import deviation, norm_bound, steps_of
 from vllm_aiter_mla.settings import Settings
 
 Prepare = Callable[[DecodeInputs], torch.Tensor]
@@ -89,11 +89,10 @@ def run(points: list[Point], rounds: int, progress: Callable[[str], None] = lamb
         NoGpuError: torch sees no GPU, or Triton's back end has no hardware fp8 type for this one.
     """
     require_gpu()
-    from vllm_aiter_mla.kernels.platform import hardware_fp8
     from vllm_aiter_mla.kernels.triton.launcher import current_arch
 
     arch = current_arch()
-    native = hardware_fp8(arch)
+    native = CARDS.get(arch)
     if native is None and any(point.quantised or point.fp8_weight for point in points):
         raise NoGpuError(f"{arch} has no fp8 conversion in hardware; ask for bf16 only")
     report = Report(machine(), arch, rounds)
@@ -213,7 +212,7 @@ def _parts(prepare: Prepare, inputs: DecodeInputs) -> dict[str, torch.Tensor]:
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
     """Return the share of values that differ, and how many differ by more than an fp8 step (bfloat16: 1/64)."""
     if formats.is_fp8(got.dtype):
-        steps = formats.step_distance(got, expected)
+        steps = (steps_of(got) - steps_of(expected)).abs()
         return float((steps > 0).double().mean()), int((steps > 1).sum())
     a, b = got.double(), expected.double()
     return float((a != b).double().mean()), int(((a - b).abs() > b.abs() / 64 + 1e-2).sum())
