@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla import status
-from vllm_aiter_mla.admission import ATTENTION_OPS
+from vllm_aiter_mla.admission import ATTENTION_OPS, Skip
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import backend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.layer import Layer
 
 NAMESPACE = "vllm_aiter_mla"
 
@@ -104,7 +104,7 @@ def mla_decode_q_prep(
     call: reloading replaces them. May lie inside a piecewise graph, so it does not look at the batch (I2).
     """
     _, module = compat_layer.layer_module(layer_name)
-    return decode_q_prep(layers.of(module), q, rope_dim, out_dtype)
+    return decode_q_prep(Layer.of(module), q, rope_dim, out_dtype)
 
 
 def mla_decode_q_prep_fake(
@@ -170,13 +170,16 @@ def mla_attention_with_rope(
     step = layer_step(layer_name)
     attention_with_rope(step, q, k_pe, kv_c, Rope(positions, cos_sin_cache, k_scale, is_neox), output)
     if step.metadata is None:
-        _note_while_profiling(step, q.dtype)
+        # While vLLM profiles memory the layer counts as engaged, with the kernel that its calls will run on.
+        kernel = step.layer.decide(act=q.dtype)
+        if not isinstance(kernel, Skip):
+            status.engage(step.name, kernel)
 
 
 def layer_step(layer_name: Any) -> LayerStep:
     """Return one layer in the current step, for an op that was given it by name."""
     name, metadata, module, kv_cache, slots = compat_layer.layer_call(layer_name)
-    layer = layers.of(module)
+    layer = Layer.of(module)
     if metadata is None:
         return LayerStep(name, layer, kv_cache, slots, None, 0, False, compat_layer.is_piecewise)
     rows = metadata.num_actual_tokens
@@ -184,13 +187,6 @@ def layer_step(layer_name: Any) -> LayerStep:
     if decode_only:
         kv_cache = layer.cache_view(kv_cache)
     return LayerStep(name, layer, kv_cache, slots, metadata, rows, decode_only, compat_layer.is_piecewise)
-
-
-def _note_while_profiling(step: LayerStep, act: torch.dtype) -> None:
-    """Count the layer as engaged while vLLM profiles memory, with the kernel that its calls will run on."""
-    kernel = step.layer.decide(act=act).kernel
-    if kernel is not None:
-        status.engage(step.name, kernel)
 
 
 # The bodies. ``verify`` runs them too, over its own layers.

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from tests.gate import gate_support as support
+from tests.gate import gate_support
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
@@ -96,13 +96,13 @@ def test_wrong_additional_config_stops_the_config_not_the_engine(
     mla_model: Path, options: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ValidationError) as caught:
-        support.vllm_config(mla_model, additional_config={"aiter_mla": options})
+        gate_support.vllm_config(mla_model, additional_config={"aiter_mla": options})
     assert told in str(caught.value)
 
 
 def test_two_spellings_that_differ_stop_the_config(mla_model: Path) -> None:
     with pytest.raises(ValidationError, match="contradict"):
-        support.vllm_config(
+        gate_support.vllm_config(
             mla_model,
             compilation_config={"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: 8}},
             additional_config={"aiter_mla": {"max_token_num": 16}},
@@ -115,9 +115,9 @@ def test_a_value_assigned_after_construction_is_checked_too(mla_model: Path) -> 
     compilation = CompilationConfig()
     setattr(compilation.pass_config, LIMIT_FIELD, -1)
     with pytest.raises(ValidationError, match=LIMIT_FIELD):
-        support.vllm_config(mla_model, compilation_config=compilation)
+        gate_support.vllm_config(mla_model, compilation_config=compilation)
 
 
 def test_a_bad_option_is_an_error_even_with_the_flag_off_and_eager_mode(mla_model: Path) -> None:
     with pytest.raises(ValidationError, match="kernel"):
-        support.vllm_config(mla_model, enforce_eager=True, additional_config={"aiter_mla": {"kernel": "none"}})
+        gate_support.vllm_config(mla_model, enforce_eager=True, additional_config={"aiter_mla": {"kernel": "none"}})

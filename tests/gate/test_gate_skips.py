@@ -18,10 +18,10 @@ import torch
 from pydantic import ValidationError
 from vllm.config import VllmConfig
 
-from tests.gate import gate_support as support
+from tests.gate import gate_support
 from tests.gate.gate_support import ON, PASSES, Build, Lines, assert_skipped, pass_of
 from vllm_aiter_mla import gate, status
-from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
+from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP, Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import patches
 
@@ -74,8 +74,8 @@ def test_what_a_cpu_config_cannot_be_built_with_skips_too(
     built = config()
     built.additional_config = ON
     change(built)
-    skip = gate.apply(built).skip
-    assert skip is not None
+    skip = gate.apply(built)
+    assert isinstance(skip, Skip)
     assert skip.code == code
     assert_skipped(lines, built, code, knob)
 
@@ -113,11 +113,11 @@ def test_strict_mode_makes_a_skip_an_error_that_names_the_knob(config: Build) ->
 def test_a_skipped_config_is_in_the_status_file(
     registered: None, mla_model: Path, lines: Lines, cache_root: Path
 ) -> None:
-    built = support.vllm_config(mla_model, additional_config=PASSES)
+    built = gate_support.vllm_config(mla_model, additional_config=PASSES)
     assert_skipped(lines, built, "compilation_mode", "DYNAMO_TRACE_ONCE")
     (path,) = (cache_root / "aiter_mla").glob(f"status-{os.getpid()}-*.json")
     record = json.loads(path.read_text())
-    assert (record["total"], record["engaged"]) == (support.DEEPSEEK_V2["num_hidden_layers"], {})
+    assert (record["total"], record["engaged"]) == (gate_support.DEEPSEEK_V2["num_hidden_layers"], {})
     assert {code for code, _ in record["skipped"].values()} == {"compilation_mode"}
     assert lines.at(logging.WARNING)[0].endswith("(run: vllm-aiter-mla doctor)")
 
@@ -129,7 +129,7 @@ def test_a_skip_that_cannot_be_recorded_costs_a_warning_and_no_engine(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(status, "write", fail)
-    assert pass_of(support.vllm_config(mla_model, additional_config=PASSES)) is None
+    assert pass_of(gate_support.vllm_config(mla_model, additional_config=PASSES)) is None
     skipped, unrecorded = lines.at(logging.WARNING)
     assert "compilation_mode" in skipped
     assert "planted" in unrecorded
@@ -226,7 +226,7 @@ def test_with_the_flag_off_no_op_is_looked_at_and_vllms_attention_is_not_importe
     registered: None, mla_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat_config, "op_differences", lambda: pytest.fail("asked with the flag off"))
-    support.vllm_config(mla_model)
+    gate_support.vllm_config(mla_model)
     code = (
         "import sys, vllm.engine.arg_utils; from vllm.config import VllmConfig; from vllm.plugins import *;"
         f"load_general_plugins(); VllmConfig(); print('{compat_config.ATTENTION_MODULE}' in sys.modules)"

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from vllm.config import CompilationConfig, PassConfig, VllmConfig
 from vllm.config.utils import replace
 
-from tests.gate import gate_support as support
+from tests.gate import gate_support
 from vllm_aiter_mla import files
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
@@ -22,12 +22,12 @@ ON: dict[str, Any] = {FLAG_FIELD: True, LIMIT_FIELD: 64}
 
 def test_flag_off_hashes_and_prints_as_without_the_plugin(without_plugin: dict[str, Any]) -> None:
     assert not without_plugin["plugin"]
-    assert support.observed(support.modelless_config()) == without_plugin["observed"]
+    assert gate_support.observed(gate_support.modelless_config()) == without_plugin["observed"]
 
 
 def test_an_explicit_default_is_as_good_as_none(without_plugin: dict[str, Any]) -> None:
     options = {"pass_config": {FLAG_FIELD: False, LIMIT_FIELD: None}}
-    assert support.observed(support.modelless_config(options)) == without_plugin["observed"]
+    assert gate_support.observed(gate_support.modelless_config(options)) == without_plugin["observed"]
 
 
 @pytest.mark.mutation
@@ -35,7 +35,7 @@ def test_mutation_a_hash_that_lists_our_fields_when_off_is_caught(
     without_plugin: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patches, "_WithoutFields", lambda config, hidden: config)
-    assert support.observed(support.modelless_config()) != without_plugin["observed"]
+    assert gate_support.observed(gate_support.modelless_config()) != without_plugin["observed"]
 
 
 def test_a_process_without_the_plugin_unpickles_our_values(without_plugin: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ def test_a_failed_self_test_leaves_vllm_behind(without_plugin: dict[str, Any]) -
             patch.setattr(patches, "_test_pass_config", broken)
             with pytest.raises(RuntimeError, match="upstream changed"):
                 patches.extend_pass_config()
-        assert support.observed(support.modelless_config()) == without_plugin["observed"]
+        assert gate_support.observed(gate_support.modelless_config()) == without_plugin["observed"]
         with pytest.raises(ValidationError, match=FLAG_FIELD):
             PassConfig(**ON)
     finally:

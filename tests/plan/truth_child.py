@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from vllm_aiter_mla import gate
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import rocm_config
 
@@ -57,8 +58,8 @@ def answered(request: dict[str, Any]) -> dict[str, Any]:
     with mock.patch.object(rocm_config, *bug) if bug else nullcontext():
         found = answer(request)
     last = decisions[-1] if decisions else None
-    skip = last.skip.code if last is not None and last.skip is not None else None
-    return found | {"decision": {"limit": last.limit if last else None, "skip": skip}}
+    limit, skip = (None, last.code) if isinstance(last, Skip) else (last, None)
+    return found | {"decision": {"limit": limit, "skip": skip}}
 
 
 if __name__ == "__main__":

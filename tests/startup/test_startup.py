@@ -15,11 +15,11 @@ from torch.fx import Graph
 from tests.ops.opcalls import NAME, layer_of
 from tests.support.worker import CONFIG, Worker, layer_in, ours
 from vllm_aiter_mla import admission, startup, status
-from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log, patches
 from vllm_aiter_mla.compat.inductor import InductorPass
+from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import Settings, SettingsError
@@ -61,6 +61,7 @@ def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, mon
     assert status.current().engaged == {}
     assert given == [{"strict": False, "capture_sizes": [1, 8], "limit": 16}]
     assert pass_.kernels == startup.cache_key([layer_in(one)])
+    assert layer_in(one).limit == 16
     assert pass_.uuid() != before
 
 
@@ -147,12 +148,12 @@ AT_THE_CHECK = {
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
     "the sizes": lambda patch, one: patch(one.vllm_config.compilation_config, "cudagraph_capture_sizes", [None]),
     "the pass": lambda patch, one: patch(compat_config, "engaged_pass", planted),
-    "the options": lambda patch, one: patch(layers, "of", planted),
+    "the options": lambda patch, one: patch(Layer, "of", planted),
     "the layer": lambda patch, one: patch(compat_layer, "layer_view", planted),
     "the weights": lambda patch, one: patch(compat_layer, "activation_dtype", planted),
-    "the back ends": lambda patch, one: patch(layers.Layer, "kernels_to_check", planted),
-    "the decision": lambda patch, one: patch(layers.Layer, "not_admitted", planted),
-    "the rows": lambda patch, one: patch(layers, "synthetic_inputs", planted),
+    "the back ends": lambda patch, one: patch(Layer, "kernels_to_check", planted),
+    "the decision": lambda patch, one: patch(Layer, "not_admitted", planted),
+    "the rows": lambda patch, one: patch("vllm_aiter_mla.layer.synthetic_inputs", planted),
 }
 
 
@@ -169,9 +170,9 @@ def assert_check_fails_closed(said: list[tuple[int, str]], monkeypatch: pytest.M
         assert one.load_model() == "loaded"
     lines = [level for level, text in said if "'planted'" in text or "TypeError" in text]
     assert lines == [logging.ERROR], "one line says so"
-    layer = layers.of(module)
+    layer = Layer.of(module)
     assert layer.state != "trusted", "the layer counts as checked"
-    assert layer.decide().skip is not None, "the passes would rewrite it"
+    assert isinstance(layer.decide(), admission.Skip), "the passes would rewrite it"
 
 
 @pytest.mark.parametrize("spoil", AT_THE_CHECK.values(), ids=AT_THE_CHECK)
@@ -184,7 +185,7 @@ def test_fail_closed_whatever_raises_at_the_check_stops_a_strict_worker(said, mo
 
 @pytest.mark.mutation("I12")
 def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypatch) -> None:
-    monkeypatch.setattr(layers.Layer, "refuse", lambda self, reason: self.trust())
+    monkeypatch.setattr(Layer, "refuse", lambda self, reason: self.trust())
     with pytest.raises(AssertionError, match="counts as checked"):
         assert_check_fails_closed(said, monkeypatch, AT_THE_CHECK["cache_key"])
 
