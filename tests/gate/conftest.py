@@ -18,6 +18,7 @@ import pytest
 from vllm.config import PassConfig
 
 from tests.gate import gate_support
+from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import plugin
 from vllm_aiter_mla.compat import log, patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
@@ -61,7 +62,7 @@ def lines(mla_model: Path) -> Iterator[gate_support.Lines]:
 
 @pytest.fixture(scope="session")
 def mla_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return gate_support.write_model(tmp_path_factory.mktemp("models") / "mla", gate_support.DEEPSEEK_V2)
+    return save_config(TinyDeepseek(num_hidden_layers=2).config(), tmp_path_factory.mktemp("mla"))
 
 
 @pytest.fixture

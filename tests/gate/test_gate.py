@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.compilation.passes.inductor_pass import CallableInductorPass, InductorPass
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.compilation.passes.inductor_pass import CallableInductorPass
+from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.config.utils import replace
 
 from tests.gate import gate_support
@@ -132,12 +132,6 @@ def test_the_log_shows_the_decode_limit_and_the_partition_once(config: Build, li
 def test_options_without_the_switch_are_said_to_have_no_effect(config: Build, lines: Lines) -> None:
     config(compilation_config={"pass_config": {LIMIT_FIELD: 64}})
     assert [line for line in lines.at(logging.WARNING) if LIMIT_FIELD in line and "no effect" in line]
-
-
-def test_the_pass_and_the_mode_are_what_vllm_will_compile_with(config: Build) -> None:
-    built = config(additional_config=ON)
-    assert built.compilation_config.mode == CompilationMode.VLLM_COMPILE
-    assert isinstance(pass_of(built), InductorPass)
 
 
 @pytest.mark.parametrize("name", ATTENTION_OPS)

@@ -21,29 +21,12 @@ from vllm.config import VllmConfig
 from tests.gate import gate_support
 from tests.gate.gate_support import ON, PASSES, Build, Lines, assert_skipped, pass_of
 from vllm_aiter_mla import gate, status
-from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP, Skip
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import patches
 
 UNTESTED = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
 ATTENTION, UPDATE, FUSED = compat_config.OP_ARGUMENTS
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "knob"),
-    [
-        ({"enforce_eager": True}, "enforce_eager", "enforce_eager"),
-        ({"optimization_level": 0}, "compilation_mode", "compilation_config.mode"),
-        ({"compilation_config": {"mode": 2}}, "compilation_mode", "DYNAMO_TRACE_ONCE"),
-        ({"compilation_config": {"use_inductor_graph_partition": False}}, "graph_partition", "partition=False"),
-        ({"compilation_config": {"splitting_ops": [MLA_ATTENTION_OP]}}, "splitting_ops", MLA_ATTENTION_OP),
-        ({"compilation_config": {"splitting_ops": [KV_UPDATE_OP]}}, "splitting_ops", KV_UPDATE_OP),
-    ],
-)
-def test_an_explicit_contradiction_skips_in_one_line_that_names_the_knob(
-    config: Build, lines: Lines, options: dict[str, Any], code: str, knob: str
-) -> None:
-    assert_skipped(lines, config(additional_config=PASSES, **options), code, knob)
 
 
 def set_on(holder: str, field: str, value: Any) -> Callable[[Any], None]:
@@ -117,7 +100,7 @@ def test_a_skipped_config_is_in_the_status_file(
     assert_skipped(lines, built, "compilation_mode", "DYNAMO_TRACE_ONCE")
     (path,) = (cache_root / "aiter_mla").glob(f"status-{os.getpid()}-*.json")
     record = json.loads(path.read_text())
-    assert (record["total"], record["engaged"]) == (gate_support.DEEPSEEK_V2["num_hidden_layers"], {})
+    assert (record["total"], record["engaged"]) == (2, {})
     assert {code for code, _ in record["skipped"].values()} == {"compilation_mode"}
     assert lines.at(logging.WARNING)[0].endswith("(run: vllm-aiter-mla doctor)")
 
@@ -145,14 +128,13 @@ def test_only_the_mla_layers_of_a_hybrid_are_counted() -> None:
 # -- another vLLM: releases, names, arguments of its MLA ops
 
 
-@pytest.mark.parametrize("version", ["0.30.0", "0.32.0+cpu", "0.33.1rc2.dev7+gabc", "v0.31.0", "0.33"])
-def test_versions_inside_the_window(version: str) -> None:
-    assert compat_config.in_window(version)
+INSIDE = ("0.30.0", "0.32.0+cpu", "0.33.1rc2.dev7+gabc", "v0.31.0", "0.33")
+OUTSIDE = ("0.29.3", "0.34.0", "0.34.0rc1", "1.0.0", "0.1.dev1+gabc", "dev", "")
 
 
-@pytest.mark.parametrize("version", ["0.29.3", "0.34.0", "0.34.0rc1", "1.0.0", "0.1.dev1+gabc", "dev", ""])
-def test_versions_outside_the_window(version: str) -> None:
-    assert not compat_config.in_window(version)
+@pytest.mark.parametrize("version", [*INSIDE, *OUTSIDE])
+def test_the_window_of_versions(version: str) -> None:
+    assert compat_config.in_window(version) == (version in INSIDE)
 
 
 def test_the_installed_vllm_lacks_nothing_and_a_missing_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
