@@ -40,6 +40,18 @@ def suite(request: pytest.FixtureRequest) -> list[pytest.Item]:
 
 
 @pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, str]]:
+    """The plugin's log lines from here on, as (level, text); its files go to ``tmp_path``."""
+    from vllm_aiter_mla.compat import config, log
+
+    lines: list[tuple[int, str]] = []
+    monkeypatch.setattr(log, "say", lambda level, text, stacklevel=2: lines.append((level, text)))
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(config, "cache_folder", lambda: tmp_path)
+    return lines
+
+
+@pytest.fixture
 def fake_gfx942() -> Iterator[None]:
     """An AITER that can be imported and behaves as on an MI300X, with no call recorded."""
     from tests.sandbox.simulated_aiter import install, op

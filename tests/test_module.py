@@ -21,8 +21,7 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from vllm_aiter_mla import module
-from vllm_aiter_mla import status as state
+from vllm_aiter_mla import module, status
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
 
 WIDTH = 64
@@ -143,7 +142,7 @@ def test_another_plugins_replacement_stays() -> None:
 
 def test_a_wrapper_that_nobody_has_admitted_runs_vllms_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     cls = module.fused_class()
-    monkeypatch.setattr(compat_wrapper.vllm_class(), "forward", lambda self, *args: args)
+    monkeypatch.setattr(compat_wrapper.MultiHeadLatentAttentionWrapper, "forward", lambda self, *args: args)
     one = cls.__new__(cls)
     torch.nn.Module.__init__(one)
     positions, hidden = torch.arange(3), torch.zeros(3, 8)
@@ -229,9 +228,9 @@ def test_unknown_partial_and_scaled_rotations_are_skipped(embedding: Callable[..
 
 
 def test_a_layer_outside_vllms_wrapper_is_left_to_vllm_with_its_reason() -> None:
-    state.reset()
+    status.reset()
     module.emit({"model.layers.0.attn": torch.nn.Module()})
-    assert state.current().skipped["model.layers.0.attn"][0] == "unknown_forward"
+    assert status.current().skipped["model.layers.0.attn"][0] == "unknown_forward"
 
 
 def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_asked(
@@ -243,10 +242,10 @@ def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_ask
         asked.append(attention)
         raise OSError("no source")
 
-    state.reset()
+    status.reset()
     monkeypatch.setattr(module, "wrapper_of", wrapper_of)
     module.emit({"a": torch.nn.Module(), "b": torch.nn.Module()})
-    assert {name: code for name, (code, _) in state.current().skipped.items()} == dict.fromkeys("ab", "not_evaluated")
+    assert {name: code for name, (code, _) in status.current().skipped.items()} == dict.fromkeys("ab", "not_evaluated")
     assert len(asked) == 2
 
 
@@ -279,7 +278,7 @@ def test_a_layer_whose_output_vllm_would_quantise_is_left_to_vllm(
     found = SimpleNamespace(
         is_neox=True, mla_attn=SimpleNamespace(_vllm_config=SimpleNamespace(compilation_config=compilation))
     )
-    state.reset()
+    status.reset()
     monkeypatch.setattr(module, "wrapper_of", lambda attention: found)
     (key,) = module.emit({"a": torch.nn.Module()})
     assert (key == "a: fused_output_quant") is skipped

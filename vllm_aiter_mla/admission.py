@@ -7,7 +7,7 @@ tables here. A skip is a value: the log, ``doctor``, ``plan`` and the report pri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -338,31 +338,29 @@ LAYER_RULES = (
 )
 
 
-def config_skips(view: ConfigView) -> Iterator[Skip]:
-    """Every reason for which no layer of this engine may take the fast path, in the order of the rules."""
-    yield from _skips(ENGINE_RULES, view)
-    if view.integration == "passes":
-        yield from _skips(PASSES_RULES, view)
+def config_skips(view: ConfigView) -> list[Skip]:
+    """Return every reason for which no layer of this engine may take the fast path, in the order of the rules."""
+    return _all(ENGINE_RULES + PASSES_RULES * (view.integration == "passes"), view)
 
 
-def layer_skips(view: LayerView) -> Iterator[Skip]:
-    """Every reason for which this layer is left to vLLM, in the order of the rules."""
-    return _skips(LAYER_RULES, view)
+def layer_skips(view: LayerView) -> list[Skip]:
+    """Return every reason for which this layer is left to vLLM, in the order of the rules."""
+    return _all(LAYER_RULES, view)
 
 
 def admit_config(view: ConfigView) -> Skip | None:
     """Return the first reason for which no layer of this engine may take the fast path, or ``None``."""
-    return next(config_skips(view), None)
+    return next(iter(config_skips(view)), None)
 
 
 def admit_layer(view: LayerView) -> Skip | None:
     """Return the first reason for which this layer is left to vLLM, or ``None``. Layers never affect each other."""
-    return next(layer_skips(view), None)
+    return next(iter(layer_skips(view)), None)
 
 
 def why_not_passes(view: ConfigView) -> Skip | None:
     """Return why the passes cannot run in this engine, or ``None``."""
-    return next(_skips(PASSES_RULES, view), None)
+    return next(iter(_all(PASSES_RULES, view)), None)
 
 
 def integration_of(view: ConfigView) -> str:
@@ -403,17 +401,14 @@ def within_limit(range_end: int, limit: int) -> bool:
     return range_end <= limit
 
 
-def endpoints_with(endpoints: list[int] | None, limit: int) -> list[int]:
-    """Return the endpoints of the compile ranges and ``limit``, sorted, each once; the input is not changed."""
-    return sorted({*(endpoints or ()), limit})
-
-
-def _skips(rules: tuple[Rule, ...], view: _View) -> Iterator[Skip]:
+def _all(rules: tuple[Rule, ...], view: _View) -> list[Skip]:
+    skips = []
     for rule in rules:
         found = rule.applies(view)
         if found:
             joined = "; ".join(found) if isinstance(found, tuple) else ""
-            yield Skip(rule.code, rule.sentence.format(v=view, found=joined))
+            skips.append(Skip(rule.code, rule.sentence.format(v=view, found=joined)))
+    return skips
 
 
 def _cuts(view: ConfigView) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ off in the same process, and change their cache key.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_aiter_mla import admission, status
@@ -26,23 +25,11 @@ from vllm_aiter_mla.compat import log, patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, STRICT_OPTION, Settings, SettingsError, unused_options
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What the gate did with one config.
-
-    Attributes:
-        settings: the user's options.
-        limit: L in tokens when the fast path is on, else ``None``.
-        skip: why it is not on although it was asked for, else ``None``.
-    """
-
-    settings: Settings
-    limit: int | None = None
-    skip: Skip | None = None
-
-
-def apply(vllm_config: Any) -> Decision:
+def apply(vllm_config: Any) -> int | Skip | None:
     """Decide on ``vllm_config`` and engage it if it is admitted. Idempotent: ``replace()`` runs it again.
+
+    Returns:
+        L in tokens if the fast path is on, the reason if it is not although it was asked for, else None.
 
     Raises:
         SettingsError: an option is wrong, or the engine is skipped in strict mode.
@@ -50,18 +37,17 @@ def apply(vllm_config: Any) -> Decision:
     settings = compat_config.settings_of(vllm_config)
     if not settings.enabled:
         _warn_of_unused(settings)
-        return Decision(settings)
-    compilation = vllm_config.compilation_config
+        return None
     engaged = compat_config.engaged_pass(vllm_config)
     view = _view(vllm_config, settings)
     skip = view if isinstance(view, Skip) else admission.admit_config(view)
     if skip is None and engaged is None:
-        skip = compat_config.why_not_chainable(compilation)
+        skip = compat_config.why_not_chainable(vllm_config.compilation_config)
     if skip is not None:
         # A draft model's config shares compilation_config with its target: the target's pass stays.
         if engaged is None:
             _skip(vllm_config, skip, settings)
-        return Decision(settings, skip=skip)
+        return skip
     assert isinstance(view, ConfigView)
     limit = admission.decode_limit(
         vllm_config.scheduler_config.max_num_seqs, vllm_config.num_speculative_tokens, settings.max_token_num
@@ -72,7 +58,7 @@ def apply(vllm_config: Any) -> Decision:
     integration = admission.integration_of(view) if engaged is None else engaged.integration
     _engage(vllm_config, settings, limit, engaged, integration)
     _announce(vllm_config, view, integration, settings, limit)
-    return Decision(settings, limit=limit)
+    return limit
 
 
 def _view(vllm_config: Any, settings: Settings) -> ConfigView | Skip:
@@ -87,7 +73,7 @@ def _engage(vllm_config: Any, settings: Settings, limit: int, engaged: Any, inte
     compilation = vllm_config.compilation_config
     # New containers instead of changes in place: another config may hold the same list or dict.
     if integration == "passes":
-        compilation.compile_ranges_endpoints = admission.endpoints_with(compilation.compile_ranges_endpoints, limit)
+        compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), limit})
         _open_graph(compilation)
     _split(compilation, integration)
     if engaged is not None and (engaged.limit, engaged.settings) == (limit, settings):

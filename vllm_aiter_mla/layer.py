@@ -11,8 +11,8 @@ import logging
 import re
 import sys
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,10 +20,9 @@ import torch
 from vllm_aiter_mla import backends, status
 from vllm_aiter_mla.admission import Skip, admit_layer
 from vllm_aiter_mla.backends import VLLM, Backends
-from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.kernels import absorb, formats
+from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.measure import Ranges, name_at
@@ -48,19 +47,6 @@ class Choice(NamedTuple):
     passed_over: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Whether a layer is engaged: the kernel that will run it, or why it is left to vLLM.
-
-    Attributes:
-        kernel: name of a back end; None with a ``skip``.
-        skip: the reason; None with a ``kernel``.
-    """
-
-    kernel: str | None
-    skip: Skip | None = None
-
-
 class Layer:
     """One MLA layer of one engine.
 
@@ -71,7 +57,7 @@ class Layer:
         name: vLLM's name of the layer.
         module: vLLM's ``MLAAttention``.
         backends: those of its engine.
-        limit: L, the most tokens that a kernel is given; the passes keep to it by compile ranges.
+        limit: L, the most tokens that a kernel is given. Start-up sets it when it checks the kernels.
         state: "unchecked" until start-up has checked the kernels; then "trusted"; "refused" if they could not be
             checked; "failed" if one raised while it served. Only a trusted layer runs a kernel that needs a check.
         reason: why it is refused or failed.
@@ -82,7 +68,7 @@ class Layer:
     def __init__(self, module: Any, engine: Backends | None = None) -> None:
         self.name, self.module = str(getattr(module, "layer_name", "")), module
         self.backends = engine or backends.of_engine(compat_layer.config_of(module))
-        self.limit = _limit_of(module)
+        self.limit = sys.maxsize
         self.state: Literal["unchecked", "trusted", "refused", "failed"] = "unchecked"
         self.reason = ""
         self.refused_kernels: dict[str, str] = {}
@@ -98,6 +84,14 @@ class Layer:
         self._described: tuple[Any, ...] = ()
         self._cache: Callable[[], torch.Tensor | None] = lambda: None
         self._view: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, module: Any) -> Layer:
+        """Return the one layer of vLLM's ``MLAAttention`` module, which keeps it, so that the two go together."""
+        found: Layer | None = module.__dict__.get(_KEY)
+        if found is None:
+            found = module.__dict__[_KEY] = cls(module)
+        return found
 
     # What is decided about the layer.
 
@@ -128,8 +122,8 @@ class Layer:
             weight=weight.key,
         )
 
-    def decide(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Decision:
-        """Return the kernel that will run the layer, or why it is left to vLLM.
+    def decide(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> str | Skip:
+        """Return the name of the kernel that will run the layer, or why it is left to vLLM.
 
         Args:
             act: the activation dtype, if the graph shows it.
@@ -137,22 +131,22 @@ class Layer:
         """
         skip = self.not_admitted(act, table_dtype)
         if skip is not None:
-            return Decision(None, skip)
+            return skip
         if self.ranges and self.state == "trusted":
-            return Decision(self.choose(self._meta_inputs()).name)
+            return self.choose(self._meta_inputs()).name or VLLM
         wanted = self.backends.names[0]
         backend = self.backends.get(wanted)
         needs_check = isinstance(backend, str) or not backend.trusted
         if self.state in ("refused", "failed") and needs_check:
-            return Decision(None, Skip("kernel_shape", self.reason))
+            return Skip("kernel_shape", self.reason)
         skip = self.no_kernel()
-        if skip is None and self.state == "unchecked" and needs_check:
-            skip = Skip("kernel_shape", "its kernel was not checked")
         if skip is not None:
-            return Decision(None, skip)
+            return skip
+        if self.state == "unchecked" and needs_check:
+            return Skip("kernel_shape", "its kernel was not checked")
         choice = self.choose(self._meta_inputs())
         reason = dict(choice.passed_over).get(wanted)
-        return Decision(choice.name) if reason is None else Decision(None, Skip("kernel_shape", reason))
+        return Skip("kernel_shape", reason) if reason is not None else choice.name or VLLM
 
     def no_kernel(self) -> Skip | None:
         """Return why no fused kernel can run in this process, whatever the layer, or None."""
@@ -175,13 +169,13 @@ class Layer:
         """
         if self.state != "trusted":
             return f"{self.name}: unchecked"  # not the reason: what an exception says may differ at every start
-        decision = self.decide()
-        if decision.skip is not None:
-            return f"{self.name}: {decision.skip.code}"
+        kernel = self.decide()
+        if isinstance(kernel, Skip):
+            return f"{self.name}: {kernel.code}"
         # The card by its type: its index differs from rank to rank, and may from start to start.
         shape = self.shape()
         kind = replace(shape, device=torch.device(shape.device).type)
-        return f"{kind}: {'timed' if self.ranges else decision.kernel}"
+        return f"{kind}: {'timed' if self.ranges else kernel}"
 
     def choose(self, inputs: DecodeInputs) -> Choice:
         """Return what runs calls like ``inputs``: what timing chose for so many tokens, then the static order."""
@@ -195,29 +189,27 @@ class Layer:
             passed_over.append((name, str(bound)))
         return Choice(None, None, None, tuple(passed_over))
 
-    def _meta_inputs(self, tokens: int = 1) -> DecodeInputs:
+    def _meta_inputs(self) -> DecodeInputs:
         """Operands without memory: a contract looks at sizes and types only."""
-        return synthetic_inputs(replace(self.shape(), device="meta"), tokens=tokens)
+        return synthetic_inputs(replace(self.shape(), device="meta"), tokens=1)
 
     # What start-up finds out about it.
 
     def kernels_to_check(self) -> dict[str, KernelBackend]:
         """Return the kernels that may run the layer and need a check, by name; the default one first."""
-        inputs, found = self._meta_inputs(), {}
-        for name in dict.fromkeys((*self.backends.names, *self.backends.contenders)):
-            backend = self.backends.get(name)
-            if not isinstance(backend, str) and not isinstance(backend.bind(inputs), str) and not backend.trusted:
-                found[name] = backend
-        return found
+        taking = self._taking((*self.backends.names, *self.backends.contenders))
+        return {name: backend for name, backend in taking.items() if not backend.trusted}
 
     def contenders(self) -> dict[str, KernelBackend]:
         """Return the back ends that timing may choose between: those that take the layer and passed their check."""
+        return self._taking(name for name in self.backends.contenders if name not in self.refused_kernels)
+
+    def _taking(self, names: Iterable[str]) -> dict[str, KernelBackend]:
+        """Those of these back ends that take the layer."""
         inputs = self._meta_inputs()
-        found = {name: self.backends.get(name) for name in self.backends.contenders if name not in self.refused_kernels}
+        found = {name: self.backends.get(name) for name in names}
         return {
-            name: backend
-            for name, backend in found.items()
-            if not isinstance(backend, str) and not isinstance(backend.bind(inputs), str)
+            name: it for name, it in found.items() if not isinstance(it, str) and not isinstance(it.bind(inputs), str)
         }
 
     def trust(self) -> None:
@@ -255,23 +247,6 @@ class Layer:
         if state != "trusted":
             self._ours_elsewhere = ""
         self._runs.clear()
-
-    def compile_vllm_quantisation(self) -> None:
-        """Let vLLM compile the function with which its own attention quantises a query.
-
-        vLLM compiles it in its warm-up, with decode batches. Those go to our op; without this the first batch that
-        mixes prefill and decode rows would compile it while it serves.
-        """
-        shape = self.shape()
-        if not formats.is_fp8(shape.out_dtype):
-            return
-        for rows in (2, 1):  # torch compiles separately for one row, and once for all other counts
-            absorbed, query = (
-                torch.zeros(rows, shape.heads, width, dtype=shape.act, device=shape.device)
-                for width in (shape.latent, shape.nope_dim + shape.rope)
-            )
-            with torch.inference_mode():
-                self.quantise(absorbed, query[..., shape.nope_dim :])
 
     # What the ops call in each step.
 
@@ -413,25 +388,9 @@ class Layer:
         module.forward_impl(q, kv_c, k_pe, module.kv_cache, metadata, output=output)
 
 
-def of(module: Any) -> Layer:
-    """Return the one ``Layer`` of vLLM's ``MLAAttention`` module."""
-    # Kept by the module itself, so that the two go together.
-    found: Layer | None = module.__dict__.get(_KEY)
-    if found is None:
-        found = module.__dict__[_KEY] = Layer(module)
-    return found
-
-
-def _limit_of(module: Any) -> int:
-    compilation = getattr(compat_layer.config_of(module), "compilation_config", None)
-    limit = getattr(compat_config.current_pass(compilation), "limit", None)
-    return limit if isinstance(limit, int) else sys.maxsize
-
-
 def _step_key(inputs: DecodeInputs) -> tuple[Any, ...]:
     """Return all that a kernel's contract looks at in the rows of a step."""
-    q, k_pe, kv_c, slots = inputs.q, inputs.k_pe, inputs.kv_c, inputs.slot_mapping
-    positions = inputs.positions
+    q, k_pe, kv_c, slots, positions = inputs.q, inputs.k_pe, inputs.kv_c, inputs.slot_mapping, inputs.positions
     return (
         q.shape, q.stride(), q.storage_offset(), q.dtype, k_pe.shape, k_pe.stride(), k_pe.storage_offset(), k_pe.dtype,
         kv_c.shape, kv_c.stride(), kv_c.storage_offset(), kv_c.dtype, positions.shape, positions.stride(),

@@ -15,12 +15,12 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
 from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate
+from vllm_aiter_mla.layer import Layer
 
 KNOWN_ROPES = ("RotaryEmbedding", "DeepseekScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding")
 """Class names of vLLM's rotary embeddings that only rotate by the rows of one table."""
@@ -96,7 +96,7 @@ def _project(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, to
 @functools.cache
 def fused_class() -> type:
     """Return the class that replaces vLLM's."""
-    vllm_own = compat_wrapper.vllm_class()
+    vllm_own = compat_wrapper.MultiHeadLatentAttentionWrapper
     return type(f"Fused{vllm_own.__name__}", (FusedForward, vllm_own), {})
 
 
@@ -132,7 +132,10 @@ def emit(modules: dict[str, Any]) -> tuple[str, ...]:
     """
     found = []
     for name, attention in modules.items():
-        skip = _guarded(attention)
+        try:
+            skip = _emit(attention)
+        except Exception as error:
+            skip = Skip("not_evaluated", f"admission raised {type(error).__name__}: {error}")
         found.append(f"{name}: {'module' if skip is None else skip.code}")
         if skip is not None:
             status.skip(name, skip.code, skip.message)
@@ -140,17 +143,14 @@ def emit(modules: dict[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _guarded(attention: Any) -> Skip | None:
-    try:
-        wrapper = wrapper_of(attention)
-        if wrapper is not None:
-            wrapper.is_neox = None  # whatever was decided before
-        return compat_wrapper.why_unknown_code() or _emit(attention, wrapper)
-    except Exception as error:
-        return Skip("not_evaluated", f"admission raised {type(error).__name__}: {error}")
-
-
-def _emit(attention: Any, wrapper: Any) -> Skip | None:
+def _emit(attention: Any) -> Skip | None:
+    """Let one layer call the op if it is admitted; else return why it is not."""
+    wrapper = wrapper_of(attention)
+    if wrapper is not None:
+        wrapper.is_neox = None  # whatever was decided before
+    skip = compat_wrapper.why_unknown_code()
+    if skip is not None:
+        return skip
     if wrapper is None:
         return Skip("unknown_forward", "the model's attention is not in vLLM's MultiHeadLatentAttentionWrapper")
     if compat_wrapper.quantises_output(wrapper):
@@ -159,11 +159,11 @@ def _emit(attention: Any, wrapper: Any) -> Skip | None:
     if skip is not None:
         return skip
     embedding = wrapper.rotary_emb
-    is_neox = bool(embedding.is_neox_style)
-    decision = layers.of(attention).decide(table_dtype=embedding.cos_sin_cache.dtype)
-    if decision.skip is None:
-        wrapper.is_neox = is_neox
-    return decision.skip
+    kernel = Layer.of(attention).decide(table_dtype=embedding.cos_sin_cache.dtype)
+    if isinstance(kernel, Skip):
+        return kernel
+    wrapper.is_neox = bool(embedding.is_neox_style)
+    return None
 
 
 # -- the rotary embedding

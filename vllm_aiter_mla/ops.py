@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import backend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.layer import Layer
 
 NAMESPACE = "vllm_aiter_mla"
 
@@ -103,7 +103,7 @@ def mla_decode_q_prep(
     call: reloading replaces them. May lie inside a piecewise graph, so it does not look at the batch (I2).
     """
     _, module = compat_layer.layer_module(layer_name)
-    return decode_q_prep(layers.of(module), q, rope_dim, out_dtype)
+    return decode_q_prep(Layer.of(module), q, rope_dim, out_dtype)
 
 
 def mla_decode_q_prep_fake(
@@ -173,7 +173,7 @@ def mla_attention_with_rope(
 def layer_step(layer_name: Any) -> LayerStep:
     """Return one layer in the current step, for an op that was given it by name."""
     name, metadata, module, kv_cache, slots = compat_layer.layer_call(layer_name)
-    layer = layers.of(module)
+    layer = Layer.of(module)
     if metadata is None:
         return LayerStep(name, layer, kv_cache, slots, None, 0, False, compat_layer.is_piecewise)
     rows = metadata.num_actual_tokens

@@ -10,19 +10,21 @@ strict mode. Otherwise the layers concerned run vLLM's own kernels, one line say
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Thread
 from typing import Any
 
+import torch
+
 from vllm_aiter_mla import first_call, measuring, status
-from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.backends import current_platform
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches
-from vllm_aiter_mla.kernels import selfcheck
+from vllm_aiter_mla.kernels import formats, selfcheck
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.layer import Layer
@@ -30,6 +32,7 @@ from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 
 FALLS_BACK = "every MLA layer runs vLLM's own kernels"
 CHECK = "the kernels could not be checked"
+LAYER_CHECK = "its kernel could not be checked"
 
 
 def attach(worker: Any) -> None:
@@ -65,40 +68,38 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
         SettingsError: a kernel fails its check, or one cannot be made, in strict mode.
     """
     config = worker.vllm_config
-    found: dict[str, Layer] = {}
+    found: list[Layer] = []
     checked_to: int | None = None  # L, once every kernel is checked
     try:
         with _step(CHECK, strict, FALLS_BACK, found):
             status.reset()
-            found.update(layers_of(config))
-            limit, sizes = (
-                int(compat_config.engaged_pass(config).limit),
-                config.compilation_config.cudagraph_capture_sizes or (),
-            )
+            found.extend(Layer.of(module) for module in compat_config.mla_modules(config).values())
+            limit = int(compat_config.engaged_pass(config).limit)
+            sizes = config.compilation_config.cudagraph_capture_sizes or ()
             below = [size for size in sizes if size <= limit]
             with _first_calls_of_aiter(worker, found):
-                check_layers(tuple(found.values()), strict=strict, capture_sizes=below, limit=limit)
+                check_layers(found, strict=strict, capture_sizes=below, limit=limit)
             checked_to = limit
     finally:
         # Also after an error: the other ranks wait for this one's answer.
-        measuring.choose(config, tuple(found.values()), checked_to)
+        measuring.choose(config, found, checked_to)
     with _step(CHECK, strict, FALLS_BACK, found):
         engaged = compat_config.engaged_pass(config)
         if engaged.integration == "module":
             engaged.emitted = integration().emit(compat_config.mla_modules(config))
         # Before the first graph is compiled: which layers the passes leave alone depends on it.
-        engaged.kernels = cache_key(tuple(found.values()), strict=strict)
+        engaged.kernels = cache_key(found, strict=strict)
     if checked_to is not None:
         with log.warned("what vLLM's own attention compiles could not be compiled ahead"):
-            for layer in found.values():
+            for layer in found:
                 if layer.state == "trusted":
-                    layer.compile_vllm_quantisation()
+                    _compile_quantisation(layer)
 
 
 @contextmanager
-def _first_calls_of_aiter(worker: Any, found: dict[str, Layer]) -> Iterator[None]:
+def _first_calls_of_aiter(worker: Any, found: Sequence[Layer]) -> Iterator[None]:
     """Mark the first calls of AITER, and leave it out if an earlier start has died in them."""
-    candidates = {id(layer.backends): layer.backends for layer in found.values()}.values()
+    candidates = {id(layer.backends): layer.backends for layer in found}.values()
     concerned = [one for one in candidates if "aiter" in (*one.names, *one.contenders)]
     if not concerned:
         yield
@@ -117,13 +118,8 @@ def _first_calls_of_aiter(worker: Any, found: dict[str, Layer]) -> Iterator[None
         yield
 
 
-def layers_of(config: Any) -> dict[str, Layer]:
-    """Return the MLA layers of a worker's model by name."""
-    return {name: layers.of(module) for name, module in compat_config.mla_modules(config).items()}
-
-
 def check_layers(
-    found: Sequence[Layer], *, strict: bool, capture_sizes: Sequence[int] = (), limit: int | None = None
+    found: Sequence[Layer], *, strict: bool, capture_sizes: Sequence[int] = (), limit: int = sys.maxsize
 ) -> None:
     """Compare the kernels of each layer shape with the reference; a layer does not run a kernel that fails.
 
@@ -133,7 +129,7 @@ def check_layers(
         found: the model's MLA layers.
         strict: whether a kernel that fails its check, or cannot be checked, is an error.
         capture_sizes: token counts for which a kernel that compiles per count is compiled now.
-        limit: L, the largest batch that a kernel will be given; None: any.
+        limit: L, the largest batch that a kernel will be given.
 
     Raises:
         SettingsError: a mismatch, or anything that raises on the way, in strict mode.
@@ -141,25 +137,26 @@ def check_layers(
     failed: dict[str, str] = {}
     groups: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in found:
-        with _layers_step([layer], failed, strict):
+        layer.limit = limit
+        with _step(LAYER_CHECK, strict, found=[layer], failed=failed):
             if layer.not_admitted() is not None:
                 layer.refuse("it was not admitted when the kernels were checked")
             else:
                 groups.setdefault((id(layer.backends), layer.shape()), []).append(layer)
     for group in groups.values():
-        with _layers_step(group, failed, strict):
-            _check_group(group, strict, capture_sizes, limit)
+        with _step(LAYER_CHECK, strict, found=group, failed=failed):
+            _check_group(group, strict, capture_sizes)
             for layer in group:
                 layer.trust()
     _say_failed(failed)
 
 
-def _check_group(group: Sequence[Layer], strict: bool, capture_sizes: Sequence[int], limit: int | None) -> None:
+def _check_group(group: Sequence[Layer], strict: bool, capture_sizes: Sequence[int]) -> None:
     """Check the kernels of layers of one engine and one shape."""
     first, shape = group[0], group[0].shape()
     named = f"heads {shape.heads}, {shape.cache_dtype} cache, block size {shape.block_size}"
     for name, backend in first.kernels_to_check().items():
-        trouble = self_check(name, backend, shape, capture_sizes, limit)
+        trouble = self_check(name, backend, shape, capture_sizes, first.limit)
         if trouble is None:
             continue
         if name != first.backends.names[0]:
@@ -174,7 +171,7 @@ def _check_group(group: Sequence[Layer], strict: bool, capture_sizes: Sequence[i
 
 
 def self_check(
-    name: str, backend: KernelBackend, shape: LayerShape, capture_sizes: Sequence[int] = (), limit: int | None = None
+    name: str, backend: KernelBackend, shape: LayerShape, capture_sizes: Sequence[int], limit: int
 ) -> str | None:
     """Run a kernel and the reference, under both pairings: return why it must not serve this shape, or None.
 
@@ -202,7 +199,7 @@ def cache_key(found: Sequence[Layer], *, strict: bool = False) -> tuple[str, ...
     """
     keys, failed = set(), dict[str, str]()
     for layer in found:
-        with _layers_step([layer], failed, strict):
+        with _step(LAYER_CHECK, strict, found=[layer], failed=failed):
             keys.add(layer.cache_key())
         if layer.name in failed:
             keys.add(layer.cache_key())  # of a refused layer: nothing is read
@@ -210,20 +207,22 @@ def cache_key(found: Sequence[Layer], *, strict: bool = False) -> tuple[str, ...
     return tuple(sorted(keys))
 
 
-@contextmanager
-def _layers_step(group: Sequence[Layer], failed: dict[str, str], strict: bool) -> Iterator[None]:
-    """Do something with layers; if it raises, they run vLLM's own kernels, or strict mode stops the worker."""
-    try:
-        yield
-    except Exception as error:
-        if strict and isinstance(error, SettingsError):
-            raise
-        reason = f"its kernel could not be checked: {type(error).__name__}: {error}"
-        for layer in group:
-            layer.refuse(reason)
-            failed[layer.name] = reason
-        if strict:
-            raise SettingsError(f"{log.PREFIX}{group[0].name}: {reason} ({STRICT_OPTION})") from error
+def _compile_quantisation(layer: Layer) -> None:
+    """Let vLLM compile the function with which its own attention quantises a query.
+
+    vLLM compiles it in its warm-up, with decode batches. Those go to our op; without this the first batch that mixes
+    prefill and decode rows would compile it while it serves.
+    """
+    shape = layer.shape()
+    if not formats.is_fp8(shape.out_dtype):
+        return
+    for rows in (2, 1):  # torch compiles separately for one row, and once for all other counts
+        absorbed, query = (
+            torch.zeros(rows, shape.heads, width, dtype=shape.act, device=shape.device)
+            for width in (shape.latent, shape.nope_dim + shape.rope)
+        )
+        with torch.inference_mode():
+            layer.quantise(absorbed, query[..., shape.nope_dim :])
 
 
 def _say_failed(failed: dict[str, str]) -> None:
@@ -234,7 +233,11 @@ def _say_failed(failed: dict[str, str]) -> None:
 
 @contextmanager
 def _step(
-    what: str, strict: bool, effect: str = "serving goes on", found: dict[str, Layer] | None = None
+    what: str,
+    strict: bool,
+    effect: str = "serving goes on",
+    found: Collection[Layer] = (),
+    failed: dict[str, str] | None = None,
 ) -> Iterator[None]:
     """Do something that may raise: an error in strict mode, otherwise one line.
 
@@ -243,18 +246,23 @@ def _step(
         strict: whether that stops the worker.
         effect: what happens then in the other mode.
         found: the layers that run vLLM's own kernels from then on.
+        failed: takes the reason by layer name instead of the line, which the caller says for all of them.
     """
     try:
         yield
     except Exception as error:
         reason = f"{what}: {type(error).__name__}: {error}"
-        for layer in (found or {}).values():
+        for layer in found:
             layer.refuse(reason)
         if strict and isinstance(error, SettingsError):
             raise
         if strict:
-            raise SettingsError(f"{log.PREFIX}{reason} ({STRICT_OPTION})") from error
-        log.say_once(logging.ERROR, f"{reason}; {effect}")
+            of = "" if failed is None else "".join(f"{layer.name}: " for layer in list(found)[:1])
+            raise SettingsError(f"{log.PREFIX}{of}{reason} ({STRICT_OPTION})") from error
+        if failed is None:
+            log.say_once(logging.ERROR, f"{reason}; {effect}")
+        else:
+            failed.update((layer.name, reason) for layer in found)
 
 
 def _is_strict(config: Any) -> bool:

@@ -154,18 +154,18 @@ def the_check_fails_on_rank_1() -> None:
 
 def query_and_key_are_swapped() -> None:
     """The op gets the rope part of the key in the first head of the query, and that head's rope part as its key."""
-    from vllm_aiter_mla import module as integration
+    from vllm_aiter_mla import module
 
-    inner = integration._project
+    inner = module._project
 
-    def project(module, hidden_states):
-        q, kv_c, k_pe = inner(module, hidden_states)
+    def project(wrapper, hidden_states):
+        q, kv_c, k_pe = inner(wrapper, hidden_states)
         rope = k_pe.shape[-1]
         swapped = q.clone()
         swapped[:, 0, -rope:] = k_pe
         return swapped, kv_c, q[:, 0, -rope:]
 
-    integration._project = project
+    module._project = project
 
 
 def the_op_writes_no_kv_row() -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from vllm.config import PassConfig
 
-from tests.gate import gate_support as support
+from tests.gate import gate_support
+from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import plugin
 from vllm_aiter_mla.compat import log, patches, rocm_config
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
@@ -40,7 +41,7 @@ def without_plugin() -> dict[str, Any]:
     """What a process without the plugin sees: a flag-off config of its own, and our PassConfig unpickled."""
     pickled = base64.b64encode(pickle.dumps(PassConfig(**{FLAG_FIELD: True, LIMIT_FIELD: 64}))).decode()
     done = subprocess.run(
-        [sys.executable, support.__file__, pickled],
+        [sys.executable, gate_support.__file__, pickled],
         env={**os.environ, "VLLM_PLUGINS": ""},
         capture_output=True,
         text=True,
@@ -51,10 +52,10 @@ def without_plugin() -> dict[str, Any]:
 
 
 @pytest.fixture
-def lines(mla_model: Path) -> Iterator[support.Lines]:
+def lines(mla_model: Path) -> Iterator[gate_support.Lines]:
     # vLLM sets its logging up again when the first config of a process is built, and drops foreign handlers.
-    support.vllm_config(mla_model)
-    handler = support.Lines()
+    gate_support.vllm_config(mla_model)
+    handler = gate_support.Lines()
     log.forget()
     log.logger.addHandler(handler)
     yield handler
@@ -63,13 +64,13 @@ def lines(mla_model: Path) -> Iterator[support.Lines]:
 
 @pytest.fixture(scope="session")
 def mla_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return support.write_model(tmp_path_factory.mktemp("models") / "mla", support.DEEPSEEK_V2)
+    return save_config(TinyDeepseek(num_hidden_layers=2).config(), tmp_path_factory.mktemp("mla"))
 
 
 @pytest.fixture
 def dense_model(mla_model: Path) -> Any:
     """The ``ModelConfig`` of a model without MLA; a bidirectional one, which vLLM runs without it."""
-    model = copy.copy(support.vllm_config(mla_model).model_config)
+    model = copy.copy(gate_support.vllm_config(mla_model).model_config)
     model.hf_text_config = copy.copy(model.hf_text_config)
     model.hf_text_config.is_causal = False
     assert not model.use_mla
@@ -85,10 +86,10 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch, registered: None) -> None:
     """The CPU platform as a GPU's: VLLM_COMPILE stays. Wrapped around the hook, which then goes around it in turn."""
-    support.keep_compile_mode(monkeypatch)
+    gate_support.keep_compile_mode(monkeypatch)
 
 
 @pytest.fixture
 def config(compiling: None, mla_model: Path) -> Callable[..., Any]:
     """Builds a ``VllmConfig`` of an MLA model that compiles; keyword arguments go to ``EngineArgs``."""
-    return functools.partial(support.vllm_config, mla_model)
+    return functools.partial(gate_support.vllm_config, mla_model)

@@ -28,41 +28,6 @@ USERS_PASS = {"inductor_passes": {SLOT: "aiter_mla_users_pass.users_pass"}}
 # vLLM resolves the name by __import__(module), which gives the top package of a dotted one.
 sys.modules["aiter_mla_users_pass"] = sys.modules[__name__]
 
-DEEPSEEK_V2 = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 2,
-    "q_lora_rank": 96,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "hidden_act": "silu",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-
-
-def write_model(folder: Path, config: dict[str, Any]) -> Path:
-    """Write ``config`` where vLLM reads a model; no weights, no tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
 
 def vllm_config(model: Path, max_num_seqs: int = 16, **options: Any) -> Any:
     """The config an engine would start from, through ``EngineArgs`` as ``LLM(...)`` builds it."""

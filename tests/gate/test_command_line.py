@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from tests.gate import gate_support as support
+from tests.gate import gate_support
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
@@ -49,64 +49,48 @@ def test_json_and_dotted_spellings_are_read(parse: Parse) -> None:
         assert patches.pass_config_values(parse(*arguments).compilation_config.pass_config) == wanted
 
 
+def dotted(name: str, typed: str) -> tuple[str]:
+    return (f"-cc.pass_config.{name}={typed}",)
+
+
 @pytest.mark.parametrize(
-    ("name", "typed"),
+    ("arguments", "name", "value"),
     [
-        *((FLAG_FIELD, typed) for typed in ("1", "yes", '"true"')),
-        *((LIMIT_FIELD, typed) for typed in ("0", "-5", "true", "many", "2.5")),
+        *((dotted(FLAG_FIELD, typed), FLAG_FIELD, typed.strip('"')) for typed in ("1", "yes", '"true"')),
+        *((dotted(LIMIT_FIELD, typed), LIMIT_FIELD, typed) for typed in ("0", "-5", "true", "many", "2.5")),
+        *((as_json(**{FLAG_FIELD: value}), FLAG_FIELD, repr(value)) for value in ("true", 0)),
+        (as_json(**{LIMIT_FIELD: "8"}), LIMIT_FIELD, "'8'"),
+        (dotted("fuse_aiter_qk_rope_kv", "true"), "fuse_aiter_qk_rope_kv", "true"),
     ],
 )
-def test_a_wrong_dotted_value_names_the_option_before_an_engine_starts(
-    parse: Parse, capsys: pytest.CaptureFixture[str], name: str, typed: str
+def test_a_wrong_argument_names_the_option_and_the_value_before_an_engine_starts(
+    parse: Parse, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], name: str, value: str
 ) -> None:
     with pytest.raises(SystemExit):
-        parse(f"-cc.pass_config.{name}={typed}")
+        parse(*arguments)
     told = capsys.readouterr().err
     assert name in told
-    assert typed.strip('"').lower() in told.lower()
-
-
-@pytest.mark.parametrize(("name", "value"), [(FLAG_FIELD, "true"), (FLAG_FIELD, 0), (LIMIT_FIELD, "8")])
-def test_a_wrong_json_value_names_the_option_before_an_engine_starts(
-    parse: Parse, capsys: pytest.CaptureFixture[str], name: str, value: Any
-) -> None:
-    with pytest.raises(SystemExit):
-        parse(*as_json(**{name: value}))
-    told = capsys.readouterr().err
-    assert name in told
-    assert repr(value) in told
-
-
-def test_a_misspelt_option_is_an_error(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("-cc.pass_config.fuse_aiter_qk_rope_kv=true")
-    assert "fuse_aiter_qk_rope_kv" in capsys.readouterr().err
+    assert value.lower() in told.lower()
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"enabled": "true"}, "additional_config.aiter_mla.enabled: "),
-        ({"enable": True}, "additional_config.aiter_mla.enable"),
-        ({"max_token_num": 0}, "additional_config.aiter_mla.max_token_num"),
-        ({"kernel": "cuda"}, "additional_config.aiter_mla.kernel"),
+        ({"additional_config": {"aiter_mla": {"enabled": "true"}}}, "additional_config.aiter_mla.enabled: "),
+        ({"additional_config": {"aiter_mla": {"kernel": "none"}}, "enforce_eager": True}, "aiter_mla.kernel"),
+        (
+            {
+                "compilation_config": {"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: 8}},
+                "additional_config": {"aiter_mla": {"max_token_num": 16}},
+            },
+            "contradict",
+        ),
     ],
+    ids=["a wrong value", "with the flag off and eager mode", "two spellings that differ"],
 )
-def test_wrong_additional_config_stops_the_config_not_the_engine(
-    mla_model: Path, options: dict[str, Any], told: str
-) -> None:
-    with pytest.raises(ValidationError) as caught:
-        support.vllm_config(mla_model, additional_config={"aiter_mla": options})
-    assert told in str(caught.value)
-
-
-def test_two_spellings_that_differ_stop_the_config(mla_model: Path) -> None:
-    with pytest.raises(ValidationError, match="contradict"):
-        support.vllm_config(
-            mla_model,
-            compilation_config={"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: 8}},
-            additional_config={"aiter_mla": {"max_token_num": 16}},
-        )
+def test_a_wrong_option_stops_the_config_not_the_engine(mla_model: Path, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        gate_support.vllm_config(mla_model, **options)
 
 
 def test_a_value_assigned_after_construction_is_checked_too(mla_model: Path) -> None:
@@ -115,9 +99,4 @@ def test_a_value_assigned_after_construction_is_checked_too(mla_model: Path) -> 
     compilation = CompilationConfig()
     setattr(compilation.pass_config, LIMIT_FIELD, -1)
     with pytest.raises(ValidationError, match=LIMIT_FIELD):
-        support.vllm_config(mla_model, compilation_config=compilation)
-
-
-def test_a_bad_option_is_an_error_even_with_the_flag_off_and_eager_mode(mla_model: Path) -> None:
-    with pytest.raises(ValidationError, match="kernel"):
-        support.vllm_config(mla_model, enforce_eager=True, additional_config={"aiter_mla": {"kernel": "none"}})
+        gate_support.vllm_config(mla_model, compilation_config=compilation)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gate.gate_support import ON, USERS_PASS, Build, Lines, pass_of, ranges_of
+from tests.gate.gate_support import ON, PASSES, USERS_PASS, Build, Lines, assert_skipped, pass_of, ranges_of
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
 
 MODULE = {"aiter_mla": {"enabled": True, "integration": "module"}}
@@ -38,6 +38,7 @@ def test_auto_engages_where_the_passes_cannot_run(
     said = lines.at(logging.INFO)
     assert any("module integration" in line and f"the passes cannot run: {code}" in line for line in said)
     assert lines.at(logging.WARNING) == []
+    assert_skipped(lines, config(additional_config=PASSES, **options), code, code)
 
 
 @pytest.mark.parametrize(("breakable", "code"), [("1", "breakable_cudagraph"), ("0", "compilation_mode")])

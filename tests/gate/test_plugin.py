@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import vllm_aiter_mla
-from tests.gate import gate_support as support
+from tests.gate import gate_support
 from tests.gate.gate_support import ON, Lines
 from vllm_aiter_mla import gate, plugin
 from vllm_aiter_mla.admission import ATTENTION_OPS
@@ -103,19 +103,20 @@ def test_every_patch_says_its_symptom_and_when_it_can_go() -> None:
 def test_the_gate_runs_once_for_each_config_and_after_all_wrappers(
     compiling: None, mla_model: Path, monkeypatch: pytest.MonkeyPatch, lines: Lines
 ) -> None:
-    ops = support.vllm_config(mla_model, additional_config=ON).compilation_config.splitting_ops
+    ops = gate_support.vllm_config(mla_model, additional_config=ON).compilation_config.splitting_ops
     assert set(ATTENTION_OPS) <= set(ops), "it sees the mode that the wrapper around the hook leaves"
     assert lines.at(logging.WARNING) == []
     seen: list[Any] = []
     monkeypatch.setattr(gate, "apply", seen.append)
-    built = support.vllm_config(mla_model)
+    built = gate_support.vllm_config(mla_model)
     assert seen == [built]
 
 
 def test_a_hook_that_raises_does_not_disable_the_next_one(compiling: None, mla_model: Path) -> None:
     with pytest.raises(ValueError, match="enabled"):
-        support.vllm_config(mla_model, additional_config={"aiter_mla": {"enabled": 3}})
-    assert support.vllm_config(mla_model, additional_config=ON).compilation_config.use_inductor_graph_partition is True
+        gate_support.vllm_config(mla_model, additional_config={"aiter_mla": {"enabled": 3}})
+    built = gate_support.vllm_config(mla_model, additional_config=ON)
+    assert built.compilation_config.use_inductor_graph_partition is True
 
 
 class _Plain:
@@ -138,7 +139,7 @@ def test_an_inheriting_platform_is_hooked_without_touching_its_base(
     monkeypatch: pytest.MonkeyPatch, dense_model: Any
 ) -> None:
     seen: list[Any] = []
-    config = support.modelless_config()
+    config = gate_support.modelless_config()
     monkeypatch.setattr(gate, "apply", seen.append)
     monkeypatch.setattr(_Plain, "calls", [], raising=False)
     patches.hook_platform(plugin.apply_gate, _Derived)
@@ -153,8 +154,8 @@ def test_an_inheriting_platform_is_hooked_without_touching_its_base(
 def test_what_the_user_gave_is_noted_before_defaults_hide_it_and_goes_with_its_config(
     compiling: None, mla_model: Path
 ) -> None:
-    unset = support.vllm_config(mla_model).compilation_config
-    explicit = support.vllm_config(mla_model, compilation_config={"use_inductor_graph_partition": False})
+    unset = gate_support.vllm_config(mla_model).compilation_config
+    explicit = gate_support.vllm_config(mla_model, compilation_config={"use_inductor_graph_partition": False})
     assert unset.use_inductor_graph_partition is False
     assert patches.users_cuts(unset) == (None, None)
     assert patches.users_cuts(explicit.compilation_config) == (False, None)

@@ -12,7 +12,7 @@ from tests.ops.opcalls import ATTENTION, FAKES, OPS, batch_of, layer_of
 from tests.passes.execute import assert_rewritten_right, clone, stubs_for
 from tests.passes.graphs import Spelling, build
 from tests.passes.stubs import MIXED, PADDED
-from vllm_aiter_mla import ops as bodies
+from vllm_aiter_mla import ops
 from vllm_aiter_mla.compat import layer as compat_layer
 
 
@@ -27,8 +27,8 @@ from vllm_aiter_mla.compat import layer as compat_layer
     ],
 )
 def test_mutation_i1_prepared_query_is_not_what_its_fake_declares(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
-    real = bodies.decode_q_prep
-    monkeypatch.setattr(bodies, "decode_q_prep", lambda *args: spoil(real(*args)))
+    real = ops.decode_q_prep
+    monkeypatch.setattr(ops, "decode_q_prep", lambda *args: spoil(real(*args)))
     with pytest.raises((AssertionError, RuntimeError)):
         opcalls.assert_real_matches_fake("mla_decode_q_prep", layer_of(), PADDED)
 
@@ -36,14 +36,14 @@ def test_mutation_i1_prepared_query_is_not_what_its_fake_declares(monkeypatch: p
 @pytest.mark.mutation("I1")
 @pytest.mark.parametrize("rows", ["positions", "padded q_pe"])
 def test_mutation_i1_the_op_changes_more_than_it_declares(monkeypatch: pytest.MonkeyPatch, rows: str) -> None:
-    real = bodies.rotate_and_write
+    real = ops.rotate_and_write
 
     def greedy(step: Any, q: Any, k_pe: Any, kv_c: Any, rope: Any) -> None:
         if rows == "positions":
             rope.positions.add_(1)
         real(step._replace(num_actual_tokens=q.shape[0]) if rows == "padded q_pe" else step, q, k_pe, kv_c, rope)
 
-    monkeypatch.setattr(bodies, "rotate_and_write", greedy)
+    monkeypatch.setattr(ops, "rotate_and_write", greedy)
     with pytest.raises(AssertionError):
         opcalls.assert_changes_only_what_it_declares("mla_attention_with_rope", layer_of(), MIXED)
 
@@ -59,7 +59,7 @@ def test_mutation_i1_fake_declares_another_width(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.mutation("I2")
 def test_mutation_i2_the_op_does_not_ask_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     opcalls.capturing(monkeypatch)
-    monkeypatch.setattr(bodies, "_check_capture", lambda step: None)
+    monkeypatch.setattr(ops, "_check_capture", lambda step: None)
     with pytest.raises(AssertionError, match="captured without slots"):
         opcalls.assert_raises_while_capturing_without_slots(layer_of())
 
@@ -87,7 +87,7 @@ def test_mutation_i7_fake_reads_the_layer(op: str) -> None:
     at = next(i for i, arg in enumerate(OPS[op]._schema.arguments) if arg.name == "layer_name")
 
     def nosy(*args: Any) -> Any:
-        bodies.layer_step(args[at])
+        ops.layer_step(args[at])
         return FAKES[op](*args)
 
     with pytest.raises(AssertionError):
@@ -97,18 +97,18 @@ def test_mutation_i7_fake_reads_the_layer(op: str) -> None:
 @pytest.mark.mutation("I10")
 @pytest.mark.parametrize("stop", ["q_prep_lift", None])
 def test_mutation_i10_decode_attention_reads_the_padded_rows(monkeypatch: pytest.MonkeyPatch, stop: Any) -> None:
-    def every_row(step: bodies.LayerStep, q_prepared: torch.Tensor, output: torch.Tensor) -> None:
+    def every_row(step: ops.LayerStep, q_prepared: torch.Tensor, output: torch.Tensor) -> None:
         n = step.num_actual_tokens
         step.layer.v_up(step.layer.forward_mqa(q_prepared, step.kv_cache, step.metadata)[:n], output[:n])
 
-    def prepares_every_row(step: bodies.LayerStep, q: torch.Tensor, *rest: Any) -> Any:
+    def prepares_every_row(step: ops.LayerStep, q: torch.Tensor, *rest: Any) -> Any:
         return real(step._replace(num_actual_tokens=q.shape[0]), q, *rest)
 
     gm, layers = build(1, dtype=torch.bfloat16)
     stubs = stubs_for(layers, Spelling(dtype=torch.bfloat16))
     assert_rewritten_right(clone(gm), stubs, batches=(PADDED,), stops=(stop,))
-    real = bodies.prepared_query
-    monkeypatch.setattr(bodies, "decode", every_row)
-    monkeypatch.setattr(bodies, "prepared_query", prepares_every_row)
+    real = ops.prepared_query
+    monkeypatch.setattr(ops, "decode", every_row)
+    monkeypatch.setattr(ops, "prepared_query", prepares_every_row)
     with pytest.raises(AssertionError):
         assert_rewritten_right(gm, stubs, batches=(PADDED,), stops=(stop,))

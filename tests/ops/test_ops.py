@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,15 +16,14 @@ from tests.ops import opcalls
 from tests.ops.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
 from tests.passes.stubs import BATCHES, SHORT_SLOTS, Batch, forward
 from tests.sandbox import gpu_ops
-from vllm_aiter_mla import layer as layers
-from vllm_aiter_mla import ops as bodies
-from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla import ops
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
 from vllm_aiter_mla.kernels.reference import store_nope
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend, may_take_parts
+from vllm_aiter_mla.layer import Choice, Layer
 
 ROPE = "mla_attention_with_rope"
 each_op = pytest.mark.parametrize("op", OPS)
@@ -80,8 +77,8 @@ def test_decode_rows_are_prepared_without_a_change_to_q_and_k_pe() -> None:
 def test_only_real_rows_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """What pads a graph is read by nobody, so no kernel is given it."""
     seen, layer, batch = [], layer_of(), batch_of(6, decodes=4)
-    real = layers.Layer._find
-    monkeypatch.setattr(layers.Layer, "_find", lambda module, inputs: (seen.append(inputs), real(module, inputs))[1])
+    real = Layer._find
+    monkeypatch.setattr(Layer, "_find", lambda module, inputs: (seen.append(inputs), real(module, inputs))[1])
     with forward([layer], batch):
         OPS[ROPE](*arguments(ROPE, layer, batch.rows))
     (inputs,) = seen
@@ -94,7 +91,7 @@ def test_a_batch_with_prefill_rows_is_rotated_once_in_place_and_prepared_by_no_k
     layer, batch = layer_of(), batch_of(5, decodes=3, prefills=2)
     args = arguments(ROPE, layer, batch.rows)
     q, k_pe, calls = args[0].clone(), args[1].clone(), []
-    monkeypatch.setattr(layers.Layer, "_find", lambda *_: pytest.fail("a kernel was asked for"))
+    monkeypatch.setattr(Layer, "_find", lambda *_: pytest.fail("a kernel was asked for"))
     real = compat_layer.rope_and_write
     monkeypatch.setattr(compat_layer, "rope_and_write", lambda *given: (calls.append(given), real(*given))[1])
     given = []
@@ -123,18 +120,18 @@ def test_a_kernel_that_raises_costs_the_layer_its_kernel_and_nothing_else(
     for run in (None, raising):
         layer, batch = layer_of(cache), batch_of(4)
         args = arguments(ROPE, layer, batch.rows)
-        monkeypatch.setattr(layers.Layer, "_find", lambda self, inputs, run=run: ("planted", run))
+        monkeypatch.setattr(Layer, "_find", lambda self, inputs, run=run: ("planted", run))
         with forward([layer], batch), caplog.at_level("ERROR"):
             OPS[ROPE](*args)
         outcomes.append((args[6], layer.kv_cache))
     assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
-    assert layers.of(layer).state == "failed"
-    assert "planted: out of shared memory" in layers.of(layer).reason
+    assert Layer.of(layer).state == "failed"
+    assert "planted: out of shared memory" in Layer.of(layer).reason
     assert caplog.text.count("planted") == 1
 
 
 def test_a_layer_whose_kernel_has_raised_runs_none_not_even_one_that_needs_no_check() -> None:
-    layer, neighbour = layers.of(layer_of()), layers.of(layer_of())
+    layer, neighbour = Layer.of(layer_of()), Layer.of(layer_of())
     inputs = synthetic_inputs(layer.shape(), tokens=2)
     assert layer.kernel(inputs) is not None
     layer.fail(RuntimeError("planted"))
@@ -145,7 +142,7 @@ def test_a_layer_whose_kernel_has_raised_runs_none_not_even_one_that_needs_no_ch
 def test_a_kernel_that_raises_inside_a_capture_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a launch would be in the graph."""
     layer, batch = layer_of(), batch_of(4)
-    monkeypatch.setattr(layers.Layer, "_find", lambda self, inputs: ("planted", raising))
+    monkeypatch.setattr(Layer, "_find", lambda self, inputs: ("planted", raising))
     opcalls.capturing(monkeypatch)
     with forward([layer], batch), pytest.raises(RuntimeError, match="planted"):
         OPS[ROPE](*arguments(ROPE, layer, batch.rows))
@@ -164,8 +161,8 @@ def test_a_batch_without_slots_is_rotated_and_writes_nothing() -> None:
 
 def test_a_call_is_bound_once_and_again_after_a_weight_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     found, layer = [], layer_of()
-    real = layers.Layer._find
-    monkeypatch.setattr(layers.Layer, "_find", lambda *args: (found.append(args), real(*args))[1])
+    real = Layer._find
+    monkeypatch.setattr(Layer, "_find", lambda *args: (found.append(args), real(*args))[1])
     args = arguments(ROPE, layer, 3)
     with forward([layer], batch_of(3)):
         for _ in range(3):
@@ -175,7 +172,7 @@ def test_a_call_is_bound_once_and_again_after_a_weight_was_replaced(monkeypatch:
         OPS[ROPE](*args)
         assert len(found) == 2
         assert found[1][1].weight.values is layer.W_UK_T
-        layers.of(layer).refuse("planted")
+        Layer.of(layer).refuse("planted")
         OPS[ROPE](*args)
     assert len(found) == 3
 
@@ -186,7 +183,7 @@ def test_a_call_for_which_no_kernel_can_be_chosen_runs_vllms_own_attention(
 ) -> None:
     layer = layer_of()
     args, want = arguments(ROPE, layer, 3), arguments(ROPE, layer, 3)
-    choice = layers.Choice(None, None, None, (("aiter", "planted"),))
+    choice = Choice(None, None, None, (("aiter", "planted"),))
 
     def choose(self: Any, inputs: Any) -> Any:
         if broken == "raises":
@@ -196,8 +193,8 @@ def test_a_call_for_which_no_kernel_can_be_chosen_runs_vllms_own_attention(
     with forward([layer], batch_of(3)):
         OPS[ROPE](*want)
         layer.kv_cache.copy_(layer.initial)
-        monkeypatch.setattr(layers.Layer, "choose", choose)
-        layers.of(layer).refuse("forget what was found")
+        monkeypatch.setattr(Layer, "choose", choose)
+        Layer.of(layer).refuse("forget what was found")
         with caplog.at_level("ERROR"):
             OPS[ROPE](*args)
     assert torch.equal(args[6], want[6])
@@ -388,11 +385,11 @@ def test_a_call_with_another_dtype_is_bound_anew(monkeypatch: pytest.MonkeyPatch
     """What was found for one dtype holds for no other: AITER reads bytes."""
     layer, batch = layer_of(), batch_of(3)
     asked: list[DecodeInputs] = []
-    monkeypatch.setattr(layers.Layer, "_find", lambda self, inputs: (asked.append(inputs), ("vllm", None))[1])
+    monkeypatch.setattr(Layer, "_find", lambda self, inputs: (asked.append(inputs), ("vllm", None))[1])
     args = arguments(ROPE, layer, batch.rows)
     with forward([layer], batch):
         OPS[ROPE](*args)
-        kept = layers.of(layer)
+        kept = Layer.of(layer)
         kept.kernel(asked[0])
         assert len(asked) == 1, "the same call was bound twice"
         kept.kernel(replace(asked[0], **{name: getattr(asked[0], name).to(torch.float64)}))
@@ -405,20 +402,11 @@ def test_a_decode_batch_above_the_limit_is_the_layers_own(
 ) -> None:
     """The module integration has no compile range that ends at L: the op itself keeps to it."""
     ran: list[str] = []
-    for owner, name in ((bodies, "decode"), (layers.Layer, "vllm_forward")):
+    for owner, name in ((ops, "decode"), (Layer, "vllm_forward")):
         inner = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, _in=inner, _name=name: (ran.append(_name), _in(*a))[1])
-    monkeypatch.setattr(layers, "_limit_of", lambda module: 4)
     layer, batch = layer_of(), batch_of(rows)
+    Layer.of(layer).limit = 4
     with forward([layer], batch):
         OPS[ROPE](*arguments(ROPE, layer, rows))
     assert ran == [branch]
-
-
-def test_the_limit_is_that_of_the_engines_pass_and_none_where_there_is_none() -> None:
-    def limit(**slot: Any) -> int:
-        compilation = SimpleNamespace(inductor_compile_config=slot)
-        return layers._limit_of(SimpleNamespace(_vllm_config=SimpleNamespace(compilation_config=compilation)))
-
-    assert limit(**{compat_config.pass_slot(): SimpleNamespace(limit=48)}) == 48
-    assert limit() == sys.maxsize

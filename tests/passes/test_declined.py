@@ -13,9 +13,8 @@ from tests.passes.execute import clean
 from tests.passes.graphs import Builder, Layer, Spelling, build
 from tests.passes.near_misses import CASES, UNKNOWN, assert_declined, give
 from tests.passes.rotary import ROPES
-from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.passes import fx as passes_fx
-from vllm_aiter_mla.passes import match, rope_probe
+from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
+from vllm_aiter_mla.passes import fx, match, rope_probe
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 
 aten = torch.ops.aten
@@ -70,7 +69,7 @@ def test_unknown_argument_that_is_none_is_let_through(changes: dict[str, Any], n
 @pytest.mark.parametrize("positional", [0, 2, 5])
 def test_known_arguments_are_read_by_position_and_by_name(positional: int) -> None:
     def respell(b: Builder, layer: Layer) -> None:
-        args, names = layer.kv_update.args, match.KNOWN_ARGS[match.KV_UPDATE]
+        args, names = layer.kv_update.args, match.KNOWN_ARGS[KV_UPDATE_OP]
         layer.kv_update.args = args[:positional]
         layer.kv_update.kwargs = dict(zip(names[positional:], args[positional:], strict=True))
 
@@ -82,17 +81,10 @@ def test_unknown_argument_that_is_left_to_its_default_is_seen(monkeypatch: pytes
     library = torch.library.Library("aiter_mla_unknown_argument", "DEF")
     library.define("turn(Tensor query, float mscale=0.5) -> Tensor")
     node = torch.fx.Graph().call_function(torch.ops.aiter_mla_unknown_argument.turn.default, (None,))
-    assert passes_fx.arguments(node) == {"query": None, "mscale": 0.5}
+    assert fx.arguments(node) == {"query": None, "mscale": 0.5}
     monkeypatch.setitem(match.KNOWN_ARGS, "aiter_mla_unknown_argument::turn", ("query",))
     with pytest.raises(match.NoMatchError, match="mscale"):
         match.known_arguments(node)
-
-
-@pytest.mark.parametrize("op", [match.ATTENTION, match.KV_UPDATE, match.FUSED_UPDATE])
-def test_known_arguments_and_the_known_schemas_agree(op: str) -> None:
-    """An argument that is added to the schemas only would be admitted at start and refused in every graph."""
-    declared = compat_config.OP_ARGUMENTS[op.removeprefix("vllm::")].split()
-    assert set(match.KNOWN_ARGS[op]) == {name.rstrip("!") for name in declared}
 
 
 @pytest.mark.parametrize("rope", [name for name in ROPES if name.startswith("op") or name in ("aiter", "flashinfer")])
@@ -117,10 +109,10 @@ def test_known_rotary_ops_are_matched(rope: str) -> None:
         (match, "_distinct", lambda nodes: list(nodes)[:1], "other positions for the key"),
         # The width of the heads, not of the table.
         (rope_probe, "width", lambda node: 32, "the custom op with heads of another width"),
-        (match, "known_arguments", passes_fx.arguments, "window of attention"),
-        (match, "known_arguments", passes_fx.arguments, "argument number 6 of the KV update"),
-        (match, "known_arguments", passes_fx.arguments, "skip_scale of the KV update"),
-        (match, "known_arguments", passes_fx.arguments, "mscale of the rotary op"),
+        (match, "known_arguments", fx.arguments, "window of attention"),
+        (match, "known_arguments", fx.arguments, "argument number 6 of the KV update"),
+        (match, "known_arguments", fx.arguments, "skip_scale of the KV update"),
+        (match, "known_arguments", fx.arguments, "mscale of the rotary op"),
     ],
 )
 def test_mutation_the_matcher_does_not_check(
@@ -133,7 +125,7 @@ def test_mutation_the_matcher_does_not_check(
 
 @pytest.mark.mutation("I11")
 def test_mutation_unknown_argument_is_called_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = (*match.KNOWN_ARGS[match.ATTENTION], "attn_sink")
-    monkeypatch.setitem(match.KNOWN_ARGS, match.ATTENTION, known)
+    known = (*match.KNOWN_ARGS[MLA_ATTENTION_OP], "attn_sink")
+    monkeypatch.setitem(match.KNOWN_ARGS, MLA_ATTENTION_OP, known)
     with pytest.raises(AssertionError):
         assert_declined("attn_sink of attention")

@@ -16,8 +16,7 @@ from torch import fx
 from tests.passes.execute import assert_rewritten_right, calls, clean, rewrite, stubs_for
 from tests.passes.graphs import Builder, Layer, Spelling, build, shuffled
 from tests.passes.stubs import DECODE, MIXED, Sizes
-from vllm_aiter_mla import ops as bodies
-from vllm_aiter_mla import status
+from vllm_aiter_mla import ops, status
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.passes import match, pipeline, q_prep_lift, rope_kv
 from vllm_aiter_mla.passes.fx import view_root
@@ -251,8 +250,8 @@ def test_mutation_pass_two_prepares_the_raw_query(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_mutation_i3_prefill_rows_are_rotated(plant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    once = bodies.rotate_and_write
-    monkeypatch.setattr(bodies, "rotate_and_write", lambda *args: plant(once, *args))
+    once = ops.rotate_and_write
+    monkeypatch.setattr(ops, "rotate_and_write", lambda *args: plant(once, *args))
     assert_caught_by_execution()
 
 

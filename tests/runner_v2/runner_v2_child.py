@@ -62,7 +62,7 @@ class Setup:
         from vllm.config import set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-        from vllm_aiter_mla import layer
+        from vllm_aiter_mla.layer import Layer
 
         with set_current_vllm_config(self.config):
             meeting = f"file://{tempfile.mkdtemp()}/meeting"
@@ -70,7 +70,7 @@ class Setup:
             initialize_model_parallel(1, 1)
             self.layer, self.rope = _layer(self.config)
             self._v2()
-        layer.of(self.layer).trust()  # no worker has checked its kernel here
+        Layer.of(self.layer).trust()  # no worker has checked its kernel here
 
     def _v2(self) -> None:
         """Make V2's own objects, as its runner does."""

@@ -36,5 +36,4 @@ backends.detect_platform = lambda: Platform("gfx942")  # type: ignore[attr-defin
 compat_config.cache_folder = lambda: Path(folder)
 worker = Worker(ours(), kernel="aiter")
 worker.load_model()
-decision = layer_in(worker).decide()
-print("runs", decision.kernel, decision.skip)
+print("runs", layer_in(worker).decide())

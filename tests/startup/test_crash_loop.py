@@ -25,7 +25,7 @@ def test_crash_loop_is_broken_by_the_marker_of_the_start_that_died(tmp_path: Pat
     assert "kernel_unavailable" in again.stdout
     assert f"aborted_before: an earlier start ended in its first call; remove {marker}" in again.stdout
     marker.unlink()
-    assert start(tmp_path, "works").stdout.endswith("runs aiter None\n")
+    assert start(tmp_path, "works").stdout.endswith("runs aiter\n")
     assert not list(tmp_path.glob("first-call-*")), "a start that went well leaves no marker"
 
 

@@ -14,25 +14,17 @@ from torch.fx import Graph
 from vllm.config import CUDAGraphMode
 
 from tests.ops.opcalls import NAME, layer_of
+from tests.support.strict import both_modes, stops
 from tests.support.worker import CONFIG, Worker, layer_in, ours
 from vllm_aiter_mla import admission, startup, status
-from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.compat import log, patches
+from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.compat.inductor import InductorPass
+from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import Settings, SettingsError
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[int, str]]:
-    lines: list[tuple[int, str]] = []
-    monkeypatch.setattr(log, "say", lambda level, text, stacklevel=2: lines.append((level, text)))
-    monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path)
-    return lines
 
 
 class Foreign:
@@ -62,6 +54,7 @@ def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, mon
     assert status.current().engaged == {}
     assert given == [{"strict": False, "capture_sizes": [1, 8], "limit": 16}]
     assert pass_.kernels == startup.cache_key([layer_in(one)])
+    assert layer_in(one).limit == 16
     assert pass_.uuid() != before
 
 
@@ -146,12 +139,12 @@ AT_THE_CHECK = {
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
     "the sizes": lambda patch, one: patch(one.vllm_config.compilation_config, "cudagraph_capture_sizes", [None]),
     "the pass": lambda patch, one: patch(compat_config, "engaged_pass", planted),
-    "the options": lambda patch, one: patch(layers, "of", planted),
+    "the options": lambda patch, one: patch(Layer, "of", planted),
     "the layer": lambda patch, one: patch(compat_layer, "layer_view", planted),
     "the weights": lambda patch, one: patch(compat_layer, "activation_dtype", planted),
-    "the back ends": lambda patch, one: patch(layers.Layer, "kernels_to_check", planted),
-    "the decision": lambda patch, one: patch(layers.Layer, "not_admitted", planted),
-    "the rows": lambda patch, one: patch(layers, "synthetic_inputs", planted),
+    "the back ends": lambda patch, one: patch(Layer, "kernels_to_check", planted),
+    "the decision": lambda patch, one: patch(Layer, "not_admitted", planted),
+    "the rows": lambda patch, one: patch("vllm_aiter_mla.layer.synthetic_inputs", planted),
 }
 
 
@@ -168,9 +161,9 @@ def assert_check_fails_closed(said: list[tuple[int, str]], monkeypatch: pytest.M
         assert one.load_model() == "loaded"
     lines = [level for level, text in said if "'planted'" in text or "TypeError" in text]
     assert lines == [logging.ERROR], "one line says so"
-    layer = layers.of(module)
+    layer = Layer.of(module)
     assert layer.state != "trusted", "the layer counts as checked"
-    assert layer.decide().skip is not None, "the passes would rewrite it"
+    assert isinstance(layer.decide(), admission.Skip), "the passes would rewrite it"
 
 
 @pytest.mark.parametrize("spoil", AT_THE_CHECK.values(), ids=AT_THE_CHECK)
@@ -183,7 +176,7 @@ def test_fail_closed_whatever_raises_at_the_check_stops_a_strict_worker(said, mo
 
 @pytest.mark.mutation("I12")
 def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypatch) -> None:
-    monkeypatch.setattr(layers.Layer, "refuse", lambda self, reason: self.trust())
+    monkeypatch.setattr(Layer, "refuse", lambda self, reason: self.trust())
     with pytest.raises(AssertionError, match="counts as checked"):
         assert_check_fails_closed(said, monkeypatch, AT_THE_CHECK["cache_key"])
 
@@ -207,29 +200,25 @@ def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monk
         )
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@both_modes
 def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: bool) -> None:
     monkeypatch.setattr(patches, "after", planted)
-    if strict:
-        with pytest.raises(SettingsError, match="could not be hooked: KeyError"):
-            Worker(ours(), strict=True)
-        return
-    one = Worker(ours())
-    assert layer_in(one).state == "unchecked"
-    assert [level for level, text in said if "could not be hooked" in text] == [logging.ERROR]
+    with stops(strict, "could not be hooked: KeyError"):
+        assert layer_in(Worker(ours(), strict=strict)).state == "unchecked"
+        assert [level for level, text in said if "could not be hooked" in text] == [logging.ERROR]
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@both_modes
 def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, strict: bool) -> None:
     """Strict mode is then known from the pass, which was made of them."""
     monkeypatch.setattr(compat_config, "settings_of", planted)
     pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True, strict=strict))
-    with pytest.raises(SettingsError, match="strict=true") if strict else contextlib.nullcontext():
+    with stops(strict):
         one = Worker(pass_)
         assert "load_model" not in vars(one), "the worker is hooked"
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@both_modes
 def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said, monkeypatch, strict: bool) -> None:
     """Nor does it take an artifact of a worker whose kernels were checked: they have another key."""
     rewritten: list[Any] = []
@@ -238,7 +227,7 @@ def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said,
     monkeypatch.setattr(pipeline, "get_pass_context", lambda: context)
     pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True, strict=strict))
     unchecked = pass_.uuid()
-    with pytest.raises(SettingsError, match="never checked") if strict else contextlib.nullcontext():
+    with stops(strict, "never checked"):
         pass_(Graph())
     assert rewritten == []
     assert strict or said == [(logging.ERROR, "no graph is rewritten: the kernels of this worker were never checked")]
@@ -284,28 +273,18 @@ def test_i5_a_graph_is_rewritten_inside_the_decode_limit_alone_and_a_users_pass_
     check_ranges(monkeypatch)
 
 
-def _ignore_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "within_limit", lambda end, limit: True)
-
-
-def _ask_the_integration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AiterMLAPipeline, "_mine", lambda self, _: self.integration == "passes")
-
-
-def _drop_the_users_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AiterMLAPipeline, "_chained_wants", lambda self, _: False)
-
-
-def _run_the_users_pass_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AiterMLAPipeline, "_chained_wants", lambda self, _: True)
-
-
 @pytest.mark.mutation("I5")
 @pytest.mark.parametrize(
-    "plant", [_ignore_the_range, _ask_the_integration_alone, _drop_the_users_pass, _run_the_users_pass_everywhere]
+    ("owner", "name", "bug"),
+    [
+        pytest.param(admission, "within_limit", lambda end, limit: True, id="the range is ignored"),
+        pytest.param(AiterMLAPipeline, "_mine", lambda self, _: self.integration == "passes", id="no limit"),
+        pytest.param(AiterMLAPipeline, "_chained_wants", lambda self, _: False, id="the user's pass is dropped"),
+        pytest.param(AiterMLAPipeline, "_chained_wants", lambda self, _: True, id="the user's pass runs everywhere"),
+    ],
 )
-def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypatch, plant: Any) -> None:
-    plant(monkeypatch)
+def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypatch, owner: Any, name, bug) -> None:
+    monkeypatch.setattr(owner, name, bug)
     with pytest.raises(AssertionError):
         check_ranges(monkeypatch)
 
@@ -322,17 +301,14 @@ AT_THE_STATUS = {
 
 
 @pytest.mark.parametrize("spoil", AT_THE_STATUS.values(), ids=AT_THE_STATUS)
-@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@both_modes
 def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil: Any, strict: bool) -> None:
     one = Worker(ours(), strict=strict)
     one.load_model()
     spoil(monkeypatch.setattr, one)
-    if strict:
-        with pytest.raises(SettingsError, match="strict=true"):
-            one.compile_or_warm_up_model()
-        return
-    assert one.compile_or_warm_up_model() == "warm"
-    assert [text for level, text in said if level == logging.ERROR and "serving goes on" in text]
+    with stops(strict):
+        assert one.compile_or_warm_up_model() == "warm"
+        assert [text for level, text in said if level == logging.ERROR and "serving goes on" in text]
 
 
 def test_fail_closed_a_decode_step_that_raises_costs_no_line(said, monkeypatch, tmp_path) -> None:
@@ -344,7 +320,7 @@ def test_fail_closed_a_decode_step_that_raises_costs_no_line(said, monkeypatch, 
     assert len(list(tmp_path.glob("status-*.json"))) == 1
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@both_modes
 @pytest.mark.parametrize("spoilt", ["compute_hash", "cudagraph_mode"])
 def test_fail_closed_what_only_the_files_need_costs_no_line(said, monkeypatch, spoilt: str, strict: bool) -> None:
     one = Worker(ours(), strict=strict)

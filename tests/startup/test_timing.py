@@ -15,15 +15,14 @@ import torch
 
 from tests.ops.opcalls import NAME
 from tests.support.made_up_clock import MadeUpClock, Named, costs
+from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import backends, measuring, startup, status
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import measure, reference
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.settings import SettingsError
 
 QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm=10.0)
 LIMIT = 16
@@ -32,9 +31,8 @@ LIMIT = 16
 class Card:
     """One made-up card: its clock, what was said, and the figures it keeps."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.lines: list[tuple[int, str]] = []
-        self.monkeypatch = monkeypatch
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]) -> None:
+        self.monkeypatch, self.lines = monkeypatch, lines
         self.set_clock(MadeUpClock(QUICK_TRITON))
         self.kernels = {name: Named(name) for name in ("aiter", "triton", "vllm")}
         self.kernels["vllm"].trusted = True  # type: ignore[misc]
@@ -45,9 +43,6 @@ class Card:
         monkeypatch.setattr(backends, "detect_platform", lambda: platform)
         monkeypatch.setattr(measure, "about", lambda: {"card": "made up"})
         monkeypatch.setattr(compat_config, "as_current", lambda config: nullcontext())
-        monkeypatch.setattr(compat_config, "cache_folder", lambda: folder)
-        monkeypatch.setattr(log, "say", lambda level, text, stacklevel=2: self.lines.append((level, text)))
-        monkeypatch.setattr(log, "_said", set())
 
     def set_clock(self, clock: MadeUpClock) -> None:
         self.clock = clock
@@ -63,9 +58,8 @@ class Card:
 
 
 @pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    yield Card(monkeypatch, tmp_path)
-    backends.forget()
+def made_up(monkeypatch: pytest.MonkeyPatch, said: list[tuple[int, str]]) -> Card:
+    return Card(monkeypatch, said)
 
 
 def runs(one: Worker, tokens: int) -> str | None:
@@ -80,7 +74,7 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
     made_up.set_clock(MadeUpClock(cost))
     one = made_up.start()
     assert [runs(one, tokens) for tokens in (1, 4, 5, 16)] == ["triton", "triton", "aiter", "aiter"]
-    assert layer_in(one).decide().skip is None
+    assert layer_in(one).decide() == "triton"
     status.engage(NAME, "aiter")
     found = status.record_of([NAME], LIMIT, "bfloat16", 0)
     assert status.line(found) == (
@@ -155,7 +149,7 @@ CANNOT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("spoil", CANNOT.values(), ids=CANNOT)
-@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@both_modes
 def test_a_start_that_cannot_time_keeps_the_static_order_and_says_so_once(
     made_up: Card, monkeypatch: pytest.MonkeyPatch, spoil: Any, strict: bool
 ) -> None:
@@ -163,7 +157,7 @@ def test_a_start_that_cannot_time_keeps_the_static_order_and_says_so_once(
     state = torch.get_rng_state()
     one = made_up.start(strict=strict)
     assert runs(one, 1) == "aiter"
-    assert layer_in(one).decide().kernel == "aiter"
+    assert layer_in(one).decide() == "aiter"
     (line,) = made_up.said(logging.WARNING)
     assert line.endswith("the static order of kernels stands")
     assert status.current().measured == []
@@ -242,7 +236,7 @@ def test_mutation_a_choice_from_the_ranks_that_could_time_is_caught(monkeypatch:
         test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it()
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@both_modes
 def test_a_rank_whose_check_raises_still_answers_the_others(
     made_up: Card, monkeypatch: pytest.MonkeyPatch, strict: bool
 ) -> None:
@@ -254,7 +248,7 @@ def assert_answers(made_up: Card, monkeypatch: pytest.MonkeyPatch, strict: bool)
     sent: list[str] = []
     monkeypatch.setattr(measuring.log, "exchange", lambda mine: (sent.append(mine), (0, [mine]))[1])
     monkeypatch.setattr(startup, "check_layers", raising)
-    with pytest.raises(SettingsError, match="planted") if strict else nullcontext():
+    with stops(strict, "planted"):
         made_up.start(strict=strict)
     assert len(sent) == 1, "the other ranks wait for ever"
     return sent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from unittest.mock import patch
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
+from tests.support.strict import both_modes, stops
 from vllm_aiter_mla import files, startup, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
@@ -23,16 +23,12 @@ LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 NOT_READ = "the reasons of skipped layers could not be kept or read"
 
 
-@pytest.fixture
-def said(monkeypatch, tmp_path):
-    """A fresh status, run and cache folder; collects (level, line)."""
-    lines: list[tuple[int, str]] = []
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, said):
+    """A status and a run of this test's own."""
     status.reset()
     monkeypatch.setenv(status.RUN, f"{os.getpid()}-mine")
-    monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(log, "say", lambda level, text, stacklevel=2: lines.append((level, text)))
-    monkeypatch.setattr(log, "_said", set())
-    yield lines
+    yield
     status.reset()
 
 
@@ -184,10 +180,10 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
-@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@both_modes
 def test_fail_closed_a_broken_file_costs_a_warning_and_never_the_line(said, tmp_path, content, strict):
     (tmp_path / f"skips-{'k' * 16}-0.json").write_text(content)
-    with pytest.raises(SettingsError, match="0/2") if strict else contextlib.nullcontext():
+    with stops(strict, "0/2"):
         after_warm_up(strict=strict)
     assert len([text for _, text in said if text.startswith(NOT_READ)]) == 1
     assert strict or said[0][1].startswith("0/2: not_run")
@@ -205,16 +201,13 @@ def test_fail_closed_what_is_not_a_file_is_not_read(said, tmp_path, kind):
     assert not [text for _, text in said if "no_rope" in text]
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@both_modes
 def test_fail_closed_the_line_is_said_before_any_file_and_needs_no_folder(said, monkeypatch, strict):
-    def unreadable():
-        raise PermissionError("planted")
-
-    monkeypatch.setattr(compat_config, "cache_folder", unreadable)
-    with pytest.raises(SettingsError, match="0/2") if strict else contextlib.nullcontext():
+    monkeypatch.setattr(compat_config, "cache_folder", full)
+    with stops(strict, "0/2"):
         after_warm_up(strict=strict)
     assert strict or said[0][1].startswith("0/2: not_run")
-    assert [level for level, text in said if "PermissionError: planted" in text] == [logging.WARNING] * 2
+    assert [level for level, text in said if "OSError: No space" in text] == [logging.WARNING] * 2
 
 
 def test_files_are_never_seen_half_written(said, tmp_path, monkeypatch):
@@ -324,7 +317,7 @@ def test_strict_mode_stops_a_stage_without_mla_layers_only_if_no_rank_engaged(sa
     later = OTHER | {"engaged": {"c": "aiter"} if engaged_later else {}, "skipped": {"d": ["dtype", "x"]}}
     monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [mine, later]))
     monkeypatch.setattr(sys.modules[__name__], "LAYERS", ())
-    with contextlib.nullcontext() if engaged_later else pytest.raises(SettingsError, match="strict=true"):
+    with stops(not engaged_later):
         after_warm_up(strict=True)
 
 
@@ -334,14 +327,14 @@ def test_a_data_parallel_engine_is_named(said):
     assert status.line(record).endswith("decode limit 512), data-parallel engine 1")
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@both_modes
 def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_ranks(said, monkeypatch, strict):
     """They wait for it: a rank that stopped before would leave them hanging."""
     handed = []
     monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [handed.append(dict(mine)) or mine]))
     monkeypatch.setattr(startup, "_record", full)
     worker = SimpleNamespace(vllm_config=SimpleNamespace(), rank=0)
-    with pytest.raises(SettingsError, match="strict=true") if strict else contextlib.nullcontext():
+    with stops(strict):
         startup.take_status(worker, strict=strict)
     assert handed == [{}]
 

@@ -9,9 +9,9 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from tests.ops.opcalls import NAME, layer_of
-from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla import startup, status
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import Settings
 
@@ -53,8 +53,8 @@ class Worker:
         status.engage(NAME, "reference")
 
 
-def layer_in(one: Worker) -> layers.Layer:
-    return layers.of(compat_config.mla_modules(one.vllm_config)[NAME])
+def layer_in(one: Worker) -> Layer:
+    return Layer.of(compat_config.mla_modules(one.vllm_config)[NAME])
 
 
 def ours(limit: int = 16) -> AiterMLAPipeline:

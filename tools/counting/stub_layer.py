@@ -27,8 +27,8 @@ from vllm.utils.torch_utils import _encode_layer_name
 from tests.sandbox import gpu_ops
 from tests.sandbox.simulated_aiter import ROCM, install
 from vllm_aiter_mla import backends, ops
-from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.layer import Layer
 
 ARCH = "gfx950"
 NAME = "model.layers.0.self_attn.attn"
@@ -90,7 +90,7 @@ class _Implementation:
         gpu_ops.write_kv_rows(kv_c, k_pe, cache, slots, scale)
 
 
-class Layer(torch.nn.Module):
+class StubLayer(torch.nn.Module):
     """``MLAAttention`` without its constructor."""
 
     hisparse_cache = q_pad_num_heads = prefill_backend = sliding_window = None
@@ -156,7 +156,7 @@ BATCHES = {
 
 
 @contextmanager
-def step(cache: str, batch: Batch) -> Iterator[Layer]:
+def step(cache: str, batch: Batch) -> Iterator[StubLayer]:
     """Yield one layer inside vLLM's forward context of a batch, on a card that the plugin takes for gfx950.
 
     Its fp8 type is that of a CPU too, so nothing of vLLM's platform has to be changed.
@@ -168,7 +168,7 @@ def step(cache: str, batch: Batch) -> Iterator[Layer]:
     gpu_ops.register()
     ops.register()
     backends.forget()
-    layer = Layer(cache)
+    layer = StubLayer(cache)
     context = ForwardContext(
         no_compile_layers={NAME: layer},
         attn_metadata=None if batch.dummy else {NAME: batch.metadata()},
@@ -182,16 +182,16 @@ def step(cache: str, batch: Batch) -> Iterator[Layer]:
         torch.inference_mode(),
     ):
         try:
-            layers.of(layer).trust()
+            Layer.of(layer).trust()
             yield layer
         finally:
             backends.forget()
 
 
 @contextmanager
-def without_kernels(layer: Layer) -> Iterator[None]:
+def without_kernels(layer: StubLayer) -> Iterator[None]:
     """Stub the kernels, so that only the host's work is left."""
-    backend: Any = layers.of(layer).backends.get("aiter")
+    backend: Any = Layer.of(layer).backends.get("aiter")
     nothing = lambda *args, **kwargs: None  # noqa: E731
     with (
         mock.patch.object(torch, "bmm", nothing),
@@ -209,7 +209,7 @@ def _joined(tensors: Any, dim: int) -> torch.Tensor:
     return first.new_empty((*first.shape[:-1], sum(tensor.shape[-1] for tensor in tensors)))
 
 
-def calls(layer: Layer) -> dict[str, Callable[[], Any]]:
+def calls(layer: StubLayer) -> dict[str, Callable[[], Any]]:
     """Return the ops of the layer as a compiled graph calls them, by name."""
     name = _encode_layer_name(NAME)
     q = torch.zeros(ROWS, HEADS * (NOPE + ROPE), dtype=ACT).view(ROWS, HEADS, NOPE + ROPE)

@@ -28,17 +28,12 @@ KNOWN_FORWARDS: dict[Any, dict[str, str]] = {
 """The two forwards that the op replaces: ``digest`` of each known source, and vLLM's releases that have it."""
 
 
-def vllm_class() -> type:
-    """Return vLLM's wrapper around the projections, RoPE and attention of one MLA layer."""
-    return MultiHeadLatentAttentionWrapper
-
-
 @contextmanager
 def replaced(cls: type) -> Iterator[None]:
     """Let vLLM build ``cls`` where a model asks for its wrapper; another plugin's replacement stays."""
-    name = vllm_class().__name__
+    name = MultiHeadLatentAttentionWrapper.__name__
     if name not in op_registry_oot:
-        vllm_class().register_oot(cls)  # type: ignore[attr-defined]
+        MultiHeadLatentAttentionWrapper.register_oot(cls)
     try:
         yield
     finally:
@@ -60,8 +55,7 @@ def why_unknown(wrapper: Any) -> Skip | None:
     attention = wrapper.mla_attn
     if type(attention) is not MLAAttention:
         return Skip("unknown_forward", f"the attention module is {type(attention).__name__}")
-    hooked = attention._forward_hooks or attention._forward_pre_hooks or "forward" in attention.__dict__
-    if hooked:
+    if attention._forward_hooks or attention._forward_pre_hooks or "forward" in attention.__dict__:
         return Skip("unknown_forward", "something else hooks the layer's attention module")
     return None
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.passes import rope_probe as rp
+from vllm_aiter_mla.compat.config import OP_ARGUMENTS
+from vllm_aiter_mla.passes import rope_probe
 from vllm_aiter_mla.passes.fx import (
     arguments,
     is_call,
@@ -29,11 +30,6 @@ from vllm_aiter_mla.passes.fx import (
     width,
 )
 
-ATTENTION, KV_UPDATE, FUSED_UPDATE = (
-    "vllm::unified_mla_attention_with_output",
-    "vllm::unified_mla_kv_cache_update",
-    "vllm::fused_rope_unified_mla_kv_cache_update",
-)
 NONE_ARGS = {
     "output_scale": "fused_output_quant",
     "output_block_scale": "fused_output_quant",
@@ -44,18 +40,11 @@ NONE_ARGS = {
     "q_dcp_replicated": "dcp_q_replicated",
 }
 """Arguments of the attention op that must be None, each with the code of the skip if it is not."""
+_ROTARY_ARGS = ("positions", "query", "key", "head_size", "cos_sin_cache", "is_neox", *rope_probe.MODELLED)
 KNOWN_ARGS: dict[str, tuple[str, ...]] = {
-    ATTENTION: ("q", "kv_c_normed", "k_pe", "output", "layer_name", "kv_cache_dummy_dep", *NONE_ARGS),
-    KV_UPDATE: ("kv_c_normed", "k_pe", "layer_name", "kv_cache_dtype", "k_scale"),
-    FUSED_UPDATE: (
-        "positions", "q_pe", "k_pe", "kv_c", "cos_sin_cache", "is_neox", "kv_cache_dtype", "kv_cache_scale",
-        "layer_name",
-    ),
-    **{
-        name: ("positions", "query", "key", "head_size", "cos_sin_cache", "is_neox", *rp.MODELLED)
-        for name in rp.ROTARY_OPS if name != FUSED_UPDATE
-    },
-}  # fmt: skip
+    **dict.fromkeys(rope_probe.ROTARY_OPS, _ROTARY_ARGS),
+    **{f"vllm::{name}": tuple(known.replace("!", "").split()) for name, known in OP_ARGUMENTS.items()},
+}
 """The arguments of each op that the passes replace. The rewritten call would drop any other argument."""
 
 
@@ -113,9 +102,9 @@ class LayerMatch:
 def match_layers(graph: fx.Graph) -> list[tuple[str, LayerMatch | Skip]]:
     """Match every MLA attention node of ``graph``, by layer name; the work is linear in the number of layers."""
     attention_op = torch.ops.vllm.unified_mla_attention_with_output.default
-    reads_table = rp.TableReaders()
+    reads_table = rope_probe.TableReaders()
     found: list[tuple[str, LayerMatch | Skip]] = []
-    with rp.real_tensors():
+    with rope_probe.real_tensors():
         for node in graph.nodes:
             if is_functionalized(node, attention_op):
                 name = layer_name_of(node.kwargs.get("layer_name"))
@@ -123,13 +112,13 @@ def match_layers(graph: fx.Graph) -> list[tuple[str, LayerMatch | Skip]]:
     return found
 
 
-def _match_or_skip(attention: fx.Node, name: str, reads_table: rp.TableReaders) -> LayerMatch | Skip:
+def _match_or_skip(attention: fx.Node, name: str, reads_table: rope_probe.TableReaders) -> LayerMatch | Skip:
     """Match one layer. An exception skips this layer only."""
     try:
         return _Matcher(attention, name, reads_table).match()
     except NoMatchError as error:
         return error.skip
-    except rp.ConeTooLargeError:
+    except rope_probe.ConeTooLargeError:
         return Skip("graph_too_deep", "the query or key expression is too large for a RoPE")
     except Exception as error:
         return Skip("not_evaluated", f"its expressions could not be evaluated: {type(error).__name__}: {error}")
@@ -159,47 +148,20 @@ def known_arguments(node: fx.Node) -> dict[str, Any]:
     return given
 
 
-@dataclass(frozen=True, slots=True)
-class _KVUpdate:
+class _KVUpdate(NamedTuple):
     """The node that writes a layer's KV rows. ``k_rotated`` is None where the node rotates the key itself."""
 
     node: fx.Node
     kv_c: fx.Node
     k_rotated: fx.Node | None
-    layer_name: Any
     dtype: str
     k_scale: fx.Node
-
-    @staticmethod
-    def before(attention: fx.Node) -> _KVUpdate:
-        """Find the node through the argument that orders it before ``attention``."""
-        dep: Any = attention.kwargs.get("kv_cache_dummy_dep")
-        fused_op = torch.ops.vllm.fused_rope_unified_mla_kv_cache_update.default
-        if is_call(dep, torch.ops.vllm.unified_mla_kv_cache_update.default):
-            node, kv_c, k_rotated, k_scale = dep, "kv_c_normed", "k_pe", "k_scale"
-        elif is_call(dep, operator.getitem) and dep.args[1] == 0 and is_functionalized(dep.args[0], fused_op):
-            node, kv_c, k_rotated, k_scale = dep.args[0], "kv_c", None, "kv_cache_scale"
-        else:
-            raise NoMatchError("no_kv_update", "no KV-cache update is tied to the attention op in this graph piece")
-        given = known_arguments(node)
-        if k_rotated is None and {user.args[1] for user in node.users} != {0, 1, 2}:
-            raise NoMatchError("vllm_fusion_incomplete", "vLLM's own fused RoPE + KV op lacks one of its three results")
-        if set(dep.users) != {attention}:
-            raise NoMatchError("kv_update_shared", "something besides attention waits for the KV-cache update")
-        return _KVUpdate(
-            node,
-            kv_c=given[kv_c],
-            k_rotated=None if k_rotated is None else given[k_rotated],
-            layer_name=given["layer_name"],
-            dtype=given["kv_cache_dtype"],
-            k_scale=given[k_scale],
-        )
 
 
 class _Matcher:
     """Matches one layer. Methods return what they found or raise ``NoMatchError``."""
 
-    def __init__(self, attention: fx.Node, name: str, reads_table: rp.TableReaders) -> None:
+    def __init__(self, attention: fx.Node, name: str, reads_table: rope_probe.TableReaders) -> None:
         self.attention = attention
         self.name = name
         self.reads_table = reads_table
@@ -253,26 +215,40 @@ class _Matcher:
             raise NoMatchError("attention_results", "something reads more of the attention op than its output")
 
     def _kv_update(self) -> _KVUpdate:
-        found = _KVUpdate.before(self.attention)
-        if layer_name_of(found.layer_name) != self.name:
+        """Find the node through the argument that orders it before attention."""
+        dep: Any = self.kw.get("kv_cache_dummy_dep")
+        fused_op = torch.ops.vllm.fused_rope_unified_mla_kv_cache_update.default
+        if is_call(dep, torch.ops.vllm.unified_mla_kv_cache_update.default):
+            node, kv_c, k_rotated, k_scale = dep, "kv_c_normed", "k_pe", "k_scale"
+        elif is_call(dep, operator.getitem) and dep.args[1] == 0 and is_functionalized(dep.args[0], fused_op):
+            node, kv_c, k_rotated, k_scale = dep.args[0], "kv_c", None, "kv_cache_scale"
+        else:
+            raise NoMatchError("no_kv_update", "no KV-cache update is tied to the attention op in this graph piece")
+        given = known_arguments(node)
+        if k_rotated is None and {user.args[1] for user in node.users} != {0, 1, 2}:
+            raise NoMatchError("vllm_fusion_incomplete", "vLLM's own fused RoPE + KV op lacks one of its three results")
+        if set(dep.users) != {self.attention}:
+            raise NoMatchError("kv_update_shared", "something besides attention waits for the KV-cache update")
+        if layer_name_of(given["layer_name"]) != self.name:
             raise NoMatchError("layer_name_mismatch", "the KV-cache update names another layer")
-        if not same_value(found.kv_c, self.kw["kv_c_normed"]):
+        if not same_value(given[kv_c], self.kw["kv_c_normed"]):
             raise NoMatchError("kv_c_mismatch", "the KV-cache update and attention read different latents")
-        return found
+        rotated = None if k_rotated is None else given[k_rotated]
+        return _KVUpdate(node, given[kv_c], rotated, given["kv_cache_dtype"], given[k_scale])
 
-    def _rope_cone(self, what: str) -> rp.Cone:
+    def _rope_cone(self, what: str) -> rope_probe.Cone:
         node = self.kw[what]
         if not isinstance(node, fx.Node) or not self.reads_table(node):
             raise NoMatchError(
                 "no_rope", f"no rotary embedding is applied to {what} (a NoPE layer, or outside this graph)"
             )
-        cone = rp.Cone(node, self.reads_table)
+        cone = rope_probe.Cone(node, self.reads_table)
         for call in cone.inner:
             if call.target is auto_functionalized:
                 known_arguments(call)
         return cone
 
-    def _one_table(self, q_cone: rp.Cone, k_cone: rp.Cone) -> tuple[fx.Node, fx.Node]:
+    def _one_table(self, q_cone: rope_probe.Cone, k_cone: rope_probe.Cone) -> tuple[fx.Node, fx.Node]:
         tables = _distinct(q_cone.tables | k_cone.tables)
         positions = _distinct(view_root(node) for node in q_cone.positions | k_cone.positions)
         if len(tables) != 1 or len(positions) != 1:
@@ -289,7 +265,7 @@ class _Matcher:
             raise NoMatchError("query_shape", f"a rope part of {rope_dim} does not fit a query head of {head}")
         return q.shape[1], head, rope_dim
 
-    def _root(self, what: str, cone: rp.Cone) -> fx.Node:
+    def _root(self, what: str, cone: rope_probe.Cone) -> fx.Node:
         if len(cone.roots) != 1:
             raise NoMatchError(
                 "rope_other_operand", f"the rotated {what} also depends on something else (scaled, or mixed)"
@@ -303,21 +279,23 @@ class _Matcher:
 
     def _probe(
         self, table: fx.Node, positions: fx.Node, roots: Iterable[fx.Node], rope_dim: int
-    ) -> tuple[rp.Probe, torch.Tensor]:
+    ) -> tuple[rope_probe.Probe, torch.Tensor]:
         """Return a probe with random data, and the rows of its table that the positions select."""
         if width(table) != rope_dim:
             raise NoMatchError("partial_rotary", f"the rotary table is {width(table)} wide, the rope part {rope_dim}")
         generator = torch.Generator().manual_seed(0)
-        values: dict[fx.Node, Any] = {root: rp.random_like(root, generator) for root in roots}
-        values[table] = rp.random_like(table, generator, rows=rp.TABLE_ROWS)
-        index = torch.arange(rp.concrete(val(positions).shape[0]), device="cpu") * 2 % rp.TABLE_ROWS
+        values: dict[fx.Node, Any] = {root: rope_probe.random_like(root, generator) for root in roots}
+        values[table] = rope_probe.random_like(table, generator, rows=rope_probe.TABLE_ROWS)
+        index = torch.arange(rope_probe.concrete(val(positions).shape[0]), device="cpu") * 2 % rope_probe.TABLE_ROWS
         # Positions may be repeated views of one node: bind the root, and the view that the query's lookup reads.
-        values[view_root(positions)] = index.view([rp.concrete(size) for size in val(view_root(positions)).shape])
+        values[view_root(positions)] = index.view(
+            [rope_probe.concrete(size) for size in val(view_root(positions)).shape]
+        )
         values[positions] = index
-        return rp.Probe(values), values[table][index]
+        return rope_probe.Probe(values), values[table][index]
 
     def _find_q(
-        self, probe: rp.Probe, rows: torch.Tensor, cone: rp.Cone, widths: tuple[int, int]
+        self, probe: rope_probe.Probe, rows: torch.Tensor, cone: rope_probe.Cone, widths: tuple[int, int]
     ) -> tuple[bool, fx.Node]:
         """Return the pairing under which attention's query is the rotation of a node, and that node."""
         want = probe(self.kw["q"])
@@ -328,11 +306,11 @@ class _Matcher:
                 continue
             nope, pe = raw.split(widths, -1)
             for is_neox in (False, True):
-                if _equal(want, torch.cat([nope, rp.rope(pe, cos, sin, is_neox)], -1)):
+                if _equal(want, torch.cat([nope, rope_probe.rope(pe, cos, sin, is_neox)], -1)):
                     return is_neox, node
         raise NoMatchError("query_not_rope", "attention's query is not [q_nope | RoPE(q_pe)] of one tensor")
 
-    def _find_k(self, probe: rp.Probe, rows: torch.Tensor, cone: rp.Cone, is_neox: bool) -> fx.Node:
+    def _find_k(self, probe: rope_probe.Probe, rows: torch.Tensor, cone: rope_probe.Cone, is_neox: bool) -> fx.Node:
         """Return the node whose rotation, with the query's pairing, is attention's k_pe."""
         want = probe(self.kw["k_pe"]).reshape(rows.shape)
         cos, sin = rows.chunk(2, -1)
@@ -340,11 +318,11 @@ class _Matcher:
             raw = probe(node)
             if raw.shape not in (want.shape, want.unsqueeze(1).shape):
                 continue
-            if _equal(want, rp.rope(raw.reshape(want.shape), cos, sin, is_neox)):
+            if _equal(want, rope_probe.rope(raw.reshape(want.shape), cos, sin, is_neox)):
                 return node
         raise NoMatchError("key_not_rope", "attention's k_pe is not the RoPE of one tensor with the query's pairing")
 
-    def _check_kv_key(self, kv: _KVUpdate, q_cone: rp.Cone, k_cone: rp.Cone) -> None:
+    def _check_kv_key(self, kv: _KVUpdate, q_cone: rope_probe.Cone, k_cone: rope_probe.Cone) -> None:
         if kv.k_rotated is None:
             # vLLM's own fused op writes the key that it rotates: attention must read the results of this very call.
             same = kv.node in q_cone.inner and kv.node in k_cone.inner
@@ -373,13 +351,13 @@ class _Matcher:
             if reader not in allowed:
                 raise NoMatchError("query_read_elsewhere", f"{reader.name} also reads the query projection")
 
-    def _check_columns(self, root: fx.Node, k_pe: fx.Node, cone: rp.Cone) -> None:
+    def _check_columns(self, root: fx.Node, k_pe: fx.Node, cone: rope_probe.Cone) -> None:
         """Check that nothing outside the layer reads the columns of k_pe: the fused ops rotate them in place."""
         others = [pair for pair in readers_through(root) if pair[0] not in cone.inner]
         if not others:
             return
-        shape = [rp.concrete(size) for size in val(root).shape]
-        numbers = rp.Probe({root: torch.arange(shape[-1], device="cpu").expand(shape)})
+        shape = [rope_probe.concrete(size) for size in val(root).shape]
+        numbers = rope_probe.Probe({root: torch.arange(shape[-1], device="cpu").expand(shape)})
         mine = set(numbers(k_pe).flatten().tolist())
         for reader, through in others:
             if mine & set(numbers(through).flatten().tolist()):
@@ -408,7 +386,7 @@ def _distinct(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return found
 
 
-def _raw_views(cone: rp.Cone) -> list[fx.Node]:
+def _raw_views(cone: rope_probe.Cone) -> list[fx.Node]:
     """Return the cone's roots and the views of them that the graph holds, in graph order."""
     views = [node for node in cone.inner if is_view(node) and view_root(node) in cone.roots]
     return [node for node in [*cone.roots, *sorted(views)] if isinstance(val(node), torch.Tensor)]

@@ -11,11 +11,11 @@ from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from vllm_aiter_mla import admission, files, status
-from vllm_aiter_mla import layer as layers
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat.inductor import InductorPass, VllmInductorPass, VllmPatternMatcherPass, get_pass_context
+from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.passes.aiter_fusion import fuse_into_one_op
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 from vllm_aiter_mla.passes.q_prep_lift import lift_q_prep
@@ -24,7 +24,7 @@ from vllm_aiter_mla.passes.rope_probe import real_tensors
 from vllm_aiter_mla.settings import STRICT_OPTION, Settings, SettingsError
 
 PASSES = {"rope_kv_cache": fuse_rope_and_kv_write, "q_prep_lift": lift_q_prep, "aiter_fusion": fuse_into_one_op}
-"""What runs on each layer, in order, by the names of ``debug.stop_after``. Each leaves a graph that is right."""
+"""What runs on each layer, in order, by the names of ``debug.stop_after``."""
 
 
 class AiterMLAPipeline(VllmInductorPass):
@@ -149,7 +149,6 @@ def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
         early = _run_passes(graph, found, settings, counts)
         if early is not None:
             status.skip(name, early.code, early.message)
-    # The passes only disconnect what they replace.
     graph.eliminate_dead_code()
     return counts
 
@@ -160,7 +159,6 @@ def _run_passes(graph: fx.Graph, layer: LayerMatch, settings: Settings, counts: 
         try:
             run(graph, layer)
         except Exception as error:
-            # A pass connects its nodes last, so the layer is as the pass before left it.
             reason = f"{type(error).__name__}: {error}"
             log.say_once(logging.WARNING, f"a layer could not be rewritten and stays as it was: {reason}")
             return Skip("rewrite_failed", reason)
@@ -172,17 +170,17 @@ def _run_passes(graph: fx.Graph, layer: LayerMatch, settings: Settings, counts: 
 
 def _admit(match: LayerMatch, modules: dict[str, Any], settings: Settings) -> torch.dtype | Skip:
     """Return what the layer's decode kernel reads, or why vLLM keeps the layer as it is."""
-    layer = modules.get(match.layer_name)
-    if layer is None:
+    module = modules.get(match.layer_name)
+    if module is None:
         return Skip("layer_unknown", "the layer is not in this model's forward context")
     act, table = match.q.meta["val"].dtype, match.cos_sin_cache.meta["val"].dtype
     try:
         with real_tensors():
-            asked = layers.of(layer)
-            skip = asked.decide(act, table).skip
-            if skip is not None:
-                return skip
-            out_dtype, block_size = asked.query_dtype(act), asked.shape().block_size
+            layer = Layer.of(module)
+            kernel = layer.decide(act, table)
+            if isinstance(kernel, Skip):
+                return kernel
+            out_dtype, block_size = layer.query_dtype(act), layer.shape().block_size
     except Exception as error:
         return Skip("not_evaluated", f"admission raised {type(error).__name__}: {error}")
     if settings.debug.stop_after is not None and block_size == 1:
