@@ -224,7 +224,7 @@ def expectation(inputs: DecodeInputs, storage: torch.Tensor, case: Case) -> tupl
 def workgroups(case: Case) -> list[int]:
     """Indices of the programs: the absorb tiles of the chosen heads, and all others."""
     tile, n, t = case.variant.tile, case.variant.heads, case.tokens
-    total = launcher.program_count(t, n, max(1, t - 1), aot.LATENT, tile)
+    total = sum(launcher.programs(t, n, max(1, t - 1), aot.LATENT, tile))
     tiles = -(-t // tile.block_t) * (aot.LATENT // tile.block_l)
     heads = range(n) if case.heads is None else case.heads
     return [h * tiles + k for h in heads for k in range(tiles)] + list(range(n * tiles, total))

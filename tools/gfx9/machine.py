@@ -251,9 +251,10 @@ class Group:
 
 @dataclass
 class Counts:
-    """What a launch did, over all its waves."""
+    """What a launch did, over all its waves; ``trips`` are the most of one wave, to memory and to the arguments."""
 
     waves: int = 0
+    trips: tuple[int, int] = (0, 0)
     instructions: Counter[str] = field(default_factory=Counter)
     lds_accesses: int = 0
     lds_conflicts: int = 0
@@ -287,8 +288,11 @@ def launch(
         for index in groups:
             group = Group(memory, Lds(lds_bytes, program.code.arch))
             words = raw.view(np.uint32) if preload else None
-            _run_group(program, [_wave(program, group, k, index, block.start, words) for k in range(waves)], index)
+            started = [_wave(program, group, k, index, block.start, words) for k in range(waves)]
+            _run_group(program, started, index)
             counts.waves += waves
+            memory_trips, argument_trips = zip(counts.trips, *[wave.stored for wave in started], strict=True)
+            counts.trips = (max(memory_trips), max(argument_trips))
             counts.lds_accesses += group.lds.accesses
             counts.lds_conflicts += group.lds.conflicts
     finally:
@@ -321,5 +325,8 @@ def _run_group(program: Program, waves: Sequence[Wave], index: int) -> None:
             if len(set(stops)) > 1:
                 raise Fault("the waves wait at different barriers, or one has ended")
             waves[0].group.lds.barrier(waves)
+            longest = [max(trips) for trips in zip(*[wave.trips for wave in waves], strict=True)]
+            for wave in waves:
+                wave.trips = list(longest)
     except Fault as fault:
         raise Fault(f"workgroup {index}: {fault}") from None

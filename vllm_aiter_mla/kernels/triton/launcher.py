@@ -33,11 +33,11 @@ def current_arch() -> str:
     return str(target.arch).split(":")[0]
 
 
-def program_count(tokens: int, heads: int, slots: int, latent: int, tile: Tile) -> int:
-    """Return the size of the one-dimensional grid; the kernel's docstring says what the programs are."""
+def programs(tokens: int, heads: int, slots: int, latent: int, tile: Tile) -> tuple[int, int, int, int]:
+    """Return how many programs of each kind the one-dimensional grid has, in its order: the kernel's docstring."""
     query = heads * _ceil(tokens, tile.block_t) * (latent // min(tile.block_l, latent))
     rope = _ceil(tokens * heads, tile.rope_rows)
-    return query + rope + _ceil(slots, tile.rope_rows) + _ceil(slots, tile.kv_rows)
+    return query, rope, _ceil(slots, tile.rope_rows), _ceil(slots, tile.kv_rows)
 
 
 def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
     options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
     if torch.version.hip is not None:
         options["matrix_instr_nonkdim"] = tile.mfma
-    grid = (program_count(tokens, heads, slots, inputs.latent_dim, tile),)
+    grid = (sum(programs(tokens, heads, slots, inputs.latent_dim, tile)),)
     decode_prep_kernel[grid](
         *tensors,
         inputs.slot_mapping,
