@@ -34,7 +34,7 @@ POINTS = ((1, 16), (16, 16), (32, 16), (64, 8), (64, 16), (512, 16), (512, 128))
 FLOOR_US, FLOOR_TRIPS, TRIP_US, REACHED = 3.2, 2, 0.4, 0.8
 
 # The bounds. Trips of every kind; of the others, by tokens and heads, over fp8 weights.
-TRIPS = dict(zip(KINDS, (2, 3, 3, 2), strict=True))
+TRIPS = dict(zip(KINDS, (2, 2, 2, 1), strict=True))
 BOUNDS: dict[tuple[str, str], dict[tuple[int, int], float]] = {
     ("", "bytes"): {(64, 16): 1.1, (512, 128): 1.3},
     ("gfx942", "instructions"): {(64, 16): 500},

@@ -20,8 +20,6 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.triton.kernel import (
     SCALAR_POINTERS,
     STEP_ARGS,
-    _clamped_position,
-    _inverse,
     _kv_latent,
     _kv_rope,
     _rotate_and_store,
@@ -73,24 +71,24 @@ def rope_kv_kernel(
         rows = (pid * ROPE_ROWS + tl.arange(0, ROPE_ROWS)).to(tl.int64)
         token = rows // N
         mask = token < num_tokens
-        position = _clamped_position(pos_ptr, token, mask, last_position)
+        position = tl.load(pos_ptr + token, mask=mask, other=0)
         src = q_ptr + (token.to(tl.int64) * q_stride_t + (rows - token * N) * q_stride_h + P)
         _rotate_and_store(
-            src, q_rot_ptr + rows * R, position, mask, cos_sin_ptr, cos_sin_stride, 1.0, R, ROPE_ROWS, IS_NEOX, 0.0
-        )
+            src, q_rot_ptr + rows * R, position, mask, mask, last_position, cos_sin_ptr, cos_sin_stride, 1.0, R,
+            ROPE_ROWS, IS_NEOX, 0.0,
+        )  # fmt: skip
     else:
-        inv_k = _inverse(k_scale_ptr)
         rest = pid - rope_tiles
         kv_rope_tiles = tl.cdiv(num_slots, ROPE_ROWS)
         if rest < kv_rope_tiles:
             _kv_rope(
-                k_pe_ptr, cache_ptr, slot_ptr, pos_ptr, cos_sin_ptr, inv_k, rest * ROPE_ROWS, num_slots, last_position,
-                k_pe_stride_t, cos_sin_stride, cache_stride_b, cache_stride_s, R, L, BLOCK_SIZE, IS_NEOX, KV_FP8_MAX,
-                ROPE_ROWS,
+                k_pe_ptr, cache_ptr, slot_ptr, pos_ptr, cos_sin_ptr, k_scale_ptr, rest * ROPE_ROWS, num_slots,
+                last_position, k_pe_stride_t, cos_sin_stride, cache_stride_b, cache_stride_s, R, L, BLOCK_SIZE, IS_NEOX,
+                KV_FP8_MAX, ROPE_ROWS,
             )  # fmt: skip
         else:
             _kv_latent(
-                kv_c_ptr, cache_ptr, slot_ptr, inv_k, (rest - kv_rope_tiles) * KV_ROWS, num_slots, kv_c_stride_t,
+                kv_c_ptr, cache_ptr, slot_ptr, k_scale_ptr, (rest - kv_rope_tiles) * KV_ROWS, num_slots, kv_c_stride_t,
                 cache_stride_b, cache_stride_s, L, BLOCK_SIZE, KV_FP8_MAX, KV_ROWS,
             )  # fmt: skip
 
@@ -118,9 +116,9 @@ def concat_quant_kernel(
     nope = tl.load(nope_ptr + (rows * L)[:, None] + cols[None, :], mask=mask, other=0.0)
     rope = tl.load(rope_ptr + (rows * rope_stride)[:, None] + rope_cols[None, :], mask=mask, other=0.0)
     if Q_FP8_MAX > 0:
-        inv_q = _inverse(q_scale_ptr)
-        nope = _store_form(nope.to(tl.float32), inv_q, Q_FP8_MAX, out)
-        rope = _store_form(rope.to(tl.float32), inv_q, Q_FP8_MAX, out)
+        scale = tl.load(q_scale_ptr)
+        nope = _store_form(nope.to(tl.float32), scale, Q_FP8_MAX, out)
+        rope = _store_form(rope.to(tl.float32), scale, Q_FP8_MAX, out)
     dst = out_ptr + (rows * (L + R))[:, None]
     tl.store(dst + cols[None, :], nope, mask=mask)
     tl.store(dst + L + rope_cols[None, :], rope, mask=mask)

@@ -115,28 +115,28 @@ def absorbed(
         else:
             w = tl.load(w_ptr + ks[:, None] * w_stride_p + cols[None, :] * w_stride_l)
             if W_FP8_MAX > 0:
+                if k == 0:
+                    whole_scale = tl.load(w_scale_ptr)
                 codes, step = _fp8_rows(q, W_FP8_MAX, w.dtype)
                 # 0: Hopper would otherwise add up in fewer bits than float32.
                 acc += tl.dot(codes, w, max_num_imprecise_acc=0) * step[:, None]
             else:
                 acc = tl.dot(q, w, acc)
     if W_FP8_MAX > 0:
-        acc *= tl.load(w_scale_ptr)
+        acc *= whole_scale
     return acc
 
 
 @triton.jit
-def _store_form(x, inv_scale, FP8_MAX: tl.constexpr, OUT: tl.constexpr):
-    """The stored form of float32 ``x``: saturated fp8 of x * inv_scale where FP8_MAX > 0, else rounded to OUT."""
+def _store_form(x, scale, FP8_MAX: tl.constexpr, OUT: tl.constexpr):
+    """The stored form of float32 ``x``: saturated fp8 of x / scale where FP8_MAX > 0, else rounded to OUT.
+
+    AITER multiplies by fp32(1) / scale, correctly rounded. The division stands here, after the operands' loads: a
+    program that divided first would wait for the scale before it asked for them.
+    """
     if FP8_MAX > 0:
-        x = saturated(x * inv_scale, FP8_MAX)
+        x = saturated(x * tl.math.div_rn(tl.full((), 1.0, tl.float32), scale), FP8_MAX)
     return x.to(OUT)
-
-
-@triton.jit
-def _inverse(scale_ptr):
-    """fp32(1) / scale, correctly rounded: AITER multiplies by the reciprocal."""
-    return tl.math.div_rn(tl.full((), 1.0, tl.float32), tl.load(scale_ptr))
 
 
 @triton.jit
@@ -144,10 +144,12 @@ def _rotate_and_store(
     src_row,
     dst_row,
     position,
-    row_mask,
+    load_mask,
+    store_mask,
+    last_position,
     cos_sin_ptr,
     cos_sin_stride,
-    inv_scale,
+    scale,
     R: tl.constexpr,
     ROWS: tl.constexpr,
     IS_NEOX: tl.constexpr,
@@ -155,29 +157,34 @@ def _rotate_and_store(
 ):
     """Rotate ROWS rows of R values in float32, round once, store.
 
-    src_row, dst_row: pointers [ROWS] to the first element of each row; position: int32 [ROWS], already clamped.
+    src_row, dst_row: pointers [ROWS] to the first element of each row; position: int64 [ROWS], clamped here into the
+    table as AITER does. Rows are loaded before the table's, whose addresses have to wait for the positions.
     NeoX moves two half rows, each contiguous. GPT-J moves whole rows and takes the pairs apart in registers, so that
     neither style loads or stores by single elements.
     """
     out: tl.constexpr = dst_row.dtype.element_ty
     half = tl.arange(0, R // 2)
-    mask = row_mask[:, None]
-    table = cos_sin_ptr + (position * cos_sin_stride)[:, None] + half[None, :]
-    cos = tl.load(table, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(table + R // 2, mask=mask, other=0.0).to(tl.float32)
+    mask = load_mask[:, None]
     if IS_NEOX:
         src = src_row[:, None] + half[None, :]
-        dst = dst_row[:, None] + half[None, :]
         a = tl.load(src, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(src + R // 2, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dst, _store_form(a * cos - b * sin, inv_scale, FP8_MAX, out), mask=mask)
-        tl.store(dst + R // 2, _store_form(b * cos + a * sin, inv_scale, FP8_MAX, out), mask=mask)
     else:
         full = tl.arange(0, R)
         x = tl.load(src_row[:, None] + full[None, :], mask=mask, other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(x, (ROWS, R // 2, 2)))
-        pairs = tl.join(a * cos - b * sin, b * cos + a * sin)
-        y = _store_form(tl.reshape(pairs, (ROWS, R)), inv_scale, FP8_MAX, out)
+    entry = tl.minimum(tl.maximum(position, 0), last_position).to(tl.int32)
+    table = cos_sin_ptr + (entry * cos_sin_stride)[:, None] + half[None, :]
+    cos = tl.load(table, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(table + R // 2, mask=mask, other=0.0).to(tl.float32)
+    first, second = a * cos - b * sin, b * cos + a * sin
+    mask = store_mask[:, None]
+    if IS_NEOX:
+        dst = dst_row[:, None] + half[None, :]
+        tl.store(dst, _store_form(first, scale, FP8_MAX, out), mask=mask)
+        tl.store(dst + R // 2, _store_form(second, scale, FP8_MAX, out), mask=mask)
+    else:
+        y = _store_form(tl.reshape(tl.join(first, second), (ROWS, R)), scale, FP8_MAX, out)
         tl.store(dst_row[:, None] + full[None, :], y, mask=mask)
 
 
@@ -187,7 +194,7 @@ def _query_tile(
     w_ptr,
     w_scale_ptr,
     out_ptr,
-    inv_scale,
+    q_scale_ptr,
     head,
     first_token,
     first_col,
@@ -214,6 +221,7 @@ def _query_tile(
     sequence does: the query then differs from it by the BMM's summation order alone.
     """
     act: tl.constexpr = q_ptr.dtype.element_ty
+    scale = tl.load(q_scale_ptr)
     rows = tl.arange(0, BLOCK_T)
     cols = first_col + tl.arange(0, BLOCK_L)
     row_mask = rows < num_tokens - first_token
@@ -226,16 +234,9 @@ def _query_tile(
     )  # fmt: skip
     x = acc.to(act)
     if FP8_MAX > 0:
-        x = _store_form(x.to(tl.float32), inv_scale, FP8_MAX, out_ptr.dtype.element_ty)
+        x = _store_form(x.to(tl.float32), scale, FP8_MAX, out_ptr.dtype.element_ty)
     out_base = out_ptr + (first_token.to(tl.int64) * N + head) * ROW
     tl.store(out_base + rows[:, None] * (N * ROW) + cols[None, :], x, mask=row_mask[:, None])
-
-
-@triton.jit
-def _clamped_position(pos_ptr, token, mask, last_position):
-    """int32 row of the cos/sin table for each token, clamped into it as AITER does."""
-    position = tl.load(pos_ptr + token, mask=mask, other=0)
-    return tl.minimum(tl.maximum(position, 0), last_position).to(tl.int32)
 
 
 @triton.jit
@@ -244,7 +245,7 @@ def _query_rope(
     out_ptr,
     pos_ptr,
     cos_sin_ptr,
-    inv_scale,
+    q_scale_ptr,
     first_row,
     num_tokens,
     last_position,
@@ -260,15 +261,19 @@ def _query_rope(
     ROPE_ROWS: tl.constexpr,
 ):
     """The rope half of ROPE_ROWS consecutive (token, head) pairs of the query."""
+    scale = tl.load(q_scale_ptr)
     first_token = first_row // N
     rows = first_row + tl.arange(0, ROPE_ROWS)
     token = rows // N
     head = rows - token * N
     mask = token < num_tokens
-    position = _clamped_position(pos_ptr, token, mask, last_position)
+    position = tl.load(pos_ptr + token, mask=mask, other=0)
     src = q_ptr + first_token.to(tl.int64) * q_stride_t + ((token - first_token) * q_stride_t + head * q_stride_h + P)
     dst = out_ptr + first_row.to(tl.int64) * (L + R) + (tl.arange(0, ROPE_ROWS) * (L + R) + L)
-    _rotate_and_store(src, dst, position, mask, cos_sin_ptr, cos_sin_stride, inv_scale, R, ROPE_ROWS, IS_NEOX, FP8_MAX)
+    _rotate_and_store(
+        src, dst, position, mask, mask, last_position, cos_sin_ptr, cos_sin_stride, scale, R, ROPE_ROWS, IS_NEOX,
+        FP8_MAX,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -286,7 +291,7 @@ def _kv_latent(
     kv_c_ptr,
     cache_ptr,
     slot_ptr,
-    inv_scale,
+    k_scale_ptr,
     first_row,
     num_slots,
     kv_c_stride_t,
@@ -297,18 +302,22 @@ def _kv_latent(
     FP8_MAX: tl.constexpr,
     KV_ROWS: tl.constexpr,
 ):
-    """The latent part of KV_ROWS cache rows; a row whose slot is -1 touches no byte."""
+    """The latent part of KV_ROWS cache rows; a row whose slot is -1 touches no byte of the cache.
+
+    It is loaded all the same, so that its load does not wait for the slot.
+    """
+    scale = tl.load(k_scale_ptr)
     local = tl.arange(0, KV_ROWS)
     rows = first_row + local
-    slot = tl.load(slot_ptr + rows, mask=rows < num_slots, other=-1)
-    mask = (slot >= 0)[:, None]
-    dst = _cache_rows(cache_ptr, slot, cache_stride_b, cache_stride_s, BLOCK_SIZE)
+    loaded = rows < num_slots
     cols = tl.arange(0, L)
     src = kv_c_ptr + first_row.to(tl.int64) * kv_c_stride_t + (local * kv_c_stride_t)[:, None] + cols[None, :]
-    x = tl.load(src, mask=mask, other=0.0)
+    x = tl.load(src, mask=loaded[:, None], other=0.0)
+    slot = tl.load(slot_ptr + rows, mask=loaded, other=-1)
     if FP8_MAX > 0:
-        x = _store_form(x.to(tl.float32), inv_scale, FP8_MAX, cache_ptr.dtype.element_ty)
-    tl.store(dst[:, None] + cols[None, :], x, mask=mask)
+        x = _store_form(x.to(tl.float32), scale, FP8_MAX, cache_ptr.dtype.element_ty)
+    dst = _cache_rows(cache_ptr, slot, cache_stride_b, cache_stride_s, BLOCK_SIZE)
+    tl.store(dst[:, None] + cols[None, :], x, mask=(slot >= 0)[:, None])
 
 
 @triton.jit
@@ -318,7 +327,7 @@ def _kv_rope(
     slot_ptr,
     pos_ptr,
     cos_sin_ptr,
-    inv_scale,
+    k_scale_ptr,
     first_row,
     num_slots,
     last_position,
@@ -333,15 +342,19 @@ def _kv_rope(
     FP8_MAX: tl.constexpr,
     ROPE_ROWS: tl.constexpr,
 ):
-    """The rope part of ROPE_ROWS cache rows; a row whose slot is -1 touches no byte."""
+    """The rope part of ROPE_ROWS cache rows; a row whose slot is -1 touches no byte of the cache."""
+    scale = tl.load(k_scale_ptr)
     local = tl.arange(0, ROPE_ROWS)
     rows = first_row + local
-    slot = tl.load(slot_ptr + rows, mask=rows < num_slots, other=-1)
-    mask = slot >= 0
+    loaded = rows < num_slots
+    slot = tl.load(slot_ptr + rows, mask=loaded, other=-1)
     dst = _cache_rows(cache_ptr, slot, cache_stride_b, cache_stride_s, BLOCK_SIZE) + L
     src = k_pe_ptr + first_row.to(tl.int64) * k_pe_stride_t + local * k_pe_stride_t
-    position = _clamped_position(pos_ptr, rows, mask, last_position)
-    _rotate_and_store(src, dst, position, mask, cos_sin_ptr, cos_sin_stride, inv_scale, R, ROPE_ROWS, IS_NEOX, FP8_MAX)
+    position = tl.load(pos_ptr + rows, mask=loaded, other=0)
+    _rotate_and_store(
+        src, dst, position, loaded, slot >= 0, last_position, cos_sin_ptr, cos_sin_stride, scale, R, ROPE_ROWS,
+        IS_NEOX, FP8_MAX,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=STEP_ARGS, do_not_specialize_on_alignment=SCALAR_POINTERS)
@@ -401,35 +414,32 @@ def decode_prep_kernel(
     query_tiles = N * token_blocks * latent_blocks
     rope_tiles = tl.cdiv(num_tokens * N, ROPE_ROWS)
     if pid < query_tiles:
-        inv_q = _inverse(q_scale_ptr)
         rest = pid // latent_blocks
         head = rest // token_blocks
         first_token = (rest - head * token_blocks) * BLOCK_T
         first_col = (pid - rest * latent_blocks) * BLOCK_L
         _query_tile(
-            q_ptr, w_ptr, w_scale_ptr, out_ptr, inv_q, head, first_token, first_col, num_tokens, q_stride_t,
+            q_ptr, w_ptr, w_scale_ptr, out_ptr, q_scale_ptr, head, first_token, first_col, num_tokens, q_stride_t,
             q_stride_h, w_stride_h, w_stride_p, w_stride_l, w_scale_stride_h, w_scale_stride_l, w_scale_stride_g,
             N, P, L + R, Q_FP8_MAX, W_FP8_MAX, BLOCK_T, BLOCK_L,
         )  # fmt: skip
     elif pid < query_tiles + rope_tiles:
-        inv_q = _inverse(q_scale_ptr)
         first_row = (pid - query_tiles) * ROPE_ROWS
         _query_rope(
-            q_ptr, out_ptr, pos_ptr, cos_sin_ptr, inv_q, first_row, num_tokens, last_position, q_stride_t,
+            q_ptr, out_ptr, pos_ptr, cos_sin_ptr, q_scale_ptr, first_row, num_tokens, last_position, q_stride_t,
             q_stride_h, cos_sin_stride, N, P, R, L, IS_NEOX, Q_FP8_MAX, ROPE_ROWS,
         )  # fmt: skip
     else:
-        inv_k = _inverse(k_scale_ptr)
         rest = pid - query_tiles - rope_tiles
         kv_rope_tiles = tl.cdiv(num_slots, ROPE_ROWS)
         if rest < kv_rope_tiles:
             _kv_rope(
-                k_pe_ptr, cache_ptr, slot_ptr, pos_ptr, cos_sin_ptr, inv_k, rest * ROPE_ROWS, num_slots, last_position,
-                k_pe_stride_t, cos_sin_stride, cache_stride_b, cache_stride_s, R, L, BLOCK_SIZE, IS_NEOX, KV_FP8_MAX,
-                ROPE_ROWS,
+                k_pe_ptr, cache_ptr, slot_ptr, pos_ptr, cos_sin_ptr, k_scale_ptr, rest * ROPE_ROWS, num_slots,
+                last_position, k_pe_stride_t, cos_sin_stride, cache_stride_b, cache_stride_s, R, L, BLOCK_SIZE, IS_NEOX,
+                KV_FP8_MAX, ROPE_ROWS,
             )  # fmt: skip
         else:
             _kv_latent(
-                kv_c_ptr, cache_ptr, slot_ptr, inv_k, (rest - kv_rope_tiles) * KV_ROWS, num_slots, kv_c_stride_t,
+                kv_c_ptr, cache_ptr, slot_ptr, k_scale_ptr, (rest - kv_rope_tiles) * KV_ROWS, num_slots, kv_c_stride_t,
                 cache_stride_b, cache_stride_s, L, BLOCK_SIZE, KV_FP8_MAX, KV_ROWS,
             )  # fmt: skip
