@@ -227,7 +227,7 @@ def workgroups(case: Case) -> list[int]:
     total = sum(launcher.programs(t, n, max(1, t - 1), aot.LATENT, tile))
     tiles = -(-t // tile.block_t) * (aot.LATENT // tile.block_l)
     heads = range(n) if case.heads is None else case.heads
-    return [h * tiles + k for h in heads for k in range(tiles)] + list(range(n * tiles, total))
+    return [k * n + h for h in heads for k in range(tiles)] + list(range(n * tiles, total))
 
 
 def arguments(compiled: Compiled, memory: Memory, inputs: DecodeInputs, out: torch.Tensor) -> bytes:

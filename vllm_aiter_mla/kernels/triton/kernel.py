@@ -403,8 +403,8 @@ def decode_prep_kernel(
 ):
     """One program does one of four things, by its index alone.
 
-    First N * ceil(T / BLOCK_T) * (L / BLOCK_L) programs: one tile of the absorb BMM, latent blocks fastest, then token
-    blocks, then heads. Next ceil(T * N / ROPE_ROWS): the rope half of ROPE_ROWS (token, head) pairs. Then
+    First N * ceil(T / BLOCK_T) * (L / BLOCK_L) programs: one tile of the absorb BMM, heads fastest, then latent
+    blocks, then token blocks. Next ceil(T * N / ROPE_ROWS): the rope half of ROPE_ROWS (token, head) pairs. Then
     ceil(S / ROPE_ROWS): the rope part of ROPE_ROWS cache rows. Last ceil(S / KV_ROWS): the latent part of KV_ROWS cache
     rows. No program reads what another one writes.
     """
@@ -414,10 +414,11 @@ def decode_prep_kernel(
     query_tiles = N * token_blocks * latent_blocks
     rope_tiles = tl.cdiv(num_tokens * N, ROPE_ROWS)
     if pid < query_tiles:
-        rest = pid // latent_blocks
-        head = rest // token_blocks
-        first_token = (rest - head * token_blocks) * BLOCK_T
-        first_col = (pid - rest * latent_blocks) * BLOCK_L
+        rest = pid // N
+        head = pid - rest * N
+        token_block = rest // latent_blocks
+        first_token = token_block * BLOCK_T
+        first_col = (rest - token_block * latent_blocks) * BLOCK_L
         _query_tile(
             q_ptr, w_ptr, w_scale_ptr, out_ptr, q_scale_ptr, head, first_token, first_col, num_tokens, q_stride_t,
             q_stride_h, w_stride_h, w_stride_p, w_stride_l, w_scale_stride_h, w_scale_stride_l, w_scale_stride_g,
