@@ -25,8 +25,8 @@ from tools.gfx9.matrix import unpack
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 ARCHS = ("gfx942", "gfx950")
-# One stands where firmware enters that does not load arguments; of the other nothing is used before the next wait.
-WAITS_NOT_NEEDED = 2
+# It stands where firmware enters that does not load arguments.
+WAITS_NOT_NEEDED = 1
 
 
 @pytest.fixture(scope="module")

@@ -130,7 +130,7 @@ def rope_kv(inputs: DecodeInputs) -> torch.Tensor:
     q_rot = torch.empty((tokens, heads, inputs.rope_dim), dtype=inputs.q.dtype, device=inputs.q.device)
     names = ("N", "P", "R", "L", "BLOCK_SIZE", "IS_NEOX", "KV_FP8_MAX", "ROPE_ROWS", "KV_ROWS")
     compile_time = {name: value for name, value in constants(inputs, TILE).items() if name in names}
-    q_t, q_h, k_pe_t, kv_c_t, *_, table, cache_b, cache_s = strides(inputs)
+    q_t, q_h, *_, table, k_pe_t, kv_c_t, cache_b, cache_s = strides(inputs)
     grid = (
         triton.cdiv(tokens * heads, TILE.rope_rows)
         + triton.cdiv(slots, TILE.rope_rows)

@@ -359,32 +359,34 @@ def _kv_rope(
 
 @triton.jit(do_not_specialize=STEP_ARGS, do_not_specialize_on_alignment=SCALAR_POINTERS)
 def decode_prep_kernel(
-    q_ptr,  # [T, N, P+R] act
-    k_pe_ptr,  # [T, R] act
-    kv_c_ptr,  # [T, L] act
-    w_ptr,  # [N, P, L] act or fp8 codes, or [N, P/2, L] mxfp4, unit stride along P or L
-    cache_ptr,  # [blocks, BLOCK_SIZE, L+R] act or fp8
-    out_ptr,  # [T, N, L+R] act or fp8, contiguous
-    slot_ptr,  # [S] int64
-    pos_ptr,  # [T] int64
-    cos_sin_ptr,  # [last_position + 1, R] act
-    k_scale_ptr,
-    q_scale_ptr,
-    w_scale_ptr,  # one float32 of fp8 codes, [N, L, P/32] e8m0 of mxfp4, else None
+    # ROCm loads the first 14 words into registers before a program starts: what says which program it is, and what a
+    # query tile needs for its first loads. Of w_stride_p and w_stride_l one is 1 and no argument.
     num_tokens,  # T
     num_slots,  # S <= T
-    last_position,
+    q_ptr,  # [T, N, P+R] act
+    w_ptr,  # [N, P, L] act or fp8 codes, or [N, P/2, L] mxfp4, unit stride along P or L
+    w_scale_ptr,  # one float32 of fp8 codes, [N, L, P/32] e8m0 of mxfp4, else None
+    q_scale_ptr,
     q_stride_t,
     q_stride_h,
-    k_pe_stride_t,
-    kv_c_stride_t,
     w_stride_h,
     w_stride_p,
     w_stride_l,
+    out_ptr,  # [T, N, L+R] act or fp8, contiguous
     w_scale_stride_h,
     w_scale_stride_l,
     w_scale_stride_g,
+    pos_ptr,  # [T] int64
+    cos_sin_ptr,  # [last_position + 1, R] act
+    last_position,
     cos_sin_stride,
+    k_pe_ptr,  # [T, R] act
+    kv_c_ptr,  # [T, L] act
+    slot_ptr,  # [S] int64
+    k_scale_ptr,
+    cache_ptr,  # [blocks, BLOCK_SIZE, L+R] act or fp8
+    k_pe_stride_t,
+    kv_c_stride_t,
     cache_stride_b,
     cache_stride_s,
     N: tl.constexpr,
