@@ -225,7 +225,7 @@ def workgroups(case: Case) -> list[int]:
     """Indices of the programs: the absorb tiles of the chosen heads, and all others."""
     tile, n, t = case.variant.tile, case.variant.heads, case.tokens
     total = sum(launcher.programs(t, n, max(1, t - 1), aot.LATENT, tile))
-    tiles = -(-t // tile.block_t) * (aot.LATENT // tile.block_l)
+    tiles = -(-t // tile.block_t) * (aot.LATENT // (tile.block_l * tile.blocks))
     heads = range(n) if case.heads is None else case.heads
     return [k * n + h for h in heads for k in range(tiles)] + list(range(n * tiles, total))
 

@@ -57,19 +57,21 @@ def compare(case: dict[str, Any], mutation: str | None = None) -> dict[str, Any]
         return {"skipped": None} | cases.compare(inputs, storage, BACKEND.prepare)
 
 
-def compare_tile(arch: str, index: int, weight: str) -> dict[str, Any]:
+def compare_tile(arch: str, index: int, weight: str, mutation: str | None = None) -> dict[str, Any]:
     """One tile of an architecture's table, forced on a call that crosses its token blocks."""
     tile = list(dict.fromkeys(entry.tile for entry in TABLE[arch]))[index]
     inputs, storage = cases.build(cases.Case(tokens=tile.block_t + 3, heads=1, weight=weight))
-    return cases.compare(inputs, storage, lambda given: launcher.launch(given, tile))
+    with planted(mutation):
+        return cases.compare(inputs, storage, lambda given: launcher.launch(given, tile))
 
 
-def odd_rows(mutation: str | None = None) -> dict[str, Any]:
-    """fp8 weights under rows of zeros, of numbers below the floor, and with a NaN among ordinary ones."""
-    inputs, storage = cases.build(cases.Case(weight="float8_e4m3fn", w_major="P", cache="bfloat16"))
+def odd_rows(cache: str = "bfloat16", weight: str = "float8_e4m3fn", mutation: str | None = None) -> dict[str, Any]:
+    """Rows of zeros, of numbers below the floor of fp8 weights, and with a NaN or an infinity among ordinary ones."""
+    inputs, storage = cases.build(cases.Case(weight=weight, w_major="P", cache=cache))
     inputs.q[0] = 0.0
     inputs.q[1] *= 1e-13
     inputs.q[2, :, 5] = float("nan")
+    inputs.q[3, 0, 6] = float("inf") if weight == "plain" else 1.0
     with planted(mutation):
         return cases.compare(inputs, storage, BACKEND.prepare)
 

@@ -35,13 +35,15 @@ def current_arch() -> str:
 
 def programs(tokens: int, heads: int, slots: int, latent: int, tile: Tile) -> tuple[int, int, int, int]:
     """Return how many programs of each kind the one-dimensional grid has, in its order: the kernel's docstring."""
-    query = heads * _ceil(tokens, tile.block_t) * (latent // min(tile.block_l, latent))
+    width, blocks = tile.columns(latent)
+    query = heads * _ceil(tokens, tile.block_t) * (latent // (width * blocks))
     rope = _ceil(tokens * heads, tile.rope_rows)
     return query, rope, _ceil(slots, tile.rope_rows), _ceil(slots, tile.kv_rows)
 
 
 def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
     """Return the kernel's compile-time arguments for these operands. Metadata only."""
+    width, blocks = tile.columns(inputs.latent_dim)
     return {
         "N": inputs.num_heads,
         "P": inputs.nope_dim,
@@ -53,7 +55,8 @@ def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
         "KV_FP8_MAX": _fp8_max(inputs.kv_cache.dtype),
         "W_FP8_MAX": _fp8_max(inputs.weight.values.dtype),
         "BLOCK_T": tile.block_t,
-        "BLOCK_L": min(tile.block_l, inputs.latent_dim),
+        "BLOCK_L": width,
+        "BLOCKS": blocks,
         "ROPE_ROWS": tile.rope_rows,
         "KV_ROWS": tile.kv_rows,
     }
