@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
-from vllm_aiter_mla.kernels.inputs import (
-    PATTERN,
-    DecodeInputs,
-    LayerShape,
-    synthetic_inputs,
-)
+from vllm_aiter_mla.kernels.inputs import PATTERN, DecodeInputs, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.selfcheck import steps_of
 
 FLAVOURS = list(formats.FLAVOURS.values())
 BF16 = torch.bfloat16
@@ -105,9 +101,10 @@ def test_neighbours_are_one_step_apart(flavour: formats.Fp8Flavour) -> None:
     values = torch.arange(256, dtype=torch.uint8).view(flavour.dtype)
     finite = values[values.float().isfinite()]
     ordered = finite[finite.float().argsort(stable=True)]
-    gaps = formats.ordinal(ordered).diff()
-    assert set(gaps.tolist()) <= {0, 1}  # 0 between the two zeros of e4m3fn
-    assert int(formats.step_distance(ordered[:1], ordered[-1:])) == 2 * int(formats.ordinal(ordered[-1:]))
+    steps = steps_of(ordered)
+    assert set(steps.diff().tolist()) <= {0, 1}  # 0 between the two zeros of e4m3fn
+    assert steps[0] == -steps[-1]
+    assert (steps_of(values)[~values.float().isfinite()] > 1 << 16).all()
 
 
 @flavours
@@ -216,7 +213,7 @@ def test_two_rounding_mode_rounds_the_rotated_values_first() -> None:
     wanted = formats.round_saturating(turned.float() * (1 / call.q_scale), formats.E4M3FN)
     assert same(out[..., 16:], wanted)
     single = reference.prepare(fresh(call))
-    steps = formats.step_distance(out[..., 16:], single[..., 16:])
+    steps = (steps_of(out[..., 16:]) - steps_of(single[..., 16:])).abs()
     assert 0 < int((steps > 0).sum()) < 0.1 * steps.numel()
     assert int(steps.max()) == 1
     assert same(out[..., :16], single[..., :16])
@@ -266,6 +263,6 @@ def test_meets_the_bar_of_pr_55230_at_small_widths() -> None:
     turned = reference.rotate(call.q[..., 8:], cos[:, None], sin[:, None], False)
     nope, rope = ((x.float() / call.q_scale).clamp(-448, 448).to(torch.float8_e4m3fn) for x in (latent, turned))
     assert same(out[..., :16], nope)
-    steps = formats.step_distance(out[..., 16:], rope)
+    steps = (steps_of(out[..., 16:]) - steps_of(rope)).abs()
     assert int(steps.max()) <= 1
     assert float((steps > 0).double().mean()) < 0.01

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
-from tests.support.simulated_aiter import FP8, ROCM, fate, inputs
+from tests.support.simulated_aiter import FP8, ROCM, Unchecked, fate, inputs
 from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.aiter.route import route_of
-from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult, self_check
@@ -31,15 +28,6 @@ def wrong_parts(result: SelfCheckResult) -> set[str]:
     return {name for name, found in result.differences.items() if found.steps}
 
 
-class Unchecked(AiterBackend):
-    """The back end with its contract torn out."""
-
-    def bind(self, operands: DecodeInputs) -> Binding:
-        cache = operands.kv_cache if operands.kv_cache.dim() == 3 else operands.kv_cache.squeeze(1)
-        route = route_of(cache, operands.slot_mapping.shape[0], operands.num_heads, 64, PLATFORM, "as-is")
-        return Binding(partial(self._run, route, [operands.nope_dim, operands.rope_dim]))
-
-
 def test_mutation_none_planted_passes() -> None:
     assert check(AiterBackend(PLATFORM)).ok
 
@@ -54,7 +42,7 @@ def test_mutation_a_uint8_cache_is_caught_by_the_contract_or_kills() -> None:
     operands = inputs(query="act")
     operands = replace(operands, kv_cache=operands.kv_cache.view(torch.uint8))
     assert str(AiterBackend(PLATFORM).refuse(operands)).startswith("kv_cache: view uint8")
-    outcome = fate(lambda: Unchecked(PLATFORM).prepare(operands))
+    outcome = fate(lambda: Unchecked().prepare(operands))
     assert outcome == "SIGABRT: [AITER] kv cache data type is not supported\n"
 
 
@@ -63,18 +51,14 @@ def test_mutation_a_4d_cache_is_caught_by_the_contract_or_writes_elsewhere() -> 
     operands = replace(operands, kv_cache=operands.kv_cache.unsqueeze(1))
     assert str(AiterBackend(PLATFORM).refuse(operands)).startswith("kv_cache: [blocks, block_size, 576]")
     # Read as block size 1, slot s lands at block s: beyond the cache for all but the first few.
-    assert fate(lambda: Unchecked(PLATFORM).prepare(operands)).startswith(
-        "SIGABRT: Memory access fault by GPU: a KV row"
-    )
+    assert fate(lambda: Unchecked().prepare(operands)).startswith("SIGABRT: Memory access fault by GPU: a KV row")
 
 
 def test_mutation_int32_slots_are_caught_by_the_contract_or_read_as_pairs() -> None:
     operands = inputs()
     wrong = replace(operands, slot_mapping=operands.slot_mapping.int())
     assert str(AiterBackend(PLATFORM).refuse(wrong)).startswith("slot_mapping: torch.int64")
-    assert fate(lambda: Unchecked(PLATFORM).prepare(wrong)).startswith(
-        "SIGABRT: Memory access fault by GPU: slot_mapping"
-    )
+    assert fate(lambda: Unchecked().prepare(wrong)).startswith("SIGABRT: Memory access fault by GPU: slot_mapping")
 
 
 def test_mutation_scales_applied_twice_are_caught_by_the_self_check() -> None:

@@ -12,8 +12,6 @@ import torch
 from tests.sandbox.simulated_aiter import execute, install, op
 from tests.support.simulated_aiter import FP8, backend, inputs, raw, same_bytes, twin, unfused, yarn_table
 from vllm_aiter_mla.kernels import formats, reference
-from vllm_aiter_mla.kernels.aiter.backend import launch
-from vllm_aiter_mla.kernels.aiter.route import route_of
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.selfcheck import steps_of
 
@@ -134,19 +132,6 @@ def test_a_query_cut_from_a_wider_projection_agrees(arch) -> None:
     strided = replace(operands, q=wide[:, 1:5, 10:90])
     bound = backend(arch)
     assert same_bytes(bound.prepare(strided), bound.prepare(operands))
-
-
-def test_a_bmm_output_in_head_major_order_gives_the_same(arch) -> None:
-    operands = inputs(arch, heads=16)
-    bound, expected = backend(arch), twin(operands)
-    route = route_of(operands.kv_cache, 7, 16, 64, bound.platform)
-    q_latent = operands.weight.product(operands.q_nope)
-    transposed = q_latent.transpose(0, 1).contiguous().transpose(0, 1)
-    assert not transposed.is_contiguous()
-    out = torch.empty(7, 16, 576, dtype=operands.out_dtype)
-    halves = bound.halves(operands.cos_sin_cache)
-    launch(bound._op, transposed, operands.q[..., 16:], operands, out, halves, route)
-    assert same_bytes(out, reference.prepare(expected, route.numerics))
 
 
 def test_inputs_stay_unrotated(arch) -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from vllm_aiter_mla.commands.bench import baselines
 from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.platform import hardware_fp8
+from vllm_aiter_mla.kernels.platform import CARDS
 from vllm_aiter_mla.kernels.triton import kernel, launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
@@ -34,7 +34,7 @@ INSIDE_SANITIZER = "TRITON_TESTS_IN_SANITIZER"
 
 
 def native_fp8():
-    return str(hardware_fp8(launcher.current_arch())).removeprefix("torch.")
+    return str(CARDS.get(launcher.current_arch())).removeprefix("torch.")
 
 
 def on_gpu(case: Case):

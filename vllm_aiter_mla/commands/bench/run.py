@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.commands.bench.points import Point, operands
-from vllm_aiter_mla.kernels import formats, reference
+from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.measure import MIN_CALLS, cache_bytes, interleaved, machine, record, sets_needed
-from vllm_aiter_mla.kernels.selfcheck import deviation, norm_bound
+from vllm_aiter_mla.kernels.platform import CARDS, detect_platform
+from vllm_aiter_mla.kernels.selfcheck import deviation, norm_bound, steps_of
+from vllm_aiter_mla.settings import Settings
 
 Prepare = Callable[[DecodeInputs], torch.Tensor]
 OURS, UNFUSED, VLLM, TORCH, AITER = PATHS = ("one launch", "unfused", "vllm", "torch", "aiter")
@@ -87,11 +89,10 @@ def run(points: list[Point], rounds: int, progress: Callable[[str], None] = lamb
         NoGpuError: torch sees no GPU, or Triton's back end has no hardware fp8 type for this one.
     """
     require_gpu()
-    from vllm_aiter_mla.kernels.platform import hardware_fp8
     from vllm_aiter_mla.kernels.triton.launcher import current_arch
 
     arch = current_arch()
-    native = hardware_fp8(arch)
+    native = CARDS.get(arch)
     if native is None and any(point.quantised or point.fp8_weight for point in points):
         raise NoGpuError(f"{arch} has no fp8 conversion in hardware; ask for bf16 only")
     report = Report(machine(), arch, rounds)
@@ -125,15 +126,17 @@ def available(sample: DecodeInputs) -> tuple[dict[str, Prepare], dict[str, str]]
     from vllm_aiter_mla.commands.bench import baselines
     from vllm_aiter_mla.kernels.triton.launcher import entry, launch
 
-    # Over fp8 weights both unfused sequences multiply by AITER's GEMM.
-    without = sample.weight.missing()
+    aiter = _aiter(sample)
+    # Over codes both unfused sequences multiply by vLLM's own call, which needs AITER.
+    product = sample.weight.format == "plain" or sample.weight.format in absorb.GEMMS
+    without = "" if product else f"vLLM multiplies by {sample.weight.format} weights on an AMD card only"
     found: dict[str, Prepare | str] = {
         # Without the measured cap: this benchmark finds the size from which the kernel is slower.
         OURS: lambda inputs: launch(inputs, entry(inputs).tile),
         UNFUSED: without or baselines.unfused,
         VLLM: without or _vllm(),
         TORCH: lambda inputs: reference.prepare(inputs, reference.TWO_ROUNDING),
-        AITER: _aiter(sample),
+        AITER: aiter,
     }
     able = {name: one for name, one in found.items() if not isinstance(one, str)}
     return able, {name: one for name, one in found.items() if isinstance(one, str)}
@@ -164,13 +167,10 @@ def _vllm() -> Prepare | str:
 
 
 def _aiter(sample: DecodeInputs) -> Prepare | str:
-    if torch.version.hip is None:
-        return "AITER needs ROCm"
     try:
-        from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-        from vllm_aiter_mla.kernels.platform import detect_platform
+        from vllm_aiter_mla.backends import Backends
 
-        bound = AiterBackend(detect_platform()).bind(sample)
+        bound = Backends(Settings(), detect_platform()).bind("aiter", sample)
     except Exception as error:
         return _short(error)
     return bound if isinstance(bound, str) else bound.run
@@ -212,7 +212,7 @@ def _parts(prepare: Prepare, inputs: DecodeInputs) -> dict[str, torch.Tensor]:
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
     """Return the share of values that differ, and how many differ by more than an fp8 step (bfloat16: 1/64)."""
     if formats.is_fp8(got.dtype):
-        steps = formats.step_distance(got, expected)
+        steps = (steps_of(got) - steps_of(expected)).abs()
         return float((steps > 0).double().mean()), int((steps > 1).sum())
     a, b = got.double(), expected.double()
     return float((a != b).double().mean()), int(((a - b).abs() > b.abs() / 64 + 1e-2).sum())

@@ -49,7 +49,7 @@ class PlannedLayer(Layer):
     def __init__(self, arch: str, settings: Settings) -> None:
         view = cast(ViewPolicy, settings.aiter_view)
         planned: dict[str, Factory] = {
-            "aiter": lambda card, _: AiterBackend(card, op=_never, view=view, missing=lambda weight: None),
+            "aiter": lambda card, _: AiterBackend(card, op=_never, view=view),
             "triton": lambda card, _: _PlannedTriton(arch),
             "vllm": lambda card, _: _PlannedVLLM(),
         }
