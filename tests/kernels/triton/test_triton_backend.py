@@ -266,6 +266,47 @@ def test_triton_capture_of_a_variant_nobody_compiled_raises_and_after_warm_up_do
         TritonBackend().prepare(operands(tokens=70))
 
 
+def test_triton_variant_whose_compilation_fails_is_not_taken_for_compiled(recorder, monkeypatch):
+    inputs = operands(tokens=20)
+    run = launcher.Launch(inputs, tiles.entry_for("gfx942", 20, 2).tile)
+    with monkeypatch.context() as failing:
+        failing.setattr(launcher, "decode_prep_kernel", {})
+        with pytest.raises(KeyError):
+            run(inputs)
+    monkeypatch.setattr(protocol, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="call warm_up before"):
+        run(inputs)
+
+
+@pytest.mark.parametrize("weight", ["plain", "float8_e4m3fnuz"])
+def test_triton_bound_call_sees_a_weight_that_is_loaded_again_into_the_same_object(recorder, weight):
+    inputs = operands(weight=weight, w_major="L" if weight == "plain" else "P")
+    run, values = launcher.Launch(inputs, tiles.entry_for("gfx942", 5, 2).tile), inputs.weight.values
+    run(inputs)
+    values.data = values.detach().transpose(1, 2).contiguous().transpose(1, 2)  # another address, other strides
+    run(inputs)
+    first, second = (given for _, given, _ in recorder.launches)
+    assert argument(second, "w_ptr").data_ptr() == values.data_ptr()
+    names = ("w_stride_h", "w_stride_p", "w_stride_l")
+    assert [argument(second, name) for name in names] == list(inputs.weight.as_npl.stride())
+    assert [argument(first, name) for name in names] != [argument(second, name) for name in names]
+
+
+def test_triton_large_cache_is_another_variant_and_the_tensor_is_asked_before_its_storage(recorder, monkeypatch):
+    def capturing_after(span):
+        inputs = operands()
+        inputs.kv_cache.ptr_range = lambda: span
+        run = launcher.Launch(inputs, tiles.entry_for("gfx942", 5, 2).tile)
+        with monkeypatch.context() as captured:
+            captured.setattr(protocol, "is_capturing", lambda: True)
+            run(inputs)
+
+    TritonBackend().prepare(operands())
+    capturing_after(2**31 - 1)
+    with pytest.raises(RuntimeError, match="call warm_up before"):
+        capturing_after(2**31)
+
+
 def test_triton_fp_fusion_is_pinned_in_every_launch(recorder):
     TritonBackend().prepare(operands())
     assert recorder.launches[0][2]["enable_fp_fusion"] is tiles.FP_FUSION

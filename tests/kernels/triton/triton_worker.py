@@ -30,7 +30,7 @@ from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.kernels.triton.tiles import TABLE
 
 BACKEND = TritonBackend()
-_LAUNCH = launcher.launch
+_LAUNCH = launcher.Launch
 _SHIPPED = triton_interpreter._convert_float
 _FOLDER = tempfile.TemporaryDirectory()
 
@@ -140,21 +140,26 @@ def self_checked(
     """
     launched = []
 
-    def launch(inputs: Any, tile: Any) -> torch.Tensor:
-        launched.append((inputs.num_tokens, tile.label))
-        out = _LAUNCH(inputs, tile)
-        if tile.label == bad_tile:
-            out[-1, 0, 0] = -out[-1, 0, 0] - 8
-        return out
+    def bound(inputs: Any, tile: Any) -> Any:
+        run = _LAUNCH(inputs, tile)
+
+        def launch(inputs: Any) -> torch.Tensor:
+            launched.append((inputs.num_tokens, tile.label))
+            out = run(inputs)
+            if tile.label == bad_tile:
+                out[-1, 0, 0] = -out[-1, 0, 0] - 8
+            return out
+
+        return launch
 
     act, key = torch.bfloat16, (weight,) if weight in ("plain", "mxfp4") else ("fp8", getattr(torch, weight))
     shape = LayerShape(1 if mutation is None else 2, 128, act, act, 1, False, latent=64, rope=16, weight=key)
-    launcher.launch, launcher.current_arch, before = launch, lambda: arch, launcher.current_arch
+    launcher.Launch, launcher.current_arch, before = bound, lambda: arch, launcher.current_arch
     try:
         with planted(mutation):
             found = self_check(BACKEND, shape, limit)
     finally:
-        launcher.launch, launcher.current_arch = _LAUNCH, before
+        launcher.Launch, launcher.current_arch = _LAUNCH, before
     return {"ok": found.ok, "message": found.message, "launched": launched[1:]}
 
 
