@@ -3,7 +3,7 @@
 
 Every variant of tools/aot.py, as its code object stands; docs/executing.md says what is modelled and assumed. Exit
 status 0 when no byte differs, 1 when one does or the code does something wrong, 2 for a wrong command line. Executed,
-no time: the figures say what the code does and touches, never how long a card takes.
+no time: the figures say what the code does, never how long a card takes.
 
     python -m tools.gfx9 --arch gfx942
     python -m tools.gfx9 --arch gfx950 --tokens 3 --variant "neox" --json executed.json
@@ -25,13 +25,7 @@ from tools import aot
 from tools.common import Parser, guarded, writable
 from vllm_aiter_mla import files
 
-COLUMNS = {
-    "instructions": "instr",
-    "asked": "asked B",
-    "line_bytes": "lines B",
-    "minimum": "minimum B",
-    "different": "diff",
-}
+COLUMNS = {"instructions": "instr", "different": "diff"}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -8,7 +8,7 @@ Counts, no times. The one estimate is labelled as such.
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,13 +17,14 @@ import numpy as np
 from tools import aot, isa
 from tools.common import aligned
 from tools.gfx9.cases import Case, Compiled, arguments, minimum_bytes, operands
-from tools.gfx9.machine import Counts, instruction_class, launch
+from tools.gfx9.machine import Counts, launch
 from tools.gfx9.memory import Memory
 from vllm_aiter_mla.kernels.triton import launcher, tiles
 
 KINDS = ("query tile", "query rope", "KV rope", "KV latent")
 # Workgroups go to the dies in turn; each die has an L2, which asks memory for 64 bytes at a time.
 DIES, GRANULE = 8, 64
+VECTOR = re.compile(r"v_(?!mfma)")
 VALU_CYCLES = 4  # of one instruction over 64 lanes, on a SIMD of 16
 # By the data sheets of MI300X and MI355X: compute units, peak clock in GHz, peak bandwidth in bytes a microsecond.
 CARDS = {"gfx942": (304, 2.1, 5.3e6), "gfx950": (256, 2.4, 8.0e6)}
@@ -150,10 +151,8 @@ class Counted:
         found, first = {}, 0
         for name, programs in zip(KINDS, self.programs, strict=True):
             done = self.run(first, self.compiled.variant.tile.num_warps)
-            units = Counter({name: 0 for name in ("vector",)})
-            for mnemonic, count in done.instructions.items():
-                units[instruction_class(mnemonic)] += count
-            found[name] = Program(programs, *done.trips, units.total() // done.waves, units["vector"] // done.waves)
+            vector = sum(count for op, count in done.instructions.items() if VECTOR.match(op))
+            found[name] = Program(programs, *done.trips, done.instructions.total() // done.waves, vector // done.waves)
             first += programs
         return found
 

@@ -20,22 +20,7 @@ from tools.gfx9.wave import LGKM, VMEM, Run, Wave
 
 BARRIER = "s_barrier"
 END = "s_endpgm"
-CLASSES = (
-    ("matrix", r"v_mfma"),
-    ("vector", r"v_"),
-    ("LDS", r"ds_"),
-    ("memory", r"(buffer|global)_"),
-    ("scalar load", r"s_load"),
-    ("wait", r"s_(waitcnt|nop|barrier)"),
-    ("branch", r"s_(c?branch|endpgm)"),
-    ("scalar", r"s_"),
-)
 COUNTER = re.compile(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)")
-
-
-def instruction_class(name: str) -> str:
-    """Which unit an instruction occupies."""
-    return next(title for title, pattern in CLASSES if re.match(pattern, name))
 
 
 # Instructions to closures ---------------------------------------------------------------------------------------------
@@ -256,8 +241,6 @@ class Counts:
     waves: int = 0
     trips: tuple[int, int] = (0, 0)
     instructions: Counter[str] = field(default_factory=Counter)
-    lds_accesses: int = 0
-    lds_conflicts: int = 0
 
 
 def launch(
@@ -286,15 +269,13 @@ def launch(
     errors = np.seterr(all="ignore")
     try:
         for index in groups:
-            group = Group(memory, Lds(lds_bytes, program.code.arch))
+            group = Group(memory, Lds(lds_bytes))
             words = raw.view(np.uint32) if preload else None
             started = [_wave(program, group, k, index, block.start, words) for k in range(waves)]
             _run_group(program, started, index)
             counts.waves += waves
             memory_trips, argument_trips = zip(counts.trips, *[wave.stored for wave in started], strict=True)
             counts.trips = (max(memory_trips), max(argument_trips))
-            counts.lds_accesses += group.lds.accesses
-            counts.lds_conflicts += group.lds.conflicts
     finally:
         np.seterr(**errors)
     counts.instructions = program.counts()
