@@ -76,6 +76,8 @@ LAYER_SKIPS: list[tuple[dict[str, Any], str]] = [
     ({"pcp": 2}, "pcp"),
     ({"hisparse": True}, "hisparse"),
     ({"kv_cache_ndim": 4}, "kv_cache_ndim"),
+    ({"captures": "ALWAYS"}, "captured_prefill"),
+    ({"captures": "OF_TOMORROW"}, "captured_prefill"),
     ({"cos_sin_dtype_matches": False}, "cos_sin_dtype"),
     ({"graph_dtype": "float16"}, "activation_dtype"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_aiter_mla import layer as layers
-from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import backend
@@ -167,10 +166,8 @@ def mla_attention_with_rope(
     Raises:
         RuntimeError: captured inside a piecewise graph, or without a batch.
     """
-    step = layer_step(layer_name)
-    attention_with_rope(step, q, k_pe, kv_c, Rope(positions, cos_sin_cache, k_scale, is_neox), output)
-    if step.metadata is None:
-        _note_while_profiling(step, q.dtype)
+    rope = Rope(positions, cos_sin_cache, k_scale, is_neox)
+    attention_with_rope(layer_step(layer_name), q, k_pe, kv_c, rope, output)
 
 
 def layer_step(layer_name: Any) -> LayerStep:
@@ -184,13 +181,6 @@ def layer_step(layer_name: Any) -> LayerStep:
     if decode_only:
         kv_cache = layer.cache_view(kv_cache)
     return LayerStep(name, layer, kv_cache, slots, metadata, rows, decode_only, compat_layer.is_piecewise)
-
-
-def _note_while_profiling(step: LayerStep, act: torch.dtype) -> None:
-    """Count the layer as engaged while vLLM profiles memory, with the kernel that its calls will run on."""
-    kernel = step.layer.decide(act=act).kernel
-    if kernel is not None:
-        status.engage(step.name, kernel)
 
 
 # The bodies. ``verify`` runs them too, over its own layers.
@@ -336,4 +326,9 @@ def _check_capture(step: LayerStep) -> None:
             f"aiter-mla: {step.name} is being captured without {' and '.join(missing)}; its KV write would be missing "
             "from every replay. Capture after the KV cache is bound and with slot mappings, or switch "
             "pass_config.fuse_aiter_qk_rope_kvcache_mla off."
+        )
+    if not step.decode_only and compat_layer.has_prefill_rows(step.metadata):
+        raise RuntimeError(
+            f"aiter-mla: {step.name} is being captured with prefill rows in a full graph: every replay would take "
+            "their branch. Set compilation_config.cudagraph_mode to FULL_DECODE_ONLY or PIECEWISE."
         )

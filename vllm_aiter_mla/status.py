@@ -163,32 +163,49 @@ def record_of_skipped_engine(code: str, message: str, layers: Sequence[int], kv_
     return empty | {"total": len(layers), "skipped": {f"layer {index}": [code, message] for index in layers}}
 
 
-def of_engine(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first stage's record with the layers of all pipeline stages; count the stages without a record."""
-    known = [stage for stage in stages if stage]
-    merged = dict(known[0], stages=len(stages), silent_stages=len(stages) - len(known))
-    merged["total"] = sum(stage["total"] for stage in known)
-    for name in ("engaged", "skipped"):
-        merged[name] = {layer: found for stage in known for layer, found in stage[name].items()}
-    return merged
+def of_engine(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the records of all ranks of an engine as one, with the first one's fields.
+
+    A layer counts as engaged if a rank runs it on one of our kernels. A rank that skips a layer which another rank
+    engages has fallen back, and one without a record is silent; both are named.
+
+    Args:
+        ranks: their records, each as ``record_of`` returns it; an empty one of a rank that has failed.
+    """
+    known = [record for record in ranks if record]
+    engaged = {layer: kernel for record in known for layer, kernel in record["engaged"].items()}
+    skipped = {layer: why for record in known for layer, why in record["skipped"].items()}
+    fallen = {record["rank"]: why for record in known for layer, why in record["skipped"].items() if layer in engaged}
+    return known[0] | {
+        "total": len(engaged | skipped),
+        "engaged": engaged,
+        "skipped": {layer: why for layer, why in skipped.items() if layer not in engaged},
+        "ranks": len(ranks),
+        "whole_ranks": len(known) - len(fallen),
+        "fallen_ranks": fallen,
+    }
 
 
 def line(record: dict[str, Any]) -> str:
     """Return the status line: how many layers are engaged, by which kernels, and why the others are not."""
     engaged, total = record["engaged"], record["total"]
     if not engaged:
-        return f"0/{total}: {first_reason(record)} (run: vllm-aiter-mla doctor){_where(record)}"
+        return f"0/{total}: {first_reason(record)} (run: vllm-aiter-mla doctor){_replica(record)}"
     by = ", integration module" if record.get("integration") == "module" else ""
-    text = f"{len(engaged)}/{total} MLA layers engaged ({_measured(record) or _kernels(record)}{by}){_where(record)}"
-    return text if len(engaged) == total else f"{text}; {total - len(engaged)} skipped: {first_reason(record)}"
+    ranks, whole = record.get("ranks", 1), record.get("whole_ranks", 1)
+    on = f" on {whole} of {ranks} ranks" if ranks > 1 else ""
+    text = f"{len(engaged)}/{total} MLA layers engaged{on} ({_measured(record) or _kernels(record)}{by})"
+    for rank, why in record.get("fallen_ranks", {}).items():
+        text += f"; rank {rank} fell back: {_printable(why)}"
+    silent = ranks - whole - len(record.get("fallen_ranks", {}))
+    text += f"; {silent} without a status" if silent else ""
+    text += f"; {total - len(engaged)} skipped: {first_reason(record)}" if len(engaged) < total else ""
+    return text + _replica(record)
 
 
-def _where(record: dict[str, Any]) -> str:
-    """Return which part of a deployment the line speaks for; nothing if there is one engine of one stage."""
-    stages, silent, replica = record.get("stages", 1), record.get("silent_stages", 0), record.get("replica")
-    found = f" in {stages} pipeline stages" if stages > 1 else ""
-    found += f", {silent} of which have no status" if silent else ""
-    return found if replica is None else f"{found}, data-parallel engine {replica}"
+def _replica(record: dict[str, Any]) -> str:
+    """Return which data-parallel engine the line speaks for; nothing if there is one."""
+    return "" if record.get("replica") is None else f", data-parallel engine {record['replica']}"
 
 
 def _kernels(record: dict[str, Any]) -> str:
@@ -220,8 +237,11 @@ def first_reason(record: dict[str, Any]) -> str:
     """Return code and reason of one layer that is not engaged, on one line that cannot drive a terminal."""
     if not record["skipped"]:
         return "the model has no MLA layer"
-    text = ": ".join(next(iter(record["skipped"].values())))
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+    return _printable(next(iter(record["skipped"].values())))
+
+
+def _printable(why: Sequence[str]) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in ": ".join(why))
 
 
 # Files. What is wrong with one is raised to the caller, who has said the status line by then.
@@ -372,13 +392,28 @@ def samples(folder: Path) -> list[tuple[list[str], int]]:
     A layer counts as engaged only if every rank that holds it says so. Ranks of a tensor-parallel group hold the same
     layers and those of a pipeline different ones; both come out right.
     """
-    by_engine: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob(f"status-{os.environ.get(RUN)}-*.json")):
-        record = json.loads(path.read_text())
-        by_engine.setdefault((record.get("model_name") or "", record.get("engine") or "0"), []).append(record)
     found = []
-    for engine, records in by_engine.items():
+    for (_, *engine), records in by_engine(folder, os.environ.get(RUN)).items():
         skipped = {name for record in records for name in record["skipped"]}
         engaged = {name for record in records for name in record["engaged"]} - skipped
         found += [([*engine, "engaged"], len(engaged)), ([*engine, "skipped"], len(skipped))]
+    return found
+
+
+def by_engine(folder: Path, run: str | None) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    """Return the records of the ranks of each engine, by (run, model name, engine).
+
+    Args:
+        folder: where the plugin keeps its files.
+        run: of one server, or "*" for all.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: it holds something else.
+    """
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob(f"status-{run}-*.json")):
+        record = json.loads(path.read_text())
+        key = (record["run"], record.get("model_name") or "", record.get("engine") or "0")
+        found.setdefault(key, []).append(record)
     return found

@@ -77,7 +77,7 @@ def test_a_link_is_replaced_wherever_it_leads(tmp_path: Path) -> None:
         ("verify", ["--limit", "7"], "--limit 7"),
         ("verify", ["--only", "nonsense"], "'nonsense'"),
         ("report", ["x.json", "--out", "."], "--out ."),
-        ("bench", ["--json", "."], "--json ."),
+        ("measure", ["--json", "."], "--json ."),
     ],
 )
 def test_a_wrong_option_is_one_line_on_stderr_and_exits_2(command: str, arguments: list[str], named: str) -> None:
