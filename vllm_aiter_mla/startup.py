@@ -17,8 +17,8 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
+from vllm_aiter_mla import first_call, measuring, status
 from vllm_aiter_mla import layer as layers
-from vllm_aiter_mla import measuring, status
 from vllm_aiter_mla.backends import current_platform
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches
@@ -76,7 +76,8 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
                 config.compilation_config.cudagraph_capture_sizes or (),
             )
             below = [size for size in sizes if size <= limit]
-            check_layers(tuple(found.values()), strict=strict, capture_sizes=below, limit=limit)
+            with _first_calls_of_aiter(worker, found):
+                check_layers(tuple(found.values()), strict=strict, capture_sizes=below, limit=limit)
             checked_to = limit
     finally:
         # Also after an error: the other ranks wait for this one's answer.
@@ -92,6 +93,28 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
             for layer in found.values():
                 if layer.state == "trusted":
                     layer.compile_vllm_quantisation()
+
+
+@contextmanager
+def _first_calls_of_aiter(worker: Any, found: dict[str, Layer]) -> Iterator[None]:
+    """Mark the first calls of AITER, and leave it out if an earlier start has died in them."""
+    candidates = {id(layer.backends): layer.backends for layer in found.values()}.values()
+    concerned = [one for one in candidates if "aiter" in (*one.names, *one.contenders)]
+    if not concerned:
+        yield
+        return
+    labels = compat_config.metric_labels(worker.vllm_config)
+    arch, rank = concerned[0].platform.arch, int(getattr(worker, "rank", 0))
+    path = first_call.path_of(compat_config.cache_folder(), arch, labels["engine"], rank)
+    reason = first_call.died_before(path)
+    if reason is not None:
+        log.say_once(logging.ERROR, f"AITER is left out: {reason}")
+        for one in concerned:
+            one.refuse("aiter", reason)
+        yield
+        return
+    with first_call.marked(path):
+        yield
 
 
 def layers_of(config: Any) -> dict[str, Layer]:

@@ -268,7 +268,7 @@ def write(folder: Path, record: dict[str, Any]) -> None:
     for old in folder.glob("status-*-*.json"):
         with suppress(Exception):  # another program's file, or one that is being written: leave it
             known = files.read(old, LARGEST)
-            if known[files.KEY]["host"] == files.host() and _has_ended(known["run"], run):
+            if known[files.KEY]["host"] == files.host() and has_ended(known["run"], run):
                 old.unlink(missing_ok=True)
 
 
@@ -277,7 +277,7 @@ def start_run() -> str:
     return os.environ.setdefault(RUN, f"{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def _has_ended(run: str, current_run: str) -> bool:
+def has_ended(run: str, current_run: str) -> bool:
     """Whether the front end of a run on this machine has ended: its process id is free, or the current run has it."""
     pid = run.partition("-")[0]
     if pid == current_run.partition("-")[0]:

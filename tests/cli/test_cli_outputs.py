@@ -73,9 +73,9 @@ def test_a_link_is_replaced_wherever_it_leads(tmp_path: Path) -> None:
     ("command", "arguments", "named"),
     [
         ("verify", ["--json", "no/such/x.json"], "--json no/such/x.json"),
-        ("verify", ["--limit", "8193"], "--limit 8193"),
-        ("verify", ["--limit", "7"], "--limit 7"),
-        ("verify", ["--only", "nonsense"], "'nonsense'"),
+        ("verify", ["--device", "cpu", "--limit", "8193"], "--limit 8193"),
+        ("verify", ["--device", "cpu", "--limit", "7"], "--limit 7"),
+        ("verify", ["--device", "cpu", "--only", "nonsense"], "'nonsense'"),
         ("report", ["x.json", "--out", "."], "--out ."),
         ("measure", ["--json", "."], "--json ."),
     ],

@@ -13,15 +13,14 @@ from functools import partial
 
 import torch
 
+from tests.sandbox.simulated_aiter import ROCM
+from tests.sandbox.simulated_aiter.op import FP8
 from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.route import route_of
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
-
-FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
-ROCM = (7, 0)
 
 
 def backend(arch: str = "gfx942", **options) -> AiterBackend:

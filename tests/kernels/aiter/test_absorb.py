@@ -101,8 +101,7 @@ def test_the_call_is_vllms_gemm_without_a_scale_of_the_result_and_then_the_fused
         assert steps(q_out[..., :512], expected[..., :512]) <= 1
 
 
-@pytest.mark.parametrize("cache", [None, BF16])
-@pytest.mark.parametrize("nope", [128, 256])
+@pytest.mark.parametrize(("cache", "nope"), [(None, 128), (BF16, 256)])
 def test_the_self_check_passes_over_codes(held, cache, nope) -> None:
     result = self_check(held.backend, held.shape(cache, nope=nope))
     assert result.ok, result.message
@@ -122,26 +121,6 @@ def test_the_back_ends_of_an_amd_card_multiply_by_vllms_own_calls(held, monkeypa
     Backends(Settings(), Platform(held.arch, ROCM))
     assert same_bytes(given_.weight.product(given_.q_nope), wanted)
     assert (vllms.call_count, len(held.calls())) == (1, 2)
-
-
-@given(
-    tokens=st.integers(1, 9),
-    heads=st.integers(1, 5),
-    nope=st.sampled_from([16, 64, 128, 192, 256]),
-    flavour=st.sampled_from([torch.float8_e4m3fn, torch.float8_e4m3fnuz]),
-    magnitude=st.sampled_from([0.0, 1e-12, 1.0, 3e4]),
-)
-def test_fp8_reference_and_simulated_gemm_agree_within_one_step_of_bf16(tokens, heads, nope, flavour, magnitude):
-    generator = torch.Generator().manual_seed(tokens * 1000 + heads * 100 + nope)
-    q = (torch.randn(tokens, heads, nope, generator=generator) * magnitude).bfloat16()
-    drawn = torch.randn(heads, 512, nope, generator=generator) * 30
-    weight, scale = formats.round_saturating(drawn, formats.flavour_of(flavour)), torch.tensor(0.01)
-    ours = absorb.absorb_fp8(q, weight, scale)
-    theirs = gemm.batched_gemm(q.transpose(0, 1), weight, scale, transpose_bm=True)
-    assert ours.shape == theirs.shape == (tokens, heads, 512)
-    assert ours.is_contiguous()
-    near_zero = (ours.float() - theirs.float()).abs() <= 1e-6 * theirs.float().abs().max()
-    assert steps(torch.where(near_zero, theirs, ours), theirs) <= 1
 
 
 @given(

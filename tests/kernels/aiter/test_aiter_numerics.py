@@ -47,7 +47,8 @@ def agree(arch: str, operands: DecodeInputs, **options) -> str | None:
 CASES = [
     (tokens, heads, BLOCKS[i % 3], KINDS[(i // 2) % 3], bool(i % 2))
     for i, (tokens, heads) in enumerate(product(TOKENS, HEADS))
-    if not (heads == 2 and tokens >= 256)  # declined: see test_aiter_contract
+    # Two heads are declined from 256 tokens on (test_aiter_contract); 128 are slow and take the kernel that 16 take.
+    if not (heads == 2 and tokens >= 256) and not (heads == 128 and tokens in (255, 256))
 ]
 
 
@@ -142,7 +143,7 @@ def test_inputs_stay_unrotated(arch) -> None:
     assert all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize(("kinds", "neox", "tokens"), list(product(KINDS, (False, True), (7, 64, 300))))
+@pytest.mark.parametrize(("kinds", "neox", "tokens"), list(product(KINDS, (False, True), (7, 300))))
 def test_bar_of_pr_55230_against_an_unfused_path(arch, kinds, neox, tokens) -> None:
     """Nope half bit-exact; fp8 rope within 1 step on under 4 %, mean error below 0.02; bf16 rope bit-exact.
 
