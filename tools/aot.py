@@ -74,7 +74,7 @@ class Variant:
     def label(self) -> str:
         """Short and unique within a target, for tables and test names."""
         tile = self.tile
-        parts = [f"{tile.block_t}x{tile.block_l}/{tile.num_warps}w", f"N{self.heads}"]
+        parts = [tile.label, f"N{self.heads}"]
         parts += ["fp8" if self.quantised else "bf16", "neox" if self.is_neox else "gptj"]
         parts += [f"W-{self.weight}-{self.weight_major}", "<2GiB" if self.pointer_hint else ">2GiB"]
         return " ".join(parts)
@@ -87,7 +87,7 @@ def variants(target: Target) -> list[Variant]:
     """
     tiles: dict[Tile, int] = {}
     for entry in TABLE[target.name]:
-        tiles.setdefault(entry.tile, min(MANY_HEADS, entry.max_heads))
+        tiles[entry.tile] = max(tiles.get(entry.tile, 0), min(MANY_HEADS, entry.max_heads))
     hints = (True, False) if target.backend == "hip" else (True,)
     found = [Variant(tile, heads, pointer_hint=hint) for tile, heads in tiles.items() for hint in hints]
     ordered = list(tiles)
@@ -186,6 +186,7 @@ def constants(target: Target, variant: Variant) -> dict[str, Any]:
         "W_FP8_MAX": target.fp8_max if variant.weight == "fp8" else 0.0,
         "BLOCK_T": tile.block_t,
         "BLOCK_L": tile.block_l,
+        "BLOCKS": tile.blocks,
         "ROPE_ROWS": tile.rope_rows,
         "KV_ROWS": tile.kv_rows,
         # The launcher's specialisation on 1, and on an argument that is not there.

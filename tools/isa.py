@@ -134,9 +134,10 @@ def breaches(target: Target, variant: Variant, found: Figures) -> list[str]:
     tile = variant.tile
     threads = tile.num_warps * target.warp_size
     over_fp8 = variant.weight == "fp8"
-    q_loads = max(1, tile.block_t * NOPE * 2 // 16 // threads)
-    w_loads = max(1, int(NOPE * tile.block_l * WEIGHT_BYTES[variant.weight]) // 16 // threads)
-    stored = tile.block_t * tile.block_l + 2 * tile.rope_rows * ROPE + tile.kv_rows * LATENT
+    # None where a lane has less than 16 bytes to load: mxfp4 weights on eight waves.
+    q_loads = tile.block_t * NOPE * 2 // 16 // threads
+    w_loads = int(NOPE * tile.block_l * WEIGHT_BYTES[variant.weight]) // 16 // threads
+    stored = tile.block_t * tile.block_l * tile.blocks + 2 * tile.rope_rows * ROPE + tile.kv_rows * LATENT
     # Over fp8 weights q_nope is quantised too.
     converted = stored * variant.quantised + tile.block_t * NOPE * over_fp8
     conversions = converted // threads // 2

@@ -7,7 +7,6 @@ is, never how fast it runs.
 
     python tools/isa_report.py
     python tools/isa_report.py --arch gfx942 --json isa.json
-    python tools/isa_report.py --arch gfx942 --execute 16     # then also run it (needs torch): docs/executing.md
     python tools/isa_report.py --arch gfx942 --fp8-type fp8e4nv    # a software cast, planted: exits 1
 """
 
@@ -26,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools import aot  # noqa: E402
-from tools.common import Parser, aligned, guarded, positive, writable  # noqa: E402
+from tools.common import Parser, aligned, guarded, writable  # noqa: E402
 from vllm_aiter_mla import files  # noqa: E402
 
 # Triton's names of the 8-bit floats; a target that lacks one breaks a bound, a word that is none is a wrong option.
@@ -54,13 +53,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--arch", action="append", choices=aot.TARGETS, help="one target; repeatable (default: all)")
     parser.add_argument("--fp8-type", choices=FP8_TYPES, help="store this Triton type instead of the target's own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures; - prints them, and no table")
-    parser.add_argument(
-        "--execute", type=int, metavar="T", help="then run gfx942 and gfx950 code at T rows: tools/gfx9"
-    )
     parser.add_argument("--worker", choices=aot.TARGETS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.execute is not None:
-        positive("--execute", options.execute)
     writable({"--json": None if options.json == PRINTED else options.json})
     return options
 
@@ -79,15 +73,7 @@ def run(argv: Sequence[str]) -> int:
     rows = [row for report in reports for row in report["rows"]]
     broken = sum(len(row["breaches"]) for row in rows)
     print(f"\n{len(rows)} variants, {broken} broken bounds", file=sys.stderr if options.json == PRINTED else sys.stdout)
-    ran = execute([report["target"] for report in reports], options.execute)
-    return 1 if broken or not ran else 0
-
-
-def execute(names: Sequence[str], tokens: int | None) -> bool:
-    """Run the AMD targets' code on the interpreter, which prints traffic beside the minimum; whether all is right."""
-    wanted = [name for name in names if name.startswith("gfx")] if tokens else []
-    commands = [[sys.executable, "-m", "tools.gfx9", "--arch", name, "--tokens", str(tokens)] for name in wanted]
-    return all([subprocess.run(command, cwd=ROOT, check=False).returncode == 0 for command in commands])
+    return 1 if broken else 0
 
 
 def run_worker(name: str, fp8_type: str | None) -> dict[str, Any]:

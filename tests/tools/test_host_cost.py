@@ -30,6 +30,13 @@ def test_a_row_above_vllm_is_named_and_one_without_calls_is_not() -> None:
     assert host_cost.misses([Row("fp8", "all decode", "none", 44.0, 40.0)]) == []
 
 
+def test_the_call_of_the_triton_kernel_is_timed_and_the_kernel_put_back() -> None:
+    launcher = pytest.importorskip("vllm_aiter_mla.kernels.triton.launcher")
+    kernel = launcher.decode_prep_kernel
+    assert host_cost.launch(rounds=1) > 0
+    assert launcher.decode_prep_kernel is kernel
+
+
 @pytest.mark.slow
 def test_every_row_is_timed() -> None:
     found = host_cost.measure(rounds=1)

@@ -3,11 +3,12 @@
 
 Every variant of tools/aot.py, as its code object stands; docs/executing.md says what is modelled and assumed. Exit
 status 0 when no byte differs, 1 when one does or the code does something wrong, 2 for a wrong command line. Executed,
-no time: the figures say what the code does and touches, never how long a card takes.
+no time: the figures say what the code does, never how long a card takes.
 
     python -m tools.gfx9 --arch gfx942
     python -m tools.gfx9 --arch gfx950 --tokens 3 --variant "neox" --json executed.json
     python -m tools.gfx9 --arch gfx942 --tokens 1 --all-heads
+    python -m tools.gfx9 --arch gfx942 --cost     # counts of tools/gfx9/cost.py; status 1 when a bound is broken
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,7 @@ from tools import aot
 from tools.common import Parser, guarded, writable
 from vllm_aiter_mla import files
 
-COLUMNS = {
-    "instructions": "instr",
-    "asked": "asked B",
-    "line_bytes": "lines B",
-    "minimum": "minimum B",
-    "different": "diff",
-}
+COLUMNS = {"instructions": "instr", "different": "diff"}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -42,6 +37,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--tokens", type=int, nargs="+", default=[], metavar="T", help="row counts (default: the matrix)"
     )
     parser.add_argument("--all-heads", action="store_true", help="absorb tiles of all heads, not of three")
+    parser.add_argument("--cost", action="store_true", help="count what launches cost instead of comparing bytes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     options = parser.parse_args(argv)
     if any(count < 1 for count in options.tokens):
@@ -54,6 +50,8 @@ def run(argv: Sequence[str]) -> int:
     """Compile, run, print, and return the exit status."""
     options = parse(argv)
     target = aot.TARGETS[options.arch]
+    if options.cost:
+        return count(target, options.variant, options.tokens, options.json)
     chosen = [v for v in aot.variants(target) if options.variant in v.label]
     if not chosen:
         print(f"no variant of {target.name} is called {options.variant!r}", file=sys.stderr)
@@ -89,6 +87,21 @@ def execute(target: aot.Target, chosen: list[aot.Variant], tokens: list[int], al
                 said = f" {error}"
             print(f"{variant.label:<{width}} {case.tokens:>4} {case.variant.block_size:>5}{said}", flush=True)
     return rows, failures
+
+
+def count(target: aot.Target, name: str, tokens: list[int], path: Path | None) -> int:
+    """Count the costs of ``cost.points``; return the exit status."""
+    from tools.gfx9 import cost
+    from tools.gfx9.cases import Compiled
+
+    compiled = lru_cache(maxsize=1)(lambda variant: Compiled(target, variant))
+    chosen = [(v, t) for v, t in cost.points(target.name) if name in v.label and (not tokens or t in tokens)]
+    costs = [cost.cost(compiled(variant), rows) for variant, rows in chosen]
+    print(cost.text(target.name, costs))
+    if path is not None:
+        record = {"target": target.name, "evidence": "executed", "rows": [asdict(one) for one in costs]}
+        files.write(path, record | files.stamp("gfx9_cost", 1))
+    return 1 if cost.breaches(target.name, costs) else 0
 
 
 if __name__ == "__main__":

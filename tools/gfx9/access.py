@@ -10,7 +10,7 @@ import numpy as np
 
 from tools.gfx9.operand import Operands, get64
 from tools.gfx9.parse import Fault, Instruction
-from tools.gfx9.wave import ALL, LGKM, LOAD, SHARED, STORE, VMEM, Run, Wave
+from tools.gfx9.wave import ALL, ARGUMENTS, LGKM, LOAD, MEMORY, SHARED, STORE, VMEM, Run, Wave
 
 # What the last part of a mnemonic moves: bytes of one word, words.
 WIDTHS = {f"dword{x}": (4, n) for x, n in (("", 1), ("x2", 2), ("x3", 3), ("x4", 4))}
@@ -37,7 +37,8 @@ def bind_scalar_load(i: Instruction, ops: Operands) -> Run:
         if address % 4:
             raise Fault("a scalar load from an address that is no multiple of 4")
         data = w.group.memory.load(np.array([address], np.int64), words)[0]
-        w.issue_scalar_load(target, [int(x) for x in data])
+        source = ARGUMENTS if w.group.memory.find(address, address).name == "arguments" else MEMORY
+        w.issue_scalar_load(target, [int(x) for x in data], source)
 
     return run
 

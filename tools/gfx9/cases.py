@@ -10,19 +10,17 @@ below it, where the kernel and AITER differ on purpose.
 from __future__ import annotations
 
 import struct
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from tools import aot
 from tools.gfx9.code import load
-from tools.gfx9.machine import Counts, Program, instruction_class, launch
-from tools.gfx9.memory import LINE, Memory, Region
+from tools.gfx9.machine import Counts, Program, launch
+from tools.gfx9.memory import Memory
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.formats import MXFP4_GROUP
@@ -64,19 +62,10 @@ class Case:
 
 @dataclass
 class Result:
-    """What a launch did.
-
-    Attributes:
-        different: bytes that are not the reference's, in the query and in the guarded cache.
-        counts: instructions, LDS accesses.
-        regions: buffers with their traffic.
-        minimum: bytes that the launch has to move, by buffer.
-    """
+    """What a launch did: bytes of the query and of the guarded cache that are not the reference's, and its counts."""
 
     different: int
     counts: Counts
-    regions: dict[str, Region]
-    minimum: dict[str, int] = field(default_factory=dict)
 
 
 class Compiled:
@@ -107,9 +96,7 @@ class Compiled:
         counts = launch(
             self.program, memory, kernarg, groups, self.variant.tile.num_warps, self.lds_bytes, preload=preload
         )
-        different = count_different(out, expected) + count_different(storage, expected_cache)
-        regions = {region.name: region for region in memory.regions}
-        return Result(different, counts, regions, minimum_bytes(inputs, case))
+        return Result(count_different(out, expected) + count_different(storage, expected_cache), counts)
 
 
 def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor]:
@@ -223,10 +210,10 @@ def expectation(inputs: DecodeInputs, storage: torch.Tensor, case: Case) -> tupl
 def workgroups(case: Case) -> list[int]:
     """Indices of the programs: the absorb tiles of the chosen heads, and all others."""
     tile, n, t = case.variant.tile, case.variant.heads, case.tokens
-    total = launcher.program_count(t, n, max(1, t - 1), aot.LATENT, tile)
-    tiles = -(-t // tile.block_t) * (aot.LATENT // tile.block_l)
+    total = sum(launcher.programs(t, n, max(1, t - 1), aot.LATENT, tile))
+    tiles = -(-t // tile.block_t) * (aot.LATENT // (tile.block_l * tile.blocks))
     heads = range(n) if case.heads is None else case.heads
-    return [h * tiles + k for h in heads for k in range(tiles)] + list(range(n * tiles, total))
+    return [k * n + h for h in heads for k in range(tiles)] + list(range(n * tiles, total))
 
 
 def arguments(compiled: Compiled, memory: Memory, inputs: DecodeInputs, out: torch.Tensor) -> bytes:
@@ -292,20 +279,6 @@ def minimum_bytes(inputs: DecodeInputs, case: Case) -> dict[str, int]:
     }  # fmt: skip
 
 
-def traffic(result: Result) -> dict[str, dict[str, int]]:
-    """By buffer: bytes asked for, bytes of the distinct lines, lines asked for, and the minimum."""
-    table = {}
-    for name, region in result.regions.items():
-        lines = int(np.count_nonzero(region.read_lines | region.written_lines))
-        table[name] = {
-            "asked": region.reads.bytes + region.writes.bytes,
-            "line_bytes": lines * LINE,
-            "line_requests": region.reads.line_requests + region.writes.line_requests,
-            "minimum": result.minimum.get(name, 0),
-        }
-    return table
-
-
 def matrix(variant: aot.Variant, tokens: Sequence[int] = ()) -> Iterator[Case]:
     """The cases of one variant: row counts at the compiled block size, then the other block sizes at 17 rows.
 
@@ -319,27 +292,14 @@ def matrix(variant: aot.Variant, tokens: Sequence[int] = ()) -> Iterator[Case]:
 
 
 def record(compiled: Compiled, case: Case) -> dict[str, Any]:
-    """One launch as a record for JSON; bytes are over the launch, instructions over all its waves."""
+    """One launch as a record for JSON; instructions over all its waves."""
     result = compiled.run(case)
-    operands = traffic(result)
-    classes: Counter[str] = Counter()
-    for name, count in result.counts.instructions.items():
-        classes[instruction_class(name)] += count
-    sums = {
-        key: sum(row[key] for name, row in operands.items() if name != "arguments")
-        for key in ("asked", "line_bytes", "minimum")
-    }
-    waves = result.counts.waves
     return {
         "label": case.variant.label,
         "tokens": case.tokens,
         "block_size": case.variant.block_size,
         "heads_run": case.variant.heads if case.heads is None else len(case.heads),
-        "waves": waves,
-        "instructions": sum(classes.values()),
-        "per_wave": {name: round(count / waves, 1) for name, count in classes.most_common()},
-        "operands": operands,
-        "lds_accesses": result.counts.lds_accesses,
-        "lds_conflict_cycles": result.counts.lds_conflicts,
+        "waves": result.counts.waves,
+        "instructions": sum(result.counts.instructions.values()),
         "different": result.different,
-    } | sums
+    }

@@ -20,22 +20,7 @@ from tools.gfx9.wave import LGKM, VMEM, Run, Wave
 
 BARRIER = "s_barrier"
 END = "s_endpgm"
-CLASSES = (
-    ("matrix", r"v_mfma"),
-    ("vector", r"v_"),
-    ("LDS", r"ds_"),
-    ("memory", r"(buffer|global)_"),
-    ("scalar load", r"s_load"),
-    ("wait", r"s_(waitcnt|nop|barrier)"),
-    ("branch", r"s_(c?branch|endpgm)"),
-    ("scalar", r"s_"),
-)
 COUNTER = re.compile(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)")
-
-
-def instruction_class(name: str) -> str:
-    """Which unit an instruction occupies."""
-    return next(title for title, pattern in CLASSES if re.match(pattern, name))
 
 
 # Instructions to closures ---------------------------------------------------------------------------------------------
@@ -251,12 +236,11 @@ class Group:
 
 @dataclass
 class Counts:
-    """What a launch did, over all its waves."""
+    """What a launch did, over all its waves; ``trips`` are the most of one wave, to memory and to the arguments."""
 
     waves: int = 0
+    trips: tuple[int, int] = (0, 0)
     instructions: Counter[str] = field(default_factory=Counter)
-    lds_accesses: int = 0
-    lds_conflicts: int = 0
 
 
 def launch(
@@ -285,12 +269,13 @@ def launch(
     errors = np.seterr(all="ignore")
     try:
         for index in groups:
-            group = Group(memory, Lds(lds_bytes, program.code.arch))
+            group = Group(memory, Lds(lds_bytes))
             words = raw.view(np.uint32) if preload else None
-            _run_group(program, [_wave(program, group, k, index, block.start, words) for k in range(waves)], index)
+            started = [_wave(program, group, k, index, block.start, words) for k in range(waves)]
+            _run_group(program, started, index)
             counts.waves += waves
-            counts.lds_accesses += group.lds.accesses
-            counts.lds_conflicts += group.lds.conflicts
+            memory_trips, argument_trips = zip(counts.trips, *[wave.stored for wave in started], strict=True)
+            counts.trips = (max(memory_trips), max(argument_trips))
     finally:
         np.seterr(**errors)
     counts.instructions = program.counts()
@@ -321,5 +306,8 @@ def _run_group(program: Program, waves: Sequence[Wave], index: int) -> None:
             if len(set(stops)) > 1:
                 raise Fault("the waves wait at different barriers, or one has ended")
             waves[0].group.lds.barrier(waves)
+            longest = [max(trips) for trips in zip(*[wave.trips for wave in waves], strict=True)]
+            for wave in waves:
+                wave.trips = list(longest)
     except Fault as fault:
         raise Fault(f"workgroup {index}: {fault}") from None

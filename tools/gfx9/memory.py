@@ -1,29 +1,15 @@
-"""The buffers of a launch in one address space, what may be read and written of them, and what was."""
+"""The buffers of a launch in one address space, and what may be read and written of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tools.gfx9.parse import Fault
 
-LINE = 128
 FIRST_ADDRESS = 0x7F00_0000_0000
-
-
-@dataclass
-class Traffic:
-    """What the lanes asked of one buffer.
-
-    Attributes:
-        bytes: asked for, each lane's access counted.
-        line_requests: distinct 128-byte lines of each instruction, summed.
-    """
-
-    bytes: int = 0
-    line_requests: int = 0
 
 
 @dataclass
@@ -43,14 +29,11 @@ class Region:
     data: np.ndarray
     readable: np.ndarray
     writable: np.ndarray
-    reads: Traffic = field(default_factory=Traffic)
-    writes: Traffic = field(default_factory=Traffic)
 
-    def __post_init__(self) -> None:
-        self.end = self.start + len(self.data)
-        lines = -(-len(self.data) // LINE) + 1
-        self.read_lines, self.written_lines = np.zeros(lines, bool), np.zeros(lines, bool)
-        self.written = np.zeros(len(self.data), np.uint8)
+    @property
+    def end(self) -> int:
+        """Address after its last byte."""
+        return self.start + len(self.data)
 
     def views(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Data, readable and writable as words of ``size`` bytes."""
@@ -90,7 +73,6 @@ class Memory:
         region, index = self._index(addresses, words, size)
         data, readable, _ = region.views(size)
         self._check(region, index, readable, size, "read")
-        self._count(region.reads, region.read_lines, addresses - region.start, words * size)
         return data[index]
 
     def store(self, addresses: np.ndarray, values: np.ndarray, size: int = 4) -> None:
@@ -98,9 +80,7 @@ class Memory:
         region, index = self._index(addresses, values.shape[1], size)
         data, _, writable = region.views(size)
         self._check(region, index, writable, size, "write")
-        self._count(region.writes, region.written_lines, addresses - region.start, values.shape[1] * size)
         data[index] = values
-        region.written.view(data.dtype)[index] = np.iinfo(data.dtype).max
 
     def _index(self, addresses: np.ndarray, words: int, size: int) -> tuple[Region, np.ndarray]:
         region = self.find(int(addresses.min()), int(addresses.max()) + words * size - 1)
@@ -114,11 +94,3 @@ class Memory:
         bad = allowed[index] != np.iinfo(allowed.dtype).max
         if bad.any():
             raise Fault(f"{region.name}: byte {int(index[bad][0]) * size} of the buffer is not one to {verb}")
-
-    @staticmethod
-    def _count(traffic: Traffic, lines: np.ndarray, offsets: np.ndarray, width: int) -> None:
-        first, last = offsets // LINE, (offsets + width - 1) // LINE
-        touched = np.unique(np.concatenate((first, last)))
-        traffic.bytes += len(offsets) * width
-        traffic.line_requests += len(touched)
-        lines[touched] = True

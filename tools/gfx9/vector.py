@@ -263,6 +263,23 @@ def _packed(function: Callable[[Array, Array], Array]) -> Callable[[Instruction,
     return bind
 
 
+def _packed_move(i: Instruction, ops: Operands) -> Run:
+    """Half op_sel[0] of the first source to the low register, half op_sel[1] of the second to the high one."""
+    ops.count(3)
+    i.only("op_sel")
+    target, picks = ops.reg(0, "v", 2), i.flags("op_sel", (0, 0))
+    sources = [ops.reg(k + 1, "v", 2) + picks[k] for k in (0, 1)]
+
+    def run(w: Wave) -> None:
+        for source in sources:
+            w.need(source)
+        low, high = (w.u[source].copy() for source in sources)
+        w.put(w.u, target, low)
+        w.put(w.u, target + 1, high)
+
+    return run
+
+
 def _to_fp8(i: Instruction, ops: Operands) -> Run:
     """Two float32 to two fp8 in one half of the destination; op_sel's last bit says which."""
     scaled = "scalef32" in i.name
@@ -378,6 +395,7 @@ def _readfirstlane(i: Instruction, ops: Operands) -> Run:
 SPECIAL: dict[str, Callable[[Instruction, Operands], Run]] = {
     "v_pk_mul_f32": _packed(lambda a, b: a * b),
     "v_pk_add_f32": _packed(lambda a, b: a + b),
+    "v_pk_mov_b32": _packed_move,
     "v_cvt_pk_fp8_f32": _to_fp8,
     "v_cvt_scalef32_pk_fp8_f32": _to_fp8,
     "v_mad_u64_u32": _mad64,

@@ -15,6 +15,7 @@ LANES = 64
 ALL = (1 << LANES) - 1
 VCC, M0, EXEC = 106, 124, 126
 VMEM, LGKM = 0, 1
+MEMORY, ARGUMENTS = 0, 1
 LOAD, STORE, SCALAR, SHARED = "load", "store", "scalar load", "LDS access"
 
 
@@ -34,10 +35,11 @@ def mask_of(lanes: np.ndarray) -> int:
 class Pending:
     """A memory access that has been issued and not been waited for."""
 
-    __slots__ = ("kind", "mask", "registers", "touched", "values")
+    __slots__ = ("kind", "mask", "registers", "touched", "trip", "values")
 
     def __init__(self, kind: str, registers: Sequence[int] = (), values: Any = (), mask: int = 0, touched: Any = None):
         self.kind, self.registers, self.values, self.mask, self.touched = kind, registers, values, mask, touched
+        self.trip: tuple[int, int] = (MEMORY, 0)
 
 
 class Wave:
@@ -45,7 +47,9 @@ class Wave:
 
     ``s`` holds SGPRs as Python integers, None where undefined; 106/107 is VCC, 124 M0, 126/127 EXEC. ``u``, ``i`` and
     ``f`` are the VGPRs as rows of uint32, int32 and float32, one storage; ``known`` holds per VGPR the lanes that are
-    defined, ``half`` those whose low and high 16 bits are.
+    defined, ``half`` those whose low and high 16 bits are. ``trips`` counts the round trips to memory, and to
+    the arguments, that the wave has waited for one after another; loads that are under way together are one.
+    ``stored`` is that count at the last store.
     """
 
     def __init__(self, number: int, vgprs: int, group: Any, arch: str) -> None:
@@ -62,6 +66,7 @@ class Wave:
         self.flying: dict[int, int] = {}
         self.flying_scalars: set[int] = set()
         self.pending: tuple[deque[Pending], deque[Pending]] = (deque(), deque())
+        self.trips, self.stored = [0, 0], (0, 0)
         self.set_exec(ALL)
 
     # Scalars --------------------------------------------------------------------------------------------------------
@@ -142,20 +147,27 @@ class Wave:
             self.known[register] &= ~mask
             self.half[0][register] &= ~mask
             self.half[1][register] &= ~mask
-        self.pending[counter].append(Pending(kind, registers, values, mask, touched))
+        entry = Pending(kind, registers, values, mask, touched)
+        if kind == LOAD:
+            entry.trip = (MEMORY, self.trips[MEMORY] + 1)
+        self.pending[counter].append(entry)
 
     def issue_store(self, counter: int, kind: str, touched: Any = None) -> None:
         """Count a store; its data was read when it was issued."""
         self.pending[counter].append(Pending(kind, touched=touched))
+        if kind == STORE:
+            self.stored = (self.trips[MEMORY], self.trips[ARGUMENTS])
 
-    def issue_scalar_load(self, first: int, words: Sequence[int]) -> None:
-        """Undefine SGPRs until a wait covers the load."""
+    def issue_scalar_load(self, first: int, words: Sequence[int], source: int = MEMORY) -> None:
+        """Undefine SGPRs until a wait covers the load; ``source`` is MEMORY or ARGUMENTS."""
         for index in range(first, first + len(words)):
             if index in self.flying_scalars:
                 raise Fault(f"two loads to s{index} are in flight")
             self.flying_scalars.add(index)
             self.s[index] = None
-        self.pending[LGKM].append(Pending(SCALAR, range(first, first + len(words)), words))
+        entry = Pending(SCALAR, range(first, first + len(words)), words)
+        entry.trip = (source, self.trips[source] + 1)
+        self.pending[LGKM].append(entry)
 
     def wait(self, counter: int, left: int) -> None:
         """Complete what a count of at most ``left`` proves complete.
@@ -175,6 +187,8 @@ class Wave:
 
     def complete(self, entry: Pending) -> None:
         """What was loaded is there."""
+        source, trip = entry.trip
+        self.trips[source] = max(self.trips[source], trip)
         if entry.kind == SCALAR:
             for index, word in zip(entry.registers, entry.values, strict=True):
                 self.flying_scalars.discard(index)

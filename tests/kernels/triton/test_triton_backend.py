@@ -48,6 +48,11 @@ def recorder(monkeypatch, on_any_device):
     return recorder
 
 
+def argument(given, name):
+    """The argument ``name`` of a recorded launch."""
+    return given[kernel.decode_prep_kernel.arg_names.index(name)]
+
+
 def operands(**changes):
     return build(Case(**{"cache": "float8_e4m3fnuz"} | changes))[0]
 
@@ -135,7 +140,7 @@ def test_triton_blocks_of_the_reduction_are_the_groups_of_aiters_gemm():
 
 def test_triton_kernel_of_a_call_is_the_tile_it_runs_on(on_any_device):
     names = {TritonBackend().kernel_of(operands(tokens=tokens)) for tokens in (1, 16, 17, 32, 33, 200)}
-    assert names == {tile.label for tile in {entry.tile for entry in tiles.TABLE["gfx942"]}}
+    assert names == {tiles.entry_for("gfx942", count, 2).tile.label for count in tiles.tried_counts("gfx942", 2)}
 
 
 @given(st.sampled_from([*tiles.TABLE, "sm80"]), st.integers(1, 512))
@@ -176,8 +181,8 @@ def test_triton_grid_counts_query_tiles_rope_rows_and_cache_rows(recorder):
     TritonBackend().prepare(inputs)
     ((grid,), given, options) = recorder.launches[0]
     assert options["enable_fp_fusion"] is tiles.FP_FUSION
-    assert grid == 3 * 2 * 8 + 7 + 2 + 11
-    assert given[12:15] == (70, 41, inputs.cos_sin_cache.shape[0] - 1)
+    assert grid == 3 * 3 * 8 + 7 + 2 + 11
+    assert [argument(given, name) for name in kernel.STEP_ARGS] == [70, 41, inputs.cos_sin_cache.shape[0] - 1]
 
 
 def test_triton_no_token_launches_nothing_and_an_empty_cache_gets_no_row(recorder):
@@ -185,7 +190,7 @@ def test_triton_no_token_launches_nothing_and_an_empty_cache_gets_no_row(recorde
     assert recorder.launches == []
     inputs = operands()
     TritonBackend().prepare(replace(inputs, kv_cache=inputs.kv_cache[:0]))
-    assert recorder.launches[0][1][13] == 0
+    assert argument(recorder.launches[0][1], "num_slots") == 0
 
 
 def test_triton_step_arguments_are_not_specialised_on():
@@ -197,10 +202,11 @@ def test_triton_step_arguments_are_not_specialised_on():
 
 def test_triton_warm_up_compiles_each_tile_once_with_one_row_and_no_slot(recorder):
     inputs = operands(tokens=5)
-    found = TritonBackend().warm_up(inputs, [0, 1, 2, 8, 24, 32, 256, 512])
-    expected = [entry.tile for entry in tiles.TABLE["gfx942"]]
+    found = TritonBackend().warm_up(inputs, [0, 1, 2, 8, 24, 64, 256, 512])
+    expected = [tiles.entry_for("gfx942", count, inputs.num_heads).tile for count in (1, 64, 512)]
     assert list(found) == expected
-    assert [(given[12], given[13]) for _, given, _ in recorder.launches] == [(1, 0)] * len(expected)
+    rows = [[argument(given, name) for name in kernel.STEP_ARGS[:2]] for _, given, _ in recorder.launches]
+    assert rows == [[1, 0]] * len(expected)
 
 
 def test_triton_warm_up_without_a_row_is_an_error(recorder):
@@ -221,6 +227,47 @@ def test_triton_capture_of_a_variant_nobody_compiled_raises_and_after_warm_up_do
         TritonBackend().prepare(operands(tokens=tokens))
     with pytest.raises(RuntimeError, match="call warm_up before"):
         TritonBackend().prepare(operands(tokens=70))
+
+
+def test_triton_variant_whose_compilation_fails_is_not_taken_for_compiled(recorder, monkeypatch):
+    inputs = operands(tokens=20)
+    run = launcher.Launch(inputs, tiles.entry_for("gfx942", 20, 2).tile)
+    with monkeypatch.context() as failing:
+        failing.setattr(launcher, "decode_prep_kernel", {})
+        with pytest.raises(KeyError):
+            run(inputs)
+    monkeypatch.setattr("vllm_aiter_mla.kernels.backend.is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="call warm_up before"):
+        run(inputs)
+
+
+@pytest.mark.parametrize("weight", ["plain", "float8_e4m3fnuz"])
+def test_triton_bound_call_sees_a_weight_that_is_loaded_again_into_the_same_object(recorder, weight):
+    inputs = operands(weight=weight, w_major="L" if weight == "plain" else "P")
+    run, values = launcher.Launch(inputs, tiles.entry_for("gfx942", 5, 2).tile), inputs.weight.values
+    run(inputs)
+    values.data = values.detach().transpose(1, 2).contiguous().transpose(1, 2)  # another address, other strides
+    run(inputs)
+    first, second = (given for _, given, _ in recorder.launches)
+    assert argument(second, "w_ptr").data_ptr() == values.data_ptr()
+    names = ("w_stride_h", "w_stride_p", "w_stride_l")
+    assert [argument(second, name) for name in names] == list(inputs.weight.as_npl.stride())
+    assert [argument(first, name) for name in names] != [argument(second, name) for name in names]
+
+
+def test_triton_large_cache_is_another_variant_and_the_tensor_is_asked_before_its_storage(recorder, monkeypatch):
+    def capturing_after(span):
+        inputs = operands()
+        inputs.kv_cache.ptr_range = lambda: span
+        run = launcher.Launch(inputs, tiles.entry_for("gfx942", 5, 2).tile)
+        with monkeypatch.context() as captured:
+            captured.setattr("vllm_aiter_mla.kernels.backend.is_capturing", lambda: True)
+            run(inputs)
+
+    TritonBackend().prepare(operands())
+    capturing_after(2**31 - 1)
+    with pytest.raises(RuntimeError, match="call warm_up before"):
+        capturing_after(2**31)
 
 
 def specialisation(arch, launched):

@@ -85,8 +85,12 @@ def test_triton_any_number_of_heads_tokens_and_slots_gives_the_bytes_of_the_refe
     assert found["nope_different"] <= max(NOPE_FRACTION, 1 / (tokens * heads * case.latent))
 
 
-def test_triton_rows_of_zeros_of_tiny_numbers_and_with_a_nan_are_quantised_as_aiter_does(interpreted):
-    found = interpreted("odd_rows")
+@pytest.mark.parametrize(
+    ("cache", "weight"),
+    [("bfloat16", "float8_e4m3fn"), ("float8_e4m3fnuz", "float8_e4m3fnuz"), ("float8_e4m3fnuz", "plain")],
+)
+def test_triton_rows_of_zeros_of_tiny_numbers_and_with_a_nan_are_quantised_as_aiter_does(interpreted, cache, weight):
+    found = interpreted("odd_rows", cache=cache, weight=weight)
     assert found["wrong_rope"] == 0
     assert found["nope_steps"] <= 1
 
@@ -121,7 +125,7 @@ def test_triton_kernel_saturates_both_halves_where_the_reference_overflows_to_na
     assert (found["wrong_rope"], found["wrong_cache"]) == (0, 0)
 
 
-@pytest.mark.parametrize(("arch", "index"), [("gfx942", 0), ("gfx942", 1), ("gfx942", 2), ("gfx950", 3), ("sm90", 4)])
+@pytest.mark.parametrize(("arch", "index"), [("gfx942", 0), ("gfx942", 1), ("gfx942", 2), ("gfx942", 3), ("sm90", 4)])
 @pytest.mark.parametrize("weight", ["plain", "float8_e4m3fn", "mxfp4"])
 def test_triton_tiles_of_the_table_agree_with_the_reference(interpreted, arch, index, weight):
     found = interpreted("compare_tile", arch=arch, index=index, weight=weight)
@@ -149,8 +153,8 @@ def test_triton_query_rows_beyond_two_to_the_31_elements_are_read_right(interpre
 
 # What a start-up compares on each card with one head: 7 rows, then what each further tile needs, up to L.
 CHECKED = {
-    ("gfx942", 1024): [7, 32, 65],
-    ("gfx942", 20): [7, 20],
+    ("gfx942", 1024): [7, 33, 129],
+    ("gfx942", 40): [7, 33],
     ("gfx942", 16): [7],
     ("sm90", 1024): [7, 32, 65, 129],
 }
@@ -170,7 +174,7 @@ def test_triton_self_check_over_mxfp4_weights_runs_each_tile_of_gfx950(interpret
     found = interpreted("self_checked", arch="gfx950", limit=1024, weight="mxfp4")
     assert found["ok"], found["message"]
     assert "q nope 0 step(s)" in found["message"]
-    assert [tokens for tokens, _ in found["launched"]] == [7, 32, 65]
+    assert [tokens for tokens, _ in found["launched"]] == [7, 33, 129]
 
 
 @pytest.mark.mutation
@@ -182,7 +186,7 @@ def test_triton_mutation_over_mxfp4_weights_fails_the_self_check(interpreted, na
 
 @pytest.mark.mutation
 def test_triton_mutation_one_bad_tile_fails_the_self_check(interpreted):
-    for tile in ("32x64/4w", "64x64/4w"):
+    for tile in ("32x64/8w", "64x128/4w"):
         found = interpreted("self_checked", arch="gfx942", limit=1024, weight="plain", bad_tile=tile)
         assert not found["ok"]
         assert "FAILED" in found["message"]
@@ -203,6 +207,7 @@ CAUGHT_BY = {
     "unscaled_rope_half": (Case(), "wrong_rope"),
     "row_in_the_wrong_block": (Case(), "wrong_cache"),
     "accumulator_not_rounded": (Case(), "nope_different"),
+    "accumulator_truncated": (Case(cache="float8_e4m3fnuz"), "nope_different"),
     "overflow_not_saturated": (Case(magnitude=300.0, cache="float8_e4m3fnuz"), "wrong_cache"),
     "last_token_block_dropped": (Case(tokens=70, heads=1), "nope_different"),
     "group_scale_dropped": (Case(**CODES), "nope_different"),
@@ -239,5 +244,12 @@ def test_triton_mutation_of_the_floor_is_caught_by_a_row_of_zeros(interpreted):
 
 
 @pytest.mark.mutation
+def test_triton_mutation_of_the_columns_is_caught_on_the_tile_that_does_several_blocks(interpreted):
+    found = interpreted("compare_tile", arch="gfx942", index=3, weight="plain", mutation="second_columns_of_the_first")
+    assert found["nope_different"] > NOPE_FRACTION
+
+
+@pytest.mark.mutation
 def test_triton_each_mutation_has_its_test():
-    assert set(CAUGHT_BY) | {"slot_in_32_bits", "row_maximum_without_floor"} == set(MUTATIONS)
+    elsewhere = {"slot_in_32_bits", "row_maximum_without_floor", "second_columns_of_the_first"}
+    assert set(CAUGHT_BY) | elsewhere == set(MUTATIONS)

@@ -29,7 +29,7 @@ from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.kernels.triton.tiles import TABLE
 
 BACKEND = TritonBackend()
-_LAUNCH = launcher.launch
+_LAUNCH = launcher.Launch
 _SHIPPED = triton_interpreter._convert_float
 _FOLDER = tempfile.TemporaryDirectory()
 
@@ -57,19 +57,21 @@ def compare(case: dict[str, Any], mutation: str | None = None) -> dict[str, Any]
         return {"skipped": None} | cases.compare(inputs, storage, BACKEND.prepare)
 
 
-def compare_tile(arch: str, index: int, weight: str) -> dict[str, Any]:
+def compare_tile(arch: str, index: int, weight: str, mutation: str | None = None) -> dict[str, Any]:
     """One tile of an architecture's table, forced on a call that crosses its token blocks."""
     tile = list(dict.fromkeys(entry.tile for entry in TABLE[arch]))[index]
     inputs, storage = cases.build(cases.Case(tokens=tile.block_t + 3, heads=1, weight=weight))
-    return cases.compare(inputs, storage, lambda given: launcher.launch(given, tile))
+    with planted(mutation):
+        return cases.compare(inputs, storage, lambda given: launcher.launch(given, tile))
 
 
-def odd_rows(mutation: str | None = None) -> dict[str, Any]:
-    """fp8 weights under rows of zeros, of numbers below the floor, and with a NaN among ordinary ones."""
-    inputs, storage = cases.build(cases.Case(weight="float8_e4m3fn", w_major="P", cache="bfloat16"))
+def odd_rows(cache: str = "bfloat16", weight: str = "float8_e4m3fn", mutation: str | None = None) -> dict[str, Any]:
+    """Rows of zeros, of numbers below the floor of fp8 weights, and with a NaN or an infinity among ordinary ones."""
+    inputs, storage = cases.build(cases.Case(weight=weight, w_major="P", cache=cache))
     inputs.q[0] = 0.0
     inputs.q[1] *= 1e-13
     inputs.q[2, :, 5] = float("nan")
+    inputs.q[3, 0, 6] = float("inf") if weight == "plain" else 1.0
     with planted(mutation):
         return cases.compare(inputs, storage, BACKEND.prepare)
 
@@ -132,21 +134,26 @@ def self_checked(
     """
     launched = []
 
-    def launch(inputs: Any, tile: Any) -> torch.Tensor:
-        launched.append((inputs.num_tokens, tile.label))
-        out = _LAUNCH(inputs, tile)
-        if tile.label == bad_tile:
-            out[-1, 0, 0] = -out[-1, 0, 0] - 8
-        return out
+    def bound(inputs: Any, tile: Any) -> Any:
+        run = _LAUNCH(inputs, tile)
+
+        def launch(inputs: Any) -> torch.Tensor:
+            launched.append((inputs.num_tokens, tile.label))
+            out = run(inputs)
+            if tile.label == bad_tile:
+                out[-1, 0, 0] = -out[-1, 0, 0] - 8
+            return out
+
+        return launch
 
     act, key = torch.bfloat16, (weight,) if weight in ("plain", "mxfp4") else ("fp8", getattr(torch, weight))
     shape = LayerShape(1 if mutation is None else 2, 128, act, act, 1, False, latent=64, rope=16, weight=key)
-    launcher.launch, launcher.current_arch, before = launch, lambda: arch, launcher.current_arch
+    launcher.Launch, launcher.current_arch, before = bound, lambda: arch, launcher.current_arch
     try:
         with planted(mutation):
             found = self_check(BACKEND, shape, limit)
     finally:
-        launcher.launch, launcher.current_arch = _LAUNCH, before
+        launcher.Launch, launcher.current_arch = _LAUNCH, before
     return {"ok": found.ok, "message": found.message, "launched": launched[1:]}
 
 

@@ -21,7 +21,7 @@ FLOAT_EDGES += [0x7FC00000, 0x43700000, 0x4B800001, 0x33800000]
 
 def wave(arch: str = "gfx942", lds_bytes: int = 1024, number: int = 0) -> Wave:
     """A wave with nothing defined but EXEC."""
-    return Wave(number, 128, Group(Memory(), Lds(lds_bytes, arch)), arch)
+    return Wave(number, 128, Group(Memory(), Lds(lds_bytes)), arch)
 
 
 def execute(w: Wave, *lines: str) -> Wave:

@@ -38,7 +38,9 @@ PLANTED: dict[str, Callable[[str], str]] = {
     "fp8 op_sel": nth(r"(v_cvt\S+fp8_f32 .*?) op_sel:\[[01,]+\]", r"\1"),
     "wrong bound of the rows": nth(r"v_cmp_gt_i32", "v_cmp_ge_i32"),
     "wrong bound of a descriptor": nth(r"0x7ffffffe", "0x40", -1),
-    "wrong kernel argument": nth(r"(s_load_dword s\d+, s\[0:1\], )0x58", r"\g<1>0x5c"),
+    "wrong kernel argument": nth(
+        r"(s_load_dword\S* \S+ s\[0:1\], )0x(\w+)", lambda m: f"{m[1]}{int(m[2], 16) + 8:#x}", -1
+    ),
 }
 SCALES = r"(v_mfma_scale\S+ \S+ \S+ \S+ \S+) (v\d+), (v\d+) "
 # Over mxfp4 weights; another format takes another number of registers, or the assembler refuses it.

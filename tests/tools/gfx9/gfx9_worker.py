@@ -22,12 +22,12 @@ from tools.gfx9.parse import Fault, Skipped
 from vllm_aiter_mla.kernels.triton.tiles import Tile
 
 HEADS = 2
-SKINNY, SHORT, PLAIN, WIDE = Tile(16, 64, 4), Tile(32, 64, 4, mfma=16), Tile(64, 64, 4), Tile(64, 128, 4)
+SKINNY, SHORT, MANY = Tile(16, 64, 4), Tile(32, 64, 4, mfma=16), Tile(32, 64, 8, mfma=16)
+WIDE, TWICE = Tile(64, 128, 4), Tile(64, 128, 4, blocks=2)
 
 
-def cases(arch: str) -> list[Case]:
+def cases() -> list[Case]:
     """Every tile, pairing, type, weight layout, pointer width and block size once, at few rows and heads."""
-    last = WIDE if arch == "gfx950" else PLAIN
 
     def case(tile: Tile, tokens: int, **changes: Any) -> Case:
         return Case(aot.Variant(tile, HEADS, **changes), tokens)
@@ -35,9 +35,10 @@ def cases(arch: str) -> list[Case]:
     return [
         case(SKINNY, 3, block_size=16),
         case(SKINNY, 17, is_neox=True, block_size=1, pointer_hint=False),
-        case(SHORT, 16, weight_major="P", pointer_hint=False),
-        case(last, 17, quantised=False),
-        case(last, 65, is_neox=True),
+        case(MANY, 16, weight_major="P", pointer_hint=False),
+        case(WIDE, 17, quantised=False),
+        case(WIDE, 65, is_neox=True),
+        case(TWICE, 17, weight_major="P", weight="fp8"),
     ]
 
 
@@ -71,7 +72,7 @@ def main(arch: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     target = aot.TARGETS[arch]
     answer: dict[str, Any] = {"launches": [], "planted": {}, "words": [], "scale_layouts": []}
-    for case in cases(arch):
+    for case in cases():
         answer["launches"].append(record(Compiled(target, case.variant), case))
     case = Case(aot.Variant(SKINNY, 1, is_neox=True, block_size=1), 3)
     compiled = Compiled(target, case.variant)

@@ -19,14 +19,13 @@ import numpy as np
 
 from tests.tools.gfx9.gfx9_planted import PLANTED, SCALED
 from tools.gfx9.cases import matrix
-from tools.gfx9.machine import instruction_class
 from tools.gfx9.matrix import unpack
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 ARCHS = ("gfx942", "gfx950")
-# One stands where firmware enters that does not load arguments; of the other nothing is used before the next wait.
-WAITS_NOT_NEEDED = 2
+# It stands where firmware enters that does not load arguments.
+WAITS_NOT_NEEDED = 1
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +48,6 @@ def test_gfx9_executed_variants_equal_the_reference_to_the_byte(answers, arch):
     assert [(row["label"], row["different"]) for row in launches if row["different"]] == []
     assert {row["block_size"] for row in launches} == {1, 16, 64}
     assert any("mxfp4" in row["label"] for row in launches) == (arch == "gfx950")
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_gfx9_traffic_is_at_least_the_minimum_and_counted_by_operand(answers, arch):
-    for row in answers[arch]["launches"]:
-        for name, operand in row["operands"].items():
-            assert operand["asked"] >= operand["minimum"], (row["label"], name)
-        out = row["operands"]["out"]
-        assert out["asked"] == out["minimum"], row["label"]
-        assert row["per_wave"]["matrix"] > 0
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -130,14 +119,6 @@ def test_gfx9_mutation_every_needed_wait_is_missed(answers):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_gfx9_assembly_of_another_code_object_is_refused(answers, arch):
     assert "assembled again it gives other bytes" in answers[arch]["other_code_object"]
-
-
-def test_gfx9_instructions_are_counted_by_unit():
-    names = (
-        "v_mfma_f32_32x32x8_bf16 v_add_u32 ds_read_b128 buffer_load_dword s_load_dword s_waitcnt s_cbranch_scc0 s_mul"
-    )
-    units = ["matrix", "vector", "LDS", "memory", "scalar load", "wait", "branch", "scalar"]
-    assert [instruction_class(name) for name in names.split()] == units
 
 
 def test_gfx9_matrix_of_a_variant_has_the_asked_row_counts_and_block_sizes():

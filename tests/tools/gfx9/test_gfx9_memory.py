@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tests.tools.gfx9.gfx9_lanes import execute, fill, wave
-from tools.gfx9.lds import conflicts
 from tools.gfx9.parse import Fault
 
 
@@ -24,12 +23,11 @@ def with_buffer(size=1024, name="x"):
 
 
 def test_gfx9_buffer_load_takes_words_from_each_lanes_offset():
-    w, region = with_buffer()
+    w, _ = with_buffer()
     fill(w, 0, 8 * np.arange(64))
     execute(w, "buffer_load_dwordx2 v[2:3], v0, s[4:7], 0 offen offset:16", "s_waitcnt vmcnt(0)")
     assert list(w.u[2]) == list(4 + 2 * np.arange(64))
     assert list(w.u[3]) == list(5 + 2 * np.arange(64))
-    assert (region.reads.bytes, region.reads.line_requests, int(region.read_lines.sum())) == (512, 5, 5)
 
 
 def test_gfx9_buffer_bound_gives_zero_and_drops_stores():
@@ -106,11 +104,11 @@ def test_gfx9_bytes_that_are_not_the_operands_fault():
 
 
 def test_gfx9_inactive_lanes_touch_nothing():
-    w, region = with_buffer()
+    w, _ = with_buffer()
     fill(w, 0, np.where(np.arange(64) < 4, 0, 1 << 30))
     w.set_exec(0xF)
     execute(w, "global_load_dword v2, v0, s[2:3]", "s_waitcnt vmcnt(0)")
-    assert (w.known[2], region.reads.bytes) == (0xF, 16)
+    assert w.known[2] == 0xF
 
 
 # Waits ----------------------------------------------------------------------------------------------------------------
@@ -277,17 +275,3 @@ def test_gfx9_transposed_read_turns_four_by_four_blocks():
     for lane in range(64):
         group, k = lane - lane % 16, lane % 16
         assert list(elements[lane]) == [4 * (group + 4 * j + k // 4) + k % 4 for j in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("positions", "words", "banks", "extra"),
-    [
-        (np.arange(64), 1, 32, 0),
-        (np.zeros(64), 1, 32, 0),
-        (2 * np.arange(64), 1, 32, 2),
-        (32 * np.arange(64), 1, 32, 62),
-        (32 * np.arange(64), 1, 64, 31),
-    ],
-)
-def test_gfx9_bank_conflicts_are_the_cycles_beyond_the_least(positions, words, banks, extra):
-    assert conflicts(positions.astype(np.int32).tobytes(), words, banks) == extra

@@ -135,6 +135,14 @@ def test_gfx9_packed_floats_take_the_halves_and_signs_they_are_told():
     assert [w.f[k][0] for k in range(10, 18)] == [10, 21, 10, 14, -2, -4, 2, 3]
 
 
+def test_gfx9_packed_move_takes_a_half_of_each_source_and_reads_both_before_it_writes():
+    w = wave()
+    for register, value in enumerate((1.0, 2.0, 3.0, 4.0)):
+        w.put(w.f, register, value)
+    execute(w, "v_pk_mov_b32 v[10:11], v[0:1], v[2:3] op_sel:[1,0]", "v_pk_mov_b32 v[0:1], v[2:3], v[0:1] op_sel:[0,1]")
+    assert [w.f[k][0] for k in (10, 11, 0, 1)] == [2, 3, 3, 2]
+
+
 def test_gfx9_packed_floats_do_not_read_a_half_that_is_not_picked():
     w = wave()
     for register in (0, 2, 3):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -46,7 +45,7 @@ class TritonBackend(KernelBackend):
         if (reason := refused_on(arch, inputs)) is not None:
             return reason
         tile = entry_for(arch, inputs.num_tokens, inputs.num_heads).tile
-        return Binding(partial(launcher.launch, tile=tile), tile.label)
+        return Binding(launcher.Launch(inputs, tile), tile.label)
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
         """See the base class: one for each tile."""

@@ -5,7 +5,7 @@ import: this file compiles for gfx942, gfx950 and sm90 on a machine that has nei
 """
 
 # Compile-time arguments are upper case and kernels carry no type annotations but tl.constexpr: Triton's own habit.
-# ruff: noqa: N803
+# ruff: noqa: N803, SIM300
 # mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ SCALAR_POINTERS = ("slot_ptr", "pos_ptr", "k_scale_ptr", "q_scale_ptr", "w_scale
 BLOCK_K = tl.constexpr(tiles.BLOCK_K)
 # The least that AITER's GEMM takes for a group's largest magnitude (``absorb.FP8_FLOOR``).
 FLOOR = tl.constexpr(1e-10)
+BF16_MAX = tl.constexpr(float.fromhex("0x1.fep127"))
 # Values under one scale of mxfp4, and values in a byte of its codes (``formats``).
 GROUP, PACKED = tl.constexpr(32), tl.constexpr(2)
 
@@ -77,66 +78,85 @@ def _e2m1(x):
 
 
 @triton.jit
-def absorbed(
-    q_row,
+def _load_rows(q_row, row_mask, k: tl.constexpr, WIDTH: tl.constexpr):
+    """WIDTH values from column ``k`` on of the rows that ``q_row`` points to."""
+    return tl.load(q_row[:, None] + (tl.arange(0, WIDTH) + k)[None, :], mask=row_mask[:, None], other=0.0)
+
+
+@triton.jit
+def _load_weight(
     w_ptr,
     w_scale_ptr,
-    row_mask,
     cols,
     w_stride_p,
     w_stride_l,
     w_scale_stride_l,
     w_scale_stride_g,
-    P: tl.constexpr,
-    W_FP8_MAX: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    k: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """float32 [BLOCK_T, BLOCK_L]: the rows of q_nope times W_UK's columns ``cols`` of one head.
+    """WIDTH rows from ``k`` on of one head's weight, at the columns ``cols``, and their scales in mxfp4.
 
-    q_row: pointers [BLOCK_T] to the rows; w_ptr: to the head's weight. Blocks of 128 along P, the last one may be
-    narrower. W_FP8_MAX > 0: the weight is fp8 codes and w_scale_ptr its one scale; each block of a row is quantised by
-    its own largest magnitude, and the products, exact in float32, are summed there and scaled twice.
-    A weight of bytes is mxfp4, two values along P in each, and w_scale_ptr points to the head's scales, one a column
-    and 32 values; each 32 values of a row are quantised like it.
+    mxfp4 holds two values along P in a byte, and one scale for a column and 32 values.
     """
-    is_mxfp4: tl.constexpr = w_ptr.dtype.element_ty == tl.uint8
-    acc = tl.zeros((BLOCK_T, BLOCK_L), tl.float32)
-    for k in tl.static_range(0, P, BLOCK_K):
-        ks = k + tl.arange(0, BLOCK_K if P - k >= BLOCK_K else P - k)
-        q = tl.load(q_row[:, None] + ks[None, :], mask=row_mask[:, None], other=0.0)
-        if is_mxfp4:
-            pairs = k // PACKED + tl.arange(0, BLOCK_K // PACKED)
-            groups = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
-            w = tl.load(w_ptr + pairs[:, None] * w_stride_p + cols[None, :] * w_stride_l)
-            w_scale = tl.load(w_scale_ptr + cols[:, None] * w_scale_stride_l + groups[None, :] * w_scale_stride_g)
-            codes, scale = _mxfp4_rows(q, BLOCK_T, BLOCK_K)
-            acc = tl.dot_scaled(codes, scale, "e2m1", w, w_scale, "e2m1", acc)
-        else:
-            w = tl.load(w_ptr + ks[:, None] * w_stride_p + cols[None, :] * w_stride_l)
-            if W_FP8_MAX > 0:
-                codes, step = _fp8_rows(q, W_FP8_MAX, w.dtype)
-                # 0: Hopper would otherwise add up in fewer bits than float32.
-                acc += tl.dot(codes, w, max_num_imprecise_acc=0) * step[:, None]
-            else:
-                acc = tl.dot(q, w, acc)
-    if W_FP8_MAX > 0:
-        acc *= tl.load(w_scale_ptr)
-    return acc
+    if w_ptr.dtype.element_ty == tl.uint8:
+        pairs = tl.arange(0, WIDTH // PACKED) + k // PACKED
+        groups = tl.arange(0, WIDTH // GROUP) + k // GROUP
+        w = tl.load(w_ptr + pairs[:, None] * w_stride_p + cols[None, :] * w_stride_l)
+        return w, tl.load(w_scale_ptr + cols[:, None] * w_scale_stride_l + groups[None, :] * w_scale_stride_g)
+    else:
+        w = tl.load(w_ptr + (tl.arange(0, WIDTH) + k)[:, None] * w_stride_p + cols[None, :] * w_stride_l)
+        return w, w
 
 
 @triton.jit
-def _store_form(x, inv_scale, FP8_MAX: tl.constexpr, OUT: tl.constexpr):
-    """The stored form of float32 ``x``: saturated fp8 of x * inv_scale where FP8_MAX > 0, else rounded to OUT."""
+def _quantised(q, KIND: tl.constexpr, W_FP8_MAX: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of q [ROWS, WIDTH] in the weight's format, with their scales; over plain weights q itself, twice."""
+    if KIND == tl.uint8:
+        return _mxfp4_rows(q, ROWS, WIDTH)
+    elif W_FP8_MAX > 0:
+        return _fp8_rows(q, W_FP8_MAX, KIND)
+    else:
+        return q, q
+
+
+@triton.jit
+def _added(acc, q, q_scale, w, w_scale, W_FP8_MAX: tl.constexpr, k: tl.constexpr):
+    """``acc`` and the product of the block at ``k``; over fp8 codes its float32 sums are scaled by the rows' scales."""
+    if w.dtype == tl.uint8:
+        return tl.dot_scaled(q, q_scale, "e2m1", w, w_scale, "e2m1", acc)
+    elif W_FP8_MAX > 0:
+        # 0: Hopper would otherwise add up in fewer bits than float32.
+        product = tl.dot(q, w, max_num_imprecise_acc=0) * q_scale[:, None]
+        return product if k == 0 else acc + product
+    else:
+        return tl.dot(q, w, acc)
+
+
+@triton.jit
+def _store_form(x, scale, FP8_MAX: tl.constexpr, OUT: tl.constexpr):
+    """The stored form of float32 ``x``: saturated fp8 of x / scale where FP8_MAX > 0, else rounded to OUT.
+
+    AITER multiplies by fp32(1) / scale, correctly rounded. The division stands here, after the operands' loads: a
+    program that divided first would wait for the scale before it asked for them.
+    """
     if FP8_MAX > 0:
-        x = saturated(x * inv_scale, FP8_MAX)
+        x = saturated(x * tl.math.div_rn(tl.full((), 1.0, tl.float32), scale), FP8_MAX)
     return x.to(OUT)
 
 
 @triton.jit
-def _inverse(scale_ptr):
-    """fp32(1) / scale, correctly rounded: AITER multiplies by the reciprocal."""
-    return tl.math.div_rn(tl.full((), 1.0, tl.float32), tl.load(scale_ptr))
+def _rounded(x, ACT: tl.constexpr, OUT: tl.constexpr):
+    """float32 ``x`` rounded to ACT, as float32, on its way to fp8.
+
+    gfx942, whose fp8 type OUT then is, has no conversion to bfloat16. There the bits are rounded where they are, within
+    bfloat16's finite numbers: what lies beyond them saturates in fp8, and NaN becomes the lowest, as it does there.
+    """
+    if ACT == tl.bfloat16 and OUT == tl.float8e4b8:
+        bits = saturated(x, BF16_MAX).to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(ACT).to(tl.float32)
 
 
 @triton.jit
@@ -144,10 +164,12 @@ def _rotate_and_store(
     src_row,
     dst_row,
     position,
-    row_mask,
+    load_mask,
+    store_mask,
+    last_position,
     cos_sin_ptr,
     cos_sin_stride,
-    inv_scale,
+    scale,
     R: tl.constexpr,
     ROWS: tl.constexpr,
     IS_NEOX: tl.constexpr,
@@ -155,29 +177,34 @@ def _rotate_and_store(
 ):
     """Rotate ROWS rows of R values in float32, round once, store.
 
-    src_row, dst_row: pointers [ROWS] to the first element of each row; position: int32 [ROWS], already clamped.
+    src_row, dst_row: pointers [ROWS] to the first element of each row; position: int64 [ROWS], clamped here into the
+    table as AITER does. Rows are loaded before the table's, whose addresses have to wait for the positions.
     NeoX moves two half rows, each contiguous. GPT-J moves whole rows and takes the pairs apart in registers, so that
     neither style loads or stores by single elements.
     """
     out: tl.constexpr = dst_row.dtype.element_ty
     half = tl.arange(0, R // 2)
-    mask = row_mask[:, None]
-    table = cos_sin_ptr + (position * cos_sin_stride)[:, None] + half[None, :]
-    cos = tl.load(table, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(table + R // 2, mask=mask, other=0.0).to(tl.float32)
+    mask = load_mask[:, None]
     if IS_NEOX:
         src = src_row[:, None] + half[None, :]
-        dst = dst_row[:, None] + half[None, :]
         a = tl.load(src, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(src + R // 2, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dst, _store_form(a * cos - b * sin, inv_scale, FP8_MAX, out), mask=mask)
-        tl.store(dst + R // 2, _store_form(b * cos + a * sin, inv_scale, FP8_MAX, out), mask=mask)
     else:
         full = tl.arange(0, R)
         x = tl.load(src_row[:, None] + full[None, :], mask=mask, other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(x, (ROWS, R // 2, 2)))
-        pairs = tl.join(a * cos - b * sin, b * cos + a * sin)
-        y = _store_form(tl.reshape(pairs, (ROWS, R)), inv_scale, FP8_MAX, out)
+    entry = tl.minimum(tl.maximum(position, 0), last_position).to(tl.int32)
+    table = cos_sin_ptr + (entry * cos_sin_stride)[:, None] + half[None, :]
+    cos = tl.load(table, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(table + R // 2, mask=mask, other=0.0).to(tl.float32)
+    first, second = a * cos - b * sin, b * cos + a * sin
+    mask = store_mask[:, None]
+    if IS_NEOX:
+        dst = dst_row[:, None] + half[None, :]
+        tl.store(dst, _store_form(first, scale, FP8_MAX, out), mask=mask)
+        tl.store(dst + R // 2, _store_form(second, scale, FP8_MAX, out), mask=mask)
+    else:
+        y = _store_form(tl.reshape(tl.join(first, second), (ROWS, R)), scale, FP8_MAX, out)
         tl.store(dst_row[:, None] + full[None, :], y, mask=mask)
 
 
@@ -187,7 +214,7 @@ def _query_tile(
     w_ptr,
     w_scale_ptr,
     out_ptr,
-    inv_scale,
+    q_scale_ptr,
     head,
     first_token,
     first_col,
@@ -207,35 +234,60 @@ def _query_tile(
     W_FP8_MAX: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Absorb BMM of one head, BLOCK_T tokens and BLOCK_L latent columns, and its store.
+    """Absorb BMM of one head, BLOCK_T tokens and BLOCKS blocks of BLOCK_L latent columns, and its stores.
 
+    P is cut into blocks of 128, the last one may be narrower. Where it is one block, the rows are loaded and quantised
+    once for all latent blocks. The weight of the next block is loaded before this one's is waited for.
     The float32 accumulator is rounded to the activation dtype before it is scaled, as the separate BMM of the unfused
     sequence does: the query then differs from it by the BMM's summation order alone.
     """
     act: tl.constexpr = q_ptr.dtype.element_ty
+    kind: tl.constexpr = w_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_T)
-    cols = first_col + tl.arange(0, BLOCK_L)
     row_mask = rows < num_tokens - first_token
     q_row = q_ptr + first_token.to(tl.int64) * q_stride_t + head.to(tl.int64) * q_stride_h + rows * q_stride_t
-    if w_ptr.dtype.element_ty == tl.uint8:
+    w_ptr += head.to(tl.int64) * w_stride_h
+    if kind == tl.uint8:
         w_scale_ptr += head.to(tl.int64) * w_scale_stride_h
-    acc = absorbed(
-        q_row, w_ptr + head.to(tl.int64) * w_stride_h, w_scale_ptr, row_mask, cols, w_stride_p, w_stride_l,
-        w_scale_stride_l, w_scale_stride_g, P, W_FP8_MAX, BLOCK_T, BLOCK_L,
-    )  # fmt: skip
-    x = acc.to(act)
-    if FP8_MAX > 0:
-        x = _store_form(x.to(tl.float32), inv_scale, FP8_MAX, out_ptr.dtype.element_ty)
-    out_base = out_ptr + (first_token.to(tl.int64) * N + head) * ROW
-    tl.store(out_base + rows[:, None] * (N * ROW) + cols[None, :], x, mask=row_mask[:, None])
-
-
-@triton.jit
-def _clamped_position(pos_ptr, token, mask, last_position):
-    """int32 row of the cos/sin table for each token, clamped into it as AITER does."""
-    position = tl.load(pos_ptr + token, mask=mask, other=0)
-    return tl.minimum(tl.maximum(position, 0), last_position).to(tl.int32)
+    out_row = out_ptr + (first_token.to(tl.int64) * N + head) * ROW + rows * (N * ROW)
+    cols = first_col + tl.arange(0, BLOCK_L)
+    q = _load_rows(q_row, row_mask, 0, min(P, BLOCK_K))
+    w, w_scale = _load_weight(
+        w_ptr, w_scale_ptr, cols, w_stride_p, w_stride_l, w_scale_stride_l, w_scale_stride_g, 0, min(P, BLOCK_K)
+    )
+    scale = tl.load(q_scale_ptr)
+    if W_FP8_MAX > 0:
+        weight_scale = tl.load(w_scale_ptr)
+    for block in tl.static_range(BLOCKS):
+        acc = tl.zeros((BLOCK_T, BLOCK_L), tl.float32)
+        for k in tl.static_range(0, P, BLOCK_K):
+            if k + BLOCK_K < P:
+                ahead, scale_ahead = _load_weight(
+                    w_ptr, w_scale_ptr, cols, w_stride_p, w_stride_l, w_scale_stride_l, w_scale_stride_g,
+                    k + BLOCK_K, min(P - k - BLOCK_K, BLOCK_K),
+                )  # fmt: skip
+            elif block + 1 < BLOCKS:
+                ahead, scale_ahead = _load_weight(
+                    w_ptr, w_scale_ptr, cols + BLOCK_L, w_stride_p, w_stride_l, w_scale_stride_l, w_scale_stride_g,
+                    0, min(P, BLOCK_K),
+                )  # fmt: skip
+            if P > BLOCK_K and k + block > 0:
+                q = _load_rows(q_row, row_mask, k, min(P - k, BLOCK_K))
+            if P > BLOCK_K or block == 0:
+                codes, step = _quantised(q, kind, W_FP8_MAX, BLOCK_T, min(P - k, BLOCK_K))
+            acc = _added(acc, codes, step, w, w_scale, W_FP8_MAX, k)
+            if k + BLOCK_K < P or block + 1 < BLOCKS:
+                w, w_scale = ahead, scale_ahead
+        if W_FP8_MAX > 0:
+            acc *= weight_scale
+        if FP8_MAX > 0:
+            x = _store_form(_rounded(acc, act, out_ptr.dtype.element_ty), scale, FP8_MAX, out_ptr.dtype.element_ty)
+        else:
+            x = acc.to(act)
+        tl.store(out_row[:, None] + cols[None, :], x, mask=row_mask[:, None])
+        cols += BLOCK_L
 
 
 @triton.jit
@@ -244,7 +296,7 @@ def _query_rope(
     out_ptr,
     pos_ptr,
     cos_sin_ptr,
-    inv_scale,
+    q_scale_ptr,
     first_row,
     num_tokens,
     last_position,
@@ -260,15 +312,19 @@ def _query_rope(
     ROPE_ROWS: tl.constexpr,
 ):
     """The rope half of ROPE_ROWS consecutive (token, head) pairs of the query."""
+    scale = tl.load(q_scale_ptr)
     first_token = first_row // N
     rows = first_row + tl.arange(0, ROPE_ROWS)
     token = rows // N
     head = rows - token * N
     mask = token < num_tokens
-    position = _clamped_position(pos_ptr, token, mask, last_position)
+    position = tl.load(pos_ptr + token, mask=mask, other=0)
     src = q_ptr + first_token.to(tl.int64) * q_stride_t + ((token - first_token) * q_stride_t + head * q_stride_h + P)
     dst = out_ptr + first_row.to(tl.int64) * (L + R) + (tl.arange(0, ROPE_ROWS) * (L + R) + L)
-    _rotate_and_store(src, dst, position, mask, cos_sin_ptr, cos_sin_stride, inv_scale, R, ROPE_ROWS, IS_NEOX, FP8_MAX)
+    _rotate_and_store(
+        src, dst, position, mask, mask, last_position, cos_sin_ptr, cos_sin_stride, scale, R, ROPE_ROWS, IS_NEOX,
+        FP8_MAX,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -286,7 +342,7 @@ def _kv_latent(
     kv_c_ptr,
     cache_ptr,
     slot_ptr,
-    inv_scale,
+    k_scale_ptr,
     first_row,
     num_slots,
     kv_c_stride_t,
@@ -297,18 +353,22 @@ def _kv_latent(
     FP8_MAX: tl.constexpr,
     KV_ROWS: tl.constexpr,
 ):
-    """The latent part of KV_ROWS cache rows; a row whose slot is -1 touches no byte."""
+    """The latent part of KV_ROWS cache rows; a row whose slot is -1 touches no byte of the cache.
+
+    It is loaded all the same, so that its load does not wait for the slot.
+    """
+    scale = tl.load(k_scale_ptr)
     local = tl.arange(0, KV_ROWS)
     rows = first_row + local
-    slot = tl.load(slot_ptr + rows, mask=rows < num_slots, other=-1)
-    mask = (slot >= 0)[:, None]
-    dst = _cache_rows(cache_ptr, slot, cache_stride_b, cache_stride_s, BLOCK_SIZE)
+    loaded = rows < num_slots
     cols = tl.arange(0, L)
     src = kv_c_ptr + first_row.to(tl.int64) * kv_c_stride_t + (local * kv_c_stride_t)[:, None] + cols[None, :]
-    x = tl.load(src, mask=mask, other=0.0)
+    x = tl.load(src, mask=loaded[:, None], other=0.0)
+    slot = tl.load(slot_ptr + rows, mask=loaded, other=-1)
     if FP8_MAX > 0:
-        x = _store_form(x.to(tl.float32), inv_scale, FP8_MAX, cache_ptr.dtype.element_ty)
-    tl.store(dst[:, None] + cols[None, :], x, mask=mask)
+        x = _store_form(x.to(tl.float32), scale, FP8_MAX, cache_ptr.dtype.element_ty)
+    dst = _cache_rows(cache_ptr, slot, cache_stride_b, cache_stride_s, BLOCK_SIZE)
+    tl.store(dst[:, None] + cols[None, :], x, mask=(slot >= 0)[:, None])
 
 
 @triton.jit
@@ -318,7 +378,7 @@ def _kv_rope(
     slot_ptr,
     pos_ptr,
     cos_sin_ptr,
-    inv_scale,
+    k_scale_ptr,
     first_row,
     num_slots,
     last_position,
@@ -333,45 +393,51 @@ def _kv_rope(
     FP8_MAX: tl.constexpr,
     ROPE_ROWS: tl.constexpr,
 ):
-    """The rope part of ROPE_ROWS cache rows; a row whose slot is -1 touches no byte."""
+    """The rope part of ROPE_ROWS cache rows; a row whose slot is -1 touches no byte of the cache."""
+    scale = tl.load(k_scale_ptr)
     local = tl.arange(0, ROPE_ROWS)
     rows = first_row + local
-    slot = tl.load(slot_ptr + rows, mask=rows < num_slots, other=-1)
-    mask = slot >= 0
+    loaded = rows < num_slots
+    slot = tl.load(slot_ptr + rows, mask=loaded, other=-1)
     dst = _cache_rows(cache_ptr, slot, cache_stride_b, cache_stride_s, BLOCK_SIZE) + L
     src = k_pe_ptr + first_row.to(tl.int64) * k_pe_stride_t + local * k_pe_stride_t
-    position = _clamped_position(pos_ptr, rows, mask, last_position)
-    _rotate_and_store(src, dst, position, mask, cos_sin_ptr, cos_sin_stride, inv_scale, R, ROPE_ROWS, IS_NEOX, FP8_MAX)
+    position = tl.load(pos_ptr + rows, mask=loaded, other=0)
+    _rotate_and_store(
+        src, dst, position, loaded, slot >= 0, last_position, cos_sin_ptr, cos_sin_stride, scale, R, ROPE_ROWS,
+        IS_NEOX, FP8_MAX,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=STEP_ARGS, do_not_specialize_on_alignment=SCALAR_POINTERS)
 def decode_prep_kernel(
-    q_ptr,  # [T, N, P+R] act
-    k_pe_ptr,  # [T, R] act
-    kv_c_ptr,  # [T, L] act
-    w_ptr,  # [N, P, L] act or fp8 codes, or [N, P/2, L] mxfp4, unit stride along P or L
-    cache_ptr,  # [blocks, BLOCK_SIZE, L+R] act or fp8
-    out_ptr,  # [T, N, L+R] act or fp8, contiguous
-    slot_ptr,  # [S] int64
-    pos_ptr,  # [T] int64
-    cos_sin_ptr,  # [last_position + 1, R] act
-    k_scale_ptr,
-    q_scale_ptr,
-    w_scale_ptr,  # one float32 of fp8 codes, [N, L, P/32] e8m0 of mxfp4, else None
+    # ROCm loads the first 14 words into registers before a program starts: what says which program it is, and what a
+    # query tile needs for its first loads. Of w_stride_p and w_stride_l one is 1 and no argument.
     num_tokens,  # T
     num_slots,  # S <= T
-    last_position,
+    q_ptr,  # [T, N, P+R] act
+    w_ptr,  # [N, P, L] act or fp8 codes, or [N, P/2, L] mxfp4, unit stride along P or L
+    w_scale_ptr,  # one float32 of fp8 codes, [N, L, P/32] e8m0 of mxfp4, else None
+    q_scale_ptr,
     q_stride_t,
     q_stride_h,
-    k_pe_stride_t,
-    kv_c_stride_t,
     w_stride_h,
     w_stride_p,
     w_stride_l,
+    out_ptr,  # [T, N, L+R] act or fp8, contiguous
     w_scale_stride_h,
     w_scale_stride_l,
     w_scale_stride_g,
+    pos_ptr,  # [T] int64
+    cos_sin_ptr,  # [last_position + 1, R] act
+    last_position,
     cos_sin_stride,
+    k_pe_ptr,  # [T, R] act
+    kv_c_ptr,  # [T, L] act
+    slot_ptr,  # [S] int64
+    k_scale_ptr,
+    cache_ptr,  # [blocks, BLOCK_SIZE, L+R] act or fp8
+    k_pe_stride_t,
+    kv_c_stride_t,
     cache_stride_b,
     cache_stride_s,
     N: tl.constexpr,
@@ -385,51 +451,50 @@ def decode_prep_kernel(
     W_FP8_MAX: tl.constexpr,  # 0: the weight is held in the activation dtype or in mxfp4
     BLOCK_T: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    BLOCKS: tl.constexpr,
     ROPE_ROWS: tl.constexpr,
     KV_ROWS: tl.constexpr,
 ):
     """One program does one of four things, by its index alone.
 
-    First N * ceil(T / BLOCK_T) * (L / BLOCK_L) programs: one tile of the absorb BMM, latent blocks fastest, then token
-    blocks, then heads. Next ceil(T * N / ROPE_ROWS): the rope half of ROPE_ROWS (token, head) pairs. Then
+    First N * ceil(T / BLOCK_T) * L / (BLOCK_L * BLOCKS) programs: one tile of the absorb BMM, heads fastest, then the
+    latent, then tokens. Next ceil(T * N / ROPE_ROWS): the rope half of ROPE_ROWS (token, head) pairs. Then
     ceil(S / ROPE_ROWS): the rope part of ROPE_ROWS cache rows. Last ceil(S / KV_ROWS): the latent part of KV_ROWS cache
     rows. No program reads what another one writes.
     """
     pid = tl.program_id(0)
-    latent_blocks: tl.constexpr = L // BLOCK_L
+    latent_tiles: tl.constexpr = L // (BLOCK_L * BLOCKS)
     token_blocks = tl.cdiv(num_tokens, BLOCK_T)
-    query_tiles = N * token_blocks * latent_blocks
+    query_tiles = N * token_blocks * latent_tiles
     rope_tiles = tl.cdiv(num_tokens * N, ROPE_ROWS)
     if pid < query_tiles:
-        inv_q = _inverse(q_scale_ptr)
-        rest = pid // latent_blocks
-        head = rest // token_blocks
-        first_token = (rest - head * token_blocks) * BLOCK_T
-        first_col = (pid - rest * latent_blocks) * BLOCK_L
+        rest = pid // N
+        head = pid - rest * N
+        token_block = rest // latent_tiles
+        first_token = token_block * BLOCK_T
+        first_col = (rest - token_block * latent_tiles) * (BLOCK_L * BLOCKS)
         _query_tile(
-            q_ptr, w_ptr, w_scale_ptr, out_ptr, inv_q, head, first_token, first_col, num_tokens, q_stride_t,
+            q_ptr, w_ptr, w_scale_ptr, out_ptr, q_scale_ptr, head, first_token, first_col, num_tokens, q_stride_t,
             q_stride_h, w_stride_h, w_stride_p, w_stride_l, w_scale_stride_h, w_scale_stride_l, w_scale_stride_g,
-            N, P, L + R, Q_FP8_MAX, W_FP8_MAX, BLOCK_T, BLOCK_L,
+            N, P, L + R, Q_FP8_MAX, W_FP8_MAX, BLOCK_T, BLOCK_L, BLOCKS,
         )  # fmt: skip
     elif pid < query_tiles + rope_tiles:
-        inv_q = _inverse(q_scale_ptr)
         first_row = (pid - query_tiles) * ROPE_ROWS
         _query_rope(
-            q_ptr, out_ptr, pos_ptr, cos_sin_ptr, inv_q, first_row, num_tokens, last_position, q_stride_t,
+            q_ptr, out_ptr, pos_ptr, cos_sin_ptr, q_scale_ptr, first_row, num_tokens, last_position, q_stride_t,
             q_stride_h, cos_sin_stride, N, P, R, L, IS_NEOX, Q_FP8_MAX, ROPE_ROWS,
         )  # fmt: skip
     else:
-        inv_k = _inverse(k_scale_ptr)
         rest = pid - query_tiles - rope_tiles
         kv_rope_tiles = tl.cdiv(num_slots, ROPE_ROWS)
         if rest < kv_rope_tiles:
             _kv_rope(
-                k_pe_ptr, cache_ptr, slot_ptr, pos_ptr, cos_sin_ptr, inv_k, rest * ROPE_ROWS, num_slots, last_position,
-                k_pe_stride_t, cos_sin_stride, cache_stride_b, cache_stride_s, R, L, BLOCK_SIZE, IS_NEOX, KV_FP8_MAX,
-                ROPE_ROWS,
+                k_pe_ptr, cache_ptr, slot_ptr, pos_ptr, cos_sin_ptr, k_scale_ptr, rest * ROPE_ROWS, num_slots,
+                last_position, k_pe_stride_t, cos_sin_stride, cache_stride_b, cache_stride_s, R, L, BLOCK_SIZE, IS_NEOX,
+                KV_FP8_MAX, ROPE_ROWS,
             )  # fmt: skip
         else:
             _kv_latent(
-                kv_c_ptr, cache_ptr, slot_ptr, inv_k, (rest - kv_rope_tiles) * KV_ROWS, num_slots, kv_c_stride_t,
+                kv_c_ptr, cache_ptr, slot_ptr, k_scale_ptr, (rest - kv_rope_tiles) * KV_ROWS, num_slots, kv_c_stride_t,
                 cache_stride_b, cache_stride_s, L, BLOCK_SIZE, KV_FP8_MAX, KV_ROWS,
             )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.kernels import backend, formats
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.kernels.triton import interpreted
@@ -23,15 +24,17 @@ def current_arch() -> str:
     return "interpreter" if interpreted() else detect_platform().arch
 
 
-def program_count(tokens: int, heads: int, slots: int, latent: int, tile: Tile) -> int:
-    """Return the size of the one-dimensional grid; the kernel's docstring says what the programs are."""
-    query = heads * _ceil(tokens, tile.block_t) * (latent // min(tile.block_l, latent))
+def programs(tokens: int, heads: int, slots: int, latent: int, tile: Tile) -> tuple[int, int, int, int]:
+    """Return how many programs of each kind the one-dimensional grid has, in its order: the kernel's docstring."""
+    width, blocks = tile.columns(latent)
+    query = heads * _ceil(tokens, tile.block_t) * (latent // (width * blocks))
     rope = _ceil(tokens * heads, tile.rope_rows)
-    return query + rope + _ceil(slots, tile.rope_rows) + _ceil(slots, tile.kv_rows)
+    return query, rope, _ceil(slots, tile.rope_rows), _ceil(slots, tile.kv_rows)
 
 
 def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
     """Return the kernel's compile-time arguments for these operands. Metadata only."""
+    width, blocks = tile.columns(inputs.latent_dim)
     return {
         "N": inputs.num_heads,
         "P": inputs.nope_dim,
@@ -43,7 +46,8 @@ def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
         "KV_FP8_MAX": _fp8_max(inputs.kv_cache.dtype),
         "W_FP8_MAX": _fp8_max(inputs.weight.values.dtype),
         "BLOCK_T": tile.block_t,
-        "BLOCK_L": min(tile.block_l, inputs.latent_dim),
+        "BLOCK_L": width,
+        "BLOCKS": blocks,
         "ROPE_ROWS": tile.rope_rows,
         "KV_ROWS": tile.kv_rows,
     }
@@ -56,55 +60,81 @@ def strides(inputs: DecodeInputs) -> tuple[int, ...]:
     return (
         _row_stride(q, 0),
         _row_stride(q, 1),
-        _row_stride(inputs.k_pe, 0),
-        _row_stride(inputs.kv_c, 0),
         _row_stride(w, 0),
         w.stride(1),
         w.stride(2),
         *(scale.stride() if scale is not None and inputs.weight.format == "mxfp4" else (0, 0, 0)),
         _row_stride(inputs.cos_sin_cache, 0),
+        _row_stride(inputs.k_pe, 0),
+        _row_stride(inputs.kv_c, 0),
         _row_stride(cache, 0),
         _row_stride(cache, 1),
     )
 
 
-def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
-    """Run the kernel once on the current stream. The caller has checked the operands.
+class Launch:
+    """The kernel bound to calls of one shape: what follows from the shape is computed once.
 
-    Returns:
-        q_prepared [T, N, L+R] of ``inputs.out_dtype``, contiguous: the only allocation.
-
-    Raises:
-        KernelCaptureError: a graph is being captured and this variant has not been compiled: see ``warm_up``.
+    A weight may be loaded again into the same object, at another address or with other strides. What was computed from
+    the weight belongs to its address, shape, strides and dtype, and is computed again when one of these has changed.
     """
-    tokens, heads, out = inputs.num_tokens, inputs.num_heads, inputs.new_query()
-    if tokens == 0:
+
+    def __init__(self, inputs: DecodeInputs, tile: Tile) -> None:
+        self._tile = tile
+        self._read(inputs)
+
+    def _read(self, inputs: DecodeInputs) -> None:
+        tokens, tile = inputs.num_tokens, self._tile
+        slots = inputs.slot_mapping.shape[0] if inputs.kv_cache.numel() else 0
+        self._held, self._weight = _held(inputs.weight), inputs.weight.as_npl
+        self._rows = (tokens, slots, inputs.cos_sin_cache.shape[0] - 1)
+        self._strides = strides(inputs)
+        self._grid = (sum(programs(tokens, inputs.num_heads, slots, inputs.latent_dim, tile)),)
+        self._constants = constants(inputs, tile)
+        self._named = self._constants | {"num_warps": tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
+        if torch.version.hip is not None:
+            self._named["matrix_instr_nonkdim"] = tile.mfma
+        self._compiled = False
+
+    def __call__(self, inputs: DecodeInputs) -> torch.Tensor:
+        """Run the kernel once on the current stream. The caller has checked the operands.
+
+        Returns:
+            q_prepared [T, N, L+R] of ``inputs.out_dtype``, contiguous: the only allocation.
+
+        Raises:
+            KernelCaptureError: a graph is being captured and this variant has not been compiled: see ``warm_up``.
+        """
+        out, weight = inputs.new_query(), inputs.weight
+        if _held(weight) != self._held:
+            self._read(inputs)
+        tokens, slots, last_position = self._rows
+        if tokens == 0:
+            return out
+        q, k_pe, kv_c, cache = inputs.q, inputs.k_pe, inputs.kv_c, inputs.kv_cache
+        aligned = (q.data_ptr() | k_pe.data_ptr() | kv_c.data_ptr() | cache.data_ptr() | out.data_ptr()) % 16 == 0
+        variant = None
+        if (capturing := backend.is_capturing()) or not (aligned and self._compiled):
+            variant = _variant((q, k_pe, kv_c, self._weight, cache, out), self._strides, self._constants, self._tile)
+            if capturing and variant not in _compiled:
+                raise backend.KernelCaptureError(
+                    "triton: a graph is being captured and this variant is not compiled; call warm_up before"
+                )
+        q_t, q_h, w_h, w_p, w_l, scale_h, scale_l, scale_g, table, k_pe_t, kv_c_t, cache_b, cache_s = self._strides
+        decode_prep_kernel[self._grid](
+            tokens, slots, q, self._weight, weight.scale, inputs.q_scale, q_t, q_h, w_h, w_p, w_l, out, scale_h,
+            scale_l, scale_g, inputs.positions, inputs.cos_sin_cache, last_position, table, k_pe, kv_c,
+            inputs.slot_mapping, inputs.k_scale, cache, k_pe_t, kv_c_t, cache_b, cache_s, **self._named,
+        )  # fmt: skip
+        if variant is not None:
+            _compiled.add(variant)
+            self._compiled = aligned
         return out
-    slots = inputs.slot_mapping.shape[0] if inputs.kv_cache.numel() else 0
-    compile_time = constants(inputs, tile)
-    tensors = (inputs.q, inputs.k_pe, inputs.kv_c, inputs.weight.as_npl, inputs.kv_cache, out)
-    steps = strides(inputs)
-    _require_compiled(_variant(tensors, steps, compile_time, tile))
-    options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
-    if torch.version.hip is not None:
-        options["matrix_instr_nonkdim"] = tile.mfma
-    grid = (program_count(tokens, heads, slots, inputs.latent_dim, tile),)
-    decode_prep_kernel[grid](
-        *tensors,
-        inputs.slot_mapping,
-        inputs.positions,
-        inputs.cos_sin_cache,
-        inputs.k_scale,
-        inputs.q_scale,
-        inputs.weight.scale,
-        tokens,
-        slots,
-        inputs.cos_sin_cache.shape[0] - 1,
-        *steps,
-        **compile_time,
-        **options,
-    )
-    return out
+
+
+def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
+    """Bind and run one call: see ``Launch``."""
+    return Launch(inputs, tile)(inputs)
 
 
 def entry(inputs: DecodeInputs, tokens: int | None = None) -> Entry:
@@ -147,26 +177,29 @@ def warm_up(template: DecodeInputs, token_counts: Iterable[int]) -> tuple[Tile, 
 
 
 _compiled: set[tuple[Any, ...]] = set()
+"""The variants that have been launched outside a capture."""
 
 
 def _variant(
     tensors: tuple[torch.Tensor, ...], steps: tuple[int, ...], compile_time: dict[str, Any], tile: Tile
 ) -> tuple[Any, ...]:
     """What Triton specialises on: dtypes, 16-byte alignment, the 2 GiB hint, and each stride's class."""
-    pointers = tuple((t.dtype, t.data_ptr() % 16 == 0, t.untyped_storage().nbytes() < 2**31) for t in tensors)
+    pointers = tuple((t.dtype, t.data_ptr() % 16 == 0, _reach(t) < 2**31) for t in tensors)
     classes = tuple((s == 1, s % 16 == 0, s < 2**31) for s in steps)
     return (tensors[0].device, tile, pointers, classes, tuple(compile_time.values()))
 
 
-def _require_compiled(variant: tuple[Any, ...]) -> None:
-    """Note a variant that is about to be compiled, unless a capture is under way, which must not compile."""
-    if variant in _compiled:
-        return
-    if backend.is_capturing():
-        raise backend.KernelCaptureError(
-            "triton: a graph is being captured and this variant is not compiled; call warm_up before"
-        )
-    _compiled.add(variant)
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes that offsets from the tensor's address may span: what Triton asks, in its order."""
+    told = getattr(tensor, "ptr_range", None)
+    return int(told()) if told is not None else tensor.untyped_storage().nbytes()
+
+
+def _held(weight: AbsorbWeight) -> tuple[Any, ...]:
+    """What decides how a weight is addressed."""
+    values, scale = weight.values, weight.scale
+    key = (values.data_ptr(), values.shape, values.stride(), values.dtype)
+    return key if scale is None else (*key, scale.stride())
 
 
 def _row_stride(tensor: torch.Tensor, dim: int) -> int:

@@ -18,6 +18,7 @@ class Tile:
     Attributes:
         block_t: tokens of a query tile, a power of two >= 16.
         block_l: latent columns of a query tile, a power of two >= 16; a narrower latent narrows it.
+        blocks: how many times ``block_l`` columns a query tile does, one after another, over the same rows.
         num_warps: warps (waves) of every program.
         rope_rows: rows of a rope program, of the query or of the cache.
         kv_rows: cache rows of a latent program.
@@ -30,11 +31,18 @@ class Tile:
     rope_rows: int = 32
     kv_rows: int = 4
     mfma: int = 0
+    blocks: int = 1
 
     @property
     def label(self) -> str:
         """Short name, unique within a table."""
-        return f"{self.block_t}x{self.block_l}/{self.num_warps}w"
+        columns = f"{self.block_l}" if self.blocks == 1 else f"{self.blocks}x{self.block_l}"
+        return f"{self.block_t}x{columns}/{self.num_warps}w"
+
+    def columns(self, latent: int) -> tuple[int, int]:
+        """``block_l`` and ``blocks`` over a latent of that width."""
+        width = min(self.block_l, latent)
+        return width, min(self.blocks, latent // width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +54,32 @@ class Entry:
     tile: Tile
 
 
-# 64 columns of bfloat16 are one 128-byte line of W_UK_T. A 64 x 64 tile takes 16 KiB of LDS on ROCm and 88 registers
-# (tools/isa_report.py), so that four workgroups share the 64 KiB of a gfx942 compute unit. rope_rows = 32 gives each
-# lane of four 64-lane waves 8 values: 16-byte loads, 8-byte fp8 stores. kv_rows = 4 gives each lane 8 of a 512-wide
-# latent. mfma = 16: two 32 x 32 tiles would be shared by four waves.
+# 64 columns of bfloat16 are one 128-byte line of W_UK_T. rope_rows = 32 gives each lane of four 64-lane waves 8 values:
+# 16-byte loads, 8-byte fp8 stores. kv_rows = 4 gives each lane 8 of a 512-wide latent. mfma = 16: two 32 x 32 tiles
+# would be shared by four waves.
 _SKINNY = Entry(16, NO_LIMIT, Tile(16, 64, 4))
 _SHORT = Entry(32, NO_LIMIT, Tile(32, 64, 4, mfma=16))
 _PLAIN = Tile(64, 64, 4)
+# An MI300X has 304 compute units, an MI355X 256. Up to 128 tokens each query tile is as large as leaves one for most of
+# them: with 16 heads 256 programs at 17 to 64 tokens. Eight waves halve what a wave has to do.
+_AMD_MANY = Tile(32, 64, 8, mfma=16)
+# Where there are programs enough, wide tiles: a tile quantises its rows of q again, which is most of its arithmetic.
+_AMD_WIDE = Tile(64, 128, 4)
+_AMD = (
+    _SKINNY,
+    Entry(32, 16, _SKINNY.tile),
+    Entry(128, 32, _AMD_MANY),
+    Entry(NO_LIMIT, 32, _AMD_WIDE),
+    Entry(32, NO_LIMIT, _AMD_MANY),
+    Entry(64, NO_LIMIT, _AMD_WIDE),
+    Entry(NO_LIMIT, NO_LIMIT, Tile(64, 128, 4, blocks=2)),
+)
 
-# Also for any other GPU that Triton compiles for: the shapes with the smallest demands.
+# Any other GPU that Triton compiles for: the shapes with the smallest demands.
 FALLBACK = (_SKINNY, _SHORT, Entry(NO_LIMIT, NO_LIMIT, _PLAIN))
 TABLE: dict[str, tuple[Entry, ...]] = {
-    "gfx942": FALLBACK,
-    # 160 KiB of LDS: registers (122 to 140) bound the wider tile, at 3 or 4 waves a SIMD. It halves the reads of q.
-    "gfx950": (
-        _SKINNY,
-        _SHORT,
-        Entry(64, NO_LIMIT, _PLAIN),
-        Entry(NO_LIMIT, 32, _PLAIN),
-        Entry(NO_LIMIT, NO_LIMIT, Tile(64, 128, 4)),
-    ),
+    "gfx942": _AMD,
+    "gfx950": _AMD,
     # Past 128 tokens or 32 heads there are programs enough: q is read 4 times instead of 8, W_UK_T once per 128 tokens.
     # 128 x 128 keeps two blocks of 8 warps on a multiprocessor; 128 x 256 (178 registers) would leave one.
     "sm90": (
