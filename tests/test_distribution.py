@@ -108,7 +108,7 @@ def test_the_wheel_runs_in_an_environment_that_only_holds_its_dependencies(wheel
     told = run(command, "doctor", cwd=tmp_path)
     assert told.returncode == 1
     assert "vllm" in told.stdout
-    for rest in (PLAN, ("verify", "--quick"), ("bench",)):
+    for rest in (PLAN, ("verify", "--quick"), ("measure",)):
         told = run(command, *rest, cwd=tmp_path)
         assert told.returncode == 2, rest
         assert "Traceback" not in told.stderr, rest

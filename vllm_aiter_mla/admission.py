@@ -50,6 +50,7 @@ LAYER_REASONS: dict[str, str] = {
     "activation_dtype": "the graph computes in another dtype than the layer whose kernel was checked",
     "cos_sin_dtype": "the cos/sin table has another dtype than the activations",
     "kv_cache_ndim": "the KV cache is not [blocks, block size, latent + rope]",
+    "captured_prefill": "vLLM may capture prefill rows in a full graph of this attention",
     "sliding_window": "the layer attends over a sliding window",
     "geometry": "the layer's head sizes are not those of a decoupled-RoPE MLA layer",
 }
@@ -94,6 +95,7 @@ GRAPH_REASONS: dict[str, str] = {
 KERNEL_REASONS: dict[str, str] = {
     "kernel_unavailable": "no fused kernel can run in this process",
     "kernel_shape": "the kernel does not take a layer of this shape",
+    "vllm_faster": "start-up timed all kernels, and vLLM's own were the fastest at every token count",
     "not_run": "the layer's fused op did not run during warm-up",
 }
 """Of one layer, from the kernels that could run it."""
@@ -104,6 +106,9 @@ REASONS = {code: meaning for table in LEVELS.values() for code, meaning in table
 
 KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
 """vLLM's names of the caches that the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""
+
+DECODE_CAPTURES = frozenset({"NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH"})
+"""Names of vLLM's ``AttentionCGSupport`` whose full graphs hold decode rows only, as many for every request."""
 
 SMALLEST_LIMIT = 2
 """vLLM drops compile-range endpoints below 2, so a limit of 1 would never end a range and the passes would never run.
@@ -189,6 +194,7 @@ class LayerView(_View):
         own_forward: where an unknown ``forward_impl`` comes from; empty if it is vLLM's own.
         q_pad_num_heads: heads that the implementation pads the query to, ``None`` without padding.
         kv_cache_ndim: dimensions of the bound KV cache; ``None`` while none is bound (compilation runs before).
+        captures: what vLLM may capture in full graphs of this attention, a name of its ``AttentionCGSupport``.
         dcp_q_replicate: the query is replicated for decode context parallelism.
         graph_dtype: dtype that the graph computes in if it is not the layer's, else empty.
         num_heads, qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank, v_head_dim: N (per rank), P, R, L and V.
@@ -202,6 +208,7 @@ class LayerView(_View):
     amx_bmm: bool = False
     has_rope_kernel: bool = True
     kv_cache_ndim: int | None = None
+    captures: str = "UNIFORM_BATCH"
     dcp_q_replicate: bool = False
     graph_dtype: str = ""
     cos_sin_dtype_matches: bool = True
@@ -311,6 +318,12 @@ LAYER_RULES = (
         "kv_cache_ndim", lambda v: v.kv_cache_ndim not in (None, 3), "the cache has {v.kv_cache_ndim} dimensions, not 3"
     ),
     Rule(
+        # The op takes its branch when a graph is captured, and a replay cannot change it.
+        "captured_prefill",
+        lambda v: v.captures not in DECODE_CAPTURES,
+        "vLLM may capture this attention's prefill rows in full graphs (cudagraph support {v.captures})",
+    ),
+    Rule(
         # The self-check ran in the layer's own dtype and proves nothing about another one.
         "activation_dtype",
         lambda v: v.graph_dtype,
@@ -358,19 +371,8 @@ def decode_limit(max_num_seqs: int, num_speculative_tokens: int, override: int |
     ``L = max_num_seqs * (1 + num_speculative_tokens)`` is vLLM's own bound for decode-mode captures: each request
     brings its newly sampled token and its drafts. ``override`` replaces it. The limit is about speed and memory:
     a short prompt runs the same compiled range as a decode step, so correctness must not depend on the limit.
-
-    Raises:
-        ValueError: when a count is out of range.
     """
-    if override is not None:
-        if override <= 0:
-            raise ValueError(f"decode limit must be above 0, got {override}")
-        return max(override, SMALLEST_LIMIT)
-    if max_num_seqs <= 0:
-        raise ValueError(f"max_num_seqs must be above 0, got {max_num_seqs}")
-    if num_speculative_tokens < 0:
-        raise ValueError(f"num_speculative_tokens must not be negative, got {num_speculative_tokens}")
-    return max(max_num_seqs * (1 + num_speculative_tokens), SMALLEST_LIMIT)
+    return max(override or max_num_seqs * (1 + num_speculative_tokens), SMALLEST_LIMIT)
 
 
 def within_limit(range_end: int, limit: int) -> bool:

@@ -114,6 +114,10 @@ class Backends:
             self._built[name] = known if factory is None else factory(self.platform, self.settings)
         return self._built[name]
 
+    def refuse(self, name: str, reason: str) -> None:
+        """Keep this process off a back end."""
+        self._built[name] = reason
+
     def bind(self, name: str, inputs: DecodeInputs) -> Binding | str:
         """Return what the back end does with calls like ``inputs``, or why it does not take them."""
         backend = self.get(name)

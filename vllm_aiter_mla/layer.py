@@ -73,6 +73,7 @@ class Layer:
         self.reason = ""
         self.refused_kernels: dict[str, str] = {}
         self.ranges: Ranges = ()
+        self._ours_elsewhere = ""  # the kernel of ours that timing chose for other token counts
         self._buffers = getattr(module, "_buffers", {})  # a look-up through the module takes ten times as long
         self._weight: absorb.AbsorbWeight | None = None
         self._tensors: tuple[tuple[str, torch.Tensor], ...] = ()
@@ -227,6 +228,9 @@ class Layer:
     def prefer(self, ranges: Ranges) -> None:
         """Let the layer run what timing chose; without ``ranges`` the static order."""
         self.ranges = ranges
+        self._ours_elsewhere = next((name for *_, name in ranges if name != VLLM), "")
+        if ranges and not self._ours_elsewhere:
+            status.skip(self.name, "vllm_faster", "vLLM's own kernels were the fastest at every token count")
         self._runs.clear()
 
     def fail(self, error: Exception) -> None:
@@ -240,6 +244,8 @@ class Layer:
 
     def _set(self, state: Literal["trusted", "refused", "failed"], reason: str = "") -> None:
         self.state, self.reason = state, reason
+        if state != "trusted":
+            self._ours_elsewhere = ""
         self._runs.clear()
 
     # What the ops call in each step.
@@ -282,9 +288,10 @@ class Layer:
             if len(self._runs) >= _KEEP:
                 self._runs.clear()
             found = self._runs[key] = self._find(inputs)
-        if self.state != "failed":
-            status.engage(self.name, found[0])
-        return found[1]
+        name, run = found
+        if run is not None or (name == VLLM and self._ours_elsewhere):
+            status.engage(self.name, name if run is not None else self._ours_elsewhere)
+        return run
 
     def _find(self, inputs: DecodeInputs) -> tuple[str, Run | None]:
         """Return (back end, its function). Whatever goes wrong, vLLM's own attention serves, and one line says why."""

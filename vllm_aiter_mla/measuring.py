@@ -178,7 +178,9 @@ def _apply(text: str, kind: _Kind, rounds: measure.Rounds) -> None:
     if not chosen:
         return
     figures, names = measure.medians(rounds), [layer.name for layer in kind.layers]
-    status.measure({"shape": text, "layers": names, "chosen": [list(one) for one in chosen], "us": figures})
+    status.current().measured.append(
+        {"shape": text, "layers": names, "chosen": [list(one) for one in chosen], "us": figures}
+    )
     if rounds != kind.kept:
         with log.warned("the measured figures could not be kept"):
             measure.write(compat_config.cache_folder(), kind.key, rounds)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_aiter_mla import status
-from vllm_aiter_mla.admission import ATTENTION_OPS, Skip
+from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import backend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
@@ -167,13 +166,8 @@ def mla_attention_with_rope(
     Raises:
         RuntimeError: captured inside a piecewise graph, or without a batch.
     """
-    step = layer_step(layer_name)
-    attention_with_rope(step, q, k_pe, kv_c, Rope(positions, cos_sin_cache, k_scale, is_neox), output)
-    if step.metadata is None:
-        # While vLLM profiles memory the layer counts as engaged, with the kernel that its calls will run on.
-        kernel = step.layer.decide(act=q.dtype)
-        if not isinstance(kernel, Skip):
-            status.engage(step.name, kernel)
+    rope = Rope(positions, cos_sin_cache, k_scale, is_neox)
+    attention_with_rope(layer_step(layer_name), q, k_pe, kv_c, rope, output)
 
 
 def layer_step(layer_name: Any) -> LayerStep:
@@ -332,4 +326,9 @@ def _check_capture(step: LayerStep) -> None:
             f"aiter-mla: {step.name} is being captured without {' and '.join(missing)}; its KV write would be missing "
             "from every replay. Capture after the KV cache is bound and with slot mappings, or switch "
             "pass_config.fuse_aiter_qk_rope_kvcache_mla off."
+        )
+    if not step.decode_only and compat_layer.has_prefill_rows(step.metadata):
+        raise RuntimeError(
+            f"aiter-mla: {step.name} is being captured with prefill rows in a full graph: every replay would take "
+            "their branch. Set compilation_config.cudagraph_mode to FULL_DECODE_ONLY or PIECEWISE."
         )

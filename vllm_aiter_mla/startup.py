@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla import measuring, status
+from vllm_aiter_mla import first_call, measuring, status
 from vllm_aiter_mla.backends import current_platform
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches
@@ -77,7 +77,8 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
             limit = int(compat_config.engaged_pass(config).limit)
             sizes = config.compilation_config.cudagraph_capture_sizes or ()
             below = [size for size in sizes if size <= limit]
-            check_layers(found, strict=strict, capture_sizes=below, limit=limit)
+            with _first_calls_of_aiter(worker, found):
+                check_layers(found, strict=strict, capture_sizes=below, limit=limit)
             checked_to = limit
     finally:
         # Also after an error: the other ranks wait for this one's answer.
@@ -93,6 +94,28 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
             for layer in found:
                 if layer.state == "trusted":
                     _compile_quantisation(layer)
+
+
+@contextmanager
+def _first_calls_of_aiter(worker: Any, found: Sequence[Layer]) -> Iterator[None]:
+    """Mark the first calls of AITER, and leave it out if an earlier start has died in them."""
+    candidates = {id(layer.backends): layer.backends for layer in found}.values()
+    concerned = [one for one in candidates if "aiter" in (*one.names, *one.contenders)]
+    if not concerned:
+        yield
+        return
+    labels = compat_config.metric_labels(worker.vllm_config)
+    arch, rank = concerned[0].platform.arch, int(getattr(worker, "rank", 0))
+    path = first_call.path_of(compat_config.cache_folder(), arch, labels["engine"], rank)
+    reason = first_call.died_before(path)
+    if reason is not None:
+        log.say_once(logging.ERROR, f"AITER is left out: {reason}")
+        for one in concerned:
+            one.refuse("aiter", reason)
+        yield
+        return
+    with first_call.marked(path):
+        yield
 
 
 def check_layers(
@@ -148,7 +171,7 @@ def _check_group(group: Sequence[Layer], strict: bool, capture_sizes: Sequence[i
 
 
 def self_check(
-    name: str, backend: KernelBackend, shape: LayerShape, capture_sizes: Sequence[int], limit: int
+    name: str, backend: KernelBackend, shape: LayerShape, capture_sizes: Sequence[int] = (), limit: int = sys.maxsize
 ) -> str | None:
     """Run a kernel and the reference, under both pairings: return why it must not serve this shape, or None.
 
@@ -260,7 +283,7 @@ def take_status(worker: Any, strict: bool = False) -> None:
     """
     config = worker.vllm_config
     record: dict[str, Any] = {}
-    stages = [record]
+    ranks = [record]
     try:
         try:
             with _step("the status is not complete", strict):
@@ -268,28 +291,28 @@ def take_status(worker: Any, strict: bool = False) -> None:
             with _step("no status line could be made", strict):
                 record.update(_record(worker))
         finally:
-            # A rank that stops here hands over what it has: the other stages wait for it.
-            with _step("the status of the pipeline stages could not be gathered", strict):
-                stages[:] = log.of_stages(record)
+            # A rank that stops here hands over what it has: the other ranks wait for it.
+            with _step("the status of the other ranks could not be gathered", strict):
+                ranks[:] = log.exchange(record)[1]
         if record:
             with _step("no status line could be said", strict):
-                _say(config, stages, record, strict)
+                _say(config, ranks, record, strict)
     finally:
         if record:
             _write_down(config, record)
 
 
 def hand_over_nothing(worker: Any) -> None:
-    """Tell the other pipeline stages, which wait for this rank's status, that its warm-up has failed.
+    """Tell the other ranks, which wait for this rank's status, that its warm-up has failed.
 
-    It does not wait for them: vLLM must hear of the failure now, and a stage may wait for another rank that has failed.
+    It does not wait for them: vLLM must hear of the failure now, and a rank may wait for another one that has failed.
     The graphs that it has compiled may be loaded by the next start, which then needs the reasons of skipped layers.
     """
-    what = "the other stages could not be told that this one has failed"
+    what = "the other ranks could not be told that this one has failed"
 
     def tell() -> None:
         with log.warned(what):
-            log.of_stages({})
+            log.exchange({})
 
     with log.warned(what):
         Thread(target=tell, daemon=True).start()
@@ -299,20 +322,20 @@ def hand_over_nothing(worker: Any) -> None:
 
 
 def _run_once(worker: Any) -> None:
-    """Run a dummy batch if no graph below the limit was captured: warm-up itself covers the largest batch only.
+    """Run one decode step if no full graph below the limit was captured: nothing else in the warm-up runs a kernel.
 
-    A dummy batch holds collectives: every rank of a group has to run it, or none. So the config decides, which all
+    The step holds collectives: every rank of a group has to run it, or none. So the config decides, which all
     share, and not what only one rank knows, for instance that its kernel failed its check.
     """
     config = worker.vllm_config
     if compat_config.mla_modules(config) and not _captured_below_the_limit(config):
-        worker.execute_dummy_batch()
+        compat_config.run_decode_step(worker)
 
 
 def _captured_below_the_limit(config: Any) -> bool:
-    """Whether vLLM captured a graph of at most L tokens. If the config cannot be read, every rank returns False."""
+    """Whether vLLM captured a full graph of at most L tokens; False on every rank if the config cannot be read."""
     try:
-        sizes, limit = compat_config.capture_sizes(config.compilation_config), compat_config.engaged_pass(config).limit
+        sizes, limit = compat_config.full_graphs(config.compilation_config), compat_config.engaged_pass(config).limit
     except Exception:
         return False
     return any(size <= limit for size in sizes)
@@ -327,19 +350,20 @@ def _record(worker: Any) -> dict[str, Any]:
     return found | compat_config.metric_labels(config)
 
 
-def _say(config: Any, stages: list[dict[str, Any]], record: dict[str, Any], strict: bool) -> None:
-    """Say the line on rank 0, for all pipeline stages. Strict mode stops a rank whose MLA layers are all skipped.
+def _say(config: Any, ranks: list[dict[str, Any]], record: dict[str, Any], strict: bool) -> None:
+    """Say the line on rank 0, for all ranks of the engine. Strict mode stops a rank whose MLA layers are all skipped.
 
     Raises:
         SettingsError: strict mode, and no layer engaged.
     """
-    anywhere = any(stage and stage["engaged"] for stage in stages)
+    anywhere = any(one and one["engaged"] for one in ranks)
     if strict and not record["engaged"] and (record["total"] or not anywhere):
         raise SettingsError(f"{log.PREFIX}{status.line(record)} ({STRICT_OPTION})")
     if record["rank"] == 0:
-        found = status.of_engine(stages) | {"replica": compat_config.replica(config)}
+        found = status.of_engine(ranks) | {"replica": compat_config.replica(config)}
+        whole = found["engaged"] and found["whole_ranks"] == found["ranks"]
         # Every engine of a process has its line said, also one that reads like the last.
-        log.say(logging.INFO if found["engaged"] else logging.WARNING, status.line(found))
+        log.say(logging.INFO if whole else logging.WARNING, status.line(found))
 
 
 def _write_down(config: Any, record: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,9 +22,6 @@ from vllm_aiter_mla import files
 
 NOT_RUN = ("not_run", "its fused op has not run")
 """Code and reason of a layer that nothing has skipped and that is not engaged."""
-
-MEASURED_CARDS: frozenset[str] = frozenset()
-"""Architectures on which this project has measured; docs/results.md has the figures."""
 
 SHOWN = 64
 """The status line gives the measured time of a step of this many tokens, or of the nearest count that was timed."""
@@ -42,9 +40,6 @@ LARGEST = 2**22
 REFRESH_S = 15.0
 """How often the gauge reads the status files where prometheus_client cannot call back (several API servers)."""
 
-Reasons = dict[str, list[str]]
-"""[code, reason] by layer name."""
-
 
 @dataclass(slots=True)
 class Status:
@@ -61,7 +56,7 @@ class Status:
 
     engaged: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, tuple[str, str]] = field(default_factory=dict)
-    compiled: dict[str, dict[str, int]] = field(default_factory=dict)
+    compiled: dict[str, Counter[str]] = field(default_factory=dict)
     measured: list[dict[str, Any]] = field(default_factory=list)
     written: tuple[Path, dict[str, Any]] | None = None
 
@@ -106,16 +101,9 @@ def fail(layer_name: str, reason: str) -> None:
         files.write(path, record)
 
 
-def measure(shape: dict[str, Any]) -> None:
-    """Note what was timed and chosen for one layer shape."""
-    _status.measured.append(shape)
-
-
 def count(compile_range: str, counts: dict[str, int]) -> None:
     """Note what the passes did to one graph of a range; a draft model brings a second graph for the same range."""
-    known = _status.compiled.setdefault(compile_range, {})
-    for name, number in counts.items():
-        known[name] = known.get(name, 0) + number
+    _status.compiled.setdefault(compile_range, Counter()).update(counts)
 
 
 # The record of one rank, and the status line.
@@ -134,14 +122,13 @@ def record_of(
         integration: "passes" or "module".
         card: its architecture, or "cpu".
     """
-    why = {name: list(_status.skipped.get(name, NOT_RUN)) for name in names if name not in _status.engaged}
     return {
         "rank": rank,
         "integration": integration,
         "card": card,
         "total": len(names),
         "engaged": {name: _status.engaged[name] for name in names if name in _status.engaged},
-        "skipped": why,
+        "skipped": {name: list(_status.skipped.get(name, NOT_RUN)) for name in names if name not in _status.engaged},
         "compiled": _status.compiled,
         "measured": _status.measured,
         "decode_limit": limit,
@@ -163,32 +150,49 @@ def record_of_skipped_engine(code: str, message: str, layers: Sequence[int], kv_
     return empty | {"total": len(layers), "skipped": {f"layer {index}": [code, message] for index in layers}}
 
 
-def of_engine(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first stage's record with the layers of all pipeline stages; count the stages without a record."""
-    known = [stage for stage in stages if stage]
-    merged = dict(known[0], stages=len(stages), silent_stages=len(stages) - len(known))
-    merged["total"] = sum(stage["total"] for stage in known)
-    for name in ("engaged", "skipped"):
-        merged[name] = {layer: found for stage in known for layer, found in stage[name].items()}
-    return merged
+def of_engine(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the records of all ranks of an engine as one, with the first one's fields.
+
+    A layer counts as engaged if a rank runs it on one of our kernels. A rank that skips a layer which another rank
+    engages has fallen back, and one without a record is silent; both are named.
+
+    Args:
+        ranks: their records, each as ``record_of`` returns it; an empty one of a rank that has failed.
+    """
+    known = [record for record in ranks if record]
+    engaged = {layer: kernel for record in known for layer, kernel in record["engaged"].items()}
+    skipped = {layer: why for record in known for layer, why in record["skipped"].items()}
+    fallen = {record["rank"]: why for record in known for layer, why in record["skipped"].items() if layer in engaged}
+    return known[0] | {
+        "total": len(engaged | skipped),
+        "engaged": engaged,
+        "skipped": {layer: why for layer, why in skipped.items() if layer not in engaged},
+        "ranks": len(ranks),
+        "whole_ranks": len(known) - len(fallen),
+        "fallen_ranks": fallen,
+    }
 
 
 def line(record: dict[str, Any]) -> str:
     """Return the status line: how many layers are engaged, by which kernels, and why the others are not."""
     engaged, total = record["engaged"], record["total"]
     if not engaged:
-        return f"0/{total}: {first_reason(record)} (run: vllm-aiter-mla doctor){_where(record)}"
+        return f"0/{total}: {first_reason(record)} (run: vllm-aiter-mla doctor){_replica(record)}"
     by = ", integration module" if record.get("integration") == "module" else ""
-    text = f"{len(engaged)}/{total} MLA layers engaged ({_measured(record) or _kernels(record)}{by}){_where(record)}"
-    return text if len(engaged) == total else f"{text}; {total - len(engaged)} skipped: {first_reason(record)}"
+    ranks, whole = record.get("ranks", 1), record.get("whole_ranks", 1)
+    on = f" on {whole} of {ranks} ranks" if ranks > 1 else ""
+    text = f"{len(engaged)}/{total} MLA layers engaged{on} ({_measured(record) or _kernels(record)}{by})"
+    for rank, why in record.get("fallen_ranks", {}).items():
+        text += f"; rank {rank} fell back: {_printable(why)}"
+    silent = ranks - whole - len(record.get("fallen_ranks", {}))
+    text += f"; {silent} without a status" if silent else ""
+    text += f"; {total - len(engaged)} skipped: {first_reason(record)}" if len(engaged) < total else ""
+    return text + _replica(record)
 
 
-def _where(record: dict[str, Any]) -> str:
-    """Return which part of a deployment the line speaks for; nothing if there is one engine of one stage."""
-    stages, silent, replica = record.get("stages", 1), record.get("silent_stages", 0), record.get("replica")
-    found = f" in {stages} pipeline stages" if stages > 1 else ""
-    found += f", {silent} of which have no status" if silent else ""
-    return found if replica is None else f"{found}, data-parallel engine {replica}"
+def _replica(record: dict[str, Any]) -> str:
+    """Return which data-parallel engine the line speaks for; nothing if there is one."""
+    return "" if record.get("replica") is None else f", data-parallel engine {record['replica']}"
 
 
 def _kernels(record: dict[str, Any]) -> str:
@@ -198,8 +202,8 @@ def _kernels(record: dict[str, Any]) -> str:
 
 
 def unmeasured(card: str) -> str:
-    """Return what is said once of a card on which nobody has timed the plugin; nothing for a measured card or a CPU."""
-    return "" if card == "cpu" or card in MEASURED_CARDS else f"; speed on {card} not measured"
+    """Return what is said once of a card, because nobody has timed the plugin on one yet; nothing for a CPU."""
+    return "" if card == "cpu" else f"; speed on {card} not measured"
 
 
 def _measured(record: dict[str, Any]) -> str | None:
@@ -220,8 +224,11 @@ def first_reason(record: dict[str, Any]) -> str:
     """Return code and reason of one layer that is not engaged, on one line that cannot drive a terminal."""
     if not record["skipped"]:
         return "the model has no MLA layer"
-    text = ": ".join(next(iter(record["skipped"].values())))
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+    return _printable(next(iter(record["skipped"].values())))
+
+
+def _printable(why: Sequence[str]) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in ": ".join(why))
 
 
 # Files. What is wrong with one is raised to the caller, who has said the status line by then.
@@ -248,7 +255,7 @@ def write(folder: Path, record: dict[str, Any]) -> None:
     for old in folder.glob("status-*-*.json"):
         with suppress(Exception):  # another program's file, or one that is being written: leave it
             known = files.read(old, LARGEST)
-            if known[files.KEY]["host"] == files.host() and _has_ended(known["run"], run):
+            if known[files.KEY]["host"] == files.host() and has_ended(known["run"], run):
                 old.unlink(missing_ok=True)
 
 
@@ -257,17 +264,15 @@ def start_run() -> str:
     return os.environ.setdefault(RUN, f"{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def _has_ended(run: str, current_run: str) -> bool:
+def has_ended(run: str, current_run: str) -> bool:
     """Whether the front end of a run on this machine has ended: its process id is free, or the current run has it."""
     pid = run.partition("-")[0]
     if pid == current_run.partition("-")[0]:
         return run != current_run
     try:
         os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
+    except OSError as error:  # PermissionError: it is another user's
+        return isinstance(error, ProcessLookupError)
     return False
 
 
@@ -289,9 +294,13 @@ def keep_skips(folder: Path, key: str, record: dict[str, Any]) -> str | None:
         ValueError: it cannot be read, is too large, or holds something else.
     """
     path = folder / f"skips-{key[:16]}-{record['rank']}.json"
-    kept: Reasons = {}
+    kept: dict[str, list[str]] = {}
     try:
-        kept = _reasons(files.read(path, LARGEST)["skipped"])
+        found = files.read(path, LARGEST)["skipped"]
+        for why in dict.values(found):
+            if not isinstance(why, list) or [type(part) for part in why] != [str, str]:
+                raise TypeError(f"[code, reason] expected, not {why!r:.60}")
+        kept = found
     except FileNotFoundError:
         pass
     except Exception as error:
@@ -300,27 +309,19 @@ def keep_skips(folder: Path, key: str, record: dict[str, Any]) -> str | None:
     if _status.compiled:
         folder.mkdir(parents=True, exist_ok=True)
         files.write(path, {"skipped": kept | _status.skipped} | files.stamp("skips", 2))
-    unexplained = [name for name, why in record["skipped"].items() if why == list(NOT_RUN)]
-    known = {name: kept[name] for name in unexplained if name in kept}
+    known = {name: kept[name] for name, why in record["skipped"].items() if why == list(NOT_RUN) and name in kept}
     record["skipped"] |= known
     return first_reason({"skipped": known}) if known else None
-
-
-def _reasons(found: Any) -> Reasons:
-    for why in dict.values(found):
-        if not isinstance(why, list) or [type(part) for part in why] != [str, str]:
-            raise TypeError(f"[code, reason] expected, not {why!r:.60}")
-    return dict(found)
 
 
 # The gauge. Workers write status files; the front end, which serves the metrics, reads those of its run at each scrape.
 
 
+@dataclass(frozen=True)
 class _Collector:
     """Answers a scrape with what the status files of this run hold at that moment."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     def collect(self) -> Iterator[Any]:
         """Yield the gauge; without a sample before the workers have written their status."""
@@ -372,13 +373,28 @@ def samples(folder: Path) -> list[tuple[list[str], int]]:
     A layer counts as engaged only if every rank that holds it says so. Ranks of a tensor-parallel group hold the same
     layers and those of a pipeline different ones; both come out right.
     """
-    by_engine: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob(f"status-{os.environ.get(RUN)}-*.json")):
-        record = json.loads(path.read_text())
-        by_engine.setdefault((record.get("model_name") or "", record.get("engine") or "0"), []).append(record)
     found = []
-    for engine, records in by_engine.items():
+    for (_, *engine), records in by_engine(folder, os.environ.get(RUN)).items():
         skipped = {name for record in records for name in record["skipped"]}
         engaged = {name for record in records for name in record["engaged"]} - skipped
         found += [([*engine, "engaged"], len(engaged)), ([*engine, "skipped"], len(skipped))]
+    return found
+
+
+def by_engine(folder: Path, run: str | None) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    """Return the records of the ranks of each engine, by (run, model name, engine).
+
+    Args:
+        folder: where the plugin keeps its files.
+        run: of one server, or "*" for all.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: it holds something else.
+    """
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob(f"status-{run}-*.json")):
+        record = json.loads(path.read_text())
+        key = (record["run"], record.get("model_name") or "", record.get("engine") or "0")
+        found.setdefault(key, []).append(record)
     return found

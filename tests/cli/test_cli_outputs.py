@@ -73,11 +73,11 @@ def test_a_link_is_replaced_wherever_it_leads(tmp_path: Path) -> None:
     ("command", "arguments", "named"),
     [
         ("verify", ["--json", "no/such/x.json"], "--json no/such/x.json"),
-        ("verify", ["--limit", "8193"], "--limit 8193"),
-        ("verify", ["--limit", "7"], "--limit 7"),
-        ("verify", ["--only", "nonsense"], "'nonsense'"),
+        ("verify", ["--device", "cpu", "--limit", "8193"], "--limit 8193"),
+        ("verify", ["--device", "cpu", "--limit", "7"], "--limit 7"),
+        ("verify", ["--device", "cpu", "--only", "nonsense"], "'nonsense'"),
         ("report", ["x.json", "--out", "."], "--out ."),
-        ("bench", ["--json", "."], "--json ."),
+        ("measure", ["--json", "."], "--json ."),
     ],
 )
 def test_a_wrong_option_is_one_line_on_stderr_and_exits_2(command: str, arguments: list[str], named: str) -> None:

@@ -59,6 +59,14 @@ def no_implementation_is_known() -> None:
     compat_layer.KNOWN_IMPLS.clear()
 
 
+def a_private_function_is_renamed() -> None:
+    """vLLM's MLA layer has the function under a new name; the plugin looks for the old one."""
+    from vllm.model_executor.layers.attention import attention, mla_attention
+
+    assert mla_attention.get_attention_context
+    del attention.get_attention_context
+
+
 def q_scale_is_applied_twice() -> None:
     """The query is scaled before the kernel and by it."""
     from vllm_aiter_mla.kernels import absorb
@@ -128,6 +136,20 @@ def the_wrappers_forward_is_unknown() -> None:
 
     inner = Wrapper.forward
     Wrapper.forward = functools.wraps(inner)(lambda self, *args, **kwargs: inner(self, *args, **kwargs))
+
+
+def the_check_fails_on_rank_1() -> None:
+    """Spawned ranks plant it themselves: the sandbox's plugin reads the variable in each."""
+    import os
+
+    import torch
+
+    from tests.sandbox import plugin
+    from vllm_aiter_mla import startup
+
+    os.environ[plugin.MUTATION] = f"{__name__}:{the_check_fails_on_rank_1.__name__}"
+    inner = startup.self_check
+    startup.self_check = lambda *given: "planted" if torch.distributed.get_rank() == 1 else inner(*given)
 
 
 def query_and_key_are_swapped() -> None:

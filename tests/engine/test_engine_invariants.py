@@ -148,6 +148,15 @@ def test_mutation_i8_nothing_engaged_is_one_warning_with_the_reason_and_vllm_res
     assert_parity(engines("eager-off"), engines("skipped"), 0.0)
 
 
+@pytest.mark.engine("eager-off", "renamed")
+@pytest.mark.mutation("I11")
+def test_mutation_i11_private_names_that_are_gone_leave_the_engine_to_vllm(engines):
+    (line,) = [line for line in engines("renamed").log if "off although it was switched on" in line]
+    assert "capability: " in line
+    assert "get_attention_context" in line
+    assert_parity(engines("eager-off"), engines("renamed"), 0.0)
+
+
 @pytest.mark.engine("strict")
 def test_i8_nothing_engaged_is_an_error_with_the_reason_in_strict_mode(engines):
     """Triton cannot run on this CPU: no layer engages."""

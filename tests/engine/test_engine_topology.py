@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.engine.engine_checks import assert_all_engaged, assert_parity
+from vllm_aiter_mla import status
 
 
 @pytest.mark.engine("schedule-off", "schedule-on")
@@ -79,7 +82,24 @@ def test_topology_of_two_pipeline_stages_has_one_outcome_for_both(engines):
     assert_all_engaged(found, ranks=2)
     assert_parity(engines("pp2-off"), found)
     (outcome,) = [line for line in found.log if "MLA layers engaged" in line]
-    assert "2/2 MLA layers engaged (reference, bf16 KV, decode limit 16) in 2 pipeline stages" in outcome
+    assert "2/2 MLA layers engaged on 2 of 2 ranks (reference, bf16 KV, decode limit 16)" in outcome
+
+
+@pytest.mark.engine("class-gfx950-off", "mutation-rank-1-falls-back")
+@pytest.mark.mutation("I8", "I12")
+def test_ranks_that_fell_back_are_in_the_line_the_files_and_the_gauge(engines, tmp_path, monkeypatch):
+    found = engines("mutation-rank-1-falls-back")
+    (line,) = [line for line in found.log if "MLA layers engaged" in line]
+    assert "WARNING" in line
+    assert "1/1 MLA layers engaged on 1 of 2 ranks (aiter" in line
+    assert "rank 1 fell back: kernel_shape: " in line
+    engaged = {record["rank"]: len(record["engaged"]) for record in found.status}
+    assert engaged == {0: 1, 1: 0}
+    for record in found.status:
+        (tmp_path / f"status-{record['run']}-0-{record['rank']}.json").write_text(json.dumps(record))
+    monkeypatch.setenv(status.RUN, found.status[0]["run"])
+    assert {labels[-1]: layers for labels, layers in status.samples(tmp_path)} == {"engaged": 0, "skipped": 1}
+    assert_parity(engines("class-gfx950-off"), found)
 
 
 @pytest.mark.engine("kv-off", "kv-on")

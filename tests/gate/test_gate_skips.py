@@ -8,7 +8,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from tests.gate.gate_support import ON, PASSES, Build, Lines, assert_skipped, pa
 from vllm_aiter_mla import gate, status
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import patches
 
 UNTESTED = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
@@ -215,6 +217,40 @@ def test_with_the_flag_off_no_op_is_looked_at_and_vllms_attention_is_not_importe
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "False"
+
+
+PRIVATE_NAMES = (
+    "vllm.utils.torch_utils:_resolve_layer_name",
+    "vllm.forward_context:get_forward_context",
+    "vllm.model_executor.layers.attention.attention:get_attention_context",
+    "vllm.model_executor.layers.attention.kv_transfer_utils:maybe_transfer_kv_layer",
+    "vllm.compilation.breakable_cudagraph:eager_break_during_capture",
+    "vllm._custom_ops:rotary_embedding",
+    "vllm._custom_ops:concat_and_cache_mla_rope_fused",
+)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What an earlier test has imported is looked for again, before and after."""
+    loaders = (compat_layer._vllm, compat_layer._hooks, compat_layer._ops)
+    for load in loaders:
+        load.cache_clear()
+    yield
+    for load in loaders:
+        load.cache_clear()
+
+
+@pytest.mark.parametrize("path", PRIVATE_NAMES)
+def test_private_names_that_serving_calls_skip_the_engine_if_one_is_missing(
+    config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch, forgotten: None, path: str
+) -> None:
+    assert compat_layer.missing_names() == ()
+    for load in (compat_layer._vllm, compat_layer._hooks, compat_layer._ops):
+        load.cache_clear()
+    module, _, name = path.partition(":")
+    monkeypatch.delattr(import_module(module), name)
+    assert_skipped(lines, config(additional_config=ON), "capability", name)
 
 
 @pytest.mark.mutation("I11")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.made_up_clock import ORDER, MadeUpClock, Named, costs
-from vllm_aiter_mla.kernels import absorb, measure
+from vllm_aiter_mla.kernels import absorb, measure, reference
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation, synthetic_inputs
 
@@ -191,16 +191,15 @@ def test_a_real_device_times_two_kernels_and_gives_its_memory_back() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     pytest.importorskip("triton")
-    from vllm_aiter_mla.commands.bench import baselines
     from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
-    class Unfused(Named):
+    class PyTorch(Named):
         def bind(self, inputs: DecodeInputs) -> Binding | str:
-            return contract_violation(inputs) or Binding(baselines.unfused)
+            return contract_violation(inputs) or Binding(reference.prepare)
 
     shape = LayerShape(16, 128, torch.bfloat16, torch.bfloat16, 64, False, device="cuda")
     before = torch.cuda.memory_reserved()
-    found = {"triton": TritonBackend(), "vllm": Unfused("vllm")}
+    found = {"triton": TritonBackend(), "vllm": PyTorch("vllm")}
     weight = synthetic_inputs(shape).weight
     rounds = measure.time_shape(found, shape, weight, measure.token_counts(256), measure.Budget())
     del weight

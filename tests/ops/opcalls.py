@@ -97,6 +97,15 @@ def assert_raises_while_capturing_without_slots(layer: StubLayer) -> None:
     assert "slot mapping" in str(errors[0])
 
 
+def assert_raises_while_capturing_prefill_rows(op: str, layer: StubLayer) -> None:
+    """I2: a replay would send every later batch through the branch of prefill rows."""
+    args = arguments(op, layer, 3)
+    with forward([layer], Batch("mixed", rows=3, decodes=2, prefills=1)), raised() as errors:
+        OPS[op](*args)
+    assert errors, "captured with prefill rows"
+    assert "prefill" in str(errors[0])
+
+
 def assert_refuses_a_piecewise_capture(op: str, layer: StubLayer) -> None:
     """Attention inside a piecewise graph would be frozen for every later batch."""
     args = arguments(op, layer, 3)

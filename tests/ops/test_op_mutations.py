@@ -65,6 +65,14 @@ def test_mutation_i2_the_op_does_not_ask_whether_it_is_captured(monkeypatch: pyt
 
 
 @pytest.mark.mutation("I2")
+def test_mutation_i2_the_op_does_not_look_for_prefill_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    opcalls.capturing(monkeypatch)
+    monkeypatch.setattr(compat_layer, "has_prefill_rows", lambda metadata: False)
+    with pytest.raises(AssertionError, match="captured with prefill rows"):
+        opcalls.assert_raises_while_capturing_prefill_rows("mla_attention_with_rope", layer_of())
+
+
+@pytest.mark.mutation("I2")
 @pytest.mark.parametrize("op", ATTENTION)
 def test_mutation_i2_attention_does_not_ask_for_the_kind_of_graph(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     opcalls.capturing(monkeypatch)

@@ -216,6 +216,12 @@ def test_i2_the_op_raises_when_captured_before_the_cache_is_bound(monkeypatch: p
 
 
 @pytest.mark.parametrize("op", ATTENTION)
+def test_i2_uniform_batch_a_capture_with_prefill_rows_raises(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    opcalls.capturing(monkeypatch)
+    opcalls.assert_raises_while_capturing_prefill_rows(op, layer_of())
+
+
+@pytest.mark.parametrize("op", ATTENTION)
 def test_i2_attention_refuses_a_piecewise_capture(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     opcalls.capturing(monkeypatch)
     opcalls.assert_refuses_a_piecewise_capture(op, layer_of())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -124,9 +125,20 @@ class Outcome:
     caches: list[torch.Tensor] = field(default_factory=list)
 
 
+@contextlib.contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN, so that no outcome depends on what was in memory before."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def execute(gm: fx.GraphModule, layers: list[StubLayer], batch: Batch) -> Outcome:
     """Run one step."""
-    with forward(layers, batch), torch.no_grad():
+    with forward(layers, batch), torch.no_grad(), nan_in_new_memory():
         outputs = Runner(gm).run(*inputs_of(gm, batch.rows))
         return Outcome([out[: batch.real].clone() for out in outputs], [layer.kv_cache.clone() for layer in layers])
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from vllm.config import CUDAGraphMode, PassConfig
 from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from tests.sandbox.gpu_ops import write_kv_rows
 from vllm_aiter_mla.compat.layer import fp8_view
@@ -64,6 +65,10 @@ class StubLayer:
     dcp_q_replicate = False
     sliding_window = None
     q_pad_num_heads = None
+    # As AITER's: full graphs hold decode rows.
+    attn_backend = SimpleNamespace(
+        get_builder_cls=lambda: SimpleNamespace(get_cudagraph_support=lambda *_: AttentionCGSupport.UNIFORM_BATCH)
+    )
     is_aiter_triton_fp4_bmm_enabled = is_aiter_triton_fp8_bmm_enabled = is_amx_bmm_enabled = False
 
     def __init__(self, name: str, sizes: Sizes, dtype: torch.dtype, cache_dtype: str = "auto", **options: Any) -> None:
@@ -83,6 +88,9 @@ class StubLayer:
             compilation_config=SimpleNamespace(pass_config=PassConfig()),
             additional_config={"aiter_mla": {"enabled": True, "debug": {"rounding": "two"}} | options},
         )
+
+    def get_kv_cache_spec(self, config: Any) -> None:
+        """No spec: the stub's builder does not ask."""
 
     def prepare_kv_cache_update(self, metadata: Any) -> None:
         """vLLM's hook before a write; nothing to do."""

@@ -1,10 +1,10 @@
-"""What admission reads of a layer: all of it is in the installed vLLM, and what is missing is refused by name."""
+"""A layer that lacks an attribute or a method that serving uses is skipped by that name.
+
+The engine tests show that the installed vLLM has them all: a layer that lacks one is not engaged.
+"""
 
 from __future__ import annotations
 
-import ast
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,26 +38,10 @@ def test_a_whole_layer_is_admitted() -> None:
 
 
 @pytest.mark.parametrize("name", compat_layer.ATTRIBUTES)
-def test_a_layer_without_a_required_attribute_is_refused_by_its_name(name: str) -> None:
+def test_a_layer_without_a_required_attribute_is_skipped_by_its_name(name: str) -> None:
     skip = admit_layer(compat_layer.layer_view(Without(layer(), name)))
     assert skip is not None
     assert (skip.code, skip.message.rpartition(" lacks ")[2]) == ("capability", name)
-
-
-def assigned(path: str, owner: str) -> set[str]:
-    """Names that a class of the installed vLLM assigns to its instances, or declares."""
-    (root,) = find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
-    tree = ast.parse((Path(root) / path).read_text(encoding="utf-8"))
-    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner)
-    stored = (node for node in ast.walk(found) if isinstance(getattr(node, "ctx", None), ast.Store))
-    return {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in stored}
-
-
-def test_the_installed_vllm_has_every_required_attribute() -> None:
-    ours = {name for name in compat_layer.ATTRIBUTES if "." not in name}
-    assert ours <= assigned("model_executor/layers/attention/mla_attention.py", "MLAAttention")
-    impls = {name.removeprefix("impl.") for name in compat_layer.ATTRIBUTES if "." in name}
-    assert impls <= assigned("v1/attention/backend.py", "AttentionImplBase")
 
 
 @pytest.mark.mutation

@@ -22,7 +22,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "status": folder / "status-1-0.json",
         "verify": made_files.run_verify(folder),
         "plan": made_files.run_plan(folder),
-        "bench": made_files.write_bench(folder),
+        "measure": made_files.write_measure(folder),
         "speed": times,
         "accuracy": accuracy,
     }

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
 from tests.sandbox import demo
@@ -48,7 +47,7 @@ def keep_demo(folder: Path) -> Path:
 def run_verify(folder: Path) -> Path:
     """A real run of ``verify`` on this CPU: one case."""
     out = folder / "verify.json"
-    options = ["--backend", "reference", "--only", "fresh-data", "--quick", "--json", str(out)]
+    options = ["--backend", "reference", "--only", "fresh-data", "--quick", "--device", "cpu", "--json", str(out)]
     assert CliRunner().invoke(app, ["verify", *options]).exit_code == 0
     return out
 
@@ -61,22 +60,18 @@ def run_plan(folder: Path) -> Path:
     return folder / "plan.json"
 
 
-def write_bench(folder: Path) -> Path:
-    """The benchmark's record of made-up timings: one point is slower, one stopped the run."""
-    pytest.importorskip("triton")
-    from vllm_aiter_mla.commands.bench import run
-    from vllm_aiter_mla.commands.bench.points import Point
+def write_measure(folder: Path) -> Path:
+    """The record of made-up timings: one size is slower, one kernel was wrong, the run stopped early."""
+    from vllm_aiter_mla.commands.measure import Report, Row
 
-    rows = []
+    report = Report({"card": "made up for a test"}, "fp8", stopped="16 heads, bf16: OutOfMemoryError")
+    report.wrong["aiter"] = "16 heads, fp8: aiter: self-check FAILED"
     for heads in (16, 128):
         for tokens in (1, 64, 256):
-            times = {run.OURS: 4.0 + tokens / 30, run.UNFUSED: 9.0, run.VLLM: 8.0}
-            timings = {name: run.Timing(us, us, us, 1 + (name != run.OURS) * 2) for name, us in times.items()}
-            rows.append(run.Row(Point(tokens, heads, True), 8, timings, {run.AITER: "AITER needs ROCm"}, {}))
-    rows[-1].wrong[run.TORCH] = "cache: 20 % of the values differ"
-    report = run.Report({"card": "made up for a test"}, "gfx942", 50, rows, "T=512: OutOfMemoryError")
-    files.write(folder / "bench.json", report.as_dict() | files.stamp("bench", 2))
-    return folder / "bench.json"
+            us = {"triton": 4.0 + tokens / 30, "vllm": 8.0}
+            report.rows.append(Row(tokens, heads, "fp8", us, {"aiter": "self-check FAILED"}))
+    files.write(folder / "measure.json", report.as_dict() | files.stamp("measure", 1))
+    return folder / "measure.json"
 
 
 def write_serving(folder: Path) -> list[Path]:

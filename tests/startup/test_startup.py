@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.fx import Graph
+from vllm.config import CUDAGraphMode
 
 from tests.ops.opcalls import NAME, layer_of
 from tests.support.strict import both_modes, stops
@@ -38,7 +39,7 @@ class Foreign:
     ids=["the flag is off", "the gate declined", "the gate declined beside a user's pass"],
 )
 def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_: Any, options: dict[str, Any]) -> None:
-    assert set(vars(Worker(pass_, **options))) == {"vllm_config", "dummies"}
+    assert set(vars(Worker(pass_, **options))) == {"vllm_config", "steps"}
 
 
 def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch) -> None:
@@ -61,24 +62,22 @@ def test_warm_up_runs_a_dummy_batch_where_no_graph_of_the_decode_limit_was_captu
     one = Worker(ours())
     one.load_model()
     assert one.compile_or_warm_up_model() == "warm"
-    assert one.dummies == 1
+    assert one.steps == 1
     assert said[-1] == (logging.INFO, "1/1 MLA layers engaged (reference, bf16 KV, decode limit 16)")
 
 
-@pytest.mark.parametrize(("mode", "dummies"), [("NONE", 1), ("FULL", 0)])
-def test_a_rank_whose_kernel_was_rejected_runs_as_many_dummy_batches_as_the_others(
-    said, mode: str, dummies: int
-) -> None:
+@pytest.mark.parametrize(("mode", "steps"), [("NONE", 1), ("PIECEWISE", 1), ("FULL_AND_PIECEWISE", 0)])
+def test_a_rank_whose_kernel_was_rejected_runs_as_many_decode_steps_as_the_others(said, mode: str, steps: int) -> None:
     """They hold collectives: a rank that ran one more would wait for the others, or read their answers to another."""
     ranks = [Worker(ours()), Worker(ours(), kernel="triton")]
     for one in ranks:
-        one.vllm_config.compilation_config.cudagraph_mode = SimpleNamespace(name=mode)
+        one.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
         one.load_model()
     layer_in(ranks[1]).refuse("planted")
     for one in ranks:
         status.reset()
         one.compile_or_warm_up_model()
-    assert [one.dummies for one in ranks] == [dummies] * 2
+    assert [one.steps for one in ranks] == [steps] * 2
 
 
 class Spoilt:
@@ -108,20 +107,20 @@ def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeyp
     assert called == [(2, True, True), (1, True, True)]
 
 
-def test_a_failed_warm_up_hands_over_to_the_other_stages_and_raises_its_error_before_they_come(
+def test_a_failed_warm_up_hands_over_to_the_other_ranks_and_raises_its_error_before_they_come(
     said, monkeypatch
 ) -> None:
     handed: list[Any] = []
     they_come, done = Event(), Event()
 
-    def of_stages(mine: Any) -> list[Any]:
+    def exchange(mine: Any) -> tuple[int, list[Any]]:
         assert they_come.wait(60)
         handed.append(mine)
         done.set()
-        return [mine]
+        return 0, [mine]
 
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", planted)
-    monkeypatch.setattr(startup.log, "of_stages", of_stages)
+    monkeypatch.setattr(startup.log, "exchange", exchange)
     one = Worker(ours(), strict=True)
     one.load_model()
     with pytest.raises(KeyError, match="planted"):
@@ -291,7 +290,7 @@ def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypat
 
 
 AT_THE_STATUS = {
-    "the dummy batch": lambda patch, one: patch(one, "execute_dummy_batch", planted),
+    "the decode step": lambda patch, one: patch(compat_config, "run_decode_step", planted),
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
     "the pass": lambda patch, one: patch(compat_config, "engaged_pass", planted),
     "the cache": lambda patch, one: patch(one.vllm_config, "cache_config", None),
@@ -312,10 +311,10 @@ def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil: Any
         assert [text for level, text in said if level == logging.ERROR and "serving goes on" in text]
 
 
-def test_fail_closed_a_dummy_batch_that_raises_costs_no_line(said, monkeypatch, tmp_path) -> None:
+def test_fail_closed_a_decode_step_that_raises_costs_no_line(said, monkeypatch, tmp_path) -> None:
     one = Worker(ours())
     one.load_model()
-    monkeypatch.setattr(one, "execute_dummy_batch", planted)
+    monkeypatch.setattr(compat_config, "run_decode_step", planted)
     one.compile_or_warm_up_model()
     assert said[-1][1].startswith("0/1: not_run")
     assert len(list(tmp_path.glob("status-*.json"))) == 1
@@ -336,6 +335,6 @@ def test_fail_closed_what_only_the_files_need_costs_no_line(said, monkeypatch, s
 def test_an_error_of_strict_mode_stops_the_worker(said, monkeypatch) -> None:
     one = Worker(ours(), strict=True)
     one.load_model()
-    monkeypatch.setattr(one, "execute_dummy_batch", lambda: None)
+    monkeypatch.setattr(compat_config, "run_decode_step", lambda worker: None)
     with pytest.raises(SettingsError, match="0/1"):
         one.compile_or_warm_up_model()

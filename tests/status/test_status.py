@@ -108,12 +108,12 @@ def test_strict_mode_stops_every_rank_that_engaged_nothing(said, rank):
 
 
 def every_rank_speaks(monkeypatch):
-    monkeypatch.setattr(startup, "_say", lambda config, stages, record, strict: log.say(0, status.line(record)))
+    monkeypatch.setattr(startup, "_say", lambda config, ranks, record, strict: log.say(0, status.line(record)))
 
 
 def a_skipped_layer_is_forgotten(monkeypatch):
     told = status.of_engine
-    monkeypatch.setattr(status, "of_engine", lambda stages: told(stages) | {"skipped": {}, "total": 1})
+    monkeypatch.setattr(status, "of_engine", lambda ranks: told(ranks) | {"skipped": {}, "total": 1})
 
 
 def the_line_is_said_twice(monkeypatch):
@@ -280,39 +280,41 @@ def test_model_and_engine_are_named_as_vllm_labels_its_metrics():
     assert compat_config.metric_labels(SimpleNamespace()) == {"model_name": None, "engine": None}
 
 
-@pytest.mark.parametrize(("card", "measured"), [("cpu", set()), ("gfx950", set()), ("gfx950", {"gfx950"})])
-def test_the_line_says_if_nobody_has_timed_this_card(said, monkeypatch, card, measured):
-    monkeypatch.setattr(status, "MEASURED_CARDS", frozenset(measured))
+@pytest.mark.parametrize("card", ["cpu", "gfx950"])
+def test_the_line_says_that_nobody_has_timed_this_card(said, card):
     engage_all()
     line = status.line(status.record_of(LAYERS, 512, "fp8", 0, card=card))
-    assert ("not measured" in line) == (card != "cpu" and card not in measured)
+    assert ("not measured" in line) == (card != "cpu")
 
 
-SECOND = {"total": 2, "engaged": {"c": "aiter"}, "skipped": {"d": ["dtype", "x"]}}
+OTHER = {"rank": 1, "total": 2, "skipped": {}}
+WHOLE = "MLA layers engaged on 2 of 2 ranks (aiter, fp8 KV, decode limit 512)"
+PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
 
 
 @pytest.mark.parametrize(
-    ("other", "line"),
+    ("other", "level", "line"),
     [
-        (SECOND, "3/4 MLA layers engaged (aiter, fp8 KV, decode limit 512) in 2 pipeline stages; 1 skipped: dtype: x"),
-        (
-            {},
-            "2/2 MLA layers engaged (aiter, fp8 KV, decode limit 512) in 2 pipeline stages, 1 of which have no status",
-        ),
+        (OTHER | {"engaged": dict.fromkeys(LAYERS, "aiter")}, logging.INFO, f"2/2 {WHOLE}"),
+        ({"rank": 1, "engaged": {"c": "aiter"}, "skipped": {"d": ["dtype", "x"]}}, logging.INFO,
+         f"3/4 {WHOLE}; 1 skipped: dtype: x"),
+        (OTHER | {"engaged": {}, "skipped": {name: ["kernel_shape", "wrong"] for name in LAYERS}}, logging.WARNING,
+         f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong"),
+        ({}, logging.WARNING, f"2/2 {PART}; 1 without a status"),
     ],
-    ids=["all", "one is silent"],
-)
-def test_the_line_speaks_for_all_pipeline_stages(said, monkeypatch, other, line):
-    monkeypatch.setattr(startup.log, "of_stages", lambda mine: [mine, other])
+    ids=["tensor parallel", "pipeline", "one fell back", "one is silent"],
+)  # fmt: skip
+def test_the_line_speaks_for_all_ranks(said, monkeypatch, other, level, line):
+    monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [mine, other]))
     engage_all()
     after_warm_up()
-    assert [text for _, text in said] == [line]
+    assert said == [(level, line)]
 
 
 @pytest.mark.parametrize("engaged_later", [False, True])
-def test_strict_mode_stops_a_stage_without_mla_layers_only_if_no_stage_engaged(said, monkeypatch, engaged_later):
-    later = SECOND | ({} if engaged_later else {"engaged": {}})
-    monkeypatch.setattr(startup.log, "of_stages", lambda mine: [mine, later])
+def test_strict_mode_stops_a_stage_without_mla_layers_only_if_no_rank_engaged(said, monkeypatch, engaged_later):
+    later = OTHER | {"engaged": {"c": "aiter"} if engaged_later else {}, "skipped": {"d": ["dtype", "x"]}}
+    monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [mine, later]))
     monkeypatch.setattr(sys.modules[__name__], "LAYERS", ())
     with stops(not engaged_later):
         after_warm_up(strict=True)
@@ -325,10 +327,10 @@ def test_a_data_parallel_engine_is_named(said):
 
 
 @both_modes
-def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_stages(said, monkeypatch, strict):
+def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_ranks(said, monkeypatch, strict):
     """They wait for it: a rank that stopped before would leave them hanging."""
     handed = []
-    monkeypatch.setattr(startup.log, "of_stages", lambda mine: [handed.append(dict(mine)) or mine])
+    monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [handed.append(dict(mine)) or mine]))
     monkeypatch.setattr(startup, "_record", full)
     worker = SimpleNamespace(vllm_config=SimpleNamespace(), rank=0)
     with stops(strict):

@@ -34,7 +34,7 @@ class Worker:
         self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16")
         self.vllm_config.compute_hash = lambda: "k" * 64
         self.vllm_config.additional_config = {"aiter_mla": {"enabled": True} | options}
-        self.dummies = 0
+        self.steps = 0
         startup.attach(self)
 
     def load_model(self) -> str:
@@ -43,8 +43,13 @@ class Worker:
     def compile_or_warm_up_model(self) -> str:
         return "warm"
 
-    def execute_dummy_batch(self) -> None:
-        self.dummies += 1
+    @property
+    def model_runner(self) -> Worker:
+        """Its own: the hook asks it for one decode step only."""
+        return self
+
+    def _dummy_run(self, tokens: int, *, uniform_decode: bool, force_attention: bool) -> None:
+        self.steps += 1
         status.engage(NAME, "reference")
 
 

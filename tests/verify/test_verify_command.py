@@ -25,9 +25,54 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machi
 
 @pytest.fixture
 def cli():
+    app = typer_app()
+    return lambda *arguments: CliRunner().invoke(app, ["--device", "cpu", *arguments], env={"COLUMNS": "200"})
+
+
+def typer_app():
     app = typer.Typer()
     app.command()(verify)
-    return lambda *arguments: CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    return app
+
+
+@on_cpu
+def test_without_a_gpu_or_the_back_end_that_was_asked_for_it_exits_3_in_one_line(monkeypatch):
+    for options in (["--quick"], ["--device", "gpu"]):
+        done = CliRunner().invoke(typer_app(), options)
+        assert (done.exit_code, len(done.stderr.splitlines())) == (3, 1)
+        assert "--device cpu" in done.stderr
+    monkeypatch.setattr(session, "engine_here", lambda device: session.EagerEngine())
+    monkeypatch.setitem(backends.FINDERS, "aiter", lambda: "no such card")
+    done = CliRunner().invoke(typer_app(), ["--backend", "aiter"])
+    assert (done.exit_code, len(done.stderr.splitlines())) == (3, 1)
+    assert "no such card" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        (["--model", "deepseek-r1", "-tp", "8"], (16, 128, 64, 512, 128)),
+        (["--model", "kimi-k2", "-tp", "8"], (8, 128, 64, 512, 128)),
+        (["--model", "glm-4.7-flash"], (20, 192, 64, 512, 256)),
+        (["--heads", "5", "--nope", "64", "--v", "32", "--weights", "mxfp4"], (5, 64, 64, 512, 32)),
+    ],
+)
+def test_a_model_or_the_options_give_the_sizes_and_the_command_that_repeats_has_them(cli, tmp_path, options, sizes):
+    path = tmp_path / "out.json"
+    done = cli(*ONE, *options, "--limit", "8", "--json", str(path))
+    assert done.exit_code == 0, done.output
+    found = json.loads(path.read_text())
+    assert tuple(found["sizes"][name] for name in ("heads", "nope", "rope", "latent", "value")) == sizes
+    assert " ".join(options).replace("-tp", "--tp") in found["results"][0]["command"]
+
+
+def test_a_model_without_an_mla_layer_or_with_other_heads_exits_2(cli, tmp_path):
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 32}')
+    for options, named in ((["--model", str(tmp_path)], "kv_lora_rank"), (["--model", "nobody"], "nobody"),
+                           (["--model", "deepseek-r1", "--tp", "7"], "--tp 7")):  # fmt: skip
+        done = cli(*ONE, *options)
+        assert done.exit_code == 2
+        assert named in done.output
 
 
 @pytest.fixture
@@ -61,10 +106,10 @@ def test_a_failure_exits_1_and_prints_the_command_that_repeats_it(cli, faulty):
     assert "1 failed" in again.output
 
 
-def test_nothing_to_run_exits_2_with_the_reason(cli, monkeypatch):
+def test_nothing_to_run_exits_3_with_the_reason(cli, monkeypatch):
     monkeypatch.setitem(backends.FINDERS, "aiter", lambda: "no such card")
     done = cli("--backend", "aiter")
-    assert done.exit_code == 2
+    assert done.exit_code == 3
     assert "no such card" in done.output
 
 

@@ -15,8 +15,9 @@ COMMANDS = {
     "doctor": "doctor.command",
     "plan": "plan.command",
     "verify": "verify",
-    "bench": "bench.command",
+    "measure": "measure",
     "report": "report.command",
+    "status": "status",
 }
 
 # Packages of a ROCm image that the plugin needs and never asks pip for.

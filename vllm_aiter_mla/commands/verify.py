@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,10 +14,26 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from vllm_aiter_mla.verify.cases import Geometry
     from vllm_aiter_mla.verify.runner import Result
     from vllm_aiter_mla.verify.session import Session
 
 _MARKS = {"passed": "[green]ok[/]", "failed": "[red]FAILED[/]", "skipped": "[yellow]skipped[/]"}
+
+
+class Device(str, Enum):
+    """Where the cases run."""
+
+    gpu = "gpu"
+    cpu = "cpu"
+
+
+class Weights(str, Enum):
+    """Formats of the absorb weight."""
+
+    bf16 = "bf16"
+    fp8 = "fp8"
+    mxfp4 = "mxfp4"
 
 
 def verify(
@@ -35,19 +52,30 @@ def verify(
     quick: Annotated[bool, typer.Option("--quick", help="Two variants, fewer cases, short long runs.")] = False,
     limit: Annotated[int | None, typer.Option(help="Last capture size, in tokens: 8 to 8192.")] = None,
     replays: Annotated[int | None, typer.Option(min=4, help="Replays of a long run.")] = None,
+    device: Annotated[Device, typer.Option(help="cpu: eager replay, without a graph.")] = Device.gpu,
+    model: Annotated[
+        str | None, typer.Option(help="Take the sizes of this model: a folder, a hub name or an example of `plan`.")
+    ] = None,
+    tp: Annotated[int, typer.Option("--tp", "-tp", min=1, help="Ranks that share the model's heads.")] = 1,
+    heads: Annotated[int | None, typer.Option(min=1, max=1024, help="Query heads of a rank.")] = None,
+    nope: Annotated[int | None, typer.Option(min=1, max=4096, help="Un-rotated width of a query head.")] = None,
+    v: Annotated[int | None, typer.Option("--v", min=1, max=4096, help="Width of a value head.")] = None,
+    weights: Annotated[Weights | None, typer.Option(help="Format of the absorb weight. Default: several.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the cases and the oracles, and run nothing.")] = False,
 ) -> None:
     """Replay captured graphs under everything that serving does to them, and compare bytes with the reference.
 
-    Run it on your card before you trust the fast path, and after each upgrade of ROCm, vLLM or AITER. Without a GPU
-    the same cases run as eager replay. Exit status: 0 all passed, 1 something failed, 2 nothing could be run.
+    Run it on your card before you trust the fast path, and after each upgrade of ROCm, vLLM or AITER. With --device cpu
+    the same cases run as eager replay. Exit status: 0 all passed, 1 something failed, 2 an option is wrong, 3 there is
+    no GPU, or not the back end that was asked for.
     """
     from vllm_aiter_mla.commands import outputs
 
     given = {
         "--backend": backend, "--only": only, "--variant": variant, "--quick": quick, "--limit": limit,
-        "--replays": replays, "--repeat": repeat != 1, "--json": json, "--seed": seed,
+        "--replays": replays, "--repeat": repeat != 1, "--json": json, "--seed": seed, "--model": model,
+        "--heads": heads, "--nope": nope, "--v": v, "--weights": weights,
     }  # fmt: skip
     unused = [option for option, value in given.items() if value not in (None, False, 0, [])]
     if listing and unused:
@@ -66,19 +94,55 @@ def verify(
         _list(console)
         return
     names = (tuple(backend or ()), tuple(only or ()), tuple(variant or ()))
+    sizes = {"--model": model, "--tp": tp if model else None, "--heads": heads, "--nope": nope, "--v": v}
+    repeated = {"--device": device.value, **sizes, "--weights": weights and weights.value}
+    again = tuple(f"{option} {value}" for option, value in repeated.items() if value is not None)
     try:
-        run = session.Session(session.Request(*names, seed, repeat, quick, limit, replays))
-    except session.NoSuchError as error:
+        geometry = None if all(value is None for value in sizes.values()) else _geometry(model, tp, heads, nope, v)
+        request = session.Request(
+            *names, seed, repeat, quick, limit, replays, device.value, geometry, weights and weights.value, again
+        )
+        run = session.Session(request)
+    except (ValueError, LookupError) as error:
         raise typer.Exit(_wrong(str(error))) from None
+    except session.NotHereError as error:
+        raise typer.Exit(_wrong(str(error), session.NOTHING)) from None
     _run(run, console)
     if json is not None:
         files.write(json, run.as_dict() | files.stamp("verify", 1))
-    raise typer.Exit(_wrong("nothing could be run") if run.status == session.NOTHING else run.status)
+    raise typer.Exit(_wrong("nothing could be run", run.status) if run.status == session.NOTHING else run.status)
 
 
-def _wrong(message: str) -> int:
+def _wrong(message: str, status: int = 2) -> int:
     typer.echo(f"verify: {message}", err=True)
-    return 2
+    return status
+
+
+def _geometry(model: str | None, tp: int, heads: int | None, nope: int | None, v: int | None) -> Geometry:
+    """Return DeepSeek's sizes, or a model's, with those that were given.
+
+    Raises:
+        LookupError: there is no such model, or its config names no MLA layer.
+    """
+    from dataclasses import replace
+
+    from vllm_aiter_mla.verify.cases import REAL
+
+    found = REAL
+    if model is not None:
+        from vllm_aiter_mla.commands.plan.model import find
+
+        config = find(model).fields()
+        names = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "v_head_dim")
+        missing = [name for name in names if not isinstance(config.get(name), int)]
+        if missing:
+            raise LookupError(f"--model {model}: its config has no {', '.join(missing)}")
+        total, *widths = (config[name] for name in names)
+        if total % tp:
+            raise LookupError(f"--tp {tp}: it does not divide the {total} heads of {model}")
+        found = replace(REAL, **dict(zip(("nope", "rope", "latent", "value"), widths, strict=True)), heads=total // tp)
+    given = {"heads": heads, "nope": nope, "value": v}
+    return replace(found, **{name: value for name, value in given.items() if value is not None})
 
 
 def _list(console: Console) -> None:

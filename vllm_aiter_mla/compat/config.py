@@ -6,6 +6,7 @@ argument of an op.
 
 from __future__ import annotations
 
+import inspect
 import re
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -109,7 +110,7 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
     return ConfigView(
         vllm_version=version,
         version_supported=in_window(version) or settings.debug.untested_vllm,
-        missing=missing_capabilities(),
+        missing=(*missing_capabilities(), *_missing_of_attention(vllm_config.model_config)),
         failed_steps=patches.failed_requirements(),
         atom_active=_atom_active(),
         breakable_cudagraph=_breakable_cudagraph(),
@@ -154,6 +155,24 @@ def capture_sizes(compilation: Any) -> list[int]:
     return [] if mode is None or mode.name == "NONE" else sorted(compilation.cudagraph_capture_sizes or ())
 
 
+def full_graphs(compilation: Any) -> list[int]:
+    """Return the sizes of the full graphs of decode batches that an engine captured."""
+    mode = compilation.cudagraph_mode
+    return capture_sizes(compilation) if mode is not None and mode.decode_mode().name == "FULL" else []
+
+
+def run_decode_step(worker: Any) -> None:
+    """Let a worker run one decode step with attention metadata; its rows have no slot, so no KV row is written.
+
+    vLLM's second model runner always gives a dummy batch its metadata, and the first one if it is told to.
+    """
+    runner = worker.model_runner
+    if "force_attention" in inspect.signature(runner._dummy_run).parameters:
+        runner._dummy_run(getattr(runner, "uniform_decode_query_len", 1), uniform_decode=True, force_attention=True)
+    else:
+        worker.execute_dummy_batch()
+
+
 def cache_name(vllm_config: Any) -> str:
     """Return the KV cache's dtype as vLLM spells it, and the model's dtype for "auto"."""
     name = str(vllm_config.cache_config.cache_dtype)
@@ -173,11 +192,11 @@ def device_type(vllm_config: Any) -> str | None:
     return None if device is None else str(device)
 
 
-def as_current(vllm_config: Any) -> AbstractContextManager[None]:
-    """Make it vLLM's current config for a block, as it is while vLLM builds its layers."""
-    from vllm.config import set_current_vllm_config
+def as_current(vllm_config: Any = None) -> AbstractContextManager[None]:
+    """Make it, or vLLM's default config, the current one for a block, as it is while vLLM builds its layers."""
+    from vllm.config import VllmConfig, set_current_vllm_config
 
-    return cast("AbstractContextManager[None]", set_current_vllm_config(vllm_config))
+    return cast("AbstractContextManager[None]", set_current_vllm_config(vllm_config or VllmConfig()))
 
 
 def compiled_as(vllm_config: Any) -> list[str]:
@@ -277,6 +296,13 @@ def _model_facts(model: Any) -> dict[str, Any]:
         "model_dtype": str(model.dtype).removeprefix("torch."),
         "op_schema": op_differences() if model.use_mla else (),
     }
+
+
+def _missing_of_attention(model: Any) -> tuple[str, ...]:
+    """Functions of vLLM's attention that the ops need; nothing is imported for a model without MLA."""
+    from vllm_aiter_mla.compat.layer import missing_names
+
+    return missing_names() if model is not None and model.use_mla else ()
 
 
 def _atom_active() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +20,14 @@ ATTRIBUTES = (
     "layer_name", "kv_cache", "kv_cache_dtype", "num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank",
     "v_head_dim", "sliding_window", "q_pad_num_heads", "hisparse_cache", "use_pcp", "dcp_q_replicate",
     "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled", "is_amx_bmm_enabled", "_vllm_config",
+    "_q_scale", "_k_scale", "_decode_concat_quant_fp8_op", "_v_up_proj", "forward_impl", "impl.forward_mqa",
+    "attn_backend.get_builder_cls", "get_kv_cache_spec",
     "impl.is_sparse", "impl.dcp_world_size", "impl.supports_quant_query_input",
 )  # fmt: skip
-"""Attributes that ``MLAAttention`` and its implementation always have in vLLM 0.30, 0.31, 0.32 and 0.33."""
+"""Attributes and methods that ``MLAAttention`` and its implementation always have in vLLM 0.30, 0.31, 0.32 and 0.33.
+
+Serving calls some of them where nothing can be caught, so all are looked for before a layer engages.
+"""
 
 KNOWN_LAYERS = {"MLAAttention"}
 """Class names of the layers whose ``forward_impl`` does the same for decode rows as the plugin's ops."""
@@ -54,6 +60,7 @@ def layer_view(
         kv_cache_dtype=layer.kv_cache_dtype,
         model_dtype=str(act).removeprefix("torch.") if act is not None else "",
         kv_cache_ndim=cache.dim() if isinstance(cache, torch.Tensor) and cache.numel() else None,
+        captures=_captures(layer),
         dcp=int(impl.dcp_world_size),
         pcp=2 if layer.use_pcp else 1,
         dcp_q_replicate=bool(layer.dcp_q_replicate),
@@ -67,6 +74,12 @@ def layer_view(
         kv_lora_rank=layer.kv_lora_rank,
         v_head_dim=layer.v_head_dim,
     )
+
+
+def _captures(layer: Any) -> str:
+    config = config_of(layer)
+    builder = layer.attn_backend.get_builder_cls()
+    return str(builder.get_cudagraph_support(config, layer.get_kv_cache_spec(config)).name)
 
 
 def activation_dtype(layer: Any) -> torch.dtype | None:
@@ -220,6 +233,9 @@ def fp8_dtype() -> torch.dtype:
     return current_platform.fp8_dtype()
 
 
+_KERNELS = operator.attrgetter("rotary_embedding", "concat_and_cache_mla_rope_fused")
+
+
 @functools.cache
 def _ops() -> Any:
     """vLLM's wrappers of its kernels. An import statement in every step would cost as much as the call."""
@@ -275,6 +291,11 @@ def is_decode_only(metadata: Any, slots: torch.Tensor | None) -> bool:
     )
 
 
+def has_prefill_rows(metadata: Any) -> bool:
+    """Return whether the batch holds rows that are not decode rows."""
+    return bool(metadata.num_prefills)
+
+
 def layers_of_forward_context() -> dict[str, Any]:
     """Return the model's layers by name from the current forward context; empty outside one."""
     from vllm.forward_context import get_forward_context, is_forward_context_available
@@ -327,6 +348,29 @@ def define(
     )
 
 
+@functools.cache
+def _hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """vLLM's two decorators of its attention ops: of breakable graphs and of KV connectors."""
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+    from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+
+    return eager_break_during_capture, maybe_transfer_kv_layer
+
+
+def missing_names() -> tuple[str, ...]:
+    """Return which functions that the ops call in every step this vLLM lacks, in words; empty if it has them all.
+
+    Imports vLLM's attention, which takes one or two seconds: ask only if the fast path is switched on.
+    """
+    missing = []
+    for load in (_vllm, _hooks, lambda: _KERNELS(_ops())):
+        try:
+            load()
+        except (ImportError, AttributeError) as error:
+            missing.append(str(error))
+    return tuple(missing)
+
+
 def with_attention_hooks(function: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``function`` in the two decorators of vLLM's own attention ops, at the first call.
 
@@ -336,11 +380,9 @@ def with_attention_hooks(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.cache
     def decorated() -> Callable[..., None]:
-        from vllm.compilation.breakable_cudagraph import eager_break_during_capture
-        from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
-
+        eager_break, transfer_kv = _hooks()
         # Outermost: a KV connector's hooks must run in the eager segment of a breakable graph.
-        return eager_break_during_capture(maybe_transfer_kv_layer(function))
+        return eager_break(transfer_kv(function))  # type: ignore[no-any-return]
 
     @functools.wraps(function)
     def attention(*args: Any, **kwargs: Any) -> None:

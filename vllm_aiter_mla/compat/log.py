@@ -48,7 +48,7 @@ def forget() -> None:
     _said.clear()
 
 
-def exchange(mine: str) -> tuple[int, list[str]]:
+def exchange(mine: Any) -> tuple[int, list[Any]]:
     """Return this rank's place and what each rank of the engine handed over, in the order of ranks.
 
     Every rank of the engine has to call it. It uses vLLM's CPU groups and no device. Without groups it returns
@@ -61,13 +61,7 @@ def exchange(mine: str) -> tuple[int, list[str]]:
 
     tensor = parallel_state.get_tp_group()
     stages = _gathered(_gathered(mine, tensor), pipeline)
-    return pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group, [text for one in stages for text in one]
-
-
-def of_stages(mine: Any) -> list[Any]:
-    """Return what each pipeline stage handed over, in order. Every rank of the engine has to call it."""
-    stages = _pipeline()
-    return [mine] if stages is None else _gathered(mine, stages)
+    return pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group, [one for stage in stages for one in stage]
 
 
 def _pipeline() -> Any | None:

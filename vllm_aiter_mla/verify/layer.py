@@ -32,6 +32,11 @@ class Batch:
         """Real rows of decode requests."""
         return self.rows - self.prefill_rows
 
+    @property
+    def num_prefills(self) -> int:
+        """As in vLLM's metadata, for the op's check of a capture: more than 0 with prefill rows."""
+        return self.prefill_rows
+
 
 class Rows(NamedTuple):
     """What a step's matrix products hand to a layer, not rotated."""

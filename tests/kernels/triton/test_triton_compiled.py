@@ -86,11 +86,10 @@ SHAPES = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from tools import aot
-from vllm_aiter_mla.commands.bench import baselines
 from vllm_aiter_mla.kernels.triton import kernel
 target = aot.TARGETS[sys.argv[2]]
 plain = aot.variants(target)[0]
-fp8, limit = target.fp8_type, target.fp8_max
+fp8 = target.fp8_type
 acts = {name: "fp16" for name in ("q_ptr", "k_pe_ptr", "kv_c_ptr", "w_ptr", "cos_sin_ptr")}
 for changes, types in (
     ({"Q_FP8_MAX": 0.0}, {"cache_ptr": fp8}),
@@ -118,18 +117,12 @@ for changes, types in (
 ) * (target.name == "gfx950"):
     given = aot.constants(target, over_mxfp4) | changes
     aot.compile_kernel(target, kernel.decode_prep_kernel, given, types | aot.MXFP4_TYPES, plain.tile)
-whole = aot.constants(target, plain)
-names = ("N", "P", "R", "L", "BLOCK_SIZE", "IS_NEOX", "KV_FP8_MAX", "ROPE_ROWS", "KV_ROWS")
-chosen = {name: whole[name] for name in names}
-aot.compile_kernel(target, baselines.rope_kv_kernel, chosen, {"cache_ptr": fp8}, plain.tile)
-chosen = {"R": 64, "L": 512, "Q_FP8_MAX": limit, "ROWS": baselines.CONCAT_ROWS}
-aot.compile_kernel(target, baselines.concat_quant_kernel, chosen, {"out_ptr": fp8}, plain.tile)
 print("compiled")
 """
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_triton_other_dtypes_widths_and_the_baselines_compile(name):
+def test_triton_other_dtypes_and_widths_compile(name):
     done = subprocess.run([sys.executable, "-c", SHAPES, str(ROOT), name], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "compiled", done.stderr[-2000:]
 

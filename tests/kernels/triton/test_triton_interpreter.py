@@ -129,29 +129,6 @@ def test_triton_tiles_of_the_table_agree_with_the_reference(interpreted, arch, i
     assert found["nope_steps"] <= 1
 
 
-@pytest.mark.parametrize("case", [Case(), Case(cache="bfloat16", is_neox=True, heads=3, tokens=17)], ids=Case.label)
-def test_triton_baseline_of_the_benchmark_writes_the_bytes_of_vllm(interpreted, case):
-    """A baseline with a bug would make a ratio meaningless. Its query rounds twice, as vLLM's own; its KV rows once."""
-    found = interpreted("compare_unfused", case=asdict(case))
-    assert found["wrong_rope"] == 0
-    assert found["nope_steps"] == 0
-
-
-@pytest.mark.parametrize("quantised", [True, False])
-def test_triton_bench_paths_agree_on_the_operands_of_the_benchmark(interpreted, quantised):
-    found = interpreted("bench_row", quantised=quantised, fp8_weight=False)
-    assert found["runnable"] == ["one launch", "unfused", "torch"]
-    assert found["wrong"] == {}
-    assert "not importable" in found["missing"]["vllm"]
-
-
-def test_triton_bench_over_fp8_weights_without_aiter_measures_the_launch_and_says_why_no_other(interpreted):
-    found = interpreted("bench_row", quantised=True, fp8_weight=True)
-    assert found["runnable"] == ["one launch", "torch"]
-    assert found["wrong"] == {}
-    assert "AITER's fp8 batched GEMM cannot be imported" in found["missing"]["unfused"]
-
-
 def test_triton_kernel_keeps_nan_payloads_in_bf16_and_gives_the_lowest_fp8(interpreted):
     assert interpreted("nan_and_payload") == {"float8_e4m3fn": 0, "bfloat16": 0}
 

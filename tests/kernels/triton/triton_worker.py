@@ -21,7 +21,6 @@ from triton.runtime import interpreter as triton_interpreter
 from tests.kernels.triton.triton_mutations import MUTATIONS
 from tests.support import triton_cases as cases
 from tests.support.aiter_results import LATENT, fp4_call, fp8_call, fused_call
-from vllm_aiter_mla.commands.bench import baselines, points, run
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.selfcheck import difference, self_check
@@ -123,12 +122,6 @@ def fp8_dots() -> dict[str, float]:
     return found
 
 
-def compare_unfused(case: dict[str, Any]) -> dict[str, Any]:
-    """The benchmark's baseline against the reference in vLLM's own roundings."""
-    inputs, storage = cases.build(cases.Case(**case))
-    return cases.compare(inputs, storage, baselines.unfused, reference.TWO_ROUNDING)
-
-
 def self_checked(
     arch: str, limit: int, weight: str, bad_tile: str | None = None, mutation: str | None = None
 ) -> dict[str, Any]:
@@ -154,14 +147,6 @@ def self_checked(
     finally:
         launcher.launch, launcher.current_arch = _LAUNCH, before
     return {"ok": found.ok, "message": found.message, "launched": launched[1:]}
-
-
-def bench_row(quantised: bool, fp8_weight: bool) -> dict[str, Any]:
-    """Every path the benchmark would time, run on one of its own operand sets and compared as it compares them."""
-    sys.modules["vllm"] = None  # type: ignore[assignment]  # a machine without vLLM
-    (inputs,) = points.operands(points.Point(9, 2, quantised, fp8_weight), torch.float8_e4m3fn, 1, device="cpu")
-    able, missing = run.available(inputs)
-    return {"runnable": list(able), "missing": missing, "wrong": run.disagreements(able, inputs)}
 
 
 def aiter_vector(index: int) -> dict[str, Any]:
@@ -309,9 +294,7 @@ OPERATIONS = {
     "odd_groups": odd_groups,
     "mxfp4_dots": mxfp4_dots,
     "fp8_dots": fp8_dots,
-    "compare_unfused": compare_unfused,
     "self_checked": self_checked,
-    "bench_row": bench_row,
     "aiter_vector": aiter_vector,
     "aiter_product": aiter_product,
     "nan_and_payload": nan_and_payload,

@@ -93,7 +93,7 @@ def aiter(step: Step) -> tuple[Launch, ...]:
 
 
 def triton(step: Step) -> tuple[Launch, ...]:
-    """One launch with the absorb BMM inside; ``bench.points.Point.bytes_once`` for DeepSeek's widths."""
+    """One launch with the absorb BMM inside: each value moves once."""
     t, n = step.tokens, step.heads
     read = int(step.weight * n * step.nope * step.latent) + ACT * t * n * (step.nope + step.rope) + ACT * step.row
     read += t * (ACT * step.rope + 2 * INDEX)

@@ -51,6 +51,18 @@ class Source:
     basis: str = ""
     assumed: tuple[str, ...] = ()
 
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the model, of the text model where it has several parts.
+
+        Raises:
+            ValueError: the file is not a JSON object.
+        """
+        config = self._whole()
+        return dict(config.get("text_config") or config)
+
+    def _whole(self) -> dict[str, Any]:
+        return _read(self.file) if self.file is not None else self.config or {}
+
     @contextmanager
     def folder(self) -> Iterator[Path]:
         """Give a folder with the config as ``config.json``, and the files around it.
@@ -58,7 +70,7 @@ class Source:
         Raises:
             ValueError: the file is not a JSON object.
         """
-        config = self.config if self.file is None else _read(self.file)
+        config = self._whole()
         if self.file is not None and self.file.name == "config.json":
             yield self.file.parent
             return

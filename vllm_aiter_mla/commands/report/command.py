@@ -11,11 +11,11 @@ import typer
 def report(
     inputs: Annotated[
         list[Path],
-        typer.Argument(metavar="INPUT...", help="JSON of verify, bench, plan, a status file, or a folder of them."),
+        typer.Argument(metavar="INPUT...", help="JSON of verify, measure, plan, a status file, or a folder of them."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
 ) -> None:
-    """Draw one HTML page: status, compile ranges, graphs before and after, bench, verify, serving.
+    """Draw one HTML page: status, compile ranges, graphs before and after, timing, verify, serving.
 
     The page loads nothing, runs no script and opens without a network. Every figure is in a table too. Exits 2 and
     writes nothing if an input cannot be shown.

@@ -28,7 +28,7 @@ SECTIONS = {
     "Compile ranges": "a status file, plan --json or the demo",
     "Graphs": "a folder of make demo ARGS='--keep DIR'",
     "Launches": "verify --json on a GPU, or plan --json for formulas",
-    "Bench": "bench --json",
+    "Timing": "measure --json",
     "Verify": "verify --json",
     "Serving": "tools/serving.py --json",
     "Versions": "any file",
@@ -312,32 +312,25 @@ def plan(page: Page, name: str, data: dict[str, Any]) -> None:
     page.add("Launches", f"Launches by formula, {model}", heads, rows, chart)
 
 
-def bench(page: Page, name: str, data: dict[str, Any]) -> None:
-    """Add one chart and table per number of heads and type: time over tokens, one line per path."""
-    stopped = [f"stopped at {data['stopped']}"] if data["stopped"] else []
-    note = f"Medians of {data['rounds']} replays. Ratio: time of the strongest rival over that of the one launch."
-    page.add("Bench", name, notes=[note], alarms=stopped)
-    for (heads, label), group in groupby(data["rows"], lambda row: (row["point"]["heads"], row["label"])):
+def measure(page: Page, name: str, data: dict[str, Any]) -> None:
+    """Add one chart and table per number of heads and type: time over tokens, one line per kernel."""
+    alarms = [f"stopped at {data['stopped']}"] if data["stopped"] else []
+    alarms += [f"wrong, not timed: {kernel} at {why}" for kernel, why in data["wrong"].items()]
+    note = f"Medians of replayed graphs, {data['weights']} weights. Ratio: vLLM's time over our fastest kernel's."
+    page.add("Timing", name, notes=[note], alarms=alarms)
+    for (heads, kind), group in groupby(data["rows"], lambda row: (row["heads"], row["kind"])):
         rows = list(group)
-        paths = list(dict.fromkeys(path for row in rows for path in row["timings"]))
-        us = [{path: one["median_us"] for path, one in row["timings"].items()} for row in rows]
-        tokens = [row["point"]["tokens"] for row in rows]
-        ratios = [(_number(row["ratio"]), row["rival"] or NONE) for row in rows]
-        slower = [str(t) for t, row in zip(tokens, rows, strict=True) if row["ratio"] is not None and row["ratio"] < 1]
-        alarms = [f"The one launch is slower than its strongest rival at {', '.join(slower)} tokens."] if slower else []
-        alarms += [
-            f"wrong at {t} tokens, not timed: {path}: {why}"
-            for t, row in zip(tokens, rows, strict=True)
-            for path, why in row["wrong"].items()
-        ]
+        kernels = list(dict.fromkeys(kernel for row in rows for kernel in row["us"]))
+        tokens = [row["tokens"] for row in rows]
+        slower = [str(row["tokens"]) for row in rows if row["ratio"] is not None and row["ratio"] < 1]
         page.add(
-            "Bench",
-            f"{name}: {heads} heads, {label}",
-            ("tokens", *(f"{path}, us" for path in paths), "ratio", "rival"),
-            [(t, *(_number(one.get(p)) for p in paths), *r) for t, one, r in zip(tokens, us, ratios, strict=True)],
-            (charts.lines, "us a call", tokens, {path: [one.get(path) for one in us] for path in paths}),
-            [f"{path}: not measured: {why}" for row in rows for path, why in row["missing"].items()],
-            alarms,
+            "Timing",
+            f"{name}: {heads} heads, {kind}",
+            ("tokens", *(f"{kernel}, us" for kernel in kernels), "ratio"),
+            [(r["tokens"], *(_number(r["us"].get(k)) for k in kernels), _number(r["ratio"])) for r in rows],
+            (charts.lines, "us a call", tokens, {k: [row["us"].get(k) for row in rows] for k in kernels}),
+            [f"{kernel}: not timed: {why}" for row in rows for kernel, why in row["untimed"].items()],
+            [f"Our fastest kernel is slower than vLLM's own at {', '.join(slower)} tokens."] if slower else [],
         )
 
 
@@ -402,7 +395,7 @@ READERS: dict[str, Callable[[Page, str, dict[str, Any]], None]] = {
     "demo": demo,
     "engine": engine,
     "plan": plan,
-    "bench": bench,
+    "measure": measure,
     "verify": verify,
     "serving": serving,
 }

@@ -1,0 +1,97 @@
+"""``vllm-aiter-mla measure`` on a made-up card: real operands and checks, times by kernel from a made-up clock."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from tests.support.made_up_clock import MadeUpClock, Named, costs
+from vllm_aiter_mla import backends
+from vllm_aiter_mla.commands import measure
+from vllm_aiter_mla.commands.main import app
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.kernels import measure as timing
+from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.backend import Binding
+from vllm_aiter_mla.kernels.platform import Platform
+
+
+class Wrong(Named):
+    """Writes no KV row."""
+
+    def bind(self, inputs: Any) -> Binding | str:
+        return Binding(lambda inputs: reference.prepare_query(inputs))
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Kernels by name; every one is the reference."""
+    kernels: dict[str, Any] = {name: Named(name) for name in ("aiter", "triton", "vllm")}
+    kernels["vllm"].trusted = True
+    for name in kernels:
+        monkeypatch.setitem(backends.FACTORIES, name, lambda platform, settings, name=name: kernels[name])
+    monkeypatch.setattr(backends, "current_platform", lambda: Platform("gfx942"))
+    monkeypatch.setattr(compat_layer, "fp8_dtype", lambda: torch.float8_e4m3fnuz)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(timing, "machine", lambda: {"card": "made up"})
+    real = measure.shape_of
+    monkeypatch.setattr(measure, "shape_of", lambda *given: replace(real(*given), device="cpu"))
+    MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0)).install(monkeypatch)
+    return kernels
+
+
+def run(*options: str) -> Result:
+    return CliRunner().invoke(app, ["measure", "-n", "2", *options])
+
+
+def test_measure_times_what_start_up_chooses_between(card: dict[str, Any], tmp_path: Path) -> None:
+    card["aiter"] = Named("aiter", most=32)
+    done = run("-t", "1", "-t", "64", "--json", str(tmp_path / "measure.json"))
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "measure.json").read_text())["rows"]
+    assert [(row["tokens"], row["kind"], set(row["us"])) for row in rows] == [
+        (1, "fp8", {"aiter", "triton", "vllm"}),
+        (64, "fp8", {"triton", "vllm"}),
+        (1, "bf16", {"aiter", "triton", "vllm"}),
+        (64, "bf16", {"triton", "vllm"}),
+    ]
+    assert {row["ratio"] for row in rows} == {2.0}
+    assert "64 tokens are too many" in rows[1]["untimed"]["aiter"]
+    assert "aiter: not timed: 64 tokens are too many" in done.output
+
+
+def test_measure_does_not_time_a_wrong_kernel_and_exits_1(card: dict[str, Any], tmp_path: Path) -> None:
+    card["triton"] = Wrong("triton")
+    done = run("-t", "1", "--type", "bf16", "--json", str(tmp_path / "measure.json"))
+    assert done.exit_code == 1
+    (row,) = json.loads((tmp_path / "measure.json").read_text())["rows"]
+    assert set(row["us"]) == {"aiter", "vllm"}
+    assert "WRONG, not timed: triton at 2 heads, bf16" in done.output
+
+
+def test_measure_keeps_what_was_timed_when_a_size_fails(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = timing.time_shape
+
+    def fails(able: Any, shape: Any, weight: Any, counts: Any, budget: Any) -> Any:
+        if counts == [8]:
+            raise MemoryError("planted")
+        return real(able, shape, weight, counts, budget)
+
+    monkeypatch.setattr(timing, "time_shape", fails)
+    done = run("-t", "1", "-t", "8", "-t", "64", "--type", "fp8")
+    assert done.exit_code == 1
+    assert "STOPPED at 2 heads, fp8: MemoryError: planted" in done.output
+    assert " 1 │ 2 " in done.output
+    assert " 64 │ 2 " not in done.output
+
+
+def test_measure_without_a_gpu_is_one_line_and_exit_status_2() -> None:
+    done = run()
+    assert done.exit_code == 2
+    assert len(done.stderr.splitlines()) == 1

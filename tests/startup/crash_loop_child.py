@@ -1,0 +1,39 @@
+"""One start of a worker on a made-up MI300X whose AITER ends the process, or works: prints what its layer runs on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import vllm._custom_ops  # noqa: F401  loads vLLM's own library before the sandbox fills its gaps
+
+from tests.sandbox import gpu_ops
+from tests.support.made_up_clock import Named
+from vllm_aiter_mla import backends, plugin
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.kernels.backend import Binding
+from vllm_aiter_mla.kernels.platform import Platform
+
+plugin.register()
+gpu_ops.register()
+
+from tests.support.worker import Worker, layer_in, ours  # noqa: E402  reads the ops at its import
+
+
+class Aborting(Named):
+    """Ends the process as AITER's C++ checks do."""
+
+    def bind(self, inputs: Any) -> Binding | str:
+        return Binding(lambda inputs: os.abort())
+
+
+folder, kind = sys.argv[1:]
+aiter = Aborting("aiter") if kind == "aborts" else Named("aiter")
+backends.FACTORIES["aiter"] = lambda platform, settings: aiter
+backends.detect_platform = lambda: Platform("gfx942")  # type: ignore[attr-defined]
+compat_config.cache_folder = lambda: Path(folder)
+worker = Worker(ours(), kernel="aiter")
+worker.load_model()
+print("runs", layer_in(worker).decide())

@@ -1,0 +1,210 @@
+"""``vllm-aiter-mla measure``: time the kernels on this machine's GPU, as start-up does."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from vllm_aiter_mla.backends import Backends
+    from vllm_aiter_mla.kernels.backend import KernelBackend
+    from vllm_aiter_mla.kernels.inputs import LayerShape
+
+TOKENS = (1, 8, 64, 256, 512)
+HEADS = (8, 16, 128)
+# A larger operand fills a card by itself.
+MOST_TOKENS, MOST_HEADS = 65536, 1024
+
+
+class Kind(str, Enum):
+    """Types of the query and the cache."""
+
+    fp8 = "fp8"
+    bf16 = "bf16"
+    both = "both"
+
+
+class Weights(str, Enum):
+    """Formats of the absorb weights."""
+
+    bf16 = "bf16"
+    fp8 = "fp8"
+    mxfp4 = "mxfp4"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was timed at one size.
+
+    Attributes:
+        tokens, heads: T and N.
+        kind: type of the query and the cache, "fp8" or "bf16".
+        us: median microseconds a call by kernel.
+        untimed: why a kernel was not timed: it does not take the call, cannot run here, or is wrong.
+    """
+
+    tokens: int
+    heads: int
+    kind: str
+    us: dict[str, float]
+    untimed: dict[str, str]
+
+    @property
+    def ratio(self) -> float | None:
+        """vLLM's time over that of our fastest kernel; above 1 ours is faster. None if either was not timed."""
+        ours = [us for name, us in self.us.items() if name != "vllm"]
+        return self.us["vllm"] / min(ours) if ours and "vllm" in self.us else None
+
+
+@dataclass(slots=True)
+class Report:
+    """A whole run on one card.
+
+    Attributes:
+        machine: card and versions.
+        weights: format of the absorb weights.
+        rows: by type, heads, tokens.
+        wrong: (heads, type) and message of a kernel that failed its self-check, by kernel.
+        stopped: at which size and why the run ended early; empty if it did not.
+    """
+
+    machine: dict[str, str]
+    weights: str
+    rows: list[Row] = field(default_factory=list)
+    wrong: dict[str, str] = field(default_factory=dict)
+    stopped: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the run for JSON."""
+        return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio} for row in self.rows]}
+
+
+def measure(
+    tokens: Annotated[
+        list[int] | None, typer.Option("--tokens", "-t", min=1, max=MOST_TOKENS, help="Tokens; may be repeated.")
+    ] = None,
+    heads: Annotated[
+        list[int] | None, typer.Option("--heads", "-n", min=1, max=MOST_HEADS, help="Heads; may be repeated.")
+    ] = None,
+    kind: Annotated[Kind, typer.Option("--type", help="Type of the query and the cache.")] = Kind.both,
+    weights: Annotated[Weights, typer.Option(help="Format of the absorb weights.")] = Weights.bf16,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file; `report` draws it.")] = None,
+) -> None:
+    """Time AITER's kernels, ours and vLLM's own on this GPU, as start-up does to choose between them.
+
+    Each kernel is first compared with the reference; a wrong one is not timed. The table shows median microseconds per
+    call in a replayed graph, and how much faster than vLLM's own kernels our fastest one is. Exit status: 0; 1 if a
+    kernel was wrong or the run stopped early; 2 without a GPU or with a wrong option.
+    """
+    import torch
+
+    from vllm_aiter_mla import files
+    from vllm_aiter_mla.commands import outputs
+
+    kinds = [Kind.fp8, Kind.bf16] if kind is Kind.both else [kind]
+    try:
+        outputs.check({"--json": json})
+    except outputs.OutputError as error:
+        print(f"measure: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if not torch.cuda.is_available():
+        print(f"measure: a GPU is needed, torch {torch.__version__} sees none; nothing was timed", file=sys.stderr)
+        raise typer.Exit(2)
+    report = run(tokens or TOKENS, heads or HEADS, [one.value for one in kinds], weights.value)
+    if json is not None:
+        files.write(json, report.as_dict() | files.stamp("measure", 1))
+    show(report)
+    raise typer.Exit(1 if report.stopped or report.wrong else 0)
+
+
+def run(tokens: Any, heads: Any, kinds: list[str], weights: str) -> Report:
+    """Time every size. A size that raises ends the run; what was timed before is kept."""
+    from vllm_aiter_mla.backends import Backends, current_platform
+    from vllm_aiter_mla.compat import config as compat_config
+    from vllm_aiter_mla.kernels import measure as timing
+    from vllm_aiter_mla.settings import Settings
+
+    report, backends = Report(timing.machine(), weights), Backends(Settings(enabled=True), current_platform())
+    with compat_config.as_current():
+        for kind, count in product(kinds, heads):
+            try:
+                for row in rows_of(backends, count, kind, weights, tokens, report.wrong):
+                    report.rows.append(row)
+            except Exception as error:  # out of memory for a large size, or a build that fails
+                report.stopped = f"{count} heads, {kind}: {type(error).__name__}: {error}"
+                break
+    return report
+
+
+def rows_of(
+    backends: Backends, heads: int, kind: str, weights: str, tokens: list[int], wrong: dict[str, str]
+) -> Iterator[Row]:
+    """Check and time the contenders on one layer shape; a kernel that fails its check goes to ``wrong``."""
+    from vllm_aiter_mla import startup
+    from vllm_aiter_mla.kernels import measure as timing
+    from vllm_aiter_mla.kernels.inputs import synthetic_inputs
+
+    shape, untimed = shape_of(heads, kind, weights), dict[str, str]()
+    able: dict[str, KernelBackend] = {}
+    for name in backends.contenders:
+        backend = backends.get(name)
+        if isinstance(backend, str):
+            untimed[name] = backend
+        elif not backend.trusted and (trouble := startup.self_check(name, backend, shape, limit=max(tokens))):
+            untimed[name] = trouble
+            wrong[name] = f"{heads} heads, {kind}: {trouble}"
+        else:
+            able[name] = backend
+    for count in tokens:
+        calls = synthetic_inputs(shape, count)
+        bound = {name: backend.bind(calls) for name, backend in able.items()}
+        skipped = {name: one for name, one in bound.items() if isinstance(one, str)}
+        weight, budget = synthetic_inputs(shape).weight, timing.Budget(float("inf"))
+        rounds = timing.time_shape(able, shape, weight, [count], budget)[count]
+        us = {name: statistics.median(one) for name, one in rounds.items()}
+        yield Row(count, heads, kind, us, untimed | skipped)
+        timing.give_back()
+
+
+def shape_of(heads: int, kind: str, weights: str) -> LayerShape:
+    """Return a DeepSeek layer of so many heads on this GPU, in blocks of 64 rows."""
+    import torch
+
+    from vllm_aiter_mla.compat.layer import fp8_dtype
+    from vllm_aiter_mla.kernels.inputs import LayerShape
+
+    act, fp8 = torch.bfloat16, fp8_dtype()
+    stored = fp8 if kind == "fp8" else act
+    key = {"bf16": ("plain",), "fp8": ("fp8", fp8), "mxfp4": ("mxfp4",)}[weights]
+    return LayerShape(heads, 128, stored, stored, 64, False, act, "cuda", weight=key)
+
+
+def show(report: Report) -> None:
+    """Print the table, and why kernels were not timed."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    names = list(dict.fromkeys(name for row in report.rows for name in row.us))
+    title = f"{', '.join(report.machine.values())}; {report.weights} weights"
+    table = Table("T", "N", "type", *(f"{name}, us" for name in names), "vllm / ours", title=title)
+    for row in report.rows:
+        us = [f"{row.us[name]:.2f}" if name in row.us else "-" for name in names]
+        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}{' (slower)' if row.ratio < 1 else ''}"
+        table.add_row(str(row.tokens), str(row.heads), row.kind, *us, ratio)
+    console.print(table)
+    for name, why in dict.fromkeys((name, why) for row in report.rows for name, why in row.untimed.items()):
+        if name not in report.wrong:
+            console.print(f"{name}: not timed: {why}")
+    for name, why in report.wrong.items():
+        console.print(f"WRONG, not timed: {name} at {why}")
+    if report.stopped:
+        console.print(f"STOPPED at {report.stopped}")

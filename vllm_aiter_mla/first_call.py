@@ -1,0 +1,55 @@
+"""A marker around the first calls of AITER: a start after one that died in them does not try that build again.
+
+AITER's C++ checks end the process. Without the marker a server that its supervisor restarts would end the same way each
+time, and no line would say why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm_aiter_mla import files, status
+
+LARGEST = 4096
+"""Bytes of a marker that are read."""
+
+
+def died_before(path: Path) -> str | None:
+    """Return why the build must not be called if the marker of an ended server is there, else None.
+
+    Raises:
+        OSError: the marker cannot be read.
+        ValueError: it holds something else.
+    """
+    try:
+        run = files.read(path, LARGEST)["run"]
+    except FileNotFoundError:
+        return None
+    if not status.has_ended(run, status.start_run()):
+        return None  # another server is at it
+    return f"aborted_before: an earlier start ended in its first call; remove {path} to try again"
+
+
+@contextmanager
+def marked(path: Path) -> Iterator[None]:
+    """Keep a marker at ``path`` during the block. It stays if the process dies, and goes if the block raises.
+
+    Raises:
+        OSError: the marker cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(path, {"run": status.start_run()} | files.stamp("first-call", 1))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def path_of(folder: Path, arch: str, engine: str | None, rank: int) -> Path:
+    """Return the marker of one rank for this build of AITER, this card and this plugin."""
+    stamp = files.stamp("first-call", 1)[files.KEY]
+    about = f"{arch} {stamp['aiter']} {stamp['host']} {files.fingerprint()}"
+    return folder / f"first-call-{hashlib.sha256(about.encode()).hexdigest()[:16]}-{engine or 0}-{rank}.json"
