@@ -72,21 +72,11 @@ def triton_factory(platform: Platform, settings: Settings) -> KernelBackend | st
     return "Triton needs a GPU" if platform.arch == "cpu" and not interpreted() else TritonBackend()
 
 
-def reference_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
-    """Build the reference with the roundings that the options ask for."""
-    return ReferenceBackend(TWO_ROUNDING if settings.debug.rounding == "two" else AITER)
-
-
-def vllm_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
-    """Build the back end of vLLM's own kernels, or return why not."""
-    return vllm_own.factory(platform, vllm=compat_layer)
-
-
 FACTORIES: dict[str, Factory] = {
     "aiter": aiter_factory,
     "triton": triton_factory,
-    "reference": reference_factory,
-    VLLM: vllm_factory,
+    "reference": lambda _, settings: ReferenceBackend(TWO_ROUNDING if settings.debug.rounding == "two" else AITER),
+    VLLM: lambda platform, _: vllm_own.factory(platform, vllm=compat_layer),
 }
 
 
