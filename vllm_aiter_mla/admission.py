@@ -338,19 +338,29 @@ LAYER_RULES = (
 )
 
 
+def config_skips(view: ConfigView) -> list[Skip]:
+    """Return every reason for which no layer of this engine may take the fast path, in the order of the rules."""
+    return _all(ENGINE_RULES + PASSES_RULES * (view.integration == "passes"), view)
+
+
+def layer_skips(view: LayerView) -> list[Skip]:
+    """Return every reason for which this layer is left to vLLM, in the order of the rules."""
+    return _all(LAYER_RULES, view)
+
+
 def admit_config(view: ConfigView) -> Skip | None:
     """Return the first reason for which no layer of this engine may take the fast path, or ``None``."""
-    return _first(ENGINE_RULES + PASSES_RULES * (view.integration == "passes"), view)
+    return next(iter(config_skips(view)), None)
 
 
 def admit_layer(view: LayerView) -> Skip | None:
     """Return the first reason for which this layer is left to vLLM, or ``None``. Layers never affect each other."""
-    return _first(LAYER_RULES, view)
+    return next(iter(layer_skips(view)), None)
 
 
 def why_not_passes(view: ConfigView) -> Skip | None:
     """Return why the passes cannot run in this engine, or ``None``."""
-    return _first(PASSES_RULES, view)
+    return next(iter(_all(PASSES_RULES, view)), None)
 
 
 def integration_of(view: ConfigView) -> str:
@@ -380,13 +390,14 @@ def within_limit(range_end: int, limit: int) -> bool:
     return range_end <= limit
 
 
-def _first(rules: tuple[Rule, ...], view: _View) -> Skip | None:
+def _all(rules: tuple[Rule, ...], view: _View) -> list[Skip]:
+    skips = []
     for rule in rules:
         found = rule.applies(view)
         if found:
             joined = "; ".join(found) if isinstance(found, tuple) else ""
-            return Skip(rule.code, rule.sentence.format(v=view, found=joined))
-    return None
+            skips.append(Skip(rule.code, rule.sentence.format(v=view, found=joined)))
+    return skips
 
 
 def _cuts(view: ConfigView) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.kernels import vllm_own
+from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
@@ -17,6 +17,7 @@ from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING, ReferenceBackend
+from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
 from vllm_aiter_mla.settings import KERNELS, Settings
 
 VLLM = "vllm"
@@ -72,11 +73,18 @@ def triton_factory(platform: Platform, settings: Settings) -> KernelBackend | st
     return "Triton needs a GPU" if platform.arch == "cpu" and not interpreted() else TritonBackend()
 
 
+def vllm_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
+    """Build the back end of vLLM's own kernels, or return why not."""
+    if not compat_layer.has_rope_and_write():
+        return "this build of vLLM has no concat_and_cache_mla_rope_fused"
+    return VLLMBackend(compat_layer, platform.arch)
+
+
 FACTORIES: dict[str, Factory] = {
     "aiter": aiter_factory,
     "triton": triton_factory,
     "reference": lambda _, settings: ReferenceBackend(TWO_ROUNDING if settings.debug.rounding == "two" else AITER),
-    VLLM: lambda platform, _: vllm_own.factory(platform, vllm=compat_layer),
+    VLLM: vllm_factory,
 }
 
 
@@ -95,6 +103,8 @@ class Backends:
         self.contenders = contenders(settings.kernel, platform) if settings.measures else ()
         self._factories = FACTORIES if factories is None else factories
         self._built: dict[str, KernelBackend | str] = {}
+        if platform.arch in ARCHITECTURES:
+            absorb.GEMMS.update(compat_layer.absorb_products())
 
     def get(self, name: str) -> KernelBackend | str:
         """Return the back end called ``name``, or why there is none."""

@@ -5,49 +5,24 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 import typer.main
 from _pytest.mark.expression import Expression
-from typer.testing import CliRunner
 
 from tests.sandbox import demo
+from tests.support.pages import PAGES, ROOT, RUN, quoted, table, words
 from vllm_aiter_mla import status
 from vllm_aiter_mla.commands import main
-from vllm_aiter_mla.compat import offline, switches
+from vllm_aiter_mla.compat import offline
 
-ROOT = Path(__file__).parents[2]
-PAGES = {
-    path.name: path.read_text(encoding="utf-8")
-    for path in sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))])
-}
 COMMANDS = typer.main.get_command(main.app).commands
-RUN = re.compile(r"(vllm-aiter-mla \w+|vllm serve|(?<!tests/)tools/[\w/]+\.py|tools\.\w+)(?=[ \\\n]|$)")
 SHARED = {"--help", "--version"}
 NAMES = [
     f"{path.relative_to(ROOT).as_posix()} {name}".lower()
     for path in (ROOT / "tests").rglob("test_*.py")
     for name in re.findall(r"^\s*def (test_\w+)", path.read_text(encoding="utf-8"), re.M)
 ]
-
-
-def quoted(page: str) -> list[str]:
-    """Commands in a page: code spans, and indented or fenced lines; a line that ends in a backslash continues."""
-    text = re.sub(r"\\\n\s*", " ", page)
-    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
-    lines += [line for block in re.findall(r"^```\n(.*?)^```", text, re.S | re.M) for line in block.splitlines()]
-    spans = re.findall(r"`([^`\n]+)`", text)
-    return [part.strip() for line in (*lines, *spans) for part in re.split(r";|\|\s*tee", line) if RUN.search(part)]
-
-
-def words(text: str) -> list[str]:
-    """Split a command line; a comment begins with " #" or three spaces."""
-    text = text.split("   ")[0].split(" #")[0]
-    try:
-        return shlex.split(text)
-    except ValueError:  # an apostrophe
-        return text.split()
 
 
 @pytest.fixture(scope="module")
@@ -142,16 +117,6 @@ def test_quoted_selections_choose_tests():
     assert chosen("`pytest -m engine -k no_such_thing`") == {"no_such_thing": 0}
 
 
-def test_quoted_plans_run():
-    """Those that begin with the name of a bundled example run as they are."""
-    plans = [re.search(r"vllm-aiter-mla (plan [a-z].*)", one) for page in PAGES.values() for one in quoted(page)]
-    assert any(plans)
-    for plan in filter(None, plans):
-        result = CliRunner().invoke(main.app, words(plan[1]))
-        assert result.exit_code in (0, 1), (plan[1], result.output)
-        assert "MLA layers" in result.output, (plan[1], result.output)
-
-
 def outcome(**changes) -> str:
     """Return the status line of 61 engaged layers."""
     names = [f"layer {index}" for index in range(61)]
@@ -173,19 +138,13 @@ def test_quoted_outcomes_are_what_the_status_says():
     assert set(found) == said
 
 
-def table_rows(page: str, title: str) -> list[list[str]]:
-    part = PAGES[page].partition(title)[2].partition("\n##")[0]
-    lines = [line for line in part.splitlines() if line.startswith("| `")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
 def test_defaults_of_vllms_variables_are_the_installed_ones():
     """0.32 runs the tests; the column says for 0.33 what differs there."""
     held = 0
-    for name, default, _ in table_rows("configuration.md", "## vLLM's environment variables"):
+    for name, default, _ in table("configuration.md", "## vLLM's environment variables"):
         value = re.match(r"\*{0,2}([01])\b", default)
         if value:
-            assert switches.switched_on(name.strip("`")) is bool(int(value[1])), name
+            assert offline.switched_on(name.strip("`")) is bool(int(value[1])), name
             held += 1
     assert held >= 7
 
@@ -198,7 +157,7 @@ def test_what_use_aiter_switches_on_is_on_by_default():
     named = {f"VLLM_ROCM_USE_AITER{suffix}" for suffix in suffixes}
     known = {name for name in envs.environment_variables if name.startswith("VLLM_ROCM_USE_AITER_")}
     assert named <= known
-    assert named == {name for name in known if switches._reader(name)() is True}
+    assert named == {name for name in known if envs.environment_variables[name]() is True}
 
 
 def test_aiters_mla_attention_is_not_batch_invariant():

@@ -1,18 +1,30 @@
-"""The pages: tables say what the code says, and no path or link leads nowhere."""
+"""The pages: tables and formulas say what the code says, no path or link leads nowhere, and words are plain."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from tests.support.import_table import ARROWS, FIRST
+from tests.support.pages import FILES, PAGES, ROOT
+from vllm_aiter_mla import settings
+from vllm_aiter_mla.commands.doctor.check import name_of
+from vllm_aiter_mla.commands.doctor.command import CHECKS
+from vllm_aiter_mla.commands.plan import formulas, model
+from vllm_aiter_mla.compat.offline import VARIABLES
 from vllm_aiter_mla.compat.patches import PATCHES
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))])
-DEVELOPMENT = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
+DEVELOPMENT, CONFIGURATION = PAGES["development.md"], PAGES["configuration.md"]
+NAMES = {
+    *settings.PASS_CONFIG_FIELDS,
+    *(field.name for field in fields(settings.Settings) if field.name != "debug"),
+    *(f"debug.{field.name}" for field in fields(settings.DebugSettings)),
+    *settings.KERNELS, *settings.AITER_VIEWS, *settings.STOP_AFTER, *settings.ROUNDINGS,
+    *map(name_of, CHECKS), *VARIABLES, *model.examples(),
+}  # fmt: skip
 
 # Beginnings of paths in the sources of AITER, ATOM and vLLM.
 NOT_HERE = ("aiter/", "atom/", "vllm/", "csrc/")
@@ -71,7 +83,7 @@ def test_the_table_of_parts_says_what_the_arrows_say() -> None:
     assert parts() == ARROWS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", FILES, ids=lambda page: page.name)
 def test_every_path_and_link_of_a_page_leads_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert missing(text) == []
@@ -85,3 +97,42 @@ def test_every_path_and_link_of_a_page_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("text", ["`runtime/ops.py`", "`python tools/gone.py --json`", "    pytest tests/runtime\n"])
 def test_mutation_a_path_that_is_gone_is_seen(text: str) -> None:
     assert missing(text)
+
+
+def test_every_option_choice_check_variable_and_example_is_documented() -> None:
+    assert [name for name in sorted(NAMES) if f"`{name}`" not in CONFIGURATION] == []
+
+
+@pytest.mark.parametrize(("e", "w"), [(1, 1), (1, 2), (2, 2)])
+def test_the_documented_formulas_are_those_of_the_code(e: int, w: int) -> None:
+    sizes = {"T": 64, "N": 16, "P": 128, "R": 64, "L": 512, "e": e, "w": w}
+    step = formulas.Step(*sizes.values())
+    found = {name: numbers for path in formulas.paths(step).values() for name, *numbers in path}
+    table = CONFIGURATION.partition("| launch | reads | writes |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ")[1:] for line in table.splitlines()]
+    # "2 T (N + 1) R" is a product.
+    products = [[re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", cell) for cell in row] for row in rows]
+    assert len(rows) == 7
+    assert sorted([eval(product, {}, sizes) for product in row] for row in products) == sorted(found.values())
+
+
+# What nobody but us called these things.
+GONE = re.compile(
+    rf"\b({'|'.join(('stock', 'census', 'verdict', 'emitter', 'rung', 'bucket', 'demote', 'refusal'))})s?\b", re.I
+)
+SUFFIXES = {".py", ".j2", ".json", ".md", ".toml"}
+
+
+def texts() -> list[Path]:
+    folders = [ROOT / "vllm_aiter_mla", ROOT / "tools", ROOT / "docs"]
+    return [ROOT / "README.md", *(p for f in folders for p in f.rglob("*") if p.suffix in SUFFIXES)]
+
+
+def test_words_of_our_own_are_gone() -> None:
+    found = [f"{path.relative_to(ROOT)}: {match[0]}" for path in texts() if (match := GONE.search(path.read_text()))]
+    assert found == []
+
+
+@pytest.mark.parametrize("text", ["the verdict of a layer", '"emitter": 1', "two buckets"])
+def test_the_search_finds_such_a_word(text: str) -> None:
+    assert GONE.search(text)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
+from tests.support.pages import PAGES, ROOT
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.kernels.aiter.contract import LIMITS
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_aiter_mla"
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+PAGE = PAGES["troubleshooting.md"]
 ROWS = dict(re.findall(r"^\| `([a-z0-9_-]+)` \|(.*)\|$", PAGE, re.MULTILINE))
 GIVEN = {*admission.REASONS, "kernel", *LIMITS}
 SHORTEST = 8  # letters of a fragment that still identifies a line

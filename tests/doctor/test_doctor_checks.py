@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import vllm.envs
 
-from vllm_aiter_mla.commands.doctor import command, installed, machine, options
-from vllm_aiter_mla.commands.doctor.check import Given
+from vllm_aiter_mla.commands.doctor import command, machine, options
+from vllm_aiter_mla.commands.doctor.check import Check, Given, name_of, run
 from vllm_aiter_mla.kernels.aiter import op as locate
 
-CHECKS = dict(command.CHECKS)
+CHECKS = {name_of(check): check for check in command.CHECKS}
 
 
-def given(**env: str) -> Given:
-    return Given(env=env)
+def found(name: str, served: Any = None, **env: str) -> Check:
+    return run([CHECKS[name]], Given(env=env, served=served))[0]
 
 
 def status(name: str, **env: str) -> str:
-    return CHECKS[name](given(**env)).status
+    return found(name, **env).status
 
 
 @pytest.fixture
@@ -48,17 +48,17 @@ def test_the_weight_formats_follow_the_installed_vllms_defaults(
     name: str, default: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On in 0.30 to 0.32, off in 0.33; the fast path takes either format, so neither is a warning."""
-    variable, check = f"VLLM_ROCM_USE_AITER_{name.upper()}BMM", CHECKS[f"{name}-bmm"]
+    variable, check = f"VLLM_ROCM_USE_AITER_{name.upper()}BMM", f"{name}-bmm"
     read = lambda: bool(int(os.environ.get(variable, str(int(default)))))  # noqa: E731
     monkeypatch.setitem(vllm.envs.environment_variables, variable, read)
-    unset, other = check(given(**AITER_ON)), check(given(**AITER_ON, **{variable: str(int(not default))}))
+    unset, other = found(check, **AITER_ON), found(check, **AITER_ON, **{variable: str(int(not default))})
     assert unset.status == other.status == "ok"
     assert f"{variable} is unset, in this vLLM {'on' if default else 'off'}: " in unset.detail
     assert other.detail.startswith(f"{variable} {'off' if default else 'on'}: ")
-    assert check(given()).detail.startswith("off, because VLLM_ROCM_USE_AITER")
-    assert check(given(**AITER_ON, **{variable: "maybe"})).status == "problem"
+    assert found(check).detail.startswith("off, because VLLM_ROCM_USE_AITER")
+    assert status(check, **AITER_ON, **{variable: "maybe"}) == "problem"
     monkeypatch.delitem(vllm.envs.environment_variables, variable)
-    assert check(given(**AITER_ON)).status == "unknown"
+    assert status(check, **AITER_ON) == "unknown"
 
 
 @pytest.mark.usefixtures("rocm_card")
@@ -89,36 +89,36 @@ def test_a_variable_that_keeps_the_fast_path_off_is_a_problem(name: str, env: di
 )
 def test_a_named_backend_decides_and_not_the_variable(backend: str, expected: str) -> None:
     served = SimpleNamespace(attention_backend=SimpleNamespace(name=backend))
-    assert options.use_aiter(Given(env={}, served=served)).status == expected
+    assert found("use-aiter", served).status == expected
 
 
 def test_breakable_graphs_are_a_problem_if_the_passes_are_asked_for() -> None:
     served = options.read(["--additional-config.aiter_mla.integration", "passes"]).served
-    found = options.graph(Given(env={"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}, served=served))
-    assert (found.status, found.detail.partition(":")[0]) == ("problem", "breakable_cudagraph")
+    graph = found("graph", served, VLLM_USE_BREAKABLE_CUDAGRAPH="1")
+    assert (graph.status, graph.detail.partition(":")[0]) == ("problem", "breakable_cudagraph")
 
 
-def points(monkeypatch: pytest.MonkeyPatch, *found: EntryPoint) -> None:
-    chosen = lambda group: [point for point in found if point.group == group]  # noqa: E731
+def points(monkeypatch: pytest.MonkeyPatch, *installed: EntryPoint) -> None:
+    chosen = lambda group: [point for point in installed if point.group == group]  # noqa: E731
     monkeypatch.setattr(importlib.metadata, "entry_points", chosen)
 
 
 def test_atom_is_a_problem_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    points(monkeypatch, EntryPoint("atom", "atom.plugin.register:register", installed.PLATFORM))
+    points(monkeypatch, EntryPoint("atom", "atom.plugin.register:register", machine.PLATFORM))
     assert (status("atom"), status("atom", ATOM_DISABLE_VLLM_PLUGIN="1")) == ("problem", "ok")
     points(monkeypatch)
     assert status("atom") == "ok"
 
 
 def test_the_plugins_entry_point_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = EntryPoint("aiter_mla", "vllm_aiter_mla.plugin:register", installed.GENERAL)
-    other = EntryPoint("else", "someone.else:register", installed.GENERAL)
+    ours = EntryPoint("aiter_mla", "vllm_aiter_mla.plugin:register", machine.GENERAL)
+    other = EntryPoint("else", "someone.else:register", machine.GENERAL)
     points(monkeypatch, other)
     assert status("plugin") == "problem"
     points(monkeypatch, ours, other)
-    found = installed.plugin(given())
-    assert (found.status, found.detail.endswith(": else")) == ("ok", True)
-    points(monkeypatch, ours, EntryPoint("aiter_mla", "copy:register", installed.GENERAL))
+    plugin = found("plugin")
+    assert (plugin.status, plugin.detail.endswith(": else")) == ("ok", True)
+    points(monkeypatch, ours, EntryPoint("aiter_mla", "copy:register", machine.GENERAL))
     assert status("plugin") == "warning"
 
 
@@ -128,14 +128,14 @@ def test_the_plugins_entry_point_is_looked_for(monkeypatch: pytest.MonkeyPatch) 
 def test_vllms_release_is_held_against_the_window(
     monkeypatch: pytest.MonkeyPatch, version: str | None, expected: str
 ) -> None:
-    monkeypatch.setattr(installed, "vllm_version", lambda: version)
+    monkeypatch.setattr(machine, "vllm_version", lambda: version)
     assert status("vllm") == expected
     if version is None:
         assert {status(name) for name in ("surface", "mla-ops", "patches")} == {"unknown"}
 
 
 @pytest.mark.parametrize(
-    ("found", "rocm", "expected"),
+    ("install", "rocm", "expected"),
     [
         (("AITER is not installed: install it",), "7.0", "problem"),
         (("AITER is not installed: install it",), None, "unknown"),
@@ -145,10 +145,10 @@ def test_vllms_release_is_held_against_the_window(
     ],
 )
 def test_aiter_is_judged_by_its_files(
-    monkeypatch: pytest.MonkeyPatch, found: tuple[Any, ...], rocm: str | None, expected: str
+    monkeypatch: pytest.MonkeyPatch, install: tuple[Any, ...], rocm: str | None, expected: str
 ) -> None:
     monkeypatch.setattr(machine, "rocm_version", lambda: rocm)
-    monkeypatch.setattr(locate, "locate_aiter", lambda: locate.AiterInstall(*found))
+    monkeypatch.setattr(locate, "locate_aiter", lambda: locate.AiterInstall(*install))
     assert status("aiter") == expected
 
 
@@ -186,14 +186,14 @@ def test_the_card_is_read_from_the_driver_if_torch_sees_none(
         (tmp_path / str(node)).mkdir()
         text = f"cpu_cores_count 0\ngfx_target_version {version}\n"
         (tmp_path / str(node) / "properties").write_text(text)
-    found = machine.gpu(given())
-    assert (found.status, found.detail.startswith(arch)) == (expected, True), found
+    gpu = found("gpu")
+    assert (gpu.status, gpu.detail.startswith(arch)) == (expected, True), gpu
 
 
 def test_the_driver_is_read_from_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "AMD_MODULE", tmp_path)
     (tmp_path / "version").write_text("6.14.14\n")
-    assert machine.driver(given()).detail == "amdgpu 6.14.14"
+    assert found("driver").detail == "amdgpu 6.14.14"
     monkeypatch.setattr(machine, "AMD_MODULE", tmp_path / "none")
     monkeypatch.setattr(machine, "NVIDIA_DRIVER", tmp_path / "version")
     assert status("driver") == "problem"

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_aiter_mla.commands.doctor import command, machine, options
-from vllm_aiter_mla.commands.doctor.check import Check, Given, exit_status, run
+from vllm_aiter_mla.commands.doctor.check import Check, Given, exit_status, name_of, run
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED
 
@@ -61,10 +61,10 @@ def test_doctor_on_this_machine_never_imports_aiter(tmp_path: Path) -> None:
     # Whatever a vLLM release may try while it is looked at.
     eager = "from vllm_aiter_mla.commands.doctor import command\n"
     eager += "def importing(given):\n    import aiter.ops.cache\n"
-    eager += "command.CHECKS = (*command.CHECKS, ('eager', importing))\n"
+    eager += "command.CHECKS = (*command.CHECKS, importing)\n"
     checks = doctor(eager + RUN, path=tmp_path)
     assert not marker.exists()
-    assert "doctor does not import aiter" in checks["eager"]["detail"]
+    assert "doctor does not import aiter" in checks["importing"]["detail"]
     assert checks["aiter"]["status"] == "warning", "found, and not built"
     # Real vLLM, as installed here.
     for name in ("vllm", "plugin", "surface", "mla-ops", "patches"):
@@ -87,7 +87,7 @@ def test_aiter_can_be_imported_again_afterwards(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_line_per_check_and_a_summary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "CHECKS", (("python", machine.python), ("dead-flag", options.dead_flag)))
+    monkeypatch.setattr(command, "CHECKS", (machine.python, options.dead_flag))
     done = CliRunner().invoke(app, ["doctor", "-cc.pass_config.fuse_rope_kvcache_cat_mla=true"])
     assert done.exit_code == 1
     first, second, summary = done.stdout.splitlines()
@@ -102,7 +102,7 @@ def test_the_names_of_the_checks_are_those_that_scripts_know() -> None:
         "python torch rocm driver gpu triton hip-python vllm plugin vllm-plugins surface mla-ops patches aiter atom "
     )
     names += "use-aiter batch-invariant fp8-bmm fp4-bmm mla breakable-graphs settings graph dead-flag user-pass"
-    assert sorted(name for name, _ in command.CHECKS) == sorted(names.split())
+    assert sorted(map(name_of, command.CHECKS)) == sorted(names.split())
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_check_that_fails_is_unknown_and_stops_no_other(error: BaseException) 
     def failing(_: Given) -> Check:
         raise error
 
-    first, second = run([("bad", failing), ("python", machine.python)], Given())
-    assert (first.name, first.status) == ("bad", "unknown")
+    first, second = run([failing, machine.python], Given())
+    assert (first.name, first.status) == ("failing", "unknown")
     assert type(error).__name__ in first.detail
     assert second.status == "ok"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_aiter_mla.commands.doctor import options
-from vllm_aiter_mla.commands.doctor.check import Check
+from vllm_aiter_mla.commands.doctor.check import CheckFunction, run
 
 FLAG = "fuse_aiter_qk_rope_kvcache_mla"
 DEAD = "fuse_rope_kvcache_cat_mla"
@@ -53,7 +53,8 @@ def test_a_wrong_option_is_a_problem_that_names_it(
     assert (found.status, named in found.detail) == ("problem", True), found
     assert capsys.readouterr().out == ""
     # The checks that need these options say so instead of judging without them.
-    assert {check(given).status for check in (options.graph, options.dead_flag, options.user_pass)} == {"unknown"}
+    others = run((options.graph, options.dead_flag, options.user_pass), given)
+    assert {check.status for check in others} == {"unknown"}
 
 
 def test_every_pass_option_of_the_installed_vllm_is_known() -> None:
@@ -82,69 +83,41 @@ def test_every_spelling_of_vllm_serve_switches_the_fast_path_on(arguments: list[
     assert (found.status, found.detail) == ("ok", f"on, kernel {'triton' if more else 'auto'}")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        (plugin(aiter_mla={"strict": True}), "warning"),
-        (plugin(**{"aiter-mla": {}, "aiter_mla": {"enabled": True}}), "warning"),
-        (plugin(another_plugin={}), "ok"),
-        ([], "ok"),
-    ],
-)
-def test_an_option_without_effect_is_a_warning(arguments: list[str], status: str) -> None:
-    assert options.settings(options.read(arguments)).status == status
+GRAPH, SETTINGS, DEAD_FLAG, USER_PASS = options.graph, options.settings, options.dead_flag, options.user_pass
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "code"),
+    ("check", "arguments", "status", "named"),
     [
-        (["--enforce-eager", *PASSES], "problem", "enforce_eager"),
-        (["-dcp", "2"], "problem", "dcp"),
-        (["--kv-cache-dtype", "fp8_e5m2"], "problem", "kv_cache_dtype"),
-        (["-O0", *PASSES], "problem", "compilation_mode"),
-        ([*compiled(mode=0), *PASSES], "problem", "compilation_mode"),
-        ([*compiled(use_inductor_graph_partition=False), *PASSES], "problem", "graph_partition"),
-        # The module integration serves these.
-        (["--enforce-eager"], "ok", "enforce_eager"),
-        (compiled(use_inductor_graph_partition="off"), "ok", "graph_partition"),
-        (compiled(mode=True), "ok", "compilation_mode"),
-        (compiled(splitting_ops=[], mode="vllm_compile"), "ok", ""),
-        (["some/model", "-tp", "8", "--port", "8001"], "ok", ""),
-        ([], "ok", ""),
+        (SETTINGS, plugin(aiter_mla={"strict": True}), "warning", "strict"),
+        (SETTINGS, plugin(**{"aiter-mla": {}, "aiter_mla": {"enabled": True}}), "warning", "aiter-mla"),
+        (SETTINGS, plugin(another_plugin={}), "ok", ""),
+        (SETTINGS, [], "ok", ""),
+        (GRAPH, ["--enforce-eager", *PASSES], "problem", "enforce_eager: "),
+        (GRAPH, ["-dcp", "2"], "problem", "dcp: "),
+        (GRAPH, ["--kv-cache-dtype", "fp8_e5m2"], "problem", "kv_cache_dtype: "),
+        (GRAPH, ["-O0", *PASSES], "problem", "compilation_mode: "),
+        (GRAPH, [*compiled(mode=0), *PASSES], "problem", "compilation_mode: "),
+        (GRAPH, [*compiled(use_inductor_graph_partition=False), *PASSES], "problem", "graph_partition: "),
+        (GRAPH, ["--enforce-eager"], "ok", "the module integration runs; enforce_eager: "),
+        (GRAPH, compiled(use_inductor_graph_partition="off"), "ok", "the module integration runs; graph_partition: "),
+        (GRAPH, compiled(mode=True), "ok", "the module integration runs; compilation_mode: "),
+        (GRAPH, compiled(splitting_ops=[], mode="vllm_compile"), "ok", "whole MLA layers"),
+        (GRAPH, ["some/model", "-tp", "8", "--port", "8001"], "ok", "whole MLA layers"),
+        (GRAPH, [], "ok", "no options given"),
+        # vLLM's own fusion matches nothing in a graph that is cut at its op.
+        (DEAD_FLAG, compiled(pass_config={DEAD: True}), "problem", DEAD),
+        (DEAD_FLAG, [], "ok", ""),
+        (DEAD_FLAG, compiled(), "ok", ""),
+        (DEAD_FLAG, compiled(pass_config={DEAD: True}, use_inductor_graph_partition=True), "ok", ""),
+        (DEAD_FLAG, compiled(pass_config={DEAD: True}, splitting_ops=[]), "ok", ""),
+        (DEAD_FLAG, compiled(pass_config={DEAD: True, FLAG: True}), "ok", ""),
+        (USER_PASS, compiled(inductor_passes={SLOT: "shlex.quote"}), "warning", "shlex.quote"),
+        (USER_PASS, compiled(inductor_compile_config={SLOT: "x"}), "problem", ""),
+        (USER_PASS, compiled(), "ok", ""),
+        (USER_PASS, [], "ok", ""),
     ],
 )
-def test_the_graph_is_judged_by_admission(arguments: list[str], status: str, code: str) -> None:
-    found = options.graph(options.read(arguments))
-    assert found.status == status, found
-    assert not code or f"{code}: " in found.detail
-    assert ("module integration" in found.detail) == (status == "ok" and bool(code))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        (compiled(pass_config={DEAD: True}), "problem"),
-        ([], "ok"),
-        (compiled(), "ok"),
-        (compiled(pass_config={DEAD: True}, use_inductor_graph_partition=True), "ok"),
-        (compiled(pass_config={DEAD: True}, splitting_ops=[]), "ok"),
-        (compiled(pass_config={DEAD: True, FLAG: True}), "ok"),
-    ],
-)
-def test_vllms_own_fusion_is_a_problem_in_a_graph_that_is_cut_at_its_op(arguments: list[str], status: str) -> None:
-    assert options.dead_flag(options.read(arguments)).status == status
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        (compiled(inductor_passes={SLOT: "shlex.quote"}), "warning"),
-        (compiled(inductor_compile_config={SLOT: "x"}), "problem"),
-        (compiled(), "ok"),
-        ([], "ok"),
-    ],
-)
-def test_another_pass_in_the_slot_is_named(arguments: list[str], status: str) -> None:
-    found: Check = options.user_pass(options.read(arguments))
-    assert found.status == status
-    assert status != "warning" or "shlex.quote" in found.detail
+def test_what_the_options_lead_to_is_said(check: CheckFunction, arguments: list[str], status: str, named: str) -> None:
+    found = check(options.read(arguments))
+    assert (found.status, named in found.detail) == (status, True), found

@@ -20,10 +20,12 @@ from vllm.config import PassConfig
 from tests.gate import gate_support
 from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import plugin
-from vllm_aiter_mla.compat import log, patches
+from vllm_aiter_mla.compat import log, patches, rocm_config
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 plugin.register()
+# vLLM would start a process of its own to look at a model class.
+rocm_config.inspect_in_process()
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ def take_cuda(capability: str) -> None:
     """Make vLLM's CUDA platform the current one, with eight cards of a compute capability, "9.0" and the like."""
     major, minor = (int(part) for part in capability.split("."))
     rocm_config.pretend_cards((major, minor), 141)
-    rocm_config.pretend_extensions("vllm._C_stable_libtorch", "vllm.vllm_flash_attn")
+    rocm_config.pretend_modules("vllm._C_stable_libtorch", "vllm.vllm_flash_attn")
     import vllm.platforms
     from vllm.platforms import cuda
 
@@ -40,7 +40,13 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     config = EngineArgs(
         model=request["model"], skip_tokenizer_init=True, max_model_len=512, **request["options"]
     ).create_engine_config()
-    return rocm_config.engine_facts(config) | {"backend": backend_of(config)}
+    compilation = config.compilation_config
+    return rocm_config.engine_facts(config) | {
+        "backend": backend_of(config),
+        "cudagraph_mode": compilation.cudagraph_mode.name,
+        "graph_partition": compilation.use_inductor_graph_partition,
+        "splitting_ops": list(compilation.splitting_ops or ()),
+    }
 
 
 def backend_of(config: Any) -> str | None:
@@ -64,4 +70,4 @@ def backend_of(config: Any) -> str | None:
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(main(json.loads(sys.argv[1]))))
+    print("\n" + json.dumps(main(json.loads(sys.argv[1])), default=str))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.sandbox.simulated_aiter import install, op
+from tests.sandbox.simulated_aiter import ROCM, install, op
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.backend import Binding
@@ -15,7 +15,6 @@ from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.selfcheck import self_check
 
 SMALL = LayerShape(2, 8, torch.bfloat16, torch.bfloat16, 4, False, latent=16, rope=8)
-ROCM = (7, 0)
 MI300X = Platform("gfx942", ROCM)
 
 

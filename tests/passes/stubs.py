@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from tests.sandbox.gpu_ops import write_kv_rows
 from vllm_aiter_mla.compat.layer import fp8_view
-from vllm_aiter_mla.kernels.absorb import absorb_plain as absorb
+from vllm_aiter_mla.kernels.absorb import absorb_plain
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.reference import store_nope
 
@@ -122,7 +122,7 @@ class StubLayer:
             output.zero_()
             return
         n, total = metadata.num_decode_tokens, metadata.num_actual_tokens
-        absorbed, q_pe = absorb(q[..., : self.qk_nope_head_dim], self.W_UK_T), q[..., self.qk_nope_head_dim :]
+        absorbed, q_pe = absorb_plain(q[..., : self.qk_nope_head_dim], self.W_UK_T), q[..., self.qk_nope_head_dim :]
         if n:
             quantised = self.kv_cache_dtype == "fp8" and self.impl.supports_quant_query_input
             query = torch.cat([absorbed, q_pe], -1)

@@ -15,7 +15,7 @@ from tests.passes.stubs import DECODE, MIXED, StubLayer
 from vllm_aiter_mla import status
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.passes import match, pipeline
-from vllm_aiter_mla.passes.chain import fuse_into_one_op
+from vllm_aiter_mla.passes.aiter_fusion import fuse_into_one_op
 
 BF16 = torch.bfloat16
 OURS = ("mla_attention_with_rope",)

@@ -18,7 +18,7 @@ from tests.passes.graphs import Builder, Layer, Spelling, build, shuffled
 from tests.passes.stubs import DECODE, MIXED, Sizes
 from vllm_aiter_mla import ops, status
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.passes import chain, match, pipeline
+from vllm_aiter_mla.passes import match, pipeline, q_prep_lift, rope_kv
 from vllm_aiter_mla.passes.fx import view_root
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 
@@ -202,7 +202,7 @@ def test_mutation_kv_update_is_left_beside_the_fused_op(monkeypatch: pytest.Monk
 
     def still_waits(graph: fx.Graph, layer: LayerMatch) -> None:
         dep = layer.attention.kwargs["kv_cache_dummy_dep"]
-        chain.fuse_rope_and_kv_write(graph, layer)
+        rope_kv.fuse_rope_and_kv_write(graph, layer)
         layer.attention.kwargs = {**layer.attention.kwargs, "kv_cache_dummy_dep": dep}
 
     monkeypatch.setitem(pipeline.PASSES, "rope_kv_cache", still_waits)
@@ -219,14 +219,14 @@ def test_mutation_pass_one_shares_the_view_that_vllm_erases(monkeypatch: pytest.
     def shared(graph: fx.Graph, layer: LayerMatch) -> fx.Node:
         return views.setdefault(layer.attention, views.get(layer.attention) or view(graph, layer))
 
-    view = chain._heads
-    monkeypatch.setattr(chain, "_heads", shared)
+    view = rope_kv._heads
+    monkeypatch.setattr(rope_kv, "_heads", shared)
     assert_caught_by_execution()
 
 
 @pytest.mark.mutation
 def test_mutation_pass_one_rotates_without_writing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "_write_back", lambda graph, layer, *rest: chain._heads(graph, layer))
+    monkeypatch.setattr(rope_kv, "_write_back", lambda graph, layer, *rest: rope_kv._heads(graph, layer))
     assert_caught_by_execution()
 
 
@@ -234,7 +234,7 @@ def test_mutation_pass_one_rotates_without_writing_back(monkeypatch: pytest.Monk
 def test_mutation_pass_two_prepares_the_raw_query(monkeypatch: pytest.MonkeyPatch) -> None:
     def raw(graph: fx.Graph, layer: LayerMatch) -> None:
         layer.attention.kwargs = {**layer.attention.kwargs, "q": layer.q}
-        chain.lift_q_prep(graph, layer)
+        q_prep_lift.lift_q_prep(graph, layer)
 
     monkeypatch.setitem(pipeline.PASSES, "q_prep_lift", raw)
     assert_caught_by_execution()

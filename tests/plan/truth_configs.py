@@ -1,8 +1,8 @@
 """Configs written after published checkpoints, each with what vLLM makes of it on a gfx950.
 
-The sizes are the checkpoints'; quantisation configs have the form that their tools write. What no answer rests on
-(experts, vocabulary) may differ. The expected columns follow the rule of vLLM's ``MLAAttention``: an absorb
-weight is mxfp4 where ``kv_b_proj`` is held in bfloat16, and fp8 elsewhere.
+The sizes are the checkpoints', except for some architectures, which are small; quantisation configs have the format
+that their tools write. What no answer rests on (experts, vocabulary) may differ. The expected columns follow the rule
+of vLLM's ``MLAAttention``: an absorb weight is mxfp4 where ``kv_b_proj`` is held in bfloat16, and fp8 elsewhere.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support.model_configs import ROWS as SMALL
 from vllm_aiter_mla.commands.plan import model
 
 Config = dict[str, Any]
@@ -42,51 +43,6 @@ KIMI_VL: Config = {
     "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "init_pos_emb_height": 64,
     "init_pos_emb_width": 64, "merge_kernel_size": [2, 2]},
 }  # fmt: skip
-FULL = [4, 8, 12, 16, 20, 24, 27]
-KIMI_LINEAR: Config = {
-    "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "torch_dtype": "bfloat16",
-    "hidden_size": 2304, "intermediate_size": 9216, "moe_intermediate_size": 1024, "num_hidden_layers": 27,
-    "num_attention_heads": 32, "num_key_value_heads": 32, "q_lora_rank": None, "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 72, "mla_use_nope": True,
-    "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1, "first_k_dense_replace": 1,
-    "moe_layer_freq": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_expert_group": 1,
-    "topk_group": 1, "use_grouped_topk": True, "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "vocab_size": 163840, "model_max_length": 1048576, "hidden_act": "silu",
-    "linear_attn_config": {"full_attn_layers": FULL, "kda_layers": sorted({*range(1, 28)} - {*FULL}),
-    "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4},
-}  # fmt: skip
-LONGCAT: Config = {
-    "architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash", "torch_dtype": "bfloat16",
-    "hidden_size": 6144, "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048, "num_layers": 28,
-    "num_attention_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 131072, "n_routed_experts": 512,
-    "moe_topk": 12, "zero_expert_num": 256, "zero_expert_type": "identity", "mla_scale_q_lora": True,
-    "mla_scale_kv_lora": True, "routed_scaling_factor": 6.0, "rms_norm_eps": 1e-5, "rope_theta": 10000000.0,
-    "vocab_size": 131072, "attention_method": "MLA", "attention_bias": False, "router_bias": False,
-}  # fmt: skip
-PANGU = V3 | {
-    "architectures": ["PanguUltraMoEForCausalLM"], "model_type": "pangu_ultra_moe", "hidden_size": 7680,
-    "rms_norm_eps": 1e-5, "vocab_size": 153600, "rope_scaling": None, "sandwich_norm": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 25600000}, "max_position_embeddings": 131072,
-}  # fmt: skip
-AXK1 = V3 | {
-    "architectures": ["AXK1ForCausalLM"], "model_type": "axk1", "num_attention_heads": 64, "num_key_value_heads": 64,
-    "n_routed_experts": 192, "first_k_dense_replace": 1, "vocab_size": 163840,
-}  # fmt: skip
-SARVAM = V3 | {
-    "architectures": ["SarvamMLAForCausalLM"], "model_type": "sarvam_mla", "hidden_size": 4096,
-    "num_hidden_layers": 32, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": None,
-    "head_dim": 576, "num_experts": 128, "rope_scaling": None,
-}  # fmt: skip
-LING = V3 | {
-    "architectures": ["BailingMoeV2_5ForCausalLM"], "model_type": "bailing_hybrid", "hidden_size": 8192,
-    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 128,
-    "num_experts": 256, "num_shared_experts": 1, "first_k_dense_replace": 4, "rope_scaling": None,
-    "rope_theta": 6000000, "vocab_size": 157184, "moe_shared_expert_intermediate_size": 2048,
-    "score_function": "sigmoid", "moe_router_enable_expert_bias": True, "layer_group_size": 8, "group_norm_size": 8,
-    "linear_silu": False, "partial_rotary_factor": 0.5, "use_bias": False, "use_qkv_bias": False, "use_qk_norm": True,
-    "max_position_embeddings": 131072,
-}  # fmt: skip
 VL2: Config = {
     "architectures": ["DeepseekVLV2ForCausalLM"], "model_type": "deepseek_vl_v2", "torch_dtype": "bfloat16",
     "tile_tag": "2D", "global_view_pos": "head", "candidate_resolutions": [[384, 384]],
@@ -105,11 +61,6 @@ LLAMA: Config = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
     "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16",
 }  # fmt: skip
-LARGE3 = V3 | {
-    "architectures": ["MistralLarge3ForCausalLM"], "n_routed_experts": 128, "num_experts_per_tok": 4,
-    "vocab_size": 131072, "max_position_embeddings": 294912, "num_nextn_predict_layers": 0,
-}  # fmt: skip
-
 FP8 = model.examples()["deepseek-r1"]["config"]["quantization_config"]
 
 
@@ -159,12 +110,12 @@ W4A16 = (tensors(4, "int", "group", group_size=32), None)
 
 
 def compressed(
-    form: str, scheme: tuple[Config, Config | None], *ignore: str, targets: tuple[str, ...] = ("Linear",)
+    format: str, scheme: tuple[Config, Config | None], *ignore: str, targets: tuple[str, ...] = ("Linear",)
 ) -> Config:
     """llm-compressor's compressed-tensors."""
     group = {"targets": list(targets), "weights": scheme[0], "input_activations": scheme[1], "output_activations": None}
     return {
-        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
+        "quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group},
         "ignore": ["lm_head", *ignore], "quantization_status": "compressed", "kv_cache_scheme": None,
     }  # fmt: skip
 
@@ -188,7 +139,7 @@ class Row:
 
     Attributes:
         config: its ``config.json``.
-        forms: MLA layers by the form of their absorb weight.
+        formats: MLA layers by the format of their absorb weight.
         quantisation: put into it as ``quantization_config``, where given.
         key: another place for that: a field's name, or ``file`` for ``hf_quant_config.json``.
         arguments: of ``vllm serve``, besides ``-tp 4``.
@@ -197,7 +148,7 @@ class Row:
     """
 
     config: Config
-    forms: dict[str, int]
+    formats: dict[str, int]
     quantisation: Config | None = None
     key: str = "quantization_config"
     arguments: tuple[str, ...] = ()
@@ -213,9 +164,9 @@ class Row:
         return {"config.json": self.config | {self.key: self.quantisation}}
 
 
-def v3(form: str, quantisation: Config | None = None, *arguments: str, **more: Any) -> Row:
+def v3(format: str, quantisation: Config | None = None, *arguments: str, **more: Any) -> Row:
     """DeepSeek-V3 with all its 61 layers alike."""
-    return Row(V3, {form: 61}, quantisation, arguments=arguments, **more)
+    return Row(V3, {format: 61}, quantisation, arguments=arguments, **more)
 
 
 def option(*arguments: str, codes: tuple[str, ...] = (), limit: int | None = 1024) -> Row:
@@ -263,18 +214,18 @@ ROWS: dict[str, Row] = {
     "moonshotai/Kimi-K2-Base in bf16": Row(K2, {"mxfp4": 61}),
     "moonshotai/Kimi-K2.5": Row(example("kimi-k2.5"), {"mxfp4": 61}),
     "moonshotai/Kimi-VL-A3B": Row(KIMI_VL, {"mxfp4": 27}),
-    "moonshotai/Kimi-Linear-48B-A3B": Row(KIMI_LINEAR, {"mxfp4": 7}, codes=("no_rope",)),
+    "moonshotai/Kimi-Linear-48B-A3B": Row(SMALL["Kimi-Linear"].config, {"mxfp4": 1}, codes=("no_rope",)),
     "moonshotai/Kimi-K3": Row(example("kimi-k3"), {"mxfp4": 24}, codes=("no_rope",)),
     "zai-org/GLM-4.7-Flash": Row(example("glm-4.7-flash"), {"mxfp4": 47}, codes=("kernel_shape",)),
     "zai-org/GLM-5-FP8": Row(example("glm-5"), {"fp8": 78}, FP8, **SPARSE),
     "deepseek-ai/DeepSeek-V3.2": Row(example("deepseek-v3.2"), {"fp8": 61}, FP8, **SPARSE),
     "deepseek-ai/deepseek-vl2": Row(VL2, {"mxfp4": 30}),
-    "meituan-longcat/LongCat-Flash-Chat, two attentions a layer": Row(LONGCAT, {"mxfp4": 56}),
-    "openPangu-Ultra-MoE-718B": Row(PANGU, {"mxfp4": 61}),
-    "skt/A.X-K1": Row(AXK1, {"mxfp4": 61}),
-    "inclusionAI/Ling-2.5-1T": Row(LING, {"mxfp4": 10}),
-    "mistralai/Mistral-Large-3": Row(LARGE3, {"mxfp4": 61}),
-    "sarvamai/sarvam-105b, read without its class": Row(SARVAM, {}, **NOTHING),
+    "meituan-longcat/LongCat-Flash-Chat, two attentions a layer": Row(SMALL["LongCat-Flash"].config, {"mxfp4": 2}),
+    "openPangu-Ultra-MoE-718B": Row(SMALL["openPangu Ultra MoE"].config, {"mxfp4": 2}),
+    "skt/A.X-K1": Row(SMALL["A.X K1"].config, {"mxfp4": 2}),
+    "inclusionAI/Ling-2.5-1T": Row(SMALL["Ling 2.5"].config, {"mxfp4": 1}, arguments=("-tp", "1")),
+    "mistralai/Mistral-Large-3": Row(SMALL["Mistral-Large-3"].config, {"mxfp4": 2}),
+    "sarvamai/sarvam-105b, read without its class": Row(SMALL["Sarvam"].config, {}, **NOTHING),
     "openbmb/MiniCPM3-4B, read without its class": Row(MINICPM3, {}, **NOTHING),
     "meta-llama/Llama-3.1-8B": Row(LLAMA, {}, **NOTHING),
     "4 layers": Row(V3, {"fp8": 4}, FP8, arguments=("--hf-overrides", '{"num_hidden_layers": 4}')),

@@ -12,8 +12,10 @@ from tests.sandbox import demo
 from tests.sandbox.compare import Figures
 from tests.sandbox.runs import EXACT, Run
 from tests.sandbox.spec import EngineResult, EngineSpec
+from tests.support import plans
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.main import app
+from vllm_aiter_mla.commands.plan import build, model
 
 DATA = Path(__file__).parent / "data"
 VLLM, FUSED = ((DATA / f"{name}.fx.txt").read_text() for name in ("vllm", "fused"))
@@ -52,11 +54,11 @@ def run_verify(folder: Path) -> Path:
     return out
 
 
-def run_plan(folder: Path) -> Path:
-    """A real plan for an engine that is skipped for several reasons."""
-    options = ["-tp", "8", "-dcp", "2", "--kv-cache-dtype", "fp8_e5m2", "--max-num-seqs", "256"]
-    done = CliRunner().invoke(app, ["plan", "deepseek-r1", *options, "--json"])
-    (folder / "plan.json").write_text(done.stdout)
+def write_plan(folder: Path) -> Path:
+    """A plan of an engine that is skipped for two reasons, from an answer of vLLM's that is made up."""
+    plan = build.build(plans.made_up_answer(dcp=2, kv_cache_dtype="fp8_e5m2"), plans.ABOUT, model.environment((), {}))
+    plan["model"] |= {"name": "a model"}
+    files.write(folder / "plan.json", plan | files.stamp("plan", 1))
     return folder / "plan.json"
 
 

@@ -167,10 +167,10 @@ class FullGraphs:
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
     """Tell the plugin that a graph is being recorded."""
-    from vllm_aiter_mla.kernels import backend as capture
+    from vllm_aiter_mla.kernels import backend
 
     with (
-        mock.patch.object(capture, "_has_gpu", return_value=True),
+        mock.patch.object(backend, "_has_gpu", return_value=True),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
     ):
         yield

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels import formats as fp8
+from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate, scatter_rows, store_nope
 
 _LIBRARIES: list[torch.library.Library] = []
@@ -190,7 +190,7 @@ def write_kv_rows(
 
 
 def _raw(dtype: torch.dtype) -> torch.dtype:
-    return torch.uint8 if fp8.is_fp8(dtype) else dtype
+    return torch.uint8 if formats.is_fp8(dtype) else dtype
 
 
 @cache

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.sandbox.simulated_aiter.op import FP8
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
@@ -20,7 +21,6 @@ DATA = Path(__file__).parents[1] / "kernels" / "data"
 FUSED_CALLS = range(48)
 FP8_VECTORS, FP4_VECTORS = np.load(DATA / "aiter_fp8_gemm.npz"), np.load(DATA / "aiter_fp4_gemm.npz")
 FP8_CALLS, FP4_CALLS = (sorted({key.split("/")[0] for key in held}) for held in (FP8_VECTORS, FP4_VECTORS))
-FP8_TYPES = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 CACHE_FILL, QUERY_FILL = 0x35, 0x2A
 LATENT = 512
 
@@ -40,7 +40,7 @@ def fp8_call(call: str) -> GemmCall:
     arch, act, _ = call.split("-")
     held = {name: torch.from_numpy(FP8_VECTORS[f"{call}/{name}"]) for name in ("x", "w", "scale", "y")}
     x, y = (held[name].view(getattr(torch, act)) for name in "xy")
-    return GemmCall(x, AbsorbWeight("fp8", held["w"].view(FP8_TYPES[arch]), held["scale"]), y)
+    return GemmCall(x, AbsorbWeight("fp8", held["w"].view(FP8[arch]), held["scale"]), y)
 
 
 def fp4_call(call: str) -> GemmCall:

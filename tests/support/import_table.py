@@ -21,7 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "startup": BASE | {"backends", "first_call", "layer", "measuring", "module", "passes"},
     "gate": BASE | {"passes"},
     "plugin": {"compat", "gate", "ops", "startup"},
-    "verify": FIRST | {"kernels", "ops"},
+    "verify": FIRST | {"kernels", "backends", "ops"},
 }
 ARROWS["commands"] = set(ARROWS)
 """Each part may import those named; docs/development.md draws it. Nobody may import ``commands``."""

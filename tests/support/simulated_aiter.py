@@ -9,21 +9,36 @@ import resource
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from tests.sandbox.simulated_aiter import ROCM
+from tests.sandbox.simulated_aiter.op import FP8
 from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.aiter.route import route_of
+from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
-
-FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
-ROCM = (7, 0)
 
 
 def backend(arch: str = "gfx942", **options) -> AiterBackend:
     """The real back end; call it inside ``install(arch)``."""
     return AiterBackend(Platform(arch, ROCM), **options)
+
+
+class Unchecked(AiterBackend):
+    """The back end of gfx942 with its contract torn out; the cache goes over as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(Platform("gfx942", ROCM))
+
+    def bind(self, operands: DecodeInputs) -> Binding:
+        """Take whatever is given."""
+        cache = operands.kv_cache if operands.kv_cache.dim() == 3 else operands.kv_cache.squeeze(1)
+        route = route_of(cache, operands.slot_mapping.shape[0], operands.num_heads, 64, self.platform, "as-is")
+        return Binding(partial(self._run, route, [operands.nope_dim, operands.rope_dim]))
 
 
 def inputs(

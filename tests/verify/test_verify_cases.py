@@ -88,8 +88,9 @@ def test_the_aiter_back_end_passes_over_the_simulated_aiter():
 OVER_THE_SIMULATED_AITER = """
 import torch
 from tests.sandbox.simulated_aiter import install
-from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.backends import Backends
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.verify import cases, runner
 from vllm_aiter_mla.verify.engine import EagerEngine
 
@@ -101,7 +102,8 @@ with install("gfx942"):
     for kinds in ((fnuz, fnuz), (bf16, bf16), (fnuz, fnuz, False, bf16, ("fp8", fnuz))):
         for case in cases.cases(8):
             if case.quick and case.name != "kernel-status":
-                backend, options = AiterBackend(Platform("gfx942", (7, 0))), runner.Options(geometry, 8, soak=8)
+                backend = Backends(Settings(), Platform("gfx942", (7, 0))).get("aiter")
+                options = runner.Options(geometry, 8, soak=8)
                 result = runner.run_case(case, cases.Variant("here", *kinds), backend, EagerEngine(), options)
                 if result.status != "passed":
                     failed.append((case.name, kinds, result.reason, result.findings))

@@ -24,7 +24,7 @@ from tools.gfx9.code import load
 from tools.gfx9.machine import Counts, Program, instruction_class, launch
 from tools.gfx9.memory import LINE, Memory, Region
 from vllm_aiter_mla.kernels import reference
-from vllm_aiter_mla.kernels.absorb import AbsorbWeight, absorb_fp8, absorb_mxfp4
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.formats import MXFP4_GROUP
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.triton import launcher
@@ -199,9 +199,8 @@ def absorbed(inputs: DecodeInputs, heads: list[int]) -> torch.Tensor:
     """[T, len(heads), L]: the exact product, rounded once; over codes as AITER's GEMMs scale it."""
     q, held = inputs.q_nope[:, heads], inputs.weight
     if held.scale is not None:
-        if held.format == "fp8":
-            return absorb_fp8(q, held.values[heads], held.scale)
-        return absorb_mxfp4(q, held.values[heads], held.scale[heads])
+        scale = held.scale if held.format == "fp8" else held.scale[heads]
+        return AbsorbWeight(held.format, held.values[heads], scale).reference(q)
     return torch.einsum("tnp,npl->tnl", q.double(), held.values[heads].double()).to(q.dtype)
 
 

@@ -158,7 +158,7 @@ def rows_of(
         backend = backends.get(name)
         if isinstance(backend, str):
             untimed[name] = backend
-        elif not backend.trusted and (trouble := startup.self_check(name, backend, shape, limit=max(tokens))):
+        elif not backend.trusted and (trouble := startup.self_check(name, backend, shape, (), max(tokens))):
             untimed[name] = trouble
             wrong[name] = f"{heads} heads, {kind}: {trouble}"
         else:

@@ -196,6 +196,14 @@ def rope_and_write(
     )
 
 
+def absorb_products() -> dict[str, Callable[..., torch.Tensor]]:
+    """Return vLLM's calls of AITER's batched GEMMs, by weight format. Nothing is imported until one is called."""
+    return {
+        "fp8": lambda *operands, **options: _aiter_ops().triton_fp8_bmm(*operands, **options),
+        "mxfp4": lambda *operands, **options: _aiter_ops().batched_gemm_a16wfp4(*operands, **options),
+    }
+
+
 def concat_quantise_fp8(absorbed: torch.Tensor, q_pe: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Concatenate absorbed [T, N, L] and q_pe [T, N, R] in the platform's fp8 type, divided by ``scale``, one float32.
 
@@ -234,6 +242,13 @@ def fp8_dtype() -> torch.dtype:
 
 
 _KERNELS = operator.attrgetter("rotary_embedding", "concat_and_cache_mla_rope_fused")
+
+
+@functools.cache
+def _aiter_ops() -> Any:
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    return rocm_aiter_ops
 
 
 @functools.cache

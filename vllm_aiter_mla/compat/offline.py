@@ -1,4 +1,4 @@
-"""What the commands ask vLLM without an engine: the options of ``vllm serve``, attention classes, ops."""
+"""What the commands ask vLLM without an engine: its options, its switches in the environment, its classes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import argparse
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 from vllm_aiter_mla.admission import ConfigView
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings
 
 # Where `vllm serve` has its parser: since 0.33, in 0.32, before.
 SERVE_PARSERS = (
@@ -21,9 +26,12 @@ SERVE_PARSERS = (
     "vllm.entrypoints.openai.cli_args",
 )
 
-
-class VllmMissingError(RuntimeError):
-    """vLLM cannot be imported, so its options cannot be read."""
+USE_AITER, USE_AITER_MLA = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MLA"
+FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
+BREAKABLE_GRAPHS, BATCH_INVARIANT = "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_BATCH_INVARIANT"
+NO_MLA = "VLLM_MLA_DISABLE"
+VARIABLES = (USE_AITER, USE_AITER_MLA, FP8_BMM, FP4_BMM, BREAKABLE_GRAPHS, BATCH_INVARIANT, NO_MLA)
+"""What decides whether layers engage, and in which format vLLM holds their weights."""
 
 
 class OptionError(ValueError):
@@ -41,13 +49,11 @@ def serve_options(arguments: Sequence[str]) -> Any:
     The plugin must be registered before, or its own options are unknown.
 
     Raises:
-        VllmMissingError: vLLM is not importable.
+        ImportError: vLLM is not importable.
         OptionError: an option is wrong; vLLM's sentence, with the closest name where a name is not known.
     """
-    try:
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-    except ImportError as error:
-        raise VllmMissingError(f"options of `vllm serve` are read by vLLM's own parser: {error}") from error
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
     parser = _serve_parser(FlexibleArgumentParser())
     parser.error = refuse
     given: list[str] = []
@@ -62,6 +68,81 @@ def serve_options(arguments: Sequence[str]) -> Any:
         raise OptionError(f"vLLM's parser of options: {type(error).__name__}: {error}") from error
     parsed.compilation_given = json.loads(given[-1]) if given else {}
     return parsed
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was asked for, None where vLLM's default counts; ``notes`` say how the model's config was read."""
+
+    settings: Settings
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    attention_backend: str
+    notes: list[str]
+
+
+def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
+    """Return vLLM's ``AsyncEngineArgs`` with the plugin switched on, for a config without a tokenizer.
+
+    Raises:
+        OptionError: as :func:`serve_options`.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    parsed = serve_options([str(folder), *arguments])
+    settings, backend = compat_config.settings_of(parsed), backend_name(parsed)
+    setattr(parsed.compilation_config.pass_config, FLAG_FIELD, True)
+    # Strict mode would end the plan at the first reason.
+    own = dict((parsed.additional_config or {}).get(NAMESPACE, {})) | {"enabled": True, "strict": False}
+    parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
+    parsed.model, parsed.skip_tokenizer_init, parsed.tokenizer = str(folder), True, None
+    args = AsyncEngineArgs.from_cli_args(parsed)
+    notes = _without_its_own_code(args, folder)
+    return args, Given(settings, parsed.max_num_seqs, parsed.max_num_batched_tokens, backend, notes)
+
+
+def _without_its_own_code(args: Any, folder: Path) -> list[str]:
+    """Read a config whose class is Python code of a checkpoint that is not here by its fields, and say so."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+    from vllm.transformers_utils import config as configs
+    from vllm.transformers_utils.config_parser_base import ConfigParserBase
+
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    place = str((fields.get("auto_map") or {}).get("AutoConfig", "")).partition(".")[0]
+    if args.trust_remote_code and place and (folder / f"{place}.py").is_file():
+        return []
+    kind, args.trust_remote_code = fields.get("model_type"), False
+    if kind in configs._CONFIG_REGISTRY or kind in CONFIG_MAPPING or args.config_format != "auto":
+        return []
+
+    class AsItStands(ConfigParserBase):
+        def parse(self, model: Any, *_: Any, **__: Any) -> tuple[dict[str, Any], Any]:
+            return dict(fields), PreTrainedConfig.from_dict(dict(fields))
+
+    configs.register_config_parser("aiter_mla_as_it_stands")(AsItStands)
+    args.config_format = "aiter_mla_as_it_stands"
+    return [f"neither vLLM nor transformers has a config class for {kind!r}: its fields were read as they stand"]
+
+
+def switched_on(name: str, env: Mapping[str, str] = {}) -> bool | None:
+    """Return whether vLLM takes the switch ``name`` as on in an environment; None if vLLM cannot be asked.
+
+    Raises:
+        ValueError: vLLM cannot read the value, and would not start; names both.
+    """
+    try:
+        from vllm import envs
+
+        read = envs.environment_variables[name]
+    except Exception:  # vLLM is missing, breaks while it is imported, or does not know the variable
+        return None
+    with mock.patch.dict(os.environ):  # the reader takes no argument: the process's environment is its input
+        os.environ.pop(name, None)
+        os.environ.update({name: env[name]} if name in env else {})
+        try:
+            return bool(read())
+        except ValueError as error:
+            raise ValueError(f"{name}={env.get(name, '')}: {error}") from error
 
 
 def pass_asked_for(parsed: Any, name: str) -> bool:
@@ -105,19 +186,6 @@ def impl_name(backend: str) -> str:
     path = AttentionBackendEnum[backend].value
     # CUSTOM has no class: a plugin registers one.
     return str(path).rpartition(".")[2].removesuffix("Backend") + "Impl" if path else f"another plugin's ({backend})"
-
-
-def fused_rope_kv_write() -> Callable[..., None] | str:
-    """Return vLLM's op that rotates q_pe and k_pe in place and writes the KV rows, or why it is missing."""
-    try:
-        from vllm import _custom_ops
-    except Exception as error:
-        return f"vllm is not importable: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    import torch
-
-    if not hasattr(torch.ops._C_cache_ops, "concat_and_cache_mla_rope_fused"):
-        return "this vllm has no concat_and_cache_mla_rope_fused"
-    return _custom_ops.concat_and_cache_mla_rope_fused
 
 
 def _serve_parser(parser: Any) -> Any:

@@ -1,7 +1,7 @@
 """What vLLM itself decides for ``vllm serve`` on an AMD card: its finished ``VllmConfig``, and its MLA layers.
 
-``python -m vllm_aiter_mla.compat.rocm_config [gfx942|gfx950]`` reads one JSON request a line and writes one answer a
-line: see :func:`answer`. The plugin is loaded, so the engine's own gate decides. For ``plan`` and for tests only.
+The plugin is loaded, so the engine's own gate decides. For the process of ``plan`` and for tests only: what is made up
+stays in the process.
 
 On a ROCm machine the platform is real. Elsewhere vLLM's own ``RocmPlatform`` runs, and this is made up for it:
 
@@ -26,63 +26,54 @@ A package that vLLM asks for and that is missing in 1 may change the answer with
 
 from __future__ import annotations
 
-import gc
 import importlib.abc
 import importlib.machinery
 import inspect
-import json
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
-from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
+from vllm_aiter_mla.admission import LayerView, Skip
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import offline
 
 CARDS = {"gfx942": ("0x74a1", 192), "gfx950": ("0x75a0", 288)}
 """The driver's device id and the memory in GiB of the smallest card of each architecture."""
-XGMI = 2  # amdsmi's number of the link between cards
 MOST_LAYERS, MOST_POSITIONS = 2**9, 2**24
-_PACKAGES = ("aiter", "quark", "flash_attn", "timm")
+_PACKAGES = ("aiter", "quark", "flash_attn", "timm", "amdsmi")
 _EXTENSIONS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._rocm_C", "vllm._moe_C")
-_AS_IT_STANDS = "aiter_mla_as_it_stands"
 _libraries: list[Any] = []
 
 
-def stub(name: str) -> ModuleType:
-    """Return a module in which every name is a callable; vLLM imports such names and calls few of them."""
-    module = ModuleType(name)
+class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules in which every name is a callable; vLLM imports such names and calls few of them."""
 
-    def attribute(wanted: str) -> Any:
-        if wanted.startswith("__"):
-            raise AttributeError(wanted)
-        found = mock.MagicMock()
-        # vLLM looks for this argument in the signatures of flash_attn and aiter.
-        found.__signature__ = inspect.Signature([inspect.Parameter("causal", inspect.Parameter.KEYWORD_ONLY)])
-        return found
+    def __init__(self, *names: str) -> None:
+        self._names = names
 
-    vars(module).update(__getattr__=attribute, __path__=[])
-    return module
-
-
-class _Packages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return a spec for the packages of a ROCm image, None for any other."""
-        known = name.partition(".")[0] in _PACKAGES
+        known = any(name == one or name.startswith(f"{one}.") for one in self._names)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
 
-    def create_module(self, spec: Any) -> ModuleType:
-        """Return the stub."""
-        return stub(spec.name)
-
     def exec_module(self, module: ModuleType) -> None:
-        """Run nothing: the stub is complete."""
+        vars(module)["__getattr__"] = self._attribute
+
+    @staticmethod
+    def _attribute(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        # vLLM looks for this argument in the signatures of flash_attn and aiter.
+        causal = inspect.Parameter("causal", inspect.Parameter.KEYWORD_ONLY)
+        return mock.MagicMock(__signature__=inspect.Signature([causal]))
 
 
 def pretend_rocm(arch: str) -> None:
@@ -90,21 +81,22 @@ def pretend_rocm(arch: str) -> None:
     import torch
 
     device, gib = CARDS[arch]
-    sys.meta_path.insert(0, _Packages())
-    smi: Any = stub("amdsmi")
-    smi.AmdSmiException = type("AmdSmiException", (Exception,), {})
-    smi.amdsmi_get_processor_handles = lambda: list(range(8))
-    smi.amdsmi_get_gpu_asic_info = lambda handle: {
-        "target_graphics_version": arch, "device_id": device, "market_name": "AMD Instinct"}  # fmt: skip
-    smi.amdsmi_get_gpu_memory_total = lambda handle, kind: gib << 30
-    smi.amdsmi_topo_get_link_type = lambda one, other: {"hops": 1, "type": XGMI}
-    sys.modules["amdsmi"] = smi
+    pretend_modules(*_PACKAGES, *_EXTENSIONS)
+    import amdsmi
+
+    asic = {"target_graphics_version": arch, "device_id": device, "market_name": "AMD Instinct"}
+    vars(amdsmi).update(
+        AmdSmiException=type("AmdSmiException", (Exception,), {}),
+        amdsmi_get_processor_handles=lambda: list(range(8)),
+        amdsmi_get_gpu_asic_info=lambda handle: asic,
+        amdsmi_get_gpu_memory_total=lambda handle, kind: gib << 30,
+        amdsmi_topo_get_link_type=lambda one, other: {"hops": 1, "type": 2},  # XGMI
+    )
     torch.version.hip = "7.0.1"
     pretend_cards((9, 4), gib, gcnArchName=f"{arch}:sramecc+:xnack-", warp_size=64)
     torch.cuda.Stream = torch.cuda.Event = type(  # type: ignore[assignment, misc]
         "Unused", (), {"__init__": lambda self, *given, **named: None}
     )
-    pretend_extensions(*_EXTENSIONS)
     import vllm.platforms
     from vllm.platforms import rocm
 
@@ -120,20 +112,19 @@ def pretend_cards(capability: tuple[int, int], gib: int, **properties: Any) -> N
     import torch
 
     major, minor = capability
-    card = SimpleNamespace(
-        name="a card", total_memory=gib << 30, multi_processor_count=304, major=major, minor=minor, **properties
-    )
+    sizes = {"total_memory": gib << 30, "multi_processor_count": 304, "major": major, "minor": minor}
+    card = SimpleNamespace(name="a card", **sizes, **properties)
     torch.cuda.get_device_properties = lambda device=None: card  # type: ignore[assignment, return-value]
     torch.cuda.get_device_capability = lambda device=None: capability
-    torch.cuda.get_device_name = lambda device=None: card.name
+    torch.cuda.get_device_name = lambda device=None: "a card"
     torch.cuda.device_count = lambda: 8
 
 
-def pretend_extensions(*names: str) -> None:
-    """Put stubs in the places of vLLM's compiled modules, and define the ops that fusions name when imported."""
+def pretend_modules(*names: str) -> None:
+    """Put stubs in the places of modules, and define the ops of vLLM that fusions name when imported."""
     import torch
 
-    sys.modules.update({name: stub(name) for name in names})
+    sys.meta_path.insert(0, _Stubs(*names))
     library = torch.library.Library("_C", "FRAGMENT")
     _libraries.append(library)
     rotary = "Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, bool is_neox"
@@ -152,105 +143,110 @@ def inspect_in_process() -> None:
     )
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what vLLM decides for one model and one set of options.
+class NoAnswerError(ValueError):
+    """vLLM says too little for a plan: it does not take the options or the model, or it cannot be asked."""
+
+
+class LayerKind(NamedTuple):
+    """What vLLM built of one MLA layer. What only weights or a card's build can tell is taken as it should be."""
+
+    view: LayerView
+    format: str  # of its absorb weight, by the name of ``kernels.absorb``
+    method: str  # class that quantises ``kv_b_proj``
+    weight: str  # dtype of that weight; empty if it is packed
+    has_rope: bool  # the layer, or the module around it, has a rotary embedding
+    draft: bool  # it belongs to the draft model
+
+
+@dataclass
+class Answer:
+    """What vLLM decides for one model and one set of options, as far as it gets."""
+
+    given: offline.Given | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] | None = None  # see ``engine_facts``; None if vLLM refuses to start
+    layers: list[tuple[LayerKind, int]] = field(default_factory=list)  # counted, the most frequent first
+    skip: Skip | None = None  # where vLLM stops: what it does not take, or the error that its layers raise
+
+
+def start(asked: str) -> dict[str, Any]:
+    """Load vLLM with the plugin, on this machine's card, or on one made up: ``asked``, by default gfx942.
+
+    Return ``arch``, ``made_up`` (there is no ROCm here), ``vllm`` (its version) and ``on`` (its switches by name).
+
+    Raises:
+        ValueError: this machine has another card, or vLLM cannot read one of its variables.
+    """
+    import torch
+
+    if made_up := torch.version.hip is None:
+        card = asked or "gfx942"
+        pretend_rocm(card)
+    else:
+        from vllm.platforms import rocm
+
+        card = str(rocm._GCN_ARCH).partition(":")[0]  # read by amdsmi, which leaves the card alone
+        if asked not in ("", card):
+            raise ValueError(f"--arch {asked}: this machine has a {card}; a plan makes nothing up where a card is")
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    inspect_in_process()
+    on = {name: bool(offline.switched_on(name, dict(os.environ))) for name in offline.VARIABLES}
+    return {"arch": card, "made_up": made_up, "vllm": compat_config.vllm_version(), "on": on}
+
+
+def answer(folder: Path, arguments: Sequence[str]) -> Answer:
+    """Return what vLLM decides.
 
     Args:
-        request: ``folder`` (holds ``config.json``), ``arguments`` (of ``vllm serve``), ``enable`` (switch the plugin on
-            where the arguments do not).
+        folder: holds ``config.json``.
+        arguments: of ``vllm serve``. The plugin is switched on where they do not.
 
-    Returns:
-        JSON: ``given``, ``model``, ``engine`` and ``layers`` as far as vLLM gets, and ``failed`` where it stops:
-        ``stage``, ``wrong`` (vLLM does not take the model or the options), ``option`` (it names one), ``said``.
+    Raises:
+        NoAnswerError: vLLM stops before it has read the model, at an option, or at an error of its own.
     """
-    found: dict[str, Any] = {}
-    stage = "options"
+    found = Answer()
     try:
-        args, found["given"] = _engine_args(request)
-        stage = "model"
+        args, found.given = offline.engine_args(folder, arguments)
         config = _config(args, found)
-        stage = "engine"
-        found["engine"] = engine_facts(config)
-        if found["model"]["is_mla"]:
-            stage = "layers"
-            found["layers"] = _layers(config)
-            found["engine"]["block_size"] = config.cache_config.block_size
-    # A stage that raises is an answer: the reader is told which, and what vLLM said.
+        found.engine = engine_facts(config)
+        if found.model["is_mla"]:
+            found.layers = _layers(config)
+            found.engine["options"]["block_size"] = config.cache_config.block_size
     except (Exception, SystemExit) as error:
-        if stage == "model" and "model" in found:
-            stage = "engine"
-        found["failed"] = {"stage": stage} | _why(error, stage)
+        found.skip = _why(error, found)
     return found
 
 
-def _why(error: BaseException, stage: str) -> dict[str, Any]:
-    """Say what was raised, and whether it is vLLM's own check; any other error names the line that raised it."""
-    findings, option = getattr(error, "errors", None), False
-    if callable(findings):
-        told = []
+def _why(error: BaseException, found: Answer) -> Skip:
+    """Return what was raised: vLLM's own check, or an error with the line that raised it.
+
+    Raises:
+        NoAnswerError: no plan can be made of what was found before.
+    """
+    findings = getattr(error, "errors", None)
+    named = []
+    if callable(findings):  # pydantic's
         for one in findings():
-            place = ".".join(map(str, one["loc"])).replace("_", "-")
-            option |= bool(place)
-            told.append(
-                f"--{place} {one['input']}: {one['msg']}" if place else one["msg"].removeprefix("Value error, ")
-            )
-        return {"wrong": True, "option": option, "said": " ".join("; ".join(told).split())}
-    said = " ".join(str(error).split())
-    if stage != "layers" and isinstance(error, (ValueError, NotImplementedError)):
-        return {"wrong": True, "option": False, "said": said or type(error).__name__}
+            option = ".".join(map(str, one["loc"])).replace("_", "-")
+            named.append(f"--{option} {one['input']}: {one['msg']}" if option else one["msg"])
+    said = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
+    if (found.engine is None and any(one.startswith("--") for one in named)) or found.given is None:
+        raise NoAnswerError(said) from error
+    if found.engine is None and isinstance(error, (ValueError, NotImplementedError)):
+        if not found.model:
+            raise NoAnswerError(f"vLLM does not take this model with these options: {said}") from error
+        return Skip("vllm_refuses", said or type(error).__name__)
     frames = traceback.extract_tb(error.__traceback__)
     at = next((frame for frame in reversed(frames) if f"{os.sep}vllm{os.sep}" in frame.filename), frames[-1])
-    place = f"{Path(at.filename).name}:{at.lineno} in {at.name}"
-    return {"wrong": False, "option": False, "said": f"{type(error).__name__}: {said} ({place})"}
+    said = f"{type(error).__name__}: {said} ({Path(at.filename).name}:{at.lineno} in {at.name})"
+    if found.engine is None:
+        raise NoAnswerError(f"not known, vLLM could not be asked about this model here: {said}") from error
+    return Skip("not_known", said)
 
 
-def _engine_args(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Parse the arguments as ``vllm serve`` does; return vLLM's ``AsyncEngineArgs`` and what was given."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from vllm_aiter_mla.compat import config, offline
-
-    folder = Path(request["folder"])
-    parsed = offline.serve_options([str(folder), *request["arguments"]])
-    settings = config.settings_of(parsed)
-    names = ("max_num_seqs", "max_num_batched_tokens", "block_size")
-    given = {"settings": asdict(settings)} | {name: getattr(parsed, name) for name in names}
-    given["attention_backend"] = offline.backend_name(parsed)
-    if request["enable"]:
-        setattr(parsed.compilation_config.pass_config, FLAG_FIELD, True)
-        # Strict mode would end the plan at the first reason.
-        own = dict((parsed.additional_config or {}).get(NAMESPACE, {})) | {"enabled": True, "strict": False}
-        parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
-    parsed.model, parsed.skip_tokenizer_init, parsed.tokenizer = str(folder), True, None
-    args = AsyncEngineArgs.from_cli_args(parsed)
-    given["notes"] = _without_its_own_code(args, folder)
-    return args, given
-
-
-def _without_its_own_code(args: Any, folder: Path) -> list[str]:
-    """Read a config whose class is Python code of a checkpoint that is not here by its fields, and say so."""
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-    from vllm.transformers_utils import config as configs
-    from vllm.transformers_utils.config_parser_base import ConfigParserBase
-
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    place = str((fields.get("auto_map") or {}).get("AutoConfig", "")).partition(".")[0]
-    if args.trust_remote_code and place and (folder / f"{place}.py").is_file():
-        return []
-    kind, args.trust_remote_code = fields.get("model_type"), False
-    if kind in configs._CONFIG_REGISTRY or kind in CONFIG_MAPPING or args.config_format != "auto":
-        return []
-
-    class AsItStands(ConfigParserBase):
-        def parse(self, model: Any, *_: Any, **__: Any) -> tuple[dict[str, Any], Any]:
-            return dict(fields), PreTrainedConfig.from_dict(dict(fields))
-
-    configs.register_config_parser(_AS_IT_STANDS)(AsItStands)
-    args.config_format = _AS_IT_STANDS
-    return [f"neither vLLM nor transformers has a config class for {kind!r}: its fields were read as they stand"]
-
-
-def _config(args: Any, found: dict[str, Any]) -> Any:
+def _config(args: Any, found: Answer) -> Any:
     """Build vLLM's finished config; ``found`` gets the model's facts as soon as vLLM has read the model."""
     from vllm.usage.usage_lib import UsageContext
 
@@ -261,7 +257,7 @@ def _config(args: Any, found: dict[str, Any]) -> Any:
         sizes = model.get_total_num_hidden_layers(), model.max_model_len
         if sizes[0] > MOST_LAYERS or sizes[1] > MOST_POSITIONS:
             raise ValueError(f"{sizes[0]} layers and {sizes[1]} positions are more than is built here")
-        found["model"] = _model(model)
+        found.model = _model(model)
         return model
 
     args.create_model_config = read_and_tell
@@ -269,8 +265,6 @@ def _config(args: Any, found: dict[str, Any]) -> Any:
 
 
 def _model(model: Any) -> dict[str, Any]:
-    from vllm_aiter_mla.compat import config
-
     text = model.hf_text_config
     return {
         "architecture": str(model.architecture),
@@ -281,40 +275,41 @@ def _model(model: Any) -> dict[str, Any]:
         "heads": model.model_arch_config.total_num_attention_heads,
         "layers": model.get_total_num_hidden_layers(),
         "max_position": getattr(text, "max_position_embeddings", None) or model.max_model_len,
-        "listed_layers": len(config.mla_layers(model)),
+        "listed_layers": len(compat_config.mla_layers(model)),
     }
 
 
 def engine_facts(config: Any) -> dict[str, Any]:
-    """Return what the options became; ``gate`` is what the plugin's pass in vLLM's slot says, None without one."""
-    from vllm_aiter_mla.compat import config as compat_config
+    """Return what the options became.
 
+    Returns:
+        ``gate``: limit and integration of the plugin's pass in vLLM's slot, None without one. ``view``: what admission
+        reads. ``user_pass``: why the user's pass cannot be chained, or None. ``options``, ``ranges`` and ``captures``.
+    """
     compilation, scheduler, parallel = config.compilation_config, config.scheduler_config, config.parallel_config
     engaged = compat_config.current_pass(compilation)
     limit = getattr(engaged, "limit", None)
-    settings = compat_config.settings_of(config)
-    chained = compat_config.why_not_chainable(compilation) if limit is None else None
-    mode = compilation.cudagraph_mode
+    view = compat_config.view_of(config, compat_config.settings_of(config))
     return {
         "gate": None if limit is None else {"limit": limit, "integration": engaged.integration},
-        "view": asdict(compat_config.view_of(config, settings)),
-        "user_pass": None if chained is None else chained.message,
-        "cache_dtype": str(config.cache_config.cache_dtype),
-        "block_size": config.cache_config.block_size,
-        "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-        "num_drafts": config.num_speculative_tokens,
-        "tp": parallel.tensor_parallel_size,
-        "pp": parallel.pipeline_parallel_size,
-        "ranges": [[one.start, one.end] for one in compilation.get_compile_ranges()] if compilation.mode else [],
+        "view": view,
+        "user_pass": compat_config.why_not_chainable(compilation) if limit is None else None,
+        "options": {
+            "tp": parallel.tensor_parallel_size,
+            "pp": parallel.pipeline_parallel_size,
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "block_size": config.cache_config.block_size,
+            "num_drafts": config.num_speculative_tokens,
+            "kv_cache_dtype": str(config.cache_config.cache_dtype),
+            **{name: getattr(view, name) for name in ("dcp", "pcp", "enforce_eager", "mode")},
+        },
+        "ranges": [(one.start, one.end) for one in compilation.get_compile_ranges()] if compilation.mode else [],
         "captures": compat_config.capture_sizes(compilation),
-        "cudagraph_mode": mode.name if mode is not None else "NONE",
-        "graph_partition": compilation.use_inductor_graph_partition,
-        "splitting_ops": list(compilation.splitting_ops or ()),
     }
 
 
-def _layers(config: Any) -> list[dict[str, Any]]:
+def _layers(config: Any) -> list[tuple[LayerKind, int]]:
     """Build the model of one rank without weights, its draft too; return its MLA layers, equal ones counted."""
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -326,18 +321,15 @@ def _layers(config: Any) -> list[dict[str, Any]]:
     with _without_weights(config):
         models = [initialize_model(config, model_config=model) for model in (config.model_config, *drafts)]
         current_platform.update_block_size_for_backend(config)
-    found: dict[str, dict[str, Any]] = {}
+    found: Counter[LayerKind] = Counter()
     for number, model in enumerate(models):
         parents = {child: parent for parent in model.modules() for child in parent.children()}
-        for layer in model.modules():
-            if isinstance(layer, MLAAttention):
-                one = _layer(layer, parents[layer]) | {"draft": number > 0}
-                found.setdefault(json.dumps(one), one | {"count": 0})["count"] += 1
-    return sorted(found.values(), key=lambda one: -one["count"])
+        layers = (module for module in model.modules() if isinstance(module, MLAAttention))
+        found.update(_kind(layer, parents[layer], draft=number > 0) for layer in layers)
+    return found.most_common()
 
 
-def _layer(layer: Any, parent: Any) -> dict[str, Any]:
-    """Return the facts of one layer. What only weights or a card's build can tell is taken as it should be."""
+def _kind(layer: Any, parent: Any, draft: bool) -> LayerKind:
     from vllm_aiter_mla.compat.layer import layer_view
 
     view = layer_view(layer)
@@ -346,13 +338,14 @@ def _layer(layer: Any, parent: Any) -> dict[str, Any]:
         view = replace(view, has_absorbed_weight=True, has_rope_kernel=True, model_dtype=dtype)
     weight = getattr(layer.kv_b_proj, "weight", None)
     fp4, fp8 = layer.is_aiter_triton_fp4_bmm_enabled, layer.is_aiter_triton_fp8_bmm_enabled
-    return {
-        "view": asdict(view) | {"known_impls": sorted(view.known_impls)},
-        "form": "mxfp4" if fp4 else "fp8" if fp8 else "plain",
-        "method": type(layer.kv_b_proj.quant_method).__name__,
-        "weight": "" if weight is None else str(weight.dtype).removeprefix("torch."),
-        "has_rope": any(getattr(module, "rotary_emb", None) is not None for module in (layer, parent)),
-    }
+    return LayerKind(
+        view,
+        "mxfp4" if fp4 else "fp8" if fp8 else "plain",
+        type(layer.kv_b_proj.quant_method).__name__,
+        "" if weight is None else str(weight.dtype).removeprefix("torch."),
+        any(getattr(module, "rotary_emb", None) is not None for module in (layer, parent)),
+        draft,
+    )
 
 
 @contextmanager
@@ -405,53 +398,3 @@ def _method_of_kv_b_proj(quant: Any) -> Callable[[Any, str], Any]:
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
     return method
-
-
-def _this_card() -> str:
-    """Return the architecture of this machine's card as vLLM reads it: by amdsmi, which leaves the card alone."""
-    from vllm.platforms import rocm
-
-    return str(rocm._GCN_ARCH).partition(":")[0]
-
-
-def main(asked: str = "") -> None:
-    """Answer requests until stdin ends, each in a process of its own: vLLM keeps much of a config in its modules."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # vLLM logs to stdout
-
-    def tell(found: dict[str, Any]) -> None:
-        print(json.dumps(found), file=out, flush=True)
-
-    try:
-        import torch
-
-        rocm = torch.version.hip is not None
-        card = _this_card() if rocm else asked or "gfx942"
-        if asked not in ("", card):
-            return tell(
-                {"failed": f"--arch {asked}: this machine has a {card}; a plan makes nothing up where a card is"}
-            )
-        if not rocm:
-            pretend_rocm(card)
-        from vllm.plugins import load_general_plugins
-
-        from vllm_aiter_mla.compat import config, offline, switches
-
-        load_general_plugins()
-        inspect_in_process()
-        offline.serve_options([])  # imports what every request needs, once
-        on = {name: bool(switches.switched_on(name, dict(os.environ))) for name in switches.VARIABLES}
-    except Exception as error:
-        return tell({"failed": f"{type(error).__name__}: {error}"})
-    tell({"arch": card, "made_up": not rocm, "vllm": config.vllm_version(), "on": on})
-    gc.freeze()  # a fork then neither copies nor looks through what is imported
-    for line in sys.stdin:
-        if (process := os.fork()) == 0:
-            tell(answer(json.loads(line)))
-            os._exit(0)
-        if status := os.waitpid(process, 0)[1]:
-            tell({"failed": {"stage": "process", "wrong": False, "option": False, "said": f"vLLM ended with {status}"}})
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

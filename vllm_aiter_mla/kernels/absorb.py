@@ -1,12 +1,11 @@
 """The absorbed up-projection W_UK in the three formats in which vLLM holds it, and the product with each.
 
 "plain" is the activation dtype. "fp8" is vLLM's default where AITER is on. vLLM uses "mxfp4" on gfx950 if ``kv_b_proj``
-is bf16. Over codes vLLM multiplies by AITER's batched GEMMs, and so does this file.
+is bf16. Over codes the product is vLLM's own call, handed in through ``GEMMS``.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,28 +14,18 @@ import torch
 
 from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.triton.tiles import MXFP4_ARCH
 
 Format = Literal["plain", "fp8", "mxfp4"]
 FORMATS: tuple[Format, ...] = ("plain", "fp8", "mxfp4")
 Key = tuple[Any, ...]
 Gemm = Callable[..., torch.Tensor]
 
-GEMM_NAMES = {
-    "fp8": "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant",
-    "mxfp4": "batched_gemm_a16wfp4",
-}
 GEMMS: dict[str, Gemm] = {}
-"""The batched GEMM over codes, by weight format. ``compat`` may set vLLM's own calls here; without them AITER's
-functions are imported at the first use, from where vLLM imports them."""
+"""vLLM's calls of AITER's batched GEMMs, by weight format; ``backends.Backends`` fills it on an AMD card."""
 FP8_GROUP = 128  # values of a query row that share a scale; vLLM's group_size
 FP8_FLOOR = 1e-10  # AITER's kernel takes at least this for a group's largest magnitude, in float32
-MXFP4_ARCH = "gfx950"  # vLLM asks for CDNA 4, AITER for a card that multiplies mxfp4
 
-_AVOID = {
-    "plain": "",
-    "fp8": "set VLLM_ROCM_USE_AITER_FP8BMM=0",
-    "mxfp4": "set VLLM_ROCM_USE_AITER_FP4BMM=0, and VLLM_ROCM_USE_AITER_FP8BMM=0 for 16 bits; W_UV too",
-}
 # fp8: a value on a rounding tie may fall to either side by the last bit of a reciprocal, and one such code moves a
 # whole row of products, so that representable steps would call it wrong. mxfp4: all sums are exact and both sides round
 # to bf16 once, 0.2 %; a wrong rounding of q or a wrong scale costs 5 %.
@@ -90,11 +79,6 @@ class AbsorbWeight:
         return (("W_K", self.values), ("W_K_scale", self.scale))
 
     @property
-    def avoid(self) -> str:
-        """What a user can set so that vLLM holds the weight in another format; empty for "plain"."""
-        return _AVOID[self.format]
-
-    @property
     def product_bound(self) -> float:
         """Largest ||product - reference|| / ||reference|| that counts as right; 0 if both are the same function."""
         return _PRODUCT_BOUNDS[self.format]
@@ -136,17 +120,6 @@ class AbsorbWeight:
             return f"W_K: a nope width of 128, 256, 512 and so on expected, got {nope}: AITER's GEMM drops values there"
         return None
 
-    def missing(self) -> str | None:
-        """Return why the product cannot be called in this process, or None. May import AITER; never raises."""
-        if self.format == "plain" or self.format in GEMMS:
-            return None
-        name = GEMM_NAMES[self.format]
-        try:
-            GEMMS[self.format] = getattr(importlib.import_module(f"aiter.ops.triton.{name}"), name)
-        except Exception as error:  # its modules look at the card and at Triton when imported
-            return f"AITER's {self.format} batched GEMM cannot be imported: {type(error).__name__}: {error}"
-        return None
-
     def product(self, q_nope: torch.Tensor) -> torch.Tensor:
         """Multiply q_nope [T, N, P] as vLLM does: [T, N, L], token-major and contiguous, in q_nope's dtype.
 
@@ -154,24 +127,23 @@ class AbsorbWeight:
         more afterwards. The fused op divides by it too, so none is passed here.
 
         Raises:
-            RuntimeError: the GEMM is ``missing``; the message says why.
+            KeyError: the weight is held in codes and ``GEMMS`` has no call for them: not on an AMD card.
+            ImportError: AITER's GEMM cannot be imported.
         """
         if self.scale is None:
             return absorb_plain(q_nope, self.values)
-        if (reason := self.missing()) is not None:
-            raise RuntimeError(reason)
-        gemm, heads_first = GEMMS[self.format], q_nope.transpose(0, 1)
+        options: dict[str, Any] = {"prequant": True}
         if self.format == "fp8":
-            how: dict[str, Any] = {"group_size": FP8_GROUP, "dtype": q_nope.dtype}
-        else:
-            how = {"prequant": True}
-        return gemm(heads_first, self.values, self.scale, transpose_bm=True, **how)
+            options = {"group_size": FP8_GROUP, "dtype": q_nope.dtype}
+        return GEMMS[self.format](q_nope.transpose(0, 1), self.values, self.scale, transpose_bm=True, **options)
 
     def reference(self, q_nope: torch.Tensor) -> torch.Tensor:
         """Return what ``product`` does, in plain PyTorch, on any device."""
         if self.scale is None:
             return absorb_plain(q_nope, self.values)
-        return (absorb_fp8 if self.format == "fp8" else absorb_mxfp4)(q_nope, self.values, self.scale)
+        if self.format == "fp8":
+            return absorb_fp8(q_nope, self.values, self.scale)
+        return dot_mxfp4(q_nope, self.values, self.scale).to(q_nope.dtype).contiguous()
 
 
 def read(tensors: Mapping[str, torch.Tensor]) -> AbsorbWeight:
@@ -232,11 +204,6 @@ def absorb_fp8(q_nope: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -
         quantised = formats.round_saturating(group * step.reciprocal(), flavour)
         total += torch.bmm(quantised.float(), codes[..., first : first + FP8_GROUP].float().transpose(1, 2)) * step
     return (total * scale.reshape(-1)[0]).to(q_nope.dtype).transpose(0, 1).contiguous()
-
-
-def absorb_mxfp4(q_nope: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """q_nope [T, N, P] x mxfp4 W_UK -> [T, N, L] in q_nope's dtype, as AITER's batched GEMM without ``y_scale``."""
-    return dot_mxfp4(q_nope, codes, scales).to(q_nope.dtype).contiguous()
 
 
 def dot_mxfp4(q_nope: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -80,21 +80,6 @@ def round_overflowing(x: torch.Tensor, flavour: Fp8Flavour) -> torch.Tensor:
     return torch.where(finite, rounded, torch.full_like(rounded, flavour.nan)).view(flavour.dtype)
 
 
-def ordinal(x: torch.Tensor) -> torch.Tensor:
-    """Map fp8 values to integers so that neighbours differ by one; NaN maps to 1 << 16. int32, same shape."""
-    flavour = flavour_of(x.dtype)
-    raw = x.contiguous().view(torch.uint8).to(torch.int32)
-    magnitude = raw & 0x7F
-    signed = torch.where(raw >= 0x80, -magnitude, magnitude)
-    nan = raw == 0x80 if flavour is E4M3FNUZ else magnitude == 0x7F
-    return torch.where(nan, 1 << 16, signed)
-
-
-def step_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return how many representable fp8 values lie between two tensors of one flavour; two NaNs are equal. int32."""
-    return (ordinal(a) - ordinal(b)).abs()
-
-
 def quantise_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise x [..., K], K a multiple of 32, to codes [..., K/2] and scales [..., K/32], both uint8 and contiguous.
 

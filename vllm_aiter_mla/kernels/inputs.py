@@ -135,16 +135,6 @@ class LayerShape:
     weight: absorb.Key = ("plain",)
 
 
-def check_shapes(inputs: DecodeInputs) -> None:
-    """Check what every back end relies on, from metadata only (no device synchronisation).
-
-    Raises:
-        KernelInputError: names the tensor, what is expected and what was given.
-    """
-    if (broken := contract_violation(inputs)) is not None:
-        raise KernelInputError(broken)
-
-
 def contract_violation(inputs: DecodeInputs) -> str | None:
     """Return the first breach of the contract that all back ends share, or None. Metadata only."""
     return next(_wrong_shapes(inputs), None) or next(_wrong_dtypes(inputs), None)

@@ -1,4 +1,4 @@
-"""The card a kernel is chosen for: the one table of what each converts in hardware."""
+"""The card a kernel is chosen for: the one table of the fp8 type that each converts to in hardware."""
 
 from __future__ import annotations
 
@@ -7,30 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """One architecture.
-
-    Attributes:
-        sold_as: names of cards that have it.
-        fp8: the e4m3 type that it converts to in hardware; any other is a software cast. AITER takes the same type
-            from the card it finds: aiter/utility/dtypes.py, defaultDtypes.
-    """
-
-    sold_as: str
-    fp8: torch.dtype
-
-
 CARDS = {
-    "gfx942": Card("MI300X, MI325X", torch.float8_e4m3fnuz),
-    "gfx950": Card("MI350X, MI355X", torch.float8_e4m3fn),
-    "sm89": Card("L4, L40S", torch.float8_e4m3fn),
-    "sm90": Card("H100, H200", torch.float8_e4m3fn),
-    "sm100": Card("B200", torch.float8_e4m3fn),
-    "sm103": Card("B300", torch.float8_e4m3fn),
-    "sm120": Card("RTX PRO 6000", torch.float8_e4m3fn),
+    "gfx942": torch.float8_e4m3fnuz,  # MI300X, MI325X
+    "gfx950": torch.float8_e4m3fn,  # MI350X, MI355X
+    "sm89": torch.float8_e4m3fn,  # L4, L40S
+    "sm90": torch.float8_e4m3fn,  # H100, H200
+    "sm100": torch.float8_e4m3fn,  # B200
+    "sm103": torch.float8_e4m3fn,  # B300
+    "sm120": torch.float8_e4m3fn,  # RTX PRO 6000
 }
+"""The e4m3 type that each architecture converts to in hardware; any other is a software cast. AITER takes the same type
+from the card it finds: aiter/utility/dtypes.py, defaultDtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +35,13 @@ class Platform:
     @property
     def fp8(self) -> torch.dtype:
         """The e4m3 type that an fp8 tensor has here: e4m3fn where no hardware asks for another."""
-        return hardware_fp8(self.arch) or torch.float8_e4m3fn
-
-
-def hardware_fp8(arch: str) -> torch.dtype | None:
-    """The e4m3 type that ``arch`` converts to in hardware, or None where it is not known to have one."""
-    card = CARDS.get(arch)
-    return None if card is None else card.fp8
-
-
-def parse_rocm(version: str | None) -> tuple[int, int] | None:
-    """(major, minor) of ``torch.version.hip``, or None where it is absent or unreadable."""
-    match = re.match(r"(\d+)\.(\d+)", version or "")
-    return (int(match[1]), int(match[2])) if match else None
+        return CARDS.get(self.arch, torch.float8_e4m3fn)
 
 
 def detect_platform() -> Platform:
     """The machine as torch sees it: the current device, without AITER and without a kernel launch."""
-    rocm = parse_rocm(torch.version.hip)
+    version = re.match(r"(\d+)\.(\d+)", torch.version.hip or "")
+    rocm = (int(version[1]), int(version[2])) if version else None
     if not torch.cuda.is_available():
         return Platform("cpu", rocm)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

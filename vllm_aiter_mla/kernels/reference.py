@@ -12,7 +12,7 @@ import torch
 
 from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, Numerics
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, check_shapes, contract_violation
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 
 AITER = Numerics()
 TWO_ROUNDING = Numerics(rounding="two")
@@ -37,17 +37,13 @@ def prepare(inputs: DecodeInputs, numerics: Numerics = AITER, q_latent: torch.Te
     """Absorb, rotate, quantise and concatenate the query; write the KV rows.
 
     Args:
-        inputs: the operands; only ``kv_cache`` is written, and only rows whose slot is >= 0.
+        inputs: the operands, which keep the shared contract; only rows of ``kv_cache`` whose slot is >= 0 are written.
         numerics: which roundings to follow.
         q_latent: [T, N, L], the absorbed query; by default the weight's reference product.
 
     Returns:
         q_prepared [T, N, L+R] of ``inputs.out_dtype``, contiguous; every row is defined, padded ones included.
-
-    Raises:
-        KernelInputError: an operand breaks the shared contract.
     """
-    check_shapes(inputs)
     q_out = inputs.new_query()
     if inputs.num_tokens == 0:
         return q_out
@@ -116,7 +112,7 @@ def kv_rows(inputs: DecodeInputs, cos: torch.Tensor, sin: torch.Tensor, numerics
     out_dtype, act = inputs.kv_cache.dtype, inputs.kv_c.dtype
     k_rot = rotate(inputs.k_pe[:s], cos[:s], sin[:s], inputs.is_neox)
     if numerics.truncate_cache_rope and out_dtype == torch.bfloat16:
-        k_stored = _truncate_to_bf16(k_rot)
+        k_stored = (k_rot.view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)  # the upper 16 bits
     else:
         k_stored = store_rope(k_rot, inv_k, out_dtype, act, numerics)
     rows = torch.empty((s, inputs.latent_dim + inputs.rope_dim), dtype=out_dtype, device=inputs.kv_c.device)
@@ -147,8 +143,3 @@ def scatter_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """fp32(1)/scale of element 0, on its device: AITER multiplies by the reciprocal instead of dividing."""
     return scale.reshape(-1)[0].reciprocal()
-
-
-def _truncate_to_bf16(x: torch.Tensor) -> torch.Tensor:
-    """Drop the low 16 bits of float32: rounding toward zero."""
-    return (x.contiguous().view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)

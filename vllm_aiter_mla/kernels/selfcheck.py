@@ -91,7 +91,7 @@ def _check_once(backend: KernelBackend, inputs: DecodeInputs) -> SelfCheckResult
     if off > inputs.weight.product_bound:
         message = f"{backend.name}: self-check FAILED: its absorb product is {off:.2%} off"
         return SelfCheckResult(False, message, {}, 0)
-    untouched = _bytes(inputs.kv_cache).clone()
+    untouched = inputs.kv_cache.view(torch.uint8).clone()
     q_out = backend.prepare(inputs)
     results = []
     # By its source, AITER's opt kernel truncates a bf16 cache's rope part on gfx942. Rounding is accepted as well.
@@ -130,7 +130,7 @@ def _compare(
     differences = {name: difference(*pair, slack=bounds.slack * (name == "q nope")) for name, pair in parts.items()}
     outside = torch.ones(cache.shape[0], dtype=torch.bool, device=cache.device)
     outside[written] = False
-    stray = int((_bytes(cache)[outside] != _bytes(expected_cache)[outside]).sum())
+    stray = int((cache.view(torch.uint8)[outside] != expected_cache.view(torch.uint8)[outside]).sum())
     wrong = {name for name, found in differences.items() if not _within(name, found, bounds)}
     if wrong == {"q nope"} and deviation(*parts["q nope"]) <= product_bound:
         wrong = set()
@@ -144,10 +144,6 @@ def _within(part: str, found: Difference, bounds: Bounds) -> bool:
     if part.endswith("nope"):
         return found.steps <= bounds.nope_steps
     return found.steps <= bounds.rope_steps and found.share <= bounds.rope_share
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.uint8)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, slack: float = 0.0) -> Difference:
@@ -182,10 +178,8 @@ def norm_bound(product_bound: float, dtype: torch.dtype) -> float:
 
 def steps_of(x: torch.Tensor) -> torch.Tensor:
     """Map floating-point values to integers so that neighbours differ by one. int64, same shape; NaNs are all equal."""
-    if formats.is_fp8(x.dtype):
-        return formats.ordinal(x).to(torch.int64)
-    integer = {2: torch.int16, 4: torch.int32}[x.dtype.itemsize]
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[x.itemsize]
     raw = x.contiguous().view(integer).to(torch.int64)
-    magnitude = raw & ((1 << (8 * x.dtype.itemsize - 1)) - 1)
+    magnitude = raw & torch.iinfo(integer).max
     signed = torch.where(raw < 0, -magnitude, magnitude)
-    return torch.where(x.isnan(), 1 << 40, signed)
+    return torch.where(x.float().isnan(), 1 << 40, signed)

@@ -9,7 +9,6 @@ import torch
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
-from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import TWO_ROUNDING
 
 
@@ -23,7 +22,7 @@ class VLLMBackend(KernelBackend):
     only the absorbed query is returned.
 
     Args:
-        vllm: vLLM's kernels, handed in because ``kernels`` does not import vLLM: the module ``compat.kernels``.
+        vllm: vLLM's kernels, handed in because ``kernels`` does not import vLLM: the module ``compat.layer``.
         arch: the card.
     """
 
@@ -35,7 +34,7 @@ class VLLMBackend(KernelBackend):
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class. RoPE is rounded to the activation dtype first, as in vLLM."""
-        return contract_violation(inputs) or inputs.weight.missing() or Binding(self._run, numerics=TWO_ROUNDING)
+        return contract_violation(inputs) or Binding(self._run, numerics=TWO_ROUNDING)
 
     def _run(self, inputs: DecodeInputs) -> torch.Tensor:
         q_pe = inputs.q[..., inputs.nope_dim :]
@@ -66,13 +65,6 @@ class VLLMBackend(KernelBackend):
             "fp8" if is_quantised else "auto",
             inputs.k_scale,
         )
-
-
-def factory(platform: Platform, vllm: Any) -> VLLMBackend | str:
-    """Return the back end, or why this vLLM build has no such kernels."""
-    if not vllm.has_rope_and_write():
-        return "this build of vLLM has no concat_and_cache_mla_rope_fused"
-    return VLLMBackend(vllm, platform.arch)
 
 
 def may_take_parts(arch: str, heads: int, fp8_cache: bool) -> bool:

@@ -3,6 +3,8 @@
 pipeline       the Inductor pass: compile range, match, admission, passes 1 to 3
 match          one record per MLA layer, or a reason to skip it
 rope_probe     recognises a RoPE by evaluating a few nodes on tiny tensors
-chain          the three passes, one function each
+rope_kv        pass 1
+q_prep_lift    pass 2
+aiter_fusion   pass 3
 fx             small graph helpers
 """

@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
+from vllm_aiter_mla.backends import Backends
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
+from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.verify.cases import Case, Variant
 from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.launches import first_line
@@ -58,9 +58,7 @@ def _triton() -> Found:
 
 
 def _aiter() -> Found:
-    platform = detect_platform()
-    known = platform.arch in ARCHITECTURES
-    return AiterBackend(platform) if known else f"AITER's op is for gfx942 and gfx950; this card is {platform.arch}"
+    return Backends(Settings(), detect_platform()).get("aiter")
 
 
 FINDERS: dict[str, Callable[[], Found]] = {"reference": ReferenceBackend, "triton": _triton, "aiter": _aiter}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.sandbox.simulated_aiter import op
 from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes
 from vllm_aiter_mla.kernels.backend import KernelCaptureError
 from vllm_aiter_mla.kernels.inputs import KernelInputError
-from vllm_aiter_mla.kernels.platform import detect_platform, parse_rocm
+from vllm_aiter_mla.kernels.platform import Platform, detect_platform
 
 pytestmark = pytest.mark.usefixtures("fake_gfx942")
 VIEWS = {"aten.split_with_sizes.default", "aten.transpose.int", "aten.view.default", "aten.view.dtype"}
@@ -155,9 +156,13 @@ def test_an_unknown_view_is_an_error() -> None:
         backend(view="fastest")
 
 
-def test_the_architecture_is_read_from_torch_alone() -> None:
-    assert parse_rocm("7.0.51831-a3e329ad8") == (7, 0)
-    assert parse_rocm(None) is None
-    assert parse_rocm("unknown") is None
-    if not torch.cuda.is_available():
-        assert detect_platform().arch == "cpu"
+@pytest.mark.parametrize(("version", "rocm"), [("7.0.51831-a3e329ad8", (7, 0)), (None, None), ("unknown", None)])
+def test_the_platform_is_read_from_torch_alone(monkeypatch, version, rocm) -> None:
+    monkeypatch.setattr(torch.version, "hip", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert detect_platform() == Platform("cpu", rocm)
+    card = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert detect_platform() == (Platform("sm90") if rocm is None else Platform("gfx942", rocm))

@@ -40,7 +40,7 @@ SENTENCES = {
 def test_each_unusable_aiter_has_its_own_sentence(version, sentence) -> None:
     with install("gfx942", version):
         found = locate_aiter()
-        assert not found.usable
+        assert found.reason is not None
         assert sentence in str(found.reason)
         with pytest.raises(AiterUnavailableError, match=r"\w"):
             load_op()
@@ -50,7 +50,7 @@ def test_each_unusable_aiter_has_its_own_sentence(version, sentence) -> None:
 def test_a_good_aiter_is_described_without_being_imported() -> None:
     with install("gfx942") as root:
         found = locate_aiter()
-        assert found.usable
+        assert found.reason is None
         assert found.package == root / "aiter"
         assert found.distribution == "amd-aiter 0.1.20"
         assert found.signature == REQUIRED
@@ -69,7 +69,7 @@ def test_an_editable_install_without_a_built_module_is_told_so(tmp_path, monkeyp
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("AITER_JIT_DIR", raising=False)
     found = locate_aiter()
-    assert found.usable
+    assert found.reason is None
     assert found.editable
     assert not found.prebuilt
     built = tmp_path / "jit"
@@ -152,7 +152,7 @@ def test_the_probe_and_its_package_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from vllm_aiter_mla.kernels.aiter.op import locate_aiter\n"
-        "print(locate_aiter().usable)"
+        "print(locate_aiter().reason is None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
-from tests.support.simulated_aiter import FP8, ROCM, fate, inputs
+from tests.support.simulated_aiter import FP8, ROCM, Unchecked, fate, inputs
 from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.aiter.route import route_of
-from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult, self_check
@@ -31,15 +28,6 @@ def wrong_parts(result: SelfCheckResult) -> set[str]:
     return {name for name, found in result.differences.items() if found.steps}
 
 
-class Unchecked(AiterBackend):
-    """The back end with its contract torn out."""
-
-    def bind(self, operands: DecodeInputs) -> Binding:
-        cache = operands.kv_cache if operands.kv_cache.dim() == 3 else operands.kv_cache.squeeze(1)
-        route = route_of(cache, operands.slot_mapping.shape[0], operands.num_heads, 64, PLATFORM, "as-is")
-        return Binding(partial(self._run, route, [operands.nope_dim, operands.rope_dim]))
-
-
 def test_mutation_none_planted_passes() -> None:
     assert check(AiterBackend(PLATFORM)).ok
 
@@ -50,47 +38,51 @@ def test_mutation_strided_table_halves_are_caught_by_the_self_check() -> None:
     assert wrong_parts(check(bound)) == {"q rope", "kv rope"}
 
 
-def test_mutation_a_uint8_cache_is_caught_by_the_contract_or_kills() -> None:
-    operands = inputs(query="act")
-    operands = replace(operands, kv_cache=operands.kv_cache.view(torch.uint8))
-    assert str(AiterBackend(PLATFORM).refuse(operands)).startswith("kv_cache: view uint8")
-    outcome = fate(lambda: Unchecked(PLATFORM).prepare(operands))
-    assert outcome == "SIGABRT: [AITER] kv cache data type is not supported\n"
-
-
-def test_mutation_a_4d_cache_is_caught_by_the_contract_or_writes_elsewhere() -> None:
-    operands = inputs()
-    operands = replace(operands, kv_cache=operands.kv_cache.unsqueeze(1))
-    assert str(AiterBackend(PLATFORM).refuse(operands)).startswith("kv_cache: [blocks, block_size, 576]")
+# What is changed, how the contract declines it, and what the simulated AITER does with it otherwise.
+BROKEN = {
+    "a uint8 cache": (
+        lambda good: replace(good, kv_cache=good.kv_cache.view(torch.uint8), out_dtype=torch.bfloat16),
+        "kv_cache: view uint8",
+        "[AITER] kv cache data type is not supported\n",
+    ),
     # Read as block size 1, slot s lands at block s: beyond the cache for all but the first few.
-    assert fate(lambda: Unchecked(PLATFORM).prepare(operands)).startswith(
-        "SIGABRT: Memory access fault by GPU: a KV row"
-    )
+    "a 4-D cache": (
+        lambda good: replace(good, kv_cache=good.kv_cache.unsqueeze(1)),
+        "kv_cache: [blocks, block_size, 576]",
+        "Memory access fault by GPU: a KV row",
+    ),
+    "int32 slots": (
+        lambda good: replace(good, slot_mapping=good.slot_mapping.int()),
+        "slot_mapping: torch.int64",
+        "Memory access fault by GPU: slot_mapping",
+    ),
+}
 
 
-def test_mutation_int32_slots_are_caught_by_the_contract_or_read_as_pairs() -> None:
-    operands = inputs()
-    wrong = replace(operands, slot_mapping=operands.slot_mapping.int())
-    assert str(AiterBackend(PLATFORM).refuse(wrong)).startswith("slot_mapping: torch.int64")
-    assert fate(lambda: Unchecked(PLATFORM).prepare(wrong)).startswith(
-        "SIGABRT: Memory access fault by GPU: slot_mapping"
-    )
+@pytest.mark.parametrize("name", BROKEN)
+def test_mutation_operands_are_caught_by_the_contract_or_kill(name) -> None:
+    change, reason, fault = BROKEN[name]
+    operands = change(inputs())
+    assert str(AiterBackend(PLATFORM).refuse(operands)).startswith(reason)
+    assert fate(lambda: Unchecked().prepare(operands)).startswith(f"SIGABRT: {fault}")
 
 
-def test_mutation_scales_applied_twice_are_caught_by_the_self_check() -> None:
-    class Twice(AiterBackend):
+CHANGES = {
+    "scales applied twice": (lambda x: replace(x, q_scale=x.q_scale**2, k_scale=x.k_scale**2), set(ALL)),
+    "reciprocal scales": (lambda x: replace(x, q_scale=1 / x.q_scale, k_scale=1 / x.k_scale), set(ALL)),
+    "the other rotary style": (lambda x: replace(x, is_neox=not x.is_neox), {"q rope", "kv rope"}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_mutation_operands_changed_on_the_way_are_caught_by_the_self_check(name) -> None:
+    change, wrong = CHANGES[name]
+
+    class Changed(AiterBackend):
         def prepare(self, operands: DecodeInputs) -> torch.Tensor:
-            return super().prepare(replace(operands, q_scale=operands.q_scale**2, k_scale=operands.k_scale**2))
+            return super().prepare(change(operands))
 
-    assert wrong_parts(check(Twice(PLATFORM))) == set(ALL)
-
-
-def test_mutation_reciprocal_scales_are_caught_by_the_self_check() -> None:
-    class Inverse(AiterBackend):
-        def prepare(self, operands: DecodeInputs) -> torch.Tensor:
-            return super().prepare(replace(operands, q_scale=1 / operands.q_scale, k_scale=1 / operands.k_scale))
-
-    assert wrong_parts(check(Inverse(PLATFORM))) == set(ALL)
+    assert wrong_parts(check(Changed(PLATFORM))) == wrong
 
 
 def test_mutation_an_unabsorbed_query_kills_or_is_caught_by_the_self_check(monkeypatch) -> None:
@@ -135,11 +127,3 @@ def test_mutation_rows_beyond_the_slots_taken_for_defined_are_caught() -> None:
             return operands.num_tokens
 
     assert {"q nope", "q rope"} <= wrong_parts(check(Boastful(PLATFORM)))
-
-
-def test_mutation_the_other_rotary_style_is_caught_by_the_self_check() -> None:
-    class Style(AiterBackend):
-        def prepare(self, operands: DecodeInputs) -> torch.Tensor:
-            return super().prepare(replace(operands, is_neox=not operands.is_neox))
-
-    assert wrong_parts(check(Style(PLATFORM))) == {"q rope", "kv rope"}

@@ -12,8 +12,6 @@ import torch
 from tests.sandbox.simulated_aiter import execute, install, op
 from tests.support.simulated_aiter import FP8, backend, inputs, raw, same_bytes, twin, unfused, yarn_table
 from vllm_aiter_mla.kernels import formats, reference
-from vllm_aiter_mla.kernels.aiter.backend import launch
-from vllm_aiter_mla.kernels.aiter.route import route_of
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.selfcheck import steps_of
 
@@ -49,7 +47,8 @@ def agree(arch: str, operands: DecodeInputs, **options) -> str | None:
 CASES = [
     (tokens, heads, BLOCKS[i % 3], KINDS[(i // 2) % 3], bool(i % 2))
     for i, (tokens, heads) in enumerate(product(TOKENS, HEADS))
-    if not (heads == 2 and tokens >= 256)  # declined: see test_aiter_contract
+    # Two heads are declined from 256 tokens on (test_aiter_contract); 128 are slow and take the kernel that 16 take.
+    if not (heads == 2 and tokens >= 256) and not (heads == 128 and tokens in (255, 256))
 ]
 
 
@@ -136,19 +135,6 @@ def test_a_query_cut_from_a_wider_projection_agrees(arch) -> None:
     assert same_bytes(bound.prepare(strided), bound.prepare(operands))
 
 
-def test_a_bmm_output_in_head_major_order_gives_the_same(arch) -> None:
-    operands = inputs(arch, heads=16)
-    bound, expected = backend(arch), twin(operands)
-    route = route_of(operands.kv_cache, 7, 16, 64, bound.platform)
-    q_latent = operands.weight.product(operands.q_nope)
-    transposed = q_latent.transpose(0, 1).contiguous().transpose(0, 1)
-    assert not transposed.is_contiguous()
-    out = torch.empty(7, 16, 576, dtype=operands.out_dtype)
-    halves = bound.halves(operands.cos_sin_cache)
-    launch(bound._op, transposed, operands.q[..., 16:], operands, out, halves, route)
-    assert same_bytes(out, reference.prepare(expected, route.numerics))
-
-
 def test_inputs_stay_unrotated(arch) -> None:
     operands = inputs(arch)
     before = [raw(getattr(operands, name)).clone() for name in ("q", "k_pe", "kv_c", "cos_sin_cache")]
@@ -157,7 +143,7 @@ def test_inputs_stay_unrotated(arch) -> None:
     assert all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize(("kinds", "neox", "tokens"), list(product(KINDS, (False, True), (7, 64, 300))))
+@pytest.mark.parametrize(("kinds", "neox", "tokens"), list(product(KINDS, (False, True), (7, 300))))
 def test_bar_of_pr_55230_against_an_unfused_path(arch, kinds, neox, tokens) -> None:
     """Nope half bit-exact; fp8 rope within 1 step on under 4 %, mean error below 0.02; bf16 rope bit-exact.
 

@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 from tests.support.bare_layer import bare_layer
 from tools import aot
 from vllm_aiter_mla.kernels import absorb, formats
-from vllm_aiter_mla.kernels import backend as protocol
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import KernelInputError, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
@@ -29,11 +28,6 @@ def on_any_device(monkeypatch):
     """Let the checks past the device, as under the interpreter."""
     monkeypatch.setattr(backend, "interpreted", lambda: True)
     monkeypatch.setattr(launcher, "current_arch", lambda: "gfx942")
-
-
-@pytest.fixture
-def on_gfx950(monkeypatch, on_any_device):
-    monkeypatch.setattr(launcher, "current_arch", lambda: "gfx950")
 
 
 class Recorder:
@@ -55,11 +49,7 @@ def recorder(monkeypatch, on_any_device):
 
 
 def operands(**changes):
-    return build(Case(cache="float8_e4m3fnuz", **changes))[0]
-
-
-def over_mxfp4(**changes):
-    return build(Case(**{"cache": "float8_e4m3fn", "weight": "mxfp4"} | changes))[0]
+    return build(Case(**{"cache": "float8_e4m3fnuz"} | changes))[0]
 
 
 def test_triton_backend_on_a_cpu_says_that_it_needs_a_gpu():
@@ -104,51 +94,43 @@ def test_triton_backend_names_the_operand_it_declines(on_any_device, name):
     assert word in reason
 
 
-@pytest.mark.parametrize("nope", [8, 96, 136, 144])
-def test_triton_backend_declines_a_nope_width_that_its_blocks_cannot_hold(on_any_device, nope):
-    plain, codes = (operands(nope=nope, **form) for form in ({}, {"weight": "float8_e4m3fnuz"}))
-    reasons = [str(TritonBackend().refuse(inputs)) for inputs in (plain, codes)]
-    taken = "None" if nope == 144 else f"nope width: blocks of 128 and a power of two from 16 on expected, got {nope}"
-    assert reasons == [taken, f"nope width: blocks of 128 and a power of two from 32 on expected, got {nope}"]
+CODES, MXFP4 = {"weight": "float8_e4m3fnuz"}, {"weight": "mxfp4", "cache": "float8_e4m3fn"}
+SET = "W_K: gfx950 multiplies mxfp4 in hardware, {} would in software; set VLLM_ROCM_USE_AITER_FP4BMM=0"
+# Architecture, case, and how the reason starts.
+DECLINED = [
+    *[("gfx942", {"nope": nope}, "nope width: blocks of 128 and a power of two from 16") for nope in (8, 96, 136)],
+    *[
+        ("gfx942", CODES | {"nope": n}, "nope width: blocks of 128 and a power of two from 32")
+        for n in (8, 96, 136, 144)
+    ],
+    *[("gfx950", MXFP4 | {"nope": nope}, "nope width: 128, 256, 512 and so on expected") for nope in (64, 192, 384)],
+    *[(a, MXFP4 | {"cache": "bfloat16"}, SET.format(a)) for a in ("gfx942", "sm90", "sm100", "gfx1201")],
+    ("gfx950", MXFP4 | {"act": "float16", "cache": "float16"}, "W_K: bf16 activations expected"),
+    ("gfx942", {"rope": 48}, "rope width: a power of two from 16 on"),
+    ("gfx942", {"latent": 8}, "latent width: a power of two from 16 on"),
+    ("gfx942", {"weight": "float8_e4m3fn"}, "W_K: gfx942 converts to torch.float8_e4m3fnuz in hardware"),
+    ("gfx942", {"act": "float32", "cache": "float32"}, "q: torch.bfloat16 or torch.float16"),
+]
+TAKEN = [
+    *[("gfx942", {"nope": nope}) for nope in (128, 144, 192)],
+    *[("gfx942", CODES | more) for more in ({}, {"w_major": "P", "nope": 192}, {"out": "bfloat16"})],
+    *[("gfx942", {name: value}) for name, value in (("is_neox", True), ("w_major", "P"), ("out", "bfloat16"))],
+    *[("gfx942", {"tokens": 0}), ("gfx942", {"slots": 0}), ("gfx950", MXFP4 | {"cache": "bfloat16"})],
+]
 
 
-@pytest.mark.parametrize("nope", [64, 192, 384])
-def test_triton_backend_declines_mxfp4_at_a_nope_width_that_is_no_power_of_two_from_128(on_gfx950, nope):
-    reason = TritonBackend().refuse(over_mxfp4(nope=nope))
-    assert reason == f"nope width: 128, 256, 512 and so on expected over mxfp4, got {nope}"
-
-
-@pytest.mark.parametrize("arch", ["gfx942", "sm90", "sm100", "gfx1201"])
-def test_triton_backend_declines_mxfp4_weights_elsewhere_than_on_gfx950(on_gfx950, monkeypatch, arch):
-    inputs = over_mxfp4(cache="bfloat16")
-    assert TritonBackend().refuse(inputs) is None
+@pytest.mark.parametrize(("arch", "case", "reason"), [*DECLINED, *((*taken, "None") for taken in TAKEN)])
+def test_triton_backend_declines_what_the_kernel_cannot_do_and_nothing_else(
+    on_any_device, monkeypatch, arch, case, reason
+):
     monkeypatch.setattr(launcher, "current_arch", lambda: arch)
-    assert TritonBackend().refuse(inputs) == (
-        f"W_K: gfx950 multiplies mxfp4 in hardware, {arch} would in software; {inputs.weight.avoid}"
-    )
-
-
-def test_triton_backend_declines_mxfp4_weights_beside_fp16_or_with_scales_that_do_not_belong(on_gfx950):
-    assert "bf16 activations expected" in str(TritonBackend().refuse(over_mxfp4(act="float16", cache="float16")))
-    inputs = over_mxfp4()
-    broken = replace(inputs.weight, scale=inputs.weight.scale[..., :3])
-    assert "W_K_scale: one scale per 32 values" in str(TritonBackend().refuse(replace(inputs, weight=broken)))
-
-
-@pytest.mark.parametrize(("width", "case"), [("rope", {"rope": 48}), ("latent", {"latent": 8})])
-def test_triton_backend_declines_widths_that_are_no_power_of_two(on_any_device, width, case):
-    assert f"{width} width: a power of two from 16 on" in str(TritonBackend().refuse(operands(**case)))
-
-
-def test_triton_backend_declines_codes_of_another_cards_fp8_type(on_any_device):
-    reason = TritonBackend().refuse(operands(weight="float8_e4m3fn"))
-    assert str(reason).startswith("W_K: gfx942 converts to torch.float8_e4m3fnuz in hardware")
+    assert str(TritonBackend().refuse(operands(**case))).startswith(reason)
 
 
 def test_triton_blocks_of_the_reduction_are_the_groups_of_aiters_gemm():
     assert tiles.BLOCK_K == absorb.FP8_GROUP
     assert kernel.FLOOR.value == absorb.FP8_FLOOR
-    assert (kernel.GROUP.value, tiles.MXFP4_ARCH) == (formats.MXFP4_GROUP, absorb.MXFP4_ARCH)
+    assert kernel.GROUP.value == formats.MXFP4_GROUP
 
 
 def test_triton_kernel_of_a_call_is_the_tile_it_runs_on(on_any_device):
@@ -163,12 +145,7 @@ def test_triton_check_tries_every_tile_that_any_batch_runs_on_and_a_second_block
     assert len(set(tried)) == len(tried)
     assert set(tried) == {tiles.entry_for(arch, tokens, heads).tile for tokens in range(1, 600)}
     assert counts[-1] > tried[-1].block_t
-
-
-def test_triton_backend_declines_float32(on_any_device):
-    assert "torch.bfloat16 or torch.float16" in str(
-        TritonBackend().refuse(build(Case(act="float32", cache="float32"))[0])
-    )
+    assert tiles.entry_for(arch, 1 << 20, heads).tile == tried[-1]
 
 
 def test_what_is_remembered_of_a_call_is_all_that_the_triton_checks_depend_on(on_any_device):
@@ -187,24 +164,8 @@ def test_triton_backend_answers_for_a_layer_before_there_is_a_batch(monkeypatch)
     assert TritonBackend().refuse(synthetic_inputs(shape, tokens=1)) is None
 
 
-def test_triton_backend_takes_what_it_should(on_any_device):
-    codes = {"weight": "float8_e4m3fnuz"}
-    for case in ({"nope": 192}, codes, codes | {"w_major": "P", "nope": 192}, codes | {"out": "bfloat16"}):
-        assert TritonBackend().refuse(operands(**case)) is None
-    for case in ({}, {"is_neox": True}, {"w_major": "P"}, {"tokens": 0}, {"slots": 0}, {"out": "bfloat16"}):
-        assert TritonBackend().refuse(operands(**case)) is None
-
-
-@given(st.integers(0, 1 << 20), st.integers(1, 512), st.sampled_from([*tiles.TABLE, "gfx1100", "sm80", "interpreter"]))
-def test_triton_table_covers_every_call(tokens, heads, arch):
-    entry = tiles.entry_for(arch, tokens, heads)
-    assert tokens <= entry.max_tokens
-    assert heads <= entry.max_heads
-
-
 def test_triton_tiles_are_what_matrix_instructions_and_wide_accesses_need():
-    entries = [entry for table in (*tiles.TABLE.values(), tiles.FALLBACK) for entry in table]
-    for tile in {entry.tile for entry in entries}:
+    for tile in {entry.tile for table in tiles.TABLE.values() for entry in table}:
         assert tile.block_t >= 16
         assert tile.block_l >= 16
         assert tile.rope_rows % 32 == 0
@@ -213,7 +174,8 @@ def test_triton_tiles_are_what_matrix_instructions_and_wide_accesses_need():
 def test_triton_grid_counts_query_tiles_rope_rows_and_cache_rows(recorder):
     inputs = operands(tokens=70, heads=3, slots=41)
     TritonBackend().prepare(inputs)
-    ((grid,), given, _) = recorder.launches[0]
+    ((grid,), given, options) = recorder.launches[0]
+    assert options["enable_fp_fusion"] is tiles.FP_FUSION
     assert grid == 3 * 2 * 8 + 7 + 2 + 11
     assert given[12:15] == (70, 41, inputs.cos_sin_cache.shape[0] - 1)
 
@@ -248,7 +210,7 @@ def test_triton_warm_up_without_a_row_is_an_error(recorder):
 
 def test_triton_capture_of_a_variant_nobody_compiled_raises_and_after_warm_up_does_not(recorder, monkeypatch):
     capturing = [True]
-    monkeypatch.setattr(protocol, "is_capturing", lambda: capturing[0])
+    monkeypatch.setattr("vllm_aiter_mla.kernels.backend.is_capturing", lambda: capturing[0])
     inputs = operands(tokens=20)
     with pytest.raises(RuntimeError, match="call warm_up before"):
         TritonBackend().prepare(inputs)
@@ -259,24 +221,6 @@ def test_triton_capture_of_a_variant_nobody_compiled_raises_and_after_warm_up_do
         TritonBackend().prepare(operands(tokens=tokens))
     with pytest.raises(RuntimeError, match="call warm_up before"):
         TritonBackend().prepare(operands(tokens=70))
-
-
-def test_triton_fp_fusion_is_pinned_in_every_launch(recorder):
-    TritonBackend().prepare(operands())
-    assert recorder.launches[0][2]["enable_fp_fusion"] is tiles.FP_FUSION
-
-
-def test_triton_kernels_import_neither_vllm_nor_matplotlib():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys\n"
-        "import vllm_aiter_mla.kernels.triton.backend, vllm_aiter_mla.kernels.triton.launcher\n"
-        "print([m for m in ('vllm', 'matplotlib', 'rich', 'typer') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def specialisation(arch, launched):

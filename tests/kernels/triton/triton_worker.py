@@ -37,10 +37,11 @@ _FOLDER = tempfile.TemporaryDirectory()
 def main() -> None:
     interpreter.install()
     torch.set_num_threads(1)
+    operations = {operation.__name__: operation for operation in OPERATIONS}
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = OPERATIONS[request.pop("op")](**request)
+            answer = operations[request.pop("op")](**request)
         except Exception:
             answer = {"error": traceback.format_exc()}
         print(json.dumps(answer), flush=True)
@@ -287,21 +288,10 @@ def _as_int32(offset: int) -> int:
     return (offset + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-OPERATIONS = {
-    "compare": compare,
-    "compare_tile": compare_tile,
-    "odd_rows": odd_rows,
-    "odd_groups": odd_groups,
-    "mxfp4_dots": mxfp4_dots,
-    "fp8_dots": fp8_dots,
-    "self_checked": self_checked,
-    "aiter_vector": aiter_vector,
-    "aiter_product": aiter_product,
-    "nan_and_payload": nan_and_payload,
-    "far_cache": far_cache,
-    "far_query": far_query,
-    "wrong_casts": wrong_casts,
-}
+OPERATIONS = [
+    compare, compare_tile, odd_rows, odd_groups, mxfp4_dots, fp8_dots, self_checked, aiter_vector,
+    aiter_product, nan_and_payload, far_cache, far_query, wrong_casts,
+]  # fmt: skip
 
 if __name__ == "__main__":
     main()

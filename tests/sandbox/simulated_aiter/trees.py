@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_aiter_mla.kernels.absorb import GEMM_NAMES
-
 VERSIONS = ("0.1.20", "0.1.19", "0.1.7", "0.1.20+future", "broken", "namespace", "pypi")
 
 _TENSORS = (
@@ -69,10 +67,11 @@ _INIT = """from tests.sandbox.simulated_aiter.mla import (  # noqa
 from . import dtypes  # noqa
 from .ops.cache import *  # noqa
 """
+_FP8_GEMM = "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant"
 # Module and function below aiter.ops.triton, and the function here that replaces it.
 _TRITON_FUNCTIONS = (
-    (GEMM_NAMES["fp8"], GEMM_NAMES["fp8"], "gemm", "batched_gemm"),
-    (GEMM_NAMES["mxfp4"], GEMM_NAMES["mxfp4"], "gemm_fp4", "batched_gemm"),
+    (_FP8_GEMM, _FP8_GEMM, "gemm", "batched_gemm"),
+    ("batched_gemm_a16wfp4", "batched_gemm_a16wfp4", "gemm_fp4", "batched_gemm"),
     ("quant", "dynamic_mxfp4_quant", "gemm_fp4", "dynamic_mxfp4_quant"),
 )
 _CORE = '''"""AITER's just-in-time layer, simulated: registers the one op."""

@@ -9,7 +9,23 @@ from tests.tools.gfx9.gfx9_lanes import execute, fill, wave
 from tools.gfx9 import numbers
 from tools.gfx9.parse import Fault
 
-KINDS = {"bf16": (2, 1), "f16": (2, 1), "fp8_fp8": (1, 1), "f8f6f4": (1, 1)}
+SIZES = {"bf16": 2, "f16": 2, "fp8_fp8": 1, "f8f6f4": 1}
+
+
+def accumulator(w, side):
+    """Registers from v40 on, each with its own number in all lanes: their text."""
+    for register in range(side * side // 64):
+        w.put(w.f, 40 + register, np.float32(100 + register))
+    return f"v[40:{39 + side * side // 64}]"
+
+
+def assert_product(w, a, b, accumulated):
+    """``a`` times the transpose of ``b``, both [side, K], lies in the registers from v40 on."""
+    side = a.shape[0]
+    register, lane = np.arange(side * side // 64)[:, None], np.arange(64)
+    row = 8 * (register // 4) + 4 * (lane // 32) + register % 4 if side == 32 else 4 * (lane // 16) + register
+    expected = (a @ b.T)[row, lane % side] + (100 + register) * accumulated
+    assert (w.f[40 : 40 + len(register)] == expected.astype(np.float32)).all()
 
 
 def pack(values, kind, arch):
@@ -41,7 +57,7 @@ def pack(values, kind, arch):
 def test_gfx9_mfma_is_the_product_of_its_layout(arch, side, depth, kind, accumulate):
     rng = np.random.default_rng(depth)
     a, b = (rng.integers(-8, 9, (side, depth)).astype(np.float32) for _ in range(2))
-    size = KINDS[kind][0]
+    size = SIZES[kind]
     each, count = 4 // size, side * depth * size // 256
     w = wave(arch)
     for first, matrix in ((0, a), (16, b)):
@@ -53,21 +69,10 @@ def test_gfx9_mfma_is_the_product_of_its_layout(arch, side, depth, kind, accumul
             w.v[first : first + count, lane] = row.view(np.uint32)
         for register in range(first, first + count):
             w.known[register] = (1 << 64) - 1
-    results = side * side // 64
-    for register in range(results):
-        w.put(w.f, 40 + register, np.float32(100 + register))
-    suffix = {"f16": "x16_f16", "bf16": f"x{depth}_bf16", "fp8_fp8": f"x{depth}_fp8_fp8", "f8f6f4": f"x{depth}_f8f6f4"}[
-        kind
-    ]
-    last = f"v[40:{39 + results}]"
-    execute(
-        w, f"v_mfma_f32_{side}x{side}{suffix} {last}, v[0:{count - 1}], v[16:{15 + count}], {last if accumulate else 0}"
-    )
-    for register in range(results):
-        for lane in range(64):
-            row = 8 * (register // 4) + 4 * (lane // 32) + register % 4 if side == 32 else 4 * (lane // 16) + register
-            expected = float(a[row] @ b[lane % side]) + (100 + register if accumulate else 0)
-            assert w.f[40 + register][lane] == expected
+    last = accumulator(w, side)
+    sources = f"v[0:{count - 1}], v[16:{15 + count}], {last if accumulate else 0}"
+    execute(w, f"v_mfma_f32_{side}x{side}x{depth}_{kind} {last}, {sources}")
+    assert_product(w, a, b, accumulate)
 
 
 SHAPES = {16: "16x16x128", 32: "32x32x64"}
@@ -109,17 +114,10 @@ def scaled(side, rng, first, at, byte, w):
 def test_gfx9_scaled_mfma_is_the_product_of_the_scaled_values(side, accumulate, selects, bytes_):
     rng, w = np.random.default_rng(side), wave("gfx950")
     a, b = (scaled(side, rng, 8 * k, 20 + k, bytes_[k], w) for k in (0, 1))
-    results = side * side // 64
-    for register in range(results):
-        w.put(w.f, 40 + register, np.float32(100 + register))
-    last = f"v[40:{39 + results}]"
+    last = accumulator(w, side)
     sources = f"v[0:3], v[8:11], {last if accumulate else 0}, v20, v21"
     execute(w, f"v_mfma_scale_f32_{SHAPES[side]}_f8f6f4 {last}, {sources} {selects} cbsz:4 blgp:4")
-    for register in range(results):
-        for lane in range(64):
-            row = 8 * (register // 4) + 4 * (lane // 32) + register % 4 if side == 32 else 4 * (lane // 16) + register
-            expected = a[row] @ b[lane % side] + (100 + register if accumulate else 0)
-            assert w.f[40 + register][lane] == np.float32(expected)
+    assert_product(w, a, b, accumulate)
 
 
 def test_gfx9_scaled_mfma_by_a_scale_that_is_no_number_faults():

@@ -49,23 +49,28 @@ class Given:
 CheckFunction = Callable[[Given], Check]
 
 
-def named(*checks: CheckFunction) -> tuple[tuple[str, CheckFunction], ...]:
-    """Return checks with their names: the function's, with hyphens."""
-    return tuple((check.__name__.replace("_", "-"), check) for check in checks)
+class NotKnownError(Exception):
+    """What a check asks cannot be told from here; the arguments are detail and remedy."""
 
 
-def run(
-    checks: Iterable[tuple[str, CheckFunction]], given: Given, at: outputs.Step = outputs.silent
-) -> tuple[Check, ...]:
+def name_of(check: CheckFunction) -> str:
+    """Return a check's name for the user: the function's, with hyphens."""
+    return check.__name__.replace("_", "-")
+
+
+def run(checks: Iterable[CheckFunction], given: Given, at: outputs.Step = outputs.silent) -> tuple[Check, ...]:
     """Run every check. One that raises is "unknown" and stops no other. ``at`` takes the name of each."""
     found = []
-    for name, check in checks:
-        at(name)
+    for check in checks:
+        at(name_of(check))
         try:
-            found.append(replace(check(given), name=name))
+            one = check(given)
+        except NotKnownError as error:
+            one = Check("unknown", *error.args)
         except (Exception, SystemExit) as error:  # SystemExit: a package may give up while it is imported
             first_line = next(iter(str(error).strip().splitlines()), "")
-            found.append(Check("unknown", f"the check failed: {type(error).__name__}: {first_line}", name=name))
+            one = Check("unknown", f"the check failed: {type(error).__name__}: {first_line}")
+        found.append(replace(one, name=name_of(check)))
     return tuple(found)
 
 

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json as json_module
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Annotated, Any
+from unittest import mock
 
 import typer
 
 from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.commands.doctor import installed, machine, options
+from vllm_aiter_mla.commands.doctor import machine, options
 from vllm_aiter_mla.commands.doctor.check import STATUSES, Check, exit_status, run
 
 # typer passes on the options it does not know: vLLM's own parser reads them.
 COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
-CHECKS = (*machine.CHECKS, *installed.CHECKS, *options.CHECKS)
+CHECKS = (*machine.CHECKS, *options.CHECKS)
 
 
 def doctor(
@@ -67,30 +66,12 @@ def show(checks: Sequence[Check]) -> None:
 @contextmanager
 def aiter_not_importable() -> Iterator[None]:
     """Let AITER be found but not imported inside the block: its import wants a card and may start a compiler."""
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
-    try:
+    execute = SourceFileLoader.exec_module
+
+    def refusing(loader: SourceFileLoader, module: ModuleType) -> None:
+        if module.__name__.partition(".")[0] == "aiter":
+            raise ImportError(f"doctor does not import {module.__name__}: that may start a compiler", name="aiter")
+        execute(loader, module)
+
+    with mock.patch.object(SourceFileLoader, "exec_module", refusing):
         yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-class _Finder(MetaPathFinder, Loader):
-    """Find AITER as the others do, and put itself in the place of its loader."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname.partition(".")[0] != "aiter":
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((found for other in others if (found := other.find_spec(fullname, path, target))), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = self
-        return spec
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        raise ImportError(f"doctor does not import {spec.name}: that may start a compiler", name=spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: ``create_module`` raises first."""

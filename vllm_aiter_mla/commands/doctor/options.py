@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from vllm_aiter_mla.admission import KV_UPDATE_OP, ConfigView, admit_config, integration_of, why_not_passes
 from vllm_aiter_mla.commands.doctor import machine
-from vllm_aiter_mla.commands.doctor.check import Check, CheckFunction, Given, named
-from vllm_aiter_mla.compat import offline, switches
-from vllm_aiter_mla.compat.switches import (  # fmt: skip
+from vllm_aiter_mla.commands.doctor.check import Check, Given, NotKnownError
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import offline
+from vllm_aiter_mla.compat.offline import (  # fmt: skip
     BATCH_INVARIANT,
     BREAKABLE_GRAPHS,
     FP4_BMM,
@@ -25,7 +26,6 @@ VLLM_FLAG = "fuse_rope_kvcache_cat_mla"
 SWITCH_ON = f"-cc.pass_config.{FLAG_FIELD}=true"
 GIVE = "give doctor the options of your `vllm serve`"
 CORRECT = "correct it; vLLM would not start"
-NOT_READ = Check("unknown", "the options were not read", "see the line `settings` above")
 
 
 def read(arguments: Sequence[str]) -> Given:
@@ -74,7 +74,7 @@ def _of_backend(backend: str) -> Check:
     try:
         implementation = offline.impl_name(backend)
     except Exception as error:
-        return Check("unknown", f"{option}: vLLM cannot be asked for it ({type(error).__name__})")
+        raise NotKnownError(f"{option}: vLLM cannot be asked for it ({type(error).__name__})") from error
     if implementation in KNOWN_IMPLS:
         return Check("ok", f"{option}: AITER's MLA attention, whatever {USE_AITER} says")
     remedy = "drop it, or name ROCM_AITER_MLA"
@@ -100,18 +100,34 @@ def _bmm(given: Given, name: str, held: str, otherwise: str) -> Check:
     if not _on(given.env, USE_AITER):
         return Check("ok", f"off, because {USE_AITER} is off")
     try:
-        on = switches.switched_on(name, given.env)
+        on = offline.switched_on(name, given.env)
     except ValueError as error:
         return Check("problem", str(error), CORRECT)
     if on is None:
-        return Check("unknown", f"{name}: vLLM cannot be asked for its default", "see the line `vllm` above")
+        raise NotKnownError(f"{name}: vLLM cannot be asked for its default", machine.SEE_VLLM)
     origin = name if name in given.env else f"{name} is unset, in this vLLM"
     return Check("ok", f"{origin} {'on' if on else 'off'}: {held if on else otherwise}")
 
 
-def _if_on(given: Given, variable: str, found: Check) -> Check:
-    """Return ``found`` if the variable is on."""
-    return found if _on(given.env, variable) else Check("ok", f"{variable} is off")
+def batch_invariant(given: Given) -> Check:
+    """Check that vLLM need not be batch-invariant: AITER's attention is not."""
+    if not _on(given.env, BATCH_INVARIANT):
+        return Check("ok", f"{BATCH_INVARIANT} is off")
+    return Check("problem", f"{BATCH_INVARIANT} is on: vLLM takes Triton's MLA attention, no layer engages", "unset it")
+
+
+def mla(given: Given) -> Check:
+    """Check that layers may use MLA."""
+    if not _on(given.env, NO_MLA):
+        return Check("ok", f"{NO_MLA} is off")
+    return Check("problem", f"{NO_MLA} is on: no layer uses MLA", f"unset {NO_MLA}")
+
+
+def breakable_graphs(given: Given) -> Check:
+    """Say which integration breakable graphs leave: nothing is compiled then."""
+    if not _on(given.env, BREAKABLE_GRAPHS):
+        return Check("ok", f"{BREAKABLE_GRAPHS} is off")
+    return Check("ok", "on: the module integration runs; with integration=passes nothing is fused")
 
 
 def settings(given: Given) -> Check:
@@ -139,8 +155,6 @@ def settings(given: Given) -> Check:
 
 def graph(given: Given) -> Check:
     """Say which integration the options lead to, or why the engine would be skipped."""
-    if _not_read(given):
-        return NOT_READ
     view = _view(given)
     skip = admit_config(view)
     if skip is not None:
@@ -155,11 +169,9 @@ def graph(given: Given) -> Check:
 
 def dead_flag(given: Given) -> Check:
     """Check that vLLM's own RoPE + KV fusion can match if it is on: without more options it matches nothing."""
-    if _not_read(given):
-        return NOT_READ
+    view = _view(given)
     if given.served is None or not offline.pass_asked_for(given.served, VLLM_FLAG):
         return Check("ok", f"{VLLM_FLAG}: not set")
-    view = _view(given)
     partition, splitting = view.use_inductor_graph_partition, view.splitting_ops
     if partition or (splitting is not None and KV_UPDATE_OP not in splitting):
         return Check("ok", f"{VLLM_FLAG} and a graph it can match in")
@@ -171,12 +183,9 @@ def dead_flag(given: Given) -> Check:
 
 def user_pass(given: Given) -> Check:
     """Check for another custom pass in the slot that this plugin's pass takes."""
-    if _not_read(given):
-        return NOT_READ
+    _require_read(given)
     if given.served is None:
         return Check("ok", f"no options given; {GIVE}")
-    from vllm_aiter_mla.compat import config as compat_config
-
     compilation = given.served.compilation_config
     skip = compat_config.why_not_chainable(compilation)
     if skip is not None:
@@ -192,32 +201,22 @@ def _on(env: Mapping[str, str], name: str, default: bool = False) -> bool:
     return env[name].lower() in ("1", "true") if name in env else default
 
 
-def _not_read(given: Given) -> bool:
-    return settings(given).status in ("problem", "unknown")
+def _require_read(given: Given) -> None:
+    if settings(given).status in ("problem", "unknown"):
+        raise NotKnownError("the options were not read", "see the line `settings` above")
 
 
 def _settings(given: Given) -> Settings:
-    from vllm_aiter_mla.compat import config as compat_config
-
     return Settings() if given.served is None else compat_config.settings_of(given.served)
 
 
 def _view(given: Given) -> ConfigView:
+    _require_read(given)
     view = ConfigView() if given.served is None else offline.view_of_options(given.served)
     breakable = _on(given.env, BREAKABLE_GRAPHS)
     return replace(view, breakable_cudagraph=True, mode="NONE") if breakable else view
 
 
-_NOT_AITER = Check(
-    "problem", f"{BATCH_INVARIANT} is on: vLLM takes Triton's MLA attention, no layer engages", "unset it"
-)
-_NO_MLA = Check("problem", f"{NO_MLA} is on: no layer uses MLA", f"unset {NO_MLA}")
-# Nothing is compiled then.
-_MODULE = Check("ok", "on: the module integration runs; with integration=passes nothing is fused")
-CHECKS: tuple[tuple[str, CheckFunction], ...] = (
-    *named(use_aiter, fp8_bmm, fp4_bmm),
-    ("batch-invariant", lambda given: _if_on(given, BATCH_INVARIANT, _NOT_AITER)),
-    ("mla", lambda given: _if_on(given, NO_MLA, _NO_MLA)),
-    ("breakable-graphs", lambda given: _if_on(given, BREAKABLE_GRAPHS, _MODULE)),
-    *named(settings, graph, dead_flag, user_pass),
-)
+CHECKS = (
+    use_aiter, fp8_bmm, fp4_bmm, batch_invariant, mla, breakable_graphs, settings, graph, dead_flag, user_pass,
+)  # fmt: skip

@@ -1,71 +1,104 @@
-"""Join everything into one plan: plain containers, for ``--json`` and for the page alike."""
+"""The plan as plain containers, for ``--json`` and for the page alike; and the process that makes it.
+
+``python -m vllm_aiter_mla.commands.plan.build [gfx942|gfx950]`` reads one request as JSON and prints the plan as JSON,
+or ``failed``: why there is none. It is a process of its own because vLLM keeps much of a platform and of a config.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla import __version__, admission
-from vllm_aiter_mla.admission import Skip, integration_of, why_not_passes
-from vllm_aiter_mla.commands.plan import formulas, kernels, outcome
-from vllm_aiter_mla.commands.plan.model import Source
-from vllm_aiter_mla.compat.switches import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
+from vllm_aiter_mla.admission import ConfigView, LayerView, Skip, integration_of, why_not_passes
+from vllm_aiter_mla.commands.plan import formulas, kernels
+from vllm_aiter_mla.compat import rocm_config
+from vllm_aiter_mla.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
+from vllm_aiter_mla.compat.rocm_config import Answer, LayerKind, NoAnswerError
 from vllm_aiter_mla.kernels import vllm_own
-from vllm_aiter_mla.settings import FLAG_FIELD, DebugSettings, Settings
+from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 
-OPTIONS = ("tp", "pp", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_drafts")
-VIEWED = ("dcp", "pcp", "enforce_eager", "mode")
+# What the matcher says of a layer without RoPE (passes/match.py): it reads graphs, and a plan has none.
+NO_ROPE = Skip("no_rope", "no rotary embedding is applied to q (a NoPE layer, or outside this graph)")
+OPTIONS = ("tp", "pp", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_drafts", "dcp", "pcp",
+           "enforce_eager", "mode")  # fmt: skip
+# Past these the sizes that a plan forms leave 64 bits.
+MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2**16, "num_drafts": 2**10,
+        LIMIT_FIELD: 2**30}  # fmt: skip
 
 
-def build(
-    source: Source, answer: dict[str, Any], about: dict[str, Any], variables: Mapping[str, tuple[str, str]]
-) -> dict[str, Any]:
+def planned(request: Mapping[str, Any], about: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan, or ``failed``.
+
+    Args:
+        request: ``folder`` of the model's config, ``arguments`` of ``vllm serve``, ``variables``: see :func:`build`.
+        about: what ``rocm_config.start`` says.
+    """
+    try:
+        return build(rocm_config.answer(Path(request["folder"]), request["arguments"]), about, request["variables"])
+    except NoAnswerError as error:
+        return {"failed": str(error)}
+
+
+def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     """Return the plan. Kernels and figures are those of the most frequent kind of layer.
 
     Args:
-        source: the model's config.
-        answer: of vLLM, with ``model`` in it; without ``engine`` vLLM refuses to start.
+        answer: of vLLM.
         about: the card, vLLM's version and its switches.
         variables: value and origin of each variable that is set.
+
+    Raises:
+        NoAnswerError: a number that no engine comes near.
     """
-    given = answer["given"]["settings"]
-    settings = Settings(**given | {"debug": DebugSettings(**given["debug"])})
-    model, engine, layers = answer["model"], answer.get("engine"), answer.get("layers", [])
-    against = outcome.engine_reasons(answer)
+    assert answer.given is not None
+    settings, model, engine = answer.given.settings, answer.model, answer.engine
+    numbers = engine["options"] | {LIMIT_FIELD: settings.max_token_num} if engine else {}
+    for name, most in MOST.items():
+        if (found := numbers.get(name) or 0) > most:
+            raise NoAnswerError(f"--{name.replace('_', '-')} {found}: a number up to {most} expected")
     limit = _limit(engine, settings) if engine else 0
-    kinds = [_Planned(about["arch"], settings, engine, layer, limit) for layer in layers] if engine else []
+    kinds = [_Planned(about["arch"], settings, engine, *layer, limit) for layer in answer.layers] if engine else []
     main = kinds[0] if kinds else None
-    total = sum(layer["count"] for layer in layers) or model["listed_layers"]
+    total = sum(kind.count for kind in kinds) or model["listed_layers"]
+    against = engine_reasons(answer)
     engaged = 0 if against else sum(kind.count for kind in kinds if not kind.reasons)
     reasons = _once([*against, *(reason for kind in kinds for reason in kind.told(total))])
-    forms: Counter[str] = Counter()
+    formats: Counter[str] = Counter()
     for kind in kinds:
-        forms[kind.form] += kind.count
+        formats[kind.built.format] += kind.count
     return {
         "plugin": __version__,
         "vllm": about["vllm"],
-        "model": _model(source, answer),
+        "model": model | {"notes": answer.given.notes, "kinds": [kind.sizes() for kind in kinds]},
         "arch": about["arch"],
-        "options": _options(answer, settings),
+        "options": dict.fromkeys(OPTIONS)
+        | {"kv_cache_dtype": "not known", "dtype": model["dtype"], "settings": asdict(settings)}
+        | {"attention_backend": answer.given.attention_backend}
+        | (engine["options"] if engine else {}),
         "environment": {name: variables.get(name, (str(int(about["on"][name])), "default")) for name in VARIABLES},
-        "heads_per_rank": main.heads if main else 0,
-        "absorb_weight": main.form if main else None,
-        "absorb_weights": dict(forms),
+        "heads_per_rank": main.view.num_heads if main else 0,
+        "absorb_weight": main.built.format if main else None,
+        "absorb_weights": dict(formats),
         "limit": limit,
         **_graph(engine, limit),
-        "outcome": outcome.of(reasons, engaged, total),
+        "outcome": _outcome(reasons, engaged, total),
         "layers": {
             "mla": total,
-            "drafts": sum(layer["count"] for layer in layers if layer["draft"]),
+            "drafts": sum(kind.count for kind in kinds if kind.built.draft),
             "total": model["layers"],
             "engaged": engaged,
         },
-        "reasons": [{"scope": outcome.level(reason.code), **asdict(reason)} for reason in reasons],
+        "reasons": [{"scope": level(reason.code), **asdict(reason)} for reason in reasons],
         "kernels": [asdict(span) for span in main.spans] if main else None,
-        "figures": _figures(answer, main, limit) if main else None,
-        "assumptions": _assumptions(answer, about, variables, settings, main),
+        "figures": _figures(model, main, limit) if main else None,
+        "assumptions": _assumptions(answer, about, variables, main),
     }
 
 
@@ -73,13 +106,13 @@ class _Planned:
     """What is planned for one kind of layer."""
 
     def __init__(
-        self, arch: str, settings: Settings, engine: dict[str, Any], layer: dict[str, Any], limit: int
+        self, arch: str, settings: Settings, engine: dict[str, Any], built: LayerKind, count: int, limit: int
     ) -> None:
-        view = outcome.layer_view(layer)
-        self.view, self.form, self.count = view, layer["form"], int(layer["count"])
-        self.heads, self.fp8_cache = view.num_heads, view.kv_cache_dtype.startswith("fp8")
-        self.reasons = outcome.layer_reasons(layer)
-        found = kernels.spans(arch, settings, view, self.form, engine["block_size"], limit)
+        self.built, self.view, self.count = built, built.view, count
+        self.tp = engine["options"]["tp"]
+        self.fp8_cache = self.view.kv_cache_dtype.startswith("fp8")
+        self.reasons = layer_reasons(self.view, built.has_rope)
+        found = kernels.spans(arch, settings, self.view, built.format, engine["options"]["block_size"], limit)
         self.spans = () if isinstance(found, str) else found
         if isinstance(found, str):
             self.reasons.append(Skip("kernel_unavailable", found))
@@ -92,12 +125,60 @@ class _Planned:
         share = "" if self.count == total else f"{self.count} of {total} layers: "
         return [replace(reason, message=share + reason.message) for reason in self.reasons]
 
+    def sizes(self) -> dict[str, Any]:
+        """Return the layer's sizes, with its heads over all ranks."""
+        view = self.view
+        heads, nope, rope, latent, v = view.sizes
+        return {
+            "count": self.count, "heads": heads * self.tp, "is_sparse": view.is_sparse, "nope": nope,
+            "rope": rope, "latent": latent, "v": v, "has_rope": self.built.has_rope, "method": self.built.method,
+            "weight": self.built.weight,
+        }  # fmt: skip
+
+
+def engine_reasons(answer: Answer) -> list[Skip]:
+    """Return every reason for which no layer would engage, in the order in which they would stop the fast path."""
+    found, engine = [answer.skip] if answer.skip else [], answer.engine
+    if engine:
+        found += config_reasons(engine["view"])
+        found += [engine["user_pass"]] if engine["user_pass"] else []
+        if not engine["gate"] and not found:
+            found.append(Skip("not_known", "the gate switched the fast path off; -v shows its line"))
+    return found
+
+
+def config_reasons(view: ConfigView) -> list[Skip]:
+    """Return every reason against an engine; eager mode sets the compilation mode, which is no reason of its own."""
+    found = admission.config_skips(view)
+    return [skip for skip in found if not (view.enforce_eager and skip.code == "compilation_mode")]
+
+
+def layer_reasons(view: LayerView, has_rope: bool) -> list[Skip]:
+    """Return every reason against one layer."""
+    return [*admission.layer_skips(view), *([] if has_rope else [NO_ROPE])]
+
+
+def level(code: str) -> str:
+    """Return who skips: "engine", "layer", "graph" or "kernel"."""
+    return next(name for name, codes in admission.LEVELS.items() if code in codes)
+
+
+def _outcome(reasons: list[Skip], engaged: int, total: int) -> str:
+    """Return "engaged", "some", "skipped" or "unknown"."""
+    codes = {reason.code for reason in reasons}
+    if total and engaged == total:
+        return "engaged"
+    if "not_known" in codes and not any(level(code) == "engine" for code in codes - {"not_known"}):
+        return "unknown"
+    return "some" if engaged else "skipped"
+
 
 def _limit(engine: dict[str, Any], settings: Settings) -> int:
     """Return the gate's decode limit; where the gate declines, the one that it would have set."""
     if engine["gate"]:
         return int(engine["gate"]["limit"])
-    return admission.decode_limit(engine["max_num_seqs"], engine["num_drafts"], settings.max_token_num)
+    options = engine["options"]
+    return admission.decode_limit(options["max_num_seqs"], options["num_drafts"], settings.max_token_num)
 
 
 def _once(reasons: list[Skip]) -> list[Skip]:
@@ -109,102 +190,68 @@ def _once(reasons: list[Skip]) -> list[Skip]:
     return [reason for same in found.values() for reason in same]
 
 
-def _model(source: Source, answer: dict[str, Any]) -> dict[str, Any]:
-    """Return what is known of the model; equal layers are counted, with their heads over all ranks."""
-    tp, kinds = (answer.get("engine") or {}).get("tp", 1), []
-    for layer in answer.get("layers", []):
-        view = layer["view"]
-        sizes = {"nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "latent": "kv_lora_rank", "v": "v_head_dim"}
-        kinds.append(
-            {"count": layer["count"], "heads": view["num_heads"] * tp, "is_sparse": view["is_sparse"]}
-            | {name: view[field] for name, field in sizes.items()}
-            | {name: layer[name] for name in ("has_rope", "method", "weight")}
-        )
-    named = {"name": source.name, "source": source.origin, "basis": source.basis, "assumed": source.assumed}
-    return named | answer["model"] | {"notes": answer["given"]["notes"], "kinds": kinds}
-
-
-def _options(answer: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Return the options as vLLM's finished config has them, None where vLLM refuses to make one."""
-    engine = answer.get("engine") or {}
-    view = engine.get("view", {})
-    return {
-        **{name: engine.get(name) for name in OPTIONS},
-        **{name: view.get(name) for name in VIEWED},
-        "attention_backend": answer["given"]["attention_backend"],
-        "dtype": answer["model"]["dtype"],
-        "kv_cache_dtype": engine.get("cache_dtype", "not known"),
-        "settings": asdict(settings),
-    }
-
-
 def _graph(engine: dict[str, Any] | None, limit: int) -> dict[str, Any]:
     """Return which integration would run, vLLM's compile ranges, and its captured sizes up to and above the limit.
 
     The first ``inside`` ranges are those that the passes would rewrite. Each range is one more compile of the model.
     """
     if engine is None:
-        nothing = {"note": "none: vLLM does not start"}
-        empty = {"ranges": (), "inside": 0} | nothing, {"inside": (), "outside": ()} | nothing
-        return {"integration": None, "why_not_passes": None, "compile_ranges": empty[0], "captures": empty[1]}
-    view, ranges, sizes = outcome.config_view(engine), tuple(map(tuple, engine["ranges"])), engine["captures"]
+        note = "none: vLLM does not start"
+        ranges, captures = {"ranges": (), "inside": 0}, {"inside": (), "outside": ()}
+        found = {"compile_ranges": ranges | {"note": note}, "captures": captures | {"note": note}}
+        return {"integration": None, "why_not_passes": None} | found
+    view, sizes = engine["view"], engine["captures"]
     cut = why_not_passes(view)
-    integration = engine["gate"]["integration"] if engine["gate"] else integration_of(view)
     compiled = view.mode == "VLLM_COMPILE" and not view.enforce_eager
-    passes = integration == "passes" and engine["gate"] is not None
+    ranges = engine["ranges"] if compiled else []
+    passes = engine["gate"] is not None and engine["gate"]["integration"] == "passes"
     no_graph = "--enforce-eager" if view.enforce_eager else "CUDA graphs are off"
     return {
-        "integration": integration,
+        "integration": engine["gate"]["integration"] if engine["gate"] else integration_of(view),
         "why_not_passes": None if cut is None else asdict(cut),
         "compile_ranges": {
-            "ranges": ranges if compiled else (),
-            "inside": sum(admission.within_limit(end, limit) for _, end in ranges) if passes and compiled else 0,
+            "ranges": ranges,
+            "inside": sum(admission.within_limit(end, limit) for _, end in ranges) if passes else 0,
             "note": "" if compiled else "none: vLLM compiles no graph with these options",
         },
         "captures": {
-            "inside": tuple(size for size in sizes if size <= limit),
-            "outside": tuple(size for size in sizes if size > limit),
+            "inside": [size for size in sizes if size <= limit],
+            "outside": [size for size in sizes if size > limit],
             "note": "" if sizes else f"none: {no_graph}",
         },
     }
 
 
-def _figures(answer: dict[str, Any], planned: _Planned, limit: int) -> dict[str, Any]:
-    view, stored = planned.view, 1 if planned.fp8_cache else formulas.ACT
+def _figures(model: dict[str, Any], planned: _Planned, limit: int) -> dict[str, Any]:
+    stored = 1 if planned.fp8_cache else formulas.ACT
+    heads, nope, rope, latent, _ = planned.view.sizes
     table: dict[int, dict[str, Any]] = {}
     for tokens in sorted({1, min(64, limit), limit}):
-        step = formulas.Step(
-            tokens, planned.heads, view.qk_nope_head_dim, view.qk_rope_head_dim, view.kv_lora_rank, stored,
-            formulas.WEIGHT[planned.form],
-        )  # fmt: skip
-        paths = {name: path(step) for name, path in formulas.PATHS.items()}
+        step = formulas.Step(tokens, heads, nope, rope, latent, stored, formulas.WEIGHT[planned.built.format])
         table[tokens] = {
             name: {
-                "launches": [asdict(launch) for launch in launches],
+                "launches": [launch._asdict() for launch in launches],
                 "launches_per_step": len(launches) * planned.count,
                 "bytes": formulas.moved(launches),
             }
-            for name, launches in paths.items()
+            for name, launches in formulas.paths(step).items()
         }
     return {
         "layers": planned.count,
         "by_tokens": table,
         # Of the largest prepared query up to the limit; layers run one after the other, so one of them is alive.
-        "q_prepared_bytes": limit * planned.heads * (view.kv_lora_rank + view.qk_rope_head_dim) * stored,
+        "q_prepared_bytes": limit * heads * (latent + rope) * stored,
         # The contiguous cos and sin that the AITER path keeps, once per rotary table and rank.
-        "table_halves_bytes": answer["model"]["max_position"] * view.qk_rope_head_dim * formulas.ACT,
+        "table_halves_bytes": model["max_position"] * rope * formulas.ACT,
     }
 
 
 def _assumptions(
-    answer: dict[str, Any],
-    about: dict[str, Any],
-    variables: Mapping[str, tuple[str, str]],
-    settings: Settings,
-    main: _Planned | None,
+    answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]], main: _Planned | None
 ) -> list[str]:
     """Return what vLLM took by default, and what it would take from a card that is not here, as sentences."""
-    arch, notes = about["arch"], []
+    assert answer.given is not None
+    arch, engine, settings, notes = about["arch"], answer.engine, answer.given.settings, []
     if about["made_up"]:
         notes.append(f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}")
     notes += _defaults(answer, about, variables)
@@ -215,34 +262,49 @@ def _assumptions(
         notes.append(
             "kernel=auto: the server times aiter, triton and unmodified vLLM on its card; shown is the order without it"
         )
-    if main and vllm_own.may_take_parts(arch, main.heads, main.fp8_cache):
+    if main and vllm_own.may_take_parts(arch, main.view.num_heads, main.fp8_cache):
         notes.append(
-            f"vLLM may decode {main.heads} heads by Gluon (a layer's cache up to 2 GiB), which needs no concat: vLLM "
-            "then has a launch less than the figures say"
+            f"vLLM may decode {main.view.num_heads} heads by Gluon (a layer's cache up to 2 GiB), which needs no "
+            "concat: vLLM then has a launch less than the figures say"
         )
-    engine = answer.get("engine")
-    if engine and integration_of(outcome.config_view(engine)) == "module":
+    if engine and integration_of(engine["view"]) == "module":
         notes.append(
             "the module integration asks each layer's wrapper and rotary embedding after loading; plan does not"
         )
-    if engine and engine["pp"] > 1:
-        notes.append(f"figures are for all layers; with --pipeline-parallel-size {engine['pp']} a rank holds its share")
-    return [*notes, *answer["given"]["notes"]]
+    if engine and engine["options"]["pp"] > 1:
+        pp = engine["options"]["pp"]
+        notes.append(f"figures are for all layers; with --pipeline-parallel-size {pp} a rank holds its share")
+    return [*notes, *answer.given.notes]
 
 
-def _defaults(answer: dict[str, Any], about: dict[str, Any], variables: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+def _defaults(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]]) -> Iterator[str]:
     """Yield a sentence for each option and variable that is not given and has a default of the installed vLLM."""
     arch, release = about["arch"], about["vllm"]
     batch = {"max_num_seqs": f"the API server's default in vLLM {release} on {arch}",
              "max_num_batched_tokens": "that server's default"}  # fmt: skip
     for name, whose in batch.items():
-        if "engine" in answer and answer["given"][name] is None:
-            yield f"--{name.replace('_', '-')} is not given: {answer['engine'][name]}, {whose}"
+        if answer.engine and getattr(answer.given, name) is None:
+            yield f"--{name.replace('_', '-')} is not given: {answer.engine['options'][name]}, {whose}"
     if variables[USE_AITER][1] == "default":
         yield f"{USE_AITER}=1 is assumed; vLLM's default is 0: export it"
     # The fp4 switch acts on gfx950 only, and only where kv_b_proj is in bfloat16.
-    bf16 = any(layer["weight"] == "bfloat16" for layer in answer.get("layers", []))
+    bf16 = any(kind.weight == "bfloat16" for kind, _ in answer.layers)
     for name in (FP8_BMM, FP4_BMM) if arch == "gfx950" and bf16 else (FP8_BMM,):
         if name not in variables:
             state, other, value = ("on", "without", 0) if about["on"][name] else ("off", "with", 1)
             yield f"{name} is unset: {state}, the default of vLLM {release}; plan {other} it by --env {name}={value}"
+
+
+def main(arch: str = "") -> None:
+    """Answer the request on stdin."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # vLLM logs to stdout
+    try:
+        found = planned(json.load(sys.stdin), rocm_config.start(arch))
+    except Exception as error:
+        found = {"failed": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
+    print(json.dumps(found), file=out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

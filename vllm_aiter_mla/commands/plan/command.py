@@ -11,15 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_aiter_mla.commands.outputs import Step, line, progress, silent
-from vllm_aiter_mla.settings import LIMIT_FIELD
+from vllm_aiter_mla.commands.outputs import line, progress
 
 # typer passes on the options it does not know: vLLM's own parser reads them.
 COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 ENGAGES, DOES_NOT, WRONG = 0, 1, 2
-# Past these the sizes that a plan forms leave 64 bits.
-MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2**16, "num_drafts": 2**10,
-        LIMIT_FIELD: 2**30}  # fmt: skip
 
 
 class Arch(str, Enum):
@@ -51,64 +47,24 @@ def plan(
     decides. Needs no GPU, no weights and no network. Exits 0 when the layers would engage, 1 when not, 2 when an option
     or the model is wrong, or it is not known.
     """
-    with progress("plan") as at:
-        given = (model, context.args, arch.value if arch else "", env or [])
-        raise typer.Exit(main(*given, as_json=json, verbose=verbose, at=at))
-
-
-def main(
-    name: str,
-    arguments: Sequence[str],
-    arch: str,
-    env: Sequence[str],
-    *,
-    as_json: bool = False,
-    verbose: bool = False,
-    at: Step = silent,
-) -> int:
-    """Plan ``name`` with the options of ``vllm serve`` in ``arguments``; ``at`` is told of every longer step.
-
-    Returns:
-        0 when the layers would engage, 1 when not, 2 when the model or an option is wrong, or it is not known.
-    """
-    from vllm_aiter_mla.commands.plan import model
+    from vllm_aiter_mla import files
+    from vllm_aiter_mla.commands.plan import model as models
+    from vllm_aiter_mla.commands.plan import printout
 
     try:
-        _check_model_comes_first(name, arguments)
-        source, variables = model.find(name), model.environment(env, os.environ)
-        at("building vLLM's config")
-        with model.Vllm(arch, {key: value for key, (value, _) in variables.items()}, verbose) as vllm:
-            # Both import torch, each for itself: this process does while vLLM starts.
-            from vllm_aiter_mla import files
-            from vllm_aiter_mla.commands.plan import build, outcome, printout
-
-            answer = vllm.ask(source, arguments)
-        _check_answer(name, answer)
-    except (model.ModelNotFoundError, ValueError, model.NotAskedError) as error:
+        _check_model_comes_first(model, context.args)
+        source, variables = models.find(model), models.environment(env or [], os.environ)
+        with progress("plan") as at:
+            at("building vLLM's config")
+            found = models.ask(source, context.args, arch.value if arch else "", variables, verbose)
+        if "failed" in found:
+            raise ValueError(found["failed"])
+    except (LookupError, ValueError) as error:
         print(f"plan: {line(str(error))}", file=sys.stderr)
-        return WRONG
-    record = build.build(source, answer, vllm.about, variables)
-    print(json_module.dumps(record | files.stamp("plan", 1), indent=1) if as_json else printout.text(record))
-    if record["outcome"] == outcome.UNKNOWN:
-        return WRONG
-    return ENGAGES if record["outcome"] == outcome.ENGAGED else DOES_NOT
-
-
-def _check_answer(name: str, answer: dict[str, Any]) -> None:
-    """Raise ValueError where vLLM's answer holds too little for a plan, or a number that no engine comes near."""
-    failed = answer.get("failed") or {"stage": "layers"}
-    if failed["stage"] != "layers":
-        if failed["stage"] == "options" or failed["option"]:
-            raise ValueError(failed["said"])
-        if not failed["wrong"]:
-            raise ValueError(f"not known, vLLM could not be asked about {name} here: {failed['said']}")
-        if failed["stage"] == "model":
-            raise ValueError(f"vLLM does not take this model with these options: {failed['said']}")
-        return
-    found = answer["engine"] | {LIMIT_FIELD: answer["given"]["settings"]["max_token_num"]}
-    for field, most in MOST.items():
-        if (found[field] or 0) > most:
-            raise ValueError(f"--{field.replace('_', '-')} {found[field]}: a number up to {most} expected")
+        raise typer.Exit(WRONG) from None
+    found["model"] |= {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
+    print(json_module.dumps(found | files.stamp("plan", 1), indent=1) if json else printout.text(found))
+    raise typer.Exit({"engaged": ENGAGES, "unknown": WRONG}.get(found["outcome"], DOES_NOT))
 
 
 def _check_model_comes_first(name: str, arguments: Sequence[str]) -> None:

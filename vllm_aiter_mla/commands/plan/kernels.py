@@ -49,23 +49,13 @@ class PlannedLayer(Layer):
     def __init__(self, arch: str, settings: Settings) -> None:
         view = cast(ViewPolicy, settings.aiter_view)
         planned: dict[str, Factory] = {
-            "aiter": lambda card, _: AiterBackend(card, op=_never, view=view, missing=lambda weight: None),
+            "aiter": lambda card, _: AiterBackend(card, op=_never, view=view),
             "triton": lambda card, _: _PlannedTriton(arch),
             "vllm": lambda card, _: _PlannedVLLM(),
         }
         super().__init__(
             SimpleNamespace(_vllm_config=SimpleNamespace()), Backends(settings, Platform(arch, ROCM), planned)
         )
-
-    @property
-    def platform(self) -> Platform:
-        """The card planned for."""
-        return self.backends.platform
-
-    def unavailable(self) -> str | None:
-        """Return why no fused kernel would run in that process at all, or None."""
-        skip = self.no_kernel()
-        return None if skip is None else skip.message
 
 
 class _PlannedTriton(triton.TritonBackend):
@@ -89,7 +79,7 @@ class _PlannedVLLM(ReferenceBackend):
 
 
 def spans(
-    arch: str, settings: Settings, view: LayerView, form: str, block_size: int, limit: int
+    arch: str, settings: Settings, view: LayerView, format: str, block_size: int, limit: int
 ) -> tuple[KernelSpan, ...] | str:
     """Return the decode limit ``1..limit`` cut where the answer changes, or why no fused kernel runs on that card.
 
@@ -97,17 +87,16 @@ def spans(
         arch: the card.
         settings: the plugin's options.
         view: the layer, with the heads of one rank.
-        form: of its absorb weight, by the name of ``kernels.absorb``.
+        format: of its absorb weight, by the name of ``kernels.absorb``.
         block_size: tokens in a block of the KV cache.
         limit: L in tokens.
     """
     chooser = PlannedLayer(arch, settings)
-    missing = chooser.unavailable()
-    if missing is not None:
-        return missing
+    if (missing := chooser.no_kernel()) is not None:
+        return missing.message
     found: list[KernelSpan] = []
     for tokens in _points(limit, settings.aiter_view):
-        one = at(chooser, operands(view, form, block_size, chooser.platform, tokens))
+        one = at(chooser, operands(view, format, block_size, chooser.backends.platform, tokens))
         if found and _answer(found[-1]) == _answer(one):
             found[-1] = replace(found[-1], last=tokens)
         else:
@@ -128,11 +117,11 @@ def at(chooser: PlannedLayer, inputs: DecodeInputs) -> KernelSpan:
     return KernelSpan(tokens, tokens, choice.name, detail, choice.passed_over)
 
 
-def operands(view: LayerView, form: str, block_size: int, platform: Platform, tokens: int) -> DecodeInputs:
+def operands(view: LayerView, format: str, block_size: int, platform: Platform, tokens: int) -> DecodeInputs:
     """Return a decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
     act = getattr(torch, view.model_dtype)
     stored = platform.fp8 if view.kv_cache_dtype.startswith("fp8") else act
-    weight = (form, platform.fp8) if form == "fp8" else (form,)
+    weight = (format, platform.fp8) if format == "fp8" else (format,)
     shape = LayerShape(
         view.num_heads, view.qk_nope_head_dim, stored, stored, block_size, False, act, "meta", view.kv_lora_rank,
         view.qk_rope_head_dim, weight,

@@ -13,22 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.compat.switches import USE_AITER, VARIABLES
+from vllm_aiter_mla.compat.offline import USE_AITER, VARIABLES
+from vllm_aiter_mla.settings import NAMESPACE
 
 EXAMPLES = Path(__file__).parent / "models"
-CHILD = "vllm_aiter_mla.compat.rocm_config"
+CHILD = "vllm_aiter_mla.commands.plan.build"
 # The plan makes no connection, leaves no file, and sees the plugin where VLLM_PLUGINS leaves it out.
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
          "PYTHONSAFEPATH": "1"}  # fmt: skip
-PLUGIN = "aiter_mla"
-
-
-class ModelNotFoundError(LookupError):
-    """There is no config of that name; the message says what can be given instead."""
-
-
-class NotAskedError(RuntimeError):
-    """vLLM could not be asked: it is missing, it ended, or a variable cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +29,15 @@ class Source:
 
     Attributes:
         name: as the user gave it.
-        origin: where the config is, in words.
-        file: the config's file; None for a bundled example.
-        config: a bundled example's config.
+        source: where the config is, in words.
+        config: the config's file, or a bundled example's config.
         basis: for a bundled example, what its fields rest on; else empty.
         assumed: for a bundled example, what is assumed in it.
     """
 
     name: str
-    origin: str
-    file: Path | None = None
-    config: dict[str, Any] | None = None
+    source: str
+    config: Path | dict[str, Any]
     basis: str = ""
     assumed: tuple[str, ...] = ()
 
@@ -61,7 +51,7 @@ class Source:
         return dict(config.get("text_config") or config)
 
     def _whole(self) -> dict[str, Any]:
-        return _read(self.file) if self.file is not None else self.config or {}
+        return _read(self.config) if isinstance(self.config, Path) else self.config
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
@@ -71,8 +61,8 @@ class Source:
             ValueError: the file is not a JSON object.
         """
         config = self._whole()
-        if self.file is not None and self.file.name == "config.json":
-            yield self.file.parent
+        if isinstance(self.config, Path) and self.config.name == "config.json":
+            yield self.config.parent
             return
         with tempfile.TemporaryDirectory() as made:
             (Path(made) / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -99,7 +89,7 @@ def find(name: str) -> Source:
     """Return the config of ``name``: a folder or file, a bundled example, or a hub name in the local cache.
 
     Raises:
-        ModelNotFoundError: it is none of these; nothing is downloaded.
+        LookupError: it is none of these; nothing is downloaded.
     """
     local = _local_file(name)
     if local is not None:
@@ -113,7 +103,7 @@ def find(name: str) -> Source:
     for entry in bundled.values():
         if entry["example"]["hub_name"].lower() == name.lower():
             return _from_example(name, entry)
-    raise ModelNotFoundError(
+    raise LookupError(
         f"{name}: no such folder or file, no bundled example of that name, and not in the local Hugging Face cache; "
         f"plan downloads nothing. Give the path of a config.json, or one of: {', '.join(bundled)}"
     )
@@ -121,9 +111,7 @@ def find(name: str) -> Source:
 
 def _from_example(name: str, entry: dict[str, Any]) -> Source:
     about = entry["example"]
-    return Source(
-        name, "bundled example", config=entry["config"], basis=about["basis"], assumed=tuple(about["assumed"])
-    )
+    return Source(name, "bundled example", entry["config"], about["basis"], tuple(about["assumed"]))
 
 
 def _local_file(name: str) -> Path | None:
@@ -134,7 +122,7 @@ def _local_file(name: str) -> Path | None:
     except (OSError, RuntimeError):  # too long for a path, or ~ of an unknown user
         return None
     if found is None and is_folder:
-        raise ModelNotFoundError(f"{name} is a folder without a config.json")
+        raise LookupError(f"{name} is a folder without a config.json")
     return found
 
 
@@ -177,55 +165,32 @@ def environment(given: Sequence[str], process: Mapping[str, str]) -> dict[str, t
     return found
 
 
-class Vllm:
-    """A process in which vLLM answers; :attr:`about` says which vLLM, on which card, with which variables on."""
+def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[str, Any], verbose: bool) -> Any:
+    """Return the plan of ``source``, made by vLLM in a process of its own.
 
-    def __init__(self, arch: str, variables: Mapping[str, str], verbose: bool = False, child: str = CHILD) -> None:
-        """Start the process; with ``verbose`` vLLM's log goes to stderr."""
-        self._cache = tempfile.TemporaryDirectory()
-        given = {**os.environ, **QUIET, **variables, "VLLM_CACHE_ROOT": self._cache.name}
-        if given.get("VLLM_PLUGINS") is not None:
-            given["VLLM_PLUGINS"] += f",{PLUGIN}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", child, arch], env=given, text=True, encoding="utf-8",
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if verbose else subprocess.DEVNULL,
+    Args:
+        source: the model's config.
+        arguments: of ``vllm serve``.
+        arch: card to plan for; "" for this machine's.
+        variables: value and origin of each variable that is set.
+        verbose: vLLM's log goes to stderr.
+
+    Raises:
+        ValueError: the source is not a config, vLLM is missing or ends, or it does not say enough for a plan.
+    """
+    with source.folder() as folder, tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, "-m", CHILD, arch], env=child_environment(variables, cache), text=True, encoding="utf-8",
+            input=json.dumps({"folder": str(folder), "arguments": list(arguments), "variables": variables}),
+            stdout=subprocess.PIPE, stderr=None if verbose else subprocess.DEVNULL,
         )  # fmt: skip
-        self.about: dict[str, Any] = {}
+    if not done.stdout:
+        raise ValueError(f"vLLM ended with status {done.returncode}; -v shows its log")
+    return json.loads(done.stdout)
 
-    def __enter__(self) -> Vllm:
-        return self
 
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
-    def ask(self, source: Source, arguments: Sequence[str], enable: bool = True) -> dict[str, Any]:
-        """Return vLLM's answer, as ``compat.rocm_config.answer`` describes it.
-
-        Raises:
-            NotAskedError: the process could not start vLLM, or has ended.
-            ValueError: the source is not a config.
-        """
-        if not self.about:
-            about = self._line()
-            if "failed" in about:
-                raise NotAskedError(about["failed"])
-            self.about = about
-        with source.folder() as folder:
-            request = {"folder": str(folder), "arguments": list(arguments), "enable": enable}
-            assert self._process.stdin is not None
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-            return self._line()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-        self._cache.cleanup()
-
-    def _line(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise NotAskedError(f"vLLM ended with status {self._process.wait()}; -v shows its log")
-        found: dict[str, Any] = json.loads(line)
-        return found
+def child_environment(variables: Mapping[str, Any], cache: str) -> dict[str, str]:
+    """Return the environment of the process: quiet, with the variables, and vLLM's cache in a folder of its own."""
+    given = {**os.environ, **QUIET, **{name: value for name, (value, _) in variables.items()}}
+    plugins = {name: f"{given[name]},{NAMESPACE}" for name in ("VLLM_PLUGINS",) if name in given}
+    return given | plugins | {"VLLM_CACHE_ROOT": cache}

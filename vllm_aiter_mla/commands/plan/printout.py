@@ -65,8 +65,8 @@ def _model(plan: dict[str, Any]) -> Iterator[str]:
         sizes = f"P {found['nope']}, R {found['rope']}, L {found['latent']}, V {found['v']}{extra}"
         heads = f"{found['heads']} / TP {options['tp']} = {found['heads'] // options['tp']} per rank"
         yield f"  heads        {heads}; {sizes}; kv_b_proj: {found['method']}, {found['weight'] or 'packed'}"
-    for form, count in plan["absorb_weights"].items():
-        yield f"  W_UK, W_UV   {WEIGHTS[form]}" + (f": {count} layers" if len(plan["absorb_weights"]) > 1 else "")
+    for kind, count in plan["absorb_weights"].items():
+        yield f"  W_UK, W_UV   {WEIGHTS[kind]}" + (f": {count} layers" if len(plan["absorb_weights"]) > 1 else "")
     block = f", block {options['block_size']}" if options["block_size"] else ""
     yield f"  KV cache     {options['kv_cache_dtype']}, activations {options['dtype']}{block}"
 

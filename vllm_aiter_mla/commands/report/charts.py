@@ -6,7 +6,8 @@ import html
 import io
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 from matplotlib import rc_context
@@ -29,37 +30,30 @@ STYLE: Any = dict.fromkeys(COLOURED, INK) | {
     "legend.frameon": False,
     "font.size": 9,
 }
+MICROSECONDS = ", us"
+"""End of the heads of the columns that ``lines`` draws."""
 
 
-def lines(
-    title: str, unit: str, across: Sequence[object], series: Mapping[str, Sequence[float | None]], level: float = 0
-) -> str:
-    """Draw one line per name over evenly spaced points, from zero.
+def lines(unit: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], title: str) -> str:
+    """Draw the columns of microseconds over the first one, from zero; None leaves a gap."""
 
-    Args:
-        title: the chart's text alternative.
-        unit: of the figures.
-        across: label of each point.
-        series: one figure per point; None leaves a gap.
-        level: height of a dashed line; 0 draws none.
-    """
-    with rc_context(STYLE):
-        figure, axes = _figure(2.4)
-        for number, (name, values) in enumerate(series.items()):
-            figures = [float("nan") if value is None else value for value in values]
-            axes.plot(figures, "o-", markersize=3, color=SERIES[number % len(SERIES)], label=name)
-        if level:
-            axes.axhline(level, color=GREY, linestyle="--")
-        axes.set_xticks(range(len(across)), [str(one) for one in across])
+    def draw(axes: Axes) -> None:
+        columns = [number for number, head in enumerate(heads) if head.endswith(MICROSECONDS)]
+        for number, colour in zip(columns, cycle(SERIES), strict=False):
+            values = [float("nan") if row[number] is None else row[number] for row in rows]
+            name = heads[number].removesuffix(MICROSECONDS)
+            axes.plot(values, "o-", markersize=3, color=colour, label=name)
+        axes.set_xticks(range(len(rows)), [str(row[0]) for row in rows])
         axes.set(xlabel="tokens in the step", ylabel=unit, ylim=(0, None))
-        figure.legend(loc="outside upper center", ncols=3)
-        return _svg(figure, title)
+        axes.figure.legend(loc="outside upper center", ncols=3)
+
+    return _svg(title, 2.4, draw)
 
 
-def bars(title: str, unit: str, rows: Mapping[str, Mapping[str, float]]) -> str:
+def bars(unit: str, rows: Mapping[str, Mapping[str, float]], title: str) -> str:
     """Draw one horizontal bar per name from its parts, end to end; ``STATES`` has the colours of some parts."""
-    with rc_context(STYLE):
-        figure, axes = _figure(0.7 + 0.42 * len(rows))
+
+    def draw(axes: Axes) -> None:
         for row, (name, parts) in enumerate(rows.items()):
             start = 0.0
             for part, value in parts.items():
@@ -69,20 +63,17 @@ def bars(title: str, unit: str, rows: Mapping[str, Mapping[str, float]]) -> str:
             axes.text(0, row - 0.25, name, va="bottom")
         axes.set(xlabel=unit, yticks=(), ylim=(len(rows) - 0.6, -0.7))
         axes.margins(x=0.25)
-        return _svg(figure, title)
+
+    return _svg(title, 0.7 + 0.42 * len(rows), draw)
 
 
-def token_axis(title: str, ranges: Sequence[Sequence[int]], limit: int | None, sizes: Sequence[int]) -> str:
-    """Draw compile ranges on a logarithmic axis of tokens, with capture sizes as ticks below.
+def token_axis(ranges: Sequence[Sequence[int]], limit: int | None, sizes: Sequence[int], title: str) -> str:
+    """Draw compile ranges, [first, last] tokens, on a logarithmic axis, with capture sizes as ticks below.
 
-    Args:
-        title: the chart's text alternative.
-        ranges: [first, last] tokens.
-        limit: the decode limit L; None where the fast path is off.
-        sizes: captured sizes; may be empty.
+    ``limit`` is the decode limit L, None where the fast path is off.
     """
-    with rc_context(STYLE):
-        figure, axes = _figure(1.3)
+
+    def draw(axes: Axes) -> None:
         for first, last in ranges:
             inside = limit is not None and last <= limit
             axes.barh(0, last + 1 - first, left=first, height=0.7, color=GREEN if inside else GREY, edgecolor=INK)
@@ -94,19 +85,17 @@ def token_axis(title: str, ranges: Sequence[Sequence[int]], limit: int | None, s
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set(xlabel="tokens in the step", yticks=(), ylim=(-0.8, 0.6))
         axes.margins(x=0)
-        return _svg(figure, title)
+
+    return _svg(title, 1.3, draw)
 
 
-def _figure(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(4.6, height), layout="constrained")
-    return figure, figure.subplots()
-
-
-def _svg(figure: Figure, title: str) -> str:
-    """Return the figure as an ``<svg>`` element with a text alternative."""
+def _svg(title: str, height: float, draw: Callable[[Axes], None]) -> str:
+    """Return what ``draw`` draws as an ``<svg>`` element with a text alternative."""
     file = io.StringIO()
-    with rc_context({"svg.hashsalt": title}), warnings.catch_warnings():
+    with rc_context(STYLE | {"svg.hashsalt": title}), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about characters that the measuring font lacks
+        figure = Figure(figsize=(4.6, height), layout="constrained")
+        draw(figure.subplots())
         figure.savefig(file, format="svg", metadata={"Date": None})
     drawn = file.getvalue().partition("<svg")[2].replace(INK, "currentColor")
     # Every chart names its groups alike; only hashed names are referred to.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -33,8 +34,6 @@ SECTIONS = {
     "Serving": "tools/serving.py --json",
     "Versions": "any file",
 }
-STATUS = ("run", "MLA layers", "kernel", "KV cache", "decode limit", "skipped", "basis")
-NONE = "-"
 
 # The op called, and the first argument: for ``auto_functionalized`` the op inside it.
 _CALL = re.compile(r"= call_function\[target=([^\]]+)\](?:\(args = \(([\w.]+))?")
@@ -55,8 +54,8 @@ class Block:
 
     Attributes:
         heads: of the table; empty if there is none.
-        rows: one cell per head; a list in a cell is folded.
         chart: SVG, or "".
+        rows: one cell per head; a list in a cell is folded.
         notes: lines above the table.
         alarms: lines that say what went wrong.
     """
@@ -69,10 +68,11 @@ class Block:
 
 
 class Page:
-    """The blocks by section and title."""
+    """The blocks by section and title, and the graphs of the demo's engines by name."""
 
     def __init__(self) -> None:
         self.sections: dict[str, dict[str, Block]] = {section: {} for section in SECTIONS}
+        self.graphs: dict[str, tuple[Counter[str], dict[str, str]]] = {}
 
     def add(
         self,
@@ -80,17 +80,14 @@ class Page:
         title: str,
         heads: Sequence[str] = (),
         rows: Iterable[Sequence[Any]] = (),
-        chart: tuple[Any, ...] = (),
+        chart: Callable[[str], str] = lambda title: "",
         notes: Iterable[str] = (),
         alarms: Iterable[str] = (),
     ) -> None:
-        """Add a block, or new rows and lines to the block of that title: the ranks of an engine say the same.
-
-        ``chart`` is a function of ``charts`` and its arguments after the title.
-        """
+        """Add a block, or new rows and lines to the block of that title: the ranks of an engine say the same."""
         blocks = self.sections[section]
         if title not in blocks:
-            blocks[title] = Block(heads, Markup(chart[0](title, *chart[1:]) if chart else ""))
+            blocks[title] = Block(heads, Markup(chart(title)))
         block = blocks[title]
         block.rows += [row for row in map(tuple, rows) if row not in block.rows]
         block.notes += [note for note in dict.fromkeys(notes) if note not in block.notes]
@@ -103,29 +100,23 @@ def html_of(paths: Sequence[Path]) -> str:
     Raises:
         InputError: a file is missing, no JSON, of no known kind, or has other fields than this version writes.
     """
-    page, graphs = Page(), {}
+    page = Page()
     for path, name in _files(paths):
         schema, data = _read(path)
         try:
             READERS[schema](page, name, data)
             _versions(page, name, data)
-            if schema == "engine":
-                graphs[name] = ops(data), data["graphs"]
         except Exception as error:  # whatever another version or another hand wrote
             raise InputError(f"{path}: not what this version writes: {type(error).__name__}: {error}") from error
-    for name in sorted(graphs):
-        off = name.removesuffix("-on") + "-off"
-        if name.endswith("-on") and off in graphs:
-            _compared(page, name.removesuffix("-on"), graphs[off], graphs[name])
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    template = environment.get_template("page.html.j2")
+    _compared(page)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
+    template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
     return template.render(sections=page.sections, sources=SECTIONS, plugin=__version__) + "\n"
+
+
+def _shown(value: Any) -> Any:
+    """Return what a value of the page is printed as."""
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else value
 
 
 def _files(paths: Sequence[Path]) -> Iterable[tuple[Path, str]]:
@@ -144,7 +135,8 @@ def _files(paths: Sequence[Path]) -> Iterable[tuple[Path, str]]:
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     """Return a file's kind, as its stamp names it, and its content."""
     try:
-        data = _clean(json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number))
+        # int() raises for NaN and the infinities, which are no JSON.
+        data = _clean(json.loads(path.read_text(encoding="utf-8"), parse_constant=int))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # nested thousands of levels deep
@@ -165,25 +157,25 @@ def _clean(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 def _versions(page: Page, name: str, data: dict[str, Any]) -> None:
     known = data.get("versions") or data.get("machine") or data.get("about") or {}
     stamp = {what: value for what, value in data[files.KEY].items() if not what.startswith("schema")}
     page.add("Versions", "Versions", ("input", "what", "version"), [(name, *one) for one in (stamp | known).items()])
 
 
-def _status(page: Page, row: Sequence[Any], limit: int | None, skipped: dict[str, Any], basis: str) -> None:
-    """Add a row to the table of layers; ``row`` holds name, engaged and total layers, kernels, KV cache."""
-    reasons: dict[str, list[str]] = {}
-    for layer, (code, text) in skipped.items():
-        reasons.setdefault(f"{code}: {text}", []).append(layer)
+def _status(
+    page: Page, name: str, layers: str, kernels: Iterable[str], cache: str, limit: int | None,
+    skipped: Iterable[tuple[str, Sequence[str]]], basis: str,
+) -> None:  # fmt: skip
+    """Add a row to the table of layers; ``skipped`` names each layer with code and reason."""
+    reasons = defaultdict(list)
+    for layer, (code, text) in skipped:
+        reasons[f"{code}: {text}"].append(layer)
     cells = [f"{why} ({len(layers)}): {', '.join(layers)}" for why, layers in reasons.items()]
-    name, engaged, total, kernels, cache = row
-    shown = ", ".join(sorted(kernels)) or NONE, cache, f"1..{limit}" if limit else NONE
-    page.add("Status", "Layers", STATUS, [(name, f"{engaged}/{total}", *shown, cells or "none", basis)])
+    heads = ("run", "MLA layers", "kernel", "KV cache", "decode limit", "skipped", "basis")
+    shown = f"1..{limit}" if limit else None
+    page.add("Status", "Layers", heads, [(name, layers, ", ".join(sorted(kernels)) or None, cache, shown,
+                                          cells or "none", basis)])  # fmt: skip
 
 
 def _limit(data: dict[str, Any]) -> int | None:
@@ -199,75 +191,63 @@ def _ranges(
     for first, last in ranges:
         inside = ", ".join(str(size) for size in sizes if first <= size <= last)
         own = "rewritten" if limit is not None and last <= limit else "vLLM's own"
-        rows.append((f"{first}-{last}", own, inside or NONE))
-    title = ", ".join(row[0] for row in rows) + (f"; L = {limit}" if limit else "; flag off")
-    chart = (charts.token_axis, ranges, limit, sizes)
-    page.add("Compile ranges", title, ("range, tokens", "graph", "capture sizes"), rows, chart, [f"{name}. {note}"])
+        rows.append((f"{first}-{last}", own, inside or None))
+    heads, title = ("range, tokens", "graph", "capture sizes"), ", ".join(row[0] for row in rows)
+    title += f"; L = {limit}" if limit else "; flag off"
+    draw = partial(charts.token_axis, ranges, limit, sizes)
+    page.add("Compile ranges", title, heads, rows, draw, [f"{name}. {note}"])
 
 
 def status_file(page: Page, name: str, data: dict[str, Any]) -> None:
     """Add a worker's status, its compiled ranges, and the kernels that it timed."""
     rank, engaged, limit = f"{name}, rank {data['rank']}", data["engaged"], _limit(data)
-    partial = {layer: (f"partial {code}", text) for layer, (code, text) in data.get("partial", {}).items()}
-    skipped = data["skipped"] | partial
-    row = (rank, len(engaged), data["total"], set(engaged.values()), data["kv_cache_dtype"])
-    _status(page, row, limit, skipped, "counted at run time")
+    parts = [(layer, (f"partial {code}", text)) for layer, (code, text) in data.get("partial", {}).items()]
+    layers, skipped = f"{len(engaged)}/{data['total']}", [*data["skipped"].items(), *parts]
+    _status(page, rank, layers, set(engaged.values()), data["kv_cache_dtype"], limit, skipped, "counted at run time")
     ranges = sorted([int(part) for part in key.split("-")] for key in data["compiled"])
     if ranges:
         _ranges(page, rank, ranges, limit, data["capture_sizes"])
     for shape in data["measured"]:
-        us = {tokens: shape["us"][tokens] for tokens in sorted(shape["us"], key=int)}
-        names = sorted({kernel for figures in us.values() for kernel in figures})
-        runs = {
-            tokens: [kernel for first, last, kernel in shape["chosen"] if first <= int(tokens) <= last] for tokens in us
-        }
-        rows = [(tokens, *(_number(us[tokens].get(one)) for one in names), *(runs[tokens] or NONE)) for tokens in us]
+        names = sorted({kernel for figures in shape["us"].values() for kernel in figures})
+        rows = []
+        for tokens in sorted(shape["us"], key=int):
+            runs = next((kernel for first, last, kernel in shape["chosen"] if first <= int(tokens) <= last), None)
+            rows.append((tokens, *(shape["us"][tokens].get(kernel) for kernel in names), runs))
         where = ", ".join(f"{kernel} {first}..{last}" for first, last, kernel in shape["chosen"])
-        series = {kernel: [figures.get(kernel) for figures in us.values()] for kernel in names}
-        page.add(
-            "Status",
-            f"Timed at start-up, {shape['shape']}: {where}",
-            ("tokens", *(f"{kernel}, us" for kernel in names), "runs"),
-            rows,
-            (charts.lines, "us a layer", list(us), series),
-            [f"{rank}: {len(shape['layers'])} layers"],
-        )
+        heads = ("tokens", *(kernel + charts.MICROSECONDS for kernel in names), "runs")
+        title, note = f"Timed at start-up, {shape['shape']}: {where}", f"{rank}: {len(shape['layers'])} layers"
+        page.add("Status", title, heads, rows, partial(charts.lines, "us a layer", heads, rows), [note])
 
 
 def demo(page: Page, name: str, data: dict[str, Any]) -> None:
     """Add what the demo compared: the flag on against the flag off in the real engine."""
     for run in data["runs"]:
-        layers, limit = run["layers"], _limit(run)
-        row = (run["name"], layers["engaged"], layers["total"], run["kernels"], run["kv_cache_dtype"])
-        _status(page, row, limit, layers["skipped"], f"engine of the demo, flag {'on' if run['flag'] else 'off'}")
-        _ranges(page, run["name"], run["ranges"], limit, ())
+        name, layers, limit = run["name"], run["layers"], _limit(run)
+        skipped, basis = layers["skipped"].items(), f"engine of the demo, flag {'on' if run['flag'] else 'off'}"
+        shown = f"{layers['engaged']}/{layers['total']}"
+        _status(page, name, shown, run["kernels"], run["kv_cache_dtype"], limit, skipped, basis)
+        _ranges(page, name, run["ranges"], limit, ())
         rows = []
         for scenario, one in run["scenarios"].items():
             agreed, far = f"{100 * one['top1_agreement']:.1f} %", f"{one['max_abs_dlogprob']:.2g}"
-            rows.append(
-                (run["name"], scenario, one["tokens"], one["tokens_equal"], agreed, far, run["bound"] or "none")
-            )
+            rows.append((name, scenario, one["tokens"], one["tokens_equal"], agreed, far, run["bound"] or "none"))
         heads = ("run", "scenario", "tokens", "equal", "top-1", "max |dlogprob|", "bound")
         note = "A small random model: this compares answers and says nothing about speed."
         page.add("Status", "Flag on against flag off, greedy", heads, rows, notes=[note])
         if run["ops_per_layer"]:
-            before, after = run["ops_per_layer"]
-            parts = {"vLLM's own": {"ops": before}, "after the passes": {"ops": after}}
+            counts = dict(zip(("vLLM's own", "after the passes"), run["ops_per_layer"], strict=True))
             note = "Computing nodes of the whole graph. Inductor fuses several of them into one kernel."
-            chart = (charts.bars, "ops per layer", parts)
-            page.add("Graphs", f"Graph ops per layer, {run['name']}", tuple(parts), [(before, after)], chart, [note])
+            draw = partial(charts.bars, "ops per layer", {who: {"ops": count} for who, count in counts.items()})
+            cells = [f"{count:g}" for count in counts.values()]
+            page.add("Graphs", f"Graph ops per layer, {name}", tuple(counts), [cells], draw, [note])
 
 
 def engine(page: Page, name: str, data: dict[str, Any]) -> None:
-    """Add the status of one engine's workers."""
+    """Add the status of one engine's workers, and keep its graphs: the first compile range's ops, and the texts."""
     for one in data["status"]:
         status_file(page, name, one)
-
-
-def ops(data: dict[str, Any]) -> Counter[str]:
-    """Count the ops of an engine's graph for its first compile range."""
-    text = data["graphs"].get("{}-{}".format(*data["ranges"][0]), "") if data["ranges"] else ""
-    return count_ops(text)
+    first = "{}-{}".format(*data["ranges"][0]) if data["ranges"] else ""
+    page.graphs[name] = count_ops(data["graphs"].get(first, "")), data["graphs"]
 
 
 def count_ops(text: str) -> Counter[str]:
@@ -281,26 +261,27 @@ def _short(target: str) -> str:
     return ".".join(parts[:2]) if parts[0] in ("aten", "prims") else parts[1] if len(parts) > 1 else parts[0]
 
 
-def _compared(page: Page, name: str, off: tuple[Counter[str], Any], on: tuple[Counter[str], Any]) -> None:
-    """Add the ops whose number differs between two engines' graphs, and which ranges are the same text."""
-    rows = [(op, off[0][op], on[0][op]) for op in sorted(off[0] | on[0]) if off[0][op] != on[0][op]]
-    notes = [
-        f"Range {key}: " + ("the same text as with the flag off" if off[1].get(key) == text else "rewritten")
-        for key, text in on[1].items()
-    ]
-    heads = ("op", "flag off", "flag on")
-    page.add("Graphs", f"Ops whose number differs, {name}", heads, rows, notes=notes)
+def _compared(page: Page) -> None:
+    """Add the ops whose number differs between an engine's graphs with the flag off and on, and unchanged ranges."""
+    for name in sorted(name.removesuffix("-on") for name in page.graphs if name.endswith("-on")):
+        if f"{name}-off" not in page.graphs:
+            continue
+        (before, off), (after, on) = page.graphs[f"{name}-off"], page.graphs[f"{name}-on"]
+        rows = [(op, before[op], after[op]) for op in sorted(before | after) if before[op] != after[op]]
+        same = {True: "the same text as with the flag off", False: "rewritten"}
+        notes = [f"Range {key}: {same[off.get(key) == text]}" for key, text in on.items()]
+        page.add("Graphs", f"Ops whose number differs, {name}", ("op", "flag off", "flag on"), rows, notes=notes)
 
 
 def plan(page: Page, name: str, data: dict[str, Any]) -> None:
     """Add a plan: nothing in it was run."""
     model, layers, captures = data["model"]["name"], data["layers"], data["captures"]
     kernels = {span["kernel"] for span in data["kernels"] or [] if span["kernel"]}
-    skipped = {f"{one['scope']} {one['code']}": (one["code"], one["message"]) for one in data["reasons"]}
-    row = (model, layers["engaged"], layers["mla"], kernels, data["options"]["kv_cache_dtype"])
-    _status(page, row, data["limit"], skipped, "plan: nothing was run")
+    skipped = [(f"{one['scope']} {one['code']}", (one["code"], one["message"])) for one in data["reasons"]]
+    limit, cache, shown = data["limit"], data["options"]["kv_cache_dtype"], f"{layers['engaged']}/{layers['mla']}"
+    _status(page, model, shown, kernels, cache, limit, skipped, "plan: nothing was run")
     sizes = captures["inside"] + captures["outside"]
-    _ranges(page, model, data["compile_ranges"]["ranges"], data["limit"], sizes, captures["note"])
+    _ranges(page, model, data["compile_ranges"]["ranges"], limit, sizes, captures["note"])
     rows = [
         (tokens, path, len(one["launches"]), one["launches_per_step"], f"{one['bytes']:,}")
         for tokens, paths in (data["figures"] or {"by_tokens": {}})["by_tokens"].items()
@@ -308,8 +289,8 @@ def plan(page: Page, name: str, data: dict[str, Any]) -> None:
     ]
     heads = ("tokens", "path", "launches per layer", "launches per step", "bytes per layer")
     parts = {path: {"launches": float(count)} for _, path, count, *_ in rows}
-    chart = (charts.bars, "launches per layer", parts)
-    page.add("Launches", f"Launches by formula, {model}", heads, rows, chart)
+    draw = partial(charts.bars, "launches per layer", parts)
+    page.add("Launches", f"Launches by formula, {model}", heads, rows, draw)
 
 
 def measure(page: Page, name: str, data: dict[str, Any]) -> None:
@@ -319,40 +300,34 @@ def measure(page: Page, name: str, data: dict[str, Any]) -> None:
     note = f"Medians of replayed graphs, {data['weights']} weights. Ratio: vLLM's time over our fastest kernel's."
     page.add("Timing", name, notes=[note], alarms=alarms)
     for (heads, kind), group in groupby(data["rows"], lambda row: (row["heads"], row["kind"])):
-        rows = list(group)
-        kernels = list(dict.fromkeys(kernel for row in rows for kernel in row["us"]))
-        tokens = [row["tokens"] for row in rows]
-        slower = [str(row["tokens"]) for row in rows if row["ratio"] is not None and row["ratio"] < 1]
-        page.add(
-            "Timing",
-            f"{name}: {heads} heads, {kind}",
-            ("tokens", *(f"{kernel}, us" for kernel in kernels), "ratio"),
-            [(r["tokens"], *(_number(r["us"].get(k)) for k in kernels), _number(r["ratio"])) for r in rows],
-            (charts.lines, "us a call", tokens, {k: [row["us"].get(k) for row in rows] for k in kernels}),
-            [f"{kernel}: not timed: {why}" for row in rows for kernel, why in row["untimed"].items()],
-            [f"Our fastest kernel is slower than vLLM's own at {', '.join(slower)} tokens."] if slower else [],
-        )
+        found = list(group)
+        kernels = list(dict.fromkeys(kernel for row in found for kernel in row["us"]))
+        columns = ("tokens", *(kernel + charts.MICROSECONDS for kernel in kernels), "ratio")
+        rows = [(row["tokens"], *map(row["us"].get, kernels), row["ratio"]) for row in found]
+        slower = [str(row["tokens"]) for row in found if row["ratio"] is not None and row["ratio"] < 1]
+        alarms = [f"Our fastest kernel is slower than vLLM's own at {', '.join(slower)} tokens."] if slower else []
+        notes = [f"{kernel}: not timed: {why}" for row in found for kernel, why in row["untimed"].items()]
+        draw = partial(charts.lines, "us a call", columns, rows)
+        page.add("Timing", f"{name}: {heads} heads, {kind}", columns, rows, draw, notes, alarms)
 
 
 def verify(page: Page, name: str, data: dict[str, Any]) -> None:
     """Add results by back end, failures with the command that repeats them, and counted launches."""
     results, on_cpu = data["results"], "eager" in data["engine"]
     counts = {backend: dict.fromkeys(charts.STATES, 0) for backend in dict.fromkeys(one["backend"] for one in results)}
-    for one in results:
-        counts[one["backend"]][one["status"]] += 1
     notes = ["No graph was captured on this machine."] if on_cpu else []
     notes += [f"{backend}: not measured: {why}" for backend, why in data["missing"].items()]
-    notes += [f"skipped: {one['reason']}" for one in results if one["status"] == "skipped"]
     alarms = []
     for one in results:
+        counts[one["backend"]][one["status"]] += 1
+        if one["status"] == "skipped":
+            notes.append(f"skipped: {one['reason']}")
         if one["status"] == "failed":
-            findings = "; ".join(
-                f"{found['oracle']} at {found['step']}: {found['message']}" for found in one["findings"]
-            )
-            alarms.append(f"{one['case']} ({one['variant']}, {one['backend']}) failed: {findings}. {one['command']}")
+            said = "; ".join(f"{found['oracle']} at {found['step']}: {found['message']}" for found in one["findings"])
+            alarms.append(f"{one['case']} ({one['variant']}, {one['backend']}) failed: {said}. {one['command']}")
     rows = [(backend, *count.values()) for backend, count in counts.items()]
-    chart = (charts.bars, "results", counts)
-    page.add("Verify", f"{name}, {data['engine']}", ("back end", *charts.STATES), rows, chart, notes, alarms)
+    draw = partial(charts.bars, "results", counts)
+    page.add("Verify", f"{name}, {data['engine']}", ("back end", *charts.STATES), rows, draw, notes, alarms)
     fields = ("backend", "case", "variant", "status", "replays", "checks")
     page.add("Verify", f"All results, {name}", fields, [[one[field] for field in fields] for one in results])
     title = f"PyTorch ops of a replayed step, no GPU, {name}" if on_cpu else f"Launches in captured graphs, {name}"
@@ -375,28 +350,19 @@ def serving(page: Page, name: str, data: dict[str, Any]) -> None:
         point, cells = row["point"], []
         for metric in ("ttft", "tpot"):
             off, on = row["estimates"].get(metric, (None, None))
-            cells += [_estimate(off, 2), _estimate(on, 2), _number(off["mean"] / on["mean"] if off and on else None)]
+            cells += [_estimate(off, 2), _estimate(on, 2), off["mean"] / on["mean"] if off and on else None]
         lengths = "{input}/{prefix}/{output}".format(**point)
         rows.append((lengths, f"{point['rate']:g}", *cells, row["invalid"] or ""))
     times = (f"{metric} {what}" for metric in ("TTFT", "TPOT") for what in ("off, ms", "on, ms", "off/on"))
     page.add("Serving", f"Times, {name}", ("input/prefix/output", "req/s", *times, "invalid"), rows, notes=notes)
 
 
-def _number(value: float | None) -> str:
-    return NONE if value is None else f"{value:.2f}"
-
-
-def _estimate(one: dict[str, float] | None, digits: int) -> str:
-    return NONE if one is None else f"{one.get('mean', one.get('value')):.{digits}f} ± {one['stderr']:.{digits}f}"
+def _estimate(one: dict[str, float] | None, digits: int) -> str | None:
+    return None if one is None else f"{one.get('mean', one.get('value')):.{digits}f} ± {one['stderr']:.{digits}f}"
 
 
 READERS: dict[str, Callable[[Page, str, dict[str, Any]], None]] = {
-    "status": status_file,
-    "demo": demo,
-    "engine": engine,
-    "plan": plan,
-    "measure": measure,
-    "verify": verify,
-    "serving": serving,
+    reader.__name__.removesuffix("_file"): reader
+    for reader in (status_file, demo, engine, plan, measure, verify, serving)
 }
 """By the schema that a file's stamp names."""

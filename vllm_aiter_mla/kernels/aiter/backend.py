@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.op import Op, load_op
 from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS, Route, ViewPolicy, apply_view, route_of
@@ -31,7 +30,6 @@ class AiterBackend(KernelBackend):
         op: AITER's op; imported and checked by default.
         view: how the cache is handed over, which decides the kernel that runs; see ``route_of``.
         capturing: whether a graph is being captured.
-        missing: why a weight's product cannot be called in this process, or None.
 
     Raises:
         ValueError: an unknown ``view``.
@@ -46,7 +44,6 @@ class AiterBackend(KernelBackend):
         op: Op | None = None,
         view: ViewPolicy = "auto",
         capturing: Callable[[], bool] = is_capturing,
-        missing: Callable[[AbsorbWeight], str | None] = lambda weight: weight.missing(),
     ) -> None:
         if view not in AITER_VIEWS and not isinstance(view, int):
             raise ValueError(f"view: one of {', '.join(AITER_VIEWS)} or a number of tokens expected, got {view!r}")
@@ -54,7 +51,6 @@ class AiterBackend(KernelBackend):
         self.view = view
         self._op = load_op() if op is None else op
         self._capturing = capturing
-        self._missing = missing
         self._tables: dict[tuple[Any, ...], tuple[int, torch.UntypedStorage, Halves]] = {}
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
@@ -63,15 +59,12 @@ class AiterBackend(KernelBackend):
         The result of the run is contiguous, and only its first ``defined_rows`` rows mean anything. The run raises
         KernelCaptureError if the first call with a rotary table comes during a graph capture.
         """
-        if has_no_rows(inputs):
+        tokens = inputs.slot_mapping.shape[0]
+        if inputs.num_tokens == 0 or tokens == 0:  # an empty grid, which HIP does not accept
             return Binding(DecodeInputs.new_query)
         reason = contract.violation(inputs, self.platform)
         if reason is not None:
             return reason
-        missing = self._missing(inputs.weight)
-        if missing is not None:
-            return f"absorb: {missing}; {inputs.weight.avoid}"
-        tokens = inputs.slot_mapping.shape[0]
         route = route_of(inputs.kv_cache, tokens, inputs.num_heads, inputs.rope_dim, self.platform, self.view)
         reason = contract.kernel_violation(route, inputs.num_heads, tokens)
         if reason is not None:
@@ -79,11 +72,17 @@ class AiterBackend(KernelBackend):
         return Binding(partial(self._run, route, [inputs.nope_dim, inputs.rope_dim]), route.kernel, route.numerics)
 
     def _run(self, route: Route, widths: list[int], inputs: DecodeInputs) -> torch.Tensor:
+        # Fresh, as it must not overlap an operand.
         q_out = inputs.new_query()
-        halves = self.halves(inputs.cos_sin_cache)
+        cos, sin = self.halves(inputs.cos_sin_cache)
         # Tensor.split goes through Python and takes twice as long.
         q_nope, q_pe = torch.split_with_sizes(inputs.q, widths, -1)
-        launch(self._op, inputs.weight.product(q_nope), q_pe, inputs, q_out, halves, route)
+        # The scales go over as they are: AITER takes the reciprocal itself. It leaves q_pe un-rotated.
+        self._op(
+            inputs.weight.product(q_nope), q_pe, inputs.kv_c, inputs.k_pe, apply_view(inputs.kv_cache, route.view),
+            q_out, inputs.slot_mapping, inputs.k_scale, inputs.q_scale, inputs.positions, cos, sin, inputs.is_neox,
+            True, route.honours_all_rows,
+        )  # fmt: skip
         return q_out
 
     def halves(self, table: torch.Tensor) -> Halves:
@@ -131,37 +130,3 @@ class AiterBackend(KernelBackend):
     def defined_rows(self, inputs: DecodeInputs) -> int:
         """Return how many leading rows of the result are defined: one per slot, padded slots included."""
         return inputs.slot_mapping.shape[0]
-
-
-def has_no_rows(inputs: DecodeInputs) -> bool:
-    """Return whether there is no token or no slot: AITER's grid would be empty, which HIP does not accept."""
-    return inputs.num_tokens == 0 or inputs.slot_mapping.shape[0] == 0
-
-
-def launch(
-    op: Op,
-    q_latent: torch.Tensor,
-    q_pe: torch.Tensor,
-    inputs: DecodeInputs,
-    q_out: torch.Tensor,
-    halves: Halves,
-    route: Route,
-) -> None:
-    """Hand one checked call over to AITER.
-
-    Args:
-        op: AITER's op.
-        q_latent: [T, N, 512] absorbed query; any row and head stride below 4 GiB a row, else it is copied.
-        q_pe: [T, N, 64] not rotated, a view of ``inputs.q``. AITER leaves it so.
-        inputs: the other operands. The scales go over as they are: AITER takes the reciprocal itself.
-        q_out: [T, N, 576], fresh: it must not overlap an input.
-        halves: contiguous cos and sin, [max_position, 32] each.
-        route: the kernel meant to run, and the view of the cache that leads there.
-    """
-    if not q_latent.is_contiguous() and contract.span_violation(q_latent) is not None:
-        q_latent = q_latent.contiguous()
-    op(
-        q_latent, q_pe, inputs.kv_c, inputs.k_pe, apply_view(inputs.kv_cache, route.view), q_out, inputs.slot_mapping,
-        inputs.k_scale, inputs.q_scale, inputs.positions, halves[0], halves[1], inputs.is_neox, True,
-        route.honours_all_rows,
-    )  # fmt: skip

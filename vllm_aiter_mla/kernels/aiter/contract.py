@@ -16,7 +16,6 @@ from vllm_aiter_mla.kernels.inputs import VECTOR_BYTES, DecodeInputs, contract_v
 from vllm_aiter_mla.kernels.platform import Platform
 
 ARCHITECTURES = ("gfx942", "gfx950")
-SPAN_LIMIT = 1 << 32  # bytes one buffer descriptor reaches: opus.hpp, make_gmem(ptr, unsigned size)
 
 LIMITS = {
     "rocm": "before ROCm 7 AITER's bf16 is an integer type and its arithmetic garbage (inferred); use an image with "
@@ -105,16 +104,3 @@ def kernel_violation(route: Route, heads: int, tokens: int) -> str | None:
         "does not clamp positions and leaves padded rows unwritten; use at least 4 heads per rank (a lower "
         "tensor-parallel size), or below 256 tokens a contiguous cache and another aiter_view than as-is"
     )
-
-
-def span_violation(q_nope: torch.Tensor) -> str | None:
-    """Return why AITER must not be given this absorbed query [T, N, 512], or None.
-
-    The opt kernel addresses one token's heads through one 32-bit buffer descriptor.
-    """
-    if q_nope.stride(2) != 1:
-        return f"q_nope: its last stride is {q_nope.stride(2)}; AITER takes it for 1; make it contiguous"
-    span = ((q_nope.shape[1] - 1) * q_nope.stride(1) + q_nope.shape[2]) * q_nope.itemsize
-    if span < SPAN_LIMIT:
-        return None
-    return f"q_nope: one token spans {span} bytes, over 4 GiB; AITER would drop the heads beyond; make it contiguous"

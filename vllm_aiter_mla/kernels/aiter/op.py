@@ -54,11 +54,6 @@ class AiterInstall:
     signature: tuple[str, ...] = ()
     prebuilt: bool = False
 
-    @property
-    def usable(self) -> bool:
-        """Whether it can be imported."""
-        return self.reason is None
-
 
 def locate_aiter() -> AiterInstall:
     """Look for AITER on this interpreter's path. Imports nothing, starts nothing, never raises."""

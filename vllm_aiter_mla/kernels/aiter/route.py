@@ -81,9 +81,7 @@ def route_of(
 
     def through(view: CacheView, block: int) -> Route:
         kernel = kernel_for(block, latent, rope, heads, tokens)
-        return Route(
-            kernel, view, Numerics(truncate_cache_rope=truncates_cache_rope(kernel, platform.arch, kv_cache.dtype))
-        )
+        return Route(kernel, view, Numerics("single", truncates_cache_rope(kernel, platform.arch, kv_cache.dtype)))
 
     routes = [through("as-is", kv_cache.shape[1])]
     if policy != "as-is" and kv_cache.is_contiguous():
@@ -91,12 +89,11 @@ def route_of(
         if kv_cache.numel() < STRIDE_LIMIT:  # the whole cache is one block's stride
             routes.append(through("one-block", slots))
     serving = [route for route in routes if route.honours_all_rows]
-    wanted = [route for route in serving if _is_wanted(route, policy)]
+    if policy in ("per-head", "opt"):
+        wanted = [route for route in serving if route.kernel == policy]
+    else:
+        wanted = [route for route in serving if not route.numerics.truncate_cache_rope]
     return (wanted or serving or routes)[0]
-
-
-def _is_wanted(route: Route, policy: ViewPolicy) -> bool:
-    return route.kernel == policy if policy in ("per-head", "opt") else not route.numerics.truncate_cache_rope
 
 
 def apply_view(kv_cache: torch.Tensor, view: CacheView) -> torch.Tensor:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
 from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, contract_violation
-from vllm_aiter_mla.kernels.platform import hardware_fp8
+from vllm_aiter_mla.kernels.platform import CARDS
 from vllm_aiter_mla.kernels.triton import interpreted, tiles
 from vllm_aiter_mla.kernels.triton.tiles import BLOCK_K, MXFP4_ARCH, Tile, entry_for
 
@@ -39,7 +38,7 @@ class TritonBackend(KernelBackend):
         """
         if find_spec("triton") is None:
             return "the package triton is not installed"
-        if (reason := _contract(inputs) or _device(inputs)) is not None:
+        if (reason := _device(inputs)) is not None:
             return reason
         from vllm_aiter_mla.kernels.triton import launcher
 
@@ -47,7 +46,7 @@ class TritonBackend(KernelBackend):
         if (reason := refused_on(arch, inputs)) is not None:
             return reason
         tile = entry_for(arch, inputs.num_tokens, inputs.num_heads).tile
-        return Binding(partial(_launch, launcher, tile), tile.label)
+        return Binding(partial(launcher.launch, tile=tile), tile.label)
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
         """See the base class: one for each tile."""
@@ -69,25 +68,9 @@ class TritonBackend(KernelBackend):
         return launcher.warm_up(template, token_counts)
 
 
-def _launch(launcher: Any, tile: Tile, inputs: DecodeInputs) -> torch.Tensor:
-    result: torch.Tensor = launcher.launch(inputs, tile)
-    return result
-
-
 def refused_on(arch: str, inputs: DecodeInputs) -> str | None:
     """Return why a card of ``arch`` does not run this call, or None; ``plan`` asks about a card that is not there."""
-    found = _contract(inputs) or _widths(inputs) or _layout(inputs) or _spans(inputs)
-    return found or _software_fp8(arch, inputs) or _software_mxfp4(arch, inputs)
-
-
-def _contract(inputs: DecodeInputs) -> str | None:
-    if (broken := contract_violation(inputs)) is not None:
-        return broken
-    if inputs.q.dtype not in (torch.bfloat16, torch.float16):
-        return f"q: torch.bfloat16 or torch.float16 expected, got {inputs.q.dtype}"
-    if inputs.cos_sin_cache.shape[0] == 0:
-        return "cos_sin_cache: at least one row expected, got none"
-    return None
+    return contract_violation(inputs) or next(_broken(arch, inputs), None)
 
 
 def _device(inputs: DecodeInputs) -> str | None:
@@ -101,7 +84,37 @@ def _device(inputs: DecodeInputs) -> str | None:
     return None
 
 
-def _widths(inputs: DecodeInputs) -> str | None:
+def _broken(arch: str, inputs: DecodeInputs) -> Iterator[str]:
+    """What the kernel cannot do with operands that keep the shared contract; each check relies on those before it."""
+    if inputs.q.dtype not in (torch.bfloat16, torch.float16):
+        yield f"q: torch.bfloat16 or torch.float16 expected, got {inputs.q.dtype}"
+    if inputs.cos_sin_cache.shape[0] == 0:
+        yield "cos_sin_cache: at least one row expected, got none"
+    yield from _broken_widths(inputs)
+    for name in ("q", "k_pe", "kv_c", "kv_cache", "cos_sin_cache", "slot_mapping", "positions"):
+        tensor = getattr(inputs, name)
+        if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            yield f"{name}: last stride 1 expected, got {tensor.stride(-1)}"
+    weight, (weight_name, _) = inputs.weight, inputs.weight.tensors[0]
+    if 1 not in (stride := weight.as_npl.stride())[1:]:
+        yield f"{weight_name}: stride 1 along P or L expected, got {stride} of [N, P, L]"
+    for name, span in _spans(inputs).items():
+        if span >= INT32_SPAN:
+            yield f"{name}: {span} elements from the first to the last of one block, 32 bits of offset expected"
+    if arch == "interpreter":
+        return
+    native = CARDS.get(arch)
+    for name, dtype in (("kv_cache", inputs.kv_cache.dtype), (weight_name, weight.values.dtype)):
+        if is_fp8(dtype) and dtype != native:
+            yield f"{name}: {arch} converts to {native or 'no e4m3 type'} in hardware, {dtype} would be a software cast"
+    if weight.format == "mxfp4" and arch != MXFP4_ARCH:
+        yield (
+            f"W_K: {MXFP4_ARCH} multiplies mxfp4 in hardware, {arch} would in software; set "
+            "VLLM_ROCM_USE_AITER_FP4BMM=0, and VLLM_ROCM_USE_AITER_FP8BMM=0 for 16 bits; W_UV too"
+        )
+
+
+def _broken_widths(inputs: DecodeInputs) -> Iterator[str]:
     """Also why the reduction over P cannot be cut into blocks: 128 each, the rest a power of two.
 
     Over mxfp4 P has to be a power of two: at other widths vLLM's own GEMM drops values, so there is nothing right to
@@ -109,62 +122,28 @@ def _widths(inputs: DecodeInputs) -> str | None:
     """
     for name, width in {"rope": inputs.rope_dim, "latent": inputs.latent_dim}.items():
         if width < MIN_WIDTH or width & (width - 1):
-            return f"{name} width: a power of two from {MIN_WIDTH} on expected, got {width}"
+            yield f"{name} width: a power of two from {MIN_WIDTH} on expected, got {width}"
     nope, rest = inputs.nope_dim, inputs.nope_dim % BLOCK_K
     if inputs.weight.format == "mxfp4":
-        taken = nope >= BLOCK_K and not nope & (nope - 1)
-        return None if taken else f"nope width: 128, 256, 512 and so on expected over mxfp4, got {nope}"
+        if nope < BLOCK_K or nope & (nope - 1):
+            yield f"nope width: 128, 256, 512 and so on expected over mxfp4, got {nope}"
+        return
     least = MIN_FP8_WIDTH if inputs.weight.format == "fp8" else MIN_WIDTH
-    if nope >= least and (rest == 0 or (rest >= least and rest & (rest - 1) == 0)):
-        return None
-    return f"nope width: blocks of {BLOCK_K} and a power of two from {least} on expected, got {nope}"
+    if nope < least or (rest and (rest < least or rest & (rest - 1))):
+        yield f"nope width: blocks of {BLOCK_K} and a power of two from {least} on expected, got {nope}"
 
 
-def _layout(inputs: DecodeInputs) -> str | None:
-    for name in ("q", "k_pe", "kv_c", "kv_cache", "cos_sin_cache", "slot_mapping", "positions"):
-        tensor = getattr(inputs, name)
-        if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            return f"{name}: last stride 1 expected, got {tensor.stride(-1)}"
-    if 1 not in (stride := inputs.weight.as_npl.stride())[1:]:
-        return f"{_weight_name(inputs)}: stride 1 along P or L expected, got {stride} of [N, P, L]"
-    return None
-
-
-def _spans(inputs: DecodeInputs) -> str | None:
-    """Offsets within a block of rows are 32-bit; the block's own base is 64-bit."""
-    rows = min(inputs.num_tokens, BLOCK_ROWS)
+def _spans(inputs: DecodeInputs) -> dict[str, int]:
+    """Elements that one 32-bit offset within a block of rows has to reach; the block's own base is 64-bit."""
+    rows, weight = min(inputs.num_tokens, BLOCK_ROWS), inputs.weight
     spans = {name: _span(getattr(inputs, name), rows) for name in ("q", "k_pe", "kv_c")}
-    spans[_weight_name(inputs)] = _span(inputs.weight.values, 1)
     spans["cos_sin_cache"] = _span(inputs.cos_sin_cache, inputs.cos_sin_cache.shape[0])
-    if inputs.weight.format == "mxfp4" and inputs.weight.scale is not None:
-        spans["W_K_scale"] = _span(inputs.weight.scale, 1)
-    for name, span in spans.items():
-        if span >= INT32_SPAN:
-            return f"{name}: {span} elements from the first to the last of one block, 32 bits of offset expected"
-    return None
+    # The one scale of fp8 codes is not stepped over.
+    held = weight.tensors[:1] if weight.format == "fp8" else weight.tensors
+    return spans | {name: _span(tensor, 1) for name, tensor in held}
 
 
 def _span(tensor: torch.Tensor, rows: int) -> int:
     """Elements from the first to the last of ``rows`` along the first dimension."""
     inner = sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
     return max(rows - 1, 0) * tensor.stride(0) + inner + 1
-
-
-def _weight_name(inputs: DecodeInputs) -> str:
-    return inputs.weight.tensors[0][0]
-
-
-def _software_fp8(arch: str, inputs: DecodeInputs) -> str | None:
-    native = hardware_fp8(arch)
-    for name, dtype in (("kv_cache", inputs.kv_cache.dtype), (_weight_name(inputs), inputs.weight.values.dtype)):
-        if is_fp8(dtype) and arch != "interpreter" and dtype != native:
-            return (
-                f"{name}: {arch} converts to {native or 'no e4m3 type'} in hardware, {dtype} would be a software cast"
-            )
-    return None
-
-
-def _software_mxfp4(arch: str, inputs: DecodeInputs) -> str | None:
-    if inputs.weight.format != "mxfp4" or arch in (MXFP4_ARCH, "interpreter"):
-        return None
-    return f"W_K: {MXFP4_ARCH} multiplies mxfp4 in hardware, {arch} would in software; {inputs.weight.avoid}"

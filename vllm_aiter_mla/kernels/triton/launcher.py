@@ -11,6 +11,7 @@ import torch
 
 from vllm_aiter_mla.kernels import backend, formats
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.kernels.triton import interpreted
 from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
 from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, Entry, Tile, entry_for
@@ -18,19 +19,8 @@ from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, Entry, Tile, entry_fo
 
 @lru_cache(maxsize=1)
 def current_arch() -> str:
-    """Return the architecture of the current GPU: gfx942, gfx950, sm90, ..., or "interpreter".
-
-    Raises:
-        RuntimeError: Triton finds no GPU driver.
-    """
-    if interpreted():
-        return "interpreter"
-    import triton
-
-    target = triton.runtime.driver.active.get_current_target()
-    if target.backend == "cuda":
-        return f"sm{target.arch}"
-    return str(target.arch).split(":")[0]
+    """Return the architecture of the current GPU: gfx942, gfx950, sm90, ..., or "interpreter"."""
+    return "interpreter" if interpreted() else detect_platform().arch
 
 
 def program_count(tokens: int, heads: int, slots: int, latent: int, tile: Tile) -> int:

@@ -54,8 +54,10 @@ _SKINNY = Entry(16, NO_LIMIT, Tile(16, 64, 4))
 _SHORT = Entry(32, NO_LIMIT, Tile(32, 64, 4, mfma=16))
 _PLAIN = Tile(64, 64, 4)
 
+# Also for any other GPU that Triton compiles for: the shapes with the smallest demands.
+FALLBACK = (_SKINNY, _SHORT, Entry(NO_LIMIT, NO_LIMIT, _PLAIN))
 TABLE: dict[str, tuple[Entry, ...]] = {
-    "gfx942": (_SKINNY, _SHORT, Entry(NO_LIMIT, NO_LIMIT, _PLAIN)),
+    "gfx942": FALLBACK,
     # 160 KiB of LDS: registers (122 to 140) bound the wider tile, at 3 or 4 waves a SIMD. It halves the reads of q.
     "gfx950": (
         _SKINNY,
@@ -75,13 +77,10 @@ TABLE: dict[str, tuple[Entry, ...]] = {
         Entry(NO_LIMIT, NO_LIMIT, Tile(128, 128, 8, rope_rows=64, kv_rows=8)),
     ),
 }
-# Any other GPU that Triton compiles for: the shapes with the smallest demands.
-FALLBACK = (_SKINNY, _SHORT, Entry(NO_LIMIT, NO_LIMIT, _PLAIN))
-
 # Width of the reduction block: DeepSeek's whole nope width, so that all loads of a tile are under way at once. It is
 # also the group in which AITER's fp8 GEMM quantises a query row (``absorb.FP8_GROUP``): each block has one scale a row.
 BLOCK_K = 128
-# The one card of the table whose matrix instructions scale mxfp4 as they multiply; vLLM holds such weights only there.
+# The one card whose matrix instructions scale mxfp4 as they multiply; vLLM and AITER have such weights only there.
 MXFP4_ARCH = "gfx950"
 # The compiler's default differs between Triton's releases. Products of two bfloat16 or two float16 values are exact in
 # float32, so a fused multiply-add changes no byte of the rotation. It is pinned to off.

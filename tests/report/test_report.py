@@ -1,4 +1,4 @@
-"""What the page shows of each kind of file."""
+"""What the page shows of each kind of file, on the command line and in a real browser."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import html
 import json
 import re
+import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,11 +14,46 @@ from typing import Any
 
 import jinja2
 import pytest
+from typer.testing import CliRunner, Result
 
 from tests.report import made_files
+from tests.report import report_chromium as chromium
+from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report.page import SECTIONS, InputError, count_ops, html_of
 
 Write = Callable[[str, Any], Path]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One input of every kind, by name."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "status-1-0.json").write_text(json.dumps(made_files.status(measured=[made_files.measured()])))
+    times, accuracy = made_files.write_serving(folder)
+    return {
+        "kept": made_files.keep_demo(folder / "kept"),
+        "status": folder / "status-1-0.json",
+        "verify": made_files.run_verify(folder),
+        "plan": made_files.write_plan(folder),
+        "measure": made_files.write_measure(folder),
+        "speed": times,
+        "accuracy": accuracy,
+    }
+
+
+@pytest.fixture(scope="module")
+def page(files: dict[str, Path]) -> str:
+    return html_of([*files.values()])
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Write:
+    def write(name: str, data: Any) -> Path:
+        path = tmp_path / name
+        path.write_text(data if isinstance(data, str) else json.dumps(data))
+        return path
+
+    return write
 
 
 def rows_of(page: str) -> list[list[str]]:
@@ -233,3 +269,106 @@ def test_a_value_of_a_wrong_type_is_shown_or_names_its_file(
         messages.append(str(caught.value))
     assert messages
     assert all(message.startswith(f"{path}: ") for message in messages)
+
+
+# -- the command
+
+
+def report(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_report_writes_one_file(files: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    done = report(files["kept"], files["speed"], "--out", out)
+    assert (done.exit_code, str(out) in done.output) == (0, True), done.output
+    assert out.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("list.json", [1, 2], "not recognised"),
+        ("other.json", {"evidence": {"schema": "vllm-aiter-mla/apples"}}, "not recognised (apples)"),
+        ("old.json", {"evidence": {"schema": "vllm-aiter-mla/verify"}, "results": []}, "KeyError"),
+        ("broken.json", "{", "no JSON"),
+        ("deep.json", "[" * 200_000, "no JSON"),
+        ("nan.json", '{"a": NaN}', "no JSON"),
+        ("bad\x1b[2J\n.json", "{", "bad\\x1b[2J\\n.json: no JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_shown_is_one_line_and_2(
+    written: Any, tmp_path: Path, name: str, content: Any, reason: str
+) -> None:
+    done = report(written(name, content), "--out", tmp_path / "page.html")
+    assert done.exit_code == 2
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "\x1b" not in done.stderr
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_what_is_not_there_or_empty_is_2(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "gone.json", "No such file"), (tmp_path, "no JSON file in this folder")):
+        done = report(path, "--out", tmp_path / "page.html")
+        assert (done.exit_code, f"{path}: {reason}" in done.output) == (2, True), done.output
+
+
+@pytest.mark.parametrize("out", ["no/page.html", "."])
+def test_the_output_path_is_checked_before_the_page_is_drawn(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.setattr("vllm_aiter_mla.commands.report.page.html_of", lambda inputs: pytest.fail("drawn"))
+    done = report(files["speed"], "--out", tmp_path / out)
+    assert (done.exit_code, f"--out {tmp_path / out}" in done.output) == (2, True), done.output
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_without_its_packages_the_command_names_the_extra(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("vllm_aiter_mla.commands.report")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    done = report(files["speed"], "--out", tmp_path / "page.html")
+    assert (done.exit_code, f"{package} is not installed" in done.output) == (2, True), done.output
+    assert "'.[report]'" in done.output
+
+
+# -- a real browser
+
+BROWSER = pytest.mark.skipif(chromium.BINARY is None, reason=chromium.MISSING)
+
+
+@pytest.fixture(scope="module")
+def file(page: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+@BROWSER
+def test_report_renders_without_console_messages(file: Path) -> None:
+    dom, console = chromium.run(file, "--dump-dom")
+    assert console == []
+    assert dom.count('<svg class="chart"') >= 8
+
+
+@BROWSER
+@pytest.mark.parametrize("width", [375, 1200])
+def test_report_fits_its_window(page: str, tmp_path: Path, width: int) -> None:
+    found = chromium.measure(page, tmp_path, width)
+    assert found["width"] == width
+    assert found["scroll"] <= width
+    assert found["cut"] == []
+    assert found["drawn"] == found["charts"] >= 8
+    assert found["loads"] == []
+    assert found["console"] == []
+
+
+@BROWSER
+def test_report_overflow_is_something_the_browser_test_sees(page: str, tmp_path: Path) -> None:
+    wide = page.replace("<h1>", '<svg width="900" height="9"></svg><h1>', 1)
+    found = chromium.measure(wide, tmp_path, 375)
+    assert found["scroll"] > 375
+    assert found["cut"]

@@ -1,0 +1,435 @@
+"""Claims about ``plan`` that vLLM answers: what engages, the numbers, the command, and wrong input.
+
+All of them are in one file, so that one process of the test run starts vLLM for them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.plan.truth_configs import FP8, ROWS, V3, Row
+from tests.support import plans
+from tests.support.pages import PAGES, ROOT, quoted, table, words
+from tests.support.plans import codes, planned
+from vllm_aiter_mla.commands.main import app
+from vllm_aiter_mla.commands.plan import command, model, printout
+from vllm_aiter_mla.settings import LIMIT_FIELD
+
+CONFIG = model.examples()["deepseek-r1"]["config"]
+R1 = ("deepseek-r1", "-tp", "8")
+REQUESTS = ("--max-num-seqs", "256")
+MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
+OURS = "--additional-config"
+slow = pytest.mark.slow
+
+
+def some_slow(rows: Any, quick: Any) -> list[Any]:
+    """The rows as parameters; those that are not quick run with the slow tests: vLLM takes a second or two for each."""
+    assert all(row in rows for row in quick)
+    return [pytest.param(row, marks=() if row in quick else slow) for row in rows]
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command ask the process that answers for all tests, whatever the card."""
+    monkeypatch.setattr(model, "ask", plans.ask)
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["plan", *arguments])
+    return done.exit_code, done.stdout, done.stderr
+
+
+# -- configs after published checkpoints: what the engine's own gate and layers decide
+
+
+def check(row: Row, folder: Path, bug: str = "") -> None:
+    """Compare a plan with the gate's decision and with what the row expects."""
+    for file, content in row.written().items():
+        (folder / file).write_text(json.dumps(content))
+    plan = planned(str(folder), "-tp", "4", *row.arguments, bug=bug)
+    decision, found, total = plan["decision"], codes(plan), sum(row.formats.values())
+    engine = [reason["code"] for reason in plan["reasons"] if reason["scope"] == "engine"]
+    assert tuple(found) == row.codes
+    assert decision["limit"] == row.limit
+    assert decision["skip"] == (None if row.limit or "vllm_refuses" in found else engine[0])
+    assert plan["limit"] == decision["limit"] or decision["limit"] is None
+    assert plan["compile_ranges"]["inside"] == int(row.limit is not None and plan["integration"] == "passes")
+    assert plan["absorb_weights"] == row.formats
+    assert plan["layers"]["engaged"] == (0 if found else total)
+    assert "vllm_refuses" in found or plan["layers"]["mla"] == total
+    assert f"Status line: {0 if found else total}/" in printout.text(plan)
+
+
+QUICK = {
+    "amd/DeepSeek-R1-MXFP4 with attention left out by regex", "fp8 with one kv_b_proj left out", "a draft",
+    "every reason", "meta-llama/Llama-3.1-8B",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some_slow(ROWS, QUICK))
+def test_plan_truth(name: str, tmp_path: Path) -> None:
+    check(ROWS[name], tmp_path)
+
+
+@slow
+@pytest.mark.mutation
+@pytest.mark.parametrize("bug", ["nothing is quantised", "the limit is not the gate's"])
+def test_plan_truth_catches_a_planted_bug(bug: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        check(Row(V3, {"fp8": 61}, FP8), tmp_path, bug)
+
+
+# -- which layers engage, on which kernel
+
+
+@pytest.mark.parametrize(
+    ("arguments", "format", "kernel", "bytes_of_a_weight"),
+    [((*R1, "--kv-cache-dtype", "fp8"), "fp8", "aiter", 1),
+     (("deepseek-r1-mxfp4", "-tp", "8", OURS, '{"aiter_mla": {"kernel": "triton"}}'), "mxfp4", "triton", 17 / 32)],
+)  # fmt: skip
+def test_a_supported_model_engages_and_its_weights_are_counted(
+    arguments: tuple[str, ...], format: str, kernel: str, bytes_of_a_weight: float
+) -> None:
+    plan = planned(*arguments)
+    assert (plan["outcome"], codes(plan), plan["heads_per_rank"], plan["absorb_weight"]) == ("engaged", [], 16, format)
+    assert plan["layers"] == {"mla": 61, "drafts": 0, "total": 61, "engaged": 61}
+    assert {span["kernel"] for span in plan["kernels"]} == {kernel}
+    absorb = plan["figures"]["by_tokens"]["1"]["aiter"]["launches"][0]
+    assert absorb["read"] == 16 * 128 * 512 * bytes_of_a_weight + 2 * 16 * 128
+
+
+PLAIN = ("VLLM_ROCM_USE_AITER_FP8BMM=0", "VLLM_ROCM_USE_AITER_FP4BMM=0")
+
+
+@slow
+@pytest.mark.parametrize(
+    ("arch", "env", "format", "expected"),
+    [
+        ("gfx942", (), "fp8", []),
+        ("gfx942", PLAIN, "plain", []),
+        ("gfx950", PLAIN, "plain", []),
+        ("gfx950", PLAIN[1:], "fp8", []),
+        ("gfx942", ("VLLM_ROCM_USE_AITER=0",), "plain", ["impl"]),
+        ("gfx942", ("VLLM_ROCM_USE_AITER_MLA=0",), "fp8", ["impl"]),
+        ("gfx942", ("VLLM_MLA_DISABLE=1",), None, ["not_mla"]),
+        ("gfx942", ("VLLM_USE_BREAKABLE_CUDAGRAPH=1",), "fp8", []),
+    ],
+)
+def test_the_variables_and_the_card_decide_as_in_the_server(
+    arch: str, env: tuple[str, ...], format: str | None, expected: list[str]
+) -> None:
+    plan = planned("deepseek-v2-lite", "-tp", "4", arch=arch, env=env)
+    assert (plan["absorb_weight"], codes(plan), plan["arch"]) == (format, expected, arch)
+    assert plan["environment"][env[0].partition("=")[0] if env else "VLLM_BATCH_INVARIANT"][1] == (
+        "--env" if env else "default"
+    )
+
+
+def test_a_variable_that_is_unset_is_planned_by_the_installed_vllms_default() -> None:
+    plan = planned(*R1, "--kv-cache-dtype", "fp8")
+    value, origin = plan["environment"]["VLLM_ROCM_USE_AITER_FP8BMM"]
+    assert origin == "default"
+    assert any(f"--env VLLM_ROCM_USE_AITER_FP8BMM={1 - int(value)}" in note for note in plan["assumptions"])
+    assert plan["absorb_weight"] == ("fp8" if value == "1" else "plain")
+
+
+CHECKPOINTS = [[cell.strip("`") for cell in row] for row in table("configuration.md", "### What a checkpoint needs")]
+
+
+@slow
+@pytest.mark.parametrize("row", CHECKPOINTS, ids=lambda row: "-".join(row[:2]))
+@pytest.mark.parametrize("default", [1, 0], ids=["0.32", "0.33"])
+def test_the_table_of_checkpoints_says_what_plan_says_for_both_defaults_of_vllm(row: list[str], default: int) -> None:
+    """One flag and VLLM_ROCM_USE_AITER=1 are enough everywhere: no row needs another variable."""
+    name, arch, before, since, needed = row
+    env = tuple(f"VLLM_ROCM_USE_AITER_{which}BMM={default}" for which in ("FP8", "FP4"))
+    plan = planned(name, "--kv-cache-dtype", "fp8", arch=arch, env=env)
+    assert (plan["outcome"], codes(plan), needed) == ("engaged", [], "nothing more")
+    assert plan["absorb_weight"] == {"activation dtype": "plain"}.get(said := before if default else since, said)
+
+
+def test_the_table_of_checkpoints_has_four_of_them_on_both_cards() -> None:
+    names = ("deepseek-r1", "deepseek-r1-mxfp4", "deepseek-v2-lite", "kimi-k2.5")
+    assert [row[:2] for row in CHECKPOINTS] == [[name, arch] for name in names for arch in ("gfx942", "gfx950")]
+
+
+@pytest.mark.parametrize(
+    ("option", "code"),
+    [
+        ("-cc.use_inductor_graph_partition=false", "graph_partition"),
+        pytest.param("-O0", "compilation_mode", marks=slow),
+        ("--enforce-eager", "enforce_eager"),
+        pytest.param("-cc.splitting_ops=[]", None, marks=slow),
+    ],
+)
+def test_the_options_of_the_graph_decide_which_integration_runs(option: str, code: str | None) -> None:
+    plan = planned("kimi-k2", "-tp", "8", option)
+    assert codes(plan) == []
+    assert plan["integration"] == ("passes" if code is None else "module")
+    assert (plan["why_not_passes"] or {"code": None})["code"] == code
+    assert bool(plan["compile_ranges"]["inside"]) is (code is None), "the module has no compile range"
+    assert (f"the passes cannot run: {code}" in printout.text(plan)) is (code is not None)
+
+
+# -- the numbers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((*REQUESTS, *MTP), {"limit": 512, "inside": (1, 512), "outside": ()}),
+        (REQUESTS, {"limit": 256, "inside": (1, 256), "outside": (272, 512),
+                    "ranges": [[1, 256], [257, 4681], [4682, 16384]]}),
+        (("--max-num-seqs", "1024"), {"batch": (1024, 16384), "without a graph": 513}),
+        *(
+            pytest.param(*row, marks=slow)
+            for row in (
+                ((*REQUESTS, "--max-num-batched-tokens", "8192"), {"ranges": [[1, 256], [257, 4681], [4682, 8192]]}),
+                ((*REQUESTS, "--max-num-batched-tokens", "8192", "-O1"), {"ranges": [[1, 256], [257, 8192]]}),
+                ((*REQUESTS, "--max-num-batched-tokens", "256"), {"ranges": [[1, 256]]}),
+                (("--max-num-seqs", "1024", f"-cc.pass_config.{LIMIT_FIELD}=512"),
+                 {"ranges": [[1, 512], [513, 4681], [4682, 16384]], "without a graph": None}),
+                (("--enforce-eager",), {"ranges": [], "inside": (), "outside": (), "notes": (True, True)}),
+                (("-O0",), {"ranges": [], "inside": (), "outside": (), "notes": (True, True)}),
+                ((*REQUESTS, "-cc.cudagraph_capture_sizes=[8, 300]"), {"inside": (8, 8), "outside": (300, 300)}),
+                (("--max-num-batched-tokens", "512"), {"batch": (512, 512)}),
+                (("--performance-mode", "throughput"), {"batch": (2048, 32768)}),
+                (("--no-enable-chunked-prefill", "--max-model-len", "20000"), {"batch": (1024, 20000)}),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_limit_ranges_captures_and_batch_are_those_of_the_finished_config(
+    arguments: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    plan = planned(*R1, *arguments)
+    captures, ranges, options = plan["captures"], plan["compile_ranges"], plan["options"]
+    ends = {name: (*captures[name][:1], *captures[name][-1:]) for name in ("inside", "outside")}
+    found = ends | {
+        "limit": plan["limit"],
+        "ranges": ranges["ranges"],
+        "batch": (options["max_num_seqs"], options["max_num_batched_tokens"]),
+        "notes": (bool(ranges["note"]), bool(captures["note"])),
+        "without a graph": captures["inside"][-1] + 1 if "run without a graph" in printout.text(plan) else None,
+    }
+    assert found == found | {"notes": (False, False)} | expected
+    assert ranges["inside"] == int(bool(ranges["ranges"]))
+
+
+@slow
+@pytest.mark.parametrize(
+    ("name", "arch", "cache", "said"),
+    [
+        ("kimi-k2", "gfx950", "auto", True),
+        ("kimi-k2", "gfx950", "fp8", False),
+        ("kimi-k2", "gfx942", "auto", False),
+        ("deepseek-r1", "gfx950", "auto", False),
+    ],
+)
+def test_a_decode_that_may_need_no_concat_is_said(name: str, arch: str, cache: str, said: bool) -> None:
+    """Kimi-K2 has 8 heads a rank here, DeepSeek-R1 16."""
+    plan = planned(name, "-tp", "8", "--kv-cache-dtype", cache, arch=arch)
+    assert any("needs no concat" in note for note in plan["assumptions"]) is said
+
+
+def test_launches_per_step_count_every_mla_layer() -> None:
+    plan = planned("kimi-k3", "-tp", "8", "--kv-cache-dtype", "fp8", *REQUESTS)
+    paths = plan["figures"]["by_tokens"]["256"]
+    assert paths["vllm"]["launches_per_step"] == 4 * 24
+    assert paths["aiter"]["launches_per_step"] == 2 * 24
+    assert plan["figures"]["q_prepared_bytes"] == 256 * 12 * 576
+
+
+# -- the command
+
+# Of a process that ends with an error at each attempt to connect.
+NO_NETWORK = """
+import socket
+def refuse(*arguments, **options):
+    open({log!r}, "a").write(repr(arguments))
+    raise OSError("no network here")
+socket.getaddrinfo = socket.socket.connect = refuse
+"""
+
+
+def test_quoted_plans_run_in_a_process_of_their_own_that_opens_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An attempt whose failure is caught counts too. vLLM's log does not reach the reader."""
+    log = tmp_path / "attempts"
+    (tmp_path / "sitecustomize.py").write_text(NO_NETWORK.format(log=str(log)))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    lines = [command for page in PAGES.values() for command in quoted(page)]
+    found = [words(line.partition(" plan ")[2]) for line in lines if " plan deep" in line]
+    assert found
+    for arguments in found:
+        status, out, _ = invoke(*arguments, "--json")
+        plan = json.loads(out)
+        assert (status, plan["outcome"], plan["limit"], plan["arch"]) == (command.ENGAGES, "engaged", 512, "gfx942")
+        assert plan["layers"] == {"mla": 62, "drafts": 1, "total": 61, "engaged": 62}
+    assert not log.exists()
+    assert "amdsmi" not in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("shared")
+def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out() -> None:
+    status, out, _ = invoke(*R1, *REQUESTS, *MTP, "-dcp", "2")
+    assert status == command.DOES_NOT
+    assert "L = 512" in out
+    assert "dcp: decode_context_parallel_size is 2; the fast path needs 1" in " ".join(out.split())
+    status, out, _ = invoke(*R1, *REQUESTS, *MTP, "--port", "8001", "--api-key", "k")
+    assert status == command.ENGAGES, "options of the server itself are known"
+    assert "62/62 MLA layers would engage" in out
+    assert "61 attentions with MLA in 61 layers, and 1 in the draft" in out
+
+
+@pytest.mark.usefixtures("shared")
+def test_an_answer_that_stops_at_the_layers_is_not_known_and_names_the_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "no such function"}))
+    status, out, _ = invoke(str(tmp_path), "-tp", "8")
+    assert status == command.WRONG
+    assert "Status line: not known" in out
+    assert ".py:" in out
+
+
+@slow
+@pytest.mark.parametrize("name", model.examples())
+def test_page_of_every_example_renders(name: str) -> None:
+    assert name in printout.text(planned(name, "-tp", "4"))
+
+
+@pytest.mark.parametrize("broken", ["raise ImportError('no vllm here')", "import os; os._exit(3)"])
+def test_a_vllm_that_is_missing_or_ends_is_a_message(
+    broken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(broken)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    status, _, err = invoke("deepseek-r1")
+    said = err.splitlines()[-1]
+    assert (status, said.startswith("plan: ")) == (command.WRONG, True)
+    assert "no vllm here" in said or "status 3" in said
+
+
+# -- wrong input: one line that names option or field and value, exit status 2, no traceback, no page
+
+
+def refused(*arguments: str) -> str:
+    """The one line that the command prints, besides what it is at."""
+    status, out, err = invoke(*arguments)
+    said = [line for line in err.splitlines() if not line.endswith(" ...")]
+    assert (status, out, len(said), said[0].startswith("plan: ")) == (command.WRONG, "", 1, True), err
+    return said[0]
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-tp", "0"], "--tensor-parallel-size 0"),
+        (["-tp", "eight"], "--tensor-parallel-size/-tp"),
+        pytest.param(["-pp", "-1"], "--pipeline-parallel-size -1", marks=slow),
+        pytest.param(["-dcp", "0"], "--decode-context-parallel-size 0", marks=slow),
+        (["--block-size", "0"], "--block-size 0"),
+        (["--block-size", "10000000000000000"], "--block-size 10000000000000000"),
+        pytest.param(["--max-num-seqs", "0"], "--max-num-seqs 0", marks=slow),
+        (["--max-num-seqs", "9" * 20, "--max-num-batched-tokens", "9" * 20], f"--max-num-seqs {'9' * 20}"),
+        pytest.param([MTP[0], '{"num_speculative_tokens":"two"}'], "num-speculative-tokens two", marks=slow),
+        (["--model", "X"], "--model X"),
+        (["-tp", "8", "--model=X"], "--model X"),
+        (["--config", "none.yaml"], "none.yaml"),
+        (["--config"], "config file"),
+        (["--no-such-option", "1"], "--no-such-option"),
+        (["--dtype", "floatx"], "--dtype"),
+        (["-cc.pass_config.fuse_norm_qant=true"], "did you mean 'fuse_norm_quant'?"),
+        ([OURS, '{"aiter_mla": {"max_token_num": 100000000000000000000}}'], "max-token-num 100000000000000000000"),
+        ([OURS, '{"aiter_mla": {"kernl": "auto"}}'], "did you mean 'kernel'?"),
+        (["--env", "VLLM_SOMETHING=1"], "VLLM_SOMETHING"),
+        (["--env", "VLLM_MLA_DISABLE"], "NAME=VALUE"),
+    ],
+)
+def test_a_wrong_option_is_one_line(arguments: list[str], named: str) -> None:
+    assert named in refused("deepseek-r1", *arguments)
+
+
+@pytest.mark.parametrize("arguments", [("-tp", "8", "deepseek-r1"), ("--max-num-seqs=4", "M"), ("--model", "M")])
+def test_options_before_the_model_are_told_where_the_model_belongs(arguments: tuple[str, ...]) -> None:
+    assert "MODEL comes first" in refused(*arguments)
+
+
+@slow
+def test_a_variable_that_vllm_cannot_read_is_named() -> None:
+    assert "VLLM_BATCH_INVARIANT=maybe" in refused("deepseek-r1", "--env", "VLLM_BATCH_INVARIANT=maybe")
+
+
+WRONG_FIELDS: list[dict[str, Any]] = [
+    {}, {"num_hidden_layers": 10**9}, {"num_attention_heads": -128}, {"quantization_config": ["fp8"]},
+    {"num_hidden_layers": "61"}, {"qk_nope_head_dim": 10**30}, {"kv_lora_rank": 512.5},
+    {"max_position_embeddings": 10**12}, {"torch_dtype": "floatx"}, {"text_config": "yes"},
+    {"quantization_config": {"quant_method": "compressed-tensors", "ignore": [1]}},
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("changed", some_slow(WRONG_FIELDS, WRONG_FIELDS[:4]), ids=repr)
+def test_a_wrong_config_never_engages(tmp_path: Path, changed: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changed if changed else {}))
+    status, out, err = invoke(str(tmp_path), "-tp", "8")
+    assert status != command.ENGAGES
+    assert "would engage" not in out or "Status line: 0/" in out
+    assert out or err.splitlines()[-1].startswith("plan: ")
+
+
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "{"])
+def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "given.json"
+    path.write_text(text)
+    assert str(path) in refused(str(path))
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/x", "no/such-model"])
+def test_a_name_that_is_no_model_names_the_examples(name: str) -> None:
+    assert "kimi-k2.5" in refused(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-tp", "7"), "attention heads (128) must be divisible by tensor parallel size (7)"),
+        (("-tp", "8", *REQUESTS, "--max-num-batched-tokens", "128"), "max_num_batched_tokens (128) must"),
+        (("-tp", "8", MTP[0], '{"method": "mtp"}'), "num_speculative_tokens must be provided"),
+    ],
+)
+def test_what_vllm_refuses_to_start_is_a_plan_with_vllms_reason(arguments: tuple[str, ...], said: str) -> None:
+    plan = planned("deepseek-r1", *arguments)
+    assert (plan["outcome"], codes(plan), plan["layers"]["engaged"]) == ("skipped", ["vllm_refuses"], 0)
+    assert plan["kernels"] is plan["figures"] is None
+    assert said in printout.text(plan)
+
+
+def test_the_largest_options_that_are_let_through_give_a_plan() -> None:
+    most = ("--max-num-seqs", str(2**20), "--block-size", str(2**16), "--max-num-batched-tokens", str(2**30))
+    spec = (MTP[0], '{"method": "mtp", "num_speculative_tokens": 1023}')
+    assert planned("deepseek-r1", *most, *spec)["limit"] == 2**30
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(
+    ("name", "field"), [("deepseek-r1", {"quantization_config": {"quant_method": "\x1b[31m\u202e"}}),
+                        ("deepseek-v2-lite", {"model_type": "\x1b[31m\u202e\r\nfine"})]
+)  # fmt: skip
+def test_control_characters_of_a_config_do_not_reach_the_terminal(
+    tmp_path: Path, name: str, field: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model.examples()[name]["config"] | field))
+    _, out, err = invoke(str(tmp_path))
+    said = out + err
+    assert "\\x1b[31m\\u202e" in said
+    assert all(line.isprintable() for line in said.splitlines())
+    assert "\nfine" not in said

@@ -1,0 +1,170 @@
+"""Claims about what ``plan`` computes itself: every reason, kernels by batch size, formulas, the config's place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.pages import ROOT
+from vllm_aiter_mla import admission
+from vllm_aiter_mla.backends import candidates
+from vllm_aiter_mla.commands.plan import build, formulas, kernels, model
+from vllm_aiter_mla.settings import Settings
+
+# -- reasons
+
+ENGINE = admission.ConfigView(
+    version_supported=False, missing=("x",), op_schema=("x",), atom_active=True, is_mla=False, is_sparse=True,
+    enforce_eager=True, breakable_cudagraph=True, mode="NONE", backend="eager", dcp=2, pcp=2, hisparse=True,
+    kv_cache_dtype="fp8_e5m2", model_dtype="float16",
+    use_inductor_graph_partition=False, integration="passes",
+)  # fmt: skip
+LAYER = admission.LayerView(
+    impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, missing=("x",), amx_bmm=True,
+    has_rope_kernel=False, captures="ALWAYS",
+    kv_cache_dtype="fp8_e5m2", kv_cache_ndim=4, dcp=2, pcp=2, dcp_q_replicate=True, hisparse=True,
+    graph_dtype="float16", cos_sin_dtype_matches=False, sliding_window=True, num_heads=0, kv_lora_rank=0,
+)  # fmt: skip
+
+
+def test_a_view_with_everything_wrong_gives_every_reason_of_admission() -> None:
+    found = [skip.code for skip in build.config_reasons(ENGINE)]
+    # A mode that breakable graphs did not set, and partition options given together, are each a view of their own.
+    others = {"compilation_mode", "splitting_ops", "user_pass", "vllm_refuses", "not_known"}
+    assert sorted(found) == sorted(set(admission.ENGINE_REASONS) - others)
+    layer = [skip.code for skip in build.layer_reasons(LAYER, has_rope=False)]
+    shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype", "no_rope"}
+    assert sorted(layer) == sorted(set(admission.LAYER_REASONS) | shared)
+
+
+@pytest.mark.parametrize("ops", [(admission.KV_UPDATE_OP,), (admission.MLA_ATTENTION_OP, admission.KV_UPDATE_OP)])
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_mode_that_eager_execution_sets_is_no_reason_of_its_own(ops: tuple[str, ...], eager: bool) -> None:
+    view = admission.ConfigView(
+        mode="NONE", splitting_ops=ops, hisparse=True, integration="passes", enforce_eager=eager
+    )
+    found = [skip.code for skip in build.config_reasons(view)]
+    assert found == ["hisparse", "enforce_eager" if eager else "compilation_mode", "splitting_ops"]
+
+
+# -- kernels
+
+VIEW = admission.LayerView(num_heads=2, model_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("limit", [2, 200, 256, 1024])
+def test_kernel_spans_cover_the_decode_limit_without_gaps(limit: int) -> None:
+    spans = kernels.spans("gfx942", Settings(), VIEW, "plain", 16, limit)
+    assert not isinstance(spans, str)
+    assert (spans[0].first, spans[-1].last) == (1, limit)
+    for before, after in pairwise(spans):
+        assert after.first == before.last + 1
+    # The answer of a span holds at each of its ends.
+    chooser = kernels.PlannedLayer("gfx942", Settings())
+    for span in spans:
+        for tokens in (span.first, span.last):
+            one = kernels.at(chooser, kernels.operands(VIEW, "plain", 16, chooser.backends.platform, tokens))
+            assert (one.kernel, one.detail) == (span.kernel, span.detail)
+
+
+def test_two_heads_per_rank_leave_aiter_from_256_tokens_on() -> None:
+    small, large = kernels.spans("gfx942", Settings(), VIEW, "plain", 16, 1024)
+    assert (small.kernel, small.detail, small.last) == ("aiter", "its per-head kernel", 255)
+    assert (large.kernel, large.first, large.skips[0][0]) == ("vllm", 256, "aiter")
+
+
+def test_the_option_aiter_view_moves_the_border() -> None:
+    view = replace(VIEW, num_heads=8, kv_cache_dtype="fp8")
+    spans = kernels.spans("gfx942", Settings(aiter_view=100), view, "plain", 16, 256)
+    assert [(span.last, span.detail) for span in spans] == [(99, "its per-head kernel"), (256, "its opt kernel")]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "aiter", "triton", "vllm"])
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel: str, arch: str) -> None:
+    chooser = kernels.PlannedLayer(arch, Settings(kernel=kernel))
+    assert chooser.backends.names == candidates(kernel, chooser.backends.platform)
+    assert chooser.no_kernel() is None
+
+
+# -- formulas
+
+
+def bytes_once(t: int, n: int, stored: int, weight: int) -> int:
+    """Bytes of DeepSeek's widths: weights, q, latent, k_pe, table rows, slot and position; query and cache rows."""
+    read = n * 128 * 512 * weight + t * n * 192 * 2 + t * 576 * 2 + t * (64 * 2 + 16)
+    return read + t * (n + 1) * 576 * stored
+
+
+@given(
+    tokens=st.integers(1, 512),
+    heads=st.sampled_from([1, 2, 8, 16, 128]),
+    stored=st.integers(1, 2),
+    weight=st.integers(1, 2),
+)
+def test_the_one_launch_moves_each_value_once(tokens: int, heads: int, stored: int, weight: int) -> None:
+    step = formulas.Step(tokens, heads, 128, 64, 512, stored, weight)
+    _, fused, aiter, once = map(formulas.moved, formulas.paths(step).values())
+    assert once == bytes_once(tokens, heads, stored, weight)
+    # docs/triton.md: the unfused sequence writes and reads the absorbed and the rotated query once each, and k_pe back.
+    assert fused - once == 4 * tokens * heads * 576 + 2 * tokens * 64
+    assert aiter - once == 4 * tokens * heads * 512
+
+
+@pytest.mark.parametrize(
+    ("weight", "moved", "share"), [(1, 2_151_424, 0.476), (17 / 32, 1_659_904, 0.412), (2, 3_200_000, 0.575)]
+)
+def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most_half_of_vllms_bytes(
+    weight: float, moved: int, share: float
+) -> None:
+    step = formulas.Step(64, 16, 128, 64, 512, stored=1, weight=weight)
+    _, fused, _, once = map(formulas.moved, formulas.paths(step).values())
+    assert (once, once / fused) == (moved, pytest.approx(share, abs=0.0005))
+
+
+@pytest.mark.parametrize("stored", [1, 2])
+def test_launches_per_layer_are_those_of_the_architecture(stored: int) -> None:
+    """vLLM's own concat and fp8 quantisation are one compiled kernel: docs/ledger.md counts it so."""
+    step = formulas.Step(8, 16, 128, 64, 512, stored)
+    assert tuple(map(len, formulas.paths(step).values())) == (4, 3, 2, 1)
+
+
+# -- where a config is found
+
+
+def test_examples_carry_what_they_rest_on() -> None:
+    bundled = model.examples()
+    assert {"deepseek-r1", "deepseek-v2-lite", "kimi-k2", "kimi-k2.5", "kimi-k3", "glm-4.7-flash"} <= set(bundled)
+    for name, entry in bundled.items():
+        assert entry["example"]["basis"]
+        assert isinstance(entry["example"]["assumed"], list)
+        assert model.find(name).source == "bundled example"
+        assert model.find(entry["example"]["hub_name"]).config == model.find(name).config
+    assert "base" not in json.dumps([entry["config"] for entry in bundled.values()])
+
+
+def test_a_hub_name_is_read_from_the_local_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(model.examples()["kimi-k2"]["config"]))
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    found = model.find("some/model")
+    assert (found.source, found.config) == ("local Hugging Face cache", snapshot / "config.json")
+
+
+def test_what_serves_does_not_import_what_is_made_up() -> None:
+    package = ROOT / "vllm_aiter_mla"
+    found = {
+        path.relative_to(package).as_posix() for path in package.rglob("*.py") if "rocm_config" in path.read_text()
+    }
+    assert found == {"commands/plan/__init__.py", "commands/plan/build.py"}

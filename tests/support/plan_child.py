@@ -1,0 +1,84 @@
+"""The process that plan asks, for many plans: each is made in a fork, because vLLM keeps much of a config.
+
+``python -m tests.support.plan_child gfx950`` reads a request a line. Each plan gets ``decision``: limit and code of the
+gate's last answer, as ``gate.apply`` returned them. A request may name a bug to plant.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from contextlib import nullcontext, suppress
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+from vllm_aiter_mla import gate
+from vllm_aiter_mla.admission import LayerView
+from vllm_aiter_mla.commands.plan import build, kernels
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import offline, rocm_config
+from vllm_aiter_mla.settings import Settings
+
+decisions: list[Any] = []
+apply, facts = gate.apply, rocm_config.engine_facts
+BUGS = {
+    "nothing is quantised": ("_method_of_kv_b_proj", lambda quant: lambda layer, prefix: None),
+    "the limit is not the gate's": ("engine_facts", lambda config: facts(config) | {"gate": None}),
+}
+# Imported once for all plans, which would else each import them.
+WARM = (
+    "vllm.model_executor.models.deepseek_v2", "vllm_aiter_mla.passes.pipeline",
+    "vllm.v1.attention.backends.mla.rocm_aiter_mla", compat_config.FUSED_MODULE, "ray",
+)  # fmt: skip
+
+
+def warm() -> None:
+    """Import what most models need."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+
+    offline.serve_options([])
+    for name in WARM:
+        with suppress(ImportError):
+            import_module(name)
+    for name in QUANTIZATION_METHODS:
+        with suppress(Exception):
+            get_quantization_config(name)
+    kernels.spans("gfx950", Settings(), LayerView(model_dtype="bfloat16"), "plain", 16, 1024)
+    gc.freeze()  # a fork then neither copies nor looks through what is imported
+
+
+def applied(config: Any) -> Any:
+    """Note what the gate answers."""
+    decisions.append(apply(config))
+    return decisions[-1]
+
+
+def planned(request: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan with the gate's decision."""
+    bug = BUGS.get(request.pop("bug"))
+    with mock.patch.object(rocm_config, *bug) if bug else nullcontext():
+        found = build.planned(request, about)
+    last = decisions[-1] if decisions else None
+    skip = last.skip.code if last is not None and last.skip is not None else None
+    return found | {"decision": {"limit": last.limit if last else None, "skip": skip}}
+
+
+def main(arch: str) -> None:
+    """Answer requests until stdin ends."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM logs to stdout
+    gate.apply = applied
+    about = rocm_config.start(arch)
+    warm()
+    for line in sys.stdin:
+        if os.fork() == 0:
+            print(json.dumps(planned(json.loads(line), about)), file=out, flush=True)
+            os._exit(0)
+        os.wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,87 @@
+"""Plans by a few long-lived processes: each imports vLLM once, and answers in a fork of its own."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+from vllm_aiter_mla.admission import ConfigView, LayerView
+from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.compat import offline, rocm_config
+from vllm_aiter_mla.settings import Settings
+
+ARCH = "gfx950"
+
+
+class Worker:
+    """The process for a card and variables; :attr:`about` is what it says when it is ready."""
+
+    def __init__(self, arch: str, env: tuple[str, ...]) -> None:
+        self.variables, self._cache = model.environment(env, {}), tempfile.TemporaryDirectory()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.plan_child", arch], text=True, stderr=subprocess.DEVNULL,
+            # vLLM sets its logging up for each config, and nobody reads it.
+            env=model.child_environment(self.variables, self._cache.name) | {"VLLM_CONFIGURE_LOGGING": "0"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        atexit.register(self.close)
+
+    def ask(self, source: model.Source, arguments: tuple[str, ...], bug: str = "") -> dict[str, Any]:
+        """Return the plan, or ``failed``, with what was asked of the gate in ``decision``."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with source.folder() as folder:
+            request = {"folder": str(folder), "arguments": arguments, "variables": self.variables, "bug": bug}
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            found: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return found
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._cache.cleanup()
+
+
+worker = functools.cache(Worker)
+
+
+@functools.cache
+def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] = (), bug: str = "") -> dict[str, Any]:
+    """The plan of the model ``name`` as ``plan --json`` prints it."""
+    source = model.find(name)
+    plan = worker(arch, env).ask(source, arguments, bug)
+    assert "failed" not in plan, plan
+    plan["model"] |= {"name": source.name, "source": source.source, "basis": source.basis, "assumed": source.assumed}
+    return plan
+
+
+def ask(source: model.Source, arguments: Any, arch: str, variables: Any, verbose: bool) -> dict[str, Any]:
+    """Answer for ``model.ask`` by the process of all tests, whatever the card and the variables."""
+    return worker(ARCH, ()).ask(source, tuple(arguments))
+
+
+ABOUT = {"arch": "gfx942", "made_up": True, "vllm": "0.32.0", "on": dict.fromkeys(offline.VARIABLES, True)}
+"""What ``rocm_config.start`` may say."""
+
+
+def made_up_answer(**changes: Any) -> rocm_config.Answer:
+    """An answer of vLLM's about 61 layers, where the gate declines; ``changes`` are fields of the engine's view."""
+    view, facts = replace(ConfigView(), **changes), {"dtype": "bfloat16", "layers": 61, "max_position": 4096}
+    options = {"tp": 8, "pp": 1, "max_num_seqs": 256, "max_num_batched_tokens": 16384, "block_size": 16,
+               "num_drafts": 0, "kv_cache_dtype": view.kv_cache_dtype}  # fmt: skip
+    engine = {"gate": None, "view": view, "user_pass": None, "options": options, "captures": [1, 2, 256, 512]}
+    kind = rocm_config.LayerKind(LayerView(model_dtype="bfloat16"), "fp8", "Fp8LinearMethod", "", True, False)
+    given = offline.Given(Settings(), None, None, "", [])
+    ranges = {"ranges": [(1, 4681), (4682, 16384)]}
+    return rocm_config.Answer(given, facts, engine | ranges, [(kind, 61)])
+
+
+def codes(plan: dict[str, Any]) -> list[str]:
+    """Codes of the reasons, in order."""
+    return [reason["code"] for reason in plan["reasons"]]
