@@ -381,19 +381,8 @@ def decode_limit(max_num_seqs: int, num_speculative_tokens: int, override: int |
     ``L = max_num_seqs * (1 + num_speculative_tokens)`` is vLLM's own bound for decode-mode captures: each request
     brings its newly sampled token and its drafts. ``override`` replaces it. The limit is about speed and memory:
     a short prompt runs the same compiled range as a decode step, so correctness must not depend on the limit.
-
-    Raises:
-        ValueError: when a count is out of range.
     """
-    if override is not None:
-        if override <= 0:
-            raise ValueError(f"decode limit must be above 0, got {override}")
-        return max(override, SMALLEST_LIMIT)
-    if max_num_seqs <= 0:
-        raise ValueError(f"max_num_seqs must be above 0, got {max_num_seqs}")
-    if num_speculative_tokens < 0:
-        raise ValueError(f"num_speculative_tokens must not be negative, got {num_speculative_tokens}")
-    return max(max_num_seqs * (1 + num_speculative_tokens), SMALLEST_LIMIT)
+    return max(override or max_num_seqs * (1 + num_speculative_tokens), SMALLEST_LIMIT)
 
 
 def within_limit(range_end: int, limit: int) -> bool:

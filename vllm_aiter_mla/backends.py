@@ -73,11 +73,6 @@ def triton_factory(platform: Platform, settings: Settings) -> KernelBackend | st
     return "Triton needs a GPU" if platform.arch == "cpu" and not interpreted() else TritonBackend()
 
 
-def reference_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
-    """Build the reference with the roundings that the options ask for."""
-    return ReferenceBackend(TWO_ROUNDING if settings.debug.rounding == "two" else AITER)
-
-
 def vllm_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
     """Build the back end of vLLM's own kernels, or return why not."""
     if not compat_layer.has_rope_and_write():
@@ -88,7 +83,7 @@ def vllm_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
 FACTORIES: dict[str, Factory] = {
     "aiter": aiter_factory,
     "triton": triton_factory,
-    "reference": reference_factory,
+    "reference": lambda _, settings: ReferenceBackend(TWO_ROUNDING if settings.debug.rounding == "two" else AITER),
     VLLM: vllm_factory,
 }
 

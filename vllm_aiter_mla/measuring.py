@@ -7,7 +7,6 @@ a rank that waits for another one that never comes would hang.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -79,16 +78,18 @@ def _is_asked_for(config: Any) -> bool:
 
 def _timed(config: Any, layers: Sequence[Layer], limit: int | None, found: dict[str, _Kind]) -> dict[str, Any]:
     """What this rank hands over: "kinds" {shape: {"rounds" or "why"}}, "why" of the whole rank, "seconds", "timed"."""
-    kinds: dict[str, Any] = {}
-    answer: dict[str, Any] = {"kinds": kinds, "why": None, "seconds": 0.0, "timed": 0}
+    answer: dict[str, Any] = {"kinds": {}, "why": None, "seconds": 0.0, "timed": 0}
     if limit is None:
         return answer | {"why": "its kernels could not be checked"}
     budget = measure.Budget()
     try:
         counts = measure.token_counts(limit)
-        found.update(_kinds(layers))
+        for layer in layers:
+            if layer.state == "trusted":
+                shape = layer.shape()
+                found.setdefault(_described(shape), _Kind(shape)).layers.append(layer)
         for text, kind in found.items():
-            kinds[text] = _figures(config, kind, counts, budget)
+            answer["kinds"][text] = _figures(config, kind, counts, budget)
         answer["seconds"] = measure.BUDGET_S - budget.left
     except Exception as error:
         answer["why"] = _line(error)
@@ -100,18 +101,8 @@ def _timed(config: Any, layers: Sequence[Layer], limit: int | None, found: dict[
     return answer
 
 
-def _kinds(layers: Sequence[Layer]) -> dict[str, _Kind]:
-    """Group the trusted layers of this rank by their shape, described in the same words on every rank."""
-    found: dict[str, _Kind] = {}
-    for layer in layers:
-        if layer.state == "trusted":
-            shape = layer.shape()
-            found.setdefault(_described(shape), _Kind(shape)).layers.append(layer)
-    return found
-
-
 def _described(shape: LayerShape) -> str:
-    """The shape without its device, whose index differs from rank to rank, and without the rotary style."""
+    """The shape in the same words on every rank: without the device, whose index differs, and the rotary style."""
     act, cache, query = (str(t).removeprefix("torch.") for t in (shape.act, shape.cache_dtype, shape.out_dtype))
     weight = " ".join(str(part).removeprefix("torch.") for part in shape.weight)
     return (
@@ -144,8 +135,7 @@ def _figures(config: Any, kind: _Kind, counts: Sequence[int], budget: measure.Bu
 def _exchanged(answer: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
     """(place of this rank, the answers of all ranks); if that fails, only this rank's, without figures."""
     try:
-        place, texts = log.exchange(json.dumps(answer))
-        return place, [json.loads(text) for text in texts]
+        return log.exchange(answer)
     except Exception as error:
         return 0, [{"kinds": {}, "why": f"the ranks could not exchange their figures: {_line(error)}"}]
 
@@ -162,8 +152,7 @@ def agree(answers: Sequence[dict[str, Any]]) -> tuple[dict[str, measure.Rounds],
         for text, one in answer["kinds"].items():
             if "why" in one:
                 troubles.append(f"rank {rank}: {one['why']}")
-            rounds = {int(tokens): by for tokens, by in one.get("rounds", {}).items()}
-            tables.setdefault(text, []).append(rounds)
+            tables.setdefault(text, []).append(one.get("rounds", {}))
     if any(answer["why"] for answer in answers):
         return {}, troubles
     merged = {text: measure.slowest(found) for text, found in tables.items()}
@@ -178,7 +167,9 @@ def _apply(text: str, kind: _Kind, rounds: measure.Rounds) -> None:
     if not chosen:
         return
     figures, names = measure.medians(rounds), [layer.name for layer in kind.layers]
-    status.measure({"shape": text, "layers": names, "chosen": [list(one) for one in chosen], "us": figures})
+    status.current().measured.append(
+        {"shape": text, "layers": names, "chosen": [list(one) for one in chosen], "us": figures}
+    )
     if rounds != kind.kept:
         with log.warned("the measured figures could not be kept"):
             measure.write(compat_config.cache_folder(), kind.key, rounds)

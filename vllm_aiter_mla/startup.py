@@ -171,7 +171,7 @@ def _check_group(group: Sequence[Layer], strict: bool, capture_sizes: Sequence[i
 
 
 def self_check(
-    name: str, backend: KernelBackend, shape: LayerShape, capture_sizes: Sequence[int], limit: int
+    name: str, backend: KernelBackend, shape: LayerShape, capture_sizes: Sequence[int] = (), limit: int = sys.maxsize
 ) -> str | None:
     """Run a kernel and the reference, under both pairings: return why it must not serve this shape, or None.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,9 +22,6 @@ from vllm_aiter_mla import files
 
 NOT_RUN = ("not_run", "its fused op has not run")
 """Code and reason of a layer that nothing has skipped and that is not engaged."""
-
-MEASURED_CARDS: frozenset[str] = frozenset()
-"""Architectures on which this project has measured; docs/results.md has the figures."""
 
 SHOWN = 64
 """The status line gives the measured time of a step of this many tokens, or of the nearest count that was timed."""
@@ -42,9 +40,6 @@ LARGEST = 2**22
 REFRESH_S = 15.0
 """How often the gauge reads the status files where prometheus_client cannot call back (several API servers)."""
 
-Reasons = dict[str, list[str]]
-"""[code, reason] by layer name."""
-
 
 @dataclass(slots=True)
 class Status:
@@ -61,7 +56,7 @@ class Status:
 
     engaged: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, tuple[str, str]] = field(default_factory=dict)
-    compiled: dict[str, dict[str, int]] = field(default_factory=dict)
+    compiled: dict[str, Counter[str]] = field(default_factory=dict)
     measured: list[dict[str, Any]] = field(default_factory=list)
     written: tuple[Path, dict[str, Any]] | None = None
 
@@ -106,16 +101,9 @@ def fail(layer_name: str, reason: str) -> None:
         files.write(path, record)
 
 
-def measure(shape: dict[str, Any]) -> None:
-    """Note what was timed and chosen for one layer shape."""
-    _status.measured.append(shape)
-
-
 def count(compile_range: str, counts: dict[str, int]) -> None:
     """Note what the passes did to one graph of a range; a draft model brings a second graph for the same range."""
-    known = _status.compiled.setdefault(compile_range, {})
-    for name, number in counts.items():
-        known[name] = known.get(name, 0) + number
+    _status.compiled.setdefault(compile_range, Counter()).update(counts)
 
 
 # The record of one rank, and the status line.
@@ -134,14 +122,13 @@ def record_of(
         integration: "passes" or "module".
         card: its architecture, or "cpu".
     """
-    why = {name: list(_status.skipped.get(name, NOT_RUN)) for name in names if name not in _status.engaged}
     return {
         "rank": rank,
         "integration": integration,
         "card": card,
         "total": len(names),
         "engaged": {name: _status.engaged[name] for name in names if name in _status.engaged},
-        "skipped": why,
+        "skipped": {name: list(_status.skipped.get(name, NOT_RUN)) for name in names if name not in _status.engaged},
         "compiled": _status.compiled,
         "measured": _status.measured,
         "decode_limit": limit,
@@ -215,8 +202,8 @@ def _kernels(record: dict[str, Any]) -> str:
 
 
 def unmeasured(card: str) -> str:
-    """Return what is said once of a card on which nobody has timed the plugin; nothing for a measured card or a CPU."""
-    return "" if card == "cpu" or card in MEASURED_CARDS else f"; speed on {card} not measured"
+    """Return what is said once of a card, because nobody has timed the plugin on one yet; nothing for a CPU."""
+    return "" if card == "cpu" else f"; speed on {card} not measured"
 
 
 def _measured(record: dict[str, Any]) -> str | None:
@@ -284,10 +271,8 @@ def has_ended(run: str, current_run: str) -> bool:
         return run != current_run
     try:
         os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
+    except OSError as error:  # PermissionError: it is another user's
+        return isinstance(error, ProcessLookupError)
     return False
 
 
@@ -309,9 +294,13 @@ def keep_skips(folder: Path, key: str, record: dict[str, Any]) -> str | None:
         ValueError: it cannot be read, is too large, or holds something else.
     """
     path = folder / f"skips-{key[:16]}-{record['rank']}.json"
-    kept: Reasons = {}
+    kept: dict[str, list[str]] = {}
     try:
-        kept = _reasons(files.read(path, LARGEST)["skipped"])
+        found = files.read(path, LARGEST)["skipped"]
+        for why in dict.values(found):
+            if not isinstance(why, list) or [type(part) for part in why] != [str, str]:
+                raise TypeError(f"[code, reason] expected, not {why!r:.60}")
+        kept = found
     except FileNotFoundError:
         pass
     except Exception as error:
@@ -320,27 +309,19 @@ def keep_skips(folder: Path, key: str, record: dict[str, Any]) -> str | None:
     if _status.compiled:
         folder.mkdir(parents=True, exist_ok=True)
         files.write(path, {"skipped": kept | _status.skipped} | files.stamp("skips", 2))
-    unexplained = [name for name, why in record["skipped"].items() if why == list(NOT_RUN)]
-    known = {name: kept[name] for name in unexplained if name in kept}
+    known = {name: kept[name] for name, why in record["skipped"].items() if why == list(NOT_RUN) and name in kept}
     record["skipped"] |= known
     return first_reason({"skipped": known}) if known else None
-
-
-def _reasons(found: Any) -> Reasons:
-    for why in dict.values(found):
-        if not isinstance(why, list) or [type(part) for part in why] != [str, str]:
-            raise TypeError(f"[code, reason] expected, not {why!r:.60}")
-    return dict(found)
 
 
 # The gauge. Workers write status files; the front end, which serves the metrics, reads those of its run at each scrape.
 
 
+@dataclass(frozen=True)
 class _Collector:
     """Answers a scrape with what the status files of this run hold at that moment."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     def collect(self) -> Iterator[Any]:
         """Yield the gauge; without a sample before the workers have written their status."""

@@ -153,19 +153,14 @@ def test_the_module_is_the_command():
     assert "--kernel" in done.stderr
 
 
-def test_the_demo_runs_four_engines_which_are_held_to_equality():
-    found = runs.runs(Options())
-    assert [(run.spec.kv_cache_dtype, run.bound) for run in found] == [("auto", EXACT), ("fp8", EXACT)]
-    assert {run.spec.scenarios for run in found} == {("short", "mixed")}
+SHORT = [("auto", "activation dtype", EXACT), ("fp8", "two-rounding", EXACT)]
 
 
-def test_the_full_demo_runs_both_caches_and_all_numerics():
-    found = runs.runs(Options(full=True))
-    assert [(run.spec.kv_cache_dtype, run.numerics, run.bound) for run in found] == [
-        ("auto", "activation dtype", EXACT),
-        ("fp8", "two-rounding", EXACT),
-        ("fp8", "aiter", None),
-    ]
+@pytest.mark.parametrize(("full", "wanted"), [(False, SHORT), (True, [*SHORT, ("fp8", "aiter", None)])])
+def test_the_demo_holds_both_caches_to_equality_and_the_full_one_runs_all_numerics(full, wanted):
+    found = runs.runs(Options(full=full))
+    assert [(run.spec.kv_cache_dtype, run.numerics, run.bound) for run in found] == wanted
+    assert full or {run.spec.scenarios for run in found} == {("short", "mixed")}
     assert all(not run.base.enabled and not run.base.vllm_pass for run in found)
 
 

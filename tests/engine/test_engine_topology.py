@@ -35,33 +35,22 @@ def test_topology_reloaded_weights_are_those_that_the_fast_path_multiplies_by(en
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    ("name", "ranks"),
+    ("off", "on", "ranks", "logged"),
     [
-        pytest.param("glm", 1, marks=pytest.mark.engine("glm-off", "glm-on"), id="GLM, wide heads and experts"),
-        pytest.param("ep", 2, marks=pytest.mark.engine("ep-off", "ep-on"), id="two ranks, each with its experts"),
+        pytest.param(off, on, ranks, logged, marks=pytest.mark.engine(off, on), id=topology)
+        for topology, off, on, ranks, logged in (
+            ("wide heads and experts, GLM", "glm-off", "glm-on", 1, ""),
+            ("two ranks, each with its experts", "ep-off", "ep-on", 2, ""),
+            ("an EAGLE-3 draft, whose layer engages too", "eagle-off", "eagle-on", 1, "4/4 MLA layers engaged"),
+            ("workers in Ray's actors", "fp32-off", "ray-on", 2, "RayWorkerProc"),
+        )
     ],
 )
-def test_topology_of_experts(engines, name, ranks):
-    assert_all_engaged(engines(f"{name}-on"), ranks)
-    assert_parity(engines(f"{name}-off"), engines(f"{name}-on"))
-
-
-@pytest.mark.wide
-@pytest.mark.engine("eagle-off", "eagle-on")
-def test_topology_of_an_eagle3_draft_engages_the_drafts_layer_too(engines):
-    (record,) = engines("eagle-on").status
-    assert len(record["engaged"]) == record["total"] == 4
-    assert_parity(engines("eagle-off"), engines("eagle-on"))
-
-
-@pytest.mark.wide
-@pytest.mark.engine("fp32-off", "ray-on")
-def test_topology_of_workers_in_rays_actors(engines):
-    """The plugin, its options and its status reach them."""
-    found = engines("ray-on")
-    assert_all_engaged(found, ranks=2)
-    assert_parity(engines("fp32-off"), found)
-    assert any("RayWorkerProc" in line for line in found.log)
+def test_topology_of_layers_and_workers_gives_the_tokens_of_vllm(engines, off, on, ranks, logged):
+    found = engines(on)
+    assert_all_engaged(found, ranks)
+    assert_parity(engines(off), found)
+    assert any(logged in line for line in found.log)
 
 
 @pytest.mark.wide

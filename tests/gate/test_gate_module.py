@@ -60,16 +60,6 @@ def test_the_module_can_be_asked_for_where_the_passes_would_run(config: Build) -
     assert pass_of(config(additional_config=ON)).integration == "passes"
 
 
-def test_integrations_do_not_share_a_compiled_artifact(config: Build) -> None:
-    one, other = (pass_of(config(additional_config=MODULE)) for _ in range(2))
-    assert one.uuid() == other.uuid()
-    one.integration = "passes"
-    assert one.uuid() != other.uuid()
-    one.integration, one.emitted = "module", ("model.layers.0.attn: module",)
-    assert one.uuid() != other.uuid(), "nor do engines that emit other layers"
-    assert not any(other.is_applicable_for_range(r) for r in config().compilation_config.get_compile_ranges())
-
-
 def test_a_users_pass_still_runs_where_torch_compiles_without_vllm(
     config: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:

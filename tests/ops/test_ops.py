@@ -19,7 +19,6 @@ from tests.sandbox import gpu_ops
 from vllm_aiter_mla import ops
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
 from vllm_aiter_mla.kernels.reference import store_nope
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend, may_take_parts
@@ -47,14 +46,11 @@ def test_opcheck_passes(monkeypatch: pytest.MonkeyPatch, op: str, cache: str, ro
 
 
 @each_cache
-@pytest.mark.parametrize("rows", [0, 1, 2, 7])
-def test_i1_real_result_has_the_declared_shape_dtype_and_strides(cache: str, rows: int) -> None:
-    opcalls.assert_real_matches_fake("mla_decode_q_prep", layer_of(cache), batch_of(rows))
-
-
-@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
-def test_i1_padded_rows_and_every_kind_of_batch_are_declared_alike(batch: Batch) -> None:
-    opcalls.assert_real_matches_fake("mla_decode_q_prep", layer_of(), batch)
+@pytest.mark.parametrize(
+    "batch", [*map(batch_of, (0, 1, 2, 7)), *BATCHES], ids=lambda batch: f"{batch.name} {batch.rows}"
+)
+def test_i1_real_result_has_the_declared_shape_dtype_and_strides(cache: str, batch: Batch) -> None:
+    opcalls.assert_real_matches_fake("mla_decode_q_prep", layer_of(cache), batch)
 
 
 @pytest.mark.parametrize("op", ATTENTION)
@@ -292,13 +288,8 @@ class VLLMsKernels:
 
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_vllm_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens: int) -> None:
-    layer, out_dtype = layer_of("fp8"), torch.float8_e4m3fn
-    q, k_pe, kv_c, positions, table, k_scale, _, is_neox, _ = arguments(ROPE, layer, tokens)
-    given = DecodeInputs(
-        q, k_pe, kv_c, AbsorbWeight("plain", layer.W_UK_T), compat_layer.fp8_view(layer.kv_cache), torch.arange(tokens),
-        positions,
-        table, k_scale, layer._q_scale, is_neox, out_dtype,
-    )  # fmt: skip
+    given = synthetic_inputs(Layer.of(layer_of("fp8")).shape(), tokens)
+    q, k_pe, out_dtype = given.q, given.k_pe, given.out_dtype
     vllms, before = VLLMsKernels(out_dtype), q.clone()
     backend = VLLMBackend(vllms)
     assert backend.refuse(given) is None
@@ -314,13 +305,8 @@ def test_vllm_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens:
 @pytest.mark.parametrize(("arch", "parts"), [("gfx950", True), ("gfx942", False)])
 def test_vllm_is_timed_without_a_concat_that_vllms_decode_may_not_need(arch: str, parts: bool) -> None:
     """Fewer than 16 heads over a cache of 16 bits on gfx950."""
-    layer = layer_of()
-    q, k_pe, kv_c, positions, table, k_scale, _, is_neox, _ = arguments(ROPE, layer, 3)
-    given = DecodeInputs(
-        q, k_pe, kv_c, AbsorbWeight("plain", layer.W_UK_T), layer.kv_cache, torch.arange(3), positions, table, k_scale,
-        layer._q_scale, is_neox, q.dtype,
-    )  # fmt: skip
-    query = VLLMBackend(VLLMsKernels(q.dtype), arch).prepare(given)
+    given = synthetic_inputs(Layer.of(layer_of()).shape(), 3)
+    query = VLLMBackend(VLLMsKernels(given.out_dtype), arch).prepare(given)
     assert query.shape == (3, SIZES.n, SIZES.latent + (0 if parts else SIZES.r))
 
 

@@ -135,11 +135,13 @@ def test_the_uuid_holds_all_that_decides_the_graph(monkeypatch: pytest.MonkeyPat
         pass_of(settings=Settings(enabled=True, kernel="triton")),
         pass_of(chained=pass_of()),
     ]
-    other_kernels, other_plugin = pass_of(), pass_of()
-    other_kernels.kernels = ("triton",)
-    found = {made.uuid() for made in (*changed, other_kernels)}
+    other_kernels, other_layers = pass_of(), pass_of(integration="module")
+    other_kernels.kernels, other_layers.emitted = ("triton",), ("model.layers.0.attn: module",)
+    changed += [other_kernels, other_layers]
+    found = {made.uuid() for made in changed}
     monkeypatch.setattr(files, "fingerprint", lambda: "changed")
-    assert len(found | {other_plugin.uuid()}) == len(changed) + 2
+    assert len(found | {pass_of().uuid()}) == len(changed) + 1
+    assert not other_layers.is_applicable_for_range(Range(1, 16))
 
 
 @pytest.mark.mutation
