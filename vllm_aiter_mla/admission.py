@@ -15,6 +15,8 @@ MLA_ATTENTION_OP = "vllm::unified_mla_attention_with_output"
 KV_UPDATE_OP = "vllm::unified_mla_kv_cache_update"
 ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_mla::mla_attention_with_rope")
 """The plugin's attention ops, after pass 2 and after pass 3, in the spelling of ``splitting_ops``."""
+OVERFLOW = "turns a rotated value beyond fp8's range into NaN, where vLLM's own kernels store the largest value"
+"""What a kernel does that ``kernel=auto`` leaves out, after the kernel's name."""
 INTEGRATIONS = ("passes", "module")
 """What puts the op into a layer: passes over the compiled graph, or the forward of vLLM's MLA wrapper."""
 

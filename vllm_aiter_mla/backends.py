@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
+import torch
+
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb
@@ -16,7 +18,7 @@ from vllm_aiter_mla.kernels.aiter.route import ViewPolicy
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
-from vllm_aiter_mla.kernels.reference import AITER, TWO_ROUNDING, ReferenceBackend
+from vllm_aiter_mla.kernels.reference import AITER, VLLM_COMPILED, ReferenceBackend
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
 from vllm_aiter_mla.settings import KERNELS, Settings
 
@@ -30,17 +32,19 @@ Factory = Callable[[Platform, Settings], KernelBackend | str]
 def candidates(kernel: str, platform: Platform) -> tuple[str, ...]:
     """Return the back ends to try, in order, for the option ``kernel`` on ``platform``.
 
-    "auto" is AITER on gfx942 and gfx950, the reference on a CPU and vLLM's own kernels elsewhere. Timing may put
-    another first (``layer.Layer.ranges``). A kernel that was asked for by name falls back to "vllm". On a CPU, where
-    vLLM has no such kernels, it falls back to the reference.
+    "auto" is AITER on gfx942 and gfx950, then Triton, which takes an fp8 cache if AITER's build does not saturate. It
+    is the reference on a CPU and vLLM's own kernels elsewhere. Timing may put another first (``layer.Layer.ranges``).
+    A kernel that was asked for by name falls back to "vllm". On a CPU, where vLLM has no such kernels, it falls back
+    to the reference.
 
     Raises:
         ValueError: an unknown ``kernel``.
     """
     if kernel not in KERNELS:
         raise ValueError(f"no such kernel: {kernel!r}; one of {', '.join(KERNELS)}")
-    if kernel == "auto":
-        kernel = "aiter" if platform.arch in ARCHITECTURES else VLLM
+    if kernel == "auto" and platform.arch in ARCHITECTURES:
+        return ("aiter", "triton", VLLM)
+    kernel = VLLM if kernel == "auto" else kernel
     last = "reference" if platform.arch == "cpu" else VLLM
     return (last,) if kernel in (last, VLLM) else (kernel, last)
 
@@ -70,7 +74,7 @@ def triton_factory(platform: Platform, settings: Settings) -> KernelBackend | st
     from vllm_aiter_mla.kernels.triton import interpreted
     from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
-    return "Triton needs a GPU" if platform.arch == "cpu" and not interpreted() else TritonBackend()
+    return TritonBackend() if torch.cuda.is_available() or interpreted() else "Triton needs a GPU"
 
 
 def vllm_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
@@ -83,7 +87,7 @@ def vllm_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
 FACTORIES: dict[str, Factory] = {
     "aiter": aiter_factory,
     "triton": triton_factory,
-    "reference": lambda _, settings: ReferenceBackend(TWO_ROUNDING if settings.debug.rounding == "two" else AITER),
+    "reference": lambda _, settings: ReferenceBackend(VLLM_COMPILED if settings.debug.rounding == "two" else AITER),
     VLLM: vllm_factory,
 }
 

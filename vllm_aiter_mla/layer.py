@@ -61,7 +61,8 @@ class Layer:
         state: "unchecked" until start-up has checked the kernels; then "trusted"; "refused" if they could not be
             checked; "failed" if one raised while it served. Only a trusted layer runs a kernel that needs a check.
         reason: why it is refused or failed.
-        refused_kernels: why a back end must not run this layer, by name: it failed its check.
+        refused_kernels: why a back end must not run this layer, by name: it failed its check, or nobody named it and it
+            does not saturate.
         ranges: what timing chose per token count; empty for the static order.
     """
 
@@ -146,7 +147,10 @@ class Layer:
             return Skip("kernel_shape", "its kernel was not checked")
         choice = self.choose(self._meta_inputs())
         reason = dict(choice.passed_over).get(wanted)
-        return Skip("kernel_shape", reason) if reason is not None else choice.name or VLLM
+        # A kernel that was asked for by name is not replaced by another.
+        if reason is not None and (self.backends.settings.kernel != "auto" or choice.name == VLLM):
+            return Skip("kernel_shape", reason)
+        return choice.name or VLLM
 
     def no_kernel(self) -> Skip | None:
         """Return why no fused kernel can run in this process, whatever the layer, or None."""
@@ -221,7 +225,7 @@ class Layer:
         self._set("refused", reason)
 
     def refuse_kernel(self, name: str, reason: str) -> None:
-        """Keep the layer off one kernel: it failed its check."""
+        """Keep the layer off one kernel, because of its check."""
         self.refused_kernels[name] = reason
         self._runs.clear()
 

@@ -21,12 +21,14 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla import first_call, measuring, status
+from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.backends import current_platform
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches
 from vllm_aiter_mla.kernels import formats, selfcheck
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult
 from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 
@@ -156,39 +158,48 @@ def _check_group(group: Sequence[Layer], strict: bool, capture_sizes: Sequence[i
     first, shape = group[0], group[0].shape()
     named = f"heads {shape.heads}, {shape.cache_dtype} cache, block size {shape.block_size}"
     for name, backend in first.kernels_to_check().items():
-        trouble = self_check(name, backend, shape, capture_sizes, first.limit)
-        if trouble is None:
+        found = self_check(name, backend, shape, capture_sizes, first.limit)
+        trouble = found.message
+        if found.ok and not found.writes_nan:
             continue
-        if name != first.backends.names[0]:
+        if found.ok:
+            trouble, is_named = f"{name} {OVERFLOW}", first.backends.settings.kernel == name
+            log.say_once(logging.WARNING if is_named else logging.INFO, f"{trouble}; kernel=auto leaves it out")
+            if is_named:
+                status.note_overflow(name)
+                continue
+        elif name != first.backends.names[0]:
             # Nobody asked for it by name, and the default kernel still runs: no failure of the engine.
             log.say_once(logging.WARNING, f"{trouble} ({named}); it is not among those that are timed")
         elif strict:
             raise SettingsError(f"{log.PREFIX}{trouble} ({named}; {STRICT_OPTION})")
         else:
-            log.say_once(logging.ERROR, f"{trouble} ({named}); this layer shape falls back to vLLM's own kernels")
+            others = f"{'Triton or ' * ('triton' in first.backends.names[1:])}vLLM's own kernels"
+            log.say_once(logging.ERROR, f"{trouble} ({named}); this layer shape falls back to {others}")
         for layer in group:
             layer.refuse_kernel(name, trouble)
 
 
 def self_check(
     name: str, backend: KernelBackend, shape: LayerShape, capture_sizes: Sequence[int] = (), limit: int = sys.maxsize
-) -> str | None:
-    """Run a kernel and the reference, under both pairings: return why it must not serve this shape, or None.
+) -> SelfCheckResult:
+    """Run a kernel and the reference, under both pairings; a result that is not ok must not serve this shape.
 
     A kernel that cannot be compiled or launched is as bad as a wrong one.
     """
+    results = []
     try:
         for is_neox in (False, True):
             one = replace(shape, is_neox=is_neox)
-            result = selfcheck.self_check(backend, one, limit)
+            results.append(result := selfcheck.self_check(backend, one, limit))
             if not result.ok:
-                return result.message
+                return result
             log.say_once(logging.DEBUG, result.message)
             if capture_sizes:
                 backend.warm_up(synthetic_inputs(one, tokens=1), capture_sizes)
     except Exception as error:
-        return f"{name}: self-check FAILED: {type(error).__name__}: {error}"
-    return None
+        return SelfCheckResult(False, f"{name}: self-check FAILED: {type(error).__name__}: {error}", {}, 0)
+    return next((result for result in results if result.writes_nan), results[-1])
 
 
 def cache_key(found: Sequence[Layer], *, strict: bool = False) -> tuple[str, ...]:

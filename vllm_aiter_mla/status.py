@@ -19,6 +19,7 @@ from time import sleep
 from typing import Any
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.admission import OVERFLOW
 
 NOT_RUN = ("not_run", "its fused op has not run")
 """Code and reason of a layer that nothing has skipped and that is not engaged."""
@@ -51,6 +52,7 @@ class Status:
         measured: per layer shape what was timed at start-up and chosen: "shape" in words, "layers" by name, "chosen" as
             [first, last, kernel] in tokens, "us" a layer by token count and candidate.
         compiled: what the passes did in each compile range, over all graphs of it, as "start-end" -> counts by pass.
+        overflows: kernels that the user named although they turn an fp8 overflow into NaN.
         written: the status file and its record, once it was written.
     """
 
@@ -58,6 +60,7 @@ class Status:
     skipped: dict[str, tuple[str, str]] = field(default_factory=dict)
     compiled: dict[str, Counter[str]] = field(default_factory=dict)
     measured: list[dict[str, Any]] = field(default_factory=list)
+    overflows: set[str] = field(default_factory=set)
     written: tuple[Path, dict[str, Any]] | None = None
 
 
@@ -101,6 +104,11 @@ def fail(layer_name: str, reason: str) -> None:
         files.write(path, record)
 
 
+def note_overflow(kernel: str) -> None:
+    """Note that a kernel which the user named turns an fp8 overflow into NaN."""
+    _status.overflows.add(kernel)
+
+
 def count(compile_range: str, counts: dict[str, int]) -> None:
     """Note what the passes did to one graph of a range; a draft model brings a second graph for the same range."""
     _status.compiled.setdefault(compile_range, Counter()).update(counts)
@@ -131,6 +139,7 @@ def record_of(
         "skipped": {name: list(_status.skipped.get(name, NOT_RUN)) for name in names if name not in _status.engaged},
         "compiled": _status.compiled,
         "measured": _status.measured,
+        "overflows": sorted(_status.overflows & set(_status.engaged.values())),
         "decode_limit": limit,
         "capture_sizes": [],
         "kv_cache_dtype": kv_cache_dtype,
@@ -187,6 +196,7 @@ def line(record: dict[str, Any]) -> str:
     silent = ranks - whole - len(record.get("fallen_ranks", {}))
     text += f"; {silent} without a status" if silent else ""
     text += f"; {total - len(engaged)} skipped: {first_reason(record)}" if len(engaged) < total else ""
+    text += "".join(f"; {name} {OVERFLOW}" for name in record.get("overflows", ()))
     return text + _replica(record)
 
 

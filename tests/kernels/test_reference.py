@@ -204,7 +204,7 @@ def test_strided_operands_give_the_same_bytes() -> None:
 
 def test_two_rounding_mode_rounds_the_rotated_values_first() -> None:
     call = operands(tokens=64, cache=torch.float8_e4m3fn, out=torch.float8_e4m3fn)
-    out = reference.prepare(call, reference.TWO_ROUNDING)
+    out = reference.prepare(call, reference.VLLM_COMPILED)
     cos, sin = call.cos_sin_cache[call.positions].float().chunk(2, -1)
     turned = reference.rotate(call.q[..., 8:], cos[:, None], sin[:, None], False).bfloat16()
     wanted = formats.round_saturating(turned.float() * (1 / call.q_scale), formats.E4M3FN)
@@ -218,7 +218,7 @@ def test_two_rounding_mode_rounds_the_rotated_values_first() -> None:
 
 def test_two_rounding_changes_nothing_without_fp8() -> None:
     call = operands(tokens=64)
-    assert same_bytes(reference.prepare(call, reference.TWO_ROUNDING), reference.prepare(fresh(call)))
+    assert same_bytes(reference.prepare(call, reference.VLLM_COMPILED), reference.prepare(fresh(call)))
 
 
 def test_a_truncated_cache_row_is_the_rounded_one_or_one_step_nearer_to_zero() -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_aiter_mla.kernels import formats as fp8
+from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.verify import steps
 from vllm_aiter_mla.verify.layer import Layer
@@ -41,6 +42,17 @@ class LeavesPaddedRows(ReferenceBackend):
         mine, theirs = _bytes(out), _bytes(whole)
         mine.copy_(torch.where((inputs.slot_mapping >= 0).view(-1, 1, 1), theirs, mine))
         return out
+
+
+class Saturating(ReferenceBackend):
+    """Says that it stores an fp8 overflow as our kernel does; ``does`` is how it does."""
+
+    def __init__(self, does=reference.TRITON):
+        super().__init__(does)
+
+    def bind(self, inputs):
+        bound = super().bind(inputs)
+        return bound if isinstance(bound, str) else replace(bound, numerics=reference.TRITON)
 
 
 class Fault(NamedTuple):
@@ -256,6 +268,8 @@ FAULTS = [
     Fault("stale-scale", "scales-changed", "query-nope", stale("q_scale")),
     Fault("stale-weights", "weights-replaced", "query-nope", stale("weight")),
     Fault("stale-slots", "other-slots", "cache-rows", stale("slot_mapping")),
+    # fp8 is converted to without a clamp, as AITER's sources do.
+    Fault("overflow-not-saturated", "fp8-overflow", "finite", lambda patch: Saturating(reference.AITER), Saturating),
     Fault("table-copied-per-call", "fresh-data", "no-table-copy", kernel(copies_table)),
     Fault("host-sync", "fresh-data", "no-sync", kernel(reads_scale)),
     Fault("write-outside-slot", "other-slots", "cache-elsewhere", kernel(writes_behind)),

@@ -3,8 +3,8 @@
 The values of q_nope and W_UK are multiples of 1/8 and 1/16 below 1: every sum of their products is exact in float32, in
 any order, so that the whole result has to equal the reference to the byte. So it has over mxfp4, where q_nope gets
 rounded: all values are multiples of half their scale, up to 6 scales, and the products of scales in a sum lie at most
-2**8 apart. Values in the latent halves go beyond the largest fp8 number, one is a NaN; those in the rope halves stay
-below it, where the kernel and AITER differ on purpose.
+2**8 apart. Values in the latent halves go beyond the largest fp8 number, one is a NaN. In an ``overflow`` case those in
+the rope halves do too: the reference is that of our kernel, which saturates there, unlike AITER's op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools import aot
 from tools.gfx9.code import load
 from tools.gfx9.machine import Counts, Program, launch
 from tools.gfx9.memory import Memory
-from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.formats import MXFP4_GROUP
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
@@ -51,6 +51,7 @@ class Case:
         heads: those whose absorb tiles run, all if None.
         seed: of the values.
         ties: every rotated value lies halfway between two bfloat16 numbers, and fp8 holds latents that do.
+        overflow: the first row's rotated values lie around and far above fp8's largest, and are infinite or NaN.
     """
 
     variant: aot.Variant
@@ -58,6 +59,7 @@ class Case:
     heads: tuple[int, ...] | None = None
     seed: int = 0
     ties: bool = False
+    overflow: bool = False
 
 
 @dataclass
@@ -135,6 +137,10 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
     slot_mapping = torch.randperm(blocks * variant.block_size, generator=g)[:slots]
     if slots > 1:
         slot_mapping[slots // 2] = -1
+    if case.overflow:
+        # The first row of the table turns by nothing, so these are the rotated values of the first row.
+        positions[0], table[0] = 0, torch.tensor([1.0, 0.0]).repeat_interleave(r // 2)
+        q[0, :, p:], down[0, -r:] = beyond(stored, Q_SCALE), beyond(stored, K_SCALE)
     inputs = DecodeInputs(
         q=q,
         k_pe=down[:, Q_LORA_RANK + latent :],
@@ -150,6 +156,18 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
         out_dtype=stored,
     )
     return inputs, storage
+
+
+def beyond(stored: torch.dtype, scale: float) -> torch.Tensor:
+    """A row of 64 values: around fp8's largest and the edge of its overflow, far above, infinite, NaN. bfloat16."""
+    flavour = formats.flavour_of(stored)
+    edges = (torch.tensor([flavour.max, flavour.overflow_from]) * scale).to(torch.bfloat16)
+    near = (edges.view(torch.int16)[:, None] + torch.arange(-2, 3)).to(torch.int16).view(torch.bfloat16).flatten()
+    values = torch.cat([near, -near, torch.tensor([1e4, -1e4, 1e30, -1e30, 3e38, -3e38], dtype=torch.bfloat16)])
+    row = torch.ones(64, dtype=torch.bfloat16)
+    # In both pairings an infinity or a NaN has a neighbour of its own, which becomes NaN: infinity times zero.
+    row[6:32], row[38:], row[0:6:2] = values, -values, torch.tensor([float("inf"), float("-inf"), float("nan")])
+    return row
 
 
 def by_group(g: torch.Generator, t: int, n: int, p: int) -> torch.Tensor:
@@ -197,7 +215,7 @@ def expectation(inputs: DecodeInputs, storage: torch.Tensor, case: Case) -> tupl
     heads = list(range(inputs.num_heads) if case.heads is None else case.heads)
     latents = inputs.q.new_zeros((inputs.num_tokens, inputs.num_heads, inputs.latent_dim))
     latents[:, heads] = absorbed(inputs, heads)
-    query = reference.prepare(inputs, q_latent=latents)
+    query = reference.prepare(inputs, reference.TRITON, latents)
     after = storage.clone()
     storage.view(torch.uint8).copy_(before.view(torch.uint8))
     left = [h for h in range(inputs.num_heads) if h not in heads]

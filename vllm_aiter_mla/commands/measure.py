@@ -158,9 +158,9 @@ def rows_of(
         backend = backends.get(name)
         if isinstance(backend, str):
             untimed[name] = backend
-        elif not backend.trusted and (trouble := startup.self_check(name, backend, shape, (), max(tokens))):
-            untimed[name] = trouble
-            wrong[name] = f"{heads} heads, {kind}: {trouble}"
+        elif not backend.trusted and not (found := startup.self_check(name, backend, shape, (), max(tokens))).ok:
+            untimed[name] = found.message
+            wrong[name] = f"{heads} heads, {kind}: {found.message}"
         else:
             able[name] = backend
     for count in tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -32,17 +32,25 @@ def is_capturing() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Which of the documented roundings the reference follows.
+    """How a kernel rounds the rotated half and what an fp8 overflow there becomes; the reference follows it.
 
     Attributes:
-        rounding: "single" is AITER's: float32 RoPE, one rounding to the stored type. "two" rounds the rotated values
-            to the activation dtype first, as vLLM's rotary kernels do (not its eager YaRN), so that plumbing can be
-            compared bit for bit.
+        rounding: "aiter" rotates in float32 and rounds once, to the stored type. "vllm-compiled" is the graph that
+            vLLM compiles: float32, rounded to the activation dtype, then to fp8. "vllm-kernel" is
+            ``concat_and_cache_mla_rope_fused``: it computes in the activation dtype, so both products and their sum
+            are rounded, and the result once more to fp8.
         truncate_cache_rope: AITER's opt kernel on gfx942 truncates the rope part of a bf16 cache toward zero.
+        saturates: whether an fp8 overflow becomes the largest value; in AITER's op it becomes NaN.
     """
 
-    rounding: Literal["single", "two"] = "single"
+    rounding: Literal["aiter", "vllm-compiled", "vllm-kernel"] = "aiter"
     truncate_cache_rope: bool = False
+    saturates: bool = False
+
+    def accepted(self) -> tuple[Numerics, ...]:
+        """Return this and what a newer build may do instead: round where this truncates, saturate where it does not."""
+        both = (self, replace(self, truncate_cache_rope=False))
+        return tuple(dict.fromkeys((*both, *(replace(one, saturates=True) for one in both))))
 
 
 @dataclass(frozen=True, slots=True)

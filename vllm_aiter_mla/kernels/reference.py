@@ -1,4 +1,4 @@
-"""The reference back end: plain PyTorch, bit-faithful to AITER's op as its sources read.
+"""The reference back end: plain PyTorch, bit-faithful to AITER's op, our Triton kernel or vLLM's own, by ``Numerics``.
 
 It runs anywhere, never synchronises with the device and allocates only temporaries, so that a graph can capture it.
 Formulas: csrc/kernels/cache_kernels.cu of ROCm/aiter, summarised in docs/aiter.md.
@@ -15,7 +15,10 @@ from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, Numerics
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 
 AITER = Numerics()
-TWO_ROUNDING = Numerics(rounding="two")
+TRITON = Numerics(saturates=True)
+VLLM_COMPILED = Numerics("vllm-compiled", saturates=True)
+VLLM_KERNEL = Numerics("vllm-kernel", saturates=True)
+VLLM_FNUZ_MAX = 224.0  # what vLLM clamps a query to on gfx942; its KV rows go up to 240
 
 
 class ReferenceBackend(KernelBackend):
@@ -48,11 +51,15 @@ def prepare(inputs: DecodeInputs, numerics: Numerics = AITER, q_latent: torch.Te
     if inputs.num_tokens == 0:
         return q_out
     cos, sin = gather_cos_sin(inputs.cos_sin_cache, inputs.positions)
-    q_rot = rotate(inputs.q[..., inputs.nope_dim :], cos.unsqueeze(1), sin.unsqueeze(1), inputs.is_neox)
+    q_pe, computed_in = inputs.q[..., inputs.nope_dim :], _rotates_in(numerics, inputs.q.dtype)
+    q_rot = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), inputs.is_neox, computed_in)
     inv_q = _reciprocal(inputs.q_scale)
     q_latent = inputs.weight.reference(inputs.q_nope) if q_latent is None else q_latent
     q_out[..., : inputs.latent_dim] = store_nope(q_latent, inv_q, inputs.out_dtype)
     q_out[..., inputs.latent_dim :] = store_rope(q_rot, inv_q, inputs.out_dtype, inputs.q.dtype, numerics)
+    if inputs.out_dtype == torch.float8_e4m3fnuz and numerics.rounding != "aiter":
+        # get_fp8_min_max in vllm/model_executor/layers/quantization/utils/quant_utils.py
+        q_out = q_out.float().clamp(-VLLM_FNUZ_MAX, VLLM_FNUZ_MAX).to(inputs.out_dtype)
     if inputs.slot_mapping.numel() and inputs.kv_cache.numel():
         scatter_rows(inputs.kv_cache, inputs.slot_mapping, kv_rows(inputs, cos, sin, numerics))
     return q_out
@@ -65,19 +72,22 @@ def gather_cos_sin(cos_sin_cache: torch.Tensor, positions: torch.Tensor) -> tupl
     return cos, sin
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """Rotate pairs of the last dimension in float32, without rounding to the activation dtype.
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Rotate pairs of the last dimension in ``dtype``: products and sums are rounded to it.
 
     Args:
         x: [..., R] activation dtype.
         cos: [..., R/2] float32, broadcastable; likewise ``sin``.
         sin: see ``cos``.
         is_neox: True pairs (i, i + R/2), False pairs (2i, 2i+1).
+        dtype: float32, in which products of 16-bit values are exact, or the activation dtype.
 
     Returns:
-        [..., R] float32.
+        [..., R] of ``dtype``.
     """
-    x = x.float()
+    x, cos, sin = x.to(dtype), cos.to(dtype), sin.to(dtype)
     if is_neox:
         first, second = x.chunk(2, dim=-1)
     else:
@@ -96,13 +106,12 @@ def store_nope(x: torch.Tensor, inv_scale: torch.Tensor, out_dtype: torch.dtype)
 def store_rope(
     rotated: torch.Tensor, inv_scale: torch.Tensor, out_dtype: torch.dtype, act: torch.dtype, numerics: Numerics
 ) -> torch.Tensor:
-    """Return rotated float32 values as they are stored: rounded to the activation dtype, or overflowing fp8."""
+    """Return rotated values as they are stored: rounded to the activation dtype, or fp8, or both."""
     if not formats.is_fp8(out_dtype):
         return rotated.to(act)
-    if numerics.rounding == "two":
-        # As unmodified vLLM: its quantisation of bf16 values saturates in both halves.
-        return store_nope(rotated.to(act), inv_scale, out_dtype)
-    return formats.round_overflowing(rotated * inv_scale, formats.flavour_of(out_dtype))
+    scaled = (rotated if numerics.rounding == "aiter" else rotated.to(act).float()) * inv_scale
+    round_to = formats.round_saturating if numerics.saturates else formats.round_overflowing
+    return round_to(scaled, formats.flavour_of(out_dtype))
 
 
 def kv_rows(inputs: DecodeInputs, cos: torch.Tensor, sin: torch.Tensor, numerics: Numerics) -> torch.Tensor:
@@ -110,7 +119,7 @@ def kv_rows(inputs: DecodeInputs, cos: torch.Tensor, sin: torch.Tensor, numerics
     s = inputs.slot_mapping.shape[0]
     inv_k = _reciprocal(inputs.k_scale)
     out_dtype, act = inputs.kv_cache.dtype, inputs.kv_c.dtype
-    k_rot = rotate(inputs.k_pe[:s], cos[:s], sin[:s], inputs.is_neox)
+    k_rot = rotate(inputs.k_pe[:s], cos[:s], sin[:s], inputs.is_neox, _rotates_in(numerics, act))
     if numerics.truncate_cache_rope and out_dtype == torch.bfloat16:
         k_stored = (k_rot.view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)  # the upper 16 bits
     else:
@@ -138,6 +147,10 @@ def scatter_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -
     raw = cache.view(torch.uint8) if formats.is_fp8(cache.dtype) else cache
     data = rows.view(torch.uint8) if formats.is_fp8(cache.dtype) else rows
     raw[block, offset] = torch.where(valid.any(), data[source], raw[block, offset])
+
+
+def _rotates_in(numerics: Numerics, act: torch.dtype) -> torch.dtype:
+    return act if numerics.rounding == "vllm-kernel" else torch.float32
 
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:

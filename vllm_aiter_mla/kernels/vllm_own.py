@@ -9,7 +9,7 @@ import torch
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
-from vllm_aiter_mla.kernels.reference import TWO_ROUNDING
+from vllm_aiter_mla.kernels.reference import VLLM_KERNEL
 
 
 class VLLMBackend(KernelBackend):
@@ -33,8 +33,8 @@ class VLLMBackend(KernelBackend):
         self._vllm, self._arch = vllm, arch
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
-        """See the base class. RoPE is rounded to the activation dtype first, as in vLLM."""
-        return contract_violation(inputs) or Binding(self._run, numerics=TWO_ROUNDING)
+        """See the base class. RoPE is computed in the activation dtype, as vLLM's kernel does."""
+        return contract_violation(inputs) or Binding(self._run, numerics=VLLM_KERNEL)
 
     def _run(self, inputs: DecodeInputs) -> torch.Tensor:
         q_pe = inputs.q[..., inputs.nope_dim :]

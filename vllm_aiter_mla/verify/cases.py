@@ -105,8 +105,9 @@ class Soak:
     size: int
 
 
-Step = Replay | Eager | Soak | Literal["weights", "scales", "table", "launches"]
-"""A name changes that buffer in place; "launches" compares the captured launches with what the back end may launch."""
+Step = Replay | Eager | Soak | Literal["weights", "scales", "table", "overflow", "launches"]
+"""A name changes that buffer in place, "overflow" the rows. "launches" compares the captured launches with what the
+back end may launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,10 @@ def cases(limit: int) -> tuple[Case, ...]:
             "every-capture-size",
             "each captured size, from 1 to the end of the decode limit, replays full and one row short", sizes,
             tuple(step for size in sizes for step in (Replay(size), Replay(size, max(size - 1, 1)))),
+        ),
+        Case(
+            "fp8-overflow", "values beyond fp8's range are stored as the largest, or as what the back end says",
+            two, (start, "overflow", Replay(limit, fresh=()), Replay(half, fresh=()), start),
         ),
         Case(
             "fewer-slots-than-rows", "the slot mapping is shorter than the padded size",

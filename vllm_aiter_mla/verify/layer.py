@@ -12,6 +12,7 @@ from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.selfcheck import OVERFLOW
 from vllm_aiter_mla.verify.cases import FRESH, Geometry, Variant
 
 # Blocks before and after the cache. A write out of bounds stays inside the allocation and is seen.
@@ -273,7 +274,7 @@ class Buffers:
             self.row_keys[rows] = (keys + 1).to(self.device)
 
     def change(self, what: str) -> None:
-        """Change in place what serving may change between replays: "weights", "scales" or "table"."""
+        """Change in place what serving may change between replays: "weights", "scales", "table" or "overflow"."""
         if what == "table":
             self.table.copy_(self._table())
             return
@@ -281,6 +282,9 @@ class Buffers:
             if what == "weights":
                 for (_, held), (_, fresh) in zip(layer.w_uk.tensors, self._weight().tensors, strict=True):
                     held.copy_(fresh)
+            elif what == "overflow":
+                for rows in (layer.source.q[..., self.geometry.nope :], layer.source.k_pe, layer.source.kv_c):
+                    rows.mul_(OVERFLOW)
             else:
                 layer.k_scale.mul_(1.5)
                 layer.q_scale.mul_(0.75)

@@ -178,7 +178,7 @@ def test_triton_gpu_cache_rows_beyond_four_gib_land_where_they_belong(cache):
         cos_sin_cache=inputs.cos_sin_cache.cpu(),
     )
     cos, sin = reference.gather_cos_sin(cpu.cos_sin_cache, cpu.positions)
-    expected = reference.kv_rows(cpu, cos, sin, reference.AITER)
+    expected = reference.kv_rows(cpu, cos, sin, reference.TRITON)
     assert wrong_values(inputs.kv_cache.view(-1, 576)[rows].cpu(), expected) == 0
     assert int(raw.count_nonzero()) == int(expected.view(torch.uint8).count_nonzero()), "nothing else was written"
 

@@ -120,9 +120,22 @@ def test_triton_absorb_keeps_the_stated_bound_against_float64(interpreted, act, 
 
 @pytest.mark.parametrize("cache", ["float8_e4m3fn", "float8_e4m3fnuz"])
 @pytest.mark.parametrize("is_neox", [False, True])
-def test_triton_kernel_saturates_both_halves_where_the_reference_overflows_to_nan(interpreted, cache, is_neox):
+def test_triton_kernel_saturates_an_overflow_in_both_halves(interpreted, cache, is_neox):
     found = interpreted("compare", case=asdict(Case(cache=cache, is_neox=is_neox, magnitude=300.0)))
     assert (found["wrong_rope"], found["wrong_cache"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("arch", "cache"), [("gfx942", "float8_e4m3fnuz"), ("gfx950", "float8_e4m3fn")])
+def test_triton_overflow_rows_of_the_self_check_saturate(interpreted, arch, cache):
+    found = interpreted("self_checked", arch=arch, limit=16, weight="plain", cache=cache)
+    assert (found["ok"], found["writes_nan"]) == (True, False), found["message"]
+
+
+@pytest.mark.mutation("I14")
+def test_triton_mutation_overflow_that_is_not_saturated_fails_the_self_check(interpreted):
+    case = {"cache": "float8_e4m3fnuz", "mutation": "overflow_not_saturated"}
+    found = interpreted("self_checked", arch="gfx942", limit=16, weight="plain", **case)
+    assert (found["ok"], found["writes_nan"]) == (False, True), found["message"]
 
 
 @pytest.mark.parametrize(("arch", "index"), [("gfx942", 0), ("gfx942", 1), ("gfx942", 2), ("gfx942", 3), ("sm90", 4)])

@@ -70,3 +70,9 @@ def eight(first: str) -> str:
 def each(pattern: str, new: str, text: str) -> list[str]:
     """The text with one match replaced, for each match."""
     return [nth(pattern, new, k)(text) for k in range(len(re.findall(pattern, text, re.MULTILINE)))]
+
+
+def not_saturated(text: str) -> str:
+    """Neither the kernel's clamps nor the mode bit in which the conversion saturates: each is enough alone."""
+    text = re.sub(r"v_med3_f32 (v\d+), (v\d+), .*", r"v_mov_b32_e32 \1, \2", text)
+    return re.sub(r"s_setreg_imm32_b32 hwreg\(HW_REG_MODE, 23, 1\), 1", "s_nop 0", text)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.tools.gfx9.gfx9_planted import OP_SEL_HI, OTHER_WORD, PLANTED, SCALED, WAIT, WORD, each
+from tests.tools.gfx9.gfx9_planted import OP_SEL_HI, OTHER_WORD, PLANTED, SCALED, WAIT, WORD, each, not_saturated
 from tools import aot
 from tools.gfx9 import matrix
 from tools.gfx9.cases import Case, Compiled, record
@@ -72,6 +72,7 @@ def main(arch: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     target = aot.TARGETS[arch]
     answer: dict[str, Any] = {"launches": [], "planted": {}, "words": [], "scale_layouts": []}
+    answer |= {"overflow": [], "not_saturated": []}
     for case in cases():
         answer["launches"].append(record(Compiled(target, case.variant), case))
     case = Case(aot.Variant(SKINNY, 1, is_neox=True, block_size=1), 3)
@@ -87,6 +88,11 @@ def main(arch: str) -> dict[str, Any]:
             answer["launches"].append(record(compiled, case))
             wrong_words = each(WORD, OTHER_WORD, compiled.assembly)
             answer["words"].append([outcome(compiled, case, wrong) for wrong in wrong_words])
+    for is_neox in (False, True):
+        case = Case(aot.Variant(SKINNY, 1, is_neox=is_neox), 3, overflow=True)
+        compiled = Compiled(target, case.variant)
+        answer["overflow"].append(compiled.run(case).different)
+        answer["not_saturated"].append(outcome(compiled, case, not_saturated(compiled.assembly)))
     other = assemble(PLANTED["swapped MFMA operands"](text), arch)
     try:
         load(text, arch, other)

@@ -55,6 +55,17 @@ def test_gfx9_both_entries_of_the_kernel_give_the_same_bytes(answers, arch):
     assert answers[arch]["without_preload"] == 0
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gfx9_overflow_saturates_in_query_and_kv_row_around_and_far_above_the_limit(answers, arch):
+    assert answers[arch]["overflow"] == [0, 0], "bytes, in each pairing"
+
+
+@pytest.mark.mutation("I14")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gfx9_mutation_overflow_that_is_not_saturated_is_caught(answers, arch):
+    assert all(found.endswith("bytes") for found in answers[arch]["not_saturated"]), answers[arch]["not_saturated"]
+
+
 @pytest.mark.mutation
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", PLANTED)

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from vllm_aiter_mla.admission import KV_UPDATE_OP, ConfigView, admit_config, integration_of, why_not_passes
+from vllm_aiter_mla.admission import KV_UPDATE_OP, OVERFLOW, ConfigView, admit_config, integration_of, why_not_passes
 from vllm_aiter_mla.commands.doctor import machine
 from vllm_aiter_mla.commands.doctor.check import Check, Given, NotKnownError
 from vllm_aiter_mla.compat import config as compat_config
@@ -148,6 +148,8 @@ def settings(given: Given) -> Check:
     unused = unused_options(found)
     if unused:
         return Check("warning", f"{', '.join(unused)} set but {FLAG_FIELD} is off: no effect", SWITCH_ON)
+    if found.enabled and found.kernel == "aiter" and _view(given).kv_cache_dtype.startswith("fp8"):
+        return Check("warning", f"on, kernel aiter: by its sources it {OVERFLOW}", "leave kernel at auto")
     if found.enabled:
         return Check("ok", f"on, kernel {found.kernel}{', strict' if found.strict else ''}")
     return Check("ok", f"off, the default; switch it on with {SWITCH_ON}")

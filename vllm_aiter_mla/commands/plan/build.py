@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla import __version__, admission
+from vllm_aiter_mla import __version__, admission, backends
 from vllm_aiter_mla.admission import ConfigView, LayerView, Skip, integration_of, why_not_passes
 from vllm_aiter_mla.commands.plan import formulas, kernels
 from vllm_aiter_mla.compat import rocm_config
@@ -116,7 +116,7 @@ class _Planned:
         self.spans = () if isinstance(found, str) else found
         if isinstance(found, str):
             self.reasons.append(Skip("kernel_unavailable", found))
-        elif found[0].skips:
+        elif found[0].skips and (settings.kernel != "auto" or found[0].kernel == backends.VLLM):
             # The server decides with one row: a back end that does not even take that leaves the layer to vLLM.
             self.reasons.append(Skip("kernel_shape", found[0].skips[0][1]))
 

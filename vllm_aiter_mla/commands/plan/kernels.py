@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import torch
 
-from vllm_aiter_mla.admission import LayerView
+from vllm_aiter_mla.admission import OVERFLOW, LayerView
 from vllm_aiter_mla.backends import Backends, Factory
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS, ViewPolicy
 from vllm_aiter_mla.kernels.backend import Binding
+from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
@@ -94,6 +95,8 @@ def spans(
     chooser = PlannedLayer(arch, settings)
     if (missing := chooser.no_kernel()) is not None:
         return missing.message
+    if settings.kernel == "auto" and view.kv_cache_dtype.startswith("fp8"):
+        chooser.refuse_kernel("aiter", f"by its sources it {OVERFLOW}")
     found: list[KernelSpan] = []
     for tokens in _points(limit, settings.aiter_view):
         one = at(chooser, operands(view, format, block_size, chooser.backends.platform, tokens))
@@ -110,6 +113,7 @@ def at(chooser: PlannedLayer, inputs: DecodeInputs) -> KernelSpan:
     backend, detail = choice.backend, ""
     if isinstance(backend, AiterBackend):
         detail = f"its {backend.kernel_of(inputs)} kernel"
+        detail += f"; it {OVERFLOW}" if is_fp8(inputs.kv_cache.dtype) else ""
     elif isinstance(backend, triton.TritonBackend):
         detail = f"tile {backend.kernel_of(inputs)}, by formula"
     elif backend is not None:

@@ -34,7 +34,7 @@ def _lines(plan: dict[str, Any]) -> Iterator[str]:
     for reason in plan["reasons"]:
         yield f"  {reason['scope']}: {reason['code']}: {reason['message']}"
     for span in (plan["kernels"] or [])[1:]:
-        if span["skips"]:
+        if span["kernel"] != plan["kernels"][0]["kernel"]:
             yield f"  from {span['first']} tokens on they would run on {span['kernel'] or 'nothing'}: see below"
     if plan["integration"] is not None:
         yield ""

@@ -81,7 +81,7 @@ def route_of(
 
     def through(view: CacheView, block: int) -> Route:
         kernel = kernel_for(block, latent, rope, heads, tokens)
-        return Route(kernel, view, Numerics("single", truncates_cache_rope(kernel, platform.arch, kv_cache.dtype)))
+        return Route(kernel, view, Numerics("aiter", truncates_cache_rope(kernel, platform.arch, kv_cache.dtype)))
 
     routes = [through("as-is", kv_cache.shape[1])]
     if policy != "as-is" and kv_cache.is_contiguous():

@@ -11,6 +11,7 @@ from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, contract_violation
 from vllm_aiter_mla.kernels.platform import CARDS
+from vllm_aiter_mla.kernels.reference import TRITON
 from vllm_aiter_mla.kernels.triton import interpreted, tiles
 from vllm_aiter_mla.kernels.triton.tiles import BLOCK_K, MXFP4_ARCH, Tile, entry_for
 
@@ -45,7 +46,7 @@ class TritonBackend(KernelBackend):
         if (reason := refused_on(arch, inputs)) is not None:
             return reason
         tile = entry_for(arch, inputs.num_tokens, inputs.num_heads).tile
-        return Binding(launcher.Launch(inputs, tile), tile.label)
+        return Binding(launcher.Launch(inputs, tile), tile.label, TRITON)
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
         """See the base class: one for each tile."""

@@ -1,0 +1,125 @@
+"""I14: what an fp8 overflow of the rotated half becomes: NaN in AITER's op, the largest value in vLLM's and in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.sandbox.simulated_aiter import execute, install, op
+from tests.support.aiter_results import FUSED_CALLS, fused_call
+from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes, twin
+from vllm_aiter_mla.kernels import formats, reference
+from vllm_aiter_mla.kernels.backend import Numerics
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
+from vllm_aiter_mla.kernels.selfcheck import self_check
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(params=["gfx942", "gfx950"])
+def arch(request: pytest.FixtureRequest) -> Iterator[str]:
+    with install(request.param):
+        op.forget()
+        yield request.param
+
+
+def turned_by_nothing(arch: str, values: list[float]) -> DecodeInputs:
+    """One row with scales of 1 and an angle of 0: what is stored is ``values``, in the query and in the KV row."""
+    operands = inputs(arch, tokens=1, is_neox=True)
+    operands.slot_mapping[0] = 5
+    operands.cos_sin_cache[:, :32], operands.cos_sin_cache[:, 32:] = 1.0, 0.0
+    operands.k_scale.fill_(1.0), operands.q_scale.fill_(1.0)
+    operands.q[..., -64:], operands.k_pe[:] = 0.0, 0.0
+    operands.q[..., -64 : len(values) - 64] = operands.k_pe[:, : len(values)] = torch.tensor(values).bfloat16()
+    return operands
+
+
+# bfloat16 holds 247 and 248 in steps of 1, and 448 to 512 in steps of 2.
+VALUES = [200.0, 231.0, 233.0, 240.0, 247.0, -247.0, 248.0, -248.0, 448.0, 464.0, 466.0, -466.0, 1e4, -1e30]
+AITER_GIVES = {
+    "gfx942": [192, 224, 240, 240, 240, -240, *[NAN] * 8],
+    "gfx950": [192, 224, 240, 240, 240, -240, 256, -256, 448, 448, NAN, NAN, NAN, NAN],
+}
+OTHERS_GIVE = {
+    "gfx942": [192, 224, 240, 240, 240, -240, 240, -240, 240, 240, 240, -240, 240, -240],
+    "gfx950": [192, 224, 240, 240, 240, -240, 256, -256, 448, 448, 448, -448, 448, -448],
+}
+MODELS = [
+    (reference.AITER, AITER_GIVES),
+    (reference.TRITON, OTHERS_GIVE),
+    (reference.VLLM_KERNEL, OTHERS_GIVE),
+    (reference.VLLM_COMPILED, OTHERS_GIVE),
+]
+
+
+@pytest.mark.parametrize(("numerics", "given"), MODELS, ids=["aiter", "triton", "vllm-kernel", "vllm-compiled"])
+def test_overflow_in_the_reference_is_by_model_and_card(arch: str, numerics: Numerics, given: dict[str, Any]) -> None:
+    operands, wanted = turned_by_nothing(arch, VALUES), torch.tensor(given[arch]).float()
+    query = reference.prepare(operands, numerics)[0, 0, 512:].float()[: len(VALUES)]
+    row = operands.kv_cache.flatten(0, 1)[5, 512:].float()[: len(VALUES)]
+    assert row.allclose(wanted, rtol=0, equal_nan=True)
+    # vLLM clamps a query to 224 on gfx942.
+    top = 224.0 if numerics.rounding != "aiter" and arch == "gfx942" else 448.0
+    assert query.allclose(wanted.clamp(-top, top), rtol=0, equal_nan=True)
+
+
+def test_overflow_in_the_simulated_aiter_is_the_references(arch: str) -> None:
+    operands = turned_by_nothing(arch, [*VALUES, INF, NAN])
+    expected = twin(operands)
+    assert same_bytes(backend(arch).prepare(operands), reference.prepare(expected))
+    assert same_bytes(operands.kv_cache, expected.kv_cache)
+
+
+def test_overflow_in_aiters_own_results_is_nan() -> None:
+    """The executed source on gfx942: NaN exactly where the reference says, nowhere in the un-rotated half."""
+    seen = 0
+    for call in map(fused_call, FUSED_CALLS):
+        if not formats.is_fp8(call.query.dtype):
+            continue
+        query = reference.prepare(call.inputs)[call.rows].float()
+        assert torch.equal(query.isnan(), call.query[call.rows].float().isnan())
+        assert not query[..., :512].isnan().any()
+        seen += int(query.isnan().sum())
+    assert seen > 10
+
+
+def clamping(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """AITER's conversion, as a build that clamps would have it."""
+    return lambda x, dtype: inner(x.clamp(-execute.FP8_MAX[dtype], execute.FP8_MAX[dtype]), dtype)
+
+
+@pytest.mark.parametrize("view", ["per-head", "opt", 5])
+@pytest.mark.parametrize("query", ["fp8", "bf16"])
+@pytest.mark.mutation("I14")
+def test_mutation_overflow_rows_of_the_self_check_tell_a_clamping_aiter_from_todays(
+    arch: str, view: str | int, query: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = LayerShape(4, 16, FP8[arch], FP8[arch] if query == "fp8" else torch.bfloat16, 16, False)
+    today = self_check(backend(arch, view=view), shape)
+    assert (today.ok, today.writes_nan) == (True, True), today.message
+    monkeypatch.setattr(execute, "encode", clamping(execute.encode))
+    clamped = self_check(backend(arch, view=view), shape)
+    assert (clamped.ok, clamped.writes_nan) == (True, False), clamped.message
+
+
+@pytest.mark.mutation("I14")
+def test_mutation_overflow_in_one_of_aiters_two_kernels_is_noticed(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = execute._rope
+
+    def only_opt_overflows(*args: Any, **kwargs: Any) -> torch.Tensor:
+        clamps = args[5].kernel == "per-head"
+        monkeypatch.setattr(execute, "encode", clamping(encode) if clamps else encode)
+        return rope(*args, **kwargs)
+
+    encode = execute.encode
+    monkeypatch.setattr(execute, "_rope", only_opt_overflows)
+    found = self_check(backend(arch, view=20), LayerShape(4, 16, FP8[arch], FP8[arch], 16, False))
+    assert (found.ok, found.writes_nan) == (True, True)
+
+
+def test_overflow_of_an_unquantised_cache_is_none(arch: str) -> None:
+    found = self_check(backend(arch), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
+    assert (found.ok, found.writes_nan) == (True, False), found.message

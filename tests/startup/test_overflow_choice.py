@@ -1,0 +1,111 @@
+"""I14: which kernel serves an fp8 cache, by what the self-check saw an fp8 overflow become."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.ops.opcalls import NAME, layer_of
+from vllm_aiter_mla import startup, status
+from vllm_aiter_mla.backends import Backends
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.kernels import reference, selfcheck
+from vllm_aiter_mla.kernels.backend import Binding, Numerics
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
+from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
+from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.settings import Settings
+
+CLAMPS, OVERFLOWS = reference.TRITON, reference.AITER
+
+
+class Kernel(ReferenceBackend):
+    """The reference under another name; what it declares is not always what it does."""
+
+    def __init__(self, name: str, does: Numerics, declares: Numerics) -> None:
+        super().__init__(does)
+        self.name, self.declares, self.trusted = name, declares, name == "vllm"  # type: ignore[misc]
+
+    def bind(self, inputs: DecodeInputs) -> Binding | str:
+        bound = super().bind(inputs)
+        return bound if isinstance(bound, str) else Binding(bound.run, numerics=self.declares)
+
+
+def started(kernel: str, aiter: Numerics, triton: Numerics = CLAMPS, cache: str = "fp8") -> Layer:
+    """A layer on a made-up gfx942 after its kernels were checked."""
+    kernels = {"aiter": (aiter, OVERFLOWS), "triton": (triton, CLAMPS), "vllm": (reference.VLLM_KERNEL,) * 2}
+    factories = {name: lambda card, options, name=name: Kernel(name, *kernels[name]) for name in kernels}
+    settings = Settings(enabled=True, kernel=kernel)  # type: ignore[arg-type]
+    one = Layer(layer_of(cache), Backends(settings, Platform("gfx942"), factories))
+    startup.check_layers([one], strict=True)
+    return one
+
+
+def runs(one: Layer) -> str | None:
+    assert isinstance(one.decide(), str)
+    return one.choose(synthetic_inputs(one.shape(), 4)).name
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    lines: list[tuple[int, str]] = []
+    monkeypatch.setattr(log, "say", lambda level, text, stacklevel=2: lines.append((level, text)))
+    monkeypatch.setattr(log, "_said", set())
+    status.reset()
+    return lines
+
+
+def warnings(said: list[tuple[int, str]]) -> list[str]:
+    return [text for level, text in said if level >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "aiter", "cache", "wanted", "timed"),
+    [
+        ("auto", OVERFLOWS, "fp8", "triton", ["triton", "vllm"]),
+        ("auto", CLAMPS, "fp8", "aiter", ["aiter", "triton", "vllm"]),
+        ("auto", OVERFLOWS, "auto", "aiter", ["aiter", "triton", "vllm"]),
+        ("triton", OVERFLOWS, "fp8", "triton", []),
+        ("aiter", CLAMPS, "fp8", "aiter", []),
+    ],
+)
+def test_overflow_decides_what_auto_takes_and_times(said, kernel, aiter, cache, wanted, timed) -> None:
+    one = started(kernel, aiter, cache=cache)
+    assert runs(one) == wanted
+    assert list(one.contenders()) == timed
+    assert warnings(said) == []
+
+
+def test_overflow_of_a_kernel_that_was_named_is_one_warning_and_stays_in_the_status(said) -> None:
+    layers_ = [started("aiter", OVERFLOWS) for _ in range(3)]
+    assert [runs(one) for one in layers_] == ["aiter"] * 3
+    assert len(warnings(said)) == 1
+    assert "NaN" in warnings(said)[0]
+    status.engage(NAME, "aiter")
+    found = status.record_of([NAME], 16, "fp8", 0)
+    assert found["overflows"] == ["aiter"]
+    assert status.line(found).count("NaN") == 1
+
+
+def test_overflow_that_auto_avoids_is_not_in_the_status() -> None:
+    started("auto", OVERFLOWS)
+    status.engage(NAME, "triton")
+    found = status.record_of([NAME], 16, "fp8", 0)
+    assert found["overflows"] == []
+    assert "NaN" not in status.line(found)
+
+
+@pytest.mark.mutation("I14")
+def test_mutation_overflow_a_triton_kernel_that_does_not_saturate_serves_nothing(said) -> None:
+    one = started("auto", OVERFLOWS, triton=OVERFLOWS)
+    assert one.choose(synthetic_inputs(one.shape(), 4)).name == "vllm"
+    assert list(one.contenders()) == ["vllm"]
+    assert "self-check FAILED" in warnings(said)[0]
+
+
+@pytest.mark.mutation("I14")
+def test_mutation_overflow_rows_left_out_of_the_self_check_let_auto_take_aiter(monkeypatch) -> None:
+    monkeypatch.setattr(selfcheck, "_overflow", lambda inputs: None)
+    assert runs(started("auto", OVERFLOWS)) == "aiter", "so the test above sees the rows"
