@@ -148,7 +148,7 @@ class Layer:
         choice = self.choose(self._meta_inputs())
         reason = dict(choice.passed_over).get(wanted)
         # A kernel that was asked for by name is not replaced by another.
-        if reason is not None and (self.backends.settings.kernel != "auto" or choice.name == VLLM):
+        if reason is not None and (self.backends.settings.kernel != "auto" or choice.name in (None, VLLM)):
             return Skip("kernel_shape", reason)
         return choice.name or VLLM
 

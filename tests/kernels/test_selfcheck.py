@@ -59,6 +59,7 @@ def test_a_kernel_that_the_decode_limit_does_not_reach_is_not_checked() -> None:
 def test_both_kernels_of_a_numeric_aiter_view_are_compared_where_both_run(view) -> None:
     """From 1 on: 1 asks for opt alone; above 256 AITER itself ends the per-head kernel."""
     with install("gfx942"):
+        op.forget()
         bound = AiterBackend(Platform("gfx942", ROCM), view=view)
         result = self_check(bound, LayerShape(4, 16, torch.float8_e4m3fnuz, torch.float8_e4m3fnuz, 16, False))
         kernels = {kernel for kernel, _ in op.forget()}

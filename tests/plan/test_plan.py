@@ -90,7 +90,7 @@ def test_plan_truth_catches_a_planted_bug(bug: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "format", "kernel", "bytes_of_a_weight"),
-    [((*R1, "--kv-cache-dtype", "fp8"), "fp8", "aiter", 1),
+    [((*R1, "--kv-cache-dtype", "fp8"), "fp8", "triton", 1),
      (("deepseek-r1-mxfp4", "-tp", "8", OURS, '{"aiter_mla": {"kernel": "triton"}}'), "mxfp4", "triton", 17 / 32)],
 )  # fmt: skip
 def test_a_supported_model_engages_and_its_weights_are_counted(

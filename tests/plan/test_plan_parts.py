@@ -76,11 +76,11 @@ def test_kernel_spans_cover_the_decode_limit_without_gaps(limit: int) -> None:
 def test_two_heads_per_rank_leave_aiter_from_256_tokens_on() -> None:
     small, large = kernels.spans("gfx942", Settings(), VIEW, "plain", 16, 1024)
     assert (small.kernel, small.detail, small.last) == ("aiter", "its per-head kernel", 255)
-    assert (large.kernel, large.first, large.skips[0][0]) == ("vllm", 256, "aiter")
+    assert (large.kernel, large.first, large.skips[0][0]) == ("triton", 256, "aiter")
 
 
 def test_the_option_aiter_view_moves_the_border() -> None:
-    view = replace(VIEW, num_heads=8, kv_cache_dtype="fp8")
+    view = replace(VIEW, num_heads=8)
     spans = kernels.spans("gfx942", Settings(aiter_view=100), view, "plain", 16, 256)
     assert [(span.last, span.detail) for span in spans] == [(99, "its per-head kernel"), (256, "its opt kernel")]
 

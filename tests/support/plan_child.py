@@ -10,13 +10,14 @@ import gc
 import json
 import os
 import sys
+import traceback
 from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import Any
 from unittest import mock
 
 from vllm_aiter_mla import gate
-from vllm_aiter_mla.admission import LayerView
+from vllm_aiter_mla.admission import LayerView, Skip
 from vllm_aiter_mla.commands.plan import build, kernels
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import offline, rocm_config
@@ -62,8 +63,8 @@ def planned(request: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
     with mock.patch.object(rocm_config, *bug) if bug else nullcontext():
         found = build.planned(request, about)
     last = decisions[-1] if decisions else None
-    skip = last.skip.code if last is not None and last.skip is not None else None
-    return found | {"decision": {"limit": last.limit if last else None, "skip": skip}}
+    skip = last.code if isinstance(last, Skip) else None
+    return found | {"decision": {"limit": last if skip is None else None, "skip": skip}}
 
 
 def main(arch: str) -> None:
@@ -75,7 +76,11 @@ def main(arch: str) -> None:
     warm()
     for line in sys.stdin:
         if os.fork() == 0:
-            print(json.dumps(planned(json.loads(line), about)), file=out, flush=True)
+            try:
+                answer = planned(json.loads(line), about)
+            except BaseException:
+                answer = {"failed": traceback.format_exc()}  # without an answer the test would wait for ever
+            print(json.dumps(answer), file=out, flush=True)
             os._exit(0)
         os.wait()
 

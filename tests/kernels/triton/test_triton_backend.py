@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from tests.support.bare_layer import bare_layer
 from tools import aot
+from vllm_aiter_mla import backends
 from vllm_aiter_mla.kernels import absorb, formats
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import KernelInputError, LayerShape, synthetic_inputs
@@ -153,7 +154,8 @@ def test_triton_check_tries_every_tile_that_any_batch_runs_on_and_a_second_block
     assert tiles.entry_for(arch, 1 << 20, heads).tile == tried[-1]
 
 
-def test_what_is_remembered_of_a_call_is_all_that_the_triton_checks_depend_on(on_any_device):
+def test_what_is_remembered_of_a_call_is_all_that_the_triton_checks_depend_on(on_any_device, monkeypatch):
+    monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: TritonBackend())
     one, inputs = bare_layer("triton", Platform("gfx942")), operands()
     assert one.kernel(inputs) is not None
     for name, (change, _) in BROKEN.items():
