@@ -28,7 +28,9 @@ def died_before(path: Path) -> str | None:
         run = files.read(path, LARGEST)["run"]
     except FileNotFoundError:
         return None
-    if not status.has_ended(run, status.start_run()):
+    mine = status.start_run()
+    # A worker of this run that has left its marker is dead too: each rank has a marker of its own.
+    if run != mine and not status.has_ended(run, mine):
         return None  # another server is at it
     return f"aborted_before: an earlier start ended in its first call; remove {path} to try again"
 
