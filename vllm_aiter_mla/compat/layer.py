@@ -397,7 +397,8 @@ def with_attention_hooks(function: Callable[..., None]) -> Callable[..., None]:
     def decorated() -> Callable[..., None]:
         eager_break, transfer_kv = _hooks()
         # Outermost: a KV connector's hooks must run in the eager segment of a breakable graph.
-        return eager_break(transfer_kv(function))  # type: ignore[no-any-return]
+        hooked: Callable[..., None] = eager_break(transfer_kv(function))
+        return hooked
 
     @functools.wraps(function)
     def attention(*args: Any, **kwargs: Any) -> None:
