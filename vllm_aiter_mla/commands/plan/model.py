@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +177,12 @@ def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[
         verbose: vLLM's log goes to stderr.
 
     Raises:
-        ValueError: the source is not a config, vLLM is missing or ends, or it does not say enough for a plan.
+        ModuleNotFoundError: torch or vLLM is not installed.
+        ValueError: the source is not a config, vLLM ends, or it does not say enough for a plan.
     """
+    for package in ("torch", "vllm"):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     with source.folder() as folder, tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, "-m", CHILD, arch], env=child_environment(variables, cache), text=True, encoding="utf-8",
