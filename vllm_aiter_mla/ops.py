@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import backend
@@ -167,7 +168,10 @@ def mla_attention_with_rope(
         RuntimeError: captured inside a piecewise graph, or without a batch.
     """
     rope = Rope(positions, cos_sin_cache, k_scale, is_neox)
-    attention_with_rope(layer_step(layer_name), q, k_pe, kv_c, rope, output)
+    step = layer_step(layer_name)
+    attention_with_rope(step, q, k_pe, kv_c, rope, output)
+    if step.metadata is None and isinstance(kernel := step.layer.decide(act=q.dtype), str):
+        status.profile(step.name, kernel)
 
 
 def layer_step(layer_name: Any) -> LayerStep:

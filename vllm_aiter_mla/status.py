@@ -48,6 +48,8 @@ class Status:
 
     Attributes:
         engaged: layers whose fused op has run, with the kernel that ran.
+        profiled: layers whose fused op was reached without a batch, with the kernel that will run. vLLM runs no batch
+            of a draft model while it starts; its layers count as engaged if that kernel has run for another layer.
         skipped: layers that are left to vLLM, with (code, reason).
         measured: per layer shape what was timed at start-up and chosen: "shape" in words, "layers" by name, "chosen" as
             [first, last, kernel] in tokens, "us" a layer by token count and candidate.
@@ -57,6 +59,7 @@ class Status:
     """
 
     engaged: dict[str, str] = field(default_factory=dict)
+    profiled: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, tuple[str, str]] = field(default_factory=dict)
     compiled: dict[str, Counter[str]] = field(default_factory=dict)
     measured: list[dict[str, Any]] = field(default_factory=list)
@@ -82,6 +85,11 @@ def engage(layer_name: str, kernel: str) -> None:
     """Note that the fused op of a layer ran with ``kernel``. Cheap enough for every call."""
     if _status.engaged.get(layer_name) != kernel:
         _status.engaged[layer_name] = kernel
+
+
+def profile(layer_name: str, kernel: str) -> None:
+    """Note that the fused op of a layer was reached without a batch, and the kernel that its batches will run on."""
+    _status.profiled[layer_name] = kernel
 
 
 def skip(layer_name: str, code: str, reason: str) -> None:
@@ -130,13 +138,18 @@ def record_of(
         integration: "passes" or "module".
         card: its architecture, or "cpu".
     """
+    ran = set(_status.engaged.values())
+    engaged = {
+        name: kernel for name, kernel in _status.profiled.items() if kernel in ran and name not in _status.skipped
+    }
+    engaged |= _status.engaged
     return {
         "rank": rank,
         "integration": integration,
         "card": card,
         "total": len(names),
-        "engaged": {name: _status.engaged[name] for name in names if name in _status.engaged},
-        "skipped": {name: list(_status.skipped.get(name, NOT_RUN)) for name in names if name not in _status.engaged},
+        "engaged": {name: engaged[name] for name in names if name in engaged},
+        "skipped": {name: list(_status.skipped.get(name, NOT_RUN)) for name in names if name not in engaged},
         "compiled": _status.compiled,
         "measured": _status.measured,
         "overflows": sorted(_status.overflows & set(_status.engaged.values())),
