@@ -26,7 +26,7 @@ class Wrong(Named):
     """Writes no KV row."""
 
     def bind(self, inputs: Any) -> Binding | str:
-        return Binding(lambda inputs: reference.prepare_query(inputs))
+        return Binding(lambda given: reference.prepare(replace(given, kv_cache=given.kv_cache.clone())))
 
 
 @pytest.fixture

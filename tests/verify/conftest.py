@@ -33,9 +33,9 @@ def run():
     kinds = {kind.name: kind for kind in cases.variants("cpu", torch.float8_e4m3fn, quick=False)}
 
     def run_one(name, backend, variant="fp8", engine=None, seed=0, **change):
-        options = runner.Options(cases.SMALL, LIMIT, seed, soak=40)
         case = replace(by_name[name], **change)
-        return runner.run_case(case, kinds[variant], backend, engine or EagerEngine(), options)
+        item = cases.Item("reference", case, kinds[variant], cases.SMALL, LIMIT, seed, soak=40)
+        return runner.run_case(item, backend, engine or EagerEngine())
 
     return run_one
 

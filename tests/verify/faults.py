@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_aiter_mla.kernels import formats as fp8
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.verify import steps
-from vllm_aiter_mla.verify.layer import Layer
+from vllm_aiter_mla.verify.layer import Layer, raw
 from vllm_aiter_mla.verify.steps import bodies
 
 
@@ -39,7 +38,7 @@ class LeavesPaddedRows(ReferenceBackend):
     def prepare(self, inputs):
         whole = super().prepare(inputs)
         out = torch.empty_like(whole)
-        mine, theirs = _bytes(out), _bytes(whole)
+        mine, theirs = raw(out), raw(whole)
         mine.copy_(torch.where((inputs.slot_mapping >= 0).view(-1, 1, 1), theirs, mine))
         return out
 
@@ -210,7 +209,7 @@ def one_buffer(patch):
     def prepare(run, inputs):
         query = run(inputs)
         buffer = buffers.setdefault(inputs.num_tokens, torch.empty_like(query))
-        _bytes(buffer).copy_(_bytes(query))
+        raw(buffer).copy_(raw(query))
         return buffer
 
     return Changed(prepare)
@@ -220,11 +219,6 @@ def one_position(run, inputs):
     query = run(inputs)
     run(replace(inputs, positions=inputs.positions[:1].repeat(inputs.num_tokens)))
     return query
-
-
-def _bytes(tensor):
-    """fp8 as bytes: few operations know fp8."""
-    return tensor.view(torch.uint8) if fp8.is_fp8(tensor.dtype) else tensor
 
 
 def _rope(**change):

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from tests.verify.faults import stale
 from vllm_aiter_mla.commands.verify import verify
-from vllm_aiter_mla.verify import backends, session
+from vllm_aiter_mla.verify import FAILED, backends, session
 
 ROOT = Path(__file__).resolve().parents[2]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
@@ -147,8 +147,7 @@ def test_json_holds_results_and_commands(cli, tmp_path):
 )
 def test_a_part_of_a_name_selects_every_case_that_holds_it_and_a_whole_name_one(asked, names):
     request = session.Request(backend=("reference",), only=(asked,), variant=("fp8",))
-    items, _ = session.plan(request, session.engine_here())
-    assert [item.case.name for item in items] == names
+    assert [item.case.name for item in session.Session(request).items] == names
 
 
 def test_list_prints_cases_and_oracles_and_runs_nothing(cli):
@@ -156,6 +155,9 @@ def test_list_prints_cases_and_oracles_and_runs_nothing(cli):
     assert done.exit_code == 0
     assert "mixed-batch-piecewise: " in done.output
     assert "no-table-copy: " in done.output
+    done = cli("--list", "--tp", "8", "--seed", "3", "-k", "long", "--repeat", "1")
+    assert done.exit_code == 2
+    assert "--list: --only, --seed would" in done.output
 
 
 def test_the_interpreting_process_that_dies_is_a_failure(monkeypatch):
@@ -173,7 +175,7 @@ def test_the_interpreting_process_that_dies_is_a_failure(monkeypatch):
     monkeypatch.setitem(backends.FINDERS, "triton", lambda: None)
     found = session.Session(session.Request(backend=("triton",), only=("fresh-data",)))
     list(found.run())
-    assert found.status == session.FAILED
+    assert found.status == FAILED
     assert len(started) == len(found.results) == 2
     assert "out of luck" in found.results[0].findings[0].message
 

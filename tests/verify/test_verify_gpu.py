@@ -7,9 +7,9 @@ import torch
 
 from tests.verify.faults import FAULTS
 from vllm_aiter_mla.kernels.platform import detect_platform
-from vllm_aiter_mla.verify import backends, session
-from vllm_aiter_mla.verify.cases import REAL, cases, variants
-from vllm_aiter_mla.verify.runner import Options, run_case
+from vllm_aiter_mla.verify import PASSED, backends, session
+from vllm_aiter_mla.verify.cases import REAL, Item, cases, variants
+from vllm_aiter_mla.verify.runner import run_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ def test_verify_gpu_every_back_end_here_passes(name):
         pytest.skip(found.missing[name])
     failed = [(r.case, r.variant, r.findings) for r in found.results if r.status == "failed"]
     assert failed == []
-    assert found.status == session.PASSED
+    assert found.status == PASSED
     assert found.engine.name == "graph capture"
 
 
@@ -49,7 +49,7 @@ def test_verify_gpu_a_planted_fault_is_caught_and_the_right_back_end_passes(monk
     engine = session.engine_here()
     fp8 = variants(engine.device, detect_platform().fp8, quick=True)[0]
     (case,) = (case for case in cases(session.CPU_LIMIT) if case.name == fault.case)
-    options = Options(REAL, session.CPU_LIMIT, soak=40)
-    assert run_case(case, fp8, fault.right(), engine, options).status == "passed"
-    wrong = run_case(replace(case, **fault.change()), fp8, fault.plant(monkeypatch), engine, options)
+    item = Item("reference", case, fp8, REAL, session.CPU_LIMIT, soak=40)
+    assert run_case(item, fault.right(), engine).status == "passed"
+    wrong = run_case(replace(item, case=replace(case, **fault.change())), fault.plant(monkeypatch), engine)
     assert fault.oracle in {finding.oracle for finding in wrong.findings}

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.verify.faults import Changed
-from vllm_aiter_mla.verify.engine import GraphEngine
-from vllm_aiter_mla.verify.recording import Recording
+from vllm_aiter_mla.verify.engine import GraphEngine, Recording
 
 
 class Graph:

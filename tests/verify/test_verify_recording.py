@@ -2,8 +2,7 @@
 
 import torch
 
-from vllm_aiter_mla.verify.engine import EagerEngine
-from vllm_aiter_mla.verify.recording import Recording, launch_foreign
+from vllm_aiter_mla.verify.engine import EagerEngine, Recording, launch_foreign
 from vllm_aiter_mla.verify.steps import Segment, Step
 
 
@@ -96,7 +95,7 @@ def test_an_eager_segment_between_two_captured_ones_runs_anew():
     step = Step([Segment(True, first), Segment(False, between), Segment(True, last)], outputs)
     captured = EagerEngine().capture(step, "", False)
     x.fill_(4)
-    captured.replay()
+    captured.run()
     assert len(seen) == 2
     assert captured.outputs["b"].tolist() == [50]
 

@@ -39,6 +39,10 @@ class Weights(str, Enum):
     fp8 = "fp8"
     mxfp4 = "mxfp4"
 
+    def key(self, fp8: Any) -> tuple[Any, ...]:
+        """Return the format as ``AbsorbWeight.key`` names it; ``fp8`` is the card's type."""
+        return {"bf16": ("plain",), "fp8": ("fp8", fp8), "mxfp4": ("mxfp4",)}[self.value]
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -183,8 +187,7 @@ def shape_of(heads: int, kind: str, weights: str) -> LayerShape:
 
     act, fp8 = torch.bfloat16, fp8_dtype()
     stored = fp8 if kind == "fp8" else act
-    key = {"bf16": ("plain",), "fp8": ("fp8", fp8), "mxfp4": ("mxfp4",)}[weights]
-    return LayerShape(heads, 128, stored, stored, 64, False, act, "cuda", weight=key)
+    return LayerShape(heads, 128, stored, stored, 64, False, act, "cuda", weight=Weights(weights).key(fp8))
 
 
 def show(report: Report) -> None:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_aiter_mla.commands.measure import Weights
+from vllm_aiter_mla.verify import NO_GRAPHS, NOTHING
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -28,15 +31,8 @@ class Device(str, Enum):
     cpu = "cpu"
 
 
-class Weights(str, Enum):
-    """Formats of the absorb weight."""
-
-    bf16 = "bf16"
-    fp8 = "fp8"
-    mxfp4 = "mxfp4"
-
-
 def verify(
+    context: typer.Context,
     backend: Annotated[
         list[str] | None,
         typer.Option("--backend", "-b", help="Back end to verify; may be repeated. Default: all here."),
@@ -70,23 +66,16 @@ def verify(
     the same cases run as eager replay. Exit status: 0 all passed, 1 something failed, 2 an option is wrong, 3 there is
     no GPU, or not the back end that was asked for.
     """
-    from vllm_aiter_mla.commands import outputs
-
-    given = {
-        "--backend": backend, "--only": only, "--variant": variant, "--quick": quick, "--limit": limit,
-        "--replays": replays, "--repeat": repeat != 1, "--json": json, "--seed": seed, "--model": model,
-        "--heads": heads, "--nope": nope, "--v": v, "--weights": weights,
-    }  # fmt: skip
-    unused = [option for option, value in given.items() if value not in (None, False, 0, [])]
-    if listing and unused:
-        raise typer.Exit(_wrong(f"--list: {', '.join(unused)} would have no effect; leave one of them out"))
-    try:
-        outputs.check({"--json": json})
-    except ValueError as error:
-        raise typer.Exit(_wrong(str(error))) from None
+    if listing:
+        options = {one.opts[0]: one for one in context.command.params if one.name not in ("listing", "device", "tp")}
+        values = {name: (context.params.get(str(one.name)), one.get_default(context)) for name, one in options.items()}
+        if unused := [name for name, (value, default) in values.items() if value and value != default]:
+            raise _wrong(f"--list: {', '.join(unused)} would have no effect; leave one of them out")
     from rich.console import Console
 
     from vllm_aiter_mla import files
+    from vllm_aiter_mla.commands import outputs
+    from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.verify import session
 
     console = Console(highlight=False)
@@ -98,24 +87,25 @@ def verify(
     repeated = {"--device": device.value, **sizes, "--weights": weights and weights.value}
     again = tuple(f"{option} {value}" for option, value in repeated.items() if value is not None)
     try:
+        outputs.check({"--json": json})
         geometry = None if all(value is None for value in sizes.values()) else _geometry(model, tp, heads, nope, v)
-        request = session.Request(
-            *names, seed, repeat, quick, limit, replays, device.value, geometry, weights and weights.value, again
+        weight = weights.key(detect_platform().fp8) if weights else None
+        run = session.Session(
+            session.Request(*names, seed, repeat, quick, limit, replays, device.value, geometry, weight, again)
         )
-        run = session.Session(request)
     except (ValueError, LookupError) as error:
-        raise typer.Exit(_wrong(str(error))) from None
+        raise _wrong(str(error)) from None
     except session.NotHereError as error:
-        raise typer.Exit(_wrong(str(error), session.NOTHING)) from None
+        raise _wrong(str(error), NOTHING) from None
     _run(run, console)
     if json is not None:
         files.write(json, run.as_dict() | files.stamp("verify", 1))
-    raise typer.Exit(_wrong("nothing could be run", run.status) if run.status == session.NOTHING else run.status)
+    raise _wrong("nothing could be run", NOTHING) if run.status == NOTHING else typer.Exit(run.status)
 
 
-def _wrong(message: str, status: int = 2) -> int:
+def _wrong(message: str, status: int = 2) -> typer.Exit:
     typer.echo(f"verify: {message}", err=True)
-    return status
+    return typer.Exit(status)
 
 
 def _geometry(model: str | None, tp: int, heads: int | None, nope: int | None, v: int | None) -> Geometry:
@@ -146,24 +136,29 @@ def _geometry(model: str | None, tp: int, heads: int | None, nope: int | None, v
 
 
 def _list(console: Console) -> None:
-    from vllm_aiter_mla.verify.cases import cases
-    from vllm_aiter_mla.verify.oracles import ORACLES
-    from vllm_aiter_mla.verify.session import CPU_LIMIT
+    from vllm_aiter_mla.verify import cases, oracles
 
     console.print("cases:")
-    for case in cases(CPU_LIMIT):
+    for case in cases.cases(cases.LIMITS[0]):
         console.print(f"  {case.name}: {case.serving}", soft_wrap=True)
     console.print("oracles:")
-    for name, meaning in ORACLES.items():
+    for name, meaning in oracles.ORACLES.items():
         console.print(f"  {name}: {meaning}", soft_wrap=True)
 
 
 def _run(session: Session, console: Console) -> None:
     """Run and print: progress, a table per back end, and each failure with the command that repeats it."""
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    for line in _header(session):
-        console.print(line)
+    console.print("machine: " + escape(", ".join(f"{name} {value}" for name, value in session.machine.items())))
+    if not session.engine.graphs:
+        console.print(
+            f"[bold]{NO_GRAPHS}[/]: torch sees no GPU. What follows is eager replay: recorded ATen calls, repeated on "
+            "the same tensors with the same Python values. It says nothing about a driver, a kernel on a GPU or time."
+        )
+    for name, reason in session.missing.items():
+        console.print(f"back end {name}: not available: {escape(reason)}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=len(session.items))
@@ -171,23 +166,8 @@ def _run(session: Session, console: Console) -> None:
             progress.update(task, advance=1, description=f"{result.backend} {result.variant} {result.case}")
     for backend in dict.fromkeys(result.backend for result in session.results):
         console.print(_table(backend, [result for result in session.results if result.backend == backend]))
-    for line in (*_failures(session), *_footer(session)):
+    for line in _outcome(session):
         console.print(line, soft_wrap=True)
-
-
-def _header(session: Session) -> Iterator[str]:
-    from rich.markup import escape
-
-    from vllm_aiter_mla.verify.session import NO_GRAPHS
-
-    yield "machine: " + escape(", ".join(f"{name} {value}" for name, value in session.machine.items()))
-    if not session.engine.graphs:
-        yield (
-            f"[bold]{NO_GRAPHS}[/]: torch sees no GPU. What follows is eager replay: recorded ATen calls, repeated on "
-            "the same tensors with the same Python values. It says nothing about a driver, a kernel on a GPU or time."
-        )
-    for name, reason in session.missing.items():
-        yield f"back end {name}: not available: {escape(reason)}"
 
 
 def _table(backend: str, results: list[Result]) -> Table:
@@ -206,12 +186,11 @@ def _table(backend: str, results: list[Result]) -> Table:
     return table
 
 
-def _failures(session: Session) -> Iterator[str]:
-    """Yield each failed case: what broke, at which step, and the command that runs only this case."""
+def _outcome(session: Session) -> Iterator[str]:
+    """Yield each failure, the reasons of skipped cases, the launches of a step, the oracles, and the sums."""
     from rich.markup import escape
 
     from vllm_aiter_mla.verify.oracles import ORACLES
-    from vllm_aiter_mla.verify.session import command
 
     for result in (result for result in session.results if result.status == "failed"):
         yield f"\n[red bold]FAILED[/] {result.backend} {result.case} ({result.variant}, seed {result.seed})"
@@ -219,16 +198,7 @@ def _failures(session: Session) -> Iterator[str]:
             yield f"  {finding.oracle}: {escape(finding.message)}"
             yield f"    must hold: {ORACLES[finding.oracle]}"
             yield f"    at {escape(finding.step)}"
-        yield f"  reproduce: {command(result, session.request)}"
-
-
-def _footer(session: Session) -> Iterator[str]:
-    """Yield the reasons of skipped cases, the launches of a step, the oracles, and the sums."""
-    from rich.markup import escape
-
-    from vllm_aiter_mla.verify.oracles import ORACLES
-    from vllm_aiter_mla.verify.session import NO_GRAPHS
-
+        yield f"  reproduce: {session.command(result)}"
     yield from dict.fromkeys(f"{r.backend} {r.case}: {escape(r.reason)}" for r in session.results if r.reason)
     for result in session.results:
         if result.case == "kernel-status" and result.launches:

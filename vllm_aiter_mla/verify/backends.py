@@ -18,12 +18,11 @@ from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.verify.cases import Case, Variant
-from vllm_aiter_mla.verify.engine import EagerEngine
+from vllm_aiter_mla.verify.cases import Item
+from vllm_aiter_mla.verify.engine import EagerEngine, launch_foreign
 from vllm_aiter_mla.verify.launches import first_line
 from vllm_aiter_mla.verify.oracles import Finding
-from vllm_aiter_mla.verify.recording import launch_foreign
-from vllm_aiter_mla.verify.runner import Options, Result, run_case
+from vllm_aiter_mla.verify.runner import Result, run_case
 
 Found: TypeAlias = KernelBackend | str | None
 """A new back end, or why there is none. None if it needs a process that interprets Triton."""
@@ -65,17 +64,19 @@ FINDERS: dict[str, Callable[[], Found]] = {"reference": ReferenceBackend, "trito
 """How to look for each back end, in the order in which they run; add your own."""
 
 
-def run_interpreted(case: Case, variant: Variant, options: Options) -> Result:
-    """Run a case of the Triton back end under Triton's interpreter, in a process of its own.
+def run(item: Item, engine: EagerEngine) -> Result:
+    """Run an item with a new back end, because state kept by one case could change the next.
 
-    A process that interprets kernels cannot compile them, and Triton must know before it is imported. If the process
-    ends, this case fails and the next one starts a new process.
+    Triton's interpreter has a process of its own: a process that interprets kernels cannot compile them, and Triton
+    must know before it is imported. If the process ends, this case fails and the next one starts a new process.
     """
+    if item.here:
+        return run_case(item, load(item.backend), engine)
     try:
-        return _interpreter().submit(_run_there, case, variant, options).result()
+        return _interpreter().submit(_run_interpreted, item).result()
     except BrokenProcessPool as error:
         _interpreter.cache_clear()
-        broken = Result(case.name, variant.name, "triton", INTERPRETED, options.seed)
+        broken = Result.of(item, INTERPRETED)
         broken.add([Finding("runs", f"the interpreting process ended: {first_line(error)}")], "start")
         return broken
 
@@ -95,10 +96,10 @@ def _prepare() -> None:
     launcher.decode_prep_kernel = _Recorded(launcher.decode_prep_kernel)
 
 
-def _run_there(case: Case, variant: Variant, options: Options) -> Result:
+def _run_interpreted(item: Item) -> Result:
     engine = EagerEngine()
     engine.name = INTERPRETED
-    return run_case(case, variant, load("triton"), engine, options)
+    return run_case(item, load(item.backend), engine)
 
 
 class _Recorded:

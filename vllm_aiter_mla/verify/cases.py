@@ -7,11 +7,15 @@ from typing import Any, Literal
 
 import torch
 
-from vllm_aiter_mla.kernels import formats as fp8
+from vllm_aiter_mla.kernels import formats
 
 Kind = Literal["kernel", "full", "piecewise", "compiled"]
+ACT = torch.bfloat16
+"""The activation dtype of every run."""
 FRESH = ("data", "positions", "slots")
 """What a step may change."""
+# The cases need eight tokens. 8,192 is vLLM's default on MI300X with seven drafts: 1,024 requests of eight tokens.
+LIMITS = (8, 8192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,6 @@ class Variant:
     cache: torch.dtype
     out: torch.dtype  # of the prepared query
     is_neox: bool = False
-    act: torch.dtype = torch.bfloat16
     weight: tuple[Any, ...] = ("plain",)  # format of the absorb weight, as ``AbsorbWeight.key`` names it
 
 
@@ -51,15 +54,15 @@ def variants(device: str, native: torch.dtype, quick: bool) -> tuple[Variant, ..
 
     vLLM 0.30 to 0.32 hold the absorb weights in fp8 by default on AMD cards, so a quick run on a GPU has them too.
     """
-    act, is_cpu = torch.bfloat16, device == "cpu"
-    both = (Variant("fp8", native, native), Variant("bf16", act, act, is_neox=True))
+    is_cpu = device == "cpu"
+    both = (Variant("fp8", native, native), Variant("bf16", ACT, ACT, is_neox=True))
     weights = Variant("fp8-weight", native, native, weight=("fp8", native))
     if quick:
         return both if is_cpu else (*both, weights)
-    mixed = Variant("fp8-cache", native, act)
+    mixed = Variant("fp8-cache", native, ACT)
     if not is_cpu:
         return (*both, weights, mixed)
-    other = next(dtype for dtype in fp8.FLAVOURS if dtype != native)
+    other = next(dtype for dtype in formats.FLAVOURS if dtype != native)
     return (*both, weights, mixed, Variant("fp8-other", other, other, is_neox=True))
 
 
@@ -89,13 +92,8 @@ class Replay:
     side: bool = False  # on a stream of its own
 
 
-@dataclass(frozen=True, slots=True)
-class Eager:
+class Eager(Replay):
     """Run a batch without a graph, as vLLM runs a mixed batch or a size that it has not captured."""
-
-    size: int
-    rows: int | None = None
-    prefill: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ class Soak:
     size: int
 
 
-Step = Replay | Eager | Soak | Literal["weights", "scales", "table", "overflow", "launches"]
+Step = Replay | Soak | Literal["weights", "scales", "table", "overflow", "launches"]
 """A name changes that buffer in place, "overflow" the rows. "launches" compares the captured launches with what the
 back end may launch."""
 
@@ -130,19 +128,30 @@ class Case:
     side_stream: bool = False  # whether the capture runs on a stream of its own
     quick: bool = True  # whether --quick and the interpreter run it too
 
-    def slots(self, size: int) -> int | None:
-        """Return the length of the slot mapping at a padded size; None if it is as long as the rows."""
-        return size - self.missing_slots if self.missing_slots else None
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One result to come: a case with a variant and a back end, how large it is, and its seed."""
+
+    backend: str  # as ``backends.FINDERS`` has it
+    case: Case
+    variant: Variant
+    geometry: Geometry
+    limit: int  # L, the last capture size
+    seed: int = 0  # of the data, together with the names of case and variant
+    soak: int = 1000  # replays of a long run
+    here: bool = True  # or else in a process that interprets Triton
 
 
 def cases(limit: int) -> tuple[Case, ...]:
     """Return all cases for a decode limit of ``limit`` tokens. Names are unique.
 
     Raises:
-        ValueError: ``limit`` is below 8, too small for the cases' mixed batches.
+        ValueError: ``limit`` is outside ``LIMITS``.
     """
-    if limit < 8:
-        raise ValueError(f"a decode limit of at least 8 tokens expected, got {limit}")
+    low, high = LIMITS
+    if not low <= limit <= high:
+        raise ValueError(f"--limit {limit}: between {low} and {high} tokens expected")
     sizes = capture_sizes(limit)
     start, half, third, small = Replay(limit), limit // 2, limit // 3, sizes[1]
     two, few = (half, limit), (sizes[0], sizes[2], limit)

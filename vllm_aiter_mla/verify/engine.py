@@ -1,43 +1,110 @@
-"""Capture and replay: by CUDA or HIP graphs on a GPU; elsewhere by repeating the recorded ATen calls of a step."""
+"""Capture and replay: by CUDA or HIP graphs on a GPU; elsewhere by repeating the recorded ATen calls of a step.
+
+A recording repeats the calls with its tensor objects and Python values. Everything that Python decided is frozen: a
+branch, a shape, a float read from a tensor. A result lands in the memory that it had the first time. Fresh memory is
+not initialised again and views are not made again, because both are addresses in a graph.
+"""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 
 from vllm_aiter_mla.verify import launches
-from vllm_aiter_mla.verify.recording import Recording
-from vllm_aiter_mla.verify.steps import Outputs, Segment, Step
+from vllm_aiter_mla.verify.steps import Segment, Step
+
+# Calls that wait for the device, or whose result's shape depends on the device's data.
+SYNCS = frozenset(
+    f"aten.{name}"
+    for name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_dim", "_unique2")
+)
+INDEXING = frozenset({"aten.index", "aten.index_put", "aten.index_put_"})
+EMPTY = frozenset(f"aten.{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
+
+
+class Recording(TorchDispatchMode):
+    """Records while it is entered; :meth:`replay` afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []  # what a replay launches, in order
+        self.syncs: list[str] = []  # calls that would have waited for the device
+        self.shapes: list[tuple[str, tuple[int, ...]]] = []  # (call, shape) of all fresh memory
+        self._calls: list[Callable[[], object]] = []
+        self._kept: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` and note it."""
+        name, kwargs = str(func.overloadpacket), kwargs or {}
+        result = func(*args, **kwargs)
+        if _synchronises(name, args):
+            self.syncs.append(name)
+        if name == "aten._local_scalar_dense":
+            return result
+        fresh = _fresh(args, kwargs, result)
+        self.shapes += [(name, tuple(tensor.shape)) for tensor in fresh.values()]
+        if name in EMPTY or not (fresh or func._schema.is_mutable):
+            # Nothing to repeat: memory or a view. New memory is kept alive, as a graph's pool does.
+            self._kept += fresh.values()
+            return result
+
+        def again() -> None:
+            leaves = tree_leaves(func(*args, **kwargs))
+            for index, target in fresh.items():
+                target.copy_(leaves[index])
+
+        self.add(name, again)
+        return result
+
+    def add(self, name: str, call: Callable[[], object]) -> None:
+        """Add a call that a replay repeats."""
+        self.names.append(name)
+        self._calls.append(call)
+
+    def replay(self) -> None:
+        """Repeat every call in order, and put new results where the recorded ones are."""
+        for call in self._calls:
+            call()
+
+
+def launch_foreign(name: str, launch: Callable[[], Any]) -> Any:
+    """Run a kernel launch that ATen does not see; a recording has it as one call, without the calls inside it."""
+    mode = _get_current_dispatch_mode()
+    if not isinstance(mode, Recording):
+        return launch()
+    mode.add(name, launch)
+    with _disable_current_modes():
+        return launch()
+
+
+def _synchronises(name: str, args: Any) -> bool:
+    if name in INDEXING:
+        # A boolean index becomes a list of indices, and the host has to know its length.
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1]))
+    return name in SYNCS or (name == "aten.repeat_interleave" and len(_tensors(args)) > 1)
+
+
+def _fresh(args: Any, kwargs: Any, result: Any) -> dict[int, torch.Tensor]:
+    """Return the results that are new memory, by their position among the results."""
+    owned = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+    return {
+        index: leaf
+        for index, leaf in enumerate(tree_leaves(result))
+        if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in owned
+    }
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class CaptureError(RuntimeError):
     """A segment could not be captured; the message is the driver's or torch's own."""
-
-
-@dataclass(slots=True)
-class Graph:
-    """One captured segment."""
-
-    replay: Callable[[], None]
-    launches: tuple[str, ...] | str  # names of what it launches, or why they are unknown
-
-
-@dataclass(slots=True)
-class Captured:
-    """A captured step: what to call in order, the graphs among those calls, and the step's outputs."""
-
-    calls: list[Callable[[], None]]
-    graphs: list[Graph]
-    outputs: Outputs
-
-    def replay(self) -> None:
-        """Take one step: replay every captured segment and run every eager one."""
-        for call in self.calls:
-            call()
 
 
 class EagerEngine:
@@ -47,24 +114,23 @@ class EagerEngine:
     graphs = False
     device = "cpu"
 
-    def capture(self, step: Step, pool: str, side_stream: bool) -> Captured:
-        """Capture a step that has run before, each captured segment as a graph. Raises CaptureError.
+    def capture(self, step: Step, pool: str, side_stream: bool) -> Step:
+        """Return a step that has run before with its captured segments as graphs. Raises CaptureError.
 
         Graphs with the same ``pool`` share its memory. ``side_stream`` captures on a stream of its own.
         """
-        captured = Captured([], [], step.outputs)
+        segments = []
         for segment in step.segments:
             if segment.captured:
-                captured.graphs.append(self._record(segment, pool, side_stream))
-                captured.calls.append(captured.graphs[-1].replay)
+                segments.append(self._record(segment, pool, side_stream))
             else:
                 segment.run()
-                captured.calls.append(segment.run)
-        return captured
+                segments.append(segment)
+        return step._replace(segments=segments)
 
-    def _record(self, segment: Segment, pool: str, side_stream: bool) -> Graph:
+    def _record(self, segment: Segment, pool: str, side_stream: bool) -> Segment:
         made = self.probe(segment)
-        return Graph(made.replay, tuple(made.names))
+        return Segment(True, made.replay, tuple(made.names))
 
     def probe(self, segment: Segment) -> Recording:
         """Run a segment once without a graph; return its host synchronisations and the memory that it makes."""
@@ -100,7 +166,7 @@ class GraphEngine(EagerEngine):
     def __init__(self) -> None:
         self._pools: dict[str, Any] = {}
 
-    def _record(self, segment: Segment, pool: str, side_stream: bool) -> Graph:
+    def _record(self, segment: Segment, pool: str, side_stream: bool) -> Segment:
         torch.cuda.synchronize()
         handle = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
         # keep_graph keeps the graph next to its executable form, so that its launches can be counted.
@@ -120,7 +186,7 @@ class GraphEngine(EagerEngine):
             names = f"no list of launches: {error}"
         graph.instantiate()
         torch.cuda.synchronize()
-        return Graph(graph.replay, names)
+        return Segment(True, graph.replay, names)
 
     def probe(self, segment: Segment) -> Recording:
         """Run once with torch's synchronisation check on; inside a capture it would end the capture."""

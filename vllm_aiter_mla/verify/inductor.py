@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.kernels.backend import KernelBackend
-from vllm_aiter_mla.verify.cases import Case
 from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.layer import Batch, Buffers, Rows
 from vllm_aiter_mla.verify.oracles import Expected, Finding
@@ -25,14 +24,14 @@ _TROUBLE = re.compile(
 _number = itertools.count()
 
 
-def run(case: Case, buffers: Buffers, backend: KernelBackend, engine: EagerEngine) -> list[Finding]:
+def run(buffers: Buffers, backend: KernelBackend, engine: EagerEngine) -> list[Finding]:
     """Compile one step per size and run batches of all kinds; check every oracle, and Inductor's log.
 
     Without a GPU Inductor makes no graphs, and this checks only that the op changes the buffers that it is given.
     """
     library = torch.library.Library(f"vllm_aiter_mla_verify_{next(_number)}", "DEF")
     outputs: Outputs = {}
-    op = _define(library, make_op("piecewise", buffers, backend, 0, outputs))
+    op = _define(library, make_op(buffers, backend, 0, outputs))
     layer = buffers.layers[0]
 
     def step(q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, positions: torch.Tensor) -> tuple[Any, ...]:
@@ -43,21 +42,21 @@ def run(case: Case, buffers: Buffers, backend: KernelBackend, engine: EagerEngin
     def replay(size: int, number: int) -> list[Finding]:
         rows = max(size - number % 2, 1)
         buffers.step(Batch(rows, rows // 2 if number % 3 == 2 else 0))
-        expected = Expected(buffers, backend, size, rows, None, attends=True)
+        expected = Expected(buffers, backend, size, rows)
         if engine.graphs:
             torch.compiler.cudagraph_mark_step_begin()
         final, *produced = compiled(*layer.source.first(size), buffers.positions[:size])
         for buffer, got in zip((layer.out, *layer.work), (final / 2, *produced), strict=True):
             buffer[:size] = got  # where the oracles look
         engine.synchronize()
-        return expected.check(outputs | {"final.0": final})
+        return expected.check(outputs | {("final", 0): final})
 
     torch._dynamo.reset()
     options: dict[str, Any] = {"triton.cudagraphs": engine.graphs, "graph_partition": True}
     compiled = torch.compile(step, options=options, dynamic=False, fullgraph=True)
     try:
         with _logged() as lines:
-            rounds = (replay(size, number) for size in case.sizes for number in range(ROUNDS))
+            rounds = (replay(size, number) for size in buffers.case.sizes for number in range(ROUNDS))
             findings = next((found for found in rounds if found), [])
         return findings + [Finding("no-re-record", line) for line in lines if _TROUBLE.search(line)]
     finally:

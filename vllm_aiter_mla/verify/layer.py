@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import Run
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.inputs import K_SCALE, Q_SCALE, DecodeInputs
 from vllm_aiter_mla.kernels.selfcheck import OVERFLOW
-from vllm_aiter_mla.verify.cases import FRESH, Geometry, Variant
+from vllm_aiter_mla.ops import Rope
+from vllm_aiter_mla.verify.cases import ACT, FRESH, Item
 
 # Blocks before and after the cache. A write out of bounds stays inside the allocation and is seen.
 GUARD_BLOCKS = 2
-K_SCALE, Q_SCALE = 0.053, 0.047
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,17 @@ class Layer:
         """[blocks, block_size, latent+R] without the guards."""
         return self.storage[GUARD_BLOCKS:-GUARD_BLOCKS]
 
-    def inputs(self, size: int, slots: int | None = None) -> DecodeInputs:
-        """Return what the kernel should receive for ``size`` rows and ``slots`` slots (by default as many)."""
+    def rope(self, positions: torch.Tensor) -> Rope:
+        """Return the rotation at these positions."""
+        return Rope(positions, self.buffers.table, self.k_scale, self.buffers.variant.is_neox)
+
+    def inputs(self, size: int) -> DecodeInputs:
+        """Return what the kernel should receive for ``size`` rows."""
         return DecodeInputs(
             **self.source.first(size)._asdict(),
             weight=self.weight(),
             kv_cache=self.kv_cache,
-            slot_mapping=self.buffers.slots[:slots][:size],
+            slot_mapping=self.buffers.slot_mapping(size)[:size],
             positions=self.buffers.positions[:size],
             cos_sin_cache=self.buffers.table,
             k_scale=self.k_scale,
@@ -109,7 +114,7 @@ class Layer:
         raise error
 
     def rope_and_write(
-        self, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, slots: torch.Tensor, rope: Any
+        self, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, slots: torch.Tensor, rope: Rope
     ) -> None:
         """Do what vLLM's kernel does: it needs one slot per row, and leaves k_pe unrotated where the slot is negative.
 
@@ -124,8 +129,8 @@ class Layer:
         reference.scatter_rows(self.kv_cache, slots, rows)
 
     @staticmethod
-    def rotate(q_pe: torch.Tensor, k_pe: torch.Tensor, rope: Any) -> None:
-        """Rotate in place with the reference and round to the activation dtype. ``rope`` is an ``ops.Rope``."""
+    def rotate(q_pe: torch.Tensor, k_pe: torch.Tensor, rope: Rope) -> None:
+        """Rotate in place with the reference and round to the activation dtype."""
         cos, sin = reference.gather_cos_sin(rope.table, rope.positions)
         q_pe.copy_(reference.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), rope.is_neox))
         k_pe.copy_(reference.rotate(k_pe, cos, sin, rope.is_neox))
@@ -157,7 +162,7 @@ class Layer:
     def _attend_cache(self, query: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         """Attend over paged keys: query [n, N, L+R] in real units -> [n, N, L]."""
         n = query.shape[0]
-        picked = by_bytes(cache).index_select(0, self.buffers.row_blocks[:n].flatten()).view(cache.dtype)
+        picked = raw(cache).index_select(0, self.buffers.row_blocks[:n].flatten()).view(cache.dtype)
         keys = picked.view(n, self.buffers.geometry.blocks * cache.shape[1], cache.shape[2]).float()
         if formats.is_fp8(cache.dtype):
             keys = keys * self.k_scale
@@ -176,32 +181,35 @@ class Layer:
 
 
 class Buffers:
-    """Everything whose address a captured graph may hold. A step changes it in place and never replaces it.
+    """Everything whose address a captured graph may hold. A step changes it in place and never replaces it."""
 
-    ``limit`` is L, the rows of every buffer. ``width`` is the number of tokens per decode request, 1 + drafts.
-    """
-
-    def __init__(
-        self, geometry: Geometry, variant: Variant, limit: int, layers: int, width: int, device: str, seed: int
-    ) -> None:
-        self.geometry, self.variant, self.limit, self.width, self.device = geometry, variant, limit, width, device
+    def __init__(self, item: Item, device: str) -> None:
+        self.case, self.variant, self.geometry, self.device = item.case, item.variant, item.geometry, device
+        # The data do not depend on which other cases run.
+        seed = zlib.crc32(f"{item.seed}/{item.case.name}/{item.variant.name}".encode())
         self.generator = torch.Generator().manual_seed(seed)
-        self.blocks = limit * geometry.blocks + 1
+        self.limit = limit = item.limit  # rows of every buffer
+        self.blocks = limit * item.geometry.blocks + 1
         self.table = self._table()
         self.positions = torch.zeros(limit, dtype=torch.int64, device=device)
         self.slots = torch.full((limit,), -1, dtype=torch.int64, device=device)
-        self.row_blocks = torch.zeros((limit, geometry.blocks), dtype=torch.int64, device=device)
+        self.row_blocks = torch.zeros((limit, item.geometry.blocks), dtype=torch.int64, device=device)
         self.row_keys = torch.zeros(limit, dtype=torch.int64, device=device)
-        self.layers = tuple(self._layer() for _ in range(layers))
+        self.layers = tuple(self._layer() for _ in range(item.case.layers))
         self.batch = Batch(0, dummy=True)
+
+    def slot_mapping(self, size: int) -> torch.Tensor:
+        """Return what a step of ``size`` padded rows gets: all L slots, or fewer than rows if the case says so."""
+        short = self.case.missing_slots
+        return self.slots[: size - short] if short else self.slots
 
     def _normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         """Draw activations on the CPU, so that the numbers do not depend on the device."""
-        return (torch.randn(shape, generator=self.generator) * scale).to(self.variant.act).to(self.device)
+        return (torch.randn(shape, generator=self.generator) * scale).to(ACT).to(self.device)
 
     def _table(self) -> torch.Tensor:
         angles = torch.rand(self.geometry.max_position, self.geometry.rope // 2, generator=self.generator) * 6.283
-        return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.variant.act).to(self.device)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).to(ACT).to(self.device)
 
     def _rows(self) -> Rows:
         """Make slices of wider rows, as vLLM hands them over: a kernel that assumes dense rows reads the wrong one."""
@@ -217,7 +225,7 @@ class Buffers:
     def _layer(self) -> Layer:
         g, width = self.geometry, self.geometry.latent + self.geometry.rope
         rows = torch.randn(self.blocks + 2 * GUARD_BLOCKS, g.block_size, width, generator=self.generator)
-        cache = reference.store_nope(rows.to(self.variant.act), torch.tensor(1 / K_SCALE), self.variant.cache)
+        cache = reference.store_nope(rows.to(ACT), torch.tensor(1 / K_SCALE), self.variant.cache)
         return Layer(
             buffers=self,
             source=self._rows(),
@@ -227,7 +235,7 @@ class Buffers:
             storage=cache.to(self.device),
             k_scale=torch.tensor([K_SCALE], device=self.device),
             q_scale=torch.tensor([Q_SCALE], device=self.device),
-            out=torch.zeros(self.limit, g.heads * g.value, dtype=self.variant.act, device=self.device),
+            out=torch.zeros(self.limit, g.heads * g.value, dtype=ACT, device=self.device),
         )
 
     def before_capture(self, batch: Batch) -> None:
@@ -264,7 +272,7 @@ class Buffers:
         pool = torch.randperm(self.blocks, generator=self.generator).tolist()
         row = 0
         # Decode requests of ``width`` tokens, then one prefill chunk after another.
-        for tokens in (*_parts(batch.decode_rows, self.width), *_parts(batch.prefill_rows, capacity)):
+        for tokens in (*_parts(batch.decode_rows, self.case.width), *_parts(batch.prefill_rows, capacity)):
             blocks = torch.tensor([pool.pop() for _ in range(self.geometry.blocks)])
             end = int(torch.randint(tokens, capacity + 1, (1,), generator=self.generator))
             keys = torch.arange(end - tokens, end)
@@ -294,6 +302,6 @@ def _parts(total: int, most: int) -> list[int]:
     return [min(most, total - first) for first in range(0, total, most)]
 
 
-def by_bytes(x: torch.Tensor) -> torch.Tensor:
-    """View fp8 as bytes: indexing is not implemented for fp8 everywhere."""
-    return x.view(torch.uint8) if formats.is_fp8(x.dtype) else x
+def raw(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of ``x``, a view if it is contiguous: NaNs compare equal, and fp8 can be indexed everywhere."""
+    return x.contiguous().view(torch.uint8)

@@ -11,9 +11,9 @@ from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.selfcheck import deviation, difference, norm_bound
-from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Rows, by_bytes
-from vllm_aiter_mla.verify.recording import Recording
-from vllm_aiter_mla.verify.steps import Outputs, query_name, rope_of
+from vllm_aiter_mla.verify.engine import Recording
+from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Rows, raw
+from vllm_aiter_mla.verify.steps import Outputs
 
 ORACLES: dict[str, str] = {
     "runs": "the step runs, and its capture succeeds",
@@ -48,29 +48,26 @@ class Finding:
 class Expected:
     """Copies of all operands before a step, and the expected result of each layer. Make it after ``Buffers.step``.
 
-    ``size`` is T, ``rows`` the rows that are prepared if the batch has decode rows only, ``slots`` S (None for as many
-    as rows). ``attends`` says whether the whole op runs, with what comes before it.
+    ``size`` is T, ``rows`` the rows that are prepared if the batch has decode rows only.
     """
 
-    def __init__(
-        self, buffers: Buffers, backend: KernelBackend, size: int, rows: int, slots: int | None, attends: bool
-    ) -> None:
-        self._buffers = buffers
+    def __init__(self, buffers: Buffers, backend: KernelBackend, size: int, rows: int) -> None:
+        self._buffers, attends = buffers, buffers.case.kind != "kernel"  # else the preparation alone runs
         self._copies = {name: tensor.clone() for name, tensor in _operands(buffers)}
-        self._layers = [_Layer(backend, layer, layer.inputs(rows, slots), attends) for layer in buffers.layers]
+        self._layers = [_Layer(backend, layer, layer.inputs(rows), attends) for layer in buffers.layers]
         self._produced = size if attends else 0
 
     def check(self, outputs: Outputs) -> list[Finding]:
         """Return what the step, which has run, broke."""
         findings: list[Finding] = []
         for i, layer in enumerate(self._layers):
-            found = layer.check(outputs.get(query_name(i)), outputs.get(f"final.{i}"), self._copies["slot_mapping"])
+            found = layer.check(outputs.get(("query", i)), outputs.get(("final", i)), self._copies["slot_mapping"])
             findings += [replace(f, message=f"layer {i}: {f.message}") for f in found]
         pairs = [(name, tensor, self._copies[name]) for name, tensor in _operands(self._buffers)]
         for i, own in enumerate(self._buffers.layers):
             names = (f"work buffer {name} of layer {i}" for name in Rows._fields)
             pairs += zip(names, own.work.first(self._produced), self._worked(own), strict=True)
-        changed = [name for name, tensor, wanted in pairs if not torch.equal(_raw(tensor), _raw(wanted))]
+        changed = [name for name, tensor, wanted in pairs if not torch.equal(raw(tensor), raw(wanted))]
         return findings + [Finding("inputs-unchanged", f"{name} was changed by the step") for name in changed]
 
     def _worked(self, own: Layer) -> Rows:
@@ -147,7 +144,7 @@ class _Layer:
         storage, lat = self.own.storage, self.inputs.latent_dim
         written = slots[slots >= 0] + GUARD_BLOCKS * storage.shape[1]
         if written.numel():
-            each = (by_bytes(cache.flatten(0, 1)) for cache in (storage, *self.storages))
+            each = (raw(cache.flatten(0, 1)) for cache in (storage, *self.storages))
             got, *accepted = (rows.index_select(0, written).view(storage.dtype) for rows in each)
             latent = _least(got[:, :lat], [rows[:, :lat] for rows in accepted], exact=True)
             rope = _least(got[:, lat:], [rows[:, lat:] for rows in accepted], self.exact_rope)
@@ -170,7 +167,7 @@ class _Layer:
             row = int(error.argmax())
             kind = "prefill" if row >= batch.decode_rows else "decode"
             yield Finding("attention-output", f"{kind} row {row} is off by {float(error.max()):.0%}")
-        if final is not None and not torch.equal(_raw(final[:n]), _raw(out[:n] * 2)):
+        if final is not None and not torch.equal(raw(final[:n]), raw(out[:n] * 2)):
             yield Finding("attention-output", "what follows the attention did not see its output")
 
 
@@ -182,7 +179,7 @@ def _attended(layer: Layer, queries: list[torch.Tensor]) -> torch.Tensor:
         layer.v_up(layer.forward_mqa(queries[0][:n], layer.kv_cache, batch), out)
         return out
     q, k_pe, kv_c = (tensor.clone() for tensor in layer.source.first(n))
-    rope = rope_of(layer, buffers.positions[:n])
+    rope = layer.rope(buffers.positions[:n])
     layer.rope_and_write(q[..., buffers.geometry.nope :], k_pe, kv_c, buffers.slots[:n], rope)
     layer.vllm_forward(q, kv_c, k_pe.unsqueeze(1), batch, out)
     return out
@@ -206,11 +203,6 @@ def _operands(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f"{name} of layer {i}", tensor) for name, tensor in (*named, *layer.source._asdict().items()))
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes, so that NaNs compare equal."""
-    return tensor.contiguous().view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
-
-
 def _not_finite(x: torch.Tensor) -> str:
     """Return which rows hold NaN or Inf, or an empty string."""
     bad = (~x.float().isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist()
@@ -223,7 +215,7 @@ def _least(
     """Return how far ``got`` is from the first of ``accepted``, or an empty string if it agrees with one of them."""
     distances = [difference(got.contiguous(), each.contiguous(), slack) for each in accepted]
     for each, found in zip(accepted, distances, strict=True):
-        if torch.equal(_raw(got), _raw(each)) or (not exact and found.steps <= 1 and found.share <= share):
+        if torch.equal(raw(got), raw(each)) or (not exact and found.steps <= 1 and found.share <= share):
             return ""
     wrong = (got.float() != accepted[0].float()).nonzero()
     where = f", first at {wrong[0].tolist()}" if wrong.numel() else ""
@@ -232,7 +224,7 @@ def _least(
 
 
 def _elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> Iterator[Finding]:
-    changed = (_raw(layer.storage) != _raw(storage)).flatten(0, 1).any(dim=1)
+    changed = (raw(layer.storage) != raw(storage)).flatten(0, 1).any(dim=1)
     changed[written] = False
     if bool(changed.any()):
         first = int(changed.nonzero()[0]) - GUARD_BLOCKS * layer.storage.shape[1]

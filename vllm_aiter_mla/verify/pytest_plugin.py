@@ -26,40 +26,38 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     """Add one item per back end, case and variant, before ``-k`` selects among them."""
     if not config.getoption(OPTION):
         return
-    from vllm_aiter_mla.verify import session as verify
+    from vllm_aiter_mla.verify.session import Request, Session
 
-    request = verify.Request(seed=config.getoption("--aiter-mla-seed"), quick=config.getoption("--aiter-mla-quick"))
-    engine = verify.engine_here()
-    found, missing = verify.plan(request, engine)
+    run = Session(Request(seed=config.getoption("--aiter-mla-seed"), quick=config.getoption("--aiter-mla-quick")))
 
     def add(name: str, **kwargs: Any) -> None:
         items.append(VerifyItem.from_parent(session, name=name, nodeid=f"aiter-mla-verify::{name}", **kwargs))
 
-    for one in found:
-        add(f"{one.backend}-{one.case.name}[{one.variant.name}]", item=one, engine=engine, request=request)
-    for name, why in missing.items():
+    for one in run.items:
+        add(f"{one.backend}-{one.case.name}[{one.variant.name}]", item=one, run=run)
+    for name, why in run.missing.items():
         add(name, why=why)
 
 
 class VerifyItem(pytest.Item):
     """One case of one back end, or the reason why a back end is missing. It belongs to no file."""
 
-    def __init__(self, item: Any = None, engine: Any = None, request: Any = None, why: str = "", **kwargs: Any) -> None:
+    def __init__(self, item: Any = None, run: Any = None, why: str = "", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.item, self.engine, self.request, self.why = item, engine, request, why
+        self.item, self.run, self.why = item, run, why
 
     def runtest(self) -> None:
         """Run the case. If it fails, the text of the failure says what broke."""
         if self.item is None:
             pytest.skip(self.why)
-        from vllm_aiter_mla.verify.session import command
+        from vllm_aiter_mla.verify import backends
 
-        result = self.item.run(self.engine)
+        result = backends.run(self.item, self.run.engine)
         if result.status == "skipped":
             pytest.skip(result.reason)
         if result.status == "failed":
             lines = [f"{f.oracle}: {f.message} (at {f.step})" for f in result.findings]
-            pytest.fail("\n".join([*lines, command(result, self.request)]), pytrace=False)
+            pytest.fail("\n".join([*lines, self.run.command(result)]), pytrace=False)
 
     def reportinfo(self) -> tuple[str, None, str]:
         """Return what pytest prints as the item's place."""

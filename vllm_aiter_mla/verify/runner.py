@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import zlib
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -12,29 +11,17 @@ import torch
 
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.backend import KernelBackend
-from vllm_aiter_mla.verify import launches, oracles
-from vllm_aiter_mla.verify.cases import FRESH, Case, Eager, Geometry, Replay, Soak, Step, Variant
-from vllm_aiter_mla.verify.engine import Captured, CaptureError, EagerEngine
+from vllm_aiter_mla.verify import launches, oracles, steps
+from vllm_aiter_mla.verify.cases import Case, Eager, Item, Replay, Soak, Step
+from vllm_aiter_mla.verify.engine import CaptureError, EagerEngine
 from vllm_aiter_mla.verify.launches import first_line
 from vllm_aiter_mla.verify.layer import Batch, Buffers
 from vllm_aiter_mla.verify.oracles import Expected, Finding
-from vllm_aiter_mla.verify.steps import Outputs, Segment, build, query_name
-from vllm_aiter_mla.verify.steps import Step as Built
 
 # How often a long run is compared with the reference.
 SOAK_CHECKS = 4
 # Allowed growth of the memory in use outside torch's allocator: other processes share the device.
 UNCLAIMED_GROWTH = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How large a run is, and its seed."""
-
-    geometry: Geometry
-    limit: int  # L, the last capture size
-    seed: int = 0  # of every case's data, together with the case's name
-    soak: int = 1000  # replays of a long run
 
 
 @dataclass
@@ -55,6 +42,11 @@ class Result:
     launches: dict[str, str] = field(default_factory=dict)  # of each captured size, in words
     seconds: float = 0.0
 
+    @classmethod
+    def of(cls, item: Item, engine: str) -> Result:
+        """Return the result of an item that begins now."""
+        return cls(item.case.name, item.variant.name, item.backend, engine, item.seed)
+
     def add(self, findings: list[Finding], step: str) -> None:
         """Note broken oracles."""
         self.findings += [replace(finding, step=step) for finding in findings]
@@ -62,24 +54,21 @@ class Result:
             self.status = "failed"
 
 
-def run_case(case: Case, variant: Variant, backend: KernelBackend, engine: EagerEngine, options: Options) -> Result:
+def run_case(item: Item, backend: KernelBackend, engine: EagerEngine) -> Result:
     """Run one case. A fault of the back end is a finding, never an exception."""
-    result = Result(case.name, variant.name, backend.name, engine.name, options.seed)
-    started = time.monotonic()
-    # The data do not depend on which other cases run.
-    seed = zlib.crc32(f"{options.seed}/{case.name}/{variant.name}".encode())
+    result, started = Result.of(item, engine.name), time.monotonic()
     try:
         with torch.no_grad():
-            buffers = Buffers(options.geometry, variant, options.limit, case.layers, case.width, engine.device, seed)
-            reason = _skipped(case, buffers, backend)
+            buffers = Buffers(item, engine.device)
+            reason = _skipped(buffers, backend)
             if reason is not None:
                 result.status, result.reason = "skipped", reason
-            elif case.kind == "compiled":
+            elif item.case.kind == "compiled":
                 from vllm_aiter_mla.verify import inductor
 
-                result.add(inductor.run(case, buffers, backend, engine), "compiled")
+                result.add(inductor.run(buffers, backend, engine), "compiled")
             else:
-                _Run(case, buffers, backend, engine, options.soak, result).go()
+                _Run(item.case, buffers, backend, engine, item.soak, result).go()
     except CaptureError as error:
         result.add([Finding("runs", f"the capture failed: {first_line(error)}")], "capture")
     except Exception as error:
@@ -88,28 +77,28 @@ def run_case(case: Case, variant: Variant, backend: KernelBackend, engine: Eager
     return result
 
 
-def _skipped(case: Case, buffers: Buffers, backend: KernelBackend) -> str | None:
+def _skipped(buffers: Buffers, backend: KernelBackend) -> str | None:
     """Return why the back end does not take one of the case's sizes, or None."""
-    for size in case.sizes:
-        bound = backend.bind(buffers.layers[0].inputs(size, case.slots(size)))
-        if isinstance(bound, str):
-            return f"{backend.name} declines T={size}: {bound}"
+    for size in buffers.case.sizes:
+        reason = backend.refuse(buffers.layers[0].inputs(size))
+        if reason is not None:
+            return f"{backend.name} declines T={size}: {reason}"
     return None
 
 
+@dataclass
 class _Run:
     """The state of one running case."""
 
+    case: Case
+    buffers: Buffers
+    backend: KernelBackend
+    engine: EagerEngine
+    soak: int
+    result: Result
+    captured: dict[int, steps.Step] = field(default_factory=dict)  # by padded size
     # Two cases never share a pool: it is freed with the graphs of its case.
-    _numbers = itertools.count()
-
-    def __init__(
-        self, case: Case, buffers: Buffers, backend: KernelBackend, engine: EagerEngine, soak: int, result: Result
-    ) -> None:
-        self.case, self.buffers, self.backend, self.engine = case, buffers, backend, engine
-        self.soak, self.result = soak, result
-        self.captured: dict[int, Captured] = {}
-        self.pools = f"run {next(self._numbers)}"
+    number: int = field(default_factory=itertools.count().__next__)
 
     def go(self) -> None:
         """Capture every size, then take every step, until something breaks."""
@@ -121,19 +110,16 @@ class _Run:
             if self.result.findings:
                 return
 
-    def _build(self, size: int) -> Built:
-        return build(self.case.kind, self.buffers, self.backend, size, self.case.slots(size))
-
     def _expected(self, size: int, frozen: bool) -> Expected:
         """Inside a graph (``frozen``) the op prepares the rows of its capture, else those of the batch."""
         rows = size if frozen and self.case.kind != "piecewise" else self.buffers.batch.rows
-        return Expected(self.buffers, self.backend, size, rows, self.case.slots(size), self.case.kind != "kernel")
+        return Expected(self.buffers, self.backend, size, rows)
 
     def _capture(self, size: int) -> list[Finding]:
         """Warm up, probe, capture. No row has a slot yet, so nothing may be written."""
         self.buffers.before_capture(Batch(0, dummy=True) if self.case.kind == "piecewise" else Batch(size))
         expected = self._expected(size, frozen=True)
-        step = self._build(size)
+        step = steps.build(self.buffers, self.backend, size)
         step.run()  # the first call of a size compiles its kernels
         outputs = dict(step.outputs)
         self.engine.synchronize()
@@ -145,7 +131,7 @@ class _Run:
                 segment.run()
         if any(finding.oracle == "no-sync" for finding in found):
             return found  # it would end a real capture
-        pool = self.pools if self.case.shared_pool else f"{self.pools}, T={size}"
+        pool = f"run {self.number}" + f", T={size}" * (not self.case.shared_pool)
         captured = self.captured[size] = self.engine.capture(step, pool, self.case.side_stream)
         self.result.captures += len(captured.graphs)
         names = captured.graphs[0].launches
@@ -155,7 +141,7 @@ class _Run:
         return found + [finding for finding in expected.check(outputs) if finding.oracle not in values]
 
     def _step(self, step: Step) -> list[Finding]:
-        if isinstance(step, Replay | Eager):
+        if isinstance(step, Replay):
             return self._run(step)
         if isinstance(step, Soak):
             return self._soak(step)
@@ -164,13 +150,14 @@ class _Run:
         self.buffers.change(step)
         return []
 
-    def _run(self, step: Replay | Eager) -> list[Finding]:
+    def _run(self, step: Replay) -> list[Finding]:
         """Take one step with new data and compare it with the reference."""
+        eager = isinstance(step, Eager)
         rows = step.size - self.case.missing_slots if step.rows is None else step.rows
-        self.buffers.step(Batch(rows, step.prefill), FRESH if isinstance(step, Eager) else step.fresh)
-        expected = self._expected(step.size, isinstance(step, Replay))
-        if isinstance(step, Eager):
-            built = self._build(step.size)
+        self.buffers.step(Batch(rows, step.prefill), step.fresh)
+        expected = self._expected(step.size, not eager)
+        if eager:
+            built = steps.build(self.buffers, self.backend, step.size)
             built.run()
             outputs = built.outputs
         else:
@@ -179,17 +166,17 @@ class _Run:
         self.result.checks += 1
         return expected.check(outputs)
 
-    def _replayed(self, step: Replay) -> Outputs:
+    def _replayed(self, step: Replay) -> steps.Outputs:
         """Replay over prepared queries full of NaN, so that whoever reads a row that was not written shows it."""
         captured = self.captured[step.size]
         for i in range(len(self.buffers.layers)):
-            query = captured.outputs.get(query_name(i))
+            query = captured.outputs.get(("query", i))
             if query is not None and query.numel():
                 query.view(torch.uint8).fill_(nan_byte(query.dtype))
         if step.side:
-            self.engine.on_side_stream(captured.replay)
+            self.engine.on_side_stream(captured.run)
         else:
-            captured.replay()
+            captured.run()
         self.result.replays += 1
         return captured.outputs
 
@@ -211,19 +198,20 @@ class _Run:
             findings.append(Finding("memory", f"{others} bytes more are in use outside torch's allocator"))
         return findings
 
-    def _many(self, captured: Captured, times: int) -> list[Finding]:
+    def _many(self, captured: steps.Step, times: int) -> list[Finding]:
         """Replay ``times`` times. If nothing eager runs between the graphs, nobody may ask for memory."""
         asked = self.engine.allocations()
         for _ in range(times):
-            captured.replay()
+            captured.run()
         self.engine.synchronize()
         self.result.replays += times
         again = self.engine.allocations()
-        if len(captured.calls) > len(captured.graphs) or asked is None or again is None or again == asked:
+        if len(captured.segments) > len(captured.graphs) or asked is None or again is None or again == asked:
             return []
         return [Finding("memory", f"{times} replays asked {again - asked} times for memory")]
 
     def _launches(self) -> list[Finding]:
+        """Compare the captured launches with what the back end may launch."""
         findings = []
         for size, captured in self.captured.items():
             names = captured.graphs[0].launches
@@ -239,11 +227,10 @@ class _Run:
         """Count the launches of a plain call of the reference at this size, in a capture of its own."""
         if self.backend.name != "reference":
             return None
-        inputs = self.buffers.layers[0].inputs(size, self.case.slots(size))
-        outputs: Outputs = {}
-        plain = Built([Segment(True, lambda: outputs.update(q=reference.prepare(inputs)))], outputs)
+        inputs = self.buffers.layers[0].inputs(size)
+        plain = steps.Step([steps.Segment(True, lambda: reference.prepare(inputs))], {})
         plain.run()
-        names = self.engine.capture(plain, f"{self.pools}, plain, T={size}", False).graphs[0].launches
+        names = self.engine.capture(plain, f"run {self.number}, plain, T={size}", False).graphs[0].launches
         return None if isinstance(names, str) else len(names)
 
 

@@ -5,34 +5,25 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
 
 from vllm_aiter_mla.kernels import measure
 from vllm_aiter_mla.kernels.platform import detect_platform
-from vllm_aiter_mla.verify import backends
-from vllm_aiter_mla.verify.cases import REAL, SMALL, Case, Geometry, Variant, cases, variants
+from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED, backends
+from vllm_aiter_mla.verify.cases import LIMITS, REAL, SMALL, Geometry, Item, cases, variants
 from vllm_aiter_mla.verify.engine import EagerEngine, GraphEngine
-from vllm_aiter_mla.verify.runner import Options, Result, run_case
+from vllm_aiter_mla.verify.runner import Result
 
-NO_GRAPHS = "graph capture: not available on this machine"
-PASSED, FAILED, NOTHING = 0, 1, 3
 # On a GPU L of vLLM's default server, which reaches both of AITER's kernels. The others are no powers of two, so that L
 # itself is another capture size.
 CPU_LIMIT, GPU_LIMIT, INTERPRETED_LIMIT = 12, 1024, 9
 CPU_REPLAYS, GPU_REPLAYS, QUICK_REPLAYS, INTERPRETED_REPLAYS = 1000, 5000, 100, 8
-# The cases need eight tokens. 8,192 is vLLM's default on MI300X with seven drafts: 1,024 requests of eight tokens.
-LIMITS = (8, 8192)
 
 
 class NotHereError(RuntimeError):
     """The device or the back end that was asked for is not on this machine; the message is one line for the user."""
-
-
-class NoSuchError(ValueError):
-    """A case, variant or back end does not exist, or a limit is out of range; the message says what there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,39 +40,61 @@ class Request:
     replays: int | None = None  # of a long run
     device: str | None = None  # "gpu" or "cpu"; None: a GPU if there is one
     geometry: Geometry | None = None  # sizes of a layer; None: small ones on a CPU, DeepSeek's on a GPU
-    weight: str | None = None  # format of the absorb weight in every variant; None: as each variant has it
+    weight: tuple[Any, ...] | None = None  # format of the absorb weight in every variant; None: as each variant has it
     again: tuple[str, ...] = ()  # options that the command which repeats a failure needs too
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One result to come: a case with a variant and a back end."""
-
-    backend: str
-    case: Case
-    variant: Variant
-    options: Options
-    here: bool  # or else in a process that interprets Triton
-
-    def run(self, engine: EagerEngine) -> Result:
-        """Run it with a new back end, because state kept by one case could change the next."""
-        if not self.here:
-            return backends.run_interpreted(self.case, self.variant, self.options)
-        return run_case(self.case, self.variant, backends.load(self.backend), engine, self.options)
-
-
 class Session:
-    """A run and its outcome. Raises NoSuchError and NotHereError."""
+    """A run and its outcome.
+
+    Raises:
+        ValueError: a case, variant or back end does not exist, or the limit is out of range; the message says what
+            there is.
+        NotHereError: the GPU or the back end that was asked for is not here.
+    """
 
     def __init__(self, request: Request) -> None:
-        self.request, self.engine, self.machine = request, engine_here(request.device), machine()
-        self.items, self.missing = plan(request, self.engine)  # what to run, in order; back ends that are not here
+        self.request, self.engine = request, engine_here(request.device)
+        limit = LIMITS[0] if request.limit is None else request.limit
+        _chosen(request.only, [case.name for case in cases(limit)], "case", part=True)
+        names = _chosen(request.backend, list(backends.FINDERS), "back end")
+        found = {name: backends.find(name) for name in names}
+        self.missing = {name: reason for name, reason in found.items() if isinstance(reason, str)}
+        if request.device == "gpu" and set(request.backend) & set(self.missing):
+            raise NotHereError("; ".join(f"back end {name}: {reason}" for name, reason in self.missing.items()))
+        rounds = range(request.seed, request.seed + request.repeat)
+        here = [name for name in names if name not in self.missing]
+        self.items = [
+            item for seed in rounds for name in here for item in self._items(name, found[name] is not None, seed)
+        ]
         self.results: list[Result] = []  # of the items that have run
+
+    def _items(self, name: str, here: bool, seed: int) -> Iterator[Item]:
+        """Yield one back end's items of one round, variant by variant."""
+        request, graphs, fp8 = self.request, self.engine.graphs, detect_platform().fp8
+        limit, replays = (GPU_LIMIT, GPU_REPLAYS) if graphs else (CPU_LIMIT, CPU_REPLAYS)
+        if not here:
+            limit, replays = INTERPRETED_LIMIT, INTERPRETED_REPLAYS
+        elif request.quick:
+            replays = QUICK_REPLAYS
+        limit, replays = request.limit or limit, request.replays or replays
+        # A case or variant that is asked for by name runs, however long it takes.
+        short = request.quick or not here
+        every = [case for case in cases(limit) if request.only or case.quick or not short]
+        wanted = _chosen(request.only, [case.name for case in every], "case", part=True)
+        kinds = variants(self.engine.device, fp8, quick=short and not request.variant)
+        if request.weight is not None:
+            kinds = tuple(replace(kind, weight=request.weight) for kind in kinds if kind.name != "fp8-weight")
+        chosen = _chosen(request.variant, [kind.name for kind in kinds], "variant")
+        geometry = request.geometry or (REAL if graphs else SMALL)
+        for variant in (kind for kind in kinds if kind.name in chosen):
+            for case in (case for case in every if case.name in wanted):
+                yield Item(name, case, variant, geometry, limit, seed, replays, here)
 
     def run(self) -> Iterator[Result]:
         """Run it all; yield each result as it comes."""
         for item in self.items:
-            self.results.append(item.run(self.engine))
+            self.results.append(backends.run(item, self.engine))
             yield self.results[-1]
 
     @property
@@ -92,29 +105,46 @@ class Session:
             return FAILED
         return PASSED if "passed" in states else NOTHING
 
+    @property
+    def machine(self) -> dict[str, str]:
+        """The card and the versions, for every figure to name."""
+        if torch.cuda.is_available():
+            return measure.machine() | {"arch": detect_platform().arch}
+        return {"torch": str(torch.__version__), "python": platform.python_version(), "card": "none (CPU)"}
+
     def as_dict(self) -> dict[str, Any]:
         """Return the record for the JSON file."""
         return {
             "status": self.status,
             "machine": self.machine,
             "engine": self.engine.name,
-            "sizes": asdict(self.items[0].options.geometry) if self.items else None,
+            "sizes": asdict(self.items[0].geometry) if self.items else None,
             "missing": self.missing,
-            "results": [asdict(r) | {"command": command(r, self.request)} for r in self.results],
+            "results": [asdict(result) | {"command": self.command(result)} for result in self.results],
         }
+
+    def command(self, result: Result) -> str:
+        """Return the command that runs only this case, with the same data."""
+        request = self.request
+        parts = ["vllm-aiter-mla verify", f"--backend {result.backend}", f"--only {result.case}"]
+        parts += [f"--variant {result.variant}", f"--seed {result.seed}"]
+        if request.limit is not None:
+            parts.append(f"--limit {request.limit}")
+        if request.replays is not None:
+            parts.append(f"--replays {request.replays}")
+        elif request.quick:
+            parts.append("--quick")
+        return " ".join((*parts, *request.again))
 
 
 def engine_here(device: str | None = None) -> EagerEngine:
-    """Return the engine for this machine: real graphs on a GPU, eager replay elsewhere.
+    """Return the engine for this machine: real graphs on a GPU, eager replay elsewhere or if ``device`` is "cpu".
 
     Eager replay sets torch to one thread. Its tensors are tiny, and with more threads it took more than twice as long
     on two shared cores.
 
-    Args:
-        device: "gpu", "cpu", or None for what is here.
-
     Raises:
-        NotHereError: a GPU was asked for, and torch sees none.
+        NotHereError: ``device`` is "gpu", and torch sees none.
     """
     if torch.cuda.is_available() and device != "cpu":
         return GraphEngine()
@@ -124,74 +154,12 @@ def engine_here(device: str | None = None) -> EagerEngine:
     return EagerEngine()
 
 
-def machine() -> dict[str, str]:
-    """Return the card and the versions, for every figure to name."""
-    if torch.cuda.is_available():
-        return measure.machine() | {"arch": detect_platform().arch}
-    return {"torch": str(torch.__version__), "python": platform.python_version(), "card": "none (CPU)"}
-
-
-def plan(request: Request, engine: EagerEngine) -> tuple[list[Item], dict[str, str]]:
-    """Return what to run, and the missing back ends with the reason. Raises NoSuchError and NotHereError."""
-    low, high = LIMITS
-    if request.limit is not None and not low <= request.limit <= high:
-        raise NoSuchError(f"--limit {request.limit}: between {low} and {high} tokens expected")
-    _chosen(request.only, [case.name for case in cases(low)], "case", part=True)
-    found = {name: backends.find(name) for name in _chosen(request.backend, list(backends.FINDERS), "back end")}
-    missing = {name: reason for name, reason in found.items() if isinstance(reason, str)}
-    if request.device == "gpu" and set(request.backend) & set(missing):
-        raise NotHereError("; ".join(f"back end {name}: {reason}" for name, reason in missing.items()))
-    here = {name: backend is not None for name, backend in found.items() if name not in missing}
-    seeds = range(request.seed, request.seed + request.repeat)
-    return [
-        item for seed in seeds for name in here for item in _items(request, engine, name, here[name], seed)
-    ], missing
-
-
-def _items(request: Request, engine: EagerEngine, name: str, here: bool, seed: int) -> Iterator[Item]:
-    """Yield one back end's items of one round."""
-    limit, replays = (GPU_LIMIT, GPU_REPLAYS) if engine.graphs else (CPU_LIMIT, CPU_REPLAYS)
-    if not here:
-        limit, replays = INTERPRETED_LIMIT, INTERPRETED_REPLAYS
-    elif request.quick:
-        replays = QUICK_REPLAYS
-    geometry = request.geometry or (REAL if engine.graphs else SMALL)
-    options = Options(geometry, request.limit or limit, seed, request.replays or replays)
-    # A case or variant that is asked for by name runs, however long it takes.
-    short = request.quick or not here
-    every = cases(options.limit)
-    wanted = _chosen(request.only, [case.name for case in every], "case", part=True)
-    selected = [case for case in every if case.name in wanted and (request.only or case.quick or not short)]
-    fp8 = detect_platform().fp8
-    kinds = variants(engine.device, fp8, quick=short and not request.variant)
-    if request.weight is not None:
-        weight = {"bf16": ("plain",), "fp8": ("fp8", fp8), "mxfp4": ("mxfp4",)}[request.weight]
-        kinds = tuple(replace(kind, weight=weight) for kind in kinds if kind.name != "fp8-weight")
-    chosen = _chosen(request.variant, [kind.name for kind in kinds], "variant")
-    for variant, case in product((kind for kind in kinds if kind.name in chosen), selected):
-        yield Item(name, case, variant, options, here)
-
-
 def _chosen(asked: tuple[str, ...], known: list[str], what: str, part: bool = False) -> list[str]:
     """Return the names that were asked for, all by default; ``part`` lets a text select every name that holds it."""
     chosen = set() if asked else set(known)
     for text in asked:
         found = {text} & set(known) or {name for name in known if part and text in name}
         if not found:
-            raise NoSuchError(f"no {what} called {text!r}; there are {', '.join(known)}")
+            raise ValueError(f"no {what} called {text!r}; there are {', '.join(known)}")
         chosen |= found
     return [name for name in known if name in chosen]
-
-
-def command(result: Result, request: Request) -> str:
-    """Return the command that runs only this case, with the same data."""
-    parts = ["vllm-aiter-mla verify", f"--backend {result.backend}", f"--only {result.case}"]
-    parts += [f"--variant {result.variant}", f"--seed {result.seed}"]
-    if request.limit is not None:
-        parts.append(f"--limit {request.limit}")
-    if request.replays is not None:
-        parts.append(f"--replays {request.replays}")
-    elif request.quick:
-        parts.append("--quick")
-    parts += request.again
-    return " ".join(parts)

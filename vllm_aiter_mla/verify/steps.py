@@ -12,9 +12,10 @@ import torch
 from vllm_aiter_mla import ops as bodies
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.verify.layer import Buffers, Layer, Rows
+from vllm_aiter_mla.verify.layer import Buffers, Rows
 
-Outputs = dict[str, torch.Tensor]
+Outputs = dict[tuple[str, int], torch.Tensor]
+"""("query", i) is the prepared query of layer i, ("final", i) what a reader of its attention output computed."""
 Op = Callable[[Rows, torch.Tensor, torch.Tensor], None]
 
 
@@ -22,7 +23,8 @@ class Segment(NamedTuple):
     """A part of a step: captured into a graph, or run again at every replay as vLLM runs a splitting op."""
 
     captured: bool
-    run: Callable[[], None]
+    run: Callable[[], object]  # once captured: replays the graph
+    launches: tuple[str, ...] | str = ()  # names of what the graph launches, or why they are unknown
 
 
 class Step(NamedTuple):
@@ -32,19 +34,14 @@ class Step(NamedTuple):
     outputs: Outputs
 
     def run(self) -> None:
-        """Run it without any graph."""
+        """Run every segment: without any graph, or what was captured as a replay."""
         for segment in self.segments:
             segment.run()
 
-
-def query_name(index: int) -> str:
-    """Return the key of a layer's prepared query among a step's outputs."""
-    return f"q_prepared.{index}"
-
-
-def rope_of(layer: Layer, positions: torch.Tensor) -> bodies.Rope:
-    """Return the layer's rotation at these positions."""
-    return bodies.Rope(positions, layer.buffers.table, layer.k_scale, layer.buffers.variant.is_neox)
+    @property
+    def graphs(self) -> list[Segment]:
+        """The segments that are captured."""
+        return [segment for segment in self.segments if segment.captured]
 
 
 def produce(source: Rows, work: Rows) -> None:
@@ -53,18 +50,15 @@ def produce(source: Rows, work: Rows) -> None:
         written.copy_(given)
 
 
-def make_op(
-    kind: str, buffers: Buffers, backend: KernelBackend, index: int, outputs: Outputs, slots: int | None = None
-) -> Op:
+def make_op(buffers: Buffers, backend: KernelBackend, index: int, outputs: Outputs) -> Op:
     """Return the op of layer ``index``: a function of rows, positions and the attention's output buffer.
 
-    The op looks up the current batch at every call and puts the prepared query into ``outputs``. ``kind`` is as in
-    ``Case``; ``slots`` is S, if the slot mapping is shorter than T.
+    The op looks up the current batch at every call and puts the prepared query into ``outputs``.
     """
-    name = query_name(index)
+    kind = buffers.case.kind
 
     def prepare(inputs: DecodeInputs) -> torch.Tensor:
-        outputs[name] = query = backend.prepare(inputs)
+        outputs["query", index] = query = backend.prepare(inputs)
         return query
 
     layer = replace(buffers.layers[index], tested=prepare)
@@ -72,25 +66,25 @@ def make_op(
     def op(rows: Rows, positions: torch.Tensor, out: torch.Tensor) -> None:
         batch = buffers.batch
         step = bodies.LayerStep(
-            name, layer, layer.kv_cache, buffers.slots[:slots], None if batch.dummy else batch, batch.rows,
-            not batch.dummy and not batch.prefill_rows, lambda: kind == "piecewise",
+            f"layer {index}", layer, layer.kv_cache, buffers.slot_mapping(len(positions)),
+            None if batch.dummy else batch, batch.rows, not batch.dummy and not batch.prefill_rows,
+            lambda: kind in ("piecewise", "compiled"),
         )  # fmt: skip
-        rope = rope_of(layer, positions)
-        outputs.pop(name, None)
+        rope = layer.rope(positions)
+        outputs.pop(("query", index), None)
         if kind != "kernel":
             bodies.attention_with_rope(step, *rows, rope, out)
         elif (query := bodies.prepared_query(step, *rows, rope)) is not None:
-            outputs[name] = query
+            outputs["query", index] = query
 
     return op
 
 
-def build(kind: str, buffers: Buffers, backend: KernelBackend, size: int, slots: int | None = None) -> Step:
-    """Build one step of ``size`` padded rows. ``kind`` and ``slots`` are as in ``make_op``."""
-    outputs: Outputs = {}
-    segments = []
+def build(buffers: Buffers, backend: KernelBackend, size: int) -> Step:
+    """Build one step of ``size`` padded rows, captured as the kind of the case says."""
+    kind, outputs, segments = buffers.case.kind, Outputs(), list[Segment]()
     for i, layer in enumerate(buffers.layers):
-        op = make_op(kind, buffers, backend, i, outputs, slots)
+        op = make_op(buffers, backend, i, outputs)
         source, work = layer.source.first(size), layer.work.first(size)
         if kind != "kernel":
             segments.append(Segment(True, partial(produce, source, work)))
@@ -99,7 +93,7 @@ def build(kind: str, buffers: Buffers, backend: KernelBackend, size: int, slots:
 
     def tail() -> None:
         # Something after the attention that a graph computes from its output buffer.
-        outputs.update({f"final.{i}": layer.out[:size] * 2 for i, layer in enumerate(buffers.layers)})
+        outputs.update({("final", i): layer.out[:size] * 2 for i, layer in enumerate(buffers.layers)})
 
     if kind != "kernel":
         segments.append(Segment(True, tail))
