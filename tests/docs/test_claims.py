@@ -168,7 +168,9 @@ def test_aiters_mla_attention_is_not_batch_invariant():
 
 
 def test_rocm_aiter_mla_is_a_name_that_vllm_takes():
-    assert offline.impl_name("ROCM_AITER_MLA") == "AiterMLAImpl"
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    assert AttentionBackendEnum["ROCM_AITER_MLA"].value.endswith(".AiterMLABackend")
 
 
 def test_nothing_tells_to_install_from_an_index_what_is_not_there():

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import vllm.envs
 
-from vllm_aiter_mla.commands.doctor import command, machine, options
-from vllm_aiter_mla.commands.doctor.check import Check, Given, name_of, run
+from vllm_aiter_mla.commands.doctor import command, machine
+from vllm_aiter_mla.commands.doctor.check import Check, name_of, run
 from vllm_aiter_mla.kernels.aiter import op as locate
 
 CHECKS = {name_of(check): check for check in command.CHECKS}
 
 
-def found(name: str, served: Any = None, **env: str) -> Check:
-    return run([CHECKS[name]], Given(env=env, served=served))[0]
+def found(name: str, **env: str) -> Check:
+    return run([CHECKS[name]], env)[0]
 
 
 def status(name: str, **env: str) -> str:
@@ -81,21 +81,6 @@ def test_the_weight_formats_follow_the_installed_vllms_defaults(
 )
 def test_a_variable_that_keeps_the_fast_path_off_is_a_problem(name: str, env: dict[str, str], expected: str) -> None:
     assert status(name, **env) == expected
-
-
-@pytest.mark.usefixtures("rocm_card")
-@pytest.mark.parametrize(
-    ("backend", "expected"), [("ROCM_AITER_MLA", "ok"), ("TRITON_MLA", "problem"), ("CUSTOM", "problem")]
-)
-def test_a_named_backend_decides_and_not_the_variable(backend: str, expected: str) -> None:
-    served = SimpleNamespace(attention_backend=SimpleNamespace(name=backend))
-    assert found("use-aiter", served).status == expected
-
-
-def test_breakable_graphs_are_a_problem_if_the_passes_are_asked_for() -> None:
-    served = options.read(["--additional-config.aiter_mla.integration", "passes"]).served
-    graph = found("graph", served, VLLM_USE_BREAKABLE_CUDAGRAPH="1")
-    assert (graph.status, graph.detail.partition(":")[0]) == ("problem", "breakable_cudagraph")
 
 
 def points(monkeypatch: pytest.MonkeyPatch, *installed: EntryPoint) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from vllm_aiter_mla.commands.doctor import command, machine, options
-from vllm_aiter_mla.commands.doctor.check import Check, Given, exit_status, name_of, run
+from vllm_aiter_mla.commands.doctor import command, machine
+from vllm_aiter_mla.commands.doctor.check import Check, Env, exit_status, name_of, run
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED
 
@@ -47,10 +47,10 @@ def simulated_aiter(folder: Path, marker: Path) -> None:
 
 
 def test_doctor_runs_without_torch_and_vllm() -> None:
-    checks = doctor(BARE + RUN, "-tp", "8")
+    checks = doctor(BARE + RUN)
     statuses = {name: check["status"] for name, check in checks.items()}
     assert statuses["torch"] == statuses["vllm"] == "problem"
-    for name in ("surface", "patches", "settings", "graph", "dead-flag", "user-pass"):
+    for name in ("surface", "patches"):
         assert statuses[name] == "unknown", name
     assert not [check for check in checks.values() if "the check failed" in check["detail"]]
 
@@ -87,12 +87,12 @@ def test_aiter_can_be_imported_again_afterwards(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_line_per_check_and_a_summary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "CHECKS", (machine.python, options.dead_flag))
-    done = CliRunner().invoke(app, ["doctor", "-cc.pass_config.fuse_rope_kvcache_cat_mla=true"])
+    monkeypatch.setattr(command, "CHECKS", (machine.python, machine.mla))
+    done = CliRunner().invoke(app, ["doctor"], env={"VLLM_MLA_DISABLE": "1"})
     assert done.exit_code == 1
     first, second, summary = done.stdout.splitlines()
     assert first.split()[:2] == ["ok", "python"]
-    assert second.split()[:2] == ["problem", "dead-flag"]
+    assert second.split()[:2] == ["problem", "mla"]
     assert " -> " in second
     assert summary.endswith("1 ok, 0 warning, 1 problem, 0 unknown")
 
@@ -101,7 +101,7 @@ def test_the_names_of_the_checks_are_those_that_scripts_know() -> None:
     names = (
         "python torch rocm driver gpu triton hip-python vllm plugin vllm-plugins surface mla-ops patches aiter atom "
     )
-    names += "use-aiter batch-invariant fp8-bmm fp4-bmm mla breakable-graphs settings graph dead-flag user-pass"
+    names += "use-aiter batch-invariant fp8-bmm fp4-bmm mla breakable-graphs"
     assert sorted(map(name_of, command.CHECKS)) == sorted(names.split())
 
 
@@ -115,10 +115,10 @@ def test_a_problem_outweighs_an_unknown(statuses: tuple[Any, ...], status: int) 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken\nbox"), SystemExit(3), ImportError("no")])
 def test_a_check_that_fails_is_unknown_and_stops_no_other(error: BaseException) -> None:
-    def failing(_: Given) -> Check:
+    def failing(_: Env) -> Check:
         raise error
 
-    first, second = run([failing, machine.python], Given())
+    first, second = run([failing, machine.python], {})
     assert (first.name, first.status) == ("failing", "unknown")
     assert type(error).__name__ in first.detail
     assert second.status == "ok"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-from vllm_aiter_mla.admission import ConfigView
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings
 
@@ -54,20 +53,27 @@ def serve_options(arguments: Sequence[str]) -> Any:
     """
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    _reject_two_spellings(arguments)
     parser = _serve_parser(FlexibleArgumentParser())
     parser.error = refuse
-    given: list[str] = []
     for action in parser._actions:
         if action.dest == "compilation_config":
-            action.type = partial(_compilation_config, action.type, given)
+            action.type = partial(_compilation_config, action.type)
     try:
         parsed = parser.parse_args(list(arguments))
     except OptionError:
         raise
     except Exception as error:
         raise OptionError(f"vLLM's parser of options: {type(error).__name__}: {error}") from error
-    parsed.compilation_given = json.loads(given[-1]) if given else {}
     return parsed
+
+
+def _reject_two_spellings(arguments: Sequence[str]) -> None:
+    """Raise OptionError if one config is given as JSON and as dotted values: vLLM would drop the first."""
+    heads = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    for names in (("--compilation-config", "-cc"), ("--additional-config",)):
+        if set(names) & set(heads) and any(head.startswith(f"{name}.") for name in names for head in heads):
+            refuse(f"{names[0]}: given as JSON and as {names[0]}.NAME=VALUE; vLLM would use one of them only")
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
     parsed.model, parsed.skip_tokenizer_init, parsed.tokenizer = str(folder), True, None
     args = AsyncEngineArgs.from_cli_args(parsed)
     notes = _without_its_own_code(args, folder)
+    for key in difflib.get_close_matches(NAMESPACE, set(parsed.additional_config) - {NAMESPACE}, n=1, cutoff=0.8):
+        notes.append(f"additional_config.{key} is not read by this plugin, whose key is {NAMESPACE}")
     return args, Given(settings, parsed.max_num_seqs, parsed.max_num_batched_tokens, backend, notes)
 
 
@@ -145,47 +153,11 @@ def switched_on(name: str, env: Mapping[str, str] = {}) -> bool | None:
             raise ValueError(f"{name}={env.get(name, '')}: {error}") from error
 
 
-def pass_asked_for(parsed: Any, name: str) -> bool:
-    """Return whether a switch of ``pass_config`` was given as true; vLLM turns some off where there is no card."""
-    from pydantic import TypeAdapter
-
-    value = (parsed.compilation_given.get("pass_config") or {}).get(name)
-    return value is not None and TypeAdapter(bool).validate_python(value)
-
-
-def view_of_options(parsed: Any) -> ConfigView:
-    """Return what admission reads of a config, as far as the options tell it; the rest has its defaults."""
-    compilation = parsed.compilation_config
-    mode, ops = compilation.mode, compilation.splitting_ops
-    unset = "VLLM_COMPILE" if int(parsed.optimization_level) > 0 else "NONE"
-    return ConfigView(
-        enforce_eager=bool(parsed.enforce_eager),
-        mode=unset if mode is None else str(mode.name),
-        backend=compilation.backend or "inductor",
-        dcp=getattr(parsed, "decode_context_parallel_size", 1),
-        pcp=getattr(parsed, "prefill_context_parallel_size", 1),
-        hisparse=getattr(parsed.attention_config, "hisparse_config", None) is not None,
-        kv_cache_dtype=str(parsed.kv_cache_dtype),
-        use_inductor_graph_partition=compilation.use_inductor_graph_partition,
-        splitting_ops=None if ops is None else tuple(ops),
-        integration=compat_config.integration_asked(compat_config.settings_of(parsed)),
-    )
-
-
 def backend_name(parsed: Any) -> str:
     """Return the attention backend that the options name, in either spelling; "" where vLLM chooses."""
     config = getattr(parsed, "attention_config", None)
     chosen = getattr(parsed, "attention_backend", None) or getattr(config, "backend", None)
     return str(getattr(chosen, "name", chosen) or "")
-
-
-def impl_name(backend: str) -> str:
-    """Return the class name of the attention implementation behind a name in vLLM's backend registry."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    path = AttentionBackendEnum[backend].value
-    # CUSTOM has no class: a plugin registers one.
-    return str(path).rpartition(".")[2].removesuffix("Backend") + "Impl" if path else f"another plugin's ({backend})"
 
 
 def _serve_parser(parser: Any) -> Any:
@@ -201,9 +173,8 @@ def _serve_parser(parser: Any) -> Any:
     return AsyncEngineArgs.add_cli_args(parser)
 
 
-def _compilation_config(read: Callable[[str], Any], given: list[str], text: str) -> Any:
-    """Read a compilation config by vLLM's ``read`` and keep the text in ``given``. An error is one line."""
-    given.append(text)
+def _compilation_config(read: Callable[[str], Any], text: str) -> Any:
+    """Read a compilation config by vLLM's ``read``. An error is one line."""
     try:
         return read(text)
     except argparse.ArgumentTypeError as error:

@@ -1,5 +1,4 @@
 """``vllm-aiter-mla doctor``: check whether the fast path can work here, and say what prevents it.
 
-``check`` says what a check takes and returns; ``machine`` and ``options`` hold the checks; ``command`` runs and prints
-them.
+``check`` says what a check takes and returns; ``machine`` holds the checks; ``command`` runs and prints them.
 """

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from vllm_aiter_mla.commands import outputs
 
@@ -31,22 +30,9 @@ class Check:
     name: str = ""
 
 
-@dataclass(frozen=True)
-class Given:
-    """What the checks look at besides the machine.
-
-    Attributes:
-        env: environment variables.
-        served: options of ``vllm serve`` as vLLM parses them; None if none were given.
-        finding: what is wrong with the options, or why they could not be read.
-    """
-
-    env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    served: Any = None
-    finding: Check | None = None
-
-
-CheckFunction = Callable[[Given], Check]
+Env = Mapping[str, str]
+"""Environment variables."""
+CheckFunction = Callable[[Env], Check]
 
 
 class NotKnownError(Exception):
@@ -58,13 +44,13 @@ def name_of(check: CheckFunction) -> str:
     return check.__name__.replace("_", "-")
 
 
-def run(checks: Iterable[CheckFunction], given: Given, at: outputs.Step = outputs.silent) -> tuple[Check, ...]:
+def run(checks: Iterable[CheckFunction], env: Env, at: outputs.Step = outputs.silent) -> tuple[Check, ...]:
     """Run every check. One that raises is "unknown" and stops no other. ``at`` takes the name of each."""
     found = []
     for check in checks:
         at(name_of(check))
         try:
-            one = check(given)
+            one = check(env)
         except NotKnownError as error:
             one = Check("unknown", *error.args)
         except (Exception, SystemExit) as error:  # SystemExit: a package may give up while it is imported

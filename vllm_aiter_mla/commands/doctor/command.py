@@ -10,26 +10,21 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated
 from unittest import mock
 
 import typer
 
 from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.commands.doctor import machine, options
+from vllm_aiter_mla.commands.doctor import machine
 from vllm_aiter_mla.commands.doctor.check import STATUSES, Check, exit_status, run
 
-# typer passes on the options it does not know: vLLM's own parser reads them.
-COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
-CHECKS = (*machine.CHECKS, *options.CHECKS)
+CHECKS = machine.CHECKS
 
 
-def doctor(
-    context: typer.Context,
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-) -> None:
-    """Check this machine, and the options of `vllm serve` if you give them. Runs anywhere, without a GPU.
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+    """Check this machine; `plan` takes the options of `vllm serve`. Runs anywhere, without a GPU.
 
     Prints one line per check: ok, warning, problem or unknown, the finding, and what to do. Reads AITER's files and
     never imports AITER. Exit status: 1 with a problem, else 2 with something unknown, else 0.
@@ -37,7 +32,7 @@ def doctor(
     # vLLM logs to stdout, where the findings go.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     with outputs.progress("doctor") as at:
-        checks = examine(context.args, at)
+        checks = examine(at)
     record = {"plugin": __version__, "exit": exit_status(checks), "checks": [asdict(check) for check in checks]}
     if json:
         typer.echo(json_module.dumps(record | files.stamp("doctor", 1), indent=1))
@@ -46,11 +41,10 @@ def doctor(
     raise typer.Exit(exit_status(checks))
 
 
-def examine(arguments: Sequence[str], at: outputs.Step = outputs.silent) -> tuple[Check, ...]:
+def examine(at: outputs.Step = outputs.silent) -> tuple[Check, ...]:
     """Run every check. AITER is not imported, even if vLLM tries. ``at`` takes the name of each step."""
-    at("reading the options with vLLM's parser")
     with aiter_not_importable():
-        return run(CHECKS, options.read(arguments), at)
+        return run(CHECKS, os.environ, at)
 
 
 def show(checks: Sequence[Check]) -> None:

@@ -1,4 +1,4 @@
-"""Checks of the machine, from its card to the packages on it, and of what the plugin calls in vLLM."""
+"""The checks: the machine from its card to the packages on it, what the plugin calls in vLLM, vLLM's variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from pathlib import Path
 from types import ModuleType
 
 from vllm_aiter_mla import files, status
-from vllm_aiter_mla.commands.doctor.check import Check, Given, NotKnownError
+from vllm_aiter_mla.commands.doctor.check import Check, Env, NotKnownError
+from vllm_aiter_mla.compat import offline
+from vllm_aiter_mla.compat.offline import (
+    BATCH_INVARIANT,
+    BREAKABLE_GRAPHS,
+    FP4_BMM,
+    FP8_BMM,
+    NO_MLA,
+    USE_AITER,
+    USE_AITER_MLA,
+)
 from vllm_aiter_mla.settings import NAMESPACE
 
 ARCHITECTURES = {"gfx942": "MI300X, MI325X", "gfx950": "MI350X, MI355X"}
@@ -28,7 +38,7 @@ SEE_VLLM = "see the line `vllm` above"
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
 
 
-def python(given: Given) -> Check:
+def python(env: Env) -> Check:
     """Check the interpreter's version."""
     version = platform.python_version()
     if sys.version_info >= OLDEST_PYTHON:
@@ -36,7 +46,7 @@ def python(given: Given) -> Check:
     return Check("problem", f"{version} is too old", "use Python 3.10 or newer")
 
 
-def torch(given: Given) -> Check:
+def torch(env: Env) -> Check:
     """Check that torch is there, and what it was built for."""
     found = module("torch")
     if isinstance(found, Exception):
@@ -49,7 +59,7 @@ def torch(given: Given) -> Check:
     return Check("warning", f"{found.__version__}, a CPU build: for plan and tests", ELSEWHERE)
 
 
-def rocm(given: Given) -> Check:
+def rocm(env: Env) -> Check:
     """Check the ROCm release: the one torch was built for, else the installed one."""
     version = rocm_version()
     if version is None:
@@ -59,7 +69,7 @@ def rocm(given: Given) -> Check:
     return Check("problem", f"{version}: AITER's bf16 arithmetic is wrong before 7", "use ROCm 7 or newer")
 
 
-def driver(given: Given) -> Check:
+def driver(env: Env) -> Check:
     """Check the kernel driver, from its own files."""
     if AMD_MODULE.is_dir():
         version = AMD_MODULE / "version"
@@ -69,7 +79,7 @@ def driver(given: Given) -> Check:
     return Check("unknown", "no GPU driver is visible from here", ELSEWHERE)
 
 
-def gpu(given: Given) -> Check:
+def gpu(env: Env) -> Check:
     """Check the card's architecture."""
     arch = gpu_arch()
     if arch is None:
@@ -81,7 +91,7 @@ def gpu(given: Given) -> Check:
     return Check("problem", f"{arch}: not an AMD card; no MLA implementation there is admitted", SEE_TORCH)
 
 
-def triton(given: Given) -> Check:
+def triton(env: Env) -> Check:
     """Check for Triton, which only ``kernel=triton`` needs."""
     version = distribution("triton", "pytorch-triton-rocm", "triton-rocm")
     if version is None:
@@ -89,7 +99,7 @@ def triton(given: Given) -> Check:
     return Check("ok", version)
 
 
-def hip_python(given: Given) -> Check:
+def hip_python(env: Env) -> Check:
     """Check for hip-python, which only ``verify`` needs."""
     version = distribution("hip-python")
     if version is None and rocm_version() is not None:
@@ -97,7 +107,7 @@ def hip_python(given: Given) -> Check:
     return Check("ok", version or "not installed, and not needed without ROCm")
 
 
-def vllm(given: Given) -> Check:
+def vllm(env: Env) -> Check:
     """Check vLLM's version against the window, without importing vLLM."""
     from vllm_aiter_mla.compat.config import WINDOW, in_window
 
@@ -111,7 +121,7 @@ def vllm(given: Given) -> Check:
     return Check("problem", f"{version} is outside {window}: the plugin stays off", remedy)
 
 
-def plugin(given: Given) -> Check:
+def plugin(env: Env) -> Check:
     """Check that vLLM finds this plugin, and name the other plugins."""
     points = importlib.metadata.entry_points(group=GENERAL)
     ours = {point.value for point in points if point.name == NAMESPACE}
@@ -124,9 +134,9 @@ def plugin(given: Given) -> Check:
     return Check("ok", f"entry point {NAMESPACE} = {ours.pop()}{also}")
 
 
-def vllm_plugins(given: Given) -> Check:
+def vllm_plugins(env: Env) -> Check:
     """Check that ``VLLM_PLUGINS``, an allow-list, names this plugin if it is set."""
-    allowed = given.env.get("VLLM_PLUGINS")
+    allowed = env.get("VLLM_PLUGINS")
     if allowed is None:
         return Check("ok", "VLLM_PLUGINS is unset: every plugin is loaded")
     if NAMESPACE in [name.strip() for name in allowed.split(",")]:
@@ -135,18 +145,19 @@ def vllm_plugins(given: Given) -> Check:
     return Check("problem", f"VLLM_PLUGINS={allowed!r} leaves {NAMESPACE} out: the flag will be unknown", remedy)
 
 
-def surface(given: Given) -> Check:
+def surface(env: Env) -> Check:
     """Check that vLLM has the hooks that the plugin needs."""
     _require_vllm()
     from vllm_aiter_mla.compat.config import missing_capabilities
+    from vllm_aiter_mla.compat.layer import missing_names
 
-    missing = missing_capabilities()
+    missing = (*missing_capabilities(), *missing_names())
     if missing:
         return Check("problem", f"this vLLM lacks {', '.join(missing)}: the plugin stays off", SEE_VLLM)
     return Check("ok", "vLLM has every hook that the plugin needs")
 
 
-def mla_ops(given: Given) -> Check:
+def mla_ops(env: Env) -> Check:
     """Check that vLLM's MLA ops have the arguments that the passes know."""
     _require_vllm()
     from vllm_aiter_mla.compat.config import ATTENTION_MODULE, OP_ARGUMENTS, op_differences
@@ -160,7 +171,7 @@ def mla_ops(given: Given) -> Check:
     return Check("ok", ", ".join(OP_ARGUMENTS))
 
 
-def patches(given: Given) -> Check:
+def patches(env: Env) -> Check:
     """Apply the plugin's patches as vLLM would have them applied."""
     _require_vllm()
     from vllm_aiter_mla import plugin as ours
@@ -176,7 +187,7 @@ def patches(given: Given) -> Check:
     return Check("warning", shown, "use additional_config.aiter_mla instead of the flag")
 
 
-def aiter(given: Given) -> Check:
+def aiter(env: Env) -> Check:
     """Check AITER from its files, without importing it."""
     from vllm_aiter_mla.kernels.aiter.op import locate_aiter
 
@@ -192,13 +203,73 @@ def aiter(given: Given) -> Check:
     return Check("warning", detail, "nothing; expect a slow first start")
 
 
-def atom(given: Given) -> Check:
+def atom(env: Env) -> Check:
     """Check that ATOM's platform plugin, which replaces the models, is absent or off."""
     if not any(_package(point) == "atom" for point in importlib.metadata.entry_points(group=PLATFORM)):
         return Check("ok", "ATOM's vLLM plugin is not installed")
-    if given.env.get("ATOM_DISABLE_VLLM_PLUGIN") == "1":
+    if env.get("ATOM_DISABLE_VLLM_PLUGIN") == "1":
         return Check("ok", "installed and switched off by ATOM_DISABLE_VLLM_PLUGIN=1")
     return Check("problem", "ATOM's plugin owns the model: this plugin stays off", "set ATOM_DISABLE_VLLM_PLUGIN=1")
+
+
+def use_aiter(env: Env) -> Check:
+    """Check that vLLM's attention is AITER's."""
+    if rocm_version() is None:
+        return Check("ok", f"{USE_AITER} has no effect without ROCm; with ROCm set it to 1")
+    for name, default in ((USE_AITER, False), (USE_AITER_MLA, True)):
+        if not _on(env, name, default):
+            origin = f"={env[name]}" if name in env else " is unset, which means off"
+            return Check("problem", f"{name}{origin}: vLLM takes another MLA backend", f"set {name}=1")
+    return Check("ok", f"{USE_AITER}=1")
+
+
+def fp8_bmm(env: Env) -> Check:
+    """Say which dtype vLLM gives the absorb weights when AITER is on: fp8, or the activation dtype."""
+    if rocm_version() is None:
+        return Check("ok", f"{FP8_BMM} has an effect on ROCm only")
+    return _bmm(env, FP8_BMM, "W_UK and W_UV in fp8", "W_UK and W_UV in the activation dtype")
+
+
+def fp4_bmm(env: Env) -> Check:
+    """Say whether vLLM makes mxfp4 absorb weights: on gfx950, if ``kv_b_proj`` is bf16."""
+    if gpu_arch() != "gfx950":
+        return Check("ok", "has an effect on gfx950 only")
+    return _bmm(env, FP4_BMM, "W_UK and W_UV in mxfp4 if kv_b_proj is bf16", f"see {FP8_BMM} above")
+
+
+def _bmm(env: Env, name: str, held: str, otherwise: str) -> Check:
+    """Ask the installed vLLM how it reads a variable: the default differs between releases."""
+    if not _on(env, USE_AITER):
+        return Check("ok", f"off, because {USE_AITER} is off")
+    try:
+        on = offline.switched_on(name, env)
+    except ValueError as error:
+        return Check("problem", str(error), "correct it; vLLM would not start")
+    if on is None:
+        raise NotKnownError(f"{name}: vLLM cannot be asked for its default", SEE_VLLM)
+    origin = name if name in env else f"{name} is unset, in this vLLM"
+    return Check("ok", f"{origin} {'on' if on else 'off'}: {held if on else otherwise}")
+
+
+def batch_invariant(env: Env) -> Check:
+    """Check that vLLM need not be batch-invariant: AITER's attention is not."""
+    if not _on(env, BATCH_INVARIANT):
+        return Check("ok", f"{BATCH_INVARIANT} is off")
+    return Check("problem", f"{BATCH_INVARIANT} is on: vLLM takes Triton's MLA attention, no layer engages", "unset it")
+
+
+def mla(env: Env) -> Check:
+    """Check that layers may use MLA."""
+    if not _on(env, NO_MLA):
+        return Check("ok", f"{NO_MLA} is off")
+    return Check("problem", f"{NO_MLA} is on: no layer uses MLA", f"unset {NO_MLA}")
+
+
+def breakable_graphs(env: Env) -> Check:
+    """Say which integration breakable graphs leave: nothing is compiled then."""
+    if not _on(env, BREAKABLE_GRAPHS):
+        return Check("ok", f"{BREAKABLE_GRAPHS} is off")
+    return Check("ok", "on: the module integration runs; with integration=passes nothing is fused")
 
 
 def module(name: str) -> ModuleType | Exception:
@@ -260,6 +331,11 @@ def vllm_version() -> str | None:
     return files.stamp("doctor", 1)[files.KEY]["vllm"] or compat_config.vllm_version()
 
 
+def _on(env: Env, name: str, default: bool = False) -> bool:
+    """Read a variable as vLLM does; its default is the same in every release of the window (vllm/envs.py)."""
+    return env[name].lower() in ("1", "true") if name in env else default
+
+
 def _package(point: importlib.metadata.EntryPoint) -> str:
     return point.value.partition(":")[0].partition(".")[0]
 
@@ -272,4 +348,5 @@ def _require_vllm() -> None:
 CHECKS = (
     python, torch, rocm, driver, gpu, triton, hip_python,
     vllm, plugin, vllm_plugins, surface, mla_ops, patches, aiter, atom,
+    use_aiter, fp8_bmm, fp4_bmm, batch_invariant, mla, breakable_graphs,
 )  # fmt: skip

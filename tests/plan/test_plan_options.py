@@ -1,0 +1,94 @@
+"""Options of ``vllm serve`` given to plan: every spelling is read, and a wrong option is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_aiter_mla import plugin as our_plugin
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import offline
+from vllm_aiter_mla.settings import Settings
+
+FLAG = "fuse_aiter_qk_rope_kvcache_mla"
+SLOT = "post_grad_custom_post_pass"
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    our_plugin.register()
+
+
+def read(arguments: list[str]) -> Settings:
+    return compat_config.settings_of(offline.serve_options(arguments))
+
+
+def compiled(**config: Any) -> list[str]:
+    return ["--compilation-config", json.dumps(config)]
+
+
+def plugin(**config: Any) -> list[str]:
+    return ["--additional-config", json.dumps(config)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (compiled(pass_config={f"{FLAG[:-1]}al": True}), f"'{FLAG}'"),
+        (compiled(pass_confg={FLAG: True}), "'pass_config'"),
+        (compiled(pass_config={FLAG: "yes"}), f"pass_config.{FLAG}"),
+        (compiled(splitting_ops=[1]), "splitting_ops.0"),
+        (compiled(mode=7), "mode=7"),
+        (compiled(inductor_passes={SLOT: "mine.pass"}), "'mine'"),
+        (plugin(aiter_mla={"kernl": "triton"}), "kernel"),
+        (plugin(aiter_mla={"kernel": "tritn"}), "aiter_mla.kernel"),
+        (["--compilation-config", "{"], "--compilation-config"),
+        (["--compilation-config", "{}", "-cc.mode=3"], "--compilation-config"),
+        (["--additional_config={}", "--additional-config.x=3"], "--additional-config"),
+        (["-cc..x=1"], "--compilation-config"),
+        (["-cc.mode"], "vLLM's parser"),
+        (["--no-such", "x"], "--no-such"),
+        (["-tp", "eight"], "-tp"),
+    ],
+)
+def test_a_wrong_option_is_named(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        read(arguments)
+    assert capsys.readouterr().out == ""
+
+
+def test_every_pass_option_of_the_installed_vllm_is_known() -> None:
+    from vllm.config import PassConfig
+
+    names = [name for name in PassConfig.__dataclass_fields__ if name.startswith("fuse_")]
+    assert len(names) > 3
+    read(compiled(pass_config=dict.fromkeys(names, False)))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [f"-cc.pass_config.{FLAG}=true"],
+        [f"-cc.pass_config.{FLAG}", "true"],
+        [f"--compilation_config.pass_config.{FLAG}=true"],
+        ["-cc.mode=3", "-cc.splitting_ops+=a,b", f"-cc.pass_config.{FLAG}=true"],
+        compiled(pass_config={FLAG: True}),
+        ["--additional_config.aiter_mla.enabled", "true"],
+        plugin(aiter_mla={"enabled": True}),
+    ],
+)
+def test_every_spelling_of_vllm_serve_switches_the_fast_path_on(arguments: list[str]) -> None:
+    more = ["--additional-config.aiter_mla.kernel", "triton"] if "--additional-config" not in arguments else []
+    assert read([*arguments, *more]) == Settings(enabled=True, kernel="triton" if more else "auto")
+
+
+def test_a_key_that_is_almost_the_plugins_own_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    _, given = offline.engine_args(tmp_path, plugin(**{"aiter-mla": {"enabled": True}, "another": {}}))
+    assert [key for key in ("aiter-mla", "another") if f"additional_config.{key} " in " ".join(given.notes)] == [
+        "aiter-mla"
+    ]
