@@ -98,6 +98,7 @@ KERNEL_REASONS: dict[str, str] = {
     "kernel_unavailable": "no fused kernel can run in this process",
     "kernel_shape": "the kernel does not take a layer of this shape",
     "vllm_faster": "start-up timed all kernels, and vLLM's own were the fastest at every token count",
+    "kernel_failed": "a kernel raised while it served, and the layer runs vLLM's own attention since",
     "not_run": "the layer's fused op did not run during warm-up",
 }
 """Of one layer, from the kernels that could run it."""

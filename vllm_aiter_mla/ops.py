@@ -165,13 +165,13 @@ def mla_attention_with_rope(
         layer_name: the layer.
 
     Raises:
-        RuntimeError: captured inside a piecewise graph, or without a batch.
+        RuntimeError: captured inside a piecewise graph, or without a batch: wrong for every replay.
     """
     rope = Rope(positions, cos_sin_cache, k_scale, is_neox)
     step = layer_step(layer_name)
     attention_with_rope(step, q, k_pe, kv_c, rope, output)
     if step.metadata is None and isinstance(kernel := step.layer.decide(act=q.dtype), str):
-        status.profile(step.name, kernel)
+        status.current().profiled[step.name] = kernel
 
 
 def layer_step(layer_name: Any) -> LayerStep:
@@ -193,21 +193,11 @@ def layer_step(layer_name: Any) -> LayerStep:
 def attention_with_rope(
     step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope, output: torch.Tensor
 ) -> None:
-    """Do one layer from the un-rotated query to ``output``.
+    """Do one layer from the un-rotated query to ``output``, whose padded rows stay as they are.
 
     The layer's kernel prepares the real rows of a batch of decode rows. Any other batch is rotated in place, with the
-    KV rows written in the same launch, and goes to vLLM's own attention: what vLLM does without the plugin.
-
-    Args:
-        step: the layer, and what is known of the batch.
-        q: [T, N, P+R], not rotated. q_pe of the real rows is rotated in place if vLLM's attention runs.
-        k_pe: [T, R], not rotated; likewise.
-        kv_c: [T, L].
-        rope: the rotation.
-        output: [T, N*V], written in place; padded rows stay as they are.
-
-    Raises:
-        RuntimeError: captured inside a piecewise graph, or without a batch: the graph would be wrong for every replay.
+    KV rows written in the same launch, and goes to vLLM's own attention: what vLLM does without the plugin. Operands
+    and errors are those of ``mla_attention_with_rope``.
     """
     if backend.is_capturing():
         _check_capture(step)
@@ -277,18 +267,9 @@ def attention(
     q_prepared: torch.Tensor,
     output: torch.Tensor,
 ) -> None:
-    """Fill ``output`` [T, N*V]: decode rows with ``q_prepared``, any other batch with vLLM's own attention.
+    """Fill ``output``: decode rows with ``q_prepared``, any other batch with vLLM's own attention.
 
-    Args:
-        step: the layer, and what is known of the batch.
-        q: [T, N, P+R], rotated.
-        kv_c: [T, L].
-        k_pe: [T, 1, R], rotated.
-        q_prepared: [T, N, L+R].
-        output: [T, N*V], written in place.
-
-    Raises:
-        RuntimeError: as ``attention_with_rope``.
+    Operands and errors are those of ``mla_attention_with_prepared_q``.
     """
     if backend.is_capturing():
         _check_capture(step)

@@ -12,9 +12,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from threading import Thread
 from typing import Any
 
@@ -51,16 +52,9 @@ def attach(worker: Any) -> None:
         if not compat_config.settings_of(config).enabled or engaged is None:
             return
         if engaged.integration == "module":
-            patches.within(worker, "load_model", integration().installed)
+            patches.within(worker, "load_model", import_module("vllm_aiter_mla.module").installed)
         patches.after(worker, "load_model", partial(check_kernels, strict=strict))
         patches.after(worker, "compile_or_warm_up_model", partial(take_status, strict=strict), failed=hand_over_nothing)
-
-
-def integration() -> Any:
-    """Return ``vllm_aiter_mla.module``, imported late: the passes do not need it."""
-    from vllm_aiter_mla import module
-
-    return module
 
 
 def check_kernels(worker: Any, strict: bool = False) -> None:
@@ -88,7 +82,7 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
     with _step(CHECK, strict, FALLS_BACK, found):
         engaged = compat_config.engaged_pass(config)
         if engaged.integration == "module":
-            engaged.emitted = integration().emit(compat_config.mla_modules(config))
+            engaged.emitted = import_module("vllm_aiter_mla.module").emit(compat_config.mla_modules(config))
         # Before the first graph is compiled: which layers the passes leave alone depends on it.
         engaged.kernels = cache_key(found, strict=strict)
     if checked_to is not None:
@@ -166,7 +160,7 @@ def _check_group(group: Sequence[Layer], strict: bool, capture_sizes: Sequence[i
             trouble, is_named = f"{name} {OVERFLOW}", first.backends.settings.kernel == name
             log.say_once(logging.WARNING if is_named else logging.INFO, f"{trouble}; kernel=auto leaves it out")
             if is_named:
-                status.note_overflow(name)
+                status.current().overflows.add(name)
                 continue
         elif name != first.backends.names[0]:
             # Nobody asked for it by name, and the default kernel still runs: no failure of the engine.
@@ -338,18 +332,12 @@ def _run_once(worker: Any) -> None:
     The step holds collectives: every rank of a group has to run it, or none. So the config decides, which all
     share, and not what only one rank knows, for instance that its kernel failed its check.
     """
-    config = worker.vllm_config
-    if compat_config.mla_modules(config) and not _captured_below_the_limit(config):
+    config, sizes = worker.vllm_config, list[int]()
+    with suppress(Exception):  # a config that cannot be read is the same on every rank
+        limit = compat_config.engaged_pass(config).limit
+        sizes = [size for size in compat_config.full_graphs(config.compilation_config) if size <= limit]
+    if compat_config.mla_modules(config) and not sizes:
         compat_config.run_decode_step(worker)
-
-
-def _captured_below_the_limit(config: Any) -> bool:
-    """Whether vLLM captured a full graph of at most L tokens; False on every rank if the config cannot be read."""
-    try:
-        sizes, limit = compat_config.full_graphs(config.compilation_config), compat_config.engaged_pass(config).limit
-    except Exception:
-        return False
-    return any(size <= limit for size in sizes)
 
 
 def _record(worker: Any) -> dict[str, Any]:

@@ -87,11 +87,6 @@ def engage(layer_name: str, kernel: str) -> None:
         _status.engaged[layer_name] = kernel
 
 
-def profile(layer_name: str, kernel: str) -> None:
-    """Note that the fused op of a layer was reached without a batch, and the kernel that its batches will run on."""
-    _status.profiled[layer_name] = kernel
-
-
 def skip(layer_name: str, code: str, reason: str) -> None:
     """Note that a layer is left to vLLM."""
     _status.skipped[layer_name] = (code, reason)
@@ -110,11 +105,6 @@ def fail(layer_name: str, reason: str) -> None:
         record["engaged"].pop(layer_name, None)
         record["skipped"][layer_name] = ["kernel_failed", reason]
         files.write(path, record)
-
-
-def note_overflow(kernel: str) -> None:
-    """Note that a kernel which the user named turns an fp8 overflow into NaN."""
-    _status.overflows.add(kernel)
 
 
 def count(compile_range: str, counts: dict[str, int]) -> None:
@@ -245,9 +235,7 @@ def _measured(record: dict[str, Any]) -> str | None:
 
 def first_reason(record: dict[str, Any]) -> str:
     """Return code and reason of one layer that is not engaged, on one line that cannot drive a terminal."""
-    if not record["skipped"]:
-        return "the model has no MLA layer"
-    return _printable(next(iter(record["skipped"].values())))
+    return _printable(next(iter(record["skipped"].values()), ("the model has no MLA layer",)))
 
 
 def _printable(why: Sequence[str]) -> str:

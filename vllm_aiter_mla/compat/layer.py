@@ -102,10 +102,8 @@ def prepared_query_dtype(layer: Any, act: torch.dtype) -> torch.dtype:
     It is fp8 if the cache is fp8 and the implementation takes a quantised query, else ``act``: the same test as in
     vLLM's ``MLAAttention.forward_impl``.
     """
-    from vllm.platforms import current_platform
-
     quantised = layer.kv_cache_dtype.startswith("fp8") and bool(layer.impl.supports_quant_query_input)
-    return current_platform.fp8_dtype() if quantised else act
+    return fp8_dtype() if quantised else act
 
 
 def quantise(layer: Any, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
@@ -239,9 +237,6 @@ def fp8_dtype() -> torch.dtype:
     from vllm.platforms import current_platform
 
     return current_platform.fp8_dtype()
-
-
-_KERNELS = operator.attrgetter("rotary_embedding", "concat_and_cache_mla_rope_fused")
 
 
 @functools.cache
@@ -378,7 +373,8 @@ def missing_names() -> tuple[str, ...]:
     Imports vLLM's attention, which takes one or two seconds: ask only if the fast path is switched on.
     """
     missing = []
-    for load in (_vllm, _hooks, lambda: _KERNELS(_ops())):
+    kernels = operator.attrgetter("rotary_embedding", "concat_and_cache_mla_rope_fused")
+    for load in (_vllm, _hooks, lambda: kernels(_ops())):
         try:
             load()
         except (ImportError, AttributeError) as error:
