@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from threading import Thread
 from typing import Any
 
@@ -52,7 +51,9 @@ def attach(worker: Any) -> None:
         if not compat_config.settings_of(config).enabled or engaged is None:
             return
         if engaged.integration == "module":
-            patches.within(worker, "load_model", import_module("vllm_aiter_mla.module").installed)
+            from vllm_aiter_mla import module  # late: the passes do not need it
+
+            patches.within(worker, "load_model", module.installed)
         patches.after(worker, "load_model", partial(check_kernels, strict=strict))
         patches.after(worker, "compile_or_warm_up_model", partial(take_status, strict=strict), failed=hand_over_nothing)
 
@@ -82,7 +83,9 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
     with _step(CHECK, strict, FALLS_BACK, found):
         engaged = compat_config.engaged_pass(config)
         if engaged.integration == "module":
-            engaged.emitted = import_module("vllm_aiter_mla.module").emit(compat_config.mla_modules(config))
+            from vllm_aiter_mla import module
+
+            engaged.emitted = module.emit(compat_config.mla_modules(config))
         # Before the first graph is compiled: which layers the passes leave alone depends on it.
         engaged.kernels = cache_key(found, strict=strict)
     if checked_to is not None:
