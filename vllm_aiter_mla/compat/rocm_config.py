@@ -297,6 +297,7 @@ def engine_facts(config: Any) -> dict[str, Any]:
         "options": {
             "tp": parallel.tensor_parallel_size,
             "pp": parallel.pipeline_parallel_size,
+            "dp": parallel.data_parallel_size,
             "max_num_seqs": scheduler.max_num_seqs,
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "block_size": config.cache_config.block_size,

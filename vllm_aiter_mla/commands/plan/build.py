@@ -26,8 +26,9 @@ from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 
 # What the matcher says of a layer without RoPE (passes/match.py): it reads graphs, and a plan has none.
 NO_ROPE = Skip("no_rope", "no rotary embedding is applied to q (a NoPE layer, or outside this graph)")
-OPTIONS = ("tp", "pp", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_drafts", "dcp", "pcp",
+OPTIONS = ("tp", "pp", "dp", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_drafts", "dcp", "pcp",
            "enforce_eager", "mode")  # fmt: skip
+READY_TIMEOUT = "VLLM_ENGINE_READY_TIMEOUT_S"
 # Past these the sizes that a plan forms leave 64 bits.
 MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2**16, "num_drafts": 2**10,
         LIMIT_FIELD: 2**30}  # fmt: skip
@@ -274,6 +275,10 @@ def _assumptions(
     if engine and engine["options"]["pp"] > 1:
         pp = engine["options"]["pp"]
         notes.append(f"figures are for all layers; with --pipeline-parallel-size {pp} a rank holds its share")
+    if engine and engine["options"]["dp"] > 1 and READY_TIMEOUT not in os.environ:
+        notes.append(
+            f"API servers wait 600 s for the engines of data parallelism: for a first start set {READY_TIMEOUT}=3600"
+        )
     return [*notes, *answer.given.notes]
 
 
