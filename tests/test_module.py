@@ -148,19 +148,33 @@ def test_a_wrapper_that_nobody_has_admitted_runs_vllms_own_forward(monkeypatch: 
     positions, hidden = torch.arange(3), torch.zeros(3, 8)
     assert one(positions, hidden) == (positions, hidden, None)
     one.is_neox = False
-    scaling = torch.ones(3, 1, 1)
-    assert one(positions, hidden, scaling) == (positions, hidden, scaling), "a scaled query is vLLM's"
     assert one(positions.expand(3, 3), hidden)[0].dim() == 2, "so are positions with more than one axis"
+
+
+def test_a_scaled_query_is_scaled_before_the_op_rotates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+    ops = SimpleNamespace(vllm_aiter_mla=SimpleNamespace(mla_attention_with_rope=lambda q, *_: given.append(q.clone())))
+    monkeypatch.setattr(module.torch, "ops", ops)
+    q = torch.randn(3, 2, 24).bfloat16()
+    monkeypatch.setattr(module, "_project", lambda *_: (q.clone(), None, None))
+    monkeypatch.setattr(compat_wrapper, "encoded_name", lambda _: "")
+    attention, rope = SimpleNamespace(_k_scale=None), SimpleNamespace(cos_sin_cache=None)
+    one = SimpleNamespace(
+        mla_attn=attention, rotary_emb=rope, num_heads=2, v_head_dim=4, g_proj=None, o_proj=lambda x: (x,)
+    )
+    scale = torch.tensor([1.0, 1.25, 1.5]).view(3, 1, 1)
+    for row_scale in (None, scale):
+        module._forward(one, torch.arange(3), torch.zeros(3, 8), False, row_scale)
+    assert torch.equal(given[0], q)
+    assert torch.equal(given[1], (q * scale).bfloat16())
 
 
 # -- the rotation
 
 
-def stub(embedding: Any, **config: Any) -> Any:
+def stub(embedding: Any) -> Any:
     """What of a wrapper tells how it rotates."""
-    model = SimpleNamespace(hf_text_config=SimpleNamespace(**config))
-    attention = SimpleNamespace(_vllm_config=SimpleNamespace(model_config=model))
-    return SimpleNamespace(rotary_emb=embedding, qk_rope_head_dim=WIDTH, mla_attn=attention)
+    return SimpleNamespace(rotary_emb=embedding, qk_rope_head_dim=WIDTH)
 
 
 @pytest.fixture
@@ -212,16 +226,15 @@ def test_the_other_pairing_is_skipped(embedding: Callable[..., Any]) -> None:
     assert skip.code == "query_not_rope"
 
 
-def test_unknown_partial_and_scaled_rotations_are_skipped(embedding: Callable[..., Any]) -> None:
+def test_unknown_and_partial_rotations_are_skipped(embedding: Callable[..., Any]) -> None:
     class Unheard(type(embedding())):  # type: ignore[misc]
         pass
 
     other, narrow = embedding(dtype=torch.float32), embedding(dtype=torch.float16)
     other.__class__, narrow.rotary_dim = Unheard, 32
-    scaled = stub(embedding(True, torch.float16), llama_4_scaling={"beta": 0.1})
-    skips = [module.why_not_rope(one) for one in (stub(None), stub(other), stub(narrow), scaled)]
+    skips = [module.why_not_rope(one) for one in (stub(None), stub(other), stub(narrow))]
     codes = [skip.code for skip in skips if skip is not None]
-    assert codes == ["no_rope", "rope_other_operand", "partial_rotary", "rope_other_operand"]
+    assert codes == ["no_rope", "rope_other_operand", "partial_rotary"]
 
 
 # -- the layers

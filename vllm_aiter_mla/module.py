@@ -56,16 +56,21 @@ class FusedForward:
         Args:
             positions: [T] int64.
             hidden_states: [T, hidden].
-            llama_4_scaling: scales the rotated query; if it is given, vLLM's own forward runs.
+            llama_4_scaling: [T, 1, 1], scales the query. vLLM scales it after the rotation, with which a factor of
+                whole rows commutes.
         """
-        if self.is_neox is None or llama_4_scaling is not None or positions.dim() != 1:
+        if self.is_neox is None or positions.dim() != 1:
             out: torch.Tensor = super().forward(positions, hidden_states, llama_4_scaling)  # type: ignore[misc]
             return out
-        return _forward(self, positions, hidden_states, self.is_neox)
+        return _forward(self, positions, hidden_states, self.is_neox, llama_4_scaling)
 
 
-def _forward(module: Any, positions: torch.Tensor, hidden_states: torch.Tensor, is_neox: bool) -> torch.Tensor:
+def _forward(
+    module: Any, positions: torch.Tensor, hidden_states: torch.Tensor, is_neox: bool, row_scale: torch.Tensor | None
+) -> torch.Tensor:
     q, kv_c, k_pe = _project(module, hidden_states)
+    if row_scale is not None:
+        q *= row_scale
     attention = module.mla_attn
     attended = q.new_empty((hidden_states.shape[0], module.num_heads * module.v_head_dim))
     torch.ops.vllm_aiter_mla.mla_attention_with_rope(
@@ -179,8 +184,6 @@ def why_not_rope(wrapper: Any) -> Skip | None:
         return Skip("rope_other_operand", f"the rotary embedding is {name}; known: {', '.join(KNOWN_ROPES)}")
     if (embedding.rotary_dim, embedding.cos_sin_cache.shape[-1]) != (width, width):
         return Skip("partial_rotary", f"the rotary embedding turns {embedding.rotary_dim} of {width} columns")
-    if compat_wrapper.scales_query(wrapper):
-        return Skip("rope_other_operand", "the model scales q after RoPE (llama_4_scaling)")
     off = _rotation_error(embedding, width)
     if not off <= ROUNDINGS:  # NaN included
         return Skip("query_not_rope", f"{name} differs from the rotation by its table by {off:.3g} roundings")

@@ -14,6 +14,8 @@ import torch
 from tests.sandbox import compare, engine, model, runs
 from tests.support.model_configs import ROWS, spec_of
 
+# A query that is scaled before its rotation instead of after it: at most 0.15. With the factor lost: 0.45.
+ROUNDED_ELSEWHERE = runs.Bound(0.95, 0.3)
 # A plugin that is off cuts no range: vLLM without the sandbox's cut, which rounds differently.
 UNCUT = {"use_inductor_graph_partition": False, "compile_ranges_endpoints": []}
 
@@ -44,7 +46,8 @@ def test_model_engages_or_gives_the_reason_and_keeps_the_tokens_of_vllm(name: st
         assert (engaged, sum(record["total"] for record in ours.status), codes) == (row.layers, row.layers, set())
     assert any(" not_mla: " in line for line in ours.log) is bool(row.not_mla)
     for scenario, figures in compare.compare(vllm_own, ours).items():
-        assert runs.EXACT.holds(figures), scenario
+        bound = runs.EXACT if row.exact else ROUNDED_ELSEWHERE
+        assert bound.holds(figures), scenario
 
 
 def test_every_row_says_what_should_come_out() -> None:

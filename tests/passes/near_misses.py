@@ -58,9 +58,12 @@ class Edit:
         return self.b.input(name, self.b.t.meta["val"], *sizes, dtype=dtype)
 
 
-def scaled_query(edit: Edit) -> None:
-    """llama_4_scaling: one factor per token on the rotated query."""
-    edit.attend(q=edit.call(aten.mul.Tensor, edit.layer.q, edit.tokens_by("llama_4_scaling", 1, 1)))
+def scaled_query(edit: Edit, *sizes: int, read: bool = False) -> None:
+    """Factors on the rotated query; one per row, as llama_4_scaling, commutes with the rotation."""
+    scaled = edit.call(aten.mul.Tensor, edit.layer.q, edit.tokens_by("factors", *sizes))
+    edit.attend(q=scaled)
+    if read:
+        edit.read(scaled)
 
 
 def scaled_key(edit: Edit) -> None:
@@ -223,7 +226,8 @@ PREFUSED = {"prefused": True}
 Case = tuple[str, Callable[[Edit], Any], dict[str, Any]]
 CASES: dict[str, Case] = {
     "a NoPE layer": ("no_rope", lambda e: None, {"rope": "none"}),
-    "a query scaled after its RoPE": ("rope_other_operand", scaled_query, {}),
+    "columns of a query scaled after its RoPE": ("rope_other_operand", lambda e: scaled_query(e, 1, 24), {}),
+    "a scaled query that is read elsewhere": ("rope_other_operand", lambda e: scaled_query(e, 1, 1, read=True), {}),
     "a query doubled after its RoPE": (
         "query_not_rope", lambda e: e.attend(q=e.call(aten.mul.Tensor, e.layer.q, 2.0)), {},
     ),

@@ -16,6 +16,9 @@ BF16 = torch.bfloat16
     ("kind", "is_neox", "q_lora"),
     [
         ("plain", True, True),
+        ("plain, scaled", False, True),
+        ("deepseek, scaled", True, False),
+        ("plain, op, scaled", False, False),
         ("plain", False, False),
         ("deepseek", False, True),
         ("deepseek", True, False),
@@ -24,7 +27,9 @@ BF16 = torch.bfloat16
     ],
 )
 def test_traced_layers_are_all_rewritten_and_right(kind: str, is_neox: bool, q_lora: bool) -> None:
-    module, names = model(kind, is_neox, layers=2, q_lora=q_lora, dtype=BF16)
+    scales = kind.endswith("scaled")
+    kind = kind.removesuffix(", scaled")
+    module, names = model(kind, is_neox, layers=2, q_lora=q_lora, dtype=BF16, scales=scales)
     gm = trace(module, BF16)
     stubs = [StubLayer(name, Sizes(), BF16) for name in names]
     counts = assert_rewritten_right(gm, stubs, batches=(DECODE, MIXED))

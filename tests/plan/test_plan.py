@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tests.plan.truth_configs import FP8, ROWS, V3, Row
 from tests.support import plans
+from tests.support.model_configs import ROWS as MATRIX
 from tests.support.pages import PAGES, ROOT, quoted, table, words
 from tests.support.plans import codes, planned
 from vllm_aiter_mla.commands.main import app
@@ -25,6 +26,7 @@ R1 = ("deepseek-r1", "-tp", "8")
 REQUESTS = ("--max-num-seqs", "256")
 MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
 OURS = "--additional-config"
+PLAIN = ("VLLM_ROCM_USE_AITER_FP8BMM=0", "VLLM_ROCM_USE_AITER_FP4BMM=0")
 slow = pytest.mark.slow
 
 
@@ -85,6 +87,18 @@ def test_plan_truth_catches_a_planted_bug(bug: str, tmp_path: Path) -> None:
         check(Row(V3, {"fp8": 61}, FP8), tmp_path, bug)
 
 
+@slow
+@pytest.mark.parametrize("name", MATRIX)
+def test_plan_promises_what_the_engine_of_the_model_matrix_gives(name: str, tmp_path: Path) -> None:
+    """tests/engine/test_engine_models_matrix.py runs these rows; a draft is asked about where it is the model's own."""
+    row = MATRIX[name]
+    (tmp_path / "config.json").write_text(json.dumps(row.config))
+    drafts = MTP if row.drafts and not row.draft else ()
+    plan = planned(str(tmp_path), "--trust-remote-code", *drafts, env=PLAIN)
+    assert codes(plan) == [code for code in (row.reason, "not_mla" if row.not_mla else "") if code]
+    assert plan["layers"]["engaged"] == row.layers - (1 if row.draft else 0)
+
+
 # -- which layers engage, on which kernel
 
 
@@ -102,9 +116,6 @@ def test_a_supported_model_engages_and_its_weights_are_counted(
     assert {span["kernel"] for span in plan["kernels"]} == {kernel}
     absorb = plan["figures"]["by_tokens"]["1"]["aiter"]["launches"][0]
     assert absorb["read"] == 16 * 128 * 512 * bytes_of_a_weight + 2 * 16 * 128
-
-
-PLAIN = ("VLLM_ROCM_USE_AITER_FP8BMM=0", "VLLM_ROCM_USE_AITER_FP4BMM=0")
 
 
 @slow

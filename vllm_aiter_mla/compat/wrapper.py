@@ -105,12 +105,6 @@ def norms(wrapper: Any, q_c: torch.Tensor, kv_c: torch.Tensor) -> tuple[torch.Te
     return found
 
 
-def scales_query(wrapper: Any) -> bool:
-    """Return whether the model scales its query after RoPE."""
-    text_config = wrapper.mla_attn._vllm_config.model_config.hf_text_config
-    return getattr(text_config, "llama_4_scaling", None) is not None
-
-
 def quantises_output(wrapper: Any) -> bool:
     """Return whether vLLM's passes would fuse a quantisation into the attention op; they do not know our op."""
     compilation = wrapper.mla_attn._vllm_config.compilation_config

@@ -65,6 +65,8 @@ class LayerMatch:
         layer_name_arg: how the graph names it: a placeholder node (torch >= 2.11) or a string.
         attention: the node that computes attention. Each pass puts its own node here.
         q: un-rotated query [T, N, P+R].
+        row_scale: factor [T, 1, 1] of the query's rows, or None. vLLM scales the rotated query; a factor of whole rows
+            commutes with the rotation, so the first pass scales ``q`` instead.
         k_pe: un-rotated rope key [T, R] or [T, 1, R].
         kv_c: normed latent [T, L].
         positions: [T] int64.
@@ -84,6 +86,7 @@ class LayerMatch:
     layer_name_arg: Any
     attention: fx.Node
     q: fx.Node
+    row_scale: fx.Node | None
     k_pe: fx.Node
     kv_c: fx.Node
     positions: fx.Node
@@ -166,10 +169,14 @@ class _Matcher:
         self.name = name
         self.reads_table = reads_table
         self.kw = attention.kwargs
+        self.rotated = {"q": self.kw["q"], "k_pe": self.kw["k_pe"]}
+        self.row_scale: fx.Node | None = None
+        self.scaled: list[fx.Node] = []  # between the rotated query and attention
 
     def match(self) -> LayerMatch:
         self._check_attention()
         kv = self._kv_update()
+        self._take_row_scale()
         q_cone, k_cone = self._rope_cone("q"), self._rope_cone("k_pe")
         table, positions = self._one_table(q_cone, k_cone)
         num_heads, head, rope_dim = self._sizes()
@@ -187,6 +194,7 @@ class _Matcher:
             layer_name_arg=self.kw["layer_name"],
             attention=self.attention,
             q=q,
+            row_scale=self.row_scale,
             k_pe=k_pe,
             kv_c=kv.kv_c,
             positions=self._plain_positions(positions),
@@ -236,8 +244,24 @@ class _Matcher:
         rotated = None if k_rotated is None else given[k_rotated]
         return _KVUpdate(node, given[kv_c], rotated, given["kv_cache_dtype"], given[k_scale])
 
+    def _take_row_scale(self) -> None:
+        """Find the factor of vLLM's ``llama_4_scaling``: one value per row, on the rotated query."""
+        node, scaled = self.kw["q"], []
+        while isinstance(node, fx.Node) and node.target in rope_probe.IDENTITY_OPS:
+            scaled.append(node)
+            node = node.args[0]
+        if not is_call(node, torch.ops.aten.mul.Tensor):
+            return
+        scaled.append(node)
+        query, scale = node.args
+        value, users = val(scale), {user for one in scaled for user in one.users}
+        if not isinstance(value, torch.Tensor) or self.reads_table(scale) or not users <= {*scaled, self.attention}:
+            return
+        if value.is_floating_point() and value.dim() == 3 and tuple(value.shape[1:]) == (1, 1):
+            self.rotated["q"], self.row_scale, self.scaled = query, scale, scaled
+
     def _rope_cone(self, what: str) -> rope_probe.Cone:
-        node = self.kw[what]
+        node = self.rotated[what]
         if not isinstance(node, fx.Node) or not self.reads_table(node):
             raise NoMatchError(
                 "no_rope", f"no rotary embedding is applied to {what} (a NoPE layer, or outside this graph)"
@@ -298,7 +322,7 @@ class _Matcher:
         self, probe: rope_probe.Probe, rows: torch.Tensor, cone: rope_probe.Cone, widths: tuple[int, int]
     ) -> tuple[bool, fx.Node]:
         """Return the pairing under which attention's query is the rotation of a node, and that node."""
-        want = probe(self.kw["q"])
+        want = probe(self.rotated["q"])
         cos, sin = rows.unsqueeze(1).chunk(2, -1)
         for node in _raw_views(cone):
             raw = probe(node)
@@ -336,7 +360,7 @@ class _Matcher:
 
         Nodes that hold nothing but the table, such as an expanded cos, may be shared by all layers.
         """
-        allowed = inner | {update, *update.users, self.attention}
+        allowed = inner | {update, *update.users, self.attention, *self.scaled}
         data: set[fx.Node] = set()
         stack = [*roots]
         while stack:

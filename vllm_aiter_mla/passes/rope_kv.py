@@ -30,9 +30,14 @@ def fuse_rope_and_kv_write(graph: fx.Graph, layer: LayerMatch) -> None:
     vLLM's FixFunctionalizationPass takes the emitted nodes apart again. It erases the view under the scatter and the
     slice under the copy without looking at their users, so each has one user here.
     """
+    call, attention = graph.call_function, layer.attention
+    if layer.row_scale is not None:
+        dtype = layer.q.meta["val"].dtype
+        with graph.inserting_before(attention):
+            product = call(aten.mul.Tensor, (layer.q, layer.row_scale))
+            layer.q = call(torch.ops.prims.convert_element_type.default, (product, dtype))
     if layer.prefused:
         return
-    call, attention = graph.call_function, layer.attention
 
     def rope_part() -> fx.Node:
         return call(aten.slice.Tensor, (_heads(graph, layer), 2, layer.nope_dim, _TO_END))
