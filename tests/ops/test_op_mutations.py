@@ -41,7 +41,9 @@ def test_mutation_i1_the_op_changes_more_than_it_declares(monkeypatch: pytest.Mo
     def greedy(step: Any, q: Any, k_pe: Any, kv_c: Any, rope: Any) -> None:
         if rows == "positions":
             rope.positions.add_(1)
-        real(step._replace(num_actual_tokens=q.shape[0]) if rows == "padded q_pe" else step, q, k_pe, kv_c, rope)
+        else:
+            q[step.num_actual_tokens :, :, -k_pe.shape[-1] :] += 1
+        real(step, q, k_pe, kv_c, rope)
 
     monkeypatch.setattr(ops, "rotate_and_write", greedy)
     with pytest.raises(AssertionError):

@@ -179,7 +179,7 @@ def rope_and_write(
 
     Args:
         positions: [T] int64.
-        q_pe: rotated in place, also in rows without a slot.
+        q_pe: rotated in place in rows with a slot; other rows depend on vLLM's release.
         k_pe: rotated in place in rows with a slot.
         kv_c: [T, L].
         cos_sin_cache: [max_position, R].
