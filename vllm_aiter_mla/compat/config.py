@@ -110,7 +110,6 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
     return ConfigView(
         vllm_version=version,
         version_supported=in_window(version) or settings.debug.untested_vllm,
-        missing=(*missing_capabilities(), *_missing_of_attention(vllm_config.model_config)),
         failed_steps=patches.failed_requirements(),
         atom_active=_atom_active(),
         breakable_cudagraph=_breakable_cudagraph(),
@@ -287,22 +286,18 @@ def why_not_chainable(compilation: Any) -> Skip | None:
 
 
 def _model_facts(model: Any) -> dict[str, Any]:
-    if model is None:
-        return {"is_mla": False}
+    """What depends on the model; for one without MLA nothing of vLLM's attention is imported."""
+    if model is None or not model.use_mla:
+        return {"is_mla": False, "missing": missing_capabilities()}
+    from vllm_aiter_mla.compat.layer import missing_names
+
     return {
-        "is_mla": bool(model.use_mla),
+        "missing": (*missing_capabilities(), *missing_names()),
         "is_sparse": getattr(model.hf_text_config, "index_topk", None) is not None,
         "enforce_eager": bool(model.enforce_eager),
         "model_dtype": str(model.dtype).removeprefix("torch."),
-        "op_schema": op_differences() if model.use_mla else (),
+        "op_schema": op_differences(),
     }
-
-
-def _missing_of_attention(model: Any) -> tuple[str, ...]:
-    """Functions of vLLM's attention that the ops need; nothing is imported for a model without MLA."""
-    from vllm_aiter_mla.compat.layer import missing_names
-
-    return missing_names() if model is not None and model.use_mla else ()
 
 
 def _atom_active() -> bool:

@@ -46,8 +46,8 @@ def layer_view(
     missing = tuple(name for name in ATTRIBUTES if not _has(layer, name))
     if missing:
         return LayerView(missing=missing)
-    impl, cache = layer.impl, layer.kv_cache
-    act = activation_dtype(layer)
+    impl, cache, config, act = layer.impl, layer.kv_cache, config_of(layer), activation_dtype(layer)
+    builder = layer.attn_backend.get_builder_cls()
     return LayerView(
         impl=type(impl).__name__,
         known_impls=frozenset(KNOWN_IMPLS),
@@ -60,7 +60,7 @@ def layer_view(
         kv_cache_dtype=layer.kv_cache_dtype,
         model_dtype=str(act).removeprefix("torch.") if act is not None else "",
         kv_cache_ndim=cache.dim() if isinstance(cache, torch.Tensor) and cache.numel() else None,
-        captures=_captures(layer),
+        captures=str(builder.get_cudagraph_support(config, layer.get_kv_cache_spec(config)).name),
         dcp=int(impl.dcp_world_size),
         pcp=2 if layer.use_pcp else 1,
         dcp_q_replicate=bool(layer.dcp_q_replicate),
@@ -74,12 +74,6 @@ def layer_view(
         kv_lora_rank=layer.kv_lora_rank,
         v_head_dim=layer.v_head_dim,
     )
-
-
-def _captures(layer: Any) -> str:
-    config = config_of(layer)
-    builder = layer.attn_backend.get_builder_cls()
-    return str(builder.get_cudagraph_support(config, layer.get_kv_cache_spec(config)).name)
 
 
 def activation_dtype(layer: Any) -> torch.dtype | None:
