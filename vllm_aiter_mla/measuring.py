@@ -32,13 +32,15 @@ class _Kind:
         layers: all of them.
         shape: theirs; the pairing of the rotation does not matter for the time it takes.
         key: what its figures are kept by; empty if nothing is to be timed.
-        kept: the figures of an earlier start.
+        kept: the figures of earlier starts; those of some token counts if the budget ran out.
+        since: when those were taken; empty if all are of this start.
     """
 
     shape: LayerShape
     layers: list[Layer] = field(default_factory=list)
     key: dict[str, Any] = field(default_factory=dict)
-    kept: measure.Rounds | None = None
+    kept: measure.Rounds = field(default_factory=dict)
+    since: str = ""
 
 
 def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
@@ -93,7 +95,7 @@ def _timed(config: Any, layers: Sequence[Layer], limit: int | None, found: dict[
         answer["seconds"] = measure.BUDGET_S - budget.left
     except Exception as error:
         answer["why"] = _line(error)
-    answer["timed"] = sum(bool(kind.key) and kind.kept is None for kind in found.values())
+    answer["timed"] = sum(bool(kind.key) and not kind.since for kind in found.values())
     # Only here: an exception's traceback holds what was allocated until it has been handled.
     if answer["timed"]:
         with log.warned("the memory of the timing could not be given back"):
@@ -118,16 +120,23 @@ def _figures(config: Any, kind: _Kind, counts: Sequence[int], budget: measure.Bu
         return {"rounds": {}}
     about = measure.about() | {"code": files.fingerprint(), "shape": _described(kind.shape)}
     # What vLLM compiles decides what its own sequence costs, the view which of AITER's kernels runs.
-    options = {"view": compat_config.settings_of(config).aiter_view, "vllm": compat_config.compiled_as(config)}
+    settings, graphs = compat_config.settings_of(config), bool(compat_config.full_graphs(config.compilation_config))
+    options = {"view": settings.aiter_view, "vllm": compat_config.compiled_as(config), "graphs": graphs}
     kind.key = about | options | {"counts": list(counts), "candidates": list(backends)}
-    kind.kept = measure.read(compat_config.cache_folder(), kind.key)
-    if kind.kept is not None:
+    if settings.measure != "again":
+        kind.kept, kind.since = measure.read(compat_config.cache_folder(), kind.key)
+    left = [count for count in counts if count not in kind.kept]
+    if not left:
         return {"rounds": kind.kept}
+    since, kind.since = kind.since, ""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=devices), compat_config.as_current(config):
             weight = kind.layers[0].weight()
-            return {"rounds": measure.time_shape(backends, kind.shape, weight, counts, budget)}
+            return {"rounds": kind.kept | measure.time_shape(backends, kind.shape, weight, left, budget, graphs)}
+    except measure.OverBudgetError as error:
+        kind.since = since
+        return {"rounds": kind.kept} if kind.kept else {"why": _line(error)}
     except Exception as error:
         return {"why": _line(error)}
 
@@ -168,7 +177,7 @@ def _apply(text: str, kind: _Kind, rounds: measure.Rounds) -> None:
         return
     figures, names = measure.medians(rounds), [layer.name for layer in kind.layers]
     status.current().measured.append(
-        {"shape": text, "layers": names, "chosen": [list(one) for one in chosen], "us": figures}
+        {"shape": text, "layers": names, "chosen": [list(one) for one in chosen], "us": figures, "since": kind.since}
     )
     if rounds != kind.kept:
         with log.warned("the measured figures could not be kept"):

@@ -74,7 +74,8 @@ class Settings:
         max_token_num: decode limit in tokens; ``None`` derives it from the scheduler's bounds.
         integration: what puts the op into the layers; ``auto`` is the passes if they can run, else the module.
         kernel: which back end prepares the query, one of ``KERNELS``.
-        measure: with kernel ``auto``, time the kernels and vLLM's own at start-up and run the fastest.
+        measure: with kernel ``auto``, time the kernels and vLLM's own at start-up and run the fastest; ``again`` does
+            not read the figures of earlier starts.
         aiter_view: which of AITER's two decode kernels to reach by the view of the cache: one of ``AITER_VIEWS``, or
             the number of tokens from which opt is taken instead of per-head. See docs/aiter.md.
         strict: raise an error instead of skipping the engine with a warning.
@@ -87,7 +88,7 @@ class Settings:
     max_token_num: Tokens | None = None
     integration: Integration = "auto"
     kernel: Kernel = "auto"
-    measure: StrictBool = True
+    measure: StrictBool | Literal["again"] = True
     aiter_view: AiterView | Tokens = "auto"
     strict: StrictBool = False
     debug: DebugSettings = field(default_factory=DebugSettings)
@@ -95,7 +96,7 @@ class Settings:
     @property
     def measures(self) -> bool:
         """Whether kernels are timed at start-up: only with kernel ``auto``, and if the third pass may run."""
-        return self.measure and self.kernel == "auto" and self.debug.stop_after is None
+        return bool(self.measure) and self.kernel == "auto" and self.debug.stop_after is None
 
 
 def resolve(pass_config_values: Mapping[str, object], additional_config: object) -> Settings:

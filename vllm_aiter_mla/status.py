@@ -52,7 +52,8 @@ class Status:
             of a draft model while it starts; its layers count as engaged if that kernel has run for another layer.
         skipped: layers that are left to vLLM, with (code, reason).
         measured: per layer shape what was timed at start-up and chosen: "shape" in words, "layers" by name, "chosen" as
-            [first, last, kernel] in tokens, "us" a layer by token count and candidate.
+            [first, last, kernel] in tokens, "us" a layer by token count and candidate, "since" when an earlier start
+            took them.
         compiled: what the passes did in each compile range, over all graphs of it, as "start-end" -> counts by pass.
         overflows: kernels that the user named although they turn an fp8 overflow into NaN.
         written: the status file and its record, once it was written.
@@ -226,11 +227,12 @@ def _measured(record: dict[str, Any]) -> str | None:
     most, *others = sorted(record["measured"], key=lambda one: -len(one["layers"]))
     where = ", ".join(f"{name} {first}..{last}" for first, last, name in most["chosen"])
     tokens = min(most["us"], key=lambda count: abs(count - SHOWN))
-    chosen = next(name for first, last, name in most["chosen"] if first <= tokens <= last)
+    chosen = next(name for _, last, name in most["chosen"] if tokens <= last)
     ours, theirs = most["us"][tokens][chosen], most["us"][tokens]["vllm"]
     step = f"{tokens} token{'s' * (tokens != 1)}"
+    since = f" on {most['since'][:10]}" if most.get("since") else ""
     more = f"; {len(others)} more layer shape{'s' * (len(others) != 1)} in the status file" if others else ""
-    return f"{where}; {ours:.1f} us a layer at {step} against vLLM's own {theirs:.1f}, measured here{more}"
+    return f"{where}; {ours:.1f} us a layer at {step} against vLLM's own {theirs:.1f}, measured here{since}{more}"
 
 
 def first_reason(record: dict[str, Any]) -> str:

@@ -94,6 +94,35 @@ def test_the_next_start_reads_the_figures_and_measures_nothing(made_up: Card, tm
     made_up.set_clock(MadeUpClock(costs(aiter=1.0, triton=9.0, vllm=9.0)))
     assert runs(made_up.start(), 1) == "triton"
     assert made_up.clock.given_back == 0
+    assert status.current().measured[0]["since"], "the line gives the day"
+    backends.forget()
+    assert runs(made_up.start(measure="again"), 1) == "aiter"
+    assert not status.current().measured[0]["since"]
+
+
+def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up: Card, tmp_path: Path) -> None:
+    made_up.set_clock(MadeUpClock(QUICK_TRITON, replay_s=measure.BUDGET_S / 2 / (13 * 3)))
+    found = []
+    for _ in range(3):
+        assert runs(made_up.start(), 16) == "triton"
+        found.append([int(tokens) for tokens in status.current().measured[0]["us"]])
+        backends.forget()
+    assert found == [[1, 8], [1, 2, 4, 8], [1, 2, 4, 8, 16]]
+
+
+def test_without_full_graphs_the_host_counts_and_the_figures_are_kept_apart(
+    made_up: Card, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    used = []
+    for how in ("record", "looped"):
+        inner = getattr(measure, how)
+        monkeypatch.setattr(measure, how, lambda *given, how=how, inner=inner: (used.append(how), inner(*given))[1])
+    for sizes in ([1], []):
+        monkeypatch.setattr(compat_config, "full_graphs", lambda _, sizes=sizes: sizes)
+        made_up.start()
+        backends.forget()
+    assert set(used) == {"record", "looped"}
+    assert len(list(tmp_path.glob("measured-*.json"))) == 2
 
 
 def test_figures_of_another_view_or_of_other_functions_of_vllm_are_not_read(made_up: Card, tmp_path: Path) -> None:
@@ -139,7 +168,7 @@ def raising(*args: Any, **kwargs: Any) -> Any:
 
 CANNOT: dict[str, Any] = {
     "no memory": lambda patch, card_: patch(measure, "cold_weights", raising),
-    "no events": lambda patch, card_: patch(measure, "record", raising),
+    "no events": lambda patch, card_: patch(measure, "looped", raising),
     "over budget": lambda patch, card_: patch(card_.clock, "replay_s", 1.0),
     "no clock": lambda patch, card_: patch(measure, "now", raising),
     "no card": lambda patch, card_: patch(measure, "about", raising),

@@ -50,7 +50,8 @@ class MadeUpClock:
         """Let ``measure`` use this clock."""
         monkeypatch.setattr(measure, "now", lambda: self.seconds)
         monkeypatch.setattr(measure, "cache_bytes", lambda: 4096)
-        monkeypatch.setattr(measure, "record", lambda run, calls: self.record(run, calls))
+        for how in ("record", "looped"):
+            monkeypatch.setattr(measure, how, lambda run, calls: self.record(run, calls))
         monkeypatch.setattr(measure, "give_back", self.give_back)
 
     def record(self, run: Any, calls: Sequence[DecodeInputs]) -> measure.Replay:

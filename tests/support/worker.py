@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from tests.ops.opcalls import NAME, layer_of
@@ -27,7 +27,7 @@ class Worker:
         compilation.inductor_compile_config = {} if pass_ is None else {current_platform.pass_key: pass_}
         compilation.static_forward_context = {NAME: layer}
         compilation.cudagraph_capture_sizes = [1, 8, 64]
-        compilation.cudagraph_mode = SimpleNamespace(name="NONE")
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.mode, compilation.backend, compilation.custom_ops = "VLLM_COMPILE", "inductor", ["none"]
         self.vllm_config = layer._vllm_config
         self.vllm_config.cache_config.cache_dtype = "auto"

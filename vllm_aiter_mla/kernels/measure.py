@@ -39,6 +39,7 @@ kernels that serve have to be loaded in any case."""
 ROUNDS = 11
 DISCARDED = 2  # rounds before the first that counts: they meet cold instruction caches and a slow clock
 MIN_CALLS = 32  # calls in a graph, at least, so that its launch and the two events weigh nothing
+FIRST_TIMED = (1, 8, 64, 256)  # what a budget that runs out has covered
 MOST_TOKENS = 1024  # between this and the last token count nothing is timed
 # Operand sets of one measurement: as many as do not fit in the caches, and no more than a graph can hold comfortably.
 MIN_SETS, MAX_SETS = 8, 512
@@ -86,6 +87,11 @@ def record(run: Run, calls: Sequence[DecodeInputs]) -> Replay:
             raise
         graph.capture_end()
     return lambda: replay_us(graph.replay) / len(kept)
+
+
+def looped(run: Run, calls: Sequence[DecodeInputs]) -> Replay:
+    """Make the calls one by one without a graph, as a step does that is not captured: the host's time counts."""
+    return lambda: replay_us(lambda: [run(inputs) for inputs in calls]) / len(calls)
 
 
 def replay_us(run: Callable[[], object]) -> float:
@@ -186,8 +192,11 @@ def time_shape(
     weight: AbsorbWeight,
     counts: Sequence[int],
     budget: Budget,
+    graphs: bool = True,
 ) -> Rounds:
-    """Time ``backends`` on layers of ``shape``; a back end is left out at a token count that it does not take.
+    """Time ``backends`` on layers of ``shape``, as many token counts as the budget allows, ``FIRST_TIMED`` first.
+
+    A back end is left out at a token count that it does not take. Loading, compiling and capturing cost no budget.
 
     Args:
         backends: by name; checked already.
@@ -195,9 +204,10 @@ def time_shape(
         weight: a layer's own, so that its strides are those of serving.
         counts: token counts.
         budget: of this rank; what is spent here is taken from it.
+        graphs: whether decode steps are captured; otherwise the calls are made one by one, as in serving.
 
     Raises:
-        OverBudgetError: the budget is spent.
+        OverBudgetError: the budget was spent before one token count was timed.
         Exception: whatever a kernel or the device raises.
     """
     resident = cache_bytes()
@@ -206,20 +216,23 @@ def time_shape(
 
     def check() -> None:
         if now() - started > budget.left:
-            raise OverBudgetError(
-                f"more than the {BUDGET_S:g} s that it may take, after {len(rounds)} of {len(counts)} token counts"
-            )
+            raise OverBudgetError(f"more than the {BUDGET_S:g} s that it may take, before one token count was timed")
 
-    for tokens in counts:
+    for tokens in sorted(counts, key=lambda count: (count not in FIRST_TIMED, count)):
         calls = calls_of(shape, weights, tokens, resident)
-        runs = _loaded(backends, calls[0])
+        timed = record if graphs else looped
+        replays = {name: timed(run, calls) for name, run in _loaded(backends, calls[0]).items()}
         started = now()
         try:
             check()
-            rounds[tokens] = interleaved({name: record(run, calls) for name, run in runs.items()}, ROUNDS, check)
+            rounds[tokens] = interleaved(replays, ROUNDS, check)
+        except OverBudgetError:
+            if not rounds:
+                raise
+            break
         finally:
             budget.left -= now() - started
-    return rounds
+    return dict(sorted(rounds.items()))
 
 
 def _loaded(backends: Mapping[str, KernelBackend], inputs: DecodeInputs) -> dict[str, Run]:
@@ -267,8 +280,8 @@ def ranges(rounds: Rounds, order: Sequence[str]) -> Ranges:
 
 
 def name_at(chosen: Ranges, tokens: int) -> str | None:
-    """Return what runs at ``tokens``; None outside every range."""
-    return next((name for first, last, name in chosen if first <= tokens <= last), None)
+    """Return what runs at ``tokens``: beyond what was timed, what runs at the largest count; None without ranges."""
+    return next((name for _, last, name in chosen if tokens <= last), chosen[-1][2] if chosen else None)
 
 
 def medians(rounds: Rounds) -> dict[int, dict[str, float]]:
@@ -298,14 +311,14 @@ def path_of(folder: Path, key: Mapping[str, Any]) -> Path:
     return folder / f"measured-{digest[:16]}.json"
 
 
-def read(folder: Path, key: Mapping[str, Any]) -> Rounds | None:
-    """Return the figures kept for ``key``; None without a file, or if it is broken or belongs to another key."""
+def read(folder: Path, key: Mapping[str, Any]) -> tuple[Rounds, str]:
+    """Return the figures kept for ``key`` and when they were taken; none without a file, or from one that is broken."""
     try:
         found = files.read(path_of(folder, key), LARGEST_FILE)
         rounds: Rounds = {int(tokens): by for tokens, by in found["rounds"].items()}
-        return rounds if found["key"] == dict(key) else None
+        return (rounds, str(found[files.KEY]["time"])) if found["key"] == dict(key) else ({}, "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+        return {}, ""
 
 
 def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
@@ -336,9 +349,9 @@ def machine() -> dict[str, str]:
 
 
 def about() -> dict[str, str | None]:
-    """Return ``machine`` with driver, plugin, vLLM and AITER: if one of them differs, the figures may differ too."""
+    """Return ``machine`` with driver, plugin, vLLM, AITER and host: if one differs, the figures may differ too."""
     stamp = files.stamp("measured", 1)[files.KEY]
-    return machine() | {"driver": _driver()} | {name: stamp[name] for name in ("plugin", "vllm", "aiter")}
+    return machine() | {"driver": _driver()} | {name: stamp[name] for name in ("plugin", "vllm", "aiter", "host")}
 
 
 def _driver() -> str:
