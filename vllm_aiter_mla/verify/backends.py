@@ -89,7 +89,8 @@ def _interpreter() -> ProcessPoolExecutor:
 def _prepare() -> None:
     """Prepare the process: Triton interprets, and each launch of its kernel is recorded as one call."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from vllm_aiter_mla.kernels.triton import interpreter, launcher
+    from vllm_aiter_mla.kernels.triton import launcher
+    from vllm_aiter_mla.verify import interpreter
 
     interpreter.install()
     torch.set_num_threads(1)

@@ -24,9 +24,10 @@ from tests.support.aiter_results import LATENT, fp4_call, fp8_call, fused_call
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.selfcheck import difference, self_check
-from vllm_aiter_mla.kernels.triton import interpreter, kernel, launcher
+from vllm_aiter_mla.kernels.triton import kernel, launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.kernels.triton.tiles import TABLE
+from vllm_aiter_mla.verify import interpreter
 
 BACKEND = TritonBackend()
 _LAUNCH = launcher.Launch
