@@ -118,6 +118,12 @@ class Backends:
             self._built[name] = known if factory is None else factory(self.platform, self.settings)
         return self._built[name]
 
+    @property
+    def default(self) -> str:
+        """The back end that runs without figures: the first of ``names``, with "auto" the first that can be built."""
+        built = (name for name in self.names if not isinstance(self.get(name), str))
+        return next(built, self.names[0]) if self.settings.kernel == "auto" else self.names[0]
+
     def refuse(self, name: str, reason: str) -> None:
         """Keep this process off a back end."""
         self._built[name] = reason

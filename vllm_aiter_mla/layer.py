@@ -135,7 +135,7 @@ class Layer:
             return skip
         if self.ranges and self.state == "trusted":
             return self.choose(self._meta_inputs()).name or VLLM
-        wanted = self.backends.names[0]
+        wanted = self.backends.default
         backend = self.backends.get(wanted)
         needs_check = isinstance(backend, str) or not backend.trusted
         if self.state in ("refused", "failed") and needs_check:
@@ -154,12 +154,14 @@ class Layer:
 
     def no_kernel(self) -> Skip | None:
         """Return why no fused kernel can run in this process, whatever the layer, or None."""
-        wanted, asked = self.backends.names[0], self.backends.settings.kernel
-        backend = self.backends.get(wanted)
-        if asked == "auto" and wanted == VLLM:
+        asked = self.backends.settings.kernel
+        tried = {name: self.backends.get(name) for name in self.backends.names[:-1] or self.backends.names}
+        if asked == "auto" and list(tried) == [VLLM]:
             unknown = f"auto knows no fused kernel for {self.backends.platform.arch}"
             return Skip("kernel_unavailable", f"{unknown}; kernel=triton can be asked for by name")
-        return Skip("kernel_unavailable", f"kernel={asked}: {backend}") if isinstance(backend, str) else None
+        if not all(isinstance(backend, str) for backend in tried.values()):
+            return None
+        return Skip("kernel_unavailable", f"kernel={asked}: {'; '.join(f'{name}: {tried[name]}' for name in tried)}")
 
     def not_admitted(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
         """Return why no kernel may run the layer, from its facts only; arguments as in ``decide``."""

@@ -165,7 +165,7 @@ def _check_group(group: Sequence[Layer], strict: bool, capture_sizes: Sequence[i
             if is_named:
                 status.current().overflows.add(name)
                 continue
-        elif name != first.backends.names[0]:
+        elif name != first.backends.default:
             # Nobody asked for it by name, and the default kernel still runs: no failure of the engine.
             log.say_once(logging.WARNING, f"{trouble} ({named}); it is not among those that are timed")
         elif strict:
