@@ -340,20 +340,6 @@ def test_without_its_packages_the_command_names_the_extra(
 BROWSER = pytest.mark.skipif(chromium.BINARY is None, reason=chromium.MISSING)
 
 
-@pytest.fixture(scope="module")
-def file(page: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
-
-
-@BROWSER
-def test_report_renders_without_console_messages(file: Path) -> None:
-    dom, console = chromium.run(file, "--dump-dom")
-    assert console == []
-    assert dom.count('<svg class="chart"') >= 8
-
-
 @BROWSER
 @pytest.mark.parametrize("width", [375, 1200])
 def test_report_fits_its_window(page: str, tmp_path: Path, width: int) -> None:
