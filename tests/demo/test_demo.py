@@ -17,6 +17,7 @@ from tests.sandbox import child, demo, engine, plugin, runs
 from tests.sandbox.compare import compare, op_count
 from tests.sandbox.runs import EXACT, Options
 from tests.sandbox.spec import EngineResult, EngineSpec
+from vllm_aiter_mla import status
 from vllm_aiter_mla.compat import layer as compat_layer
 
 STEPS = [[(3, {3: -0.5, 4: -1.0}), (4, {4: -0.2, 5: -2.0}), (5, {5: -0.1, 6: -3.0})]]
@@ -24,15 +25,10 @@ GPU = EngineSpec(device="gpu", kernel="triton")
 
 
 def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2):
-    record = {
-        "rank": 0,
-        "total": total,
-        "engaged": {f"layers.{i}": "reference" for i in range(engaged)},
-        "skipped": {f"layers.{i}": ["impl", "unknown"] for i in range(engaged, total)},
-        "partial": {},
-        "compiled": {},
-        "decode_limit": 16,
-        "kv_cache_dtype": "bfloat16",
+    names = [f"layers.{index}" for index in range(total)]
+    record = status.record_of(names, 16, "bfloat16", 0) | {
+        "engaged": dict.fromkeys(names[:engaged], "reference"),
+        "skipped": {name: ["impl", "unknown"] for name in names[engaged:]},
     }
     return EngineResult(
         scenarios={name: steps or STEPS for name in scenarios},

@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -94,27 +93,13 @@ def test_a_file_fills_its_sections_and_the_others_say_what_they_need(
     assert not_measured(html_of([files[name]])) == set(SECTIONS) - sections
 
 
-class Tags(HTMLParser):
-    """Collects tags, ids, and what would be loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.loads: list[str] = []
-        self.ids: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.loads += [str(value) for key, value in attrs if key in ("src", "href", "srcset", "xlink:href")]
-        self.ids += [str(value) for key, value in attrs if key == "id"]
-
-
 def test_the_page_loads_nothing_and_ids_are_not_repeated(page: str) -> None:
-    found = Tags()
-    found.feed(page)
-    assert not found.tags & {"script", "iframe", "object", "embed", "img", "image"}
-    assert all(load.startswith("#") or load == "data:," for load in found.loads)
-    assert len(found.ids) == len(set(found.ids))
+    assert not re.search(r"<(script|iframe|object|embed|img|image)\b", page)
+    loads = re.findall(r"""\b(?:src|href|srcset)\s*=\s*["']?([^"'\s>]*)""", page)
+    assert loads
+    assert all(load.startswith("#") or load == "data:," for load in loads)
+    ids = re.findall(r"""\sid=["']?([^"'\s>]+)""", page)
+    assert len(ids) == len(set(ids)) > 8
     assert "default-src 'none'" in page
     assert "@import" not in page
 
