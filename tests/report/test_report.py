@@ -143,13 +143,6 @@ def test_ranks_that_measured_the_same_share_one_table(written: Write) -> None:
     assert [row for row in rows_of(page) if row[0] == "64"] == [["64", "4.27", "2.91", "6.56", "triton"]]
 
 
-def test_the_report_reads_what_a_worker_writes(written: Write) -> None:
-    from vllm_aiter_mla import files, status
-
-    found = status.record_of(["model.layers.0"], 16, "bfloat16", 0) | files.stamp("status", 3)
-    assert "0/1" in html_of([written("status-1-0.json", found)])
-
-
 def test_a_plan_shows_every_reason_its_ranges_and_its_launches(files: dict[str, Path]) -> None:
     plan = json.loads(files["plan"].read_text())
     page = html_of([files["plan"]])
