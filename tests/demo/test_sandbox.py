@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from importlib.metadata import distributions, entry_points
 from typing import NamedTuple
 
@@ -46,6 +48,18 @@ def test_only_engines_on_ray_get_a_platform_that_ray_can_count(monkeypatch, tmp_
     assert engine.environment_for(on_ray, tmp_path, tmp_path)[platform.RAY_SWITCH] == "1"
     monkeypatch.setenv(platform.RAY_SWITCH, "1")
     assert platform.find_ray() == "tests.sandbox.platform.RayCpuPlatform"
+
+
+def test_an_interrupted_run_leaves_no_engine_behind():
+    def interrupted():
+        yield "up"
+        raise KeyboardInterrupt
+
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    process.stdout = interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        engine._read(process)
+    assert process.poll() is not None
 
 
 class Selector(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.simulated_aiter import FP8, ROCM, fate, inputs
+from tests.support.simulated_aiter import FP8, ROCM, Unchecked, fate, inputs
 from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
@@ -36,6 +36,35 @@ def test_mutation_strided_table_halves_are_caught_by_the_self_check() -> None:
     bound = AiterBackend(PLATFORM)
     bound.halves = lambda table: table.chunk(2, -1)  # no .contiguous()
     assert wrong_parts(check(bound)) == {"q rope", "kv rope"}
+
+
+# What is changed, how the contract declines it, and what the simulated AITER does with it otherwise.
+BROKEN = {
+    "a uint8 cache": (
+        lambda good: replace(good, kv_cache=good.kv_cache.view(torch.uint8), out_dtype=torch.bfloat16),
+        "kv_cache: view uint8",
+        "[AITER] kv cache data type is not supported\n",
+    ),
+    # Read as block size 1, slot s lands at block s: beyond the cache for all but the first few.
+    "a 4-D cache": (
+        lambda good: replace(good, kv_cache=good.kv_cache.unsqueeze(1)),
+        "kv_cache: [blocks, block_size, 576]",
+        "Memory access fault by GPU: a KV row",
+    ),
+    "int32 slots": (
+        lambda good: replace(good, slot_mapping=good.slot_mapping.int()),
+        "slot_mapping: torch.int64",
+        "Memory access fault by GPU: slot_mapping",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_mutation_operands_are_caught_by_the_contract_or_kill(name) -> None:
+    change, reason, fault = BROKEN[name]
+    operands = change(inputs())
+    assert str(AiterBackend(PLATFORM).refuse(operands)).startswith(reason)
+    assert fate(lambda: Unchecked().prepare(operands)).startswith(f"SIGABRT: {fault}")
 
 
 CHANGES = {
