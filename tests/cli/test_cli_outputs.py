@@ -89,12 +89,6 @@ def test_a_wrong_option_is_one_line_on_stderr_and_exits_2(command: str, argument
     assert done.stderr.count("\n") == 1
 
 
-def test_a_quick_command_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with outputs.progress("plan", patience=60) as at:
-        at("importing vLLM")
-    assert capsys.readouterr().err == ""
-
-
 def test_a_slow_command_says_where_it_is_and_what_comes_next(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,8 @@ from rich.console import Console
 from tests.sandbox import child, demo, engine, plugin, runs
 from tests.sandbox.compare import compare, op_count
 from tests.sandbox.runs import EXACT, Options
-from tests.sandbox.spec import EngineResult, EngineSpec, load, save
+from tests.sandbox.spec import EngineResult, EngineSpec
+from vllm_aiter_mla import status
 from vllm_aiter_mla.compat import layer as compat_layer
 
 STEPS = [[(3, {3: -0.5, 4: -1.0}), (4, {4: -0.2, 5: -2.0}), (5, {5: -0.1, 6: -3.0})]]
@@ -25,15 +25,10 @@ GPU = EngineSpec(device="gpu", kernel="triton")
 
 
 def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2):
-    record = {
-        "rank": 0,
-        "total": total,
-        "engaged": {f"layers.{i}": "reference" for i in range(engaged)},
-        "skipped": {f"layers.{i}": ["impl", "unknown"] for i in range(engaged, total)},
-        "partial": {},
-        "compiled": {},
-        "decode_limit": 16,
-        "kv_cache_dtype": "bfloat16",
+    names = [f"layers.{index}" for index in range(total)]
+    record = status.record_of(names, 16, "bfloat16", 0) | {
+        "engaged": dict.fromkeys(names[:engaged], "reference"),
+        "skipped": {name: ["impl", "unknown"] for name in names[engaged:]},
     }
     return EngineResult(
         scenarios={name: steps or STEPS for name in scenarios},
@@ -112,13 +107,6 @@ def test_views_and_getitems_do_not_count_as_ops():
     aten = "torch.ops.aten."
     targets = (f"{aten}reshape.default", "operator.getitem", f"{aten}mm.default", f"{aten}slice.Tensor")
     assert op_count("\n".join(f"%n = call_function[target={target}](args = ())" for target in targets)) == 1
-
-
-def test_a_spec_and_a_result_survive_their_journey_through_files(tmp_path):
-    spec = replace(EngineSpec(), scales=(0.5, 0.7), model={"num_hidden_layers": 2}, scenarios=("short", "long"))
-    for record in (spec, result()):
-        save(record, tmp_path / "record")
-        assert load(tmp_path / "record") == record
 
 
 @pytest.mark.parametrize(

@@ -6,27 +6,20 @@ import os
 import subprocess
 import sys
 from importlib.metadata import distributions, entry_points
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.config import CompilationMode
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
 from tests.sandbox import engine, gpu_ops, platform, plugin
 from tests.sandbox.card import PageIndices
 from tests.sandbox.spec import EngineSpec
 from vllm_aiter_mla import status
-from vllm_aiter_mla.compat import patches
 
 GROUP = "vllm.general_plugins"
-
-
-class Config(SimpleNamespace):
-    """A namespace that the hook can refer to weakly."""
 
 
 def test_no_installed_package_lists_the_sandbox():
@@ -45,36 +38,6 @@ def test_an_engine_finds_the_sandboxs_plugin_and_inherits_the_path_but_not_the_g
     loaded = {entry.group: entry.load() for entry in found.entry_points if entry.name == plugin.NAME}
     assert loaded == {GROUP: plugin.activate, "vllm.platform_plugins": platform.find_ray}
     assert environment["VLLM_PLUGINS"].split(",") == ["aiter_mla", plugin.NAME][not spec.plugin :]
-
-
-@pytest.mark.parametrize("sandbox_first", [True, False])
-def test_the_gate_sees_the_compile_mode_that_the_sandbox_keeps_in_either_order(sandbox_first):
-    class Platform:
-        @classmethod
-        def apply_config_platform_defaults(cls, vllm_config):
-            pass
-
-        @classmethod
-        def check_and_update_config(cls, vllm_config):
-            vllm_config.compilation_config.mode = CompilationMode.DYNAMO_TRACE_ONCE
-
-    seen = []
-    steps = [
-        lambda: platform.wrap(Platform),
-        lambda: patches.hook_platform(lambda config: seen.append(config.compilation_config.mode), Platform),
-    ]
-    for step in steps if sandbox_first else reversed(steps):
-        step()
-    compilation = Config(mode=CompilationMode.VLLM_COMPILE, ir_enable_torch_wrap=False, backend="")
-    config = Config(
-        compilation_config=compilation,
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=False, max_num_batched_tokens=1),
-        attention_config=SimpleNamespace(backend=None),
-        cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=False),
-    )
-    Platform.apply_config_platform_defaults(config)
-    Platform.check_and_update_config(config)
-    assert seen == [CompilationMode.VLLM_COMPILE]
 
 
 def test_only_engines_on_ray_get_a_platform_that_ray_can_count(monkeypatch, tmp_path):

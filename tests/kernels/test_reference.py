@@ -104,16 +104,6 @@ def test_neighbours_are_one_step_apart(flavour: formats.Fp8Flavour) -> None:
     assert (steps_of(values)[~values.float().isfinite()] > 1 << 16).all()
 
 
-@flavours
-def test_the_scale_is_inverted_once_and_multiplied(flavour: formats.Fp8Flavour) -> None:
-    call = operands(tokens=64, cache=flavour.dtype, out=flavour.dtype)
-    reference.prepare(call)
-    inverse = torch.tensor(1.0, dtype=torch.float32) / call.k_scale
-    slot = call.slot_mapping[0]
-    wanted = formats.round_saturating(call.kv_c[0].float() * inverse, flavour)
-    assert same_bytes(rows(call)[slot, :16], wanted)
-
-
 @pytest.mark.parametrize("is_neox", [False, True])
 def test_rotation_is_a_complex_product_of_the_styles_pairs(is_neox: bool) -> None:
     """NeoX pairs (i, i+4), GPT-J (2i, 2i+1): position 3, angle by angle, with Python's complex numbers."""
@@ -140,14 +130,6 @@ def test_the_prepared_row_is_absorbed_nope_then_rope(is_neox: bool) -> None:
             assert torch.equal(out[t, n, 16:], reference.rotate(call.q[t, n, 8:], cos, sin, is_neox))
 
 
-def test_positions_are_clamped_into_the_table() -> None:
-    call = operands()
-    far = fresh(call, positions=torch.tensor([-1, -(1 << 40), 11, 1 << 40, 3]))
-    near = fresh(call, positions=torch.tensor([0, 0, 10, 10, 3]))
-    assert same_bytes(reference.prepare(far), reference.prepare(near))
-    assert same_bytes(far.kv_cache, near.kv_cache)
-
-
 @settings(max_examples=60)
 @given(
     tokens=st.integers(0, 9),
@@ -168,17 +150,6 @@ def test_only_rows_with_a_slot_are_written(tokens: int, block: int, seed: int, c
     assert (rows(call).view(torch.uint8)[untouched] == PATTERN).all()
     if len(kept):
         assert (rows(call).view(torch.uint8)[kept] != PATTERN).any()
-
-
-def test_any_block_size_writes_the_same_slots() -> None:
-    flat = operands(tokens=6, block=1)
-    slots = torch.tensor([5, 0, -1, 11, 7, 2])
-    caches = []
-    for block in (1, 2, 3, 4, 6, 12):
-        cache = torch.zeros(12 // block, block, 24, dtype=BF16)
-        reference.prepare(replace(flat, kv_cache=cache, slot_mapping=slots))
-        caches.append(cache.reshape(12, 24))
-    assert all(same_bytes(cache, caches[0]) for cache in caches)
 
 
 def test_rows_beyond_the_slots_are_prepared_but_not_written() -> None:

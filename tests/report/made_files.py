@@ -14,6 +14,7 @@ from tests.sandbox.runs import EXACT, Run
 from tests.sandbox.spec import EngineResult, EngineSpec
 from tests.support import plans
 from vllm_aiter_mla import files
+from vllm_aiter_mla import status as run_status
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import build, model
 
@@ -24,9 +25,8 @@ LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
 
 def status(**changes: Any) -> dict[str, Any]:
     """A worker's status: four layers engaged."""
-    record: dict[str, Any] = {"rank": 0, "total": 4, "engaged": dict.fromkeys(LAYERS, "reference"), "skipped": {}}
-    record |= {"compiled": {"1-16": {"matched": 4}}, "measured": [], "decode_limit": 16, "capture_sizes": []}
-    return record | {"kv_cache_dtype": "bfloat16"} | changes | files.stamp("status", 3)
+    record = run_status.record_of(LAYERS, 16, "bfloat16", 0) | {"engaged": dict.fromkeys(LAYERS, "reference")}
+    return record | {"skipped": {}, "compiled": {"1-16": {"matched": 4}}} | changes | files.stamp("status", 3)
 
 
 def measured() -> dict[str, Any]:

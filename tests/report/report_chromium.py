@@ -1,4 +1,4 @@
-"""Headless Chromium on one file: its DOM after loading, its console, and how a page behaves at a given width."""
+"""Headless Chromium on one page: how it behaves at a given width, and its console."""
 
 from __future__ import annotations
 
@@ -14,18 +14,10 @@ from typing import Any
 BINARY = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = "Chromium is not installed; install it with: apt-get install chromium"
 FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--hide-scrollbars",
-    "--enable-logging=stderr",
-)
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update",
+    "--disable-background-networking", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars",
+    "--enable-logging=stderr", "--dump-dom", "--virtual-time-budget=5000",
+)  # fmt: skip
 # The page in a frame of a phone's width, with no script of its own: the frame around it looks and measures.
 _FRAME = """<!doctype html><meta charset="utf-8"><style>body{{margin:0}}iframe{{border:0;display:block}}</style>
 <iframe id="f" style="width:{width}px;height:{height}px" srcdoc="{page}"></iframe><pre id="found"></pre><script>
@@ -46,21 +38,16 @@ document.getElementById("f").onload = function () {{
 </script>"""
 
 
-def run(page: Path, *flags: str) -> tuple[str, list[str]]:
-    """Load a file; what Chromium prints, and the lines of the page's console."""
-    assert BINARY is not None
-    with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
-        command = [BINARY, *FLAGS, f"--user-data-dir={profile}", *flags, page.resolve().as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
 def measure(page: str, folder: Path, width: int, height: int = 900) -> dict[str, Any]:
     """What a frame of ``width`` pixels finds: the page's scroll width, elements that stick out, charts, requests."""
     outer = folder / f"frame-{width}.html"
     outer.write_text(_FRAME.format(width=width, height=height, page=html.escape(page)), encoding="utf-8")
-    dom, console = run(outer, "--dump-dom", "--virtual-time-budget=5000")
-    match = re.search(r'<pre id="found">(.+?)</pre>', dom, re.DOTALL)
+    assert BINARY is not None
+    with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
+        command = [BINARY, *FLAGS, f"--user-data-dir={profile}", outer.resolve().as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    match = re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)
     assert match, f"the frame found nothing; console: {console}"
     return dict(json.loads(html.unescape(match[1]))) | {"console": console}

@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -94,27 +93,13 @@ def test_a_file_fills_its_sections_and_the_others_say_what_they_need(
     assert not_measured(html_of([files[name]])) == set(SECTIONS) - sections
 
 
-class Tags(HTMLParser):
-    """Collects tags, ids, and what would be loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.loads: list[str] = []
-        self.ids: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.loads += [str(value) for key, value in attrs if key in ("src", "href", "srcset", "xlink:href")]
-        self.ids += [str(value) for key, value in attrs if key == "id"]
-
-
 def test_the_page_loads_nothing_and_ids_are_not_repeated(page: str) -> None:
-    found = Tags()
-    found.feed(page)
-    assert not found.tags & {"script", "iframe", "object", "embed", "img", "image"}
-    assert all(load.startswith("#") or load == "data:," for load in found.loads)
-    assert len(found.ids) == len(set(found.ids))
+    assert not re.search(r"<(script|iframe|object|embed|img|image)\b", page)
+    loads = re.findall(r"""\b(?:src|href|srcset)\s*=\s*["']?([^"'\s>]*)""", page)
+    assert loads
+    assert all(load.startswith("#") or load == "data:," for load in loads)
+    ids = re.findall(r"""\sid=["']?([^"'\s>]+)""", page)
+    assert len(ids) == len(set(ids)) > 8
     assert "default-src 'none'" in page
     assert "@import" not in page
 
@@ -156,13 +141,6 @@ def test_ranks_that_measured_the_same_share_one_table(written: Write) -> None:
     assert "rank 0: 4 layers" in page
     assert "rank 1: 4 layers" in page
     assert [row for row in rows_of(page) if row[0] == "64"] == [["64", "4.27", "2.91", "6.56", "triton"]]
-
-
-def test_the_report_reads_what_a_worker_writes(written: Write) -> None:
-    from vllm_aiter_mla import files, status
-
-    found = status.record_of(["model.layers.0"], 16, "bfloat16", 0) | files.stamp("status", 3)
-    assert "0/1" in html_of([written("status-1-0.json", found)])
 
 
 def test_a_plan_shows_every_reason_its_ranges_and_its_launches(files: dict[str, Path]) -> None:
@@ -338,20 +316,6 @@ def test_without_its_packages_the_command_names_the_extra(
 # -- a real browser
 
 BROWSER = pytest.mark.skipif(chromium.BINARY is None, reason=chromium.MISSING)
-
-
-@pytest.fixture(scope="module")
-def file(page: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
-
-
-@BROWSER
-def test_report_renders_without_console_messages(file: Path) -> None:
-    dom, console = chromium.run(file, "--dump-dom")
-    assert console == []
-    assert dom.count('<svg class="chart"') >= 8
 
 
 @BROWSER

@@ -75,11 +75,9 @@ def _mistral(step: int) -> dict[str, Any]:
 
 
 ROWS: dict[str, Row] = {
-    "DeepSeek-V2": Row(
-        _config(
-            "DeepseekV2ForCausalLM", "deepseek_v2", rope_scaling=_YARN, topk_method="greedy", scoring_func="softmax"
-        )
-    ),
+    "DeepSeek-V2": Row(_config(
+        "DeepseekV2ForCausalLM", "deepseek_v2", rope_scaling=_YARN, topk_method="greedy", scoring_func="softmax"
+    )),
     "DeepSeek-V2-Lite": Row(
         _config("DeepseekV2ForCausalLM", "deepseek_v2", q_lora_rank=None, topk_method="greedy", scoring_func="softmax")
     ),
@@ -88,52 +86,36 @@ ROWS: dict[str, Row] = {
         _V3 | {"num_nextn_predict_layers": 1, "first_k_dense_replace": 3}, 3, drafts=1
     ),
     "Kimi-K2": Row(_config("DeepseekV3ForCausalLM", "kimi_k2", rope_scaling=_YARN)),
-    "GLM-4.7-Flash": Row(
-        _config(
-            "Glm4MoeLiteForCausalLM", "glm4_moe_lite", qk_nope_head_dim=192, v_head_dim=256, **_WITH_EXPERTS,
-            rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
-        )
-    ),
-    "LongCat-Flash": Row(
-        _config(
-            "LongcatFlashForCausalLM", "longcat_flash", num_layers=1, ffn_hidden_size=512, expert_ffn_hidden_size=64,
-            moe_topk=2, zero_expert_num=2, zero_expert_type="identity", mla_scale_q_lora=True, mla_scale_kv_lora=True,
-        ),
-        vllm_fails="vLLM's runner of its zero experts fails on a CPU",
-    ),
-    "openPangu Ultra MoE": Row(
-        _config(
-            "PanguUltraMoEForCausalLM", "pangu_ultra_moe", sandwich_norm=True, num_nextn_predict_layers=0,
-            router_enable_expert_bias=True, **_WITH_EXPERTS,
-        )
-    ),
+    "GLM-4.7-Flash": Row(_config(
+        "Glm4MoeLiteForCausalLM", "glm4_moe_lite", qk_nope_head_dim=192, v_head_dim=256, **_WITH_EXPERTS,
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+    )),
+    "LongCat-Flash": Row(_config(
+        "LongcatFlashForCausalLM", "longcat_flash", num_layers=1, ffn_hidden_size=512, expert_ffn_hidden_size=64,
+        moe_topk=2, zero_expert_num=2, zero_expert_type="identity", mla_scale_q_lora=True, mla_scale_kv_lora=True,
+    ), vllm_fails="vLLM's runner of its zero experts fails on a CPU"),
+    "openPangu Ultra MoE": Row(_config(
+        "PanguUltraMoEForCausalLM", "pangu_ultra_moe", sandwich_norm=True, num_nextn_predict_layers=0,
+        router_enable_expert_bias=True, **_WITH_EXPERTS,
+    )),
     "A.X K1": Row(_config("AXK1ForCausalLM", "axk1", rope_scaling=_YARN)),
-    "Sarvam": Row(
-        _config(
-            "SarvamMLAForCausalLM", "sarvam_mla", q_lora_rank=None, head_dim=576,
-            rope_scaling=_YARN | _DEEPSEEK_YARN, **_LING,
-        ),
-        0, not_mla="this vLLM does not list the model type sarvam_mla as MLA",
-    ),
+    "Sarvam": Row(_config(
+        "SarvamMLAForCausalLM", "sarvam_mla", q_lora_rank=None, head_dim=576,
+        rope_scaling=_YARN | _DEEPSEEK_YARN, **_LING,
+    ), 0, not_mla="this vLLM does not list the model type sarvam_mla as MLA"),
     "Ling 2.5": Row(
         _config("BailingMoeV2_5ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, **_LING), 1,
         vllm_fails=_HYBRID,
     ),
-    "Ling 3": Row(
-        _config(
-            "BailingMoeV3ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, no_kda_lora=True, **_LING
-        ),
-        1, vllm_fails=_HYBRID,
-    ),
+    "Ling 3": Row(_config(
+        "BailingMoeV3ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, no_kda_lora=True, **_LING
+    ), 1, vllm_fails=_HYBRID),
     "Mistral-Large-3": Row(_mistral(16), exact=False),
     "Mistral-Large-3 below the first step of its factor": Row(_mistral(1024)),
-    "Kimi-Linear": Row(
-        _config(
-            "KimiLinearForCausalLM", "kimi_linear", q_lora_rank=None, mla_use_nope=True, linear_attn_config=_KDA,
-            num_experts=4, num_experts_per_token=2,
-        ),
-        0, "no_rope", vllm_fails="its linear attention needs kernels for GPUs",
-    ),
+    "Kimi-Linear": Row(_config(
+        "KimiLinearForCausalLM", "kimi_linear", q_lora_rank=None, mla_use_nope=True, linear_attn_config=_KDA,
+        num_experts=4, num_experts_per_token=2,
+    ), 0, "no_rope", vllm_fails="its linear attention needs kernels for GPUs"),
     "DeepSeek-V3 with an EAGLE-3 draft": Row(
         _V3 | {"num_hidden_layers": 3, "first_k_dense_replace": 3}, 4, drafts=2,
         draft=_config(

@@ -141,11 +141,3 @@ def test_no_server_is_left(ended: str, request: pytest.FixtureRequest, work: Pat
     request.getfixturevalue(ended)
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(work / "model") not in shown
-
-
-@pytest.mark.parametrize("text", ["5 + 8 = 13.\n#### 13", "héllo 世界 \x00\t", "", "<300>", "#" * 600])
-def test_every_text_comes_back_from_the_tokenizer(work: Path, text: str) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(work / "model")
-    assert tokenizer.decode(tokenizer.encode(text)) == text

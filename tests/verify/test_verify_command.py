@@ -106,13 +106,6 @@ def test_a_failure_exits_1_and_prints_the_command_that_repeats_it(cli, faulty):
     assert "1 failed" in again.output
 
 
-def test_nothing_to_run_exits_3_with_the_reason(cli, monkeypatch):
-    monkeypatch.setitem(backends.FINDERS, "aiter", lambda: "no such card")
-    done = cli("--backend", "aiter")
-    assert done.exit_code == 3
-    assert "no such card" in done.output
-
-
 @pytest.mark.parametrize("option", ["--only", "--backend", "--variant"])
 def test_an_unknown_name_exits_2_and_lists_what_there_is(cli, option):
     done = cli("--backend", "reference", option, "no-such-thing")

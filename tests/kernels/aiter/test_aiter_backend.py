@@ -75,15 +75,6 @@ def test_layers_share_the_halves_of_one_table() -> None:
     assert torch.equal(torch.cat(spy.arguments[0][10:12], -1), table)
 
 
-def test_scales_go_over_as_they_are() -> None:
-    spy = OpSpy()
-    bound, operands = backend(), inputs()
-    bound._op = spy
-    bound.prepare(operands)
-    assert spy.arguments[0][7] is operands.k_scale
-    assert spy.arguments[0][8] is operands.q_scale
-
-
 def test_tables_that_follow_one_another_get_halves_of_their_own() -> None:
     """The allocator hands the same address out again and again, unless the memory of a known table is kept."""
     bound = backend()

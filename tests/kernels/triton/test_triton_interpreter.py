@@ -8,16 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.triton.triton_mutations import MUTATIONS
+from tests.kernels.triton.triton_mutations import CODES, MUTATIONS, MXFP4
 from tests.support.triton_cases import Case
 
 pytestmark = pytest.mark.slow
 # The interpreter sums the 128 products in another order than torch: a bfloat16 rounding may fall the other way, which
 # is one fp8 step. 0.5 % is far above what any case shows and far below what a mutant does.
 NOPE_FRACTION = 0.005
-# Codes of the weight, with the stride that vLLM gives them.
-CODES = {"weight": "float8_e4m3fn", "w_major": "P"}
-MXFP4 = {"weight": "mxfp4"}
 
 CASES = [
     Case(),
@@ -211,36 +208,10 @@ def test_triton_interpreter_casts_are_wrong_as_shipped_and_exact_once_replaced(i
     assert all(count > 0 for name, count in wrong.items() if "shipped" in name), f"the patch can go: {wrong}"
 
 
-# What each mutant must be seen on, and by which figure.
-CAUGHT_BY = {
-    "dropped_position_clamp": (Case(), "wrong_rope"),
-    "slot_minus_one_written": (Case(), "wrong_cache"),
-    "wrong_pair_order": (Case(), "wrong_rope"),
-    "wrong_pairing_style": (Case(), "wrong_rope"),
-    "unscaled_rope_half": (Case(), "wrong_rope"),
-    "row_in_the_wrong_block": (Case(), "wrong_cache"),
-    "accumulator_not_rounded": (Case(), "nope_different"),
-    "accumulator_truncated": (Case(cache="float8_e4m3fnuz"), "nope_different"),
-    "overflow_not_saturated": (Case(magnitude=300.0, cache="float8_e4m3fnuz"), "wrong_cache"),
-    "last_token_block_dropped": (Case(tokens=70, heads=1), "nope_different"),
-    "group_scale_dropped": (Case(**CODES), "nope_different"),
-    "weight_scale_dropped": (Case(**CODES), "nope_different"),
-    "signed_row_maximum": (Case(**CODES), "nope_different"),
-    "rest_of_the_row_dropped": (Case(**CODES, nope=192), "nope_different"),
-    "fp4_tie_goes_up": (Case(**MXFP4), "nope_different"),
-    "fp4_small_values_truncated": (Case(**MXFP4), "nope_different"),
-    "fp4_scale_without_its_carry": (Case(**MXFP4), "nope_different"),
-    "fp4_sign_lost": (Case(**MXFP4), "nope_different"),
-    "fp4_halves_of_a_byte_swapped": (Case(**MXFP4), "nope_different"),
-    "fp4_scales_of_the_first_block": (Case(**MXFP4, nope=256), "nope_different"),
-    "fp4_scales_of_the_first_head": (Case(**MXFP4), "nope_different"),
-}
-
-
 @pytest.mark.mutation
-@pytest.mark.parametrize("name", CAUGHT_BY)
+@pytest.mark.parametrize("name", [name for name, (*_, case, _) in MUTATIONS.items() if case])
 def test_triton_mutation_is_caught_by_the_comparison(interpreted, name):
-    case, figure = CAUGHT_BY[name]
+    *_, case, figure = MUTATIONS[name]
     found = interpreted("compare", case=asdict(case), mutation=name)
     assert found[figure] > (NOPE_FRACTION if figure == "nope_different" else 0)
 
@@ -260,9 +231,3 @@ def test_triton_mutation_of_the_floor_is_caught_by_a_row_of_zeros(interpreted):
 def test_triton_mutation_of_the_columns_is_caught_on_the_tile_that_does_several_blocks(interpreted):
     found = interpreted("compare_tile", arch="gfx942", index=3, weight="plain", mutation="second_columns_of_the_first")
     assert found["nope_different"] > NOPE_FRACTION
-
-
-@pytest.mark.mutation
-def test_triton_each_mutation_has_its_test():
-    elsewhere = {"slot_in_32_bits", "row_maximum_without_floor", "second_columns_of_the_first"}
-    assert set(CAUGHT_BY) | elsewhere == set(MUTATIONS)

@@ -1,32 +1,45 @@
-"""Bugs to plant in the kernel's source: name -> (text, replacement, how often the text occurs)."""
+"""Bugs to plant in the kernel's source, with the case and the figure that must show each."""
 
+from __future__ import annotations
+
+from tests.support.triton_cases import Case
+
+# Codes of the weight, with the stride that vLLM gives them.
+CODES = {"weight": "float8_e4m3fn", "w_major": "P"}
+MXFP4 = {"weight": "mxfp4"}
+
+# Name: text, replacement, how often the text occurs, case, figure. Without a case another test plants it.
 MUTATIONS = {
-    "dropped_position_clamp": ("tl.minimum(tl.maximum(position, 0), last_position)", "position", 1),
-    "slot_minus_one_written": ("slot >= 0", "slot >= -1", 2),
-    "wrong_pair_order": ("a, b = tl.split(", "b, a = tl.split(", 1),
-    "wrong_pairing_style": ("if IS_NEOX:", "if not IS_NEOX:", 2),
-    "unscaled_rope_half": ("scale, FP8_MAX, out)", "1.0, FP8_MAX, out)", 3),
-    "row_in_the_wrong_block": ("(block * cache_stride_b", "((block + 1) * cache_stride_b", 1),
-    "slot_in_32_bits": ("(block * cache_stride_b", "((block * cache_stride_b).to(tl.int32)", 1),
-    "accumulator_not_rounded": ("x.to(ACT).to(tl.float32)", "x", 1),
-    "accumulator_truncated": ("bits + 0x7FFF + (bits >> 16 & 1)", "bits", 1),
-    "second_columns_of_the_first": ("        cols += BLOCK_L\n", "", 1),
-    "overflow_not_saturated": ("tl.minimum(tl.maximum(x, -LIMIT), LIMIT)", "x", 1),
-    "last_token_block_dropped": ("tl.cdiv(num_tokens, BLOCK_T)", "tl.maximum(num_tokens // BLOCK_T, 1)", 1),
-    "group_scale_dropped": (" * q_scale[:, None]", "", 1),
-    "weight_scale_dropped": ("acc *= weight_scale", "acc *= 1.0", 1),
-    "signed_row_maximum": ("tl.max(tl.abs(q), axis=1)", "tl.max(q, axis=1)", 1),
-    "row_maximum_without_floor": ("tl.maximum(tl.max(tl.abs(q), axis=1), FLOOR)", "tl.max(tl.abs(q), axis=1)", 1),
-    "fp4_tie_goes_up": ("0x1FFFFF + (size >> 22 & 1)", "0x200000", 1),
-    "fp4_small_values_truncated": ("(tl.abs(x) + 4194304.0)", "(tl.abs(x) + 4194303.75)", 1),
-    "fp4_scale_without_its_carry": ("(largest + 0x200000) >> 23", "largest >> 23", 1),
-    "fp4_sign_lost": (" | (bits >> 28 & 8)", "", 1),
-    "fp4_halves_of_a_byte_swapped": ("(low | high << 4)", "(high | low << 4)", 1),
-    "fp4_scales_of_the_first_block": (" + k // GROUP", "", 1),
-    "fp4_scales_of_the_first_head": ("w_scale_ptr += head.to(tl.int64) * w_scale_stride_h", "w_scale_ptr += 0", 1),
-    "rest_of_the_row_dropped": (
-        "tl.static_range(0, P, BLOCK_K)",
-        "tl.static_range(0, P // BLOCK_K * BLOCK_K, BLOCK_K)",
-        1,
-    ),
-}
+    "dropped_position_clamp": ("tl.minimum(tl.maximum(position, 0), last_position)", "position", 1,
+                               Case(), "wrong_rope"),
+    "slot_minus_one_written": ("slot >= 0", "slot >= -1", 2, Case(), "wrong_cache"),
+    "wrong_pair_order": ("a, b = tl.split(", "b, a = tl.split(", 1, Case(), "wrong_rope"),
+    "wrong_pairing_style": ("if IS_NEOX:", "if not IS_NEOX:", 2, Case(), "wrong_rope"),
+    "unscaled_rope_half": ("scale, FP8_MAX, out)", "1.0, FP8_MAX, out)", 3, Case(), "wrong_rope"),
+    "row_in_the_wrong_block": ("(block * cache_stride_b", "((block + 1) * cache_stride_b", 1, Case(), "wrong_cache"),
+    "slot_in_32_bits": ("(block * cache_stride_b", "((block * cache_stride_b).to(tl.int32)", 1, None, None),
+    "accumulator_not_rounded": ("x.to(ACT).to(tl.float32)", "x", 1, Case(), "nope_different"),
+    "accumulator_truncated": ("bits + 0x7FFF + (bits >> 16 & 1)", "bits", 1,
+                              Case(cache="float8_e4m3fnuz"), "nope_different"),
+    "second_columns_of_the_first": ("        cols += BLOCK_L\n", "", 1, None, None),
+    "overflow_not_saturated": ("tl.minimum(tl.maximum(x, -LIMIT), LIMIT)", "x", 1,
+                               Case(magnitude=300.0, cache="float8_e4m3fnuz"), "wrong_cache"),
+    "last_token_block_dropped": ("tl.cdiv(num_tokens, BLOCK_T)", "tl.maximum(num_tokens // BLOCK_T, 1)", 1,
+                                 Case(tokens=70, heads=1), "nope_different"),
+    "group_scale_dropped": (" * q_scale[:, None]", "", 1, Case(**CODES), "nope_different"),
+    "weight_scale_dropped": ("acc *= weight_scale", "acc *= 1.0", 1, Case(**CODES), "nope_different"),
+    "signed_row_maximum": ("tl.max(tl.abs(q), axis=1)", "tl.max(q, axis=1)", 1, Case(**CODES), "nope_different"),
+    "row_maximum_without_floor": ("tl.maximum(tl.max(tl.abs(q), axis=1), FLOOR)", "tl.max(tl.abs(q), axis=1)", 1,
+                                  None, None),
+    "fp4_tie_goes_up": ("0x1FFFFF + (size >> 22 & 1)", "0x200000", 1, Case(**MXFP4), "nope_different"),
+    "fp4_small_values_truncated": ("(tl.abs(x) + 4194304.0)", "(tl.abs(x) + 4194303.75)", 1,
+                                   Case(**MXFP4), "nope_different"),
+    "fp4_scale_without_its_carry": ("(largest + 0x200000) >> 23", "largest >> 23", 1, Case(**MXFP4), "nope_different"),
+    "fp4_sign_lost": (" | (bits >> 28 & 8)", "", 1, Case(**MXFP4), "nope_different"),
+    "fp4_halves_of_a_byte_swapped": ("(low | high << 4)", "(high | low << 4)", 1, Case(**MXFP4), "nope_different"),
+    "fp4_scales_of_the_first_block": (" + k // GROUP", "", 1, Case(**MXFP4, nope=256), "nope_different"),
+    "fp4_scales_of_the_first_head": ("w_scale_ptr += head.to(tl.int64) * w_scale_stride_h", "w_scale_ptr += 0", 1,
+                                     Case(**MXFP4), "nope_different"),
+    "rest_of_the_row_dropped": ("tl.static_range(0, P, BLOCK_K)", "tl.static_range(0, P // BLOCK_K * BLOCK_K, BLOCK_K)",
+                                1, Case(**CODES, nope=192), "nope_different"),
+}  # fmt: skip

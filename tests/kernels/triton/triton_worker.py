@@ -11,6 +11,8 @@ import json
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -273,23 +275,20 @@ def wrong_casts() -> dict[str, Any]:
     return result
 
 
-class planted:  # noqa: N801
-    """Within it the launcher runs a mutant of the kernel, made from its source text."""
-
-    def __init__(self, mutation: str | None) -> None:
-        self.mutation = mutation
-
-    def __enter__(self) -> None:
-        if self.mutation is not None:
-            launcher.decode_prep_kernel = mutant(self.mutation)
-
-    def __exit__(self, *exception: object) -> None:
+@contextmanager
+def planted(mutation: str | None) -> Iterator[None]:
+    """Let the launcher run a mutant of the kernel, made from its source text."""
+    if mutation is not None:
+        launcher.decode_prep_kernel = mutant(mutation)
+    try:
+        yield
+    finally:
         launcher.decode_prep_kernel = kernel.decode_prep_kernel
 
 
 def mutant(name: str) -> Any:
     """The kernel with one bug planted in its source."""
-    old, new, times = MUTATIONS[name]
+    old, new, times, *_ = MUTATIONS[name]
     source = Path(kernel.__file__).read_text()
     found = source.count(old)
     assert found == times, f"{name}: {old!r} stands {found} times in the kernel, not {times}"

@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[3]
 ARCHS = ("gfx942", "gfx950")
 # It stands where firmware enters that does not load arguments.
 WAITS_NOT_NEEDED = 1
+# The rule of the model that a bug breaks; another bug may show in the bytes alone.
+RULES = {"dropped barrier, first": "LDS", "dropped barrier, last": "LDS", "wrong bound of the rows": "not one to read"}
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +53,8 @@ def test_gfx9_executed_variants_equal_the_reference_to_the_byte(answers, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_gfx9_both_entries_of_the_kernel_give_the_same_bytes(answers, arch):
-    assert answers[arch]["without_preload"] == 0
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_gfx9_overflow_saturates_in_query_and_kv_row_around_and_far_above_the_limit(answers, arch):
-    assert answers[arch]["overflow"] == [0, 0], "bytes, in each pairing"
+def test_gfx9_both_entries_give_the_same_bytes_and_overflow_saturates_in_each_pairing(answers, arch):
+    assert (answers[arch]["without_preload"], answers[arch]["overflow"]) == (0, [0, 0])
 
 
 @pytest.mark.mutation("I14")
@@ -70,7 +67,9 @@ def test_gfx9_mutation_overflow_that_is_not_saturated_is_caught(answers, arch):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", PLANTED)
 def test_gfx9_mutation_planted_in_the_assembly_is_caught(answers, arch, name):
-    assert answers[arch]["planted"][name] != "not caught"
+    found = answers[arch]["planted"][name]
+    assert RULES.get(name, "") in found
+    assert found != "not caught"
 
 
 @pytest.mark.mutation
@@ -95,19 +94,6 @@ def test_gfx9_lane_of_a_scale_is_where_the_compiler_puts_it(answers, at, side):
     for bits in layouts:
         row, block = (lane[:, None] >> np.arange(6) & 1) @ np.array(bits).T[:, :, None]
         assert (held[row.ravel()[:, None], 32 * block.ravel()[:, None] + np.arange(32)] == lane[:, None]).all()
-
-
-@pytest.mark.mutation
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("dropped barrier, first", "LDS"),
-        ("dropped barrier, last", "LDS"),
-        ("wrong bound of the rows", "not one to read"),
-    ],
-)
-def test_gfx9_mutation_that_breaks_a_rule_is_caught_by_the_rule(answers, name, how):
-    assert all(how in answers[arch]["planted"][name] for arch in ARCHS)
 
 
 @pytest.mark.mutation
