@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -102,10 +103,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 1 if nothing resolves, 2 for a wrong option."""
-    return guarded("make_lock", lambda: run(sys.argv[1:] if argv is None else argv))
-
+main = partial(guarded, "make_lock", run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -73,8 +73,6 @@ class Cost:
         tokens: T.
         heads: N.
         kinds: by name.
-        waves: waves of a workgroup.
-        units: compute units of the card.
         static: registers, LDS, occupancy.
         vector_us: least time of the vector instructions if all SIMDs share them evenly, at peak clock.
         needed: bytes that the launch has to move.
@@ -86,8 +84,6 @@ class Cost:
     tokens: int
     heads: int
     kinds: dict[str, Program]
-    waves: int
-    units: int
     static: isa.Figures
     vector_us: float
     needed: int
@@ -195,8 +191,6 @@ def cost(compiled: Compiled, tokens: int) -> Cost:
         tokens=tokens,
         heads=variant.heads,
         kinds=kinds,
-        waves=variant.tile.num_warps,
-        units=units,
         static=isa.amdgcn_figures(compiled.assembly, target.name, compiled.lds_bytes, variant.tile.num_warps),
         vector_us=vector_us,
         needed=sum(counted.needed.values()),
@@ -228,7 +222,7 @@ def text(arch: str, costs: list[Cost]) -> str:
             " ".join(f"{kind.trips}({kind.argument_trips})" for kind in kinds),
             " ".join(f"{kind.instructions}({kind.vector})" for kind in kinds),
             "+".join(str(kind.programs) for kind in kinds),
-            one.units, one.static.occupancy, one.static.registers, one.static.lds, f"{one.vector_us:.2f}",
+            CARDS[arch][0], one.static.occupancy, one.static.registers, one.static.lds, f"{one.vector_us:.2f}",
             f"{one.by_die / 1e6:.2f} MB, {one.ratio:.2f}", f"{one.estimate_us:.1f}",
         ])  # fmt: skip
     said = f"{arch}: executed and counted, no time; for each kind of program: {', '.join(KINDS)}"

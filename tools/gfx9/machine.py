@@ -14,12 +14,13 @@ from tools.gfx9 import access, matrix, scalar, vector
 from tools.gfx9.code import Code
 from tools.gfx9.lds import Lds
 from tools.gfx9.memory import Memory
-from tools.gfx9.operand import Operands
+from tools.gfx9.operand import Operands, signed
 from tools.gfx9.parse import Fault, Instruction
 from tools.gfx9.wave import LGKM, VMEM, Run, Wave
 
 BARRIER = "s_barrier"
 END = "s_endpgm"
+ENDS = {BARRIER, END, *scalar.BRANCHES}  # of a block
 COUNTER = re.compile(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)")
 
 
@@ -70,8 +71,7 @@ def _short(i: Instruction, text: str) -> Callable[[Wave], int]:
     value = int(text, 0)
     if not -(1 << 15) <= value < 1 << 16:
         raise i.refuse(f"{text}: 16 bits expected")
-    value = value - (1 << 16) if value >= 1 << 15 else value
-    return lambda w: value
+    return lambda w: signed(value & 0xFFFF, 16)
 
 
 def _bind_saveexec(i: Instruction, ops: Operands) -> Run:
@@ -107,12 +107,7 @@ def _bind_wait(i: Instruction, ops: Operands) -> Run:
 def _bind_setreg(i: Instruction, ops: Operands) -> Run:
     if i.operands[0] != "hwreg(HW_REG_MODE, 23, 1)" or i.operands[1] not in ("0", "1"):
         raise i.refuse("only bit 23 of MODE, FP16_OVFL, is modelled")
-    on = i.operands[1] == "1"
-
-    def run(w: Wave) -> None:
-        w.saturate = on
-
-    return run
+    return lambda w: setattr(w, "saturate", i.operands[1] == "1")
 
 
 def _nothing(i: Instruction, ops: Operands) -> Run:
@@ -166,7 +161,7 @@ class Program:
         self.code = code
         self.instructions = code.listing.instructions
         starts = {0, *code.listing.labels.values()}
-        starts |= {k + 1 for k, i in enumerate(self.instructions) if self._ends(i)}
+        starts |= {k + 1 for k, i in enumerate(self.instructions) if i.name in ENDS}
         self.blocks = {k: self._block(k, starts) for k in sorted(starts) if k < len(self.instructions)}
 
     def counts(self) -> Counter[str]:
@@ -177,17 +172,13 @@ class Program:
                 total[i.name] += block.runs
         return total
 
-    @staticmethod
-    def _ends(i: Instruction) -> bool:
-        return i.name in scalar.BRANCHES or i.name in (BARRIER, END)
-
     def _block(self, first: int, starts: set[int]) -> Block:
         body: list[Run] = []
         for k in range(first, len(self.instructions)):
             i = self.instructions[k]
             if k > first and k in starts:
                 return Block(first, body, None, 0, k)
-            if self._ends(i):
+            if i.name in ENDS:
                 i.only()
                 return Block(first, body, i, self._target(i), k + 1)
             body.append(bind(i, self.code.accum_offset))
@@ -211,14 +202,14 @@ class Program:
                 for step, do in enumerate(block.body):  # noqa: B007
                     do(wave)
                 step += 1
-                taken = block.last is not None and block.last.name in scalar.BRANCHES
-                taken = taken and scalar.BRANCHES[block.last.name](wave)
+                name = block.last.name if block.last else ""
+                taken = name in scalar.BRANCHES and scalar.BRANCHES[name](wave)
             except Fault as fault:
                 i = self.instructions[block.first + step]
                 raise Fault(f"line {i.line}: {i.text}: {fault}") from None
-            if block.last is not None and block.last.name == END:
+            if name == END:
                 return
-            if block.last is not None and block.last.name == BARRIER:
+            if name == BARRIER:
                 yield block.first
             at = block.target if taken else block.following
 
@@ -266,8 +257,7 @@ def launch(
     counts = Counts()
     for part in program.blocks.values():
         part.runs = 0
-    errors = np.seterr(all="ignore")
-    try:
+    with np.errstate(all="ignore"):
         for index in groups:
             group = Group(memory, Lds(lds_bytes))
             words = raw.view(np.uint32) if preload else None
@@ -276,8 +266,6 @@ def launch(
             counts.waves += waves
             memory_trips, argument_trips = zip(counts.trips, *[wave.stored for wave in started], strict=True)
             counts.trips = (max(memory_trips), max(argument_trips))
-    finally:
-        np.seterr(**errors)
     counts.instructions = program.counts()
     return counts
 

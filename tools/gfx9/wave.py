@@ -103,7 +103,7 @@ class Wave:
         """EXEC, with what is derived from it."""
         self.s[EXEC], self.s[EXEC + 1] = mask & 0xFFFFFFFF, mask >> 32
         self.exec = mask
-        self.where: Any = None if mask == ALL else lanes_of(mask)
+        self.active = lanes_of(mask)
 
     # Vectors --------------------------------------------------------------------------------------------------------
 
@@ -114,14 +114,16 @@ class Wave:
             why = "is still being loaded" if self.flying.get(register, 0) & missing else "is undefined"
             raise Fault(f"v{register} {why} in lanes {missing:#x}")
 
+    def need_all_lanes(self, what: str) -> None:
+        """Fault where a lane is inactive."""
+        if self.exec != ALL:
+            raise Fault(f"{what} with inactive lanes is not modelled")
+
     def put(self, rows: list[Any], register: int, value: Any) -> None:
         """Write the active lanes of ``rows[register]``; ``rows`` is ``u``, ``i`` or ``f``."""
         if self.flying and self.flying.get(register, 0) & self.exec:
             raise Fault(f"v{register} is written while a load to it is in flight")
-        if self.where is None:
-            rows[register][:] = value
-        else:
-            np.copyto(rows[register], value, where=self.where)
+        np.copyto(rows[register], value, where=self.active)
         self.known[register] |= self.exec
 
     def put_half(self, register: int, value: Any, high: bool) -> None:
@@ -194,14 +196,12 @@ class Wave:
                 self.flying_scalars.discard(index)
                 self.s[index] = int(word)
             return
-        where = None if entry.mask == ALL else lanes_of(entry.mask)
+        where: Any = True if entry.mask == ALL else lanes_of(entry.mask)
         for register, row in zip(entry.registers, entry.values, strict=True):
-            np.copyto(self.u[register], row, where=True if where is None else where)
+            np.copyto(self.u[register], row, where=where)
             self.known[register] |= entry.mask
-            left = self.flying[register] & ~entry.mask
-            if left:
-                self.flying[register] = left
-            else:
+            self.flying[register] &= ~entry.mask
+            if not self.flying[register]:
                 del self.flying[register]
 
 
