@@ -156,10 +156,8 @@ def show(rows: Sequence[Row]) -> None:
     """The rows as a table."""
     print("microseconds of the host per layer and step, kernels stubbed; a full graph is replayed without Python")
     head = ("KV cache, batch, graphs", "vllm", "ours", "ratio")
-    cells = []
-    for row in rows:
-        ratio = f"{row.ratio:.2f}" if row.vllm_us else "-"
-        cells.append((f"{row.cache}, {row.batch}, {row.graphs}", f"{row.vllm_us:.1f}", f"{row.ours_us:.1f}", ratio))
+    said = "{0.cache}, {0.batch}, {0.graphs}|{0.vllm_us:.1f}|{0.ours_us:.1f}|{1}"
+    cells = [said.format(row, f"{row.ratio:.2f}" if row.vllm_us else "-").split("|") for row in rows]
     print("\n".join(aligned(head, cells)))
 
 

@@ -121,9 +121,9 @@ class Trace(Memory):
         """Forget what was noted."""
         self.ends, self.until = {}, set(until)
 
-    def first(self, name: str) -> int:
-        """The lowest address of the first load from a buffer."""
-        return int(self.ends[name][0].min())
+    def starts(self) -> dict[str, int]:
+        """By buffer, the lowest address of the first load from it."""
+        return {name: int(ends[0].min()) for name, ends in self.ends.items()}
 
 
 class Counted:
@@ -161,14 +161,14 @@ class Counted:
         self.memory.follow()
         self.run(0, self.compiled.variant.tile.num_warps)
         whole = {name: np.unique(np.concatenate(self.memory.ends[name])) for name in followed}
-        start = {name: self.memory.first(name) for name in followed}
+        start = self.memory.starts()
         touched: dict[str, list[np.ndarray]] = {name: [] for name in followed}
         for group in range(0, self.programs[0], DIES):
             self.memory.follow(*followed)
             with suppress(Placed):
                 self.run(group, 1)
             for name, granules in touched.items():
-                granules.append(np.unique((whole[name] + (self.memory.first(name) - start[name])) // GRANULE))
+                granules.append(np.unique((whole[name] + (self.memory.starts()[name] - start[name])) // GRANULE))
         fetched = sum(len(np.unique(np.concatenate(granules))) for granules in touched.values())
         rest = sum(self.needed.values()) + (DIES - 1) * sum(self.needed[name] for name in ("cos_sin", "slot", "pos"))
         nope = 2 * self.case.tokens * self.case.variant.heads * aot.NOPE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -32,14 +33,16 @@ def mask_of(lanes: np.ndarray) -> int:
     return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
     """A memory access that has been issued and not been waited for."""
 
-    __slots__ = ("kind", "mask", "registers", "touched", "trip", "values")
-
-    def __init__(self, kind: str, registers: Sequence[int] = (), values: Any = (), mask: int = 0, touched: Any = None):
-        self.kind, self.registers, self.values, self.mask, self.touched = kind, registers, values, mask, touched
-        self.trip: tuple[int, int] = (MEMORY, 0)
+    kind: str
+    registers: Sequence[int] = ()
+    values: Any = ()
+    mask: int = 0
+    touched: Any = None
+    trip: tuple[int, int] = (MEMORY, 0)
 
 
 class Wave:
@@ -149,10 +152,8 @@ class Wave:
             self.known[register] &= ~mask
             self.half[0][register] &= ~mask
             self.half[1][register] &= ~mask
-        entry = Pending(kind, registers, values, mask, touched)
-        if kind == LOAD:
-            entry.trip = (MEMORY, self.trips[MEMORY] + 1)
-        self.pending[counter].append(entry)
+        trip = (MEMORY, self.trips[MEMORY] + 1 if kind == LOAD else 0)
+        self.pending[counter].append(Pending(kind, registers, values, mask, touched, trip))
 
     def issue_store(self, counter: int, kind: str, touched: Any = None) -> None:
         """Count a store; its data was read when it was issued."""
@@ -162,14 +163,13 @@ class Wave:
 
     def issue_scalar_load(self, first: int, words: Sequence[int], source: int = MEMORY) -> None:
         """Undefine SGPRs until a wait covers the load; ``source`` is MEMORY or ARGUMENTS."""
-        for index in range(first, first + len(words)):
+        registers, trip = range(first, first + len(words)), (source, self.trips[source] + 1)
+        for index in registers:
             if index in self.flying_scalars:
                 raise Fault(f"two loads to s{index} are in flight")
             self.flying_scalars.add(index)
             self.s[index] = None
-        entry = Pending(SCALAR, range(first, first + len(words)), words)
-        entry.trip = (source, self.trips[source] + 1)
-        self.pending[LGKM].append(entry)
+        self.pending[LGKM].append(Pending(SCALAR, registers, words, trip=trip))
 
     def wait(self, counter: int, left: int) -> None:
         """Complete what a count of at most ``left`` proves complete.
