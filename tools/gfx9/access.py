@@ -99,7 +99,9 @@ def _buffer_address(i: Instruction, ops: Operands, width: int) -> Callable[[Wave
     descriptor, scalar_offset = ops.reg(2, "s", 4), ops.read(i.operands[3], "s.u32")
 
     def address(w: Wave) -> tuple[np.ndarray, np.ndarray]:
-        base, records = _descriptor(w, descriptor)
+        low, high, records, word3 = (w.scalar(descriptor + k) for k in range(4))
+        if high & STRIDE_AND_SWIZZLE or word3 != RAW_WORD3:
+            raise Fault(f"a buffer descriptor with words {high:#x} and {word3:#x} is not modelled")
         offset = np.full(64, immediate, np.int64)
         if lane_offset is not None:
             offset += lane_offset(w)
@@ -108,17 +110,9 @@ def _buffer_address(i: Instruction, ops: Operands, width: int) -> Callable[[Wave
         inside, outside = offset + more + width <= records, np.minimum(offset, offset + more) >= records
         if (w.active & ~inside & ~outside).any():
             raise Fault("an access across the descriptor's bound is not modelled")
-        return base + offset + more, inside & w.active
+        return (low | high << 32) + offset + more, inside & w.active
 
     return address
-
-
-def _descriptor(w: Wave, first: int) -> tuple[int, int]:
-    """Base and number of bytes of a raw buffer."""
-    low, high, records, word3 = (w.scalar(first + k) for k in range(4))
-    if high & STRIDE_AND_SWIZZLE or word3 != RAW_WORD3:
-        raise Fault(f"a buffer descriptor with words {high:#x} and {word3:#x} is not modelled")
-    return low | high << 32, records
 
 
 def _global_address(i: Instruction, ops: Operands, is_load: bool) -> Callable[[Wave], tuple[np.ndarray, np.ndarray]]:
@@ -157,13 +151,9 @@ def bind_lds(i: Instruction, ops: Operands) -> Run:
         raise i.refuse("the LDS instruction is not modelled")
     verb, pair, what = found.groups()
     width = widths[what]
-    if pair:
-        i.only("offset0", "offset1")
-        unit = width * (64 if pair == "2st64" else 1)
-        offsets = [i.number("offset0") * unit, i.number("offset1") * unit]
-    else:
-        i.only("offset")
-        offsets = [i.number("offset")]
+    names, unit = (("offset0", "offset1"), width * (64 if pair == "2st64" else 1)) if pair else (("offset",), 1)
+    i.only(*names)
+    offsets = [i.number(name) * unit for name in names]
     return (_lds_read if verb == "read" else _lds_write)(ops, offsets, width)
 
 

@@ -174,8 +174,7 @@ def signs(text: str) -> tuple[str, bool, bool]:
     """An operand without its sign modifiers, and whether it is negated and made absolute."""
     negate = text.startswith("-") and not text[1:2].isdigit()
     bare = text[1:] if negate else text
-    absolute = bare.startswith("|")
-    return (bare.strip("|"), negate, absolute) if absolute else (bare, negate, False)
+    return bare.strip("|"), negate, bare.startswith("|")
 
 
 def signed(bits: int, width: int) -> int:
