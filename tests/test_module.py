@@ -97,15 +97,14 @@ print(*(scope["source_digest"](source) for source in sys.argv[2:]))
 
 
 def interpreters() -> list[str]:
-    """Those of Python 3.10 to 3.13 that this machine has."""
+    """Return those of Python 3.10 to 3.14 that this machine has."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = {str(path) for minor in range(10, 14) for path in versions.glob(f"3.{minor}.*/bin/python")}
-    found |= {path for minor in range(10, 14) if (path := shutil.which(f"python3.{minor}"))}
+    minors = range(10, 15)
+    found = {str(path) for minor in minors for path in versions.glob(f"3.{minor}.*/bin/python")}
+    found |= {path for minor in minors if (path := shutil.which(f"python3.{minor}"))}
     # A shim of a version manager may name a Python that is not there.
-    return [
-        sys.executable,
-        *(path for path in sorted(found) if not subprocess.run([path, "-c", ""], capture_output=True).returncode),
-    ]
+    starts = [path for path in sorted(found) if not subprocess.run([path, "-c", ""], capture_output=True).returncode]
+    return [sys.executable, *starts]
 
 
 def test_the_digest_is_the_same_on_every_python() -> None:

@@ -6,6 +6,7 @@ One architecture per process: Triton 3.6.0 keeps state between architectures and
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +16,9 @@ from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, MXFP4_ARCH, TABLE, Ti
 MANY_HEADS = 128
 NOPE, ROPE, LATENT = 128, 64, 512
 # Pointers to single elements; the launcher's alignment check leaves them out, so they carry no divisibility.
-SCALAR_TYPES = {
-    "slot_ptr": "i64",
-    "pos_ptr": "i64",
-    "k_scale_ptr": "fp32",
-    "q_scale_ptr": "fp32",
-    "w_scale_ptr": "fp32",
-}
-
-
+SCALAR_TYPES = {"slot_ptr": "i64", "pos_ptr": "i64"} | dict.fromkeys(
+    ("k_scale_ptr", "q_scale_ptr", "w_scale_ptr"), "fp32"
+)
 MXFP4_TYPES = {"w_ptr": "u8", "w_scale_ptr": "u8"}
 
 
@@ -134,7 +129,7 @@ def compile_kernel(
     constexprs: dict[str, Any],
     types: dict[str, str],
     tile: Tile,
-    unhinted: tuple[str, ...] = (),
+    unhinted: Sequence[str] = (),
 ) -> Any:
     """Compile a kernel of this package with the argument hints the launcher would find for DeepSeek's shapes.
 
@@ -157,10 +152,8 @@ def compile_kernel(
     signature: dict[str, str] = {}
     attrs: dict[tuple[int], list[list[Any]]] = {}
     for index, name in enumerate(kernel.arg_names):
-        if name in constexprs:
-            signature[name] = "constexpr"
-            continue
-        signature[name], hints = _argument(target, name, types, unhinted)
+        known = name in constexprs
+        signature[name], hints = ("constexpr", []) if known else _argument(target, name, types, unhinted)
         if hints:
             attrs[(index,)] = hints
     options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
@@ -174,26 +167,13 @@ def constants(target: Target, variant: Variant) -> dict[str, Any]:
     """The compile-time arguments of the kernel, as ``launcher.constants`` would give them."""
     tile = variant.tile
     limit = target.fp8_max if variant.quantised else 0.0
-    return {
-        "N": variant.heads,
-        "P": NOPE,
-        "R": ROPE,
-        "L": LATENT,
-        "BLOCK_SIZE": variant.block_size,
-        "IS_NEOX": variant.is_neox,
-        "Q_FP8_MAX": limit,
-        "KV_FP8_MAX": limit,
-        "W_FP8_MAX": target.fp8_max if variant.weight == "fp8" else 0.0,
-        "BLOCK_T": tile.block_t,
-        "BLOCK_L": tile.block_l,
-        "BLOCKS": tile.blocks,
-        "ROPE_ROWS": tile.rope_rows,
-        "KV_ROWS": tile.kv_rows,
-        # The launcher's specialisation on 1, and on an argument that is not there.
-        "w_stride_l" if variant.weight_major == "L" else "w_stride_p": 1,
-        **({"w_scale_ptr": None} if variant.weight == "plain" else {}),
-        **({"w_scale_stride_h": 1} if variant.weight == "mxfp4" else {}),
-    }
+    found: dict[str, Any] = {"N": variant.heads, "P": NOPE, "R": ROPE, "L": LATENT, "IS_NEOX": variant.is_neox}
+    found |= {"BLOCK_SIZE": variant.block_size, "Q_FP8_MAX": limit, "KV_FP8_MAX": limit}
+    found |= {name.upper(): getattr(tile, name) for name in ("block_t", "block_l", "blocks", "rope_rows", "kv_rows")}
+    found["W_FP8_MAX"] = target.fp8_max if variant.weight == "fp8" else 0.0
+    # The launcher's specialisation on 1, and on an argument that is not there.
+    found["w_stride_l" if variant.weight_major == "L" else "w_stride_p"] = 1
+    return found | {"plain": {"w_scale_ptr": None}, "mxfp4": {"w_scale_stride_h": 1}}.get(variant.weight, {})
 
 
 def _claim_process(target: Target) -> None:
@@ -206,15 +186,12 @@ def _claim_process(target: Target) -> None:
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1" if FP_FUSION else "0"
 
 
-def _argument(
-    target: Target, name: str, types: dict[str, str], unhinted: tuple[str, ...]
-) -> tuple[str, list[list[Any]]]:
+def _argument(target: Target, name: str, types: dict[str, str], unhinted: Sequence[str]) -> tuple[str, list[list[Any]]]:
     """Type and hints of one run-time argument."""
+    divisible: list[list[Any]] = [["tt.divisibility", 16]]
     if not name.endswith("_ptr"):
-        return "i32", [["tt.divisibility", 16]] if "stride" in name else []
-    hints: list[list[Any]] = []
-    if name not in SCALAR_TYPES:
-        hints.append(["tt.divisibility", 16])
+        return "i32", divisible if "stride" in name else []
+    hints = [] if name in SCALAR_TYPES else divisible
     if target.backend == "hip" and name not in unhinted:
-        hints.append(["tt.pointer_range", 32])
+        hints = [*hints, ["tt.pointer_range", 32]]
     return "*" + (types.get(name) or SCALAR_TYPES.get(name, "bf16")), hints

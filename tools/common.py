@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 
@@ -33,14 +32,15 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def guarded(tool: str, body: Callable[[], int]) -> int:
-    """Run ``body`` and return its exit status, or that of its failure: 2 usage, 1 run, 130 interrupted.
+def guarded(tool: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Run ``body`` over ``argv``, by default the command line.
 
-    SIGTERM acts like Ctrl-C, so that it stops what was started too.
+    Return its exit status, or that of its failure: 2 usage, 1 run, 130 interrupted. SIGTERM acts like Ctrl-C, so that
+    it stops what was started too.
     """
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return body()
+        return body(sys.argv[1:] if argv is None else argv)
     except (UsageError, RunError) as error:
         print(f"{tool}: {visible(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
@@ -49,10 +49,6 @@ def guarded(tool: str, body: Callable[[], int]) -> int:
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def positive(option: str, value: float) -> None:

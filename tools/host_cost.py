@@ -17,14 +17,18 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.common import Parser, aligned, guarded, positive, writable  # noqa: E402
+from vllm_aiter_mla import files  # noqa: E402
 
 CALLS = 25
 MOST = 1.0
@@ -37,7 +41,7 @@ MODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """What Python calls in each graph mode: vLLM's own ops and ours."""
 
-Call = Callable[[], None]
+Call = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,12 @@ class Row:
         return self.ours_us / self.vllm_us if self.vllm_us else 0.0
 
 
-def main() -> int:
+def run(argv: Sequence[str]) -> int:
     """Time, print, judge."""
     parser = Parser(__doc__, "host_cost.py [--rounds N] [--json FILE]")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     positive("--rounds", options.rounds)
     writable({"--json": options.json})
     rows = measure(options.rounds)
@@ -71,13 +75,8 @@ def main() -> int:
     if launch_us > LAUNCH_US:
         missed.append(f"call of the Triton kernel: {launch_us:.1f} us")
     if options.json:
-        from vllm_aiter_mla import files
-
-        record = {
-            "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
-            "launch_us": launch_us,
-            "missed": missed,
-        }
+        each = [asdict(row) | {"ratio": row.ratio} for row in rows]
+        record = {"rows": each, "launch_us": launch_us, "missed": missed}
         files.write(options.json, record | files.stamp("host_cost", 1))
     print("\n".join(f"MISSED: {line}" for line in missed) or "ours takes at most vLLM's own time in every row")
     return 1 if missed else 0
@@ -92,7 +91,11 @@ def measure(rounds: int) -> list[Row]:
     for cache in ("fp8", "auto"):
         for batch in BATCHES:
             with stub_layer.step(cache, stub_layer.BATCHES[batch]) as layer, stub_layer.without_kernels(layer):
-                rows += [Row(cache, batch, *figures) for figures in times(stub_layer.calls(layer), rounds)]
+                ops = stub_layer.calls(layer)
+                for mode, sides in MODES.items():
+                    rows.append(
+                        Row(cache, batch, mode, *least([[ops[name] for name in side] for side in sides], rounds))
+                    )
                 kernel = state.current().engaged.get(stub_layer.NAME)
                 if batch == "all decode" and kernel != "aiter":
                     raise RuntimeError(f"our op ran {kernel}, not AITER's: nothing was compared")
@@ -110,26 +113,9 @@ def launch(rounds: int) -> float:
     fp8, act = torch.float8_e4m3fnuz, torch.bfloat16
     inputs = synthetic_inputs(LayerShape(16, 128, fp8, fp8, 64, False, act, weight=("fp8", fp8)), tokens=16)
     run = launcher.Launch(inputs, entry_for("gfx942", 16, 16).tile)
-    kernel, launcher.decode_prep_kernel = launcher.decode_prep_kernel, _Nothing()
-    try:
+    by_grid: defaultdict[Any, Call] = defaultdict(lambda: lambda *given, **named: None)
+    with mock.patch.object(launcher, "decode_prep_kernel", by_grid):
         return least([[lambda: run(inputs)]], rounds)[0]
-    finally:
-        launcher.decode_prep_kernel = kernel
-
-
-class _Nothing:
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *given, **named: None
-
-
-def times(ops: Mapping[str, Call], rounds: int) -> list[tuple[str, float, float]]:
-    """(graph mode, vLLM's own microseconds, ours), each mode's two sides in turns."""
-    found = []
-    for mode, sides in MODES.items():
-        bodies = [[ops[name] for name in side] for side in sides]
-        vllm_own, ours = least(bodies, rounds)
-        found.append((mode, vllm_own, ours))
-    return found
 
 
 def least(sides: Sequence[Sequence[Call]], rounds: int, clock: Callable[[], int] = time.perf_counter_ns) -> list[float]:
@@ -162,23 +148,18 @@ def _pass(side: Sequence[Call], clock: Callable[[], int]) -> float:
 
 def misses(rows: Sequence[Row]) -> list[str]:
     """The rows above the bound, one line each."""
-    return [
-        f"{row.cache} cache, {row.batch}, graphs {row.graphs}: {row.ratio:.2f} of vLLM's own time (<= {MOST:.2f})"
-        for row in rows
-        if row.ratio > MOST
-    ]
+    said = "{0.cache} cache, {0.batch}, graphs {0.graphs}: {0.ratio:.2f} of vLLM's own time (<= {1:.2f})"
+    return [said.format(row, MOST) for row in rows if row.ratio > MOST]
 
 
 def show(rows: Sequence[Row]) -> None:
     """The rows as a table."""
     print("microseconds of the host per layer and step, kernels stubbed; a full graph is replayed without Python")
     head = ("KV cache, batch, graphs", "vllm", "ours", "ratio")
-    cells = []
-    for row in rows:
-        ratio = f"{row.ratio:.2f}" if row.vllm_us else "-"
-        cells.append((f"{row.cache}, {row.batch}, {row.graphs}", f"{row.vllm_us:.1f}", f"{row.ours_us:.1f}", ratio))
+    said = "{0.cache}, {0.batch}, {0.graphs}|{0.vllm_us:.1f}|{0.ours_us:.1f}|{1}"
+    cells = [said.format(row, f"{row.ratio:.2f}" if row.vllm_us else "-").split("|") for row in rows]
     print("\n".join(aligned(head, cells)))
 
 
 if __name__ == "__main__":
-    sys.exit(guarded("host_cost", main))
+    sys.exit(guarded("host_cost", run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,6 @@ class Figures:
     fp8_conversions: int
     wide_loads: int
     byte_stores: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def figures(target: Target, variant: Variant, compiled: Any) -> Figures:
@@ -150,14 +146,11 @@ def breaches(target: Target, variant: Variant, found: Figures) -> list[str]:
         broken.append(f"{found.matrix} fp8 matrix instructions expected, {found.fp8_matrix} found")
     if variant.weight == "mxfp4" and found.scaled_matrix < found.matrix:
         broken.append(f"{found.matrix} scaled matrix instructions expected, {found.scaled_matrix} found")
-    if found.spills:
-        broken.append(f"{found.spills} spilled")
-    if found.scratch:
-        broken.append(f"{found.scratch} bytes of scratch")
+    held = {"spilled": found.spills, "bytes of scratch": found.scratch, "single-byte stores": found.byte_stores}
+    broken += [f"{count} {what}" for what, count in held.items() if count]
     if found.wide_loads < q_loads + w_loads:
         broken.append(f"{q_loads + w_loads} 16-byte loads of q and the weight expected, {found.wide_loads} in all")
-    if found.byte_stores:
-        broken.append(f"{found.byte_stores} single-byte stores")
+
     if found.occupancy < 1:
         broken.append(f"{found.lds} bytes of LDS and {found.registers} registers do not fit")
     return broken

@@ -18,6 +18,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +33,21 @@ from vllm_aiter_mla import files  # noqa: E402
 # Triton's names of the 8-bit floats; a target that lacks one breaks a bound, a word that is none is a wrong option.
 FP8_TYPES = ("fp8e4nv", "fp8e4b8", "fp8e4b15", "fp8e5", "fp8e5b16")
 PRINTED = Path("-")
-COLUMNS = {
-    "registers": "regs",
-    "spills": "spill",
-    "scratch": "scratch",
-    "lds": "LDS",
-    "occupancy": "waves",
-    "instructions": "instr",
-    "matrix": "matrix",
-    "fp8_matrix": "fp8 mat",
-    "scaled_matrix": "mx mat",
-    "fp8_conversions": "fp8 cvt",
-    "wide_loads": "16B ld",
-    "byte_stores": "1B st",
-}
+# In the order of ``isa.Figures``.
+COLUMNS = (
+    "regs",
+    "spill",
+    "scratch",
+    "LDS",
+    "waves",
+    "instr",
+    "matrix",
+    "fp8 mat",
+    "mx mat",
+    "fp8 cvt",
+    "16B ld",
+    "1B st",
+)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -100,7 +103,7 @@ def compile_target(name: str, fp8_type: str | None) -> dict[str, Any]:
     for variant in aot.variants(target):
         found = isa.figures(target, variant, aot.compile_variant(target, variant, fp8_type))
         breaches = isa.breaches(target, variant, found)
-        rows.append({"label": variant.label, "figures": found.as_dict(), "breaches": breaches})
+        rows.append({"label": variant.label, "figures": asdict(found), "breaches": breaches})
     return {"target": name, "triton": triton.__version__, "rows": rows}
 
 
@@ -108,18 +111,14 @@ def text(report: dict[str, Any]) -> str:
     """One target as a table; under each variant the bounds that it breaks."""
     waves = "per multiprocessor" if report["target"].startswith("sm") else "per SIMD"
     lines = [f"{report['target']} (triton {report['triton']}); static figures, no time is claimed; waves: {waves}"]
-    figures = [[row["figures"][key] if row["figures"] else "-" for key in COLUMNS] for row in report["rows"]]
-    cells = [[row["label"], *values] for row, values in zip(report["rows"], figures, strict=True)]
-    head, *shown = aligned(["tile/warps, heads, type, pairs, W, cache", *COLUMNS.values()], cells)
+    cells = [[row["label"], *(row["figures"] or dict.fromkeys(COLUMNS, "-")).values()] for row in report["rows"]]
+    head, *shown = aligned(["tile/warps, heads, type, pairs, W, cache", *COLUMNS], cells)
     for row, line in zip(report["rows"], shown, strict=True):
         lines += [line, *(f"  BROKEN: {breach}" for breach in row["breaches"])]
     return "\n".join([lines[0], head, *lines[1:]])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
-    return guarded("isa_report", lambda: run(sys.argv[1:] if argv is None else argv))
-
+main = partial(guarded, "isa_report", run)
 
 if __name__ == "__main__":
     sys.exit(main())

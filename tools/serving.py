@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -419,10 +420,7 @@ def run(argv: Sequence[str]) -> int:
     return 0 if valid else 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    return guarded("serving", lambda: run(sys.argv[1:] if argv is None else argv))
-
+main = partial(guarded, "serving", run)
 
 if __name__ == "__main__":
     sys.exit(main())

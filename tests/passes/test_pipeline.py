@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import pickle
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import fx
 from torch._inductor import compile_fx
+from torch._inductor.fx_utils import FakeTensorUpdater
 from vllm.compilation.monitor import monitor_torch_compile
 from vllm.compilation.passes import vllm_inductor_pass
 from vllm.compilation.passes.inductor_pass import pass_context
@@ -112,6 +114,8 @@ def test_torch_infers_the_fake_values_of_what_the_passes_emit(compilation: Compi
     assert sum(OURS in str(node.target) for node in compilation.graph.graph.nodes) == 2
 
 
+# An older torch infers nothing behind a functionalised op, which a chain leaves in the graph only if it is stopped.
+@pytest.mark.skipif("gm" not in inspect.signature(FakeTensorUpdater).parameters, reason="this torch infers less")
 @pytest.mark.parametrize("stop", ["rope_kv_cache", "q_prep_lift"])
 def test_torch_infers_the_fake_values_of_a_chain_that_is_stopped(stop: str, tmp_path: Path) -> None:
     assert_complete(compile_with_vllm(tmp_path, stop).graph)
@@ -146,8 +150,6 @@ def test_the_uuid_holds_all_that_decides_the_graph(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.mutation
 def test_mutation_torch_completes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from torch._inductor.fx_utils import FakeTensorUpdater
-
     monkeypatch.setattr(FakeTensorUpdater, "incremental_update", lambda self: 0)
     with pytest.raises(KeyError, match="val"):
         assert_complete(compile_with_vllm(tmp_path).graph)

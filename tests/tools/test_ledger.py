@@ -49,8 +49,7 @@ def test_the_tool_writes_the_page_and_exits_with_1_where_a_row_is_above(
     page.write_text("before\n{}\nold\n{}\nafter".format(*ledger.MARKS))
     monkeypatch.setattr(ledger, "count_all", lambda: counted)
     monkeypatch.setattr(ledger, "violations", lambda rows: above)
-    monkeypatch.setattr("sys.argv", ["ledger.py", "--page", str(page)])
-    assert ledger.main() == status
+    assert ledger.main(["--page", str(page)]) == status
     assert page.read_text() == f"before\n{ledger.MARKS[0]}\n{ledger.render(counted)}\n{ledger.MARKS[1]}\nafter"
 
 

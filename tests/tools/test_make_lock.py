@@ -1,13 +1,18 @@
-"""Claims about the tool that makes the lock: a wrong release is one line, not a traceback."""
+"""Claims about the tool that makes the lock, and about the lock: one line for what is wrong, a hash for each Python."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tools import make_lock
+from tools.common import RunError
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -53,3 +58,57 @@ def test_over_leaves_out_what_is_installed(
     monkeypatch.setattr(subprocess, "run", pip)
     assert make_lock.main([*options, "--out", str(tmp_path / "x.lock")]) == 0
     assert [("--ignore-installed" in command) for command in commands] == [all_of_them]
+
+
+def entry(name: str, digest: str, *requires: str) -> dict[str, Any]:
+    """What pip's report says of one file."""
+    metadata = {"name": name, "version": "1.0", "requires_dist": list(requires)}
+    return {"metadata": metadata, "download_info": {"archive_info": {"hashes": {"sha256": digest}}}}
+
+
+def test_a_pin_has_the_hash_of_its_file_on_each_python_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def report(*arguments: str) -> dict[str, dict]:
+        python = arguments[arguments.index("--python-version") + 1]
+        return {"compiled": entry("compiled", f"for {python}"), "plain": entry("plain", "for all")}
+
+    monkeypatch.setattr(make_lock, "report", report)
+    (torch,) = make_lock.ELSEWHERE
+    local = {"torch": {"metadata": dict(zip(("name", "version"), torch, strict=True))}}
+    found = make_lock.pinned({"compiled": entry("compiled", ""), "plain": entry("plain", "")} | local)
+    compiled, plain, elsewhere = (text.split(" \\\n    --hash=sha256:") for text in found)
+    assert compiled == ["compiled==1.0", *(f"for {python}" for python in make_lock.PYTHONS)]
+    assert plain == ["plain==1.0", "for all"]
+    assert elsewhere == ["==".join(torch), *make_lock.ELSEWHERE[torch]], "not asked of the index"
+
+
+def test_what_only_another_python_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_lock, "report", lambda *_: {})
+    later = {"one": entry("one", "", 'two>=1; python_version >= "3.13"', "three; extra == 'more'")}
+    with pytest.raises(RunError, match=r"Python 3\.13 needs two too"):
+        make_lock.pinned(later)
+    assert make_lock.pinned(later, whole=False)
+
+
+def test_the_locks_are_for_every_python_that_the_tool_locks() -> None:
+    for lock in (ROOT / "requirements" / "cpu.lock", *(ROOT / "requirements" / "releases").glob("*.lock")):
+        assert lock.read_text().split("\n")[1] == f"# Python {' '.join(make_lock.PYTHONS)}", lock
+
+
+@pytest.mark.parametrize(("version", "status"), [((3, 10), 2), ((3, 12), 0), ((3, 14), 2)])
+def test_make_refuses_a_python_without_a_lock_in_one_line_before_pip(
+    tmp_path: Path, version: tuple[int, int], status: int
+) -> None:
+    python = tmp_path / "python"
+    known = f"import sys; sys.version_info = {version}; exec(sys.argv.pop())"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} -c "{known}" "$2"\necho started "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "python").symlink_to(python)
+    command = ["make", "-s", "setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done
+    assert ("started -m pip" in done.stdout) == (status == 0)
+    if status:
+        first, *rest = done.stderr.splitlines()
+        assert first.startswith(f"Python {version[0]}.{version[1]}: requirements/cpu.lock is for 3.11 3.12 3.13")
+        assert len(rest) == 1, "and make's own"

@@ -73,9 +73,8 @@ class Counter(TorchDispatchMode):
 
     def note(self, name: str, launches: int = 0, allocations: int = 0, moved: int = 0) -> None:
         """Append an event, unless inside of what counts as one launch."""
-        if self._paused:
-            return
-        self.events.append(Event(name, launches, allocations, moved, self.captured))
+        if not self._paused:
+            self.events.append(Event(name, launches, allocations, moved, self.captured))
 
     @contextmanager
     def inside_a_piece(self) -> Iterator[None]:
@@ -116,32 +115,28 @@ class Counter(TorchDispatchMode):
                 result = func.redispatch(_CPU, *args, **kwargs)
             self.note(name)
             return result
-        bytes_of = self.kernels.get(name)
-        moved = None if bytes_of is None else bytes_of(*args, **kwargs)
+        if bytes_of := self.kernels.get(name):
+            self.note(name, 1, 0, bytes_of(*args, **kwargs))
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if moved is None:
-            self._note_op(func._schema, args, kwargs, result)
-        else:
-            self.note(name, 1, 0, moved)
+        self._note_op(func._schema, args, kwargs, result)
         return result
 
     def _note_op(self, schema: Any, args: Any, kwargs: Any, result: Any) -> None:
         given = list(_given(schema, args, kwargs))
         written = [value for value, is_write in given if is_write]
         read = [value for value, is_write in given if not is_write]
-        known = {value.untyped_storage()._cdata for value in tree_leaves([args, kwargs]) if _is_tensor(value)}
-        fresh = {
-            value.untyped_storage()._cdata: value
-            for value in tree_leaves(result)
-            if _is_tensor(value) and value.untyped_storage()._cdata not in known
-        }
+        fresh = _storages(result)
+        for known in _storages([args, kwargs]):
+            fresh.pop(known, None)
         filled = [value for value in (*written, *fresh.values()) if value.numel()]
         allocations = sum(value.numel() > 0 for value in fresh.values())
         name = schema.name.partition("::")[2]
         if name.startswith(("empty", "new_empty")):
             self.note(schema.name, 0, allocations)
         elif filled:
-            again = 0 if name in OVERWRITTEN or _has_out(schema) else sizes(written)
+            has_out = any(argument.is_out for argument in schema.arguments)
+            again = 0 if name in OVERWRITTEN or has_out else sizes(written)
             self.note(schema.name, 1, allocations, sizes(read) + sizes(filled) + again)
 
 
@@ -151,16 +146,12 @@ def _given(schema: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, 
     for argument in schema.arguments:
         is_write = argument.alias_info is not None and argument.alias_info.is_write
         for value in tree_leaves(named.get(argument.name)):
-            if _is_tensor(value):
+            if isinstance(value, torch.Tensor):
                 yield value, is_write
 
 
-def _has_out(schema: Any) -> bool:
-    return any(argument.is_out for argument in schema.arguments)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+def _storages(values: Any) -> dict[int, torch.Tensor]:
+    return {value.untyped_storage()._cdata: value for value in tree_leaves(values) if isinstance(value, torch.Tensor)}
 
 
 # Bytes of the kernels that a CPU runs in many steps. Rows count as the kernel handles them: of a table, a cache or a

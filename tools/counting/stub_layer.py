@@ -38,11 +38,6 @@ HEADS, NOPE, ROPE, LATENT, VALUE, Q_LORA = 16, 128, 64, 512, 128, 1536
 ACT = torch.bfloat16
 
 
-def fp8_dtype() -> torch.dtype:
-    """Return the fp8 type of the card that the layer is on."""
-    return current_platform.fp8_dtype()
-
-
 def quantiser() -> Any:
     """Return vLLM's own concat and quantisation, compiled by torch.compile as with Inductor, its kernel stubbed.
 
@@ -76,8 +71,7 @@ class _Implementation:
 
     def forward_mqa(self, q: Any, cache: torch.Tensor, metadata: Any, layer: Any) -> Any:
         """Return an output that exists already. Join a query in two parts first, as ``AiterMLAImpl`` does."""
-        if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1)
+        q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         return self._out[: q.shape[0]], None
 
     def forward_mha(self, *args: Any, **kwargs: Any) -> None:

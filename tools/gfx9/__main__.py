@@ -17,15 +17,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from tools import aot
-from tools.common import Parser, guarded, writable
+from tools.common import Parser, UsageError, guarded, writable
 from vllm_aiter_mla import files
-
-COLUMNS = {"instructions": "instr", "different": "diff"}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -33,9 +31,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(__doc__, "python -m tools.gfx9 --arch NAME [options]")
     parser.add_argument("--arch", required=True, choices=("gfx942", "gfx950"), help="one a process")
     parser.add_argument("--variant", default="", metavar="TEXT", help="only variants whose name holds this")
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[], metavar="T", help="row counts (default: the matrix)"
-    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[], metavar="T", help="rows (default: the matrix)")
     parser.add_argument("--all-heads", action="store_true", help="absorb tiles of all heads, not of three")
     parser.add_argument("--cost", action="store_true", help="count what launches cost instead of comparing bytes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
@@ -54,13 +50,9 @@ def run(argv: Sequence[str]) -> int:
         return count(target, options.variant, options.tokens, options.json)
     chosen = [v for v in aot.variants(target) if options.variant in v.label]
     if not chosen:
-        print(f"no variant of {target.name} is called {options.variant!r}", file=sys.stderr)
-        return 2
+        raise UsageError(f"no variant of {target.name} is called {options.variant!r}")
     rows, failures = execute(target, chosen, options.tokens, options.all_heads)
-    if options.json is not None:
-        files.write(
-            options.json, {"target": target.name, "evidence": "executed", "rows": rows} | files.stamp("gfx9", 1)
-        )
+    write(options.json, target, rows, "gfx9")
     wrong = sum(row["different"] for row in rows)
     print(f"\n{len(chosen)} variants, {len(rows)} launches, bytes different: {wrong}, failed: {failures}")
     return 1 if wrong or failures else 0
@@ -71,21 +63,21 @@ def execute(target: aot.Target, chosen: list[aot.Variant], tokens: list[int], al
     from tools.gfx9.cases import Compiled, matrix, record
     from tools.gfx9.parse import Fault, Skipped
 
-    compiled = lru_cache(maxsize=1)(lambda variant: Compiled(target, variant))
+    compiled = lru_cache(maxsize=1)(partial(Compiled, target))
     width = max(len(v.label) for v in chosen)
     print(f"{target.name}: executed, no time; diff: bytes that are not the reference's")
-    print(f"{'variant':<{width}} {'T':>4} {'block':>5}" + "".join(f" {short:>10}" for short in COLUMNS.values()))
+    print(f"{'variant':<{width}} {'T':>4} {'block':>5} {'instr':>10} {'diff':>10}")
     rows, failures = [], 0
     for variant in chosen:
         for case in matrix(variant, tokens):
             case = replace(case, heads=None) if all_heads else case
             try:
                 rows.append(record(compiled(case.variant), case))
-                said = "".join(f" {rows[-1][key]:>10}" for key in COLUMNS)
+                said = f"{rows[-1]['instructions']:>10} {rows[-1]['different']:>10}"
             except (Fault, Skipped) as error:
                 failures += 1
-                said = f" {error}"
-            print(f"{variant.label:<{width}} {case.tokens:>4} {case.variant.block_size:>5}{said}", flush=True)
+                said = str(error)
+            print(f"{variant.label:<{width}} {case.tokens:>4} {case.variant.block_size:>5} {said}", flush=True)
     return rows, failures
 
 
@@ -94,15 +86,19 @@ def count(target: aot.Target, name: str, tokens: list[int], path: Path | None) -
     from tools.gfx9 import cost
     from tools.gfx9.cases import Compiled
 
-    compiled = lru_cache(maxsize=1)(lambda variant: Compiled(target, variant))
+    compiled = lru_cache(maxsize=1)(partial(Compiled, target))
     chosen = [(v, t) for v, t in cost.points(target.name) if name in v.label and (not tokens or t in tokens)]
     costs = [cost.cost(compiled(variant), rows) for variant, rows in chosen]
     print(cost.text(target.name, costs))
-    if path is not None:
-        record = {"target": target.name, "evidence": "executed", "rows": [asdict(one) for one in costs]}
-        files.write(path, record | files.stamp("gfx9_cost", 1))
+    write(path, target, [asdict(one) for one in costs], "gfx9_cost")
     return 1 if cost.breaches(target.name, costs) else 0
 
 
+def write(path: Path | None, target: aot.Target, rows: list[Any], name: str) -> None:
+    """Write the records of ``rows`` to ``path``, if there is one."""
+    if path is not None:
+        files.write(path, {"target": target.name, "evidence": "executed", "rows": rows} | files.stamp(name, 1))
+
+
 if __name__ == "__main__":
-    sys.exit(guarded("gfx9", lambda: run(sys.argv[1:])))
+    sys.exit(guarded("gfx9", run))

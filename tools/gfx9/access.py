@@ -10,7 +10,7 @@ import numpy as np
 
 from tools.gfx9.operand import Operands, get64
 from tools.gfx9.parse import Fault, Instruction
-from tools.gfx9.wave import ALL, ARGUMENTS, LGKM, LOAD, MEMORY, SHARED, STORE, VMEM, Run, Wave
+from tools.gfx9.wave import ARGUMENTS, LGKM, LOAD, MEMORY, SHARED, STORE, VMEM, Run, Wave
 
 # What the last part of a mnemonic moves: bytes of one word, words.
 WIDTHS = {f"dword{x}": (4, n) for x, n in (("", 1), ("x2", 2), ("x3", 3), ("x4", 4))}
@@ -88,10 +88,6 @@ def _store(address: Any, data: int, size: int, words: int) -> Run:
     return run
 
 
-def _active(w: Wave) -> np.ndarray:
-    return np.ones(64, bool) if w.where is None else w.where
-
-
 def _buffer_address(i: Instruction, ops: Operands, width: int) -> Callable[[Wave], tuple[np.ndarray, np.ndarray]]:
     """Addresses and the lanes inside the descriptor's bounds; lanes outside load 0 and store nothing."""
     ops.count(4)
@@ -103,27 +99,20 @@ def _buffer_address(i: Instruction, ops: Operands, width: int) -> Callable[[Wave
     descriptor, scalar_offset = ops.reg(2, "s", 4), ops.read(i.operands[3], "s.u32")
 
     def address(w: Wave) -> tuple[np.ndarray, np.ndarray]:
-        base, records = _descriptor(w, descriptor)
+        low, high, records, word3 = (w.scalar(descriptor + k) for k in range(4))
+        if high & STRIDE_AND_SWIZZLE or word3 != RAW_WORD3:
+            raise Fault(f"a buffer descriptor with words {high:#x} and {word3:#x} is not modelled")
         offset = np.full(64, immediate, np.int64)
         if lane_offset is not None:
             offset += lane_offset(w)
         more = scalar_offset(w)
         # The manual is not clear on accesses that lie across the bound, or inside it but for the scalar offset.
         inside, outside = offset + more + width <= records, np.minimum(offset, offset + more) >= records
-        active = _active(w)
-        if (active & ~inside & ~outside).any():
+        if (w.active & ~inside & ~outside).any():
             raise Fault("an access across the descriptor's bound is not modelled")
-        return base + offset + more, inside & active
+        return (low | high << 32) + offset + more, inside & w.active
 
     return address
-
-
-def _descriptor(w: Wave, first: int) -> tuple[int, int]:
-    """Base and number of bytes of a raw buffer."""
-    low, high, records, word3 = (w.scalar(first + k) for k in range(4))
-    if high & STRIDE_AND_SWIZZLE or word3 != RAW_WORD3:
-        raise Fault(f"a buffer descriptor with words {high:#x} and {word3:#x} is not modelled")
-    return low | high << 32, records
 
 
 def _global_address(i: Instruction, ops: Operands, is_load: bool) -> Callable[[Wave], tuple[np.ndarray, np.ndarray]]:
@@ -134,12 +123,12 @@ def _global_address(i: Instruction, ops: Operands, is_load: bool) -> Callable[[W
     lane_at = 1 if is_load else 0
     if i.operands[2] == "off":
         first = ops.reg(lane_at, "v", 2)
-        return lambda w: (get64(w, first).view(np.int64) + immediate, _active(w))
+        return lambda w: (get64(w, first).view(np.int64) + immediate, w.active)
     base, lane = ops.reg(2, "s", 2), ops.reg(lane_at, "v", 1)
 
     def address(w: Wave) -> tuple[np.ndarray, np.ndarray]:
         w.need(lane)
-        return w.u[lane].astype(np.int64) + (w.scalar64(base) + immediate), _active(w)
+        return w.u[lane].astype(np.int64) + (w.scalar64(base) + immediate), w.active
 
     return address
 
@@ -162,22 +151,16 @@ def bind_lds(i: Instruction, ops: Operands) -> Run:
         raise i.refuse("the LDS instruction is not modelled")
     verb, pair, what = found.groups()
     width = widths[what]
-    if pair:
-        i.only("offset0", "offset1")
-        unit = width * (64 if pair == "2st64" else 1)
-        offsets = [i.number("offset0") * unit, i.number("offset1") * unit]
-    else:
-        i.only("offset")
-        offsets = [i.number("offset")]
+    names, unit = (("offset0", "offset1"), width * (64 if pair == "2st64" else 1)) if pair else (("offset",), 1)
+    i.only(*names)
+    offsets = [i.number(name) * unit for name in names]
     return (_lds_read if verb == "read" else _lds_write)(ops, offsets, width)
 
 
 def _index(w: Wave, address: int, offsets: list[int], width: int) -> np.ndarray:
     """[active lanes, bytes of all offsets]."""
     w.need(address)
-    lanes = w.u[address].astype(np.int64)
-    if w.where is not None:
-        lanes = lanes[w.where]
+    lanes = w.u[address].astype(np.int64)[w.active]
     return np.concatenate([w.group.lds.index(lanes + offset, width) for offset in offsets], axis=1)
 
 
@@ -190,7 +173,7 @@ def _lds_read(ops: Operands, offsets: list[int], width: int) -> Run:
     def run(w: Wave) -> None:
         index = _index(w, address, offsets, width)
         data = np.zeros((64, 4 * total), np.uint8)
-        data[_active(w), : index.shape[1]] = w.group.lds.load(w.number, index)
+        data[w.active, : index.shape[1]] = w.group.lds.load(w.number, index)
         w.issue_load(LGKM, SHARED, range(target, target + total), data.view(np.uint32).T, (False, index))
 
     return run
@@ -205,7 +188,7 @@ def _lds_write(ops: Operands, offsets: list[int], width: int) -> Run:
         for source in sources:
             w.need(source)
         index = _index(w, address, offsets, width)
-        data = np.ascontiguousarray(w.v[sources].T).view(np.uint8)[_active(w), : index.shape[1]]
+        data = np.ascontiguousarray(w.v[sources].T).view(np.uint8)[w.active, : index.shape[1]]
         w.group.lds.store(w.number, index, data)
         w.issue_store(LGKM, SHARED, (True, index))
 
@@ -222,8 +205,7 @@ def _read_transposed(i: Instruction, ops: Operands) -> Run:
     donor = (lane & ~15) + 4 * np.arange(4) + (lane & 15) // 4
 
     def run(w: Wave) -> None:
-        if w.exec != ALL:
-            raise Fault(f"{i.name} with inactive lanes is not modelled")
+        w.need_all_lanes(i.name)
         index = _index(w, address, [offset], 8)
         elements = w.group.lds.load(w.number, index).view(np.uint16)
         values = np.ascontiguousarray(elements[donor, lane & 3]).view(np.uint32).T
@@ -240,8 +222,7 @@ def _bpermute(i: Instruction, ops: Operands) -> Run:
     offset = i.number("offset")
 
     def run(w: Wave) -> None:
-        if w.exec != ALL:
-            raise Fault(f"{i.name} with inactive lanes is not modelled")
+        w.need_all_lanes(i.name)
         w.need(address)
         w.need(source)
         lanes = (w.u[address].astype(np.int64) + offset) // 4 % 64

@@ -61,13 +61,10 @@ class Case:
     ties: bool = False
     overflow: bool = False
 
-
-@dataclass
-class Result:
-    """What a launch did: bytes of the query and of the guarded cache that are not the reference's, and its counts."""
-
-    different: int
-    counts: Counts
+    @property
+    def run_heads(self) -> list[int]:
+        """The heads whose absorb tiles run."""
+        return list(range(self.variant.heads) if self.heads is None else self.heads)
 
 
 class Compiled:
@@ -86,19 +83,16 @@ class Compiled:
         other.program = Program(load(assembly, self.target.name))
         return other
 
-    def run(self, case: Case, preload: bool = True) -> Result:
-        """One launch beside the reference."""
+    def run(self, case: Case, preload: bool = True) -> tuple[int, Counts]:
+        """One launch: bytes of the query and of the guarded cache that are not the reference's, and its counts."""
         inputs, storage = operands(self.target, case)
         expected, expected_cache = expectation(inputs, storage, case)
         out = inputs.new_query()
         out.view(torch.uint8).fill_(UNTOUCHED)
         memory = Memory()
-        kernarg = arguments(self, memory, inputs, out)
-        groups = workgroups(case)
-        counts = launch(
-            self.program, memory, kernarg, groups, self.variant.tile.num_warps, self.lds_bytes, preload=preload
-        )
-        return Result(count_different(out, expected) + count_different(storage, expected_cache), counts)
+        kernarg, waves = arguments(self, memory, inputs, out), self.variant.tile.num_warps
+        counts = launch(self.program, memory, kernarg, workgroups(case), waves, self.lds_bytes, preload)
+        return count_different(out, expected) + count_different(storage, expected_cache), counts
 
 
 def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor]:
@@ -127,8 +121,7 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
         table = torch.cat((torch.full_like(angles, TIED_COS), angles * 0), dim=-1).to(torch.bfloat16)
     slots = max(1, t - 1)
     blocks = -(-(slots + 3) // variant.block_size) + 1
-    storage = torch.full((blocks + 2 * GUARD_BLOCKS, variant.block_size, latent + r), 0, dtype=torch.uint8)
-    storage = storage.to(stored) if stored != torch.bfloat16 else storage.to(torch.bfloat16)
+    storage = torch.empty((blocks + 2 * GUARD_BLOCKS, variant.block_size, latent + r), dtype=stored)
     storage.view(torch.uint8).fill_(UNTOUCHED)
     positions = torch.randint(0, TABLE_ROWS, (t,), generator=g)
     positions[-1] = TABLE_ROWS + 7
@@ -181,8 +174,7 @@ def by_group(g: torch.Generator, t: int, n: int, p: int) -> torch.Tensor:
 
 def weight(target: aot.Target, case: Case, grid: Callable[..., torch.Tensor], g: torch.Generator) -> AbsorbWeight:
     """W_UK as vLLM holds it: a view of ``kv_b_proj``, or codes. Heads whose tiles do not run are left at 0."""
-    variant, n, p, latent = case.variant, case.variant.heads, aot.NOPE, aot.LATENT
-    heads = list(range(n) if case.heads is None else case.heads)
+    variant, n, p, latent, heads = case.variant, case.variant.heads, aot.NOPE, aot.LATENT, case.run_heads
     if variant.weight == "mxfp4":
         pairs = torch.zeros(latent, n, p // 2, dtype=torch.uint8).transpose(0, 1)
         scales = torch.zeros(p // MXFP4_GROUP, latent, n, dtype=torch.uint8).permute(2, 1, 0)
@@ -212,7 +204,7 @@ def absorbed(inputs: DecodeInputs, heads: list[int]) -> torch.Tensor:
 def expectation(inputs: DecodeInputs, storage: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's query and cache; heads whose tiles do not run keep what was there."""
     before = storage.clone()
-    heads = list(range(inputs.num_heads) if case.heads is None else case.heads)
+    heads = case.run_heads
     latents = inputs.q.new_zeros((inputs.num_tokens, inputs.num_heads, inputs.latent_dim))
     latents[:, heads] = absorbed(inputs, heads)
     query = reference.prepare(inputs, reference.TRITON, latents)
@@ -230,8 +222,7 @@ def workgroups(case: Case) -> list[int]:
     tile, n, t = case.variant.tile, case.variant.heads, case.tokens
     total = sum(launcher.programs(t, n, max(1, t - 1), aot.LATENT, tile))
     tiles = -(-t // tile.block_t) * (aot.LATENT // (tile.block_l * tile.blocks))
-    heads = range(n) if case.heads is None else case.heads
-    return [k * n + h for h in heads for k in range(tiles)] + list(range(n * tiles, total))
+    return [k * n + h for h in case.run_heads for k in range(tiles)] + list(range(n * tiles, total))
 
 
 def arguments(compiled: Compiled, memory: Memory, inputs: DecodeInputs, out: torch.Tensor) -> bytes:
@@ -244,9 +235,8 @@ def arguments(compiled: Compiled, memory: Memory, inputs: DecodeInputs, out: tor
         "cos_sin": inputs.cos_sin_cache, "k_scale": inputs.k_scale, "q_scale": inputs.q_scale,
         "w_scale": inputs.weight.scale,
     }  # fmt: skip
-    values: dict[str, int] = {
-        f"{k}_ptr": place(memory, k, x, k in ("cache", "out")) for k, x in tensors.items() if x is not None
-    }
+    present = {k: x for k, x in tensors.items() if x is not None}
+    values = {f"{k}_ptr": place(memory, k, x, k in ("cache", "out")) for k, x in present.items()}
     strides = [name for name in decode_prep_kernel.arg_names if "stride" in name]
     values |= dict(zip(strides, launcher.strides(inputs), strict=True))
     values |= {"num_tokens": inputs.num_tokens, "num_slots": inputs.slot_mapping.shape[0]}
@@ -267,9 +257,7 @@ def place(memory: Memory, name: str, tensor: torch.Tensor, writable: bool) -> in
     ours = torch.zeros(raw.numel() // tensor.itemsize, dtype=torch.bool)
     torch.as_strided(ours, tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
     allowed = ours.repeat_interleave(tensor.itemsize).numpy()
-    region = memory.add(
-        name, raw.numpy(), readable=False if writable else allowed, writable=allowed if writable else False
-    )
+    region = memory.add(name, raw.numpy(), *((False, allowed) if writable else (allowed, False)))
     return region.start + tensor.storage_offset() * tensor.itemsize
 
 
@@ -281,7 +269,7 @@ def count_different(a: torch.Tensor, b: torch.Tensor) -> int:
 def minimum_bytes(inputs: DecodeInputs, case: Case) -> dict[str, int]:
     """What a launch has to move: every value that it needs once, every value of its result once."""
     t, n, p, r, latent = inputs.num_tokens, inputs.num_heads, inputs.nope_dim, inputs.rope_dim, inputs.latent_dim
-    h = n if case.heads is None else len(case.heads)
+    h = len(case.run_heads)
     slots, out = inputs.slot_mapping, inputs.out_dtype.itemsize
     rows = int((slots >= 0).sum())
     table = inputs.cos_sin_cache
@@ -311,13 +299,7 @@ def matrix(variant: aot.Variant, tokens: Sequence[int] = ()) -> Iterator[Case]:
 
 def record(compiled: Compiled, case: Case) -> dict[str, Any]:
     """One launch as a record for JSON; instructions over all its waves."""
-    result = compiled.run(case)
-    return {
-        "label": case.variant.label,
-        "tokens": case.tokens,
-        "block_size": case.variant.block_size,
-        "heads_run": case.variant.heads if case.heads is None else len(case.heads),
-        "waves": result.counts.waves,
-        "instructions": sum(result.counts.instructions.values()),
-        "different": result.different,
-    }
+    different, counts = compiled.run(case)
+    said = {"label": case.variant.label, "tokens": case.tokens, "block_size": case.variant.block_size}
+    said |= {"heads_run": len(case.run_heads), "waves": counts.waves, "instructions": counts.instructions.total()}
+    return said | {"different": different}

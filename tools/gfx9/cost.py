@@ -73,8 +73,6 @@ class Cost:
         tokens: T.
         heads: N.
         kinds: by name.
-        waves: waves of a workgroup.
-        units: compute units of the card.
         static: registers, LDS, occupancy.
         vector_us: least time of the vector instructions if all SIMDs share them evenly, at peak clock.
         needed: bytes that the launch has to move.
@@ -86,8 +84,6 @@ class Cost:
     tokens: int
     heads: int
     kinds: dict[str, Program]
-    waves: int
-    units: int
     static: isa.Figures
     vector_us: float
     needed: int
@@ -125,9 +121,9 @@ class Trace(Memory):
         """Forget what was noted."""
         self.ends, self.until = {}, set(until)
 
-    def first(self, name: str) -> int:
-        """The lowest address of the first load from a buffer."""
-        return int(self.ends[name][0].min())
+    def starts(self) -> dict[str, int]:
+        """By buffer, the lowest address of the first load from it."""
+        return {name: int(ends[0].min()) for name, ends in self.ends.items()}
 
 
 class Counted:
@@ -165,14 +161,14 @@ class Counted:
         self.memory.follow()
         self.run(0, self.compiled.variant.tile.num_warps)
         whole = {name: np.unique(np.concatenate(self.memory.ends[name])) for name in followed}
-        start = {name: self.memory.first(name) for name in followed}
+        start = self.memory.starts()
         touched: dict[str, list[np.ndarray]] = {name: [] for name in followed}
         for group in range(0, self.programs[0], DIES):
             self.memory.follow(*followed)
             with suppress(Placed):
                 self.run(group, 1)
             for name, granules in touched.items():
-                granules.append(np.unique((whole[name] + (self.memory.first(name) - start[name])) // GRANULE))
+                granules.append(np.unique((whole[name] + (self.memory.starts()[name] - start[name])) // GRANULE))
         fetched = sum(len(np.unique(np.concatenate(granules))) for granules in touched.values())
         rest = sum(self.needed.values()) + (DIES - 1) * sum(self.needed[name] for name in ("cos_sin", "slot", "pos"))
         nope = 2 * self.case.tokens * self.case.variant.heads * aot.NOPE
@@ -195,8 +191,6 @@ def cost(compiled: Compiled, tokens: int) -> Cost:
         tokens=tokens,
         heads=variant.heads,
         kinds=kinds,
-        waves=variant.tile.num_warps,
-        units=units,
         static=isa.amdgcn_figures(compiled.assembly, target.name, compiled.lds_bytes, variant.tile.num_warps),
         vector_us=vector_us,
         needed=sum(counted.needed.values()),
@@ -228,7 +222,7 @@ def text(arch: str, costs: list[Cost]) -> str:
             " ".join(f"{kind.trips}({kind.argument_trips})" for kind in kinds),
             " ".join(f"{kind.instructions}({kind.vector})" for kind in kinds),
             "+".join(str(kind.programs) for kind in kinds),
-            one.units, one.static.occupancy, one.static.registers, one.static.lds, f"{one.vector_us:.2f}",
+            CARDS[arch][0], one.static.occupancy, one.static.registers, one.static.lds, f"{one.vector_us:.2f}",
             f"{one.by_die / 1e6:.2f} MB, {one.ratio:.2f}", f"{one.estimate_us:.1f}",
         ])  # fmt: skip
     said = f"{arch}: executed and counted, no time; for each kind of program: {', '.join(KINDS)}"

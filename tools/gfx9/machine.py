@@ -14,12 +14,13 @@ from tools.gfx9 import access, matrix, scalar, vector
 from tools.gfx9.code import Code
 from tools.gfx9.lds import Lds
 from tools.gfx9.memory import Memory
-from tools.gfx9.operand import Operands
+from tools.gfx9.operand import Operands, signed
 from tools.gfx9.parse import Fault, Instruction
 from tools.gfx9.wave import LGKM, VMEM, Run, Wave
 
 BARRIER = "s_barrier"
 END = "s_endpgm"
+ENDS = (BARRIER, END, *scalar.BRANCHES)
 COUNTER = re.compile(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)")
 
 
@@ -27,7 +28,7 @@ COUNTER = re.compile(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)")
 
 
 def bind(i: Instruction, accum_offset: int = 0) -> Run:
-    """What one instruction does to a wave; branches, barriers and the end are the caller's.
+    """What one instruction does to a wave; where a branch leads, barriers and the end are the caller's.
 
     Raises:
         Skipped: something of the instruction is not modelled.
@@ -70,8 +71,7 @@ def _short(i: Instruction, text: str) -> Callable[[Wave], int]:
     value = int(text, 0)
     if not -(1 << 15) <= value < 1 << 16:
         raise i.refuse(f"{text}: 16 bits expected")
-    value = value - (1 << 16) if value >= 1 << 15 else value
-    return lambda w: value
+    return lambda w: signed(value & 0xFFFF, 16)
 
 
 def _bind_saveexec(i: Instruction, ops: Operands) -> Run:
@@ -107,12 +107,7 @@ def _bind_wait(i: Instruction, ops: Operands) -> Run:
 def _bind_setreg(i: Instruction, ops: Operands) -> Run:
     if i.operands[0] != "hwreg(HW_REG_MODE, 23, 1)" or i.operands[1] not in ("0", "1"):
         raise i.refuse("only bit 23 of MODE, FP16_OVFL, is modelled")
-    on = i.operands[1] == "1"
-
-    def run(w: Wave) -> None:
-        w.saturate = on
-
-    return run
+    return lambda w: setattr(w, "saturate", i.operands[1] == "1")
 
 
 def _nothing(i: Instruction, ops: Operands) -> Run:
@@ -131,67 +126,23 @@ BINDERS: tuple[tuple[Any, Callable[[Instruction, Operands], Run]], ...] = (
     (re.compile(r"ds_"), access.bind_lds),
     (re.compile(r"s_waitcnt$"), _bind_wait),
     (re.compile(r"s_setreg_imm32_b32$"), _bind_setreg),
-    (re.compile(r"s_nop$"), _nothing),
+    (dict.fromkeys(("s_nop", *ENDS)), _nothing),
 )
 
 
-# Blocks of instructions -----------------------------------------------------------------------------------------------
+class Program:
+    """A kernel whose instructions are bound; binding refuses what is not modelled, wherever it stands.
 
-
-@dataclass
-class Block:
-    """Instructions that run one after another, and what ends them.
-
-    Attributes:
-        first: index of its first instruction.
-        body: closures, in order.
-        last: the branch, barrier or end after them, or None where the next block simply begins.
-        target: index of the instruction that a branch goes to.
-        following: index of the instruction after the block.
-        runs: how often a wave went through it.
+    ``runs`` counts how often a wave of the last launch executed each instruction.
     """
 
-    first: int
-    body: list[Run]
-    last: Instruction | None
-    target: int
-    following: int
-    runs: int = 0
-
-
-class Program:
-    """A kernel as blocks; binding refuses what is not modelled, wherever it stands."""
-
     def __init__(self, code: Code) -> None:
-        self.code = code
-        self.instructions = code.listing.instructions
-        starts = {0, *code.listing.labels.values()}
-        starts |= {k + 1 for k, i in enumerate(self.instructions) if self._ends(i)}
-        self.blocks = {k: self._block(k, starts) for k in sorted(starts) if k < len(self.instructions)}
-
-    def counts(self) -> Counter[str]:
-        """Instructions of the last launch, by mnemonic, over all waves."""
-        total: Counter[str] = Counter()
-        for block in self.blocks.values():
-            for i in self.instructions[block.first : block.following]:
-                total[i.name] += block.runs
-        return total
-
-    @staticmethod
-    def _ends(i: Instruction) -> bool:
-        return i.name in scalar.BRANCHES or i.name in (BARRIER, END)
-
-    def _block(self, first: int, starts: set[int]) -> Block:
-        body: list[Run] = []
-        for k in range(first, len(self.instructions)):
-            i = self.instructions[k]
-            if k > first and k in starts:
-                return Block(first, body, None, 0, k)
-            if self._ends(i):
-                i.only()
-                return Block(first, body, i, self._target(i), k + 1)
-            body.append(bind(i, self.code.accum_offset))
-        raise self.instructions[-1].refuse("the code runs on past its last instruction")
+        self.code, self.instructions = code, code.listing.instructions
+        if self.instructions[-1].name not in ENDS:
+            raise self.instructions[-1].refuse("the code runs on past its last instruction")
+        self.steps = [bind(i, code.accum_offset) for i in self.instructions]
+        self.targets = [self._target(i) for i in self.instructions]
+        self.runs = [0] * len(self.steps)
 
     def _target(self, i: Instruction) -> int:
         if i.name not in scalar.BRANCHES:
@@ -204,23 +155,18 @@ class Program:
         """Run one wave; yields the index of each barrier at which it waits."""
         at = start
         while True:
-            block = self.blocks[at]
-            block.runs += 1
-            step = -1
+            i = self.instructions[at]
+            self.runs[at] += 1
             try:
-                for step, do in enumerate(block.body):  # noqa: B007
-                    do(wave)
-                step += 1
-                taken = block.last is not None and block.last.name in scalar.BRANCHES
-                taken = taken and scalar.BRANCHES[block.last.name](wave)
+                self.steps[at](wave)
+                taken = i.name in scalar.BRANCHES and scalar.BRANCHES[i.name](wave)
             except Fault as fault:
-                i = self.instructions[block.first + step]
                 raise Fault(f"line {i.line}: {i.text}: {fault}") from None
-            if block.last is not None and block.last.name == END:
+            if i.name == END:
                 return
-            if block.last is not None and block.last.name == BARRIER:
-                yield block.first
-            at = block.target if taken else block.following
+            if i.name == BARRIER:
+                yield at
+            at = self.targets[at] if taken else at + 1
 
 
 # A launch -------------------------------------------------------------------------------------------------------------
@@ -264,10 +210,8 @@ def launch(
     raw = np.frombuffer(kernarg, np.uint8)
     block = memory.add("arguments", raw, readable=True)
     counts = Counts()
-    for part in program.blocks.values():
-        part.runs = 0
-    errors = np.seterr(all="ignore")
-    try:
+    program.runs = [0] * len(program.steps)
+    with np.errstate(all="ignore"):
         for index in groups:
             group = Group(memory, Lds(lds_bytes))
             words = raw.view(np.uint32) if preload else None
@@ -276,9 +220,8 @@ def launch(
             counts.waves += waves
             memory_trips, argument_trips = zip(counts.trips, *[wave.stored for wave in started], strict=True)
             counts.trips = (max(memory_trips), max(argument_trips))
-    finally:
-        np.seterr(**errors)
-    counts.instructions = program.counts()
+    for i, runs in zip(program.instructions, program.runs, strict=True):
+        counts.instructions[i.name] += runs
     return counts
 
 

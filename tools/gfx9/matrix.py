@@ -116,8 +116,7 @@ def _product(i: Instruction, ops: Operands, side: int, depth: int, kind: str, sc
         return unpack(decode(w.v[first : first + sources], w.arch) * lane_scales(w)[:, None], side)
 
     def run(w: Wave) -> None:
-        if w.exec != ALL:
-            raise Fault(f"{i.name} with inactive lanes is not modelled")
+        w.need_all_lanes(i.name)
         product = (matrix(w, a, scales[0]) @ matrix(w, b, scales[1]).T)[row, column]
         if c is not None:
             for register in range(c, c + results):

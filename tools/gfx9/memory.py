@@ -30,16 +30,6 @@ class Region:
     readable: np.ndarray
     writable: np.ndarray
 
-    @property
-    def end(self) -> int:
-        """Address after its last byte."""
-        return self.start + len(self.data)
-
-    def views(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Data, readable and writable as words of ``size`` bytes."""
-        kind = {1: np.uint8, 2: np.uint16, 4: np.uint32}[size]
-        return self.data.view(kind), self.readable.view(kind), self.writable.view(kind)
-
 
 class Memory:
     """Finds the buffer of an address; everything between buffers faults."""
@@ -53,9 +43,7 @@ class Memory:
 
         ``readable`` and ``writable`` are booleans, one or one per byte.
         """
-        masks = [
-            np.broadcast_to(np.asarray(m), data.shape).astype(np.uint8) * np.uint8(255) for m in (readable, writable)
-        ]
+        masks = [np.broadcast_to(m, data.shape).astype(np.uint8) * np.uint8(255) for m in (readable, writable)]
         region = Region(name, self._next, data, *masks)
         self._next += (len(data) + (1 << 20) + 4095) & ~4095
         self.regions.append(region)
@@ -64,33 +52,28 @@ class Memory:
     def find(self, first: int, last: int) -> Region:
         """The buffer that holds addresses ``first`` to ``last``."""
         for region in self.regions:
-            if region.start <= first and last < region.end:
+            if region.start <= first and last < region.start + len(region.data):
                 return region
         raise Fault(f"addresses {first:#x} to {last:#x} are in no buffer")
 
     def load(self, addresses: np.ndarray, words: int, size: int = 4) -> np.ndarray:
         """[lanes, words] of ``size`` bytes each, from consecutive addresses after each lane's."""
-        region, index = self._index(addresses, words, size)
-        data, readable, _ = region.views(size)
-        self._check(region, index, readable, size, "read")
+        data, index = self._allowed(addresses, words, size, "read")
         return data[index]
 
     def store(self, addresses: np.ndarray, values: np.ndarray, size: int = 4) -> None:
         """Write ``values`` [lanes, words]."""
-        region, index = self._index(addresses, values.shape[1], size)
-        data, _, writable = region.views(size)
-        self._check(region, index, writable, size, "write")
+        data, index = self._allowed(addresses, values.shape[1], size, "write")
         data[index] = values
 
-    def _index(self, addresses: np.ndarray, words: int, size: int) -> tuple[Region, np.ndarray]:
+    def _allowed(self, addresses: np.ndarray, words: int, size: int, verb: str) -> tuple[np.ndarray, np.ndarray]:
+        """The buffer in words of ``size`` bytes, and which of them are accessed; a fault where one may not be."""
         region = self.find(int(addresses.min()), int(addresses.max()) + words * size - 1)
         offset = addresses - region.start
         if (offset % size).any():
             raise Fault(f"{region.name}: an access of {size}-byte words at an address that is no multiple")
-        return region, (offset // size)[:, None] + np.arange(words)
-
-    @staticmethod
-    def _check(region: Region, index: np.ndarray, allowed: np.ndarray, size: int, verb: str) -> None:
-        bad = allowed[index] != np.iinfo(allowed.dtype).max
+        index, kind = (offset // size)[:, None] + np.arange(words), {1: np.uint8, 2: np.uint16, 4: np.uint32}[size]
+        bad = (region.readable if verb == "read" else region.writable).view(kind)[index] != np.iinfo(kind).max
         if bad.any():
             raise Fault(f"{region.name}: byte {int(index[bad][0]) * size} of the buffer is not one to {verb}")
+        return region.data.view(kind), index

@@ -132,16 +132,14 @@ def fp8_bits(x: Array, fnuz: bool, saturate: bool) -> Array:
     finite = fp8_values(fnuz)[:128]
     finite = finite[~np.isnan(finite)].astype(np.float64)
     # Midpoints; past the largest value the next step decides what overflows.
-    step = finite[-1] - finite[-2]
-    middle = np.append((finite[1:] + finite[:-1]) / 2, finite[-1] + step / 2)
+    middle = np.append((finite[1:] + finite[:-1]) / 2, (3 * finite[-1] - finite[-2]) / 2)
     size = np.abs(wide)
     code = np.searchsorted(middle, size, side="left")
     on_tie = (code < len(middle)) & (size == middle[np.minimum(code, len(middle) - 1)])
     code = np.where(on_tie & (code & 1 == 1), code + 1, code)
-    overflow = code >= len(finite)
     nan = 0x80 if fnuz else 0x7F
     signed = np.where(np.signbit(wide) & ~((code == 0) & fnuz), code | 0x80, code)
     top = np.where(np.signbit(wide), (len(finite) - 1) | 0x80, len(finite) - 1)
     # Only a finite value saturates into range by choice of the mode; so does an infinity.
-    signed = np.where(overflow, top if saturate else nan, signed)
+    signed = np.where(code >= len(finite), top if saturate else nan, signed)
     return np.where(np.isnan(wide), nan, signed).astype(np.uint32)

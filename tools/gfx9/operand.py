@@ -22,9 +22,9 @@ Write = Callable[[Wave, Any], None]
 NAMED = {"vcc": (VCC, 2), "exec": (EXEC, 2), "m0": (M0, 1)}
 NAMED |= {f"{name}_{half}": (NAMED[name][0] + k, 1) for name in ("vcc", "exec") for k, half in enumerate(("lo", "hi"))}
 FLOATS = {"0.5", "-0.5", "1.0", "-1.0", "2.0", "-2.0", "4.0", "-4.0"}
-NUMPY = {"u32": np.uint32, "i32": np.int32, "f32": np.float32}
+NUMPY: dict[str, Any] = {"u32": np.uint32, "i32": np.int32, "f32": np.float32, "u64": np.uint64, "i64": np.int64}
 ROWS = {"u32": "u", "i32": "i", "f32": "f"}
-WIDE = {"u64": np.uint64, "i64": np.int64}
+
 # Above 16 bits that it writes an instruction leaves zeros or what was there; of v_bitop3_b16 no manual says which. This
 # stands there instead, so that code which rests on either gives other bytes.
 LOW, ABOVE = np.uint32(0xFFFF), np.uint32(0xBAAD0000)
@@ -129,20 +129,19 @@ class Operands:
 
     def _vector(self, text: str, kind: str) -> Read:
         found = register(text, self.accum_offset)
-        wide = kind in WIDE
+        wide = kind.endswith("64")
         if found is None:
-            constant = np.uint64(self.constant(text, True)).view(WIDE[kind]) if wide else None
-            narrow = np.uint32(self.constant(text, False)).view(NUMPY[kind]) if not wide else None
-            return lambda w: constant if wide else narrow
+            constant = (np.uint64 if wide else np.uint32)(self.constant(text, wide)).view(NUMPY[kind])
+            return lambda w: constant
         if found.count != (2 if wide else 1):
             raise self.instruction.refuse(f"{text}: cannot be read as {kind}")
         index = found.index
         if found.bank == "s":
             if wide:
-                return lambda w: np.uint64(w.scalar64(index)).view(WIDE[kind])
+                return lambda w: np.uint64(w.scalar64(index)).view(NUMPY[kind])
             return lambda w: np.uint32(w.scalar(index)).view(NUMPY[kind])
         if wide:
-            return lambda w: get64(w, index).view(WIDE[kind])
+            return lambda w: get64(w, index).view(NUMPY[kind])
         return _rows(index, ROWS[kind])
 
     def _mask(self, text: str) -> Read:
@@ -175,8 +174,7 @@ def signs(text: str) -> tuple[str, bool, bool]:
     """An operand without its sign modifiers, and whether it is negated and made absolute."""
     negate = text.startswith("-") and not text[1:2].isdigit()
     bare = text[1:] if negate else text
-    absolute = bare.startswith("|")
-    return (bare.strip("|"), negate, absolute) if absolute else (bare, negate, False)
+    return bare.strip("|"), negate, bare.startswith("|")
 
 
 def signed(bits: int, width: int) -> int:

@@ -6,6 +6,7 @@ An entry is (types of the destination and the sources, function). The function t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -45,13 +46,7 @@ def _field(value: int, spec: int, is_signed: bool) -> int:
 
 SOP: dict[str, Entry] = {
     # moves
-    "s_mov_b32": ("u32 u32", lambda a, c: (a, None)),
-    "s_mov_b64": ("u64 u64", lambda a, c: (a, None)),
     "s_movk_i32": ("i32 k", lambda a, c: (a, None)),
-    "s_cselect_b32": ("u32 u32 u32", lambda a, b, c: (a if c else b, None)),
-    "s_cselect_b64": ("u64 u64 u64", lambda a, b, c: (a if c else b, None)),
-    "s_not_b32": ("u32 u32", _not_zero(lambda a: ~a)),
-    "s_not_b64": ("u64 u64", _not_zero(lambda a: ~a, 64)),
     # arithmetic
     "s_add_u32": ("u32 u32 u32", lambda a, b, c: (a + b, a + b >> 32)),
     "s_addc_u32": ("u32 u32 u32", lambda a, b, c: (a + b + c, a + b + c >> 32)),
@@ -62,28 +57,8 @@ SOP: dict[str, Entry] = {
     "s_addk_i32": ("i32 d k", _overflows(lambda a, b: a + b)),
     "s_mul_i32": ("i32 i32 i32", lambda a, b, c: (a * b, None)),
     "s_mulk_i32": ("i32 d k", lambda a, b, c: (a * b, None)),
-    "s_mul_hi_u32": ("u32 u32 u32", lambda a, b, c: (a * b >> 32, None)),
-    "s_mul_hi_i32": ("i32 i32 i32", lambda a, b, c: (a * b >> 32, None)),
     "s_abs_i32": ("i32 i32", _not_zero(abs)),
-    "s_min_i32": ("i32 i32 i32", lambda a, b, c: (min(a, b), int(a < b))),
-    "s_max_i32": ("i32 i32 i32", lambda a, b, c: (max(a, b), int(a >= b))),
-    "s_min_u32": ("u32 u32 u32", lambda a, b, c: (min(a, b), int(a < b))),
-    "s_max_u32": ("u32 u32 u32", lambda a, b, c: (max(a, b), int(a >= b))),
     # bits
-    "s_and_b32": ("u32 u32 u32", _not_zero(lambda a, b: a & b)),
-    "s_and_b64": ("u64 u64 u64", _not_zero(lambda a, b: a & b, 64)),
-    "s_or_b32": ("u32 u32 u32", _not_zero(lambda a, b: a | b)),
-    "s_or_b64": ("u64 u64 u64", _not_zero(lambda a, b: a | b, 64)),
-    "s_xor_b32": ("u32 u32 u32", _not_zero(lambda a, b: a ^ b)),
-    "s_xor_b64": ("u64 u64 u64", _not_zero(lambda a, b: a ^ b, 64)),
-    "s_andn2_b32": ("u32 u32 u32", _not_zero(lambda a, b: a & ~b)),
-    "s_andn2_b64": ("u64 u64 u64", _not_zero(lambda a, b: a & ~b, 64)),
-    "s_lshl_b32": ("u32 u32 u32", _not_zero(lambda a, b: a << (b & 31))),
-    "s_lshl_b64": ("u64 u64 u32", _not_zero(lambda a, b: a << (b & 63), 64)),
-    "s_lshr_b32": ("u32 u32 u32", _not_zero(lambda a, b: a >> (b & 31))),
-    "s_lshr_b64": ("u64 u64 u32", _not_zero(lambda a, b: a >> (b & 63), 64)),
-    "s_ashr_i32": ("i32 i32 u32", _not_zero(lambda a, b: a >> (b & 31))),
-    "s_ashr_i64": ("i64 i64 u32", _not_zero(lambda a, b: a >> (b & 63), 64)),
     "s_bfe_u32": ("u32 u32 u32", _not_zero(lambda a, b: _field(a, b, False))),
     "s_bfe_i32": ("i32 i32 u32", _not_zero(lambda a, b: _field(a, b, True))),
     "s_lshl1_add_u32": ("u32 u32 u32", lambda a, b, c: ((a << 1) + b, int((a << 1) + b > LOW))),
@@ -93,34 +68,45 @@ SOP: dict[str, Entry] = {
     "s_pack_ll_b32_b16": ("u32 u32 u32", lambda a, b, c: (a & 0xFFFF | b << 16, None)),
 }
 
-_ORDER: dict[str, Callable[[int, int], bool]] = {
-    "eq": lambda a, b: a == b,
-    "lg": lambda a, b: a != b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-}
+LOGIC: dict[str, Callable[[int, int], int]] = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
+LOGIC["andn2"] = lambda a, b: a & ~b
+
+
+def _by_width(width: int) -> dict[str, Entry]:
+    """What there is of 32 and of 64 bits."""
+    u, i, bits = f"u{width}", f"i{width}", width - 1
+    return {f"s_{name}_b{width}": (f"{u} {u} {u}", _not_zero(of, width)) for name, of in LOGIC.items()} | {
+        f"s_mov_b{width}": (f"{u} {u}", lambda a, c: (a, None)),
+        f"s_cselect_b{width}": (f"{u} {u} {u}", lambda a, b, c: (a if c else b, None)),
+        f"s_not_b{width}": (f"{u} {u}", _not_zero(lambda a: ~a, width)),
+        f"s_lshl_b{width}": (f"{u} {u} u32", _not_zero(lambda a, b: a << (b & bits), width)),
+        f"s_lshr_b{width}": (f"{u} {u} u32", _not_zero(lambda a, b: a >> (b & bits), width)),
+        f"s_ashr_i{width}": (f"{i} {i} u32", _not_zero(lambda a, b: a >> (b & bits), width)),
+    }
+
+
+def _by_sign(kind: str) -> dict[str, Entry]:
+    """What there is of signed and of unsigned numbers of 32 bits."""
+    two = f"{kind} {kind}"
+    return {f"s_cmp_{name}_{kind}": (f"- {two}", _compare(order)) for name, order in _ORDER.items()} | {
+        f"s_mul_hi_{kind}": (f"{kind} {two}", lambda a, b, c: (a * b >> 32, None)),
+        f"s_min_{kind}": (f"{kind} {two}", lambda a, b, c: (min(a, b), int(a < b))),
+        f"s_max_{kind}": (f"{kind} {two}", lambda a, b, c: (max(a, b), int(a >= b))),
+    }
+
+
+_ORDER = {name: getattr(operator, name) for name in ("eq", "gt", "ge", "lt", "le")} | {"lg": operator.ne}
 
 
 def _compare(order: Callable[[int, int], bool]) -> Callable[..., tuple[None, int]]:
     return lambda a, b, c: (None, int(order(a, b)))
 
 
-SOP |= {
-    f"s_cmp_{name}_{kind}": (f"- {kind} {kind}", _compare(order))
-    for name, order in _ORDER.items()
-    for kind in ("i32", "u32")
-}
+SOP |= _by_width(32) | _by_width(64) | _by_sign("i32") | _by_sign("u32")
 SOP |= {f"s_cmp_{name}_u64": ("- u64 u64", _compare(_ORDER[name])) for name in ("eq", "lg")}
 
 # EXEC becomes function(source, EXEC), the destination what EXEC was; SCC says whether a lane is left.
-SAVEEXEC: dict[str, Callable[[int, int], int]] = {
-    "s_and_saveexec_b64": lambda a, e: a & e,
-    "s_or_saveexec_b64": lambda a, e: a | e,
-    "s_xor_saveexec_b64": lambda a, e: a ^ e,
-    "s_andn2_saveexec_b64": lambda a, e: a & ~e,
-}
+SAVEEXEC = {f"s_{name}_saveexec_b64": of for name, of in LOGIC.items()}
 
 # Whether the branch is taken, given SCC, VCC and EXEC as functions of the wave.
 BRANCHES: dict[str, Callable[[Any], bool]] = {

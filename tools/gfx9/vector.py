@@ -15,7 +15,7 @@ import numpy as np
 from tools.gfx9 import numbers
 from tools.gfx9.operand import Operands, get64, put64
 from tools.gfx9.parse import Fault, Instruction
-from tools.gfx9.wave import ALL, Run, Wave, mask_of
+from tools.gfx9.wave import Run, Wave, mask_of
 
 Array = Any
 U, U64 = np.uint32, np.uint64
@@ -33,6 +33,10 @@ def _bfe_i32(value: Array, offset: Array, width: Array) -> Array:
     bits = _wide(value) >> shift & (np.int64(1) << count) - 1
     negative = (count > 0) & (bits >> np.maximum(count - 1, 0) & 1 == 1)
     return np.where(negative, bits - (np.int64(1) << count), bits).astype(np.int32)
+
+
+def _align(a: Array, b: Array, n: Array) -> Array:
+    return ((_wide(a) << U64(32) | _wide(b)) >> _wide(n)).astype(U)
 
 
 def _bfe_u32(value: Array, offset: Array, width: Array) -> Array:
@@ -77,23 +81,14 @@ VOP: dict[str, tuple[str, Callable[..., Any]]] = {
     "v_lshlrev_b64": ("u64 u32 u64", lambda n, a: a << (_wide(n) & SIX)),
     "v_lshrrev_b64": ("u64 u32 u64", lambda n, a: a >> (_wide(n) & SIX)),
     "v_lshl_or_b32": ("u32 u32 u32 u32", lambda a, n, b: a << (n & FIVE) | b),
-    "v_alignbit_b32": (
-        "u32 u32 u32 u32",
-        lambda a, b, n: ((_wide(a) << U64(32) | _wide(b)) >> _wide(n & FIVE)).astype(U),
-    ),
-    "v_alignbyte_b32": (
-        "u32 u32 u32 u32",
-        lambda a, b, n: ((_wide(a) << U64(32) | _wide(b)) >> _wide(n & U(3)) * U64(8)).astype(U),
-    ),
+    "v_alignbit_b32": ("u32 u32 u32 u32", lambda a, b, n: _align(a, b, n & FIVE)),
+    "v_alignbyte_b32": ("u32 u32 u32 u32", lambda a, b, n: _align(a, b, (n & U(3)) * U(8))),
     "v_bfe_u32": ("u32 u32 u32 u32", _bfe_u32),
     "v_bfe_i32": ("i32 i32 u32 u32", _bfe_i32),
     "v_bfi_b32": ("u32 u32 u32 u32", lambda m, a, b: m & a | ~m & b),
     "v_bfrev_b32": ("u32 u32", _bfrev),
     "v_perm_b32": ("u32 u32 u32 u32", _perm),
     # integers
-    "v_add_u32": ("u32 u32 u32", lambda a, b: a + b),
-    "v_sub_u32": ("u32 u32 u32", lambda a, b: a - b),
-    "v_subrev_u32": ("u32 u32 u32", lambda a, b: b - a),
     "v_add3_u32": ("u32 u32 u32 u32", lambda a, b, c: a + b + c),
     "v_add_lshl_u32": ("u32 u32 u32 u32", lambda a, b, n: (a + b) << (n & FIVE)),
     "v_lshl_add_u32": ("u32 u32 u32 u32", lambda a, n, b: (a << (n & FIVE)) + b),
@@ -103,14 +98,7 @@ VOP: dict[str, tuple[str, Callable[..., Any]]] = {
     "v_mul_hi_u32": ("u32 u32 u32", lambda a, b: (_wide(a) * _wide(b) >> U64(32)).astype(U)),
     "v_mul_u32_u24": ("u32 u32 u32", lambda a, b: (a & LOW24) * (b & LOW24)),
     "v_mad_u32_u24": ("u32 u32 u32 u32", lambda a, b, c: (a & LOW24) * (b & LOW24) + c),
-    "v_min_i32": ("i32 i32 i32", np.minimum),
-    "v_max_i32": ("i32 i32 i32", np.maximum),
-    "v_min_u32": ("u32 u32 u32", np.minimum),
-    "v_max_u32": ("u32 u32 u32", np.maximum),
     # floats
-    "v_add_f32": ("f32 f32 f32", lambda a, b: a + b),
-    "v_sub_f32": ("f32 f32 f32", lambda a, b: a - b),
-    "v_subrev_f32": ("f32 f32 f32", lambda a, b: b - a),
     "v_mul_f32": ("f32 f32 f32", lambda a, b: a * b),
     "v_fma_f32": ("f32 f32 f32 f32", numbers.fma),
     "v_fmac_f32": ("f32 f32 f32 dst", numbers.fma),
@@ -123,14 +111,18 @@ VOP: dict[str, tuple[str, Callable[..., Any]]] = {
     "v_div_scale_f32": ("f32 [mask] f32 f32 f32", numbers.div_scale),
     "v_div_fixup_f32": ("f32 f32 f32 f32", numbers.div_fixup),
     # conversions
-    "v_cvt_f32_u32": ("f32 u32", lambda a: a.astype(np.float32)),
-    "v_cvt_f32_i32": ("f32 i32", lambda a: a.astype(np.float32)),
     "v_cvt_u32_f32": ("u32 f32", numbers.to_uint),
     "v_cvt_pk_bf16_f32": ("u32 f32 f32", lambda a, b: numbers.bf16_bits(a) | numbers.bf16_bits(b) << U(16)),
 }
 
+_SUMS = {"add": np.add, "sub": np.subtract, "subrev": lambda a, b: b - a}
 _ORDER = {"lt": np.less, "eq": np.equal, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
 _INTEGERS = ("i32", "u32", "i64", "u64")
+VOP |= {
+    f"v_{n}_{t}": (f"{t} {t} {t}", f) for n, f in (("min", np.minimum), ("max", np.maximum)) for t in ("i32", "u32")
+}
+VOP |= {f"v_{n}_{t}": (f"{t} {t} {t}", f) for n, f in _SUMS.items() for t in ("u32", "f32")}
+VOP |= {f"v_cvt_f32_{t}": (f"f32 {t}", lambda a: a.astype(np.float32)) for t in ("i32", "u32")}
 VOP |= {f"v_cmp_{name}_{t}": (f"mask {t} {t}", order) for name, order in _ORDER.items() for t in (*_INTEGERS, "f32")}
 VOP |= {f"v_cmp_ne_{t}": (f"mask {t} {t}", np.not_equal) for t in _INTEGERS}
 VOP |= {
@@ -163,22 +155,15 @@ def bind_vop(i: Instruction, ops: Operands) -> Run:
 
 
 def _closure(write: Any, second: Any, function: Callable[..., Any], reads: list[Any]) -> Run:
-    if second:
+    if second is None:
+        return lambda w: write(w, function(*[read(w) for read in reads]))
 
-        def run_two(w: Wave) -> None:
-            value, mask = function(*[read(w) for read in reads])
-            write(w, value)
-            second(w, mask)
+    def run(w: Wave) -> None:
+        value, mask = function(*[read(w) for read in reads])
+        write(w, value)
+        second(w, mask)
 
-        return run_two
-    if len(reads) == 1:
-        (a,) = reads
-        return lambda w: write(w, function(a(w)))
-    if len(reads) == 2:
-        a, b = reads
-        return lambda w: write(w, function(a(w), b(w)))
-    a, b, c = reads
-    return lambda w: write(w, function(a(w), b(w), c(w)))
+    return run
 
 
 # The part of a 32-bit source that SDWA takes: bits to shift down and bits to keep.
@@ -226,8 +211,7 @@ def _dpp(i: Instruction, ops: Operands, write: Any, function: Any, names: list[s
     first, *others = (ops.read(name, kind) for name, kind in zip(names[1:], kinds[1:], strict=True))
 
     def moved(w: Wave) -> Array:
-        if w.exec != ALL:
-            raise Fault("DPP with inactive lanes is not modelled")
+        w.need_all_lanes("DPP")
         return first(w)[lanes]
 
     return _closure(write, None, function, [moved, *others])
@@ -367,8 +351,7 @@ def _permlane32_swap(i: Instruction, ops: Operands) -> Run:
     first, second = ops.reg(0, "v", 1), ops.reg(1, "v", 1)
 
     def run(w: Wave) -> None:
-        if w.exec != ALL:
-            raise Fault(f"{i.name} with inactive lanes is not modelled")
+        w.need_all_lanes(i.name)
         w.need(first)
         w.need(second)
         upper, lower = w.u[first][32:].copy(), w.u[second][:32].copy()

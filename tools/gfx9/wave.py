@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -32,14 +33,16 @@ def mask_of(lanes: np.ndarray) -> int:
     return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
     """A memory access that has been issued and not been waited for."""
 
-    __slots__ = ("kind", "mask", "registers", "touched", "trip", "values")
-
-    def __init__(self, kind: str, registers: Sequence[int] = (), values: Any = (), mask: int = 0, touched: Any = None):
-        self.kind, self.registers, self.values, self.mask, self.touched = kind, registers, values, mask, touched
-        self.trip: tuple[int, int] = (MEMORY, 0)
+    kind: str
+    registers: Sequence[int] = ()
+    values: Any = ()
+    mask: int = 0
+    touched: Any = None
+    trip: tuple[int, int] = (MEMORY, 0)
 
 
 class Wave:
@@ -103,7 +106,7 @@ class Wave:
         """EXEC, with what is derived from it."""
         self.s[EXEC], self.s[EXEC + 1] = mask & 0xFFFFFFFF, mask >> 32
         self.exec = mask
-        self.where: Any = None if mask == ALL else lanes_of(mask)
+        self.active = lanes_of(mask)
 
     # Vectors --------------------------------------------------------------------------------------------------------
 
@@ -114,14 +117,16 @@ class Wave:
             why = "is still being loaded" if self.flying.get(register, 0) & missing else "is undefined"
             raise Fault(f"v{register} {why} in lanes {missing:#x}")
 
+    def need_all_lanes(self, what: str) -> None:
+        """Fault where a lane is inactive."""
+        if self.exec != ALL:
+            raise Fault(f"{what} with inactive lanes is not modelled")
+
     def put(self, rows: list[Any], register: int, value: Any) -> None:
         """Write the active lanes of ``rows[register]``; ``rows`` is ``u``, ``i`` or ``f``."""
         if self.flying and self.flying.get(register, 0) & self.exec:
             raise Fault(f"v{register} is written while a load to it is in flight")
-        if self.where is None:
-            rows[register][:] = value
-        else:
-            np.copyto(rows[register], value, where=self.where)
+        np.copyto(rows[register], value, where=self.active)
         self.known[register] |= self.exec
 
     def put_half(self, register: int, value: Any, high: bool) -> None:
@@ -147,10 +152,8 @@ class Wave:
             self.known[register] &= ~mask
             self.half[0][register] &= ~mask
             self.half[1][register] &= ~mask
-        entry = Pending(kind, registers, values, mask, touched)
-        if kind == LOAD:
-            entry.trip = (MEMORY, self.trips[MEMORY] + 1)
-        self.pending[counter].append(entry)
+        trip = (MEMORY, self.trips[MEMORY] + 1 if kind == LOAD else 0)
+        self.pending[counter].append(Pending(kind, registers, values, mask, touched, trip))
 
     def issue_store(self, counter: int, kind: str, touched: Any = None) -> None:
         """Count a store; its data was read when it was issued."""
@@ -160,14 +163,13 @@ class Wave:
 
     def issue_scalar_load(self, first: int, words: Sequence[int], source: int = MEMORY) -> None:
         """Undefine SGPRs until a wait covers the load; ``source`` is MEMORY or ARGUMENTS."""
-        for index in range(first, first + len(words)):
+        registers, trip = range(first, first + len(words)), (source, self.trips[source] + 1)
+        for index in registers:
             if index in self.flying_scalars:
                 raise Fault(f"two loads to s{index} are in flight")
             self.flying_scalars.add(index)
             self.s[index] = None
-        entry = Pending(SCALAR, range(first, first + len(words)), words)
-        entry.trip = (source, self.trips[source] + 1)
-        self.pending[LGKM].append(entry)
+        self.pending[LGKM].append(Pending(SCALAR, registers, words, trip=trip))
 
     def wait(self, counter: int, left: int) -> None:
         """Complete what a count of at most ``left`` proves complete.
@@ -194,14 +196,12 @@ class Wave:
                 self.flying_scalars.discard(index)
                 self.s[index] = int(word)
             return
-        where = None if entry.mask == ALL else lanes_of(entry.mask)
+        where: Any = True if entry.mask == ALL else lanes_of(entry.mask)
         for register, row in zip(entry.registers, entry.values, strict=True):
-            np.copyto(self.u[register], row, where=True if where is None else where)
+            np.copyto(self.u[register], row, where=where)
             self.known[register] |= entry.mask
-            left = self.flying[register] & ~entry.mask
-            if left:
-                self.flying[register] = left
-            else:
+            self.flying[register] &= ~entry.mask
+            if not self.flying[register]:
                 del self.flying[register]
 
 

@@ -45,7 +45,7 @@ def cases() -> list[Case]:
 def outcome(compiled: Compiled, case: Case, text: str) -> str:
     """How a planted bug was caught, or "not caught"."""
     try:
-        different = compiled.planted(text).run(case).different
+        different, _ = compiled.planted(text).run(case)
     except (Fault, Skipped) as error:
         return f"fault: {error}"
     return f"{different} bytes" if different else "not caught"
@@ -78,7 +78,7 @@ def main(arch: str) -> dict[str, Any]:
     case = Case(aot.Variant(SKINNY, 1, is_neox=True, block_size=1), 3)
     compiled = Compiled(target, case.variant)
     text = compiled.assembly
-    answer["without_preload"] = compiled.run(case, preload=False).different
+    answer["without_preload"] = compiled.run(case, preload=False)[0]
     answer["planted"] |= {name: outcome(compiled, case, plant(text)) for name, plant in PLANTED.items()}
     if arch == "gfx942":
         answer["waits"] = [outcome(compiled, case, wrong) for wrong in each(WAIT, "", text)]
@@ -91,7 +91,7 @@ def main(arch: str) -> dict[str, Any]:
     for is_neox in (False, True):
         case = Case(aot.Variant(SKINNY, 1, is_neox=is_neox), 3, overflow=True)
         compiled = Compiled(target, case.variant)
-        answer["overflow"].append(compiled.run(case).different)
+        answer["overflow"].append(compiled.run(case)[0])
         answer["not_saturated"].append(outcome(compiled, case, not_saturated(compiled.assembly)))
     other = assemble(PLANTED["swapped MFMA operands"](text), arch)
     try:

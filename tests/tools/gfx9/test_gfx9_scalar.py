@@ -134,9 +134,9 @@ def test_gfx9_saveexec_keeps_the_old_mask_and_sets_the_new(what, left):
 
 def test_gfx9_exec_written_as_two_halves_is_one_mask():
     w = execute(wave(), "s_mov_b32 exec_lo, 0xff", "s_mov_b32 exec_hi, 0")
-    assert (w.exec, int(w.where.sum())) == (0xFF, 8)
+    assert (w.exec, int(w.active.sum())) == (0xFF, 8)
     execute(w, "s_mov_b64 exec, -1")
-    assert w.where is None
+    assert w.active.all()
 
 
 @pytest.mark.parametrize("line", ["s_add_i32 s2, s0, s1", "s_cselect_b32 s2, 1, 0", "s_and_b64 s[2:3], s[4:5], exec"])
