@@ -75,7 +75,7 @@ def test_self_check_passes_on_the_simulated_aiter_and_covers_both_kernels(arch, 
     assert set(result.differences) == {"q nope", "q rope", "kv nope", "kv rope"}
     ran = op.forget()
     assert ran[0][1] == 1  # the warm-up with slot -1 comes first
-    assert {kernel for kernel, _ in ran} == ({"per-head", "opt"} if block == 1 else {"opt"})
+    assert {kernel for kernel, _ in ran} == {"per-head", "opt"}
 
 
 def test_self_check_accepts_rounding_where_truncation_was_inferred(fake_gfx942, monkeypatch) -> None:

@@ -141,6 +141,10 @@ class KernelBackend(ABC):
         """Return the token counts that a check of such calls has to try, so that each of its kernels runs once."""
         return ()
 
+    def tried_caches(self, block_size: int) -> tuple[tuple[int, bool], ...]:
+        """Return (block size, whether it spans 2 GiB or more) of the caches that a check has to try."""
+        return ((block_size, False),)
+
     def absorbed(self, inputs: DecodeInputs) -> torch.Tensor | None:
         """Return the absorbed query [T, N, L] by its own product; None if it has none of its own outside a launch."""
         return None

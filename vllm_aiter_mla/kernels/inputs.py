@@ -193,6 +193,7 @@ def synthetic_inputs(
     padded: int | None = PADDED,
     table: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
+    large: bool = False,
 ) -> DecodeInputs:
     """Draw random operands of a layer. The scratch cache has three blocks, or ``tokens`` slots and a block to spare.
 
@@ -203,6 +204,7 @@ def synthetic_inputs(
         padded: the row without a slot, the last one if there are fewer rows; None: each row has one.
         table: the rotary table; 4 * T rows by default.
         generator: where to draw from, on its own device.
+        large: let the cache claim to span 2 GiB, so that Triton runs the variant for such caches.
     """
     width, device = shape.latent + shape.rope, torch.device(shape.device)
     if device.type == "meta":
@@ -224,6 +226,9 @@ def synthetic_inputs(
     # A block of another layer comes first: vLLM packs the caches of all layers into one allocation.
     size = (blocks + 1, shape.block_size, width * shape.cache_dtype.itemsize)
     raw = torch.full(size, PATTERN, dtype=torch.uint8, device=device)
+    cache = raw[1:].view(shape.cache_dtype)
+    if large:  # Triton asks a tensor for this before it asks for the size of its storage
+        cache.ptr_range = lambda: 1 << 31  # type: ignore[attr-defined]
     weight = normal(shape.heads, shape.nope_dim, shape.latent, scale=shape.nope_dim**-0.5)
     return DecodeInputs(
         q=normal(tokens, shape.heads, shape.nope_dim + shape.rope),
@@ -231,7 +236,7 @@ def synthetic_inputs(
         k_pe=normal(tokens, Q_LORA_RANK + width)[:, Q_LORA_RANK + shape.latent :],
         kv_c=normal(tokens, shape.latent),
         weight=absorb.make(weight, shape.weight),
-        kv_cache=raw[1:].view(shape.cache_dtype),
+        kv_cache=cache,
         slot_mapping=slots.to(device),
         positions=torch.randint(0, table.shape[0], (tokens,), generator=draw, device=home).to(device),
         cos_sin_cache=table,

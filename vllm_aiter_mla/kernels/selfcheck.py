@@ -56,8 +56,9 @@ def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = No
     """Warm ``backend`` up and compare it with the reference on synthetic rows; a disagreement does not raise.
 
     Call it on every rank, outside graph capture; it synchronises with the device. Each kernel of the back end that a
-    batch of up to ``limit`` rows reaches is checked, one batch each. If the weight format has a bound for its product,
-    that bound decides about the product, and the rest is compared with the reference over that same product.
+    batch of up to ``limit`` rows reaches is checked, one batch each, over each cache that it may meet. If the weight
+    format has a bound for its product, that bound decides about the product, and the rest is compared with the
+    reference over that same product.
 
     Args:
         backend: what is checked.
@@ -71,19 +72,22 @@ def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = No
         KernelCaptureError: called inside a capture.
     """
     warm_up(backend, shape)
-    few = synthetic_inputs(shape)
-    result, seen = _check_once(backend, few), {backend.kernel_of(few)}
-    counts = {min(count, limit or count) for count in backend.tried_counts(few)} if result.ok else ()
-    for tokens in sorted(counts):
-        more = synthetic_inputs(shape, tokens)
-        kernel = backend.kernel_of(more)
-        if kernel in seen or backend.refuse(more) is not None:
-            continue
-        seen.add(kernel)
-        found = _check_once(backend, more)
-        if not found.ok:
-            return found
-        result = found if found.writes_nan else result
+    result, seen = None, set()
+    for block_size, large in backend.tried_caches(shape.block_size):
+        layer = replace(shape, block_size=block_size)
+        few = synthetic_inputs(layer, large=large)
+        counts = sorted({min(count, limit or count) for count in backend.tried_counts(few)})
+        for tokens in (few.num_tokens, *counts):
+            inputs = synthetic_inputs(layer, tokens, large=large)
+            kernel = (backend.kernel_of(inputs), large)
+            if kernel in seen or (result is not None and backend.refuse(inputs) is not None):
+                continue
+            seen.add(kernel)
+            found = _check_once(backend, inputs)
+            if not found.ok:
+                return found
+            result = found if result is None or found.writes_nan else result
+    assert result is not None, "the first cache is the layer's own"
     return result
 
 

@@ -123,6 +123,10 @@ class AiterBackend(KernelBackend):
         view = (max(self.view - 1, 1), self.view) if isinstance(self.view, int) else ()
         return (*view, PER_HEAD_TOKENS)
 
+    def tried_caches(self, block_size: int) -> tuple[tuple[int, bool], ...]:
+        """See the base class: vLLM may change the block size after the check, and it decides which kernel runs."""
+        return tuple(dict.fromkeys(((block_size, False), (1, False), (16, False))))
+
     def absorbed(self, inputs: DecodeInputs) -> torch.Tensor:
         """Return [T, N, 512] in the activation dtype, by the product that vLLM calls for this weight format."""
         return inputs.weight.product(inputs.q_nope)

@@ -54,6 +54,10 @@ class TritonBackend(KernelBackend):
 
         return tiles.tried_counts(launcher.current_arch(), inputs.num_heads)
 
+    def tried_caches(self, block_size: int) -> tuple[tuple[int, bool], ...]:
+        """See the base class: Triton compiles another variant, with 64-bit offsets, for a large cache."""
+        return ((block_size, False), (block_size, True))
+
     def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> tuple[Tile, ...]:
         """Compile, outside capture, what graphs of ``token_counts`` rows need; see ``launcher.warm_up``.
 
