@@ -67,6 +67,14 @@ def scaled_query(edit: Edit, *sizes: int, read: bool = False) -> None:
         edit.read(scaled)
 
 
+def cloned(edit: Edit, raw: fx.Node) -> None:
+    """The layer reads a clone of what others read; vLLM's UnsafeCloneEliminationPass may drop the clone afterwards."""
+    with edit.b.graph.inserting_after(raw):
+        clone = edit.b(aten.clone.default, raw)
+    raw.replace_all_uses_with(clone, delete_user_cb=lambda user: user is not clone)
+    edit.read(raw)
+
+
 def scaled_key(edit: Edit) -> None:
     scaled = edit.call(aten.mul.Tensor, edit.layer.k_pe, 2.0)
     edit.update(1, scaled)
@@ -243,6 +251,8 @@ CASES: dict[str, Case] = {
     "a second reader of the raw q": ("query_read_elsewhere", lambda e: e.read(e.layer.q_gemm), {}),
     "a second reader of the raw q_pe": ("query_read_elsewhere", lambda e: e.read(e.layer.q_pe), {}),
     "a second reader of the raw k_pe": ("key_read_elsewhere", lambda e: e.read(e.layer.k_raw), {}),
+    "a clone of a q that is read elsewhere": ("query_not_rope", lambda e: cloned(e, e.layer.q_gemm), {}),
+    "a clone of a KV projection that is read elsewhere": ("key_not_rope", lambda e: cloned(e, e.layer.kv_gemm), {}),
     "a second reader of the whole KV projection": ("key_read_elsewhere", lambda e: e.read(e.layer.kv_gemm), {}),
     "other positions for the key": ("two_tables", other_positions_for_keys, {"rope": "two lookups"}),
     "another table for the key": (
