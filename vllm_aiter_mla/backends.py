@@ -128,6 +128,12 @@ class Backends:
         """Keep this process off a back end."""
         self._built[name] = reason
 
+    def reloaded(self) -> None:
+        """Let the back ends that were built renew what they derived from tensors of the model."""
+        for backend in self._built.values():
+            if not isinstance(backend, str):
+                backend.reloaded()
+
     def bind(self, name: str, inputs: DecodeInputs) -> Binding | str:
         """Return what the back end does with calls like ``inputs``, or why it does not take them."""
         backend = self.get(name)

@@ -248,6 +248,11 @@ class Layer:
         with log.warned("the status file could not be corrected"):
             status.fail(self.name, reason)
 
+    def reloaded(self) -> None:
+        """Find everything again: vLLM may have loaded other strides or other memory into the same tensor objects."""
+        self._weight, self._lasting, self._constants = None, (None, None), (None, None)
+        self._runs.clear()
+
     def _set(self, state: Literal["trusted", "refused", "failed"], reason: str = "") -> None:
         self.state, self.reason = state, reason
         if state != "trusted":

@@ -32,6 +32,8 @@ from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult
 from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 
+RELOADS = ("reload_weights", "update_weights", "finish_weight_update")
+"""Methods by which vLLM's workers take new weights while they serve."""
 FALLS_BACK = "every MLA layer runs vLLM's own kernels"
 CHECK = "the kernels could not be checked"
 LAYER_CHECK = "its kernel could not be checked"
@@ -55,6 +57,9 @@ def attach(worker: Any) -> None:
 
             patches.within(worker, "load_model", module.installed)
         patches.after(worker, "load_model", partial(check_kernels, strict=strict))
+        for method in RELOADS:
+            if hasattr(worker, method):
+                patches.after(worker, method, weights_reloaded)
         patches.after(worker, "compile_or_warm_up_model", partial(take_status, strict=strict), failed=hand_over_nothing)
 
 
@@ -93,6 +98,16 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
             for layer in found:
                 if layer.state == "trusted":
                     _compile_quantisation(layer)
+
+
+def weights_reloaded(worker: Any) -> None:
+    """Drop what was derived from the weights: no tensor object and no version counter tells that they are others."""
+    found = [Layer.of(module) for module in compat_config.mla_modules(worker.vllm_config).values()]
+    with _step("what follows from the weights could not be renewed", False, FALLS_BACK, found):
+        for layer in found:
+            layer.reloaded()
+        for backends in {id(layer.backends): layer.backends for layer in found}.values():
+            backends.reloaded()
 
 
 @contextmanager

@@ -141,6 +141,9 @@ class KernelBackend(ABC):
         """Return the token counts that a check of such calls has to try, so that each of its kernels runs once."""
         return ()
 
+    def reloaded(self) -> None:  # noqa: B027  most keep nothing
+        """Renew, in place, what was derived from tensors that vLLM has loaded again."""
+
     def tried_caches(self, block_size: int) -> tuple[tuple[int, bool], ...]:
         """Return (block size, whether it spans 2 GiB or more) of the caches that a check has to try."""
         return ((block_size, False),)

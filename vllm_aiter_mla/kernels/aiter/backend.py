@@ -51,7 +51,7 @@ class AiterBackend(KernelBackend):
         self.view = view
         self._op = load_op() if op is None else op
         self._capturing = capturing
-        self._tables: dict[tuple[Any, ...], tuple[int, torch.UntypedStorage, Halves]] = {}
+        self._tables: dict[tuple[Any, ...], tuple[int, torch.Tensor, Halves]] = {}
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class: finds the route, once per call shape.
@@ -92,7 +92,8 @@ class AiterBackend(KernelBackend):
         their stride: ``table.chunk(2, -1)`` would be silent garbage, and a copy per call a launch per layer and step.
         So the halves are made once. They are kept by the table's address, because a compiled graph hands over another
         alias of the same memory at every call. If torch's version counter says that the table was overwritten, it is
-        copied again into the same halves, so that captured graphs see it. Inference tensors have no such counter.
+        copied again into the same halves, so that captured graphs see it. Inference tensors have no such counter, and
+        a reload moves none: ``reloaded`` copies them all.
 
         Raises:
             KernelCaptureError: the halves must be made or refreshed while a graph is being captured.
@@ -108,15 +109,15 @@ class AiterBackend(KernelBackend):
                 "the capture (warm-up) after every change of the table"
             )
         cos, sin = table.chunk(2, dim=-1)
-        if kept is None:
-            halves = (cos.contiguous(), sin.contiguous())
-        else:
-            halves = kept[2]
-            halves[0].copy_(cos)
-            halves[1].copy_(sin)
-        # With the table's memory, so that no other table can come to lie there.
-        self._tables[key] = (version, table.untyped_storage(), halves)
+        halves = (cos.contiguous(), sin.contiguous()) if kept is None else _copied(table, kept[2])
+        # With the table, so that no other table can come to lie there.
+        self._tables[key] = (version, table, halves)
         return halves
+
+    def reloaded(self) -> None:
+        """See the base class."""
+        for _, table, halves in self._tables.values():
+            _copied(table, halves)
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
         """See the base class: both sides of the count at which the view changes kernels, and AITER's own."""
@@ -134,3 +135,10 @@ class AiterBackend(KernelBackend):
     def defined_rows(self, inputs: DecodeInputs) -> int:
         """Return how many leading rows of the result are defined: one per slot, padded slots included."""
         return inputs.slot_mapping.shape[0]
+
+
+def _copied(table: torch.Tensor, halves: Halves) -> Halves:
+    """Copy the halves of a table into those that were made of it."""
+    for half, part in zip(halves, table.chunk(2, dim=-1), strict=True):
+        half.copy_(part)
+    return halves

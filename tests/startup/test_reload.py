@@ -1,0 +1,61 @@
+"""Weights and rotary tables that vLLM loads again under the same tensor objects, without a version counter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.opcalls import NAME
+from tests.support.simulated_aiter import ROCM
+from tests.support.worker import Worker, layer_in, ours
+from vllm_aiter_mla import startup
+from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.inputs import synthetic_inputs
+from vllm_aiter_mla.kernels.platform import Platform
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same sizes in other memory and with other strides."""
+    return torch.randn_like(tensor.float()).to(tensor.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    for method in startup.RELOADS:
+        monkeypatch.setattr(Worker, method, lambda self: None, raising=False)
+    one = Worker(ours(16))
+    one.load_model()
+    return one
+
+
+@pytest.mark.parametrize("method", startup.RELOADS)
+def test_a_reload_into_the_same_objects_binds_the_kernels_again(worker: Worker, method: str) -> None:
+    layer, module = layer_in(worker), worker.vllm_config.compilation_config.static_forward_context[NAME]
+    inputs = synthetic_inputs(layer.shape(), 2)
+    given = inputs.__class__(**{name: getattr(inputs, name) for name in inputs.__dataclass_fields__} | {
+        "weight": layer.weight()})  # fmt: skip
+    first, same = layer.kernel(given), layer.kernel(given)
+    assert first is same
+    before = layer.weight()
+    module.W_UK_T.data = transposed(module.W_UK_T.data)
+    getattr(worker, method)()
+    assert layer.weight() is not before
+    assert layer.weight().values.stride() == module.W_UK_T.stride()
+    assert layer.kernel(given) is not first
+
+
+@pytest.mark.parametrize("how", ["copied", "inference", "other memory"])
+def test_aiters_halves_of_a_rotary_table_are_renewed_in_place(how: str) -> None:
+    """Captured graphs hold the halves by their address."""
+    backend = AiterBackend(Platform("gfx942", ROCM), op=lambda *_: None)
+    with torch.inference_mode(how == "inference"):
+        table, other = torch.randn(8, 4), torch.randn(8, 4)
+        halves = backend.halves(table)
+        addresses = [half.data_ptr() for half in halves]
+        if how == "other memory":
+            table.data = other.clone()
+        else:
+            table.data.copy_(other)
+        backend.reloaded()
+    assert [half.data_ptr() for half in halves] == addresses
+    assert torch.equal(torch.cat(halves, -1), other)
