@@ -107,6 +107,8 @@ def test_views_and_getitems_do_not_count_as_ops():
     aten = "torch.ops.aten."
     targets = (f"{aten}reshape.default", "operator.getitem", f"{aten}mm.default", f"{aten}slice.Tensor")
     assert op_count("\n".join(f"%n = call_function[target={target}](args = ())" for target in targets)) == 1
+    inside = "%n = call_function[target=torch.ops.higher_order.auto_functionalized](args = ({},), kwargs = {{}})"
+    assert [op_count(inside.format(op)) for op in ("vllm.attention.default", "aten.reshape.default")] == [1, 0]
 
 
 @pytest.mark.parametrize(

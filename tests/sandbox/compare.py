@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tests.sandbox.spec import EngineResult, Step
+
+# The op called, and the first argument: for ``auto_functionalized`` the op inside it.
+_CALL = re.compile(r"= call_function\[target=([^\]]+)\](?:\(args = \(([\w.]+))?")
+_FREE = re.compile(
+    r"aten\.(reshape|view|slice|split|split_with_sizes|unsqueeze|squeeze|expand|permute|transpose|alias|select)\b"
+    r"|operator\.getitem|aten\.sym_size"
+)
 
 
 @dataclass(slots=True)
@@ -75,7 +83,6 @@ def _distance(one: float, two: float) -> float:
 
 
 def op_count(graph: str) -> int:
-    """Count the calls in a graph's text that compute something, as the report does."""
-    from vllm_aiter_mla.commands.report.page import count_ops
-
-    return count_ops(graph).total()
+    """Count the calls in a graph's text that compute something: views and unpacked results do not."""
+    calls = (inner if inner and "auto_functionalized" in target else target for target, inner in _CALL.findall(graph))
+    return sum(not _FREE.search(target) for target in calls)

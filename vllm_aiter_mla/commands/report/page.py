@@ -7,8 +7,7 @@ put in as it is.
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,14 +34,6 @@ SECTIONS = {
     "Versions": "any file",
 }
 
-# The op called, and the first argument: for ``auto_functionalized`` the op inside it.
-_CALL = re.compile(r"= call_function\[target=([^\]]+)\](?:\(args = \(([\w.]+))?")
-# Neither computes anything: views and the unpacking of results.
-_FREE = re.compile(
-    r"aten\.(reshape|view|slice|split|split_with_sizes|unsqueeze|squeeze|expand|permute|transpose|alias|select)\b"
-    r"|operator\.getitem|aten\.sym_size"
-)
-
 
 class InputError(ValueError):
     """The report cannot show an input; the message names the file and the reason."""
@@ -68,11 +59,10 @@ class Block:
 
 
 class Page:
-    """The blocks by section and title, and the graphs of the demo's engines by name."""
+    """The blocks by section and title."""
 
     def __init__(self) -> None:
         self.sections: dict[str, dict[str, Block]] = {section: {} for section in SECTIONS}
-        self.graphs: dict[str, tuple[Counter[str], dict[str, str]]] = {}
 
     def add(
         self,
@@ -108,7 +98,6 @@ def html_of(paths: Sequence[Path]) -> str:
             _versions(page, name, data)
         except Exception as error:  # whatever another version or another hand wrote
             raise InputError(f"{path}: not what this version writes: {type(error).__name__}: {error}") from error
-    _compared(page)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
     template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
     return template.render(sections=page.sections, sources=SECTIONS, plugin=__version__) + "\n"
@@ -243,34 +232,9 @@ def demo(page: Page, name: str, data: dict[str, Any]) -> None:
 
 
 def engine(page: Page, name: str, data: dict[str, Any]) -> None:
-    """Add the status of one engine's workers, and keep its graphs: the first compile range's ops, and the texts."""
+    """Add the status of one engine's workers."""
     for one in data["status"]:
         status_file(page, name, one)
-    first = "{}-{}".format(*data["ranges"][0]) if data["ranges"] else ""
-    page.graphs[name] = count_ops(data["graphs"].get(first, "")), data["graphs"]
-
-
-def count_ops(text: str) -> Counter[str]:
-    """Count the calls that compute something in ``str(graph)``, by op: ``aten.mul``, ``mla_decode_q_prep``."""
-    calls = (inner if inner and "auto_functionalized" in target else target for target, inner in _CALL.findall(text))
-    return Counter(_short(target) for target in calls if not _FREE.search(target))
-
-
-def _short(target: str) -> str:
-    parts = target.removeprefix("torch.ops.").removesuffix(".default").split(".")
-    return ".".join(parts[:2]) if parts[0] in ("aten", "prims") else parts[1] if len(parts) > 1 else parts[0]
-
-
-def _compared(page: Page) -> None:
-    """Add the ops whose number differs between an engine's graphs with the flag off and on, and unchanged ranges."""
-    for name in sorted(name.removesuffix("-on") for name in page.graphs if name.endswith("-on")):
-        if f"{name}-off" not in page.graphs:
-            continue
-        (before, off), (after, on) = page.graphs[f"{name}-off"], page.graphs[f"{name}-on"]
-        rows = [(op, before[op], after[op]) for op in sorted(before | after) if before[op] != after[op]]
-        same = {True: "the same text as with the flag off", False: "rewritten"}
-        notes = [f"Range {key}: {same[off.get(key) == text]}" for key, text in on.items()]
-        page.add("Graphs", f"Ops whose number differs, {name}", ("op", "flag off", "flag on"), rows, notes=notes)
 
 
 def plan(page: Page, name: str, data: dict[str, Any]) -> None:
