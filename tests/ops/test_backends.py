@@ -142,3 +142,21 @@ def test_what_does_not_take_a_layer_or_was_refused_is_not_timed(monkeypatch) -> 
     assert list(one.contenders()) == list(ORDER)
     one.refuse_kernel("aiter", "planted")
     assert list(one.contenders()) == ["triton", "vllm"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "missing", "decided"),
+    [
+        ("auto", ("aiter",), "triton"),
+        ("auto", ("aiter", "triton"), "kernel_unavailable"),
+        ("aiter", ("aiter",), "kernel_unavailable"),
+        ("auto", ("triton",), "aiter"),
+    ],
+)
+def test_where_one_back_end_cannot_be_built_auto_takes_the_next(kernel, missing, decided) -> None:
+    one = layer(kernel, factories=NAMED | {name: lambda *_, name=name: f"no {name}" for name in missing})
+    one.not_admitted = lambda *_: None
+    one._meta_inputs = lambda: synthetic_inputs(replace(SHAPE, device="meta"), 1)
+    found = one.decide()
+    assert getattr(found, "code", found) == decided
+    assert decided != "kernel_unavailable" or all(f"no {name}" in found.message for name in missing)

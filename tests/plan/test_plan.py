@@ -234,6 +234,13 @@ def test_limit_ranges_captures_and_batch_are_those_of_the_finished_config(
 
 
 @slow
+def test_a_plan_with_data_parallelism_says_how_long_the_api_servers_wait() -> None:
+    said = [any("VLLM_ENGINE_READY_TIMEOUT_S" in note for note in planned(*R1, *more)["assumptions"])
+            for more in (("-dp", "2"), ())]  # fmt: skip
+    assert said == [True, False]
+
+
+@slow
 @pytest.mark.parametrize(
     ("name", "arch", "cache", "said"),
     [
