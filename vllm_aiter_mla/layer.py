@@ -251,6 +251,7 @@ class Layer:
     def reloaded(self) -> None:
         """Find everything again: vLLM may have loaded other strides or other memory into the same tensor objects."""
         self._weight, self._lasting, self._constants = None, (None, None), (None, None)
+        self._dtypes.clear()
         self._runs.clear()
 
     def _set(self, state: Literal["trusted", "refused", "failed"], reason: str = "") -> None:
