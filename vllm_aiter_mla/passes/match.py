@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -246,14 +246,15 @@ class _Matcher:
 
     def _take_row_scale(self) -> None:
         """Find the factor of vLLM's ``llama_4_scaling``: one value per row, on the rotated query."""
-        node, scaled = self.kw["q"], []
+        node: Any = self.kw["q"]
+        scaled: list[fx.Node] = []
         while isinstance(node, fx.Node) and node.target in rope_probe.IDENTITY_OPS:
             scaled.append(node)
             node = node.args[0]
         if not is_call(node, torch.ops.aten.mul.Tensor):
             return
         scaled.append(node)
-        query, scale = node.args
+        query, scale = cast("tuple[Any, Any]", node.args)
         value, users = val(scale), {user for one in scaled for user in one.users}
         if not isinstance(value, torch.Tensor) or self.reads_table(scale) or not users <= {*scaled, self.attention}:
             return
