@@ -161,7 +161,8 @@ class Layer:
             return Skip("kernel_unavailable", f"{unknown}; kernel=triton can be asked for by name")
         if not all(isinstance(backend, str) for backend in tried.values()):
             return None
-        return Skip("kernel_unavailable", f"kernel={asked}: {'; '.join(f'{name}: {tried[name]}' for name in tried)}")
+        why = [str(backend) if name == asked else f"{name}: {backend}" for name, backend in tried.items()]
+        return Skip("kernel_unavailable", f"kernel={asked}: {'; '.join(why)}")
 
     def not_admitted(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
         """Return why no kernel may run the layer, from its facts only; arguments as in ``decide``."""
