@@ -57,9 +57,10 @@ class FusedForward:
             positions: [T] int64.
             hidden_states: [T, hidden].
             llama_4_scaling: [T, 1, 1], scales the query. vLLM scales it after the rotation, with which a factor of
-                whole rows commutes.
+                whole rows commutes; with one of another shape vLLM's own forward runs.
         """
-        if self.is_neox is None or positions.dim() != 1:
+        by_rows = llama_4_scaling is None or llama_4_scaling.shape[1:] == (1, 1)
+        if self.is_neox is None or positions.dim() != 1 or not by_rows:
             out: torch.Tensor = super().forward(positions, hidden_states, llama_4_scaling)  # type: ignore[misc]
             return out
         return _forward(self, positions, hidden_states, self.is_neox, llama_4_scaling)

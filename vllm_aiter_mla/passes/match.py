@@ -258,6 +258,8 @@ class _Matcher:
         value, users = val(scale), {user for one in scaled for user in one.users}
         if not isinstance(value, torch.Tensor) or self.reads_table(scale) or not users <= {*scaled, self.attention}:
             return
+        if val(query).dtype != val(self.kw["q"]).dtype:  # the first pass rounds the scaled query to its own dtype
+            return
         if value.is_floating_point() and value.dim() == 3 and tuple(value.shape[1:]) == (1, 1):
             self.rotated["q"], self.row_scale, self.scaled = query, scale, scaled
 
