@@ -33,7 +33,7 @@ class _Kind:
         shape: theirs; the pairing of the rotation does not matter for the time it takes.
         key: what its figures are kept by; empty if nothing is to be timed.
         kept: the figures of earlier starts; those of some token counts if the budget ran out.
-        since: when those were taken; empty if all are of this start.
+        since: when the last of them were taken; empty if this start timed something.
     """
 
     shape: LayerShape

@@ -102,8 +102,9 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
 
 def weights_reloaded(worker: Any) -> None:
     """Drop what was derived from the weights: no tensor object and no version counter tells that they are others."""
-    found = [Layer.of(module) for module in compat_config.mla_modules(worker.vllm_config).values()]
+    found: list[Layer] = []
     with _step("what follows from the weights could not be renewed", False, FALLS_BACK, found):
+        found += [Layer.of(module) for module in compat_config.mla_modules(worker.vllm_config).values()]
         for layer in found:
             layer.reloaded()
         for backends in {id(layer.backends): layer.backends for layer in found}.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from tests.sandbox import gpu_ops
 from tests.support.made_up_clock import MadeUpClock, Named, costs
 from vllm_aiter_mla import backends
 from vllm_aiter_mla.commands import measure
@@ -19,7 +21,9 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import measure as timing
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import Binding
+from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
 
 
 class Wrong(Named):
@@ -64,6 +68,30 @@ def test_measure_times_what_start_up_chooses_between(card: dict[str, Any], tmp_p
     assert {row["ratio"] for row in rows} == {2.0}
     assert "64 tokens are too many" in rows[1]["untimed"]["aiter"]
     assert "aiter: not timed: 64 tokens are too many" in done.output
+
+
+class VLLMOwn(Named):
+    """vLLM's own sequence on the sandbox's ops: it rounds as vLLM's kernel does."""
+
+    trusted = True
+
+    def bind(self, inputs: Any) -> Binding | str:
+        bound = VLLMBackend(compat_layer, "gfx942").bind(inputs)
+        assert not isinstance(bound, str), bound
+        run = partial(bound.run)
+        run.name = self.name  # type: ignore[attr-defined]  for the clock
+        return replace(bound, run=run)
+
+
+def test_vllm_numerics_are_no_reason_for_measure_to_call_vllm_wrong(card: dict[str, Any], tmp_path: Path) -> None:
+    gpu_ops.register()
+    card["vllm"] = VLLMOwn("vllm")
+    done = run("-t", "8", "--type", "bf16", "--json", str(tmp_path / "measure.json"))
+    found = json.loads((tmp_path / "measure.json").read_text())
+    assert (done.exit_code, found["wrong"]) == (0, {}), done.output
+    assert set(found["rows"][0]["us"]) == {"aiter", "triton", "vllm"}
+    inputs = synthetic_inputs(measure.shape_of(2, "bf16", "bf16"), 8)
+    assert card["vllm"].numerics(inputs) == reference.VLLM_KERNEL
 
 
 def test_measure_does_not_time_a_wrong_kernel_and_exits_1(card: dict[str, Any], tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,9 +33,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
 @pytest.mark.parametrize("method", startup.RELOADS)
 def test_a_reload_into_the_same_objects_binds_the_kernels_again(worker: Worker, method: str) -> None:
     layer, module = layer_in(worker), worker.vllm_config.compilation_config.static_forward_context[NAME]
-    inputs = synthetic_inputs(layer.shape(), 2)
-    given = inputs.__class__(**{name: getattr(inputs, name) for name in inputs.__dataclass_fields__} | {
-        "weight": layer.weight()})  # fmt: skip
+    given = replace(synthetic_inputs(layer.shape(), 2), weight=layer.weight())
     first, same = layer.kernel(given), layer.kernel(given)
     assert first is same
     before = layer.weight()
@@ -59,3 +59,19 @@ def test_aiters_halves_of_a_rotary_table_are_renewed_in_place(how: str) -> None:
         backend.reloaded()
     assert [half.data_ptr() for half in halves] == addresses
     assert torch.equal(torch.cat(halves, -1), other)
+
+
+@pytest.mark.mutation
+def test_where_the_weights_cannot_be_read_again_the_layer_runs_vllms_own_kernels(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, said: list[tuple[int, str]]
+) -> None:
+    layer = layer_in(worker)
+    assert layer.state == "trusted"
+
+    def raising(self: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(type(layer), "reloaded", raising)
+    worker.reload_weights()  # type: ignore[attr-defined]
+    assert layer.state == "refused"
+    assert sum("planted" in text for _, text in said) == 1

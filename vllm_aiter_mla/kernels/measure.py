@@ -233,6 +233,7 @@ def time_shape(
             break
         finally:
             budget.left -= now() - started
+            del replays  # their results, before the next ones need memory
     return dict(sorted(rounds.items()))
 
 
