@@ -28,7 +28,7 @@ def apply(spec: EngineSpec) -> None:
         if spec.fp4_bmm:
             card.hold_weights_in_fp4()
     if spec.interpret:
-        from vllm_aiter_mla.verify import interpreter
+        from tests.sandbox import interpreter
 
         interpreter.install()
     if spec.graphs:

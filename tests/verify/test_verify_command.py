@@ -1,13 +1,10 @@
 """The command line, its files and exit statuses, and the pytest plugin."""
 
-import functools
 import json
 import shlex
 import subprocess
 import sys
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -17,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.verify.faults import stale
 from vllm_aiter_mla.commands.verify import verify
-from vllm_aiter_mla.verify import FAILED, backends, session
+from vllm_aiter_mla.verify import backends, session
 
 ROOT = Path(__file__).resolve().parents[2]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
@@ -151,26 +148,6 @@ def test_list_prints_cases_and_oracles_and_runs_nothing(cli):
     done = cli("--list", "--tp", "8", "--seed", "3", "-k", "long", "--repeat", "1")
     assert done.exit_code == 2
     assert "--list: --only, --seed would" in done.output
-
-
-def test_the_interpreting_process_that_dies_is_a_failure(monkeypatch):
-    started = []
-
-    def submit(*arguments):
-        raise BrokenProcessPool("out of luck")
-
-    @functools.cache
-    def interpreter():
-        started.append("a process")
-        return SimpleNamespace(submit=submit)
-
-    monkeypatch.setattr(backends, "_interpreter", interpreter)
-    monkeypatch.setitem(backends.FINDERS, "triton", lambda: None)
-    found = session.Session(session.Request(backend=("triton",), only=("fresh-data",)))
-    list(found.run())
-    assert found.status == FAILED
-    assert len(started) == len(found.results) == 2
-    assert "out of luck" in found.results[0].findings[0].message
 
 
 def plugin(tmp_path, *arguments):

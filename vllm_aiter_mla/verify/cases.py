@@ -32,7 +32,7 @@ class Geometry:
     max_position: int  # rows of the rotary table; a prime, so that no other buffer has as many
 
 
-# The Triton back end takes widths that are powers of two from 16 on. An interpreted launch lasts milliseconds.
+# The Triton back end takes widths that are powers of two from 16 on.
 SMALL = Geometry(heads=2, nope=32, rope=16, latent=32, value=16, block_size=8, blocks=3, max_position=509)
 # DeepSeek's widths at 16 heads a rank (128 heads on 8 ranks).
 REAL = Geometry(heads=16, nope=128, rope=64, latent=512, value=128, block_size=64, blocks=3, max_position=4099)
@@ -126,7 +126,7 @@ class Case:
     missing_slots: int = 0  # by how many the slot mapping is shorter than the padded size
     shared_pool: bool = False  # whether all graphs share one memory pool
     side_stream: bool = False  # whether the capture runs on a stream of its own
-    quick: bool = True  # whether --quick and the interpreter run it too
+    quick: bool = True  # whether --quick runs it too
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,6 @@ class Item:
     limit: int  # L, the last capture size
     seed: int = 0  # of the data, together with the names of case and variant
     soak: int = 1000  # replays of a long run
-    here: bool = True  # or else in a process that interprets Triton
 
 
 def cases(limit: int) -> tuple[Case, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vllm_aiter_mla.verify import launches
@@ -70,16 +70,6 @@ class Recording(TorchDispatchMode):
         """Repeat every call in order, and put new results where the recorded ones are."""
         for call in self._calls:
             call()
-
-
-def launch_foreign(name: str, launch: Callable[[], Any]) -> Any:
-    """Run a kernel launch that ATen does not see; a recording has it as one call, without the calls inside it."""
-    mode = _get_current_dispatch_mode()
-    if not isinstance(mode, Recording):
-        return launch()
-    mode.add(name, launch)
-    with _disable_current_modes():
-        return launch()
 
 
 def _synchronises(name: str, args: Any) -> bool:

@@ -16,10 +16,10 @@ from vllm_aiter_mla.verify.cases import LIMITS, REAL, SMALL, Geometry, Item, cas
 from vllm_aiter_mla.verify.engine import EagerEngine, GraphEngine
 from vllm_aiter_mla.verify.runner import Result
 
-# On a GPU L of vLLM's default server, which reaches both of AITER's kernels. The others are no powers of two, so that L
+# On a GPU L of vLLM's default server, which reaches both of AITER's kernels. The other is no power of two, so that L
 # itself is another capture size.
-CPU_LIMIT, GPU_LIMIT, INTERPRETED_LIMIT = 12, 1024, 9
-CPU_REPLAYS, GPU_REPLAYS, QUICK_REPLAYS, INTERPRETED_REPLAYS = 1000, 5000, 100, 8
+CPU_LIMIT, GPU_LIMIT = 12, 1024
+CPU_REPLAYS, GPU_REPLAYS, QUICK_REPLAYS = 1000, 5000, 100
 
 
 class NotHereError(RuntimeError):
@@ -64,32 +64,27 @@ class Session:
             raise NotHereError("; ".join(f"back end {name}: {reason}" for name, reason in self.missing.items()))
         rounds = range(request.seed, request.seed + request.repeat)
         here = [name for name in names if name not in self.missing]
-        self.items = [
-            item for seed in rounds for name in here for item in self._items(name, found[name] is not None, seed)
-        ]
+        self.items = [item for seed in rounds for name in here for item in self._items(name, seed)]
         self.results: list[Result] = []  # of the items that have run
 
-    def _items(self, name: str, here: bool, seed: int) -> Iterator[Item]:
+    def _items(self, name: str, seed: int) -> Iterator[Item]:
         """Yield one back end's items of one round, variant by variant."""
         request, graphs, fp8 = self.request, self.engine.graphs, detect_platform().fp8
         limit, replays = (GPU_LIMIT, GPU_REPLAYS) if graphs else (CPU_LIMIT, CPU_REPLAYS)
-        if not here:
-            limit, replays = INTERPRETED_LIMIT, INTERPRETED_REPLAYS
-        elif request.quick:
+        if request.quick:
             replays = QUICK_REPLAYS
         limit, replays = request.limit or limit, request.replays or replays
         # A case or variant that is asked for by name runs, however long it takes.
-        short = request.quick or not here
-        every = [case for case in cases(limit) if request.only or case.quick or not short]
+        every = [case for case in cases(limit) if request.only or case.quick or not request.quick]
         wanted = _chosen(request.only, [case.name for case in every], "case", part=True)
-        kinds = variants(self.engine.device, fp8, quick=short and not request.variant)
+        kinds = variants(self.engine.device, fp8, quick=request.quick and not request.variant)
         if request.weight is not None:
             kinds = tuple(replace(kind, weight=request.weight) for kind in kinds if kind.name != "fp8-weight")
         chosen = _chosen(request.variant, [kind.name for kind in kinds], "variant")
         geometry = request.geometry or (REAL if graphs else SMALL)
         for variant in (kind for kind in kinds if kind.name in chosen):
             for case in (case for case in every if case.name in wanted):
-                yield Item(name, case, variant, geometry, limit, seed, replays, here)
+                yield Item(name, case, variant, geometry, limit, seed, replays)
 
     def run(self) -> Iterator[Result]:
         """Run it all; yield each result as it comes."""

@@ -21,6 +21,7 @@ import torch
 from triton.runtime import interpreter as triton_interpreter
 
 from tests.kernels.triton.triton_mutations import MUTATIONS
+from tests.sandbox import interpreter
 from tests.support import triton_cases as cases
 from tests.support.aiter_results import LATENT, fp4_call, fp8_call, fused_call
 from vllm_aiter_mla.kernels import formats, reference
@@ -29,7 +30,6 @@ from vllm_aiter_mla.kernels.selfcheck import difference, self_check
 from vllm_aiter_mla.kernels.triton import kernel, launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.kernels.triton.tiles import TABLE
-from vllm_aiter_mla.verify import interpreter
 
 BACKEND = TritonBackend()
 _LAUNCH = launcher.Launch

@@ -1,4 +1,4 @@
-"""Corrects the float casts of Triton's interpreter. For tests only.
+"""Corrects the float casts of Triton's interpreter, and lets ``verify`` record a launch of the kernel as one call.
 
 Symptom: as shipped (3.6 to 3.9) its casts round half up, drop mantissa carries and truncate float32 to bfloat16, its
 dot product of bfloat16 (up to 3.8 that of fp8 too) multiplies the bit patterns, and after a launch it copies every
@@ -12,10 +12,14 @@ cannot cross-compile: this module checks the first and the tests give each use a
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+
+from vllm_aiter_mla.verify.engine import Recording
 
 _STORAGE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -33,6 +37,33 @@ def install() -> None:
     interpreter._convert_float = convert_float
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter.GridExecutor._restore_args_dev = _restore_nothing
+
+
+def record_launches() -> None:
+    """Let an eager replay repeat a launch of our kernel as one call, without the calls inside it."""
+    from vllm_aiter_mla.kernels.triton import launcher
+
+    launcher.decode_prep_kernel = _Recorded(launcher.decode_prep_kernel)
+
+
+class _Recorded:
+    """A kernel whose launches are recorded."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        launch = self._kernel[grid]
+
+        def run(*given: Any, **named: Any) -> Any:
+            mode = _get_current_dispatch_mode()
+            if not isinstance(mode, Recording):
+                return launch(*given, **named)
+            mode.add("decode_prep_kernel", lambda: launch(*given, **named))
+            with _disable_current_modes():
+                return launch(*given, **named)
+
+        return run
 
 
 def convert_float(data: np.ndarray, source: Any, target: Any, rounding: object = None) -> np.ndarray:
