@@ -1,1 +1,1 @@
-"""Every touch of a vLLM internal. Importing this package imports no vLLM; ``patches`` holds what is changed in vLLM."""
+"""Every use of vLLM's internals while it serves. Importing this imports no vLLM; ``patches`` changes vLLM."""

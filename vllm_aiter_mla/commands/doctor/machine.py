@@ -11,9 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 from vllm_aiter_mla import files, status
-from vllm_aiter_mla.commands.doctor.check import Check, Env, NotKnownError
-from vllm_aiter_mla.compat import offline
-from vllm_aiter_mla.compat.offline import (
+from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.compat.offline import (
     BATCH_INVARIANT,
     BREAKABLE_GRAPHS,
     FP4_BMM,
@@ -22,6 +21,7 @@ from vllm_aiter_mla.compat.offline import (
     USE_AITER,
     USE_AITER_MLA,
 )
+from vllm_aiter_mla.commands.doctor.check import Check, Env, NotKnownError
 from vllm_aiter_mla.settings import NAMESPACE
 
 ARCHITECTURES = {"gfx942": "MI300X, MI325X", "gfx950": "MI350X, MI355X"}
