@@ -55,11 +55,6 @@ def test_mutation_without_the_look_elsewhere_stray_writes_go_unnoticed(caught, m
     assert caught(name) == set()
 
 
-@pytest.mark.mutation
-def test_mutation_the_op_inside_torch_compile_rotates_copies(caught):
-    assert "attention-output" in caught("rotates-copies", case="compiled-by-inductor")
-
-
 def test_a_back_end_with_a_bmm_of_its_own_may_be_a_step_off_and_the_reference_may_not(broken):
     def nudge(right, inputs):
         prepared = right(inputs)

@@ -34,11 +34,6 @@ def test_verify_gpu_every_back_end_here_passes(name):
     assert found.engine.name == "graph capture"
 
 
-def test_verify_gpu_inductor_records_each_size_once():
-    found = ran(backend=("triton",), only=("compiled-by-inductor",))
-    assert [r.findings for r in found.results if r.status == "failed"] == []
-
-
 def test_verify_gpu_status_is_read_from_the_graph():
     found = ran(backend=("triton",), only=("kernel-status",), variant=("fp8",))
     assert "1 launch: 1 x decode_prep_kernel" in found.results[0].launches.values()

@@ -9,7 +9,7 @@ import torch
 
 from vllm_aiter_mla.kernels import formats
 
-Kind = Literal["kernel", "full", "piecewise", "compiled"]
+Kind = Literal["kernel", "full", "piecewise"]
 ACT = torch.bfloat16
 """The activation dtype of every run."""
 FRESH = ("data", "positions", "slots")
@@ -113,7 +113,7 @@ class Case:
     """One thing that serving does.
 
     The kind says what is captured. "kernel" captures the preparation of the query. "full" captures the whole op with
-    what comes before and after it. "piecewise" runs the op between two graphs. "compiled" gives a step to Inductor.
+    what comes before and after it. "piecewise" runs the op between two graphs.
     """
 
     name: str  # printed, and selected by --only
@@ -251,9 +251,5 @@ def cases(limit: int) -> tuple[Case, ...]:
         Case(
             "long-run-piecewise", "graphs and the op between them run thousands of times",
             (half,), (Replay(half), Soak(half)), kind="piecewise",
-        ),
-        Case(
-            "compiled-by-inductor", "torch.compile leaves the op out of its graphs and never records a size twice",
-            sizes[-2:], (), kind="compiled", quick=False,
         ),
     )  # fmt: skip

@@ -29,7 +29,6 @@ ORACLES: dict[str, str] = {
     "no-table-copy": "no call copies the cos/sin table",
     "memory": "replays ask for no memory, and thousands of them hold no more of it",
     "launches": "a layer launches what its back end should",
-    "no-re-record": "Inductor records each size once, and warns of no shape",
 }  # fmt: skip
 
 ROPE_SHARE = 0.01

@@ -63,10 +63,6 @@ def run_case(item: Item, backend: KernelBackend, engine: EagerEngine) -> Result:
             reason = _skipped(buffers, backend)
             if reason is not None:
                 result.status, result.reason = "skipped", reason
-            elif item.case.kind == "compiled":
-                from vllm_aiter_mla.verify import inductor
-
-                result.add(inductor.run(buffers, backend, engine), "compiled")
             else:
                 _Run(item.case, buffers, backend, engine, item.soak, result).go()
     except CaptureError as error:

@@ -68,7 +68,7 @@ def make_op(buffers: Buffers, backend: KernelBackend, index: int, outputs: Outpu
         step = bodies.LayerStep(
             f"layer {index}", layer, layer.kv_cache, buffers.slot_mapping(len(positions)),
             None if batch.dummy else batch, batch.rows, not batch.dummy and not batch.prefill_rows,
-            lambda: kind in ("piecewise", "compiled"),
+            lambda: kind == "piecewise",
         )  # fmt: skip
         rope = layer.rope(positions)
         outputs.pop(("query", index), None)
