@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,6 @@ from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton.tiles import MXFP4_ARCH
 
-Format = Literal["plain", "fp8", "mxfp4"]
-FORMATS: tuple[Format, ...] = ("plain", "fp8", "mxfp4")
 Key = tuple[Any, ...]
 Gemm = Callable[..., torch.Tensor]
 
@@ -26,10 +24,18 @@ GEMMS: dict[str, Gemm] = {}
 FP8_GROUP = 128  # values of a query row that share a scale; vLLM's group_size
 FP8_FLOOR = 1e-10  # AITER's kernel takes at least this for a group's largest magnitude, in float32
 
+
+class Format(NamedTuple):
+    """What the formats differ in: bytes of a value of W_UK, and ``AbsorbWeight.product_bound``."""
+
+    bytes: float
+    bound: float
+
+
 # fp8: a value on a rounding tie may fall to either side by the last bit of a reciprocal, and one such code moves a
 # whole row of products, so that representable steps would call it wrong. mxfp4: all sums are exact and both sides round
-# to bf16 once, 0.2 %; a wrong rounding of q or a wrong scale costs 5 %.
-_PRODUCT_BOUNDS = {"plain": 0.0, "fp8": 0.01, "mxfp4": 0.01}
+# to bf16 once, 0.2 %; a wrong rounding of q or a wrong scale costs 5 %. 32 values have 16 bytes and one of scale.
+FORMATS = {"plain": Format(2, 0.0), "fp8": Format(1, 0.01), "mxfp4": Format(17 / 32, 0.01)}
 
 
 class UnknownWeightError(ValueError):
@@ -41,14 +47,14 @@ class AbsorbWeight:
     """W_UK of one layer. N heads, P nope width, L latent width.
 
     Attributes:
-        format: "plain", "fp8" or "mxfp4".
+        format: one of ``FORMATS``.
         values: "plain": [N, P, L] in the activation dtype, any strides. "fp8": e4m3 codes [N, L, P]. "mxfp4": uint8
             codes [N, L, P/2]; vLLM leaves a transposed view with strides (P/2, N * P/2, 1).
         scale: "plain": None. "fp8": one float32, W_UK = codes * scale. "mxfp4": e8m0 uint8 [N, L, P/32]; vLLM leaves
             strides (1, N, L * N).
     """
 
-    format: Format
+    format: str
     values: torch.Tensor
     scale: torch.Tensor | None = None
 
@@ -81,7 +87,7 @@ class AbsorbWeight:
     @property
     def product_bound(self) -> float:
         """Largest ||product - reference|| / ||reference|| that counts as right; 0 if both are the same function."""
-        return _PRODUCT_BOUNDS[self.format]
+        return FORMATS[self.format].bound
 
     def broken(self, act: torch.dtype) -> str | None:
         """Return why no kernel can multiply activations of dtype ``act`` by it, or None. Metadata only."""

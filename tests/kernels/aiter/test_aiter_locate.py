@@ -52,7 +52,6 @@ def test_a_good_aiter_is_described_without_being_imported() -> None:
         assert found.distribution == "amd-aiter 0.1.20"
         assert found.signature == REQUIRED
         assert found.prebuilt
-        assert not found.editable
         assert not {name for name in sys.modules if name.split(".")[0] == "aiter"}
 
 
@@ -61,13 +60,12 @@ def test_an_absent_aiter_names_the_right_distribution(monkeypatch) -> None:
     assert "install amd-aiter 0.1.19.post1 or newer (PyPI's `aiter` is another project)" in str(locate_aiter().reason)
 
 
-def test_an_editable_install_without_a_built_module_is_told_so(tmp_path, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(write_tree(tmp_path, prebuilt=False, editable=True))
+def test_an_install_without_a_built_module_is_told_so(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(write_tree(tmp_path, prebuilt=False))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("AITER_JIT_DIR", raising=False)
     found = locate_aiter()
     assert found.reason is None
-    assert found.editable
     assert not found.prebuilt
     built = tmp_path / "jit"
     built.mkdir()

@@ -133,6 +133,15 @@ def test_triton_backend_declines_what_the_kernel_cannot_do_and_nothing_else(
     assert str(TritonBackend().refuse(operands(**case))).startswith(reason)
 
 
+def test_triton_backend_declines_a_format_that_its_kernel_cannot_read(on_any_device, monkeypatch):
+    monkeypatch.setattr(launcher, "current_arch", lambda: "gfx950")
+    monkeypatch.setitem(absorb.FORMATS, "mxfp5", absorb.FORMATS["mxfp4"])
+    inputs = operands(**MXFP4)
+    assert TritonBackend().refuse(inputs) is None
+    found = TritonBackend().refuse(replace(inputs, weight=replace(inputs.weight, format="mxfp5")))
+    assert "one of the formats plain, fp8, mxfp4" in str(found)
+
+
 def test_triton_blocks_of_the_reduction_are_the_groups_of_aiters_gemm():
     assert tiles.BLOCK_K == absorb.FP8_GROUP
     assert kernel.FLOOR.value == absorb.FP8_FLOOR

@@ -7,7 +7,6 @@ The source of ``aiter/ops/cache.py`` is written as text, because the probe reads
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import tempfile
@@ -89,7 +88,7 @@ def compile_ops(_md_name: str, **_options: object):
 '''
 
 
-def write_tree(root: Path, version: str = "0.1.20", prebuilt: bool = True, editable: bool = False) -> Path:
+def write_tree(root: Path, version: str = "0.1.20", prebuilt: bool = True) -> Path:
     """Write one of ``VERSIONS`` under ``root`` and return ``root``.
 
     "0.1.20" is what the plugin needs, "0.1.19" the last release before ROCm/aiter#4342 (14 arguments), "0.1.7" has no
@@ -100,7 +99,7 @@ def write_tree(root: Path, version: str = "0.1.20", prebuilt: bool = True, edita
     package.mkdir(parents=True, exist_ok=True)
     if version == "pypi":
         _write(package / "__init__.py", '"""Another project altogether."""\n')
-        _write_metadata(root, "aiter", "0.13.20191203", editable=False)
+        _write_metadata(root, "aiter", "0.13.20191203")
         return root
     _write(package / "jit" / "__init__.py", "")
     _write(package / "jit" / "core.py", _CORE)
@@ -119,7 +118,7 @@ def write_tree(root: Path, version: str = "0.1.20", prebuilt: bool = True, edita
         _write(package / "__init__.py", _INIT)
     if prebuilt:
         _write(package / "jit" / "module_cache.so", "")
-    _write_metadata(root, "amd-aiter", version if version[0].isdigit() else "0.1.20", editable)
+    _write_metadata(root, "amd-aiter", version if version[0].isdigit() else "0.1.20")
     return root
 
 
@@ -139,12 +138,10 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _write_metadata(root: Path, name: str, version: str, editable: bool) -> None:
+def _write_metadata(root: Path, name: str, version: str) -> None:
     info = root / f"{name.replace('-', '_')}-{version}.dist-info"
     _write(info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     _write(info / "top_level.txt", "aiter\n")
-    if editable:
-        _write(info / "direct_url.json", json.dumps({"url": root.as_uri(), "dir_info": {"editable": True}}))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, 
 from vllm_aiter_mla.commands.compat.rocm_config import Answer, LayerKind, NoAnswerError
 from vllm_aiter_mla.commands.plan import formulas, kernels
 from vllm_aiter_mla.kernels import vllm_own
+from vllm_aiter_mla.kernels.absorb import FORMATS
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 
 # What the matcher says of a layer without RoPE (passes/match.py): it reads graphs, and a plan has none.
@@ -228,7 +229,7 @@ def _figures(model: dict[str, Any], planned: _Planned, limit: int) -> dict[str, 
     heads, nope, rope, latent, _ = planned.view.sizes
     table: dict[int, dict[str, Any]] = {}
     for tokens in sorted({1, min(64, limit), limit}):
-        step = formulas.Step(tokens, heads, nope, rope, latent, stored, formulas.WEIGHT[planned.built.format])
+        step = formulas.Step(tokens, heads, nope, rope, latent, stored, FORMATS[planned.built.format].bytes)
         table[tokens] = {
             name: {
                 "launches": [launch._asdict() for launch in launches],

@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ACT = 2  # bytes of a bfloat16 or float16 value
-WEIGHT = {"plain": ACT, "fp8": 1, "mxfp4": 17 / 32}
-"""Bytes of a value of the absorbed weight by its format; 32 values of mxfp4 have 16 bytes and one of scale."""
 ROPE, WRITE, FUSED = "RoPE of q_pe and k_pe", "KV-cache write", "RoPE + KV-cache write"
 ABSORB, CONCAT, QUANTISE = "absorb BMM", "concat", "concat + quantisation"
 AITER, TRITON = "AITER: RoPE, KV write, query", "Triton: absorb BMM, RoPE, KV write, query"
@@ -24,7 +22,7 @@ class Step(NamedTuple):
         heads: N, query heads of the rank.
         nope, rope, latent: P, R and L.
         stored: e, bytes of a value in the KV cache and in the prepared query; 1 for fp8, 2 for bfloat16.
-        weight: w, bytes of a value of the absorbed weight, one of ``WEIGHT``.
+        weight: w, bytes of a value of the absorbed weight, ``absorb.FORMATS`` has them by format.
     """
 
     tokens: int

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from vllm_aiter_mla.admission import OVERFLOW, LayerView
-from vllm_aiter_mla.backends import Backends, Factory
+from vllm_aiter_mla.backends import FACTORIES, Backends, Factory
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS, ViewPolicy
 from vllm_aiter_mla.kernels.backend import Binding
@@ -49,7 +49,7 @@ class PlannedLayer(Layer):
 
     def __init__(self, arch: str, settings: Settings) -> None:
         view = cast(ViewPolicy, settings.aiter_view)
-        planned: dict[str, Factory] = {
+        planned: dict[str, Factory] = FACTORIES | {
             "aiter": lambda card, _: AiterBackend(card, op=_never, view=view),
             "triton": lambda card, _: _PlannedTriton(arch),
             "vllm": lambda card, _: _PlannedVLLM(),

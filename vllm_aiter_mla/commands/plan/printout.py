@@ -66,7 +66,8 @@ def _model(plan: dict[str, Any]) -> Iterator[str]:
         heads = f"{found['heads']} / TP {options['tp']} = {found['heads'] // options['tp']} per rank"
         yield f"  heads        {heads}; {sizes}; kv_b_proj: {found['method']}, {found['weight'] or 'packed'}"
     for kind, count in plan["absorb_weights"].items():
-        yield f"  W_UK, W_UV   {WEIGHTS[kind]}" + (f": {count} layers" if len(plan["absorb_weights"]) > 1 else "")
+        layers = f": {count} layers" if len(plan["absorb_weights"]) > 1 else ""
+        yield f"  W_UK, W_UV   {WEIGHTS.get(kind, kind)}{layers}"
     block = f", block {options['block_size']}" if options["block_size"] else ""
     yield f"  KV cache     {options['kv_cache_dtype']}, activations {options['dtype']}{block}"
 

@@ -10,9 +10,9 @@ import ast
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -42,7 +42,6 @@ class AiterInstall:
         reason: one sentence why AITER cannot be used, or None.
         package: the directory of the ``aiter`` package, or None.
         distribution: name and version of the distribution it belongs to ("amd-aiter 0.1.20"), or None.
-        editable: whether that distribution is a development install.
         signature: the op's argument names as its source has them.
         prebuilt: whether the extension module is already built; if not, the first call compiles it (minutes).
     """
@@ -50,7 +49,6 @@ class AiterInstall:
     reason: str | None
     package: Path | None = None
     distribution: str | None = None
-    editable: bool = False
     signature: tuple[str, ...] = ()
     prebuilt: bool = False
 
@@ -58,21 +56,17 @@ class AiterInstall:
 def locate_aiter() -> AiterInstall:
     """Look for AITER on this interpreter's path. Imports nothing, starts nothing, never raises."""
     spec = _find_spec()
-    distribution, editable = _distribution()
+    distribution = _distribution()
     if spec is None:
-        if distribution:
-            return AiterInstall(
-                f"{distribution} is installed but its package `aiter` is not importable: reinstall it",
-                None, distribution, editable,
-            )  # fmt: skip
-        return AiterInstall(f"AITER is not installed: {INSTALL}")
+        broken = f"{distribution} is installed but its package `aiter` is not importable: reinstall it"
+        return AiterInstall(broken if distribution else f"AITER is not installed: {INSTALL}", None, distribution)
     if spec.origin is None:
         where = ", ".join(list(spec.submodule_search_locations or [])[:2])
         reason = f"`aiter` is a namespace without __init__.py ({where}): a removed or half-finished install; remove it"
-        return AiterInstall(reason, None, distribution, editable)
+        return AiterInstall(reason, None, distribution)
     package = Path(spec.origin).parent
     signature, problem = _read_signature(package)
-    return AiterInstall(problem, package, distribution, editable, signature, problem is None and _prebuilt(package))
+    return AiterInstall(problem, package, distribution, signature, problem is None and _prebuilt(package))
 
 
 def _find_spec() -> ModuleSpec | None:
@@ -83,22 +77,11 @@ def _find_spec() -> ModuleSpec | None:
         return None
 
 
-def _distribution() -> tuple[str | None, bool]:
+def _distribution() -> str | None:
     for name in ("amd-aiter", "aiter"):
-        try:
-            found = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return f"{name} {found.version}", _is_editable(found)
-    return None, False
-
-
-def _is_editable(distribution: importlib.metadata.Distribution) -> bool:
-    try:
-        record = json.loads(distribution.read_text("direct_url.json") or "{}")
-    except ValueError:
-        return False
-    return bool(record.get("dir_info", {}).get("editable"))
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return f"{name} {importlib.metadata.version(name)}"
+    return None
 
 
 def _read_signature(package: Path) -> tuple[tuple[str, ...], str | None]:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, contract_violation
@@ -16,6 +17,7 @@ from vllm_aiter_mla.kernels.triton import interpreted, tiles
 from vllm_aiter_mla.kernels.triton.tiles import BLOCK_K, MXFP4_ARCH, Tile, entry_for
 
 INT32_SPAN = 1 << 31
+FORMATS = ("plain", "fp8", "mxfp4")  # of the absorbed weight, which the kernel can read
 # Rows that any program addresses with one 32-bit offset: the largest block_t or rope_rows of the table.
 BLOCK_ROWS = 128
 # Below 16 neither the matrix instructions nor 16-byte accesses have anything to work on.
@@ -99,19 +101,25 @@ def _broken(arch: str, inputs: DecodeInputs) -> Iterator[str]:
         tensor = getattr(inputs, name)
         if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             yield f"{name}: last stride 1 expected, got {tensor.stride(-1)}"
-    weight, (weight_name, _) = inputs.weight, inputs.weight.tensors[0]
-    if 1 not in (stride := weight.as_npl.stride())[1:]:
-        yield f"{weight_name}: stride 1 along P or L expected, got {stride} of [N, P, L]"
+    yield from _broken_weight(inputs.weight, arch)
     for name, span in _spans(inputs).items():
         if span >= INT32_SPAN:
             yield f"{name}: {span} elements from the first to the last of one block, 32 bits of offset expected"
     if arch == "interpreter":
         return
     native = CARDS.get(arch)
-    for name, dtype in (("kv_cache", inputs.kv_cache.dtype), (weight_name, weight.values.dtype)):
-        if is_fp8(dtype) and dtype != native:
+    for name, tensor in (("kv_cache", inputs.kv_cache), inputs.weight.tensors[0]):
+        if is_fp8(dtype := tensor.dtype) and dtype != native:
             yield f"{name}: {arch} converts to {native or 'no e4m3 type'} in hardware, {dtype} would be a software cast"
-    if weight.format == "mxfp4" and arch != MXFP4_ARCH:
+
+
+def _broken_weight(weight: AbsorbWeight, arch: str) -> Iterator[str]:
+    name = weight.tensors[0][0]
+    if weight.format not in FORMATS:
+        yield f"{name}: one of the formats {', '.join(FORMATS)} expected, got {weight.format}"
+    if 1 not in (stride := weight.as_npl.stride())[1:]:
+        yield f"{name}: stride 1 along P or L expected, got {stride} of [N, P, L]"
+    if weight.format == "mxfp4" and arch not in (MXFP4_ARCH, "interpreter"):
         yield (
             f"W_K: {MXFP4_ARCH} multiplies mxfp4 in hardware, {arch} would in software; set "
             "VLLM_ROCM_USE_AITER_FP4BMM=0, and VLLM_ROCM_USE_AITER_FP8BMM=0 for 16 bits; W_UV too"
