@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,12 +78,6 @@ def test_sides_alternate_and_get_the_same_seeds_with_other_ones_per_run(fakes: S
     assert len({seed for _, seed in seeds[ON]}) == 6
 
 
-def test_one_start_per_side_serves_all_runs(fakes: SimpleNamespace) -> None:
-    assert fakes.run("speed") == 0
-    assert [call["server"] for call in fakes.calls("server")] == ["on", "off"]
-    assert len(fakes.calls("bench")) == 6
-
-
 @pytest.mark.parametrize(
     ("how", "said", "started"),
     [
@@ -114,12 +107,6 @@ def test_a_missing_answer_invalidates_its_row(fakes: SimpleNamespace, how: str, 
     assert "on faster" not in fakes.out.read_text()
 
 
-def test_the_death_of_a_client_is_reported(fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    fakes.how("FAKE_CLIENT", "crashes")
-    assert fakes.run("speed") == 1
-    assert "ConnectionResetError: the client is gone" in capsys.readouterr().err
-
-
 def test_an_interruption_lets_the_sweep_end_its_server(fakes: SimpleNamespace) -> None:
     fakes.how("FAKE_SERVER", "hangs")
     tool = subprocess.Popen([sys.executable, str(TOOL), "speed", "MODEL"], stderr=subprocess.DEVNULL)
@@ -147,13 +134,6 @@ def test_answers_are_paired_question_by_question(fakes: SimpleNamespace) -> None
     assert "**partial**: the first 10 questions" in page
     figures = json.loads(fakes.record.read_text())["answers"]["on"]["0"]["figures"]
     assert figures["flexible-extract"] == {"value": 1.0, "stderr": 0.0}
-
-
-def test_equal_answers_are_not_distinguishable_and_runs_draw_other_examples(fakes: SimpleNamespace) -> None:
-    assert fakes.run("accuracy") == 0
-    assert "| strict-match | 0.0000 ± 0.0000 | not distinguishable |" in fakes.out.read_text()
-    asked = [(call["side"], call["ask"]["--seed"].split(",")[3]) for call in fakes.calls("ask")]
-    assert asked == [(side, str(1234 + 1000 * run)) for side in (ON, OFF) for run in range(3)]
 
 
 def test_sides_that_were_asked_other_prompts_give_no_page(fakes: SimpleNamespace) -> None:
@@ -198,72 +178,11 @@ def test_a_wrong_option_is_named_before_a_server_starts(
     assert not fakes.calls("server")
 
 
-@pytest.mark.parametrize("what", ["speed", "accuracy"])
-def test_a_command_that_is_missing_is_named(fakes: SimpleNamespace, monkeypatch: Any, what: str) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == ("vllm", "lm_eval")[what != "speed"] else name)
-    assert fakes.run(what) == 2
-    assert not fakes.calls("server")
-
-
-def test_help_needs_neither_vllm_nor_torch() -> None:
-    blocked = "import sys, runpy; sys.modules.update(dict.fromkeys(['vllm', 'torch', 'lm_eval', 'transformers']))"
-    code = f"{blocked}; sys.argv = ['x', '--help']; runpy.run_path({str(TOOL)!r}, run_name='__main__')"
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60).returncode == 0
-
-
-@pytest.fixture
-def parsed() -> Callable[[str, list[str]], Any]:
-    """What vLLM's own parser makes of a side's options."""
-    engine = pytest.importorskip("vllm.engine.arg_utils")
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    def parse(side: str, options: list[str]) -> Any:
-        given = serving.read(["speed", "MODEL", "--", *options])
-        return engine.AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(serving.server(given, side)[3:])
-
-    return parse
-
-
-def test_vllm_merges_the_users_options_with_the_tools_and_sides_differ_in_the_flag(
-    parsed: Callable[[str, list[str]], Any],
-) -> None:
-    user = ["--additional_config.aiter_mla.kernel", "triton", "--additional-config.other=1", "--kv-cache-dtype", "fp8"]
-    user += ["-cc.custom_ops+", "-silu", "--compilation_config.use_inductor_graph_partition=false"]
-    off, on = (vars(parsed(side, user)) for side in (OFF, ON))
-    assert off.pop("additional_config") == {"aiter_mla": {"kernel": "triton"}, "other": 1}
-    flag = {"kernel": "triton", "enabled": True, "strict": True}
-    assert on.pop("additional_config") == {"aiter_mla": flag, "other": 1}
-    for side in (off, on):
-        compilation = side.pop("compilation_config")
-        assert (compilation.custom_ops, compilation.use_inductor_graph_partition) == (["-silu"], False)
-    assert off == on
-
-
 @pytest.mark.parametrize(("baseline", "fused"), [("vllm-fused", "true"), ("vllm", "false")])
 def test_the_baseline_is_the_same_on_both_sides(baseline: str, fused: str) -> None:
     given = serving.read(["speed", "MODEL", "--baseline", baseline])
     for side in (OFF, ON):
         assert f"-cc.pass_config.{serving.VLLM_PASS}={fused}" in serving.server(given, side)
-
-
-def test_vllms_sweep_and_benchmark_know_the_options(fakes: SimpleNamespace) -> None:
-    sweep = pytest.importorskip("vllm.benchmarks.sweep.serve")
-    from vllm.benchmarks.serve import add_cli_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    fakes.how("FAKE_SERVER", "argv")
-    assert fakes.run("speed") == 1
-    (call,) = fakes.calls("sweep")
-    words = call["sweep"]
-    given = sweep.SweepServeArgs.add_cli_args(FlexibleArgumentParser()).parse_args(words)
-    found = sweep.SweepServeArgs.from_cli_args(given)
-    address = sweep.ServerProcess(found.serve_cmd, [], show_stdout=False)._get_vllm_server_address()
-    (point, *_) = found.bench_params
-    parser = FlexibleArgumentParser()
-    add_cli_args(parser)
-    asked = parser.parse_args(point.apply_to_cmd(found.bench_cmd)[3:])
-    assert asked.base_url == address
-    assert (asked.random_input_len, asked.request_rate, asked.seed, asked.ignore_eos) == (1024, 50.0, 0, True)
 
 
 @pytest.mark.mutation
@@ -279,12 +198,3 @@ def test_mutation_uncounted_failures_are_caught(fakes: SimpleNamespace, monkeypa
     monkeypatch.setattr(serving, "_invalid", lambda values, point, given: None)
     with pytest.raises(AssertionError):
         test_a_missing_answer_invalidates_its_row(fakes, "failed", "")
-
-
-@pytest.mark.mutation
-def test_mutation_an_option_that_replaces_ours_is_caught(
-    parsed: Callable[[str, list[str]], Any], monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(serving, "_serve_option", lambda option: option)
-    with pytest.raises((AssertionError, KeyError)):
-        test_vllm_merges_the_users_options_with_the_tools_and_sides_differ_in_the_flag(parsed)
