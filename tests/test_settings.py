@@ -34,8 +34,6 @@ def ours(**options: Any) -> dict[str, Any]:
         (OFF, {"gdn_prefill_backend": "triton"}, Settings()),
         (OFF, object(), Settings()),
         (OFF, ours(debug={"stop_after": "q_prep_lift"}), Settings(debug=DebugSettings(stop_after="q_prep_lift"))),
-        (OFF, ours(aiter_view=64), Settings(aiter_view=64)),
-        (OFF, ours(aiter_view="per-head"), Settings(aiter_view="per-head")),
     ],
 )
 def test_the_two_spellings_complete_each_other(
@@ -66,7 +64,6 @@ def test_two_options_that_contradict_each_other_are_an_error_that_names_both(
         *(("enabled", value) for value in ("true", 1, None)),
         *(("max_token_num", value) for value in (True, "8", 8.0, 0, -4)),
         *(("kernel", value) for value in ("cuda", ["aiter"])),
-        *(("aiter_view", value) for value in ("fast", 0, -1, True, 1.5, None)),
         ("integration", "both"),
         ("measure", 1),
         ("strict", 0),
@@ -125,7 +122,6 @@ _settings = st.builds(
     enabled=st.booleans(),
     max_token_num=st.none() | st.integers(1, 10**6),
     kernel=st.sampled_from(settings.KERNELS),
-    aiter_view=st.sampled_from(settings.AITER_VIEWS) | st.integers(1, 10**6),
     measure=st.booleans(),
     strict=st.booleans(),
     debug=st.builds(
@@ -144,7 +140,7 @@ def test_additional_config_can_spell_every_setting(wanted: Settings) -> None:
 
 _scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(["auto", "", "x"])
 _json = _scalars | st.lists(_scalars, max_size=2) | st.dictionaries(st.sampled_from(["rounding", "x"]), _scalars)
-_keys = st.sampled_from(["enabled", "max_token_num", "kernel", "aiter_view", "strict", "debug", "x", 3])
+_keys = st.sampled_from(["enabled", "max_token_num", "kernel", "measure", "strict", "debug", "x", 3])
 
 
 @given(st.dictionaries(_keys, _json, max_size=4))

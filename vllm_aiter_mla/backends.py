@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import Any, cast
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -14,7 +14,6 @@ from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
-from vllm_aiter_mla.kernels.aiter.route import ViewPolicy
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
@@ -24,6 +23,8 @@ from vllm_aiter_mla.settings import KERNELS, Settings
 
 VLLM = "vllm"
 """Name of vLLM's own kernels among the back ends."""
+AITER_KERNELS = ("aiter", "aiter-opt")
+"""Names of the back ends that call AITER's op."""
 
 Factory = Callable[[Platform, Settings], KernelBackend | str]
 """Builds a back end for a card and an engine's options, or says why there is none."""
@@ -32,10 +33,10 @@ Factory = Callable[[Platform, Settings], KernelBackend | str]
 def candidates(kernel: str, platform: Platform) -> tuple[str, ...]:
     """Return the back ends to try, in order, for the option ``kernel`` on ``platform``.
 
-    "auto" is AITER on gfx942 and gfx950, then Triton, which takes an fp8 cache if AITER's build does not saturate. It
-    is the reference on a CPU and vLLM's own kernels elsewhere. Timing may put another first (``layer.Layer.ranges``).
-    A kernel that was asked for by name falls back to "vllm". On a CPU, where vLLM has no such kernels, it falls back
-    to the reference.
+    "auto" is AITER on gfx942 and gfx950, its per-head kernel first, then Triton, which takes an fp8 cache if AITER's
+    build does not saturate. It is the reference on a CPU and vLLM's own kernels elsewhere. Timing may put another first
+    (``layer.Layer.ranges``). A kernel that was asked for by name falls back to "vllm". On a CPU, where vLLM has no such
+    kernels, it falls back to the reference.
 
     Raises:
         ValueError: an unknown ``kernel``.
@@ -43,7 +44,7 @@ def candidates(kernel: str, platform: Platform) -> tuple[str, ...]:
     if kernel not in KERNELS:
         raise ValueError(f"no such kernel: {kernel!r}; one of {', '.join(KERNELS)}")
     if kernel == "auto" and platform.arch in ARCHITECTURES:
-        return ("aiter", "triton", VLLM)
+        return (*AITER_KERNELS, "triton", VLLM)
     kernel = VLLM if kernel == "auto" else kernel
     last = "reference" if platform.arch == "cpu" else VLLM
     return (last,) if kernel in (last, VLLM) else (kernel, last)
@@ -56,15 +57,15 @@ def contenders(kernel: str, platform: Platform) -> tuple[str, ...]:
     """
     if kernel != "auto" or platform.arch == "cpu":
         return ()
-    return ("aiter", "triton", VLLM) if platform.arch in ARCHITECTURES else ("triton", VLLM)
+    return (*AITER_KERNELS, "triton", VLLM) if platform.arch in ARCHITECTURES else ("triton", VLLM)
 
 
-def aiter_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
-    """Build AITER's back end, or return why not. Imports AITER on an AMD card only."""
+def aiter_factory(platform: Platform, settings: Settings, opt: bool = False) -> KernelBackend | str:
+    """Build one of AITER's back ends, or return why not. Imports AITER on an AMD card only."""
     if platform.arch not in ARCHITECTURES:
         return f"AITER's op is for gfx942 and gfx950; this card is {platform.arch}"
     try:
-        return AiterBackend(platform, view=cast(ViewPolicy, settings.aiter_view))
+        return AiterBackend(platform, opt=opt)
     except AiterUnavailableError as error:
         return str(error)
 
@@ -86,6 +87,7 @@ def vllm_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
 
 FACTORIES: dict[str, Factory] = {
     "aiter": aiter_factory,
+    "aiter-opt": partial(aiter_factory, opt=True),
     "triton": triton_factory,
     "reference": lambda _, settings: ReferenceBackend(VLLM_COMPILED if settings.debug.rounding == "two" else AITER),
     VLLM: vllm_factory,

@@ -119,9 +119,9 @@ def _figures(config: Any, kind: _Kind, counts: Sequence[int], budget: measure.Bu
     if len(backends) < 2 or measure.VLLM not in backends:
         return {"rounds": {}}
     about = measure.about() | {"code": files.fingerprint(), "shape": _described(kind.shape)}
-    # What vLLM compiles decides what its own sequence costs, the view which of AITER's kernels runs.
+    # What vLLM compiles decides what its own sequence costs.
     settings, graphs = compat_config.settings_of(config), bool(compat_config.full_graphs(config.compilation_config))
-    options = {"view": settings.aiter_view, "vllm": compat_config.compiled_as(config), "graphs": graphs}
+    options = {"vllm": compat_config.compiled_as(config), "graphs": graphs}
     kind.key = about | options | {"counts": list(counts), "candidates": list(backends)}
     if settings.measure != "again":
         kind.kept, kind.since = measure.read(compat_config.cache_folder(), kind.key)

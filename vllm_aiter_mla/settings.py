@@ -4,7 +4,7 @@ Spelling one is two fields of vLLM's ``pass_config``. Spelling two is ``addition
 
     pass_config.fuse_aiter_qk_rope_kvcache_mla              bool, default false
     pass_config.aiter_qk_rope_kvcache_fusion_max_token_num  int > 0, default unset
-    additional_config.aiter_mla.enabled | max_token_num | integration | kernel | measure | aiter_view | strict | debug
+    additional_config.aiter_mla.enabled | max_token_num | integration | kernel | measure | strict | debug
 
 In ``additional_config`` a key that is present counts as given, except ``max_token_num: null``. vLLM fills every field
 of ``pass_config``, so there the flag counts as given only if it is true, and the limit only if it is not ``None``.
@@ -33,13 +33,12 @@ _BOTH = {"enabled": FLAG_FIELD, "max_token_num": LIMIT_FIELD}
 """The options that have two spellings."""
 
 Integration = Literal["auto", "passes", "module"]
-Kernel = Literal["auto", "aiter", "triton", "vllm", "reference"]
-AiterView = Literal["auto", "as-is", "per-head", "opt"]
+Kernel = Literal["auto", "aiter", "aiter-opt", "triton", "vllm", "reference"]
 StopAfter = Literal["rope_kv_cache", "q_prep_lift"]
 Rounding = Literal["single", "two"]
 Tokens = Annotated[int, Field(strict=True, gt=0)]
 
-KERNELS, AITER_VIEWS = get_args(Kernel), get_args(AiterView)
+KERNELS = get_args(Kernel)
 STOP_AFTER, ROUNDINGS = get_args(StopAfter), get_args(Rounding)
 
 
@@ -76,8 +75,6 @@ class Settings:
         kernel: which back end prepares the query, one of ``KERNELS``.
         measure: with kernel ``auto``, time the kernels and vLLM's own at start-up and run the fastest; ``again`` does
             not read the figures of earlier starts.
-        aiter_view: which of AITER's two decode kernels to reach by the view of the cache: one of ``AITER_VIEWS``, or
-            the number of tokens from which opt is taken instead of per-head. See docs/aiter.md.
         strict: raise an error instead of skipping the engine with a warning.
         debug: see :class:`DebugSettings`.
     """
@@ -89,7 +86,6 @@ class Settings:
     integration: Integration = "auto"
     kernel: Kernel = "auto"
     measure: StrictBool | Literal["again"] = True
-    aiter_view: AiterView | Tokens = "auto"
     strict: StrictBool = False
     debug: DebugSettings = field(default_factory=DebugSettings)
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from threading import Thread
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 
 from vllm_aiter_mla import first_call, measuring, status
 from vllm_aiter_mla.admission import OVERFLOW
-from vllm_aiter_mla.backends import current_platform
+from vllm_aiter_mla.backends import AITER_KERNELS, current_platform
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches
 from vllm_aiter_mla.kernels import formats, selfcheck
@@ -115,7 +116,7 @@ def weights_reloaded(worker: Any) -> None:
 def _first_calls_of_aiter(worker: Any, found: Sequence[Layer]) -> Iterator[None]:
     """Mark the first calls of AITER, and leave it out if an earlier start has died in them."""
     candidates = {id(layer.backends): layer.backends for layer in found}.values()
-    concerned = [one for one in candidates if "aiter" in (*one.names, *one.contenders)]
+    concerned = [one for one in candidates if set(AITER_KERNELS) & {*one.names, *one.contenders}]
     if not concerned:
         yield
         return
@@ -125,8 +126,8 @@ def _first_calls_of_aiter(worker: Any, found: Sequence[Layer]) -> Iterator[None]
     reason = first_call.died_before(path)
     if reason is not None:
         log.say_once(logging.ERROR, f"AITER is left out: {reason}")
-        for one in concerned:
-            one.refuse("aiter", reason)
+        for one, name in product(concerned, AITER_KERNELS):
+            one.refuse(name, reason)
         yield
         return
     with first_call.marked(path):

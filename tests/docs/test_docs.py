@@ -22,7 +22,7 @@ NAMES = {
     *settings.PASS_CONFIG_FIELDS,
     *(field.name for field in fields(settings.Settings) if field.name != "debug"),
     *(f"debug.{field.name}" for field in fields(settings.DebugSettings)),
-    *settings.KERNELS, *settings.AITER_VIEWS, *settings.STOP_AFTER, *settings.ROUNDINGS,
+    *settings.KERNELS, *settings.STOP_AFTER, *settings.ROUNDINGS,
     *map(name_of, CHECKS), *VARIABLES, *model.examples(),
 }  # fmt: skip
 

@@ -10,9 +10,9 @@ import torch
 
 from tests.sandbox.simulated_aiter import op
 from tests.support.bare_layer import bare_layer
-from tests.support.made_up_clock import ORDER, Named
+from tests.support.made_up_clock import Named
 from tests.support.simulated_aiter import ROCM, inputs, same_bytes, twin
-from vllm_aiter_mla.backends import FACTORIES, candidates, contenders
+from vllm_aiter_mla.backends import AITER_KERNELS, FACTORIES, candidates, contenders
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
@@ -40,8 +40,9 @@ def layer(kernel: str, factories: Any = None) -> Layer:
 @pytest.mark.parametrize(
     ("kernel", "platform", "names"),
     [
-        ("auto", MI300X, ("aiter", "triton", "vllm")),
-        ("auto", MI355X, ("aiter", "triton", "vllm")),
+        ("auto", MI300X, ("aiter", "aiter-opt", "triton", "vllm")),
+        ("auto", MI355X, ("aiter", "aiter-opt", "triton", "vllm")),
+        ("aiter-opt", MI300X, ("aiter-opt", "vllm")),
         ("auto", Platform("gfx90a", ROCM), ("vllm",)),
         ("auto", Platform("sm90"), ("vllm",)),
         ("auto", Platform("cpu"), ("reference",)),
@@ -94,7 +95,7 @@ def test_a_refused_kernel_is_passed_over() -> None:
     one = layer("auto", factories=WITH_VLLM)
     one.refuse_kernel("aiter", "self-check failed: 3 steps")
     choice = one.choose(inputs())
-    assert (choice.name, choice.passed_over[0]) == ("vllm", ("aiter", "self-check failed: 3 steps"))
+    assert (choice.name, choice.passed_over) == ("aiter-opt", (("aiter", "self-check failed: 3 steps"),))
 
 
 def test_the_reference_refuses_what_the_shared_contract_forbids() -> None:
@@ -104,7 +105,8 @@ def test_the_reference_refuses_what_the_shared_contract_forbids() -> None:
 
 
 SHAPE = LayerShape(2, 16, torch.bfloat16, torch.bfloat16, 4, False, latent=32, rope=16)
-NAMED = {name: (lambda platform, settings, name=name: Named(name)) for name in ORDER}
+TIMED = contenders("auto", MI300X)
+NAMED = {name: (lambda platform, settings, name=name: Named(name)) for name in TIMED}
 
 
 def runs(one: Layer, tokens: int) -> str | None:
@@ -125,8 +127,8 @@ def test_a_layer_runs_what_timing_chose_and_beyond_it_what_the_largest_count_run
 @pytest.mark.parametrize(
     ("kernel", "arch", "names"),
     [
-        ("auto", "gfx942", ORDER),
-        ("auto", "gfx950", ORDER),
+        ("auto", "gfx942", ("aiter", "aiter-opt", "triton", "vllm")),
+        ("auto", "gfx950", TIMED),
         ("auto", "sm90", ("triton", "vllm")),
         ("auto", "cpu", ()),
         *[(kernel, "gfx942", ()) for kernel in ("aiter", "triton", "vllm", "reference")],
@@ -139,16 +141,16 @@ def test_only_auto_on_a_card_is_timed(kernel: str, arch: str, names: tuple[str, 
 def test_what_does_not_take_a_layer_or_was_refused_is_not_timed(monkeypatch) -> None:
     one = layer("auto", factories=NAMED)
     monkeypatch.setattr(Layer, "_meta_inputs", lambda self: synthetic_inputs(SHAPE, 1))
-    assert list(one.contenders()) == list(ORDER)
+    assert list(one.contenders()) == list(TIMED)
     one.refuse_kernel("aiter", "planted")
-    assert list(one.contenders()) == ["triton", "vllm"]
+    assert list(one.contenders()) == ["aiter-opt", "triton", "vllm"]
 
 
 @pytest.mark.parametrize(
     ("kernel", "missing", "decided"),
     [
-        ("auto", ("aiter",), "triton"),
-        ("auto", ("aiter", "triton"), "kernel_unavailable"),
+        ("auto", AITER_KERNELS, "triton"),
+        ("auto", (*AITER_KERNELS, "triton"), "kernel_unavailable"),
         ("aiter", ("aiter",), "kernel_unavailable"),
         ("auto", ("triton",), "aiter"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -79,13 +78,7 @@ def test_two_heads_per_rank_leave_aiter_from_256_tokens_on() -> None:
     assert (large.kernel, large.first, large.skips[0][0]) == ("triton", 256, "aiter")
 
 
-def test_the_option_aiter_view_moves_the_border() -> None:
-    view = replace(VIEW, num_heads=8)
-    spans = kernels.spans("gfx942", Settings(aiter_view=100), view, "plain", 16, 256)
-    assert [(span.last, span.detail) for span in spans] == [(99, "its per-head kernel"), (256, "its opt kernel")]
-
-
-@pytest.mark.parametrize("kernel", ["auto", "aiter", "triton", "vllm"])
+@pytest.mark.parametrize("kernel", ["auto", "aiter", "aiter-opt", "triton", "vllm"])
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel: str, arch: str) -> None:
     chooser = kernels.PlannedLayer(arch, Settings(kernel=kernel))

@@ -21,7 +21,7 @@ class Named(KernelBackend):
     """The reference under another name; takes at most ``most`` tokens."""
 
     def __init__(self, name: str, most: int = 1 << 30) -> None:
-        self.name, self.most = name, most  # type: ignore[misc]
+        self.name, self.most = name, most
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         if inputs.num_tokens > self.most:

@@ -17,8 +17,8 @@ from tests.sandbox.simulated_aiter import ROCM
 from tests.sandbox.simulated_aiter.op import FP8
 from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.aiter.route import route_of
-from vllm_aiter_mla.kernels.backend import Binding
+from vllm_aiter_mla.kernels.aiter.route import Route, kernel_for
+from vllm_aiter_mla.kernels.backend import Binding, Numerics
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 
@@ -37,7 +37,8 @@ class Unchecked(AiterBackend):
     def bind(self, operands: DecodeInputs) -> Binding:
         """Take whatever is given."""
         cache = operands.kv_cache if operands.kv_cache.dim() == 3 else operands.kv_cache.squeeze(1)
-        route = route_of(cache, operands.slot_mapping.shape[0], operands.num_heads, 64, self.platform, "as-is")
+        kernel = kernel_for(cache.shape[1], 512, 64, operands.num_heads, operands.slot_mapping.shape[0])
+        route = Route(kernel, "as-is", Numerics("aiter"))
         return Binding(partial(self._run, route, [operands.nope_dim, operands.rope_dim]))
 
 

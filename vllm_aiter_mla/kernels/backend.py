@@ -100,7 +100,7 @@ class KernelBackend(ABC):
         bounds: what counts as agreement with the reference.
     """
 
-    name: ClassVar[str]
+    name: str
     trusted: ClassVar[bool] = False
     bounds: ClassVar[Bounds] = EXACT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from vllm_aiter_mla.backends import Backends
+from vllm_aiter_mla.backends import AITER_KERNELS, Backends
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.settings import Settings
@@ -37,7 +37,9 @@ def _built(name: str) -> Found:
     return Backends(Settings(), detect_platform()).get(name)
 
 
-FINDERS: dict[str, Callable[[], Found]] = {name: partial(_built, name) for name in ("reference", "triton", "aiter")}
+FINDERS: dict[str, Callable[[], Found]] = {
+    name: partial(_built, name) for name in ("reference", "triton", *AITER_KERNELS)
+}
 """How to look for each back end, in the order in which they run; add your own."""
 
 

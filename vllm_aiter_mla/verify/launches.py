@@ -162,9 +162,11 @@ class Allowed(NamedTuple):
 # The reduction of a split-K product may follow the absorb BMM. The narrow pattern comes first, because a kernel's name
 # may hold "gemm" among its template arguments.
 _BMM = r"gemm|bmm|matmul|cijk|tensile|hipblaslt|cublas|nvjet|cutlass|xmma|splitk|postgsu|dot_kernel"
+_AITER = (Allowed("AITER's op", r"rope.*(cache|concat|cat)", 1, 1), Allowed("absorb BMM", _BMM, 1, 2))
 EXPECTED: dict[str, tuple[Allowed, ...]] = {
     "triton": (Allowed("the one launch", r"decode_prep_kernel", 1, 1),),
-    "aiter": (Allowed("AITER's op", r"rope.*(cache|concat|cat)", 1, 1), Allowed("absorb BMM", _BMM, 1, 2)),
+    "aiter": _AITER,
+    "aiter-opt": _AITER,
 }
 
 

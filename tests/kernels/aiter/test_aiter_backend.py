@@ -142,11 +142,6 @@ def test_a_refused_call_raises_its_reason_and_launches_nothing() -> None:
     assert op.forget() == []
 
 
-def test_an_unknown_view_is_an_error() -> None:
-    with pytest.raises(ValueError, match="view: one of auto, as-is, per-head, opt or a number"):
-        backend(view="fastest")
-
-
 @pytest.mark.parametrize(("version", "rocm"), [("7.0.51831-a3e329ad8", (7, 0)), (None, None), ("unknown", None)])
 def test_the_platform_is_read_from_torch_alone(monkeypatch, version, rocm) -> None:
     monkeypatch.setattr(torch.version, "hip", version)

@@ -16,7 +16,7 @@ from tests.support.simulated_aiter import FP8, ROCM, Unchecked, backend, fate, i
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter import contract
-from vllm_aiter_mla.kernels.aiter.route import route_of
+from vllm_aiter_mla.kernels.aiter.route import kernel_for, route_of
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
 
@@ -232,15 +232,10 @@ def test_a_cache_too_large_for_one_block_is_not_handed_over_as_one() -> None:
     assert route_of(ghost[: 1 << 8].view(-1, 1, 576), 7, 16, 64, GFX942, "opt").view == "one-block"
 
 
-@pytest.mark.parametrize("view", ["opt", "per-head", 1, 64, "auto"])
-def test_too_few_heads_are_served_below_256_tokens_whatever_the_view(view) -> None:
-    bound, operands = backend(view=view), inputs(heads=2)
-    assert bound.refuse(operands) is None
-    assert bound.kernel_of(operands) == "per-head"
-
-
-def test_the_view_that_leaves_too_few_heads_to_the_general_kernel_is_named() -> None:
-    assert "another aiter_view than as-is" in str(backend(view="as-is").refuse(inputs(heads=2)))
+def test_too_few_heads_are_served_below_256_tokens_by_the_per_head_kernel_alone() -> None:
+    operands = inputs(heads=2)
+    assert backend().kernel_of(operands) == "per-head"
+    assert "kernel=aiter runs the other" in str(backend(opt=True).refuse(operands))
 
 
 def test_too_few_heads_for_the_opt_kernel_are_declined_from_256_tokens_on() -> None:
@@ -252,9 +247,7 @@ def test_too_few_heads_for_the_opt_kernel_are_declined_from_256_tokens_on() -> N
 
 def test_the_general_kernel_aborts_on_the_flag_for_all_rows() -> None:
     few = inputs(heads=2)
-    route = route_of(few.kv_cache, 7, 2, 64, GFX942, "as-is")
-    assert route.kernel == "general"
-    assert not route.honours_all_rows
+    assert kernel_for(16, 512, 64, 2, 7) == "general"
     bound = Unchecked()
     honest = bound._op
     bound._op = lambda *operands: honest(*operands[:-1], True)

@@ -64,38 +64,42 @@ def test_half_precision_activations_agree(arch, act) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "block", "view", "kernel"),
+    ("tokens", "heads", "block", "opt", "kernel"),
     [
-        (255, 16, 1, "auto", "per-head"),
-        (256, 16, 1, "auto", "opt"),
-        (7, 16, 16, "auto", "opt"),
-        (7, 2, 16, "auto", "per-head"),
-        (7, 16, 16, "per-head", "per-head"),
-        (256, 16, 16, "per-head", "opt"),
-        (7, 16, 1, "opt", "opt"),
-        (7, 16, 1, "as-is", "per-head"),
-        (63, 16, 16, 64, "per-head"),
-        (64, 16, 1, 64, "opt"),
+        (255, 16, 1, False, "per-head"),
+        (256, 16, 1, False, "opt"),
+        (7, 16, 16, False, "per-head"),
+        (7, 2, 16, False, "per-head"),
+        (256, 16, 16, False, "opt"),
+        (7, 16, 1, True, "opt"),
+        (7, 16, 16, True, "opt"),
+        (300, 16, 16, True, "opt"),
     ],
 )
-def test_the_view_picks_the_kernel_and_the_simulated_op_runs_that_one(arch, tokens, heads, block, view, kernel) -> None:
-    assert agree(arch, inputs(arch, tokens, heads, block), view=view) == kernel
+def test_each_of_the_two_runs_its_kernel_and_the_simulated_op_runs_that_one(
+    arch, tokens, heads, block, opt, kernel
+) -> None:
+    assert agree(arch, inputs(arch, tokens, heads, block), opt=opt) == kernel
     assert op.forget()[-1] == (kernel, tokens)
 
 
-def test_a_cache_with_gaps_between_blocks_keeps_its_own_view(arch) -> None:
+def test_a_cache_with_gaps_between_blocks_leads_to_the_opt_kernel_alone(arch) -> None:
     operands = inputs(arch)
     gaps = torch.zeros(3, 32, 576, dtype=torch.uint8).view(FP8[arch])[:, :16]
-    assert agree(arch, replace(operands, kv_cache=gaps), view="per-head") == "opt"
+    apart = replace(operands, kv_cache=gaps)
+    assert agree(arch, apart, opt=True) == "opt"
+    assert "kernel=aiter-opt" in str(backend(arch).refuse(apart))
 
 
-def test_auto_avoids_the_truncating_kernel_for_a_bf16_cache_on_gfx942() -> None:
+def test_the_truncating_kernel_declines_a_bf16_cache_on_gfx942_where_the_other_rounds() -> None:
     with install("gfx942"):
-        assert agree("gfx942", inputs("gfx942", cache="act", query="act")) == "per-head"
-        assert agree("gfx942", inputs("gfx942", cache="act", query="act"), view="as-is") == "opt"
-        assert backend("gfx942", view="as-is").numerics(inputs("gfx942", cache="act", query="act")).truncate_cache_rope
+        few, many = (inputs("gfx942", tokens, cache="act", query="act") for tokens in (7, 256))
+        assert agree("gfx942", few) == "per-head"
+        assert "kernel=aiter rounds it" in str(backend("gfx942", opt=True).refuse(few))
+        assert agree("gfx942", many) == "opt"
+        assert backend("gfx942").numerics(many).truncate_cache_rope
     with install("gfx950"):
-        assert agree("gfx950", inputs("gfx950", cache="act", query="act")) == "opt"
+        assert agree("gfx950", inputs("gfx950", cache="act", query="act"), opt=True) == "opt"
 
 
 def test_padded_rows_are_prepared_and_write_no_byte(arch) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from vllm_aiter_mla.admission import OVERFLOW, LayerView
-from vllm_aiter_mla.backends import FACTORIES, Backends, Factory
+from vllm_aiter_mla.backends import AITER_KERNELS, FACTORIES, Backends, Factory
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS, ViewPolicy
+from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
@@ -48,9 +48,9 @@ class PlannedLayer(Layer):
     """A layer of a server on the card planned for: its back ends answer as there and launch nothing."""
 
     def __init__(self, arch: str, settings: Settings) -> None:
-        view = cast(ViewPolicy, settings.aiter_view)
         planned: dict[str, Factory] = FACTORIES | {
-            "aiter": lambda card, _: AiterBackend(card, op=_never, view=view),
+            "aiter": lambda card, _: AiterBackend(card, op=_never),
+            "aiter-opt": lambda card, _: AiterBackend(card, op=_never, opt=True),
             "triton": lambda card, _: _PlannedTriton(arch),
             "vllm": lambda card, _: _PlannedVLLM(),
         }
@@ -96,9 +96,10 @@ def spans(
     if (missing := chooser.no_kernel()) is not None:
         return missing.message
     if settings.kernel == "auto" and view.kv_cache_dtype.startswith("fp8"):
-        chooser.refuse_kernel("aiter", f"by its sources it {OVERFLOW}")
+        for name in AITER_KERNELS:
+            chooser.refuse_kernel(name, f"by its sources it {OVERFLOW}")
     found: list[KernelSpan] = []
-    for tokens in _points(limit, settings.aiter_view):
+    for tokens in _points(limit):
         one = at(chooser, operands(view, format, block_size, chooser.backends.platform, tokens))
         if found and _answer(found[-1]) == _answer(one):
             found[-1] = replace(found[-1], last=tokens)
@@ -133,10 +134,9 @@ def operands(view: LayerView, format: str, block_size: int, platform: Platform, 
     return synthetic_inputs(shape, tokens, padded=None)
 
 
-def _points(limit: int, view: str | int) -> list[int]:
+def _points(limit: int) -> list[int]:
     """The last batch size before every border that a back end knows of, up to ``limit``."""
-    borders = {PER_HEAD_TOKENS - 1, *((view - 1,) if isinstance(view, int) and view > 1 else ())}
-    borders |= {*(entry.max_tokens for entries in tiles.TABLE.values() for entry in entries)}
+    borders = {PER_HEAD_TOKENS - 1, *(entry.max_tokens for entries in tiles.TABLE.values() for entry in entries)}
     return sorted({border for border in borders if border < limit} | {limit})
 
 

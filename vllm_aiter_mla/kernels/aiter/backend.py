@@ -10,11 +10,10 @@ import torch
 
 from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.op import Op, load_op
-from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS, Route, ViewPolicy, apply_view, route_of
+from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS, KernelName, Route, apply_view, route_of
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, KernelCaptureError, is_capturing
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.settings import AITER_VIEWS
 
 Halves = tuple[torch.Tensor, torch.Tensor]
 
@@ -22,33 +21,32 @@ Halves = tuple[torch.Tensor, torch.Tensor]
 class AiterBackend(KernelBackend):
     """``KernelBackend`` over ``fused_qk_rope_concat_and_cache_mla``.
 
+    "aiter" runs the per-head kernel, and opt from 256 tokens on, where AITER has no other. "aiter-opt" runs opt at
+    every size. A view of the cache steers AITER to the kernel. Timing chooses between the two: nobody has measured
+    which is faster.
+
     A row with slot -1 is defined: only kernels that honour ``compute_all_q_rope=True`` are used, and they are asked for
     all rows. AITER does not write rows beyond the slot mapping (S < T), which stay uninitialised: ``defined_rows``.
 
     Args:
         platform: the card.
         op: AITER's op; imported and checked by default.
-        view: how the cache is handed over, which decides the kernel that runs; see ``route_of``.
+        opt: whether this is "aiter-opt".
         capturing: whether a graph is being captured.
 
     Raises:
-        ValueError: an unknown ``view``.
         AiterUnavailableError: no ``op`` was given and AITER cannot be used.
     """
-
-    name = "aiter"
 
     def __init__(
         self,
         platform: Platform,
         op: Op | None = None,
-        view: ViewPolicy = "auto",
+        opt: bool = False,
         capturing: Callable[[], bool] = is_capturing,
     ) -> None:
-        if view not in AITER_VIEWS and not isinstance(view, int):
-            raise ValueError(f"view: one of {', '.join(AITER_VIEWS)} or a number of tokens expected, got {view!r}")
+        self.name = "aiter-opt" if opt else "aiter"
         self.platform = platform
-        self.view = view
         self._op = load_op() if op is None else op
         self._capturing = capturing
         self._tables: dict[tuple[Any, ...], tuple[int, torch.Tensor, Halves]] = {}
@@ -65,8 +63,9 @@ class AiterBackend(KernelBackend):
         reason = contract.violation(inputs, self.platform)
         if reason is not None:
             return reason
-        route = route_of(inputs.kv_cache, tokens, inputs.num_heads, inputs.rope_dim, self.platform, self.view)
-        reason = contract.kernel_violation(route, inputs.num_heads, tokens)
+        wanted: KernelName = "opt" if self.name == "aiter-opt" or tokens >= PER_HEAD_TOKENS else "per-head"
+        route = route_of(inputs.kv_cache, tokens, inputs.num_heads, inputs.rope_dim, self.platform, wanted)
+        reason = contract.kernel_violation(route, wanted, inputs.num_heads, tokens)
         if reason is not None:
             return reason
         return Binding(partial(self._run, route, [inputs.nope_dim, inputs.rope_dim]), route.kernel, route.numerics)
@@ -120,13 +119,8 @@ class AiterBackend(KernelBackend):
             _copied(table, halves)
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
-        """See the base class: both sides of the count at which the view changes kernels, and AITER's own."""
-        view = (max(self.view - 1, 1), self.view) if isinstance(self.view, int) else ()
-        return (*view, PER_HEAD_TOKENS)
-
-    def tried_caches(self, block_size: int) -> tuple[tuple[int, bool], ...]:
-        """See the base class: vLLM may change the block size after the check, and it decides which kernel runs."""
-        return tuple(dict.fromkeys(((block_size, False), (1, False), (16, False))))
+        """See the base class: where "aiter" changes kernels."""
+        return (PER_HEAD_TOKENS,)
 
     def absorbed(self, inputs: DecodeInputs) -> torch.Tensor:
         """Return [T, N, 512] in the activation dtype, by the product that vLLM calls for this weight format."""

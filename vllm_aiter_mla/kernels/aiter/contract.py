@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_aiter_mla.kernels.aiter.route import LATENT, ROPE, STRIDE_LIMIT, Route
+from vllm_aiter_mla.kernels.aiter.route import LATENT, PER_HEAD_TOKENS, ROPE, STRIDE_LIMIT, KernelName, Route
 from vllm_aiter_mla.kernels.inputs import VECTOR_BYTES, DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
 
@@ -39,6 +39,10 @@ LIMITS = {
     "16 bytes (kv_c) and 4 bytes (cache)",
 }
 """By the name of each limit: what AITER does beyond it, and what the user or the caller can do."""
+
+
+OTHER: dict[KernelName, str] = {"per-head": "aiter-opt", "opt": "aiter"}
+"""The option that runs the other of AITER's two fast kernels."""
 
 
 def violation(inputs: DecodeInputs, platform: Platform) -> str | None:
@@ -95,12 +99,16 @@ def _broken_layout(inputs: DecodeInputs) -> Iterator[tuple[str, str]]:
         yield "alignment", f"cache rows start at {cache.storage_offset()} with strides {cache.stride()}"
 
 
-def kernel_violation(route: Route, heads: int, tokens: int) -> str | None:
+def kernel_violation(route: Route, wanted: KernelName, heads: int, tokens: int) -> str | None:
     """Return why the kernel of ``route`` must not run, or None: known only after the checks above have passed."""
-    if route.honours_all_rows:
-        return None
-    return (
-        f"kernel: {heads} heads and {tokens} tokens land on AITER's general kernel; it aborts on compute_all_q_rope, "
-        "does not clamp positions and leaves padded rows unwritten; use at least 4 heads per rank (a lower "
-        "tensor-parallel size), or below 256 tokens a contiguous cache and another aiter_view than as-is"
-    )
+    if not route.honours_all_rows:
+        return (
+            f"kernel: {heads} heads and {tokens} tokens land on AITER's general kernel; it aborts on "
+            "compute_all_q_rope, does not clamp positions and leaves padded rows unwritten; use at least 4 heads per "
+            "rank (a lower tensor-parallel size), or below 256 tokens a contiguous cache"
+        )
+    if route.kernel != wanted:
+        return f"kernel: no view of this cache leads to AITER's {wanted} kernel; kernel={OTHER[wanted]} runs the other"
+    if route.numerics.truncate_cache_rope and tokens < PER_HEAD_TOKENS:
+        return "kernel: AITER's opt kernel cuts the rope part of a bf16 cache toward zero here; kernel=aiter rounds it"
+    return None

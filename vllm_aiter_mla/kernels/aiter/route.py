@@ -16,7 +16,6 @@ from vllm_aiter_mla.kernels.platform import Platform
 
 KernelName = Literal["per-head", "opt", "general"]
 CacheView = Literal["as-is", "tokens", "one-block"]
-ViewPolicy = Literal["auto", "as-is", "per-head", "opt"] | int
 
 LATENT, ROPE = 512, 64  # the widths both fast kernels are written for
 PER_HEAD_TOKENS = 256  # the per-head kernel serves fewer tokens than this
@@ -64,36 +63,27 @@ def truncates_cache_rope(kernel: KernelName, arch: str, cache_dtype: torch.dtype
 
 
 def route_of(
-    kv_cache: torch.Tensor, tokens: int, heads: int, rope: int, platform: Platform, policy: ViewPolicy = "auto"
+    kv_cache: torch.Tensor, tokens: int, heads: int, rope: int, platform: Platform, wanted: KernelName = "per-head"
 ) -> Route:
     """Choose the view of ``kv_cache`` [blocks, block_size, latent+rope] and name the kernel that follows from it.
 
-    Policies "per-head" and "opt" ask for that kernel; a number asks for per-head below that many tokens and for opt
-    from there on; "as-is" leaves the cache unchanged. "auto" asks for vLLM's block size, unless opt would truncate the
-    cache's rope part. If no view leads to the wanted kernel, another one that serves the call runs: with fewer than 4
-    heads that is per-head. The last choice is general, which neither clamps nor fills padded rows.
-    Nobody has measured which of the two is faster.
+    The first view that leads to the kernel ``wanted`` is taken; if none does, one that leads to the other fast kernel.
+    The last choice is general, which neither clamps nor fills padded rows.
     """
     latent = kv_cache.shape[2] - rope
     slots = kv_cache.shape[0] * kv_cache.shape[1]
-    if isinstance(policy, int):
-        policy = "per-head" if tokens < policy else "opt"
 
     def through(view: CacheView, block: int) -> Route:
         kernel = kernel_for(block, latent, rope, heads, tokens)
         return Route(kernel, view, Numerics("aiter", truncates_cache_rope(kernel, platform.arch, kv_cache.dtype)))
 
     routes = [through("as-is", kv_cache.shape[1])]
-    if policy != "as-is" and kv_cache.is_contiguous():
+    if kv_cache.is_contiguous():
         routes.append(through("tokens", 1))
         if kv_cache.numel() < STRIDE_LIMIT:  # the whole cache is one block's stride
             routes.append(through("one-block", slots))
     serving = [route for route in routes if route.honours_all_rows]
-    if policy in ("per-head", "opt"):
-        wanted = [route for route in serving if route.kernel == policy]
-    else:
-        wanted = [route for route in serving if not route.numerics.truncate_cache_rope]
-    return (wanted or serving or routes)[0]
+    return next((route for route in serving if route.kernel == wanted), (serving or routes)[0])
 
 
 def apply_view(kv_cache: torch.Tensor, view: CacheView) -> torch.Tensor:
