@@ -38,11 +38,13 @@ kernels that serve have to be loaded in any case."""
 
 ROUNDS = 11
 DISCARDED = 2  # rounds before the first that counts: they meet cold instruction caches and a slow clock
-MIN_CALLS = 32  # calls in a graph, at least, so that its launch and the two events weigh nothing
+MIN_CALLS = 32  # calls in a graph, at least, so that the two events weigh nothing
+FEW_CALLS = 128  # a graph of fewer is replayed once ahead of the first event: its launch would count by 1 % and more
+QUERIES = 8  # of one measurement, in turn: a step's query has just been written, and lies in no cache of every die
 FIRST_TIMED = (1, 8, 64, 256)  # what a budget that runs out has covered
 MOST_TOKENS = 1024  # between this and the last token count nothing is timed
 # Operand sets of one measurement: as many as do not fit in the caches, and no more than a graph can hold comfortably.
-MIN_SETS, MAX_SETS = 8, 512
+MIN_SETS, MAX_SETS = 8, 400
 MOST_RESULTS = 256 << 20  # bytes of results that calls beyond the sets needed may add
 LARGEST_FILE = 2**20  # bytes; 12 token counts of 3 candidates take some 10 kB
 DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
@@ -86,7 +88,7 @@ def record(run: Run, calls: Sequence[DecodeInputs]) -> Replay:
                 graph.capture_end()
             raise
         graph.capture_end()
-    return lambda: replay_us(graph.replay) / len(kept)
+    return lambda: replay_us(graph.replay, ahead=len(kept) < FEW_CALLS) / len(kept)
 
 
 def looped(run: Run, calls: Sequence[DecodeInputs]) -> Replay:
@@ -94,8 +96,13 @@ def looped(run: Run, calls: Sequence[DecodeInputs]) -> Replay:
     return lambda: replay_us(lambda: [run(inputs) for inputs in calls]) / len(calls)
 
 
-def replay_us(run: Callable[[], object]) -> float:
-    """Return the microseconds of ``run`` on the current stream, between two events."""
+def replay_us(run: Callable[[], object], ahead: bool = False) -> float:
+    """Return the microseconds of ``run`` on the current stream, between two events.
+
+    With ``ahead`` it runs once before them, so that the device is busy while the host launches what is timed.
+    """
+    if ahead:
+        run()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()
@@ -168,17 +175,23 @@ def cold_weights(weight: AbsorbWeight, resident: int) -> list[AbsorbWeight]:
 
 
 def calls_of(shape: LayerShape, weights: Sequence[AbsorbWeight], tokens: int, resident: int) -> list[DecodeInputs]:
-    """Return calls with cold weights, one after the other. They share activations, as the step has just written them.
+    """Return calls with cold weights, one after the other; ``QUERIES`` queries take turns, the other rows are shared.
 
     Draws from its own generator on the device.
     """
     generator = torch.Generator(device=shape.device).manual_seed(tokens)
     # A kernel that has a variant for large caches is timed by it: the slower one, and the one of most servers.
     one = synthetic_inputs(shape, tokens, padded=None, generator=generator, large=True)
+    queries = [one.q, *(one.q.clone() for _ in range(QUERIES - 1))]
+    count = calls_needed(shape, bytes_of(weights[0]), tokens, resident)
+    pairs = islice(zip(cycle(weights), cycle(queries), strict=False), count)
+    return [replace(one, weight=weight, q=query) for weight, query in pairs]
+
+
+def calls_needed(shape: LayerShape, weight_bytes: int, tokens: int, resident: int) -> int:
+    """Return how many calls one measurement makes, so that neither weights nor results stay in the caches."""
     result = tokens * shape.heads * (shape.latent + shape.rope) * shape.out_dtype.itemsize
-    needed = sets_needed(bytes_of(weights[0]) + result, resident)
-    count = max(needed, min(MIN_CALLS, MOST_RESULTS // result))
-    return [replace(one, weight=weight) for weight in islice(cycle(weights), count)]
+    return max(sets_needed(weight_bytes + result, resident), min(MIN_CALLS, MOST_RESULTS // result))
 
 
 def token_counts(limit: int) -> tuple[int, ...]:

@@ -126,12 +126,3 @@ def test_gfx9_scaled_mfma_by_a_scale_that_is_no_number_faults():
         fill(w, register, 255)
     with pytest.raises(Fault, match="a scale that is no number"):
         execute(w, "v_mfma_scale_f32_16x16x128_f8f6f4 v[12:15], v[0:3], v[4:7], 0, v8, v9 cbsz:4 blgp:4")
-
-
-def test_gfx9_fp4_values_are_the_projects():
-    torch = pytest.importorskip("torch")
-    from vllm_aiter_mla.kernels import formats
-
-    codes = torch.arange(16, dtype=torch.uint8).expand(2, 16).reshape(1, 32)
-    values = formats.dequantise_mxfp4(codes[:, 0::2] | codes[:, 1::2] << 4, torch.full((1, 1), 127, dtype=torch.uint8))
-    assert list(numbers.FP4) == values[0, :16].tolist()

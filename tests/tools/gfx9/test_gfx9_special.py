@@ -14,23 +14,40 @@ from tools.gfx9 import numbers
 M32 = 0xFFFFFFFF
 
 
-@pytest.mark.parametrize(
-    ("name", "zeros", "sign"),
-    [
-        ("v_min_f32 v3, v0, v1", (0.0, -0.0), -1),
-        ("v_min_f32 v3, v0, v1", (-0.0, 0.0), -1),
-        ("v_max_f32 v3, v0, v1", (0.0, -0.0), 1),
-        ("v_max_f32 v3, v0, v1", (-0.0, 0.0), 1),
-        ("v_med3_f32 v3, v0, v1, v2", (-0.0, 0.0, -0.0), 1),
-        ("v_med3_f32 v3, v0, v1, v2", (0.0, -0.0, -0.0), -1),
-    ],
-)
-def test_gfx9_of_two_zeros_the_negative_one_is_less(name, zeros, sign):
+# Floats in v0 and the next, what runs, and what then stands in which register of every lane.
+FLOATS = [
+    # Of two zeros the negative one is less.
+    ([0.0, -0.0], "v_min_f32 v3, v0, v1", {3: -0.0}),
+    ([-0.0, 0.0], "v_min_f32 v3, v0, v1", {3: -0.0}),
+    ([0.0, -0.0], "v_max_f32 v3, v0, v1", {3: 0.0}),
+    ([-0.0, 0.0], "v_max_f32 v3, v0, v1", {3: 0.0}),
+    ([-0.0, 0.0, -0.0], "v_med3_f32 v3, v0, v1, v2", {3: 0.0}),
+    ([0.0, -0.0, -0.0], "v_med3_f32 v3, v0, v1, v2", {3: -0.0}),
+    # It adds to its destination.
+    ([1.5, 2.0, 0.25], "v_fmac_f32_e32 v2, v0, v1", {2: 3.25}),
+    # Packed ones take the halves and signs they are told, do not read another, and read all before they write.
+    ([2.0, 3.0, 5.0, 7.0], "v_pk_mul_f32 v[10:11], v[0:1], v[2:3]", {10: 10.0, 11: 21.0}),
+    ([2.0, None, 5.0, 7.0], "v_pk_mul_f32 v[10:11], v[0:1], v[2:3] op_sel_hi:[0,1]", {10: 10.0, 11: 14.0}),
+    (
+        [2.0, 3.0, 5.0, 7.0],
+        "v_pk_add_f32 v[4:5], v[0:1], v[2:3] op_sel:[1,0] neg_lo:[0,1] neg_hi:[0,1]",
+        {4: -2, 5: -4},
+    ),
+    ([2.0, 3.0], "v_pk_add_f32 v[16:17], v[0:1], 0 op_sel_hi:[1,0]", {16: 2.0, 17: 3.0}),
+    ([1.0, 2.0, 3.0, 4.0], "v_pk_mov_b32 v[10:11], v[0:1], v[2:3] op_sel:[1,0]", {10: 2.0, 11: 3.0}),
+    ([1.0, 2.0, 3.0, 4.0], "v_pk_mov_b32 v[0:1], v[2:3], v[0:1] op_sel:[0,1]", {0: 3.0, 1: 2.0}),
+]
+
+
+@pytest.mark.parametrize(("values", "line", "expected"), FLOATS)
+def test_gfx9_floats_by_hand(values, line, expected):
     w = wave()
-    for register, zero in enumerate(zeros):
-        w.put(w.f, register, np.float32(zero))
-    execute(w, name)
-    assert set(np.copysign(1, w.f[3])) == {sign}
+    for register, value in enumerate(values):
+        if value is not None:
+            w.put(w.f, register, value)
+    execute(w, line)
+    for register, value in expected.items():
+        assert (w.u[register] == np.float32(value).view(np.uint32)).all()
 
 
 def test_gfx9_fma_rounds_once_where_float64_would_round_twice():
@@ -43,14 +60,6 @@ def test_gfx9_fma_rounds_once_where_float64_would_round_twice():
     assert tie[0] == nearest_float32(1 + Fraction(2.0**-12) * Fraction(2.0**-12 + 2.0**-35))
     exact = Fraction(float(c[0] + 1)) + Fraction(-(2.0**-90))
     assert numbers.fma(hair, np.ones(64, np.float32), c + 1)[0] == nearest_float32(exact)
-
-
-def test_gfx9_fmac_adds_to_its_destination():
-    w = wave()
-    for register, value in ((0, 1.5), (1, 2.0), (2, 0.25)):
-        w.put(w.f, register, value)
-    execute(w, "v_fmac_f32_e32 v2, v0, v1")
-    assert (w.f[2] == 3.25).all()
 
 
 @pytest.mark.parametrize("d", [0.37, 0.061, 1.0, 3.0, 7e-9, 123456.7, 2.0**-14 * 1.1, -0.3])
@@ -121,36 +130,6 @@ def test_gfx9_above_sixteen_bits_stands_neither_zero_nor_what_was_there(line):
     assert {int(x) >> 16 for x in w.u[1]}.isdisjoint({0, 0x1234, 0x9ABC})
 
 
-def test_gfx9_packed_floats_take_the_halves_and_signs_they_are_told():
-    w = wave()
-    for register, value in enumerate((2.0, 3.0, 5.0, 7.0)):
-        w.put(w.f, register, value)
-    execute(
-        w,
-        "v_pk_mul_f32 v[10:11], v[0:1], v[2:3]",
-        "v_pk_mul_f32 v[12:13], v[0:1], v[2:3] op_sel_hi:[0,1]",
-        "v_pk_add_f32 v[14:15], v[0:1], v[2:3] op_sel:[1,0] neg_lo:[0,1] neg_hi:[0,1]",
-        "v_pk_add_f32 v[16:17], v[0:1], 0 op_sel_hi:[1,0]",
-    )
-    assert [w.f[k][0] for k in range(10, 18)] == [10, 21, 10, 14, -2, -4, 2, 3]
-
-
-def test_gfx9_packed_move_takes_a_half_of_each_source_and_reads_both_before_it_writes():
-    w = wave()
-    for register, value in enumerate((1.0, 2.0, 3.0, 4.0)):
-        w.put(w.f, register, value)
-    execute(w, "v_pk_mov_b32 v[10:11], v[0:1], v[2:3] op_sel:[1,0]", "v_pk_mov_b32 v[0:1], v[2:3], v[0:1] op_sel:[0,1]")
-    assert [w.f[k][0] for k in (10, 11, 0, 1)] == [2, 3, 3, 2]
-
-
-def test_gfx9_packed_floats_do_not_read_a_half_that_is_not_picked():
-    w = wave()
-    for register in (0, 2, 3):
-        w.put(w.f, register, 4.0)
-    execute(w, "v_pk_mul_f32 v[10:11], v[0:1], v[2:3] op_sel_hi:[0,1]")
-    assert (w.f[11] == 16).all()
-
-
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("saturate", [False, True])
 def test_gfx9_fp8_conversion_is_torchs_and_keeps_the_other_half(arch, saturate):
@@ -173,14 +152,9 @@ def test_gfx9_fp8_conversion_is_torchs_and_keeps_the_other_half(arch, saturate):
 
 
 @pytest.mark.parametrize(
-    ("fnuz", "edge", "goes"), [(True, 248.0, 0x80), (True, 247.9, 0x7F), (False, 464.0, 0x7E), (False, 464.1, 0x7F)]
+    ("fnuz", "overflow"), [(True, {248.0: 0x80, 247.9: 0x7F}), (False, {464.0: 0x7E, 464.1: 0x7F})]
 )
-def test_gfx9_fp8_overflow_begins_half_a_step_past_the_largest_value(fnuz, edge, goes):
-    assert numbers.fp8_bits(np.full(64, edge, np.float32), fnuz, False)[0] == goes
-
-
-@pytest.mark.parametrize("fnuz", [True, False])
-def test_gfx9_fp8_values_are_torchs(fnuz):
+def test_gfx9_fp8_values_are_torchs_and_overflow_begins_half_a_step_past_the_largest(fnuz, overflow):
     torch = pytest.importorskip("torch")
     kind = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
     expected = torch.arange(256, dtype=torch.uint8).view(kind).float().numpy()
@@ -191,6 +165,8 @@ def test_gfx9_fp8_values_are_torchs(fnuz):
     for start in range(0, len(ties), 64):
         part = np.resize(ties[start : start + 64], 64)
         assert (numbers.fp8_bits(part, fnuz, False) == torch.from_numpy(part).to(kind).view(torch.uint8).numpy()).all()
+    for edge, code in overflow.items():
+        assert numbers.fp8_bits(np.full(64, edge, np.float32), fnuz, False)[0] == code
 
 
 def test_gfx9_permlane32_swaps_the_upper_half_of_one_with_the_lower_of_the_other():
@@ -210,22 +186,14 @@ def test_gfx9_readfirstlane_takes_the_lowest_active_lane():
     assert w.scalar(4) == 3
 
 
-def test_gfx9_inactive_lanes_keep_what_they_had():
-    w = wave()
-    fill(w, 0, 7)
-    w.set_exec(0xFF)
-    execute(w, "v_add_u32_e32 v0, v0, v0", "v_mov_b32_e32 v1, 1.0")
-    assert list(w.u[0]) == [14] * 8 + [7] * 56
-    assert w.known[1] == 0xFF
-
-
-def test_gfx9_a_comparison_clears_the_bits_of_inactive_lanes():
+def test_gfx9_inactive_lanes_keep_what_they_had_and_a_comparison_clears_their_bits():
     w = wave()
     fill(w, 0, 7)
     w.set_scalar64(106, (1 << 64) - 1)
-    w.set_exec(0xF0)
-    execute(w, "v_cmp_gt_i32_e32 vcc, 9, v0")
-    assert w.scalar64(106) == 0xF0
+    w.set_exec(0xFF)
+    execute(w, "v_cmp_gt_i32_e32 vcc, 9, v0", "v_add_u32_e32 v0, v0, v0", "v_mov_b32_e32 v1, 1.0")
+    assert w.scalar64(106) == w.known[1] == 0xFF
+    assert list(w.u[0]) == [14] * 8 + [7] * 56
 
 
 def test_gfx9_sdwa_takes_a_part_of_a_source():

@@ -13,15 +13,10 @@ import pytest
 pytest.importorskip("triton")
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[3]
 ARCHS = ("gfx942", "gfx950")
 # Each plants text in the kernel's source and names the bound that has to break.
 PLANTED = {
-    "late scale": (
-        "            acc *= weight_scale\n",
-        "            acc *= tl.load(w_scale_ptr)\n",
-        "query tile program",
-    ),
+    "late scale": ("acc *= weight_scale", "acc *= tl.load(w_scale_ptr)", "query tile program"),
     "late rows": (
         "    x = tl.load(src, mask=loaded[:, None], other=0.0)\n    slot = ",
         "    slot = tl.load(slot_ptr + rows, mask=loaded, other=-1)\n"
@@ -63,9 +58,9 @@ def count(folder: Path, arch: str, old: str = "", new: str = "") -> dict:
     script = folder / "count.py"
     script.write_text(RUN)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), arch, old, new]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script), arch, old, new], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

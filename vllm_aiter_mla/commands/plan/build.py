@@ -262,8 +262,8 @@ def _assumptions(
     notes.append("ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla doctor` looks at the machine")
     if settings.measures:
         notes.append(
-            "kernel=auto: the server times AITER's two kernels, triton and unmodified vLLM on its card; the order without "
-            "that is shown"
+            "kernel=auto: the server times AITER's two kernels, triton and unmodified vLLM on its card; shown is the "
+            "order where nothing is timed"
         )
     if main and vllm_own.may_take_parts(arch, main.view.num_heads, main.fp8_cache):
         notes.append(
