@@ -66,11 +66,14 @@ def test_overflow_in_the_reference_is_by_model_and_card(arch: str, numerics: Num
     assert query.allclose(wanted.clamp(-top, top), rtol=0, equal_nan=True)
 
 
-def test_overflow_in_the_simulated_aiter_is_the_references(arch: str) -> None:
+def test_overflow_in_the_simulated_aiter_is_the_references_and_the_latent_saturates(arch: str) -> None:
     operands = turned_by_nothing(arch, [*VALUES, INF, NAN])
+    operands.kv_c[0, :3] = torch.tensor([1e4, -1e4, NAN])
     expected = twin(operands)
     assert same_bytes(backend(arch).prepare(operands), reference.prepare(expected))
     assert same_bytes(operands.kv_cache, expected.kv_cache)
+    top = formats.flavour_of(FP8[arch]).max
+    assert operands.kv_cache.flatten(0, 1)[5, :3].tolist() == [top, -top, -top]
 
 
 def test_overflow_in_aiters_own_results_is_nan() -> None:

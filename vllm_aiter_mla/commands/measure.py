@@ -22,6 +22,7 @@ TOKENS = (1, 8, 64, 256, 512)
 HEADS = (8, 16, 128)
 # A larger operand fills a card by itself.
 MOST_TOKENS, MOST_HEADS = 65536, 1024
+RIVALS = ("vllm", "aiter-one-launch")
 
 
 class Kind(str, Enum):
@@ -51,7 +52,7 @@ class Row:
     Attributes:
         tokens, heads: T and N.
         kind: type of the query and the cache, "fp8" or "bf16".
-        us: median microseconds a call by kernel.
+        us: median microseconds a call by kernel, AITER's own single launch among them: it is timed and never serves.
         untimed: why a kernel was not timed: it does not take the call, cannot run here, or is wrong.
     """
 
@@ -63,9 +64,10 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """vLLM's time over that of our fastest kernel; above 1 ours is faster. None if either was not timed."""
-        ours = [us for name, us in self.us.items() if name != "vllm"]
-        return self.us["vllm"] / min(ours) if ours and "vllm" in self.us else None
+        """The fastest rival's time over that of our fastest kernel; above 1 ours is faster. None without both."""
+        ours = [us for name, us in self.us.items() if name not in RIVALS]
+        theirs = [us for name, us in self.us.items() if name in RIVALS]
+        return min(theirs) / min(ours) if ours and "vllm" in self.us else None
 
 
 @dataclass(slots=True)
@@ -105,8 +107,9 @@ def measure(
     """Time AITER's kernels, ours and vLLM's own on this GPU, as start-up does to choose between them.
 
     Each kernel is first compared with the reference; a wrong one is not timed. The table shows median microseconds per
-    call in a replayed graph, and how much faster than vLLM's own kernels our fastest one is. Exit status: 0; 1 if a
-    kernel was wrong or the run stopped early; 2 without a GPU or with a wrong option.
+    call in a replayed graph, and how much faster than the fastest rival our fastest kernel is. Rivals are vLLM's own
+    kernels and AITER's single launch, which never serves. Exit status: 0; 1 if a kernel was wrong or the run stopped
+    early; 2 without a GPU or with a wrong option.
     """
     import torch
 
@@ -167,6 +170,8 @@ def rows_of(
             wrong[name] = f"{heads} heads, {kind}: {found.message}"
         else:
             able[name] = backend
+    rival = rival_of(backends, shape, max(tokens))
+    (untimed if isinstance(rival, str) else able)[RIVALS[1]] = rival  # type: ignore[index, assignment]
     for count in tokens:
         calls = synthetic_inputs(shape, count)
         bound = {name: backend.bind(calls) for name, backend in able.items()}
@@ -176,6 +181,26 @@ def rows_of(
         us = {name: statistics.median(one) for name, one in rounds.items()}
         yield Row(count, heads, kind, us, untimed | skipped)
         timing.give_back()
+
+
+def rival_of(backends: Backends, shape: LayerShape, most: int) -> KernelBackend | str:
+    """Return AITER's single launch, checked, or why it is not timed on this shape."""
+    from dataclasses import replace
+
+    from vllm_aiter_mla import startup
+    from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
+    from vllm_aiter_mla.kernels.aiter.one_launch import OneLaunchBackend
+    from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
+
+    if backends.platform.arch not in ARCHITECTURES:
+        return "it is for gfx942 and gfx950"
+    try:
+        checked, timed = (OneLaunchBackend(backends.platform, unit_scale=unit) for unit in (False, True))
+    except AiterUnavailableError as error:
+        return str(error)
+    # Its query has no scale, so it is checked with a query in 16 bits.
+    found = startup.self_check(RIVALS[1], checked, replace(shape, out_dtype=shape.act), (), most)
+    return timed if found.ok else found.message
 
 
 def shape_of(heads: int, kind: str, weights: str) -> LayerShape:
@@ -198,7 +223,7 @@ def show(report: Report) -> None:
     console = Console(markup=False, highlight=False, soft_wrap=True)
     names = list(dict.fromkeys(name for row in report.rows for name in row.us))
     title = f"{', '.join(report.machine.values())}; {report.weights} weights"
-    table = Table("T", "N", "type", *(f"{name}, us" for name in names), "vllm / ours", title=title)
+    table = Table("T", "N", "type", *(f"{name}, us" for name in names), "rival / ours", title=title)
     for row in report.rows:
         us = [f"{row.us[name]:.2f}" if name in row.us else "-" for name in names]
         ratio = "-" if row.ratio is None else f"{row.ratio:.2f}{' (slower)' if row.ratio < 1 else ''}"

@@ -11,13 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sandbox.simulated_aiter import op
 from tests.support.simulated_aiter import FP8, ROCM, Unchecked, backend, fate, inputs, twin
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.route import kernel_for, route_of
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 
 pytestmark = pytest.mark.usefixtures("fake_gfx942")
@@ -31,12 +30,6 @@ def every_other(x: torch.Tensor, dim: int) -> torch.Tensor:
     view = wide[(slice(None),) * dim + (slice(None, None, 2),)]
     view.copy_(x)
     return view
-
-
-def ghost_of(good: DecodeInputs) -> DecodeInputs:
-    """The same operands without memory: looking at a value raises."""
-    parts = {name: tensor.to("meta") for name, tensor in good.tensors if name != "w_uk_t"}
-    return replace(good, weight=AbsorbWeight("plain", good.weight.values.to("meta")), **parts)
 
 
 def weight(values: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[DecodeInputs], DecodeInputs]:
@@ -71,6 +64,12 @@ def single_precision(good: DecodeInputs) -> DecodeInputs:
 
 def empty_cache(*shape: int) -> Callable[[DecodeInputs], DecodeInputs]:
     return change(kv_cache=lambda x: torch.empty(shape, dtype=x.dtype))
+
+
+def narrow(good: DecodeInputs) -> DecodeInputs:
+    """On the card it would lose half of its rope."""
+    good = change(kv_c=lambda x: x[:, :256].contiguous(), kv_cache=lambda x: x[..., :320].contiguous())(good)
+    return weight(lambda x: x[..., :256].contiguous())(good)
 
 
 # (what the reason starts with, how to break it, what the simulated AITER does without the check).
@@ -114,6 +113,8 @@ SHARED: list[Row] = [
 AITERS: list[Row] = [
     ("cache-empty: ", empty_cache(3, 0, 576), "SIGFPE"),
     ("cache-empty: ", empty_cache(0, 16, 576), "SIGABRT"),
+    ("widths: kv_lora_rank 256 and rope width 64", narrow, None),
+    ("devices: w_uk_t is on meta, the cache on cpu", weight(lambda x: x.to("meta")), None),
     ("table: ", change(cos_sin_cache=lambda x: x[:0]), None),
     ("activation-dtype: ", single_precision, None),
     ("cache-dtype: ", other_flavour, "raised AssertionError: Unsupported dtype"),
@@ -162,9 +163,11 @@ def test_the_same_call_unbroken_is_right() -> None:
     assert contract.violation(good, GFX942) is None
 
 
-def test_every_limit_has_a_test() -> None:
-    elsewhere = {"rocm", "arch", "widths", "devices", "int-strides", "absorb"}  # absorb: test_absorb.py
+def test_every_limit_has_a_test_and_a_place_in_the_manual() -> None:
+    elsewhere = {"rocm", "arch", "int-strides", "absorb"}  # absorb: test_absorb.py
     assert {name.partition(":")[0] for name, _, _ in AITERS} | elsewhere == set(contract.LIMITS)
+    manual = (Path(__file__).parents[3] / "docs" / "aiter.md").read_text(encoding="utf-8")
+    assert [name for name in (*contract.LIMITS, "kernel") if f"`{name}`" not in manual] == []
 
 
 @pytest.mark.parametrize(
@@ -177,23 +180,6 @@ def test_every_limit_has_a_test() -> None:
 )
 def test_other_platforms_are_declined(platform: Platform, reason: str) -> None:
     assert str(contract.violation(inputs(), platform)).startswith(reason)
-
-
-def test_other_widths_are_declined_and_a_narrow_latent_loses_half_its_rope_on_the_card() -> None:
-    good = inputs()
-    narrow = replace(
-        good,
-        kv_c=good.kv_c[:, :256].contiguous(),
-        weight=AbsorbWeight("plain", good.weight.values[..., :256].contiguous()),
-        kv_cache=good.kv_cache[..., :320].contiguous(),
-    )
-    assert str(contract.violation(narrow, GFX942)).startswith("widths: kv_lora_rank 256 and rope width 64")
-
-
-def test_an_operand_on_another_device_is_declined() -> None:
-    good = inputs()
-    elsewhere = replace(good, weight=AbsorbWeight("plain", good.weight.values.to("meta")))
-    assert str(contract.violation(elsewhere, GFX942)).startswith("devices: w_uk_t is on meta, the cache on cpu")
 
 
 @given(st.lists(st.sampled_from(BROKEN), min_size=1, max_size=2))
@@ -209,18 +195,16 @@ def test_operands_broken_in_two_ways_are_declined_and_nothing_raises(cases: list
     assert reason is not None or len(cases) == 2
 
 
-@pytest.mark.parametrize("name", ["q", "k_pe", "kv_c", "kv_cache"])
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "dim"), [("q", 0), ("q", 1), ("k_pe", 0), ("kv_c", 0), ("kv_cache", 0), ("kv_cache", 1)]
+)
 def test_a_stride_that_wraps_in_32_bits_is_declined(name: str, dim: int) -> None:
-    good = inputs()
-    ghost = ghost_of(good)
+    ghost = synthetic_inputs(LayerShape(4, 16, FP8["gfx942"], FP8["gfx942"], 16, False, device="meta"))
     given = getattr(ghost, name)
-    shape, strides = given.shape, list(given.stride())
-    if len(shape) == 2 and dim == 1:
-        return  # the last stride, 1 by another check
+    strides = list(given.stride())
     for stride, skipped in ((contract.STRIDE_LIMIT, True), (contract.STRIDE_LIMIT - 576, False)):
         strides[dim] = stride
-        wide = torch.empty_strided(shape, strides, dtype=given.dtype, device="meta")
+        wide = torch.empty_strided(given.shape, strides, dtype=given.dtype, device="meta")
         reason = str(contract.violation(replace(ghost, **{name: wide}), GFX942))
         assert reason.startswith(f"int-strides: {name} has strides" if skipped else "None"), reason
 
@@ -233,37 +217,21 @@ def test_a_cache_too_large_for_one_block_is_not_handed_over_as_one() -> None:
 
 
 def test_too_few_heads_are_served_below_256_tokens_by_the_per_head_kernel_alone() -> None:
-    operands = inputs(heads=2)
-    assert backend().kernel_of(operands) == "per-head"
-    assert "kernel=aiter runs the other" in str(backend(opt=True).refuse(operands))
-
-
-def test_too_few_heads_for_the_opt_kernel_are_declined_from_256_tokens_on() -> None:
-    few, many = (inputs(heads=2, tokens=tokens, block_size=16) for tokens in (255, 256))
-    bound = backend()
-    assert bound.refuse(few) is None
-    assert str(bound.refuse(many)).startswith("kernel: 2 heads and 256 tokens land on AITER's general kernel")
+    few, many = (inputs(heads=2, tokens=tokens) for tokens in (255, 256))
+    assert backend().kernel_of(few) == "per-head"
+    assert "kernel=aiter runs the other" in str(backend(opt=True).refuse(few))
+    assert str(backend().refuse(many)).startswith("kernel: 2 heads and 256 tokens land on AITER's general kernel")
 
 
 def test_the_general_kernel_aborts_on_the_flag_for_all_rows() -> None:
-    few = inputs(heads=2)
     assert kernel_for(16, 512, 64, 2, 7) == "general"
     bound = Unchecked()
     honest = bound._op
     bound._op = lambda *operands: honest(*operands[:-1], True)
-    outcome = fate(lambda: bound.prepare(few))
+    outcome = fate(lambda: bound.prepare(inputs(heads=2)))
     assert outcome.startswith("SIGABRT: [AITER] compute_all_q_rope is not supported by the general kernel")
 
 
-def test_a_zero_token_launch_poisons_the_next_call_and_prepare_never_makes_one() -> None:
-    bound, none, some = backend(), inputs(tokens=0), inputs()
-    assert bound.refuse(none) is None
-    assert bound.prepare(none).shape == (0, 4, 576)
-    assert op.forget() == []
-    outcome = fate(lambda: [Unchecked().prepare(operands) for operands in (none, some)])
+def test_a_zero_token_launch_which_prepare_never_makes_would_poison_the_next_call() -> None:
+    outcome = fate(lambda: [Unchecked().prepare(operands) for operands in (inputs(tokens=0), inputs())])
     assert outcome.startswith("raised RuntimeError: HIP error: invalid configuration argument")
-
-
-def test_the_manual_lists_every_limit() -> None:
-    manual = (Path(__file__).parents[3] / "docs" / "aiter.md").read_text(encoding="utf-8")
-    assert [name for name in (*contract.LIMITS, "kernel") if f"`{name}`" not in manual] == []

@@ -11,15 +11,8 @@ import pytest
 from tests.sandbox.simulated_aiter import install, write_tree
 from tests.support.simulated_aiter import ROCM
 from vllm_aiter_mla.backends import aiter_factory
-from vllm_aiter_mla.kernels.aiter.op import (
-    OP,
-    REQUIRED,
-    AiterUnavailableError,
-    load_op,
-    locate_aiter,
-    schema_problem,
-    signature_problem,
-)
+from vllm_aiter_mla.kernels.aiter import op as aiter_op
+from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED, load_op, locate_aiter, schema_problem, signature_problem
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.settings import Settings
 
@@ -36,10 +29,8 @@ SENTENCES = {
 @pytest.mark.parametrize(("version", "sentence"), list(SENTENCES.items()))
 def test_each_unusable_aiter_has_its_own_sentence(version, sentence) -> None:
     with install("gfx942", version):
-        found = locate_aiter()
-        assert found.reason is not None
-        assert sentence in str(found.reason)
-        with pytest.raises(AiterUnavailableError, match=r"\w"):
+        assert sentence in str(locate_aiter().reason)
+        with pytest.raises(aiter_op.AiterUnavailableError, match=r"\w"):
             load_op()
         assert "aiter" not in sys.modules
 
@@ -47,11 +38,8 @@ def test_each_unusable_aiter_has_its_own_sentence(version, sentence) -> None:
 def test_a_good_aiter_is_described_without_being_imported() -> None:
     with install("gfx942") as root:
         found = locate_aiter()
-        assert found.reason is None
-        assert found.package == root / "aiter"
-        assert found.distribution == "amd-aiter 0.1.20"
-        assert found.signature == REQUIRED
-        assert found.prebuilt
+        assert (found.reason, found.package, found.distribution) == (None, root / "aiter", "amd-aiter 0.1.20")
+        assert (found.signature, found.prebuilt) == (REQUIRED, True)
         assert not {name for name in sys.modules if name.split(".")[0] == "aiter"}
 
 
@@ -65,12 +53,9 @@ def test_an_install_without_a_built_module_is_told_so(tmp_path, monkeypatch) -> 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("AITER_JIT_DIR", raising=False)
     found = locate_aiter()
-    assert found.reason is None
-    assert not found.prebuilt
-    built = tmp_path / "jit"
-    built.mkdir()
-    (built / "module_cache.so").touch()
-    monkeypatch.setenv("AITER_JIT_DIR", str(built))
+    assert (found.reason, found.prebuilt) == (None, False)
+    (tmp_path / "module_cache.so").touch()
+    monkeypatch.setenv("AITER_JIT_DIR", str(tmp_path))
     assert locate_aiter().prebuilt
 
 
@@ -103,14 +88,12 @@ def test_the_schema_is_checked_after_the_import() -> None:
     with install("gfx942"):
         op = load_op()
     assert schema_problem(op) is None
-    names = [argument.name for argument in op._schema.arguments]
-    assert tuple(names) == REQUIRED
-    old = SimpleNamespace(_schema=SimpleNamespace(arguments=op._schema.arguments[:-1]))
+    arguments = list(op._schema.arguments)
+    assert tuple(argument.name for argument in arguments) == REQUIRED
+    old = SimpleNamespace(_schema=SimpleNamespace(arguments=arguments[:-1]))
     assert "the loaded op differs from its source" in str(schema_problem(old))
-    swapped = list(op._schema.arguments)
-    ghost = SimpleNamespace(name="slot_mapping", type="int", has_default_value=lambda: False)
-    swapped[6] = ghost
-    other = SimpleNamespace(_schema=SimpleNamespace(arguments=swapped))
+    arguments[6] = SimpleNamespace(name="slot_mapping", type="int", has_default_value=lambda: False)
+    other = SimpleNamespace(_schema=SimpleNamespace(arguments=arguments))
     assert schema_problem(other) == "the loaded op takes other types for: slot_mapping"
 
 
@@ -129,9 +112,8 @@ def test_aiter_is_not_even_probed_off_amd_cards() -> None:
 
 def test_the_probe_and_its_package_need_no_torch() -> None:
     code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from vllm_aiter_mla.kernels.aiter.op import locate_aiter\n"
-        "print(locate_aiter().reason is None)"
+        "import sys; sys.modules['torch'] = None; from vllm_aiter_mla.kernels.aiter.op import locate_aiter as locate\n"
     )
+    code += "print(locate().reason is None)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr

@@ -8,18 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sandbox.simulated_aiter import gemm, gemm_fp4, op
-from tests.support.aiter_results import (
-    CACHE_FILL,
-    FP4_CALLS,
-    FP8_CALLS,
-    FUSED_CALLS,
-    QUERY_FILL,
-    FusedCall,
-    fp4_call,
-    fp8_call,
-    fused_call,
-    plain_bits,
-)
+from tests.support import aiter_results
+from tests.support.aiter_results import FP4_CALLS, FP8_CALLS, FUSED_CALLS, fp4_call, fp8_call, fused_call
 from tests.support.simulated_aiter import FP8, same_bytes
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import absorb_fp8, dot_mxfp4
@@ -52,30 +42,26 @@ def test_all_sixty_six_calls_are_there() -> None:
 
 
 @pytest.mark.parametrize("call", FP4_CALLS)
-def test_the_absorb_product_over_fp4_weights_is_that_of_aiters_source_to_the_byte(call) -> None:
+def test_both_products_over_fp4_weights_are_those_of_aiters_source_to_the_byte(call, monkeypatch) -> None:
+    monkeypatch.setenv("SIMULATED_AITER_ARCH", "gfx950")
     done = fp4_call(call)
-    operands, scale = (done.x, done.weight.values, done.weight.scale), done.y_scale
+    operands, scale = (done.weight.values, done.weight.scale), done.y_scale
     # AITER multiplies by the reciprocal of y_scale before it rounds; ours passes none.
-    product = dot_mxfp4(*operands) * (1.0 if scale is None else scale.reciprocal())
+    product = dot_mxfp4(done.x, *operands) * (1.0 if scale is None else scale.reciprocal())
     assert same_bytes(product.bfloat16().contiguous(), done.y)
     if scale is None:
         assert same_bytes(done.weight.reference(done.x), done.y)
+    simulated = gemm_fp4.batched_gemm(done.x.transpose(0, 1), *operands, transpose_bm=True, y_scale=scale)
+    assert same_bytes(simulated, done.y)
 
 
-@pytest.mark.parametrize("call", FP4_CALLS)
-def test_the_simulated_gemm_over_fp4_weights_is_that_of_aiters_source_to_the_byte(call, monkeypatch) -> None:
-    monkeypatch.setenv("SIMULATED_AITER_ARCH", "gfx950")
-    done = fp4_call(call)
-    operands = (done.x.transpose(0, 1), done.weight.values, done.weight.scale)
-    assert same_bytes(gemm_fp4.batched_gemm(*operands, transpose_bm=True, y_scale=done.y_scale), done.y)
-
-
-def assert_as_aiter_left_them(call: FusedCall, query: torch.Tensor) -> None:
+def assert_as_aiter_left_them(call: aiter_results.FusedCall, query: torch.Tensor) -> None:
     """Cache and defined rows byte by byte; the others AITER leaves as they were, and nobody may read them."""
     assert same_bytes(call.inputs.kv_cache, call.cache)
     assert same_bytes(query[call.rows], call.query[call.rows])
-    assert (plain_bits(call.query).index_fill(0, call.rows, QUERY_FILL) == QUERY_FILL).all()
-    assert (plain_bits(call.cache) == CACHE_FILL).any()
+    undefined = aiter_results.plain_bits(call.query).index_fill(0, call.rows, aiter_results.QUERY_FILL)
+    assert (undefined == aiter_results.QUERY_FILL).all()
+    assert (aiter_results.plain_bits(call.cache) == aiter_results.CACHE_FILL).any()
 
 
 @pytest.mark.parametrize("index", FUSED_CALLS)

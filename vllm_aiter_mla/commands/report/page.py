@@ -261,7 +261,7 @@ def measure(page: Page, name: str, data: dict[str, Any]) -> None:
     """Add one chart and table per number of heads and type: time over tokens, one line per kernel."""
     alarms = [f"stopped at {data['stopped']}"] if data["stopped"] else []
     alarms += [f"wrong, not timed: {kernel} at {why}" for kernel, why in data["wrong"].items()]
-    note = f"Medians of replayed graphs, {data['weights']} weights. Ratio: vLLM's time over our fastest kernel's."
+    note = f"Medians of replayed graphs, {data['weights']} weights. Ratio: the fastest rival's time over ours."
     page.add("Timing", name, notes=[note], alarms=alarms)
     for (heads, kind), group in groupby(data["rows"], lambda row: (row["heads"], row["kind"])):
         found = list(group)
@@ -269,7 +269,7 @@ def measure(page: Page, name: str, data: dict[str, Any]) -> None:
         columns = ("tokens", *(kernel + charts.MICROSECONDS for kernel in kernels), "ratio")
         rows = [(row["tokens"], *map(row["us"].get, kernels), row["ratio"]) for row in found]
         slower = [str(row["tokens"]) for row in found if row["ratio"] is not None and row["ratio"] < 1]
-        alarms = [f"Our fastest kernel is slower than vLLM's own at {', '.join(slower)} tokens."] if slower else []
+        alarms = [f"Our fastest kernel is slower than a rival at {', '.join(slower)} tokens."] if slower else []
         notes = [f"{kernel}: not timed: {why}" for row in found for kernel, why in row["untimed"].items()]
         draw = partial(charts.lines, "us a call", columns, rows)
         page.add("Timing", f"{name}: {heads} heads, {kind}", columns, rows, draw, notes, alarms)

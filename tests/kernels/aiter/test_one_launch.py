@@ -1,0 +1,88 @@
+"""AITER's own single launch as a rival: how it is called, what it declines, and that it never serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.sandbox.simulated_aiter import ROCM
+from vllm_aiter_mla.backends import candidates, contenders
+from vllm_aiter_mla.commands import measure
+from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
+from vllm_aiter_mla.kernels.aiter.one_launch import OneLaunchBackend
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.selfcheck import self_check
+from vllm_aiter_mla.settings import KERNELS
+
+FNUZ, BF16 = torch.float8_e4m3fnuz, torch.bfloat16
+MI300X, MI355X = Platform("gfx942", ROCM), Platform("gfx950", ROCM)
+SHAPE = LayerShape(4, 128, BF16, BF16, 16, False, weight=("fp8", FNUZ))
+
+
+def by_reference(
+    q_nope: Any, codes: Any, scale: Any, q_pe: Any, kv_c: Any, k_pe: Any, cache: Any, slots: Any, positions: Any,
+    cos: Any, sin: Any, *, k_scale: Any, is_neox: bool, q_out_dtype: torch.dtype, group_size: int = 0,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """What AITER's functions do with these arguments: heads first in q_nope, one KV head, no scale of the query."""
+    assert (cos.dtype, sin.dtype) == (torch.float32, torch.float32), "each product would be rounded to 16 bits"
+    assert group_size == (128 if scale.dtype == torch.float32 else 0)
+    one = torch.ones(1)
+    made = DecodeInputs(
+        q=torch.cat([q_nope.transpose(0, 1), q_pe], dim=-1), k_pe=k_pe.squeeze(1), kv_c=kv_c.squeeze(1),
+        weight=AbsorbWeight("fp8" if group_size else "mxfp4", codes, scale), kv_cache=cache, slot_mapping=slots,
+        positions=positions, cos_sin_cache=torch.cat([cos, sin], dim=-1).to(q_pe.dtype),
+        k_scale=one if k_scale is None else k_scale, q_scale=one, is_neox=is_neox, out_dtype=q_out_dtype,
+    )  # fmt: skip
+    return reference.prepare(made), None, None, None  # type: ignore[return-value]
+
+
+OPS = {"fp8": by_reference, "mxfp4": by_reference}
+
+
+@pytest.mark.parametrize("is_neox", [False, True])
+@pytest.mark.parametrize(
+    ("platform", "change"),
+    [(MI300X, {}), (MI300X, {"cache_dtype": FNUZ}), (MI355X, {"weight": ("mxfp4",)})],
+    ids=["fp8 weight", "fp8 weight and cache", "mxfp4 weight"],
+)
+def test_its_arguments_lead_to_the_results_of_the_reference(platform: Platform, change: Any, is_neox: bool) -> None:
+    found = self_check(OneLaunchBackend(platform, OPS), replace(SHAPE, is_neox=is_neox, **change))
+    assert found.ok, found.message
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("wrong", ["is_neox", "k_scale"])
+def test_mutation_an_argument_that_is_handed_over_wrongly_fails_the_check(wrong: str) -> None:
+    def spoilt(*given: Any, **named: Any) -> Any:
+        return by_reference(*given, **named | {wrong: not named[wrong] if wrong == "is_neox" else torch.ones(1)})
+
+    shape = replace(SHAPE, cache_dtype=FNUZ)
+    assert not self_check(OneLaunchBackend(MI300X, {"fp8": spoilt}), shape).ok
+
+
+def test_it_declines_what_it_would_do_wrongly() -> None:
+    bound, right = OneLaunchBackend(MI300X, OPS), synthetic_inputs(SHAPE)
+    assert bound.refuse(right) is None
+    fp8 = synthetic_inputs(replace(SHAPE, cache_dtype=FNUZ, out_dtype=FNUZ))
+    gaps = torch.zeros(3, 32, 576, dtype=BF16)[:, :16]
+    for inputs, word in (
+        (fp8, "does not scale"),
+        (synthetic_inputs(replace(SHAPE, weight=("plain",))), "not plain ones"),
+        (replace(right, slot_mapping=right.slot_mapping[:5]), "a slot for each row"),
+        (synthetic_inputs(SHAPE, 0), "a slot for each row"),
+        (replace(right, kv_cache=gaps), "contiguous blocks"),
+        (synthetic_inputs(replace(SHAPE, weight=("mxfp4",))), "on gfx950 only"),
+    ):
+        assert word in str(bound.refuse(inputs)), word
+    assert OneLaunchBackend(MI300X, OPS, unit_scale=True).refuse(fp8) is None
+
+
+def test_it_is_named_by_no_option_and_never_serves() -> None:
+    served = {name for kernel in KERNELS for name in (*candidates(kernel, MI300X), *contenders(kernel, MI300X))}
+    assert OneLaunchBackend.name not in served | set(KERNELS)
+    assert OneLaunchBackend.name in measure.RIVALS
