@@ -130,7 +130,7 @@ def test_the_budget_is_one_for_all_shapes_of_a_rank_and_ends_the_timing() -> Non
 
 
 # Microseconds a call with gaps at 64 tokens and 16 heads, and at 512 and 128, after traces that others have published
-# of MI300X and MI355X (docs/triton.md); between them by rows. An estimate: no card was at hand.
+# of MI300X and MI355X (docs/kernels.md); between them by rows. An estimate: no card was at hand.
 PUBLISHED = {"vllm": (20.0, 70.0), "aiter": (13.0, 55.0), "aiter-opt": (13.0, 55.0), "triton": (8.0, 35.0)}
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 Ask = Callable[..., dict[str, Any]]
 
 
@@ -21,16 +20,10 @@ Ask = Callable[..., dict[str, Any]]
 def interpreted() -> Iterator[Ask]:
     """Ask the interpreting process: ``interpreted("compare", case={...})``; its exception fails the test."""
     pytest.importorskip("triton")
-    path = os.pathsep.join(map(str, (ROOT, HERE, ROOT / "tests")))
-    environment = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=path)
-    environment["OMP_NUM_THREADS"] = "1"
-    worker = subprocess.Popen(
-        [sys.executable, str(HERE / "triton_worker.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    command = [sys.executable, "-m", "tests.kernels.triton.triton_worker"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    worker = subprocess.Popen(command, text=True, env=environment, **pipes)
 
     def ask(op: str, **arguments: Any) -> dict[str, Any]:
         assert worker.stdin is not None

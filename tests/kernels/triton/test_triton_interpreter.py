@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.slow
 # The interpreter sums the 128 products in another order than torch: a bfloat16 rounding may fall the other way, which
 # is one fp8 step. 0.5 % is far above what any case shows and far below what a mutant does.
 NOPE_FRACTION = 0.005
+FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
 
 CASES = [
     Case(),
@@ -36,6 +38,8 @@ CASES = [
     Case(nope=16, rope=16, latent=16, heads=5, tokens=33, cache="bfloat16"),
     Case(block_size=48, tokens=7),
     Case(nope=192, heads=3),
+    # Both halves overflow, and saturate.
+    *[Case(cache=fp8, is_neox=neox, magnitude=300.0) for fp8 in FP8 for neox in (False, True)],
     Case(**CODES),
     Case(weight="float8_e4m3fnuz", w_major="P", cache="float8_e4m3fnuz", block_size=1, is_neox=True),
     Case(**CODES, cache="bfloat16", nope=192, heads=3, tokens=17),
@@ -48,14 +52,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=Case.label)
-def test_triton_kernel_writes_the_bytes_of_the_reference(interpreted, case):
-    found = interpreted("compare", case=asdict(case))
-    assert found["skipped"] is None
-    assert found["wrong_rope"] == 0
+def assert_as_the_reference(found: dict[str, Any], different: float = NOPE_FRACTION) -> None:
+    """To the byte, but for few values of the absorbed part, one step off."""
+    assert (found.get("skipped"), found["wrong_rope"]) == (None, 0)
     assert found["wrong_cache"] == 0, "cache, its untouched rows and the guards around it"
     assert found["nope_steps"] <= 1
-    assert found["nope_different"] <= NOPE_FRACTION
+    assert found["nope_different"] <= different
+
+
+@pytest.mark.parametrize("case", CASES, ids=Case.label)
+def test_triton_kernel_writes_the_bytes_of_the_reference(interpreted, case):
+    assert_as_the_reference(interpreted("compare", case=asdict(case)))
 
 
 @settings(max_examples=12, deadline=None)
@@ -71,15 +78,11 @@ def test_triton_kernel_writes_the_bytes_of_the_reference(interpreted, case):
 def test_triton_any_number_of_heads_tokens_and_slots_gives_the_bytes_of_the_reference(
     interpreted, tokens, heads, slots, form, cache, no_slot, seed
 ):
-    case = Case(
-        tokens=tokens, heads=heads, slots=min(slots, tokens), cache=cache, no_slot=no_slot, seed=seed, latent=64,
-        **form,
-    )  # fmt: skip
-    found = interpreted("compare", case=asdict(case))
-    assert (found["skipped"], found["wrong_rope"], found["wrong_cache"]) == (None, 0, 0)
-    assert found["nope_steps"] <= 1
+    sizes = {"tokens": tokens, "heads": heads, "slots": min(slots, tokens), "latent": 64}
+    case = Case(**sizes, cache=cache, no_slot=no_slot, seed=seed, **form)
     # One value may fall the other way in a batch of any size.
-    assert found["nope_different"] <= max(NOPE_FRACTION, 1 / (tokens * heads * case.latent))
+    different = max(NOPE_FRACTION, 1 / (tokens * heads * case.latent))
+    assert_as_the_reference(interpreted("compare", case=asdict(case)), different)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +90,7 @@ def test_triton_any_number_of_heads_tokens_and_slots_gives_the_bytes_of_the_refe
     [("bfloat16", "float8_e4m3fn"), ("float8_e4m3fnuz", "float8_e4m3fnuz"), ("float8_e4m3fnuz", "plain")],
 )
 def test_triton_rows_of_zeros_of_tiny_numbers_and_with_a_nan_are_quantised_as_aiter_does(interpreted, cache, weight):
-    found = interpreted("odd_rows", cache=cache, weight=weight)
-    assert found["wrong_rope"] == 0
-    assert found["nope_steps"] <= 1
+    assert_as_the_reference(interpreted("odd_rows", cache=cache, weight=weight))
 
 
 def test_triton_query_is_quantised_to_mxfp4_as_aiter_does_ties_and_ends_of_the_range_included(interpreted):
@@ -102,24 +103,12 @@ def test_triton_interpreter_multiplies_mxfp4_codes_and_scales_as_the_numbers_the
     assert interpreted("mxfp4_dots") == {"wrong": 0, "scales": 253}
 
 
-def test_triton_interpreter_multiplies_fp8_codes_as_the_numbers_they_are(interpreted):
-    """Sums of 16 products, each below 20: float32 leaves an error below 1e-4; bit patterns would give thousands."""
-    assert max(interpreted("fp8_dots").values()) < 1e-4
-
-
 @pytest.mark.parametrize("act", ["bfloat16", "float16"])
 @pytest.mark.parametrize("w_major", ["L", "P"])
 def test_triton_absorb_keeps_the_stated_bound_against_float64(interpreted, act, w_major):
     """|error| <= u |x| + (1 + u) P 2**-24 sum |q w|, u = 2**-8 (bfloat16) or 2**-11 (float16)."""
     found = interpreted("compare", case=asdict(Case(act=act, cache=act, w_major=w_major, tokens=9)))
     assert 0.1 < found["bmm_bound"] <= 1.0, "a bound that nothing comes near would prove nothing"
-
-
-@pytest.mark.parametrize("cache", ["float8_e4m3fn", "float8_e4m3fnuz"])
-@pytest.mark.parametrize("is_neox", [False, True])
-def test_triton_kernel_saturates_an_overflow_in_both_halves(interpreted, cache, is_neox):
-    found = interpreted("compare", case=asdict(Case(cache=cache, is_neox=is_neox, magnitude=300.0)))
-    assert (found["wrong_rope"], found["wrong_cache"]) == (0, 0)
 
 
 @pytest.mark.parametrize(("arch", "cache"), [("gfx942", "float8_e4m3fnuz"), ("gfx950", "float8_e4m3fn")])
@@ -138,9 +127,7 @@ def test_triton_mutation_overflow_that_is_not_saturated_fails_the_self_check(int
 @pytest.mark.parametrize(("arch", "index"), [("gfx942", 0), ("gfx942", 1), ("gfx942", 2), ("gfx942", 3), ("sm90", 4)])
 @pytest.mark.parametrize("weight", ["plain", "float8_e4m3fn", "mxfp4"])
 def test_triton_tiles_of_the_table_agree_with_the_reference(interpreted, arch, index, weight):
-    found = interpreted("compare_tile", arch=arch, index=index, weight=weight)
-    assert (found["wrong_rope"], found["wrong_cache"]) == (0, 0)
-    assert found["nope_steps"] <= 1
+    assert_as_the_reference(interpreted("compare_tile", arch=arch, index=index, weight=weight))
 
 
 def test_triton_kernel_keeps_nan_payloads_in_bf16_and_gives_the_lowest_fp8(interpreted):
@@ -155,38 +142,28 @@ def test_triton_cache_rows_beyond_four_gib_land_where_they_belong(interpreted, c
 
 
 def test_triton_query_rows_beyond_two_to_the_31_elements_are_read_right(interpreted):
-    found = interpreted("far_query")
-    assert found["skipped"] is None
-    assert found["wrong_rope"] == 0
-    assert found["nope_steps"] <= 1
+    assert_as_the_reference(interpreted("far_query"))
 
 
 # What a start-up compares on each card with one head: 7 rows, then what each further tile needs, up to L.
-CHECKED = {
-    ("gfx942", 1024): [7, 33, 129],
-    ("gfx942", 40): [7, 33],
-    ("gfx942", 16): [7],
-    ("sm90", 1024): [7, 32, 65, 129],
-}
+CHECKED = [
+    *[("gfx942", 1024, weight, [7, 33, 129]) for weight in ("plain", "float8_e4m3fnuz")],
+    *[("gfx942", 40, weight, [7, 33]) for weight in ("plain", "float8_e4m3fnuz")],
+    *[("gfx942", 16, weight, [7]) for weight in ("plain", "float8_e4m3fnuz")],
+    *[("sm90", 1024, weight, [7, 32, 65, 129]) for weight in ("plain", "float8_e4m3fn")],
+    ("gfx950", 1024, "mxfp4", [7, 33, 129]),
+]
 
 
-@pytest.mark.parametrize(("arch", "limit"), CHECKED)
-@pytest.mark.parametrize("weight", ["plain", "fp8"])
-def test_triton_self_check_runs_each_tile_that_the_decode_limit_reaches(interpreted, arch, limit, weight):
-    codes = {"gfx942": "float8_e4m3fnuz", "sm90": "float8_e4m3fn"}[arch]
-    found = interpreted("self_checked", arch=arch, limit=limit, weight=codes if weight == "fp8" else weight)
+@pytest.mark.parametrize(("arch", "limit", "weight", "counts"), CHECKED)
+def test_triton_self_check_runs_each_tile_that_the_decode_limit_reaches(interpreted, arch, limit, weight, counts):
+    found = interpreted("self_checked", arch=arch, limit=limit, weight=weight)
     assert found["ok"], found["message"]
-    small, large = found["launched"][: len(CHECKED[arch, limit])], found["launched"][len(CHECKED[arch, limit]) :]
+    assert weight != "mxfp4" or "q nope 0 step(s)" in found["message"]
+    small, large = found["launched"][: len(counts)], found["launched"][len(counts) :]
     assert small == large, "each tile over a small cache, then over one that claims 2 GiB"
-    assert [tokens for tokens, _ in small] == CHECKED[arch, limit]
+    assert [tokens for tokens, _ in small] == counts
     assert len({tile for _, tile in small}) == len(small)
-
-
-def test_triton_self_check_over_mxfp4_weights_runs_each_tile_of_gfx950(interpreted):
-    found = interpreted("self_checked", arch="gfx950", limit=1024, weight="mxfp4")
-    assert found["ok"], found["message"]
-    assert "q nope 0 step(s)" in found["message"]
-    assert [tokens for tokens, _ in found["launched"]] == 2 * [7, 33, 129]
 
 
 @pytest.mark.mutation
@@ -200,7 +177,6 @@ def test_triton_mutation_over_mxfp4_weights_fails_the_self_check(interpreted, na
 def test_triton_mutation_one_bad_tile_fails_the_self_check(interpreted):
     for tile in ("32x64/8w", "64x128/4w"):
         found = interpreted("self_checked", arch="gfx942", limit=1024, weight="plain", bad_tile=tile)
-        assert not found["ok"]
         assert "FAILED" in found["message"]
 
 

@@ -6,7 +6,7 @@ operation below and its arguments.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 import tempfile
@@ -35,6 +35,7 @@ BACKEND = TritonBackend()
 _LAUNCH = launcher.Launch
 _SHIPPED = triton_interpreter._convert_float
 _FOLDER = tempfile.TemporaryDirectory()
+sys.path.append(_FOLDER.name)
 
 
 def main() -> None:
@@ -111,21 +112,6 @@ def mxfp4_dots() -> dict[str, int]:
         exact = formats.dequantise_mxfp4(a, left).double() @ formats.dequantise_mxfp4(b, right).double().T + 1
         wrong += int((torch.from_numpy(result.data).double() != exact.float().double()).sum())
     return {"wrong": wrong, "scales": scale + 1}
-
-
-def fp8_dots() -> dict[str, float]:
-    """Largest error of an interpreted dot of fp8 codes, against the product of the numbers that they stand for."""
-    import triton.language as tl
-
-    found = {}
-    for dtype, name in ((torch.float8_e4m3fn, "float8e4nv"), (torch.float8_e4m3fnuz, "float8e4b8")):
-        a, b = (torch.randn(16, 16, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2))
-        handles = [triton_interpreter.TensorHandle(x.view(torch.uint8).numpy(), getattr(tl, name)) for x in (a, b)]
-        start = triton_interpreter.TensorHandle(torch.ones(16, 16).numpy(), tl.float32)
-        result = triton_interpreter.InterpreterBuilder.create_dot(None, *handles, start, None, 0)
-        exact = a.double() @ b.double() + 1
-        found[name] = float((torch.from_numpy(result.data).double() - exact).abs().max())
-    return found
 
 
 def self_checked(
@@ -292,18 +278,9 @@ def mutant(name: str) -> Any:
     source = Path(kernel.__file__).read_text()
     found = source.count(old)
     assert found == times, f"{name}: {old!r} stands {found} times in the kernel, not {times}"
-    return _module(f"kernel_{name}", source.replace(old, new)).decode_prep_kernel
-
-
-def _module(name: str, source: str) -> Any:
-    path = Path(_FOLDER.name) / f"{name}.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    (Path(_FOLDER.name) / f"kernel_{name}.py").write_text(source.replace(old, new))
+    importlib.invalidate_caches()
+    return importlib.import_module(f"kernel_{name}").decode_prep_kernel
 
 
 def _as_int32(offset: int) -> int:
@@ -311,7 +288,7 @@ def _as_int32(offset: int) -> int:
 
 
 OPERATIONS = [
-    compare, compare_tile, odd_rows, odd_groups, mxfp4_dots, fp8_dots, self_checked, aiter_vector,
+    compare, compare_tile, odd_rows, odd_groups, mxfp4_dots, self_checked, aiter_vector,
     aiter_product, nan_and_payload, far_cache, far_query, wrong_casts,
 ]  # fmt: skip
 
