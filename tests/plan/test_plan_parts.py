@@ -105,7 +105,7 @@ def test_the_one_launch_moves_each_value_once(tokens: int, heads: int, stored: i
     step = formulas.Step(tokens, heads, 128, 64, 512, stored, weight)
     _, fused, aiter, once = map(formulas.moved, formulas.paths(step).values())
     assert once == bytes_once(tokens, heads, stored, weight)
-    # docs/kernels.md: the unfused sequence writes and reads the absorbed and the rotated query once each, and k_pe back.
+    # docs/kernels.md: the unfused sequence writes and reads the absorbed and the rotated query once, and k_pe back.
     assert fused - once == 4 * tokens * heads * 576 + 2 * tokens * 64
     assert aiter - once == 4 * tokens * heads * 512
 

@@ -153,8 +153,8 @@ def give_back() -> None:
 def sets_needed(bytes_once: int, resident: int) -> int:
     """Return how many operand sets are at least twice what the caches hold, so that none is found there again.
 
-    At most ``MAX_SETS``: sets of less than 1.3 MiB may stay in a cache of 256 MiB. Reading one from there instead of from
-    memory saves a fraction of a microsecond, in every kernel alike.
+    At most ``MAX_SETS``: sets of less than 1.3 MiB may stay in a cache of 256 MiB. Reading one from there instead of
+    from memory saves a fraction of a microsecond, in every kernel alike.
     """
     return max(MIN_SETS, min(MAX_SETS, -(-2 * resident // max(bytes_once, 1))))
 
