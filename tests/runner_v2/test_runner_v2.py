@@ -34,7 +34,7 @@ def found(request, tmp_path_factory):
     # Both runs share a cache root: vLLM's notes on the model class cost ten seconds.
     cache = tmp_path_factory.getbasetemp() / "runner-v2-cache"
     environment = engine.environment_for(EngineSpec(interpret=True), cache, folder / "inductor")
-    child = [sys.executable, "-m", "tests.runner_v2.runner_v2_child", str(folder / "model"), json.dumps(request.param)]
+    child = [sys.executable, "-m", "tests.sandbox.runner_v2", str(folder / "model"), json.dumps(request.param)]
     run = subprocess.run(child, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     return request.param, json.loads(run.stdout.splitlines()[-1])

@@ -1,6 +1,6 @@
 """A process in which Model Runner V2's own functions build forward contexts, for our op and for vLLM's own ops.
 
-``python -m tests.runner_v2.runner_v2_child FOLDER '{"kv_cache_dtype": "fp8", ...}'`` prints one JSON line: by kind of
+``python -m tests.sandbox.runner_v2 FOLDER '{"kv_cache_dtype": "fp8", ...}'`` prints one JSON line: by kind of
 batch, what decided and whether the outputs and the KV cache are vLLM's own. V2's Triton kernels, and the one of AITER's
 metadata builder, run through Triton's interpreter: the parent sets TRITON_INTERPRET.
 """
