@@ -59,28 +59,23 @@ def test_mutation_i1_fake_declares_another_width(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.mutation("I2")
-def test_mutation_i2_the_op_does_not_ask_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    opcalls.capturing(monkeypatch)
-    monkeypatch.setattr(ops, "_check_capture", lambda step: None)
-    with pytest.raises(AssertionError, match="captured without slots"):
-        opcalls.assert_raises_while_capturing_without_slots(layer_of())
-
-
-@pytest.mark.mutation("I2")
-def test_mutation_i2_the_op_does_not_look_for_prefill_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    opcalls.capturing(monkeypatch)
-    monkeypatch.setattr(compat_layer, "has_prefill_rows", lambda metadata: False)
-    with pytest.raises(AssertionError, match="captured with prefill rows"):
-        opcalls.assert_raises_while_capturing_prefill_rows("mla_attention_with_rope", layer_of())
-
-
-@pytest.mark.mutation("I2")
 @pytest.mark.parametrize("op", ATTENTION)
-def test_mutation_i2_attention_does_not_ask_for_the_kind_of_graph(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong", "what"),
+    [
+        (ops, "_check_capture", lambda step: None, "slot mapping"),
+        (compat_layer, "has_prefill_rows", lambda metadata: False, "prefill"),
+        (compat_layer, "is_piecewise", lambda: False, "splitting_ops"),
+    ],
+    ids=["the capture", "prefill rows", "the kind of graph"],
+)
+def test_mutation_i2_the_op_does_not_ask_for(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Any, what: str, op: str
+) -> None:
     opcalls.capturing(monkeypatch)
-    monkeypatch.setattr(compat_layer, "is_piecewise", lambda: False)
-    with pytest.raises(AssertionError, match="inside a piecewise graph"):
-        opcalls.assert_refuses_a_piecewise_capture(op, layer_of())
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(AssertionError, match=f"captured: {what}"):
+        opcalls.assert_raises_while_capturing(what, op, layer_of())
 
 
 @pytest.mark.mutation("I7")

@@ -197,11 +197,6 @@ def test_a_call_for_which_no_kernel_can_be_chosen_runs_vllms_own_attention(
     assert "planted" in caplog.text
 
 
-def test_i2_the_op_raises_when_captured_without_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    opcalls.capturing(monkeypatch)
-    opcalls.assert_raises_while_capturing_without_slots(layer_of())
-
-
 def test_i2_the_op_raises_when_captured_before_the_cache_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     opcalls.capturing(monkeypatch)
     layer = layer_of()
@@ -211,16 +206,14 @@ def test_i2_the_op_raises_when_captured_before_the_cache_is_bound(monkeypatch: p
             OPS[ROPE](*arguments(ROPE, layer, 3))
 
 
-@pytest.mark.parametrize("op", ATTENTION)
-def test_i2_uniform_batch_a_capture_with_prefill_rows_raises(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "op"), [("slot mapping", ROPE), *((what, op) for what in ("prefill", "splitting_ops") for op in ATTENTION)]
+)
+def test_i2_uniform_batch_the_op_raises_where_a_replay_would_be_wrong(
+    monkeypatch: pytest.MonkeyPatch, what: str, op: str
+) -> None:
     opcalls.capturing(monkeypatch)
-    opcalls.assert_raises_while_capturing_prefill_rows(op, layer_of())
-
-
-@pytest.mark.parametrize("op", ATTENTION)
-def test_i2_attention_refuses_a_piecewise_capture(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
-    opcalls.capturing(monkeypatch)
-    opcalls.assert_refuses_a_piecewise_capture(op, layer_of())
+    opcalls.assert_raises_while_capturing(what, op, layer_of())
 
 
 @pytest.mark.parametrize("op", ATTENTION)
