@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +73,3 @@ def write_measure(folder: Path) -> Path:
             report.rows.append(Row(tokens, heads, "fp8", us, {"aiter": "self-check FAILED"}))
     files.write(folder / "measure.json", report.as_dict() | files.stamp("measure", 1))
     return folder / "measure.json"
-
-
-def write_serving(folder: Path) -> list[Path]:
-    """What tools/serving.py writes of times and of answers."""
-    both = {"about": {"card": "made up for a test"}, "status": "61/61 MLA layers engaged", "baseline": "vllm-fused"}
-    point = {"input": 1024, "prefix": 0, "output": 256, "rate": 2.5}
-    figures = [{"mean": 20.0, "stderr": 0.5}, {"mean": 10.0, "stderr": 0.5}]
-    rows = [
-        {"point": point, "estimates": {"ttft": figures, "tpot": figures}, "invalid": None},
-        {"point": point | {"rate": 50.0}, "estimates": {}, "invalid": "on, run 2: 3 requests failed"},
-    ]
-    scores = {"0": {"figures": {"strict-match": {"value": 0.9, "stderr": 0.01}}, "answers": {}}}
-    records = {"speed": {"rows": rows}, "accuracy": {"answers": {"off": scores, "on": scores}}}
-    for name, record in records.items():
-        data = {"tool": f"serving {name}"} | both | record | files.stamp("serving", 1)
-        (folder / f"{name}.json").write_text(json.dumps(data))
-    return [folder / f"{name}.json" for name in records]

@@ -28,15 +28,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One input of every kind, by name."""
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "status-1-0.json").write_text(json.dumps(made_files.status(measured=[made_files.measured()])))
-    times, accuracy = made_files.write_serving(folder)
     return {
         "kept": made_files.keep_demo(folder / "kept"),
         "status": folder / "status-1-0.json",
         "verify": made_files.run_verify(folder),
         "plan": made_files.write_plan(folder),
         "measure": made_files.write_measure(folder),
-        "speed": times,
-        "accuracy": accuracy,
     }
 
 
@@ -83,8 +80,6 @@ def test_every_section_of_the_whole_page_has_content_and_a_chart_is_named(page: 
         ("plan", {"Status", "Compile ranges", "Launches", "Versions"}),
         ("verify", {"Launches", "Verify", "Versions"}),
         ("measure", {"Timing", "Versions"}),
-        ("speed", {"Serving", "Versions"}),
-        ("accuracy", {"Serving", "Versions"}),
     ],
 )
 def test_a_file_fills_its_sections_and_the_others_say_what_they_need(
@@ -168,21 +163,13 @@ def test_verify_on_a_cpu_claims_no_launches_and_repeats_a_failure(files: dict[st
     assert data["results"][0]["command"] in page
 
 
-def test_serving_shows_ratios_scores_and_what_is_invalid(files: dict[str, Path]) -> None:
-    rows = rows_of(html_of([files["speed"], files["accuracy"]]))
-    off, on = "20.00 ± 0.50", "10.00 ± 0.50"
-    assert ["1024/0/256", "2.5", off, on, "2.00", off, on, "2.00", ""] in rows
-    assert ["1024/0/256", "50", *"------", "on, run 2: 3 requests failed"] in rows
-    assert ["1", "strict-match", "0.9000 ± 0.0100", "0.9000 ± 0.0100"] in rows
-
-
 HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=x()> $x^2$ {{ 7 * 7 }} \x1b[31m\u202e\ud800</style>"
 
 
 def poisoned(value: Any) -> Any:
     """Every string outside the stamp, and every key that is a name, with a hostile tail."""
     if isinstance(value, dict):
-        names = {"reference", *made_files.LAYERS, "card", "mixed", "aiter", "vllm", "strict-match"}
+        names = {"reference", *made_files.LAYERS, "card", "mixed", "aiter", "vllm"}
         return {
             key + HOSTILE * (key in names): one if key == "evidence" else poisoned(one) for key, one in value.items()
         }
@@ -220,7 +207,7 @@ def test_mutation_without_escaping_hostile_strings_are_seen(
     assert "<script" in strays(html_of(hostile))
 
 
-@pytest.mark.parametrize("kind", ["status", "verify", "measure", "speed", "accuracy"])
+@pytest.mark.parametrize("kind", ["status", "verify", "measure"])
 @pytest.mark.parametrize("value", [None, "8", 10**400], ids=["null", "text", "huge"])
 def test_a_value_of_a_wrong_type_is_shown_or_names_its_file(
     files: dict[str, Path], written: Write, kind: str, value: Any
@@ -248,7 +235,7 @@ def report(*arguments: object) -> Result:
 
 def test_report_writes_one_file(files: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    done = report(files["kept"], files["speed"], "--out", out)
+    done = report(files["kept"], files["measure"], "--out", out)
     assert (done.exit_code, str(out) in done.output) == (0, True), done.output
     assert out.read_text().startswith("<!doctype html>")
 
@@ -287,7 +274,7 @@ def test_the_output_path_is_checked_before_the_page_is_drawn(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
     monkeypatch.setattr("vllm_aiter_mla.commands.report.page.html_of", lambda inputs: pytest.fail("drawn"))
-    done = report(files["speed"], "--out", tmp_path / out)
+    done = report(files["measure"], "--out", tmp_path / out)
     assert (done.exit_code, f"--out {tmp_path / out}" in done.output) == (2, True), done.output
 
 
@@ -298,7 +285,7 @@ def test_without_its_packages_the_command_names_the_extra(
     for name in [name for name in sys.modules if name.startswith("vllm_aiter_mla.commands.report")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    done = report(files["speed"], "--out", tmp_path / "page.html")
+    done = report(files["measure"], "--out", tmp_path / "page.html")
     assert (done.exit_code, f"{package} is not installed" in done.output) == (2, True), done.output
     assert "'.[report]'" in done.output
 

@@ -30,7 +30,6 @@ SECTIONS = {
     "Launches": "verify --json on a GPU, or plan --json for formulas",
     "Timing": "measure --json",
     "Verify": "verify --json",
-    "Serving": "tools/serving.py --json",
     "Versions": "any file",
 }
 
@@ -299,34 +298,7 @@ def verify(page: Page, name: str, data: dict[str, Any]) -> None:
     page.add("Launches", title, ("backend", "variant", "tokens", "counted"), counted)
 
 
-def serving(page: Page, name: str, data: dict[str, Any]) -> None:
-    """Add times or scores of servers with the flag off and on."""
-    notes = [f"Flag on: {data['status']}. Baseline: {data['baseline']}. Mean ± standard error."]
-    rows: list[Sequence[Any]] = []
-    if "answers" in data:
-        on = data["answers"]["on"]
-        for run, answers in data["answers"]["off"].items():
-            for kind, score in answers["figures"].items():
-                rows.append((int(run) + 1, kind, _estimate(score, 4), _estimate(on[run]["figures"][kind], 4)))
-        page.add("Serving", f"Accuracy, {name}", ("run", "filter", "off", "on"), rows, notes=notes)
-        return
-    for row in data["rows"]:
-        point, cells = row["point"], []
-        for metric in ("ttft", "tpot"):
-            off, on = row["estimates"].get(metric, (None, None))
-            cells += [_estimate(off, 2), _estimate(on, 2), off["mean"] / on["mean"] if off and on else None]
-        lengths = "{input}/{prefix}/{output}".format(**point)
-        rows.append((lengths, f"{point['rate']:g}", *cells, row["invalid"] or ""))
-    times = (f"{metric} {what}" for metric in ("TTFT", "TPOT") for what in ("off, ms", "on, ms", "off/on"))
-    page.add("Serving", f"Times, {name}", ("input/prefix/output", "req/s", *times, "invalid"), rows, notes=notes)
-
-
-def _estimate(one: dict[str, float] | None, digits: int) -> str | None:
-    return None if one is None else f"{one.get('mean', one.get('value')):.{digits}f} ± {one['stderr']:.{digits}f}"
-
-
 READERS: dict[str, Callable[[Page, str, dict[str, Any]], None]] = {
-    reader.__name__.removesuffix("_file"): reader
-    for reader in (status_file, demo, engine, plan, measure, verify, serving)
+    reader.__name__.removesuffix("_file"): reader for reader in (status_file, demo, engine, plan, measure, verify)
 }
 """By the schema that a file's stamp names."""
