@@ -13,7 +13,8 @@ import pytest
 import vllm.envs
 
 from vllm_aiter_mla.commands.doctor import command, machine
-from vllm_aiter_mla.commands.doctor.check import Check, name_of, run
+from vllm_aiter_mla.commands.doctor.command import name_of, run
+from vllm_aiter_mla.commands.doctor.machine import Check
 from vllm_aiter_mla.kernels.aiter import op as locate
 
 CHECKS = {name_of(check): check for check in command.CHECKS}
@@ -125,8 +126,8 @@ def test_vllms_release_is_held_against_the_window(
         (("AITER is not installed: install it",), "7.0", "problem"),
         (("AITER is not installed: install it",), None, "unknown"),
         (("no `compute_all_q_rope`", Path("aiter"), "amd-aiter 0.1.19"), "7.0", "problem"),
-        ((None, Path("aiter"), "amd-aiter 0.1.20", False, ("q",) * 15), "7.0", "warning"),
-        ((None, Path("aiter"), "amd-aiter 0.1.20", False, ("q",) * 15, True), "7.0", "ok"),
+        ((None, Path("aiter"), "amd-aiter 0.1.20", ("q",) * 15), "7.0", "warning"),
+        ((None, Path("aiter"), "amd-aiter 0.1.20", ("q",) * 15, True), "7.0", "ok"),
     ],
 )
 def test_aiter_is_judged_by_its_files(

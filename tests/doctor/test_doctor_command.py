@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_aiter_mla.commands.doctor import command, machine
-from vllm_aiter_mla.commands.doctor.check import Check, Env, exit_status, name_of, run
+from vllm_aiter_mla.commands.doctor.command import exit_status, name_of, run
+from vllm_aiter_mla.commands.doctor.machine import Check, Env
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json as json_module
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Annotated
@@ -18,7 +18,7 @@ import typer
 from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.doctor import machine
-from vllm_aiter_mla.commands.doctor.check import STATUSES, Check, exit_status, run
+from vllm_aiter_mla.commands.doctor.machine import STATUSES, Check, CheckFunction, Env, NotKnownError
 
 CHECKS = machine.CHECKS
 
@@ -55,6 +55,33 @@ def show(checks: Sequence[Check]) -> None:
         typer.echo(outputs.line(f"{check.status:<8} {check.name:<{width}}  {' '.join(check.detail.split())}{remedy}"))
     counts = Counter(check.status for check in checks)
     typer.echo(f"vllm-aiter-mla {__version__}: " + ", ".join(f"{counts[status]} {status}" for status in STATUSES))
+
+
+def name_of(check: CheckFunction) -> str:
+    """Return a check's name for the user: the function's, with hyphens."""
+    return check.__name__.replace("_", "-")
+
+
+def run(checks: Iterable[CheckFunction], env: Env, at: outputs.Step = outputs.silent) -> tuple[Check, ...]:
+    """Run every check. One that raises is "unknown" and stops no other. ``at`` takes the name of each."""
+    found = []
+    for check in checks:
+        at(name_of(check))
+        try:
+            one = check(env)
+        except NotKnownError as error:
+            one = Check("unknown", *error.args)
+        except (Exception, SystemExit) as error:  # SystemExit: a package may give up while it is imported
+            first_line = next(iter(str(error).strip().splitlines()), "")
+            one = Check("unknown", f"the check failed: {type(error).__name__}: {first_line}")
+        found.append(replace(one, name=name_of(check)))
+    return tuple(found)
+
+
+def exit_status(checks: Iterable[Check]) -> int:
+    """Return 1 if there is a problem, else 2 if something is unknown, else 0."""
+    found = {check.status for check in checks}
+    return 1 if "problem" in found else 2 if "unknown" in found else 0
 
 
 @contextmanager

@@ -7,8 +7,11 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands.compat import offline
@@ -21,8 +24,38 @@ from vllm_aiter_mla.commands.compat.offline import (
     USE_AITER,
     USE_AITER_MLA,
 )
-from vllm_aiter_mla.commands.doctor.check import Check, Env, NotKnownError
 from vllm_aiter_mla.settings import NAMESPACE
+
+Status = Literal["ok", "warning", "problem", "unknown"]
+STATUSES: tuple[Status, ...] = ("ok", "warning", "problem", "unknown")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found.
+
+    Attributes:
+        status: "ok"; "warning", it works but look at it; "problem", the fast path will not engage or not work;
+            "unknown", it cannot be told from here.
+        detail: the finding, with the figures.
+        remedy: what to do; empty if there is nothing to do.
+        name: of the check; filled in by ``run``.
+    """
+
+    status: Status
+    detail: str
+    remedy: str = ""
+    name: str = ""
+
+
+Env = Mapping[str, str]
+"""Environment variables."""
+CheckFunction = Callable[[Env], Check]
+
+
+class NotKnownError(Exception):
+    """What a check asks cannot be told from here; the arguments are detail and remedy."""
+
 
 ARCHITECTURES = {"gfx942": "MI300X, MI325X", "gfx950": "MI350X, MI355X"}
 OLDEST_PYTHON = (3, 10)
