@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from tests.sandbox.simulated_aiter import execute, install, op
-from tests.support.aiter_results import FUSED_CALLS, fused_call
 from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes, twin
 from vllm_aiter_mla.kernels import formats, reference
-from vllm_aiter_mla.kernels.backend import Numerics
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
 from vllm_aiter_mla.kernels.selfcheck import self_check
 
@@ -47,16 +45,11 @@ OTHERS_GIVE = {
     "gfx942": [192, 224, 240, 240, 240, -240, 240, -240, 240, 240, 240, -240, 240, -240],
     "gfx950": [192, 224, 240, 240, 240, -240, 256, -256, 448, 448, 448, -448, 448, -448],
 }
-MODELS = [
-    (reference.AITER, AITER_GIVES),
-    (reference.TRITON, OTHERS_GIVE),
-    (reference.VLLM_KERNEL, OTHERS_GIVE),
-    (reference.VLLM_COMPILED, OTHERS_GIVE),
-]
 
 
-@pytest.mark.parametrize(("numerics", "given"), MODELS, ids=["aiter", "triton", "vllm-kernel", "vllm-compiled"])
-def test_overflow_in_the_reference_is_by_model_and_card(arch: str, numerics: Numerics, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["AITER", "TRITON", "VLLM_KERNEL", "VLLM_COMPILED"])
+def test_overflow_in_the_reference_is_by_model_and_card(arch: str, name: str) -> None:
+    numerics, given = getattr(reference, name), AITER_GIVES if name == "AITER" else OTHERS_GIVE
     operands, wanted = turned_by_nothing(arch, VALUES), torch.tensor(given[arch]).float()
     query = reference.prepare(operands, numerics)[0, 0, 512:].float()[: len(VALUES)]
     row = operands.kv_cache.flatten(0, 1)[5, 512:].float()[: len(VALUES)]
@@ -76,19 +69,6 @@ def test_overflow_in_the_simulated_aiter_is_the_references_and_the_latent_satura
     assert operands.kv_cache.flatten(0, 1)[5, :3].tolist() == [top, -top, -top]
 
 
-def test_overflow_in_aiters_own_results_is_nan() -> None:
-    """The executed source on gfx942: NaN exactly where the reference says, nowhere in the un-rotated half."""
-    seen = 0
-    for call in map(fused_call, FUSED_CALLS):
-        if not formats.is_fp8(call.query.dtype):
-            continue
-        query = reference.prepare(call.inputs)[call.rows].float()
-        assert torch.equal(query.isnan(), call.query[call.rows].float().isnan())
-        assert not query[..., :512].isnan().any()
-        seen += int(query.isnan().sum())
-    assert seen > 10
-
-
 def clamping(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """AITER's conversion, as a build that clamps would have it."""
     return lambda x, dtype: inner(x.clamp(-execute.FP8_MAX[dtype], execute.FP8_MAX[dtype]), dtype)
@@ -97,7 +77,7 @@ def clamping(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize("opt", [False, True])
 @pytest.mark.parametrize("query", ["fp8", "bf16"])
 @pytest.mark.mutation("I14")
-def test_mutation_overflow_rows_of_the_self_check_tell_a_clamping_aiter_from_todays(
+def test_mutation_overflow_of_a_clamping_aiter_is_told(
     arch: str, opt: bool, query: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = LayerShape(4, 16, FP8[arch], FP8[arch] if query == "fp8" else torch.bfloat16, 16, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,26 +19,15 @@ from vllm_aiter_mla.kernels.selfcheck import steps_of
 
 FLAVOURS = list(formats.FLAVOURS.values())
 BF16 = torch.bfloat16
+FP8 = {"cache_dtype": torch.float8_e4m3fn, "out_dtype": torch.float8_e4m3fn}
 
 flavours = pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: str(flavour.dtype))
 
 
-def operands(
-    tokens: int = 5,
-    heads: int = 2,
-    nope: int = 8,
-    rope: int = 8,
-    latent: int = 16,
-    block: int = 4,
-    cache: torch.dtype = BF16,
-    out: torch.dtype = BF16,
-    is_neox: bool = False,
-    seed: int = 0,
-    act: torch.dtype = BF16,
-) -> DecodeInputs:
+def operands(tokens: int = 5, seed: int = 0, **changes: Any) -> DecodeInputs:
     """A small random call; row 1 is padded where there is one."""
-    shape = LayerShape(heads, nope, cache, out, block, is_neox, act, latent=latent, rope=rope)
-    table = torch.randn(11, rope, generator=torch.Generator().manual_seed(seed)).sin().to(act)
+    shape = replace(LayerShape(2, 8, BF16, BF16, 4, False, latent=16, rope=8), **changes)
+    table = torch.randn(11, 8, generator=torch.Generator().manual_seed(seed)).sin().to(shape.act)
     return synthetic_inputs(shape, tokens, seed, padded=1, table=table)
 
 
@@ -70,18 +60,6 @@ def test_rounding_is_to_the_nearest_code_ties_to_even(flavour: formats.Fp8Flavou
     wanted = torch.tensor([nearest_by_hand(x, flavour) for x in points.tolist()], dtype=torch.uint8)
     for rounding in (formats.round_saturating, formats.round_overflowing):
         assert torch.equal(rounding(points, flavour).view(torch.uint8), wanted)
-
-
-@flavours
-@given(value=st.floats(-500, 500, width=32))
-@settings(max_examples=200)
-def test_any_float_rounds_to_its_nearest_code(flavour: formats.Fp8Flavour, value: float) -> None:
-    x = torch.tensor([value])
-    saturated = formats.round_saturating(x, flavour).view(torch.uint8).item()
-    assert saturated == nearest_by_hand(max(-flavour.max, min(flavour.max, value)), flavour)
-    overflowing = formats.round_overflowing(x, flavour).view(torch.uint8).item()
-    edge = abs(value) == flavour.overflow_from and not flavour.overflow_from_is_max
-    assert overflowing == (flavour.nan if edge or abs(value) > flavour.overflow_from else saturated)
 
 
 @flavours
@@ -120,7 +98,7 @@ def test_rotation_is_a_complex_product_of_the_styles_pairs(is_neox: bool) -> Non
 
 @pytest.mark.parametrize("is_neox", [False, True])
 def test_the_prepared_row_is_absorbed_nope_then_rope(is_neox: bool) -> None:
-    call = operands(is_neox=is_neox, act=torch.float32, cache=torch.float32, out=torch.float32)
+    call = operands(is_neox=is_neox, act=torch.float32, cache_dtype=torch.float32, out_dtype=torch.float32)
     out = reference.prepare(call)
     for t in range(5):
         cos, sin = call.cos_sin_cache[call.positions[t]].chunk(2)
@@ -140,7 +118,7 @@ def test_the_prepared_row_is_absorbed_nope_then_rope(is_neox: bool) -> None:
 )
 def test_only_rows_with_a_slot_are_written(tokens: int, block: int, seed: int, cache: torch.dtype, padded: set) -> None:
     """Whatever the block size and the padding, all of them included: every other byte stays."""
-    call = operands(tokens, block=block, seed=seed, cache=cache)
+    call = operands(tokens, block_size=block, seed=seed, cache_dtype=cache)
     for row in padded:
         call.slot_mapping[row : row + 1] = -1
     reference.prepare(call)
@@ -160,7 +138,7 @@ def test_rows_beyond_the_slots_are_prepared_but_not_written() -> None:
 
 
 def test_strided_operands_give_the_same_bytes() -> None:
-    call = operands(cache=torch.float8_e4m3fn, out=torch.float8_e4m3fn)
+    call = operands(**FP8)
     wide_q, wide_k, wide_c = (torch.full(size, 9.0, dtype=BF16) for size in ((5, 4, 30), (5, 20), (5, 40)))
     wide_q[:, 1:3, 7:23], wide_k[:, 3:11], wide_c[:, 5:21] = call.q, call.k_pe, call.kv_c
     gaps = torch.full((call.kv_cache.shape[0], 9, 24), PATTERN, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -174,7 +152,7 @@ def test_strided_operands_give_the_same_bytes() -> None:
 
 
 def test_two_rounding_mode_rounds_the_rotated_values_first() -> None:
-    call = operands(tokens=64, cache=torch.float8_e4m3fn, out=torch.float8_e4m3fn)
+    call = operands(tokens=64, **FP8)
     out = reference.prepare(call, reference.VLLM_COMPILED)
     cos, sin = call.cos_sin_cache[call.positions].float().chunk(2, -1)
     turned = reference.rotate(call.q[..., 8:], cos[:, None], sin[:, None], False).bfloat16()
@@ -185,11 +163,8 @@ def test_two_rounding_mode_rounds_the_rotated_values_first() -> None:
     assert 0 < int((steps > 0).sum()) < 0.1 * steps.numel()
     assert int(steps.max()) == 1
     assert same_bytes(out[..., :16], single[..., :16])
-
-
-def test_two_rounding_changes_nothing_without_fp8() -> None:
-    call = operands(tokens=64)
-    assert same_bytes(reference.prepare(call, reference.VLLM_COMPILED), reference.prepare(fresh(call)))
+    plain = operands(tokens=64)  # nothing changes without fp8
+    assert same_bytes(reference.prepare(plain, reference.VLLM_COMPILED), reference.prepare(fresh(plain)))
 
 
 def test_a_truncated_cache_row_is_the_rounded_one_or_one_step_nearer_to_zero() -> None:
@@ -212,10 +187,3 @@ def test_no_token_and_no_cache_are_served() -> None:
     assert same_bytes(reference.prepare(bare), reference.prepare(call))
     unslotted = fresh(call, slot_mapping=call.slot_mapping[:0])
     assert same_bytes(reference.prepare(unslotted), reference.prepare(call))
-
-
-def test_inputs_stay_as_they_were() -> None:
-    call = operands()
-    before = {name: tensor.clone() for name, tensor in call.tensors if name != "kv_cache"}
-    reference.prepare(call)
-    assert all(torch.equal(dict(call.tensors)[name], tensor) for name, tensor in before.items())

@@ -1,18 +1,23 @@
-"""What the self-check compares, each kernel of a back end that the decode limit reaches, and what it reports."""
+"""What the self-check compares: each kernel that the decode limit reaches, over each cache; and what it reports."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.sandbox.simulated_aiter import ROCM, install, op
-from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels import measure, reference
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.backend import Binding
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.selfcheck import self_check
+from vllm_aiter_mla.kernels.triton import launcher
+from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
 SMALL = LayerShape(2, 8, torch.bfloat16, torch.bfloat16, 4, False, latent=16, rope=8)
 BF16 = LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False)
@@ -68,47 +73,117 @@ def test_self_check_passes_on_the_simulated_aiter_and_covers_each_kernel_that_se
     assert {kernel for kernel, _ in ran} == ({"opt"} if opt else {"per-head", "opt"})
 
 
-def test_self_check_accepts_rounding_where_truncation_was_inferred(fake_gfx942, monkeypatch) -> None:
+@pytest.mark.parametrize("acts_as", ["gfx942", "gfx950"])  # which truncates, and which rounds everywhere
+def test_self_check_accepts_inferred_truncation_and_rounding_too(fake_gfx942, monkeypatch, acts_as) -> None:
     """If gfx942 rounds after all, the card is better than its source says, and is not rejected for it."""
-    monkeypatch.setattr("tests.sandbox.simulated_aiter.op.arch", lambda: "gfx950")  # rounds everywhere
-    result = self_check(AiterBackend(MI300X), BF16)
-    assert result.ok, result.message
-
-
-def test_self_check_of_the_truncating_kernel_passes(fake_gfx942) -> None:
+    monkeypatch.setattr("tests.sandbox.simulated_aiter.op.arch", lambda: acts_as)
     result = self_check(AiterBackend(MI300X), BF16)
     assert result.ok, result.message
     assert ("opt", 256) in op.forget()
 
 
+class Changed(ReferenceBackend):
+    """The reference, but for what ``change`` makes of the result and of the cache."""
+
+    def __init__(self, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.name, self.change = "changed", change
+
+    def prepare(self, operands: DecodeInputs) -> torch.Tensor:
+        return self.change(super().prepare(operands), operands.kv_cache)
+
+
 def test_self_check_reports_figures_and_stray_bytes_of_a_wrong_kernel() -> None:
-    class Off(ReferenceBackend):
-        name = "off"
+    def off(out: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        cache.view(torch.uint8)[-1, -1, :5] ^= 1
+        return out * 2
 
-        def prepare(self, operands):
-            out = super().prepare(operands)
-            operands.kv_cache.view(torch.uint8)[-1, -1, :5] ^= 1
-            return out * 2
+    result = self_check(Changed(off), BF16)
+    assert (result.ok, result.stray_bytes) == (False, 5)
+    assert result.message.startswith("changed: self-check FAILED: q nope 128 step(s)")
 
-    result = self_check(Off(), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
-    assert not result.ok
-    assert result.stray_bytes == 5
-    assert result.message.startswith("off: self-check FAILED: q nope 128 step(s)")
+
+def test_self_check_of_a_wrong_dtype_says_so() -> None:
+    result = self_check(Changed(lambda out, cache: out.float()), BF16)
+    assert "changed: returned [7, 4, 576] torch.float32, expected" in result.message
 
 
 def test_self_check_of_a_refused_shape_says_so(fake_gfx942) -> None:
-    bound = AiterBackend(MI300X)
-    result = self_check(bound, LayerShape(4, 16, torch.uint8, torch.bfloat16, 16, False))
+    result = self_check(AiterBackend(MI300X), replace(BF16, cache_dtype=torch.uint8))
     assert not result.ok
     assert "refused the self-check: kv_cache: view uint8" in result.message
 
 
-def test_self_check_of_a_wrong_dtype_says_so() -> None:
-    class Wide(ReferenceBackend):
-        name = "wide"
+def test_every_answer_follows_from_bind() -> None:
+    class Refusing(KernelBackend):
+        name = "refusing"
 
-        def prepare(self, operands):
-            return super().prepare(operands).float()
+        def bind(self, inputs: DecodeInputs) -> Binding | str:
+            return "never"
 
-    result = self_check(Wide(), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
-    assert "wide: returned [7, 4, 576] torch.float32, expected" in result.message
+    operands = synthetic_inputs(SMALL)
+    assert Refusing().refuse(operands) == "never"
+    assert Refusing().kernel_of(operands) is None
+    with pytest.raises(KernelInputError, match="refusing: never"):
+        Refusing().prepare(operands)
+    assert not self_check(Refusing(), SMALL).ok
+
+
+def test_synthetic_operands_on_meta_take_no_memory_whatever_their_number() -> None:
+    ghost = synthetic_inputs(replace(SMALL, device="meta"), 1 << 32)
+    assert ghost.num_tokens == 1 << 32
+    assert {tensor.device.type for _, tensor in ghost.tensors} == {"meta"}
+
+
+# What serving meets: caches above 2 GiB, and blocks of another size.
+SHAPE = LayerShape(16, 128, torch.bfloat16, torch.bfloat16, 16, False)
+
+
+def is_large(inputs) -> bool:
+    return launcher._reach(inputs.kv_cache) >= 1 << 31
+
+
+class Wrong(ReferenceBackend):
+    """Right but over the caches that ``where`` tells."""
+
+    name, trusted = "wrong", False
+
+    def __init__(self, tried, where) -> None:
+        super().__init__()
+        self.tried_caches, self.where = tried, where
+
+    def bind(self, inputs):
+        wrong = self.where(inputs)
+        run = lambda one: reference.prepare(one) * (-1 if wrong else 1)  # noqa: E731
+        return Binding(run, f"blocks of {inputs.kv_cache.shape[1]}")
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_synthetic_large_cache_is_one_to_triton_and_as_small_as_the_other(large: bool) -> None:
+    inputs = synthetic_inputs(SHAPE, 3, large=large)
+    assert is_large(inputs) is large
+    assert inputs.kv_cache.numel() * 2 < 1 << 20
+
+
+@pytest.mark.mutation
+def test_a_kernel_that_is_wrong_over_a_large_cache_alone_fails_its_self_check() -> None:
+    tried = TritonBackend().tried_caches
+    assert self_check(Wrong(tried, lambda inputs: False), SHAPE).ok
+    assert not self_check(Wrong(tried, is_large), SHAPE).ok
+
+
+@pytest.mark.parametrize(("opt", "kernel"), [(False, "per-head"), (True, "opt")])
+def test_another_block_size_leads_to_the_kernel_of_aiters_that_was_checked(opt: bool, kernel: str) -> None:
+    """vLLM settles the block size after the check."""
+    aiter = AiterBackend(Platform("gfx950", ROCM), op=lambda *_: None, opt=opt)
+    caches = [synthetic_inputs(replace(SHAPE, block_size=size)) for size in (1, 16, 64)]
+    assert {aiter.kernel_of(inputs) for inputs in caches} == {kernel}
+
+
+def test_what_is_timed_is_the_variant_for_a_large_cache() -> None:
+    weight = synthetic_inputs(SHAPE, 1).weight
+    assert all(map(is_large, measure.calls_of(SHAPE, [weight], 2, resident=1)))
+
+
+def test_a_back_end_without_variants_is_checked_over_the_layers_own_cache() -> None:
+    assert KernelBackend.tried_caches(ReferenceBackend(), 64) == ((64, False),)

@@ -13,11 +13,7 @@ from vllm_aiter_mla.kernels.backend import Numerics
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 
 FN, FNUZ, BF16 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.bfloat16
-MODELS = {
-    "aiter": reference.AITER,
-    "vllm-compiled": reference.VLLM_COMPILED,
-    "vllm-kernel": reference.VLLM_KERNEL,
-}
+MODELS = {"aiter": reference.AITER, "vllm-compiled": reference.VLLM_COMPILED, "vllm-kernel": reference.VLLM_KERNEL}
 # First and second value of a pair, cosine and sine; all four are bfloat16.
 ONE, OTHER = (-3.546875, -3.421875, 0.6484375, 0.6875), (-2.890625, -2.859375, 0.56640625, 0.59375)
 # ONE: first * cos = -2.2999267578125 and second * sin = -2.3525390625, whose difference is 0.0526123046875. In
@@ -40,8 +36,7 @@ def test_vllm_numerics_are_the_bytes_worked_out_by_hand(name: str, dtype: torch.
     inputs = synthetic_inputs(shape, 1, padded=None)
     inputs.q[0, 0, 16:] = inputs.k_pe[0] = torch.tensor([first, second])
     inputs.cos_sin_cache[:] = torch.tensor([cos, sin])
-    inputs.q_scale.fill_(1.0)
-    inputs.k_scale.fill_(1.0)
+    inputs.q_scale.fill_(1.0), inputs.k_scale.fill_(1.0)
     query = reference.prepare(inputs, MODELS[name])
     row = inputs.kv_cache.flatten(0, 1)[inputs.slot_mapping[0]]
     raw = torch.int16 if dtype == BF16 else torch.uint8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,7 @@ def test_mutation_a_second_rotation_is_caught(counted: ledger.Counted, monkeypat
 
     def twice(step, q, k_pe, kv_c, rope):  # type: ignore[no-untyped-def]
         inner(step, q, k_pe, kv_c, rope)
-        width = k_pe.shape[-1]
-        step.layer.rotate(q[..., -width:], k_pe, rope)
+        step.layer.rotate(q[..., -k_pe.shape[-1] :], k_pe, rope)
 
     monkeypatch.setattr(bodies, "rotate_and_write", twice)
     found = violations_of_ours(counted)
@@ -86,28 +86,25 @@ def test_mutation_a_decode_batch_that_is_not_prepared_is_caught(monkeypatch: pyt
     ]
 
 
-def counted_events(run) -> list[tuple[int, int, int]]:  # type: ignore[no-untyped-def]
-    counter = Counter(KERNELS)
-    with counter:
+A, B, OUT, ROW = torch.zeros(2, 3, 4), torch.zeros(2, 4, 5), torch.zeros(2, 3, 5), torch.zeros(1, 8)
+# What runs, and launches, allocations and bytes of each event.
+COUNTED: list[tuple[Callable[[], object], list[tuple[int, int, int]]]] = [
+    # A view costs nothing, a copy is one launch into one buffer.
+    (lambda: A[:, 1:].transpose(0, 1).unsqueeze(0), []),
+    (A.clone, [(1, 1, 2 * 24 * 4)]),
+    # An out argument is written once and not read.
+    (lambda: torch.bmm(A, B, out=OUT), [(1, 0, 4 * (24 + 40 + 30))]),
+    # A broadcast dimension counts once, and an empty buffer not at all.
+    (lambda: torch.empty(4, 8).copy_(ROW.expand(4, 8)), [(0, 1, 0), (1, 0, 4 * (32 + 8))]),
+    (lambda: torch.empty(0), [(0, 0, 0)]),
+]
+
+
+@pytest.mark.parametrize(("run", "events"), COUNTED)
+def test_what_runs_is_counted(run: Callable[[], object], events: list[tuple[int, int, int]]) -> None:
+    with Counter(KERNELS) as counter:
         run()
-    return [(event.launches, event.allocations, event.moved) for event in counter.events]
-
-
-def test_a_view_costs_nothing_and_a_copy_is_one_launch_into_one_buffer() -> None:
-    x = torch.zeros(4, 6)
-    assert counted_events(lambda: x[:, 2:].transpose(0, 1).unsqueeze(0)) == []
-    assert counted_events(x.clone) == [(1, 1, 2 * 4 * 6 * 4)]
-
-
-def test_an_out_argument_is_written_once_and_not_read() -> None:
-    a, b, out = torch.zeros(2, 3, 4), torch.zeros(2, 4, 5), torch.zeros(2, 3, 5)
-    assert counted_events(lambda: torch.bmm(a, b, out=out)) == [(1, 0, 4 * (24 + 40 + 30))]
-
-
-def test_a_broadcast_dimension_counts_once_and_an_empty_buffer_not_at_all() -> None:
-    row = torch.zeros(1, 8)
-    assert counted_events(lambda: torch.empty(4, 8).copy_(row.expand(4, 8))) == [(0, 1, 0), (1, 0, 4 * (32 + 8))]
-    assert counted_events(lambda: torch.empty(0)) == [(0, 0, 0)]
+    assert [(event.launches, event.allocations, event.moved) for event in counter.events] == events
 
 
 def test_what_a_graph_replays_allocates_nothing() -> None:

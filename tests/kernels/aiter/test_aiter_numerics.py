@@ -99,9 +99,7 @@ def test_varied_operands_agree(arch, name) -> None:
         (300, 16, 16, True, "opt"),
     ],
 )
-def test_each_of_the_two_runs_its_kernel_and_the_simulated_op_runs_that_one(
-    arch, tokens, heads, block, opt, kernel
-) -> None:
+def test_each_of_the_two_runs_its_kernel_as_the_simulated_op_does(arch, tokens, heads, block, opt, kernel) -> None:
     assert agree(arch, inputs(arch, tokens, heads, block), opt=opt) == kernel
     assert op.forget()[-1] == (kernel, tokens)
 
@@ -129,13 +127,8 @@ def test_the_truncating_kernel_declines_a_bf16_cache_on_gfx942_where_the_other_r
 def test_bar_of_pr_55230_against_an_unfused_path(arch, kinds, neox, tokens) -> None:
     """Nope half bit-exact; fp8 rope within 1 step on under 4 %, mean error below 0.02; bf16 rope bit-exact.
 
-    One exception: from 256 tokens on, a bf16 cache on gfx942 is written by the kernel that truncates, and its rope half
-    is 1 bf16 step off on about half of the elements.
-
-    The PR allows 1 % against a path that quantises from fp32; this path rounds to bf16 first, as vLLM does, and
-    that alone moves about 3 % of the fp8 rope elements by one step. The division by the scale instead of the
-    multiplication by its reciprocal moves more (up to 1.6 % of bf16 values at unlucky scales), unless the scale is a
-    power of two, as here.
+    The PR allows 1 % against a path that quantises from fp32; this one rounds to bf16 first, as vLLM does, and that
+    alone moves about 3 %. Scales are powers of two, whose reciprocals are exact: others move up to 1.6 %.
     """
     operands = inputs(arch, tokens, 16, 16, *kinds, is_neox=neox)
     operands = replace(operands, cos_sin_cache=yarn_table(4 * tokens), k_scale=torch.tensor(0.0625),
@@ -144,6 +137,7 @@ def test_bar_of_pr_55230_against_an_unfused_path(arch, kinds, neox, tokens) -> N
     slots = operands.slot_mapping
     expected = twin(operands)
     bound = backend(arch)
+    # A bf16 cache then has a rope half that is 1 step off on about half of its elements.
     truncated = bound.numerics(operands).truncate_cache_rope
     assert truncated == (arch == "gfx942" and kinds == ("act", "act") and tokens == 300)
     results = [

@@ -22,23 +22,21 @@ def interpreted() -> Iterator[Ask]:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "tests.kernels.triton.triton_worker"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    worker = subprocess.Popen(command, text=True, env=environment, **pipes)
+    worker = subprocess.Popen(command, text=True, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    to, answers = worker.stdin, worker.stdout
+    assert to is not None
+    assert answers is not None
 
     def ask(op: str, **arguments: Any) -> dict[str, Any]:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        worker.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-        worker.stdin.flush()
-        line = worker.stdout.readline()
+        print(json.dumps({"op": op, **arguments}), file=to, flush=True)
+        line = answers.readline()
         assert line, f"the interpreting process ended with status {worker.wait()}"
         answer = json.loads(line)
         assert "error" not in answer, answer.get("error")
         return answer
 
     yield ask
-    assert worker.stdin is not None
-    worker.stdin.close()
+    to.close()
     worker.wait(timeout=30)
 
 

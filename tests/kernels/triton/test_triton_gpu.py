@@ -1,4 +1,4 @@
-"""The kernel on a GPU: values, graphs, launches, memory, and the project's bounds. ``pytest -m gpu -k triton``."""
+"""The kernel on a GPU, beside what tests/verify/test_verify_gpu.py replays in graphs. ``pytest -m gpu -k triton``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.triton.triton_mutations import CASES
 from tests.support.triton_cases import Case, build, compare, on_cpu, wrong_values
 
 pytest.importorskip("triton")
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.platform import CARDS
-from vllm_aiter_mla.kernels.triton import kernel, launcher
+from vllm_aiter_mla.kernels.triton import launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
 pytestmark = [
@@ -32,42 +33,18 @@ NOPE_FRACTION = 0.005
 INSIDE_SANITIZER = "TRITON_TESTS_IN_SANITIZER"
 
 
-def native_fp8():
-    return str(CARDS.get(launcher.current_arch())).removeprefix("torch.")
-
-
 def on_gpu(case: Case):
-    cache = native_fp8() if case.cache == Case.cache else case.cache
-    return build(replace(case, cache=cache), device="cuda")
+    native = str(CARDS.get(launcher.current_arch())).removeprefix("torch.")
+    return build(replace(case, cache=native if case.cache.startswith("float8") else case.cache), device="cuda")
 
 
 SHAPES = [
     Case(tokens=t, heads=n, block_size=b)
     for t, n, b in [(1, 1, 1), (7, 16, 64), (16, 8, 16), (33, 16, 1), (64, 128, 64), (129, 16, 16), (300, 128, 64)]
 ]
-STYLES = [
-    Case(tokens=20, heads=4, **change)
-    for change in (
-        {"is_neox": True},
-        {"cache": "bfloat16"},
-        {"cache": "bfloat16", "is_neox": True, "w_major": "P"},
-        {"out": "bfloat16"},
-        {"act": "float16", "cache": "float16"},
-        {"act": "float16"},
-        {"w_major": "P"},
-        {"slots": 11},
-        {"slots": 0},
-        {"no_slot": "all"},
-        {"block_size": 48},
-        {"nope": 64, "rope": 32, "latent": 256},
-        {"nope": 256, "rope": 128, "latent": 1024},
-        {"nope": 16, "rope": 16, "latent": 16},
-        {"magnitude": 300.0},
-    )
-]
 
 
-@pytest.mark.parametrize("case", SHAPES + STYLES, ids=Case.label)
+@pytest.mark.parametrize("case", SHAPES + [case for case in CASES if case.weight == "plain"], ids=Case.label)
 def test_triton_gpu_writes_the_bytes_of_the_reference(case):
     inputs, storage = on_gpu(case)
     assert BACKEND.refuse(inputs) is None
@@ -91,56 +68,6 @@ def test_triton_gpu_call_neither_synchronises_nor_allocates_but_the_query():
     assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 1
 
 
-def test_triton_gpu_call_is_one_launch():
-    inputs, _ = on_gpu(Case(tokens=64, heads=16))
-    BACKEND.prepare(inputs)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        BACKEND.prepare(inputs)
-        torch.cuda.synchronize()
-    kernels = [one for one in profile.events() if one.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(kernels) == 1
-
-
-def test_triton_gpu_graph_replays_read_slots_positions_and_scales_anew():
-    inputs, storage = on_gpu(Case(tokens=17, heads=4))
-    BACKEND.warm_up(inputs, [17])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = BACKEND.prepare(inputs)
-    for seed in (1, 2):
-        fresh, _ = on_gpu(Case(tokens=17, heads=4, seed=seed))
-        for name in ("q", "k_pe", "kv_c", "slot_mapping", "positions"):
-            getattr(inputs, name).copy_(getattr(fresh, name))
-        inputs.q_scale.mul_(2)
-        cpu, cpu_storage = on_cpu(inputs, storage)
-        expected = reference.prepare(cpu)
-        graph.replay()
-        torch.cuda.synchronize()
-        lat = inputs.latent_dim
-        assert wrong_values(out.cpu()[..., lat:], expected[..., lat:]) == 0
-        assert wrong_values(storage.cpu(), cpu_storage) == 0
-
-
-def test_triton_gpu_capture_after_warm_up_compiles_nothing():
-    template, _ = on_gpu(Case(tokens=512, heads=6))
-    counts = [1, 2, 8, 16, 17, 64, 100, 128, 256, 512]
-    BACKEND.warm_up(template, counts)
-    compiled = _variants_compiled()
-    for tokens in counts:
-        inputs, _ = on_gpu(Case(tokens=tokens, heads=6))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            BACKEND.prepare(inputs)
-    assert _variants_compiled() == compiled
-
-
-def _variants_compiled():
-    """Compiled variants Triton holds for the current device."""
-    caches = kernel.decode_prep_kernel.device_caches[torch.cuda.current_device()]
-    return len(caches[0])
-
-
 def test_triton_gpu_capture_without_warm_up_raises():
     inputs, _ = on_gpu(Case(tokens=5, heads=11))
     graph = torch.cuda.CUDAGraph()
@@ -148,24 +75,17 @@ def test_triton_gpu_capture_without_warm_up_raises():
         BACKEND.prepare(inputs)
 
 
-@pytest.mark.parametrize("cache", ["fp8", "bfloat16"])
+@pytest.mark.parametrize("cache", [Case.cache, "bfloat16"])
 def test_triton_gpu_cache_rows_beyond_four_gib_land_where_they_belong(cache):
-    inputs, _ = on_gpu(Case(tokens=4, heads=1, no_slot="none", cache=Case.cache if cache == "fp8" else cache))
+    inputs, storage = on_gpu(Case(tokens=4, heads=1, no_slot="none", cache=cache))
     item = inputs.kv_cache.dtype.itemsize
     blocks = (5 << 30) // (64 * 576 * item)
     raw = torch.zeros(blocks * 64 * 576 * item, dtype=torch.uint8, device="cuda")
     rows = [3, (2 << 30) // (576 * item) + 5, (4 << 30) // (576 * item) + 7, blocks * 64 - 1]
-    inputs = replace(
-        inputs,
-        kv_cache=raw.view(inputs.kv_cache.dtype).view(blocks, 64, 576),
-        slot_mapping=torch.tensor(rows, device="cuda"),
-    )
+    inputs = replace(inputs, slot_mapping=torch.tensor(rows, device="cuda"))
+    cpu, _ = on_cpu(inputs, storage)
+    inputs = replace(inputs, kv_cache=raw.view(inputs.kv_cache.dtype).view(blocks, 64, 576))
     BACKEND.prepare(inputs)
-    cpu = replace(
-        inputs,
-        **{name: getattr(inputs, name).cpu() for name in ("k_pe", "kv_c", "slot_mapping", "positions", "k_scale")},
-        cos_sin_cache=inputs.cos_sin_cache.cpu(),
-    )
     cos, sin = reference.gather_cos_sin(cpu.cos_sin_cache, cpu.positions)
     expected = reference.kv_rows(cpu, cos, sin, reference.TRITON)
     assert wrong_values(inputs.kv_cache.view(-1, 576)[rows].cpu(), expected) == 0

@@ -1,4 +1,4 @@
-"""Bugs to plant in the kernel's source, with the case and the figure that must show each."""
+"""Calls of the kernel; and bugs to plant in its source, with the case and the figure that must show each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,40 @@ from tests.support.triton_cases import Case
 # Codes of the weight, with the stride that vLLM gives them.
 CODES = {"weight": "float8_e4m3fn", "w_major": "P"}
 MXFP4 = {"weight": "mxfp4"}
+FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
+
+CASES = [
+    Case(),
+    Case(is_neox=True, cache="float8_e4m3fnuz", block_size=1),
+    Case(cache="bfloat16", block_size=64),
+    Case(cache="bfloat16", is_neox=True, block_size=1, w_major="P"),
+    Case(cache="float8_e4m3fnuz", out="bfloat16", block_size=64),
+    Case(act="float16", cache="float16"),
+    Case(act="float16", cache="float8_e4m3fn", is_neox=True),
+    Case(w_major="P", heads=3, tokens=17),
+    Case(tokens=1, heads=1),
+    Case(tokens=0),
+    Case(slots=0),
+    Case(tokens=6, slots=4),
+    Case(no_slot="all"),
+    Case(tokens=70, heads=1, block_size=64),
+    Case(nope=64, rope=32, latent=256, heads=1, is_neox=True),
+    Case(nope=256, rope=128, latent=1024, heads=1),
+    Case(nope=16, rope=16, latent=16, heads=5, tokens=33, cache="bfloat16"),
+    Case(block_size=48, tokens=7),
+    Case(nope=192, heads=3),
+    # Both halves overflow, and saturate.
+    *[Case(cache=fp8, is_neox=neox, magnitude=300.0) for fp8 in FP8 for neox in (False, True)],
+    Case(**CODES),
+    Case(weight="float8_e4m3fnuz", w_major="P", cache="float8_e4m3fnuz", block_size=1, is_neox=True),
+    Case(**CODES, cache="bfloat16", nope=192, heads=3, tokens=17),
+    Case(**CODES, act="float16", cache="float16", nope=256),
+    Case(weight="float8_e4m3fn", out="bfloat16", nope=64),
+    Case(**CODES, no_slot="all", nope=32),
+    Case(**MXFP4),
+    Case(**MXFP4, cache="bfloat16", nope=256, heads=3, tokens=17),
+    Case(**MXFP4, out="bfloat16", nope=512, latent=64, heads=1, is_neox=True),
+]
 
 # Name: text, replacement, how often the text occurs, case, figure. Without a case another test plants it.
 MUTATIONS = {

@@ -12,7 +12,7 @@ from tools.gfx9.operand import signed
 from tools.gfx9.parse import Fault
 from tools.gfx9.scalar import SAVEEXEC, SOP
 
-M32, M64 = 2**32 - 1, 2**64 - 1
+M32 = 2**32 - 1
 
 
 def s32(x):
@@ -42,12 +42,6 @@ def bfe(value, spec, is_signed):
 
 # Each takes unsigned 64-bit sources (the opcode reads 32 of them where it is a 32-bit one) and SCC.
 FORMULAS = {
-    "s_mov_b32": lambda a, c: (a, c),
-    "s_mov_b64": lambda a, c: (a, c),
-    "s_cselect_b32": lambda a, b, c: (a if c else b, c),
-    "s_cselect_b64": lambda a, b, c: (a if c else b, c),
-    "s_not_b32": lambda a, c: nonzero(M32 - a),
-    "s_not_b64": lambda a, c: nonzero(M64 - a, 64),
     "s_add_u32": lambda a, b, c: (a + b, int(a + b > M32)),
     "s_addc_u32": lambda a, b, c: (a + b + c, int(a + b + c > M32)),
     "s_sub_u32": lambda a, b, c: (a - b, int(a < b)),
@@ -58,23 +52,22 @@ FORMULAS = {
     "s_mul_hi_u32": lambda a, b, c: (a * b // 2**32, c),
     "s_mul_hi_i32": lambda a, b, c: (s32(a) * s32(b) // 2**32, c),
     "s_abs_i32": lambda a, c: nonzero(abs(s32(a))),
-    "s_min_i32": lambda a, b, c: (min(s32(a), s32(b)), int(s32(a) < s32(b))),
-    "s_max_i32": lambda a, b, c: (max(s32(a), s32(b)), int(s32(a) >= s32(b))),
-    "s_min_u32": lambda a, b, c: (min(a, b), int(a < b)),
-    "s_max_u32": lambda a, b, c: (max(a, b), int(a >= b)),
-    "s_lshl_b32": lambda a, b, c: nonzero(a * 2 ** (b % 32)),
-    "s_lshr_b32": lambda a, b, c: nonzero(a // 2 ** (b % 32)),
-    "s_ashr_i32": lambda a, b, c: nonzero(s32(a) // 2 ** (b % 32)),
-    "s_lshl_b64": lambda a, b, c: nonzero(a * 2 ** (b % 64), 64),
-    "s_lshr_b64": lambda a, b, c: nonzero(a // 2 ** (b % 64), 64),
-    "s_ashr_i64": lambda a, b, c: nonzero(s64(a) // 2 ** (b % 64), 64),
     "s_bfe_u32": lambda a, b, c: nonzero(bfe(a, b, False)),
     "s_bfe_i32": lambda a, b, c: nonzero(bfe(s32(a), b, True)),
     "s_pack_ll_b32_b16": lambda a, b, c: (a % 2**16 + b % 2**16 * 2**16, c),
 }
 for k in (1, 2, 3, 4):
     FORMULAS[f"s_lshl{k}_add_u32"] = lambda a, b, c, k=k: (a * 2**k + b, int(a * 2**k + b > M32))
-for width in (32, 64):
+for kind, number in {"i32": s32, "u32": int}.items():
+    FORMULAS[f"s_min_{kind}"] = lambda a, b, c, s=number: (min(s(a), s(b)), int(s(a) < s(b)))
+    FORMULAS[f"s_max_{kind}"] = lambda a, b, c, s=number: (max(s(a), s(b)), int(s(a) >= s(b)))
+for width, number in {32: s32, 64: s64}.items():
+    FORMULAS[f"s_mov_b{width}"] = lambda a, c: (a, c)
+    FORMULAS[f"s_cselect_b{width}"] = lambda a, b, c: (a if c else b, c)
+    FORMULAS[f"s_not_b{width}"] = lambda a, c, w=width: nonzero(2**w - 1 - a, w)
+    FORMULAS[f"s_lshl_b{width}"] = lambda a, b, c, w=width: nonzero(a * 2 ** (b % w), w)
+    FORMULAS[f"s_lshr_b{width}"] = lambda a, b, c, w=width: nonzero(a // 2 ** (b % w), w)
+    FORMULAS[f"s_ashr_i{width}"] = lambda a, b, c, w=width, s=number: nonzero(s(a) // 2 ** (b % w), w)
     for name, function in {"and": operator.and_, "or": operator.or_, "xor": operator.xor}.items():
         FORMULAS[f"s_{name}_b{width}"] = lambda a, b, c, f=function, w=width: nonzero(f(a, b), w)
     FORMULAS[f"s_andn2_b{width}"] = lambda a, b, c, w=width: nonzero(a & (2**w - 1 - b), w)

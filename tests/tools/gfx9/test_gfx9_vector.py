@@ -47,10 +47,6 @@ def median(a, b, c):
     return sorted(numbers_)[1] if len(numbers_) == 3 else min(numbers_, default=math.nan)
 
 
-def reciprocal(a):
-    return math.copysign(math.inf, a) if a == 0 else 1 / a
-
-
 def field_of(x):
     """The exponent field, which a denormal has at 0."""
     return max(math.frexp(x)[1], -126)
@@ -80,9 +76,7 @@ def bf16(a):
     return (raw + 0x7FFF + (raw >> 16 & 1)) >> 16
 
 
-FORMULAS = {
-    "v_mov_b32": lambda a: a,
-    "v_mov_b64": lambda a: a,
+FORMULAS: dict = {
     "v_cndmask_b32": lambda a, b, c: b if c else a,
     "v_not_b32": lambda a: M32 - a,
     "v_and_b32": lambda a, b: a & b,
@@ -91,11 +85,7 @@ FORMULAS = {
     "v_or3_b32": lambda a, b, c: a | b | c,
     "v_and_or_b32": lambda a, b, c: (a & b) | c,
     "v_lshlrev_b16": lambda n, a: a * 2 ** (n % 16),
-    "v_lshlrev_b32": lambda n, a: a * 2 ** (n % 32),
-    "v_lshrrev_b32": lambda n, a: a // 2 ** (n % 32),
     "v_ashrrev_i32": lambda n, a: math.floor(Fraction(a, 2 ** (n % 32))),
-    "v_lshlrev_b64": lambda n, a: a * 2 ** (n % 64),
-    "v_lshrrev_b64": lambda n, a: a // 2 ** (n % 64),
     "v_lshl_or_b32": lambda a, n, b: (a * 2 ** (n % 32)) % 2**32 | b,
     "v_alignbit_b32": lambda a, b, n: (a * 2**32 + b) // 2 ** (n % 32),
     "v_alignbyte_b32": lambda a, b, n: (a * 2**32 + b) // 2 ** (8 * (n % 4)),
@@ -104,9 +94,6 @@ FORMULAS = {
     "v_bfi_b32": lambda m, a, b: (m & a) | ((M32 - m) & b),
     "v_bfrev_b32": lambda a: int(f"{a:032b}"[::-1], 2),
     "v_perm_b32": perm,
-    "v_add_u32": lambda a, b: a + b,
-    "v_sub_u32": lambda a, b: a - b,
-    "v_subrev_u32": lambda a, b: b - a,
     "v_add3_u32": lambda a, b, c: a + b + c,
     "v_add_lshl_u32": lambda a, b, n: (a + b) * 2 ** (n % 32),
     "v_lshl_add_u32": lambda a, n, b: a * 2 ** (n % 32) + b,
@@ -116,13 +103,6 @@ FORMULAS = {
     "v_mul_hi_u32": lambda a, b: a * b // 2**32,
     "v_mul_u32_u24": lambda a, b: (a % 2**24) * (b % 2**24),
     "v_mad_u32_u24": lambda a, b, c: (a % 2**24) * (b % 2**24) + c,
-    "v_min_i32": min,
-    "v_max_i32": max,
-    "v_min_u32": min,
-    "v_max_u32": max,
-    "v_add_f32": lambda a, b: a + b,
-    "v_sub_f32": lambda a, b: a - b,
-    "v_subrev_f32": lambda a, b: b - a,
     "v_mul_f32": lambda a, b: a * b,
     "v_fma_f32": fused,
     "v_min_f32": lambda a, b: extreme(min, a, b),
@@ -130,10 +110,8 @@ FORMULAS = {
     "v_min3_f32": lambda a, b, c: extreme(min, a, b, c),
     "v_max3_f32": lambda a, b, c: extreme(max, a, b, c),
     "v_med3_f32": median,
-    "v_rcp_f32": reciprocal,
+    "v_rcp_f32": lambda a: math.copysign(math.inf, a) if a == 0 else 1 / a,
     "v_div_fixup_f32": fixup,
-    "v_cvt_f32_u32": float,
-    "v_cvt_f32_i32": float,
     "v_cvt_u32_f32": to_uint,
     "v_cvt_pk_bf16_f32": lambda a, b: None if None in (bf16(a), bf16(b)) else bf16(a) | bf16(b) << 16,
     "v_cmp_o_f32": lambda a, b: not (math.isnan(a) or math.isnan(b)),
@@ -141,6 +119,16 @@ FORMULAS = {
     "v_cmp_lg_f32": lambda a, b: a < b or a > b,
     "v_cmp_neq_f32": lambda a, b: a != b,
 }
+FORMULAS |= dict.fromkeys(("v_mov_b32", "v_mov_b64"), lambda a: a) | dict.fromkeys(
+    ("v_cvt_f32_u32", "v_cvt_f32_i32"), float
+)
+for width in (32, 64):
+    FORMULAS[f"v_lshlrev_b{width}"] = lambda n, a, w=width: a * 2 ** (n % w)
+    FORMULAS[f"v_lshrrev_b{width}"] = lambda n, a, w=width: a // 2 ** (n % w)
+for kind in ("i32", "u32"):
+    FORMULAS |= {f"v_min_{kind}": min, f"v_max_{kind}": max}
+for kind in ("u32", "f32"):
+    FORMULAS |= {f"v_add_{kind}": operator.add, f"v_sub_{kind}": operator.sub, f"v_subrev_{kind}": lambda a, b: b - a}
 for order in ("lt", "le", "eq", "ge", "gt"):
     compare = getattr(operator, order)
     FORMULAS |= {f"v_cmp_{order}_{kind}": compare for kind in ("i32", "u32", "i64", "u64", "f32")}
@@ -184,8 +172,6 @@ def test_gfx9_vector_opcode_is_its_formula_in_every_lane(name):
 
 def test_gfx9_every_vector_opcode_has_a_test():
     assert set(FORMULAS) | OWN_TESTS == set(VOP)
-    named = (
-        "pk_mul_f32 pk_add_f32 pk_mov_b32 cvt_pk_fp8_f32 cvt_scalef32_pk_fp8_f32 mad_u64_u32 mad_i64_i32 div_fmas_f32"
-    )
-    named += " bitop3_b32 bitop3_b16 permlane32_swap_b32 readfirstlane_b32"
+    named = "pk_mul_f32 pk_add_f32 pk_mov_b32 cvt_pk_fp8_f32 cvt_scalef32_pk_fp8_f32 mad_u64_u32 mad_i64_i32"
+    named += " div_fmas_f32 bitop3_b32 bitop3_b16 permlane32_swap_b32 readfirstlane_b32"
     assert {f"v_{name}" for name in named.split()} == set(SPECIAL)
