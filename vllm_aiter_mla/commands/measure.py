@@ -171,7 +171,10 @@ def rows_of(
         else:
             able[name] = backend
     rival = rival_of(backends, shape, max(tokens))
-    (untimed if isinstance(rival, str) else able)[RIVALS[1]] = rival  # type: ignore[index, assignment]
+    if isinstance(rival, str):
+        untimed[RIVALS[1]] = rival
+    else:
+        able[RIVALS[1]] = rival
     for count in tokens:
         calls = synthetic_inputs(shape, count)
         bound = {name: backend.bind(calls) for name, backend in able.items()}
