@@ -168,6 +168,13 @@ def test_no_two_calls_in_a_row_read_the_same_query() -> None:
     assert all(first != second for first, second in pairwise(addresses))
 
 
+def test_queries_are_not_copied_beyond_the_memory_that_timing_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = synthetic_inputs(SHAPE, 2)
+    monkeypatch.setattr(measure, "MOST_RESULTS", 3 * one.q.nbytes)
+    calls = measure.calls_of(SHAPE, [one.weight], 2, resident=1 << 20)
+    assert len({call.q.data_ptr() for call in calls}) == 1 + 3
+
+
 def test_partial_figures_are_of_counts_far_apart_and_the_rest_follows_the_nearest() -> None:
     counts, seconds = measure.token_counts(1024), measure.BUDGET_S / 4 / (13 * 3)
     rounds = timed(MadeUpClock(costs(aiter=SLOW, triton=1.0, vllm=SLOW), replay_s=seconds), counts, measure.Budget())

@@ -45,7 +45,7 @@ FIRST_TIMED = (1, 8, 64, 256)  # what a budget that runs out has covered
 MOST_TOKENS = 1024  # between this and the last token count nothing is timed
 # Operand sets of one measurement: as many as do not fit in the caches, and no more than a graph can hold comfortably.
 MIN_SETS, MAX_SETS = 8, 400
-MOST_RESULTS = 256 << 20  # bytes of results that calls beyond the sets needed may add
+MOST_RESULTS = 256 << 20  # bytes that results of calls beyond the sets needed may add, and copies of the query
 LARGEST_FILE = 2**20  # bytes; 12 token counts of 3 candidates take some 10 kB
 DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
 
@@ -182,7 +182,8 @@ def calls_of(shape: LayerShape, weights: Sequence[AbsorbWeight], tokens: int, re
     generator = torch.Generator(device=shape.device).manual_seed(tokens)
     # A kernel that has a variant for large caches is timed by it: the slower one, and the one of most servers.
     one = synthetic_inputs(shape, tokens, padded=None, generator=generator, large=True)
-    queries = [one.q, *(one.q.clone() for _ in range(QUERIES - 1))]
+    # A query of hundreds of MiB lies in no cache anyway, and the card may have little memory left.
+    queries = [one.q, *(one.q.clone() for _ in range(min(QUERIES - 1, MOST_RESULTS // one.q.nbytes)))]
     count = calls_needed(shape, bytes_of(weights[0]), tokens, resident)
     pairs = islice(zip(cycle(weights), cycle(queries), strict=False), count)
     return [replace(one, weight=weight, q=query) for weight, query in pairs]
