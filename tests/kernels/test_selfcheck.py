@@ -62,6 +62,7 @@ def test_mutation_a_kernel_that_is_wrong_fails_the_check_whichever_it_is(bad) ->
 @pytest.mark.parametrize("opt", [False, True])
 def test_self_check_passes_on_the_simulated_aiter_and_covers_each_kernel_that_serves(arch, block, opt) -> None:
     with install(arch):
+        op.forget()
         platform = Platform(arch, ROCM)
         bound = AiterBackend(platform, opt=opt)
         result = self_check(bound, LayerShape(4, 16, platform.fp8, platform.fp8, block, False))
