@@ -11,9 +11,9 @@ import pytest
 from tests.support.import_table import ARROWS, FIRST
 from tests.support.pages import FILES, PAGES, ROOT
 from vllm_aiter_mla import settings
-from vllm_aiter_mla.commands.compat.offline import VARIABLES
 from vllm_aiter_mla.commands.doctor.command import CHECKS, name_of
 from vllm_aiter_mla.commands.plan import formulas, model
+from vllm_aiter_mla.compat.offline import VARIABLES
 from vllm_aiter_mla.compat.patches import PATCHES
 
 DEVELOPMENT, CONFIGURATION = PAGES["development.md"], PAGES["configuration.md"]

@@ -1,7 +1,7 @@
 """A process that takes vLLM's own CUDA or ROCm platform class on a machine without a card, and builds one config.
 
 ``python gpu_platform_child.py '{"platform": "rocm", "arch": "gfx942", "model": ..., "options": {...}}'`` prints one
-JSON line. What is made up for it is listed in ``vllm_aiter_mla.commands.compat.rocm_config``.
+JSON line. What is made up for it is listed in ``vllm_aiter_mla.compat.rocm_config``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from vllm_aiter_mla.commands.compat import rocm_config
+from vllm_aiter_mla.compat import rocm_config
 
 
 def take_cuda(capability: str) -> None:

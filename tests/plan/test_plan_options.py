@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from vllm_aiter_mla import plugin as our_plugin
-from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import offline
 from vllm_aiter_mla.settings import Settings
 
 FLAG = "fuse_aiter_qk_rope_kvcache_mla"

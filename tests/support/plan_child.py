@@ -18,9 +18,9 @@ from unittest import mock
 
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import LayerView, Skip
-from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import build, kernels
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import offline, rocm_config
 from vllm_aiter_mla.settings import Settings
 
 decisions: list[Any] = []

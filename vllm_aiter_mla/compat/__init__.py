@@ -1,1 +1,1 @@
-"""Every use of vLLM's internals while it serves. Importing this imports no vLLM; ``patches`` changes vLLM."""
+"""Every use of vLLM's code. Importing this package imports no vLLM; ``patches`` holds what is changed in vLLM."""

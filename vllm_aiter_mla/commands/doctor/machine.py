@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Literal
 
 from vllm_aiter_mla import files, status
-from vllm_aiter_mla.commands.compat import offline
-from vllm_aiter_mla.commands.compat.offline import (
+from vllm_aiter_mla.compat import offline
+from vllm_aiter_mla.compat.offline import (
     BATCH_INVARIANT,
     BREAKABLE_GRAPHS,
     FP4_BMM,

@@ -43,8 +43,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from vllm_aiter_mla.admission import LayerView, Skip
-from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import offline
 
 CARDS = {"gfx942": ("0x74a1", 192), "gfx950": ("0x75a0", 288)}
 """The driver's device id and the memory in GiB of the smallest card of each architecture."""
