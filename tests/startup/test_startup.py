@@ -120,9 +120,9 @@ def test_a_failed_warm_up_hands_over_to_the_other_ranks_and_raises_its_error_bef
         return 0, [mine]
 
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", planted)
-    monkeypatch.setattr(startup.log, "exchange", exchange)
     one = Worker(ours(), strict=True)
     one.load_model()
+    monkeypatch.setattr(startup.log, "exchange", exchange)
     with pytest.raises(KeyError, match="planted"):
         one.compile_or_warm_up_model()
     assert handed == []
