@@ -344,6 +344,9 @@ def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_ranks
 @pytest.fixture
 def gauge(said, tmp_path, monkeypatch):
     """Scrapes prometheus_client's registry, as vLLM's /metrics does."""
+    others = tuple(status._shown)  # of engines that earlier tests of this process have built
+    for other in others:
+        REGISTRY.unregister(other)
     monkeypatch.setattr(status, "_shown", [])
     status.show_gauge(tmp_path)
     status.show_gauge(tmp_path)  # idempotent
@@ -355,6 +358,8 @@ def gauge(said, tmp_path, monkeypatch):
 
     yield scrape
     REGISTRY.unregister(status._shown[0])
+    for other in others:
+        REGISTRY.register(other)
 
 
 def labels(state, engine="0"):
