@@ -1,7 +1,7 @@
 """A process that takes vLLM's own CUDA or ROCm platform class on a machine without a card, and builds one config.
 
 ``python gpu_platform_child.py '{"platform": "rocm", "arch": "gfx942", "model": ..., "options": {...}}'`` prints one
-JSON line. What is made up for it is listed in ``vllm_aiter_mla.compat.rocm_config``.
+JSON line. What is made up for it is listed in ``vllm_aiter_mla.commands.plan.card``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import os
 import sys
 from typing import Any
 
+from vllm_aiter_mla.commands.plan import answer, card
 from vllm_aiter_mla.compat import rocm_config
 
 
 def take_cuda(capability: str) -> None:
     """Make vLLM's CUDA platform the current one, with eight cards of a compute capability, "9.0" and the like."""
     major, minor = (int(part) for part in capability.split("."))
-    rocm_config.pretend_cards((major, minor), 141)
-    rocm_config.pretend_modules("vllm._C_stable_libtorch", "vllm.vllm_flash_attn")
+    card.pretend_cards((major, minor), 141)
+    card.pretend_modules("vllm._C_stable_libtorch", "vllm.vllm_flash_attn")
     import vllm.platforms
     from vllm.platforms import cuda
 
@@ -29,7 +30,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     """Load the plugins, build the config, say what the gate made of it and what attention back end vLLM takes."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if request["platform"] == "rocm":
-        rocm_config.pretend_rocm(request["arch"])
+        card.pretend_rocm(request["arch"])
         rocm_config.inspect_in_process()
     elif request["platform"] == "cuda":
         take_cuda(request["arch"])
@@ -41,7 +42,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         model=request["model"], skip_tokenizer_init=True, max_model_len=512, **request["options"]
     ).create_engine_config()
     compilation = config.compilation_config
-    return rocm_config.engine_facts(config) | {
+    return answer.engine_facts(config) | {
         "backend": backend_of(config),
         "cudagraph_mode": compilation.cudagraph_mode.name,
         "graph_partition": compilation.use_inductor_graph_partition,

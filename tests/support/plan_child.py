@@ -18,16 +18,16 @@ from unittest import mock
 
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import LayerView, Skip
-from vllm_aiter_mla.commands.plan import build, kernels
+from vllm_aiter_mla.commands.plan import answer, build, kernels
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import offline, rocm_config
 from vllm_aiter_mla.settings import Settings
 
 decisions: list[Any] = []
-apply, facts = gate.apply, rocm_config.engine_facts
+apply, facts = gate.apply, answer.engine_facts
 BUGS = {
-    "nothing is quantised": ("_method_of_kv_b_proj", lambda quant: lambda layer, prefix: None),
-    "the limit is not the gate's": ("engine_facts", lambda config: facts(config) | {"gate": None}),
+    "nothing is quantised": (rocm_config, "_method_of_kv_b_proj", lambda quant: lambda layer, prefix: None),
+    "the limit is not the gate's": (answer, "engine_facts", lambda config: facts(config) | {"gate": None}),
 }
 # Imported once for all plans, which would else each import them.
 WARM = (
@@ -60,7 +60,7 @@ def applied(config: Any) -> Any:
 def planned(request: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
     """Return the plan with the gate's decision."""
     bug = BUGS.get(request.pop("bug"))
-    with mock.patch.object(rocm_config, *bug) if bug else nullcontext():
+    with mock.patch.object(*bug) if bug else nullcontext():
         found = build.planned(request, about)
     last = decisions[-1] if decisions else None
     skip = last.code if isinstance(last, Skip) else None
@@ -72,15 +72,15 @@ def main(arch: str) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to stdout
     gate.apply = applied
-    about = rocm_config.start(arch)
+    about = answer.start(arch)
     warm()
     for line in sys.stdin:
         if os.fork() == 0:
             try:
-                answer = planned(json.loads(line), about)
+                found = planned(json.loads(line), about)
             except BaseException:
-                answer = {"failed": traceback.format_exc()}  # without an answer the test would wait for ever
-            print(json.dumps(answer), file=out, flush=True)
+                found = {"failed": traceback.format_exc()}  # without an answer the test would wait for ever
+            print(json.dumps(found), file=out, flush=True)
             os._exit(0)
         os.wait()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView, LayerView
 from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.commands.plan.answer import Answer
 from vllm_aiter_mla.compat import offline, rocm_config
 from vllm_aiter_mla.settings import Settings
 
@@ -67,10 +68,10 @@ def ask(source: model.Source, arguments: Any, arch: str, variables: Any, verbose
 
 
 ABOUT = {"arch": "gfx942", "made_up": True, "vllm": "0.32.0", "on": dict.fromkeys(offline.VARIABLES, True)}
-"""What ``rocm_config.start`` may say."""
+"""What ``answer.start`` may say."""
 
 
-def made_up_answer(**changes: Any) -> rocm_config.Answer:
+def made_up_answer(**changes: Any) -> Answer:
     """An answer of vLLM's about 61 layers, where the gate declines; ``changes`` are fields of the engine's view."""
     view, facts = replace(ConfigView(), **changes), {"dtype": "bfloat16", "layers": 61, "max_position": 4096}
     options = {"tp": 8, "pp": 1, "dp": 1, "max_num_seqs": 256, "max_num_batched_tokens": 16384, "block_size": 16,
@@ -79,7 +80,7 @@ def made_up_answer(**changes: Any) -> rocm_config.Answer:
     kind = rocm_config.LayerKind(LayerView(model_dtype="bfloat16"), "fp8", "Fp8LinearMethod", "", True, False)
     given = offline.Given(Settings(), None, None, "", [])
     ranges = {"ranges": [(1, 4681), (4682, 16384)]}
-    return rocm_config.Answer(given, facts, engine | ranges, [(kind, 61)])
+    return Answer(given, facts, engine | ranges, [(kind, 61)])
 
 
 def codes(plan: dict[str, Any]) -> list[str]:

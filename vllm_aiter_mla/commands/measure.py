@@ -191,8 +191,8 @@ def rival_of(backends: Backends, shape: LayerShape, most: int) -> KernelBackend 
     from dataclasses import replace
 
     from vllm_aiter_mla import startup
+    from vllm_aiter_mla.commands.one_launch import OneLaunchBackend
     from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
-    from vllm_aiter_mla.kernels.aiter.one_launch import OneLaunchBackend
     from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
 
     if backends.platform.arch not in ARCHITECTURES:

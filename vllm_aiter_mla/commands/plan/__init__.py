@@ -1,6 +1,6 @@
 """``vllm-aiter-mla plan``: what would engage, from a model's config and the options of ``vllm serve``.
 
 ``model`` finds the config and starts a process of its own, in which ``build`` makes the plan: it asks vLLM
-(``compat.rocm_config``), admission for every reason and the back ends (``kernels``), and counts bytes and launches
+(``answer``), admission for every reason and the back ends (``kernels``), and counts bytes and launches
 (``formulas``). ``printout`` prints the plan. Nothing here needs a GPU, weights or a network.
 """

@@ -17,10 +17,11 @@ from typing import Any
 
 from vllm_aiter_mla import __version__, admission, backends
 from vllm_aiter_mla.admission import ConfigView, LayerView, Skip, integration_of, why_not_passes
+from vllm_aiter_mla.commands.plan import answer as answers
 from vllm_aiter_mla.commands.plan import formulas, kernels
-from vllm_aiter_mla.compat import rocm_config
+from vllm_aiter_mla.commands.plan.answer import Answer, NoAnswerError
 from vllm_aiter_mla.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
-from vllm_aiter_mla.compat.rocm_config import Answer, LayerKind, NoAnswerError
+from vllm_aiter_mla.compat.rocm_config import LayerKind
 from vllm_aiter_mla.kernels import vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
@@ -40,10 +41,10 @@ def planned(request: Mapping[str, Any], about: dict[str, Any]) -> dict[str, Any]
 
     Args:
         request: ``folder`` of the model's config, ``arguments`` of ``vllm serve``, ``variables``: see :func:`build`.
-        about: what ``rocm_config.start`` says.
+        about: what ``answer.start`` says.
     """
     try:
-        return build(rocm_config.answer(Path(request["folder"]), request["arguments"]), about, request["variables"])
+        return build(answers.answer(Path(request["folder"]), request["arguments"]), about, request["variables"])
     except NoAnswerError as error:
         return {"failed": str(error)}
 
@@ -307,7 +308,7 @@ def main(arch: str = "") -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # vLLM logs to stdout
     try:
-        found = planned(json.load(sys.stdin), rocm_config.start(arch))
+        found = planned(json.load(sys.stdin), answers.start(arch))
     except Exception as error:
         found = {"failed": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
     print(json.dumps(found), file=out)

@@ -11,9 +11,9 @@ import torch
 from tests.sandbox.simulated_aiter import ROCM
 from vllm_aiter_mla.backends import candidates, contenders
 from vllm_aiter_mla.commands import measure
+from vllm_aiter_mla.commands.one_launch import OneLaunchBackend
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
-from vllm_aiter_mla.kernels.aiter.one_launch import OneLaunchBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.selfcheck import self_check

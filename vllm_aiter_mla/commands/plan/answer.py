@@ -1,0 +1,158 @@
+"""What vLLM itself decides for ``vllm serve`` on an AMD card: its finished ``VllmConfig``, and its MLA layers.
+
+The plugin is loaded, so the engine's own gate decides. ``card`` says what is made up where there is no ROCm, and
+``compat.rocm_config`` what is made up for a model without weights.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.commands.plan import card
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import offline, rocm_config
+
+MOST_LAYERS, MOST_POSITIONS = 2**9, 2**24
+
+
+class NoAnswerError(ValueError):
+    """vLLM says too little for a plan: it does not take the options or the model, or it cannot be asked."""
+
+
+@dataclass
+class Answer:
+    """What vLLM decides for one model and one set of options, as far as it gets."""
+
+    given: offline.Given | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] | None = None  # see ``engine_facts``; None if vLLM refuses to start
+    layers: list[tuple[rocm_config.LayerKind, int]] = field(default_factory=list)  # counted, the most frequent first
+    skip: Skip | None = None  # where vLLM stops: what it does not take, or the error that its layers raise
+
+    def look_at(self, model: Any) -> None:
+        """Take the facts of a ``ModelConfig``, or raise ValueError where it is too large to be built."""
+        layers, positions = model.get_total_num_hidden_layers(), model.max_model_len
+        if layers > MOST_LAYERS or positions > MOST_POSITIONS:
+            raise ValueError(f"{layers} layers and {positions} positions are more than is built here")
+        text = model.hf_text_config
+        self.model = {
+            "architecture": str(model.architecture),
+            "model_type": str(getattr(text, "model_type", "")),
+            "is_mla": bool(model.use_mla),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "hidden_size": model.get_hidden_size(),
+            "heads": model.model_arch_config.total_num_attention_heads,
+            "layers": layers,
+            "max_position": getattr(text, "max_position_embeddings", None) or positions,
+            "listed_layers": len(compat_config.mla_layers(model)),
+        }
+
+
+def start(asked: str) -> dict[str, Any]:
+    """Load vLLM with the plugin, on this machine's card, or on one made up: ``asked``, by default gfx942.
+
+    Return ``arch``, ``made_up`` (there is no ROCm here), ``vllm`` (its version) and ``on`` (its switches by name).
+
+    Raises:
+        ValueError: this machine has another card, or vLLM cannot read one of its variables.
+    """
+    import torch
+
+    if made_up := torch.version.hip is None:
+        arch = asked or "gfx942"
+        card.pretend_rocm(arch)
+    else:
+        arch = rocm_config.card_of_driver()
+        if asked not in ("", arch):
+            raise ValueError(f"--arch {asked}: this machine has a {arch}; a plan makes nothing up where a card is")
+    rocm_config.load_plugins()
+    rocm_config.inspect_in_process()
+    on = {name: bool(offline.switched_on(name, dict(os.environ))) for name in offline.VARIABLES}
+    return {"arch": arch, "made_up": made_up, "vllm": compat_config.vllm_version(), "on": on}
+
+
+def answer(folder: Path, arguments: Sequence[str]) -> Answer:
+    """Return what vLLM decides.
+
+    Args:
+        folder: holds ``config.json``.
+        arguments: of ``vllm serve``. The plugin is switched on where they do not.
+
+    Raises:
+        NoAnswerError: vLLM stops before it has read the model, at an option, or at an error of its own.
+    """
+    found = Answer()
+    try:
+        args, found.given = offline.engine_args(folder, arguments)
+        config = rocm_config.finished_config(args, look=found.look_at)
+        found.engine = engine_facts(config)
+        if found.model["is_mla"]:
+            found.layers = rocm_config.mla_layers(config)
+            found.engine["options"]["block_size"] = config.cache_config.block_size
+    except (Exception, SystemExit) as error:
+        found.skip = _why(error, found)
+    return found
+
+
+def _why(error: BaseException, found: Answer) -> Skip:
+    """Return what was raised: vLLM's own check, or an error with the line that raised it.
+
+    Raises:
+        NoAnswerError: no plan can be made of what was found before.
+    """
+    findings = getattr(error, "errors", None)
+    named = []
+    if callable(findings):  # pydantic's
+        for one in findings():
+            option = ".".join(map(str, one["loc"])).replace("_", "-")
+            named.append(f"--{option} {one['input']}: {one['msg']}" if option else one["msg"])
+    said = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
+    if (found.engine is None and any(one.startswith("--") for one in named)) or found.given is None:
+        raise NoAnswerError(said) from error
+    if found.engine is None and isinstance(error, (ValueError, NotImplementedError)):
+        if not found.model:
+            raise NoAnswerError(f"vLLM does not take this model with these options: {said}") from error
+        return Skip("vllm_refuses", said or type(error).__name__)
+    frames = traceback.extract_tb(error.__traceback__)
+    at = next((frame for frame in reversed(frames) if f"{os.sep}vllm{os.sep}" in frame.filename), frames[-1])
+    said = f"{type(error).__name__}: {said} ({Path(at.filename).name}:{at.lineno} in {at.name})"
+    if found.engine is None:
+        raise NoAnswerError(f"not known, vLLM could not be asked about this model here: {said}") from error
+    return Skip("not_known", said)
+
+
+def engine_facts(config: Any) -> dict[str, Any]:
+    """Return what the options became.
+
+    Returns:
+        ``gate``: limit and integration of the plugin's pass in vLLM's slot, None without one. ``view``: what admission
+        reads. ``user_pass``: why the user's pass cannot be chained, or None. ``options``, ``ranges`` and ``captures``.
+    """
+    compilation, scheduler, parallel = config.compilation_config, config.scheduler_config, config.parallel_config
+    engaged = compat_config.current_pass(compilation)
+    limit = getattr(engaged, "limit", None)
+    view = compat_config.view_of(config, compat_config.settings_of(config))
+    return {
+        "gate": None if limit is None else {"limit": limit, "integration": engaged.integration},
+        "view": view,
+        "user_pass": compat_config.why_not_chainable(compilation) if limit is None else None,
+        "options": {
+            "tp": parallel.tensor_parallel_size,
+            "pp": parallel.pipeline_parallel_size,
+            "dp": parallel.data_parallel_size,
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "block_size": config.cache_config.block_size,
+            "num_drafts": config.num_speculative_tokens,
+            "kv_cache_dtype": str(config.cache_config.cache_dtype),
+            **{name: getattr(view, name) for name in ("dcp", "pcp", "enforce_eager", "mode")},
+        },
+        "ranges": [(one.start, one.end) for one in compilation.get_compile_ranges()] if compilation.mode else [],
+        "captures": compat_config.capture_sizes(compilation),
+    }

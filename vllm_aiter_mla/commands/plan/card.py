@@ -1,0 +1,104 @@
+"""An AMD card that is not here: what vLLM's own ``RocmPlatform`` asks of a machine, made up for this process.
+
+Nothing is made up on a ROCm machine. Elsewhere this is:
+
+1. packages of a ROCm image, ``_PACKAGES``: vLLM asks whether they are there, and imports names of them;
+2. ``amdsmi``, the driver's library: eight linked cards, their architecture and their memory;
+3. ``torch.version.hip`` and what torch says of a card, its streams and its events;
+4. vLLM's compiled modules, and the schemas of the few ops that are looked up by name at import. An answer to every op
+   would switch NVIDIA's paths on;
+5. Triton is there: without it vLLM takes its older model runner.
+
+A package that vLLM asks for and that is missing in 1 may change the answer without an error.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import inspect
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from vllm_aiter_mla.compat import rocm_config
+
+CARDS = {"gfx942": ("0x74a1", 192), "gfx950": ("0x75a0", 288)}
+"""The driver's device id and the memory in GiB of the smallest card of each architecture."""
+_PACKAGES = ("aiter", "quark", "flash_attn", "timm", "amdsmi")
+_EXTENSIONS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._rocm_C", "vllm._moe_C")
+_libraries: list[Any] = []
+
+
+class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules in which every name is a callable; vLLM imports such names and calls few of them."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        known = any(name == one or name.startswith(f"{one}.") for one in self._names)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__getattr__"] = self._attribute
+
+    @staticmethod
+    def _attribute(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        # vLLM looks for this argument in the signatures of flash_attn and aiter.
+        causal = inspect.Parameter("causal", inspect.Parameter.KEYWORD_ONLY)
+        return mock.MagicMock(__signature__=inspect.Signature([causal]))
+
+
+def pretend_rocm(arch: str) -> None:
+    """Make vLLM's own ROCm platform the current one, with eight cards of ``arch``, before vLLM is imported."""
+    import torch
+
+    device, gib = CARDS[arch]
+    pretend_modules(*_PACKAGES, *_EXTENSIONS)
+    import amdsmi
+
+    asic = {"target_graphics_version": arch, "device_id": device, "market_name": "AMD Instinct"}
+    vars(amdsmi).update(
+        AmdSmiException=type("AmdSmiException", (Exception,), {}),
+        amdsmi_get_processor_handles=lambda: list(range(8)),
+        amdsmi_get_gpu_asic_info=lambda handle: asic,
+        amdsmi_get_gpu_memory_total=lambda handle, kind: gib << 30,
+        amdsmi_topo_get_link_type=lambda one, other: {"hops": 1, "type": 2},  # XGMI
+    )
+    torch.version.hip = "7.0.1"
+    pretend_cards((9, 4), gib, gcnArchName=f"{arch}:sramecc+:xnack-", warp_size=64)
+    torch.cuda.Stream = torch.cuda.Event = type(  # type: ignore[assignment, misc]
+        "Unused", (), {"__init__": lambda self, *given, **named: None}
+    )
+    rocm_config.take_rocm_platform(device_count=8)
+
+
+def pretend_cards(capability: tuple[int, int], gib: int, **properties: Any) -> None:
+    """Let torch answer for eight cards without a driver."""
+    import torch
+
+    major, minor = capability
+    sizes = {"total_memory": gib << 30, "multi_processor_count": 304, "major": major, "minor": minor}
+    card = SimpleNamespace(name="a card", **sizes, **properties)
+    torch.cuda.get_device_properties = lambda device=None: card  # type: ignore[assignment, return-value]
+    torch.cuda.get_device_capability = lambda device=None: capability
+    torch.cuda.get_device_name = lambda device=None: "a card"
+    torch.cuda.device_count = lambda: 8
+
+
+def pretend_modules(*names: str) -> None:
+    """Put stubs in the places of modules, and define the ops of vLLM that fusions name when imported."""
+    import torch
+
+    sys.meta_path.insert(0, _Stubs(*names))
+    library = torch.library.Library("_C", "FRAGMENT")
+    _libraries.append(library)
+    rotary = "Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, bool is_neox"
+    library.define(f"rotary_embedding({rotary}, int rope_dim_offset=0, bool inverse=False) -> ()")
+    library.define("silu_and_mul(Tensor! result, Tensor input) -> ()")
+    for kind in ("static_scaled", "dynamic_scaled", "dynamic_per_token_scaled"):
+        library.define(f"{kind}_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()")
