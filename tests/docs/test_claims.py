@@ -28,9 +28,8 @@ NAMES = [
 @pytest.fixture(scope="module")
 def known() -> Callable[[str], set[str]]:
     """Return the options of a command; raises for a command that is not there."""
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = offline._serve_parser(FlexibleArgumentParser())
+    parser = offline.serve_parser()
     served = {option for action in parser._actions for option in action.option_strings}
 
     def options(run: str) -> set[str]:

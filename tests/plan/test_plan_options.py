@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from vllm_aiter_mla import plugin as our_plugin
+from vllm_aiter_mla.commands.plan import options
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import offline
 from vllm_aiter_mla.settings import Settings
 
 FLAG = "fuse_aiter_qk_rope_kvcache_mla"
@@ -24,7 +24,7 @@ def registered() -> None:
 
 
 def read(arguments: list[str]) -> Settings:
-    return compat_config.settings_of(offline.serve_options(arguments))
+    return compat_config.settings_of(options.serve_options(arguments))
 
 
 def compiled(**config: Any) -> list[str]:
@@ -88,7 +88,7 @@ def test_every_spelling_of_vllm_serve_switches_the_fast_path_on(arguments: list[
 
 def test_a_key_that_is_almost_the_plugins_own_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    _, given = offline.engine_args(tmp_path, plugin(**{"aiter-mla": {"enabled": True}, "another": {}}))
+    _, given = options.engine_args(tmp_path, plugin(**{"aiter-mla": {"enabled": True}, "another": {}}))
     assert [key for key in ("aiter-mla", "another") if f"additional_config.{key} " in " ".join(given.notes)] == [
         "aiter-mla"
     ]

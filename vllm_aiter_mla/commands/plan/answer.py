@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.commands.plan import card
+from vllm_aiter_mla.commands.plan import card, options
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import offline, rocm_config
 
@@ -29,7 +29,7 @@ class NoAnswerError(ValueError):
 class Answer:
     """What vLLM decides for one model and one set of options, as far as it gets."""
 
-    given: offline.Given | None = None
+    given: options.Given | None = None
     model: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] | None = None  # see ``engine_facts``; None if vLLM refuses to start
     layers: list[tuple[rocm_config.LayerKind, int]] = field(default_factory=list)  # counted, the most frequent first
@@ -89,7 +89,7 @@ def answer(folder: Path, arguments: Sequence[str]) -> Answer:
     """
     found = Answer()
     try:
-        args, found.given = offline.engine_args(folder, arguments)
+        args, found.given = options.engine_args(folder, arguments)
         config = rocm_config.finished_config(args, look=found.look_at)
         found.engine = engine_facts(config)
         if found.model["is_mla"]:
