@@ -56,7 +56,7 @@ def lines(mla_model: Path) -> Iterator[gate_support.Lines]:
     # vLLM sets its logging up again when the first config of a process is built, and drops foreign handlers.
     gate_support.vllm_config(mla_model)
     handler = gate_support.Lines()
-    log.forget()
+    log._said.clear()
     log.logger.addHandler(handler)
     yield handler
     log.logger.removeHandler(handler)

@@ -43,11 +43,6 @@ def warned(what: str) -> Iterator[None]:
         say_once(logging.WARNING, f"{what}: {type(error).__name__}: {error}")
 
 
-def forget() -> None:
-    """Forget what was said, so that the next run in this process reports again (demo, tests)."""
-    _said.clear()
-
-
 def exchange(mine: Any) -> tuple[int, list[Any]]:
     """Return this rank's place and what each rank of the engine handed over, in the order of ranks.
 

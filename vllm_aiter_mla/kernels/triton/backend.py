@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -61,17 +62,36 @@ class TritonBackend(KernelBackend):
         return ((block_size, False), (block_size, True))
 
     def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> tuple[Tile, ...]:
-        """Compile, outside capture, what graphs of ``token_counts`` rows need; see ``launcher.warm_up``.
+        """Compile and load every variant that captures of ``token_counts`` rows need. Call it outside capture.
+
+        One launch per distinct tile, on the first row of ``template`` with no slot: it reads one row, writes a fresh
+        query and no byte of the cache. One row is enough because T, S and the table's length are not specialised on.
+        What decides a variant is the tile, the dtypes, the strides' and pointers' alignment and the constants of the
+        layer: the row shares them with every batch of its layer.
+
+        Args:
+            template: operands of the layer with the strides they will have, at least one row.
+            token_counts: the T of every graph that will be captured; 0 needs nothing.
+
+        Returns:
+            The distinct tiles, in the order of the first T that needs each.
 
         Raises:
-            KernelInputError: ``refuse`` has a reason against the template's layer.
-            ValueError: ``template`` has no row.
+            KernelInputError: ``refuse`` has a reason against the template's layer, or the template has no row.
         """
         if (reason := self.refuse(template)) is not None:
             raise KernelInputError(f"triton: {reason}")
+        if template.num_tokens == 0:
+            raise KernelInputError("triton: a template with at least one row expected, got none")
         from vllm_aiter_mla.kernels.triton import launcher
 
-        return launcher.warm_up(template, token_counts)
+        rows = {name: getattr(template, name)[:1] for name in ("q", "k_pe", "kv_c", "positions")}
+        one = replace(template, slot_mapping=template.slot_mapping[:0], **rows)
+        arch, heads = launcher.current_arch(), template.num_heads
+        needed = tuple(dict.fromkeys(entry_for(arch, heads=heads, tokens=n).tile for n in token_counts if n > 0))
+        for tile in needed:
+            launcher.launch(one, tile)
+        return needed
 
 
 def refused_on(arch: str, inputs: DecodeInputs) -> str | None:

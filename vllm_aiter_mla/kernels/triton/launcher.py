@@ -1,9 +1,7 @@
-"""From ``DecodeInputs`` to one launch of the kernel, and compilation ahead of graph capture."""
+"""From ``DecodeInputs`` to one launch of the kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +13,7 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.kernels.triton import interpreted
 from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
-from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, Entry, Tile, entry_for
+from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, Tile
 
 
 @lru_cache(maxsize=1)
@@ -103,7 +101,8 @@ class Launch:
             q_prepared [T, N, L+R] of ``inputs.out_dtype``, contiguous: the only allocation.
 
         Raises:
-            KernelCaptureError: a graph is being captured and this variant has not been compiled: see ``warm_up``.
+            KernelCaptureError: a graph is being captured and this variant has not been compiled: see
+                ``TritonBackend.warm_up``.
         """
         out, weight = inputs.new_query(), inputs.weight
         if _held(weight) != self._held:
@@ -135,45 +134,6 @@ class Launch:
 def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
     """Bind and run one call: see ``Launch``."""
     return Launch(inputs, tile)(inputs)
-
-
-def entry(inputs: DecodeInputs, tokens: int | None = None) -> Entry:
-    """Return the table's entry for these operands, or for ``tokens`` rows of the same layer."""
-    return entry_for(current_arch(), inputs.num_tokens if tokens is None else tokens, inputs.num_heads)
-
-
-def warm_up(template: DecodeInputs, token_counts: Iterable[int]) -> tuple[Tile, ...]:
-    """Compile and load every variant that captures of ``token_counts`` rows need. Call it outside capture.
-
-    One launch per distinct tile, on the first row of ``template`` with no slot: it reads one row, writes a fresh query
-    and no byte of the cache. One row is enough because T, S and the table's length are not specialised on. What
-    decides a variant is the tile, the dtypes, the strides' and pointers' alignment and the constants of the layer:
-    the row shares them with every batch of its layer.
-
-    Args:
-        template: operands of the layer with the strides they will have, at least one row.
-        token_counts: the T of every graph that will be captured; 0 needs nothing.
-
-    Returns:
-        The distinct tiles, in the order of the first T that needs each.
-
-    Raises:
-        ValueError: ``template`` has no row.
-    """
-    if template.num_tokens == 0:
-        raise ValueError("warm_up: a template with at least one row expected, got none")
-    one = replace(
-        template,
-        q=template.q[:1],
-        k_pe=template.k_pe[:1],
-        kv_c=template.kv_c[:1],
-        positions=template.positions[:1],
-        slot_mapping=template.slot_mapping[:0],
-    )
-    tiles = tuple(dict.fromkeys(entry(template, count).tile for count in token_counts if count > 0))
-    for tile in tiles:
-        launch(one, tile)
-    return tiles
 
 
 _compiled: set[tuple[Any, ...]] = set()
