@@ -147,11 +147,10 @@ def test_an_integration_that_is_asked_for_is_taken() -> None:
     assert admit_config(ConfigView(integration="module", enforce_eager=True)) is None
 
 
-def test_every_registered_code_can_be_reached_and_is_described_in_one_line() -> None:
+def test_every_registered_code_can_be_reached() -> None:
     engine, layer = {code for _, code, _ in CONFIG_SKIPS}, {code for _, code in LAYER_SKIPS}
     assert engine == set(ENGINE_REASONS) - {"user_pass", "vllm_refuses", "not_known"}
     assert set(LAYER_REASONS) <= layer <= set(ENGINE_REASONS) | set(LAYER_REASONS) | {"unknown_forward"}
-    assert all(text and "\n" not in text for text in REASONS.values())
     assert sum(len(table) for table in admission.LEVELS.values()) == len(REASONS), "a code belongs to one level"
 
 

@@ -20,92 +20,37 @@ OVERFLOW = "turns a rotated value beyond fp8's range into NaN, where vLLM's own 
 INTEGRATIONS = ("passes", "module")
 """What puts the op into a layer: passes over the compiled graph, or the forward of vLLM's MLA wrapper."""
 
-ENGINE_REASONS: dict[str, str] = {
-    "vllm_version": "vLLM's release is outside the range this plugin was written against",
-    "capability": "this vLLM, or a layer of it, lacks what the plugin reads, or one of the plugin's patches failed",
-    "op_schema": "one of vLLM's MLA ops has other arguments than this plugin knows, or is missing",
-    "atom": "ATOM's vLLM plugin is active and replaces the model",
-    "not_mla": "the model does not use MLA attention",
-    "sparse_mla": "the model uses sparse MLA (an indexer picks the KV rows)",
-    "enforce_eager": "eager mode: there is no graph to rewrite",
-    "breakable_cudagraph": "breakable CUDA graphs run the model without torch.compile",
-    "compilation_mode": "the compilation mode is not VLLM_COMPILE, so vLLM's pass pipeline does not run",
-    "backend": "the compilation back end is not Inductor, so vLLM's pass pipeline does not run",
-    "dcp": "decode context parallelism splits the KV cache over ranks",
-    "pcp": "prefill context parallelism splits a prompt over ranks",
-    "hisparse": "HiSparse keeps KV rows in host memory",
-    "kv_cache_dtype": "the KV cache's dtype or layout is not one the kernels write",
-    "graph_partition": "an explicit use_inductor_graph_partition=False cuts the graph at the attention op",
-    "splitting_ops": "explicit splitting_ops cut the graph at the attention op or the KV-cache update",
-    "user_pass": "the custom pass already in place cannot be chained",
-    "vllm_refuses": "vLLM's own checks reject the model with these options: it does not start",
-    "not_known": "vLLM could not be asked about the model or one of its layers",
-}
+ENGINE_REASONS = (
+    "vllm_version", "capability", "op_schema", "atom", "not_mla", "sparse_mla", "enforce_eager",
+    "breakable_cudagraph", "compilation_mode", "backend", "dcp", "pcp", "hisparse", "kv_cache_dtype",
+    "graph_partition", "splitting_ops", "user_pass", "vllm_refuses", "not_known",
+)  # fmt: skip
 """Of the whole engine, before anything is compiled. Some apply to one layer too."""
 
-LAYER_REASONS: dict[str, str] = {
-    "impl": "the attention implementation is not one the fast path calls correctly",
-    "q_padding": "the implementation pads the number of query heads",
-    "no_absorbed_weight": "the layer holds no absorbed weight W_UK_T, W_K or W_K_scale where vLLM would read it",
-    "amx_bmm": "the absorb matrix is packed for AMX",
-    "no_rope_kernel": "this build of vLLM lacks its kernel that rotates and writes the KV rows in one launch",
-    "activation_dtype": "the graph computes in another dtype than the layer whose kernel was checked",
-    "cos_sin_dtype": "the cos/sin table has another dtype than the activations",
-    "kv_cache_ndim": "the KV cache is not [blocks, block size, latent + rope]",
-    "captured_prefill": "vLLM may capture prefill rows in a full graph of this attention",
-    "sliding_window": "the layer attends over a sliding window",
-    "geometry": "the layer's head sizes are not those of a decoupled-RoPE MLA layer",
-}
+LAYER_REASONS = (
+    "impl", "q_padding", "no_absorbed_weight", "amx_bmm", "no_rope_kernel", "activation_dtype", "cos_sin_dtype",
+    "kv_cache_ndim", "captured_prefill", "sliding_window", "geometry",
+)  # fmt: skip
 """Of one layer, from the attention module."""
 
-GRAPH_REASONS: dict[str, str] = {
-    "no_rope": "no rotary embedding is applied to the query or the key in this graph",
-    "no_kv_update": "no KV-cache update is tied to the attention op in this graph",
-    "kv_update_shared": "something besides attention waits for the KV-cache update",
-    "kv_key_mismatch": "the KV-cache update and attention read different keys",
-    "kv_c_mismatch": "the KV-cache update and attention read different latents",
-    "layer_name_mismatch": "the KV-cache update names another layer",
-    "layer_name_unreadable": "the layer's name cannot be read from the graph",
-    "layer_unknown": "the graph names a layer that this model does not have",
-    "vllm_fusion_incomplete": "vLLM's own fused RoPE + KV op lacks one of its results",
-    "unknown_argument": "an op is given an argument that the plugin does not know and would drop",
-    "fused_output_quant": "the attention op quantises its output",
-    "dcp_q_replicated": "the query is replicated for decode context parallelism",
-    "attention_results": "something reads more of the attention op than its output",
-    "query_shape": "the query is not [tokens, heads, width] with static sizes, or narrower than its rope part",
-    "query_not_rope": "attention's query is not [q_nope, RoPE(q_pe)] of one tensor",
-    "key_not_rope": "attention's k_pe is not the RoPE of one tensor with the query's pairing",
-    "rope_other_operand": "a rotated value also depends on something else",
-    "crossed_branches": "the rotated query and the rotated key come from the same tensor",
-    "two_tables": "query and key are rotated by different tables or positions",
-    "partial_rotary": "the rotary table is not as wide as the rope part",
-    "positions": "positions are not one int64 per token",
-    "latent_shape": "kv_c is not [tokens, kv_lora_rank] with a static width",
-    "rotated_value_read_elsewhere": "something outside the layer reads a rotated value",
-    "graph_input": "the un-rotated query or key is an input of the graph: it may not be rotated in place",
-    "output_shared": "something else is given the attention op's output buffer",
-    "query_read_elsewhere": "something outside the layer reads the query projection",
-    "key_read_elsewhere": "something outside the layer reads the un-rotated k_pe",
-    "graph_too_deep": "the expression above the query or the key is too large for a RoPE",
-    "unknown_forward": "the layer's forward, or that of the wrapper around it, is not one that this plugin knows",
-    "not_evaluated": "reading the layer's graph or asking for its kernel raised an error",
-    "rewrite_failed": "a pass raised an error; the layer stays as the previous pass made it",
-    "stop_after": "the option debug.stop_after ends the passes early",
-}
+GRAPH_REASONS = (
+    "no_rope", "no_kv_update", "kv_update_shared", "kv_key_mismatch", "kv_c_mismatch", "layer_name_mismatch",
+    "layer_name_unreadable", "layer_unknown", "vllm_fusion_incomplete", "unknown_argument", "fused_output_quant",
+    "dcp_q_replicated", "attention_results", "query_shape", "query_not_rope", "key_not_rope", "rope_other_operand",
+    "crossed_branches", "two_tables", "partial_rotary", "positions", "latent_shape", "rotated_value_read_elsewhere",
+    "graph_input", "output_shared", "query_read_elsewhere", "key_read_elsewhere", "graph_too_deep",
+    "unknown_forward", "not_evaluated", "rewrite_failed", "stop_after",
+)  # fmt: skip
 """Of one layer, from what its nodes or its wrapper compute, before the layer first runs."""
 
-KERNEL_REASONS: dict[str, str] = {
-    "kernel_unavailable": "no fused kernel can run in this process",
-    "kernel_shape": "the kernel does not take a layer of this shape",
-    "vllm_faster": "start-up timed all kernels, and vLLM's own were the fastest at every token count",
-    "kernel_failed": "a kernel raised while it served, and the layer runs vLLM's own attention since",
-    "not_run": "the layer's fused op did not run during warm-up",
-}
+KERNEL_REASONS = (
+    "kernel_unavailable", "kernel_shape", "vllm_faster", "kernel_failed", "not_run",
+)  # fmt: skip
 """Of one layer, from the kernels that could run it."""
 
 LEVELS = {"engine": ENGINE_REASONS, "layer": LAYER_REASONS, "graph": GRAPH_REASONS, "kernel": KERNEL_REASONS}
-REASONS = {code: meaning for table in LEVELS.values() for code, meaning in table.items()}
-"""Every code that a :class:`Skip` may carry, with its meaning in one line. docs/troubleshooting.md has the remedies."""
+REASONS = frozenset(code for codes in LEVELS.values() for code in codes)
+"""Every code that a :class:`Skip` may carry; docs/troubleshooting.md says what each means and what to do."""
 
 KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
 """vLLM's names of the caches that the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""
@@ -123,7 +68,7 @@ class Skip:
     """Why an engine or a layer runs vLLM's own code.
 
     Attributes:
-        code: stable name, a key of :data:`REASONS`.
+        code: stable name, one of :data:`REASONS`.
         message: one line that says what was found and names the option.
     """
 
@@ -232,7 +177,7 @@ class Rule(NamedTuple):
     """One reason to skip.
 
     Attributes:
-        code: a key of :data:`REASONS`.
+        code: one of :data:`REASONS`.
         applies: takes a view; true, or a tuple of what was found, if there is this reason.
         sentence: a format string; ``v`` is the view, ``found`` what was found, joined.
     """
