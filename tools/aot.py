@@ -54,6 +54,7 @@ class Variant:
         weight_major: "L" or "P", the axis along which W_UK_T has unit stride; vLLM produces both.
         weight: form of the absorbed weight, "plain" (bfloat16), "fp8" or "mxfp4".
         block_size: tokens of a cache block.
+        out_heads: M, where the decode kernel takes more heads than N; else 0.
     """
 
     tile: Tile
@@ -64,12 +65,13 @@ class Variant:
     weight_major: str = "L"
     weight: str = "plain"
     block_size: int = 64
+    out_heads: int = 0
 
     @property
     def label(self) -> str:
         """Short and unique within a target, for tables and test names."""
         tile = self.tile
-        parts = [tile.label, f"N{self.heads}"]
+        parts = [tile.label, f"N{self.heads}" + f"of{self.out_heads}" * bool(self.out_heads)]
         parts += ["fp8" if self.quantised else "bf16", "neox" if self.is_neox else "gptj"]
         parts += [f"W-{self.weight}-{self.weight_major}", "<2GiB" if self.pointer_hint else ">2GiB"]
         return " ".join(parts)
@@ -78,7 +80,8 @@ class Variant:
 def variants(target: Target) -> list[Variant]:
     """Every tile of the target's table over each form of weight there; at its ends the other pairing and layout.
 
-    The last tile also with bfloat16 in the cache and the query, over each form of the weight.
+    The last tile also with bfloat16 in the cache and the query, over each form of the weight. The first one also for
+    head counts that the decode kernel does not take: one that divides its count, and one that does not.
     """
     tiles: dict[Tile, int] = {}
     for entry in TABLE[target.name]:
@@ -91,6 +94,7 @@ def variants(target: Target) -> list[Variant]:
         found.append(Variant(tile, tiles[tile], is_neox=True))
         found.append(Variant(tile, tiles[tile], weight_major="P"))
     found.append(Variant(last, tiles[last], quantised=False))
+    found += [Variant(first, heads, out_heads=16) for heads in (8, 10)]
     # vLLM holds fp8 absorb weights, with unit stride along P, on ROCm only.
     for tile in ordered if target.backend == "hip" else (first, last):
         found.append(Variant(tile, tiles[tile], weight_major="P", weight="fp8"))
@@ -167,7 +171,8 @@ def constants(target: Target, variant: Variant) -> dict[str, Any]:
     """The compile-time arguments of the kernel, as ``launcher.constants`` would give them."""
     tile = variant.tile
     limit = target.fp8_max if variant.quantised else 0.0
-    found: dict[str, Any] = {"N": variant.heads, "P": NOPE, "R": ROPE, "L": LATENT, "IS_NEOX": variant.is_neox}
+    found: dict[str, Any] = {"N": variant.heads, "M": variant.out_heads or variant.heads, "P": NOPE, "R": ROPE}
+    found |= {"L": LATENT, "IS_NEOX": variant.is_neox}
     found |= {"BLOCK_SIZE": variant.block_size, "Q_FP8_MAX": limit, "KV_FP8_MAX": limit}
     found |= {name.upper(): getattr(tile, name) for name in ("block_t", "block_l", "blocks", "rope_rows", "kv_rows")}
     found["W_FP8_MAX"] = target.fp8_max if variant.weight == "fp8" else 0.0

@@ -22,7 +22,7 @@ from vllm_aiter_mla.admission import Skip, admit_layer
 from vllm_aiter_mla.backends import VLLM, Backends
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.kernels import absorb
+from vllm_aiter_mla.kernels import absorb, vllm_own
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.measure import Ranges, name_at
@@ -57,6 +57,7 @@ class Layer:
         name: vLLM's name of the layer.
         module: vLLM's ``MLAAttention``.
         backends: those of its engine.
+        out_heads: M, the heads that a kernel may lay a query out for, so that vLLM does not copy it; else 0.
         limit: L, the most tokens that a kernel is given. Start-up sets it when it checks the kernels.
         state: "unchecked" until start-up has checked the kernels; then "trusted"; "refused" if they could not be
             checked; "failed" if one raised while it served. Only a trusted layer runs a kernel that needs a check.
@@ -69,6 +70,8 @@ class Layer:
     def __init__(self, module: Any, engine: Backends | None = None) -> None:
         self.name, self.module = str(getattr(module, "layer_name", "")), module
         self.backends = engine or backends.of_engine(compat_layer.config_of(module))
+        self.padded = self._padded_heads()
+        self.out_heads = 0 if self.padded is None else self.padded.heads
         self.limit = sys.maxsize
         self.state: Literal["unchecked", "trusted", "refused", "failed"] = "unchecked"
         self.reason = ""
@@ -96,6 +99,14 @@ class Layer:
 
     # What is decided about the layer.
 
+    def _padded_heads(self) -> compat_layer.PaddedHeads | None:
+        found = compat_layer.padded_heads(self.module)
+        if found is None:
+            return None
+        module, arch = self.module, self.backends.platform.arch
+        fp8_cache = module.kv_cache_dtype.startswith("fp8")
+        return None if vllm_own.may_take_parts(arch, module.num_heads, fp8_cache) else found
+
     def shape(self) -> LayerShape:
         """Return what decides the kernel of the layer, without a batch: the one key of its checks and timings.
 
@@ -121,6 +132,7 @@ class Layer:
             latent=module.kv_lora_rank,
             rope=module.qk_rope_head_dim,
             weight=weight.key,
+            out_heads=self.out_heads,
         )
 
     def decide(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> str | Skip:
@@ -384,10 +396,18 @@ class Layer:
         compat_layer.rotary_embedding(rope.positions, q_pe, k_pe, rope.table, rope.is_neox)
 
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """Attend over the cache with the layer's implementation: q_prepared [n, N, L+R] -> [n, N, L]."""
-        module = self.module
-        attended: torch.Tensor = module.impl.forward_mqa(q_prepared, kv_cache, metadata, module)[0]
-        return attended
+        """Attend over the cache with the layer's implementation: q_prepared [n, N or M, L+R] -> [n, N, L]."""
+        module, padded = self.module, self.padded
+        attended: torch.Tensor
+        if padded is None or q_prepared.shape[1] != padded.heads:
+            attended = module.impl.forward_mqa(q_prepared, kv_cache, metadata, module)[0]
+            return attended
+        if compat_layer.decodes_unpadded(metadata):
+            real = padded.unpad(module.num_heads, q_prepared).contiguous()
+            attended = module.impl.forward_mqa(real, kv_cache, metadata, module)[0]
+            return attended
+        attended = padded.impl.forward_mqa(q_prepared, kv_cache, metadata, module)[0]
+        return padded.unpad(module.num_heads, attended)
 
     def v_up(self, attended: torch.Tensor, out: torch.Tensor) -> None:
         """Write the projection of [n, N, L] to ``out`` [n, N*V]."""

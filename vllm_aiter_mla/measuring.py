@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import measure
 from vllm_aiter_mla.kernels.inputs import LayerShape
@@ -107,8 +109,9 @@ def _described(shape: LayerShape) -> str:
     """The shape in the same words on every rank: without the device, whose index differs, and the rotary style."""
     act, cache, query = (str(t).removeprefix("torch.") for t in (shape.act, shape.cache_dtype, shape.out_dtype))
     weight = " ".join(str(part).removeprefix("torch.") for part in shape.weight)
+    heads = f"{shape.heads} of {shape.out_heads}" if shape.out_heads else f"{shape.heads}"
     return (
-        f"{shape.heads} heads, widths {shape.nope_dim}+{shape.rope} and {shape.latent}, {act}, {weight} weight, "
+        f"{heads} heads, widths {shape.nope_dim}+{shape.rope} and {shape.latent}, {act}, {weight} weight, "
         f"{query} query, {cache} cache in blocks of {shape.block_size}"
     )
 
@@ -132,8 +135,10 @@ def _figures(config: Any, kind: _Kind, counts: Sequence[int], budget: measure.Bu
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=devices), compat_config.as_current(config):
-            weight = kind.layers[0].weight()
-            return {"rounds": kind.kept | measure.time_shape(backends, kind.shape, weight, left, budget, graphs)}
+            layer = kind.layers[0]
+            pad = partial(compat_layer.pad_query, layer.module) if layer.out_heads else None
+            timed = measure.time_shape(backends, kind.shape, layer.weight(), left, budget, graphs, pad)
+            return {"rounds": kind.kept | timed}
     except measure.OverBudgetError as error:
         kind.since = since
         return {"rounds": kind.kept} if kind.kept else {"why": _line(error)}

@@ -229,7 +229,7 @@ def _prepared_or_none(
 def prepared_query(
     step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope
 ) -> torch.Tensor | None:
-    """Return q_prepared [n, N, L+R] of the n real rows, KV rows written; None if the layer has no kernel for them."""
+    """Return q_prepared [n, N or M, L+R] of the n real rows, KV rows written; None if no kernel takes them."""
     n, layer, slots = step.num_actual_tokens, step.layer, step.slots
     assert slots is not None
     positions = rope.positions
@@ -238,7 +238,7 @@ def prepared_query(
     # By position: names take twice as long.
     inputs = DecodeInputs(
         q, k_pe, kv_c, layer.weight(), step.kv_cache, slots if slots.shape[0] == n else slots[:n], positions,
-        rope.table, rope.k_scale, layer.q_scale, rope.is_neox, layer.query_dtype(q.dtype),
+        rope.table, rope.k_scale, layer.q_scale, rope.is_neox, layer.query_dtype(q.dtype), layer.out_heads,
     )  # fmt: skip
     run = layer.kernel(inputs)
     return None if run is None else run(inputs)

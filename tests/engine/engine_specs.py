@@ -196,6 +196,20 @@ CLASS_MATRIX = {
     for arch, cache, heads, drafts in product(("gfx942", "gfx950"), ("auto", "fp8"), (8, 16, 128), (0, 2))
     if (arch, cache, heads, drafts) != ("gfx950", "fp8", 16, 2)  # that is "eager-drafts"
 }  # fmt: skip
+# Head counts that vLLM pads for AITER's decode kernel, drafts included. AITER's op writes heads side by side, so the
+# reference stands for a kernel that leaves room between them, as 8 of 16 need it.
+PADDED = {
+    f"padded-{heads}-heads-{cache}": replace(
+        _eager_drafts, scenarios=("mixed",), fake_arch="gfx942", kv_cache_dtype=cache,
+        scales=SCALES if cache == "fp8" else None,
+        kernel=kernel, model=_eager_drafts.model | {"num_attention_heads": heads},
+    )
+    for heads, cache, kernel in (
+        (5, "auto", "aiter"), (8, "auto", "reference"), (8, "fp8", "reference"), (10, "fp8", "reference"),
+        (12, "auto", "aiter"), (20, "auto", "aiter"),
+    )
+}  # fmt: skip
+CLASS_MATRIX |= PADDED
 SPECS |= {f"{name}-off": _off(spec) for name, spec in CLASS_MATRIX.items()}
 SPECS |= {f"{name}-on": spec for name, spec in CLASS_MATRIX.items()}
 # These start after another one, in the cache of the first.

@@ -38,6 +38,9 @@ def apply(spec: EngineSpec) -> None:
     if spec.dump_graphs:
         dump_graphs()
     count_branches()
+    if spec.attention == "aiter":
+        poison_queries()
+        count_copies()
 
 
 def plant(mutation: str) -> None:
@@ -58,6 +61,43 @@ def count_branches() -> None:
             return inner(*args)
 
         setattr(ops, name, counted)
+
+
+def poison_queries() -> None:
+    """Let NaN stand where a kernel writes nothing into a prepared query: what reads it shows."""
+    from vllm_aiter_mla.kernels.inputs import DecodeInputs
+
+    inner = DecodeInputs.new_query
+
+    def poisoned(inputs: DecodeInputs, padded: bool = True) -> torch.Tensor:
+        query = inner(inputs, padded)
+        query.view(torch.uint8).fill_(0xFF)
+        return query
+
+    DecodeInputs.new_query = poisoned  # type: ignore[method-assign]
+
+
+def count_copies() -> None:
+    """Count the queries that vLLM copies to more heads, of those that the op has prepared."""
+    from vllm.v1.attention.backends.mla.rocm_aiter_mla import AiterMLAHelper
+
+    from vllm_aiter_mla.layer import Layer
+
+    pad, decode, inside = AiterMLAHelper.get_mla_padded_q, Layer.forward_mqa, []
+
+    def counted(heads: int, q: torch.Tensor, target_heads: int | None = None) -> torch.Tensor:
+        padded: torch.Tensor = pad(heads, q, target_heads)
+        BRANCHES["query copies"] += bool(inside) and padded.data_ptr() != q.data_ptr()
+        return padded
+
+    def attend(*args: Any) -> torch.Tensor:
+        inside.append(True)
+        try:
+            return decode(*args)
+        finally:
+            inside.pop()
+
+    AiterMLAHelper.get_mla_padded_q, Layer.forward_mqa = staticmethod(counted), attend  # type: ignore[method-assign]
 
 
 def plain_linears() -> None:

@@ -38,6 +38,7 @@ class Case:
     weight: str = "plain"  # or the fp8 type of codes, or "mxfp4"
     no_slot: str = "some"  # "some" rows, "all" rows or "none"
     magnitude: float = 1.0
+    out_heads: int = 0
     seed: int = 0
 
     def label(self) -> str:
@@ -80,6 +81,7 @@ def build(case: Case, device: str = "cpu") -> tuple[DecodeInputs, torch.Tensor]:
         q_scale=torch.tensor([0.061], device=device),
         is_neox=case.is_neox,
         out_dtype=getattr(torch, case.out or case.cache),
+        out_heads=case.out_heads,
     )
     return inputs, storage
 
@@ -111,6 +113,7 @@ def compare(
     assert got.dtype == expected.dtype
     assert got.shape == expected.shape
     assert got.is_contiguous()
+    got, expected = cpu.real_heads(got), cpu.real_heads(expected)
     lat = cpu.latent_dim
     record: dict[str, Any] = {
         "wrong_rope": wrong_values(got[..., lat:], expected[..., lat:]),

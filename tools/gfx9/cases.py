@@ -147,6 +147,7 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
         q_scale=torch.tensor([TIED_Q_SCALE if case.ties else Q_SCALE]),
         is_neox=variant.is_neox,
         out_dtype=stored,
+        out_heads=variant.out_heads,
     )
     return inputs, storage
 
@@ -202,17 +203,20 @@ def absorbed(inputs: DecodeInputs, heads: list[int]) -> torch.Tensor:
 
 
 def expectation(inputs: DecodeInputs, storage: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference's query and cache; heads whose tiles do not run keep what was there."""
+    """The reference's query and cache; heads whose tiles do not run, and those between ours, keep what was there."""
     before = storage.clone()
     heads = case.run_heads
     latents = inputs.q.new_zeros((inputs.num_tokens, inputs.num_heads, inputs.latent_dim))
     latents[:, heads] = absorbed(inputs, heads)
-    query = reference.prepare(inputs, reference.TRITON, latents)
+    prepared = reference.prepare(inputs, reference.TRITON, latents)
+    query = prepared.clone()
+    query.view(torch.uint8).fill_(UNTOUCHED)
+    inputs.real_heads(query).copy_(inputs.real_heads(prepared))
     after = storage.clone()
     storage.view(torch.uint8).copy_(before.view(torch.uint8))
     left = [h for h in range(inputs.num_heads) if h not in heads]
     if left:
-        row = query.view(torch.uint8).reshape(inputs.num_tokens, inputs.num_heads, -1)
+        row = inputs.real_heads(query.view(torch.uint8).reshape(*query.shape[:2], -1))
         row[:, left, : inputs.latent_dim * query.itemsize] = UNTOUCHED
     return query, after
 

@@ -95,6 +95,7 @@ VOP: dict[str, tuple[str, Callable[..., Any]]] = {
     "v_lshl_add_u64": ("u64 u64 u32 u64", lambda a, n, b: (a << (_wide(n) & U64(7))) + b),
     "v_xad_u32": ("u32 u32 u32 u32", lambda a, b, c: (a ^ b) + c),
     "v_mul_lo_u32": ("u32 u32 u32", lambda a, b: a * b),
+    "v_mul_hi_i32": ("i32 i32 i32", lambda a, b: (a.astype(np.int64) * b >> 32).astype(np.int32)),
     "v_mul_hi_u32": ("u32 u32 u32", lambda a, b: (_wide(a) * _wide(b) >> U64(32)).astype(U)),
     "v_mul_u32_u24": ("u32 u32 u32", lambda a, b: (a & LOW24) * (b & LOW24)),
     "v_mad_u32_u24": ("u32 u32 u32 u32", lambda a, b, c: (a & LOW24) * (b & LOW24) + c),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from vllm_aiter_mla.admission import LayerView
@@ -136,6 +139,64 @@ def config_of(layer: Any) -> Any:
 def block_size(layer: Any) -> int:
     """Return the tokens in a block of the layer's KV cache, 16 if vLLM has not decided yet."""
     return int(config_of(layer).cache_config.block_size or 16)
+
+
+# -- head counts that the decode kernel does not take
+
+
+class PaddedHeads(NamedTuple):
+    """What decodes a query of more heads than the layer has, so that vLLM need not copy the query to so many.
+
+    Attributes:
+        heads: M, what vLLM's helper would pad the query to.
+        impl: the layer's implementation, as it is for a layer of M heads.
+        unpad: vLLM's own function; takes the layer's heads out of [n, M, L], a view.
+    """
+
+    heads: int
+    impl: Any
+    unpad: Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def padded_heads(layer: Any) -> PaddedHeads | None:
+    """Return how to decode padded heads; None if vLLM pads none here, or pads in a way that is not known.
+
+    AITER's decode kernel takes multiples of 16 heads, and vLLM copies a query of any other number in every step. For
+    gfx950's Gluon kernel it copies nothing.
+    """
+    helper = _padding_helper(layer)
+    if helper is None:
+        return None
+    impl, heads = layer.impl, layer.num_heads
+    padded = int(helper.get_actual_mla_num_heads(heads))
+    columns = numpy.arange(padded)[None, :, None]
+    step = padded // heads if padded % heads == 0 else 1
+    known = helper.get_mla_padded_q(padded, columns) is columns and list(
+        helper.get_mla_unpadded_o(heads, columns).flat
+    ) == list(range(0, heads * step, step))
+    if padded == heads or not known or impl.num_heads != heads or impl.dcp_world_size != 1:
+        return None
+    wide = copy.copy(impl)
+    wide.num_heads = padded
+    return PaddedHeads(padded, wide, helper.get_mla_unpadded_o)
+
+
+def decodes_unpadded(metadata: Any) -> bool:
+    """Return whether a batch goes to a decode kernel that takes the query unpadded."""
+    decode = metadata.decode
+    return bool(getattr(decode, "use_gluon_decode", False) or getattr(decode, "use_gluon_verify", False))
+
+
+def pad_query(layer: Any, q: torch.Tensor) -> torch.Tensor:
+    """Return q [T, N, L+R] padded as vLLM would: for timing."""
+    padded: torch.Tensor = _padding_helper(layer).get_mla_padded_q(layer.num_heads, q)
+    return padded
+
+
+def _padding_helper(layer: Any) -> Any:
+    """Return what pads the heads of the layer's implementation, None if it pads none."""
+    decode = getattr(type(getattr(layer, "impl", None)), "forward_mqa", None)
+    return getattr(sys.modules.get(getattr(decode, "__module__", "")), "AiterMLAHelper", None)
 
 
 # -- vLLM's own kernels, as its MLA layer calls them

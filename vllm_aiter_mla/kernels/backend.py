@@ -80,8 +80,8 @@ class Binding:
     """How a back end runs calls of one key.
 
     Attributes:
-        run: returns q_prepared [T, N, L+R] of ``out_dtype`` for operands of that key, and writes the KV rows whose slot
-            is >= 0.
+        run: returns q_prepared [T, N, L+R] of ``out_dtype`` for operands of that key, or [T, M, L+R] with its heads
+            where ``DecodeInputs.real_heads`` finds them, and writes the KV rows whose slot is >= 0.
         kernel: which of the back end's kernels runs, or None if it has only one.
         numerics: the roundings it follows.
     """

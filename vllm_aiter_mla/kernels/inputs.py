@@ -44,6 +44,7 @@ class DecodeInputs:
         q_scale: one float32, dequantisation scale of the query.
         is_neox: True pairs (i, i + R/2), False (GPT-J, DeepSeek) pairs (2i, 2i+1).
         out_dtype: dtype of the prepared query: act, or fp8 if the cache is fp8.
+        out_heads: M, the heads that the decode kernel reads; 0 for N. See ``real_heads``.
     """
 
     q: torch.Tensor
@@ -58,6 +59,7 @@ class DecodeInputs:
     q_scale: torch.Tensor
     is_neox: bool
     out_dtype: torch.dtype
+    out_heads: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -98,10 +100,29 @@ class DecodeInputs:
             ("k_scale", self.k_scale), ("q_scale", self.q_scale), *self.weight.tensors,
         )  # fmt: skip
 
-    def new_query(self) -> torch.Tensor:
-        """[T, N, L+R] of ``out_dtype``, contiguous and uninitialised."""
+    def new_query(self, padded: bool = True) -> torch.Tensor:
+        """[T, N, L+R] of ``out_dtype``, contiguous and uninitialised; with ``padded`` [T, M, L+R] where M is given."""
         tokens, heads, _ = self.q.shape
+        if padded and self.out_heads:
+            heads = self.out_heads
         return self.q.new_empty((tokens, heads, self.kv_cache.shape[-1]), dtype=self.out_dtype)
+
+    def real_heads(self, query: torch.Tensor) -> torch.Tensor:
+        """Return the N heads of a query [T, N or M, L+R], a view.
+
+        Where N divides M, every (M / N)th is one of ours, otherwise the first N are: where vLLM looks for them in the
+        result of its attention. The others may hold anything: attention does not mix heads.
+        """
+        heads = self.num_heads
+        if query.shape[1] == heads:
+            return query
+        return query[:, :: self.head_step][:, :heads]
+
+    @property
+    def head_step(self) -> int:
+        """From one head to the next among M."""
+        step = self.out_heads // self.num_heads
+        return step if step and self.out_heads % self.num_heads == 0 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +141,7 @@ class LayerShape:
         latent: ``kv_lora_rank``.
         rope: rope width.
         weight: ``key`` of the absorbed weight: its format and dtypes.
+        out_heads: heads that the decode kernel reads; 0 for ``heads``.
     """
 
     heads: int
@@ -133,6 +155,7 @@ class LayerShape:
     latent: int = 512
     rope: int = 64
     weight: absorb.Key = ("plain",)
+    out_heads: int = 0
 
 
 def contract_violation(inputs: DecodeInputs) -> str | None:
@@ -151,6 +174,8 @@ def _wrong_shapes(inputs: DecodeInputs) -> Iterator[str]:
         given = tuple(getattr(inputs, name).shape)
         if given != shape:
             yield f"{name}: shape {list(shape)} expected, got {list(given)}"
+    if inputs.out_heads and inputs.out_heads < n:
+        yield f"out_heads: 0 or at least {n} expected, got {inputs.out_heads}"
     if inputs.weight.sizes != (n, p, lat):
         yield f"{inputs.weight.tensors[0][0]}: N, P and L of {[n, p, lat]} expected, got {list(inputs.weight.sizes)}"
     cache, slots, table = inputs.kv_cache, inputs.slot_mapping, inputs.cos_sin_cache
@@ -244,4 +269,5 @@ def synthetic_inputs(
         q_scale=torch.tensor(Q_SCALE, dtype=torch.float32, device=device),
         is_neox=shape.is_neox,
         out_dtype=shape.out_dtype,
+        out_heads=shape.out_heads,
     )

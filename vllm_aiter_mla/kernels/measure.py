@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,7 @@ def time_shape(
     counts: Sequence[int],
     budget: Budget,
     graphs: bool = True,
+    pad: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Rounds:
     """Time ``backends`` on layers of ``shape``, as many token counts as the budget allows, ``FIRST_TIMED`` first.
 
@@ -220,6 +222,7 @@ def time_shape(
         counts: token counts.
         budget: of this rank; what is spent here is taken from it.
         graphs: whether decode steps are captured; otherwise the calls are made one by one, as in serving.
+        pad: what vLLM does to a query whose heads its decode kernel does not take; it belongs to a call's time.
 
     Raises:
         OverBudgetError: the budget was spent before one token count was timed.
@@ -236,7 +239,7 @@ def time_shape(
     for tokens in sorted(counts, key=lambda count: (count not in FIRST_TIMED, count)):
         calls = calls_of(shape, weights, tokens, resident)
         timed = record if graphs else looped
-        replays = {name: timed(run, calls) for name, run in _loaded(backends, calls[0]).items()}
+        replays = {name: timed(run, calls) for name, run in _loaded(backends, calls[0], pad).items()}
         started = now()
         try:
             check()
@@ -251,10 +254,21 @@ def time_shape(
     return dict(sorted(rounds.items()))
 
 
-def _loaded(backends: Mapping[str, KernelBackend], inputs: DecodeInputs) -> dict[str, Run]:
+def _loaded(
+    backends: Mapping[str, KernelBackend], inputs: DecodeInputs, pad: Callable[[torch.Tensor], torch.Tensor] | None
+) -> dict[str, Run]:
     """What runs such calls, by name; each has run once, so that nothing is compiled in a capture."""
+
+    def padded(run: Run, inputs: DecodeInputs) -> torch.Tensor:
+        query = run(inputs)
+        return query if pad is None or query.shape[1] == inputs.out_heads else pad(query)
+
     bound = {name: backend.bind(inputs) for name, backend in backends.items()}
-    runs = {name: binding.run for name, binding in bound.items() if not isinstance(binding, str)}
+    runs: dict[str, Run] = {
+        name: binding.run if pad is None else partial(padded, binding.run)
+        for name, binding in bound.items()
+        if not isinstance(binding, str)
+    }
     for run in runs.values():
         run(inputs)
     if inputs.q.is_cuda:

@@ -45,11 +45,13 @@ def prepare(inputs: DecodeInputs, numerics: Numerics = AITER, q_latent: torch.Te
         q_latent: [T, N, L], the absorbed query; by default the weight's reference product.
 
     Returns:
-        q_prepared [T, N, L+R] of ``inputs.out_dtype``, contiguous; every row is defined, padded ones included.
+        q_prepared [T, N, L+R] of ``inputs.out_dtype``, contiguous; every row is defined, padded ones included. With M
+        heads [T, M, L+R], of which the real ones are defined.
     """
-    q_out = inputs.new_query()
+    buffer = inputs.new_query()
     if inputs.num_tokens == 0:
-        return q_out
+        return buffer
+    q_out = inputs.real_heads(buffer)
     cos, sin = gather_cos_sin(inputs.cos_sin_cache, inputs.positions)
     q_pe, computed_in = inputs.q[..., inputs.nope_dim :], _rotates_in(numerics, inputs.q.dtype)
     q_rot = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), inputs.is_neox, computed_in)
@@ -59,10 +61,10 @@ def prepare(inputs: DecodeInputs, numerics: Numerics = AITER, q_latent: torch.Te
     q_out[..., inputs.latent_dim :] = store_rope(q_rot, inv_q, inputs.out_dtype, inputs.q.dtype, numerics)
     if inputs.out_dtype == torch.float8_e4m3fnuz and numerics.rounding != "aiter":
         # get_fp8_min_max in vllm/model_executor/layers/quantization/utils/quant_utils.py
-        q_out = q_out.float().clamp(-VLLM_FNUZ_MAX, VLLM_FNUZ_MAX).to(inputs.out_dtype)
+        q_out.copy_(q_out.float().clamp(-VLLM_FNUZ_MAX, VLLM_FNUZ_MAX).to(inputs.out_dtype))
     if inputs.slot_mapping.numel() and inputs.kv_cache.numel():
         scatter_rows(inputs.kv_cache, inputs.slot_mapping, kv_rows(inputs, cos, sin, numerics))
-    return q_out
+    return buffer
 
 
 def gather_cos_sin(cos_sin_cache: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -69,6 +69,7 @@ class Layer:
     storage: torch.Tensor  # [GUARD + blocks + GUARD, block_size, latent+R], the cache between its guards
     k_scale: torch.Tensor  # one float32
     q_scale: torch.Tensor  # one float32
+    out_heads: ClassVar[int] = 0  # attention takes any number of heads here
     out: torch.Tensor  # [L, N*V] act, the attention's output
     tested: Run | None = None  # the kernel under test; None in a layer that computes the expected result
 

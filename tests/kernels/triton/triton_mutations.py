@@ -31,6 +31,9 @@ CASES = [
     Case(nope=192, heads=3),
     # Both halves overflow, and saturate.
     *[Case(cache=fp8, is_neox=neox, magnitude=300.0) for fp8 in FP8 for neox in (False, True)],
+    # Room between the heads, and behind them.
+    Case(heads=2, out_heads=4),
+    Case(heads=3, out_heads=4, tokens=17, is_neox=True, **CODES),
     Case(**CODES),
     Case(weight="float8_e4m3fnuz", w_major="P", cache="float8_e4m3fnuz", block_size=1, is_neox=True),
     Case(**CODES, cache="bfloat16", nope=192, heads=3, tokens=17),
@@ -60,6 +63,9 @@ MUTATIONS = {
                                Case(magnitude=300.0, cache="float8_e4m3fnuz"), "wrong_cache"),
     "last_token_block_dropped": ("tl.cdiv(num_tokens, BLOCK_T)", "tl.maximum(num_tokens // BLOCK_T, 1)", 1,
                                  Case(tokens=70, heads=1), "nope_different"),
+    "heads_without_room": ("head * (M // N) if M % N == 0 else head", "head", 1,
+                           Case(heads=2, out_heads=4), "nope_different"),
+    "rope_heads_without_room": ("if M % N == 0:", "if True:", 1, Case(heads=3, out_heads=4), "wrong_rope"),
     "group_scale_dropped": (" * q_scale[:, None]", "", 1, Case(**CODES), "nope_different"),
     "weight_scale_dropped": ("acc *= weight_scale", "acc *= 1.0", 1, Case(**CODES), "nope_different"),
     "signed_row_maximum": ("tl.max(tl.abs(q), axis=1)", "tl.max(q, axis=1)", 1, Case(**CODES), "nope_different"),

@@ -100,6 +100,7 @@ FORMULAS: dict = {
     "v_lshl_add_u64": lambda a, n, b: a * 2 ** (n % 8) + b,
     "v_xad_u32": lambda a, b, c: (a ^ b) + c,
     "v_mul_lo_u32": lambda a, b: a * b,
+    "v_mul_hi_i32": lambda a, b: a * b // 2**32,
     "v_mul_hi_u32": lambda a, b: a * b // 2**32,
     "v_mul_u32_u24": lambda a, b: (a % 2**24) * (b % 2**24),
     "v_mad_u32_u24": lambda a, b, c: (a % 2**24) * (b % 2**24) + c,

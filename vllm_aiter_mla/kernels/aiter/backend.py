@@ -71,8 +71,9 @@ class AiterBackend(KernelBackend):
         return Binding(partial(self._run, route, [inputs.nope_dim, inputs.rope_dim]), route.kernel, route.numerics)
 
     def _run(self, route: Route, widths: list[int], inputs: DecodeInputs) -> torch.Tensor:
-        # Fresh, as it must not overlap an operand.
-        q_out = inputs.new_query()
+        # Fresh, as it must not overlap an operand. Between rows of it AITER takes any stride, between heads one only.
+        query = inputs.new_query(padded=inputs.head_step == 1)
+        q_out = query if query.shape[1] == inputs.num_heads else query[:, : inputs.num_heads]
         cos, sin = self.halves(inputs.cos_sin_cache)
         # Tensor.split goes through Python and takes twice as long.
         q_nope, q_pe = torch.split_with_sizes(inputs.q, widths, -1)
@@ -82,7 +83,7 @@ class AiterBackend(KernelBackend):
             q_out, inputs.slot_mapping, inputs.k_scale, inputs.q_scale, inputs.positions, cos, sin, inputs.is_neox,
             True, route.honours_all_rows,
         )  # fmt: skip
-        return q_out
+        return query
 
     def halves(self, table: torch.Tensor) -> Halves:
         """Return (cos, sin), each [max_position, R/2], contiguous, of a rotary table [max_position, R].

@@ -228,6 +228,7 @@ def _query_tile(
     w_scale_stride_l,
     w_scale_stride_g,
     N: tl.constexpr,
+    M: tl.constexpr,
     P: tl.constexpr,
     ROW: tl.constexpr,
     FP8_MAX: tl.constexpr,
@@ -251,7 +252,8 @@ def _query_tile(
     w_ptr += head.to(tl.int64) * w_stride_h
     if kind == tl.uint8:
         w_scale_ptr += head.to(tl.int64) * w_scale_stride_h
-    out_row = out_ptr + (first_token.to(tl.int64) * N + head) * ROW + rows * (N * ROW)
+    out_head = head * (M // N) if M % N == 0 else head
+    out_row = out_ptr + (first_token.to(tl.int64) * M + out_head) * ROW + rows * (M * ROW)
     cols = first_col + tl.arange(0, BLOCK_L)
     q = _load_rows(q_row, row_mask, 0, min(P, BLOCK_K))
     w, w_scale = _load_weight(
@@ -304,6 +306,7 @@ def _query_rope(
     q_stride_h,
     cos_sin_stride,
     N: tl.constexpr,
+    M: tl.constexpr,
     P: tl.constexpr,
     R: tl.constexpr,
     L: tl.constexpr,
@@ -320,7 +323,12 @@ def _query_rope(
     mask = token < num_tokens
     position = tl.load(pos_ptr + token, mask=mask, other=0)
     src = q_ptr + first_token.to(tl.int64) * q_stride_t + ((token - first_token) * q_stride_t + head * q_stride_h + P)
-    dst = out_ptr + first_row.to(tl.int64) * (L + R) + (tl.arange(0, ROPE_ROWS) * (L + R) + L)
+    if M % N == 0:
+        # Heads lie M // N apart and a token's M right behind the last one's, so pairs do too.
+        dst = out_ptr + first_row.to(tl.int64) * (M // N * (L + R)) + (tl.arange(0, ROPE_ROWS) * (M // N * (L + R)) + L)
+    else:
+        dst = out_ptr + first_token.to(tl.int64) * (M * (L + R))
+        dst += ((token - first_token) * M + head) * (L + R) + L
     _rotate_and_store(
         src, dst, position, mask, mask, last_position, cos_sin_ptr, cos_sin_stride, scale, R, ROPE_ROWS, IS_NEOX,
         FP8_MAX,
@@ -423,7 +431,7 @@ def decode_prep_kernel(
     w_stride_h,
     w_stride_p,
     w_stride_l,
-    out_ptr,  # [T, N, L+R] act or fp8, contiguous
+    out_ptr,  # [T, M, L+R] act or fp8, contiguous
     w_scale_stride_h,
     w_scale_stride_l,
     w_scale_stride_g,
@@ -441,6 +449,7 @@ def decode_prep_kernel(
     cache_stride_b,
     cache_stride_s,
     N: tl.constexpr,
+    M: tl.constexpr,  # heads of a row of out_ptr, of which N are written: see ``DecodeInputs.real_heads``
     P: tl.constexpr,
     R: tl.constexpr,
     L: tl.constexpr,
@@ -476,13 +485,13 @@ def decode_prep_kernel(
         _query_tile(
             q_ptr, w_ptr, w_scale_ptr, out_ptr, q_scale_ptr, head, first_token, first_col, num_tokens, q_stride_t,
             q_stride_h, w_stride_h, w_stride_p, w_stride_l, w_scale_stride_h, w_scale_stride_l, w_scale_stride_g,
-            N, P, L + R, Q_FP8_MAX, W_FP8_MAX, BLOCK_T, BLOCK_L, BLOCKS,
+            N, M, P, L + R, Q_FP8_MAX, W_FP8_MAX, BLOCK_T, BLOCK_L, BLOCKS,
         )  # fmt: skip
     elif pid < query_tiles + rope_tiles:
         first_row = (pid - query_tiles) * ROPE_ROWS
         _query_rope(
             q_ptr, out_ptr, pos_ptr, cos_sin_ptr, q_scale_ptr, first_row, num_tokens, last_position, q_stride_t,
-            q_stride_h, cos_sin_stride, N, P, R, L, IS_NEOX, Q_FP8_MAX, ROPE_ROWS,
+            q_stride_h, cos_sin_stride, N, M, P, R, L, IS_NEOX, Q_FP8_MAX, ROPE_ROWS,
         )  # fmt: skip
     else:
         rest = pid - query_tiles - rope_tiles

@@ -35,6 +35,7 @@ def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
     width, blocks = tile.columns(inputs.latent_dim)
     return {
         "N": inputs.num_heads,
+        "M": inputs.out_heads or inputs.num_heads,
         "P": inputs.nope_dim,
         "R": inputs.rope_dim,
         "L": inputs.latent_dim,
@@ -98,7 +99,7 @@ class Launch:
         """Run the kernel once on the current stream. The caller has checked the operands.
 
         Returns:
-            q_prepared [T, N, L+R] of ``inputs.out_dtype``, contiguous: the only allocation.
+            q_prepared [T, N, L+R] of ``inputs.out_dtype``, or [T, M, L+R], contiguous: the only allocation.
 
         Raises:
             KernelCaptureError: a graph is being captured and this variant has not been compiled: see
