@@ -31,12 +31,13 @@ AITER_OP = "aiter::fused_qk_rope_concat_and_cache_mla"
 IN_PLACE = "_C_cache_ops::concat_and_cache_mla_rope_fused"
 BRANCHES = {
     "all decode": AITER_OP,
+    "all decode, 20 heads": AITER_OP,
     "padded decode": AITER_OP,
     "one prefill among decodes": IN_PLACE,
     "all short prompts": IN_PLACE,
 }
 """What our op launches in each kind of batch; in a dummy run it has no rows."""
-SHOWN = ("all decode", "one prefill among decodes")
+SHOWN = ("all decode", "all decode, 20 heads", "one prefill among decodes")
 MARKS = ("<!-- ledger: begin -->", "<!-- ledger: end -->")
 
 
@@ -125,16 +126,12 @@ def _count(layer: Any, captured: Sequence[Callable[[], Any]], called: Sequence[C
         "concat_and_cache_mla", layer.impl.do_kv_cache_update, lambda _, *args: counting.concat_and_write(*args[:4])
     )
     quantise = counter.one_launch("concat + fp8", quantised, lambda result, *args: sizes((result, *args)), 1)
-    decode = counter.one_launch(
-        "decode attention", layer.impl.forward_mqa, lambda result, q, *_: sizes((q, result[0])), 1
-    )
-
-    def forward_mqa(q: Any, *rest: Any) -> Any:
-        return decode(torch.cat(q, dim=-1) if isinstance(q, tuple) else q, *rest)
+    implementation = type(layer.impl)
+    decode = counter.one_launch("decode attention", implementation.decode, lambda result, _, q: sizes((q, result)), 1)
 
     with (
         mock.patch.object(layer.impl, "do_kv_cache_update", write),
-        mock.patch.object(layer.impl, "forward_mqa", forward_mqa),
+        mock.patch.object(implementation, "decode", decode),
         mock.patch.object(layer._decode_concat_quant_fp8_op, "forward", quantise),
         counter,
     ):

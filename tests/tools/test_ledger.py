@@ -37,6 +37,22 @@ def test_decode_batches_went_through_aiters_op_and_prefill_rows_were_rotated_in_
         assert ledger.strays(cache, ours) == []
 
 
+def launches(side: ledger.Events, kind: str) -> list[str]:
+    return [event.name for event in side[kind] if event.launches]
+
+
+def test_no_query_is_copied_for_heads_that_the_decode_kernel_pads(
+    counted: ledger.Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cache, (_, vllm_own, ours) in counted.items():
+        assert launches(ours, "all decode, 20 heads") == launches(ours, "all decode")
+        assert {"aten::repeat", "aten::contiguous"} <= set(launches(vllm_own, "all decode, 20 heads"))
+        with monkeypatch.context() as patch:
+            patch.setattr("vllm_aiter_mla.compat.layer.padded_heads", lambda layer: None)
+            unpadded = ledger.count("ours", cache)
+        assert launches(unpadded, "all decode, 20 heads") != launches(unpadded, "all decode"), "planted"
+
+
 def test_the_page_holds_what_the_tool_counts(counted: ledger.Counted) -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == ledger.put(page, ledger.render(counted)), "run: python tools/ledger.py --page docs/ledger.md"
@@ -82,7 +98,8 @@ def test_mutation_a_decode_batch_that_is_not_prepared_is_caught(monkeypatch: pyt
     monkeypatch.setattr(bodies, "prepared_query", lambda *args: None)
     assert ledger.strays("fp8", ledger.count("ours", "fp8")) == [
         f"fp8 cache, {kind}: launches of our op {[ledger.IN_PLACE]}, expected {[ledger.AITER_OP]}"
-        for kind in ("all decode", "padded decode")
+        for kind, launch in ledger.BRANCHES.items()
+        if launch == ledger.AITER_OP
     ]
 
 

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention, _De
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import _encode_layer_name
+from vllm.v1.attention.backends.mla.rocm_aiter_mla import AiterMLAHelper
 
 from tests.sandbox import gpu_ops
 from tests.sandbox.simulated_aiter import ROCM, install
@@ -66,13 +67,19 @@ def quantiser() -> Any:
 class _Implementation:
     is_sparse, dcp_world_size, supports_quant_query_input = False, 1, True
 
-    def __init__(self) -> None:
-        self._out = torch.zeros(ROWS, HEADS, LATENT, dtype=ACT)
+    def __init__(self, heads: int) -> None:
+        self.num_heads = heads
+        self._out = torch.zeros(ROWS, AiterMLAHelper.get_actual_mla_num_heads(heads), LATENT, dtype=ACT)
 
     def forward_mqa(self, q: Any, cache: torch.Tensor, metadata: Any, layer: Any) -> Any:
-        """Return an output that exists already. Join a query in two parts first, as ``AiterMLAImpl`` does."""
-        q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        return self._out[: q.shape[0]], None
+        """Return an output that exists already. Join and pad the query first, as ``AiterMLAImpl`` does."""
+        joined = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        out = self.decode(AiterMLAHelper.get_mla_padded_q(self.num_heads, joined))
+        return AiterMLAHelper.get_mla_unpadded_o(self.num_heads, out), None
+
+    def decode(self, q: torch.Tensor) -> torch.Tensor:
+        """Do nothing for the decode kernel."""
+        return self._out[: q.shape[0]]
 
     def forward_mha(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing for prefill attention."""
@@ -90,7 +97,7 @@ class StubLayer(torch.nn.Module):
     hisparse_cache = q_pad_num_heads = prefill_backend = sliding_window = None
     use_pcp = dcp_q_replicate = pcp_shard_decode_requests = False
     is_aiter_triton_fp4_bmm_enabled = is_aiter_triton_fp8_bmm_enabled = is_amx_bmm_enabled = False
-    num_heads, qk_nope_head_dim, qk_rope_head_dim = HEADS, NOPE, ROPE
+    qk_nope_head_dim, qk_rope_head_dim = NOPE, ROPE
     kv_lora_rank, v_head_dim = LATENT, VALUE
     layer_name = NAME
     forward_impl, _v_up_proj = MLAAttention.forward_impl, MLAAttention._v_up_proj
@@ -98,13 +105,13 @@ class StubLayer(torch.nn.Module):
     update_kv_cache = MLAAttention.update_kv_cache
     chunked_prefill_workspace_size = 0
 
-    def __init__(self, cache: str) -> None:
+    def __init__(self, cache: str, heads: int) -> None:
         super().__init__()
-        self.kv_cache_dtype, self.impl = cache, _Implementation()
+        self.kv_cache_dtype, self.num_heads, self.impl = cache, heads, _Implementation(heads)
         self.register_buffer("_k_scale", torch.ones(()))
         self.register_buffer("_q_scale", torch.ones(()))
-        self.W_UK_T = torch.zeros(HEADS, NOPE, LATENT, dtype=ACT)
-        self.W_UV = torch.zeros(HEADS, LATENT, VALUE, dtype=ACT)
+        self.W_UK_T = torch.zeros(heads, NOPE, LATENT, dtype=ACT)
+        self.W_UV = torch.zeros(heads, LATENT, VALUE, dtype=ACT)
         self.kv_cache = torch.zeros(8, 16, LATENT + ROPE, dtype=torch.uint8 if cache == "fp8" else ACT)
         self._decode_concat_quant_fp8_op = quantiser()
         self._vllm_config = SimpleNamespace(
@@ -115,11 +122,12 @@ class StubLayer(torch.nn.Module):
 
 
 class Batch(NamedTuple):
-    """Rows of each sort among ``ROWS``; the rest pads a graph. No metadata in a dummy run."""
+    """Rows of each sort among ``ROWS``; the rest pads a graph. No metadata in a dummy run. A layer has ``heads``."""
 
     decodes: int
     prefills: int = 0
     dummy: bool = False
+    heads: int = HEADS
 
     def metadata(self) -> Any:
         """Return metadata as vLLM's MLA builders make it."""
@@ -142,6 +150,7 @@ class Batch(NamedTuple):
 
 BATCHES = {
     "all decode": Batch(ROWS),
+    "all decode, 20 heads": Batch(ROWS, heads=20),
     "padded decode": Batch(ROWS - 1),
     "one prefill among decodes": Batch(ROWS - 1, 1),
     "all short prompts": Batch(0, ROWS),
@@ -162,7 +171,7 @@ def step(cache: str, batch: Batch) -> Iterator[StubLayer]:
     gpu_ops.register()
     ops.register()
     backends.forget()
-    layer = StubLayer(cache)
+    layer = StubLayer(cache, batch.heads)
     context = ForwardContext(
         no_compile_layers={NAME: layer},
         attn_metadata=None if batch.dummy else {NAME: batch.metadata()},
@@ -205,10 +214,10 @@ def _joined(tensors: Any, dim: int) -> torch.Tensor:
 
 def calls(layer: StubLayer) -> dict[str, Callable[[], Any]]:
     """Return the ops of the layer as a compiled graph calls them, by name."""
-    name = _encode_layer_name(NAME)
-    q = torch.zeros(ROWS, HEADS * (NOPE + ROPE), dtype=ACT).view(ROWS, HEADS, NOPE + ROPE)
+    name, heads = _encode_layer_name(NAME), layer.num_heads
+    q = torch.zeros(ROWS, heads * (NOPE + ROPE), dtype=ACT).view(ROWS, heads, NOPE + ROPE)
     k_pe = torch.zeros(ROWS, Q_LORA + LATENT + ROPE, dtype=ACT)[:, Q_LORA + LATENT :]
-    kv_c, output = torch.zeros(ROWS, LATENT, dtype=ACT), torch.zeros(ROWS, HEADS * VALUE, dtype=ACT)
+    kv_c, output = torch.zeros(ROWS, LATENT, dtype=ACT), torch.zeros(ROWS, heads * VALUE, dtype=ACT)
     positions, table = torch.arange(ROWS), torch.zeros(1024, ROPE, dtype=ACT)
     q_pe, k_3d, k_scale, cache = q[..., NOPE:], k_pe.unsqueeze(1), layer._k_scale, layer.kv_cache_dtype
     vllm = torch.ops.vllm
