@@ -74,7 +74,7 @@ def test_a_rival_that_never_serves_is_timed_and_held_against_ours(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0, **{"aiter-one-launch": 6.0})).install(monkeypatch)
-    monkeypatch.setattr(measure, "rival_of", lambda *_: Named("aiter-one-launch"))
+    monkeypatch.setattr(measure, "rivals_of", lambda *_: {"aiter-one-launch": Named("aiter-one-launch")})
     assert run("-t", "1", "--type", "fp8", "--json", str(tmp_path / "measure.json")).exit_code == 0
     (row,) = json.loads((tmp_path / "measure.json").read_text())["rows"]
     assert (row["us"]["aiter-one-launch"], row["ratio"]) == (6.0, 1.2)

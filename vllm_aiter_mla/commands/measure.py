@@ -22,7 +22,7 @@ TOKENS = (1, 8, 64, 256, 512)
 HEADS = (8, 16, 128)
 # A larger operand fills a card by itself.
 MOST_TOKENS, MOST_HEADS = 65536, 1024
-RIVALS = ("vllm", "aiter-one-launch")
+RIVALS = ("vllm", "aiter-decode-tile", "aiter-one-launch")
 
 
 class Kind(str, Enum):
@@ -52,7 +52,7 @@ class Row:
     Attributes:
         tokens, heads: T and N.
         kind: type of the query and the cache, "fp8" or "bf16".
-        us: median microseconds a call by kernel, AITER's own single launch among them: it is timed and never serves.
+        us: median microseconds a call by kernel, among them ``rivals`` that never serve.
         untimed: why a kernel was not timed: it does not take the call, cannot run here, or is wrong.
     """
 
@@ -108,8 +108,8 @@ def measure(
 
     Each kernel is first compared with the reference; a wrong one is not timed. The table shows median microseconds per
     call in a replayed graph, and how much faster than the fastest rival our fastest kernel is. Rivals are vLLM's own
-    kernels and AITER's single launch, which never serves. Exit status: 0; 1 if a kernel was wrong or the run stopped
-    early; 2 without a GPU or with a wrong option.
+    kernels and two that never serve: AITER's single launch, and its op behind an fp8 product on tiles for few rows.
+    Exit status: 0; 1 if a kernel was wrong or the run stopped early; 2 without a GPU or with a wrong option.
     """
     import torch
 
@@ -170,11 +170,11 @@ def rows_of(
             wrong[name] = f"{heads} heads, {kind}: {found.message}"
         else:
             able[name] = backend
-    rival = rival_of(backends, shape, max(tokens))
-    if isinstance(rival, str):
-        untimed[RIVALS[1]] = rival
-    else:
-        able[RIVALS[1]] = rival
+    for name, rival in rivals_of(backends, shape, max(tokens)).items():
+        if isinstance(rival, str):
+            untimed[name] = rival
+        else:
+            able[name] = rival
     for count in tokens:
         calls = synthetic_inputs(shape, count)
         bound = {name: backend.bind(calls) for name, backend in able.items()}
@@ -186,24 +186,33 @@ def rows_of(
         timing.give_back()
 
 
-def rival_of(backends: Backends, shape: LayerShape, most: int) -> KernelBackend | str:
-    """Return AITER's single launch, checked, or why it is not timed on this shape."""
+def rivals_of(backends: Backends, shape: LayerShape, most: int) -> dict[str, KernelBackend | str]:
+    """Return the kernels that are timed and never serve, each checked, or why it is not timed on this shape."""
     from dataclasses import replace
 
     from vllm_aiter_mla import startup
-    from vllm_aiter_mla.commands.one_launch import OneLaunchBackend
+    from vllm_aiter_mla.commands.rivals import MOST_ROWS, DecodeTileBackend, OneLaunchBackend
     from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
     from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
 
+    tile, one_launch = RIVALS[1:]
     if backends.platform.arch not in ARCHITECTURES:
-        return "it is for gfx942 and gfx950"
+        return dict.fromkeys((tile, one_launch), "it is for gfx942 and gfx950")
+    found: dict[str, KernelBackend | str] = {}
     try:
-        checked, timed = (OneLaunchBackend(backends.platform, unit_scale=unit) for unit in (False, True))
+        tiled = DecodeTileBackend(backends.platform)
+        checked = startup.self_check(tile, tiled, shape, (), min(most, MOST_ROWS))
+        found[tile] = tiled if checked.ok else checked.message
     except AiterUnavailableError as error:
-        return str(error)
-    # Its query has no scale, so it is checked with a query in 16 bits.
-    found = startup.self_check(RIVALS[1], checked, replace(shape, out_dtype=shape.act), (), most)
-    return timed if found.ok else found.message
+        found[tile] = str(error)
+    try:
+        unscaled, timed = (OneLaunchBackend(backends.platform, unit_scale=unit) for unit in (False, True))
+        # Its query has no scale, so it is checked with a query in 16 bits.
+        checked = startup.self_check(one_launch, unscaled, replace(shape, out_dtype=shape.act), (), most)
+        found[one_launch] = timed if checked.ok else checked.message
+    except AiterUnavailableError as error:
+        found[one_launch] = str(error)
+    return found
 
 
 def shape_of(heads: int, kind: str, weights: str) -> LayerShape:

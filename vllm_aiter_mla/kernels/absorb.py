@@ -126,8 +126,10 @@ class AbsorbWeight:
             return f"W_K: a nope width of 128, 256, 512 and so on expected, got {nope}: AITER's GEMM drops values there"
         return None
 
-    def product(self, q_nope: torch.Tensor) -> torch.Tensor:
+    def product(self, q_nope: torch.Tensor, **more: Any) -> torch.Tensor:
         """Multiply q_nope [T, N, P] as vLLM does: [T, N, L], token-major and contiguous, in q_nope's dtype.
+
+        ``more`` is handed to the call that multiplies codes.
 
         Over mxfp4 vLLM passes ``y_scale=_q_scale`` if the query is fp8: AITER divides by it, and quantises by it once
         more afterwards. The fused op divides by it too, so none is passed here.
@@ -141,7 +143,7 @@ class AbsorbWeight:
         options: dict[str, Any] = {"prequant": True}
         if self.format == "fp8":
             options = {"group_size": FP8_GROUP, "dtype": q_nope.dtype}
-        return GEMMS[self.format](q_nope.transpose(0, 1), self.values, self.scale, transpose_bm=True, **options)
+        return GEMMS[self.format](q_nope.transpose(0, 1), self.values, self.scale, transpose_bm=True, **options, **more)
 
     def reference(self, q_nope: torch.Tensor) -> torch.Tensor:
         """Return what ``product`` does, in plain PyTorch, on any device."""

@@ -79,7 +79,7 @@ class AiterBackend(KernelBackend):
         q_nope, q_pe = torch.split_with_sizes(inputs.q, widths, -1)
         # The scales go over as they are: AITER takes the reciprocal itself. It leaves q_pe un-rotated.
         self._op(
-            inputs.weight.product(q_nope), q_pe, inputs.kv_c, inputs.k_pe, apply_view(inputs.kv_cache, route.view),
+            self._product(inputs, q_nope), q_pe, inputs.kv_c, inputs.k_pe, apply_view(inputs.kv_cache, route.view),
             q_out, inputs.slot_mapping, inputs.k_scale, inputs.q_scale, inputs.positions, cos, sin, inputs.is_neox,
             True, route.honours_all_rows,
         )  # fmt: skip
@@ -125,7 +125,10 @@ class AiterBackend(KernelBackend):
 
     def absorbed(self, inputs: DecodeInputs) -> torch.Tensor:
         """Return [T, N, 512] in the activation dtype, by the product that vLLM calls for this weight format."""
-        return inputs.weight.product(inputs.q_nope)
+        return self._product(inputs, inputs.q_nope)
+
+    def _product(self, inputs: DecodeInputs, q_nope: torch.Tensor) -> torch.Tensor:
+        return inputs.weight.product(q_nope)
 
     def defined_rows(self, inputs: DecodeInputs) -> int:
         """Return how many leading rows of the result are defined: one per slot, padded slots included."""

@@ -1,9 +1,10 @@
-"""AITER's own single launch: a rival that ``measure`` times beside ours, and that never serves.
+"""Kernels that ``measure`` times beside ours, and that never serve.
 
-``fused_fp8_bmm_rope_cat_and_cache_mla`` and its mxfp4 twin do what our Triton launch does: absorb BMM, RoPE, concat, KV
-write. They take no scale of the query, clamp no position, and with fewer slots than rows they read and write past the
-slot mapping. Over a rotary table in 16 bits they round each product of the rotation, so they are given float32 halves.
-Read from aiter/ops/triton/fusions/fused_bmm_rope_kv_cache.py; docs/aiter.md says what running it showed.
+AITER's op behind vLLM's fp8 product on another tile; and AITER's own single launch,
+``fused_fp8_bmm_rope_cat_and_cache_mla`` and its mxfp4 twin, which does what our Triton launch does: absorb BMM, RoPE,
+concat, KV write. It takes no scale of the query, clamps no position, and with fewer slots than rows it reads and writes
+past the slot mapping. Over a rotary table in 16 bits it rounds each product of the rotation, so it is given float32
+halves. Read from aiter/ops/triton/fusions/fused_bmm_rope_kv_cache.py; docs/aiter.md says what running it showed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 
 from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.absorb import FP8_GROUP
-from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
+from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError, Op
 from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
@@ -25,6 +27,7 @@ from vllm_aiter_mla.kernels.platform import Platform
 MODULE = "aiter.ops.triton.fusions.fused_bmm_rope_kv_cache"
 FUNCTIONS = {"fp8": "fused_fp8_bmm_rope_cat_and_cache_mla", "mxfp4": "fused_fp4_bmm_rope_cat_and_cache_mla"}
 """By weight format."""
+MOST_ROWS = 256
 Ops = Mapping[str, Callable[..., Any]]
 
 
@@ -39,6 +42,52 @@ def load() -> Ops:
         return {format: getattr(module, name) for format, name in FUNCTIONS.items()}
     except Exception as error:  # AITER's import runs rocminfo, compilers and a registry: anything may come out
         raise AiterUnavailableError(f"{MODULE}: {type(error).__name__}: {error}") from error
+
+
+class DecodeTileBackend(AiterBackend):
+    """AITER's op behind vLLM's fp8 product on a tile for few rows, as SGLang chooses one.
+
+    AITER's own table has 128 columns a tile: 64 programs for 16 heads and up to 16 rows, on a card of 304 units. Here
+    the columns are halved until the programs fill three quarters of the units.
+
+    Args:
+        platform: the card.
+        units: compute units; the current card's by default.
+        op: AITER's op; imported by default.
+
+    Raises:
+        AiterUnavailableError: no ``op`` was given and AITER cannot be used.
+    """
+
+    def __init__(self, platform: Platform, units: int = 0, op: Op | None = None) -> None:
+        super().__init__(platform, op)
+        self.name = "aiter-decode-tile"
+        self._units = units or torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+    def bind(self, inputs: DecodeInputs) -> Binding | str:
+        """See the base class."""
+        if inputs.weight.format != "fp8":
+            return "vLLM's fp8 product is the one that takes a tile"
+        if inputs.num_tokens > MOST_ROWS:
+            return f"a tile for up to {MOST_ROWS} rows, not for {inputs.num_tokens}"
+        return super().bind(inputs)
+
+    def _product(self, inputs: DecodeInputs, q_nope: torch.Tensor) -> torch.Tensor:
+        tile = decode_tile(inputs.num_tokens, inputs.num_heads, inputs.latent_dim, self._units)
+        return inputs.weight.product(q_nope, config=tile)
+
+
+def decode_tile(tokens: int, heads: int, latent: int, units: int) -> dict[str, Any]:
+    """Return AITER's ``config`` of its fp8 GEMM for ``tokens`` rows on a card of so many compute units."""
+    rows = next(size for size in (16, 32, 64) if tokens <= size or size == 64)
+    columns, blocks = 128, heads * -(-tokens // rows)
+    while columns > 16 and blocks * latent // columns < 0.75 * units:
+        columns //= 2
+    return {
+        "BLOCK_SIZE_M": rows, "BLOCK_SIZE_N": columns, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 2,
+        "waves_per_eu": 1 if blocks * latent // columns <= units else 2, "matrix_instr_nonkdim": 16, "kpack": 2,
+        "cache_modifier": ".cg",
+    }  # fmt: skip
 
 
 class OneLaunchBackend(KernelBackend):

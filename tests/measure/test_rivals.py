@@ -1,9 +1,10 @@
-"""AITER's own single launch as a rival: how it is called, what it declines, and that it never serves."""
+"""The rivals that measure times: how they are called, what they decline, and that they never serve."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ import torch
 from tests.sandbox.simulated_aiter import ROCM
 from vllm_aiter_mla.backends import candidates, contenders
 from vllm_aiter_mla.commands import measure
-from vllm_aiter_mla.commands.one_launch import OneLaunchBackend
-from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.commands.rivals import DecodeTileBackend, OneLaunchBackend, decode_tile
+from vllm_aiter_mla.kernels import absorb, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
+from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.selfcheck import self_check
@@ -82,7 +84,38 @@ def test_it_declines_what_it_would_do_wrongly() -> None:
     assert OneLaunchBackend(MI300X, OPS, unit_scale=True).refuse(fp8) is None
 
 
-def test_it_is_named_by_no_option_and_never_serves() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "heads", "tile", "programs"),
+    [(1, 16, (16, 32), 256), (16, 16, (16, 32), 256), (64, 128, (64, 128), 512)],
+)
+def test_a_tile_for_few_rows_fills_three_quarters_of_a_card(
+    tokens: int, heads: int, tile: tuple[int, int], programs: int
+) -> None:
+    found = decode_tile(tokens, heads, 512, units=304)
+    assert (found["BLOCK_SIZE_M"], found["BLOCK_SIZE_N"]) == tile
+    assert heads * -(-tokens // tile[0]) * 512 // tile[1] == programs
+
+
+@pytest.mark.usefixtures("fake_gfx942")
+def test_the_tile_reaches_vllms_product_and_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm, tiles = absorb.GEMMS["fp8"], []
+
+    def called(*operands: Any, config: Any = None, **options: Any) -> torch.Tensor:
+        tiles.append(config)
+        return gemm(*operands, **options)
+
+    monkeypatch.setitem(absorb.GEMMS, "fp8", called)
+    inputs = synthetic_inputs(SHAPE)
+    untiled, tiled = AiterBackend(MI300X).prepare(inputs), DecodeTileBackend(MI300X, 304).prepare(inputs)
+    assert torch.equal(untiled, tiled)
+    assert tiles == [None, decode_tile(inputs.num_tokens, 4, 512, 304)]
+    bound = DecodeTileBackend(MI300X, 304)
+    assert "takes a tile" in str(bound.refuse(synthetic_inputs(replace(SHAPE, weight=("plain",)))))
+    assert "up to 256 rows" in str(bound.refuse(synthetic_inputs(SHAPE, 257)))
+
+
+def test_rivals_are_named_by_no_option_and_never_serve() -> None:
     served = {name for kernel in KERNELS for name in (*candidates(kernel, MI300X), *contenders(kernel, MI300X))}
-    assert OneLaunchBackend.name not in served | set(KERNELS)
-    assert OneLaunchBackend.name in measure.RIVALS
+    names = {OneLaunchBackend.name, DecodeTileBackend(MI300X, 304, op=Mock()).name}
+    assert not names & (served | set(KERNELS))
+    assert names < set(measure.RIVALS)
