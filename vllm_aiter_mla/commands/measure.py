@@ -207,8 +207,9 @@ def rivals_of(backends: Backends, shape: LayerShape, most: int) -> dict[str, Ker
         found[tile] = str(error)
     try:
         unscaled, timed = (OneLaunchBackend(backends.platform, unit_scale=unit) for unit in (False, True))
-        # Its query has no scale, so it is checked with a query in 16 bits.
-        checked = startup.self_check(one_launch, unscaled, replace(shape, out_dtype=shape.act), (), most)
+        # Its query has no scale and no overflow is clamped, so it is checked in 16 bits.
+        plain = replace(shape, out_dtype=shape.act, cache_dtype=shape.act)
+        checked = startup.self_check(one_launch, unscaled, plain, (), most)
         found[one_launch] = timed if checked.ok else checked.message
     except AiterUnavailableError as error:
         found[one_launch] = str(error)
