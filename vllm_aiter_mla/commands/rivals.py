@@ -72,9 +72,8 @@ class DecodeTileBackend(AiterBackend):
             return f"a tile for up to {MOST_ROWS} rows, not for {inputs.num_tokens}"
         return super().bind(inputs)
 
-    def _product(self, inputs: DecodeInputs, q_nope: torch.Tensor) -> torch.Tensor:
-        tile = decode_tile(inputs.num_tokens, inputs.num_heads, inputs.latent_dim, self._units)
-        return inputs.weight.product(q_nope, config=tile)
+    def _options(self, inputs: DecodeInputs) -> dict[str, Any]:
+        return {"config": decode_tile(inputs.num_tokens, inputs.num_heads, inputs.latent_dim, self._units)}
 
 
 def decode_tile(tokens: int, heads: int, latent: int, units: int) -> dict[str, Any]:

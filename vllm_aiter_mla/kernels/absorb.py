@@ -140,10 +140,11 @@ class AbsorbWeight:
         """
         if self.scale is None:
             return absorb_plain(q_nope, self.values)
-        options: dict[str, Any] = {"prequant": True}
         if self.format == "fp8":
-            options = {"group_size": FP8_GROUP, "dtype": q_nope.dtype}
-        return GEMMS[self.format](q_nope.transpose(0, 1), self.values, self.scale, transpose_bm=True, **options, **more)
+            more |= {"group_size": FP8_GROUP, "dtype": q_nope.dtype}
+        else:
+            more["prequant"] = True
+        return GEMMS[self.format](q_nope.transpose(0, 1), self.values, self.scale, transpose_bm=True, **more)
 
     def reference(self, q_nope: torch.Tensor) -> torch.Tensor:
         """Return what ``product`` does, in plain PyTorch, on any device."""

@@ -103,9 +103,8 @@ class DecodeInputs:
     def new_query(self, padded: bool = True) -> torch.Tensor:
         """[T, N, L+R] of ``out_dtype``, contiguous and uninitialised; with ``padded`` [T, M, L+R] where M is given."""
         tokens, heads, _ = self.q.shape
-        if padded and self.out_heads:
-            heads = self.out_heads
-        return self.q.new_empty((tokens, heads, self.kv_cache.shape[-1]), dtype=self.out_dtype)
+        size = (tokens, self.out_heads if padded and self.out_heads else heads, self.kv_cache.shape[-1])
+        return self.q.new_empty(size, dtype=self.out_dtype)
 
     def real_heads(self, query: torch.Tensor) -> torch.Tensor:
         """Return the N heads of a query [T, N or M, L+R], a view.

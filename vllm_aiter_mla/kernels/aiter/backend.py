@@ -68,20 +68,25 @@ class AiterBackend(KernelBackend):
         reason = contract.kernel_violation(route, wanted, inputs.num_heads, tokens)
         if reason is not None:
             return reason
-        return Binding(partial(self._run, route, [inputs.nope_dim, inputs.rope_dim]), route.kernel, route.numerics)
+        # Between rows of the query AITER takes any stride, between heads one only.
+        room = inputs.num_heads if inputs.out_heads and inputs.head_step == 1 else 0
+        run = partial(self._run, route, [inputs.nope_dim, inputs.rope_dim], room, self._options(inputs))
+        return Binding(run, route.kernel, route.numerics)
 
-    def _run(self, route: Route, widths: list[int], inputs: DecodeInputs) -> torch.Tensor:
-        # Fresh, as it must not overlap an operand. Between rows of it AITER takes any stride, between heads one only.
-        query = inputs.new_query(padded=inputs.head_step == 1)
-        q_out = query if query.shape[1] == inputs.num_heads else query[:, : inputs.num_heads]
+    def _run(
+        self, route: Route, widths: list[int], room: int, options: dict[str, Any], inputs: DecodeInputs
+    ) -> torch.Tensor:
+        # Fresh, as it must not overlap an operand.
+        query = inputs.new_query(padded=room > 0)
+        q_out = query[:, :room] if room else query
         cos, sin = self.halves(inputs.cos_sin_cache)
         # Tensor.split goes through Python and takes twice as long.
         q_nope, q_pe = torch.split_with_sizes(inputs.q, widths, -1)
         # The scales go over as they are: AITER takes the reciprocal itself. It leaves q_pe un-rotated.
         self._op(
-            self._product(inputs, q_nope), q_pe, inputs.kv_c, inputs.k_pe, apply_view(inputs.kv_cache, route.view),
-            q_out, inputs.slot_mapping, inputs.k_scale, inputs.q_scale, inputs.positions, cos, sin, inputs.is_neox,
-            True, route.honours_all_rows,
+            inputs.weight.product(q_nope, **options), q_pe, inputs.kv_c, inputs.k_pe,
+            apply_view(inputs.kv_cache, route.view), q_out, inputs.slot_mapping, inputs.k_scale, inputs.q_scale,
+            inputs.positions, cos, sin, inputs.is_neox, True, route.honours_all_rows,
         )  # fmt: skip
         return query
 
@@ -125,10 +130,11 @@ class AiterBackend(KernelBackend):
 
     def absorbed(self, inputs: DecodeInputs) -> torch.Tensor:
         """Return [T, N, 512] in the activation dtype, by the product that vLLM calls for this weight format."""
-        return self._product(inputs, inputs.q_nope)
+        return inputs.weight.product(inputs.q_nope, **self._options(inputs))
 
-    def _product(self, inputs: DecodeInputs, q_nope: torch.Tensor) -> torch.Tensor:
-        return inputs.weight.product(q_nope)
+    def _options(self, inputs: DecodeInputs) -> dict[str, Any]:
+        """Return further arguments of the product of such calls."""
+        return {}
 
     def defined_rows(self, inputs: DecodeInputs) -> int:
         """Return how many leading rows of the result are defined: one per slot, padded slots included."""
