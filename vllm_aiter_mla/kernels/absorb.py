@@ -126,7 +126,7 @@ class AbsorbWeight:
             return f"W_K: a nope width of 128, 256, 512 and so on expected, got {nope}: AITER's GEMM drops values there"
         return None
 
-    def product(self, q_nope: torch.Tensor, **more: Any) -> torch.Tensor:
+    def product(self, q_nope: torch.Tensor, more: Mapping[str, Any] = {}) -> torch.Tensor:
         """Multiply q_nope [T, N, P] as vLLM does: [T, N, L], token-major and contiguous, in q_nope's dtype.
 
         ``more`` is handed to the call that multiplies codes.
@@ -140,11 +140,11 @@ class AbsorbWeight:
         """
         if self.scale is None:
             return absorb_plain(q_nope, self.values)
+        options: dict[str, Any] = {"prequant": True}
         if self.format == "fp8":
-            more |= {"group_size": FP8_GROUP, "dtype": q_nope.dtype}
-        else:
-            more["prequant"] = True
-        return GEMMS[self.format](q_nope.transpose(0, 1), self.values, self.scale, transpose_bm=True, **more)
+            options = {"group_size": FP8_GROUP, "dtype": q_nope.dtype}
+        gemm = GEMMS[self.format]
+        return gemm(q_nope.transpose(0, 1), self.values, self.scale, transpose_bm=True, **options, **more)
 
     def reference(self, q_nope: torch.Tensor) -> torch.Tensor:
         """Return what ``product`` does, in plain PyTorch, on any device."""

@@ -84,7 +84,7 @@ class AiterBackend(KernelBackend):
         q_nope, q_pe = torch.split_with_sizes(inputs.q, widths, -1)
         # The scales go over as they are: AITER takes the reciprocal itself. It leaves q_pe un-rotated.
         self._op(
-            inputs.weight.product(q_nope, **options), q_pe, inputs.kv_c, inputs.k_pe,
+            inputs.weight.product(q_nope, options), q_pe, inputs.kv_c, inputs.k_pe,
             apply_view(inputs.kv_cache, route.view), q_out, inputs.slot_mapping, inputs.k_scale, inputs.q_scale,
             inputs.positions, cos, sin, inputs.is_neox, True, route.honours_all_rows,
         )  # fmt: skip
@@ -130,7 +130,7 @@ class AiterBackend(KernelBackend):
 
     def absorbed(self, inputs: DecodeInputs) -> torch.Tensor:
         """Return [T, N, 512] in the activation dtype, by the product that vLLM calls for this weight format."""
-        return inputs.weight.product(inputs.q_nope, **self._options(inputs))
+        return inputs.weight.product(inputs.q_nope, self._options(inputs))
 
     def _options(self, inputs: DecodeInputs) -> dict[str, Any]:
         """Return further arguments of the product of such calls."""
