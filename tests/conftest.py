@@ -61,6 +61,16 @@ def fake_gfx942() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=["gfx942", "gfx950"])
+def arch(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The card of an AITER that can be imported, each of the two in turn."""
+    from tests.sandbox.simulated_aiter import install, op
+
+    with install(request.param):
+        op.forget()
+        yield request.param
+
+
 @pytest.fixture(scope="session")
 def load_tool() -> Callable[[str], ModuleType]:
     """Import ``tools/NAME.py``, which is a script."""
