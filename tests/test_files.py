@@ -25,11 +25,8 @@ def test_a_stamp_names_schema_versions_time_and_host() -> None:
     assert (stamp["plugin"], stamp["host"]) == (__version__, os.uname().nodename)
     now = datetime.now(timezone.utc)
     assert timedelta(0) <= now - datetime.fromisoformat(stamp["time"]) < timedelta(minutes=1)
-
-
-def test_a_stamp_finds_vllm_under_another_distribution_name() -> None:
     vllm = pytest.importorskip("vllm")
-    assert files.stamp("a", 1)[files.KEY]["vllm"].partition("+")[0] == vllm.__version__.partition("+")[0]
+    assert stamp["vllm"].partition("+")[0] == vllm.__version__.partition("+")[0], "under another distribution's name"
     assert files._version("no-such-distribution") is None
     assert files._distributions("no_such_package") == ()
 
@@ -45,6 +42,10 @@ def test_a_file_is_replaced_in_one_step_with_the_mode_of_the_umask(tmp_path: Pat
     assert files.read(path, 100) == {"a": 2}
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
+    for text in ("[1, 2, 3]", "{"):
+        path.write_text(text)
+        with pytest.raises(ValueError):  # too large, and not JSON
+            files.read(path, 8)
 
 
 def test_a_symlink_is_replaced_and_never_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +80,6 @@ def test_a_file_that_cannot_be_written_leaves_nothing_and_the_old_one(
         files.write(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_that_is_too_large_or_not_json_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    for text in ("[1, 2, 3]", "{"):
-        path.write_text(text)
-        with pytest.raises(ValueError):
-            files.read(path, 8)
 
 
 def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
