@@ -61,16 +61,12 @@ def file_graph() -> dict[str, set[str]]:
     files = modules()
     found = {}
     for name, path in files.items():
-        known = {next((part for part in prefixes(other) if part in files), name) for other in ours(path.read_text())}
+        known = {
+            max((file for file in files if f"{other}.".startswith(f"{file}.")), key=len, default=name)
+            for other in ours(path.read_text())
+        }
         found[name] = known - {name}
     return found
-
-
-def prefixes(dotted: str) -> Iterator[str]:
-    """``a.b.c``, ``a.b``, ``a``."""
-    while dotted:
-        yield dotted
-        dotted = dotted.rpartition(".")[0]
 
 
 @pytest.mark.parametrize("name", modules())
