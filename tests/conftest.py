@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import settings
@@ -61,16 +59,11 @@ def fake_gfx942() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def load_tool() -> Callable[[str], ModuleType]:
-    """Import ``tools/NAME.py``, which is a script."""
+@pytest.fixture(params=["gfx942", "gfx950"])
+def arch(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The card of an AITER that can be imported, each of the two in turn."""
+    from tests.sandbox.simulated_aiter import install, op
 
-    def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+    with install(request.param):
+        op.forget()
+        yield request.param

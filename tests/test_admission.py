@@ -121,6 +121,9 @@ def test_a_layer_is_skipped_with_its_code(facts: dict[str, Any], code: str) -> N
 def test_an_engine_with_one_graph_and_a_writable_cache_is_admitted(facts: dict[str, Any]) -> None:
     assert admit_config(replace(PASSES, **facts)) is None
     assert integration_of(replace(ConfigView(), **facts)) == "passes"
+    for asked in INTEGRATIONS:
+        assert integration_of(replace(ConfigView(), integration=asked, enforce_eager=True, **facts)) == asked
+    assert admit_config(replace(ConfigView(), integration="module", enforce_eager=True, **facts)) is None
 
 
 @pytest.mark.parametrize(
@@ -141,32 +144,23 @@ def test_only_reasons_about_a_graph_depend_on_the_integration(facts: dict[str, A
         assert (admit_config(replace(auto, integration=asked)) or NONE).code == code
 
 
-def test_an_integration_that_is_asked_for_is_taken() -> None:
-    for asked in INTEGRATIONS:
-        assert integration_of(ConfigView(integration=asked, enforce_eager=True)) == asked
-    assert admit_config(ConfigView(integration="module", enforce_eager=True)) is None
-
-
 def test_every_registered_code_can_be_reached() -> None:
     engine, layer = {code for _, code, _ in CONFIG_SKIPS}, {code for _, code in LAYER_SKIPS}
     assert engine == set(ENGINE_REASONS) - {"user_pass", "vllm_refuses", "not_known"}
     assert set(LAYER_REASONS) <= layer <= set(ENGINE_REASONS) | set(LAYER_REASONS) | {"unknown_forward"}
     assert sum(len(table) for table in admission.LEVELS.values()) == len(REASONS), "a code belongs to one level"
-
-
-def test_a_code_that_is_not_registered_cannot_be_raised() -> None:
     with pytest.raises(KeyError, match="unheard_of"):
         Skip("unheard_of", "message")
 
 
-@given(st.lists(st.sampled_from(CONFIG_SKIPS), min_size=1, max_size=4))
-def test_any_combination_of_contradictions_is_skipped(picked: list[tuple[dict[str, Any], str, str]]) -> None:
-    assert admit_config(replace(PASSES, **dict(ChainMap(*(facts for facts, _, _ in picked))))) is not None
-
-
-@given(st.lists(st.sampled_from(LAYER_SKIPS), min_size=1, max_size=4))
-def test_any_combination_of_reasons_against_a_layer_skips_it(picked: list[tuple[dict[str, Any], str]]) -> None:
-    assert admit_layer(replace(LayerView(), **dict(ChainMap(*(facts for facts, _ in picked))))) is not None
+@given(
+    st.lists(st.sampled_from(CONFIG_SKIPS), min_size=1, max_size=4),
+    st.lists(st.sampled_from(LAYER_SKIPS), min_size=1, max_size=4),
+)
+def test_any_combination_of_contradictions_is_skipped(engine: list[Any], layer: list[Any]) -> None:
+    facts = [dict(ChainMap(*(facts for facts, *_ in picked))) for picked in (engine, layer)]
+    assert admit_config(replace(PASSES, **facts[0])) is not None
+    assert admit_layer(replace(LayerView(), **facts[1])) is not None
 
 
 # -- the decode limit

@@ -70,15 +70,12 @@ def test_twine_takes_both(built):
     succeeded(sys.executable, "-m", "twine", "check", "--strict", *files, cwd=built)
 
 
-def test_the_wheel_holds_the_package_and_all_of_its_data(wheel):
+def test_the_wheel_holds_the_package_and_its_data_and_the_sdist_what_the_build_needs(built, wheel):
     package = ROOT / "vllm_aiter_mla"
     tracked = subprocess.run(["git", "ls-files", package.name], cwd=ROOT, capture_output=True, text=True, check=True)
     ours = {name for name in tracked.stdout.split() if (ROOT / name).is_file()}
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in held if name.startswith("vllm_aiter_mla/")} == ours
-
-
-def test_the_sdist_holds_the_licence_and_what_the_build_needs(built):
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

@@ -16,28 +16,21 @@ def assert_by_module(result, code):
     assert any("integration module)" in line for line in result.log)
 
 
-@pytest.mark.engine("eager-off", "eager-on")
-def test_eager_engines_engage_by_the_module_and_agree_with_vllm(engines):
-    found = engines("eager-on")
-    assert_parity(engines("eager-off"), found)
-    assert_by_module(found, "enforce_eager")
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        pytest.param("eager", "enforce_eager", marks=pytest.mark.engine("eager-off", "eager-on")),
+        # An fp8 cache and AITER's class; the draft layer's module is replaced as well.
+        pytest.param("eager-drafts", "enforce_eager", marks=pytest.mark.engine("eager-drafts-off", "eager-drafts-on")),
+        pytest.param("cut", "graph_partition", marks=[pytest.mark.engine("cut-off", "cut-on"), pytest.mark.wide]),
+    ],
+)
+def test_the_module_agrees_with_vllm(engines, name, code):
+    found = engines(f"{name}-on")
+    assert_parity(engines(f"{name}-off"), found)
+    assert_by_module(found, code)
     assert min(found.branches["prepared_query"], found.branches["rotate_and_write"]) > 0
-
-
-@pytest.mark.engine("eager-drafts-off", "eager-drafts-on")
-def test_eager_drafts_over_an_fp8_cache_and_aiters_class_agree_with_vllm(engines):
-    found = engines("eager-drafts-on")
-    assert_parity(engines("eager-drafts-off"), found)
-    assert_by_module(found, "enforce_eager")
-    assert found.status[0]["total"] == 2, "the draft layer's module is replaced as well"
-
-
-@pytest.mark.wide
-@pytest.mark.engine("cut-off", "cut-on")
-def test_a_graph_that_is_cut_at_attention_is_served_by_the_module(engines):
-    found = engines("cut-on")
-    assert_parity(engines("cut-off"), found)
-    assert_by_module(found, "graph_partition")
+    assert found.status[0]["total"] == 2
 
 
 @pytest.mark.engine("fp32-off", "module-full")

@@ -5,38 +5,25 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.engine_checks import MAX_DLOGPROB, assert_all_engaged, assert_parity, padded
-from tests.sandbox.compare import compare, op_count
+from tests.sandbox.compare import compare
 from tests.sandbox.runs import BF16_SCENARIOS, FP8_SCENARIOS
 
 
-def assert_scenario(engines, cache, scenario):
-    found = compare(engines(f"{cache}-off"), engines(f"{cache}-on"))[scenario]
+@pytest.mark.parametrize(
+    ("cache", "scenario"),
+    [
+        pytest.param(cache, scenario, marks=pytest.mark.engine(f"{cache}-off", f"{cache}-on"))
+        for cache, scenarios in (("bf16", BF16_SCENARIOS), ("fp8", FP8_SCENARIOS))
+        for scenario in scenarios
+    ],
+)
+def test_tokens_and_logprobs_are_those_of_vllm_with_every_layer_engaged(engines, cache, scenario):
+    """Over the fp8 cache with scales, and a query in fp8, under two roundings."""
+    on = engines(f"{cache}-on")
+    assert_all_engaged(on)
+    found = compare(engines(f"{cache}-off"), on)[scenario]
     assert found.tokens_equal == found.tokens > 0
     assert found.max_abs_dlogprob <= MAX_DLOGPROB
-
-
-@pytest.mark.engine("bf16-off", "bf16-on")
-@pytest.mark.parametrize("scenario", BF16_SCENARIOS)
-def test_bf16_tokens_and_logprobs_are_those_of_vllm(engines, scenario):
-    assert_scenario(engines, "bf16", scenario)
-
-
-@pytest.mark.engine("fp8-off", "fp8-on")
-@pytest.mark.parametrize("scenario", FP8_SCENARIOS)
-def test_fp8_cache_and_query_with_scales_are_those_of_vllm_under_two_roundings(engines, scenario):
-    assert_scenario(engines, "fp8", scenario)
-
-
-@pytest.mark.engine("fp32-off", "fp32-on")
-def test_fp32_model_without_yarn_and_q_lora_agrees_to_1e_4(engines):
-    assert_parity(engines("fp32-off"), engines("fp32-on"), 1e-4)
-    assert_all_engaged(engines("fp32-on"))
-
-
-@pytest.mark.engine("bf16-on", "fp8-on")
-@pytest.mark.parametrize("name", ["bf16-on", "fp8-on"])
-def test_every_layer_engages(engines, name):
-    assert_all_engaged(engines(name))
 
 
 @pytest.mark.engine("bf16-off", "on-after-vllms-pass")
@@ -55,12 +42,6 @@ def test_the_chain_is_right_after_each_of_its_passes(engines, name, ran):
     counts = engines(name).status[0]["compiled"]["1-16"]
     assert [counts[p] for p in ("rope_kv_cache", "q_prep_lift", "aiter_fusion")] == [2] * ran + [0] * (3 - ran)
     assert_parity(engines("bf16-off"), engines(name))
-
-
-@pytest.mark.engine("bf16-off", "bf16-on")
-def test_the_decode_limit_graph_loses_ops(engines):
-    before, after = (op_count(engines(name).graphs["1-16"]) for name in ("bf16-off", "bf16-on"))
-    assert after < before
 
 
 @pytest.mark.engine("fp32-off", "full-on")

@@ -17,6 +17,7 @@ import pytest
 from tests.sandbox import engine, plugin
 from tests.sandbox.model import TinyDeepseek
 from tests.sandbox.spec import EngineSpec, save
+from tests.tools import serving_model
 from vllm_aiter_mla import status
 
 pytestmark = pytest.mark.engine
@@ -47,7 +48,7 @@ def test_i15_two_engines_in_one_process_the_second_engages_after_a_failed_check_
 def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """A real server on loopback over the sandbox: its address, and a file whose presence lets the kernels raise."""
     model = TinyDeepseek(**MODEL, vocab_size=512).save(tmp_path / "model")
-    save_tokenizer(model)
+    serving_model.save_tokenizer(model)
     trigger, log = tmp_path / "raise", tmp_path / "log"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -68,19 +69,6 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     finally:
         process.terminate()
         process.wait(60)
-
-
-def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of single bytes: the server wants one."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    names += [f"<{number}>" for number in range(len(names), 512)]
-    tokenizer = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
 
 
 def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:

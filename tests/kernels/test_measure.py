@@ -96,18 +96,18 @@ def test_a_noisy_clock_still_finds_what_is_clearly_faster() -> None:
 
 
 @pytest.mark.mutation
-def test_mutation_a_choice_by_medians_without_the_margin_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "beats", lambda a, b: statistics.median(a) < statistics.median(b))
-    assert slower_choices(noise=0.05, starts=5000) > 0
+@pytest.mark.parametrize(
+    ("name", "plant", "case"),
+    [
+        ("beats", lambda a, b: statistics.median(a) < statistics.median(b), "vLLM below the margin"),
+        ("MARGIN", 0.0, "a tie by the static order"),
+    ],
+)
+def test_mutation_a_choice_without_the_margin_is_caught(monkeypatch: pytest.MonkeyPatch, name, plant, case) -> None:
+    monkeypatch.setattr(measure, name, plant)
+    assert name == "MARGIN" or slower_choices(noise=0.05, starts=5000) > 0
     with pytest.raises(AssertionError):
-        test_what_runs("vLLM below the margin")
-
-
-@pytest.mark.mutation
-def test_mutation_a_margin_of_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "MARGIN", 0.0)
-    with pytest.raises(AssertionError):
-        test_what_runs("a tie by the static order")
+        test_what_runs(case)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,7 @@ def test_two_starts_choose_the_same_because_the_figures_are_kept(tmp_path: Path)
 
 SPOILT: dict[str, Callable[[dict[str, Any]], str]] = {
     "half a file": lambda data: json.dumps(data)[:100],
-    "another card": lambda data: json.dumps(data | {"key": KEY | {"card": "another"}}),
-    "another driver": lambda data: json.dumps(data | {"key": KEY | {"driver": "another"}}),
-    "another shape": lambda data: json.dumps(data | {"key": KEY | {"shape": "another"}}),
+    **{f"another {name}": lambda data, name=name: json.dumps(data | {"key": KEY | {name: "another"}}) for name in KEY},
     "no key": lambda data: json.dumps({"rounds": data["rounds"]}),
     "no rounds": lambda data: json.dumps({"key": KEY}),
     "a list": lambda data: "[]",

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.sandbox.simulated_aiter import execute, install, op
+from tests.sandbox.simulated_aiter import execute
 from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes, twin
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
 from vllm_aiter_mla.kernels.selfcheck import self_check
 
 INF, NAN = float("inf"), float("nan")
-
-
-@pytest.fixture(params=["gfx942", "gfx950"])
-def arch(request: pytest.FixtureRequest) -> Iterator[str]:
-    with install(request.param):
-        op.forget()
-        yield request.param
 
 
 def turned_by_nothing(arch: str, values: list[float]) -> DecodeInputs:

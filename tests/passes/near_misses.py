@@ -136,15 +136,9 @@ def misbound_by_vllm(edit: Edit) -> None:
     fused.kwargs = {**fused.kwargs, "q_pe": wrong}
 
 
-def query_from_outside(edit: Edit) -> None:
+def from_outside(edit: Edit, gemm: fx.Node) -> None:
     """A rotation in place would change what the graph's caller holds."""
-    s = edit.b.spelling.sizes
-    edit.layer.q_gemm.replace_all_uses_with(edit.tokens_by("q_in", s.n * (s.p + s.r)))
-
-
-def key_from_outside(edit: Edit) -> None:
-    s = edit.b.spelling.sizes
-    edit.layer.kv_gemm.replace_all_uses_with(edit.tokens_by("kv_in", s.latent + s.r))
+    gemm.replace_all_uses_with(edit.tokens_by("given", gemm.meta["val"].shape[1]))
 
 
 def without_a_result(edit: Edit) -> None:
@@ -292,8 +286,8 @@ CASES: dict[str, Case] = {
     "a query and a key of one GEMM": (
         "crossed_branches", lambda e: e.layer.q_gemm.replace_all_uses_with(e.layer.kv_gemm), {},
     ),
-    "a query that is an input of the graph": ("graph_input", query_from_outside, {}),
-    "a key that is an input of the graph": ("graph_input", key_from_outside, {}),
+    "a query that is an input of the graph": ("graph_input", lambda e: from_outside(e, e.layer.q_gemm), {}),
+    "a key that is an input of the graph": ("graph_input", lambda e: from_outside(e, e.layer.kv_gemm), {}),
     "an output buffer with another reader": (
         "output_shared", lambda e: e.read(e.layer.attention.kwargs["output"]), {},
     ),

@@ -93,8 +93,10 @@ def operand(b: Builder, draw: Draw) -> str:
     """Another earlier node of the same shape and dtype."""
     node = _pick(_calls(b), draw)
     old = _pick(node.all_input_nodes, draw)
-    earlier = [other for other in _before(b, node) if other is not old and _alike(other, old) and not _undefined(other)]
-    new = _pick(earlier, draw)
+    nodes = list(b.graph.nodes)
+    alike = [other for other in nodes[: nodes.index(node)] if other is not old and _alike(other, old)]
+    # Memory that nobody has written: two runs of one graph differ by it.
+    new = _pick([other for other in alike if other.target is not aten.empty.memory_format], draw)
     node.replace_input_with(old, new)
     return f"{node}: {old} -> {new}"
 
@@ -185,25 +187,11 @@ def _calls(b: Builder) -> list[fx.Node]:
     return [node for node in b.graph.nodes if node.op == "call_function"]
 
 
-def _before(b: Builder, node: fx.Node) -> list[fx.Node]:
-    nodes = list(b.graph.nodes)
-    return nodes[: nodes.index(node)]
-
-
 def _alike(a: fx.Node, c: fx.Node) -> bool:
     x, y = a.meta["val"], c.meta["val"]
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return type(x) is type(y) and not isinstance(x, (tuple, list, torch.SymInt))
-    return x.dtype == y.dtype and len(x.shape) == len(y.shape) and all(map(_same_size, x.shape, y.shape))
-
-
-def _undefined(node: fx.Node) -> bool:
-    """Memory that nobody has written: two runs of one graph differ by it."""
-    return node.target is aten.empty.memory_format
-
-
-def _same_size(a: Any, c: Any) -> bool:
-    return str(a) == str(c)
+    return x.dtype == y.dtype and tuple(map(str, x.shape)) == tuple(map(str, y.shape))
 
 
 def _refresh(b: Builder, before: Snapshot) -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.passes.execute import clean
-from tests.passes.graphs import Builder, Layer, Spelling, build
+from tests.passes.graphs import Builder, Layer, Spelling
 from tests.passes.near_misses import CASES, UNKNOWN, assert_declined, give
-from tests.passes.rotary import ROPES
 from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.passes import fx, match, rope_probe
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
@@ -20,13 +19,8 @@ from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 aten = torch.ops.aten
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *UNKNOWN])
 def test_layer_is_declined_and_left_alone_with(name: str) -> None:
-    assert_declined(name)
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_argument_skips_the_layer_and_is_named(name: str) -> None:
     assert_declined(name)
 
 
@@ -40,18 +34,12 @@ def matched(edit: Callable[[Builder, Layer], Any], **changes: Any) -> tuple[Laye
     return found, layer
 
 
-def test_dead_readers_decline_nothing() -> None:
-    """What tracing an in-place op leaves behind: chains of views that nobody reads."""
+def test_dead_readers_and_readers_of_the_latent_columns_decline_nothing() -> None:
+    """Tracing an in-place op leaves dead readers behind: chains of views that nobody reads."""
 
-    def read(b: Builder, layer: Layer) -> None:
+    def read(b: Builder, layer: Layer) -> tuple[Any, ...]:
         for node in (layer.q, layer.q_gemm, layer.k_rotated, layer.kv_gemm):
             b(aten.slice.Tensor, b(aten.reshape.default, node, [b.t, -1]), 1, 0, 4)
-
-    matched(read)
-
-
-def test_other_readers_of_the_latent_columns_decline_nothing() -> None:
-    def read(b: Builder, layer: Layer) -> tuple[Any, ...]:
         latent = b(operator.getitem, b(aten.split_with_sizes.default, layer.kv_gemm, [32, 16], -1), 0)
         return b(aten.tanh.default, latent), layer.kv_c
 
@@ -85,12 +73,6 @@ def test_unknown_argument_that_is_left_to_its_default_is_seen(monkeypatch: pytes
     monkeypatch.setitem(match.KNOWN_ARGS, "aiter_mla_unknown_argument::turn", ("query",))
     with pytest.raises(match.NoMatchError, match="mscale"):
         match.known_arguments(node)
-
-
-@pytest.mark.parametrize("rope", [name for name in ROPES if name.startswith("op") or name in ("aiter", "flashinfer")])
-def test_known_rotary_ops_are_matched(rope: str) -> None:
-    gm, _ = build(1, rope=rope)
-    assert isinstance(match_layers(gm.graph)[0][1], LayerMatch), rope
 
 
 @pytest.mark.mutation

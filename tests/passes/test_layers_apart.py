@@ -130,15 +130,6 @@ def test_layer_that_admission_declines_is_left_to_vllm_and_the_others_are_not(
     assert {name: outcome[0] for name, outcome in status.current().skipped.items()} == {stubs[1].layer_name: code}
 
 
-def test_unavailable_kernel_leaves_the_graph_alone() -> None:
-    gm, layers = build(2, dtype=BF16)
-    before = str(clean(gm).graph)
-    counts = rewrite(gm, stubs_for(layers, Spelling(dtype=BF16), kernel="triton"))
-    assert counts["skipped"] == 2
-    assert str(gm.graph) == before
-    assert {code for code, _ in status.current().skipped.values()} == {"kernel_unavailable"}
-
-
 def test_kernel_that_does_not_take_a_layers_shape_leaves_the_layer_as_vllm_made_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -170,46 +161,37 @@ def test_a_chain_that_is_stopped_leaves_a_layer_with_blocks_of_one_alone(stop: s
     assert not calls(gm, "fused_rope_unified_mla_kv_cache_update")
 
 
-@pytest.mark.mutation("I4")
-def test_mutation_i4_matching_ends_at_the_first_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    def until_skipped(graph: fx.Graph) -> Any:
-        for outcome in match.match_layers(graph):
-            yield outcome
-            if isinstance(outcome[1], match.Skip):
-                return
-
-    monkeypatch.setattr(pipeline, "match_layers", until_skipped)
-    with pytest.raises(AssertionError):
-        assert_layers_apart(1)
+def matching_ends_at_a_skip(graph: fx.Graph) -> Any:
+    for outcome in match.match_layers(graph):
+        yield outcome
+        if isinstance(outcome[1], match.Skip):
+            return
 
 
-@pytest.mark.mutation("I4")
-def test_mutation_i4_skipped_layer_loses_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def skipped_layer_loses_a_node(graph: fx.Graph) -> Any:
     """A pass that begins with a layer before the layer is known to match."""
+    outcomes = match.match_layers(graph)
+    for node in graph.nodes:
+        if node.target is torch.ops.vllm.unified_mla_kv_cache_update.default:
+            node.update_arg(3, "touched")
+    return outcomes
 
-    def eager(graph: fx.Graph) -> Any:
-        outcomes = match.match_layers(graph)
-        for node in graph.nodes:
-            if node.target is torch.ops.vllm.unified_mla_kv_cache_update.default:
-                node.update_arg(3, "touched")
-        return outcomes
 
-    monkeypatch.setattr(pipeline, "match_layers", eager)
-    with pytest.raises(AssertionError):
-        assert_layers_apart(1)
+def pass_three_is_done_half(graph: fx.Graph, layer: match.LayerMatch) -> None:
+    """Pass 3 puts its op in and leaves attention, with the ops of passes 1 and 2, to those who read it."""
+    (reader,) = layer.attention.users
+    users = dict(reader.users)
+    fuse_into_one_op(graph, layer)
+    for user in users:
+        user.replace_input_with(reader.args[0].kwargs["output"], reader)  # type: ignore[union-attr]
 
 
 @pytest.mark.mutation("I4")
-def test_mutation_i4_pass_three_is_done_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pass 3 puts its op in and leaves attention, with the ops of passes 1 and 2, to those who read it."""
-
-    def half(graph: fx.Graph, layer: match.LayerMatch) -> None:
-        (reader,) = layer.attention.users
-        users = dict(reader.users)
-        fuse_into_one_op(graph, layer)
-        for user in users:
-            user.replace_input_with(reader.args[0].kwargs["output"], reader)  # type: ignore[union-attr]
-
-    monkeypatch.setitem(pipeline.PASSES, "aiter_fusion", half)
+@pytest.mark.parametrize("plant", [matching_ends_at_a_skip, skipped_layer_loses_a_node, pass_three_is_done_half])
+def test_mutation_i4(plant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if plant is pass_three_is_done_half:
+        monkeypatch.setitem(pipeline.PASSES, "aiter_fusion", plant)
+    else:
+        monkeypatch.setattr(pipeline, "match_layers", plant)
     with pytest.raises(AssertionError):
         assert_layers_apart(1)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tests.sandbox.simulated_aiter.op import FP8
+from tests.support.triton_cases import plain_bits
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
@@ -77,11 +78,6 @@ class FusedCall:
     def rows(self) -> torch.Tensor:
         """The rows of the query that the call defines."""
         return torch.arange(self.inputs.num_tokens)[(self.inputs.slot_mapping >= 0) | self.all_rows]
-
-
-def plain_bits(x: torch.Tensor) -> torch.Tensor:
-    """The elements as integers of their width."""
-    return x.view(torch.uint8 if x.itemsize == 1 else torch.int16)
 
 
 def fused_call(index: int) -> FusedCall:

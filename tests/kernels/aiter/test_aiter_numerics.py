@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from tests.sandbox.simulated_aiter import execute, install, op
-from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes, twin, unfused, yarn_table
+from tests.sandbox.simulated_aiter import install, op
+from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes, turn, twin, unfused, yarn_table
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.selfcheck import steps_of
@@ -19,13 +19,6 @@ TOKENS = (0, 1, 7, 64, 255, 256, 300)
 HEADS = (2, 4, 16, 128)
 BLOCKS = (1, 16, 64)
 KINDS = (("fp8", "fp8"), ("fp8", "act"), ("act", "act"))
-
-
-@pytest.fixture(params=["gfx942", "gfx950"])
-def arch(request: pytest.FixtureRequest) -> Iterator[str]:
-    with install(request.param):
-        op.forget()
-        yield request.param
 
 
 def rows(cache: torch.Tensor) -> torch.Tensor:
@@ -164,27 +157,9 @@ def test_rope_within_1_percent_of_a_path_that_quantises_from_fp32(arch) -> None:
     """The PR's own figure: under 1 % of rope elements differ, by one step, when nothing rounds to bf16 in between."""
     operands = inputs(arch, tokens=300, heads=16)
     out = backend(arch).prepare(operands)
-    x = operands.q[..., 16:].float()
     cos, sin = operands.cos_sin_cache[operands.positions].float().chunk(2, -1)
-    cos, sin = cos[:, None], sin[:, None]
-    turned = torch.stack([x[..., ::2] * cos - x[..., 1::2] * sin, x[..., 1::2] * cos + x[..., ::2] * sin], -1).flatten(
-        -2
-    )
+    turned = turn(operands.q[..., 16:].float(), cos[:, None], sin[:, None], is_neox=False)
     direct = (turned / operands.q_scale).clamp(-formats.flavour_of(out.dtype).max, formats.flavour_of(out.dtype).max)
     steps = (steps_of(out[..., 512:]) - steps_of(direct.to(out.dtype))).abs()
     assert int(steps.max()) <= 1
     assert float((steps > 0).double().mean()) < 0.01
-
-
-@pytest.mark.parametrize("dtype", list(FP8.values()))
-def test_the_simulated_rounding_and_the_references_agree_on_every_edge(dtype) -> None:
-    """All codes, all midpoints, their neighbours in fp32, zeros, overflow and NaN: two implementations, one answer."""
-    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-    finite = codes[codes.isfinite()].sort().values
-    middles = (finite[1:] + finite[:-1]) / 2
-    limit = torch.tensor([formats.flavour_of(dtype).overflow_from])
-    points = torch.cat(
-        [finite, middles, limit, -limit, torch.tensor([0.0, -0.0, 1e9, -1e9, float("nan"), float("inf")])]
-    )
-    near = torch.cat([points, points.nextafter(points + 1), points.nextafter(points - 1)])
-    assert same_bytes(execute.encode(near, dtype), formats.round_overflowing(near, formats.flavour_of(dtype)))

@@ -11,6 +11,7 @@ from tests.sandbox.simulated_aiter import gemm, gemm_fp4, op
 from tests.support import aiter_results
 from tests.support.aiter_results import FP4_CALLS, FP8_CALLS, FUSED_CALLS, fp4_call, fp8_call, fused_call
 from tests.support.simulated_aiter import FP8, same_bytes
+from tests.support.triton_cases import plain_bits
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import absorb_fp8, dot_mxfp4
 from vllm_aiter_mla.kernels.aiter.route import truncates_cache_rope
@@ -61,9 +62,9 @@ def assert_as_aiter_left_them(call: aiter_results.FusedCall, query: torch.Tensor
     """Cache and defined rows byte by byte; the others AITER leaves as they were, and nobody may read them."""
     assert same_bytes(call.inputs.kv_cache, call.cache)
     assert same_bytes(query[call.rows], call.query[call.rows])
-    undefined = aiter_results.plain_bits(call.query).index_fill(0, call.rows, aiter_results.QUERY_FILL)
+    undefined = plain_bits(call.query).index_fill(0, call.rows, aiter_results.QUERY_FILL)
     assert (undefined == aiter_results.QUERY_FILL).all()
-    assert (aiter_results.plain_bits(call.cache) == aiter_results.CACHE_FILL).any()
+    assert (plain_bits(call.cache) == aiter_results.CACHE_FILL).any()
 
 
 @pytest.mark.parametrize("index", FUSED_CALLS)

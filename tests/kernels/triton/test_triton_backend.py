@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from tests.support.bare_layer import bare_layer
 from tools import aot
 from vllm_aiter_mla import backends
-from vllm_aiter_mla.kernels import absorb, formats
+from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import KernelInputError, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
@@ -167,16 +167,6 @@ def test_triton_backend_answers_for_a_layer_before_there_is_a_batch(monkeypatch)
     monkeypatch.setattr(launcher, "current_arch", lambda: "gfx942")
     shape = LayerShape(16, 128, torch.bfloat16, torch.bfloat16, 16, False, device="meta")
     assert TritonBackend().refuse(synthetic_inputs(shape, tokens=1)) is None
-
-
-def test_triton_tiles_are_what_matrix_instructions_wide_accesses_and_the_groups_of_aiters_gemm_need():
-    for tile in {entry.tile for table in tiles.TABLE.values() for entry in table}:
-        assert tile.block_t >= 16
-        assert tile.block_l >= 16
-        assert tile.rope_rows % 32 == 0
-    assert tiles.BLOCK_K == absorb.FP8_GROUP
-    assert kernel.FLOOR.value == absorb.FP8_FLOOR
-    assert kernel.GROUP.value == formats.MXFP4_GROUP
 
 
 def test_triton_grid_counts_query_tiles_rope_rows_and_cache_rows(recorder):

@@ -85,8 +85,13 @@ def test_gfx9_bytes_and_shorts_are_extended_and_stored_low():
     assert list(region.data[:4]) == [0xCD, 1, 0xCD, 3]
 
 
-def test_gfx9_bytes_that_are_not_the_operands_fault():
+def test_gfx9_bytes_that_are_not_the_operands_fault_and_inactive_lanes_touch_none():
     w, region = with_buffer()
+    fill(w, 0, np.where(np.arange(64) < 4, 0, 1 << 30))
+    w.set_exec(0xF)
+    execute(w, "global_load_dword v2, v0, s[2:3]", "s_waitcnt vmcnt(0)")
+    assert w.known[2] == 0xF
+    w.set_exec((1 << 64) - 1)
     region.readable[8:12] = 0
     region.writable[4] = 0
     fill(w, 0, 0)
@@ -95,14 +100,6 @@ def test_gfx9_bytes_that_are_not_the_operands_fault():
         execute(w, "global_load_dwordx4 v[2:5], v0, s[2:3]")
     with pytest.raises(Fault, match="byte 4 of the buffer is not one to write"):
         execute(w, "global_store_dword v0, v1, s[2:3] offset:4")
-
-
-def test_gfx9_inactive_lanes_touch_nothing():
-    w, _ = with_buffer()
-    fill(w, 0, np.where(np.arange(64) < 4, 0, 1 << 30))
-    w.set_exec(0xF)
-    execute(w, "global_load_dword v2, v0, s[2:3]", "s_waitcnt vmcnt(0)")
-    assert w.known[2] == 0xF
 
 
 # Waits ----------------------------------------------------------------------------------------------------------------

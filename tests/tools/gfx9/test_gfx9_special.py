@@ -167,32 +167,19 @@ def test_gfx9_fp8_values_are_torchs_and_overflow_begins_half_a_step_past_the_lar
         assert numbers.fp8_bits(np.full(64, edge, np.float32), fnuz, False)[0] == code
 
 
-def test_gfx9_readfirstlane_takes_the_lowest_active_lane():
+def test_gfx9_inactive_lanes_keep_what_they_had_and_a_comparison_clears_their_bits():
     w = wave()
     fill(w, 0, np.arange(64))
     w.set_exec(0b11000)
     execute(w, "v_readfirstlane_b32 s4, v0")
-    assert w.scalar(4) == 3
-
-
-def test_gfx9_inactive_lanes_keep_what_they_had_and_a_comparison_clears_their_bits():
-    w = wave()
+    assert w.scalar(4) == 3, "the lowest active lane"
+    w.set_exec((1 << 64) - 1)
     fill(w, 0, 7)
     w.set_scalar64(106, (1 << 64) - 1)
     w.set_exec(0xFF)
     execute(w, "v_cmp_gt_i32_e32 vcc, 9, v0", "v_add_u32_e32 v0, v0, v0", "v_mov_b32_e32 v1, 1.0")
     assert w.scalar64(106) == w.known[1] == 0xFF
     assert list(w.u[0]) == [14] * 8 + [7] * 56
-
-
-def test_gfx9_sdwa_takes_a_part_of_a_source():
-    w = wave()
-    fill(w, 0, 0x12345678)
-    fill(w, 1, 0xFFFFFFFF)
-    end = "dst_sel:DWORD dst_unused:UNUSED_PAD"
-    execute(w, f"v_and_b32_sdwa v2, v0, v1 {end} src0_sel:WORD_1 src1_sel:DWORD")
-    execute(w, f"v_and_b32_sdwa v3, v0, v1 {end} src0_sel:BYTE_1 src1_sel:DWORD")
-    assert (w.u[2][0], w.u[3][0]) == (0x1234, 0x56)
 
 
 @pytest.mark.parametrize(
@@ -213,11 +200,16 @@ def test_gfx9_dpp_takes_the_first_source_from_another_lane(move, lanes):
     assert list(w.u[3]) == [lane + 1000 * k for k, lane in enumerate(lanes)]
 
 
-def test_gfx9_constants_are_bits_of_the_type_they_are_read_as():
+def test_gfx9_constants_are_bits_of_the_type_they_are_read_as_and_sdwa_takes_a_part_of_a_source():
     w = wave()
     fill(w, 1, 0)
     execute(w, "v_mov_b32_e32 v0, -4.0", "v_add_u32_e32 v2, -1, v1", "v_mul_f32_e32 v3, 0x40400000, v0")
     assert (w.u[0][0], w.u[2][0], w.f[3][0]) == (0xC0800000, M32, -12.0)
+    fill(w, 1, 0x12345678)
+    for part, taken in (("WORD_1", 0x1234), ("BYTE_1", 0x56)):
+        selected = f"dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:{part} src1_sel:DWORD"
+        execute(w, f"v_and_b32_sdwa v4, v1, v2 {selected}")
+        assert w.u[4][0] == taken
 
 
 # Matrix instructions that no kernel of test_gfx9_kernel.py has, element by element, through the layout of lanes. ------
@@ -237,6 +229,13 @@ def assert_product(w, a, b, accumulated):
     row = 8 * (register // 4) + 4 * (lane // 32) + register % 4 if side == 32 else 4 * (lane // 16) + register
     expected = (a @ b.T)[row, lane % side] + (100 + register) * accumulated
     assert (w.f[40 : 40 + len(register)] == expected.astype(np.float32)).all()
+
+
+def fill_lanes(w, first, elements):
+    """Define the registers from ``first`` on by elements [side, 64 // side, those of a lane]."""
+    by_lane = elements.swapaxes(0, 1).reshape(64, -1)
+    for register, words in enumerate(by_lane.view(np.uint32).T):
+        fill(w, first + register, words)
 
 
 def pack(values, kind, arch):
@@ -265,9 +264,7 @@ def test_gfx9_mfma_is_the_product_of_its_layout(arch, side, depth, kind, accumul
     w = wave(arch)
     for first, matrix in ((0, a), (16, b)):
         # Lane l has row l % side of A, or column of B, and every next value of k in it.
-        by_lane = pack(matrix, kind, arch).reshape(side, 64 // side, count * each).swapaxes(0, 1).reshape(64, -1)
-        for register, words in enumerate(by_lane.view(np.uint32).T):
-            fill(w, first + register, words)
+        fill_lanes(w, first, pack(matrix, kind, arch).reshape(side, 64 // side, count * each))
     last = accumulator(w, side)
     sources = f"v[0:{count - 1}], v[16:{15 + count}], {last if accumulate else 0}"
     execute(w, f"v_mfma_f32_{side}x{side}x{depth}_{kind} {last}, {sources}")
@@ -287,9 +284,7 @@ def scaled(side, rng, first, at, byte, w):
     words = rng.integers(0, 255, (64, 4), np.uint8)
     words[:, byte] = scales.T.ravel()
     fill(w, at, words.view(np.uint32)[:, 0])
-    by_lane = codes.reshape(side, 64 // side, 16).swapaxes(0, 1).reshape(64, 16)
-    for register, values in enumerate(by_lane.view(np.uint32).T):
-        fill(w, first + register, values)
+    fill_lanes(w, first, codes.reshape(side, 64 // side, 16))
     return formats.dequantise_mxfp4(torch.from_numpy(codes), torch.from_numpy(scales)).double().numpy()
 
 
