@@ -17,7 +17,9 @@ from typer.testing import CliRunner, Result
 
 from tests.report import made_files
 from tests.report import report_chromium as chromium
+from vllm_aiter_mla import commands
 from vllm_aiter_mla.commands.main import app
+from vllm_aiter_mla.commands.report import page as drawing
 from vllm_aiter_mla.commands.report.page import SECTIONS, InputError, html_of
 
 Write = Callable[[str, Any], Path]
@@ -273,7 +275,7 @@ def test_what_is_not_there_or_empty_is_2(tmp_path: Path) -> None:
 def test_the_output_path_is_checked_before_the_page_is_drawn(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
-    monkeypatch.setattr("vllm_aiter_mla.commands.report.page.html_of", lambda inputs: pytest.fail("drawn"))
+    monkeypatch.setattr(drawing, "html_of", lambda inputs: pytest.fail("drawn"))
     done = report(files["measure"], "--out", tmp_path / out)
     assert (done.exit_code, f"--out {tmp_path / out}" in done.output) == (2, True), done.output
 
@@ -282,6 +284,8 @@ def test_the_output_path_is_checked_before_the_page_is_drawn(
 def test_without_its_packages_the_command_names_the_extra(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
+    # The import below puts another package in the place of this one.
+    monkeypatch.setattr(commands, "report", commands.report)
     for name in [name for name in sys.modules if name.startswith("vllm_aiter_mla.commands.report")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
