@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
-from tests.gate.gate_support import ON, PASSES, USERS_PASS, Build, Lines, assert_skipped, pass_of, ranges_of
+from tests.gate.gate_support import ON, PASSES, USERS_PASS, Build, assert_skipped, pass_of, ranges_of
+from tests.support.planted import Said
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
 
 MODULE = {"aiter_mla": {"enabled": True, "integration": "module"}}
 USERS_PASS_IN_VLLM_MODE = {"compilation_config": {"mode": 1, **USERS_PASS}}
-CUT: list[tuple[dict[str, Any], str]] = [
+WITHOUT_PASSES: list[tuple[dict[str, Any], str]] = [
     ({"enforce_eager": True}, "enforce_eager"),
     ({"optimization_level": 0}, "compilation_mode"),
     ({"compilation_config": {"mode": 2}}, "compilation_mode"),
+    ({"compilation_config": {"mode": 0}}, "breakable_cudagraph"),
     ({"compilation_config": {"backend": "eager"}}, "backend"),
     ({"compilation_config": {"use_inductor_graph_partition": False}}, "graph_partition"),
     ({"compilation_config": {"splitting_ops": [MLA_ATTENTION_OP, KV_UPDATE_OP]}}, "splitting_ops"),
@@ -24,39 +26,30 @@ CUT: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "code"), CUT)
-def test_auto_engages_where_the_passes_cannot_run(
-    config: Build, lines: Lines, options: dict[str, Any], code: str
-) -> None:
-    built, vllm_own = config(additional_config=ON, **options), config(**options)
+def build_with_the_module(config: Build, asked: dict[str, Any], options: dict[str, Any]) -> None:
+    """Build a config, and check what the module integration changes in vLLM's own."""
+    built, vllm_own = config(additional_config=asked, **options), config(**options)
     assert pass_of(built).integration == "module"
     assert ranges_of(built) == ranges_of(vllm_own), "no compile range more"
     compiled, bare = built.compilation_config, vllm_own.compilation_config
     assert compiled.use_inductor_graph_partition == bare.use_inductor_graph_partition
     ours = list(ATTENTION_OPS) if any("mla" in op for op in bare.splitting_ops) else []
     assert compiled.splitting_ops == [*bare.splitting_ops, *ours], "vLLM's own, and ours next to attention"
-    said = lines.at(logging.INFO)
-    assert any("module integration" in line and f"the passes cannot run: {code}" in line for line in said)
-    assert lines.at(logging.WARNING) == []
-    assert_skipped(lines, config(additional_config=PASSES, **options), code, code)
 
 
-@pytest.mark.parametrize(("breakable", "code"), [("1", "breakable_cudagraph"), ("0", "compilation_mode")])
-def test_breakable_graphs_are_served_by_the_module(
-    config: Build, lines: Lines, monkeypatch: pytest.MonkeyPatch, breakable: str, code: str
+@pytest.mark.parametrize(("options", "code"), WITHOUT_PASSES)
+def test_auto_engages_where_the_passes_cannot_run(
+    config: Build, said: Said, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], code: str
 ) -> None:
-    """vLLM compiles nothing with them; without them the mode is the reason."""
-    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", breakable)
-    built = config(additional_config=ON, compilation_config={"mode": 0})
-    assert pass_of(built).integration == "module"
-    assert any(f"the passes cannot run: {code})" in line for line in lines.at(logging.INFO))
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(code == "breakable_cudagraph")))
+    build_with_the_module(config, ON, options)
+    assert any("module integration" in line and f"cannot run: {code})" in line for line in said.at(logging.INFO))
+    assert said.at(logging.WARNING) == []
+    assert_skipped(said, config(additional_config=PASSES, **options), code, code)
 
 
 def test_the_module_can_be_asked_for_where_the_passes_would_run(config: Build) -> None:
-    built, vllm_own = config(additional_config=MODULE), config()
-    assert pass_of(built).integration == "module"
-    assert ranges_of(built) == ranges_of(vllm_own)
-    assert built.compilation_config.splitting_ops == [*vllm_own.compilation_config.splitting_ops, *ATTENTION_OPS]
+    build_with_the_module(config, MODULE, {})
     assert pass_of(config(additional_config=ON)).integration == "passes"
 
 

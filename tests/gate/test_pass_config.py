@@ -13,6 +13,7 @@ from vllm.config import CompilationConfig, PassConfig, VllmConfig
 from vllm.config.utils import replace
 
 from tests.gate import gate_support
+from tests.support.planted import raising
 from vllm_aiter_mla import files
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
@@ -91,22 +92,16 @@ def test_equality_and_repr_see_the_fields() -> None:
     assert FLAG_FIELD not in repr(CompilationConfig())
 
 
-def test_the_hash_sees_values_and_fingerprint_only_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hash_sees_vllms_fields_too_and_values_and_fingerprint_only_when_set(monkeypatch) -> None:
     on, off = PassConfig(**ON).compute_hash(), PassConfig().compute_hash()
-    assert len({on, off, PassConfig(**{**ON, LIMIT_FIELD: 65}).compute_hash()}) == 3
+    others = (PassConfig(**{**ON, LIMIT_FIELD: 65}), PassConfig(**ON, eliminate_noops=False))
+    assert len({on, off, *(other.compute_hash() for other in others)}) == 4
     monkeypatch.setattr(files, "fingerprint", lambda: "another")
     assert PassConfig().compute_hash() == off
     assert PassConfig(**ON).compute_hash() != on
 
 
-def test_vllm_fields_still_decide_the_hash_when_ours_are_set() -> None:
-    assert PassConfig(**ON, eliminate_noops=False).compute_hash() != PassConfig(**ON).compute_hash()
-
-
 def test_a_failed_self_test_leaves_vllm_behind(without_plugin: dict[str, Any]) -> None:
-    def broken(cls: type, vllm_hash: str) -> None:
-        raise RuntimeError("upstream changed")
-
     names = {"__eq__": "vllm_eq", "__repr__": "vllm_repr", "compute_hash": "vllm_hash"}
     vllm_own = {
         name: inspect.getclosurevars(PassConfig.__dict__[name]).nonlocals[inner] for name, inner in names.items()
@@ -114,7 +109,7 @@ def test_a_failed_self_test_leaves_vllm_behind(without_plugin: dict[str, Any]) -
     patches._undo_pass_config(PassConfig, vllm_own)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(patches, "_test_pass_config", broken)
+            patch.setattr(patches, "_test_pass_config", raising(RuntimeError("upstream changed")))
             with pytest.raises(RuntimeError, match="upstream changed"):
                 patches.extend_pass_config()
         assert gate_support.observed(gate_support.modelless_config()) == without_plugin["observed"]
