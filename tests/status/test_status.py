@@ -13,14 +13,15 @@ from unittest.mock import patch
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
+from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from vllm_aiter_mla import files, startup, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.settings import SettingsError
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 NOT_READ = "the reasons of skipped layers could not be kept or read"
+full = raising(OSError("No space left on device"))
 
 
 @pytest.fixture(autouse=True)
@@ -101,12 +102,6 @@ def test_every_engine_of_a_process_starts_empty_and_has_its_own_line(said):
     assert said[-1][1].startswith("0/2: not_run")
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_strict_mode_stops_every_rank_that_engaged_nothing(said, rank):
-    with pytest.raises(SettingsError, match="0/2"):
-        after_warm_up(strict=True, rank=rank)
-
-
 def every_rank_speaks(monkeypatch):
     monkeypatch.setattr(startup, "_say", lambda config, ranks, record, strict: log.say(0, status.line(record)))
 
@@ -132,10 +127,15 @@ def test_mutation_i8_a_line_that_is_not_said_once_and_whole_is_caught(said, monk
         assert [text.endswith("1 skipped: no_rope: why") for _, text in said] == [True]
 
 
-def test_a_warm_start_knows_the_reasons_of_the_cold_one(said, tmp_path):
+def failed_warm_up():
+    startup.hand_over_nothing(SimpleNamespace(vllm_config=SimpleNamespace(compute_hash=lambda: "k" * 64), rank=0))
+
+
+@pytest.mark.parametrize("end", [after_warm_up, failed_warm_up])
+def test_a_warm_start_knows_the_reasons_of_the_cold_one_even_if_that_failed_in_its_warm_up(said, tmp_path, end):
     status.skip(LAYERS[0], "no_rope", "why")
     compiled()
-    after_warm_up()
+    end()
     status.reset()
     after_warm_up()
     assert (logging.INFO, "noted when these graphs were compiled: no_rope: why") in said
@@ -155,15 +155,6 @@ def test_a_start_that_compiles_only_a_draft_keeps_the_targets_reasons(said, tmp_
         LAYERS[0]: "no_rope",
         LAYERS[1]: "geometry",
     }
-
-
-def test_a_start_after_one_that_failed_in_its_warm_up_knows_the_reasons(said):
-    status.skip(LAYERS[0], "no_rope", "why")
-    compiled()
-    startup.hand_over_nothing(SimpleNamespace(vllm_config=SimpleNamespace(compute_hash=lambda: "k" * 64), rank=0))
-    status.reset()
-    after_warm_up()
-    assert (logging.INFO, "noted when these graphs were compiled: no_rope: why") in said
 
 
 BROKEN = {
@@ -221,10 +212,6 @@ def test_files_are_never_seen_half_written(said, tmp_path, monkeypatch):
     after_warm_up()
     assert path.read_text() == before
     assert {left.suffix for left in tmp_path.iterdir()} == {".json"}
-
-
-def full(*args):
-    raise OSError("No space left on device")
 
 
 def test_counts_every_graph_of_a_range(said):
@@ -311,13 +298,18 @@ def test_the_line_speaks_for_all_ranks(said, monkeypatch, other, level, line):
     assert said == [(level, line)]
 
 
-@pytest.mark.parametrize("engaged_later", [False, True])
-def test_strict_mode_stops_a_stage_without_mla_layers_only_if_no_rank_engaged(said, monkeypatch, engaged_later):
-    later = OTHER | {"engaged": {"c": "aiter"} if engaged_later else {}, "skipped": {"d": ["dtype", "x"]}}
+@pytest.mark.parametrize(
+    ("layers", "rank", "elsewhere", "stopped"),
+    [(LAYERS, 0, {}, True), (LAYERS, 3, {"c": "aiter"}, True), ((), 0, {}, True), ((), 0, {"c": "aiter"}, False)],
+)
+def test_strict_mode_stops_a_rank_that_engaged_nothing_but_a_stage_without_mla_layers_only_if_none_engaged(
+    said, monkeypatch, layers, rank, elsewhere, stopped
+):
+    later = OTHER | {"engaged": elsewhere, "skipped": {"d": ["dtype", "x"]}}
     monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [mine, later]))
-    monkeypatch.setattr(sys.modules[__name__], "LAYERS", ())
-    with stops(not engaged_later):
-        after_warm_up(strict=True)
+    monkeypatch.setattr(sys.modules[__name__], "LAYERS", layers)
+    with stops(stopped, f"0/{len(layers)}: "):
+        after_warm_up(strict=True, rank=rank)
 
 
 def test_a_data_parallel_engine_is_named(said):
