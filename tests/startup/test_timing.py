@@ -108,28 +108,21 @@ def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up: Car
     assert found == [[1, 8], [1, 2, 4, 8], [1, 2, 4, 8, 16]]
 
 
-def test_without_full_graphs_the_host_counts_and_the_figures_are_kept_apart(
+def test_figures_without_full_graphs_count_the_host_and_those_of_other_functions_of_vllm_are_kept_apart(
     made_up: Card, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     used = []
     for how in ("record", "looped"):
         inner = getattr(measure, how)
         monkeypatch.setattr(measure, how, lambda *given, how=how, inner=inner: (used.append(how), inner(*given))[1])
-    for sizes in ([1], []):
+    for sizes, functions in (([1], "none"), ([], "none"), ([], "all")):
         monkeypatch.setattr(compat_config, "full_graphs", lambda _, sizes=sizes: sizes)
-        made_up.start()
+        one = Worker(ours(LIMIT))
+        one.vllm_config.compilation_config.custom_ops = [functions]
+        one.load_model()
         backends.forget()
     assert set(used) == {"record", "looped"}
-    assert len(list(tmp_path.glob("measured-*.json"))) == 2
-
-
-def test_figures_of_other_functions_of_vllm_are_not_read(made_up: Card, tmp_path: Path) -> None:
-    made_up.start()
-    backends.forget()
-    one = Worker(ours(LIMIT))
-    one.vllm_config.compilation_config.custom_ops = ["all"]
-    one.load_model()
-    assert len(list(tmp_path.glob("measured-*.json"))) == 2
+    assert len(list(tmp_path.glob("measured-*.json"))) == 3
 
 
 def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up: Card) -> None:
