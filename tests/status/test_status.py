@@ -61,29 +61,6 @@ def engage_one():
     status.skip(LAYERS[1], "no_rope", "why")
 
 
-@pytest.mark.parametrize(
-    ("before", "level", "line"),
-    [
-        (engage_all, logging.INFO, "2/2 MLA layers engaged (aiter, fp8 KV, decode limit 512)"),
-        (
-            engage_one,
-            logging.INFO,
-            "1/2 MLA layers engaged (aiter, fp8 KV, decode limit 512); 1 skipped: no_rope: why",
-        ),
-        (
-            lambda: status.skip(LAYERS[0], "impl", "a b\n\x1b[2J"),
-            logging.WARNING,
-            "0/2: impl: a b  [2J (run: vllm-aiter-mla doctor)",
-        ),
-    ],
-    ids=["all", "some", "none"],
-)
-def test_i8_the_line_says_once_what_engaged_and_the_first_reason(said, before, level, line):
-    before()
-    after_warm_up()
-    assert said == [(level, line)]
-
-
 def test_i8_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
     after_warm_up(rank=3)
     assert said == []
@@ -275,25 +252,35 @@ def test_the_line_says_that_nobody_has_timed_this_card(said, card):
 
 
 OTHER = {"rank": 1, "total": 2, "skipped": {}}
+ALONE = "MLA layers engaged (aiter, fp8 KV, decode limit 512)"
 WHOLE = "MLA layers engaged on 2 of 2 ranks (aiter, fp8 KV, decode limit 512)"
 PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
 
 
+def skip_one():
+    status.skip(LAYERS[0], "impl", "a b\n\x1b[2J")
+
+
 @pytest.mark.parametrize(
-    ("other", "level", "line"),
+    ("before", "others", "level", "line"),
     [
-        (OTHER | {"engaged": dict.fromkeys(LAYERS, "aiter")}, logging.INFO, f"2/2 {WHOLE}"),
-        ({"rank": 1, "engaged": {"c": "aiter"}, "skipped": {"d": ["dtype", "x"]}}, logging.INFO,
+        (engage_all, [], logging.INFO, f"2/2 {ALONE}"),
+        (engage_one, [], logging.INFO, f"1/2 {ALONE}; 1 skipped: no_rope: why"),
+        (skip_one, [], logging.WARNING, "0/2: impl: a b  [2J (run: vllm-aiter-mla doctor)"),
+        (engage_all, [OTHER | {"engaged": dict.fromkeys(LAYERS, "aiter")}], logging.INFO, f"2/2 {WHOLE}"),
+        (engage_all, [{"rank": 1, "engaged": {"c": "aiter"}, "skipped": {"d": ["dtype", "x"]}}], logging.INFO,
          f"3/4 {WHOLE}; 1 skipped: dtype: x"),
-        (OTHER | {"engaged": {}, "skipped": {name: ["kernel_shape", "wrong"] for name in LAYERS}}, logging.WARNING,
-         f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong"),
-        ({}, logging.WARNING, f"2/2 {PART}; 1 without a status"),
+        (engage_all, [OTHER | {"engaged": {}, "skipped": {name: ["kernel_shape", "wrong"] for name in LAYERS}}],
+         logging.WARNING, f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong"),
+        (engage_all, [{}], logging.WARNING, f"2/2 {PART}; 1 without a status"),
     ],
-    ids=["tensor parallel", "pipeline", "one fell back", "one is silent"],
+    ids=["all", "some", "none", "tensor parallel", "pipeline", "one fell back", "one is silent"],
 )  # fmt: skip
-def test_the_line_speaks_for_all_ranks(said, monkeypatch, other, level, line):
-    monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [mine, other]))
-    engage_all()
+def test_i8_the_line_says_once_what_engaged_on_all_ranks_and_the_first_reason(
+    said, monkeypatch, before, others, level, line
+):
+    monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [mine, *others]))
+    before()
     after_warm_up()
     assert said == [(level, line)]
 
