@@ -13,10 +13,7 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import offline
 from vllm_aiter_mla.settings import FLAG_FIELD, Settings
 
-
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    our_plugin.register()
+our_plugin.register()
 
 
 def read(arguments: list[str]) -> Settings:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.ops.opcalls import NAME
-from tests.support.made_up_clock import MadeUpClock, Named, costs
+from tests.support.made_up_clock import MadeUpClock, costs, named_kernels
 from tests.support.planted import Said, raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
@@ -35,10 +35,7 @@ class Card:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
         self.monkeypatch, self.said = monkeypatch, said
         self.set_clock(MadeUpClock(QUICK_TRITON))
-        self.kernels = {name: Named(name) for name in ("aiter", "triton", "vllm")}
-        self.kernels["vllm"].trusted = True  # type: ignore[misc]
-        for name in self.kernels:
-            monkeypatch.setitem(backends.FACTORIES, name, lambda platform, settings, name=name: self.kernels[name])
+        self.kernels = named_kernels(monkeypatch)
         backends.forget()
         platform = Platform("gfx942")
         monkeypatch.setattr(backends, "detect_platform", lambda: platform)
@@ -134,7 +131,7 @@ def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up
     def refusing(inputs: Any) -> Any:
         return f"at {inputs.num_tokens} tokens: too many" if inputs.num_tokens > 4 else bind(inputs)
 
-    made_up.kernels["aiter"].bind = refusing  # type: ignore[method-assign]
+    made_up.kernels["aiter"].bind = refusing
     found = [layer._find(synthetic_inputs(shape, tokens))[0] for tokens in (4, 8, 16)]
     assert found == ["aiter", "vllm", "vllm"]
     (line,) = made_up.said.at(logging.ERROR)
@@ -183,9 +180,7 @@ def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up: Ca
 
 
 def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up: Card) -> None:
-    made_up.kernels["triton"].bind = lambda inputs: Binding(  # type: ignore[method-assign]
-        lambda inputs: -reference.prepare(inputs)
-    )
+    made_up.kernels["triton"].bind = lambda inputs: Binding(lambda inputs: -reference.prepare(inputs))
     one = made_up.start(strict=True)
     assert runs(one, 1) == "aiter"
     assert set(status.current().measured[0]["us"][1]) == {"aiter", "vllm"}

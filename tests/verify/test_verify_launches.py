@@ -15,17 +15,16 @@ FUSED = "_ZN5aiter44fuse_qk_rope_concat_and_cache_mla_opt_kernelIDF16bhLb0EEEvPK
 VLLM_OWN = (BMM, "rotary_embedding_kernel", "concat_and_cache_mla_kernel", "static_scaled_fp8_quant_kernel")
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "others"),
+    [("cuda_verbose", "_ZN2at6native29vectorized_elementwise_kernel", ("decode_prep_kernel", "MEMCPY", "MEMSET")),
+     ("hip_plain", BMM[:20], (FUSED, "MEMCPY"))],
+)  # fmt: skip
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_a_dump_of_cuda_names_kernels_and_other_work(dump, newline):
-    found = of_dot(dump("cuda_verbose").replace("\n", newline))
-    assert found[0].startswith("_ZN2at6native29vectorized_elementwise_kernel")
-    assert found[1:] == ("decode_prep_kernel", "MEMCPY", "MEMSET")
-
-
-def test_a_dump_of_hip_names_kernels_and_copies_and_leaves_out_barriers(dump):
-    found = of_dot(dump("hip_plain"))
-    assert found[0].startswith(BMM[:20])
-    assert found[1:] == (FUSED, "MEMCPY")
+def test_a_dump_names_kernels_and_other_work_and_leaves_out_barriers(dump, name, first, others, newline):
+    found = of_dot(dump(name).replace("\n", newline))
+    assert found[0].startswith(first)
+    assert found[1:] == others
 
 
 def test_a_node_of_an_unknown_kind_is_counted_not_dropped():
