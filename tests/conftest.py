@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.planted import Said
+
 # Processes that tests start find the checkout: `tests`, `tools` and this tree's package.
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
@@ -38,11 +40,11 @@ def suite(request: pytest.FixtureRequest) -> list[pytest.Item]:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, str]]:
+def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Said:
     """The plugin's log lines from here on, as (level, text); its files go to ``tmp_path``."""
     from vllm_aiter_mla.compat import config, log
 
-    lines: list[tuple[int, str]] = []
+    lines = Said()
     monkeypatch.setattr(log, "say", lambda level, text, stacklevel=2: lines.append((level, text)))
     monkeypatch.setattr(log, "_said", set())
     monkeypatch.setattr(config, "cache_folder", lambda: tmp_path)

@@ -75,8 +75,14 @@ def test_a_link_is_replaced_wherever_it_leads(tmp_path: Path) -> None:
         ("verify", ["--json", "no/such/x.json"], "--json no/such/x.json"),
         ("verify", ["--device", "cpu", "--limit", "8193"], "--limit 8193"),
         ("verify", ["--device", "cpu", "--limit", "7"], "--limit 7"),
-        ("verify", ["--device", "cpu", "--only", "nonsense"], "'nonsense'"),
-        ("report", ["x.json", "--out", "."], "--out ."),
+        *(
+            ("verify", ["--device", "cpu", option, "nonsense"], "'nonsense'; there are")
+            for option in ("--only", "--backend", "--variant")
+        ),
+        ("verify", ["--device", "cpu", "--model", "nobody"], "nobody"),
+        ("verify", ["--device", "cpu", "--model", "deepseek-r1", "--tp", "7"], "--tp 7"),
+        # There is no x.json either: the output is checked before anything is drawn.
+        *(("report", ["x.json", "--out", out], f"--out {out}") for out in (".", "no/page.html")),
         ("measure", ["--json", "."], "--json ."),
     ],
 )

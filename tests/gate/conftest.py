@@ -10,7 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from vllm.config import PassConfig
 from tests.gate import gate_support
 from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import plugin
-from vllm_aiter_mla.compat import log, patches, rocm_config
+from vllm_aiter_mla.compat import patches, rocm_config
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 plugin.register()
@@ -49,17 +49,6 @@ def without_plugin() -> dict[str, Any]:
     )
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
-
-
-@pytest.fixture
-def lines(mla_model: Path) -> Iterator[gate_support.Lines]:
-    # vLLM sets its logging up again when the first config of a process is built, and drops foreign handlers.
-    gate_support.vllm_config(mla_model)
-    handler = gate_support.Lines()
-    log._said.clear()
-    log.logger.addHandler(handler)
-    yield handler
-    log.logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import vllm.engine.arg_utils  # noqa: F401  what vLLM has imported by the time it loads plugins
 
+from tests.support.planted import Said
+
 ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_mla::mla_attention_with_rope")
 
 Build = Callable[..., Any]
@@ -41,20 +43,6 @@ def users_pass(graph: Any) -> None:
     """The user's own custom pass, which ``USERS_PASS`` names."""
 
 
-class Lines(logging.Handler):
-    """Collects the plugin's log lines; vLLM's logger does not propagate, so caplog would see nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-    def at(self, level: int) -> list[str]:
-        return [record.getMessage() for record in self.records if record.levelno == level]
-
-
 def pass_of(config: Any) -> Any:
     return config.compilation_config.inductor_compile_config.get(SLOT)
 
@@ -63,14 +51,14 @@ def ranges_of(config: Any) -> list[tuple[int, int]]:
     return [(one.start, one.end) for one in config.compilation_config.get_compile_ranges()]
 
 
-def assert_skipped(lines: Lines, built: Any, code: str, knob: str) -> None:
+def assert_skipped(said: Said, built: Any, code: str, knob: str) -> None:
     """Nothing of ours is in the config, and one warning says the code and the knob."""
     assert pass_of(built) is None
     assert not set(ATTENTION_OPS) & set(built.compilation_config.splitting_ops or ())
-    (said,) = lines.at(logging.WARNING)
-    assert code in said
-    assert knob in said
-    assert "\n" not in said
+    (line,) = said.at(logging.WARNING)
+    assert code in line
+    assert knob in line
+    assert "\n" not in line
 
 
 def modelless_config(compilation: dict[str, Any] | None = None) -> Any:

@@ -15,7 +15,8 @@ from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.config.utils import replace
 
 from tests.gate import gate_support
-from tests.gate.gate_support import ON, SLOT, USERS_PASS, Build, Lines, pass_of, ranges_of
+from tests.gate.gate_support import ON, PASSES, SLOT, USERS_PASS, Build, assert_skipped, pass_of, ranges_of
+from tests.support.planted import Said
 from vllm_aiter_mla import files, gate
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
@@ -59,35 +60,9 @@ def test_the_limit_ends_a_compile_range(
     assert pass_of(built).limit == limit
     assert ranges_of(built) == ranges
     assert built.compilation_config.use_inductor_graph_partition is True
-
-
-def test_our_attention_ops_split_next_to_vllms_and_the_kv_update_does_not(config: Build) -> None:
-    ops = config(additional_config=ON).compilation_config.splitting_ops
-    assert ops == [*CompilationConfig._attention_ops, *ATTENTION_OPS]
+    ops = built.compilation_config.splitting_ops
+    assert ops == [*CompilationConfig._attention_ops, *ATTENTION_OPS], "ours split next to vLLM's"
     assert KV_UPDATE_OP not in ops
-
-
-def test_the_list_that_every_config_shares_is_not_touched(config: Build) -> None:
-    config(additional_config=ON)
-    for ops in (CompilationConfig._attention_ops, config().compilation_config.splitting_ops):
-        assert not set(ATTENTION_OPS) & set(ops)
-
-
-@pytest.mark.mutation("I5")
-def test_mutation_a_gate_that_edits_the_shared_op_list_is_caught(
-    config: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CompilationConfig, "_attention_ops", list(CompilationConfig._attention_ops))
-    before, split = gate_support.observed(config()), gate._split
-
-    def edits(compilation: Any, integration: str) -> None:
-        compilation._attention_ops.append(ATTENTION_OPS[1])
-        split(compilation, integration)
-
-    monkeypatch.setattr(gate, "_split", edits)
-    with pytest.raises(AssertionError):
-        test_the_list_that_every_config_shares_is_not_touched(config)
-    assert gate_support.observed(config()) != before
 
 
 def test_full_and_piecewise_graphs_are_kept(config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,18 +95,17 @@ def test_explicit_splitting_ops_stay(
     assert built.compilation_config.use_inductor_graph_partition is partition
 
 
-def test_the_log_shows_the_decode_limit_and_the_partition_once(config: Build, lines: Lines) -> None:
+def test_the_log_shows_the_decode_limit_and_the_partition_once(config: Build, said: Said) -> None:
     config(additional_config=ON)
     config(additional_config=ON)
-    said = lines.at(logging.INFO)
-    assert len([line for line in said if "decode limit 16" in line and "max_num_seqs 16" in line]) == 1
-    assert len([line for line in said if "use_inductor_graph_partition=True" in line]) == 1
-    assert lines.at(logging.WARNING) == []
+    for told in ("decode limit 16 tokens (max_num_seqs 16", "use_inductor_graph_partition=True"):
+        assert len([line for line in said.at(logging.INFO) if told in line]) == 1
+    assert said.at(logging.WARNING) == []
 
 
-def test_options_without_the_switch_are_said_to_have_no_effect(config: Build, lines: Lines) -> None:
+def test_options_without_the_switch_are_said_to_have_no_effect(config: Build, said: Said) -> None:
     config(compilation_config={"pass_config": {LIMIT_FIELD: 64}})
-    assert [line for line in lines.at(logging.WARNING) if LIMIT_FIELD in line and "no effect" in line]
+    assert [line for line in said.at(logging.WARNING) if LIMIT_FIELD in line and "no effect" in line]
 
 
 @pytest.mark.parametrize("name", ATTENTION_OPS)
@@ -158,10 +132,10 @@ def test_a_users_pass_is_chained_as_vllm_wraps_it(config: Build, options: dict[s
     assert pass_of(built).chained.callable is gate_support.users_pass
 
 
-def test_something_that_is_not_a_pass_skips_the_engine_and_names_the_slot(config: Build, lines: Lines) -> None:
+def test_something_that_is_not_a_pass_skips_the_engine_and_names_the_slot(config: Build, said: Said) -> None:
     built = config(additional_config=ON, compilation_config={"inductor_compile_config": {SLOT: "my.module.fn"}})
     assert pass_of(built) == "my.module.fn"
-    assert [line for line in lines.at(logging.WARNING) if "user_pass" in line and SLOT in line]
+    assert [line for line in said.at(logging.WARNING) if "user_pass" in line and SLOT in line]
 
 
 # -- again, copied, shipped
@@ -190,13 +164,13 @@ def test_a_larger_scheduler_moves_the_limit(config: Build) -> None:
 
 
 def test_a_dense_draft_next_to_an_mla_target_leaves_the_targets_pass_in_place(
-    config: Build, dense_model: Any, lines: Lines
+    config: Build, dense_model: Any, said: Said
 ) -> None:
     built = config(additional_config={"aiter_mla": {"enabled": True, "strict": True}})
     shared = replace(built, model_config=dense_model)
     assert shared.compilation_config is built.compilation_config
     assert isinstance(pass_of(built), AiterMLAPipeline)
-    assert lines.at(logging.WARNING) == []
+    assert said.at(logging.WARNING) == []
 
 
 def test_a_draft_without_speculation_of_its_own_does_not_shrink_the_targets_decode_limit(config: Build) -> None:
@@ -241,6 +215,22 @@ def test_flag_off_after_a_flag_on_config_in_the_same_process_is_still_vllm(confi
     before = gate_support.observed(config())
     config(additional_config=ON)
     assert gate_support.observed(config()) == before
+
+
+@pytest.mark.mutation("I5")
+def test_mutation_a_gate_that_edits_the_shared_op_list_is_caught(
+    config: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompilationConfig, "_attention_ops", list(CompilationConfig._attention_ops))
+    split = gate._split
+
+    def edits(compilation: Any, integration: str) -> None:
+        compilation._attention_ops.append(ATTENTION_OPS[1])
+        split(compilation, integration)
+
+    monkeypatch.setattr(gate, "_split", edits)
+    with pytest.raises(AssertionError):
+        test_flag_off_after_a_flag_on_config_in_the_same_process_is_still_vllm(config)
 
 
 @pytest.mark.mutation("I5")
@@ -304,3 +294,59 @@ def test_the_limit_every_option_and_the_kernels_are_in_the_cache_key(config: Bui
     before = built[1].compute_hash()
     pass_of(built[1]).kernels = ("16 heads: None; unavailable: AITER is not installed",)
     assert built[1].compute_hash() != before
+
+
+# -- a graph that no pass can rewrite: the module integration
+
+
+MODULE = {"aiter_mla": {"enabled": True, "integration": "module"}}
+USERS_PASS_IN_VLLM_MODE = {"compilation_config": {"mode": 1, **USERS_PASS}}
+WITHOUT_PASSES: list[tuple[dict[str, Any], str]] = [
+    ({"enforce_eager": True}, "enforce_eager"),
+    ({"optimization_level": 0}, "compilation_mode"),
+    ({"compilation_config": {"mode": 2}}, "compilation_mode"),
+    ({"compilation_config": {"mode": 0}}, "breakable_cudagraph"),
+    ({"compilation_config": {"backend": "eager"}}, "backend"),
+    ({"compilation_config": {"use_inductor_graph_partition": False}}, "graph_partition"),
+    ({"compilation_config": {"splitting_ops": [MLA_ATTENTION_OP, KV_UPDATE_OP]}}, "splitting_ops"),
+    ({"compilation_config": {"splitting_ops": [f"{MLA_ATTENTION_OP}.default"]}}, "splitting_ops"),
+    ({"compilation_config": {"splitting_ops": [KV_UPDATE_OP]}}, "splitting_ops"),
+]
+
+
+def build_with_the_module(config: Build, asked: dict[str, Any], options: dict[str, Any]) -> None:
+    """Build a config, and check what the module integration changes in vLLM's own."""
+    built, vllm_own = config(additional_config=asked, **options), config(**options)
+    assert pass_of(built).integration == "module"
+    assert ranges_of(built) == ranges_of(vllm_own), "no compile range more"
+    compiled, bare = built.compilation_config, vllm_own.compilation_config
+    assert compiled.use_inductor_graph_partition == bare.use_inductor_graph_partition
+    ours = list(ATTENTION_OPS) if any("mla" in op for op in bare.splitting_ops) else []
+    assert compiled.splitting_ops == [*bare.splitting_ops, *ours], "vLLM's own, and ours next to attention"
+
+
+@pytest.mark.parametrize(("options", "code"), WITHOUT_PASSES)
+def test_auto_engages_where_the_passes_cannot_run(
+    config: Build, said: Said, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], code: str
+) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(code == "breakable_cudagraph")))
+    build_with_the_module(config, ON, options)
+    assert any("module integration" in line and f"cannot run: {code})" in line for line in said.at(logging.INFO))
+    assert said.at(logging.WARNING) == []
+    assert_skipped(said, config(additional_config=PASSES, **options), code, code)
+
+
+def test_the_module_can_be_asked_for_where_the_passes_would_run(config: Build) -> None:
+    build_with_the_module(config, MODULE, {})
+    assert pass_of(config(additional_config=ON)).integration == "passes"
+
+
+def test_a_users_pass_still_runs_where_torch_compiles_without_vllm(
+    config: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then no compile range is known; Inductor calls what stands in the slot."""
+    seen: list[Any] = []
+    ours = pass_of(config(additional_config=MODULE, **USERS_PASS_IN_VLLM_MODE))
+    monkeypatch.setattr(type(ours.chained), "__call__", lambda _, graph: seen.append(graph))
+    ours("the graph")
+    assert seen == ["the graph"]

@@ -1,18 +1,24 @@
-"""Claims about the two fields on vLLM's PassConfig, and about a process that never saw the plugin."""
+"""Claims about the options: two fields on vLLM's PassConfig, and the ways in which a user types them."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from vllm.config import CompilationConfig, PassConfig, VllmConfig
 from vllm.config.utils import replace
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.gate import gate_support
+from tests.support.planted import raising
 from vllm_aiter_mla import files
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
@@ -91,22 +97,16 @@ def test_equality_and_repr_see_the_fields() -> None:
     assert FLAG_FIELD not in repr(CompilationConfig())
 
 
-def test_the_hash_sees_values_and_fingerprint_only_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hash_sees_vllms_fields_too_and_values_and_fingerprint_only_when_set(monkeypatch) -> None:
     on, off = PassConfig(**ON).compute_hash(), PassConfig().compute_hash()
-    assert len({on, off, PassConfig(**{**ON, LIMIT_FIELD: 65}).compute_hash()}) == 3
+    others = (PassConfig(**{**ON, LIMIT_FIELD: 65}), PassConfig(**ON, eliminate_noops=False))
+    assert len({on, off, *(other.compute_hash() for other in others)}) == 4
     monkeypatch.setattr(files, "fingerprint", lambda: "another")
     assert PassConfig().compute_hash() == off
     assert PassConfig(**ON).compute_hash() != on
 
 
-def test_vllm_fields_still_decide_the_hash_when_ours_are_set() -> None:
-    assert PassConfig(**ON, eliminate_noops=False).compute_hash() != PassConfig(**ON).compute_hash()
-
-
 def test_a_failed_self_test_leaves_vllm_behind(without_plugin: dict[str, Any]) -> None:
-    def broken(cls: type, vllm_hash: str) -> None:
-        raise RuntimeError("upstream changed")
-
     names = {"__eq__": "vllm_eq", "__repr__": "vllm_repr", "compute_hash": "vllm_hash"}
     vllm_own = {
         name: inspect.getclosurevars(PassConfig.__dict__[name]).nonlocals[inner] for name, inner in names.items()
@@ -114,7 +114,7 @@ def test_a_failed_self_test_leaves_vllm_behind(without_plugin: dict[str, Any]) -
     patches._undo_pass_config(PassConfig, vllm_own)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(patches, "_test_pass_config", broken)
+            patch.setattr(patches, "_test_pass_config", raising(RuntimeError("upstream changed")))
             with pytest.raises(RuntimeError, match="upstream changed"):
                 patches.extend_pass_config()
         assert gate_support.observed(gate_support.modelless_config()) == without_plugin["observed"]
@@ -132,3 +132,91 @@ def test_a_field_upstream_already_has_is_left_alone(monkeypatch: pytest.MonkeyPa
     patches.extend_pass_config()
     assert PassConfig.__dataclass_fields__ == upstreams
     assert getattr(PassConfig, patches._FIELDS_MARK) == ()
+
+
+# -- as users type them: wrong ones stop before any engine starts, and say which
+
+
+Parse = Callable[..., argparse.Namespace]
+
+
+def _serve() -> FlexibleArgumentParser:
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+def _bench() -> FlexibleArgumentParser:
+    from vllm.benchmarks.latency import add_cli_args
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    return parser
+
+
+@pytest.fixture(scope="module", params=[_serve, _bench], ids=["serve", "bench"])
+def parse(request: pytest.FixtureRequest) -> Parse:
+    parser = request.param()
+    return lambda *arguments: parser.parse_args(["--model", "m", *arguments])
+
+
+def as_json(**values: Any) -> tuple[str, str]:
+    return "--compilation-config", json.dumps({"pass_config": values})
+
+
+def test_json_and_dotted_spellings_are_read(parse: Parse) -> None:
+    wanted = {FLAG_FIELD: True, LIMIT_FIELD: 512}
+    dotted = (f"-cc.pass_config.{FLAG_FIELD}=true", f"-cc.pass_config.{LIMIT_FIELD}=512")
+    for arguments in (as_json(**wanted), dotted):
+        assert patches.pass_config_values(parse(*arguments).compilation_config.pass_config) == wanted
+
+
+def dotted(name: str, typed: str) -> tuple[str]:
+    return (f"-cc.pass_config.{name}={typed}",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        *((dotted(FLAG_FIELD, typed), FLAG_FIELD, typed.strip('"')) for typed in ("1", "yes", '"true"')),
+        *((dotted(LIMIT_FIELD, typed), LIMIT_FIELD, typed) for typed in ("0", "-5", "true", "many", "2.5")),
+        *((as_json(**{FLAG_FIELD: value}), FLAG_FIELD, repr(value)) for value in ("true", 0)),
+        (as_json(**{LIMIT_FIELD: "8"}), LIMIT_FIELD, "'8'"),
+        (dotted("fuse_aiter_qk_rope_kv", "true"), "fuse_aiter_qk_rope_kv", "true"),
+    ],
+)
+def test_a_wrong_argument_names_the_option_and_the_value_before_an_engine_starts(
+    parse: Parse, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], name: str, value: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*arguments)
+    told = capsys.readouterr().err
+    assert name in told
+    assert value.lower() in told.lower()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"additional_config": {"aiter_mla": {"enabled": "true"}}}, "additional_config.aiter_mla.enabled: "),
+        ({"additional_config": {"aiter_mla": {"kernel": "none"}}, "enforce_eager": True}, "aiter_mla.kernel"),
+        (
+            {
+                "compilation_config": {"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: 8}},
+                "additional_config": {"aiter_mla": {"max_token_num": 16}},
+            },
+            "contradict",
+        ),
+    ],
+    ids=["a wrong value", "with the flag off and eager mode", "two spellings that differ"],
+)
+def test_a_wrong_option_stops_the_config_not_the_engine(mla_model: Path, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        gate_support.vllm_config(mla_model, **options)
+
+
+def test_a_value_assigned_after_construction_is_checked_too(mla_model: Path) -> None:
+    from vllm.config import CompilationConfig
+
+    compilation = CompilationConfig()
+    setattr(compilation.pass_config, LIMIT_FIELD, -1)
+    with pytest.raises(ValidationError, match=LIMIT_FIELD):
+        gate_support.vllm_config(mla_model, compilation_config=compilation)

@@ -13,7 +13,8 @@ import pytest
 
 import vllm_aiter_mla
 from tests.gate import gate_support
-from tests.gate.gate_support import ON, Lines
+from tests.gate.gate_support import ON
+from tests.support.planted import Said, raising
 from vllm_aiter_mla import gate, plugin
 from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import log, patches
@@ -49,17 +50,15 @@ def test_registering_again_wraps_nothing_again() -> None:
     assert patches.failures() == {}
 
 
-def test_a_step_that_fails_is_said_once_and_never_raised(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise ImportError("planted")
-
+def test_a_step_that_fails_is_said_once_and_never_raised(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail = raising(ImportError("planted"))
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setattr(plugin, "_register_ops", fail)
     monkeypatch.setattr(patches, "extend_pass_config", fail)
     monkeypatch.setattr(patches, "_failed", {})
     plugin.register()
     plugin.register()
-    required, optional = lines.at(logging.WARNING)
+    required, optional = said.at(logging.WARNING)
     assert "torch ops failed" in required
     assert "planted" in required
     assert "pass_config" in optional
@@ -68,22 +67,22 @@ def test_a_step_that_fails_is_said_once_and_never_raised(lines: Lines, monkeypat
 
 
 @pytest.mark.mutation
-def test_mutation_a_registration_that_lets_errors_out_is_caught(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_a_registration_that_lets_errors_out_is_caught(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "run", lambda name, step: step())
     with pytest.raises(ImportError):
-        test_a_step_that_fails_is_said_once_and_never_raised(lines, monkeypatch)
+        test_a_step_that_fails_is_said_once_and_never_raised(said, monkeypatch)
 
 
 @pytest.mark.parametrize(("call", "module"), [(plugin.apply_gate, "gate"), (plugin.attach, "startup")])
 def test_a_module_that_does_not_load_ends_no_process(
-    lines: Lines, monkeypatch: pytest.MonkeyPatch, call: Any, module: str
+    said: Said, monkeypatch: pytest.MonkeyPatch, call: Any, module: str
 ) -> None:
     """Each worker calls these, with the flag off too."""
     monkeypatch.delattr(vllm_aiter_mla, module, raising=False)
     monkeypatch.setitem(sys.modules, f"vllm_aiter_mla.{module}", None)
     call(None)
-    (said,) = lines.at(logging.ERROR)
-    assert "vLLM runs unmodified" in said
+    (line,) = said.at(logging.ERROR)
+    assert "vLLM runs unmodified" in line
 
 
 def test_the_log_goes_through_vllms_own_logger() -> None:
@@ -101,11 +100,11 @@ def test_every_patch_says_its_symptom_and_when_it_can_go() -> None:
 
 
 def test_the_gate_runs_once_for_each_config_and_after_all_wrappers(
-    compiling: None, mla_model: Path, monkeypatch: pytest.MonkeyPatch, lines: Lines
+    compiling: None, mla_model: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     ops = gate_support.vllm_config(mla_model, additional_config=ON).compilation_config.splitting_ops
     assert set(ATTENTION_OPS) <= set(ops), "it sees the mode that the wrapper around the hook leaves"
-    assert lines.at(logging.WARNING) == []
+    assert said.at(logging.WARNING) == []
     seen: list[Any] = []
     monkeypatch.setattr(gate, "apply", seen.append)
     built = gate_support.vllm_config(mla_model)

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from tests.sandbox import gpu_ops
-from tests.support.made_up_clock import MadeUpClock, Named, costs
+from tests.support.made_up_clock import MadeUpClock, Named, costs, named_kernels
 from vllm_aiter_mla import backends
 from vllm_aiter_mla.commands import measure
 from vllm_aiter_mla.commands.main import app
@@ -36,10 +36,7 @@ class Wrong(Named):
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Kernels by name; every one is the reference."""
-    kernels: dict[str, Any] = {name: Named(name) for name in ("aiter", "triton", "vllm")}
-    kernels["vllm"].trusted = True
-    for name in kernels:
-        monkeypatch.setitem(backends.FACTORIES, name, lambda platform, settings, name=name: kernels[name])
+    kernels = named_kernels(monkeypatch)
     monkeypatch.setattr(backends, "current_platform", lambda: Platform("gfx942"))
     monkeypatch.setattr(compat_layer, "fp8_dtype", lambda: torch.float8_e4m3fnuz)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

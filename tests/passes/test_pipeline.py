@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ def compile_with_vllm(folder: Path, stop_after: str | None = None) -> Compilatio
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_fx, "post_grad_passes", post_grad_passes)
         patch.setattr(logger, "handlers", [handler])
+        # vLLM counts the matches of all compilations of a process together.
+        patch.setattr(vllm_inductor_pass.VllmPatternMatcherPass, "match_table", defaultdict(int))
         logger.setLevel(logging.DEBUG)
         with forward(stubs, DECODE), pass_context(Range(1, 16)), monitor_torch_compile(config):
             compiled(module, torch.bfloat16, manager)
@@ -157,7 +160,6 @@ def test_mutation_torch_completes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.mutation
 def test_mutation_the_matches_are_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(vllm_inductor_pass.VllmPatternMatcherPass, "match_table", {})
     monkeypatch.setattr(
         pipeline, "VllmPatternMatcherPass", type("Elsewhere", (), {"match_table": {"AiterMLAPipeline": 0}})
     )

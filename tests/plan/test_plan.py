@@ -19,13 +19,13 @@ from tests.support.pages import PAGES, ROOT, quoted, table, words
 from tests.support.plans import codes, planned
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import command, model, printout
-from vllm_aiter_mla.settings import LIMIT_FIELD
+from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 CONFIG = model.examples()["deepseek-r1"]["config"]
 R1 = ("deepseek-r1", "-tp", "8")
 REQUESTS = ("--max-num-seqs", "256")
 MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
-OURS = "--additional-config"
+GRAPH, OURS = "--compilation-config", "--additional-config"
 PLAIN = ("VLLM_ROCM_USE_AITER_FP8BMM=0", "VLLM_ROCM_USE_AITER_FP4BMM=0")
 slow = pytest.mark.slow
 
@@ -234,26 +234,20 @@ def test_limit_ranges_captures_and_batch_are_those_of_the_finished_config(
 
 
 @slow
-def test_a_plan_with_data_parallelism_says_how_long_the_api_servers_wait() -> None:
-    said = [any("VLLM_ENGINE_READY_TIMEOUT_S" in note for note in planned(*R1, *more)["assumptions"])
-            for more in (("-dp", "2"), ())]  # fmt: skip
-    assert said == [True, False]
-
-
-@slow
 @pytest.mark.parametrize(
-    ("name", "arch", "cache", "said"),
+    ("arguments", "arch", "note", "said"),
     [
-        ("kimi-k2", "gfx950", "auto", True),
-        ("kimi-k2", "gfx950", "fp8", False),
-        ("kimi-k2", "gfx942", "auto", False),
-        ("deepseek-r1", "gfx950", "auto", False),
+        (("kimi-k2", "-tp", "8"), "gfx950", "needs no concat", True),
+        (("kimi-k2", "-tp", "8", "--kv-cache-dtype", "fp8"), "gfx950", "needs no concat", False),
+        (("kimi-k2", "-tp", "8"), "gfx942", "needs no concat", False),
+        (R1, "gfx950", "needs no concat", False),
+        ((*R1, "-dp", "2"), "gfx950", "VLLM_ENGINE_READY_TIMEOUT_S", True),
+        (R1, "gfx950", "VLLM_ENGINE_READY_TIMEOUT_S", False),
     ],
 )
-def test_a_decode_that_may_need_no_concat_is_said(name: str, arch: str, cache: str, said: bool) -> None:
-    """Kimi-K2 has 8 heads a rank here, DeepSeek-R1 16."""
-    plan = planned(name, "-tp", "8", "--kv-cache-dtype", cache, arch=arch)
-    assert any("needs no concat" in note for note in plan["assumptions"]) is said
+def test_what_a_reader_should_know_is_said(arguments: tuple[str, ...], arch: str, note: str, said: bool) -> None:
+    """A decode may need no concat: Kimi-K2 has 8 heads a rank here, DeepSeek-R1 16. Or API servers may wait long."""
+    assert any(note in one for one in planned(*arguments, arch=arch)["assumptions"]) is said
 
 
 def test_launches_per_step_count_every_mla_layer() -> None:
@@ -370,20 +364,37 @@ def refused(*arguments: str) -> str:
         ([OURS, '{"aiter_mla": {"kernl": "auto"}}'], "did you mean 'kernel'?"),
         (["--env", "VLLM_SOMETHING=1"], "VLLM_SOMETHING"),
         (["--env", "VLLM_MLA_DISABLE"], "NAME=VALUE"),
+        ([GRAPH, f'{{"pass_config": {{"{FLAG_FIELD[:-1]}al": true}}}}'], f"'{FLAG_FIELD}'"),
+        ([GRAPH, f'{{"pass_confg": {{"{FLAG_FIELD}": true}}}}'], "'pass_config'"),
+        ([GRAPH, f'{{"pass_config": {{"{FLAG_FIELD}": "yes"}}}}'], f"pass_config.{FLAG_FIELD}"),
+        ([GRAPH, '{"splitting_ops": [1]}'], "splitting_ops.0"),
+        ([GRAPH, '{"mode": 7}'], "mode=7"),
+        ([GRAPH, '{"inductor_passes": {"post_grad_custom_post_pass": "mine.pass"}}'], "'mine'"),
+        ([GRAPH, "{"], GRAPH),
+        ([GRAPH, "{}", "-cc.mode=3"], GRAPH),
+        (["-cc..x=1"], GRAPH),
+        (["-cc.mode"], "vLLM's parser"),
+        ([OURS, '{"aiter_mla": {"kernel": "tritn"}}'], "aiter_mla.kernel"),
+        (["--additional_config={}", f"{OURS}.x=3"], OURS),
     ],
 )
 def test_a_wrong_option_is_one_line(arguments: list[str], named: str) -> None:
     assert named in refused("deepseek-r1", *arguments)
 
 
-@pytest.mark.parametrize("arguments", [("-tp", "8", "deepseek-r1"), ("--max-num-seqs=4", "M"), ("--model", "M")])
-def test_options_before_the_model_are_told_where_the_model_belongs(arguments: tuple[str, ...]) -> None:
-    assert "MODEL comes first" in refused(*arguments)
-
-
-@slow
-def test_a_variable_that_vllm_cannot_read_is_named() -> None:
-    assert "VLLM_BATCH_INVARIANT=maybe" in refused("deepseek-r1", "--env", "VLLM_BATCH_INVARIANT=maybe")
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-tp", "8", "deepseek-r1"], "MODEL comes first"),
+        (["--max-num-seqs=4", "M"], "MODEL comes first"),
+        (["--model", "M"], "MODEL comes first"),
+        *(([name], "kimi-k2.5") for name in ("x" * 5000, "~nobody-of-this-name/x", "no/such-model")),
+        pytest.param(["deepseek-r1", "--env", "VLLM_BATCH_INVARIANT=maybe"], "VLLM_BATCH_INVARIANT=maybe", marks=slow),
+    ],
+)
+def test_what_is_wrong_before_any_option_is_one_line_too(arguments: list[str], named: str) -> None:
+    """Where the model belongs, which examples there are, a variable that vLLM cannot read."""
+    assert named in refused(*arguments)
 
 
 WRONG_FIELDS: list[dict[str, Any]] = [
@@ -409,11 +420,6 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, text: str) -> No
     path = tmp_path / "given.json"
     path.write_text(text)
     assert str(path) in refused(str(path))
-
-
-@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/x", "no/such-model"])
-def test_a_name_that_is_no_model_names_the_examples(name: str) -> None:
-    assert "kimi-k2.5" in refused(name)
 
 
 @pytest.mark.parametrize(

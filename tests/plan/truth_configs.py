@@ -78,14 +78,13 @@ def quantised(weight: Config, inputs: Config) -> Config:
 
 
 MXFP4 = quantised(mx(False), mx(True))
-PTPC = quantised(
-    {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False, "symmetric": True},
-    {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 1, "is_dynamic": True, "symmetric": True},
-)
-INT8 = quantised(
-    {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False, "symmetric": True},
-    {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 1, "is_dynamic": True, "symmetric": True},
-)
+PTPC, INT8 = (
+    quantised(*(
+        {"dtype": dtype, "qscheme": "per_channel", "ch_axis": axis, "is_dynamic": bool(axis), "symmetric": True}
+        for axis in (0, 1)
+    ))
+    for dtype in ("fp8_e4m3", "int8")
+)  # fmt: skip
 
 
 def quark(*exclude: str, all_layers: Config = MXFP4, **layers: Config) -> Config:

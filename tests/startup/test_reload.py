@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ops.opcalls import NAME
+from tests.support.planted import raising
 from tests.support.simulated_aiter import ROCM
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import startup
@@ -62,16 +63,11 @@ def test_aiters_halves_of_a_rotary_table_are_renewed_in_place(how: str) -> None:
 
 
 @pytest.mark.mutation
-def test_where_the_weights_cannot_be_read_again_the_layer_runs_vllms_own_kernels(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, said: list[tuple[int, str]]
-) -> None:
+def test_where_the_weights_cannot_be_read_again_the_layer_runs_vllms_own_kernels(worker, monkeypatch, said) -> None:
     layer = layer_in(worker)
     assert layer.state == "trusted"
 
-    def raising(self: object) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(type(layer), "reloaded", raising)
-    worker.reload_weights()  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(layer), "reloaded", raising(RuntimeError("planted")))
+    worker.reload_weights()
     assert layer.state == "refused"
     assert sum("planted" in text for _, text in said) == 1

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.ops.opcalls import NAME
-from tests.support.made_up_clock import MadeUpClock, Named, costs
+from tests.support.made_up_clock import MadeUpClock, costs, named_kernels
+from tests.support.planted import Said, raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import backends, measuring, startup, status
@@ -31,13 +32,10 @@ LIMIT = 16
 class Card:
     """One made-up card: its clock, what was said, and the figures it keeps."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]) -> None:
-        self.monkeypatch, self.lines = monkeypatch, lines
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
+        self.monkeypatch, self.said = monkeypatch, said
         self.set_clock(MadeUpClock(QUICK_TRITON))
-        self.kernels = {name: Named(name) for name in ("aiter", "triton", "vllm")}
-        self.kernels["vllm"].trusted = True  # type: ignore[misc]
-        for name in self.kernels:
-            monkeypatch.setitem(backends.FACTORIES, name, lambda platform, settings, name=name: self.kernels[name])
+        self.kernels = named_kernels(monkeypatch)
         backends.forget()
         platform = Platform("gfx942")
         monkeypatch.setattr(backends, "detect_platform", lambda: platform)
@@ -53,12 +51,9 @@ class Card:
         one.load_model()
         return one
 
-    def said(self, level: int) -> list[str]:
-        return [text for given, text in self.lines if given == level]
-
 
 @pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch, said: list[tuple[int, str]]) -> Card:
+def made_up(monkeypatch: pytest.MonkeyPatch, said: Said) -> Card:
     return Card(monkeypatch, said)
 
 
@@ -83,7 +78,7 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
     )
     assert found["measured"][0]["layers"] == [NAME]
     assert found["measured"][0]["us"][4] == {"aiter": 8.0, "triton": 5.0, "vllm": 10.0}
-    assert "1 layer shape(s)" in made_up.said(logging.INFO)[-1]
+    assert "1 layer shape(s)" in made_up.said.at(logging.INFO)[-1]
     assert made_up.clock.given_back == 1
 
 
@@ -110,28 +105,21 @@ def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up: Car
     assert found == [[1, 8], [1, 2, 4, 8], [1, 2, 4, 8, 16]]
 
 
-def test_without_full_graphs_the_host_counts_and_the_figures_are_kept_apart(
+def test_figures_without_full_graphs_count_the_host_and_those_of_other_functions_of_vllm_are_kept_apart(
     made_up: Card, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     used = []
     for how in ("record", "looped"):
         inner = getattr(measure, how)
         monkeypatch.setattr(measure, how, lambda *given, how=how, inner=inner: (used.append(how), inner(*given))[1])
-    for sizes in ([1], []):
+    for sizes, functions in (([1], "none"), ([], "none"), ([], "all")):
         monkeypatch.setattr(compat_config, "full_graphs", lambda _, sizes=sizes: sizes)
-        made_up.start()
+        one = Worker(ours(LIMIT))
+        one.vllm_config.compilation_config.custom_ops = [functions]
+        one.load_model()
         backends.forget()
     assert set(used) == {"record", "looped"}
-    assert len(list(tmp_path.glob("measured-*.json"))) == 2
-
-
-def test_figures_of_other_functions_of_vllm_are_not_read(made_up: Card, tmp_path: Path) -> None:
-    made_up.start()
-    backends.forget()
-    one = Worker(ours(LIMIT))
-    one.vllm_config.compilation_config.custom_ops = ["all"]
-    one.load_model()
-    assert len(list(tmp_path.glob("measured-*.json"))) == 2
+    assert len(list(tmp_path.glob("measured-*.json"))) == 3
 
 
 def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up: Card) -> None:
@@ -143,34 +131,22 @@ def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up
     def refusing(inputs: Any) -> Any:
         return f"at {inputs.num_tokens} tokens: too many" if inputs.num_tokens > 4 else bind(inputs)
 
-    made_up.kernels["aiter"].bind = refusing  # type: ignore[method-assign]
+    made_up.kernels["aiter"].bind = refusing
     found = [layer._find(synthetic_inputs(shape, tokens))[0] for tokens in (4, 8, 16)]
     assert found == ["aiter", "vllm", "vllm"]
-    said = [text for text in made_up.said(logging.ERROR) if "run vLLM's own attention" in text]
-    assert said == ["decode batches of some layers run vLLM's own attention: aiter: at 8 tokens: too many"]
+    (line,) = made_up.said.at(logging.ERROR)
+    assert line.endswith("aiter: at 8 tokens: too many")
 
 
-def test_a_broken_file_is_measured_again(made_up: Card, tmp_path: Path) -> None:
-    made_up.start()
-    (path,) = tmp_path.glob("measured-*.json")
-    path.write_text("half a fi")
-    backends.forget()
-    assert runs(made_up.start(), 1) == "triton"
-    assert json.loads(path.read_text())["key"]["card"] == "made up"
-
-
-def raising(*args: Any, **kwargs: Any) -> Any:
-    raise torch.OutOfMemoryError("planted: out of memory")
-
-
+planted = raising(torch.OutOfMemoryError("planted: out of memory"))
 CANNOT: dict[str, Any] = {
-    "no memory": lambda patch, card_: patch(measure, "cold_weights", raising),
-    "no events": lambda patch, card_: patch(measure, "looped", raising),
+    "no memory": lambda patch, card_: patch(measure, "cold_weights", planted),
+    "no events": lambda patch, card_: patch(measure, "looped", planted),
     "over budget": lambda patch, card_: patch(card_.clock, "replay_s", 1.0),
-    "no clock": lambda patch, card_: patch(measure, "now", raising),
-    "no card": lambda patch, card_: patch(measure, "about", raising),
-    "no counts": lambda patch, card_: patch(measure, "token_counts", raising),
-    "no exchange": lambda patch, card_: patch(measuring.log, "exchange", raising),
+    "no clock": lambda patch, card_: patch(measure, "now", planted),
+    "no card": lambda patch, card_: patch(measure, "about", planted),
+    "no counts": lambda patch, card_: patch(measure, "token_counts", planted),
+    "no exchange": lambda patch, card_: patch(measuring.log, "exchange", planted),
 }
 
 
@@ -184,7 +160,7 @@ def test_a_start_that_cannot_time_keeps_the_static_order_and_says_so_once(
     one = made_up.start(strict=strict)
     assert runs(one, 1) == "aiter"
     assert layer_in(one).decide() == "aiter"
-    (line,) = made_up.said(logging.WARNING)
+    (line,) = made_up.said.at(logging.WARNING)
     assert line.endswith("the static order of kernels stands")
     assert status.current().measured == []
     assert torch.equal(state, torch.get_rng_state())
@@ -194,24 +170,21 @@ def test_a_start_that_cannot_time_keeps_the_static_order_and_says_so_once(
 def test_a_named_kernel_or_the_option_skips_the_timing(made_up: Card, options: dict[str, Any]) -> None:
     made_up.start(**options)
     assert made_up.clock.given_back == 0
-    assert "measure" not in " ".join(text for _, text in made_up.lines)
+    assert "measure" not in " ".join(text for _, text in made_up.said)
 
 
 def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up: Card) -> None:
     measuring._say(["rank 0: OverBudgetError: planted"], {"timed": 1, "seconds": 1.0}, 1)
-    ((level, line),) = made_up.lines
-    assert level == logging.WARNING
+    (line,) = made_up.said.at(logging.WARNING)
     assert line.endswith("the static order of kernels stands but for 1 layer shape(s)")
 
 
 def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up: Card) -> None:
-    made_up.kernels["triton"].bind = lambda inputs: Binding(  # type: ignore[method-assign]
-        lambda inputs: -reference.prepare(inputs)
-    )
+    made_up.kernels["triton"].bind = lambda inputs: Binding(lambda inputs: -reference.prepare(inputs))
     one = made_up.start(strict=True)
     assert runs(one, 1) == "aiter"
     assert set(status.current().measured[0]["us"][1]) == {"aiter", "vllm"}
-    assert [text for text in made_up.said(logging.WARNING) if "it is not among those that are timed" in text]
+    assert [text for text in made_up.said.at(logging.WARNING) if "it is not among those that are timed" in text]
 
 
 def test_the_compile_cache_key_does_not_depend_on_the_figures(made_up: Card, tmp_path: Path) -> None:
@@ -227,31 +200,16 @@ def test_the_compile_cache_key_does_not_depend_on_the_figures(made_up: Card, tmp
     assert keys[0] == keys[1] == keys[2] != ()
 
 
-def table_of(**by_name: float) -> dict[str, Any]:
-    return {"rounds": {1: {name: [value] * 4 for name, value in by_name.items()}}}
-
-
 def answer(why: str | None = None, **kinds: Any) -> dict[str, Any]:
     return {"kinds": kinds, "why": why, "seconds": 0.0}
 
 
-def test_one_choice_for_all_ranks_by_the_slowest() -> None:
-    answers = [answer(a=table_of(aiter=5.0, vllm=10.0)), answer(a=table_of(aiter=9.9, vllm=9.0)), answer()]
-    figures, troubles = measuring.agree(answers)
-    assert figures["a"][1] == {"aiter": [9.9] * 4, "vllm": [10.0] * 4}
-    assert troubles == []
-
-
-def assert_a_failing_rank_stops_all(answers: list[dict[str, Any]], shapes: set[str]) -> None:
-    figures, troubles = measuring.agree(answers)
-    assert set(figures) == shapes
-    assert troubles == ["rank 1: planted"]
-
-
 def test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it() -> None:
-    good = table_of(aiter=5.0, vllm=10.0)
-    assert_a_failing_rank_stops_all([answer(a=good, b=good), answer(a={"why": "planted"}, b=good)], {"b"})
-    assert_a_failing_rank_stops_all([answer(a=good, b=good), answer("planted")], set())
+    good = {"rounds": {1: {"aiter": [5.0] * 4, "vllm": [10.0] * 4}}}
+    # A rank without a layer has nothing to say about any shape.
+    for other, shapes in ((answer(a={"why": "planted"}, b=good), {"b"}), (answer("planted"), set())):
+        figures, troubles = measuring.agree([answer(a=good, b=good), other, answer()])
+        assert (set(figures), troubles) == (shapes, ["rank 1: planted"])
 
 
 @pytest.mark.mutation
@@ -263,21 +221,14 @@ def test_mutation_a_choice_from_the_ranks_that_could_time_is_caught(monkeypatch:
 
 
 @both_modes
-def test_a_rank_whose_check_raises_still_answers_the_others(
-    made_up: Card, monkeypatch: pytest.MonkeyPatch, strict: bool
-) -> None:
-    (sent,) = assert_answers(made_up, monkeypatch, strict)
-    assert sent["why"] == "its kernels could not be checked"
-
-
-def assert_answers(made_up: Card, monkeypatch: pytest.MonkeyPatch, strict: bool) -> list[Any]:
+def test_a_rank_whose_check_raises_still_answers_the_others(made_up: Card, monkeypatch, strict: bool) -> None:
     sent: list[Any] = []
     monkeypatch.setattr(measuring.log, "exchange", lambda mine: (sent.append(mine), (0, [mine]))[1])
-    monkeypatch.setattr(startup, "check_layers", raising)
+    monkeypatch.setattr(startup, "check_layers", planted)
     with stops(strict, "planted"):
         made_up.start(strict=strict)
     assert len(sent) == 1, "the other ranks wait for ever"
-    return sent
+    assert sent[0]["why"] == "its kernels could not be checked"
 
 
 @pytest.mark.mutation
@@ -287,7 +238,7 @@ def test_mutation_an_exchange_only_after_a_check_that_passed_is_caught(
     choose = measuring.choose
     monkeypatch.setattr(measuring, "choose", lambda config, found, limit: limit and choose(config, found, limit))
     with pytest.raises(AssertionError, match="wait for ever"):
-        assert_answers(made_up, monkeypatch, strict=True)
+        test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch, strict=True)
 
 
 # vLLM's groups hold a gloo group each; importing vLLM itself takes a process ten seconds.

@@ -13,14 +13,15 @@ from unittest.mock import patch
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
+from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from vllm_aiter_mla import files, startup, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.settings import SettingsError
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 NOT_READ = "the reasons of skipped layers could not be kept or read"
+full = raising(OSError("No space left on device"))
 
 
 @pytest.fixture(autouse=True)
@@ -60,29 +61,6 @@ def engage_one():
     status.skip(LAYERS[1], "no_rope", "why")
 
 
-@pytest.mark.parametrize(
-    ("before", "level", "line"),
-    [
-        (engage_all, logging.INFO, "2/2 MLA layers engaged (aiter, fp8 KV, decode limit 512)"),
-        (
-            engage_one,
-            logging.INFO,
-            "1/2 MLA layers engaged (aiter, fp8 KV, decode limit 512); 1 skipped: no_rope: why",
-        ),
-        (
-            lambda: status.skip(LAYERS[0], "impl", "a b\n\x1b[2J"),
-            logging.WARNING,
-            "0/2: impl: a b  [2J (run: vllm-aiter-mla doctor)",
-        ),
-    ],
-    ids=["all", "some", "none"],
-)
-def test_i8_the_line_says_once_what_engaged_and_the_first_reason(said, before, level, line):
-    before()
-    after_warm_up()
-    assert said == [(level, line)]
-
-
 def test_i8_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
     after_warm_up(rank=3)
     assert said == []
@@ -99,12 +77,6 @@ def test_every_engine_of_a_process_starts_empty_and_has_its_own_line(said):
     status.reset()
     after_warm_up()
     assert said[-1][1].startswith("0/2: not_run")
-
-
-@pytest.mark.parametrize("rank", [0, 3])
-def test_strict_mode_stops_every_rank_that_engaged_nothing(said, rank):
-    with pytest.raises(SettingsError, match="0/2"):
-        after_warm_up(strict=True, rank=rank)
 
 
 def every_rank_speaks(monkeypatch):
@@ -132,10 +104,15 @@ def test_mutation_i8_a_line_that_is_not_said_once_and_whole_is_caught(said, monk
         assert [text.endswith("1 skipped: no_rope: why") for _, text in said] == [True]
 
 
-def test_a_warm_start_knows_the_reasons_of_the_cold_one(said, tmp_path):
+def failed_warm_up():
+    startup.hand_over_nothing(SimpleNamespace(vllm_config=SimpleNamespace(compute_hash=lambda: "k" * 64), rank=0))
+
+
+@pytest.mark.parametrize("end", [after_warm_up, failed_warm_up])
+def test_a_warm_start_knows_the_reasons_of_the_cold_one_even_if_that_failed_in_its_warm_up(said, tmp_path, end):
     status.skip(LAYERS[0], "no_rope", "why")
     compiled()
-    after_warm_up()
+    end()
     status.reset()
     after_warm_up()
     assert (logging.INFO, "noted when these graphs were compiled: no_rope: why") in said
@@ -157,15 +134,6 @@ def test_a_start_that_compiles_only_a_draft_keeps_the_targets_reasons(said, tmp_
     }
 
 
-def test_a_start_after_one_that_failed_in_its_warm_up_knows_the_reasons(said):
-    status.skip(LAYERS[0], "no_rope", "why")
-    compiled()
-    startup.hand_over_nothing(SimpleNamespace(vllm_config=SimpleNamespace(compute_hash=lambda: "k" * 64), rank=0))
-    status.reset()
-    after_warm_up()
-    assert (logging.INFO, "noted when these graphs were compiled: no_rope: why") in said
-
-
 BROKEN = {
     "empty": "",
     "a list": "[]",
@@ -179,26 +147,26 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def link_to_a_good_file(path):
+    good = path.with_name("elsewhere")
+    good.write_text(json.dumps({"skipped": {LAYERS[0]: ["no_rope", "why"]}}))
+    path.symlink_to(good)
+
+
+# A pipe in the place of the file would hold the worker for ever.
+NO_FILE = {"a folder": lambda path: path.mkdir(), "a pipe": os.mkfifo, "a link": link_to_a_good_file}
+
+
+@pytest.mark.parametrize("broken", [*BROKEN.values(), *NO_FILE.values()], ids=[*BROKEN, *NO_FILE])
 @both_modes
-def test_fail_closed_a_broken_file_costs_a_warning_and_never_the_line(said, tmp_path, content, strict):
-    (tmp_path / f"skips-{'k' * 16}-0.json").write_text(content)
+def test_fail_closed_a_broken_file_costs_a_warning_and_never_the_line(said, tmp_path, broken, strict):
+    path = tmp_path / f"skips-{'k' * 16}-0.json"
+    broken(path) if callable(broken) else path.write_text(broken)
     with stops(strict, "0/2"):
         after_warm_up(strict=strict)
     assert len([text for _, text in said if text.startswith(NOT_READ)]) == 1
     assert strict or said[0][1].startswith("0/2: not_run")
     assert len(list(tmp_path.glob("status-*.json"))) == 1
-
-
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
-def test_fail_closed_what_is_not_a_file_is_not_read(said, tmp_path, kind):
-    """A pipe in the place of the file would hold the worker for ever."""
-    path, good = tmp_path / f"skips-{'k' * 16}-0.json", tmp_path / "elsewhere"
-    good.write_text(json.dumps({"skipped": {LAYERS[0]: ["no_rope", "why"]}}))
-    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to(good)}[kind]()
-    after_warm_up()
-    assert [text for _, text in said if NOT_READ in text]
-    assert not [text for _, text in said if "no_rope" in text]
 
 
 @both_modes
@@ -221,10 +189,6 @@ def test_files_are_never_seen_half_written(said, tmp_path, monkeypatch):
     after_warm_up()
     assert path.read_text() == before
     assert {left.suffix for left in tmp_path.iterdir()} == {".json"}
-
-
-def full(*args):
-    raise OSError("No space left on device")
 
 
 def test_counts_every_graph_of_a_range(said):
@@ -288,36 +252,51 @@ def test_the_line_says_that_nobody_has_timed_this_card(said, card):
 
 
 OTHER = {"rank": 1, "total": 2, "skipped": {}}
+ALONE = "MLA layers engaged (aiter, fp8 KV, decode limit 512)"
 WHOLE = "MLA layers engaged on 2 of 2 ranks (aiter, fp8 KV, decode limit 512)"
 PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
 
 
+def skip_one():
+    status.skip(LAYERS[0], "impl", "a b\n\x1b[2J")
+
+
 @pytest.mark.parametrize(
-    ("other", "level", "line"),
+    ("before", "others", "level", "line"),
     [
-        (OTHER | {"engaged": dict.fromkeys(LAYERS, "aiter")}, logging.INFO, f"2/2 {WHOLE}"),
-        ({"rank": 1, "engaged": {"c": "aiter"}, "skipped": {"d": ["dtype", "x"]}}, logging.INFO,
+        (engage_all, [], logging.INFO, f"2/2 {ALONE}"),
+        (engage_one, [], logging.INFO, f"1/2 {ALONE}; 1 skipped: no_rope: why"),
+        (skip_one, [], logging.WARNING, "0/2: impl: a b  [2J (run: vllm-aiter-mla doctor)"),
+        (engage_all, [OTHER | {"engaged": dict.fromkeys(LAYERS, "aiter")}], logging.INFO, f"2/2 {WHOLE}"),
+        (engage_all, [{"rank": 1, "engaged": {"c": "aiter"}, "skipped": {"d": ["dtype", "x"]}}], logging.INFO,
          f"3/4 {WHOLE}; 1 skipped: dtype: x"),
-        (OTHER | {"engaged": {}, "skipped": {name: ["kernel_shape", "wrong"] for name in LAYERS}}, logging.WARNING,
-         f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong"),
-        ({}, logging.WARNING, f"2/2 {PART}; 1 without a status"),
+        (engage_all, [OTHER | {"engaged": {}, "skipped": {name: ["kernel_shape", "wrong"] for name in LAYERS}}],
+         logging.WARNING, f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong"),
+        (engage_all, [{}], logging.WARNING, f"2/2 {PART}; 1 without a status"),
     ],
-    ids=["tensor parallel", "pipeline", "one fell back", "one is silent"],
+    ids=["all", "some", "none", "tensor parallel", "pipeline", "one fell back", "one is silent"],
 )  # fmt: skip
-def test_the_line_speaks_for_all_ranks(said, monkeypatch, other, level, line):
-    monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [mine, other]))
-    engage_all()
+def test_i8_the_line_says_once_what_engaged_on_all_ranks_and_the_first_reason(
+    said, monkeypatch, before, others, level, line
+):
+    monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [mine, *others]))
+    before()
     after_warm_up()
     assert said == [(level, line)]
 
 
-@pytest.mark.parametrize("engaged_later", [False, True])
-def test_strict_mode_stops_a_stage_without_mla_layers_only_if_no_rank_engaged(said, monkeypatch, engaged_later):
-    later = OTHER | {"engaged": {"c": "aiter"} if engaged_later else {}, "skipped": {"d": ["dtype", "x"]}}
+@pytest.mark.parametrize(
+    ("layers", "rank", "elsewhere", "stopped"),
+    [(LAYERS, 0, {}, True), (LAYERS, 3, {"c": "aiter"}, True), ((), 0, {}, True), ((), 0, {"c": "aiter"}, False)],
+)
+def test_strict_mode_stops_a_rank_that_engaged_nothing_but_a_stage_without_mla_layers_only_if_none_engaged(
+    said, monkeypatch, layers, rank, elsewhere, stopped
+):
+    later = OTHER | {"engaged": elsewhere, "skipped": {"d": ["dtype", "x"]}}
     monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [mine, later]))
-    monkeypatch.setattr(sys.modules[__name__], "LAYERS", ())
-    with stops(not engaged_later):
-        after_warm_up(strict=True)
+    monkeypatch.setattr(sys.modules[__name__], "LAYERS", layers)
+    with stops(stopped, f"0/{len(layers)}: "):
+        after_warm_up(strict=True, rank=rank)
 
 
 def test_a_data_parallel_engine_is_named(said):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vllm_aiter_mla import backends
 from vllm_aiter_mla.kernels import measure, reference
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
@@ -27,6 +28,15 @@ class Named(KernelBackend):
         if inputs.num_tokens > self.most:
             return f"{inputs.num_tokens} tokens are too many"
         return contract_violation(inputs) or Binding(Reference(self.name))
+
+
+def named_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Put a ``Named`` in the place of each back end of a card; what is changed in the result serves."""
+    kernels: dict[str, Any] = {name: Named(name) for name in ORDER}
+    kernels["vllm"].trusted = True
+    for name in ORDER:
+        monkeypatch.setitem(backends.FACTORIES, name, lambda platform, settings, name=name: kernels[name])
+    return kernels
 
 
 class Reference:

@@ -12,11 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.sandbox.simulated_aiter import install
+from tests.support.planted import raising
+from tests.support.simulated_aiter import fate
 from tests.verify.faults import Changed
+from vllm_aiter_mla.backends import Backends
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
-from vllm_aiter_mla.verify import backends, cases
+from vllm_aiter_mla.settings import Settings
+from vllm_aiter_mla.verify import backends, cases, runner
 from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.layer import Buffers
 from vllm_aiter_mla.verify.oracles import ORACLES
@@ -85,39 +91,25 @@ def test_mutation_a_product_over_codes_that_is_off_is_caught_by_its_norm(broken,
     assert broken("fresh-data", OverCodes(off, inside), variant="fp8-weight") == found
 
 
+def failed_over_the_simulated_aiter():
+    """Cases that do not pass, at widths that AITER's op is written for; its faster kernel takes four heads or more."""
+    fnuz, bf16, failed = torch.float8_e4m3fnuz, torch.bfloat16, []
+    geometry = cases.Geometry(heads=4, nope=16, rope=64, latent=512, value=16, block_size=8, blocks=3, max_position=509)
+    # The simulated op is Python, so its launches say nothing about AITER's.
+    quick = [case for case in cases.cases(8) if case.quick and case.name != "kernel-status"]
+    with install("gfx942"):
+        for case, kinds in product(quick, ((fnuz, fnuz), (bf16, bf16), (fnuz, fnuz, False, ("fp8", fnuz)))):
+            backend = Backends(Settings(), Platform("gfx942", (7, 0))).get("aiter")
+            item = cases.Item("aiter", case, cases.Variant("here", *kinds), geometry, 8, soak=8)
+            result = runner.run_case(item, backend, EagerEngine())
+            if result.status != "passed":
+                failed.append((case.name, kinds, result.reason, result.findings))
+    return failed
+
+
 def test_the_aiter_back_end_passes_over_the_simulated_aiter():
     """In a process of its own: the simulated AITER ends the process where AITER would."""
-    done = subprocess.run([sys.executable, "-c", OVER_THE_SIMULATED_AITER], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == "[]"
-
-
-# Widths that AITER's op is written for; four heads are the fewest that its faster kernel takes. The simulated op is
-# Python, so its launches say nothing about AITER's.
-OVER_THE_SIMULATED_AITER = """
-import torch
-from tests.sandbox.simulated_aiter import install
-from vllm_aiter_mla.backends import Backends
-from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.verify import cases, runner
-from vllm_aiter_mla.verify.engine import EagerEngine
-
-torch.set_num_threads(1)
-fnuz, bf16 = torch.float8_e4m3fnuz, torch.bfloat16
-geometry = cases.Geometry(heads=4, nope=16, rope=64, latent=512, value=16, block_size=8, blocks=3, max_position=509)
-failed = []
-with install("gfx942"):
-    for kinds in ((fnuz, fnuz), (bf16, bf16), (fnuz, fnuz, False, ("fp8", fnuz))):
-        for case in cases.cases(8):
-            if case.quick and case.name != "kernel-status":
-                backend = Backends(Settings(), Platform("gfx942", (7, 0))).get("aiter")
-                item = cases.Item("aiter", case, cases.Variant("here", *kinds), geometry, 8, soak=8)
-                result = runner.run_case(item, backend, EagerEngine())
-                if result.status != "passed":
-                    failed.append((case.name, kinds, result.reason, result.findings))
-print(failed)
-"""
+    assert fate(failed_over_the_simulated_aiter) == "[]"
 
 
 def test_a_seed_gives_the_same_data_alone_and_among_others(run, backend):
@@ -134,16 +126,16 @@ def test_capture_sizes_hold_both_ends_of_the_decode_limit():
         cases.capture_sizes(3, width=4)
 
 
-def test_names_of_cases_are_unique():
-    every = cases.cases(LIMIT)
-    assert len({case.name for case in every}) == len(every)
+def test_a_limit_too_small_for_the_cases_is_an_error():
     with pytest.raises(ValueError, match="--limit 4"):
         cases.cases(4)
 
 
 @pytest.mark.parametrize("limit", [8, 9, 12, 16, 33])
-def test_every_case_replays_only_what_it_captured(limit):
-    for case in cases.cases(limit):
+def test_every_case_has_a_name_of_its_own_and_replays_only_what_it_captured(limit):
+    every = cases.cases(limit)
+    assert len({case.name for case in every}) == len(every)
+    for case in every:
         for step in case.steps:
             if isinstance(step, cases.Replay | cases.Soak) and not isinstance(step, cases.Eager):
                 assert step.size in case.sizes, (case.name, step)
@@ -160,10 +152,7 @@ def test_a_back_end_that_declines_is_skipped_with_its_reason(run):
 
 
 def test_a_back_end_that_raises_is_a_failure_and_no_crash(run):
-    def explode(right, inputs):
-        raise ZeroDivisionError("in the kernel")
-
-    (finding,) = run("fresh-data", Changed(explode)).findings
+    (finding,) = run("fresh-data", Changed(raising(ZeroDivisionError("in the kernel")))).findings
     assert finding.oracle == "runs"
     assert "in the kernel" in finding.message
 

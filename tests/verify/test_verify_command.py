@@ -9,38 +9,37 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
+from tests.support.planted import raising
 from tests.verify.faults import stale
-from vllm_aiter_mla.commands.verify import verify
+from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.verify import backends, session
 
 ROOT = Path(__file__).resolve().parents[2]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
 
 
-@pytest.fixture
-def cli():
-    app = typer_app()
-    return lambda *arguments: CliRunner().invoke(app, ["--device", "cpu", *arguments], env={"COLUMNS": "200"})
+ONE = ("--backend", "reference", "--only", "fresh-data", "--variant", "fp8")
 
 
-def typer_app():
-    app = typer.Typer()
-    app.command()(verify)
-    return app
+def verify(*arguments):
+    return CliRunner().invoke(app, ["verify", *arguments], env={"COLUMNS": "200"})
+
+
+def cli(*arguments):
+    return verify("--device", "cpu", *arguments)
 
 
 @on_cpu
 def test_without_a_gpu_or_the_back_end_that_was_asked_for_it_exits_3_in_one_line(monkeypatch):
     for options in (["--quick"], ["--device", "gpu"]):
-        done = CliRunner().invoke(typer_app(), options)
+        done = verify(*options)
         assert (done.exit_code, len(done.stderr.splitlines())) == (3, 1)
         assert "--device cpu" in done.stderr
     monkeypatch.setattr(session, "engine_here", lambda device: session.EagerEngine())
     monkeypatch.setitem(backends.FINDERS, "aiter", lambda: "no such card")
-    done = CliRunner().invoke(typer_app(), ["--backend", "aiter"])
+    done = verify("--backend", "aiter")
     assert (done.exit_code, len(done.stderr.splitlines())) == (3, 1)
     assert "no such card" in done.stderr
 
@@ -54,7 +53,7 @@ def test_without_a_gpu_or_the_back_end_that_was_asked_for_it_exits_3_in_one_line
         (["--heads", "5", "--nope", "64", "--v", "32", "--weights", "mxfp4"], (5, 64, 64, 512, 32)),
     ],
 )
-def test_a_model_or_the_options_give_the_sizes_and_the_command_that_repeats_has_them(cli, tmp_path, options, sizes):
+def test_a_model_or_the_options_give_the_sizes_and_the_command_that_repeats_has_them(tmp_path, options, sizes):
     path = tmp_path / "out.json"
     done = cli(*ONE, *options, "--limit", "8", "--json", str(path))
     assert done.exit_code == 0, done.output
@@ -63,13 +62,10 @@ def test_a_model_or_the_options_give_the_sizes_and_the_command_that_repeats_has_
     assert " ".join(options).replace("-tp", "--tp") in found["results"][0]["command"]
 
 
-def test_a_model_without_an_mla_layer_or_with_other_heads_exits_2(cli, tmp_path):
+def test_a_model_without_an_mla_layer_exits_2(tmp_path):
     (tmp_path / "config.json").write_text('{"num_attention_heads": 32}')
-    for options, named in ((["--model", str(tmp_path)], "kv_lora_rank"), (["--model", "nobody"], "nobody"),
-                           (["--model", "deepseek-r1", "--tp", "7"], "--tp 7")):  # fmt: skip
-        done = cli(*ONE, *options)
-        assert done.exit_code == 2
-        assert named in done.output
+    done = cli(*ONE, "--model", str(tmp_path))
+    assert (done.exit_code, "kv_lora_rank" in done.output) == (2, True)
 
 
 @pytest.fixture
@@ -78,21 +74,22 @@ def faulty(monkeypatch):
     monkeypatch.setitem(backends.FINDERS, "reference", lambda: stale("q_scale")(monkeypatch))
 
 
-ONE = ("--backend", "reference", "--only", "fresh-data", "--variant", "fp8")
-
-
 @on_cpu
-def test_a_run_without_a_gpu_says_so_and_exits_0(cli):
-    done = cli(*ONE)
+def test_a_run_without_a_gpu_says_so_exits_0_and_its_json_holds_results_and_commands(tmp_path):
+    path = tmp_path / "out.json"
+    done = cli(*ONE, "--repeat", "2", "--json", str(path))
     assert done.exit_code == 0, done.output
-    assert "graph capture: not available on this machine" in done.output
-    assert "eager replay" in done.output
-    assert "fresh-data" in done.output
-    assert "cache-elsewhere" in done.output
-    assert "1 passed, 0 failed" in done.output
+    for told in ("graph capture: not available on this machine", "eager replay", "fresh-data", "cache-elsewhere",
+                 "2 passed, 0 failed"):  # fmt: skip
+        assert told in done.output
+    found = json.loads(path.read_text())
+    assert found["status"] == 0
+    assert [result["seed"] for result in found["results"]] == [0, 1]
+    assert all(result["command"].startswith("vllm-aiter-mla verify") for result in found["results"])
+    assert "torch" in found["machine"]
 
 
-def test_a_failure_exits_1_and_prints_the_command_that_repeats_it(cli, faulty):
+def test_a_failure_exits_1_and_prints_the_command_that_repeats_it(faulty):
     done = cli("--backend", "reference", "--only", "scales", "--only", "fresh-data", "--quick", "--seed", "7")
     assert done.exit_code == 1
     (line,) = {line.strip() for line in done.output.splitlines() if "reproduce:" in line and "--variant fp8" in line}
@@ -103,32 +100,11 @@ def test_a_failure_exits_1_and_prints_the_command_that_repeats_it(cli, faulty):
     assert "1 failed" in again.output
 
 
-@pytest.mark.parametrize("option", ["--only", "--backend", "--variant"])
-def test_an_unknown_name_exits_2_and_lists_what_there_is(cli, option):
-    done = cli("--backend", "reference", option, "no-such-thing")
-    assert done.exit_code == 2
-    assert "no-such-thing" in done.output
-    assert "there are" in done.output
-
-
-def test_a_back_end_that_breaks_while_it_is_looked_for_is_missing_not_a_crash(cli, monkeypatch):
-    def explode():
-        raise OSError("rocminfo: not found")
-
-    monkeypatch.setitem(backends.FINDERS, "aiter", explode)
+def test_a_back_end_that_breaks_while_it_is_looked_for_is_missing_not_a_crash(monkeypatch):
+    monkeypatch.setitem(backends.FINDERS, "aiter", raising(OSError("rocminfo: not found")))
     done = cli("--backend", "aiter", "--backend", "reference", "--only", "fresh-data", "--quick")
     assert done.exit_code == 0
     assert "rocminfo: not found" in done.output
-
-
-def test_json_holds_results_and_commands(cli, tmp_path):
-    path = tmp_path / "out.json"
-    assert cli(*ONE, "--repeat", "2", "--json", str(path)).exit_code == 0
-    found = json.loads(path.read_text())
-    assert found["status"] == 0
-    assert [result["seed"] for result in found["results"]] == [0, 1]
-    assert all(result["command"].startswith("vllm-aiter-mla verify") for result in found["results"])
-    assert "torch" in found["machine"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +116,7 @@ def test_a_part_of_a_name_selects_every_case_that_holds_it_and_a_whole_name_one(
     assert [item.case.name for item in session.Session(request).items] == names
 
 
-def test_list_prints_cases_and_oracles_and_runs_nothing(cli):
+def test_list_prints_cases_and_oracles_and_runs_nothing():
     done = cli("--list")
     assert done.exit_code == 0
     assert "mixed-batch-piecewise: " in done.output

@@ -1,13 +1,12 @@
 """Launches of captured graphs: HIP's and torch's dumps, and the parser on dumps of both (data/README.md)."""
 
-import os
-import subprocess
 import sys
 from enum import IntEnum
 from types import SimpleNamespace
 
 import pytest
 
+from tests.support.planted import raising
 from vllm_aiter_mla.verify import launches
 from vllm_aiter_mla.verify.launches import DumpError, of_dot, violation
 
@@ -16,17 +15,16 @@ FUSED = "_ZN5aiter44fuse_qk_rope_concat_and_cache_mla_opt_kernelIDF16bhLb0EEEvPK
 VLLM_OWN = (BMM, "rotary_embedding_kernel", "concat_and_cache_mla_kernel", "static_scaled_fp8_quant_kernel")
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "others"),
+    [("cuda_verbose", "_ZN2at6native29vectorized_elementwise_kernel", ("decode_prep_kernel", "MEMCPY", "MEMSET")),
+     ("hip_plain", BMM[:20], (FUSED, "MEMCPY"))],
+)  # fmt: skip
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_a_dump_of_cuda_names_kernels_and_other_work(dump, newline):
-    found = of_dot(dump("cuda_verbose").replace("\n", newline))
-    assert found[0].startswith("_ZN2at6native29vectorized_elementwise_kernel")
-    assert found[1:] == ("decode_prep_kernel", "MEMCPY", "MEMSET")
-
-
-def test_a_dump_of_hip_names_kernels_and_copies_and_leaves_out_barriers(dump):
-    found = of_dot(dump("hip_plain"))
-    assert found[0].startswith(BMM[:20])
-    assert found[1:] == (FUSED, "MEMCPY")
+def test_a_dump_names_kernels_and_other_work_and_leaves_out_barriers(dump, name, first, others, newline):
+    found = of_dot(dump(name).replace("\n", newline))
+    assert found[0].startswith(first)
+    assert found[1:] == others
 
 
 def test_a_node_of_an_unknown_kind_is_counted_not_dropped():
@@ -78,14 +76,13 @@ def hip(monkeypatch):
     return install
 
 
-def _no_library():
-    raise RuntimeError("failed to dlopen 'b'libamdhip64.so'': cannot open shared object file\nmore\nlines")
+NO_LIBRARY = RuntimeError("failed to dlopen 'b'libamdhip64.so'': cannot open shared object file\nmore\nlines")
 
 
 @pytest.mark.parametrize(
     ("calls", "said"),
     [({"hipGetDeviceCount": lambda: (Code.hipErrorNoDevice, 0)}, "hipGetDeviceCount says hipErrorNoDevice"),
-     ({"hipGetDeviceCount": _no_library}, "libamdhip64"), ({}, "cannot call hipGraphDebugDotPrint")],
+     ({"hipGetDeviceCount": raising(NO_LIBRARY)}, "libamdhip64"), ({}, "cannot call hipGraphDebugDotPrint")],
 )  # fmt: skip
 def test_what_hip_cannot_do_is_one_sentence(hip, calls, said):
     hip(**calls)
@@ -128,23 +125,8 @@ def test_two_loaded_runtimes_are_an_error_before_a_graph_crosses_over(tmp_path):
 
 
 def test_the_real_hip_python_says_one_sentence_here():
-    """With hip-python installed and no AMD GPU; set HIP_PYTHON to an interpreter that has it, or install it here."""
-    python = os.environ.get("HIP_PYTHON", sys.executable)
-    code = (
-        "import sys\n"
-        "try:\n    from hip import hip\nexcept ImportError:\n    sys.exit(77)\n"
-        "import importlib.util, types\n"
-        "sys.modules['torch'] = types.ModuleType('torch')\n"
-        "sys.modules['torch'].cuda = types.SimpleNamespace(CUDAGraph=None)\n"
-        "spec = importlib.util.spec_from_file_location('launches', sys.argv[1])\n"
-        "launches = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(launches)\n"
-        "try:\n    print('devices:', launches._hip_call('hipGetDeviceCount')[0])\n"
-        "except launches.DumpError as error:\n    print('DumpError:', error)\n"
-    )
-    done = subprocess.run([python, "-c", code, launches.__file__], capture_output=True, text=True, check=False)
-    if done.returncode == 77:
-        pytest.skip("hip-python is not installed; HIP_PYTHON names no interpreter that has it")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(("DumpError: ", "devices: "))
-    assert len(done.stdout.strip().splitlines()) == 1
+    pytest.importorskip("hip.hip", reason="hip-python is not installed")
+    try:
+        assert launches._hip_call("hipGetDeviceCount")[0] >= 0
+    except DumpError as error:
+        assert "\n" not in str(error)  # noqa: PT017  on an AMD GPU it answers
