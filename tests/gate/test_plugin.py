@@ -85,7 +85,17 @@ def test_a_module_that_does_not_load_ends_no_process(
     assert "vLLM runs unmodified" in line
 
 
-def test_the_log_goes_through_vllms_own_logger() -> None:
+def test_the_log_goes_through_vllms_own_logger_once_and_names_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = seen.append  # type: ignore[method-assign]
+    monkeypatch.setattr(log.logger, "handlers", [handler])
+    log.forget()
+    for _ in range(2):
+        log.say_once(logging.WARNING, "planted")
+    (record,) = seen
+    assert (record.levelname, record.getMessage()) == ("WARNING", "aiter-mla: planted")
+    assert record.filename == Path(__file__).name
     assert log.logger.name.startswith("vllm.")
     assert log.logger.getEffectiveLevel() == logging.getLogger("vllm").getEffectiveLevel()
 
