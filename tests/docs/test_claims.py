@@ -39,7 +39,7 @@ def known() -> Callable[[str], set[str]]:
         if program == "vllm-aiter-mla":
             own = {text for one in COMMANDS[name].params for text in (*one.opts, *one.secondary_opts)}
             # These two also take the options of `vllm serve`.
-            return own | (served if name in ("plan", "doctor") else set())
+            return own | (served if name in ("plan", "check") else set())
         path = ROOT / (run if run.endswith(".py") else run.replace(".", "/"))
         sources = path.glob("*.py") if path.is_dir() else [path]
         return set(re.findall(r"\"(--?[\w-]+)\"", "".join(source.read_text() for source in sources)))

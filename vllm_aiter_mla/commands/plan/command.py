@@ -52,7 +52,7 @@ def plan(
     from vllm_aiter_mla.commands.plan import printout
 
     try:
-        _check_model_comes_first(model, context.args)
+        check_model_comes_first(model, context.args)
         source, variables = models.find(model), models.environment(env or [], os.environ)
         with progress("plan") as at:
             at("building vLLM's config")
@@ -67,7 +67,7 @@ def plan(
     raise typer.Exit({"engaged": ENGAGES, "unknown": WRONG}.get(found["outcome"], DOES_NOT))
 
 
-def _check_model_comes_first(name: str, arguments: Sequence[str]) -> None:
+def check_model_comes_first(name: str, arguments: Sequence[str]) -> None:
     """Raise ValueError where MODEL is an option, as it is when options come first, or where a second one is named."""
     if name.startswith("-"):
         raise ValueError(f"{name} in the place of MODEL: MODEL comes first, then the options of `vllm serve`")

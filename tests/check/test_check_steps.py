@@ -1,0 +1,231 @@
+"""``check``: each step fails for its own reason and no other step does; exit status, known issues, what is printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support import plans
+from vllm_aiter_mla.commands import measure
+from vllm_aiter_mla.commands.check import command, engine, steps
+from vllm_aiter_mla.commands.check.steps import Context, Outcome
+from vllm_aiter_mla.commands.doctor.machine import Check
+from vllm_aiter_mla.commands.main import app
+from vllm_aiter_mla.commands.plan import build, model
+from vllm_aiter_mla.verify import session
+
+ISSUES = {issue["id"]: issue for issue in json.loads(steps.KNOWN_ISSUES.read_text())}
+STEP = (3, {3: -0.5, 4: -1.0})
+ANSWER = {
+    "scenarios": {"short": [[STEP] * 20]},
+    "prefill": {"short": [[-0.5] * 20]},
+    "launches": 40,
+    "status": [{"rank": 0, "engaged": {"layer": "aiter"}, "total": 1, "skipped": {}, "measured": [],
+                "kv_cache_dtype": "fp8", "decode_limit": 16}],
+}  # fmt: skip
+
+
+def made_up_plan(**changes: Any) -> dict[str, Any]:
+    """A plan of 61 layers that engage on a gfx942, its fields replaced by ``changes``."""
+    made = build.build(plans.made_up_answer(), plans.ABOUT, model.environment((), {}))
+    found: dict[str, Any] = json.loads(json.dumps(made))
+    found["reasons"], found["layers"]["engaged"] = [], found["layers"]["mla"]
+    return found | {"outcome": "engaged", "heads_per_rank": 16} | changes
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A card on which every step passes; a test replaces what it breaks."""
+    off, on = deepcopy(ANSWER), deepcopy(ANSWER) | {"launches": 38}
+    made: dict[str, Any] = {"plan": made_up_plan(), "answers": {False: off, True: on}, "checks": (Check("ok", "fine"),)}
+    result = SimpleNamespace(status="passed")
+    made["run"] = SimpleNamespace(
+        run=lambda: [result], results=[result], status=0, engine=SimpleNamespace(name="graph capture"),
+        command=lambda result: "again", as_dict=dict,
+    )  # fmt: skip
+    row = measure.Row(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
+    made["report"] = measure.Report({"card": "a card"}, "fp8", [row])
+    monkeypatch.setattr(steps.doctor, "examine", lambda: made["checks"])
+    monkeypatch.setattr(model, "ask", lambda *_: made["plan"])
+    monkeypatch.setattr(session, "Session", lambda request: made["run"])
+    monkeypatch.setattr(steps, "has_gpu", lambda: True)
+    monkeypatch.setattr(measure, "run", lambda *_: made["report"])
+    monkeypatch.setattr(engine, "run", lambda folder, arguments, enabled, *_, **__: made["answers"][enabled])
+    return made
+
+
+def outcomes(**options: Any) -> dict[str, Outcome]:
+    return command.run(Context(model.find("deepseek-r1"), **options))
+
+
+def failed(found: dict[str, Outcome]) -> list[str]:
+    return [name for name, outcome in found.items() if outcome.status == "failed"]
+
+
+def test_a_card_on_which_all_is_well_passes_every_step(card: dict[str, Any]) -> None:
+    found = outcomes()
+    assert {name: outcome.status for name, outcome in found.items()} == dict.fromkeys(steps.STEPS, "passed")
+    assert command.exit_status(found, on_cpu=False) == 0
+
+
+def a_problem_of_the_machine(card: dict[str, Any]) -> None:
+    card["checks"] = (Check("problem", "torch is missing", "install it", "torch"),)
+
+
+def no_layer_engages(card: dict[str, Any]) -> None:
+    card["plan"] = made_up_plan(outcome="skipped")
+
+
+def a_wrong_kernel(card: dict[str, Any]) -> None:
+    finding = SimpleNamespace(oracle="query", message="2 values differ")
+    result = SimpleNamespace(status="failed", backend="aiter", case="fresh-data", findings=[finding])
+    card["run"].run, card["run"].results = lambda: [result], [result]
+
+
+def a_kernel_that_does_not_saturate(card: dict[str, Any]) -> None:
+    card["report"].wrong["aiter"] = "writes NaN"
+
+
+def nothing_is_timed(card: dict[str, Any]) -> None:
+    card["report"].rows.clear()
+
+
+def other_tokens(card: dict[str, Any]) -> None:
+    card["answers"][True]["scenarios"]["short"] = [[(4, {4: -0.1, 3: -3.0})] * 20]
+    card["answers"][True]["prefill"]["short"] = [[-0.1] * 20]
+
+
+def log_probabilities_apart(card: dict[str, Any]) -> None:
+    card["answers"][True]["scenarios"]["short"] = [[(3, {3: -1.5, 4: -3.0})] * 20]
+    card["answers"][True]["prefill"]["short"] = [[-1.5] * 20]
+
+
+def nothing_engaged(card: dict[str, Any]) -> None:
+    card["answers"][True]["status"][0].update(engaged={}, skipped={"layer": ["not_run", "it has not run"]})
+
+
+def a_broken_decode_on_both_sides(card: dict[str, Any]) -> None:
+    for answer in card["answers"].values():
+        answer["prefill"]["short"] = [[-2.5] * 20]
+
+
+def a_decode_that_is_not_a_number(card: dict[str, Any]) -> None:
+    card["answers"][True]["prefill"]["short"] = [[float("nan")] * 20]
+
+
+def an_extra_launch(card: dict[str, Any]) -> None:
+    card["answers"][True]["launches"] = 40
+
+
+PLANTED: dict[str, list[Callable[[dict[str, Any]], None]]] = {
+    "machine": [a_problem_of_the_machine],
+    "plan": [no_layer_engages],
+    "kernels": [a_wrong_kernel],
+    "timing": [a_kernel_that_does_not_saturate, nothing_is_timed],
+    "engine": [other_tokens, log_probabilities_apart, nothing_engaged],
+    "decode against prefill": [a_broken_decode_on_both_sides, a_decode_that_is_not_a_number],
+    "launches": [an_extra_launch],
+}
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(("step", "plant"), [(step, plant) for step, of in PLANTED.items() for plant in of])
+def test_mutation_a_planted_fault_makes_its_own_step_fail(
+    card: dict[str, Any], step: str, plant: Callable[[dict[str, Any]], None]
+) -> None:
+    plant(card)
+    found = outcomes()
+    assert failed(found) == [step] or (plant is nothing_engaged and failed(found) == [step, "launches"])
+    assert command.exit_status(found, on_cpu=False) == 1
+
+
+def test_every_step_but_the_known_issues_has_a_planted_fault() -> None:
+    assert {*PLANTED, "known issues"} == set(steps.STEPS)
+
+
+def of_shape(heads: int, drafts: int, cache: str, arch: str = "gfx942", vllm: str = "0.33.0") -> dict[str, Any]:
+    found = made_up_plan(heads_per_rank=heads, arch=arch, vllm=vllm)
+    found["options"] |= {"num_drafts": drafts, "kv_cache_dtype": cache}
+    found["captures"]["inside"] = [1, 2, 4]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "concerned"),
+    [
+        (of_shape(16, 4, "auto"), {"vllm#55609"}),
+        (of_shape(16, 3, "auto"), set()),
+        (of_shape(16, 4, "fp8"), set()),
+        (of_shape(16, 4, "auto", arch="gfx950"), set()),
+        (of_shape(16, 7, "bfloat16"), {"vllm#55609", "aiter#5679"}),
+        (of_shape(64, 0, "fp8"), {"aiter#4363"}),
+        (of_shape(8, 0, "fp8", vllm="0.31.0"), {"vllm#51011"}),
+        (of_shape(8, 0, "fp8", vllm="0.32.0+cpu"), set()),
+        (of_shape(8, 0, "fp8", vllm="dev"), {"vllm#51011"}),
+        (of_shape(32, 0, "fp8", arch="gfx950") | {"aiter": "0.1.16.post2"}, {"vllm#46997"}),
+        (of_shape(16, 1, "fp8", arch="gfx950"), {"aiter#3013"}),
+        (of_shape(16, 0, "fp8") | {"captures": {"inside": []}}, {"vllm#51171"}),
+    ],
+)
+def test_a_known_issue_is_found_by_card_cache_heads_and_drafts(plan: dict[str, Any], concerned: set[str]) -> None:
+    assert {name for name, issue in ISSUES.items() if steps.applies(issue, plan)} == concerned
+
+
+def test_a_known_issue_is_a_warning_with_its_link_and_a_failure_in_strict_mode(card: dict[str, Any]) -> None:
+    card["plan"] = of_shape(64, 0, "fp8")
+    loose, strict = (outcomes(strict=strict)["known issues"] for strict in (False, True))
+    assert (loose.status, strict.status) == ("warning", "failed")
+    assert ISSUES["aiter#4363"]["link"] in loose.lines[0]
+
+
+def test_a_step_that_raises_has_failed_and_the_next_one_runs(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: Any, **__: Any) -> Any:
+        raise engine.EngineFailedError("out of memory")
+
+    monkeypatch.setattr(engine, "run", end)
+    found = outcomes()
+    assert failed(found) == ["engine"]
+    assert "out of memory" in found["engine"].detail
+    assert found["decode against prefill"].status == found["launches"].status == "skipped"
+
+
+def test_without_a_gpu_the_steps_of_a_card_are_skipped_and_the_exit_status_is_3(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_card(request: Any) -> Any:
+        raise session.NotHereError("torch sees no GPU")
+
+    monkeypatch.setattr(steps, "has_gpu", lambda: False)
+    monkeypatch.setattr(session, "Session", no_card)
+    path = tmp_path / "check.json"
+    done = CliRunner().invoke(app, ["check", "deepseek-r1", "-tp", "8", "--json", str(path)])
+    assert done.exit_code == 3, done.output
+    assert "nothing ran on a card" in done.output
+    record = json.loads(path.read_text())
+    skipped = {step["name"] for step in record["steps"] if step["status"] == "skipped"}
+    assert skipped == {"kernels", "timing", "engine", "decode against prefill", "launches"}
+    assert (record["exit"], record["evidence"]["schema"]) == (3, "vllm-aiter-mla/check")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [(["no-such-model"], "no-such-model"), (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype")]
+)
+def test_a_wrong_model_or_option_exits_2_and_is_named(arguments: list[str], named: str) -> None:
+    done = CliRunner().invoke(app, ["check", *arguments])
+    assert done.exit_code == 2
+    assert named in done.output
+
+
+def test_rounding_does_not_explain_a_run_without_tokens() -> None:
+    assert not engine.explained(engine.Figures())
+    assert engine.explained(replace(engine.Figures(), tokens=1, compared=1, agreed=1))

@@ -1,0 +1,53 @@
+"""``check`` on this CPU: its own steps over a small random DeepSeek, in vLLM's real engine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from tests.sandbox import plugin
+from tests.sandbox.model import TinyDeepseek, save_config
+from vllm_aiter_mla.commands.check import command, steps
+from vllm_aiter_mla.commands.check.steps import Context
+from vllm_aiter_mla.commands.plan import model as models
+
+# The same ranges and partitioning with the flag off, and the roundings of vLLM's compiled graph: tokens are then equal.
+ARGUMENTS = (
+    "--max-num-seqs", "16", "--max-num-batched-tokens", "512",
+    "--compilation-config", '{"use_inductor_graph_partition": true, "compile_ranges_endpoints": [16]}',
+    "--additional-config", '{"aiter_mla": {"debug": {"rounding": "two"}}}',
+)  # fmt: skip
+SHARED = ("PYTHONPATH", "VLLM_PLUGINS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE",
+          "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")  # fmt: skip
+
+
+def environment(inductor: Path, mutation: str = "") -> dict[str, str]:
+    """Return the variables under which an engine runs on this CPU; ``mutation`` names a bug to plant in it."""
+    from tests.sandbox.engine import environment_for
+    from tests.sandbox.spec import EngineSpec
+
+    found = environment_for(EngineSpec(), inductor, inductor)
+    return {name: found[name] for name in SHARED} | {plugin.MUTATION: mutation}
+
+
+def context(folder: Path, sandbox: Mapping[str, str]) -> Context:
+    """Return what the demo asks of ``check``: a DeepSeek of two layers, which is written to ``folder``."""
+    save_config(TinyDeepseek(num_hidden_layers=2).config(), folder)
+    variables = models.environment((), os.environ)
+    return Context(models.find(str(folder)), ARGUMENTS, "gfx942", variables, on_cpu=True, sandbox=sandbox)
+
+
+def main() -> int:
+    """Run ``check``, its engine over a bf16 cache and over an fp8 one; return its exit status."""
+    with tempfile.TemporaryDirectory(prefix="aiter-mla-") as work:
+        asked = context(Path(work) / "model", environment(Path(work) / "inductor"))
+        found = command.run(asked)
+        fp8 = replace(asked, arguments=(*asked.arguments, "--kv-cache-dtype", "fp8"), answers={})
+        for name in ("engine", "decode against prefill"):
+            found[f"{name}, fp8 cache"] = steps.STEPS[name](fp8)
+        status = command.exit_status(found, asked.on_cpu)
+        command.show("a small random DeepSeek on this CPU", found, status)
+        return status

@@ -1,0 +1,271 @@
+"""The steps of ``check``: each takes what is asked and what earlier steps found, and returns an outcome."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm_aiter_mla import status
+from vllm_aiter_mla.commands.check import engine as runs
+from vllm_aiter_mla.commands.doctor import command as doctor
+from vllm_aiter_mla.commands.plan import model as models
+
+KNOWN_ISSUES = Path(__file__).parent / "known_issues.json"
+Status = Literal["passed", "failed", "warning", "skipped"]
+NO_GPU = "no GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step found.
+
+    Attributes:
+        status: "failed" if the fast path must not be used as it is; "skipped" if the step could not run here.
+        detail: the finding in one line.
+        lines: more lines for the reader.
+        data: for the JSON file and the page of ``report``.
+    """
+
+    status: Status
+    detail: str
+    lines: tuple[str, ...] = ()
+    data: Any = None
+
+
+@dataclass(slots=True)
+class Context:
+    """What was asked for, and the plan once it is made.
+
+    Attributes:
+        source: the model's config.
+        arguments: of ``vllm serve``.
+        arch: card to plan for; "" for this machine's.
+        variables: value and origin of each variable that is set.
+        on_cpu: run what a CPU can run too.
+        strict: a known issue is a failure.
+        verbose: vLLM's log goes to stderr.
+        checkpoint: load the weights of the folder; otherwise a few layers of random weights.
+        sandbox: variables under which vLLM's engine runs on a CPU; empty outside a checkout.
+        plan: of the model, empty until it is made.
+        answers: of the engine with the flag off and on, as ``engine.run`` returns them.
+    """
+
+    source: models.Source
+    arguments: tuple[str, ...] = ()
+    arch: str = ""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    on_cpu: bool = False
+    strict: bool = False
+    verbose: bool = False
+    checkpoint: bool = False
+    sandbox: Mapping[str, str] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    answers: dict[bool, Any] = field(default_factory=dict)
+
+
+StepFunction = Callable[[Context], Outcome]
+
+
+def machine(context: Context) -> Outcome:
+    """Run doctor's checks. A problem fails; what cannot be told from here does not."""
+    checks = doctor.examine()
+    found = {status: [check for check in checks if check.status == status] for status in ("problem", "unknown")}
+    lines = tuple(f"{check.name}: {check.detail} -> {check.remedy}" for check in found["problem"])
+    detail = f"{len(found['problem'])} problem, {len(found['unknown'])} unknown of {len(checks)} checks"
+    data = [{"name": check.name, "status": check.status, "detail": check.detail} for check in checks]
+    return Outcome("failed" if found["problem"] else "passed", detail, lines, data)
+
+
+def plan(context: Context) -> Outcome:
+    """Plan the model. It fails if no layer would engage, or if that is not known."""
+    found = models.ask(context.source, context.arguments, context.arch, context.variables, context.verbose)
+    if "failed" in found:
+        raise ValueError(found["failed"])
+    context.plan = found
+    layers, outcome = found["layers"], found["outcome"]
+    detail = f"{layers['engaged']}/{layers['mla']} MLA layers would engage on {found['arch']}"
+    lines = tuple(f"{reason['code']}: {reason['message']}" for reason in found["reasons"])
+    return Outcome("passed" if outcome in ("engaged", "some") else "failed", detail, lines, found)
+
+
+def known_issues(context: Context) -> Outcome:
+    """Look this shape up among the known faults of the decode kernels, which are not the plugin's."""
+    found = [issue for issue in json.loads(KNOWN_ISSUES.read_text()) if applies(issue, context.plan)]
+    lines = tuple(f"{issue['id']}: {issue['effect']} ({issue['state']}): {issue['link']}" for issue in found)
+    if not found:
+        return Outcome("passed", "none for this card, cache, number of heads and number of drafts")
+    return Outcome("failed" if context.strict else "warning", f"{len(found)} for this shape", lines, found)
+
+
+def applies(issue: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
+    """Return whether a known issue is of the shape that was planned; an unknown release counts as concerned."""
+    options, heads, rows = plan["options"], plan["heads_per_rank"], 1 + (plan["options"]["num_drafts"] or 0)
+    cache = "fp8" if str(options["kv_cache_dtype"]).startswith("fp8") else "16 bits"
+    if plan["arch"] not in issue["arch"] or issue["cache"] not in (cache, "any"):
+        return False
+    if not issue["heads"][0] <= heads <= issue["heads"][1] or not issue["rows"][0] <= rows <= issue["rows"][1]:
+        return False
+    if "vllm_before" in issue:
+        release = re.match(r"(\d+)\.(\d+)", plan["vllm"])
+        return release is None or [int(release[1]), int(release[2])] < issue["vllm_before"]
+    if "aiter" in issue:
+        return plan.get("aiter") in issue["aiter"]
+    # A graph of decode batches is full only if vLLM captures one.
+    return "graphs" not in issue or not plan["captures"]["inside"]
+
+
+def kernels(context: Context) -> Outcome:
+    """Verify the kernels at the model's shapes, up to its decode limit; small ones by eager replay on a CPU."""
+    from vllm_aiter_mla.verify import NOTHING, cases, session
+
+    made, device = context.plan, "cpu" if context.on_cpu else "gpu"
+    geometry, limit = None, None
+    if not context.on_cpu:
+        sizes = made["model"]["kinds"][0]
+        widths = {name: sizes[name] for name in ("nope", "rope", "latent")}
+        geometry = cases.Geometry(made["heads_per_rank"], value=sizes["v"], **widths, **BLOCKS)
+        low, high = cases.LIMITS
+        limit = min(max(made["limit"], low), high)
+    try:
+        run = session.Session(session.Request(quick=True, limit=limit, device=device, geometry=geometry))
+    except session.NotHereError:
+        return Outcome("skipped", NO_GPU)
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for result in run.run():
+        counts[result.status] += 1
+    lines = tuple(
+        f"{result.backend} {result.case}: {result.findings[0].oracle}: {result.findings[0].message}; "
+        f"{run.command(result)}"
+        for result in run.results
+        if result.status == "failed"
+    )
+    detail = ", ".join(f"{count} {status}" for status, count in counts.items()) + f" ({run.engine.name})"
+    status: Status = "failed" if counts["failed"] else "skipped" if run.status == NOTHING else "passed"
+    return Outcome(status, detail, lines, run.as_dict())
+
+
+BLOCKS = {"block_size": 64, "blocks": 3, "max_position": 4099}
+"""Of the made-up cache and rotary table; as in ``verify``."""
+TOKENS = (1, 8, 64, 256)
+
+
+def timing(context: Context) -> Outcome:
+    """Time every kernel and rival on this card, at the model's heads. It fails if nothing of ours was timed."""
+    if not has_gpu():
+        return Outcome("skipped", NO_GPU)
+    from vllm_aiter_mla.commands import measure
+
+    made = context.plan
+    tokens = [*(count for count in TOKENS if count < made["limit"]), min(made["limit"], measure.MOST_TOKENS)]
+    kind = "fp8" if str(made["options"]["kv_cache_dtype"]).startswith("fp8") else "bf16"
+    weights = {"plain": "bf16"}.get(made["absorb_weight"], made["absorb_weight"])
+    report = measure.run(tokens, [made["heads_per_rank"]], [kind], weights)
+    lines = tuple(
+        f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
+        for row in report.rows
+    )
+    lines += tuple(f"{name}: {why}" for name, why in report.wrong.items())
+    slower = [row.tokens for row in report.rows if row.ratio is not None and row.ratio < 1]
+    timed = [row for row in report.rows if row.ratio is not None]
+    if report.wrong or report.stopped or not timed:
+        return Outcome(
+            "failed", report.stopped or "a kernel is wrong, or none of ours was timed", lines, report.as_dict()
+        )
+    detail = f"{len(timed)} token counts; vLLM or a rival is faster at {slower or 'none'}"
+    return Outcome("passed", detail, lines, report.as_dict())
+
+
+def has_gpu() -> bool:
+    """Return whether torch sees a GPU."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def engine(context: Context) -> Outcome:
+    """Run vLLM's engine with the flag off and on. It fails if tokens differ by more than rounding explains."""
+    if not has_gpu() and not context.sandbox:
+        return Outcome("skipped", NO_GPU)
+    layers = None if context.checkpoint else context.plan["layers"]["total"]
+    # One dense layer and one with experts, where the model has both.
+    more = {"random_layers": None if layers is None else min(layers, RANDOM_LAYERS), "profile": has_gpu()}
+    variables = {name: value for name, (value, _) in context.variables.items()} | dict(context.sandbox)
+    arguments = (*context.arguments, *(() if context.checkpoint else SMALL))
+
+    def answer(enabled: bool) -> Any:
+        return runs.run(folder, arguments, enabled, variables, **more)
+
+    # A GPU holds one engine at a time.
+    with context.source.folder() as folder, ThreadPoolExecutor(1 if has_gpu() else 2) as pool:
+        context.answers = dict(zip((False, True), pool.map(answer, (False, True)), strict=True))
+    off, on = context.answers[False], context.answers[True]
+    found = {name: runs.figures(off["scenarios"][name], on["scenarios"][name]) for name in off["scenarios"]}
+    lines = [
+        f"{name}: {one.tokens_equal} of {one.tokens} tokens equal, top-1 {one.top1_agreement:.1%}, "
+        f"max |dlogprob| {one.max_abs_dlogprob:.2g}"
+        for name, one in found.items()
+    ]
+    lines += [status.line(record) for record in on["status"]]
+    engaged = bool(on["status"]) and all(len(one["engaged"]) == one["total"] > 0 for one in on["status"])
+    apart = [name for name, one in found.items() if not runs.explained(one)]
+    data = {name: one.as_dict() for name, one in found.items()}
+    if not engaged:
+        return Outcome("failed", "not every MLA layer engaged", tuple(lines), data)
+    if apart:
+        return Outcome("failed", f"off and on are apart in {', '.join(apart)}", tuple(lines), data)
+    equal, tokens = (sum(getattr(one, name) for one in found.values()) for name in ("tokens_equal", "tokens"))
+    return Outcome("passed", f"{equal} of {tokens} tokens equal, every MLA layer engaged", tuple(lines), data)
+
+
+def decode_against_prefill(context: Context) -> Outcome:
+    """Compare each generated token's log-probability with prefill of the same text, flag off and on.
+
+    A decode kernel that is broken with the flag off too gives equal tokens on both sides; prefill runs another kernel.
+    """
+    if not context.answers:
+        return Outcome("skipped", "the engine did not run")
+    worst = {name: runs.decode_against_prefill(context.answers[on]) for name, on in (("off", False), ("on", True))}
+    detail = ", ".join(f"flag {name}: {value:.2g} on average" for name, value in worst.items())
+    wrong = [name for name, value in worst.items() if not value <= runs.DECODE_AGAINST_PREFILL]
+    if not wrong:
+        return Outcome("passed", detail, data=worst)
+    whose = "vLLM's own decode is wrong here" if "off" in wrong else "only the fast path differs"
+    return Outcome("failed", f"{detail}; {whose}", data=worst)
+
+
+def launches(context: Context) -> Outcome:
+    """Count the kernels of one decode step, flag off and on. It fails if fewer are saved than planned."""
+    counts = {name: context.answers[on]["launches"] for name, on in (("off", False), ("on", True)) if context.answers}
+    if not counts or None in counts.values():
+        return Outcome("skipped", NO_GPU if not has_gpu() else "the engine did not run")
+    records = context.answers[True]["status"]
+    layers = max((len(record["engaged"]) for record in records), default=0) or 1
+    ran = {kernel.partition("-")[0] for record in records for kernel in record["engaged"].values()}
+    paths = next(iter(context.plan["figures"]["by_tokens"].values()))
+    strongest = len(paths["unmodified vLLM, its fusions on"]["launches"])
+    promised = min((strongest - len(paths[kernel]["launches"]) for kernel in ran if kernel in paths), default=0)
+    saved = (counts["off"] - counts["on"]) / layers
+    detail = f"{counts['off']} with the flag off, {counts['on']} with it on: {saved:+.1f} a layer, planned {promised}"
+    return Outcome("passed" if saved >= promised else "failed", detail, data=counts)
+
+
+STEPS: dict[str, StepFunction] = {
+    "machine": machine,
+    "plan": plan,
+    "known issues": known_issues,
+    "kernels": kernels,
+    "timing": timing,
+    "engine": engine,
+    "decode against prefill": decode_against_prefill,
+    "launches": launches,
+}
+RANDOM_LAYERS = 4
+SMALL = ("--max-model-len", "512")
+"""Options of the engine over random weights."""
+ON_THE_CARD = ("kernels", "timing", "engine")
+"""Steps that say something about the card."""

@@ -1,0 +1,134 @@
+"""One engine of vLLM in this process: random weights, requests as serving brings them, what a decode step launches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+RANDOM_FORMAT = "aiter_mla_random"
+"""A ``load_format`` of vLLM's; ``register_random_weights`` makes it known."""
+
+Request = tuple[str, list[int], int, int]
+"""(request id, prompt token ids, tokens to generate, engine step at which it arrives)"""
+Step = tuple[int, dict[int, float]]
+"""One generated token: its id and the log-probabilities of the likeliest ids."""
+
+
+@cache
+def register_random_weights() -> None:
+    """Let vLLM know ``RANDOM_FORMAT``: a model without a checkpoint, the same in every process."""
+    from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
+
+    @register_model_loader(RANDOM_FORMAT)
+    class RandomWeights(DummyModelLoader):
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            for name, tensor in model.state_dict().items():
+                fill(name, tensor)
+
+
+def fill(name: str, tensor: torch.Tensor) -> None:
+    """Draw one weight, the same in every process: a norm around 1, a matrix that keeps its input's size.
+
+    The output of ``lm_head`` is three times as wide, so that greedy tokens vary; queries and latents twice. The values
+    of vLLM's own "dummy" format are at most 1e-3: every comparison of tokens would pass.
+    """
+    if not tensor.is_floating_point():
+        return
+    if "scale" in name:
+        tensor.fill_(2.0**-6)
+        return
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    if tensor.dim() < 2:
+        drawn = 0.1 * drawn + (0.0 if "bias" in name else 1.0)
+    elif "embed" not in name:
+        gain = 3.0 if "lm_head" in name else 2.0 if "self_attn" in name else 1.0
+        drawn *= gain / tensor.shape[-1] ** 0.5
+    tensor.copy_(drawn)
+
+
+def start(parsed: Any, random_layers: int | None) -> Any:
+    """Start vLLM's ``LLMEngine`` from parsed options of ``vllm serve``.
+
+    Args:
+        parsed: the options.
+        random_layers: draw the weights of so many layers; None loads the checkpoint.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    args = EngineArgs.from_cli_args(parsed)
+    args.skip_tokenizer_init, args.tokenizer = True, None
+    if random_layers is not None:
+        register_random_weights()
+        args.load_format, args.hf_overrides = RANDOM_FORMAT, {"num_hidden_layers": random_layers}
+    return LLMEngine.from_engine_args(args)
+
+
+def generate(engine: Any, requests: Sequence[Request], adapter: Any = None) -> list[list[Step]]:
+    """Drive the engine through requests, greedily; return tokens and top-5 log-probabilities of each request.
+
+    ``adapter`` is a ``LoRARequest``, for every second request.
+    """
+    from vllm import SamplingParams
+
+    waiting = sorted(requests, key=lambda request: request[3])
+    done: dict[str, list[Step]] = {}
+    step = 0
+    while waiting or engine.has_unfinished_requests():
+        while waiting and (waiting[0][3] <= step or not engine.has_unfinished_requests()):
+            request_id, prompt, new_tokens, _ = waiting.pop(0)
+            params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=5)
+            lora = adapter if int(request_id.rpartition("-")[2]) % 2 else None
+            engine.add_request(request_id, {"prompt_token_ids": prompt}, params, lora_request=lora)
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = _steps(output.outputs[0])
+        step += 1
+    return [done[request[0]] for request in requests]
+
+
+def _steps(completion: Any) -> list[Step]:
+    return [
+        (token, {id_: entry.logprob for id_, entry in probs.items()})
+        for token, probs in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+
+
+def prompt_logprobs(engine: Any, texts: Sequence[list[int]]) -> list[list[float]]:
+    """Return the log-probability of each token of a text but the first, as prefill computes it."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=0)
+    for number, text in enumerate(texts):
+        engine.add_request(f"prefill-{number}", {"prompt_token_ids": text}, params)
+    found: dict[str, list[float]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+                found[output.request_id] = [probs[token].logprob for token, probs in pairs]
+    return [found[f"prefill-{number}"] for number in range(len(texts))]
+
+
+def launches_of_a_step(engine: Any, requests: Sequence[Request]) -> int:
+    """Return how many kernels one decode step of these requests launches on this process's GPU."""
+    from torch.profiler import ProfilerActivity, profile
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    for request_id, prompt, *_ in requests:
+        engine.add_request(f"launches-{request_id}", {"prompt_token_ids": prompt}, params)
+    for _ in range(4):  # prefill, then decode steps only
+        engine.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        engine.step()
+        torch.cuda.synchronize()
+    while engine.has_unfinished_requests():
+        engine.step()
+    return sum(event.count for event in profiled.key_averages() if event.device_type.name == "CUDA")
