@@ -21,7 +21,7 @@ ARGUMENTS = (
     "--additional-config", '{"aiter_mla": {"debug": {"rounding": "two"}}}',
 )  # fmt: skip
 SHARED = ("PYTHONPATH", "VLLM_PLUGINS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE",
-          "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")  # fmt: skip
+          "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")  # fmt: skip
 
 
 def environment(inductor: Path, mutation: str = "") -> dict[str, str]:

@@ -164,8 +164,10 @@ def run(folder: Path, arguments: Sequence[str], enabled: bool, environment: Mapp
         asked = {"folder": str(folder), "arguments": list(arguments), "enabled": enabled} | more
         request.write_text(json.dumps(asked), encoding="utf-8")
         # A status file of another server must not be taken for this one's, and no graph of a broken run be kept.
-        own = {"VLLM_CACHE_ROOT": str(Path(work) / "cache"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        full = {**os.environ, **own, **environment}
+        cache = Path(work) / "cache"
+        _share_model_notes(cache, environment)
+        own = {"VLLM_CACHE_ROOT": str(cache), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        full = {**os.environ, **environment, **own}
         full.pop(status.RUN, None)
         done = subprocess.run(
             [sys.executable, "-m", "vllm_aiter_mla.commands.check.engine", str(request), str(answer)],
@@ -179,6 +181,15 @@ def run(folder: Path, arguments: Sequence[str], enabled: bool, environment: Mapp
         for index, steps in enumerate(requests):
             requests[index] = [(token, {int(id_): p for id_, p in probs.items()}) for token, probs in steps]
     return found
+
+
+def _share_model_notes(cache: Path, environment: Mapping[str, str]) -> None:
+    """Let an engine find vLLM's notes on model classes: without them it spends ten seconds on inspecting one."""
+    root = environment.get("VLLM_CACHE_ROOT") or os.environ.get("VLLM_CACHE_ROOT") or "~/.cache/vllm"
+    notes = Path(root).expanduser() / "modelinfos"
+    notes.mkdir(parents=True, exist_ok=True)
+    cache.mkdir()
+    (cache / notes.name).symlink_to(notes.resolve(), target_is_directory=True)
 
 
 def main(request: str, answer: str) -> None:
