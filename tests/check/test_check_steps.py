@@ -217,6 +217,18 @@ def test_without_a_gpu_the_steps_of_a_card_are_skipped_and_the_exit_status_is_3(
     assert (record["exit"], record["evidence"]["schema"]) == (3, "vllm-aiter-mla/check")
 
 
+def test_the_page_of_a_check_shows_its_steps_and_what_plan_kernels_and_timing_found(
+    card: dict[str, Any], tmp_path: Path
+) -> None:
+    other_tokens(card)
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["check", "deepseek-r1", "--html", str(page)])
+    assert done.exit_code == 1, done.output
+    text = page.read_text()
+    for shown in ("engine FAILED", "deepseek-r1: the steps", "token by token", "Kernels of one decode step", "<svg"):
+        assert shown in text, shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"), [(["no-such-model"], "no-such-model"), (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype")]
 )

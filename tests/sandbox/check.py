@@ -10,9 +10,11 @@ from pathlib import Path
 
 from tests.sandbox import plugin
 from tests.sandbox.model import TinyDeepseek, save_config
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.check import command, steps
 from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.plan import model as models
+from vllm_aiter_mla.commands.report.page import html_of
 
 # The same ranges and partitioning with the flag off, and the roundings of vLLM's compiled graph: tokens are then equal.
 ARGUMENTS = (
@@ -20,6 +22,7 @@ ARGUMENTS = (
     "--compilation-config", '{"use_inductor_graph_partition": true, "compile_ranges_endpoints": [16]}',
     "--additional-config", '{"aiter_mla": {"debug": {"rounding": "two"}}}',
 )  # fmt: skip
+TITLE = "a small random DeepSeek on this CPU"
 SHARED = ("PYTHONPATH", "VLLM_PLUGINS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE",
           "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")  # fmt: skip
 
@@ -40,8 +43,11 @@ def context(folder: Path, sandbox: Mapping[str, str]) -> Context:
     return Context(models.find(str(folder)), ARGUMENTS, "gfx942", variables, on_cpu=True, sandbox=sandbox)
 
 
-def main() -> int:
-    """Run ``check``, its engine over a bf16 cache and over an fp8 one; return its exit status."""
+def main(html: Path | None = None) -> int:
+    """Run ``check``, its engine over a bf16 cache and over an fp8 one; return its exit status.
+
+    ``html`` takes the page of ``report``.
+    """
     with tempfile.TemporaryDirectory(prefix="aiter-mla-") as work:
         asked = context(Path(work) / "model", environment(Path(work) / "inductor"))
         found = command.run(asked)
@@ -49,5 +55,9 @@ def main() -> int:
         for name in ("engine", "decode against prefill"):
             found[f"{name}, fp8 cache"] = steps.STEPS[name](fp8)
         status = command.exit_status(found, asked.on_cpu)
-        command.show("a small random DeepSeek on this CPU", found, status)
+        command.show(TITLE, found, status)
+        if html is not None:
+            record = command.record(TITLE, found, status) | files.stamp("check", 1)
+            files.write(Path(work) / "check.json", record)
+            files.write_text(html, html_of([Path(work) / "check.json"]))
         return status

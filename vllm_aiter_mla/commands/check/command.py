@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
@@ -39,6 +40,7 @@ def check(
         bool, typer.Option("--checkpoint", help="Run the engine over MODEL's own weights, not over random ones.")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the outcome to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the page of `report` to this file.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show vLLM's own log on stderr.")] = False,
 ) -> None:
     """Check everything about one model on this card: MODEL first, then the options of `vllm serve`.
@@ -52,7 +54,7 @@ def check(
 
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
-        outputs.check({"--json": json})
+        outputs.check({"--json": json, "--html": html})
         plans.check_model_comes_first(model, context.args)
         asked = Context(
             models.find(model), tuple(context.args), arch.value if arch else "",
@@ -64,8 +66,15 @@ def check(
         raise typer.Exit(WRONG) from None
     status = exit_status(found, asked.on_cpu)
     show(model, found, status)
+    written = record(model, found, status) | files.stamp("check", 1)
     if json is not None:
-        files.write(json, record(model, found, status) | files.stamp("check", 1))
+        files.write(json, written)
+    if html is not None:
+        from vllm_aiter_mla.commands.report.page import html_of
+
+        with tempfile.TemporaryDirectory() as folder:
+            files.write(Path(folder) / "check.json", written)
+            files.write_text(html, html_of([Path(folder) / "check.json"]))
     raise typer.Exit(status)
 
 

@@ -86,6 +86,7 @@ def plan(context: Context) -> Outcome:
     found = models.ask(context.source, context.arguments, context.arch, context.variables, context.verbose)
     if "failed" in found:
         raise ValueError(found["failed"])
+    found["model"] |= {name: getattr(context.source, name) for name in ("name", "source", "basis", "assumed")}
     context.plan = found
     layers, outcome = found["layers"], found["outcome"]
     detail = f"{layers['engaged']}/{layers['mla']} MLA layers would engage on {found['arch']}"

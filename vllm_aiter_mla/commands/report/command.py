@@ -11,7 +11,9 @@ import typer
 def report(
     inputs: Annotated[
         list[Path],
-        typer.Argument(metavar="INPUT...", help="JSON of verify, measure, plan, a status file, or a folder of them."),
+        typer.Argument(
+            metavar="INPUT...", help="JSON of check, verify, measure, plan, a status file, or a folder of them."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
 ) -> None:

@@ -24,6 +24,7 @@ from vllm_aiter_mla.commands.report import charts
 
 # Section, and where its content comes from.
 SECTIONS = {
+    "Check": "check --json",
     "Status": "a status file, plan --json or the demo",
     "Compile ranges": "a status file, plan --json or the demo",
     "Graphs": "a folder of make demo ARGS='--keep DIR'",
@@ -298,7 +299,25 @@ def verify(page: Page, name: str, data: dict[str, Any]) -> None:
     page.add("Launches", title, ("backend", "variant", "tokens", "counted"), counted)
 
 
+def check(page: Page, name: str, data: dict[str, Any]) -> None:
+    """Add the steps of a check, and what its plan, its kernels and its timings found."""
+    steps = {step["name"]: step for step in data["steps"]}
+    rows = [(what, step["status"], step["detail"], step["lines"]) for what, step in steps.items()]
+    failed = [f"{what} FAILED: {step['detail']}" for what, step in steps.items() if step["status"] == "failed"]
+    page.add("Check", f"{data['model']}: the steps", ("step", "outcome", "finding", "more"), rows, alarms=failed)
+    for what, reader in (("plan", plan), ("kernels", verify), ("timing", measure)):
+        if steps[what]["data"]:
+            reader(page, name, steps[what]["data"])
+    tokens = [(what, *one.values()) for what, one in (steps["engine"]["data"] or {}).items()]
+    heads = ("scenario", "tokens", "equal", "compared", "agreed", "max |dlogprob|", "mean", "top-1")
+    if tokens:
+        page.add("Check", "Flag on against flag off, token by token", heads, tokens)
+    if steps["launches"]["data"]:
+        page.add("Launches", "Kernels of one decode step", ("flag", "kernels"), steps["launches"]["data"].items())
+
+
 READERS: dict[str, Callable[[Page, str, dict[str, Any]], None]] = {
-    reader.__name__.removesuffix("_file"): reader for reader in (status_file, demo, engine, plan, measure, verify)
+    reader.__name__.removesuffix("_file"): reader
+    for reader in (check, status_file, demo, engine, plan, measure, verify)
 }
 """By the schema that a file's stamp names."""
