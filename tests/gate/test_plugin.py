@@ -90,7 +90,7 @@ def test_the_log_goes_through_vllms_own_logger_once_and_names_the_caller(monkeyp
     handler = logging.Handler()
     handler.emit = seen.append  # type: ignore[method-assign]
     monkeypatch.setattr(log.logger, "handlers", [handler])
-    log.forget()
+    log._said.clear()
     for _ in range(2):
         log.say_once(logging.WARNING, "planted")
     (record,) = seen
