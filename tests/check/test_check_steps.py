@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support import plans
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import measure
 from vllm_aiter_mla.commands.check import command, engine, steps
 from vllm_aiter_mla.commands.check.steps import Context, Outcome
@@ -170,13 +171,19 @@ def of_shape(heads: int, drafts: int, cache: str, arch: str = "gfx942", vllm: st
         (of_shape(8, 0, "fp8", vllm="0.31.0"), {"vllm#51011"}),
         (of_shape(8, 0, "fp8", vllm="0.32.0+cpu"), set()),
         (of_shape(8, 0, "fp8", vllm="dev"), {"vllm#51011"}),
-        (of_shape(32, 0, "fp8", arch="gfx950") | {"aiter": "0.1.16.post2"}, {"vllm#46997"}),
         (of_shape(16, 1, "fp8", arch="gfx950"), {"aiter#3013"}),
         (of_shape(16, 0, "fp8") | {"captures": {"inside": []}}, {"vllm#51171"}),
     ],
 )
 def test_a_known_issue_is_found_by_card_cache_heads_and_drafts(plan: dict[str, Any], concerned: set[str]) -> None:
     assert {name for name, issue in ISSUES.items() if steps.applies(issue, plan)} == concerned
+
+
+def test_a_known_issue_of_one_aiter_is_found_by_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, issue = of_shape(32, 0, "fp8", arch="gfx950"), ISSUES["vllm#46997"]
+    for version, concerned in (("0.1.16.post2", True), ("0.1.24.post1", False), (None, False)):
+        monkeypatch.setattr(steps.files, "stamp", lambda *_, version=version: {files.KEY: {"aiter": version}})
+        assert steps.applies(issue, plan) is concerned
 
 
 def test_a_known_issue_is_a_warning_with_its_link_and_a_failure_in_strict_mode(card: dict[str, Any]) -> None:

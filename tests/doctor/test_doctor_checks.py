@@ -34,6 +34,23 @@ def rocm_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpu_arch", lambda: "gfx950")
 
 
+@pytest.mark.usefixtures("rocm_card")
+@pytest.mark.parametrize(
+    ("bundles", "expected"),
+    [((b"gfx942", b"gfx950"), "ok"), ((b"gfx942",), "problem"), ((), "ok")],
+    ids=["both cards", "the other card", "no AMD code"],
+)
+def test_a_module_without_code_for_this_card_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundles: tuple[bytes, ...], expected: str
+) -> None:
+    library = tmp_path / "module_cache.so"
+    library.write_bytes(b"ELF" + b"".join(b"hipv4-amdgcn-amd-amdhsa--%b\0code" % name for name in bundles))
+    monkeypatch.setattr(machine, "compiled_modules", lambda: [library])
+    check = found("code-objects")
+    assert check.status == expected
+    assert ("module_cache.so" in check.detail) == (expected == "problem")
+
+
 def fake_torch(hip: str | None, cuda: str | None = None) -> Any:
     cards = SimpleNamespace(is_available=lambda: False)
     return SimpleNamespace(__version__="2.13.0", version=SimpleNamespace(hip=hip, cuda=cuda), cuda=cards)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_aiter_mla import status
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands.check import engine as runs
 from vllm_aiter_mla.commands.doctor import command as doctor
 from vllm_aiter_mla.commands.plan import model as models
@@ -115,7 +115,7 @@ def applies(issue: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
         release = re.match(r"(\d+)\.(\d+)", plan["vllm"])
         return release is None or [int(release[1]), int(release[2])] < issue["vllm_before"]
     if "aiter" in issue:
-        return plan.get("aiter") in issue["aiter"]
+        return files.stamp("check", 1)[files.KEY]["aiter"] in issue["aiter"]
     # A graph of decode batches is full only if vLLM captures one.
     return "graphs" not in issue or not plan["captures"]["inside"]
 

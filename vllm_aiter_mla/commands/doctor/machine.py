@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import mmap
 import platform
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -236,6 +238,34 @@ def aiter(env: Env) -> Check:
     return Check("warning", detail, "nothing; expect a slow first start")
 
 
+def code_objects(env: Env) -> Check:
+    """Check that the compiled modules of vLLM and AITER that hold AMD code hold code for this card."""
+    arch = gpu_arch()
+    if arch is None or not arch.startswith("gfx"):
+        raise NotKnownError("no AMD card is visible from here", ELSEWHERE)
+    held = {path: architectures_of(path) for path in compiled_modules()}
+    missing = [path.name for path, found in held.items() if found and arch not in found]
+    if missing:
+        return Check("problem", f"no code for {arch} in {', '.join(missing)}", "install builds for this card")
+    return Check("ok", f"{sum(bool(found) for found in held.values())} modules hold code for {arch}")
+
+
+def compiled_modules() -> list[Path]:
+    """Return the shared objects of vLLM and of AITER's built modules."""
+    found: list[Path] = []
+    for package, pattern in (("vllm", "*.so"), ("aiter", "jit/*.so")):
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            found += sorted(Path(spec.origin).parent.glob(pattern))
+    return found
+
+
+def architectures_of(path: Path) -> set[str]:
+    """Return the AMD architectures whose code a shared object holds, by the names of its bundle; none without any."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return {name.decode() for name in re.findall(rb"amdgcn-amd-amdhsa--(gfx[0-9a-f]+)", content)}
+
+
 def atom(env: Env) -> Check:
     """Check that ATOM's platform plugin, which replaces the models, is absent or off."""
     if not any(_package(point) == "atom" for point in importlib.metadata.entry_points(group=PLATFORM)):
@@ -380,6 +410,6 @@ def _require_vllm() -> None:
 
 CHECKS = (
     python, torch, rocm, driver, gpu, triton, hip_python,
-    vllm, plugin, vllm_plugins, surface, mla_ops, patches, aiter, atom,
+    vllm, plugin, vllm_plugins, surface, mla_ops, patches, aiter, code_objects, atom,
     use_aiter, fp8_bmm, fp4_bmm, batch_invariant, mla, breakable_graphs,
 )  # fmt: skip
