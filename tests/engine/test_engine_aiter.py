@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -70,11 +70,17 @@ def test_aiters_op_on_two_spawned_ranks_gives_vllms_tokens_over_aiters_class(eng
     assert_parity(engines("class-gfx950-off"), on)
 
 
-def pairs(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.engine(f"{name}-off", f"{name}-on")) for name in names]
+def pairs(names: Iterable[str], quick: Sequence[str] = ()) -> list[Any]:
+    """The engines with the flag off and on; those that are not quick are for `make test-wide`."""
+    return [
+        pytest.param(
+            name, marks=[pytest.mark.engine(f"{name}-off", f"{name}-on"), *[pytest.mark.wide] * (name not in quick)]
+        )
+        for name in names
+    ]
 
 
-@pytest.mark.parametrize("name", pairs(engine_specs.PADDED))
+@pytest.mark.parametrize("name", pairs(engine_specs.PADDED, ("padded-8-heads-fp8", "padded-20-heads-auto")))
 def test_padded_heads_give_vllms_tokens_without_a_copy_of_the_query(engines, name):
     """What the kernel leaves unwritten between the heads is NaN here, and reaches no token."""
     off, on = engines(f"{name}-off"), engines(f"{name}-on")
