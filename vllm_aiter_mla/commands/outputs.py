@@ -1,4 +1,4 @@
-"""What the commands write: files, lines of progress, text from elsewhere. Imports neither typer nor torch."""
+"""What the commands write: files, lines of progress and of errors, text from elsewhere. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
+
+import typer
 
 from vllm_aiter_mla.files import is_device
 
@@ -62,8 +65,10 @@ def _folder_problem(path: Path) -> str | None:
     return None if os.access(nearest, os.W_OK) else f"{nearest} is not writable"
 
 
-def silent(step: str) -> None:
-    """Print nothing."""
+def fail(message: str, status: int = 2) -> NoReturn:
+    """End the command with one line on stderr and this exit status."""
+    typer.echo(line(message), err=True)
+    raise typer.Exit(status)
 
 
 @contextmanager

@@ -18,13 +18,9 @@ def status() -> None:
     try:
         engines = status_of.by_engine(folder, "*")
     except (OSError, ValueError, KeyError) as error:
-        typer.echo(
-            outputs.line(f"status: a file in {folder} cannot be read: {type(error).__name__}: {error}"), err=True
-        )
-        raise typer.Exit(2) from error
+        outputs.fail(f"status: a file in {folder} cannot be read: {type(error).__name__}: {error}")
     if not engines:
-        typer.echo(outputs.line(f"status: no server has written a status file to {folder}"), err=True)
-        raise typer.Exit(2)
+        outputs.fail(f"status: no server has written a status file to {folder}")
     whole = True
     for (run, model, engine), ranks in engines.items():
         found = status_of.of_engine(ranks)

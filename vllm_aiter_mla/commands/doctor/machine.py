@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import platform
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,12 +52,7 @@ Env = Mapping[str, str]
 CheckFunction = Callable[[Env], Check]
 
 
-class NotKnownError(Exception):
-    """What a check asks cannot be told from here; the arguments are detail and remedy."""
-
-
 ARCHITECTURES = {"gfx942": "MI300X, MI325X", "gfx950": "MI350X, MI355X"}
-OLDEST_PYTHON = (3, 10)
 OLDEST_ROCM = 7
 # Paths that a test replaces.
 ROCM_VERSION = Path("/opt/rocm/.info/version")
@@ -68,15 +62,13 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 SEE_TORCH = "see the line `torch` above"
 ELSEWHERE = "run doctor on the machine that serves"
 SEE_VLLM = "see the line `vllm` above"
+NO_VLLM = Check("unknown", "vLLM is not installed", SEE_VLLM)
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
 
 
 def python(env: Env) -> Check:
-    """Check the interpreter's version."""
-    version = platform.python_version()
-    if sys.version_info >= OLDEST_PYTHON:
-        return Check("ok", version)
-    return Check("problem", f"{version} is too old", "use Python 3.10 or newer")
+    """Say the interpreter's version; one that is too old cannot import this module."""
+    return Check("ok", platform.python_version())
 
 
 def torch(env: Env) -> Check:
@@ -180,7 +172,8 @@ def vllm_plugins(env: Env) -> Check:
 
 def surface(env: Env) -> Check:
     """Check that vLLM has the hooks that the plugin needs."""
-    _require_vllm()
+    if vllm_version() is None:
+        return NO_VLLM
     from vllm_aiter_mla.compat.config import missing_capabilities
     from vllm_aiter_mla.compat.layer import missing_names
 
@@ -192,7 +185,8 @@ def surface(env: Env) -> Check:
 
 def mla_ops(env: Env) -> Check:
     """Check that vLLM's MLA ops have the arguments that the passes know."""
-    _require_vllm()
+    if vllm_version() is None:
+        return NO_VLLM
     from vllm_aiter_mla.compat.config import ATTENTION_MODULE, OP_ARGUMENTS, op_differences
 
     imported = module(ATTENTION_MODULE)
@@ -206,7 +200,8 @@ def mla_ops(env: Env) -> Check:
 
 def patches(env: Env) -> Check:
     """Apply the plugin's patches as vLLM would have them applied."""
-    _require_vllm()
+    if vllm_version() is None:
+        return NO_VLLM
     from vllm_aiter_mla import plugin as ours
     from vllm_aiter_mla.compat import patches
 
@@ -279,7 +274,7 @@ def _bmm(env: Env, name: str, held: str, otherwise: str) -> Check:
     except ValueError as error:
         return Check("problem", str(error), "correct it; vLLM would not start")
     if on is None:
-        raise NotKnownError(f"{name}: vLLM cannot be asked for its default", SEE_VLLM)
+        return Check("unknown", f"{name}: vLLM cannot be asked for its default", SEE_VLLM)
     origin = name if name in env else f"{name} is unset, in this vLLM"
     return Check("ok", f"{origin} {'on' if on else 'off'}: {held if on else otherwise}")
 
@@ -342,14 +337,9 @@ def gpu_arch() -> str | None:
         for line in node.read_text().splitlines():
             key, _, value = line.partition(" ")
             if key == "gfx_target_version" and int(value):
-                return gfx_name(int(value))
+                # 90402 is gfx942: decimal pairs are major, minor and stepping; the name has them in hexadecimal.
+                return f"gfx{int(value) // 10000}{int(value) // 100 % 100:x}{int(value) % 100:x}"
     return None
-
-
-def gfx_name(target_version: int) -> str:
-    """Return "gfx942" for 90402: decimal pairs are major, minor and stepping; the name has them in hexadecimal."""
-    major, minor, stepping = target_version // 10000, target_version // 100 % 100, target_version % 100
-    return f"gfx{major}{minor:x}{stepping:x}"
 
 
 def vllm_version() -> str | None:
@@ -371,11 +361,6 @@ def _on(env: Env, name: str, default: bool = False) -> bool:
 
 def _package(point: importlib.metadata.EntryPoint) -> str:
     return point.value.partition(":")[0].partition(".")[0]
-
-
-def _require_vllm() -> None:
-    if vllm_version() is None:
-        raise NotKnownError("vLLM is not installed", SEE_VLLM)
 
 
 CHECKS = (

@@ -30,16 +30,9 @@ def report(
         text = html_of(inputs)
         files.write_text(out, text)
     except ModuleNotFoundError as error:
-        raise _wrong(f"{error.name} is not installed; in a checkout: pip install '.[report]'") from error
+        outputs.fail(f"report: {error.name} is not installed; in a checkout: pip install '.[report]'")
     except ValueError as error:
-        raise _wrong(str(error)) from error
+        outputs.fail(f"report: {error}")
     except OSError as error:
-        raise _wrong(f"{out}: {error.strerror or error}") from error
+        outputs.fail(f"report: {out}: {error.strerror or error}")
     typer.echo(outputs.line(f"report written to {out} ({len(text.encode()) // 1024} KiB)"))
-
-
-def _wrong(message: str) -> typer.Exit:
-    from vllm_aiter_mla.commands import outputs
-
-    typer.echo(outputs.line(f"report: {message}"), err=True)
-    return typer.Exit(2)
