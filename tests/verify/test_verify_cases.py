@@ -16,7 +16,7 @@ from tests.verify.faults import Changed
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
-from vllm_aiter_mla.verify import backends, cases
+from vllm_aiter_mla.verify import cases, session
 from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.layer import Buffers
 from vllm_aiter_mla.verify.oracles import ORACLES
@@ -52,7 +52,7 @@ def test_the_interpreted_kernel_passes_with_one_launch():
     with ProcessPoolExecutor(1, get_context("spawn"), interpret) as interpreting:
         for variant, name in product(("fp8", "fp8-weight"), names):
             item = cases.Item("triton", by_name[name], kinds[variant], cases.SMALL, 8, soak=8)
-            result = interpreting.submit(backends.run, item, EagerEngine()).result()
+            result = interpreting.submit(session.run, item, EagerEngine()).result()
             assert (result.status, result.findings) == ("passed", []), (name, variant)
             assert result.launches["8"].endswith("1 x decode_prep_kernel") == (name != "mixed-batch-piecewise")
 
@@ -179,7 +179,7 @@ def test_verify_never_imports_vllm():
         "sys.modules['vllm'] = None\n"
         "from vllm_aiter_mla.commands import verify\n"
         "from vllm_aiter_mla.verify import session, pytest_plugin\n"
-        "found = session.Session(session.Request(backend=('reference',), only=('fresh-data',), variant=('fp8',)))\n"
+        "found = session.Session(backend=('reference',), only=('fresh-data',), variant=('fp8',))\n"
         "list(found.run())\n"
         "print(found.status, [name for name in sys.modules if name.startswith('vllm.')])\n"
     )

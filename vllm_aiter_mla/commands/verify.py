@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.measure import Weights
 from vllm_aiter_mla.verify import NO_GRAPHS, NOTHING
 
@@ -70,11 +71,10 @@ def verify(
         options = {one.opts[0]: one for one in context.command.params if one.name not in ("listing", "device", "tp")}
         values = {name: (context.params.get(str(one.name)), one.get_default(context)) for name, one in options.items()}
         if unused := [name for name, (value, default) in values.items() if value and value != default]:
-            raise _wrong(f"--list: {', '.join(unused)} would have no effect; leave one of them out")
+            outputs.fail(f"verify: --list: {', '.join(unused)} would have no effect; leave one of them out")
     from rich.console import Console
 
     from vllm_aiter_mla import files
-    from vllm_aiter_mla.commands import outputs
     from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.verify import session
 
@@ -84,28 +84,26 @@ def verify(
         return
     names = (tuple(backend or ()), tuple(only or ()), tuple(variant or ()))
     sizes = {"--model": model, "--tp": tp if model else None, "--heads": heads, "--nope": nope, "--v": v}
-    repeated = {"--device": device.value, **sizes, "--weights": weights and weights.value}
-    again = tuple(f"{option} {value}" for option, value in repeated.items() if value is not None)
+    repeated = {"--limit": limit, "--replays": replays, "--device": device.value, **sizes}
+    repeated["--weights"] = weights and weights.value
+    again = [f"{option} {value}" for option, value in repeated.items() if value is not None]
     try:
         outputs.check({"--json": json})
         geometry = None if all(value is None for value in sizes.values()) else _geometry(model, tp, heads, nope, v)
         weight = weights.key(detect_platform().fp8) if weights else None
         run = session.Session(
-            session.Request(*names, seed, repeat, quick, limit, replays, device.value, geometry, weight, again)
+            *names, seed, repeat, quick, limit, replays, device.value, geometry, weight, (*quick * ["--quick"], *again)
         )
     except (ValueError, LookupError) as error:
-        raise _wrong(str(error)) from None
+        outputs.fail(f"verify: {error}")
     except session.NotHereError as error:
-        raise _wrong(str(error), NOTHING) from None
+        outputs.fail(f"verify: {error}", NOTHING)
     _run(run, console)
     if json is not None:
         files.write(json, run.as_dict() | files.stamp("verify", 1))
-    raise _wrong("nothing could be run", NOTHING) if run.status == NOTHING else typer.Exit(run.status)
-
-
-def _wrong(message: str, status: int = 2) -> typer.Exit:
-    typer.echo(f"verify: {message}", err=True)
-    return typer.Exit(status)
+    if run.status == NOTHING:
+        outputs.fail("verify: nothing could be run", NOTHING)
+    raise typer.Exit(run.status)
 
 
 def _geometry(model: str | None, tp: int, heads: int | None, nope: int | None, v: int | None) -> Geometry:

@@ -133,7 +133,7 @@ class Case:
 class Item:
     """One result to come: a case with a variant and a back end, how large it is, and its seed."""
 
-    backend: str  # as ``backends.FINDERS`` has it
+    backend: str  # as ``session.FINDERS`` has it
     case: Case
     variant: Variant
     geometry: Geometry
