@@ -130,8 +130,6 @@ def test_capture_sizes_hold_both_ends_of_the_decode_limit():
     assert cases.capture_sizes(12) == (1, 2, 4, 8, 12)
     assert cases.capture_sizes(16) == (1, 2, 4, 8, 16)
     assert cases.capture_sizes(12, width=4) == (4, 8, 12)
-    with pytest.raises(ValueError, match="no request"):
-        cases.capture_sizes(3, width=4)
 
 
 def test_names_of_cases_are_unique():
@@ -145,7 +143,7 @@ def test_names_of_cases_are_unique():
 def test_every_case_replays_only_what_it_captured(limit):
     for case in cases.cases(limit):
         for step in case.steps:
-            if isinstance(step, cases.Replay | cases.Soak) and not isinstance(step, cases.Eager):
+            if isinstance(step, cases.Replay) and not isinstance(step, cases.Eager):
                 assert step.size in case.sizes, (case.name, step)
 
 

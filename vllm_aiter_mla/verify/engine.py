@@ -19,10 +19,7 @@ from vllm_aiter_mla.verify import launches
 from vllm_aiter_mla.verify.steps import Segment, Step
 
 # Calls that wait for the device, or whose result's shape depends on the device's data.
-SYNCS = frozenset(
-    f"aten.{name}"
-    for name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_dim", "_unique2")
-)
+SYNCS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 INDEXING = frozenset({"aten.index", "aten.index_put", "aten.index_put_"})
 EMPTY = frozenset(f"aten.{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
 
@@ -42,7 +39,7 @@ class Recording(TorchDispatchMode):
         """Run ``func`` and note it."""
         name, kwargs = str(func.overloadpacket), kwargs or {}
         result = func(*args, **kwargs)
-        if _synchronises(name, args):
+        if _synchronises(func, name, args):
             self.syncs.append(name)
         if name == "aten._local_scalar_dense":
             return result
@@ -72,11 +69,11 @@ class Recording(TorchDispatchMode):
             call()
 
 
-def _synchronises(name: str, args: Any) -> bool:
+def _synchronises(func: Any, name: str, args: Any) -> bool:
     if name in INDEXING:
         # A boolean index becomes a list of indices, and the host has to know its length.
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1]))
-    return name in SYNCS or (name == "aten.repeat_interleave" and len(_tensors(args)) > 1)
+    return not SYNCS.isdisjoint(func.tags)
 
 
 def _fresh(args: Any, kwargs: Any, result: Any) -> dict[int, torch.Tensor]:
@@ -135,9 +132,9 @@ class EagerEngine:
     def synchronize(self) -> None:
         """Wait for the device; a CPU is never behind."""
 
-    def allocations(self) -> int | None:
-        """Return how often memory was asked for; None here, because a repeated call makes temporaries."""
-        return None
+    def allocations(self) -> int:
+        """Return how often memory was asked for; not counted here, because a repeated call makes temporaries."""
+        return 0
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes that tensors hold, and the bytes in use outside torch's allocator (0 on a CPU)."""
@@ -205,9 +202,9 @@ class GraphEngine(EagerEngine):
         """Wait for everything on the GPU."""
         torch.cuda.synchronize()
 
-    def allocations(self) -> int | None:
-        """Return how many blocks torch's allocator has handed out; None if the allocator does not count."""
-        return torch.cuda.memory_stats().get("allocation.all.allocated")
+    def allocations(self) -> int:
+        """Return how many blocks torch's allocator has handed out; 0 if the allocator does not count."""
+        return int(torch.cuda.memory_stats().get("allocation.all.allocated", 0))
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes of tensors, and the bytes that code, other libraries and other processes use."""

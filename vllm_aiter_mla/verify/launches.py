@@ -68,8 +68,7 @@ def hip_dot(graph: int) -> str:
     Raises:
         DumpError: HIP fails, sees no GPU, or this process holds a second HIP runtime that may own the graph.
     """
-    if not _hip_call("hipGetDeviceCount")[0]:  # loads the library, before the copies are counted
-        raise DumpError("HIP sees no AMD GPU")
+    _hip_call("hipGetDeviceCount")  # loads the library, before the copies are counted
     check_one_runtime()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "graph.dot"

@@ -16,7 +16,6 @@ from vllm_aiter_mla.verify.layer import Buffers, Rows
 
 Outputs = dict[tuple[str, int], torch.Tensor]
 """("query", i) is the prepared query of layer i, ("final", i) what a reader of its attention output computed."""
-Op = Callable[[Rows, torch.Tensor, torch.Tensor], None]
 
 
 class Segment(NamedTuple):
@@ -50,23 +49,24 @@ def produce(source: Rows, work: Rows) -> None:
         written.copy_(given)
 
 
-def make_op(buffers: Buffers, backend: KernelBackend, index: int, outputs: Outputs) -> Op:
-    """Return the op of layer ``index``: a function of rows, positions and the attention's output buffer.
+def make_op(buffers: Buffers, backend: KernelBackend, index: int, rows: Rows, outputs: Outputs) -> Callable[[], None]:
+    """Return the op of layer ``index`` over ``rows``.
 
     The op looks up the current batch at every call and puts the prepared query into ``outputs``.
     """
-    kind = buffers.case.kind
+    kind, size = buffers.case.kind, len(rows.q)
 
     def prepare(inputs: DecodeInputs) -> torch.Tensor:
         outputs["query", index] = query = backend.prepare(inputs)
         return query
 
     layer = replace(buffers.layers[index], tested=prepare)
+    positions, out = buffers.positions[:size], layer.out[:size]
 
-    def op(rows: Rows, positions: torch.Tensor, out: torch.Tensor) -> None:
+    def op() -> None:
         batch = buffers.batch
         step = bodies.LayerStep(
-            f"layer {index}", layer, layer.kv_cache, buffers.slot_mapping(len(positions)),
+            f"layer {index}", layer, layer.kv_cache, buffers.slot_mapping(size),
             None if batch.dummy else batch, batch.rows, not batch.dummy and not batch.prefill_rows,
             lambda: kind == "piecewise",
         )  # fmt: skip
@@ -84,12 +84,11 @@ def build(buffers: Buffers, backend: KernelBackend, size: int) -> Step:
     """Build one step of ``size`` padded rows, captured as the kind of the case says."""
     kind, outputs, segments = buffers.case.kind, Outputs(), list[Segment]()
     for i, layer in enumerate(buffers.layers):
-        op = make_op(buffers, backend, i, outputs)
-        source, work = layer.source.first(size), layer.work.first(size)
+        rows = source = layer.source.first(size)
         if kind != "kernel":
-            segments.append(Segment(True, partial(produce, source, work)))
-        rows = source if kind == "kernel" else work
-        segments.append(Segment(False, partial(op, rows, buffers.positions[:size], layer.out[:size])))
+            rows = layer.work.first(size)
+            segments.append(Segment(True, partial(produce, source, rows)))
+        segments.append(Segment(False, make_op(buffers, backend, i, rows, outputs)))
 
     def tail() -> None:
         # Something after the attention that a graph computes from its output buffer.

@@ -166,12 +166,6 @@ def _status(
                                           cells or "none", basis)])  # fmt: skip
 
 
-def _limit(data: dict[str, Any]) -> int | None:
-    """Return L; None if the fast path is off. Some files hold it as [1, L]."""
-    found = data["decode_limit"]
-    return (found[-1] if isinstance(found, list) and found else found) or None
-
-
 def _ranges(
     page: Page, name: str, ranges: Sequence[Sequence[int]], limit: int | None, sizes: Sequence[int], note: str = ""
 ) -> None:
@@ -188,7 +182,7 @@ def _ranges(
 
 def status_file(page: Page, name: str, data: dict[str, Any]) -> None:
     """Add a worker's status, its compiled ranges, and the kernels that it timed."""
-    rank, engaged, limit = f"{name}, rank {data['rank']}", data["engaged"], _limit(data)
+    rank, engaged, limit = f"{name}, rank {data['rank']}", data["engaged"], data["decode_limit"] or None
     parts = [(layer, (f"partial {code}", text)) for layer, (code, text) in data.get("partial", {}).items()]
     layers, skipped = f"{len(engaged)}/{data['total']}", [*data["skipped"].items(), *parts]
     _status(page, rank, layers, set(engaged.values()), data["kv_cache_dtype"], limit, skipped, "counted at run time")
@@ -210,7 +204,7 @@ def status_file(page: Page, name: str, data: dict[str, Any]) -> None:
 def demo(page: Page, name: str, data: dict[str, Any]) -> None:
     """Add what the demo compared: the flag on against the flag off in the real engine."""
     for run in data["runs"]:
-        name, layers, limit = run["name"], run["layers"], _limit(run)
+        name, layers, limit = run["name"], run["layers"], run["decode_limit"] or None
         skipped, basis = layers["skipped"].items(), f"engine of the demo, flag {'on' if run['flag'] else 'off'}"
         shown = f"{layers['engaged']}/{layers['total']}"
         _status(page, name, shown, run["kernels"], run["kv_cache_dtype"], limit, skipped, basis)
