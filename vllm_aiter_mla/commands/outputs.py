@@ -72,25 +72,20 @@ def fail(message: str, status: int = 2) -> NoReturn:
 
 
 @contextmanager
-def progress(command: str, patience: float = PATIENCE) -> Iterator[Step]:
-    """Print to stderr which step a block has reached after ``patience`` seconds, and every later step."""
-    current, late = "starting", False
+def progress(command: str) -> Iterator[Step]:
+    """Print to stderr which step a block has reached after ``PATIENCE`` seconds, and every later step."""
+    steps, late = ["starting"], threading.Event()
 
     def say() -> None:
-        print(f"{command}: {current} ...", file=sys.stderr, flush=True)
+        late.set()
+        print(f"{command}: {steps[-1]} ...", file=sys.stderr, flush=True)
 
     def begin(step: str) -> None:
-        nonlocal current
-        current = step
-        if late:
+        steps.append(step)
+        if late.is_set():
             say()
 
-    def expire() -> None:
-        nonlocal late
-        late = True
-        say()
-
-    timer = threading.Timer(patience, expire)
+    timer = threading.Timer(PATIENCE, say)
     timer.daemon = True
     timer.start()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +13,7 @@ import typer
 
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.measure import Weights
-from vllm_aiter_mla.verify import NO_GRAPHS, NOTHING
+from vllm_aiter_mla.verify import NOTHING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,13 +88,13 @@ def verify(
     repeated = {"--limit": limit, "--replays": replays, "--device": device.value, **sizes}
     repeated["--weights"] = weights and weights.value
     again = [f"{option} {value}" for option, value in repeated.items() if value is not None]
+    if quick and not replays:
+        again.insert(0, "--quick")
     try:
         outputs.check({"--json": json})
         geometry = None if all(value is None for value in sizes.values()) else _geometry(model, tp, heads, nope, v)
         weight = weights.key(detect_platform().fp8) if weights else None
-        run = session.Session(
-            *names, seed, repeat, quick, limit, replays, device.value, geometry, weight, (*quick * ["--quick"], *again)
-        )
+        run = session.Session(*names, seed, repeat, quick, limit, replays, device.value, geometry, weight, tuple(again))
     except (ValueError, LookupError) as error:
         outputs.fail(f"verify: {error}")
     except session.NotHereError as error:
@@ -112,8 +113,6 @@ def _geometry(model: str | None, tp: int, heads: int | None, nope: int | None, v
     Raises:
         LookupError: there is no such model, or its config names no MLA layer.
     """
-    from dataclasses import replace
-
     from vllm_aiter_mla.verify.cases import REAL
 
     found = REAL
@@ -152,8 +151,9 @@ def _run(session: Session, console: Console) -> None:
     console.print("machine: " + escape(", ".join(f"{name} {value}" for name, value in session.machine.items())))
     if not session.engine.graphs:
         console.print(
-            f"[bold]{NO_GRAPHS}[/]: torch sees no GPU. What follows is eager replay: recorded ATen calls, repeated on "
-            "the same tensors with the same Python values. It says nothing about a driver, a kernel on a GPU or time."
+            "[bold]graph capture: not available on this machine[/]: torch sees no GPU. What follows is eager replay: "
+            "recorded ATen calls, repeated on the same tensors with the same Python values. It says nothing about a "
+            "driver, a kernel on a GPU or time."
         )
     for name, reason in session.missing.items():
         console.print(f"back end {name}: not available: {escape(reason)}")
@@ -207,5 +207,3 @@ def _outcome(session: Session) -> Iterator[str]:
     replays, seconds = (sum(getattr(result, name) for result in session.results) for name in ("replays", "seconds"))
     sums = ", ".join(f"{counts[status]} {status}" for status in _MARKS)
     yield f"{session.engine.name}: {sums}; {replays} replays; {seconds:.1f} s"
-    if not session.engine.graphs:
-        yield NO_GRAPHS

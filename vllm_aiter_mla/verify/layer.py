@@ -26,18 +26,13 @@ class Batch:
     """What Python knows of a step: our attention metadata."""
 
     rows: int  # real rows; the others have slot -1 and keep whatever the last step left
-    prefill_rows: int = 0  # how many of the real rows, the last ones, belong to a prefill
+    num_prefills: int = 0  # how many of the real rows, the last ones, belong to a prefill; the op looks whether any do
     dummy: bool = False  # no metadata at all, as while vLLM captures a piecewise graph
 
     @property
     def decode_rows(self) -> int:
         """Real rows of decode requests."""
-        return self.rows - self.prefill_rows
-
-    @property
-    def num_prefills(self) -> int:
-        """As in vLLM's metadata, for the op's check of a capture: more than 0 with prefill rows."""
-        return self.prefill_rows
+        return self.rows - self.num_prefills
 
 
 class Rows(NamedTuple):
@@ -272,7 +267,7 @@ class Buffers:
         pool = torch.randperm(self.blocks, generator=self.generator).tolist()
         row = 0
         # Decode requests of ``width`` tokens, then one prefill chunk after another.
-        for tokens in (*_parts(batch.decode_rows, self.case.width), *_parts(batch.prefill_rows, capacity)):
+        for tokens in (*_parts(batch.decode_rows, self.case.width), *_parts(batch.num_prefills, capacity)):
             blocks = torch.tensor([pool.pop() for _ in range(self.geometry.blocks)])
             end = int(torch.randint(tokens, capacity + 1, (1,), generator=self.generator))
             keys = torch.arange(end - tokens, end)

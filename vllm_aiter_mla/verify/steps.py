@@ -67,7 +67,7 @@ def make_op(buffers: Buffers, backend: KernelBackend, index: int, rows: Rows, ou
         batch = buffers.batch
         step = bodies.LayerStep(
             f"layer {index}", layer, layer.kv_cache, buffers.slot_mapping(size),
-            None if batch.dummy else batch, batch.rows, not batch.dummy and not batch.prefill_rows,
+            None if batch.dummy else batch, batch.rows, not batch.dummy and not batch.num_prefills,
             lambda: kind == "piecewise",
         )  # fmt: skip
         rope = layer.rope(positions)

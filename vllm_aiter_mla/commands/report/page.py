@@ -94,7 +94,10 @@ def html_of(paths: Sequence[Path]) -> str:
         schema, data = _read(path)
         try:
             READERS[schema](page, name, data)
-            _versions(page, name, data)
+            known = data.get("versions") or data.get("machine") or data.get("about") or {}
+            stamp = {what: value for what, value in data[files.KEY].items() if not what.startswith("schema")}
+            rows = [(name, *one) for one in (stamp | known).items()]
+            page.add("Versions", "Versions", ("input", "what", "version"), rows)
         except Exception as error:  # whatever another version or another hand wrote
             raise InputError(f"{path}: not what this version writes: {type(error).__name__}: {error}") from error
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
@@ -143,12 +146,6 @@ def _clean(value: Any) -> Any:
     if isinstance(value, list):
         return [_clean(one) for one in value]
     return printable(value) if isinstance(value, str) else value
-
-
-def _versions(page: Page, name: str, data: dict[str, Any]) -> None:
-    known = data.get("versions") or data.get("machine") or data.get("about") or {}
-    stamp = {what: value for what, value in data[files.KEY].items() if not what.startswith("schema")}
-    page.add("Versions", "Versions", ("input", "what", "version"), [(name, *one) for one in (stamp | known).items()])
 
 
 def _status(
