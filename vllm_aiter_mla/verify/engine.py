@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vllm_aiter_mla.verify import launches
-from vllm_aiter_mla.verify.steps import Segment, Step
+from vllm_aiter_mla.verify.layer import Segment, Step
 
 # Calls that wait for the device, or whose result's shape depends on the device's data.
 SYNCS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

@@ -12,8 +12,7 @@ from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.selfcheck import deviation, difference, norm_bound
 from vllm_aiter_mla.verify.engine import Recording
-from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Rows, raw
-from vllm_aiter_mla.verify.steps import Outputs
+from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Outputs, Rows, raw
 
 ORACLES: dict[str, str] = {
     "runs": "the step runs, and its capture succeeds",

@@ -11,7 +11,7 @@ import torch
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import KernelBackend
-from vllm_aiter_mla.verify import launches, oracles, steps
+from vllm_aiter_mla.verify import launches, layer, oracles
 from vllm_aiter_mla.verify.cases import Eager, Item, Replay, Step
 from vllm_aiter_mla.verify.engine import CaptureError, EagerEngine
 from vllm_aiter_mla.verify.launches import first_line
@@ -75,7 +75,7 @@ class _Run:
     backend: KernelBackend
     engine: EagerEngine
     result: Result
-    captured: dict[int, steps.Step] = field(default_factory=dict)  # by padded size
+    captured: dict[int, layer.Step] = field(default_factory=dict)  # by padded size
     # Two cases never share a pool: it is freed with the graphs of its case.
     number: int = field(default_factory=itertools.count().__next__)
 
@@ -102,7 +102,7 @@ class _Run:
         """Warm up, probe, capture. No row has a slot yet, so nothing may be written."""
         self.buffers.before_capture(Batch(0, dummy=True) if self.item.case.kind == "piecewise" else Batch(size))
         expected = self._expected(size, frozen=True)
-        step = steps.build(self.buffers, self.backend, size)
+        step = layer.build(self.buffers, self.backend, size)
         step.run()  # the first call of a size compiles its kernels
         outputs = dict(step.outputs)
         self.engine.synchronize()
@@ -139,7 +139,7 @@ class _Run:
         rows = step.size - self.item.case.missing_slots if step.rows is None else step.rows
         self.buffers.step(Batch(rows, step.prefill), step.fresh)
         expected = self._expected(step.size, not eager)
-        taken = steps.build(self.buffers, self.backend, step.size) if eager else self.captured[step.size]
+        taken = layer.build(self.buffers, self.backend, step.size) if eager else self.captured[step.size]
         for (what, _), tensor in taken.outputs.items():
             if what == "query":
                 tensor.fill_(POISON)
@@ -170,7 +170,7 @@ class _Run:
             findings.append(Finding("memory", f"{others} bytes more are in use outside torch's allocator"))
         return findings
 
-    def _many(self, captured: steps.Step, times: int) -> list[Finding]:
+    def _many(self, captured: layer.Step, times: int) -> list[Finding]:
         """Replay ``times`` times. If nothing eager runs between the graphs, nobody may ask for memory."""
         asked = self.engine.allocations()
         for _ in range(times):
@@ -200,7 +200,7 @@ class _Run:
         if self.backend.name != "reference":
             return None
         inputs = self.buffers.layers[0].inputs(size)
-        plain = steps.Step([steps.Segment(True, lambda: reference.prepare(inputs))], {})
+        plain = layer.Step([layer.Segment(True, lambda: reference.prepare(inputs))], {})
         plain.run()
         names = self.engine.capture(plain, f"run {self.number}, plain, T={size}", False).graphs[0].launches
         return None if isinstance(names, str) else len(names)

@@ -14,15 +14,6 @@ from typing import Literal
 
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.compat import offline
-from vllm_aiter_mla.compat.offline import (
-    BATCH_INVARIANT,
-    BREAKABLE_GRAPHS,
-    FP4_BMM,
-    FP8_BMM,
-    NO_MLA,
-    USE_AITER,
-    USE_AITER_MLA,
-)
 from vllm_aiter_mla.settings import NAMESPACE
 
 Status = Literal["ok", "warning", "problem", "unknown"]
@@ -243,32 +234,32 @@ def atom(env: Env) -> Check:
 def use_aiter(env: Env) -> Check:
     """Check that vLLM's attention is AITER's."""
     if rocm_version() is None:
-        return Check("ok", f"{USE_AITER} has no effect without ROCm; with ROCm set it to 1")
-    for name, default in ((USE_AITER, False), (USE_AITER_MLA, True)):
+        return Check("ok", f"{offline.USE_AITER} has no effect without ROCm; with ROCm set it to 1")
+    for name, default in ((offline.USE_AITER, False), (offline.USE_AITER_MLA, True)):
         if not _on(env, name, default):
             origin = f"={env[name]}" if name in env else " is unset, which means off"
             return Check("problem", f"{name}{origin}: vLLM takes another MLA backend", f"set {name}=1")
-    return Check("ok", f"{USE_AITER}=1")
+    return Check("ok", f"{offline.USE_AITER}=1")
 
 
 def fp8_bmm(env: Env) -> Check:
     """Say which dtype vLLM gives the absorb weights when AITER is on: fp8, or the activation dtype."""
     if rocm_version() is None:
-        return Check("ok", f"{FP8_BMM} has an effect on ROCm only")
-    return _bmm(env, FP8_BMM, "W_UK and W_UV in fp8", "W_UK and W_UV in the activation dtype")
+        return Check("ok", f"{offline.FP8_BMM} has an effect on ROCm only")
+    return _bmm(env, offline.FP8_BMM, "W_UK and W_UV in fp8", "W_UK and W_UV in the activation dtype")
 
 
 def fp4_bmm(env: Env) -> Check:
     """Say whether vLLM makes mxfp4 absorb weights: on gfx950, if ``kv_b_proj`` is bf16."""
     if gpu_arch() != "gfx950":
         return Check("ok", "has an effect on gfx950 only")
-    return _bmm(env, FP4_BMM, "W_UK and W_UV in mxfp4 if kv_b_proj is bf16", f"see {FP8_BMM} above")
+    return _bmm(env, offline.FP4_BMM, "W_UK and W_UV in mxfp4 if kv_b_proj is bf16", f"see {offline.FP8_BMM} above")
 
 
 def _bmm(env: Env, name: str, held: str, otherwise: str) -> Check:
     """Ask the installed vLLM how it reads a variable: the default differs between releases."""
-    if not _on(env, USE_AITER):
-        return Check("ok", f"off, because {USE_AITER} is off")
+    if not _on(env, offline.USE_AITER):
+        return Check("ok", f"off, because {offline.USE_AITER} is off")
     try:
         on = offline.switched_on(name, env)
     except ValueError as error:
@@ -281,22 +272,23 @@ def _bmm(env: Env, name: str, held: str, otherwise: str) -> Check:
 
 def batch_invariant(env: Env) -> Check:
     """Check that vLLM need not be batch-invariant: AITER's attention is not."""
-    if not _on(env, BATCH_INVARIANT):
-        return Check("ok", f"{BATCH_INVARIANT} is off")
-    return Check("problem", f"{BATCH_INVARIANT} is on: vLLM takes Triton's MLA attention, no layer engages", "unset it")
+    if not _on(env, offline.BATCH_INVARIANT):
+        return Check("ok", f"{offline.BATCH_INVARIANT} is off")
+    detail = f"{offline.BATCH_INVARIANT} is on: vLLM takes Triton's MLA attention, no layer engages"
+    return Check("problem", detail, "unset it")
 
 
 def mla(env: Env) -> Check:
     """Check that layers may use MLA."""
-    if not _on(env, NO_MLA):
-        return Check("ok", f"{NO_MLA} is off")
-    return Check("problem", f"{NO_MLA} is on: no layer uses MLA", f"unset {NO_MLA}")
+    if not _on(env, offline.NO_MLA):
+        return Check("ok", f"{offline.NO_MLA} is off")
+    return Check("problem", f"{offline.NO_MLA} is on: no layer uses MLA", f"unset {offline.NO_MLA}")
 
 
 def breakable_graphs(env: Env) -> Check:
     """Say which integration breakable graphs leave: nothing is compiled then."""
-    if not _on(env, BREAKABLE_GRAPHS):
-        return Check("ok", f"{BREAKABLE_GRAPHS} is off")
+    if not _on(env, offline.BREAKABLE_GRAPHS):
+        return Check("ok", f"{offline.BREAKABLE_GRAPHS} is off")
     return Check("ok", "on: the module integration runs; with integration=passes nothing is fused")
 
 

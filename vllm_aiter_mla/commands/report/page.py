@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -38,30 +37,11 @@ class InputError(ValueError):
     """The report cannot show an input; the message names the file and the reason."""
 
 
-@dataclass(slots=True)
-class Block:
-    """A titled part of a section.
-
-    Attributes:
-        heads: of the table; empty if there is none.
-        chart: SVG, or "".
-        rows: one cell per head; a list in a cell is folded.
-        notes: lines above the table.
-        alarms: lines that say what went wrong.
-    """
-
-    heads: Sequence[str]
-    chart: str
-    rows: list[Sequence[Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    alarms: list[str] = field(default_factory=list)
-
-
 class Page:
     """The blocks by section and title."""
 
     def __init__(self) -> None:
-        self.sections: dict[str, dict[str, Block]] = {section: {} for section in SECTIONS}
+        self.sections: dict[str, dict[str, dict[str, Any]]] = {section: {} for section in SECTIONS}
 
     def add(
         self,
@@ -73,14 +53,24 @@ class Page:
         notes: Iterable[str] = (),
         alarms: Iterable[str] = (),
     ) -> None:
-        """Add a block, or new rows and lines to the block of that title: the ranks of an engine say the same."""
+        """Add a block, or new rows and lines to the block of that title: the ranks of an engine say the same.
+
+        Args:
+            section: of the page.
+            title: of the block.
+            heads: of the table; empty if there is none.
+            rows: one cell per head; a list in a cell is folded.
+            chart: draws SVG for a title, or returns "".
+            notes: lines above the table.
+            alarms: lines that say what went wrong.
+        """
         blocks = self.sections[section]
         if title not in blocks:
-            blocks[title] = Block(heads, Markup(chart(title)))
+            blocks[title] = {"heads": heads, "chart": Markup(chart(title)), "rows": [], "notes": [], "alarms": []}
         block = blocks[title]
-        block.rows += [row for row in map(tuple, rows) if row not in block.rows]
-        block.notes += [note for note in dict.fromkeys(notes) if note not in block.notes]
-        block.alarms += alarms
+        block["rows"] += [row for row in map(tuple, rows) if row not in block["rows"]]
+        block["notes"] += [note for note in dict.fromkeys(notes) if note not in block["notes"]]
+        block["alarms"] += alarms
 
 
 def html_of(paths: Sequence[Path]) -> str:
