@@ -130,8 +130,7 @@ def rows_of(
         able[OneLaunchBackend.name] = rival
     for count in tokens:
         calls = synthetic_inputs(shape, count)
-        bound = {name: backend.bind(calls) for name, backend in able.items()}
-        skipped = {name: one for name, one in bound.items() if isinstance(one, str)}
+        skipped = {name: why for name, backend in able.items() if (why := backend.refuse(calls)) is not None}
         weight, budget = synthetic_inputs(shape).weight, timing.Budget(float("inf"))
         rounds = timing.time_shape(able, shape, weight, [count], budget)[count]
         us = {name: statistics.median(one) for name, one in rounds.items()}
@@ -140,17 +139,11 @@ def rows_of(
 
 
 def row_of(tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed: Mapping[str, str]) -> dict[str, Any]:
-    """Return the record of one size: its fields, and "ratio".
+    """Return the record of one size: T tokens, N heads, and "fp8" or "bf16", the type of the query and the cache.
 
-    Args:
-        tokens: T.
-        heads: N.
-        kind: type of the query and the cache, "fp8" or "bf16".
-        us: median microseconds a call by kernel, AITER's own single launch among them: it is timed and never serves.
-        untimed: why a kernel was not timed: it does not take the call, cannot run here, or is wrong.
-
-    Returns:
-        In "ratio" the fastest rival's time over that of our fastest kernel: above 1 ours is faster. None without both.
+    ``us`` has median microseconds a call by kernel, AITER's own single launch among them: it is timed and never serves.
+    ``untimed`` says why a kernel was not timed: it does not take the call, cannot run here, or is wrong. In "ratio" the
+    record has the fastest rival's time over that of our fastest kernel: above 1 ours is faster. None without both.
     """
     from vllm_aiter_mla.backends import VLLM
     from vllm_aiter_mla.kernels.aiter.one_launch import OneLaunchBackend

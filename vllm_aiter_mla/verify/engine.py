@@ -90,10 +90,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-class CaptureError(RuntimeError):
-    """A segment could not be captured; the message is the driver's or torch's own."""
-
-
 class EagerEngine:
     """Eager replay on any device: the recorded ATen calls again, on the same tensors with the same Python values."""
 
@@ -102,7 +98,7 @@ class EagerEngine:
     device = "cpu"
 
     def capture(self, step: Step, pool: str, side_stream: bool) -> Step:
-        """Return a step that has run before with its captured segments as graphs. Raises CaptureError.
+        """Return a step that has run before with its captured segments as graphs.
 
         Graphs with the same ``pool`` share its memory. ``side_stream`` captures on a stream of its own.
         """
@@ -162,10 +158,10 @@ class GraphEngine(EagerEngine):
         try:
             with torch.cuda.graph(graph, pool=handle, stream=torch.cuda.Stream() if side_stream else None):
                 segment.run()
-        except Exception as error:
+        except Exception:
             # Leaving a broken capture raises before torch.cuda.graph has restored the caller's stream.
             torch.cuda.set_stream(current)
-            raise CaptureError(launches.first_line(error)) from error
+            raise
         names: tuple[str, ...] | str
         try:
             names = launches.of_dot(launches.graph_dot(graph))

@@ -20,7 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -149,24 +149,16 @@ def in_words(names: Sequence[str]) -> str:
     return f"{len(names)} launch{'es' * (len(names) != 1)}: {', '.join(words)}"
 
 
-class Allowed(NamedTuple):
-    """Launches of one kind that a layer may make: from ``least`` to ``most`` names that match ``pattern``."""
-
-    what: str
-    pattern: str
-    least: int
-    most: int
-
-
 # The reduction of a split-K product may follow the absorb BMM. The narrow pattern comes first, because a kernel's name
 # may hold "gemm" among its template arguments.
 _BMM = r"gemm|bmm|matmul|cijk|tensile|hipblaslt|cublas|nvjet|cutlass|xmma|splitk|postgsu|dot_kernel"
-_AITER = (Allowed("AITER's op", r"rope.*(cache|concat|cat)", 1, 1), Allowed("absorb BMM", _BMM, 1, 2))
-EXPECTED: dict[str, tuple[Allowed, ...]] = {
-    "triton": (Allowed("the one launch", r"decode_prep_kernel", 1, 1),),
+_AITER = (("AITER's op", r"rope.*(cache|concat|cat)", 1, 1), ("absorb BMM", _BMM, 1, 2))
+EXPECTED: dict[str, tuple[tuple[str, str, int, int], ...]] = {
+    "triton": (("the one launch", r"decode_prep_kernel", 1, 1),),
     "aiter": _AITER,
     "aiter-opt": _AITER,
 }
+"""By back end, the kinds of launches that a layer makes: what, a pattern of their names, the least and the most."""
 
 
 def violation(backend: str, names: Sequence[str], layers: int, budget: int | None = None) -> str | None:
@@ -177,11 +169,11 @@ def violation(backend: str, names: Sequence[str], layers: int, budget: int | Non
     """
     if backend not in EXPECTED and budget is None:
         return None
-    allowed = EXPECTED.get(backend, (Allowed("launch", "", 0, budget or 0),))
-    kinds = (*allowed, Allowed("other launch", "", 0, 0))
-    counted = Counter(next(kind for kind in kinds if re.search(kind.pattern, name, re.IGNORECASE)) for name in names)
+    kinds = (*EXPECTED.get(backend, (("launch", "", 0, budget or 0),)), ("other launch", "", 0, 0))
+    counted = Counter(next(kind for kind in kinds if re.search(kind[1], name, re.IGNORECASE)) for name in names)
     for kind in kinds:
-        if not kind.least * layers <= counted[kind] <= kind.most * layers:
-            wanted = f"{kind.least} to {kind.most} per layer expected"
-            return f"{kind.what}: {wanted}, {counted[kind]} found in {layers} layer(s); {in_words(names)}"
+        what, _, least, most = kind
+        if not least * layers <= counted[kind] <= most * layers:
+            wanted = f"{least} to {most} per layer expected"
+            return f"{what}: {wanted}, {counted[kind]} found in {layers} layer(s); {in_words(names)}"
     return None

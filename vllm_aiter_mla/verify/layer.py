@@ -100,9 +100,8 @@ class Layer:
         """Return the variant's query dtype."""
         return self.buffers.variant.out
 
-    def kernel(self, inputs: DecodeInputs) -> Run:
+    def kernel(self, inputs: DecodeInputs) -> Run | None:
         """Return the kernel under test."""
-        assert self.tested is not None, "the expected result never runs the tested kernel"
         return self.tested
 
     def fail(self, error: Exception) -> None:

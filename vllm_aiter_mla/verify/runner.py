@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -13,7 +14,7 @@ from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.verify import launches, layer, oracles
 from vllm_aiter_mla.verify.cases import Eager, Item, Replay, Step
-from vllm_aiter_mla.verify.engine import CaptureError, EagerEngine
+from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.launches import first_line
 from vllm_aiter_mla.verify.layer import Batch, Buffers
 from vllm_aiter_mla.verify.oracles import Expected, Finding
@@ -54,14 +55,15 @@ class Result:
 def run_case(item: Item, backend: KernelBackend, engine: EagerEngine) -> Result:
     """Run one case. A fault of the back end is a finding, never an exception."""
     result = Result(item.case.name, item.variant.name, item.backend, engine.name, item.seed)
-    started = time.monotonic()
+    at, started = "preparation", time.monotonic()
     try:
         with torch.no_grad():
-            _Run(item, Buffers(item, engine.device), backend, engine, result).go()
-    except CaptureError as error:
-        result.add([Finding("runs", f"the capture failed: {first_line(error)}")], "capture")
+            for at, part in _Run(item, Buffers(item, engine.device), backend, engine, result).parts():
+                result.add(part(), at)
+                if result.findings:
+                    break
     except Exception as error:
-        result.add([Finding("runs", f"{type(error).__name__}: {first_line(error)}")], "run")
+        result.add([Finding("runs", f"{type(error).__name__}: {first_line(error)}")], at)
     result.seconds = time.monotonic() - started
     return result
 
@@ -79,19 +81,16 @@ class _Run:
     # Two cases never share a pool: it is freed with the graphs of its case.
     number: int = field(default_factory=itertools.count().__next__)
 
-    def go(self) -> None:
-        """Capture every size, then take every step, until something breaks. Skip a case that has a declined size."""
+    def parts(self) -> Iterator[tuple[str, Callable[[], list[Finding]]]]:
+        """Yield the capture of every size, then every step, with its name; nothing if a size is declined."""
         sizes = sorted(self.item.case.sizes, reverse=True)
         for size in sizes:
             if (reason := self.backend.refuse(self.buffers.layers[0].inputs(size))) is not None:
                 self.result.status, self.result.reason = "skipped", f"{self.backend.name} declines T={size}: {reason}"
                 return
-        parts = [(f"capture of T={size}", partial(self._capture, size)) for size in sizes]
-        parts += [(f"step {i}: {step}", partial(self._step, step)) for i, step in enumerate(self.item.case.steps, 1)]
-        for name, part in parts:
-            self.result.add(part(), name)
-            if self.result.findings:
-                return
+        yield from ((f"capture of T={size}", partial(self._capture, size)) for size in sizes)
+        for i, step in enumerate(self.item.case.steps, 1):
+            yield f"step {i}: {step}", partial(self._step, step)
 
     def _expected(self, size: int, frozen: bool) -> Expected:
         """Inside a graph (``frozen``) the op prepares the rows of its capture, else those of the batch."""

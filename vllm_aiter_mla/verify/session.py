@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +29,9 @@ class NotHereError(RuntimeError):
     """The device or the back end that was asked for is not on this machine; the message is one line for the user."""
 
 
-def _built(name: str) -> KernelBackend | str:
-    return Backends(Settings(), detect_platform()).get(name)
-
-
 FINDERS: dict[str, Callable[[], KernelBackend | str]] = {
-    name: partial(_built, name) for name in ("reference", "triton", *AITER_KERNELS)
+    name: lambda name=name: Backends(Settings(), detect_platform()).get(name)  # type: ignore[misc]
+    for name in ("reference", "triton", *AITER_KERNELS)
 }
 """How to make each back end, or learn why there is none, in the order in which they run; add your own."""
 

@@ -55,14 +55,8 @@ class Page:
     ) -> None:
         """Add a block, or new rows and lines to the block of that title: the ranks of an engine say the same.
 
-        Args:
-            section: of the page.
-            title: of the block.
-            heads: of the table; empty if there is none.
-            rows: one cell per head; a list in a cell is folded.
-            chart: draws SVG for a title, or returns "".
-            notes: lines above the table.
-            alarms: lines that say what went wrong.
+        ``rows`` have one cell per head of the table; a list in a cell is folded. ``chart`` draws SVG for a title.
+        ``notes`` are lines above the table, ``alarms`` say what went wrong.
         """
         blocks = self.sections[section]
         if title not in blocks:
