@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_aiter_mla import files
+from vllm_aiter_mla.commands import outputs
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.backends import Backends
@@ -61,9 +66,6 @@ def measure(
     early; 2 without a GPU or with a wrong option.
     """
     import torch
-
-    from vllm_aiter_mla import files
-    from vllm_aiter_mla.commands import outputs
 
     kinds = [Kind.fp8, Kind.bf16] if kind is Kind.both else [kind]
     try:
@@ -189,9 +191,6 @@ def shape_of(heads: int, kind: str, weights: str) -> LayerShape:
 
 def show(record: Mapping[str, Any]) -> None:
     """Print the table, and why kernels were not timed."""
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console(markup=False, highlight=False, soft_wrap=True)
     rows, wrong = record["rows"], record["wrong"]
     names = list(dict.fromkeys(name for row in rows for name in row["us"]))

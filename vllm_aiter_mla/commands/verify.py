@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.measure import Weights
 from vllm_aiter_mla.verify import NOTHING
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from vllm_aiter_mla.verify.cases import Geometry
     from vllm_aiter_mla.verify.runner import Result
     from vllm_aiter_mla.verify.session import Session
@@ -73,9 +75,6 @@ def verify(
         values = {name: (context.params.get(str(one.name)), one.get_default(context)) for name, one in options.items()}
         if unused := [name for name, (value, default) in values.items() if value and value != default]:
             outputs.fail(f"verify: --list: {', '.join(unused)} would have no effect; leave one of them out")
-    from rich.console import Console
-
-    from vllm_aiter_mla import files
     from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.verify import session
 
@@ -145,9 +144,6 @@ def _list(console: Console) -> None:
 
 def _run(session: Session, console: Console) -> None:
     """Run and print: progress, a table per back end, and each failure with the command that repeats it."""
-    from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     console.print("machine: " + escape(", ".join(f"{name} {value}" for name, value in session.machine.items())))
     if not session.engine.graphs:
         console.print(
@@ -170,8 +166,6 @@ def _run(session: Session, console: Console) -> None:
 
 def _table(backend: str, results: list[Result]) -> Table:
     """Return a row per case, with its variants, and what was done."""
-    from rich.table import Table
-
     table = Table(title=f"{backend}: {results[0].engine}", title_justify="left", padding=(0, 1), pad_edge=False)
     for name in ("case", "variants", "graphs", "replays", "checks", "seconds"):
         table.add_column(name, justify="left" if name in ("case", "variants") else "right", no_wrap=True)
@@ -186,8 +180,6 @@ def _table(backend: str, results: list[Result]) -> Table:
 
 def _outcome(session: Session) -> Iterator[str]:
     """Yield each failure, the reasons of skipped cases, the launches of a step, the oracles, and the sums."""
-    from rich.markup import escape
-
     from vllm_aiter_mla.verify.oracles import ORACLES
 
     for result in (result for result in session.results if result.status == "failed"):

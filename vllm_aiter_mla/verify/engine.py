@@ -21,7 +21,6 @@ from vllm_aiter_mla.verify.layer import Segment, Step
 # Calls that wait for the device, or whose result's shape depends on the device's data.
 SYNCS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 INDEXING = frozenset({"aten.index", "aten.index_put", "aten.index_put_"})
-EMPTY = frozenset(f"aten.{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
 
 
 class Recording(TorchDispatchMode):
@@ -45,7 +44,7 @@ class Recording(TorchDispatchMode):
             return result
         fresh = _fresh(args, kwargs, result)
         self.shapes += [(name, tuple(tensor.shape)) for tensor in fresh.values()]
-        if name in EMPTY or not (fresh or func._schema.is_mutable):
+        if name.startswith(("aten.empty", "aten.new_empty")) or not (fresh or func._schema.is_mutable):
             # Nothing to repeat: memory or a view. New memory is kept alive, as a graph's pool does.
             self._kept += fresh.values()
             return result

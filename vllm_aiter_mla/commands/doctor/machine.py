@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Literal
 
 from vllm_aiter_mla import files, status
-from vllm_aiter_mla.compat import offline
+from vllm_aiter_mla.compat import config, offline
+from vllm_aiter_mla.kernels.aiter import op
 from vllm_aiter_mla.settings import NAMESPACE
 
 Status = Literal["ok", "warning", "problem", "unknown"]
@@ -124,13 +125,11 @@ def hip_python(env: Env) -> Check:
 
 def vllm(env: Env) -> Check:
     """Check vLLM's version against the window, without importing vLLM."""
-    from vllm_aiter_mla.compat.config import WINDOW, in_window
-
     version = vllm_version()
-    window = "{}.{} <= vLLM < {}.{}".format(*WINDOW[0], *WINDOW[1])
+    window = "{}.{} <= vLLM < {}.{}".format(*config.WINDOW[0], *config.WINDOW[1])
     if version is None:
         return Check("problem", "vLLM is not installed", f"install vLLM for ROCm, {window}")
-    if in_window(version):
+    if config.in_window(version):
         return Check("ok", f"{version}, inside {window}")
     remedy = "use a release inside, or try additional_config.aiter_mla.debug.untested_vllm=true"
     return Check("problem", f"{version} is outside {window}: the plugin stays off", remedy)
@@ -164,10 +163,9 @@ def surface(env: Env) -> Check:
     """Check that vLLM has the hooks that the plugin needs."""
     if vllm_version() is None:
         return NO_VLLM
-    from vllm_aiter_mla.compat.config import missing_capabilities
     from vllm_aiter_mla.compat.layer import missing_names
 
-    missing = (*missing_capabilities(), *missing_names())
+    missing = (*config.missing_capabilities(), *missing_names())
     if missing:
         return Check("problem", f"this vLLM lacks {', '.join(missing)}: the plugin stays off", SEE_VLLM)
     return Check("ok", "vLLM has every hook that the plugin needs")
@@ -177,13 +175,11 @@ def mla_ops(env: Env) -> Check:
     """Check that vLLM's MLA ops have the arguments that the passes know."""
     if vllm_version() is None:
         return NO_VLLM
-    from vllm_aiter_mla.compat.config import ATTENTION_MODULE, OP_ARGUMENTS, op_differences
-
-    importlib.import_module(ATTENTION_MODULE)
-    found = op_differences()
+    importlib.import_module(config.ATTENTION_MODULE)
+    found = config.op_differences()
     if found:
         return Check("problem", f"{'; '.join(found)}: the plugin stays off", SEE_VLLM)
-    return Check("ok", ", ".join(OP_ARGUMENTS))
+    return Check("ok", ", ".join(config.OP_ARGUMENTS))
 
 
 def patches(env: Env) -> Check:
@@ -205,9 +201,7 @@ def patches(env: Env) -> Check:
 
 def aiter(env: Env) -> Check:
     """Check AITER from its files, without importing it."""
-    from vllm_aiter_mla.kernels.aiter.op import locate_aiter
-
-    found = locate_aiter()
+    found = op.locate_aiter()
     if found.reason is not None:
         if found.package is None and found.distribution is None and rocm_version() is None:
             return Check("unknown", "not installed here, and no ROCm either", ELSEWHERE)
@@ -338,9 +332,7 @@ def vllm_version() -> str | None:
             return None
     except (ImportError, ValueError):
         return None
-    from vllm_aiter_mla.compat import config as compat_config
-
-    return files.stamp("doctor", 1)[files.KEY]["vllm"] or compat_config.vllm_version()
+    return files.stamp("doctor", 1)[files.KEY]["vllm"] or config.vllm_version()
 
 
 def _on(env: Env, name: str, default: bool = False) -> bool:

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from vllm_aiter_mla import files
+from vllm_aiter_mla.commands import outputs
+
 
 def report(
     inputs: Annotated[
@@ -20,9 +23,6 @@ def report(
     The page loads nothing, runs no script and opens without a network. Every figure is in a table too. Exits 2 and
     writes nothing if an input cannot be shown.
     """
-    from vllm_aiter_mla import files
-    from vllm_aiter_mla.commands import outputs
-
     try:
         outputs.check({"--out": out})
         from vllm_aiter_mla.commands.report.page import html_of
