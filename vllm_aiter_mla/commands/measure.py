@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from enum import Enum
 from itertools import product
 from pathlib import Path
@@ -159,8 +160,6 @@ def row_of(tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed:
 
 def rival_of(backends: Backends, shape: LayerShape, most: int) -> KernelBackend | str:
     """Return AITER's single launch, checked, or why it is not timed on this shape."""
-    from dataclasses import replace
-
     from vllm_aiter_mla import startup
     from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
     from vllm_aiter_mla.kernels.aiter.one_launch import OneLaunchBackend

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import typer
 
+from vllm_aiter_mla import status as status_of
+from vllm_aiter_mla.commands import outputs
+
 
 def status() -> None:
     """Print the status line of each engine whose files are under VLLM_CACHE_ROOT.
 
     Exits 0 if every MLA layer is engaged on every rank, 1 if not, and 2 if there is no status file.
     """
-    from vllm_aiter_mla import status as status_of
-    from vllm_aiter_mla.commands import outputs
     from vllm_aiter_mla.compat.config import cache_folder
 
     folder = cache_folder()

@@ -9,7 +9,6 @@ import torch
 
 from vllm_aiter_mla.kernels import formats
 
-Kind = Literal["kernel", "full", "piecewise"]
 ACT = torch.bfloat16
 """The activation dtype of every run."""
 FRESH = ("data", "positions", "slots")
@@ -109,7 +108,7 @@ class Case:
     serving: str  # what serving does, in one sentence
     sizes: tuple[int, ...]  # padded sizes to capture
     steps: tuple[Step, ...]
-    kind: Kind = "kernel"
+    kind: Literal["kernel", "full", "piecewise"] = "kernel"
     layers: int = 1
     width: int = 1  # tokens per decode request, 1 + drafts
     missing_slots: int = 0  # by how many the slot mapping is shorter than the padded size

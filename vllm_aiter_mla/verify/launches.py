@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-KERNEL = "KERNEL"
 # Nodes that order other nodes and do nothing.
 BARRIERS = frozenset({"EMPTY", "EVENT_RECORD", "EVENT_WAIT", "EVENTRECORD", "EVENTWAIT"})
 # A label holds newlines and escaped signs, and no plain quotation mark.
@@ -124,7 +123,7 @@ def of_dot(text: str) -> tuple[str, ...]:
     found = [_node(dict(_ATTRIBUTE.findall(attributes))) for attributes in _NODE.findall(text)]
     if not found:
         raise DumpError("the DOT text has no node: the graph is empty, or its format is new")
-    return tuple((name or "?") if kind == KERNEL else kind for kind, name in found if kind not in BARRIERS)
+    return tuple((name or "?") if kind == "KERNEL" else kind for kind, name in found if kind not in BARRIERS)
 
 
 def _node(attributes: dict[str, str]) -> tuple[str, str]:
@@ -135,7 +134,7 @@ def _node(attributes: dict[str, str]) -> tuple[str, str]:
         return kind[0] if kind else "UNKNOWN", kernel[1].strip() if kernel else ""
     what = [*(line.strip() for line in label.splitlines() if line.strip()), "", ""][1]
     if attributes.get("shape") == "octagon":
-        return KERNEL, what
+        return "KERNEL", what
     kind = _KIND.match(what)
     return kind[0] if kind else "UNKNOWN", ""
 

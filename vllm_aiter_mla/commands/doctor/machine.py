@@ -293,12 +293,8 @@ def module(name: str) -> ModuleType | Exception:
 
 def distribution(*names: str) -> str | None:
     """Return name and version of the first of ``names`` that is installed."""
-    for name in names:
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    found = (one for name in names for one in importlib.metadata.distributions(name=name))
+    return next((f"{one.name} {one.version}" for one in found), None)
 
 
 def rocm_version() -> str | None:
