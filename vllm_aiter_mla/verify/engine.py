@@ -20,7 +20,6 @@ from vllm_aiter_mla.verify.layer import Segment, Step
 
 # Calls that wait for the device, or whose result's shape depends on the device's data.
 SYNCS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-INDEXING = frozenset({"aten.index", "aten.index_put", "aten.index_put_"})
 
 
 class Recording(TorchDispatchMode):
@@ -69,7 +68,7 @@ class Recording(TorchDispatchMode):
 
 
 def _synchronises(func: Any, name: str, args: Any) -> bool:
-    if name in INDEXING:
+    if name in ("aten.index", "aten.index_put", "aten.index_put_"):
         # A boolean index becomes a list of indices, and the host has to know its length.
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1]))
     return not SYNCS.isdisjoint(func.tags)

@@ -267,7 +267,8 @@ class Buffers:
         pool = torch.randperm(self.blocks, generator=self.generator).tolist()
         row = 0
         # Decode requests of ``width`` tokens, then one prefill chunk after another.
-        for tokens in (*_parts(batch.decode_rows, self.case.width), *_parts(batch.num_prefills, capacity)):
+        parts = ((batch.decode_rows, self.case.width), (batch.num_prefills, capacity))
+        for tokens in [min(most, total - first) for total, most in parts for first in range(0, total, most)]:
             blocks = torch.tensor([pool.pop() for _ in range(self.geometry.blocks)])
             end = int(torch.randint(tokens, capacity + 1, (1,), generator=self.generator))
             keys = torch.arange(end - tokens, end)
@@ -291,10 +292,6 @@ class Buffers:
             else:
                 layer.k_scale.mul_(1.5)
                 layer.q_scale.mul_(0.75)
-
-
-def _parts(total: int, most: int) -> list[int]:
-    return [min(most, total - first) for first in range(0, total, most)]
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
