@@ -52,13 +52,13 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         run=lambda: [result], results=[result], status=0, engine=SimpleNamespace(name="graph capture"),
         command=lambda result: "again", as_dict=dict,
     )  # fmt: skip
-    row = measure.Row(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
-    made["report"] = measure.Report({"card": "a card"}, "fp8", [row])
+    row = measure.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
+    made["measured"] = {"machine": {"card": "a card"}, "weights": "fp8", "rows": [row], "wrong": {}, "stopped": ""}
     monkeypatch.setattr(steps.doctor, "examine", lambda: made["checks"])
     monkeypatch.setattr(model, "ask", lambda *_: made["plan"])
-    monkeypatch.setattr(session, "Session", lambda request: made["run"])
+    monkeypatch.setattr(session, "Session", lambda **_: made["run"])
     monkeypatch.setattr(steps, "has_gpu", lambda: True)
-    monkeypatch.setattr(measure, "run", lambda *_: made["report"])
+    monkeypatch.setattr(measure, "run", lambda *_: made["measured"])
     monkeypatch.setattr(engine, "run", lambda folder, arguments, enabled, *_, **__: made["answers"][enabled])
     return made
 
@@ -92,11 +92,11 @@ def a_wrong_kernel(card: dict[str, Any]) -> None:
 
 
 def a_kernel_that_does_not_saturate(card: dict[str, Any]) -> None:
-    card["report"].wrong["aiter"] = "writes NaN"
+    card["measured"]["wrong"]["aiter"] = "writes NaN"
 
 
 def nothing_is_timed(card: dict[str, Any]) -> None:
-    card["report"].rows.clear()
+    card["measured"]["rows"].clear()
 
 
 def other_tokens(card: dict[str, Any]) -> None:
@@ -209,7 +209,7 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
 def test_without_a_gpu_the_steps_of_a_card_are_skipped_and_the_exit_status_is_3(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def no_card(request: Any) -> Any:
+    def no_card(**_: Any) -> Any:
         raise session.NotHereError("torch sees no GPU")
 
     monkeypatch.setattr(steps, "has_gpu", lambda: False)

@@ -63,13 +63,14 @@ def write_plan(folder: Path) -> Path:
 
 def write_measure(folder: Path) -> Path:
     """The record of made-up timings: one size is slower, one kernel was wrong, the run stopped early."""
-    from vllm_aiter_mla.commands.measure import Report, Row
+    from vllm_aiter_mla.commands.measure import row_of
 
-    report = Report({"card": "made up for a test"}, "fp8", stopped="16 heads, bf16: OutOfMemoryError")
-    report.wrong["aiter"] = "16 heads, fp8: aiter: self-check FAILED"
+    record = {"machine": {"card": "made up for a test"}, "weights": "fp8"}
+    wrong, rows = {"aiter": "16 heads, fp8: aiter: self-check FAILED"}, []
+    record |= {"rows": rows, "wrong": wrong, "stopped": "16 heads, bf16: OutOfMemoryError"}
     for heads in (16, 128):
         for tokens in (1, 64, 256):
             us = {"triton": 4.0 + tokens / 30, "vllm": 8.0}
-            report.rows.append(Row(tokens, heads, "fp8", us, {"aiter": "self-check FAILED"}))
-    files.write(folder / "measure.json", report.as_dict() | files.stamp("measure", 1))
+            rows.append(row_of(tokens, heads, "fp8", us, {"aiter": "self-check FAILED"}))
+    files.write(folder / "measure.json", record | files.stamp("measure", 1))
     return folder / "measure.json"

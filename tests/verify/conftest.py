@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.verify.faults import FAULTS
-from vllm_aiter_mla.verify import backends, cases, runner
+from vllm_aiter_mla.verify import cases, runner, session
 from vllm_aiter_mla.verify.engine import EagerEngine
 
 LIMIT = 12
@@ -23,7 +23,7 @@ def dump():
 @pytest.fixture
 def backend():
     """The reference, as ``verify`` runs it."""
-    return backends.load("reference")
+    return session.find("reference")
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ import torch
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
-from vllm_aiter_mla.verify import steps
-from vllm_aiter_mla.verify.layer import Layer, raw
-from vllm_aiter_mla.verify.steps import bodies
+from vllm_aiter_mla.verify import layer as verify_layer
+from vllm_aiter_mla.verify.layer import Layer, bodies, raw
 
 
 class Changed(ReferenceBackend):
@@ -155,7 +154,7 @@ def produces_once(patch):
             right(source, work)
         done.add(key)
 
-    return function(steps, "produce", produce)(patch)
+    return function(verify_layer, "produce", produce)(patch)
 
 
 def copies_table(run, inputs):

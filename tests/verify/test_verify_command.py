@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.support.planted import raising
 from tests.verify.faults import stale
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.verify import backends, session
+from vllm_aiter_mla.verify import session
 
 ROOT = Path(__file__).resolve().parents[2]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
@@ -38,7 +38,7 @@ def test_without_a_gpu_or_the_back_end_that_was_asked_for_it_exits_3_in_one_line
         assert (done.exit_code, len(done.stderr.splitlines())) == (3, 1)
         assert "--device cpu" in done.stderr
     monkeypatch.setattr(session, "engine_here", lambda device: session.EagerEngine())
-    monkeypatch.setitem(backends.FINDERS, "aiter", lambda: "no such card")
+    monkeypatch.setitem(session.FINDERS, "aiter", lambda: "no such card")
     done = verify("--backend", "aiter")
     assert (done.exit_code, len(done.stderr.splitlines())) == (3, 1)
     assert "no such card" in done.stderr
@@ -71,7 +71,7 @@ def test_a_model_without_an_mla_layer_exits_2(tmp_path):
 @pytest.fixture
 def faulty(monkeypatch):
     """A back end called "reference" that reads a scale once and never again."""
-    monkeypatch.setitem(backends.FINDERS, "reference", lambda: stale("q_scale")(monkeypatch))
+    monkeypatch.setitem(session.FINDERS, "reference", lambda: stale("q_scale")(monkeypatch))
 
 
 @on_cpu
@@ -101,7 +101,7 @@ def test_a_failure_exits_1_and_prints_the_command_that_repeats_it(faulty):
 
 
 def test_a_back_end_that_breaks_while_it_is_looked_for_is_missing_not_a_crash(monkeypatch):
-    monkeypatch.setitem(backends.FINDERS, "aiter", raising(OSError("rocminfo: not found")))
+    monkeypatch.setitem(session.FINDERS, "aiter", raising(OSError("rocminfo: not found")))
     done = cli("--backend", "aiter", "--backend", "reference", "--only", "fresh-data", "--quick")
     assert done.exit_code == 0
     assert "rocminfo: not found" in done.output
@@ -112,8 +112,8 @@ def test_a_back_end_that_breaks_while_it_is_looked_for_is_missing_not_a_crash(mo
     [("long", ["long-run", "long-run-piecewise"]), ("long-run", ["long-run"]), ("-size", ["every-capture-size"])],
 )
 def test_a_part_of_a_name_selects_every_case_that_holds_it_and_a_whole_name_one(asked, names):
-    request = session.Request(backend=("reference",), only=(asked,), variant=("fp8",))
-    assert [item.case.name for item in session.Session(request).items] == names
+    found = session.Session(backend=("reference",), only=(asked,), variant=("fp8",))
+    assert [item.case.name for item in found.items] == names
 
 
 def test_list_prints_cases_and_oracles_and_runs_nothing():
@@ -153,8 +153,8 @@ def test_a_failure_in_pytest_names_the_oracle_and_the_command_that_repeats_it(tm
     (tmp_path / "conftest.py").write_text(
         "def pytest_configure(config):\n"
         "    from tests.verify.faults import Changed, flips_query\n"
-        "    from vllm_aiter_mla.verify import backends\n"
-        "    backends.FINDERS['reference'] = lambda: Changed(flips_query)\n"
+        "    from vllm_aiter_mla.verify import session\n"
+        "    session.FINDERS['reference'] = lambda: Changed(flips_query)\n"
     )
     done = plugin(tmp_path, *SELECTED)
     assert done.returncode == 1

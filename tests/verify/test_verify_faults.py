@@ -44,7 +44,7 @@ def test_mutation_without_frozen_python_a_captured_branch_goes_unnoticed(caught)
 
 @pytest.mark.mutation
 def test_mutation_without_poison_a_padded_row_may_pass_for_a_number(caught, monkeypatch):
-    monkeypatch.setattr(runner, "nan_byte", lambda dtype: 0)
+    monkeypatch.setattr(runner, "POISON", 0.0)
     assert "finite" not in caught("mixes-padded-rows")
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.verify.faults import FAULTS
 from vllm_aiter_mla.kernels.platform import detect_platform
-from vllm_aiter_mla.verify import PASSED, backends, session
+from vllm_aiter_mla.verify import PASSED, session
 from vllm_aiter_mla.verify.cases import REAL, Item, cases, variants
 from vllm_aiter_mla.verify.runner import run_case
 
@@ -18,12 +18,12 @@ pytestmark = [
 
 
 def ran(**asked):
-    found = session.Session(session.Request(**asked))
+    found = session.Session(**asked)
     list(found.run())
     return found
 
 
-@pytest.mark.parametrize("name", list(backends.FINDERS))
+@pytest.mark.parametrize("name", list(session.FINDERS))
 def test_verify_gpu_every_back_end_here_passes(name):
     found = ran(backend=(name,), quick=True)
     if name in found.missing:

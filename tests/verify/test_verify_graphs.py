@@ -137,7 +137,7 @@ def test_a_capture_that_fails_is_a_finding_and_puts_the_stream_back(run, engine,
         return right(inputs)
 
     (finding,) = run("fresh-data", Changed(prepare), engine=engine).findings
-    assert (finding.oracle, finding.step) == ("runs", "capture")
+    assert (finding.oracle, finding.step) == ("runs", "capture of T=12")
     assert "operation not permitted" in finding.message
     assert "more" not in finding.message
     assert cuda.restored == 1

@@ -48,13 +48,9 @@ def _root(
     """Options before any command."""
 
 
-def _register() -> None:
-    for name, place in COMMANDS.items():
-        module = importlib.import_module(f"vllm_aiter_mla.commands.{place}")
-        app.command(name, **getattr(module, "COMMAND", {}))(getattr(module, name))
-
-
-_register()
+for _name, _place in COMMANDS.items():
+    _module = importlib.import_module(f"vllm_aiter_mla.commands.{_place}")
+    app.command(_name, **getattr(_module, "COMMAND", {}))(getattr(_module, _name))
 
 
 def main() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from enum import Enum
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_aiter_mla import files
+from vllm_aiter_mla.commands import outputs
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.backends import Backends
@@ -45,54 +49,6 @@ class Weights(str, Enum):
         return {"bf16": ("plain",), "fp8": ("fp8", fp8), "mxfp4": ("mxfp4",)}[self.value]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What was timed at one size.
-
-    Attributes:
-        tokens, heads: T and N.
-        kind: type of the query and the cache, "fp8" or "bf16".
-        us: median microseconds a call by kernel, among them ``rivals`` that never serve.
-        untimed: why a kernel was not timed: it does not take the call, cannot run here, or is wrong.
-    """
-
-    tokens: int
-    heads: int
-    kind: str
-    us: dict[str, float]
-    untimed: dict[str, str]
-
-    @property
-    def ratio(self) -> float | None:
-        """The fastest rival's time over that of our fastest kernel; above 1 ours is faster. None without both."""
-        ours = [us for name, us in self.us.items() if name not in RIVALS]
-        theirs = [us for name, us in self.us.items() if name in RIVALS]
-        return min(theirs) / min(ours) if ours and "vllm" in self.us else None
-
-
-@dataclass(slots=True)
-class Report:
-    """A whole run on one card.
-
-    Attributes:
-        machine: card and versions.
-        weights: format of the absorb weights.
-        rows: by type, heads, tokens.
-        wrong: (heads, type) and message of a kernel that failed its self-check, by kernel.
-        stopped: at which size and why the run ended early; empty if it did not.
-    """
-
-    machine: dict[str, str]
-    weights: str
-    rows: list[Row] = field(default_factory=list)
-    wrong: dict[str, str] = field(default_factory=dict)
-    stopped: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the run for JSON."""
-        return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio} for row in self.rows]}
-
-
 def measure(
     tokens: Annotated[
         list[int] | None, typer.Option("--tokens", "-t", min=1, max=MOST_TOKENS, help="Tokens; may be repeated.")
@@ -113,47 +69,47 @@ def measure(
     """
     import torch
 
-    from vllm_aiter_mla import files
-    from vllm_aiter_mla.commands import outputs
-
     kinds = [Kind.fp8, Kind.bf16] if kind is Kind.both else [kind]
     try:
         outputs.check({"--json": json})
     except outputs.OutputError as error:
-        print(f"measure: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        outputs.fail(f"measure: {error}")
     if not torch.cuda.is_available():
-        print(f"measure: a GPU is needed, torch {torch.__version__} sees none; nothing was timed", file=sys.stderr)
-        raise typer.Exit(2)
-    report = run(tokens or TOKENS, heads or HEADS, [one.value for one in kinds], weights.value)
+        outputs.fail(f"measure: a GPU is needed, torch {torch.__version__} sees none; nothing was timed")
+    record = run(tokens or TOKENS, heads or HEADS, [one.value for one in kinds], weights.value)
     if json is not None:
-        files.write(json, report.as_dict() | files.stamp("measure", 1))
-    show(report)
-    raise typer.Exit(1 if report.stopped or report.wrong else 0)
+        files.write(json, record | files.stamp("measure", 1))
+    show(record)
+    raise typer.Exit(1 if record["stopped"] or record["wrong"] else 0)
 
 
-def run(tokens: Any, heads: Any, kinds: list[str], weights: str) -> Report:
-    """Time every size. A size that raises ends the run; what was timed before is kept."""
+def run(tokens: Any, heads: Any, kinds: list[str], weights: str) -> dict[str, Any]:
+    """Time every size; return the record for JSON (docs/files.md).
+
+    A size that raises ends the run, and "stopped" says which and why. What was timed before is kept. "wrong" says of
+    each kernel that failed its self-check where it did.
+    """
     from vllm_aiter_mla.backends import Backends, current_platform
     from vllm_aiter_mla.compat import config as compat_config
     from vllm_aiter_mla.kernels import measure as timing
     from vllm_aiter_mla.settings import Settings
 
-    report, backends = Report(timing.machine(), weights), Backends(Settings(enabled=True), current_platform())
+    record: dict[str, Any] = {"machine": timing.machine(), "weights": weights, "rows": [], "wrong": {}, "stopped": ""}
+    backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
         for kind, count in product(kinds, heads):
             try:
-                for row in rows_of(backends, count, kind, weights, tokens, report.wrong):
-                    report.rows.append(row)
+                for row in rows_of(backends, count, kind, weights, tokens, record["wrong"]):
+                    record["rows"].append(row)
             except Exception as error:  # out of memory for a large size, or a build that fails
-                report.stopped = f"{count} heads, {kind}: {type(error).__name__}: {error}"
+                record["stopped"] = f"{count} heads, {kind}: {type(error).__name__}: {error}"
                 break
-    return report
+    return record
 
 
 def rows_of(
     backends: Backends, heads: int, kind: str, weights: str, tokens: list[int], wrong: dict[str, str]
-) -> Iterator[Row]:
+) -> Iterator[dict[str, Any]]:
     """Check and time the contenders on one layer shape; a kernel that fails its check goes to ``wrong``."""
     from vllm_aiter_mla import startup
     from vllm_aiter_mla.kernels import measure as timing
@@ -177,19 +133,29 @@ def rows_of(
             able[name] = rival
     for count in tokens:
         calls = synthetic_inputs(shape, count)
-        bound = {name: backend.bind(calls) for name, backend in able.items()}
-        skipped = {name: one for name, one in bound.items() if isinstance(one, str)}
+        skipped = {name: why for name, backend in able.items() if (why := backend.refuse(calls)) is not None}
         weight, budget = synthetic_inputs(shape).weight, timing.Budget(float("inf"))
         rounds = timing.time_shape(able, shape, weight, [count], budget)[count]
         us = {name: statistics.median(one) for name, one in rounds.items()}
-        yield Row(count, heads, kind, us, untimed | skipped)
+        yield row_of(count, heads, kind, us, untimed | skipped)
         timing.give_back()
+
+
+def row_of(tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed: Mapping[str, str]) -> dict[str, Any]:
+    """Return the record of one size: T tokens, N heads, and "fp8" or "bf16", the type of the query and the cache.
+
+    ``us`` has median microseconds a call by kernel, among them ``RIVALS``, which never serve. ``untimed`` says why a
+    kernel was not timed: it does not take the call, cannot run here, or is wrong. "ratio" is the fastest rival's time
+    over that of our fastest kernel: above 1 ours is faster. None without both.
+    """
+    ours = [one for name, one in us.items() if name not in RIVALS]
+    theirs = [one for name, one in us.items() if name in RIVALS]
+    ratio = min(theirs) / min(ours) if ours and RIVALS[0] in us else None
+    return {"tokens": tokens, "heads": heads, "kind": kind, "us": us, "untimed": untimed, "ratio": ratio}
 
 
 def rivals_of(backends: Backends, shape: LayerShape, most: int) -> dict[str, KernelBackend | str]:
     """Return the kernels that are timed and never serve, each checked, or why it is not timed on this shape."""
-    from dataclasses import replace
-
     from vllm_aiter_mla import startup
     from vllm_aiter_mla.commands.rivals import MOST_ROWS, DecodeTileBackend, OneLaunchBackend
     from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
@@ -228,24 +194,21 @@ def shape_of(heads: int, kind: str, weights: str) -> LayerShape:
     return LayerShape(heads, 128, stored, stored, 64, False, act, "cuda", weight=Weights(weights).key(fp8))
 
 
-def show(report: Report) -> None:
+def show(record: Mapping[str, Any]) -> None:
     """Print the table, and why kernels were not timed."""
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    names = list(dict.fromkeys(name for row in report.rows for name in row.us))
-    title = f"{', '.join(report.machine.values())}; {report.weights} weights"
+    rows, wrong = record["rows"], record["wrong"]
+    names = list(dict.fromkeys(name for row in rows for name in row["us"]))
+    title = f"{', '.join(record['machine'].values())}; {record['weights']} weights"
     table = Table("T", "N", "type", *(f"{name}, us" for name in names), "rival / ours", title=title)
-    for row in report.rows:
-        us = [f"{row.us[name]:.2f}" if name in row.us else "-" for name in names]
-        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}{' (slower)' if row.ratio < 1 else ''}"
-        table.add_row(str(row.tokens), str(row.heads), row.kind, *us, ratio)
+    for row in rows:
+        us = [f"{row['us'][name]:.2f}" if name in row["us"] else "-" for name in names]
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}{' (slower)' if row['ratio'] < 1 else ''}"
+        table.add_row(str(row["tokens"]), str(row["heads"]), row["kind"], *us, ratio)
     console.print(table)
-    for name, why in dict.fromkeys((name, why) for row in report.rows for name, why in row.untimed.items()):
-        if name not in report.wrong:
-            console.print(f"{name}: not timed: {why}")
-    for name, why in report.wrong.items():
+    for name, why in dict.fromkeys(one for row in rows for one in row["untimed"].items() if one[0] not in wrong):
+        console.print(f"{name}: not timed: {why}")
+    for name, why in wrong.items():
         console.print(f"WRONG, not timed: {name} at {why}")
-    if report.stopped:
-        console.print(f"STOPPED at {report.stopped}")
+    if record["stopped"]:
+        console.print(f"STOPPED at {record['stopped']}")

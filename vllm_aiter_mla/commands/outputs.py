@@ -1,4 +1,4 @@
-"""What the commands write: files, lines of progress, text from elsewhere. Imports neither typer nor torch."""
+"""What the commands write: files, lines of progress and of errors, text from elsewhere. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
+
+import typer
 
 from vllm_aiter_mla.files import is_device
 
@@ -62,30 +65,27 @@ def _folder_problem(path: Path) -> str | None:
     return None if os.access(nearest, os.W_OK) else f"{nearest} is not writable"
 
 
-def silent(step: str) -> None:
-    """Print nothing."""
+def fail(message: str, status: int = 2) -> NoReturn:
+    """End the command with one line on stderr and this exit status."""
+    typer.echo(line(message), err=True)
+    raise typer.Exit(status)
 
 
 @contextmanager
-def progress(command: str, patience: float = PATIENCE) -> Iterator[Step]:
-    """Print to stderr which step a block has reached after ``patience`` seconds, and every later step."""
-    current, late = "starting", False
+def progress(command: str) -> Iterator[Step]:
+    """Print to stderr which step a block has reached after ``PATIENCE`` seconds, and every later step."""
+    steps, late = ["starting"], threading.Event()
 
     def say() -> None:
-        print(f"{command}: {current} ...", file=sys.stderr, flush=True)
+        late.set()
+        print(f"{command}: {steps[-1]} ...", file=sys.stderr, flush=True)
 
     def begin(step: str) -> None:
-        nonlocal current
-        current = step
-        if late:
+        steps.append(step)
+        if late.is_set():
             say()
 
-    def expire() -> None:
-        nonlocal late
-        late = True
-        say()
-
-    timer = threading.Timer(patience, expire)
+    timer = threading.Timer(PATIENCE, say)
     timer.daemon = True
     timer.start()
     try:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from vllm_aiter_mla import files
+from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.measure import Weights
-from vllm_aiter_mla.verify import NO_GRAPHS, NOTHING
+from vllm_aiter_mla.verify import NOTHING
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from vllm_aiter_mla.verify.cases import Geometry
     from vllm_aiter_mla.verify.runner import Result
     from vllm_aiter_mla.verify.session import Session
@@ -70,11 +74,7 @@ def verify(
         options = {one.opts[0]: one for one in context.command.params if one.name not in ("listing", "device", "tp")}
         values = {name: (context.params.get(str(one.name)), one.get_default(context)) for name, one in options.items()}
         if unused := [name for name, (value, default) in values.items() if value and value != default]:
-            raise _wrong(f"--list: {', '.join(unused)} would have no effect; leave one of them out")
-    from rich.console import Console
-
-    from vllm_aiter_mla import files
-    from vllm_aiter_mla.commands import outputs
+            outputs.fail(f"verify: --list: {', '.join(unused)} would have no effect; leave one of them out")
     from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.verify import session
 
@@ -84,28 +84,26 @@ def verify(
         return
     names = (tuple(backend or ()), tuple(only or ()), tuple(variant or ()))
     sizes = {"--model": model, "--tp": tp if model else None, "--heads": heads, "--nope": nope, "--v": v}
-    repeated = {"--device": device.value, **sizes, "--weights": weights and weights.value}
-    again = tuple(f"{option} {value}" for option, value in repeated.items() if value is not None)
+    repeated = {"--limit": limit, "--replays": replays, "--device": device.value, **sizes}
+    repeated["--weights"] = weights and weights.value
+    again = [f"{option} {value}" for option, value in repeated.items() if value is not None]
+    if quick and not replays:
+        again.insert(0, "--quick")
     try:
         outputs.check({"--json": json})
         geometry = None if all(value is None for value in sizes.values()) else _geometry(model, tp, heads, nope, v)
         weight = weights.key(detect_platform().fp8) if weights else None
-        run = session.Session(
-            session.Request(*names, seed, repeat, quick, limit, replays, device.value, geometry, weight, again)
-        )
+        run = session.Session(*names, seed, repeat, quick, limit, replays, device.value, geometry, weight, tuple(again))
     except (ValueError, LookupError) as error:
-        raise _wrong(str(error)) from None
+        outputs.fail(f"verify: {error}")
     except session.NotHereError as error:
-        raise _wrong(str(error), NOTHING) from None
+        outputs.fail(f"verify: {error}", NOTHING)
     _run(run, console)
     if json is not None:
         files.write(json, run.as_dict() | files.stamp("verify", 1))
-    raise _wrong("nothing could be run", NOTHING) if run.status == NOTHING else typer.Exit(run.status)
-
-
-def _wrong(message: str, status: int = 2) -> typer.Exit:
-    typer.echo(f"verify: {message}", err=True)
-    return typer.Exit(status)
+    if run.status == NOTHING:
+        outputs.fail("verify: nothing could be run", NOTHING)
+    raise typer.Exit(run.status)
 
 
 def _geometry(model: str | None, tp: int, heads: int | None, nope: int | None, v: int | None) -> Geometry:
@@ -114,8 +112,6 @@ def _geometry(model: str | None, tp: int, heads: int | None, nope: int | None, v
     Raises:
         LookupError: there is no such model, or its config names no MLA layer.
     """
-    from dataclasses import replace
-
     from vllm_aiter_mla.verify.cases import REAL
 
     found = REAL
@@ -148,14 +144,12 @@ def _list(console: Console) -> None:
 
 def _run(session: Session, console: Console) -> None:
     """Run and print: progress, a table per back end, and each failure with the command that repeats it."""
-    from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     console.print("machine: " + escape(", ".join(f"{name} {value}" for name, value in session.machine.items())))
     if not session.engine.graphs:
         console.print(
-            f"[bold]{NO_GRAPHS}[/]: torch sees no GPU. What follows is eager replay: recorded ATen calls, repeated on "
-            "the same tensors with the same Python values. It says nothing about a driver, a kernel on a GPU or time."
+            "[bold]graph capture: not available on this machine[/]: torch sees no GPU. What follows is eager replay: "
+            "recorded ATen calls, repeated on the same tensors with the same Python values. It says nothing about a "
+            "driver, a kernel on a GPU or time."
         )
     for name, reason in session.missing.items():
         console.print(f"back end {name}: not available: {escape(reason)}")
@@ -172,8 +166,6 @@ def _run(session: Session, console: Console) -> None:
 
 def _table(backend: str, results: list[Result]) -> Table:
     """Return a row per case, with its variants, and what was done."""
-    from rich.table import Table
-
     table = Table(title=f"{backend}: {results[0].engine}", title_justify="left", padding=(0, 1), pad_edge=False)
     for name in ("case", "variants", "graphs", "replays", "checks", "seconds"):
         table.add_column(name, justify="left" if name in ("case", "variants") else "right", no_wrap=True)
@@ -188,8 +180,6 @@ def _table(backend: str, results: list[Result]) -> Table:
 
 def _outcome(session: Session) -> Iterator[str]:
     """Yield each failure, the reasons of skipped cases, the launches of a step, the oracles, and the sums."""
-    from rich.markup import escape
-
     from vllm_aiter_mla.verify.oracles import ORACLES
 
     for result in (result for result in session.results if result.status == "failed"):
@@ -209,5 +199,3 @@ def _outcome(session: Session) -> Iterator[str]:
     replays, seconds = (sum(getattr(result, name) for result in session.results) for name in ("replays", "seconds"))
     sums = ", ".join(f"{counts[status]} {status}" for status in _MARKS)
     yield f"{session.engine.name}: {sums}; {replays} replays; {seconds:.1f} s"
-    if not session.engine.graphs:
-        yield NO_GRAPHS

@@ -7,5 +7,4 @@ imports vLLM only on an AMD card, for its product over fp8 weights. Start with `
 This file imports nothing: the command line needs these names long before it needs torch.
 """
 
-NO_GRAPHS = "graph capture: not available on this machine"
 PASSED, FAILED, NOTHING = 0, 1, 3  # exit statuses

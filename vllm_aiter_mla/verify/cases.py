@@ -9,7 +9,6 @@ import torch
 
 from vllm_aiter_mla.kernels import formats
 
-Kind = Literal["kernel", "full", "piecewise"]
 ACT = torch.bfloat16
 """The activation dtype of every run."""
 FRESH = ("data", "positions", "slots")
@@ -70,13 +69,9 @@ def capture_sizes(limit: int, width: int = 1) -> tuple[int, ...]:
     """Return 1, 2, 4, 8, ... up to ``limit``, and ``limit`` itself, in tokens.
 
     With ``width`` tokens per request the sizes count whole requests, as vLLM captures speculative decode graphs.
-
-    Raises:
-        ValueError: ``limit`` holds no request of ``width`` tokens.
+    ``limit`` holds one at least.
     """
     requests = limit // width
-    if requests < 1:
-        raise ValueError(f"a limit of {limit} tokens holds no request of {width}")
     sizes = {1 << i for i in range(requests.bit_length())} | {requests}
     return tuple(size * width for size in sorted(sizes))
 
@@ -96,16 +91,9 @@ class Eager(Replay):
     """Run a batch without a graph, as vLLM runs a mixed batch or a size that it has not captured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Soak:
-    """Replay the graph of ``size`` very often, compare now and then, and watch the memory."""
-
-    size: int
-
-
-Step = Replay | Soak | Literal["weights", "scales", "table", "overflow", "launches"]
+Step = Replay | Literal["weights", "scales", "table", "overflow", "launches", "soak"]
 """A name changes that buffer in place, "overflow" the rows. "launches" compares the captured launches with what the
-back end may launch."""
+back end may launch. "soak" replays the only graph very often, compares now and then, and watches the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +108,7 @@ class Case:
     serving: str  # what serving does, in one sentence
     sizes: tuple[int, ...]  # padded sizes to capture
     steps: tuple[Step, ...]
-    kind: Kind = "kernel"
+    kind: Literal["kernel", "full", "piecewise"] = "kernel"
     layers: int = 1
     width: int = 1  # tokens per decode request, 1 + drafts
     missing_slots: int = 0  # by how many the slot mapping is shorter than the padded size
@@ -133,7 +121,7 @@ class Case:
 class Item:
     """One result to come: a case with a variant and a back end, how large it is, and its seed."""
 
-    backend: str  # as ``backends.FINDERS`` has it
+    backend: str  # as ``session.FINDERS`` has it
     case: Case
     variant: Variant
     geometry: Geometry
@@ -224,7 +212,7 @@ def cases(limit: int) -> tuple[Case, ...]:
             "kernel-status-two-layers", "two layers launch twice as much",
             (limit,), ("launches",), layers=2, quick=False,
         ),
-        Case("long-run", "one graph replays thousands of times", (limit,), (start, Soak(limit))),
+        Case("long-run", "one graph replays thousands of times", (limit,), (start, "soak")),
         Case(
             "full-graph-decode", "decode batches run the whole op in one graph, with what comes before and after it",
             two, (start, Replay(limit, half), Replay(half, 1), Replay(limit, limit - 1)), kind="full", shared_pool=True,
@@ -250,6 +238,6 @@ def cases(limit: int) -> tuple[Case, ...]:
         ),
         Case(
             "long-run-piecewise", "graphs and the op between them run thousands of times",
-            (half,), (Replay(half), Soak(half)), kind="piecewise",
+            (half,), (Replay(half), "soak"), kind="piecewise",
         ),
     )  # fmt: skip

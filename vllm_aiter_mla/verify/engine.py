@@ -16,15 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vllm_aiter_mla.verify import launches
-from vllm_aiter_mla.verify.steps import Segment, Step
+from vllm_aiter_mla.verify.layer import Segment, Step
 
 # Calls that wait for the device, or whose result's shape depends on the device's data.
-SYNCS = frozenset(
-    f"aten.{name}"
-    for name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_dim", "_unique2")
-)
-INDEXING = frozenset({"aten.index", "aten.index_put", "aten.index_put_"})
-EMPTY = frozenset(f"aten.{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
+SYNCS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Recording(TorchDispatchMode):
@@ -42,13 +37,13 @@ class Recording(TorchDispatchMode):
         """Run ``func`` and note it."""
         name, kwargs = str(func.overloadpacket), kwargs or {}
         result = func(*args, **kwargs)
-        if _synchronises(name, args):
+        if _synchronises(func, name, args):
             self.syncs.append(name)
         if name == "aten._local_scalar_dense":
             return result
         fresh = _fresh(args, kwargs, result)
         self.shapes += [(name, tuple(tensor.shape)) for tensor in fresh.values()]
-        if name in EMPTY or not (fresh or func._schema.is_mutable):
+        if name.startswith(("aten.empty", "aten.new_empty")) or not (fresh or func._schema.is_mutable):
             # Nothing to repeat: memory or a view. New memory is kept alive, as a graph's pool does.
             self._kept += fresh.values()
             return result
@@ -72,11 +67,11 @@ class Recording(TorchDispatchMode):
             call()
 
 
-def _synchronises(name: str, args: Any) -> bool:
-    if name in INDEXING:
+def _synchronises(func: Any, name: str, args: Any) -> bool:
+    if name in ("aten.index", "aten.index_put", "aten.index_put_"):
         # A boolean index becomes a list of indices, and the host has to know its length.
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1]))
-    return name in SYNCS or (name == "aten.repeat_interleave" and len(_tensors(args)) > 1)
+    return not SYNCS.isdisjoint(func.tags)
 
 
 def _fresh(args: Any, kwargs: Any, result: Any) -> dict[int, torch.Tensor]:
@@ -93,10 +88,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-class CaptureError(RuntimeError):
-    """A segment could not be captured; the message is the driver's or torch's own."""
-
-
 class EagerEngine:
     """Eager replay on any device: the recorded ATen calls again, on the same tensors with the same Python values."""
 
@@ -105,7 +96,7 @@ class EagerEngine:
     device = "cpu"
 
     def capture(self, step: Step, pool: str, side_stream: bool) -> Step:
-        """Return a step that has run before with its captured segments as graphs. Raises CaptureError.
+        """Return a step that has run before with its captured segments as graphs.
 
         Graphs with the same ``pool`` share its memory. ``side_stream`` captures on a stream of its own.
         """
@@ -135,9 +126,9 @@ class EagerEngine:
     def synchronize(self) -> None:
         """Wait for the device; a CPU is never behind."""
 
-    def allocations(self) -> int | None:
-        """Return how often memory was asked for; None here, because a repeated call makes temporaries."""
-        return None
+    def allocations(self) -> int:
+        """Return how often memory was asked for; not counted here, because a repeated call makes temporaries."""
+        return 0
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes that tensors hold, and the bytes in use outside torch's allocator (0 on a CPU)."""
@@ -165,10 +156,10 @@ class GraphEngine(EagerEngine):
         try:
             with torch.cuda.graph(graph, pool=handle, stream=torch.cuda.Stream() if side_stream else None):
                 segment.run()
-        except Exception as error:
+        except Exception:
             # Leaving a broken capture raises before torch.cuda.graph has restored the caller's stream.
             torch.cuda.set_stream(current)
-            raise CaptureError(launches.first_line(error)) from error
+            raise
         names: tuple[str, ...] | str
         try:
             names = launches.of_dot(launches.graph_dot(graph))
@@ -205,9 +196,9 @@ class GraphEngine(EagerEngine):
         """Wait for everything on the GPU."""
         torch.cuda.synchronize()
 
-    def allocations(self) -> int | None:
-        """Return how many blocks torch's allocator has handed out; None if the allocator does not count."""
-        return torch.cuda.memory_stats().get("allocation.all.allocated")
+    def allocations(self) -> int:
+        """Return how many blocks torch's allocator has handed out; 0 if the allocator does not count."""
+        return int(torch.cuda.memory_stats().get("allocation.all.allocated", 0))
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes of tensors, and the bytes that code, other libraries and other processes use."""

@@ -1,20 +1,21 @@
-"""Layers of plain tensors in place of vLLM's, and the buffers that serving keeps between steps."""
+"""Layers of plain tensors in place of vLLM's, the buffers that serving keeps, and the steps of a model over them."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
 
+from vllm_aiter_mla import ops as bodies
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
-from vllm_aiter_mla.kernels.backend import Run
+from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import K_SCALE, Q_SCALE, DecodeInputs
 from vllm_aiter_mla.kernels.selfcheck import OVERFLOW
-from vllm_aiter_mla.ops import Rope
 from vllm_aiter_mla.verify.cases import ACT, FRESH, Item
 
 # Blocks before and after the cache. A write out of bounds stays inside the allocation and is seen.
@@ -26,18 +27,13 @@ class Batch:
     """What Python knows of a step: our attention metadata."""
 
     rows: int  # real rows; the others have slot -1 and keep whatever the last step left
-    prefill_rows: int = 0  # how many of the real rows, the last ones, belong to a prefill
+    num_prefills: int = 0  # how many of the real rows, the last ones, belong to a prefill; the op looks whether any do
     dummy: bool = False  # no metadata at all, as while vLLM captures a piecewise graph
 
     @property
     def decode_rows(self) -> int:
         """Real rows of decode requests."""
-        return self.rows - self.prefill_rows
-
-    @property
-    def num_prefills(self) -> int:
-        """As in vLLM's metadata, for the op's check of a capture: more than 0 with prefill rows."""
-        return self.prefill_rows
+        return self.rows - self.num_prefills
 
 
 class Rows(NamedTuple):
@@ -78,9 +74,9 @@ class Layer:
         """[blocks, block_size, latent+R] without the guards."""
         return self.storage[GUARD_BLOCKS:-GUARD_BLOCKS]
 
-    def rope(self, positions: torch.Tensor) -> Rope:
+    def rope(self, positions: torch.Tensor) -> bodies.Rope:
         """Return the rotation at these positions."""
-        return Rope(positions, self.buffers.table, self.k_scale, self.buffers.variant.is_neox)
+        return bodies.Rope(positions, self.buffers.table, self.k_scale, self.buffers.variant.is_neox)
 
     def inputs(self, size: int) -> DecodeInputs:
         """Return what the kernel should receive for ``size`` rows."""
@@ -105,9 +101,8 @@ class Layer:
         """Return the variant's query dtype."""
         return self.buffers.variant.out
 
-    def kernel(self, inputs: DecodeInputs) -> Run:
+    def kernel(self, inputs: DecodeInputs) -> Run | None:
         """Return the kernel under test."""
-        assert self.tested is not None, "the expected result never runs the tested kernel"
         return self.tested
 
     def fail(self, error: Exception) -> None:
@@ -115,7 +110,7 @@ class Layer:
         raise error
 
     def rope_and_write(
-        self, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, slots: torch.Tensor, rope: Rope
+        self, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, slots: torch.Tensor, rope: bodies.Rope
     ) -> None:
         """Do what vLLM's kernel does: it needs one slot per row, and leaves k_pe unrotated where the slot is negative.
 
@@ -130,7 +125,7 @@ class Layer:
         reference.scatter_rows(self.kv_cache, slots, rows)
 
     @staticmethod
-    def rotate(q_pe: torch.Tensor, k_pe: torch.Tensor, rope: Rope) -> None:
+    def rotate(q_pe: torch.Tensor, k_pe: torch.Tensor, rope: bodies.Rope) -> None:
         """Rotate in place with the reference and round to the activation dtype."""
         cos, sin = reference.gather_cos_sin(rope.table, rope.positions)
         q_pe.copy_(reference.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), rope.is_neox))
@@ -273,7 +268,8 @@ class Buffers:
         pool = torch.randperm(self.blocks, generator=self.generator).tolist()
         row = 0
         # Decode requests of ``width`` tokens, then one prefill chunk after another.
-        for tokens in (*_parts(batch.decode_rows, self.case.width), *_parts(batch.prefill_rows, capacity)):
+        parts = ((batch.decode_rows, self.case.width), (batch.num_prefills, capacity))
+        for tokens in [min(most, total - first) for total, most in parts for first in range(0, total, most)]:
             blocks = torch.tensor([pool.pop() for _ in range(self.geometry.blocks)])
             end = int(torch.randint(tokens, capacity + 1, (1,), generator=self.generator))
             keys = torch.arange(end - tokens, end)
@@ -299,10 +295,92 @@ class Buffers:
                 layer.q_scale.mul_(0.75)
 
 
-def _parts(total: int, most: int) -> list[int]:
-    return [min(most, total - first) for first in range(0, total, most)]
-
-
 def raw(x: torch.Tensor) -> torch.Tensor:
     """Return the bytes of ``x``, a view if it is contiguous: NaNs compare equal, and fp8 can be indexed everywhere."""
     return x.contiguous().view(torch.uint8)
+
+
+Outputs = dict[tuple[str, int], torch.Tensor]
+"""("query", i) is the prepared query of layer i, ("final", i) what a reader of its attention output computed."""
+
+
+class Segment(NamedTuple):
+    """A part of a step: captured into a graph, or run again at every replay as vLLM runs a splitting op."""
+
+    captured: bool
+    run: Callable[[], object]  # once captured: replays the graph
+    launches: tuple[str, ...] | str = ()  # names of what the graph launches, or why they are unknown
+
+
+class Step(NamedTuple):
+    """The segments of a step in order, and its outputs, which every run brings up to date."""
+
+    segments: list[Segment]
+    outputs: Outputs
+
+    def run(self) -> None:
+        """Run every segment: without any graph, or what was captured as a replay."""
+        for segment in self.segments:
+            segment.run()
+
+    @property
+    def graphs(self) -> list[Segment]:
+        """The segments that are captured."""
+        return [segment for segment in self.segments if segment.captured]
+
+
+def produce(source: Rows, work: Rows) -> None:
+    """Write a step's rows again, as the matrix products before the op do."""
+    for given, written in zip(source, work, strict=True):
+        written.copy_(given)
+
+
+def make_op(buffers: Buffers, backend: KernelBackend, index: int, rows: Rows, outputs: Outputs) -> Callable[[], None]:
+    """Return the op of layer ``index`` over ``rows``.
+
+    The op looks up the current batch at every call and puts the prepared query into ``outputs``.
+    """
+    kind, size = buffers.case.kind, len(rows.q)
+
+    def prepare(inputs: DecodeInputs) -> torch.Tensor:
+        outputs["query", index] = query = backend.prepare(inputs)
+        return query
+
+    layer = replace(buffers.layers[index], tested=prepare)
+    positions, out = buffers.positions[:size], layer.out[:size]
+
+    def op() -> None:
+        batch = buffers.batch
+        step = bodies.LayerStep(
+            f"layer {index}", layer, layer.kv_cache, buffers.slot_mapping(size),
+            None if batch.dummy else batch, batch.rows, not batch.dummy and not batch.num_prefills,
+            lambda: kind == "piecewise",
+        )  # fmt: skip
+        rope = layer.rope(positions)
+        outputs.pop(("query", index), None)
+        if kind != "kernel":
+            bodies.attention_with_rope(step, *rows, rope, out)
+        elif (query := bodies.prepared_query(step, *rows, rope)) is not None:
+            outputs["query", index] = query
+
+    return op
+
+
+def build(buffers: Buffers, backend: KernelBackend, size: int) -> Step:
+    """Build one step of ``size`` padded rows, captured as the kind of the case says."""
+    kind, outputs, segments = buffers.case.kind, Outputs(), list[Segment]()
+    for i, layer in enumerate(buffers.layers):
+        rows = source = layer.source.first(size)
+        if kind != "kernel":
+            rows = layer.work.first(size)
+            segments.append(Segment(True, partial(produce, source, rows)))
+        segments.append(Segment(False, make_op(buffers, backend, i, rows, outputs)))
+
+    def tail() -> None:
+        # Something after the attention that a graph computes from its output buffer.
+        outputs.update({("final", i): layer.out[:size] * 2 for i, layer in enumerate(buffers.layers)})
+
+    if kind != "kernel":
+        segments.append(Segment(True, tail))
+    step = Step(segments, outputs)
+    return step if kind == "piecewise" else Step([Segment(True, step.run)], outputs)

@@ -12,8 +12,7 @@ from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.selfcheck import deviation, difference, norm_bound
 from vllm_aiter_mla.verify.engine import Recording
-from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Rows, raw
-from vllm_aiter_mla.verify.steps import Outputs
+from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Outputs, Rows, raw
 
 ORACLES: dict[str, str] = {
     "runs": "the step runs, and its capture succeeds",
@@ -31,7 +30,6 @@ ORACLES: dict[str, str] = {
     "launches": "a layer launches what its back end should",
 }  # fmt: skip
 
-ROPE_SHARE = 0.01
 ROW_ERROR = 0.02
 
 
@@ -73,7 +71,7 @@ class Expected:
         """Return what the work buffers should hold: their source, or what they do hold where a mixed batch rotates."""
         batch, size, nope = self._buffers.batch, self._produced, self._buffers.geometry.nope
         wanted = Rows(*(rows.clone() for rows in own.source.first(size)))
-        if batch.prefill_rows:
+        if batch.num_prefills:
             wanted.q[: batch.rows, :, nope:] = own.work.q[: batch.rows, :, nope:]
             slotted = (self._buffers.slots[:size] >= 0).view(-1, 1)
             wanted.k_pe.copy_(torch.where(slotted, own.work.k_pe[:size], wanted.k_pe))
@@ -88,7 +86,7 @@ class _Layer:
         batch = own.buffers.batch
         self.exact_nope = backend.bounds == EXACT
         # Two results equal the reference to the bit: its own rotation, and what the layer writes of mixed batches.
-        self.exact_rope = backend.name == "reference" or batch.prefill_rows > 0
+        self.exact_rope = backend.name == "reference" or batch.num_prefills > 0
         self.storage = own.storage.clone()
         # As in the self-check: a product that quantises q is compared by its norm, and everything after it must
         # follow from the product that the kernel made.
@@ -98,7 +96,7 @@ class _Layer:
         shadows: list[Layer] = []
         # AITER's truncating store and its overflow are known from its source only.
         several = backend.numerics(inputs).accepted()
-        for numerics in () if batch.dummy or batch.prefill_rows else several:
+        for numerics in () if batch.dummy or batch.num_prefills else several:
             shadows.append(replace(own, storage=own.storage.clone()))
             cache = shadows[-1].kv_cache
             self.queries.append(reference.prepare(replace(inputs, kv_cache=cache), numerics, self.product))
@@ -209,7 +207,7 @@ def _not_finite(x: torch.Tensor) -> str:
 
 
 def _least(
-    got: torch.Tensor, accepted: list[torch.Tensor], exact: bool, slack: float = 0.0, share: float = ROPE_SHARE
+    got: torch.Tensor, accepted: list[torch.Tensor], exact: bool, slack: float = 0.0, share: float = EXACT.rope_share
 ) -> str:
     """Return how far ``got`` is from the first of ``accepted``, or an empty string if it agrees with one of them."""
     distances = [difference(got.contiguous(), each.contiguous(), slack) for each in accepted]

@@ -26,9 +26,10 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     """Add one item per back end, case and variant, before ``-k`` selects among them."""
     if not config.getoption(OPTION):
         return
-    from vllm_aiter_mla.verify.session import Request, Session
+    from vllm_aiter_mla.verify.session import Session
 
-    run = Session(Request(seed=config.getoption("--aiter-mla-seed"), quick=config.getoption("--aiter-mla-quick")))
+    seed, quick = config.getoption("--aiter-mla-seed"), config.getoption("--aiter-mla-quick")
+    run = Session(seed=seed, quick=quick, again=("--quick",) * quick)
 
     def add(name: str, **kwargs: Any) -> None:
         items.append(VerifyItem.from_parent(session, name=name, nodeid=f"aiter-mla-verify::{name}", **kwargs))
@@ -50,9 +51,9 @@ class VerifyItem(pytest.Item):
         """Run the case. If it fails, the text of the failure says what broke."""
         if self.item is None:
             pytest.skip(self.why)
-        from vllm_aiter_mla.verify import backends
+        from vllm_aiter_mla.verify.session import run
 
-        result = backends.run(self.item, self.run.engine)
+        result = run(self.item, self.run.engine)
         if result.status == "skipped":
             pytest.skip(result.reason)
         if result.status == "failed":

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
-from vllm_aiter_mla.kernels import formats, reference
+from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import KernelBackend
-from vllm_aiter_mla.verify import launches, oracles, steps
-from vllm_aiter_mla.verify.cases import Case, Eager, Item, Replay, Soak, Step
-from vllm_aiter_mla.verify.engine import CaptureError, EagerEngine
+from vllm_aiter_mla.verify import launches, layer, oracles
+from vllm_aiter_mla.verify.cases import Eager, Item, Replay, Step
+from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.launches import first_line
 from vllm_aiter_mla.verify.layer import Batch, Buffers
 from vllm_aiter_mla.verify.oracles import Expected, Finding
@@ -22,6 +23,8 @@ from vllm_aiter_mla.verify.oracles import Expected, Finding
 SOAK_CHECKS = 4
 # Allowed growth of the memory in use outside torch's allocator: other processes share the device.
 UNCLAIMED_GROWTH = 64 << 20
+# What prepared queries hold before a replay, so that whoever reads a row that was not written shows it.
+POISON = torch.nan
 
 
 @dataclass
@@ -42,11 +45,6 @@ class Result:
     launches: dict[str, str] = field(default_factory=dict)  # of each captured size, in words
     seconds: float = 0.0
 
-    @classmethod
-    def of(cls, item: Item, engine: str) -> Result:
-        """Return the result of an item that begins now."""
-        return cls(item.case.name, item.variant.name, item.backend, engine, item.seed)
-
     def add(self, findings: list[Finding], step: str) -> None:
         """Note broken oracles."""
         self.findings += [replace(finding, step=step) for finding in findings]
@@ -56,66 +54,54 @@ class Result:
 
 def run_case(item: Item, backend: KernelBackend, engine: EagerEngine) -> Result:
     """Run one case. A fault of the back end is a finding, never an exception."""
-    result, started = Result.of(item, engine.name), time.monotonic()
+    result = Result(item.case.name, item.variant.name, item.backend, engine.name, item.seed)
+    at, started = "preparation", time.monotonic()
     try:
         with torch.no_grad():
-            buffers = Buffers(item, engine.device)
-            reason = _skipped(buffers, backend)
-            if reason is not None:
-                result.status, result.reason = "skipped", reason
-            else:
-                _Run(item.case, buffers, backend, engine, item.soak, result).go()
-    except CaptureError as error:
-        result.add([Finding("runs", f"the capture failed: {first_line(error)}")], "capture")
+            for at, part in _Run(item, Buffers(item, engine.device), backend, engine, result).parts():
+                result.add(part(), at)
+                if result.findings:
+                    break
     except Exception as error:
-        result.add([Finding("runs", f"{type(error).__name__}: {first_line(error)}")], "run")
+        result.add([Finding("runs", f"{type(error).__name__}: {first_line(error)}")], at)
     result.seconds = time.monotonic() - started
     return result
-
-
-def _skipped(buffers: Buffers, backend: KernelBackend) -> str | None:
-    """Return why the back end does not take one of the case's sizes, or None."""
-    for size in buffers.case.sizes:
-        reason = backend.refuse(buffers.layers[0].inputs(size))
-        if reason is not None:
-            return f"{backend.name} declines T={size}: {reason}"
-    return None
 
 
 @dataclass
 class _Run:
     """The state of one running case."""
 
-    case: Case
+    item: Item
     buffers: Buffers
     backend: KernelBackend
     engine: EagerEngine
-    soak: int
     result: Result
-    captured: dict[int, steps.Step] = field(default_factory=dict)  # by padded size
+    captured: dict[int, layer.Step] = field(default_factory=dict)  # by padded size
     # Two cases never share a pool: it is freed with the graphs of its case.
     number: int = field(default_factory=itertools.count().__next__)
 
-    def go(self) -> None:
-        """Capture every size, then take every step, until something breaks."""
-        sizes = sorted(self.case.sizes, reverse=True)
-        parts = [(f"capture of T={size}", partial(self._capture, size)) for size in sizes]
-        parts += [(f"step {i}: {step}", partial(self._step, step)) for i, step in enumerate(self.case.steps, 1)]
-        for name, part in parts:
-            self.result.add(part(), name)
-            if self.result.findings:
+    def parts(self) -> Iterator[tuple[str, Callable[[], list[Finding]]]]:
+        """Yield the capture of every size, then every step, with its name; nothing if a size is declined."""
+        sizes = sorted(self.item.case.sizes, reverse=True)
+        for size in sizes:
+            if (reason := self.backend.refuse(self.buffers.layers[0].inputs(size))) is not None:
+                self.result.status, self.result.reason = "skipped", f"{self.backend.name} declines T={size}: {reason}"
                 return
+        yield from ((f"capture of T={size}", partial(self._capture, size)) for size in sizes)
+        for i, step in enumerate(self.item.case.steps, 1):
+            yield f"step {i}: {step}", partial(self._step, step)
 
     def _expected(self, size: int, frozen: bool) -> Expected:
         """Inside a graph (``frozen``) the op prepares the rows of its capture, else those of the batch."""
-        rows = size if frozen and self.case.kind != "piecewise" else self.buffers.batch.rows
+        rows = size if frozen and self.item.case.kind != "piecewise" else self.buffers.batch.rows
         return Expected(self.buffers, self.backend, size, rows)
 
     def _capture(self, size: int) -> list[Finding]:
         """Warm up, probe, capture. No row has a slot yet, so nothing may be written."""
-        self.buffers.before_capture(Batch(0, dummy=True) if self.case.kind == "piecewise" else Batch(size))
+        self.buffers.before_capture(Batch(0, dummy=True) if self.item.case.kind == "piecewise" else Batch(size))
         expected = self._expected(size, frozen=True)
-        step = steps.build(self.buffers, self.backend, size)
+        step = layer.build(self.buffers, self.backend, size)
         step.run()  # the first call of a size compiles its kernels
         outputs = dict(step.outputs)
         self.engine.synchronize()
@@ -127,8 +113,8 @@ class _Run:
                 segment.run()
         if any(finding.oracle == "no-sync" for finding in found):
             return found  # it would end a real capture
-        pool = f"run {self.number}" + f", T={size}" * (not self.case.shared_pool)
-        captured = self.captured[size] = self.engine.capture(step, pool, self.case.side_stream)
+        pool = f"run {self.number}" + f", T={size}" * (not self.item.case.shared_pool)
+        captured = self.captured[size] = self.engine.capture(step, pool, self.item.case.side_stream)
         self.result.captures += len(captured.graphs)
         names = captured.graphs[0].launches
         self.result.launches[str(size)] = names if isinstance(names, str) else launches.in_words(names)
@@ -139,8 +125,8 @@ class _Run:
     def _step(self, step: Step) -> list[Finding]:
         if isinstance(step, Replay):
             return self._run(step)
-        if isinstance(step, Soak):
-            return self._soak(step)
+        if step == "soak":
+            return self._soak()
         if step == "launches":
             return self._launches()
         self.buffers.change(step)
@@ -149,39 +135,28 @@ class _Run:
     def _run(self, step: Replay) -> list[Finding]:
         """Take one step with new data and compare it with the reference."""
         eager = isinstance(step, Eager)
-        rows = step.size - self.case.missing_slots if step.rows is None else step.rows
+        rows = step.size - self.item.case.missing_slots if step.rows is None else step.rows
         self.buffers.step(Batch(rows, step.prefill), step.fresh)
         expected = self._expected(step.size, not eager)
-        if eager:
-            built = steps.build(self.buffers, self.backend, step.size)
-            built.run()
-            outputs = built.outputs
+        taken = layer.build(self.buffers, self.backend, step.size) if eager else self.captured[step.size]
+        for (what, _), tensor in taken.outputs.items():
+            if what == "query":
+                tensor.fill_(POISON)
+        if step.side:
+            self.engine.on_side_stream(taken.run)
         else:
-            outputs = self._replayed(step)
+            taken.run()
+        self.result.replays += not eager
         self.engine.synchronize()
         self.result.checks += 1
-        return expected.check(outputs)
+        return expected.check(taken.outputs)
 
-    def _replayed(self, step: Replay) -> steps.Outputs:
-        """Replay over prepared queries full of NaN, so that whoever reads a row that was not written shows it."""
-        captured = self.captured[step.size]
-        for i in range(len(self.buffers.layers)):
-            query = captured.outputs.get(("query", i))
-            if query is not None and query.numel():
-                query.view(torch.uint8).fill_(nan_byte(query.dtype))
-        if step.side:
-            self.engine.on_side_stream(captured.run)
-        else:
-            captured.run()
-        self.result.replays += 1
-        return captured.outputs
-
-    def _soak(self, step: Soak) -> list[Finding]:
+    def _soak(self) -> list[Finding]:
         """Replay very often in ``SOAK_CHECKS`` portions; compare after each. Memory may grow in the first one only."""
-        captured, portion = self.captured[step.size], max(self.soak // SOAK_CHECKS, 1)
-        held = (0, 0)
+        ((size, captured),) = self.captured.items()
+        portion, held = max(self.item.soak // SOAK_CHECKS, 1), (0, 0)
         for check in range(SOAK_CHECKS):
-            findings = self._many(captured, portion) + self._run(Replay(step.size))
+            findings = self._many(captured, portion) + self._run(Replay(size))
             if findings:
                 return findings
             if check == 0:
@@ -194,17 +169,17 @@ class _Run:
             findings.append(Finding("memory", f"{others} bytes more are in use outside torch's allocator"))
         return findings
 
-    def _many(self, captured: steps.Step, times: int) -> list[Finding]:
+    def _many(self, captured: layer.Step, times: int) -> list[Finding]:
         """Replay ``times`` times. If nothing eager runs between the graphs, nobody may ask for memory."""
         asked = self.engine.allocations()
         for _ in range(times):
             captured.run()
         self.engine.synchronize()
         self.result.replays += times
-        again = self.engine.allocations()
-        if len(captured.segments) > len(captured.graphs) or asked is None or again is None or again == asked:
+        more = self.engine.allocations() - asked
+        if len(captured.segments) > len(captured.graphs) or not more:
             return []
-        return [Finding("memory", f"{times} replays asked {again - asked} times for memory")]
+        return [Finding("memory", f"{times} replays asked {more} times for memory")]
 
     def _launches(self) -> list[Finding]:
         """Compare the captured launches with what the back end may launch."""
@@ -214,7 +189,7 @@ class _Run:
             if isinstance(names, str):
                 self.result.status, self.result.reason = "skipped", names
                 continue
-            wrong = launches.violation(self.backend.name, names, self.case.layers, self._budget(size))
+            wrong = launches.violation(self.backend.name, names, self.item.case.layers, self._budget(size))
             if wrong is not None:
                 findings.append(Finding("launches", f"T={size}: {wrong}"))
         return findings
@@ -224,12 +199,7 @@ class _Run:
         if self.backend.name != "reference":
             return None
         inputs = self.buffers.layers[0].inputs(size)
-        plain = steps.Step([steps.Segment(True, lambda: reference.prepare(inputs))], {})
+        plain = layer.Step([layer.Segment(True, lambda: reference.prepare(inputs))], {})
         plain.run()
         names = self.engine.capture(plain, f"run {self.number}, plain, T={size}", False).graphs[0].launches
         return None if isinstance(names, str) else len(names)
-
-
-def nan_byte(dtype: torch.dtype) -> int:
-    """Return a byte that, repeated, is a NaN of ``dtype``."""
-    return formats.flavour_of(dtype).nan if formats.is_fp8(dtype) else 0xFF

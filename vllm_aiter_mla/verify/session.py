@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from vllm_aiter_mla.backends import AITER_KERNELS, Backends
 from vllm_aiter_mla.kernels import measure
+from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.platform import detect_platform
-from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED, backends
-from vllm_aiter_mla.verify.cases import LIMITS, REAL, SMALL, Geometry, Item, cases, variants
+from vllm_aiter_mla.settings import Settings
+from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
+from vllm_aiter_mla.verify.cases import REAL, SMALL, Geometry, Item, cases, variants
 from vllm_aiter_mla.verify.engine import EagerEngine, GraphEngine
-from vllm_aiter_mla.verify.runner import Result
+from vllm_aiter_mla.verify.runner import Result, run_case
 
 # On a GPU L of vLLM's default server, which reaches both of AITER's kernels. The other is no power of two, so that L
 # itself is another capture size.
@@ -26,9 +29,37 @@ class NotHereError(RuntimeError):
     """The device or the back end that was asked for is not on this machine; the message is one line for the user."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the user asked for. An empty tuple means all; None means the machine's default."""
+FINDERS: dict[str, Callable[[], KernelBackend | str]] = {
+    name: lambda name=name: Backends(Settings(), detect_platform()).get(name)  # type: ignore[misc]
+    for name in ("reference", "triton", *AITER_KERNELS)
+}
+"""How to make each back end, or learn why there is none, in the order in which they run; add your own."""
+
+
+def find(name: str) -> KernelBackend | str:
+    """Return a new back end, or why there is none: an error, if looking for it raises."""
+    try:
+        return FINDERS[name]()
+    except Exception as error:  # importing a vendor's package may do anything
+        return f"{type(error).__name__}: {error}"
+
+
+def run(item: Item, engine: EagerEngine) -> Result:
+    """Run an item with a new back end, because state kept by one case could change the next."""
+    backend = find(item.backend)
+    assert not isinstance(backend, str), f"{item.backend}: {backend}"
+    return run_case(item, backend, engine)
+
+
+@dataclass
+class Session:
+    """What the user asked for, and its outcome. An empty tuple means all; None means the machine's default.
+
+    Raises:
+        ValueError: a case, variant or back end does not exist, or the limit is out of range; the message says what
+            there is.
+        NotHereError: the GPU or the back end that was asked for is not here.
+    """
 
     backend: tuple[str, ...] = ()
     only: tuple[str, ...] = ()  # case names, or parts of them
@@ -42,54 +73,38 @@ class Request:
     geometry: Geometry | None = None  # sizes of a layer; None: small ones on a CPU, DeepSeek's on a GPU
     weight: tuple[Any, ...] | None = None  # format of the absorb weight in every variant; None: as each variant has it
     again: tuple[str, ...] = ()  # options that the command which repeats a failure needs too
+    results: list[Result] = field(default_factory=list)  # of the items that have run
 
-
-class Session:
-    """A run and its outcome.
-
-    Raises:
-        ValueError: a case, variant or back end does not exist, or the limit is out of range; the message says what
-            there is.
-        NotHereError: the GPU or the back end that was asked for is not here.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self.request, self.engine = request, engine_here(request.device)
-        limit = LIMITS[0] if request.limit is None else request.limit
-        _chosen(request.only, [case.name for case in cases(limit)], "case", part=True)
-        names = _chosen(request.backend, list(backends.FINDERS), "back end")
-        found = {name: backends.find(name) for name in names}
-        self.missing = {name: reason for name, reason in found.items() if isinstance(reason, str)}
-        if request.device == "gpu" and set(request.backend) & set(self.missing):
-            raise NotHereError("; ".join(f"back end {name}: {reason}" for name, reason in self.missing.items()))
-        rounds = range(request.seed, request.seed + request.repeat)
-        here = [name for name in names if name not in self.missing]
-        self.items = [item for seed in rounds for name in here for item in self._items(name, seed)]
-        self.results: list[Result] = []  # of the items that have run
-
-    def _items(self, name: str, seed: int) -> Iterator[Item]:
-        """Yield one back end's items of one round, variant by variant."""
-        request, graphs, fp8 = self.request, self.engine.graphs, detect_platform().fp8
+    def __post_init__(self) -> None:
+        self.engine = engine_here(self.device)
+        graphs = self.engine.graphs
         limit, replays = (GPU_LIMIT, GPU_REPLAYS) if graphs else (CPU_LIMIT, CPU_REPLAYS)
-        if request.quick:
-            replays = QUICK_REPLAYS
-        limit, replays = request.limit or limit, request.replays or replays
+        limit = limit if self.limit is None else self.limit
+        replays = self.replays or (QUICK_REPLAYS if self.quick else replays)
         # A case or variant that is asked for by name runs, however long it takes.
-        every = [case for case in cases(limit) if request.only or case.quick or not request.quick]
-        wanted = _chosen(request.only, [case.name for case in every], "case", part=True)
-        kinds = variants(self.engine.device, fp8, quick=request.quick and not request.variant)
-        if request.weight is not None:
-            kinds = tuple(replace(kind, weight=request.weight) for kind in kinds if kind.name != "fp8-weight")
-        chosen = _chosen(request.variant, [kind.name for kind in kinds], "variant")
-        geometry = request.geometry or (REAL if graphs else SMALL)
-        for variant in (kind for kind in kinds if kind.name in chosen):
-            for case in (case for case in every if case.name in wanted):
-                yield Item(name, case, variant, geometry, limit, seed, replays)
+        every = [case for case in cases(limit) if self.only or case.quick or not self.quick]
+        wanted = _chosen(self.only, [case.name for case in every], "case", part=True)
+        kinds = variants(self.engine.device, detect_platform().fp8, quick=self.quick and not self.variant)
+        if self.weight is not None:
+            kinds = tuple(replace(kind, weight=self.weight) for kind in kinds if kind.name != "fp8-weight")
+        chosen = _chosen(self.variant, [kind.name for kind in kinds], "variant")
+        found = {name: find(name) for name in _chosen(self.backend, list(FINDERS), "back end")}
+        self.missing = {name: reason for name, reason in found.items() if isinstance(reason, str)}
+        if self.device == "gpu" and set(self.backend) & set(self.missing):
+            raise NotHereError("; ".join(f"back end {name}: {reason}" for name, reason in self.missing.items()))
+        geometry = self.geometry or (REAL if graphs else SMALL)
+        self.items = [
+            Item(name, case, variant, geometry, limit, seed, replays)
+            for seed in range(self.seed, self.seed + self.repeat)
+            for name in found if name not in self.missing
+            for variant in kinds if variant.name in chosen
+            for case in every if case.name in wanted
+        ]  # fmt: skip
 
     def run(self) -> Iterator[Result]:
         """Run it all; yield each result as it comes."""
         for item in self.items:
-            self.results.append(backends.run(item, self.engine))
+            self.results.append(run(item, self.engine))
             yield self.results[-1]
 
     @property
@@ -120,16 +135,10 @@ class Session:
 
     def command(self, result: Result) -> str:
         """Return the command that runs only this case, with the same data."""
-        request = self.request
-        parts = ["vllm-aiter-mla verify", f"--backend {result.backend}", f"--only {result.case}"]
-        parts += [f"--variant {result.variant}", f"--seed {result.seed}"]
-        if request.limit is not None:
-            parts.append(f"--limit {request.limit}")
-        if request.replays is not None:
-            parts.append(f"--replays {request.replays}")
-        elif request.quick:
-            parts.append("--quick")
-        return " ".join((*parts, *request.again))
+        return " ".join((
+            f"vllm-aiter-mla verify --backend {result.backend} --only {result.case}",
+            f"--variant {result.variant} --seed {result.seed}", *self.again,
+        ))  # fmt: skip
 
 
 def engine_here(device: str | None = None) -> EagerEngine:

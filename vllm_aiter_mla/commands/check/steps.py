@@ -133,7 +133,7 @@ def kernels(context: Context) -> Outcome:
         low, high = cases.LIMITS
         limit = min(max(made["limit"], low), high)
     try:
-        run = session.Session(session.Request(quick=True, limit=limit, device=device, geometry=geometry))
+        run = session.Session(quick=True, limit=limit, device=device, geometry=geometry)
     except session.NotHereError:
         return Outcome("skipped", NO_GPU)
     counts = {"passed": 0, "failed": 0, "skipped": 0}
@@ -165,20 +165,19 @@ def timing(context: Context) -> Outcome:
     tokens = [*(count for count in TOKENS if count < made["limit"]), min(made["limit"], measure.MOST_TOKENS)]
     kind = "fp8" if str(made["options"]["kv_cache_dtype"]).startswith("fp8") else "bf16"
     weights = {"plain": "bf16"}.get(made["absorb_weight"], made["absorb_weight"])
-    report = measure.run(tokens, [made["heads_per_rank"]], [kind], weights)
+    record = measure.run(tokens, [made["heads_per_rank"]], [kind], weights)
     lines = tuple(
-        f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
-        for row in report.rows
+        f"{row['tokens']} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row["us"].items()))
+        for row in record["rows"]
     )
-    lines += tuple(f"{name}: {why}" for name, why in report.wrong.items())
-    slower = [row.tokens for row in report.rows if row.ratio is not None and row.ratio < 1]
-    timed = [row for row in report.rows if row.ratio is not None]
-    if report.wrong or report.stopped or not timed:
-        return Outcome(
-            "failed", report.stopped or "a kernel is wrong, or none of ours was timed", lines, report.as_dict()
-        )
-    detail = f"{len(timed)} token counts; vLLM or a rival is faster at {slower or 'none'}"
-    return Outcome("passed", detail, lines, report.as_dict())
+    lines += tuple(f"{name}: {why}" for name, why in record["wrong"].items())
+    ratios = {row["tokens"]: row["ratio"] for row in record["rows"] if row["ratio"] is not None}
+    if record["wrong"] or record["stopped"] or not ratios:
+        return Outcome("failed", record["stopped"] or "a kernel is wrong, or none of ours was timed", lines, record)
+    slower = [tokens for tokens, ratio in ratios.items() if ratio < 1]
+    return Outcome(
+        "passed", f"{len(ratios)} token counts; vLLM or a rival is faster at {slower or 'none'}", lines, record
+    )
 
 
 def has_gpu() -> bool:

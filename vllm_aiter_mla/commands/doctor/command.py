@@ -17,10 +17,7 @@ import typer
 
 from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.commands.doctor import machine
-from vllm_aiter_mla.commands.doctor.machine import STATUSES, Check, CheckFunction, Env, NotKnownError
-
-CHECKS = machine.CHECKS
+from vllm_aiter_mla.commands.doctor.machine import CHECKS, STATUSES, Check, CheckFunction, Env
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
@@ -29,8 +26,6 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings
     Prints one line per check: ok, warning, problem or unknown, the finding, and what to do. Reads AITER's files and
     never imports AITER. Exit status: 1 with a problem, else 2 with something unknown, else 0.
     """
-    # vLLM logs to stdout, where the findings go.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     with outputs.progress("doctor") as at:
         checks = examine(at)
     record = {"plugin": __version__, "exit": exit_status(checks), "checks": [asdict(check) for check in checks]}
@@ -41,8 +36,10 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings
     raise typer.Exit(exit_status(checks))
 
 
-def examine(at: outputs.Step = outputs.silent) -> tuple[Check, ...]:
-    """Run every check. AITER is not imported, even if vLLM tries. ``at`` takes the name of each step."""
+def examine(at: outputs.Step = lambda name: None) -> tuple[Check, ...]:
+    """Run doctor's checks on this machine. ``at`` takes the name of each."""
+    # vLLM logs to stdout, where the findings go.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     with aiter_not_importable():
         return run(CHECKS, os.environ, at)
 
@@ -62,15 +59,13 @@ def name_of(check: CheckFunction) -> str:
     return check.__name__.replace("_", "-")
 
 
-def run(checks: Iterable[CheckFunction], env: Env, at: outputs.Step = outputs.silent) -> tuple[Check, ...]:
+def run(checks: Iterable[CheckFunction], env: Env, at: outputs.Step = lambda name: None) -> tuple[Check, ...]:
     """Run every check. One that raises is "unknown" and stops no other. ``at`` takes the name of each."""
     found = []
     for check in checks:
         at(name_of(check))
         try:
             one = check(env)
-        except NotKnownError as error:
-            one = Check("unknown", *error.args)
         except (Exception, SystemExit) as error:  # SystemExit: a package may give up while it is imported
             first_line = next(iter(str(error).strip().splitlines()), "")
             one = Check("unknown", f"the check failed: {type(error).__name__}: {first_line}")

@@ -8,7 +8,6 @@ import importlib.util
 import mmap
 import platform
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +15,8 @@ from types import ModuleType
 from typing import Literal
 
 from vllm_aiter_mla import files, status
-from vllm_aiter_mla.compat import offline
-from vllm_aiter_mla.compat.offline import (
-    BATCH_INVARIANT,
-    BREAKABLE_GRAPHS,
-    FP4_BMM,
-    FP8_BMM,
-    NO_MLA,
-    USE_AITER,
-    USE_AITER_MLA,
-)
+from vllm_aiter_mla.compat import config, offline
+from vllm_aiter_mla.kernels.aiter import op
 from vllm_aiter_mla.settings import NAMESPACE
 
 Status = Literal["ok", "warning", "problem", "unknown"]
@@ -54,13 +45,7 @@ Env = Mapping[str, str]
 """Environment variables."""
 CheckFunction = Callable[[Env], Check]
 
-
-class NotKnownError(Exception):
-    """What a check asks cannot be told from here; the arguments are detail and remedy."""
-
-
 ARCHITECTURES = {"gfx942": "MI300X, MI325X", "gfx950": "MI350X, MI355X"}
-OLDEST_PYTHON = (3, 10)
 OLDEST_ROCM = 7
 # Paths that a test replaces.
 ROCM_VERSION = Path("/opt/rocm/.info/version")
@@ -70,15 +55,13 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 SEE_TORCH = "see the line `torch` above"
 ELSEWHERE = "run doctor on the machine that serves"
 SEE_VLLM = "see the line `vllm` above"
+NO_VLLM = Check("unknown", "vLLM is not installed", SEE_VLLM)
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
 
 
 def python(env: Env) -> Check:
-    """Check the interpreter's version."""
-    version = platform.python_version()
-    if sys.version_info >= OLDEST_PYTHON:
-        return Check("ok", version)
-    return Check("problem", f"{version} is too old", "use Python 3.10 or newer")
+    """Say the interpreter's version; one that is too old cannot import this module."""
+    return Check("ok", platform.python_version())
 
 
 def torch(env: Env) -> Check:
@@ -144,13 +127,11 @@ def hip_python(env: Env) -> Check:
 
 def vllm(env: Env) -> Check:
     """Check vLLM's version against the window, without importing vLLM."""
-    from vllm_aiter_mla.compat.config import WINDOW, in_window
-
     version = vllm_version()
-    window = "{}.{} <= vLLM < {}.{}".format(*WINDOW[0], *WINDOW[1])
+    window = "{}.{} <= vLLM < {}.{}".format(*config.WINDOW[0], *config.WINDOW[1])
     if version is None:
         return Check("problem", "vLLM is not installed", f"install vLLM for ROCm, {window}")
-    if in_window(version):
+    if config.in_window(version):
         return Check("ok", f"{version}, inside {window}")
     remedy = "use a release inside, or try additional_config.aiter_mla.debug.untested_vllm=true"
     return Check("problem", f"{version} is outside {window}: the plugin stays off", remedy)
@@ -182,11 +163,11 @@ def vllm_plugins(env: Env) -> Check:
 
 def surface(env: Env) -> Check:
     """Check that vLLM has the hooks that the plugin needs."""
-    _require_vllm()
-    from vllm_aiter_mla.compat.config import missing_capabilities
+    if vllm_version() is None:
+        return NO_VLLM
     from vllm_aiter_mla.compat.layer import missing_names
 
-    missing = (*missing_capabilities(), *missing_names())
+    missing = (*config.missing_capabilities(), *missing_names())
     if missing:
         return Check("problem", f"this vLLM lacks {', '.join(missing)}: the plugin stays off", SEE_VLLM)
     return Check("ok", "vLLM has every hook that the plugin needs")
@@ -194,21 +175,19 @@ def surface(env: Env) -> Check:
 
 def mla_ops(env: Env) -> Check:
     """Check that vLLM's MLA ops have the arguments that the passes know."""
-    _require_vllm()
-    from vllm_aiter_mla.compat.config import ATTENTION_MODULE, OP_ARGUMENTS, op_differences
-
-    imported = module(ATTENTION_MODULE)
-    if isinstance(imported, Exception):
-        return Check("unknown", f"{ATTENTION_MODULE} is not importable: {imported}")
-    found = op_differences()
+    if vllm_version() is None:
+        return NO_VLLM
+    importlib.import_module(config.ATTENTION_MODULE)
+    found = config.op_differences()
     if found:
         return Check("problem", f"{'; '.join(found)}: the plugin stays off", SEE_VLLM)
-    return Check("ok", ", ".join(OP_ARGUMENTS))
+    return Check("ok", ", ".join(config.OP_ARGUMENTS))
 
 
 def patches(env: Env) -> Check:
     """Apply the plugin's patches as vLLM would have them applied."""
-    _require_vllm()
+    if vllm_version() is None:
+        return NO_VLLM
     from vllm_aiter_mla import plugin as ours
     from vllm_aiter_mla.compat import patches
 
@@ -224,9 +203,7 @@ def patches(env: Env) -> Check:
 
 def aiter(env: Env) -> Check:
     """Check AITER from its files, without importing it."""
-    from vllm_aiter_mla.kernels.aiter.op import locate_aiter
-
-    found = locate_aiter()
+    found = op.locate_aiter()
     if found.reason is not None:
         if found.package is None and found.distribution is None and rocm_version() is None:
             return Check("unknown", "not installed here, and no ROCm either", ELSEWHERE)
@@ -242,7 +219,7 @@ def code_objects(env: Env) -> Check:
     """Check that the compiled modules of vLLM and AITER that hold AMD code hold code for this card."""
     arch = gpu_arch()
     if arch is None or not arch.startswith("gfx"):
-        raise NotKnownError("no AMD card is visible from here", ELSEWHERE)
+        return Check("unknown", "no AMD card is visible from here", ELSEWHERE)
     held = {path: architectures_of(path) for path in compiled_modules()}
     missing = [path.name for path, found in held.items() if found and arch not in found]
     if missing:
@@ -278,60 +255,61 @@ def atom(env: Env) -> Check:
 def use_aiter(env: Env) -> Check:
     """Check that vLLM's attention is AITER's."""
     if rocm_version() is None:
-        return Check("ok", f"{USE_AITER} has no effect without ROCm; with ROCm set it to 1")
-    for name, default in ((USE_AITER, False), (USE_AITER_MLA, True)):
+        return Check("ok", f"{offline.USE_AITER} has no effect without ROCm; with ROCm set it to 1")
+    for name, default in ((offline.USE_AITER, False), (offline.USE_AITER_MLA, True)):
         if not _on(env, name, default):
             origin = f"={env[name]}" if name in env else " is unset, which means off"
             return Check("problem", f"{name}{origin}: vLLM takes another MLA backend", f"set {name}=1")
-    return Check("ok", f"{USE_AITER}=1")
+    return Check("ok", f"{offline.USE_AITER}=1")
 
 
 def fp8_bmm(env: Env) -> Check:
     """Say which dtype vLLM gives the absorb weights when AITER is on: fp8, or the activation dtype."""
     if rocm_version() is None:
-        return Check("ok", f"{FP8_BMM} has an effect on ROCm only")
-    return _bmm(env, FP8_BMM, "W_UK and W_UV in fp8", "W_UK and W_UV in the activation dtype")
+        return Check("ok", f"{offline.FP8_BMM} has an effect on ROCm only")
+    return _bmm(env, offline.FP8_BMM, "W_UK and W_UV in fp8", "W_UK and W_UV in the activation dtype")
 
 
 def fp4_bmm(env: Env) -> Check:
     """Say whether vLLM makes mxfp4 absorb weights: on gfx950, if ``kv_b_proj`` is bf16."""
     if gpu_arch() != "gfx950":
         return Check("ok", "has an effect on gfx950 only")
-    return _bmm(env, FP4_BMM, "W_UK and W_UV in mxfp4 if kv_b_proj is bf16", f"see {FP8_BMM} above")
+    return _bmm(env, offline.FP4_BMM, "W_UK and W_UV in mxfp4 if kv_b_proj is bf16", f"see {offline.FP8_BMM} above")
 
 
 def _bmm(env: Env, name: str, held: str, otherwise: str) -> Check:
     """Ask the installed vLLM how it reads a variable: the default differs between releases."""
-    if not _on(env, USE_AITER):
-        return Check("ok", f"off, because {USE_AITER} is off")
+    if not _on(env, offline.USE_AITER):
+        return Check("ok", f"off, because {offline.USE_AITER} is off")
     try:
         on = offline.switched_on(name, env)
     except ValueError as error:
         return Check("problem", str(error), "correct it; vLLM would not start")
     if on is None:
-        raise NotKnownError(f"{name}: vLLM cannot be asked for its default", SEE_VLLM)
+        return Check("unknown", f"{name}: vLLM cannot be asked for its default", SEE_VLLM)
     origin = name if name in env else f"{name} is unset, in this vLLM"
     return Check("ok", f"{origin} {'on' if on else 'off'}: {held if on else otherwise}")
 
 
 def batch_invariant(env: Env) -> Check:
     """Check that vLLM need not be batch-invariant: AITER's attention is not."""
-    if not _on(env, BATCH_INVARIANT):
-        return Check("ok", f"{BATCH_INVARIANT} is off")
-    return Check("problem", f"{BATCH_INVARIANT} is on: vLLM takes Triton's MLA attention, no layer engages", "unset it")
+    if not _on(env, offline.BATCH_INVARIANT):
+        return Check("ok", f"{offline.BATCH_INVARIANT} is off")
+    detail = f"{offline.BATCH_INVARIANT} is on: vLLM takes Triton's MLA attention, no layer engages"
+    return Check("problem", detail, "unset it")
 
 
 def mla(env: Env) -> Check:
     """Check that layers may use MLA."""
-    if not _on(env, NO_MLA):
-        return Check("ok", f"{NO_MLA} is off")
-    return Check("problem", f"{NO_MLA} is on: no layer uses MLA", f"unset {NO_MLA}")
+    if not _on(env, offline.NO_MLA):
+        return Check("ok", f"{offline.NO_MLA} is off")
+    return Check("problem", f"{offline.NO_MLA} is on: no layer uses MLA", f"unset {offline.NO_MLA}")
 
 
 def breakable_graphs(env: Env) -> Check:
     """Say which integration breakable graphs leave: nothing is compiled then."""
-    if not _on(env, BREAKABLE_GRAPHS):
-        return Check("ok", f"{BREAKABLE_GRAPHS} is off")
+    if not _on(env, offline.BREAKABLE_GRAPHS):
+        return Check("ok", f"{offline.BREAKABLE_GRAPHS} is off")
     return Check("ok", "on: the module integration runs; with integration=passes nothing is fused")
 
 
@@ -345,12 +323,8 @@ def module(name: str) -> ModuleType | Exception:
 
 def distribution(*names: str) -> str | None:
     """Return name and version of the first of ``names`` that is installed."""
-    for name in names:
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    found = (one for name in names for one in importlib.metadata.distributions(name=name))
+    return next((f"{one.name} {one.version}" for one in found), None)
 
 
 def rocm_version() -> str | None:
@@ -372,14 +346,9 @@ def gpu_arch() -> str | None:
         for line in node.read_text().splitlines():
             key, _, value = line.partition(" ")
             if key == "gfx_target_version" and int(value):
-                return gfx_name(int(value))
+                # 90402 is gfx942: decimal pairs are major, minor and stepping; the name has them in hexadecimal.
+                return f"gfx{int(value) // 10000}{int(value) // 100 % 100:x}{int(value) % 100:x}"
     return None
-
-
-def gfx_name(target_version: int) -> str:
-    """Return "gfx942" for 90402: decimal pairs are major, minor and stepping; the name has them in hexadecimal."""
-    major, minor, stepping = target_version // 10000, target_version // 100 % 100, target_version % 100
-    return f"gfx{major}{minor:x}{stepping:x}"
 
 
 def vllm_version() -> str | None:
@@ -389,9 +358,7 @@ def vllm_version() -> str | None:
             return None
     except (ImportError, ValueError):
         return None
-    from vllm_aiter_mla.compat import config as compat_config
-
-    return files.stamp("doctor", 1)[files.KEY]["vllm"] or compat_config.vllm_version()
+    return files.stamp("doctor", 1)[files.KEY]["vllm"] or config.vllm_version()
 
 
 def _on(env: Env, name: str, default: bool = False) -> bool:
@@ -401,11 +368,6 @@ def _on(env: Env, name: str, default: bool = False) -> bool:
 
 def _package(point: importlib.metadata.EntryPoint) -> str:
     return point.value.partition(":")[0].partition(".")[0]
-
-
-def _require_vllm() -> None:
-    if vllm_version() is None:
-        raise NotKnownError("vLLM is not installed", SEE_VLLM)
 
 
 CHECKS = (

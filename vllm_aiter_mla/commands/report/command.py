@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from vllm_aiter_mla import files
+from vllm_aiter_mla.commands import outputs
+
 
 def report(
     inputs: Annotated[
@@ -22,9 +25,6 @@ def report(
     The page loads nothing, runs no script and opens without a network. Every figure is in a table too. Exits 2 and
     writes nothing if an input cannot be shown.
     """
-    from vllm_aiter_mla import files
-    from vllm_aiter_mla.commands import outputs
-
     try:
         outputs.check({"--out": out})
         from vllm_aiter_mla.commands.report.page import html_of
@@ -32,16 +32,9 @@ def report(
         text = html_of(inputs)
         files.write_text(out, text)
     except ModuleNotFoundError as error:
-        raise _wrong(f"{error.name} is not installed; in a checkout: pip install '.[report]'") from error
+        outputs.fail(f"report: {error.name} is not installed; in a checkout: pip install '.[report]'")
     except ValueError as error:
-        raise _wrong(str(error)) from error
+        outputs.fail(f"report: {error}")
     except OSError as error:
-        raise _wrong(f"{out}: {error.strerror or error}") from error
+        outputs.fail(f"report: {out}: {error.strerror or error}")
     typer.echo(outputs.line(f"report written to {out} ({len(text.encode()) // 1024} KiB)"))
-
-
-def _wrong(message: str) -> typer.Exit:
-    from vllm_aiter_mla.commands import outputs
-
-    typer.echo(outputs.line(f"report: {message}"), err=True)
-    return typer.Exit(2)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -39,30 +38,11 @@ class InputError(ValueError):
     """The report cannot show an input; the message names the file and the reason."""
 
 
-@dataclass(slots=True)
-class Block:
-    """A titled part of a section.
-
-    Attributes:
-        heads: of the table; empty if there is none.
-        chart: SVG, or "".
-        rows: one cell per head; a list in a cell is folded.
-        notes: lines above the table.
-        alarms: lines that say what went wrong.
-    """
-
-    heads: Sequence[str]
-    chart: str
-    rows: list[Sequence[Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    alarms: list[str] = field(default_factory=list)
-
-
 class Page:
     """The blocks by section and title."""
 
     def __init__(self) -> None:
-        self.sections: dict[str, dict[str, Block]] = {section: {} for section in SECTIONS}
+        self.sections: dict[str, dict[str, dict[str, Any]]] = {section: {} for section in SECTIONS}
 
     def add(
         self,
@@ -74,14 +54,18 @@ class Page:
         notes: Iterable[str] = (),
         alarms: Iterable[str] = (),
     ) -> None:
-        """Add a block, or new rows and lines to the block of that title: the ranks of an engine say the same."""
+        """Add a block, or new rows and lines to the block of that title: the ranks of an engine say the same.
+
+        ``rows`` have one cell per head of the table; a list in a cell is folded. ``chart`` draws SVG for a title.
+        ``notes`` are lines above the table, ``alarms`` say what went wrong.
+        """
         blocks = self.sections[section]
         if title not in blocks:
-            blocks[title] = Block(heads, Markup(chart(title)))
+            blocks[title] = {"heads": heads, "chart": Markup(chart(title)), "rows": [], "notes": [], "alarms": []}
         block = blocks[title]
-        block.rows += [row for row in map(tuple, rows) if row not in block.rows]
-        block.notes += [note for note in dict.fromkeys(notes) if note not in block.notes]
-        block.alarms += alarms
+        block["rows"] += [row for row in map(tuple, rows) if row not in block["rows"]]
+        block["notes"] += [note for note in dict.fromkeys(notes) if note not in block["notes"]]
+        block["alarms"] += alarms
 
 
 def html_of(paths: Sequence[Path]) -> str:
@@ -95,7 +79,10 @@ def html_of(paths: Sequence[Path]) -> str:
         schema, data = _read(path)
         try:
             READERS[schema](page, name, data)
-            _versions(page, name, data)
+            known = data.get("versions") or data.get("machine") or data.get("about") or {}
+            stamp = {what: value for what, value in data[files.KEY].items() if not what.startswith("schema")}
+            rows = [(name, *one) for one in (stamp | known).items()]
+            page.add("Versions", "Versions", ("input", "what", "version"), rows)
         except Exception as error:  # whatever another version or another hand wrote
             raise InputError(f"{path}: not what this version writes: {type(error).__name__}: {error}") from error
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
@@ -146,12 +133,6 @@ def _clean(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
-def _versions(page: Page, name: str, data: dict[str, Any]) -> None:
-    known = data.get("versions") or data.get("machine") or data.get("about") or {}
-    stamp = {what: value for what, value in data[files.KEY].items() if not what.startswith("schema")}
-    page.add("Versions", "Versions", ("input", "what", "version"), [(name, *one) for one in (stamp | known).items()])
-
-
 def _status(
     page: Page, name: str, layers: str, kernels: Iterable[str], cache: str, limit: int | None,
     skipped: Iterable[tuple[str, Sequence[str]]], basis: str,
@@ -165,12 +146,6 @@ def _status(
     shown = f"1..{limit}" if limit else None
     page.add("Status", "Layers", heads, [(name, layers, ", ".join(sorted(kernels)) or None, cache, shown,
                                           cells or "none", basis)])  # fmt: skip
-
-
-def _limit(data: dict[str, Any]) -> int | None:
-    """Return L; None if the fast path is off. Some files hold it as [1, L]."""
-    found = data["decode_limit"]
-    return (found[-1] if isinstance(found, list) and found else found) or None
 
 
 def _ranges(
@@ -189,7 +164,7 @@ def _ranges(
 
 def status_file(page: Page, name: str, data: dict[str, Any]) -> None:
     """Add a worker's status, its compiled ranges, and the kernels that it timed."""
-    rank, engaged, limit = f"{name}, rank {data['rank']}", data["engaged"], _limit(data)
+    rank, engaged, limit = f"{name}, rank {data['rank']}", data["engaged"], data["decode_limit"] or None
     parts = [(layer, (f"partial {code}", text)) for layer, (code, text) in data.get("partial", {}).items()]
     layers, skipped = f"{len(engaged)}/{data['total']}", [*data["skipped"].items(), *parts]
     _status(page, rank, layers, set(engaged.values()), data["kv_cache_dtype"], limit, skipped, "counted at run time")
@@ -211,7 +186,7 @@ def status_file(page: Page, name: str, data: dict[str, Any]) -> None:
 def demo(page: Page, name: str, data: dict[str, Any]) -> None:
     """Add what the demo compared: the flag on against the flag off in the real engine."""
     for run in data["runs"]:
-        name, layers, limit = run["name"], run["layers"], _limit(run)
+        name, layers, limit = run["name"], run["layers"], run["decode_limit"] or None
         skipped, basis = layers["skipped"].items(), f"engine of the demo, flag {'on' if run['flag'] else 'off'}"
         shown = f"{layers['engaged']}/{layers['total']}"
         _status(page, name, shown, run["kernels"], run["kv_cache_dtype"], limit, skipped, basis)
