@@ -47,7 +47,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A card on which every step passes; a test replaces what it breaks."""
     off, on = deepcopy(ANSWER), deepcopy(ANSWER) | {"launches": 38}
     made: dict[str, Any] = {"plan": made_up_plan(), "answers": {False: off, True: on}, "checks": (Check("ok", "fine"),)}
-    result = SimpleNamespace(status="passed")
+    result = SimpleNamespace(status="passed", backend="aiter", writes_nan=False)
     made["run"] = SimpleNamespace(
         run=lambda: [result], results=[result], status=0, engine=SimpleNamespace(name="graph capture"),
         command=lambda result: "again", as_dict=dict,
@@ -87,12 +87,18 @@ def no_layer_engages(card: dict[str, Any]) -> None:
 
 def a_wrong_kernel(card: dict[str, Any]) -> None:
     finding = SimpleNamespace(oracle="query", message="2 values differ")
-    result = SimpleNamespace(status="failed", backend="aiter", case="fresh-data", findings=[finding])
+    result = SimpleNamespace(status="failed", backend="aiter", case="fresh-data", findings=[finding], writes_nan=False)
     card["run"].run, card["run"].results = lambda: [result], [result]
 
 
-def a_kernel_that_does_not_saturate(card: dict[str, Any]) -> None:
-    card["measured"]["wrong"]["aiter"] = "writes NaN"
+def an_aiter_that_does_not_saturate(card: dict[str, Any]) -> None:
+    """The user named it: otherwise start-up leaves it out."""
+    card["run"].results[0].writes_nan = True
+    card["plan"]["kernels"] = [{"kernel": "aiter"}]
+
+
+def a_kernel_fails_its_self_check(card: dict[str, Any]) -> None:
+    card["measured"]["wrong"]["aiter"] = "3 values differ"
 
 
 def nothing_is_timed(card: dict[str, Any]) -> None:
@@ -129,8 +135,8 @@ def an_extra_launch(card: dict[str, Any]) -> None:
 PLANTED: dict[str, list[Callable[[dict[str, Any]], None]]] = {
     "machine": [a_problem_of_the_machine],
     "plan": [no_layer_engages],
-    "kernels": [a_wrong_kernel],
-    "timing": [a_kernel_that_does_not_saturate, nothing_is_timed],
+    "kernels": [a_wrong_kernel, an_aiter_that_does_not_saturate],
+    "timing": [a_kernel_fails_its_self_check, nothing_is_timed],
     "engine": [other_tokens, log_probabilities_apart, nothing_engaged],
     "decode against prefill": [a_broken_decode_on_both_sides, a_decode_that_is_not_a_number],
     "launches": [an_extra_launch],
@@ -184,6 +190,14 @@ def test_a_known_issue_of_one_aiter_is_found_by_the_installed_version(monkeypatc
     for version, concerned in (("0.1.16.post2", True), ("0.1.24.post1", False), (None, False)):
         monkeypatch.setattr(steps.files, "stamp", lambda *_, version=version: {files.KEY: {"aiter": version}})
         assert steps.applies(issue, plan) is concerned
+
+
+def test_a_kernel_that_start_up_leaves_out_may_overflow(card: dict[str, Any]) -> None:
+    an_aiter_that_does_not_saturate(card)
+    card["plan"]["kernels"] = [{"kernel": "triton"}]
+    found = outcomes()["kernels"]
+    assert found.status == "passed"
+    assert "start-up leaves it out" in found.lines[0]
 
 
 def test_a_known_issue_is_a_warning_with_its_link_and_a_failure_in_strict_mode(card: dict[str, Any]) -> None:

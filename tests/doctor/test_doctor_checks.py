@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -49,6 +50,25 @@ def test_a_module_without_code_for_this_card_is_a_problem(
     check = found("code-objects")
     assert check.status == expected
     assert ("module_cache.so" in check.detail) == (expected == "problem")
+
+
+def test_releases_that_this_project_has_run_are_ok_and_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "rocm_version", lambda: None)
+    monkeypatch.setattr(machine, "vllm_version", lambda: "0.32.0")
+    assert status("verified") == "ok"
+    monkeypatch.setattr(machine, "rocm_version", lambda: "7.2.1")
+    monkeypatch.setattr(machine, "vllm_version", lambda: "0.33.1+rocm")
+    check = found("verified")
+    assert check.status == "warning"
+    assert "ROCm 7.2" in check.detail
+    assert "vLLM" not in check.detail
+
+
+def test_every_release_with_a_lock_is_among_the_verified_ones() -> None:
+    locks = Path(__file__).resolve().parents[2] / "requirements" / "releases"
+    known = json.loads(machine.VERIFIED.read_text())
+    assert {path.stem for path in locks.glob("*.lock")} <= set(known["vLLM"])
+    assert set(known) == {"vLLM", "torch", "Python", "ROCm", "AITER"}
 
 
 def fake_torch(hip: str | None, cuda: str | None = None) -> Any:

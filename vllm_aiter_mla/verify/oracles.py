@@ -54,6 +54,11 @@ class Expected:
         self._layers = [_Layer(backend, layer, layer.inputs(rows), attends) for layer in buffers.layers]
         self._produced = size if attends else 0
 
+    @property
+    def writes_nan(self) -> bool:
+        """Whether a query that was checked held NaN: an fp8 overflow in a kernel that does not saturate."""
+        return any(layer.writes_nan for layer in self._layers)
+
     def check(self, outputs: Outputs) -> list[Finding]:
         """Return what the step, which has run, broke."""
         findings: list[Finding] = []
@@ -93,6 +98,7 @@ class _Layer:
         self.bound = inputs.weight.product_bound
         self.product = backend.absorbed(inputs) if self.bound else None
         self.queries: list[torch.Tensor] = []
+        self.writes_nan = False
         shadows: list[Layer] = []
         # AITER's truncating store and its overflow are known from its source only.
         several = backend.numerics(inputs).accepted()
@@ -118,7 +124,8 @@ class _Layer:
         rows, lat = self.rows(self.inputs), self.inputs.latent_dim
         got, expected = got[:rows], [query[:rows] for query in self.queries]
         declared = any(torch.equal(got.float().isnan(), each.float().isnan()) for each in expected)
-        if (bad := _not_finite(got)) and not declared:
+        self.writes_nan = bool(bad := _not_finite(got))
+        if bad and not declared:
             yield Finding("finite", f"q_prepared holds NaN or Inf in {bad}")
             return
         nope = _least(got[..., :lat], [e[..., :lat] for e in expected], self.exact_nope, OWN_BMM.slack, 1.0)

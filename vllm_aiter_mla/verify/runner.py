@@ -42,6 +42,7 @@ class Result:
     captures: int = 0  # graphs captured
     replays: int = 0
     checks: int = 0  # steps compared with the reference
+    writes_nan: bool = False  # an fp8 overflow became NaN, as the back end says that it may
     launches: dict[str, str] = field(default_factory=dict)  # of each captured size, in words
     seconds: float = 0.0
 
@@ -149,7 +150,9 @@ class _Run:
         self.result.replays += not eager
         self.engine.synchronize()
         self.result.checks += 1
-        return expected.check(taken.outputs)
+        found = expected.check(taken.outputs)
+        self.result.writes_nan |= expected.writes_nan
+        return found
 
     def _soak(self) -> list[Finding]:
         """Replay very often in ``SOAK_CHECKS`` portions; compare after each. Memory may grow in the first one only."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_aiter_mla import files, status
+from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.commands.check import engine as runs
 from vllm_aiter_mla.commands.doctor import command as doctor
 from vllm_aiter_mla.commands.plan import model as models
@@ -121,7 +122,10 @@ def applies(issue: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
 
 
 def kernels(context: Context) -> Outcome:
-    """Verify the kernels at the model's shapes, up to its decode limit; small ones by eager replay on a CPU."""
+    """Verify the kernels at the model's shapes, up to its decode limit; small ones by eager replay on a CPU.
+
+    A kernel that turns an fp8 overflow into NaN fails the step if the plan says that it would serve.
+    """
     from vllm_aiter_mla.verify import NOTHING, cases, session
 
     made, device = context.plan, "cpu" if context.on_cpu else "gpu"
@@ -145,8 +149,15 @@ def kernels(context: Context) -> Outcome:
         for result in run.results
         if result.status == "failed"
     )
+    overflowing = {result.backend for result in run.results if result.writes_nan}
+    serving = overflowing & {span["kernel"] for span in made["kernels"] or ()}
+    lines += tuple(
+        f"{name} {OVERFLOW}; " + ("it would serve" if name in serving else "start-up leaves it out")
+        for name in sorted(overflowing)
+    )
     detail = ", ".join(f"{count} {status}" for status, count in counts.items()) + f" ({run.engine.name})"
-    status: Status = "failed" if counts["failed"] else "skipped" if run.status == NOTHING else "passed"
+    failed = counts["failed"] or serving
+    status: Status = "failed" if failed else "skipped" if run.status == NOTHING else "passed"
     return Outcome(status, detail, lines, run.as_dict())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import mmap
 import platform
 import re
@@ -56,6 +57,8 @@ SEE_TORCH = "see the line `torch` above"
 ELSEWHERE = "run doctor on the machine that serves"
 SEE_VLLM = "see the line `vllm` above"
 NO_VLLM = Check("unknown", "vLLM is not installed", SEE_VLLM)
+VERIFIED = Path(__file__).parent / "verified.json"
+"""Evidence by release line of each package."""
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
 
 
@@ -243,6 +246,23 @@ def architectures_of(path: Path) -> set[str]:
         return {name.decode() for name in re.findall(rb"amdgcn-amd-amdhsa--(gfx[0-9a-f]+)", content)}
 
 
+def verified(env: Env) -> Check:
+    """Compare the releases here with those that this project has run; no card was at hand for ROCm and AITER."""
+    here = {
+        "vLLM": vllm_version(),
+        "torch": distribution("torch"),
+        "Python": platform.python_version(),
+        "ROCm": rocm_version(),
+        "AITER": distribution("amd-aiter", "aiter"),
+    }
+    lines = {name: ".".join(one.split()[-1].split(".")[:2]) for name, one in here.items() if one is not None}
+    known = json.loads(VERIFIED.read_text(encoding="utf-8"))
+    never = [f"{name} {line}" for name, line in lines.items() if line not in known[name]]
+    if never:
+        return Check("warning", f"never run by this project: {', '.join(never)}", "run `check` on a card of this kind")
+    return Check("ok", "; ".join(f"{name} {line}: {known[name][line]}" for name, line in lines.items()))
+
+
 def atom(env: Env) -> Check:
     """Check that ATOM's platform plugin, which replaces the models, is absent or off."""
     if not any(_package(point) == "atom" for point in importlib.metadata.entry_points(group=PLATFORM)):
@@ -372,6 +392,6 @@ def _package(point: importlib.metadata.EntryPoint) -> str:
 
 CHECKS = (
     python, torch, rocm, driver, gpu, triton, hip_python,
-    vllm, plugin, vllm_plugins, surface, mla_ops, patches, aiter, code_objects, atom,
+    vllm, plugin, vllm_plugins, surface, mla_ops, patches, aiter, code_objects, verified, atom,
     use_aiter, fp8_bmm, fp4_bmm, batch_invariant, mla, breakable_graphs,
 )  # fmt: skip
