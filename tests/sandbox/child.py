@@ -13,6 +13,7 @@ from typing import Any
 from tests.sandbox import model, plugin
 from tests.sandbox.engine import runs_on_ray
 from tests.sandbox.spec import EngineResult, EngineSpec, load, save
+from vllm_aiter_mla.compat.engine import RANDOM_FORMAT, generate
 
 # 16 requests of 512 tokens in 4 layers take 38 MB of bf16 rows.
 GPU_KV_BYTES = 256 << 20
@@ -50,12 +51,12 @@ def main(spec_path: str, out_path: str) -> None:
 
 def run_all(spec: EngineSpec, llm: Any) -> dict[str, Any]:
     """The spec's scenarios, one after the other."""
-    from tests.sandbox import scenarios
+    from tests.sandbox.scenarios import SCENARIOS
 
     outcome = {}
     for name in spec.scenarios:
         print(f"sandbox: scenario {name}", flush=True)
-        outcome[name] = scenarios.run(llm.llm_engine, name, lora(spec))
+        outcome[name] = generate(llm.llm_engine, SCENARIOS[name](), lora(spec))
     return outcome
 
 
@@ -121,7 +122,7 @@ def on_device(spec: EngineSpec) -> dict[str, Any]:
 
 def speculative(spec: EngineSpec, folder: Path) -> dict[str, Any]:
     """The ``speculative_config``, and how weights are loaded. Without a draft model the model's own layer drafts."""
-    found: dict[str, Any] = {"load_format": model.RANDOM_FORMAT} if spec.config else {}
+    found: dict[str, Any] = {"load_format": RANDOM_FORMAT} if spec.config else {}
     if spec.drafts:
         draft: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": spec.drafts}
         if spec.draft_config:

@@ -4,7 +4,6 @@ model as a ``config.json`` without a checkpoint, for which vLLM draws weights.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -13,11 +12,12 @@ from typing import Any
 
 import torch
 
+from vllm_aiter_mla.compat import engine
+
 RANK = 8
 # Two slots: for a request without an adapter vLLM on a CPU takes the last slot, so that one must stay empty.
 LORA_OPTIONS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 LORA_TARGETS = ("q_a_proj", "q_b_proj", "q_proj", "kv_a_proj_with_mqa", "o_proj", "down_proj")
-RANDOM_FORMAT = "aiter_mla_random"
 
 
 def save_config(config: dict[str, Any], folder: Path) -> Path:
@@ -170,33 +170,9 @@ class TinyDeepseek:
 
 @cache
 def register_random_weights() -> None:
-    """Let vLLM know ``RANDOM_FORMAT``, and model types whose config classes come with their checkpoints' own code."""
+    """Let vLLM know random weights, and model types whose config classes come with their checkpoints' own code."""
     from transformers import AutoConfig, PretrainedConfig
-    from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
 
-    @register_model_loader(RANDOM_FORMAT)
-    class RandomWeights(DummyModelLoader):
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            for name, tensor in model.state_dict().items():
-                fill(name, tensor)
-
+    engine.register_random_weights()
     for name in ("pangu_ultra_moe", "sarvam_mla", "bailing_hybrid"):
         AutoConfig.register(name, type(name, (PretrainedConfig,), {"model_type": name}), exist_ok=True)
-
-
-def fill(name: str, tensor: torch.Tensor) -> None:
-    """Draw one weight, the same in every process: a norm around 1, a matrix that keeps its input's size.
-
-    The output of ``lm_head`` is three times as wide, so that greedy tokens vary; queries and latents twice. The values
-    of vLLM's own "dummy" format are at most 1e-3: every comparison of tokens would pass.
-    """
-    if not tensor.is_floating_point():
-        return
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
-    drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
-    if tensor.dim() < 2:
-        drawn = 0.1 * drawn + (0.0 if "bias" in name else 1.0)
-    elif "embed" not in name:
-        gain = 3.0 if "lm_head" in name else 2.0 if "self_attn" in name else 1.0
-        drawn *= gain / tensor.shape[-1] ** 0.5
-    tensor.copy_(drawn)

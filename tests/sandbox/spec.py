@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_aiter_mla.compat.engine import Step
+
 LIMIT_REQUESTS = 16
 
 
@@ -87,10 +89,6 @@ class EngineSpec:
     spawn: bool = False
     compile_cache: bool = False
     plugin: bool = True
-
-
-# One generated token: its id and the log-probabilities of the five likeliest ids.
-Step = tuple[int, dict[int, float]]
 
 
 @dataclass(slots=True)
