@@ -13,6 +13,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine]
 NAMES = ("plan", "engine", "decode against prefill")
 
 
+@pytest.mark.wide
+def test_the_engine_passes_over_two_ranks(tmp_path: Path) -> None:
+    sandbox = {**check.environment(tmp_path / "inductor"), "VLLM_CPU_SIM_MULTI_NUMA": "1"}
+    asked = check.context(tmp_path / "model", sandbox)
+    asked.arguments += ("-tp", "2")
+    found = {name: steps.STEPS[name](asked) for name in NAMES}
+    assert {outcome.status for outcome in found.values()} == {"passed"}, found
+
+
 @pytest.mark.parametrize(
     ("mutation", "failed"), [("", []), ("tests.check.broken_decode:decode_reads_another_channel", [NAMES[2]])]
 )

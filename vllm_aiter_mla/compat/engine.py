@@ -63,6 +63,7 @@ def start(parsed: Any, random_layers: int | None) -> Any:
 
     args = EngineArgs.from_cli_args(parsed)
     args.skip_tokenizer_init, args.tokenizer = True, None
+    args.worker_extension_cls = f"{CountsKernels.__module__}.{CountsKernels.__qualname__}"
     if random_layers is not None:
         register_random_weights()
         args.load_format, args.hf_overrides = RANDOM_FORMAT, {"num_hidden_layers": random_layers}
@@ -115,9 +116,26 @@ def prompt_logprobs(engine: Any, texts: Sequence[list[int]]) -> list[list[float]
     return [found[f"prefill-{number}"] for number in range(len(texts))]
 
 
+class CountsKernels:
+    """What vLLM adds to its workers (``worker_extension_cls``), so that kernels are counted where they are launched."""
+
+    def start_counting(self) -> None:
+        """Start torch's profiler."""
+        from torch.profiler import profile
+
+        self._profiled = profile()
+        self._profiled.start()
+
+    def stop_counting(self) -> int:
+        """Stop the profiler and return how many kernels ran on this worker's GPU; 0 on a CPU."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._profiled.stop()
+        return sum(event.count for event in self._profiled.key_averages() if event.device_type.name == "CUDA")
+
+
 def launches_of_a_step(engine: Any, requests: Sequence[Request]) -> int:
-    """Return how many kernels one decode step of these requests launches on this process's GPU."""
-    from torch.profiler import ProfilerActivity, profile
+    """Return how many kernels one decode step of these requests launches on the first rank; 0 on a CPU."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
@@ -125,10 +143,9 @@ def launches_of_a_step(engine: Any, requests: Sequence[Request]) -> int:
         engine.add_request(f"launches-{request_id}", {"prompt_token_ids": prompt}, params)
     for _ in range(4):  # prefill, then decode steps only
         engine.step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        engine.step()
-        torch.cuda.synchronize()
+    engine.collective_rpc("start_counting")
+    engine.step()
+    counts = engine.collective_rpc("stop_counting")
     while engine.has_unfinished_requests():
         engine.step()
-    return sum(event.count for event in profiled.key_averages() if event.device_type.name == "CUDA")
+    return int(counts[0])

@@ -142,7 +142,9 @@ class EngineFailedError(RuntimeError):
     """The engine's process ended without an answer; the message holds its last lines."""
 
 
-def run(folder: Path, arguments: Sequence[str], enabled: bool, environment: Mapping[str, str], **more: Any) -> Any:
+def run(
+    folder: Path, arguments: Sequence[str], enabled: bool, environment: Mapping[str, str], random_layers: int | None
+) -> Any:
     """Run one engine in a process of its own.
 
     Args:
@@ -150,18 +152,18 @@ def run(folder: Path, arguments: Sequence[str], enabled: bool, environment: Mapp
         arguments: of ``vllm serve``.
         enabled: whether the plugin's flag is on.
         environment: variables over this process's.
-        more: ``random_layers`` and ``profile`` of the request.
+        random_layers: how many layers of random weights to draw; None loads the checkpoint.
 
     Returns:
         ``scenarios`` {name: requests of steps}, ``prefill`` {name: requests of log-probabilities}, ``launches`` of a
-        decode step or None, ``status`` records of the ranks.
+        decode step, 0 on a CPU, ``status`` records of the ranks.
 
     Raises:
         EngineFailedError: no answer.
     """
     with tempfile.TemporaryDirectory(prefix="aiter-mla-check-") as work:
         request, answer = Path(work) / "request.json", Path(work) / "answer.json"
-        asked = {"folder": str(folder), "arguments": list(arguments), "enabled": enabled} | more
+        asked = {"folder": str(folder), "arguments": arguments, "enabled": enabled, "random_layers": random_layers}
         request.write_text(json.dumps(asked), encoding="utf-8")
         # A status file of another server must not be taken for this one's, and no graph of a broken run be kept.
         cache = Path(work) / "cache"
@@ -207,14 +209,14 @@ def main(request: str, answer: str) -> None:
     own.pop("enabled", None)
     parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
     parsed.model = asked["folder"]
-    engine = compat_engine.start(parsed, asked.get("random_layers"))
+    engine = compat_engine.start(parsed, asked["random_layers"])
     scenarios = {name: compat_engine.generate(engine, make()) for name, make in SCENARIOS.items()}
     prefill = {}
     for name, make in SCENARIOS.items():
         pairs = zip(make(), scenarios[name], strict=True)
         texts = [prompt + [token for token, _ in steps] for (_, prompt, *_), steps in pairs]
         prefill[name] = compat_engine.prompt_logprobs(engine, texts)
-    launches = compat_engine.launches_of_a_step(engine, concurrent()) if asked.get("profile") else None
+    launches = compat_engine.launches_of_a_step(engine, concurrent())
     records = [json.loads(path.read_text()) for path in sorted(compat_config.cache_folder().glob("status-*.json"))]
     found = {"scenarios": scenarios, "prefill": prefill, "launches": launches, "status": records}
     Path(answer).write_text(json.dumps(found), encoding="utf-8")
