@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -407,7 +408,8 @@ def define(
     """
     from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 
-    function.__annotations__["layer_name"] = LayerNameType
+    # Of the function inside: the schema is inferred from that, and Python 3.14's functools.wraps shares no annotations.
+    inspect.unwrap(function).__annotations__["layer_name"] = LayerNameType
     direct_register_custom_op(
         function.__name__, function, mutates_args=list(mutates), fake_impl=fake, target_lib=library, tags=tags
     )
