@@ -8,7 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))])
-PAGES = {path.name: path.read_text(encoding="utf-8") for path in FILES}
+PAGES = {
+    path.relative_to(ROOT).as_posix() if path.name == "README.md" else path.name: path.read_text(encoding="utf-8")
+    for path in FILES
+}
+"""By name; a README by its path."""
 RUN = re.compile(r"(vllm-aiter-mla \w+|vllm serve|(?<!tests/)tools/[\w/]+\.py|tools\.\w+)(?=[ \\\n]|$)")
 
 
