@@ -90,13 +90,13 @@ GRAPH_ONLY = {"enforce_eager", "breakable_cudagraph", "compilation_mode", "backe
 
 
 @pytest.mark.parametrize(("facts", "code", "knob"), CONFIG_SKIPS)
-def test_an_engine_is_skipped_with_its_code_and_its_knob(facts: dict[str, Any], code: str, knob: str) -> None:
+def test_an_engine_is_skipped_with_its_code_and_its_knob(facts, code, knob):
     skip = admit_config(replace(PASSES, **facts)) or NONE
     assert (skip.code, knob in skip.message, "\n" in str(skip)) == (code, True, False)
 
 
 @pytest.mark.parametrize(("facts", "code"), LAYER_SKIPS)
-def test_a_layer_is_skipped_with_its_code(facts: dict[str, Any], code: str) -> None:
+def test_a_layer_is_skipped_with_its_code(facts, code):
     skip = admit_layer(replace(LayerView(), **facts)) or NONE
     assert (skip.code, "\n" in skip.message) == (code, False)
 
@@ -118,7 +118,7 @@ def test_a_layer_is_skipped_with_its_code(facts: dict[str, Any], code: str) -> N
         {"breakable_cudagraph": True},
     ],
 )
-def test_an_engine_with_one_graph_and_a_writable_cache_is_admitted(facts: dict[str, Any]) -> None:
+def test_an_engine_with_one_graph_and_a_writable_cache_is_admitted(facts):
     assert admit_config(replace(PASSES, **facts)) is None
     assert integration_of(replace(ConfigView(), **facts)) == "passes"
     for asked in INTEGRATIONS:
@@ -129,12 +129,12 @@ def test_an_engine_with_one_graph_and_a_writable_cache_is_admitted(facts: dict[s
 @pytest.mark.parametrize(
     "facts", [{}, {"kv_cache_ndim": 3}, {"impl": "Another", "known_impls": frozenset({"Another"})}]
 )
-def test_a_layer_is_admitted(facts: dict[str, Any]) -> None:
+def test_a_layer_is_admitted(facts):
     assert admit_layer(replace(LayerView(), **facts)) is None
 
 
 @pytest.mark.parametrize(("facts", "code"), [(facts, code) for facts, code, _ in CONFIG_SKIPS])
-def test_only_reasons_about_a_graph_depend_on_the_integration(facts: dict[str, Any], code: str) -> None:
+def test_only_reasons_about_a_graph_depend_on_the_integration(facts, code):
     auto = replace(ConfigView(), **facts)
     if code in GRAPH_ONLY:
         assert (admit_config(auto), integration_of(auto)) == (None, "module")
@@ -144,7 +144,7 @@ def test_only_reasons_about_a_graph_depend_on_the_integration(facts: dict[str, A
         assert (admit_config(replace(auto, integration=asked)) or NONE).code == code
 
 
-def test_every_registered_code_can_be_reached() -> None:
+def test_every_registered_code_can_be_reached():
     engine, layer = {code for _, code, _ in CONFIG_SKIPS}, {code for _, code in LAYER_SKIPS}
     assert engine == set(ENGINE_REASONS) - {"user_pass", "vllm_refuses", "not_known"}
     assert set(LAYER_REASONS) <= layer <= set(ENGINE_REASONS) | set(LAYER_REASONS) | {"unknown_forward"}
@@ -157,7 +157,7 @@ def test_every_registered_code_can_be_reached() -> None:
     st.lists(st.sampled_from(CONFIG_SKIPS), min_size=1, max_size=4),
     st.lists(st.sampled_from(LAYER_SKIPS), min_size=1, max_size=4),
 )
-def test_any_combination_of_contradictions_is_skipped(engine: list[Any], layer: list[Any]) -> None:
+def test_any_combination_of_contradictions_is_skipped(engine, layer):
     facts = [dict(ChainMap(*(facts for facts, *_ in picked))) for picked in (engine, layer)]
     assert admit_config(replace(PASSES, **facts[0])) is not None
     assert admit_layer(replace(LayerView(), **facts[1])) is not None
@@ -173,14 +173,12 @@ drafts = st.integers(0, 16)
     ("seqs", "drafted", "override", "limit"),
     [(256, 0, None, 256), (256, 3, None, 1024), (1, 1, None, 2), (1, 0, None, 2), (256, 0, 1, 2), (256, 3, 64, 64)],
 )
-def test_the_limit_is_sequences_times_one_plus_drafts(
-    seqs: int, drafted: int, override: int | None, limit: int
-) -> None:
+def test_the_limit_is_sequences_times_one_plus_drafts(seqs, drafted, override, limit):
     assert decode_limit(seqs, drafted, override) == limit
 
 
 @given(counts, drafts, st.integers(1, 10**6))
-def test_every_decode_step_lies_inside_the_limit(seqs: int, drafted: int, override: int) -> None:
+def test_every_decode_step_lies_inside_the_limit(seqs, drafted, override):
     limit = decode_limit(seqs, drafted)
     assert all(within_limit(running * (1 + drafted), limit) for running in (1, seqs))
     assert not within_limit(limit + 1, limit)

@@ -33,7 +33,7 @@ def succeeded(*command: str, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
+def built(tmp_path_factory):
     """The folder of the sdist and of the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("built")
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -49,7 +49,7 @@ def built(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(built) -> Path:
+def wheel(built):
     (found,) = built.glob("*.whl")
     return found
 

@@ -16,7 +16,7 @@ NAMES = ("model.layers.0.attn", "model.layers.1.attn")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path)
     return tmp_path
 
@@ -32,7 +32,7 @@ def run() -> Result:
     return CliRunner().invoke(app, ["status"])
 
 
-def test_each_data_parallel_engine_of_a_server_has_its_line(folder: Path) -> None:
+def test_each_data_parallel_engine_of_a_server_has_its_line(folder):
     for engine in ("0", "1"):
         for rank in (0, 1):
             write(folder, "7-a", engine, rank)
@@ -44,7 +44,7 @@ def test_each_data_parallel_engine_of_a_server_has_its_line(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("engaged", [(), NAMES[:1]])
-def test_a_rank_that_fell_back_is_exit_status_1(folder: Path, engaged: tuple[str, ...]) -> None:
+def test_a_rank_that_fell_back_is_exit_status_1(folder, engaged):
     write(folder, "7-a", "0", 0)
     write(folder, "7-a", "0", 1, engaged)
     found = run()
@@ -53,7 +53,7 @@ def test_a_rank_that_fell_back_is_exit_status_1(folder: Path, engaged: tuple[str
 
 
 @pytest.mark.parametrize("content", [None, "half a fi", "{}"])
-def test_no_file_or_a_broken_one_is_exit_status_2(folder: Path, content: str | None) -> None:
+def test_no_file_or_a_broken_one_is_exit_status_2(folder, content):
     if content is not None:
         (folder / "status-7-a-0-0.json").write_text(content)
     assert run().exit_code == 2

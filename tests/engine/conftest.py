@@ -76,6 +76,6 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(scope="session")
-def engines() -> Engines:
+def engines():
     """The engines of this session, by name."""
     return _runner[0]

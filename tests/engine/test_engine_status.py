@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.engine
 MODEL = {"num_hidden_layers": 2, "yarn": False}
 
 
-def test_i15_two_engines_in_one_process_the_second_engages_after_a_failed_check_of_the_first(tmp_path: Path) -> None:
+def test_i15_two_engines_in_one_process_the_second_engages_after_a_failed_check_of_the_first(tmp_path):
     spec = EngineSpec(model=MODEL, kernel="aiter", fake_arch="gfx942", llm={"enforce_eager": True})
     save(spec, tmp_path / "spec")
     done = subprocess.run(
@@ -45,7 +44,7 @@ def test_i15_two_engines_in_one_process_the_second_engages_after_a_failed_check_
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+def server(tmp_path):
     """A real server on loopback over the sandbox: its address, and a file whose presence lets the kernels raise."""
     model = TinyDeepseek(**MODEL, vocab_size=512).save(tmp_path / "model")
     serving_model.save_tokenizer(model)
@@ -98,7 +97,7 @@ def scraped(address: str) -> dict[str, float]:
     return {line.split('state="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
 
 
-def test_a_scrape_of_metrics_sees_a_kernel_fail_while_serving(server: tuple[str, Path]) -> None:
+def test_a_scrape_of_metrics_sees_a_kernel_fail_while_serving(server):
     address, trigger = server
     before = ask(address)
     assert scraped(address) == {"engaged": 2, "skipped": 0}

@@ -7,7 +7,6 @@ import inspect
 import json
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,25 +26,23 @@ ON: dict[str, Any] = {FLAG_FIELD: True, LIMIT_FIELD: 64}
 
 
 @pytest.mark.parametrize("options", [{}, {"pass_config": {FLAG_FIELD: False, LIMIT_FIELD: None}}])
-def test_flag_off_hashes_and_prints_as_without_the_plugin(without_plugin: dict[str, Any], options: Any) -> None:
+def test_flag_off_hashes_and_prints_as_without_the_plugin(without_plugin, options):
     assert not without_plugin["plugin"]
     assert gate_support.observed(gate_support.modelless_config(options)) == without_plugin["observed"]
 
 
 @pytest.mark.mutation
-def test_mutation_a_hash_that_lists_our_fields_when_off_is_caught(
-    without_plugin: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutation_a_hash_that_lists_our_fields_when_off_is_caught(without_plugin, monkeypatch):
     monkeypatch.setattr(patches, "_WithoutFields", lambda config, hidden: config)
     assert gate_support.observed(gate_support.modelless_config()) != without_plugin["observed"]
 
 
-def test_a_process_without_the_plugin_unpickles_our_values(without_plugin: dict[str, Any]) -> None:
+def test_a_process_without_the_plugin_unpickles_our_values(without_plugin):
     assert without_plugin["arrived_type"] == "vllm.config.compilation.PassConfig"
     assert {name: without_plugin["arrived"][name] for name in ON} == ON
 
 
-def test_a_pickle_of_a_process_without_the_plugin_reads_as_off() -> None:
+def test_a_pickle_of_a_process_without_the_plugin_reads_as_off():
     vllm_own = PassConfig()
     for name in ON:
         del vllm_own.__dict__[name]
@@ -55,7 +52,7 @@ def test_a_pickle_of_a_process_without_the_plugin_reads_as_off() -> None:
     assert arrived.compute_hash() == PassConfig().compute_hash()
 
 
-def test_values_pass_through_every_way_a_config_is_built() -> None:
+def test_values_pass_through_every_way_a_config_is_built():
     ways = [
         PassConfig(**ON),
         CompilationConfig(pass_config=ON).pass_config,  # type: ignore[arg-type]
@@ -74,7 +71,7 @@ def test_values_pass_through_every_way_a_config_is_built() -> None:
         *((LIMIT_FIELD, value) for value in (True, "8", 0, -1, 8.5)),
     ],
 )
-def test_a_wrong_value_names_the_option_and_the_value(name: str, value: Any) -> None:
+def test_a_wrong_value_names_the_option_and_the_value(name, value):
     ways = [
         lambda: PassConfig(**{name: value}),
         lambda: CompilationConfig(pass_config={name: value}),  # type: ignore[arg-type]
@@ -87,7 +84,7 @@ def test_a_wrong_value_names_the_option_and_the_value(name: str, value: Any) -> 
         assert f"input_value={value!r}" in str(caught.value)
 
 
-def test_equality_and_repr_see_the_fields() -> None:
+def test_equality_and_repr_see_the_fields():
     assert PassConfig(**ON) == PassConfig(**ON) != PassConfig()
     assert PassConfig(**ON) != PassConfig(**{**ON, LIMIT_FIELD: 65})
     assert PassConfig() != "something else"
@@ -97,7 +94,7 @@ def test_equality_and_repr_see_the_fields() -> None:
     assert FLAG_FIELD not in repr(CompilationConfig())
 
 
-def test_the_hash_sees_vllms_fields_too_and_values_and_fingerprint_only_when_set(monkeypatch) -> None:
+def test_the_hash_sees_vllms_fields_too_and_values_and_fingerprint_only_when_set(monkeypatch):
     on, off = PassConfig(**ON).compute_hash(), PassConfig().compute_hash()
     others = (PassConfig(**{**ON, LIMIT_FIELD: 65}), PassConfig(**ON, eliminate_noops=False))
     assert len({on, off, *(other.compute_hash() for other in others)}) == 4
@@ -106,7 +103,7 @@ def test_the_hash_sees_vllms_fields_too_and_values_and_fingerprint_only_when_set
     assert PassConfig(**ON).compute_hash() != on
 
 
-def test_a_failed_self_test_leaves_vllm_behind(without_plugin: dict[str, Any]) -> None:
+def test_a_failed_self_test_leaves_vllm_behind(without_plugin):
     names = {"__eq__": "vllm_eq", "__repr__": "vllm_repr", "compute_hash": "vllm_hash"}
     vllm_own = {
         name: inspect.getclosurevars(PassConfig.__dict__[name]).nonlocals[inner] for name, inner in names.items()
@@ -125,7 +122,7 @@ def test_a_failed_self_test_leaves_vllm_behind(without_plugin: dict[str, Any]) -
     assert patches.pass_config_values(PassConfig(**ON)) == ON
 
 
-def test_a_field_upstream_already_has_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_upstream_already_has_is_left_alone(monkeypatch):
     monkeypatch.delattr(PassConfig, patches._FIELDS_MARK)
     monkeypatch.setattr(patches, "_wrap_methods", lambda cls, added: None)
     upstreams = dict(PassConfig.__dataclass_fields__)
@@ -153,7 +150,7 @@ def _bench() -> FlexibleArgumentParser:
 
 
 @pytest.fixture(scope="module", params=[_serve, _bench], ids=["serve", "bench"])
-def parse(request: pytest.FixtureRequest) -> Parse:
+def parse(request):
     parser = request.param()
     return lambda *arguments: parser.parse_args(["--model", "m", *arguments])
 
@@ -162,7 +159,7 @@ def as_json(**values: Any) -> tuple[str, str]:
     return "--compilation-config", json.dumps({"pass_config": values})
 
 
-def test_json_and_dotted_spellings_are_read(parse: Parse) -> None:
+def test_json_and_dotted_spellings_are_read(parse):
     wanted = {FLAG_FIELD: True, LIMIT_FIELD: 512}
     dotted = (f"-cc.pass_config.{FLAG_FIELD}=true", f"-cc.pass_config.{LIMIT_FIELD}=512")
     for arguments in (as_json(**wanted), dotted):
@@ -183,9 +180,7 @@ def dotted(name: str, typed: str) -> tuple[str]:
         (dotted("fuse_aiter_qk_rope_kv", "true"), "fuse_aiter_qk_rope_kv", "true"),
     ],
 )
-def test_a_wrong_argument_names_the_option_and_the_value_before_an_engine_starts(
-    parse: Parse, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], name: str, value: str
-) -> None:
+def test_a_wrong_argument_names_the_option_and_the_value_before_an_engine_starts(parse, capsys, arguments, name, value):
     with pytest.raises(SystemExit):
         parse(*arguments)
     told = capsys.readouterr().err
@@ -208,12 +203,12 @@ def test_a_wrong_argument_names_the_option_and_the_value_before_an_engine_starts
     ],
     ids=["a wrong value", "with the flag off and eager mode", "two spellings that differ"],
 )
-def test_a_wrong_option_stops_the_config_not_the_engine(mla_model: Path, options: dict[str, Any], told: str) -> None:
+def test_a_wrong_option_stops_the_config_not_the_engine(mla_model, options, told):
     with pytest.raises(ValidationError, match=told):
         gate_support.vllm_config(mla_model, **options)
 
 
-def test_a_value_assigned_after_construction_is_checked_too(mla_model: Path) -> None:
+def test_a_value_assigned_after_construction_is_checked_too(mla_model):
     from vllm.config import CompilationConfig
 
     compilation = CompilationConfig()

@@ -14,24 +14,24 @@ import pytest
 import vllm_aiter_mla
 from tests.gate import gate_support
 from tests.gate.gate_support import ON
-from tests.support.planted import Said, raising
+from tests.support.planted import raising
 from vllm_aiter_mla import gate, plugin
 from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import log, patches
 
 
-def test_vllm_finds_the_plugin_under_its_name() -> None:
+def test_vllm_finds_the_plugin_under_its_name():
     (found,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "aiter_mla"]
     assert found.load() is plugin.register
 
 
-def test_registering_imports_nothing_but_the_plugin_and_the_standard_library(without_plugin: dict[str, Any]) -> None:
+def test_registering_imports_nothing_but_the_plugin_and_the_standard_library(without_plugin):
     """A server whose flag is off pays for registration too: no module of vLLM, torch or others may be loaded."""
     foreign = [name for name in without_plugin["imported"] if name.partition(".")[0] not in sys.stdlib_module_names]
     assert foreign == []
 
 
-def test_registering_again_wraps_nothing_again() -> None:
+def test_registering_again_wraps_nothing_again():
     from vllm.config import PassConfig
     from vllm.platforms import current_platform
     from vllm.v1.worker.worker_base import WorkerBase
@@ -50,7 +50,7 @@ def test_registering_again_wraps_nothing_again() -> None:
     assert patches.failures() == {}
 
 
-def test_a_step_that_fails_is_said_once_and_never_raised(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_is_said_once_and_never_raised(said, monkeypatch):
     fail = raising(ImportError("planted"))
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setattr(plugin, "_register_ops", fail)
@@ -67,16 +67,14 @@ def test_a_step_that_fails_is_said_once_and_never_raised(said: Said, monkeypatch
 
 
 @pytest.mark.mutation
-def test_mutation_a_registration_that_lets_errors_out_is_caught(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_a_registration_that_lets_errors_out_is_caught(said, monkeypatch):
     monkeypatch.setattr(patches, "run", lambda name, step: step())
     with pytest.raises(ImportError):
         test_a_step_that_fails_is_said_once_and_never_raised(said, monkeypatch)
 
 
 @pytest.mark.parametrize(("call", "module"), [(plugin.apply_gate, "gate"), (plugin.attach, "startup")])
-def test_a_module_that_does_not_load_ends_no_process(
-    said: Said, monkeypatch: pytest.MonkeyPatch, call: Any, module: str
-) -> None:
+def test_a_module_that_does_not_load_ends_no_process(said, monkeypatch, call, module):
     """Each worker calls these, with the flag off too."""
     monkeypatch.delattr(vllm_aiter_mla, module, raising=False)
     monkeypatch.setitem(sys.modules, f"vllm_aiter_mla.{module}", None)
@@ -85,7 +83,7 @@ def test_a_module_that_does_not_load_ends_no_process(
     assert "vLLM runs unmodified" in line
 
 
-def test_the_log_goes_through_vllms_own_logger_once_and_names_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_goes_through_vllms_own_logger_once_and_names_the_caller(monkeypatch):
     seen: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = seen.append  # type: ignore[method-assign]
@@ -100,7 +98,7 @@ def test_the_log_goes_through_vllms_own_logger_once_and_names_the_caller(monkeyp
     assert log.logger.getEffectiveLevel() == logging.getLogger("vllm").getEffectiveLevel()
 
 
-def test_every_patch_says_its_symptom_and_when_it_can_go() -> None:
+def test_every_patch_says_its_symptom_and_when_it_can_go():
     for patch in (patches.extend_pass_config, patches.hook_platform, patches.hook_workers):
         text = patch.__doc__ or ""
         assert all(word in text for word in ("Symptom: ", "Upstream: https://", "Remove when: "))
@@ -109,9 +107,7 @@ def test_every_patch_says_its_symptom_and_when_it_can_go() -> None:
 # -- the hook and other plugins' wrappers
 
 
-def test_the_gate_runs_once_for_each_config_and_after_all_wrappers(
-    compiling: None, mla_model: Path, monkeypatch: pytest.MonkeyPatch, said: Said
-) -> None:
+def test_the_gate_runs_once_for_each_config_and_after_all_wrappers(compiling, mla_model, monkeypatch, said):
     ops = gate_support.vllm_config(mla_model, additional_config=ON).compilation_config.splitting_ops
     assert set(ATTENTION_OPS) <= set(ops), "it sees the mode that the wrapper around the hook leaves"
     assert said.at(logging.WARNING) == []
@@ -121,7 +117,7 @@ def test_the_gate_runs_once_for_each_config_and_after_all_wrappers(
     assert seen == [built]
 
 
-def test_a_hook_that_raises_does_not_disable_the_next_one(compiling: None, mla_model: Path) -> None:
+def test_a_hook_that_raises_does_not_disable_the_next_one(compiling, mla_model):
     with pytest.raises(ValueError, match="enabled"):
         gate_support.vllm_config(mla_model, additional_config={"aiter_mla": {"enabled": 3}})
     built = gate_support.vllm_config(mla_model, additional_config=ON)
@@ -144,9 +140,7 @@ class _Derived(_Plain):
     """An out-of-tree platform that inherits both methods."""
 
 
-def test_an_inheriting_platform_is_hooked_without_touching_its_base(
-    monkeypatch: pytest.MonkeyPatch, dense_model: Any
-) -> None:
+def test_an_inheriting_platform_is_hooked_without_touching_its_base(monkeypatch, dense_model):
     seen: list[Any] = []
     config = gate_support.modelless_config()
     monkeypatch.setattr(gate, "apply", seen.append)
@@ -160,9 +154,7 @@ def test_an_inheriting_platform_is_hooked_without_touching_its_base(
     assert _Plain.calls == [_Plain, config, _Derived]
 
 
-def test_what_the_user_gave_is_noted_before_defaults_hide_it_and_goes_with_its_config(
-    compiling: None, mla_model: Path
-) -> None:
+def test_what_the_user_gave_is_noted_before_defaults_hide_it_and_goes_with_its_config(compiling, mla_model):
     unset = gate_support.vllm_config(mla_model).compilation_config
     explicit = gate_support.vllm_config(mla_model, compilation_config={"use_inductor_graph_partition": False})
     assert unset.use_inductor_graph_partition is False

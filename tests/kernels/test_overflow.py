@@ -41,7 +41,7 @@ OTHERS_GIVE = {
 
 
 @pytest.mark.parametrize("name", ["AITER", "TRITON", "VLLM_KERNEL", "VLLM_COMPILED"])
-def test_overflow_in_the_reference_is_by_model_and_card(arch: str, name: str) -> None:
+def test_overflow_in_the_reference_is_by_model_and_card(arch, name):
     numerics, given = getattr(reference, name), AITER_GIVES if name == "AITER" else OTHERS_GIVE
     operands, wanted = turned_by_nothing(arch, VALUES), torch.tensor(given[arch]).float()
     query = reference.prepare(operands, numerics)[0, 0, 512:].float()[: len(VALUES)]
@@ -52,7 +52,7 @@ def test_overflow_in_the_reference_is_by_model_and_card(arch: str, name: str) ->
     assert query.allclose(wanted.clamp(-top, top), rtol=0, equal_nan=True)
 
 
-def test_overflow_in_the_simulated_aiter_is_the_references_and_the_latent_saturates(arch: str) -> None:
+def test_overflow_in_the_simulated_aiter_is_the_references_and_the_latent_saturates(arch):
     operands = turned_by_nothing(arch, [*VALUES, INF, NAN])
     operands.kv_c[0, :3] = torch.tensor([1e4, -1e4, NAN])
     expected = twin(operands)
@@ -70,9 +70,7 @@ def clamping(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize("opt", [False, True])
 @pytest.mark.parametrize("query", ["fp8", "bf16"])
 @pytest.mark.mutation("I14")
-def test_mutation_overflow_of_a_clamping_aiter_is_told(
-    arch: str, opt: bool, query: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutation_overflow_of_a_clamping_aiter_is_told(arch, opt, query, monkeypatch):
     shape = LayerShape(4, 16, FP8[arch], FP8[arch] if query == "fp8" else torch.bfloat16, 16, False)
     today = self_check(backend(arch, opt=opt), shape)
     assert (today.ok, today.writes_nan) == (True, True), today.message
@@ -82,7 +80,7 @@ def test_mutation_overflow_of_a_clamping_aiter_is_told(
 
 
 @pytest.mark.mutation("I14")
-def test_mutation_overflow_in_one_of_aiters_two_kernels_is_noticed(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_overflow_in_one_of_aiters_two_kernels_is_noticed(arch, monkeypatch):
     rope = execute._rope
 
     def only_opt_overflows(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -96,6 +94,6 @@ def test_mutation_overflow_in_one_of_aiters_two_kernels_is_noticed(arch: str, mo
     assert (found.ok, found.writes_nan) == (True, True)
 
 
-def test_overflow_of_an_unquantised_cache_is_none(arch: str) -> None:
+def test_overflow_of_an_unquantised_cache_is_none(arch):
     found = self_check(backend(arch), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
     assert (found.ok, found.writes_nan) == (True, False), found.message

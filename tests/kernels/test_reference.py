@@ -57,7 +57,7 @@ def simulated_rounding(values: torch.Tensor, flavour: formats.Fp8Flavour) -> tor
 
 
 @flavours
-def test_rounding_is_to_the_nearest_code_ties_to_even(flavour: formats.Fp8Flavour) -> None:
+def test_rounding_is_to_the_nearest_code_ties_to_even(flavour):
     values = torch.arange(256, dtype=torch.uint8).view(flavour.dtype).float()
     finite = values[values.isfinite()].unique()
     middles = (finite[1:] + finite[:-1]) / 2
@@ -68,7 +68,7 @@ def test_rounding_is_to_the_nearest_code_ties_to_even(flavour: formats.Fp8Flavou
 
 
 @flavours
-def test_the_nope_half_saturates_and_the_rope_half_overflows(flavour: formats.Fp8Flavour) -> None:
+def test_the_nope_half_saturates_and_the_rope_half_overflows(flavour):
     wild = torch.tensor([1e30, -1e30, float("inf"), float("-inf"), float("nan")])
     top = flavour.max
     assert formats.round_saturating(wild, flavour).float().tolist() == [top, -top, top, -top, -top]
@@ -79,7 +79,7 @@ def test_the_nope_half_saturates_and_the_rope_half_overflows(flavour: formats.Fp
 
 
 @flavours
-def test_neighbours_are_one_step_apart(flavour: formats.Fp8Flavour) -> None:
+def test_neighbours_are_one_step_apart(flavour):
     values = torch.arange(256, dtype=torch.uint8).view(flavour.dtype)
     finite = values[values.float().isfinite()]
     ordered = finite[finite.float().argsort(stable=True)]
@@ -90,7 +90,7 @@ def test_neighbours_are_one_step_apart(flavour: formats.Fp8Flavour) -> None:
 
 
 @pytest.mark.parametrize("is_neox", [False, True])
-def test_rotation_is_a_complex_product_of_the_styles_pairs(is_neox: bool) -> None:
+def test_rotation_is_a_complex_product_of_the_styles_pairs(is_neox):
     """NeoX pairs (i, i+4), GPT-J (2i, 2i+1): position 3, angle by angle, with Python's complex numbers."""
     x = torch.arange(1.0, 9.0)
     angles = [0.3, 1.1, 2.0, 2.9]
@@ -104,7 +104,7 @@ def test_rotation_is_a_complex_product_of_the_styles_pairs(is_neox: bool) -> Non
 
 
 @pytest.mark.parametrize("is_neox", [False, True])
-def test_the_prepared_row_is_absorbed_nope_then_rope(is_neox: bool) -> None:
+def test_the_prepared_row_is_absorbed_nope_then_rope(is_neox):
     call = operands(is_neox=is_neox, act=torch.float32, cache_dtype=torch.float32, out_dtype=torch.float32)
     out = reference.prepare(call)
     for t in range(5):
@@ -123,7 +123,7 @@ def test_the_prepared_row_is_absorbed_nope_then_rope(is_neox: bool) -> None:
     cache=st.sampled_from([BF16, torch.float8_e4m3fn, torch.float8_e4m3fnuz]),
     padded=st.sets(st.integers(0, 8)),
 )
-def test_only_rows_with_a_slot_are_written(tokens: int, block: int, seed: int, cache: torch.dtype, padded: set) -> None:
+def test_only_rows_with_a_slot_are_written(tokens, block, seed, cache, padded):
     """Whatever the block size and the padding, all of them included: every other byte stays."""
     call = operands(tokens, block_size=block, seed=seed, cache_dtype=cache)
     for row in padded:
@@ -137,14 +137,14 @@ def test_only_rows_with_a_slot_are_written(tokens: int, block: int, seed: int, c
         assert (rows(call).view(torch.uint8)[kept] != PATTERN).any()
 
 
-def test_rows_beyond_the_slots_are_prepared_but_not_written() -> None:
+def test_rows_beyond_the_slots_are_prepared_but_not_written():
     call = operands(tokens=6)
     short = fresh(call, slot_mapping=call.slot_mapping[:3])
     assert same_bytes(reference.prepare(short), reference.prepare(call))
     assert (rows(short).view(torch.uint8)[call.slot_mapping[3:]] == PATTERN).all()
 
 
-def test_strided_operands_give_the_same_bytes() -> None:
+def test_strided_operands_give_the_same_bytes():
     call = operands(**FP8)
     wide_q, wide_k, wide_c = (torch.full(size, 9.0, dtype=BF16) for size in ((5, 4, 30), (5, 20), (5, 40)))
     wide_q[:, 1:3, 7:23], wide_k[:, 3:11], wide_c[:, 5:21] = call.q, call.k_pe, call.kv_c
@@ -158,7 +158,7 @@ def test_strided_operands_give_the_same_bytes() -> None:
     assert (gaps[:, 4:].view(torch.uint8) == PATTERN).all()
 
 
-def test_two_rounding_mode_rounds_the_rotated_values_first() -> None:
+def test_two_rounding_mode_rounds_the_rotated_values_first():
     call = operands(tokens=64, **FP8)
     out = reference.prepare(call, reference.VLLM_COMPILED)
     cos, sin = call.cos_sin_cache[call.positions].float().chunk(2, -1)
@@ -174,7 +174,7 @@ def test_two_rounding_mode_rounds_the_rotated_values_first() -> None:
     assert same_bytes(reference.prepare(plain, reference.VLLM_COMPILED), reference.prepare(fresh(plain)))
 
 
-def test_a_truncated_cache_row_is_the_rounded_one_or_one_step_nearer_to_zero() -> None:
+def test_a_truncated_cache_row_is_the_rounded_one_or_one_step_nearer_to_zero():
     cut, rounded = operands(tokens=64), operands(tokens=64)
     query = reference.prepare(cut, reference.Numerics(truncate_cache_rope=True))
     assert same_bytes(query, reference.prepare(rounded))
@@ -185,7 +185,7 @@ def test_a_truncated_cache_row_is_the_rounded_one_or_one_step_nearer_to_zero() -
     assert 0.2 < share < 0.6
 
 
-def test_no_token_and_no_cache_are_served() -> None:
+def test_no_token_and_no_cache_are_served():
     nothing = operands(tokens=0)
     assert reference.prepare(nothing).shape == (0, 2, 24)
     assert (nothing.kv_cache.view(torch.uint8) == PATTERN).all()

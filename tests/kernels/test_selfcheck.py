@@ -45,7 +45,7 @@ class Stepped(ReferenceBackend):
 
 
 @pytest.mark.parametrize(("limit", "counts"), [(None, [1, 7, 40, 41]), (20, [1, 7, 20]), (8, [1, 7]), (1, [1, 7])])
-def test_each_kernel_up_to_the_limit_is_compared_once(limit, counts) -> None:
+def test_each_kernel_up_to_the_limit_is_compared_once(limit, counts):
     backend = Stepped()
     assert self_check(backend, SMALL, limit).ok
     assert backend.ran == counts, "one row warms up"
@@ -53,14 +53,14 @@ def test_each_kernel_up_to_the_limit_is_compared_once(limit, counts) -> None:
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("bad", ["few", "some", "many"])
-def test_mutation_a_kernel_that_is_wrong_fails_the_check_whichever_it_is(bad) -> None:
+def test_mutation_a_kernel_that_is_wrong_fails_the_check_whichever_it_is(bad):
     assert not self_check(Stepped(bad), SMALL).ok
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("block", [1, 16])
 @pytest.mark.parametrize("opt", [False, True])
-def test_self_check_passes_on_the_simulated_aiter_and_covers_each_kernel_that_serves(arch, block, opt) -> None:
+def test_self_check_passes_on_the_simulated_aiter_and_covers_each_kernel_that_serves(arch, block, opt):
     with install(arch):
         op.forget()
         platform = Platform(arch, ROCM)
@@ -75,7 +75,7 @@ def test_self_check_passes_on_the_simulated_aiter_and_covers_each_kernel_that_se
 
 
 @pytest.mark.parametrize("acts_as", ["gfx942", "gfx950"])  # which truncates, and which rounds everywhere
-def test_self_check_accepts_inferred_truncation_and_rounding_too(fake_gfx942, monkeypatch, acts_as) -> None:
+def test_self_check_accepts_inferred_truncation_and_rounding_too(fake_gfx942, monkeypatch, acts_as):
     """If gfx942 rounds after all, the card is better than its source says, and is not rejected for it."""
     monkeypatch.setattr("tests.sandbox.simulated_aiter.op.arch", lambda: acts_as)
     result = self_check(AiterBackend(MI300X), BF16)
@@ -110,12 +110,12 @@ UNCALLED = AiterBackend(MI300X, op=lambda *_: None)
         (UNCALLED, replace(BF16, cache_dtype=torch.uint8), 0, "refused the self-check: kv_cache: view uint8"),
     ],
 )
-def test_self_check_reports_what_is_wrong(bound, shape, stray, says) -> None:
+def test_self_check_reports_what_is_wrong(bound, shape, stray, says):
     result = self_check(bound, shape)
     assert (result.ok, result.stray_bytes, says in result.message) == (False, stray, True), result.message
 
 
-def test_every_answer_follows_from_bind() -> None:
+def test_every_answer_follows_from_bind():
     class Refusing(KernelBackend):
         name = "refusing"
 
@@ -131,7 +131,7 @@ def test_every_answer_follows_from_bind() -> None:
     assert Refusing().tried_caches(64) == ((64, False),), "without variants, over the layer's own cache"
 
 
-def test_synthetic_operands_on_meta_take_no_memory_whatever_their_number() -> None:
+def test_synthetic_operands_on_meta_take_no_memory_whatever_their_number():
     ghost = synthetic_inputs(replace(SMALL, device="meta"), 1 << 32)
     assert ghost.num_tokens == 1 << 32
     assert {tensor.device.type for _, tensor in ghost.tensors} == {"meta"}
@@ -161,27 +161,27 @@ class Wrong(ReferenceBackend):
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_synthetic_large_cache_is_one_to_triton_and_as_small_as_the_other(large: bool) -> None:
+def test_a_synthetic_large_cache_is_one_to_triton_and_as_small_as_the_other(large):
     inputs = synthetic_inputs(SHAPE, 3, large=large)
     assert is_large(inputs) is large
     assert inputs.kv_cache.numel() * 2 < 1 << 20
 
 
 @pytest.mark.mutation
-def test_a_kernel_that_is_wrong_over_a_large_cache_alone_fails_its_self_check() -> None:
+def test_a_kernel_that_is_wrong_over_a_large_cache_alone_fails_its_self_check():
     tried = TritonBackend().tried_caches
     assert self_check(Wrong(tried, lambda inputs: False), SHAPE).ok
     assert not self_check(Wrong(tried, is_large), SHAPE).ok
 
 
 @pytest.mark.parametrize(("opt", "kernel"), [(False, "per-head"), (True, "opt")])
-def test_another_block_size_leads_to_the_kernel_of_aiters_that_was_checked(opt: bool, kernel: str) -> None:
+def test_another_block_size_leads_to_the_kernel_of_aiters_that_was_checked(opt, kernel):
     """vLLM settles the block size after the check."""
     aiter = AiterBackend(Platform("gfx950", ROCM), op=lambda *_: None, opt=opt)
     caches = [synthetic_inputs(replace(SHAPE, block_size=size)) for size in (1, 16, 64)]
     assert {aiter.kernel_of(inputs) for inputs in caches} == {kernel}
 
 
-def test_what_is_timed_is_the_variant_for_a_large_cache() -> None:
+def test_what_is_timed_is_the_variant_for_a_large_cache():
     weight = synthetic_inputs(SHAPE, 1).weight
     assert all(map(is_large, measure.calls_of(SHAPE, [weight], 2, resident=1)))

@@ -52,14 +52,14 @@ OPS = {"fp8": by_reference, "mxfp4": by_reference}
     [(MI300X, {}), (MI300X, {"cache_dtype": FNUZ}), (MI355X, {"weight": ("mxfp4",)})],
     ids=["fp8 weight", "fp8 weight and cache", "mxfp4 weight"],
 )
-def test_its_arguments_lead_to_the_results_of_the_reference(platform: Platform, change: Any, is_neox: bool) -> None:
+def test_its_arguments_lead_to_the_results_of_the_reference(platform, change, is_neox):
     found = self_check(OneLaunchBackend(platform, OPS), replace(SHAPE, is_neox=is_neox, **change))
     assert found.ok, found.message
 
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("wrong", ["is_neox", "k_scale"])
-def test_mutation_an_argument_that_is_handed_over_wrongly_fails_the_check(wrong: str) -> None:
+def test_mutation_an_argument_that_is_handed_over_wrongly_fails_the_check(wrong):
     def spoilt(*given: Any, **named: Any) -> Any:
         return by_reference(*given, **named | {wrong: not named[wrong] if wrong == "is_neox" else torch.ones(1)})
 
@@ -67,7 +67,7 @@ def test_mutation_an_argument_that_is_handed_over_wrongly_fails_the_check(wrong:
     assert not self_check(OneLaunchBackend(MI300X, {"fp8": spoilt}), shape).ok
 
 
-def test_it_declines_what_it_would_do_wrongly() -> None:
+def test_it_declines_what_it_would_do_wrongly():
     bound, right = OneLaunchBackend(MI300X, OPS), synthetic_inputs(SHAPE)
     assert bound.refuse(right) is None
     fp8 = synthetic_inputs(replace(SHAPE, cache_dtype=FNUZ, out_dtype=FNUZ))
@@ -88,16 +88,14 @@ def test_it_declines_what_it_would_do_wrongly() -> None:
     ("tokens", "heads", "tile", "programs"),
     [(1, 16, (16, 32), 256), (16, 16, (16, 32), 256), (64, 128, (64, 128), 512)],
 )
-def test_a_tile_for_few_rows_fills_three_quarters_of_a_card(
-    tokens: int, heads: int, tile: tuple[int, int], programs: int
-) -> None:
+def test_a_tile_for_few_rows_fills_three_quarters_of_a_card(tokens, heads, tile, programs):
     found = decode_tile(tokens, heads, 512, units=304)
     assert (found["BLOCK_SIZE_M"], found["BLOCK_SIZE_N"]) == tile
     assert heads * -(-tokens // tile[0]) * 512 // tile[1] == programs
 
 
 @pytest.mark.usefixtures("fake_gfx942")
-def test_the_tile_reaches_vllms_product_and_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tile_reaches_vllms_product_and_changes_no_byte(monkeypatch):
     gemm, tiles = absorb.GEMMS["fp8"], []
 
     def called(*operands: Any, config: Any = None, **options: Any) -> torch.Tensor:
@@ -114,7 +112,7 @@ def test_the_tile_reaches_vllms_product_and_changes_no_byte(monkeypatch: pytest.
     assert "up to 256 rows" in str(bound.refuse(synthetic_inputs(SHAPE, 257)))
 
 
-def test_rivals_are_named_by_no_option_and_never_serve() -> None:
+def test_rivals_are_named_by_no_option_and_never_serve():
     served = {name for kernel in KERNELS for name in (*candidates(kernel, MI300X), *contenders(kernel, MI300X))}
     names = {OneLaunchBackend.name, DecodeTileBackend(MI300X, 304, op=Mock()).name}
     assert not names & (served | set(KERNELS))

@@ -92,14 +92,14 @@ def runs_the_candidate(layer: Layer, candidate: Candidate) -> bool:
     return candidate.launches > 0
 
 
-def test_a_module_has_one_layer_and_layers_of_one_engine_share_back_ends() -> None:
+def test_a_module_has_one_layer_and_layers_of_one_engine_share_back_ends():
     one, other = layer_of(), layer_of()
     assert Layer.of(one) is Layer.of(one)
     assert Layer.of(one) is not Layer.of(other)
     assert Layer.of(one).backends is Layer.of(other).backends
 
 
-def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_sizes(monkeypatch, said) -> None:
+def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_sizes(monkeypatch, said):
     candidate = Candidate()
     found = two(candidate, monkeypatch)
     startup.check_layers(found[:1], strict=True)
@@ -120,7 +120,7 @@ def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_size
     ],
     ids=lambda given: type(given).__name__,
 )
-def test_a_kernel_that_fails_its_check_runs_no_layer_and_stops_strict_mode(monkeypatch, said, candidate, why) -> None:
+def test_a_kernel_that_fails_its_check_runs_no_layer_and_stops_strict_mode(monkeypatch, said, candidate, why):
     found = two(candidate, monkeypatch)
     with pytest.raises(SettingsError, match="strict=true") as raised:
         startup.check_layers(found, strict=True, capture_sizes=[1])
@@ -132,7 +132,7 @@ def test_a_kernel_that_fails_its_check_runs_no_layer_and_stops_strict_mode(monke
     assert why in line
 
 
-def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said) -> None:
+def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said):
     """The first engine's kernel fails its check; the second one's, with the same options and shapes, runs."""
     candidate = Wrong()
     first = two(candidate, monkeypatch)
@@ -146,7 +146,7 @@ def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said) -> None:
 
 
 @pytest.mark.mutation("I15")
-def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypatch, said) -> None:
+def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypatch, said):
     shared: dict[str, str] = {}
     init = Layer.__init__
 
@@ -159,7 +159,7 @@ def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypat
         test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said)
 
 
-def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said) -> None:
+def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said):
     """A compiled artifact may hold the op in a process whose start-up hook never ran."""
     candidate = Candidate()
     checked, unchecked = two(candidate, monkeypatch)
@@ -178,14 +178,14 @@ def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said
     ],
     ids=["not admitted", "not readable"],
 )
-def test_a_layer_that_cannot_be_checked_hides_no_other(monkeypatch, said, spoilt) -> None:
+def test_a_layer_that_cannot_be_checked_hides_no_other(monkeypatch, said, spoilt):
     found = two(Wrong(), monkeypatch, **spoilt)
     startup.check_layers(found, strict=False)
     assert (found[0].state, found[1].refused_kernels.keys()) == ("refused", {"triton"})
     assert startup.cache_key(found)[0] == "layers.0: unchecked"
 
 
-def test_a_layer_that_was_not_admitted_at_the_check_stays_unchecked(monkeypatch, said) -> None:
+def test_a_layer_that_was_not_admitted_at_the_check_stays_unchecked(monkeypatch, said):
     found = two(Candidate(), monkeypatch, sliding_window=128)
     startup.check_layers(found, strict=True)
     found[0].module.sliding_window = None
@@ -194,7 +194,7 @@ def test_a_layer_that_was_not_admitted_at_the_check_stays_unchecked(monkeypatch,
 
 @pytest.mark.parametrize("broken", ["shape", "not_admitted", "kernels_to_check"])
 @both_modes
-def test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said, broken: str, strict: bool) -> None:
+def test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said, broken, strict):
     found = two(Candidate(), monkeypatch)
     with monkeypatch.context() as patching:
         patching.setattr(Layer, broken, lambda self, *args: (_ for _ in ()).throw(KeyError("planted")))
@@ -206,7 +206,7 @@ def test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said,
 
 
 @pytest.mark.parametrize("trusted", [False, True], ids=["checked", "needs no check"])
-def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(monkeypatch, said, trusted) -> None:
+def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(monkeypatch, said, trusted):
     candidate = Candidate()
     candidate.trusted = trusted
     found = two(candidate, monkeypatch)
@@ -217,13 +217,13 @@ def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(mo
     assert levels(said) == [logging.ERROR]
 
 
-def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm() -> None:
+def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm():
     skip = Layer.of(layer_of()).decide(act=torch.float16)
     assert isinstance(skip, Skip)
     assert skip.code == "activation_dtype"
 
 
-def test_a_missing_product_does_not_matter_to_a_kernel_that_does_not_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_product_does_not_matter_to_a_kernel_that_does_not_call_it(monkeypatch):
     module = layer_of()
     made = absorb.make(module.W_UK_T, ("fp8", torch.float8_e4m3fn))
     held = dict(made.tensors)
@@ -233,7 +233,7 @@ def test_a_missing_product_does_not_matter_to_a_kernel_that_does_not_call_it(mon
     assert Layer.of(module).decide() == "reference"
 
 
-def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(monkeypatch, said) -> None:
+def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(monkeypatch, said):
     """A graph that was left alone because a kernel was missing must not be loaded once the kernel is there."""
     keys = []
     for candidate in (Candidate(), Candidate(), "not installed", Wrong()):
@@ -251,7 +251,7 @@ def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(
 
 
 @both_modes
-def test_fail_closed_a_key_that_cannot_be_asked_for(monkeypatch, said, strict: bool) -> None:
+def test_fail_closed_a_key_that_cannot_be_asked_for(monkeypatch, said, strict):
     found = two(Candidate(), monkeypatch)
     startup.check_layers(found, strict=False)
     with monkeypatch.context() as patching:
@@ -261,7 +261,7 @@ def test_fail_closed_a_key_that_cannot_be_asked_for(monkeypatch, said, strict: b
     assert strict or kernels(found) == [None, None]
 
 
-def test_the_shape_is_a_key_without_the_block_size() -> None:
+def test_the_shape_is_a_key_without_the_block_size():
     small, large = layer_of(), layer_of()
     large._vllm_config.cache_config.block_size = 2 * BLOCK_SIZE
     shapes = [Layer.of(module).shape() for module in (small, large)]
@@ -284,7 +284,7 @@ class Without:
 
 
 @pytest.mark.parametrize("name", compat_layer.ATTRIBUTES)
-def test_a_layer_without_a_required_attribute_is_skipped_by_its_name(name: str) -> None:
+def test_a_layer_without_a_required_attribute_is_skipped_by_its_name(name):
     """The engine tests show that the installed vLLM has them all: a layer that lacks one is not engaged."""
     skip = admit_layer(compat_layer.layer_view(Without(layer_of(), name)))
     assert skip is not None
@@ -292,7 +292,7 @@ def test_a_layer_without_a_required_attribute_is_skipped_by_its_name(name: str) 
 
 
 @pytest.mark.mutation
-def test_mutation_a_layer_that_is_not_looked_at_is_not_taken_for_a_neutral_one(monkeypatch) -> None:
+def test_mutation_a_layer_that_is_not_looked_at_is_not_taken_for_a_neutral_one(monkeypatch):
     monkeypatch.setattr(compat_layer, "ATTRIBUTES", ())
     with pytest.raises(AttributeError, match="use_pcp"):
         compat_layer.layer_view(Without(layer_of(), "use_pcp"))

@@ -28,7 +28,7 @@ def layer(heads: int, dcp: int = 1) -> Any:
 
 
 @pytest.mark.parametrize("heads", PADDED)
-def test_heads_lie_where_vllm_looks_for_them_and_nothing_is_copied(heads: int) -> None:
+def test_heads_lie_where_vllm_looks_for_them_and_nothing_is_copied(heads):
     found = compat_layer.padded_heads(layer(heads))
     assert found is not None
     assert (found.heads, found.impl.num_heads) == (PADDED[heads], PADDED[heads])
@@ -40,7 +40,7 @@ def test_heads_lie_where_vllm_looks_for_them_and_nothing_is_copied(heads: int) -
 
 
 @pytest.mark.parametrize("heads", [16, 32, 128])
-def test_heads_that_the_decode_kernel_takes_are_not_padded(heads: int) -> None:
+def test_heads_that_the_decode_kernel_takes_are_not_padded(heads):
     assert compat_layer.padded_heads(layer(heads)) is None
 
 
@@ -53,14 +53,12 @@ def test_heads_that_the_decode_kernel_takes_are_not_padded(heads: int) -> None:
         ("get_actual_mla_num_heads", lambda heads: heads),
     ],
 )
-def test_mutation_a_helper_that_pads_in_another_way_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, name: str, other: Any
-) -> None:
+def test_mutation_a_helper_that_pads_in_another_way_is_left_alone(monkeypatch, name, other):
     monkeypatch.setattr(HELPER, name, staticmethod(other))
     assert compat_layer.padded_heads(layer(10)) is None
 
 
-def test_other_attention_and_context_parallelism_are_left_alone() -> None:
+def test_other_attention_and_context_parallelism_are_left_alone():
     assert compat_layer.padded_heads(SimpleNamespace(impl=SimpleNamespace(), num_heads=8)) is None
     assert compat_layer.padded_heads(layer(8, dcp=2)) is None
 
@@ -68,7 +66,7 @@ def test_other_attention_and_context_parallelism_are_left_alone() -> None:
 @pytest.mark.usefixtures("fake_gfx942")
 @pytest.mark.parametrize(("heads", "shape"), [(10, 16), (20, 32), (8, 8)])
 @pytest.mark.parametrize("tokens", [7, 256])
-def test_aiters_op_leaves_room_behind_the_heads_but_not_between_them(heads: int, shape: int, tokens: int) -> None:
+def test_aiters_op_leaves_room_behind_the_heads_but_not_between_them(heads, shape, tokens):
     operands = inputs(heads=heads, tokens=tokens)
     padded = replace(operands, out_heads=PADDED[heads], kv_cache=operands.kv_cache.clone())
     query, expected = backend().prepare(padded), backend().prepare(operands)
@@ -77,7 +75,7 @@ def test_aiters_op_leaves_room_behind_the_heads_but_not_between_them(heads: int,
     assert same_bytes(padded.kv_cache, operands.kv_cache)
 
 
-def test_the_copy_that_vllm_makes_belongs_to_a_calls_time() -> None:
+def test_the_copy_that_vllm_makes_belongs_to_a_calls_time():
     operands, copied = replace(inputs(heads=10), out_heads=16), []
 
     class Dense(ReferenceBackend):
@@ -90,7 +88,7 @@ def test_the_copy_that_vllm_makes_belongs_to_a_calls_time() -> None:
     assert len(copied) == 1
 
 
-def test_gluon_gets_the_heads_alone() -> None:
+def test_gluon_gets_the_heads_alone():
     seen = []
 
     def forward_mqa(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:

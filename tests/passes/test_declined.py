@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("name", [*CASES, *UNKNOWN])
-def test_layer_is_declined_and_left_alone_with(name: str) -> None:
+def test_layer_is_declined_and_left_alone_with(name):
     assert_declined(name)
 
 
@@ -34,7 +34,7 @@ def matched(edit: Callable[[Builder, Layer], Any], **changes: Any) -> tuple[Laye
     return found, layer
 
 
-def test_dead_readers_and_readers_of_the_latent_columns_decline_nothing() -> None:
+def test_dead_readers_and_readers_of_the_latent_columns_decline_nothing():
     """Tracing an in-place op leaves dead readers behind: chains of views that nobody reads."""
 
     def read(b: Builder, layer: Layer) -> tuple[Any, ...]:
@@ -50,12 +50,12 @@ def test_dead_readers_and_readers_of_the_latent_columns_decline_nothing() -> Non
     ("changes", "node"),
     [({}, "attention"), ({}, "kv_update"), ({"prefused": True}, "kv_update")],
 )
-def test_unknown_argument_that_is_none_is_let_through(changes: dict[str, Any], node: str) -> None:
+def test_unknown_argument_that_is_none_is_let_through(changes, node):
     matched(lambda b, layer: give(getattr(layer, node), of_tomorrow=None), **changes)
 
 
 @pytest.mark.parametrize("positional", [0, 2, 5])
-def test_known_arguments_are_read_by_position_and_by_name(positional: int) -> None:
+def test_known_arguments_are_read_by_position_and_by_name(positional):
     def respell(b: Builder, layer: Layer) -> None:
         args, names = layer.kv_update.args, match.KNOWN_ARGS[KV_UPDATE_OP]
         layer.kv_update.args = args[:positional]
@@ -65,7 +65,7 @@ def test_known_arguments_are_read_by_position_and_by_name(positional: int) -> No
     assert (found.kv_c, found.kv_cache_dtype) == (layer.kv_c, "auto")
 
 
-def test_unknown_argument_that_is_left_to_its_default_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_argument_that_is_left_to_its_default_is_seen(monkeypatch):
     library = torch.library.Library("aiter_mla_unknown_argument", "DEF")
     library.define("turn(Tensor query, float mscale=0.5) -> Tensor")
     node = torch.fx.Graph().call_function(torch.ops.aiter_mla_unknown_argument.turn.default, (None,))
@@ -97,16 +97,14 @@ def test_unknown_argument_that_is_left_to_its_default_is_seen(monkeypatch: pytes
         (match, "known_arguments", fx.arguments, "mscale of the rotary op"),
     ],
 )
-def test_mutation_the_matcher_does_not_check(
-    owner: Any, name: str, plant: Any, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutation_the_matcher_does_not_check(owner, name, plant, case, monkeypatch):
     monkeypatch.setattr(owner, name, plant or (lambda *args: None))
     with pytest.raises(AssertionError):
         assert_declined(case)
 
 
 @pytest.mark.mutation("I11")
-def test_mutation_unknown_argument_is_called_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_unknown_argument_is_called_known(monkeypatch):
     known = (*match.KNOWN_ARGS[MLA_ATTENTION_OP], "attn_sink")
     monkeypatch.setitem(match.KNOWN_ARGS, MLA_ATTENTION_OP, known)
     with pytest.raises(AssertionError):

@@ -29,7 +29,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, which: int) -> list[int]:
 
 
 @pytest.mark.parametrize("which", range(1, EMISSIONS + 1))
-def test_an_emission_that_fails_leaves_a_graph_that_is_right(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_emission_that_fails_leaves_a_graph_that_is_right(which, monkeypatch):
     gm, layers = build(2, BF16)
     count = fail_at(monkeypatch, which)
     counts = assert_rewritten_right(gm, stubs_for(layers, BF16), stops=(None,))
@@ -39,14 +39,14 @@ def test_an_emission_that_fails_leaves_a_graph_that_is_right(which: int, monkeyp
     assert (code, "planted" in message) == ("rewrite_failed", True)
 
 
-def test_every_emission_of_a_layer_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_emission_of_a_layer_is_covered(monkeypatch):
     gm, layers = build(1, BF16)
     count = fail_at(monkeypatch, -1)
     rewrite(gm, stubs_for(layers, BF16))
     assert count[0] == EMISSIONS
 
 
-def test_an_admission_that_raises_leaves_the_layers_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_admission_that_raises_leaves_the_layers_to_vllm(monkeypatch):
     def raises(view: object) -> None:
         raise RuntimeError("planted")
 

@@ -72,11 +72,11 @@ def assert_layers_apart_from(at: int, gm: fx.GraphModule, builder: Builder, stub
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_i4_skipped_layer_keeps_its_nodes_and_the_others_are_rewritten(at: int) -> None:
+def test_i4_skipped_layer_keeps_its_nodes_and_the_others_are_rewritten(at):
     assert_layers_apart(at)
 
 
-def test_i4_layer_that_breaks_the_matcher_costs_no_other_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i4_layer_that_breaks_the_matcher_costs_no_other_layer(monkeypatch):
     """A shape that no op accepts, as an upstream pass might leave it for a moment."""
     gm, builder = three_layers()
     view = builder.layers[1].q_view
@@ -86,7 +86,7 @@ def test_i4_layer_that_breaks_the_matcher_costs_no_other_layer(monkeypatch: pyte
     assert status.current().skipped[builder.layers[1].name][0] == "not_evaluated"
 
 
-def test_layer_outside_the_forward_context_is_skipped() -> None:
+def test_layer_outside_the_forward_context_is_skipped():
     gm, builder = three_layers()
     stubs = stubs_for(builder.layers, builder.spelling)
     before = str(clean(gm).graph)
@@ -119,9 +119,7 @@ class Scaled(StubLayer):
         ("hisparse", lambda layer: setattr(layer, "hisparse_cache", object())),
     ],
 )
-def test_layer_that_admission_declines_is_left_to_vllm_and_the_others_are_not(
-    code: str, spoil: Callable[[StubLayer], None]
-) -> None:
+def test_layer_that_admission_declines_is_left_to_vllm_and_the_others_are_not(code, spoil):
     gm, builder = three_layers()
     stubs = stubs_for(builder.layers, builder.spelling)
     spoil(stubs[1])
@@ -131,8 +129,8 @@ def test_layer_that_admission_declines_is_left_to_vllm_and_the_others_are_not(
 
 
 def test_kernel_that_does_not_take_a_layers_shape_leaves_the_layer_as_vllm_made_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     gm, builder = three_layers()
     stubs = stubs_for(builder.layers, builder.spelling)
     odd, bind = stubs[1], ReferenceBackend.bind
@@ -149,7 +147,7 @@ def test_kernel_that_does_not_take_a_layers_shape_leaves_the_layer_as_vllm_made_
 
 
 @pytest.mark.parametrize("stop", ["rope_kv_cache", "q_prep_lift"])
-def test_a_chain_that_is_stopped_leaves_a_layer_with_blocks_of_one_alone(stop: str) -> None:
+def test_a_chain_that_is_stopped_leaves_a_layer_with_blocks_of_one_alone(stop):
     """What passes 1 and 2 leave is vLLM's op, which squeezes such a cache to two dimensions and dies of it."""
     gm, layers = build(1, dtype=BF16)
     stubs = stubs_for(layers, Spelling(dtype=BF16))
@@ -188,7 +186,7 @@ def pass_three_is_done_half(graph: fx.Graph, layer: match.LayerMatch) -> None:
 
 @pytest.mark.mutation("I4")
 @pytest.mark.parametrize("plant", [matching_ends_at_a_skip, skipped_layer_loses_a_node, pass_three_is_done_half])
-def test_mutation_i4(plant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_i4(plant, monkeypatch):
     if plant is pass_three_is_done_half:
         monkeypatch.setitem(pipeline.PASSES, "aiter_fusion", plant)
     else:

@@ -91,7 +91,7 @@ def check(gm: torch.fx.GraphModule, builder: Builder, batch: Batch, stop: str | 
 
 @settings(FEW, max_examples=70)
 @given(st.integers(0, len(SPELLINGS) - 1), st.integers(1, 2), st.integers(0, 10**6))
-def test_perturbed_layer_is_declined_or_right(index: int, edits: int, seed: int) -> None:
+def test_perturbed_layer_is_declined_or_right(index, edits, seed):
     outcome = outcome_of(index, random.Random(seed).randrange, edits)
     event(outcome)
     assume(outcome != "no program")
@@ -105,14 +105,14 @@ def reached(index: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("index", range(len(SPELLINGS)), ids=[str(changes) for changes in SPELLINGS])
-def test_perturbations_of_every_spelling_are_rewritten_and_declined(index: int) -> None:
+def test_perturbations_of_every_spelling_are_rewritten_and_declined(index):
     """Seeded, so that the property above is known to be no empty one."""
     found = reached(index)
     assert found["one declined, one right"] >= 1, found
     assert found["right"] >= 1, found
 
 
-def test_perturbations_decline_both_layers_too() -> None:
+def test_perturbations_decline_both_layers_too():
     assert sum(reached(index)["declined"] for index in range(len(SPELLINGS))) >= 5
 
 
@@ -135,8 +135,8 @@ def test_perturbations_decline_both_layers_too() -> None:
     st.integers(0, 99),
 )
 def test_any_head_count_width_batch_and_order_of_nodes_is_bit_exact(
-    sizes: Sizes, rope: str, is_neox: bool, decodes: int, prefills: int, padding: int, seed: int
-) -> None:
+    sizes, rope, is_neox, decodes, prefills, padding, seed
+):
     batch = Batch("drawn", rows=decodes + prefills + padding, decodes=decodes, prefills=prefills)
     spelling = Spelling(rope=rope, is_neox=is_neox, dtype=torch.bfloat16, sizes=sizes)
     gm, layers = build(1 + seed % 3, spelling)

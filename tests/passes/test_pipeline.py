@@ -7,7 +7,6 @@ import inspect
 import logging
 import pickle
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,18 +82,18 @@ def compile_with_vllm(folder: Path, stop_after: str | None = None) -> Compilatio
 
 
 @pytest.fixture(scope="module")
-def compilation(tmp_path_factory: pytest.TempPathFactory) -> Compilation:
+def compilation(tmp_path_factory):
     return compile_with_vllm(tmp_path_factory.mktemp("dumps"))
 
 
-def test_vllms_debug_dump_path_holds_the_graph_before_and_after_the_pipeline(compilation: Compilation) -> None:
+def test_vllms_debug_dump_path_holds_the_graph_before_and_after_the_pipeline(compilation):
     (before,) = (text for name, text in compilation.dumps.items() if ".AiterMLAPipeline.before." in name)
     (after,) = (text for name, text in compilation.dumps.items() if ".AiterMLAPipeline.after." in name)
     assert (before.count(f"{VLLMS}.default"), before.count(OURS)) == (2, 0)
     assert (after.count(VLLMS), after.count(f"{OURS}.default(")) == (0, 2)
 
 
-def test_vllms_debug_log_has_the_time_and_the_matches_of_the_pipeline(compilation: Compilation) -> None:
+def test_vllms_debug_log_has_the_time_and_the_matches_of_the_pipeline(compilation):
     assert [line for line in compilation.lines if line.startswith("AiterMLAPipeline completed in")]
     (matches,) = (line for line in compilation.lines if line.startswith("fusion pass matches:"))
     assert "'AiterMLAPipeline': 2" in matches
@@ -112,7 +111,7 @@ def assert_complete(gm: fx.GraphModule) -> None:
             assert (str(again.shape), again.dtype) == (str(value.shape), value.dtype), node
 
 
-def test_torch_infers_the_fake_values_of_what_the_passes_emit(compilation: Compilation) -> None:
+def test_torch_infers_the_fake_values_of_what_the_passes_emit(compilation):
     assert_complete(compilation.graph)
     assert sum(OURS in str(node.target) for node in compilation.graph.graph.nodes) == 2
 
@@ -120,12 +119,12 @@ def test_torch_infers_the_fake_values_of_what_the_passes_emit(compilation: Compi
 # An older torch infers nothing behind a functionalised op, which a chain leaves in the graph only if it is stopped.
 @pytest.mark.skipif("gm" not in inspect.signature(FakeTensorUpdater).parameters, reason="this torch infers less")
 @pytest.mark.parametrize("stop", ["rope_kv_cache", "q_prep_lift"])
-def test_torch_infers_the_fake_values_of_a_chain_that_is_stopped(stop: str, tmp_path: Path) -> None:
+def test_torch_infers_the_fake_values_of_a_chain_that_is_stopped(stop, tmp_path):
     assert_complete(compile_with_vllm(tmp_path, stop).graph)
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
-def test_the_pass_is_the_same_in_another_process(again: Callable[[Any], Any]) -> None:
+def test_the_pass_is_the_same_in_another_process(again):
     made = pass_of(
         chained=pass_of(limit=4), settings=Settings(enabled=True, debug=DebugSettings(stop_after="q_prep_lift"))
     )
@@ -134,7 +133,7 @@ def test_the_pass_is_the_same_in_another_process(again: Callable[[Any], Any]) ->
     assert (arrived.limit, arrived.settings, arrived.chained.limit) == (16, made.settings, 4)
 
 
-def test_the_uuid_holds_all_that_decides_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_uuid_holds_all_that_decides_the_graph(monkeypatch):
     changed = [
         pass_of(),
         pass_of(limit=8),
@@ -152,14 +151,14 @@ def test_the_uuid_holds_all_that_decides_the_graph(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.mutation
-def test_mutation_torch_completes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mutation_torch_completes_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(FakeTensorUpdater, "incremental_update", lambda self: 0)
     with pytest.raises(KeyError, match="val"):
         assert_complete(compile_with_vllm(tmp_path).graph)
 
 
 @pytest.mark.mutation
-def test_mutation_the_matches_are_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mutation_the_matches_are_not_counted(monkeypatch, tmp_path):
     monkeypatch.setattr(
         pipeline, "VllmPatternMatcherPass", type("Elsewhere", (), {"match_table": {"AiterMLAPipeline": 0}})
     )

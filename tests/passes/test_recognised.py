@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def assert_bound(found: Any, builder: Builder, layer: Layer, spelling: Spelling)
 
 @both_styles
 @pytest.mark.parametrize("changes", SPELLINGS.values(), ids=SPELLINGS)
-def test_layer_is_bound_to_what_it_was_built_from_with(changes: dict[str, Any], is_neox: bool) -> None:
+def test_layer_is_bound_to_what_it_was_built_from_with(changes, is_neox):
     builder = Builder(Spelling(is_neox=is_neox, **changes))
     for _ in range(3):
         builder.layer()
@@ -74,7 +73,7 @@ def test_layer_is_bound_to_what_it_was_built_from_with(changes: dict[str, Any], 
 
 @both_styles
 @pytest.mark.parametrize("changes", SPELLINGS.values(), ids=SPELLINGS)
-def test_every_chain_is_bit_exact_in_bf16_with(changes: dict[str, Any], is_neox: bool) -> None:
+def test_every_chain_is_bit_exact_in_bf16_with(changes, is_neox):
     gm, layers = build(2, dtype=BF16, is_neox=is_neox, **changes)
     counts = assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16, **changes)))
     fused = changes.get("prefused", False)
@@ -88,7 +87,7 @@ def test_every_chain_is_bit_exact_in_bf16_with(changes: dict[str, Any], is_neox:
     }
 
 
-def test_fp32_layers_are_bit_exact_but_for_the_fma_of_vllms_neox_kernel() -> None:
+def test_fp32_layers_are_bit_exact_but_for_the_fma_of_vllms_neox_kernel():
     gm, layers = build(2, is_neox=False)
     assert_rewritten_right(gm, stubs_for(layers, Spelling()))
     gm, layers = build(2, is_neox=True)
@@ -96,13 +95,13 @@ def test_fp32_layers_are_bit_exact_but_for_the_fma_of_vllms_neox_kernel() -> Non
     assert_rewritten_right(gm, stubs_for(layers, Spelling()), batches=(MIXED,), exact=False)
 
 
-def test_string_constants_name_layers_too() -> None:
+def test_string_constants_name_layers_too():
     gm, layers = build(2, names="string")
     assert [name for name, _ in match_layers(gm.graph)] == [layer.name for layer in layers]
 
 
 @pytest.mark.slow
-def test_chain_is_bit_exact_where_vllm_names_layers_by_string() -> None:
+def test_chain_is_bit_exact_where_vllm_names_layers_by_string():
     """The ops take strings only with this variable, which vLLM reads when it is imported: a process of its own."""
     case = f"{Path(__file__)}::test_every_chain_is_bit_exact_in_bf16_with"
     done = subprocess.run(
@@ -115,7 +114,7 @@ def test_chain_is_bit_exact_where_vllm_names_layers_by_string() -> None:
     assert "3 passed" in done.stdout
 
 
-def test_layers_of_different_spellings_share_a_graph() -> None:
+def test_layers_of_different_spellings_share_a_graph():
     builder = Builder(Spelling(dtype=BF16))
     for rope in ("plain", "deepseek", "op", "op, flat", "flashinfer"):
         builder.layer(rope=rope, is_neox=rope != "op")
@@ -123,7 +122,7 @@ def test_layers_of_different_spellings_share_a_graph() -> None:
     assert counts["aiter_fusion"] == 5
 
 
-def test_offset_positions_are_bound_as_they_are_read() -> None:
+def test_offset_positions_are_bound_as_they_are_read():
     builder = Builder(Spelling(dtype=BF16))
     builder.positions = builder(torch.ops.aten.add.Tensor, builder.positions, 1)
     layer = builder.layer()
@@ -154,11 +153,11 @@ def assert_chain_stops(stop: str | None) -> None:
 
 
 @pytest.mark.parametrize("stop", STOPPED)
-def test_chain_stops_where_it_is_told_to(stop: str | None) -> None:
+def test_chain_stops_where_it_is_told_to(stop):
     assert_chain_stops(stop)
 
 
-def test_nothing_of_the_rotation_is_left_after_pass_three() -> None:
+def test_nothing_of_the_rotation_is_left_after_pass_three():
     gm, layers = build(3, spelling=Spelling(dtype=BF16))
     rewrite(gm, stubs_for(layers, Spelling(dtype=BF16)))
     left = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
@@ -174,7 +173,7 @@ def assert_caught_by_execution(**changes: Any) -> None:
 
 
 @pytest.mark.mutation
-def test_mutation_matcher_binds_the_other_pairing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_matcher_binds_the_other_pairing(monkeypatch):
     find_q, find_k = match._Matcher._find_q, match._Matcher._find_k
     monkeypatch.setattr(match._Matcher, "_find_q", lambda self, *args: (False, find_q(self, *args)[1]))
     monkeypatch.setattr(match._Matcher, "_find_k", lambda self, *args: find_k(self, *args[:-1], True))
@@ -182,7 +181,7 @@ def test_mutation_matcher_binds_the_other_pairing(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.mutation
-def test_mutation_kv_update_is_left_beside_the_fused_op(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_kv_update_is_left_beside_the_fused_op(monkeypatch):
     """The row would be written twice, and the second time from whatever k_pe holds by then."""
 
     def still_waits(graph: fx.Graph, layer: LayerMatch) -> None:
@@ -197,7 +196,7 @@ def test_mutation_kv_update_is_left_beside_the_fused_op(monkeypatch: pytest.Monk
 
 
 @pytest.mark.mutation
-def test_mutation_pass_one_shares_the_view_that_vllm_erases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_pass_one_shares_the_view_that_vllm_erases(monkeypatch):
     """FixFunctionalizationPass erases the view under the scatter without looking at its other readers."""
     views: dict[fx.Node, fx.Node] = {}
 
@@ -210,13 +209,13 @@ def test_mutation_pass_one_shares_the_view_that_vllm_erases(monkeypatch: pytest.
 
 
 @pytest.mark.mutation
-def test_mutation_pass_one_rotates_without_writing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_pass_one_rotates_without_writing_back(monkeypatch):
     monkeypatch.setattr(rope_kv, "_write_back", lambda graph, layer, *rest: rope_kv._heads(graph, layer))
     assert_caught_by_execution()
 
 
 @pytest.mark.mutation
-def test_mutation_pass_two_prepares_the_raw_query(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_pass_two_prepares_the_raw_query(monkeypatch):
     def raw(graph: fx.Graph, layer: LayerMatch) -> None:
         layer.attention.kwargs = {**layer.attention.kwargs, "q": layer.q}
         q_prep_lift.lift_q_prep(graph, layer)
@@ -234,13 +233,13 @@ def test_mutation_pass_two_prepares_the_raw_query(monkeypatch: pytest.MonkeyPatc
         pytest.param(lambda once, step, q, k_pe, *rest: once(step, q, k_pe.clone(), *rest), id="the query only"),
     ],
 )
-def test_mutation_i3_prefill_rows_are_rotated(plant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_i3_prefill_rows_are_rotated(plant, monkeypatch):
     once = ops.rotate_and_write
     monkeypatch.setattr(ops, "rotate_and_write", lambda *args: plant(once, *args))
     assert_caught_by_execution()
 
 
 @pytest.mark.mutation("I3")
-def test_mutation_i3_attention_decides_by_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_i3_attention_decides_by_the_first_row(monkeypatch):
     monkeypatch.setattr(compat_layer, "is_decode_only", lambda metadata, slots: metadata.decode is not None)
     assert_caught_by_execution()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def plugin(**config: Any) -> list[str]:
     return ["--additional-config", json.dumps(config)]
 
 
-def test_every_pass_option_of_the_installed_vllm_is_known() -> None:
+def test_every_pass_option_of_the_installed_vllm_is_known():
     from vllm.config import PassConfig
 
     names = [name for name in PassConfig.__dataclass_fields__ if name.startswith("fuse_")]
@@ -48,12 +47,12 @@ def test_every_pass_option_of_the_installed_vllm_is_known() -> None:
         plugin(aiter_mla={"enabled": True}),
     ],
 )
-def test_every_spelling_of_vllm_serve_switches_the_fast_path_on(arguments: list[str]) -> None:
+def test_every_spelling_of_vllm_serve_switches_the_fast_path_on(arguments):
     more = ["--additional-config.aiter_mla.kernel", "triton"] if "--additional-config" not in arguments else []
     assert read([*arguments, *more]) == Settings(enabled=True, kernel="triton" if more else "auto")
 
 
-def test_a_key_that_is_almost_the_plugins_own_is_said(tmp_path: Path) -> None:
+def test_a_key_that_is_almost_the_plugins_own_is_said(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     _, given = options.engine_args(tmp_path, plugin(**{"aiter-mla": {"enabled": True}, "another": {}}))
     assert [key for key in ("aiter-mla", "another") if f"additional_config.{key} " in " ".join(given.notes)] == [

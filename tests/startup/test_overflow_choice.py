@@ -57,14 +57,14 @@ def runs(one: Layer) -> str | None:
         ("aiter", CLAMPS, "fp8", "aiter", []),
     ],
 )
-def test_overflow_decides_what_auto_takes_and_times(said, kernel, aiter, cache, wanted, timed) -> None:
+def test_overflow_decides_what_auto_takes_and_times(said, kernel, aiter, cache, wanted, timed):
     one = started(kernel, aiter, cache=cache)
     assert runs(one) == wanted
     assert list(one.contenders()) == timed
     assert {level for level, _ in said} <= {logging.DEBUG, logging.INFO}
 
 
-def test_overflow_of_a_kernel_that_was_named_is_one_warning_and_stays_in_the_status(said) -> None:
+def test_overflow_of_a_kernel_that_was_named_is_one_warning_and_stays_in_the_status(said):
     layers_ = [started("aiter", OVERFLOWS) for _ in range(3)]
     assert [runs(one) for one in layers_] == ["aiter"] * 3
     (line,) = said.at(logging.WARNING)
@@ -75,7 +75,7 @@ def test_overflow_of_a_kernel_that_was_named_is_one_warning_and_stays_in_the_sta
     assert status.line(found).count("NaN") == 1
 
 
-def test_overflow_that_auto_avoids_is_not_in_the_status(said) -> None:
+def test_overflow_that_auto_avoids_is_not_in_the_status(said):
     started("auto", OVERFLOWS)
     status.engage(NAME, "triton")
     found = status.record_of([NAME], 16, "fp8", 0)
@@ -84,7 +84,7 @@ def test_overflow_that_auto_avoids_is_not_in_the_status(said) -> None:
 
 
 @pytest.mark.mutation("I14")
-def test_mutation_overflow_a_triton_kernel_that_does_not_saturate_serves_nothing(said) -> None:
+def test_mutation_overflow_a_triton_kernel_that_does_not_saturate_serves_nothing(said):
     one = started("auto", OVERFLOWS, triton=OVERFLOWS)
     assert one.choose(synthetic_inputs(one.shape(), 4)).name == "vllm"
     assert list(one.contenders()) == ["vllm"]
@@ -92,6 +92,6 @@ def test_mutation_overflow_a_triton_kernel_that_does_not_saturate_serves_nothing
 
 
 @pytest.mark.mutation("I14")
-def test_mutation_overflow_rows_left_out_of_the_self_check_let_auto_take_aiter(said, monkeypatch) -> None:
+def test_mutation_overflow_rows_left_out_of_the_self_check_let_auto_take_aiter(said, monkeypatch):
     monkeypatch.setattr(selfcheck, "_overflow", lambda inputs: None)
     assert runs(started("auto", OVERFLOWS)) == "aiter", "so the test above sees the rows"

@@ -23,7 +23,7 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+def worker(monkeypatch):
     for method in startup.RELOADS:
         monkeypatch.setattr(Worker, method, lambda self: None, raising=False)
     one = Worker(ours(16))
@@ -32,7 +32,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
 
 
 @pytest.mark.parametrize("method", startup.RELOADS)
-def test_a_reload_into_the_same_objects_binds_the_kernels_again(worker: Worker, method: str) -> None:
+def test_a_reload_into_the_same_objects_binds_the_kernels_again(worker, method):
     layer, module = layer_in(worker), worker.vllm_config.compilation_config.static_forward_context[NAME]
     given = replace(synthetic_inputs(layer.shape(), 2), weight=layer.weight())
     first, same = layer.kernel(given), layer.kernel(given)
@@ -46,7 +46,7 @@ def test_a_reload_into_the_same_objects_binds_the_kernels_again(worker: Worker, 
 
 
 @pytest.mark.parametrize("how", ["copied", "inference", "other memory"])
-def test_aiters_halves_of_a_rotary_table_are_renewed_in_place(how: str) -> None:
+def test_aiters_halves_of_a_rotary_table_are_renewed_in_place(how):
     """Captured graphs hold the halves by their address."""
     backend = AiterBackend(Platform("gfx942", ROCM), op=lambda *_: None)
     with torch.inference_mode(how == "inference"):
@@ -63,7 +63,7 @@ def test_aiters_halves_of_a_rotary_table_are_renewed_in_place(how: str) -> None:
 
 
 @pytest.mark.mutation
-def test_where_the_weights_cannot_be_read_again_the_layer_runs_vllms_own_kernels(worker, monkeypatch, said) -> None:
+def test_where_the_weights_cannot_be_read_again_the_layer_runs_vllms_own_kernels(worker, monkeypatch, said):
     layer = layer_in(worker)
     assert layer.state == "trusted"
 

@@ -39,11 +39,11 @@ class Foreign:
     [(ours(), {"enabled": False}), (None, {}), (Foreign(), {})],
     ids=["the flag is off", "the gate declined", "the gate declined beside a user's pass"],
 )
-def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_: Any, options: dict[str, Any]) -> None:
+def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_, options):
     assert set(vars(Worker(pass_, **options))) == {"vllm_config", "steps"}
 
 
-def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch) -> None:
+def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch):
     given: list[Any] = []
     check = startup.check_layers
     monkeypatch.setattr(startup, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs)))
@@ -60,7 +60,7 @@ def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, mon
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("NONE", 1), ("PIECEWISE", 1), ("FULL_AND_PIECEWISE", 0)])
-def test_a_rank_whose_kernel_was_rejected_runs_as_many_decode_steps_as_the_others(said, mode: str, steps: int) -> None:
+def test_a_rank_whose_kernel_was_rejected_runs_as_many_decode_steps_as_the_others(said, mode, steps):
     """They hold collectives: a rank that ran one more would wait for the others, or read their answers to another."""
     ranks = [Worker(ours()), Worker(ours(), kernel="triton")]
     for one in ranks:
@@ -83,7 +83,7 @@ class Spoilt:
 planted = raising(KeyError("planted"))
 
 
-def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeypatch) -> None:
+def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeypatch):
     """In inference mode, of each layer whose query is fp8: one row, for which torch compiles apart, and more."""
     called: list[Any] = []
     one = Worker(ours())
@@ -99,9 +99,7 @@ def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeyp
     assert called == [(2, True, True), (1, True, True)]
 
 
-def test_a_failed_warm_up_hands_over_to_the_other_ranks_and_raises_its_error_before_they_come(
-    said, monkeypatch
-) -> None:
+def test_a_failed_warm_up_hands_over_to_the_other_ranks_and_raises_its_error_before_they_come(said, monkeypatch):
     handed: list[Any] = []
     they_come, done = Event(), Event()
 
@@ -142,9 +140,7 @@ AT_THE_CHECK = {
 
 @pytest.mark.parametrize("spoil", AT_THE_CHECK.values(), ids=AT_THE_CHECK)
 @both_modes
-def test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(
-    said, monkeypatch, spoil: Any, strict: bool
-) -> None:
+def test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(said, monkeypatch, spoil, strict):
     one = Worker(ours(), strict=strict, kernel="triton")
     module = compat_config.mla_modules(one.vllm_config)[NAME]
     with monkeypatch.context() as patching, stops(strict):
@@ -158,7 +154,7 @@ def test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(
 
 
 @pytest.mark.mutation("I12")
-def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypatch) -> None:
+def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypatch):
     monkeypatch.setattr(Layer, "refuse", lambda self, reason: self.trust())
     with pytest.raises(AssertionError, match="counts as checked"):
         test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(
@@ -167,7 +163,7 @@ def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypat
 
 
 @pytest.mark.mutation("I12")
-def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monkeypatch) -> None:
+def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monkeypatch):
     def swallowing(one: Any, method: str, then: Any, **_: Any) -> None:
         inner = getattr(one, method)
 
@@ -186,7 +182,7 @@ def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monk
 
 
 @both_modes
-def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: bool) -> None:
+def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict):
     monkeypatch.setattr(patches, "after", planted)
     with stops(strict, "could not be hooked: KeyError"):
         assert layer_in(Worker(ours(), strict=strict)).state == "unchecked"
@@ -194,7 +190,7 @@ def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: b
 
 
 @both_modes
-def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, strict: bool) -> None:
+def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, strict):
     """Strict mode is then known from the pass, which was made of them."""
     monkeypatch.setattr(compat_config, "settings_of", planted)
     pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True, strict=strict))
@@ -204,7 +200,7 @@ def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, st
 
 
 @both_modes
-def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said, monkeypatch, strict: bool) -> None:
+def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said, monkeypatch, strict):
     """Nor does it take an artifact of a worker whose kernels were checked: they have another key."""
     rewritten: list[Any] = []
     monkeypatch.setattr(pipeline, "rewrite", lambda *args: (rewritten.append(args), {"matched": 0})[1])
@@ -254,7 +250,7 @@ def check_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_i5_a_graph_is_rewritten_inside_the_decode_limit_alone_and_a_users_pass_runs_first_in_its_own_ranges(
     said, monkeypatch
-) -> None:
+):
     check_ranges(monkeypatch)
 
 
@@ -268,7 +264,7 @@ def test_i5_a_graph_is_rewritten_inside_the_decode_limit_alone_and_a_users_pass_
         pytest.param(AiterMLAPipeline, "_chained_wants", lambda self, _: True, id="the user's pass runs everywhere"),
     ],
 )
-def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypatch, owner: Any, name, bug) -> None:
+def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypatch, owner, name, bug):
     monkeypatch.setattr(owner, name, bug)
     with pytest.raises(AssertionError):
         check_ranges(monkeypatch)
@@ -287,7 +283,7 @@ AT_THE_STATUS = {
 
 @pytest.mark.parametrize("spoil", AT_THE_STATUS.values(), ids=AT_THE_STATUS)
 @both_modes
-def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil: Any, strict: bool) -> None:
+def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil, strict):
     one = Worker(ours(), strict=strict)
     one.load_model()
     spoil(monkeypatch.setattr, one)
@@ -296,7 +292,7 @@ def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil: Any
         assert [text for level, text in said if level == logging.ERROR and "serving goes on" in text]
 
 
-def test_fail_closed_a_decode_step_that_raises_costs_no_line(said, monkeypatch, tmp_path) -> None:
+def test_fail_closed_a_decode_step_that_raises_costs_no_line(said, monkeypatch, tmp_path):
     one = Worker(ours())
     one.load_model()
     monkeypatch.setattr(compat_config, "run_decode_step", planted)
@@ -307,7 +303,7 @@ def test_fail_closed_a_decode_step_that_raises_costs_no_line(said, monkeypatch, 
 
 @both_modes
 @pytest.mark.parametrize("spoilt", ["compute_hash", "cudagraph_mode"])
-def test_fail_closed_what_only_the_files_need_costs_no_line(said, monkeypatch, spoilt: str, strict: bool) -> None:
+def test_fail_closed_what_only_the_files_need_costs_no_line(said, monkeypatch, spoilt, strict):
     one = Worker(ours(), strict=strict)
     one.load_model()
     config = one.vllm_config

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def work(tmp_path_factory):
     """Folder of model and results; the environment is the one in which the sandbox serves."""
     from tests.sandbox.engine import environment_for
     from tests.sandbox.spec import EngineSpec
@@ -69,16 +68,16 @@ def answer(work: Path, *served: str) -> tuple[int, str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def timed(work: Path) -> tuple[int, str, dict[str, Any]]:
+def timed(work):
     return run(work, "speed", "--rates", "8", "--lengths", "24/8/8", "--prompts", "8", "--warmups", "2")
 
 
 @pytest.fixture(scope="module")
-def answered(work: Path) -> tuple[int, str, dict[str, Any]]:
+def answered(work):
     return answer(work)
 
 
-def test_both_served_sides_make_a_table_of_three_full_runs(timed: tuple[int, str, dict[str, Any]]) -> None:
+def test_both_served_sides_make_a_table_of_three_full_runs(timed):
     status, page, record = timed
     assert status == 0
     (row,) = record["rows"]
@@ -92,7 +91,7 @@ def test_both_served_sides_make_a_table_of_three_full_runs(timed: tuple[int, str
 
 
 @pytest.mark.wide
-def test_both_sides_answer_every_question_with_the_same_text(answered: tuple[int, str, dict[str, Any]]) -> None:
+def test_both_sides_answer_every_question_with_the_same_text(answered):
     status, page, record = answered
     assert status == 0
     texts = {
@@ -108,7 +107,7 @@ def test_both_sides_answer_every_question_with_the_same_text(answered: tuple[int
 
 
 @pytest.mark.wide
-def test_topology_of_two_data_parallel_engines_gives_vllms_texts_and_a_line_of_each(work: Path) -> None:
+def test_topology_of_two_data_parallel_engines_gives_vllms_texts_and_a_line_of_each(work):
     status, page, record = answer(work, "--data-parallel-size", "2")
     assert status == 0
     assert "Texts: 0 of 18 answers differ" in page
@@ -117,7 +116,7 @@ def test_topology_of_two_data_parallel_engines_gives_vllms_texts_and_a_line_of_e
 
 
 @pytest.mark.parametrize("ended", ["timed", pytest.param("answered", marks=pytest.mark.wide)])
-def test_no_server_is_left(ended: str, request: pytest.FixtureRequest, work: Path) -> None:
+def test_no_server_is_left(ended, request, work):
     request.getfixturevalue(ended)
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(work / "model") not in shown

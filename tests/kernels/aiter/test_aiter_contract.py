@@ -146,7 +146,7 @@ def right(good: DecodeInputs, broken: DecodeInputs) -> bool:
 
 
 @pytest.mark.parametrize(("name", "breaks", "fates"), BROKEN, ids=NAMES)
-def test_a_broken_precondition_is_declined(name: str, breaks: Callable, fates: str | None) -> None:
+def test_a_broken_precondition_is_declined(name, breaks, fates):
     broken = breaks(inputs())
     assert str(contract.violation(broken, GFX942)).startswith(name)
     shared = (name, breaks, fates) in SHARED
@@ -157,19 +157,19 @@ def test_a_broken_precondition_is_declined(name: str, breaks: Callable, fates: s
 @pytest.mark.parametrize(
     ("name", "breaks", "fates"), [case for case in BROKEN if case[2]], ids=lambda case: str(case)[:24]
 )
-def test_bypassing_the_check_ends_badly(name: str, breaks: Callable, fates: str) -> None:
+def test_bypassing_the_check_ends_badly(name, breaks, fates):
     good = inputs()
     outcome = fate(lambda: right(good, breaks(twin(good))))
     assert outcome.startswith("False" if fates == "wrong" else fates), outcome
 
 
-def test_the_same_call_unbroken_is_right() -> None:
+def test_the_same_call_unbroken_is_right():
     good = inputs()
     assert fate(lambda: right(good, twin(good))) == "True"
     assert contract.violation(good, GFX942) is None
 
 
-def test_every_limit_has_a_test_and_a_place_in_the_manual() -> None:
+def test_every_limit_has_a_test_and_a_place_in_the_manual():
     elsewhere = {"rocm", "arch", "int-strides", "absorb"}  # absorb: test_absorb.py
     assert {name.partition(":")[0] for name, _, _ in AITERS} | elsewhere == set(contract.LIMITS)
     manual = (Path(__file__).parents[3] / "docs" / "aiter.md").read_text(encoding="utf-8")
@@ -184,12 +184,12 @@ def test_every_limit_has_a_test_and_a_place_in_the_manual() -> None:
         (Platform("gfx90a", (7, 0)), "arch: this card is gfx90a"),
     ],
 )
-def test_other_platforms_are_declined(platform: Platform, reason: str) -> None:
+def test_other_platforms_are_declined(platform, reason):
     assert str(contract.violation(inputs(), platform)).startswith(reason)
 
 
 @given(st.lists(st.sampled_from(BROKEN), min_size=1, max_size=2))
-def test_operands_broken_in_two_ways_are_declined_and_nothing_raises(cases: list) -> None:
+def test_operands_broken_in_two_ways_are_declined_and_nothing_raises(cases):
     operands = inputs()
     for _, breaks, _ in cases:
         try:
@@ -204,7 +204,7 @@ def test_operands_broken_in_two_ways_are_declined_and_nothing_raises(cases: list
 @pytest.mark.parametrize(
     ("name", "dim"), [("q", 0), ("q", 1), ("k_pe", 0), ("kv_c", 0), ("kv_cache", 0), ("kv_cache", 1)]
 )
-def test_a_stride_that_wraps_in_32_bits_is_declined(name: str, dim: int) -> None:
+def test_a_stride_that_wraps_in_32_bits_is_declined(name, dim):
     ghost = synthetic_inputs(LayerShape(4, 16, FP8["gfx942"], FP8["gfx942"], 16, False, device="meta"))
     given = getattr(ghost, name)
     strides = list(given.stride())
@@ -215,21 +215,21 @@ def test_a_stride_that_wraps_in_32_bits_is_declined(name: str, dim: int) -> None
         assert reason.startswith(f"int-strides: {name} has strides" if skipped else "None"), reason
 
 
-def test_a_cache_too_large_for_one_block_is_not_handed_over_as_one() -> None:
+def test_a_cache_too_large_for_one_block_is_not_handed_over_as_one():
     ghost = torch.empty(1 << 18, 16, 576, dtype=FP8["gfx942"], device="meta")
     assert route_of(ghost, 7, 16, 64, GFX942, "opt").view == "as-is"
     assert route_of(ghost.view(-1, 1, 576), 7, 16, 64, GFX942, "opt").kernel == "per-head"
     assert route_of(ghost[: 1 << 8].view(-1, 1, 576), 7, 16, 64, GFX942, "opt").view == "one-block"
 
 
-def test_too_few_heads_are_served_below_256_tokens_by_the_per_head_kernel_alone() -> None:
+def test_too_few_heads_are_served_below_256_tokens_by_the_per_head_kernel_alone():
     few, many = (inputs(heads=2, tokens=tokens) for tokens in (255, 256))
     assert backend().kernel_of(few) == "per-head"
     assert "kernel=aiter runs the other" in str(backend(opt=True).refuse(few))
     assert str(backend().refuse(many)).startswith("kernel: 2 heads and 256 tokens land on AITER's general kernel")
 
 
-def test_the_general_kernel_aborts_on_the_flag_for_all_rows() -> None:
+def test_the_general_kernel_aborts_on_the_flag_for_all_rows():
     assert kernel_for(16, 512, 64, 2, 7) == "general"
     bound = Unchecked()
     honest = bound._op
@@ -238,6 +238,6 @@ def test_the_general_kernel_aborts_on_the_flag_for_all_rows() -> None:
     assert outcome.startswith("SIGABRT: [AITER] compute_all_q_rope is not supported by the general kernel")
 
 
-def test_a_zero_token_launch_which_prepare_never_makes_would_poison_the_next_call() -> None:
+def test_a_zero_token_launch_which_prepare_never_makes_would_poison_the_next_call():
     outcome = fate(lambda: [Unchecked().prepare(operands) for operands in (inputs(tokens=0), inputs())])
     assert outcome.startswith("raised RuntimeError: HIP error: invalid configuration argument")

@@ -69,7 +69,7 @@ PLANTED: dict[str, tuple[Callable[[AiterBackend], None], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_mutation_is_caught_by_the_self_check(name) -> None:
+def test_mutation_is_caught_by_the_self_check(name):
     plant, wrong = PLANTED[name]
     bound = backend()
     plant(bound)
@@ -78,7 +78,7 @@ def test_mutation_is_caught_by_the_self_check(name) -> None:
     assert result.ok == (not wrong)
 
 
-def test_mutation_an_unabsorbed_query_of_another_width_kills() -> None:
+def test_mutation_an_unabsorbed_query_of_another_width_kills():
     bound = backend()
     unabsorbed(bound)
     outcome = fate(lambda: bound.prepare(inputs(nope=128)))

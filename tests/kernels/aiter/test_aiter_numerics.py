@@ -50,7 +50,7 @@ CASES += [(7, 4, block, kinds, neox) for kinds, block, neox in product(KINDS, BL
 
 
 @pytest.mark.parametrize(("tokens", "heads", "block", "kinds", "neox"), CASES)
-def test_back_end_equals_reference_to_the_byte(arch, tokens, heads, block, kinds, neox) -> None:
+def test_back_end_equals_reference_to_the_byte(arch, tokens, heads, block, kinds, neox):
     agree(arch, inputs(arch, tokens, heads, block, *kinds, is_neox=neox))
 
 
@@ -75,7 +75,7 @@ VARIED: dict[str, Callable[[str], DecodeInputs]] = {
 
 
 @pytest.mark.parametrize("name", VARIED)
-def test_varied_operands_agree(arch, name) -> None:
+def test_varied_operands_agree(arch, name):
     agree(arch, VARIED[name](arch))
 
 
@@ -92,12 +92,12 @@ def test_varied_operands_agree(arch, name) -> None:
         (300, 16, 16, True, "opt"),
     ],
 )
-def test_each_of_the_two_runs_its_kernel_as_the_simulated_op_does(arch, tokens, heads, block, opt, kernel) -> None:
+def test_each_of_the_two_runs_its_kernel_as_the_simulated_op_does(arch, tokens, heads, block, opt, kernel):
     assert agree(arch, inputs(arch, tokens, heads, block), opt=opt) == kernel
     assert op.forget()[-1] == (kernel, tokens)
 
 
-def test_a_cache_with_gaps_between_blocks_leads_to_the_opt_kernel_alone(arch) -> None:
+def test_a_cache_with_gaps_between_blocks_leads_to_the_opt_kernel_alone(arch):
     operands = inputs(arch)
     gaps = torch.zeros(3, 32, 576, dtype=torch.uint8).view(FP8[arch])[:, :16]
     apart = replace(operands, kv_cache=gaps)
@@ -105,7 +105,7 @@ def test_a_cache_with_gaps_between_blocks_leads_to_the_opt_kernel_alone(arch) ->
     assert "kernel=aiter-opt" in str(backend(arch).refuse(apart))
 
 
-def test_the_truncating_kernel_declines_a_bf16_cache_on_gfx942_where_the_other_rounds() -> None:
+def test_the_truncating_kernel_declines_a_bf16_cache_on_gfx942_where_the_other_rounds():
     with install("gfx942"):
         few, many = (inputs("gfx942", tokens, cache="act", query="act") for tokens in (7, 256))
         assert agree("gfx942", few) == "per-head"
@@ -117,7 +117,7 @@ def test_the_truncating_kernel_declines_a_bf16_cache_on_gfx942_where_the_other_r
 
 
 @pytest.mark.parametrize(("kinds", "neox", "tokens"), list(product(KINDS, (False, True), (7, 300))))
-def test_bar_of_pr_55230_against_an_unfused_path(arch, kinds, neox, tokens) -> None:
+def test_bar_of_pr_55230_against_an_unfused_path(arch, kinds, neox, tokens):
     """Nope half bit-exact; fp8 rope within 1 step on under 4 %, mean error below 0.02; bf16 rope bit-exact.
 
     The PR allows 1 % against a path that quantises from fp32; this one rounds to bf16 first, as vLLM does, and that
@@ -153,7 +153,7 @@ def _meets_the_bar(ours: torch.Tensor, theirs: torch.Tensor, scale: torch.Tensor
     assert float(((ours[..., 512:].float() - theirs[..., 512:].float()) * scale).abs().mean()) < 0.02
 
 
-def test_rope_within_1_percent_of_a_path_that_quantises_from_fp32(arch) -> None:
+def test_rope_within_1_percent_of_a_path_that_quantises_from_fp32(arch):
     """The PR's own figure: under 1 % of rope elements differ, by one step, when nothing rounds to bf16 in between."""
     operands = inputs(arch, tokens=300, heads=16)
     out = backend(arch).prepare(operands)
