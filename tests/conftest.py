@@ -1,7 +1,5 @@
 """What holds for every test: examples do not depend on the machine's speed, and engine tests come last."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Claims about the reasons to skip, one row for each, and about the decode limit's arithmetic. No vLLM needed."""
 
-from __future__ import annotations
-
 from collections import ChainMap
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The stub in the place of vLLM's compiled ops declares what they declare: `make test-torch` traces with it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from vllm import _custom_ops  # noqa: F401  vLLM's library defines its ops first; a name cannot be defined twice

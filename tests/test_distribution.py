@@ -1,7 +1,5 @@
 """What a release ships: an sdist and a wheel that install and run without the checkout."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The stamp of every JSON file, how such a file is written, and the fingerprint of the sources (I9)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Who may import whom in the package, late imports too; who may import vLLM; and no cycle, of parts or of files."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Claims about the module integration without an engine: what it replaces, and which layers it skips."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Claims about the two spellings of the options. Needs neither torch nor vLLM."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A process can behave as on a machine with AVX2 and without AVX-512: ``make test-avx2`` runs the tests in one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What every command that writes does with its output path, and what it says while it runs."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

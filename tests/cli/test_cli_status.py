@@ -1,7 +1,5 @@
 """``vllm-aiter-mla status``: one line for each engine, and an exit status for scripts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

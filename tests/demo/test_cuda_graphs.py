@@ -1,7 +1,5 @@
 """The emulation of full CUDA graphs: what a replay shows to Python, what it must not write, and what pads it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The demo: options, what counts as equal, exit status, JSON, and runs on a GPU. No engine is started."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

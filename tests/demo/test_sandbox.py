@@ -1,7 +1,5 @@
 """The sandbox: only its processes see its vLLM plugin, and its mended parts of vLLM do what vLLM would on a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

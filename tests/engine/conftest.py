@@ -1,7 +1,5 @@
 """Start each distinct engine that the selected tests need once, while other tests run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

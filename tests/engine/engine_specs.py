@@ -1,7 +1,5 @@
 """The engines that these tests start, by name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

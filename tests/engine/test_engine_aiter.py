@@ -1,7 +1,5 @@
 """The engine over the simulated AITER, over vLLM's AITER attention class, and over the interpreted Triton kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The invariants that only a real engine can show, each with the planted bug that its check catches."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -3,8 +3,6 @@
 Two engines and about two minutes a row; ``pytest -m wide -k models_matrix``, ``-k`` with a model's name for one row.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

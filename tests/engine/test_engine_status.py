@@ -1,7 +1,5 @@
 """What operators see of an engine: the status of each engine of a process, and the gauge of a real server."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Fixtures for tests on real vLLM configs: the plugin registered, vLLM's compile mode kept on the CPU platform."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import functools

@@ -4,8 +4,6 @@
 JSON line. What is made up for it is listed in ``vllm_aiter_mla.commands.plan.card``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

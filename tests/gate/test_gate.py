@@ -1,7 +1,5 @@
 """Claims about the gate on real configs: what it changes when on, that it touches nothing when off, the cache key."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

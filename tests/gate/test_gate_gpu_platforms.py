@@ -1,7 +1,5 @@
 """The gate under vLLM's own ROCm and CUDA platform classes; only the driver's answers are made up."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Claims about an engine that the gate skips: one line, the knob's name, the status file, an untouched config."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

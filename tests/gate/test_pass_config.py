@@ -1,7 +1,5 @@
 """Claims about the options: two fields on vLLM's PassConfig, and the ways in which a user types them."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Claims about registration: found by vLLM, harmless twice, never raises, cheap; and about the hooks it installs."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys

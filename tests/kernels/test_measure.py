@@ -1,7 +1,5 @@
 """The measured choice with a made-up clock: what is chosen, what noise may do, and what is kept between starts."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

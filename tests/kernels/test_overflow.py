@@ -1,7 +1,5 @@
 """I14: what an fp8 overflow of the rotated half becomes: NaN in AITER's op, the largest value in vLLM's and in ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

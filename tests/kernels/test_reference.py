@@ -1,7 +1,5 @@
 """Properties of the reference kernel, each against a computation by hand that shares no code with it."""
 
-from __future__ import annotations
-
 import cmath
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the self-check compares: each kernel that the decode limit reaches, over each cache; and what it reports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The three roundings of RoPE against bytes worked out by hand, and vLLM's own sequence against its model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

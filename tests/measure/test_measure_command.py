@@ -1,7 +1,5 @@
 """``vllm-aiter-mla measure`` on a made-up card: real operands and checks, times by kernel from a made-up clock."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The rivals that measure times: how they are called, what they decline, and that they never serve."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock

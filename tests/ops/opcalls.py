@@ -1,7 +1,5 @@
 """Arguments for the three ops, and the checks that the claims and their mutations share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The back ends of an engine, and which one runs a call: one order, one answer, and the reasons of those before it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The one object per layer: what it decides, what start-up finds out about it, and what it then runs."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Planted bugs: each check that guards an invariant at op level catches one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

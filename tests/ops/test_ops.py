@@ -1,7 +1,5 @@
 """The three ops: what they return, what their fakes look at, and when they refuse to run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Head counts that AITER's decode kernel does not take: the query is laid out as vLLM would copy it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

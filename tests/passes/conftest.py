@@ -1,7 +1,5 @@
 """The plugin's ops and those that only GPU builds of vLLM register; the sandbox itself stays off."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import vllm._custom_ops  # noqa: F401  loads vLLM's own library before the sandbox fills its gaps

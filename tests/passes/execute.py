@@ -1,7 +1,5 @@
 """Run a graph on real tensors, rewrite it, and compare what each form computes: the output and every cache byte."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

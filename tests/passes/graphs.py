@@ -4,8 +4,6 @@ Each node carries its fake value with a symbolic number of tokens, as in a real 
 by role, so that a test can edit one and ask what the matcher makes of it.
 """
 
-from __future__ import annotations
-
 import operator
 import random
 from collections.abc import Callable
@@ -55,7 +53,7 @@ class Spelling:
     cache: str = "auto"
     sizes: Sizes = field(default_factory=Sizes)
 
-    def but(self, **changes: Any) -> Spelling:
+    def but(self, **changes: Any) -> "Spelling":
         """A copy with changes."""
         return replace(self, **changes)
 

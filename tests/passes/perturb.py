@@ -1,7 +1,5 @@
 """Random edits of a layer's graph: an operand, a number, an order, an operator, a flag, a factor, a reader."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator

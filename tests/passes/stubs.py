@@ -5,8 +5,6 @@ missing, misplaced or wrong changes the output; its prefill rows read q, k_pe an
 a rotation that is missing or done twice changes it too.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A layer that only looks like one that the passes rewrite is skipped by name and left as it was."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A pass that meets a surprise leaves the layer as it was, says so once, and touches no other layer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import fx

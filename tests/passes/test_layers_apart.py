@@ -1,7 +1,5 @@
 """I4: a layer is rewritten completely or not at all, and one layer's skip never touches another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

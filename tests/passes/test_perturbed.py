@@ -1,7 +1,5 @@
 """Random near-misses: whatever is done to a layer, it is either declined and left alone, or rewritten and right."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from functools import cache

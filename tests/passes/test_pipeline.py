@@ -1,7 +1,5 @@
 """The pass as vLLM sees it: vLLM's graph dumps and logs show it, torch completes what it emits, and it travels."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """The matcher recognises every spelling of an MLA layer, and each chain of passes computes what the graph computed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Graphs that Inductor makes of vLLM's own MLA wrapper and rotary modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Graphs traced from vLLM's own modules: its MLA wrapper and rotary embeddings, through Inductor's post-grad passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

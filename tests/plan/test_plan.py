@@ -3,8 +3,6 @@
 All of them are in one file, so that one process of the test run starts vLLM for them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

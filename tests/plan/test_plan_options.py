@@ -1,7 +1,5 @@
 """Options of ``vllm serve`` given to plan: every spelling is read."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Claims about what ``plan`` computes itself: every reason, kernels by batch size, formulas, the config's place."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """What our op sees under vLLM's Model Runner V2, and what it makes of it: the table of docs/runner-v2.md."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

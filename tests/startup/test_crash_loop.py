@@ -1,7 +1,5 @@
 """An AITER that ends the process at its first call is left out by the next start."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

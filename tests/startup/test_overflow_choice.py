@@ -1,7 +1,5 @@
 """I14: which kernel serves an fp8 cache, by what the self-check saw an fp8 overflow become."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights and rotary tables that vLLM loads again under the same tensor objects, without a version counter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

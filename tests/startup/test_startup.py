@@ -1,7 +1,5 @@
 """What a worker does between loading and its first request, and that nothing of ours takes it down."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from threading import Event

@@ -1,7 +1,5 @@
 """The measured choice in a worker: with stub layers, kernels that are the reference, and a made-up clock."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """The status line, the status file, what a warm start knows of skipped layers, and the gauge."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """What AITER's own sources computed, as operands of ours beside the results: see kernels/data/README.md."""
 
-from __future__ import annotations
-
 import io
 import json
 import lzma

@@ -1,7 +1,5 @@
 """Kernels that are the reference and a clock with made-up figures, in the place of a card's."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

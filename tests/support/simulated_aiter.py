@@ -1,7 +1,5 @@
 """Inputs, an unfused path by hand, and a way to watch a process die."""
 
-from __future__ import annotations
-
 import faulthandler
 import math
 import os

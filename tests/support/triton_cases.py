@@ -1,7 +1,5 @@
 """Operands for the kernel's tests, and the comparison with the reference. Imports neither Triton nor vLLM."""
 
-from __future__ import annotations
-
 import mmap
 from dataclasses import dataclass, fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The tool's arithmetic, and that both sides run. No bound on time: the machine of a test has other work."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools import host_cost

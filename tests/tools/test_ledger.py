@@ -1,7 +1,5 @@
 """I13: no kind of batch costs a layer more launches, allocations or bytes than vLLM's own strongest configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Claims about the tool that makes the lock, and about the lock: one line for what is wrong, a hash for each Python."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """tools/releases.py without another release of vLLM: environments are made of a wheel that the test writes."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import subprocess

@@ -3,8 +3,6 @@
 Two servers and six clients each, minutes. In eager mode: what a server compiles is tested elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

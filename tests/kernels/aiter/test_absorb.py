@@ -1,7 +1,5 @@
 """The absorbed weight in its three formats: AITER's batched GEMMs over codes in front of its fused op."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple

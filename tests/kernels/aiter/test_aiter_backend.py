@@ -1,7 +1,5 @@
 """What the back end does around the launch: nothing per call, tables once, capture guarded, empty batches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace

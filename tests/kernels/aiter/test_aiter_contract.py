@@ -1,7 +1,5 @@
 """Every precondition of a kernel, shared or AITER's own: declined, and what AITER would do without the check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Finding AITER without importing it: every way of not being usable has a sentence of its own."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Planted mistakes in how AITER is called, each caught by the self-check; test_aiter_contract.py plants more."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The simulated AITER, the back end that calls it and the reference agree; and how far all are from an unfused path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Reference and simulated AITER against what AITER's own sources computed, and values that those calls lack."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The interpreting process and the compiling ones, started when the first test asks and shared by all."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The Triton kernel, interpreted, against AITER's own results: its fused op through an identity, its batched GEMMs."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.aiter_results import FP4_CALLS, FP8_CALLS, FUSED_CALLS, fp4_call, fused_call

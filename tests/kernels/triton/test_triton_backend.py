@@ -1,7 +1,5 @@
 """What the back end declines and why, its tile table, its launch and its warm-up, without running a kernel."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

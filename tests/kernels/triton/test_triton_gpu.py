@@ -1,7 +1,5 @@
 """The kernel on a GPU, beside what tests/verify/test_verify_gpu.py replays in graphs. ``pytest -m gpu -k triton``."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The kernel's values on a CPU: Triton's interpreter, its casts replaced, against the reference byte by byte."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

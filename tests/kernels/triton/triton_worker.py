@@ -4,8 +4,6 @@ It exists because a process that interprets kernels cannot compile them, and the
 operation below and its arguments.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -3,8 +3,6 @@
 Apart from the tests' process, which may interpret kernels, and one for each architecture (see tools/aot.py).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -3,8 +3,6 @@
 A quick subset; ``python -m tools.gfx9 --arch NAME`` runs every variant.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Short programs on one wave: what they leave in registers and memory, or the fault in which they end."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Scalar opcodes against formulas over Python integers: result and SCC."""
 
-from __future__ import annotations
-
 import operator
 import random
 

@@ -1,7 +1,5 @@
 """Opcodes that are no plain entry of a table: divisions, conversions, packed and 64-bit ones, encodings, matrices."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

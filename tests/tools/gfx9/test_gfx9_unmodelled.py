@@ -1,7 +1,5 @@
 """What is not modelled is an error that names the line; nothing is skipped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

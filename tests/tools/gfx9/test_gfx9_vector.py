@@ -1,7 +1,5 @@
 """Vector opcodes, each against a formula over Python numbers, one lane at a time."""
 
-from __future__ import annotations
-
 import math
 import operator
 from fractions import Fraction

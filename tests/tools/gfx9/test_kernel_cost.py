@@ -1,7 +1,5 @@
 """What a launch costs, counted in the executed code: the bounds, and that bugs in the kernel's order are noticed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
