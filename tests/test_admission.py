@@ -9,25 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.admission import (
-    ENGINE_REASONS,
-    INTEGRATIONS,
-    KV_UPDATE_OP,
-    LAYER_REASONS,
-    MLA_ATTENTION_OP,
-    REASONS,
-    SMALLEST_LIMIT,
-    ConfigView,
-    LayerView,
-    Skip,
-    admit_config,
-    admit_layer,
-    decode_limit,
-    integration_of,
-    why_not_passes,
-    within_limit,
-)
+from vllm_aiter_mla.admission import ConfigView, LayerView, Skip, admit_config, admit_layer
 
+KV_UPDATE_OP, MLA_ATTENTION_OP = admission.KV_UPDATE_OP, admission.MLA_ATTENTION_OP
 NONE = Skip("not_run", "not skipped")
 PASSES = ConfigView(integration="passes")
 """The passes asked for by name, so that what cuts their graph is a skip."""
@@ -118,9 +102,9 @@ def test_a_layer_is_skipped_with_its_code(facts, code):
 )
 def test_an_engine_with_one_graph_and_a_writable_cache_is_admitted(facts):
     assert admit_config(replace(PASSES, **facts)) is None
-    assert integration_of(replace(ConfigView(), **facts)) == "passes"
-    for asked in INTEGRATIONS:
-        assert integration_of(replace(ConfigView(), integration=asked, enforce_eager=True, **facts)) == asked
+    assert admission.integration_of(replace(ConfigView(), **facts)) == "passes"
+    for asked in admission.INTEGRATIONS:
+        assert admission.integration_of(replace(ConfigView(), integration=asked, enforce_eager=True, **facts)) == asked
     assert admit_config(replace(ConfigView(), integration="module", enforce_eager=True, **facts)) is None
 
 
@@ -135,18 +119,20 @@ def test_a_layer_is_admitted(facts):
 def test_only_reasons_about_a_graph_depend_on_the_integration(facts, code):
     auto = replace(ConfigView(), **facts)
     if code in GRAPH_ONLY:
-        assert (admit_config(auto), integration_of(auto)) == (None, "module")
-        assert (why_not_passes(auto) or NONE).code == code
+        assert (admit_config(auto), admission.integration_of(auto)) == (None, "module")
+        assert (admission.why_not_passes(auto) or NONE).code == code
         return
-    for asked in ("auto", *INTEGRATIONS):
+    for asked in ("auto", *admission.INTEGRATIONS):
         assert (admit_config(replace(auto, integration=asked)) or NONE).code == code
 
 
 def test_every_registered_code_can_be_reached():
     engine, layer = {code for _, code, _ in CONFIG_SKIPS}, {code for _, code in LAYER_SKIPS}
-    assert engine == set(ENGINE_REASONS) - {"user_pass", "vllm_refuses", "not_known"}
-    assert set(LAYER_REASONS) <= layer <= set(ENGINE_REASONS) | set(LAYER_REASONS) | {"unknown_forward"}
-    assert sum(len(table) for table in admission.LEVELS.values()) == len(REASONS), "a code belongs to one level"
+    engines, layers = set(admission.ENGINE_REASONS), set(admission.LAYER_REASONS)
+    assert engine == engines - {"user_pass", "vllm_refuses", "not_known"}
+    assert layers <= layer <= engines | layers | {"unknown_forward"}
+    codes = sum(len(table) for table in admission.LEVELS.values())
+    assert codes == len(admission.REASONS), "a code belongs to one level"
     with pytest.raises(KeyError, match="unheard_of"):
         Skip("unheard_of", "message")
 
@@ -172,12 +158,12 @@ drafts = st.integers(0, 16)
     [(256, 0, None, 256), (256, 3, None, 1024), (1, 1, None, 2), (1, 0, None, 2), (256, 0, 1, 2), (256, 3, 64, 64)],
 )
 def test_the_limit_is_sequences_times_one_plus_drafts(seqs, drafted, override, limit):
-    assert decode_limit(seqs, drafted, override) == limit
+    assert admission.decode_limit(seqs, drafted, override) == limit
 
 
 @given(counts, drafts, st.integers(1, 10**6))
 def test_every_decode_step_lies_inside_the_limit(seqs, drafted, override):
-    limit = decode_limit(seqs, drafted)
-    assert all(within_limit(running * (1 + drafted), limit) for running in (1, seqs))
-    assert not within_limit(limit + 1, limit)
-    assert decode_limit(seqs, drafted, override) == max(override, SMALLEST_LIMIT)
+    limit = admission.decode_limit(seqs, drafted)
+    assert all(admission.within_limit(running * (1 + drafted), limit) for running in (1, seqs))
+    assert not admission.within_limit(limit + 1, limit)
+    assert admission.decode_limit(seqs, drafted, override) == max(override, admission.SMALLEST_LIMIT)

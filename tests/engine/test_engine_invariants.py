@@ -4,14 +4,7 @@ import re
 
 import pytest
 
-from tests.engine.engine_checks import (
-    MAX_DLOGPROB,
-    assert_all_engaged,
-    assert_parity,
-    figures,
-    padded,
-    same_scenarios,
-)
+from tests.engine.engine_checks import MAX_DLOGPROB, assert_all_engaged, assert_parity, figures, padded, same_scenarios
 from tests.sandbox.engine import EngineFailedError
 from tests.sandbox.runs import EXACT, SUM_ORDER
 

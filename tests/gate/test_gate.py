@@ -3,7 +3,6 @@
 import copy
 import logging
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,13 +41,10 @@ def limited(tokens: int) -> dict[str, Any]:
         ({"additional_config": ON, "max_num_seqs": 1}, 2, [(1, 2), (3, 2048)]),
         # Wider than any batch: no range is added, and the only one lies inside.
         (limited(99999), 99999, [(1, 2048)]),
-        (
-            {"additional_config": ON, "compilation_config": {"compile_ranges_endpoints": [100]}},
-            16,
-            [(1, 16), (17, 100), (101, 2048)],
-        ),
+        ({"additional_config": ON, "compilation_config": {"compile_ranges_endpoints": [100]}}, 16,
+         [(1, 16), (17, 100), (101, 2048)]),
     ],
-)
+)  # fmt: skip
 def test_the_limit_ends_a_compile_range(config, options, limit, ranges):
     built = config(**options)
     assert isinstance(pass_of(built), AiterMLAPipeline)
@@ -73,14 +69,11 @@ def test_full_and_piecewise_graphs_are_kept(config, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "splitting_ops", "partition"),
     [
-        (
-            {"use_inductor_graph_partition": True, "splitting_ops": [MLA_ATTENTION_OP]},
-            [MLA_ATTENTION_OP, *ATTENTION_OPS],
-            True,
-        ),
+        ({"use_inductor_graph_partition": True, "splitting_ops": [MLA_ATTENTION_OP]},
+         [MLA_ATTENTION_OP, *ATTENTION_OPS], True),
         ({"splitting_ops": []}, [], False),
     ],
-)
+)  # fmt: skip
 def test_explicit_splitting_ops_stay(config, given, splitting_ops, partition):
     built = config(additional_config=ON, compilation_config=given)
     assert pass_of(built).integration == "passes"
@@ -212,12 +205,7 @@ def test_flag_off_after_a_flag_on_config_in_the_same_process_is_still_vllm(confi
 def test_mutation_a_gate_that_edits_the_shared_op_list_is_caught(config, monkeypatch):
     monkeypatch.setattr(CompilationConfig, "_attention_ops", list(CompilationConfig._attention_ops))
     split = gate._split
-
-    def edits(compilation: Any, integration: str) -> None:
-        compilation._attention_ops.append(ATTENTION_OPS[1])
-        split(compilation, integration)
-
-    monkeypatch.setattr(gate, "_split", edits)
+    monkeypatch.setattr(gate, "_split", lambda one, how: (one._attention_ops.append(ATTENTION_OPS[1]), split(one, how)))
     with pytest.raises(AssertionError):
         test_flag_off_after_a_flag_on_config_in_the_same_process_is_still_vllm(config)
 
@@ -232,36 +220,29 @@ def test_mutation_a_gate_that_engages_with_the_flag_off_is_caught(config, monkey
 # -- I9: a changed plugin has another cache key
 
 
-def assert_changed_sources_change_the_key(
-    config: Build, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, root: Path
-) -> None:
+@pytest.mark.parametrize("how", SPELLINGS)
+def test_changed_sources_change_the_cache_key(config, how, monkeypatch, tmp_path):
     """I9: an engine whose plugin has changed never starts from an artifact of before."""
-    monkeypatch.setattr(files, "fingerprint", lambda: files.fingerprint_of(root, "0.1.0"))
+    monkeypatch.setattr(files, "fingerprint", lambda: files.fingerprint_of(tmp_path, "0.1.0"))
     before = config(**how).compute_hash()
     assert config(**how).compute_hash() == before
-    (root / "changed.py").write_text("x = 1\n")
+    (tmp_path / "changed.py").write_text("x = 1\n")
     assert config(**how).compute_hash() != before
 
 
-@pytest.mark.parametrize("how", SPELLINGS)
-def test_changed_sources_change_the_cache_key(config, how, monkeypatch, tmp_path):
-    assert_changed_sources_change_the_key(config, how, monkeypatch, tmp_path)
-
-
 @pytest.mark.mutation("I9")
-@pytest.mark.parametrize("how", SPELLINGS)
-def test_mutation_a_fingerprint_that_ignores_the_sources_is_caught(config, how, monkeypatch, tmp_path):
-    monkeypatch.setattr(files, "sources", lambda root: [])
-    with pytest.raises(AssertionError):
-        assert_changed_sources_change_the_key(config, how, monkeypatch, tmp_path)
-
-
-@pytest.mark.mutation("I9")
-def test_mutation_a_pass_without_the_fingerprint_in_its_key_is_caught(config, monkeypatch, tmp_path):
-    monkeypatch.setattr(AiterMLAPipeline, "uuid", lambda self: f"{self.limit} {self.settings}")
-    with pytest.raises(AssertionError):
+@pytest.mark.parametrize(
+    ("owner", "name", "plant", "how"),
+    [
+        *((files, "sources", lambda root: [], how) for how in SPELLINGS),
         # This spelling does not touch PassConfig, whose own key holds the fingerprint too.
-        assert_changed_sources_change_the_key(config, {"additional_config": ON}, monkeypatch, tmp_path)
+        (AiterMLAPipeline, "uuid", lambda self: f"{self.limit} {self.settings}", {"additional_config": ON}),
+    ],
+)
+def test_mutation_a_key_without_the_sources_is_caught(config, monkeypatch, tmp_path, owner, name, plant, how):
+    monkeypatch.setattr(owner, name, plant)
+    with pytest.raises(AssertionError):
+        test_changed_sources_change_the_cache_key(config, how, monkeypatch, tmp_path)
 
 
 def test_the_limit_every_option_and_the_kernels_are_in_the_cache_key(config):

@@ -1,14 +1,13 @@
 """Claims about the options: two fields on vLLM's PassConfig, and the ways in which a user types them."""
 
-import argparse
 import inspect
 import json
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from vllm.benchmarks import latency
 from vllm.config import CompilationConfig, PassConfig, VllmConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -132,24 +131,10 @@ def test_a_field_upstream_already_has_is_left_alone(monkeypatch):
 # -- as users type them: wrong ones stop before any engine starts, and say which
 
 
-Parse = Callable[..., argparse.Namespace]
-
-
-def _serve() -> FlexibleArgumentParser:
-    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-
-
-def _bench() -> FlexibleArgumentParser:
-    from vllm.benchmarks.latency import add_cli_args
-
-    parser = FlexibleArgumentParser()
-    add_cli_args(parser)
-    return parser
-
-
-@pytest.fixture(scope="module", params=[_serve, _bench], ids=["serve", "bench"])
+@pytest.fixture(scope="module", params=[AsyncEngineArgs.add_cli_args, latency.add_cli_args], ids=["serve", "bench"])
 def parse(request):
-    parser = request.param()
+    parser = FlexibleArgumentParser()
+    request.param(parser)
     return lambda *arguments: parser.parse_args(["--model", "m", *arguments])
 
 
@@ -191,24 +176,17 @@ def test_a_wrong_argument_names_the_option_and_the_value_before_an_engine_starts
     [
         ({"additional_config": {"aiter_mla": {"enabled": "true"}}}, "additional_config.aiter_mla.enabled: "),
         ({"additional_config": {"aiter_mla": {"kernel": "none"}}, "enforce_eager": True}, "aiter_mla.kernel"),
-        (
-            {
-                "compilation_config": {"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: 8}},
-                "additional_config": {"aiter_mla": {"max_token_num": 16}},
-            },
-            "contradict",
-        ),
+        ({"compilation_config": {"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: 8}},
+         "additional_config": {"aiter_mla": {"max_token_num": 16}}}, "contradict"),
     ],
     ids=["a wrong value", "with the flag off and eager mode", "two spellings that differ"],
-)
+)  # fmt: skip
 def test_a_wrong_option_stops_the_config_not_the_engine(mla_model, options, told):
     with pytest.raises(ValidationError, match=told):
         gate_support.vllm_config(mla_model, **options)
 
 
 def test_a_value_assigned_after_construction_is_checked_too(mla_model):
-    from vllm.config import CompilationConfig
-
     compilation = CompilationConfig()
     setattr(compilation.pass_config, LIMIT_FIELD, -1)
     with pytest.raises(ValidationError, match=LIMIT_FIELD):

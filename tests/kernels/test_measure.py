@@ -3,7 +3,7 @@
 import json
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -20,9 +20,7 @@ SLOW, QUICK = 10.0, 8.0
 EQUAL = costs(aiter=1, triton=1, vllm=1)
 
 
-def timed(
-    clock: MadeUpClock, counts: Sequence[int] = (1, 2, 4), budget: measure.Budget | None = None, **most: int
-) -> measure.Rounds:
+def timed(clock, counts=(1, 2, 4), budget=None, **most):
     backends = {name: Named(name, most.get(name, 1 << 30)) for name in ORDER}
     with pytest.MonkeyPatch.context() as patch:
         clock.install(patch)
@@ -39,22 +37,16 @@ def best_by_tokens(name: str, tokens: int) -> float:
 
 
 CHOICES: dict[str, tuple[MadeUpClock, dict[str, Any], measure.Ranges]] = {
-    "the fastest at each token count": (
-        MadeUpClock(best_by_tokens),
-        {"counts": (1, 2, 4, 8, 13)},
-        ((1, 2, "triton"), (3, 8, "aiter"), (9, 13, "vllm")),
-    ),
+    "the fastest at each token count": (MadeUpClock(best_by_tokens), {"counts": (1, 2, 4, 8, 13)},
+     ((1, 2, "triton"), (3, 8, "aiter"), (9, 13, "vllm"))),
     "vLLM where nothing is faster": (MadeUpClock(costs(aiter=SLOW, triton=SLOW, vllm=SLOW)), {}, ((1, 4, "vllm"),)),
     "vLLM below the margin": (MadeUpClock(costs(aiter=9.8, triton=SLOW, vllm=SLOW)), {}, ((1, 4, "vllm"),)),
     "another above it": (MadeUpClock(costs(aiter=9.6, triton=SLOW, vllm=SLOW)), {}, ((1, 4, "aiter"),)),
     "a tie by the static order": (MadeUpClock(costs(aiter=8.0, triton=7.9, vllm=SLOW)), {}, ((1, 4, "aiter"),)),
     "no tie": (MadeUpClock(costs(aiter=8.0, triton=7.5, vllm=SLOW)), {}, ((1, 4, "triton"),)),
-    "not what declines a count": (
-        MadeUpClock(costs(aiter=9.0, triton=QUICK, vllm=SLOW)),
-        {"triton": 2},
-        ((1, 2, "triton"), (3, 4, "aiter")),
-    ),
-}
+    "not what declines a count": (MadeUpClock(costs(aiter=9.0, triton=QUICK, vllm=SLOW)), {"triton": 2},
+     ((1, 2, "triton"), (3, 4, "aiter"))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHOICES)

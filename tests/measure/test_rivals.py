@@ -25,9 +25,9 @@ SHAPE = LayerShape(4, 128, BF16, BF16, 16, False, weight=("fp8", FNUZ))
 
 
 def by_reference(
-    q_nope: Any, codes: Any, scale: Any, q_pe: Any, kv_c: Any, k_pe: Any, cache: Any, slots: Any, positions: Any,
-    cos: Any, sin: Any, *, k_scale: Any, is_neox: bool, q_out_dtype: torch.dtype, group_size: int = 0,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    q_nope, codes, scale, q_pe, kv_c, k_pe, cache, slots, positions, cos, sin, *, k_scale, is_neox, q_out_dtype,
+    group_size=0,
+):  # fmt: skip
     """What AITER's functions do with these arguments: heads first in q_nope, one KV head, no scale of the query."""
     assert (cos.dtype, sin.dtype) == (torch.float32, torch.float32), "each product would be rounded to 16 bits"
     assert group_size == (128 if scale.dtype == torch.float32 else 0)

@@ -9,6 +9,7 @@ import torch
 
 from tests.ops.opcalls import layer_of
 from tests.passes.stubs import BLOCK_SIZE
+from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from vllm_aiter_mla import backends, startup
 from vllm_aiter_mla.admission import Skip, admit_layer
@@ -23,41 +24,29 @@ pytestmark = pytest.mark.usefixtures("said")
 
 
 class Candidate(KernelBackend):
-    """A "triton" kernel that is the reference except for what a test plants."""
+    """A "triton" kernel that is the reference, or ``does`` and ``warms`` what a test plants."""
 
     name = "triton"
     launches = 0
     warmed: tuple[int, ...] = ()
+
+    def __init__(self, does: Any = reference.prepare, warms: Any = lambda: None) -> None:
+        self.does, self.warms = does, warms
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         return contract_violation(inputs) or Binding(self.run)
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor:
         self.launches += 1
-        return reference.prepare(inputs)
+        return self.does(inputs)
 
     def warm_up(self, inputs: DecodeInputs, sizes: Any) -> None:
+        self.warms()
         self.warmed = tuple(sizes)
 
 
-class Wrong(Candidate):
-    def run(self, inputs: DecodeInputs) -> torch.Tensor:
-        return -super().run(inputs)
-
-
-class WrongForNeox(Candidate):
-    def run(self, inputs: DecodeInputs) -> torch.Tensor:
-        return -super().run(inputs) if inputs.is_neox else super().run(inputs)
-
-
-class Raising(Candidate):
-    def run(self, inputs: DecodeInputs) -> torch.Tensor:
-        raise torch.OutOfMemoryError("HIP out of memory")
-
-
-class NotWarming(Candidate):
-    def warm_up(self, inputs: DecodeInputs, sizes: Any) -> None:
-        raise RuntimeError("out of shared memory")
+def wrong(inputs: DecodeInputs) -> torch.Tensor:
+    return -reference.prepare(inputs)
 
 
 def two(candidate: Candidate | str, monkeypatch: pytest.MonkeyPatch, **spoilt: Any) -> list[Layer]:
@@ -111,12 +100,12 @@ def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_size
 @pytest.mark.parametrize(
     ("candidate", "why"),
     [
-        (Wrong(), "q nope"),
-        (WrongForNeox(), "q nope"),
-        (Raising(), "HIP out of memory"),
-        (NotWarming(), "out of shared memory"),
+        (Candidate(wrong), "q nope"),
+        (Candidate(lambda inputs: reference.prepare(inputs) * (-1 if inputs.is_neox else 1)), "q nope"),
+        (Candidate(raising(torch.OutOfMemoryError("HIP out of memory"))), "HIP out of memory"),
+        (Candidate(warms=raising(RuntimeError("out of shared memory"))), "out of shared memory"),
     ],
-    ids=lambda given: type(given).__name__,
+    ids=["wrong", "wrong for NeoX", "raises", "does not warm up"],
 )
 def test_a_kernel_that_fails_its_check_runs_no_layer_and_stops_strict_mode(monkeypatch, said, candidate, why):
     found = two(candidate, monkeypatch)
@@ -132,10 +121,10 @@ def test_a_kernel_that_fails_its_check_runs_no_layer_and_stops_strict_mode(monke
 
 def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said):
     """The first engine's kernel fails its check; the second one's, with the same options and shapes, runs."""
-    candidate = Wrong()
+    candidate = Candidate(wrong)
     first = two(candidate, monkeypatch)
     startup.check_layers(first, strict=False)
-    monkeypatch.setattr(Wrong, "run", Candidate.run)
+    candidate.does = reference.prepare
     second = two(candidate, monkeypatch)
     startup.check_layers(second, strict=True)
     assert (kernels(first), kernels(second)) == ([None, None], ["triton", "triton"])
@@ -177,7 +166,7 @@ def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said
     ids=["not admitted", "not readable"],
 )
 def test_a_layer_that_cannot_be_checked_hides_no_other(monkeypatch, said, spoilt):
-    found = two(Wrong(), monkeypatch, **spoilt)
+    found = two(Candidate(wrong), monkeypatch, **spoilt)
     startup.check_layers(found, strict=False)
     assert (found[0].state, found[1].refused_kernels.keys()) == ("refused", {"triton"})
     assert startup.cache_key(found)[0] == "layers.0: unchecked"
@@ -195,7 +184,7 @@ def test_a_layer_that_was_not_admitted_at_the_check_stays_unchecked(monkeypatch,
 def test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said, broken, strict):
     found = two(Candidate(), monkeypatch)
     with monkeypatch.context() as patching:
-        patching.setattr(Layer, broken, lambda self, *args: (_ for _ in ()).throw(KeyError("planted")))
+        patching.setattr(Layer, broken, raising(KeyError("planted")))
         with stops(strict, "planted"):
             startup.check_layers(found, strict=strict)
     assert strict or {layer.state for layer in found} == {"refused"}
@@ -234,7 +223,7 @@ def test_a_missing_product_does_not_matter_to_a_kernel_that_does_not_call_it(mon
 def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(monkeypatch, said):
     """A graph that was left alone because a kernel was missing must not be loaded once the kernel is there."""
     keys = []
-    for candidate in (Candidate(), Candidate(), "not installed", Wrong()):
+    for candidate in (Candidate(), Candidate(), "not installed", Candidate(wrong)):
         backends.forget()
         found = two(candidate, monkeypatch)
         startup.check_layers(found, strict=False)
@@ -253,7 +242,7 @@ def test_fail_closed_a_key_that_cannot_be_asked_for(monkeypatch, said, strict):
     found = two(Candidate(), monkeypatch)
     startup.check_layers(found, strict=False)
     with monkeypatch.context() as patching:
-        patching.setattr(Layer, "decide", lambda self, *args: (_ for _ in ()).throw(KeyError("planted")))
+        patching.setattr(Layer, "decide", raising(KeyError("planted")))
         with stops(strict, "planted"):
             assert startup.cache_key(found, strict=strict) == ("layers.0: unchecked", "layers.1: unchecked")
     assert strict or kernels(found) == [None, None]

@@ -15,6 +15,7 @@ from tests.ops import opcalls
 from tests.ops.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
 from tests.passes.stubs import BATCHES, SHORT_SLOTS, forward
 from tests.sandbox import gpu_ops
+from tests.support.planted import raising
 from vllm_aiter_mla import ops
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
@@ -24,6 +25,7 @@ from vllm_aiter_mla.kernels.vllm_own import VLLMBackend, may_take_parts
 from vllm_aiter_mla.layer import Choice, Layer
 
 ROPE = "mla_attention_with_rope"
+fails = raising(RuntimeError("planted: out of shared memory"))
 each_op = pytest.mark.parametrize("op", OPS)
 each_cache = pytest.mark.parametrize("cache", ["auto", "fp8"])
 
@@ -101,16 +103,12 @@ def test_a_batch_with_prefill_rows_is_rotated_once_in_place_and_prepared_by_no_k
     assert torch.equal(args[1], rotated_k)
 
 
-def raising(inputs: Any) -> Any:
-    raise RuntimeError("planted: out of shared memory")
-
-
 @each_cache
 def test_a_kernel_that_raises_costs_the_layer_its_kernel_and_nothing_else(monkeypatch, caplog, cache):
     """The batch has the bytes of output and cache that it has where there is no kernel."""
     log._said.clear()
     outcomes = []
-    for run in (None, raising):
+    for run in (None, fails):
         layer, batch = layer_of(cache), batch_of(4)
         args = arguments(ROPE, layer, batch.rows)
         monkeypatch.setattr(Layer, "_find", lambda self, inputs, run=run: ("planted", run))
@@ -126,7 +124,7 @@ def test_a_kernel_that_raises_costs_the_layer_its_kernel_and_nothing_else(monkey
 def test_a_kernel_that_raises_inside_a_capture_ends_it(monkeypatch):
     """Half of a launch would be in the graph."""
     layer, batch = layer_of(), batch_of(4)
-    monkeypatch.setattr(Layer, "_find", lambda self, inputs: ("planted", raising))
+    monkeypatch.setattr(Layer, "_find", lambda self, inputs: ("planted", fails))
     opcalls.capturing(monkeypatch)
     with forward([layer], batch), pytest.raises(RuntimeError, match="planted"):
         OPS[ROPE](*arguments(ROPE, layer, batch.rows))

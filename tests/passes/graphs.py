@@ -76,7 +76,6 @@ class Layer:
     k_pe: fx.Node
     kv_update: fx.Node
     attention: fx.Node
-    out: fx.Node
 
 
 class Builder:
@@ -161,11 +160,10 @@ class Builder:
             )
         q = self._write_back(s, q_gemm, q_view, q_rotated)
         dep = self(operator.getitem, update, 0) if s.prefused else update
-        attention, out = self._attend(s, q, kv_c, k_pe, name_arg, dep)
+        attention = self._attend(s, q, kv_c, k_pe, name_arg, dep)
         made = Layer(
-            name, name_arg, q_gemm, q_view, q_pe, kv_gemm, k_raw, kv_c, q_rotated, k_rotated, q, k_pe, update,
-            attention, out,
-        )  # fmt: skip
+            name, name_arg, q_gemm, q_view, q_pe, kv_gemm, k_raw, kv_c, q_rotated, k_rotated, q, k_pe, update, attention
+        )
         self.layers.append(made)
         return made
 
@@ -213,9 +211,7 @@ class Builder:
         k_rotated = self(operator.getitem, fused, 2)
         return self(operator.getitem, fused, 1), k_rotated, self(aten.unsqueeze.default, k_rotated, 1), fused
 
-    def _attend(
-        self, s: Spelling, q: fx.Node, kv_c: fx.Node, k_pe: fx.Node, name: Any, dep: fx.Node
-    ) -> tuple[fx.Node, fx.Node]:
+    def _attend(self, s, q, kv_c, k_pe, name, dep):
         width = s.sizes.n * s.sizes.v
         buffer = self(aten.empty.memory_format, [self.t, width], dtype=s.dtype, device=torch.device("cpu"))
         # Old graphs leave defaults out; the mutated arguments are always there.
@@ -236,7 +232,7 @@ class Builder:
         out = self(operator.getitem, attention, 1)
         weight = self.input(f"w_o_{len(self.layers)}", width, s.sizes.hidden)
         self.residual = self(aten.addmm.default, self.residual, out, weight)
-        return attention, out
+        return attention
 
     def finish(self, *also: fx.Node) -> fx.GraphModule:
         """Close the graph; ``also`` are further outputs."""

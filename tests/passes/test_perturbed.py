@@ -10,17 +10,7 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from hypothesis import strategies as st
 
-from tests.passes.execute import (
-    STOPS,
-    assert_rewritten_right,
-    assert_same,
-    clean,
-    clone,
-    defunctionalise,
-    execute,
-    rewrite,
-    stubs_for,
-)
+from tests.passes import execute as run
 from tests.passes.graphs import Builder, Spelling, build, shuffled
 from tests.passes.perturb import Base, Draw, InvalidEditError, perturb
 from tests.passes.stubs import DECODE, MIXED, PADDED, Batch, Sizes
@@ -51,14 +41,14 @@ def base_of(index: int) -> Base:
 
 
 def outcome_of(index: int, draw: Draw, edits: int) -> str:
-    """Edit two layers, rewrite, compare: what became of them, or why the edit is void."""
+    """Edit two layers, run.rewrite, compare: what became of them, or why the edit is void."""
     with base_of(index).editing() as builder:
         done: list[str] = []
         try:
             for _ in range(edits):
                 done.append(perturb(builder, draw))
             gm = builder.finish(*builder.extra)
-            return check(gm, builder, (DECODE, PADDED, MIXED)[draw(3)], STOPS[draw(3)])
+            return check(gm, builder, (DECODE, PADDED, MIXED)[draw(3)], run.STOPS[draw(3)])
         except InvalidEditError:
             return "no program"
         except Exception as error:
@@ -67,23 +57,23 @@ def outcome_of(index: int, draw: Draw, edits: int) -> str:
 
 def check(gm: torch.fx.GraphModule, builder: Builder, batch: Batch, stop: str | None) -> str:
     """The claim, for one edited graph."""
-    stubs = stubs_for(builder.layers, builder.spelling)
-    changed = clean(clone(gm))
+    stubs = run.stubs_for(builder.layers, builder.spelling)
+    changed = run.clean(run.clone(gm))
     before = str(changed.graph)
-    if rewrite(changed, stubs)["matched"] == 0:
+    if run.rewrite(changed, stubs)["matched"] == 0:
         assert str(changed.graph) == before
         return "declined"
     try:
-        reference = clean(clone(gm))
-        want = execute(reference, stubs, batch)
+        reference = run.clean(run.clone(gm))
+        want = run.execute(reference, stubs, batch)
         finite = all(bool(out.float().isfinite().all()) for out in want.outputs)
         # vLLM takes rotary ops apart in place without asking who else reads their operands.
-        assert_same(execute(defunctionalise(reference), stubs, batch), want, "in unmodified vLLM")
+        run.assert_same(run.execute(run.defunctionalise(reference), stubs, batch), want, "in unmodified vLLM")
     except Exception:
         return "no program"
     if not finite:
         return "no program"
-    counts = assert_rewritten_right(gm, stubs, batches=(batch,), stops=(stop,), exact=False)
+    counts = run.assert_rewritten_right(gm, stubs, batches=(batch,), stops=(stop,), exact=False)
     return "right" if counts["matched"] == 2 else "one declined, one right"
 
 
@@ -138,7 +128,7 @@ def test_any_head_count_width_batch_and_order_of_nodes_is_bit_exact(
     batch = Batch("drawn", rows=decodes + prefills + padding, decodes=decodes, prefills=prefills)
     spelling = Spelling(rope=rope, is_neox=is_neox, dtype=torch.bfloat16, sizes=sizes)
     gm, layers = build(1 + seed % 3, spelling)
-    counts = assert_rewritten_right(
-        gm, stubs_for(layers, spelling), batches=(batch,), disturb=lambda copy: shuffled(copy, seed)
+    counts = run.assert_rewritten_right(
+        gm, run.stubs_for(layers, spelling), batches=(batch,), disturb=lambda copy: shuffled(copy, seed)
     )
     assert counts["aiter_fusion"] == len(layers)

@@ -19,7 +19,7 @@ from vllm_aiter_mla.passes import match, pipeline, q_prep_lift, rope_kv
 from vllm_aiter_mla.passes.fx import view_root
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
 SPELLINGS: dict[str, dict[str, Any]] = {
     "plain RotaryEmbedding": {"rope": "plain", "lookup": "index_select"},
     "DeepSeek scaling": {"rope": "deepseek"},
@@ -139,8 +139,9 @@ STOPPED = {
 """The MLA ops that each chain of passes leaves."""
 
 
-def assert_chain_stops(stop: str | None) -> None:
-    """Check what a chain leaves of two layers, before and after vLLM's clean-up, and what the status says."""
+@pytest.mark.parametrize("stop", STOPPED)
+def test_chain_stops_where_it_is_told_to(stop):
+    """Before and after vLLM's clean-up, and the status says so."""
     gm, layers = build(2)
     rewrite(gm, stubs_for(layers, Spelling()), stop)
     every = {"unified_mla_kv_cache_update"}.union(*STOPPED.values())
@@ -150,32 +151,12 @@ def assert_chain_stops(stop: str | None) -> None:
     assert status.current().skipped == known
 
 
-@pytest.mark.parametrize("stop", STOPPED)
-def test_chain_stops_where_it_is_told_to(stop):
-    assert_chain_stops(stop)
-
-
 def test_nothing_of_the_rotation_is_left_after_pass_three():
     gm, layers = build(3, spelling=Spelling(dtype=BF16))
     rewrite(gm, stubs_for(layers, Spelling(dtype=BF16)))
     left = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
     assert left.count("vllm_aiter_mla.mla_attention_with_rope.default") == 3
     assert not [name for name in left if "slice_scatter" in name or "aten.copy" in name or "index" in name]
-
-
-def assert_caught_by_execution(**changes: Any) -> None:
-    gm, layers = build(2, dtype=BF16, **changes)
-    # KeyError is how FixFunctionalizationPass dies of a chain that lacks a part.
-    with pytest.raises((AssertionError, RuntimeError, KeyError)):
-        assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16, **changes)))
-
-
-@pytest.mark.mutation
-def test_mutation_matcher_binds_the_other_pairing(monkeypatch):
-    find_q, find_k = match._Matcher._find_q, match._Matcher._find_k
-    monkeypatch.setattr(match._Matcher, "_find_q", lambda self, *args: (False, find_q(self, *args)[1]))
-    monkeypatch.setattr(match._Matcher, "_find_k", lambda self, *args: find_k(self, *args[:-1], True))
-    assert_caught_by_execution(is_neox=True)
 
 
 @pytest.mark.mutation
@@ -190,54 +171,45 @@ def test_mutation_kv_update_is_left_beside_the_fused_op(monkeypatch):
     monkeypatch.setitem(pipeline.PASSES, "rope_kv_cache", still_waits)
     for stop in ("rope_kv_cache", "q_prep_lift"):
         with pytest.raises(AssertionError):
-            assert_chain_stops(stop)
+            test_chain_stops_where_it_is_told_to(stop)
 
 
-@pytest.mark.mutation
-def test_mutation_pass_one_shares_the_view_that_vllm_erases(monkeypatch):
-    """FixFunctionalizationPass erases the view under the scatter without looking at its other readers."""
-    views: dict[fx.Node, fx.Node] = {}
-
-    def shared(graph: fx.Graph, layer: LayerMatch) -> fx.Node:
-        return views.setdefault(layer.attention, views.get(layer.attention) or view(graph, layer))
-
-    view = rope_kv._heads
-    monkeypatch.setattr(rope_kv, "_heads", shared)
-    assert_caught_by_execution()
+views: dict[fx.Node, fx.Node] = {}
+heads = rope_kv._heads
+find_q, find_k, once = match._Matcher._find_q, match._Matcher._find_k, ops.rotate_and_write
 
 
-@pytest.mark.mutation
-def test_mutation_pass_one_rotates_without_writing_back(monkeypatch):
-    monkeypatch.setattr(rope_kv, "_write_back", lambda graph, layer, *rest: rope_kv._heads(graph, layer))
-    assert_caught_by_execution()
+def shares_the_view(graph: fx.Graph, layer: LayerMatch) -> fx.Node:
+    return views.get(layer.attention) or views.setdefault(layer.attention, heads(graph, layer))
 
 
-@pytest.mark.mutation
-def test_mutation_pass_two_prepares_the_raw_query(monkeypatch):
-    def raw(graph: fx.Graph, layer: LayerMatch) -> None:
-        layer.attention.kwargs = {**layer.attention.kwargs, "q": layer.q}
-        q_prep_lift.lift_q_prep(graph, layer)
-
-    monkeypatch.setitem(pipeline.PASSES, "q_prep_lift", raw)
-    assert_caught_by_execution()
+def prepares_the_raw_query(graph: fx.Graph, layer: LayerMatch) -> None:
+    layer.attention.kwargs = {**layer.attention.kwargs, "q": layer.q}
+    q_prep_lift.lift_q_prep(graph, layer)
 
 
-@pytest.mark.mutation("I3")
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "pass 1 binds the other pairing to q": (match._Matcher, "_find_q", lambda *args: (False, find_q(*args)[1])),
+    # FixFunctionalizationPass erases the view under the scatter without looking at its other readers.
+    "pass 1 shares the view that vLLM erases": (rope_kv, "_heads", shares_the_view),
+    "pass 1 rotates without writing back": (rope_kv, "_write_back", lambda graph, layer, *rest: heads(graph, layer)),
+    "pass 2 prepares the raw query": (pipeline.PASSES, "q_prep_lift", prepares_the_raw_query),
+    "I3 prefill rows are not rotated": (ops, "rotate_and_write", lambda *args: None),
+    "I3 prefill rows are rotated twice": (ops, "rotate_and_write", lambda *args: (once(*args), once(*args))),
+    "I3 only the query is": (ops, "rotate_and_write", lambda step, q, k_pe, *rest: once(step, q, k_pe.clone(), *rest)),
+    "I3 the first row decides": (compat_layer, "is_decode_only", lambda metadata, slots: metadata.decode is not None),
+}
+
+
 @pytest.mark.parametrize(
-    "plant",
-    [
-        pytest.param(lambda once, step, q, k_pe, *rest: None, id="not at all"),
-        pytest.param(lambda once, *args: (once(*args), once(*args)), id="twice"),
-        pytest.param(lambda once, step, q, k_pe, *rest: once(step, q, k_pe.clone(), *rest), id="the query only"),
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.mutation(*{"I3"} & {name[:2]})) for name in PLANTED]
 )
-def test_mutation_i3_prefill_rows_are_rotated(plant, monkeypatch):
-    once = ops.rotate_and_write
-    monkeypatch.setattr(ops, "rotate_and_write", lambda *args: plant(once, *args))
-    assert_caught_by_execution()
-
-
-@pytest.mark.mutation("I3")
-def test_mutation_i3_attention_decides_by_the_first_row(monkeypatch):
-    monkeypatch.setattr(compat_layer, "is_decode_only", lambda metadata, slots: metadata.decode is not None)
-    assert_caught_by_execution()
+def test_mutation_is_caught_by_execution(name, monkeypatch):
+    owner, attribute, plant = PLANTED[name]
+    (monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr)(owner, attribute, plant)
+    if attribute == "_find_q":
+        monkeypatch.setattr(owner, "_find_k", lambda self, *args: find_k(self, *args[:-1], True))
+    gm, layers = build(2, dtype=BF16)
+    # KeyError is how FixFunctionalizationPass dies of a chain that lacks a part.
+    with pytest.raises((AssertionError, RuntimeError, KeyError)):
+        assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16)))

@@ -233,7 +233,7 @@ RANGES = {(1, 16): ["theirs", "ours"], (1, 32): ["theirs"], (17, 32): ["theirs"]
 """What runs of two passes, in order: a user's for graphs of up to 32 tokens, then ours for those of up to 16."""
 
 
-def check_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i5_our_pass_runs_inside_the_decode_limit_alone_and_a_users_first_in_its_own_ranges(said, monkeypatch):
     for (start, end), wanted in RANGES.items():
         ran: list[str] = []
         monkeypatch.setattr(pipeline, "rewrite", lambda *_, ran=ran: (ran.append("ours"), {"matched": 0})[1])
@@ -244,12 +244,6 @@ def check_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
         assert pass_.is_applicable_for_range(compile_range) == bool(wanted)
         pass_(Graph())
         assert ran == wanted, (start, end)
-
-
-def test_i5_a_graph_is_rewritten_inside_the_decode_limit_alone_and_a_users_pass_runs_first_in_its_own_ranges(
-    said, monkeypatch
-):
-    check_ranges(monkeypatch)
 
 
 @pytest.mark.mutation("I5")
@@ -265,7 +259,7 @@ def test_i5_a_graph_is_rewritten_inside_the_decode_limit_alone_and_a_users_pass_
 def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypatch, owner, name, bug):
     monkeypatch.setattr(owner, name, bug)
     with pytest.raises(AssertionError):
-        check_ranges(monkeypatch)
+        test_i5_our_pass_runs_inside_the_decode_limit_alone_and_a_users_first_in_its_own_ranges(said, monkeypatch)
 
 
 AT_THE_STATUS = {

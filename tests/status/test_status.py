@@ -77,24 +77,18 @@ def test_every_engine_of_a_process_starts_empty_and_has_its_own_line(said):
     assert said[-1][1].startswith("0/2: not_run")
 
 
-def every_rank_speaks(monkeypatch):
-    monkeypatch.setattr(startup, "_say", lambda config, ranks, record, strict: log.say(0, status.line(record)))
-
-
-def a_skipped_layer_is_forgotten(monkeypatch):
-    told = status.of_engine
-    monkeypatch.setattr(status, "of_engine", lambda ranks: told(ranks) | {"skipped": {}, "total": 1})
-
-
-def the_line_is_said_twice(monkeypatch):
-    say = startup._say
-    monkeypatch.setattr(startup, "_say", lambda *given: (say(*given), say(*given)))
-
-
 @pytest.mark.mutation("I8")
-@pytest.mark.parametrize("plant", [every_rank_speaks, a_skipped_layer_is_forgotten, the_line_is_said_twice])
-def test_mutation_i8_a_line_that_is_not_said_once_and_whole_is_caught(said, monkeypatch, tmp_path, plant):
-    plant(monkeypatch)
+@pytest.mark.parametrize(
+    ("owner", "name", "plant"),
+    [
+        (startup, "_say", lambda config, ranks, record, strict: log.say(0, status.line(record))),
+        (status, "of_engine", lambda ranks, told=status.of_engine: told(ranks) | {"skipped": {}, "total": 1}),
+        (startup, "_say", lambda *given, say=startup._say: (say(*given), say(*given))),
+    ],
+    ids=["every rank speaks", "a skipped layer is forgotten", "the line is said twice"],
+)
+def test_mutation_i8_a_line_that_is_not_said_once_and_whole_is_caught(said, monkeypatch, tmp_path, owner, name, plant):
+    monkeypatch.setattr(owner, name, plant)
     engage_one()
     after_warm_up(rank=3)
     after_warm_up()

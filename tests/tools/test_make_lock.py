@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 
@@ -11,8 +11,6 @@ from tools import make_lock
 from tools.common import RunError
 
 ROOT = Path(__file__).parents[2]
-Patch: TypeAlias = pytest.MonkeyPatch
-Said: TypeAlias = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import json
 import subprocess
 import zipfile
 from pathlib import Path
-from typing import TypeAlias
 from unittest.mock import Mock
 
 import pytest
@@ -13,9 +12,6 @@ import pytest
 from tools import releases
 from tools.releases import Overlay
 from vllm_aiter_mla.compat.config import in_window
-
-Patch: TypeAlias = pytest.MonkeyPatch
-Said: TypeAlias = pytest.CaptureFixture[str]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,17 +40,9 @@ def change(**how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[DecodeInp
     return lambda good: replace(good, **{name: f(getattr(good, name)) for name, f in how.items()})
 
 
-def other_flavour(good: DecodeInputs) -> DecodeInputs:
-    return replace(good, kv_cache=good.kv_cache.view(torch.uint8).view(FP8["gfx950"]), out_dtype=FP8["gfx950"])
-
-
-def uint8_cache(good: DecodeInputs) -> DecodeInputs:
-    return replace(good, kv_cache=good.kv_cache.view(torch.uint8), out_dtype=torch.bfloat16)
-
-
-def half_cache(good: DecodeInputs) -> DecodeInputs:
-    cache = torch.zeros(good.kv_cache.shape, dtype=torch.float16)
-    return replace(good, kv_cache=cache, out_dtype=torch.bfloat16)
+def cached(convert: Callable[[torch.Tensor], torch.Tensor], out: Any) -> Callable[[DecodeInputs], DecodeInputs]:
+    """Another cache, and the type of the query that comes with it."""
+    return lambda good: replace(good, kv_cache=convert(good.kv_cache), out_dtype=out)
 
 
 def odd_rows(kv_c: torch.Tensor) -> torch.Tensor:
@@ -104,15 +97,14 @@ SHARED: list[Row] = [
     ("k_scale: one float32", change(k_scale=torch.Tensor.double), "raised AssertionError"),
     ("q_scale: one float32", change(q_scale=torch.Tensor.half), "SIGABRT"),
     ("q_scale: one float32", change(q_scale=lambda x: x.reshape(1)[:0]), None),
-    ("kv_cache: view uint8", uint8_cache, "SIGABRT: [AITER] kv cache data type is not supported\n"),
-    ("kv_cache: an e4m3 type", half_cache, "wrong"),
-    *[
-        ("kv_cache: an e4m3 type", change(kv_cache=lambda x, to=to: torch.zeros(x.shape).to(to)), None)
-        for to in (torch.int8, torch.bool, torch.float8_e5m2, torch.float8_e8m0fnu)
-    ],
+    ("kv_cache: view uint8", cached(lambda x: x.view(torch.uint8), torch.bfloat16),
+     "SIGABRT: [AITER] kv cache data type is not supported\n"),
+    ("kv_cache: an e4m3 type", cached(lambda x: torch.zeros(x.shape).half(), torch.bfloat16), "wrong"),
+    *[("kv_cache: an e4m3 type", change(kv_cache=lambda x, to=to: torch.zeros(x.shape).to(to)), None)
+     for to in (torch.int8, torch.bool, torch.float8_e5m2, torch.float8_e8m0fnu)],
     ("out_dtype: one of", change(kv_cache=lambda x: torch.zeros(x.shape, dtype=torch.bfloat16)), "SIGABRT"),
     ("out_dtype: one of", lambda good: replace(good, out_dtype=torch.float16), "wrong"),
-]
+]  # fmt: skip
 AITERS: list[Row] = [
     ("cache-empty: ", empty_cache(3, 0, 576), "SIGFPE"),
     ("cache-empty: ", empty_cache(0, 16, 576), "SIGABRT"),
@@ -120,7 +112,11 @@ AITERS: list[Row] = [
     ("devices: w_uk_t is on meta, the cache on cpu", weight(lambda x: x.to("meta")), None),
     ("table: ", change(cos_sin_cache=lambda x: x[:0]), None),
     ("activation-dtype: ", single_precision, None),
-    ("cache-dtype: ", other_flavour, "raised AssertionError: Unsupported dtype"),
+    (
+        "cache-dtype: ",
+        cached(lambda x: x.view(FP8["gfx950"]), FP8["gfx950"]),
+        "raised AssertionError: Unsupported dtype",
+    ),
     ("last-stride: q", change(q=lambda x: every_other(x, -1)), "wrong"),
     ("last-stride: kv_c", change(kv_c=lambda x: every_other(x, -1)), "SIGABRT"),
     ("last-stride: k_pe", change(k_pe=lambda x: every_other(x, -1)), "SIGABRT"),

@@ -15,10 +15,6 @@ from vllm_aiter_mla.kernels.selfcheck import self_check
 pytestmark = [pytest.mark.mutation("I6"), pytest.mark.usefixtures("fake_gfx942")]
 
 
-def strided_halves(bound: AiterBackend) -> None:
-    bound.halves = lambda table: table.chunk(2, -1)  # no .contiguous()
-
-
 def changed(change: Callable[[DecodeInputs], DecodeInputs]) -> Callable[[AiterBackend], None]:
     """Operands changed on the way."""
 
@@ -56,7 +52,7 @@ QUERY, ROPE, ALL = {"q nope", "q rope"}, {"q rope", "kv rope"}, {"q nope", "q ro
 # What is planted, and the parts of query and cache that are then wrong.
 PLANTED: dict[str, tuple[Callable[[AiterBackend], None], set[str]]] = {
     "nothing": (lambda bound: None, set()),
-    "strided table halves": (strided_halves, ROPE),
+    "strided table halves": (lambda bound: setattr(bound, "halves", lambda table: table.chunk(2, -1)), ROPE),
     "scales applied twice": (changed(lambda x: replace(x, q_scale=x.q_scale**2, k_scale=x.k_scale**2)), ALL),
     "reciprocal scales": (changed(lambda x: replace(x, q_scale=1 / x.q_scale, k_scale=1 / x.k_scale)), ALL),
     "the other rotary style": (changed(lambda x: replace(x, is_neox=not x.is_neox)), ROPE),

@@ -15,18 +15,13 @@ ARCHS = ("gfx942", "gfx950")
 # Each plants text in the kernel's source and names the bound that has to break.
 PLANTED = {
     "late scale": ("acc *= weight_scale", "acc *= tl.load(w_scale_ptr)", "query tile program"),
-    "late rows": (
-        "    x = tl.load(src, mask=loaded[:, None], other=0.0)\n    slot = ",
-        "    slot = tl.load(slot_ptr + rows, mask=loaded, other=-1)\n"
-        "    x = tl.load(src, mask=(slot >= 0)[:, None], other=0.0)\n    slot = ",
-        "KV latent program",
-    ),
-    "heads last": (
-        "        rest = pid // N\n        head = pid - rest * N\n",
-        "        rest = pid % (token_blocks * latent_tiles)\n        head = pid // (token_blocks * latent_tiles)\n",
-        "bytes",
-    ),
-}
+    "late rows": ("    x = tl.load(src, mask=loaded[:, None], other=0.0)\n    slot = ",
+     "    slot = tl.load(slot_ptr + rows, mask=loaded, other=-1)\n"
+     "    x = tl.load(src, mask=(slot >= 0)[:, None], other=0.0)\n    slot = ", "KV latent program"),
+    "heads last": ("        rest = pid // N\n        head = pid - rest * N\n",
+     "        rest = pid % (token_blocks * latent_tiles)\n        head = pid // (token_blocks * latent_tiles)\n",
+     "bytes"),
+}  # fmt: skip
 RUN = """
 import json, sys
 from dataclasses import asdict
