@@ -2,7 +2,6 @@
 
 from collections import ChainMap
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +15,7 @@ NONE = Skip("not_run", "not skipped")
 PASSES = ConfigView(integration="passes")
 """The passes asked for by name, so that what cuts their graph is a skip."""
 
-CONFIG_SKIPS: list[tuple[dict[str, Any], str, str]] = [
+CONFIG_SKIPS = [
     ({"vllm_version": "0.34.0", "version_supported": False}, "vllm_version", "0.34.0"),
     ({"missing": ("Platform.pass_key",)}, "capability", "Platform.pass_key"),
     ({"failed_steps": ("torch ops: OSError",)}, "capability", "torch ops"),
@@ -41,7 +40,7 @@ CONFIG_SKIPS: list[tuple[dict[str, Any], str, str]] = [
     ({"splitting_ops": (MLA_ATTENTION_OP, KV_UPDATE_OP)}, "splitting_ops", KV_UPDATE_OP),
     ({"use_inductor_graph_partition": False, "splitting_ops": (KV_UPDATE_OP,)}, "splitting_ops", KV_UPDATE_OP),
 ]
-LAYER_SKIPS: list[tuple[dict[str, Any], str]] = [
+LAYER_SKIPS = [
     ({"is_sparse": True}, "sparse_mla"),
     ({"impl": "TritonMLAImpl"}, "impl"),
     ({"known_impls": frozenset()}, "impl"),

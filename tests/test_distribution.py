@@ -18,13 +18,13 @@ PLAN = ("plan", "deepseek-r1", "-tp", "8", "--kv-cache-dtype", "fp8", "--arch", 
 pytestmark = pytest.mark.slow
 
 
-def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+def run(*command, cwd, **environment):
     """Run outside the checkout, so that nothing is imported from it by chance."""
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return subprocess.run(command, cwd=cwd, env=clean | environment, capture_output=True, text=True)
 
 
-def succeeded(*command: str, cwd: Path) -> str:
+def succeeded(*command, cwd):
     done = run(*command, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -52,7 +52,7 @@ def wheel(built):
     return found
 
 
-def environment(folder: Path, wheel: Path, above: str = "", *options: str) -> Path:
+def environment(folder, wheel, above="", *options):
     """The ``bin`` of a new environment that holds the wheel; ``above`` is a folder of packages that it also sees."""
     succeeded(sys.executable, "-m", "venv", str(folder), cwd=folder.parent)
     (site,) = folder.glob("lib/python3*/site-packages")
@@ -80,7 +80,7 @@ def test_the_wheel_holds_the_package_and_its_data_and_the_sdist_what_the_build_n
     assert {"LICENSE", "README.md", "pyproject.toml", "vllm_aiter_mla/plugin.py"} <= names
 
 
-def needed(folder: Path) -> str:
+def needed(folder):
     """``folder`` with links to what the wheel needs, and what that needs, as installed here; and to nothing else."""
     folder.mkdir()
     todo, seen = [Requirement(text) for text in requires("vllm-aiter-mla") or ()], set()

@@ -155,7 +155,7 @@ def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(t
 
 def test_fingerprinting_reads_each_source_once_and_less_than_a_megabyte(monkeypatch):
     """What it costs at start-up, without a clock: milliseconds depend on the machine and its load."""
-    read: list[Path] = []
+    read = []
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda self: (read.append(self), real(self))[1])
     files.fingerprint_of(PACKAGE, __version__)

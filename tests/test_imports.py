@@ -2,7 +2,6 @@
 
 import ast
 import graphlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,13 @@ from tests.support.import_table import ARROWS
 ROOT = Path(vllm_aiter_mla.__file__).parent
 
 
-def modules() -> dict[str, Path]:
+def modules():
     """Every file of the package by its dotted name without the package's, but the top ``__init__``."""
     paths = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
 
-def imported(source: str) -> Iterator[str]:
+def imported(source):
     """Dotted names that a file imports, at its head or late, by statement or by ``import_module("...")``."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -32,29 +31,29 @@ def imported(source: str) -> Iterator[str]:
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
 
 
-def ours(source: str) -> set[str]:
+def ours(source):
     """What ``source`` imports of the package, without the package's name."""
     found = (name.removeprefix("vllm_aiter_mla.") for name in imported(source) if name.startswith("vllm_aiter_mla."))
     return {name for name in found if not name.startswith("__")}
 
 
-def part_of(dotted: str) -> str:
+def part_of(dotted):
     """The part that a file belongs to: the longest name in the table."""
     parts = dotted.split(".")
     return next((name for n in (2, 1) if (name := ".".join(parts[:n])) in ARROWS), parts[0])
 
 
-def strays(part: str, source: str) -> set[str]:
+def strays(part, source):
     """Parts that ``source`` imports and that ``part`` may not know."""
     return {part_of(name) for name in ours(source)} - {part} - ARROWS[part]
 
 
-def foreign(source: str) -> set[str]:
+def foreign(source):
     """Those of vLLM, the tests and the tools that a file imports."""
     return {name.split(".")[0] for name in imported(source)} & {"vllm", "tests", "tools"}
 
 
-def file_graph() -> dict[str, set[str]]:
+def file_graph():
     """What each file imports: the file that defines a name, or the ``__init__`` that exports it."""
     files = modules()
     found = {}

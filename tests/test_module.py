@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ def test_the_installed_vllms_forwards_are_known():
 @pytest.mark.mutation
 @pytest.mark.parametrize("cls", list(compat_wrapper.KNOWN_FORWARDS), ids=lambda cls: cls.__name__)
 def test_a_forward_that_somebody_has_wrapped_is_not_known(cls, monkeypatch):
-    inner = cls.forward  # type: ignore[attr-defined]
+    inner = cls.forward
     monkeypatch.setattr(cls, "forward", functools.wraps(inner)(lambda *args: inner(*args)))
     skip = compat_wrapper.why_unknown_code()
     assert skip is not None
@@ -93,7 +92,7 @@ print(*(source_digest(source) for source in sys.argv[1:]))
 """
 
 
-def interpreters() -> list[str]:
+def interpreters():
     """Return those of Python 3.10 to 3.14 that this machine has."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     minors = range(10, 15)
@@ -113,7 +112,7 @@ def test_the_digest_is_the_same_on_every_python():
 
 
 def test_our_class_is_in_vllms_registry_inside_the_block_alone():
-    def load() -> None:
+    def load():
         with module.installed():
             assert op_registry_oot[NAME] is module.fused_class()
             raise RuntimeError("loading failed")
@@ -127,7 +126,7 @@ def test_another_plugins_replacement_stays():
     class Theirs:
         pass
 
-    op_registry_oot[NAME] = Theirs  # type: ignore[assignment]
+    op_registry_oot[NAME] = Theirs
     try:
         with module.installed():
             assert op_registry_oot[NAME] is Theirs
@@ -150,7 +149,7 @@ def test_a_wrapper_that_nobody_has_admitted_runs_vllms_own_forward(monkeypatch):
 
 
 def test_a_scaled_query_is_scaled_before_the_op_rotates_it(monkeypatch):
-    given: list[torch.Tensor] = []
+    given = []
     ops = SimpleNamespace(vllm_aiter_mla=SimpleNamespace(mla_attention_with_rope=lambda q, *_: given.append(q.clone())))
     monkeypatch.setattr(module.torch, "ops", ops)
     q = torch.randn(3, 2, 24).bfloat16()
@@ -170,11 +169,11 @@ def test_a_scaled_query_is_scaled_before_the_op_rotates_it(monkeypatch):
 # -- the rotation
 
 
-def code_of(skip: Any) -> str:
+def code_of(skip):
     return "" if skip is None else str(skip.code)
 
 
-def stub(embedding: Any) -> Any:
+def stub(embedding):
     """What of a wrapper tells how it rotates."""
     return SimpleNamespace(rotary_emb=embedding, qk_rope_head_dim=WIDTH)
 
@@ -216,7 +215,7 @@ def test_a_known_class_that_rotates_otherwise_is_skipped(embedding, wrong):
 
 
 def test_unknown_and_partial_rotations_and_the_other_pairing_are_skipped(embedding):
-    class Unheard(type(embedding())):  # type: ignore[misc]
+    class Unheard(type(embedding())):
         pass
 
     other, narrow, paired = embedding(dtype=torch.float32), embedding(dtype=torch.float16), embedding(True)
@@ -232,9 +231,9 @@ def test_unknown_and_partial_rotations_and_the_other_pairing_are_skipped(embeddi
 def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_asked(
     monkeypatch,
 ):
-    asked: list[Any] = []
+    asked = []
 
-    def wrapper_of(attention: Any) -> Any:
+    def wrapper_of(attention):
         asked.append(attention)
         raise OSError("no source")
 

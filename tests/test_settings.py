@@ -3,7 +3,6 @@
 import pickle
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,10 +11,10 @@ from hypothesis import strategies as st
 from vllm_aiter_mla import settings
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, DebugSettings, Settings, SettingsError, resolve
 
-OFF: dict[str, object] = {FLAG_FIELD: False, LIMIT_FIELD: None}
+OFF = {FLAG_FIELD: False, LIMIT_FIELD: None}
 
 
-def ours(**options: Any) -> dict[str, Any]:
+def ours(**options):
     return {"aiter_mla": options}
 
 
@@ -102,7 +101,7 @@ def test_settings_survive_pickling_and_cannot_be_changed():
     before = Settings(enabled=True, max_token_num=7, debug=DebugSettings(rounding="two"))
     assert pickle.loads(pickle.dumps(before)) == before
     with pytest.raises(AttributeError):
-        before.enabled = False  # type: ignore[misc]
+        before.enabled = False
 
 
 _settings = st.builds(

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 AVX2 = Path(__file__).with_name("avx2")
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments):
     """Run Python as on a machine with AVX2 only."""
     path = os.pathsep.join(filter(None, [str(AVX2), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}

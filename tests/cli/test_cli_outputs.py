@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,7 +44,7 @@ def places(tmp_path, monkeypatch):
 )
 def test_a_path_that_cannot_be_written_is_named_with_its_reason(places, kind, name, reason):
     paths = {"--out": places / name, "--other": None}
-    check: Callable[[], None] = lambda: outputs.check(*([paths] if kind == "file" else [{}, paths]))  # noqa: E731
+    check = lambda: outputs.check(*([paths] if kind == "file" else [{}, paths]))  # noqa: E731
     if reason is None:
         check()
         return
@@ -93,7 +92,7 @@ def test_a_slow_command_says_where_it_is_and_what_comes_next(capsys, monkeypatch
     timers = []
 
     class Timer(threading.Timer):
-        def start(self) -> None:
+        def start(self):
             timers.append(self)
 
     monkeypatch.setattr(threading, "Timer", Timer)

@@ -1,10 +1,9 @@
 """``vllm-aiter-mla status``: one line for each engine, and an exit status for scripts."""
 
 import json
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
@@ -19,14 +18,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write(folder: Path, run: str, engine: str, rank: int, engaged: tuple[str, ...] = NAMES) -> None:
+def write(folder, run, engine, rank, engaged=NAMES):
     record = record_of(NAMES, 512, "fp8", rank) | {"run": run, "engine": engine, "model_name": "r1"}
     record |= {"engaged": dict.fromkeys(engaged, "triton")}
     record["skipped"] = {name: ["kernel_shape", "wrong"] for name in NAMES if name not in engaged}
     (folder / f"status-{run}-{engine}-{rank}.json").write_text(json.dumps(record))
 
 
-def run() -> Result:
+def run():
     return CliRunner().invoke(app, ["status"])
 
 

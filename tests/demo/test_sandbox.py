@@ -68,7 +68,7 @@ class Selector(NamedTuple):
 def test_vllm_033_lets_mla_and_nothing_else_have_an_fp8_cache_on_a_cpu():
     class Platform:
         @classmethod
-        def get_attn_backend_cls(cls, selected_backend: str, config: Selector, num_heads: int | None = None) -> str:
+        def get_attn_backend_cls(cls, selected_backend, config, num_heads=None):
             if config.kv_cache_dtype != "auto":
                 raise ValueError("not supported on CPU")
             return f"{cls.__name__} {selected_backend} {num_heads}"

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -68,7 +66,7 @@ def server(tmp_path):
         process.wait(60)
 
 
-def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(address, process, log):
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()[-3000:]
@@ -80,16 +78,16 @@ def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(f"no server after 600 s: {log.read_text()[-3000:]}")
 
 
-def ask(address: str) -> str:
+def ask(address):
     body = json.dumps({"model": "tiny", "prompt": "abcd", "max_tokens": 4, "temperature": 0, "ignore_eos": True})
     request = urllib.request.Request(
         f"{address}/v1/completions", body.encode(), headers={"Content-Type": "application/json"}
     )
-    answer: dict[str, Any] = json.loads(urllib.request.urlopen(request, timeout=300).read())
+    answer = json.loads(urllib.request.urlopen(request, timeout=300).read())
     return str(answer["choices"][0]["text"])
 
 
-def scraped(address: str) -> dict[str, float]:
+def scraped(address):
     text = urllib.request.urlopen(f"{address}/metrics", timeout=60).read().decode()
     lines = [line for line in text.splitlines() if line.startswith(f"{status.GAUGE}{{")]
     return {line.split('state="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}

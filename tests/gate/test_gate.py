@@ -3,7 +3,6 @@
 import copy
 import logging
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -12,18 +11,18 @@ from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.config.utils import replace
 
 from tests.gate import gate_support
-from tests.gate.gate_support import ON, PASSES, SLOT, USERS_PASS, Build, assert_skipped, pass_of, ranges_of
+from tests.gate.gate_support import ON, PASSES, SLOT, USERS_PASS, assert_skipped, pass_of, ranges_of
 from vllm_aiter_mla import files, gate
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 FLAG = {"compilation_config": {"pass_config": {FLAG_FIELD: True}}}
-SPELLINGS: list[dict[str, Any]] = [{"additional_config": ON}, FLAG]
+SPELLINGS = [{"additional_config": ON}, FLAG]
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 
 
-def limited(tokens: int) -> dict[str, Any]:
+def limited(tokens):
     return {"compilation_config": {"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: tokens}}}
 
 
@@ -246,7 +245,7 @@ def test_mutation_a_key_without_the_sources_is_caught(config, monkeypatch, tmp_p
 
 
 def test_the_limit_every_option_and_the_kernels_are_in_the_cache_key(config):
-    options: list[dict[str, Any]] = [
+    options = [
         {}, {"max_token_num": 8}, {"kernel": "triton"}, {"debug": {"rounding": "two"}}, {"integration": "module"},
     ]  # fmt: skip
     variants = [{"additional_config": {"aiter_mla": {"enabled": True} | one}} for one in options]
@@ -263,7 +262,7 @@ def test_the_limit_every_option_and_the_kernels_are_in_the_cache_key(config):
 
 MODULE = {"aiter_mla": {"enabled": True, "integration": "module"}}
 USERS_PASS_IN_VLLM_MODE = {"compilation_config": {"mode": 1, **USERS_PASS}}
-WITHOUT_PASSES: list[tuple[dict[str, Any], str]] = [
+WITHOUT_PASSES = [
     ({"enforce_eager": True}, "enforce_eager"),
     ({"optimization_level": 0}, "compilation_mode"),
     ({"compilation_config": {"mode": 2}}, "compilation_mode"),
@@ -276,7 +275,7 @@ WITHOUT_PASSES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def build_with_the_module(config: Build, asked: dict[str, Any], options: dict[str, Any]) -> None:
+def build_with_the_module(config, asked, options):
     """Build a config, and check what the module integration changes in vLLM's own."""
     built, vllm_own = config(additional_config=asked, **options), config(**options)
     assert pass_of(built).integration == "module"
@@ -303,7 +302,7 @@ def test_the_module_can_be_asked_for_where_the_passes_would_run(config):
 
 def test_a_users_pass_still_runs_where_torch_compiles_without_vllm(config, monkeypatch):
     """Then no compile range is known; Inductor calls what stands in the slot."""
-    seen: list[Any] = []
+    seen = []
     ours = pass_of(config(additional_config=MODULE, **USERS_PASS_IN_VLLM_MODE))
     monkeypatch.setattr(type(ours.chained), "__call__", lambda _, graph: seen.append(graph))
     ours("the graph")

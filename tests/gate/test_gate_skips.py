@@ -6,10 +6,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -29,11 +27,11 @@ UNTESTED = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
 ATTENTION, UPDATE, FUSED = compat_config.OP_ARGUMENTS
 
 
-def set_on(holder: str, field: str, value: Any) -> Callable[[Any], None]:
+def set_on(holder, field, value):
     return lambda built: setattr(getattr(built, holder), field, value)
 
 
-def make_sparse(built: Any) -> None:
+def make_sparse(built):
     built.model_config = copy.copy(built.model_config)
     built.model_config.hf_text_config = copy.copy(built.model_config.hf_text_config)
     built.model_config.hf_text_config.index_topk = 2048
@@ -154,7 +152,7 @@ OTHERS = {
 }
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, op: str, old: str = "", new: str = "") -> None:
+def plant(monkeypatch, op, old="", new=""):
     """Give an op a schema like the known one, with ``old`` replaced."""
     compat_config.op_differences()  # imports the modules that define the ops
     assert old in SCHEMA[op]

@@ -3,7 +3,6 @@
 import inspect
 import json
 import pickle
-from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -19,7 +18,7 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
-ON: dict[str, Any] = {FLAG_FIELD: True, LIMIT_FIELD: 64}
+ON = {FLAG_FIELD: True, LIMIT_FIELD: 64}
 
 
 @pytest.mark.parametrize("options", [{}, {"pass_config": {FLAG_FIELD: False, LIMIT_FIELD: None}}])
@@ -52,7 +51,7 @@ def test_a_pickle_of_a_process_without_the_plugin_reads_as_off():
 def test_values_pass_through_every_way_a_config_is_built():
     ways = [
         PassConfig(**ON),
-        CompilationConfig(pass_config=ON).pass_config,  # type: ignore[arg-type]
+        CompilationConfig(pass_config=ON).pass_config,
         TypeAdapter(CompilationConfig).validate_json(json.dumps({"pass_config": ON})).pass_config,
         VllmConfig(compilation_config=CompilationConfig(pass_config=PassConfig(**ON))).compilation_config.pass_config,
         replace(PassConfig(**ON)),
@@ -71,7 +70,7 @@ def test_values_pass_through_every_way_a_config_is_built():
 def test_a_wrong_value_names_the_option_and_the_value(name, value):
     ways = [
         lambda: PassConfig(**{name: value}),
-        lambda: CompilationConfig(pass_config={name: value}),  # type: ignore[arg-type]
+        lambda: CompilationConfig(pass_config={name: value}),
         lambda: TypeAdapter(CompilationConfig).validate_json(json.dumps({"pass_config": {name: value}})),
     ]
     for way in ways:
@@ -138,7 +137,7 @@ def parse(request):
     return lambda *arguments: parser.parse_args(["--model", "m", *arguments])
 
 
-def as_json(**values: Any) -> tuple[str, str]:
+def as_json(**values):
     return "--compilation-config", json.dumps({"pass_config": values})
 
 
@@ -149,7 +148,7 @@ def test_json_and_dotted_spellings_are_read(parse):
         assert patches.pass_config_values(parse(*arguments).compilation_config.pass_config) == wanted
 
 
-def dotted(name: str, typed: str) -> tuple[str]:
+def dotted(name, typed):
     return (f"-cc.pass_config.{name}={typed}",)
 
 

@@ -82,9 +82,9 @@ def test_a_module_that_does_not_load_ends_no_process(said, monkeypatch, call, mo
 
 
 def test_the_log_goes_through_vllms_own_logger_once_and_names_the_caller(monkeypatch):
-    seen: list[logging.LogRecord] = []
+    seen = []
     handler = logging.Handler()
-    handler.emit = seen.append  # type: ignore[method-assign]
+    handler.emit = seen.append
     monkeypatch.setattr(log.logger, "handlers", [handler])
     log._said.clear()
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_the_gate_runs_once_for_each_config_and_after_all_wrappers(compiling, ml
     ops = gate_support.vllm_config(mla_model, additional_config=ON).compilation_config.splitting_ops
     assert set(ATTENTION_OPS) <= set(ops), "it sees the mode that the wrapper around the hook leaves"
     assert said.at(logging.WARNING) == []
-    seen: list[Any] = []
+    seen = []
     monkeypatch.setattr(gate, "apply", seen.append)
     built = gate_support.vllm_config(mla_model)
     assert seen == [built]
@@ -126,11 +126,11 @@ class _Plain:
     calls: list[Any]
 
     @classmethod
-    def check_and_update_config(cls, vllm_config: Any) -> None:
+    def check_and_update_config(cls, vllm_config):
         cls.calls.append(cls)
 
     @staticmethod
-    def apply_config_platform_defaults(vllm_config: Any) -> None:
+    def apply_config_platform_defaults(vllm_config):
         _Plain.calls.append(vllm_config)
 
 
@@ -139,7 +139,7 @@ class _Derived(_Plain):
 
 
 def test_an_inheriting_platform_is_hooked_without_touching_its_base(monkeypatch, dense_model):
-    seen: list[Any] = []
+    seen = []
     config = gate_support.modelless_config()
     monkeypatch.setattr(gate, "apply", seen.append)
     monkeypatch.setattr(_Plain, "calls", [], raising=False)

@@ -3,9 +3,7 @@
 import json
 import random
 import statistics
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ import torch
 from tests.support.made_up_clock import ORDER, MadeUpClock, Named, costs
 from vllm_aiter_mla.kernels import absorb, measure, reference
 from vllm_aiter_mla.kernels.backend import Binding
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import LayerShape, contract_violation, synthetic_inputs
 
 SHAPE = LayerShape(2, 16, torch.bfloat16, torch.bfloat16, 4, False, latent=32, rope=16)
 SLOW, QUICK = 10.0, 8.0
@@ -28,15 +26,15 @@ def timed(clock, counts=(1, 2, 4), budget=None, **most):
         return measure.time_shape(backends, SHAPE, weight, counts, budget or measure.Budget())
 
 
-def chosen(clock: MadeUpClock, **options: Any) -> measure.Ranges:
+def chosen(clock, **options):
     return measure.ranges(timed(clock, **options), ORDER)
 
 
-def best_by_tokens(name: str, tokens: int) -> float:
+def best_by_tokens(name, tokens):
     return QUICK if name == ("triton" if tokens <= 2 else "aiter" if tokens <= 8 else "vllm") else SLOW
 
 
-CHOICES: dict[str, tuple[MadeUpClock, dict[str, Any], measure.Ranges]] = {
+CHOICES = {
     "the fastest at each token count": (MadeUpClock(best_by_tokens), {"counts": (1, 2, 4, 8, 13)},
      ((1, 2, "triton"), (3, 8, "aiter"), (9, 13, "vllm"))),
     "vLLM where nothing is faster": (MadeUpClock(costs(aiter=SLOW, triton=SLOW, vllm=SLOW)), {}, ((1, 4, "vllm"),)),
@@ -65,7 +63,7 @@ def test_outliers_in_a_few_rounds_change_nothing():
         assert measure.ranges(rounds, ORDER) == ((1, 4, "aiter"),)
 
 
-def slower_choices(noise: float, starts: int) -> int:
+def slower_choices(noise, starts):
     """Token counts, over many starts, at which something ran that is truly slower than vLLM by over the margin."""
     truth = {"aiter": SLOW * 1.035, "triton": SLOW * 1.05, "vllm": SLOW}
     draw, wrong = random.Random(7), 0
@@ -137,10 +135,10 @@ def test_the_timing_of_a_published_model_fits_the_budget(heads, name):
 
 
 def test_a_short_graph_is_replayed_once_ahead_of_the_first_event(monkeypatch):
-    done: list[str] = []
+    done = []
 
     class Event:
-        def __init__(self, enable_timing: bool) -> None:
+        def __init__(self, enable_timing):
             self.record = lambda: done.append("event")
             self.synchronize, self.elapsed_time = lambda: None, lambda other: 0.5
 
@@ -200,7 +198,7 @@ def test_two_starts_choose_the_same_because_the_figures_are_kept(tmp_path):
     assert measure.read(tmp_path, KEY)[0] == rounds
 
 
-SPOILT: dict[str, Callable[[dict[str, Any]], str]] = {
+SPOILT = {
     "half a file": lambda data: json.dumps(data)[:100],
     **{f"another {name}": lambda data, name=name: json.dumps(data | {"key": KEY | {name: "another"}}) for name in KEY},
     "no key": lambda data: json.dumps({"rounds": data["rounds"]}),
@@ -233,7 +231,7 @@ def test_a_real_device_times_two_kernels_and_gives_its_memory_back():
     from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
     class PyTorch(Named):
-        def bind(self, inputs: DecodeInputs) -> Binding | str:
+        def bind(self, inputs):
             return contract_violation(inputs) or Binding(reference.prepare)
 
     shape = LayerShape(16, 128, torch.bfloat16, torch.bfloat16, 64, False, device="cuda")

@@ -1,21 +1,18 @@
 """I14: what an fp8 overflow of the rotated half becomes: NaN in AITER's op, the largest value in vLLM's and in ours."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from tests.sandbox.simulated_aiter import execute
 from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes, twin
 from vllm_aiter_mla.kernels import formats, reference
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
+from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.selfcheck import self_check
 
 INF, NAN = float("inf"), float("nan")
 
 
-def turned_by_nothing(arch: str, values: list[float]) -> DecodeInputs:
+def turned_by_nothing(arch, values):
     """One row with scales of 1 and an angle of 0: what is stored is ``values``, in the query and in the KV row."""
     operands = inputs(arch, tokens=1, is_neox=True)
     operands.slot_mapping[0] = 5
@@ -60,7 +57,7 @@ def test_overflow_in_the_simulated_aiter_is_the_references_and_the_latent_satura
     assert operands.kv_cache.flatten(0, 1)[5, :3].tolist() == [top, -top, -top]
 
 
-def clamping(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def clamping(inner):
     """AITER's conversion, as a build that clamps would have it."""
     return lambda x, dtype: inner(x.clamp(-execute.FP8_MAX[dtype], execute.FP8_MAX[dtype]), dtype)
 
@@ -81,7 +78,7 @@ def test_mutation_overflow_of_a_clamping_aiter_is_told(arch, opt, query, monkeyp
 def test_mutation_overflow_in_one_of_aiters_two_kernels_is_noticed(arch, monkeypatch):
     rope = execute._rope
 
-    def only_opt_overflows(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def only_opt_overflows(*args, **kwargs):
         clamps = args[5].kernel == "per-head"
         monkeypatch.setattr(execute, "encode", clamping(encode) if clamps else encode)
         return rope(*args, **kwargs)

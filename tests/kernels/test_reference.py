@@ -2,7 +2,6 @@
 
 import cmath
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tests.sandbox.simulated_aiter.execute import encode
 from tests.support.simulated_aiter import same_bytes
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
-from vllm_aiter_mla.kernels.inputs import PATTERN, DecodeInputs, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import PATTERN, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.selfcheck import steps_of
 
 FLAVOURS = list(formats.FLAVOURS.values())
@@ -23,23 +22,23 @@ FP8 = {"cache_dtype": torch.float8_e4m3fn, "out_dtype": torch.float8_e4m3fn}
 flavours = pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: str(flavour.dtype))
 
 
-def operands(tokens: int = 5, seed: int = 0, **changes: Any) -> DecodeInputs:
+def operands(tokens=5, seed=0, **changes):
     """A small random call; row 1 is padded where there is one."""
     shape = replace(LayerShape(2, 8, BF16, BF16, 4, False, latent=16, rope=8), **changes)
     table = torch.randn(11, 8, generator=torch.Generator().manual_seed(seed)).sin().to(shape.act)
     return synthetic_inputs(shape, tokens, seed, padded=1, table=table)
 
 
-def fresh(call: DecodeInputs, **changes: object) -> DecodeInputs:
+def fresh(call, **changes):
     """The same call over an own copy of the cache."""
     return replace(call, **{"kv_cache": call.kv_cache.clone(), **changes})
 
 
-def rows(call: DecodeInputs) -> torch.Tensor:
+def rows(call):
     return call.kv_cache.reshape(-1, call.kv_cache.shape[-1])
 
 
-def nearest_by_hand(value: float, flavour: formats.Fp8Flavour) -> int:
+def nearest_by_hand(value, flavour):
     """The code nearest to ``value`` among all 256, the even one of two equally near."""
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(flavour.dtype).double()
@@ -50,7 +49,7 @@ def nearest_by_hand(value: float, flavour: formats.Fp8Flavour) -> int:
     return min(best, key=lambda code: (code & 1, (code >= 0x80) != negative))
 
 
-def simulated_rounding(values: torch.Tensor, flavour: formats.Fp8Flavour) -> torch.Tensor:
+def simulated_rounding(values, flavour):
     return encode(values, flavour.dtype)
 
 

@@ -1,6 +1,5 @@
 """What the self-check compares: each kernel that the decode limit reaches, over each cache; and what it reports."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ from tests.sandbox.simulated_aiter import ROCM, install, op
 from vllm_aiter_mla.kernels import measure, reference
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import KernelInputError, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.selfcheck import self_check
@@ -25,18 +24,18 @@ MI300X = Platform("gfx942", ROCM)
 class Stepped(ReferenceBackend):
     """The reference under three names: up to 8 rows, up to 40, beyond; ``bad`` returns zeros."""
 
-    def __init__(self, bad: str | None = None) -> None:
+    def __init__(self, bad=None):
         self.bad, self.ran = bad, []
 
-    def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
+    def tried_counts(self, inputs):
         return (41, 8, 40)
 
-    def bind(self, inputs: DecodeInputs) -> Binding | str:
+    def bind(self, inputs):
         tokens = inputs.num_tokens
         kernel = "few" if tokens <= 8 else "some" if tokens <= 40 else "many"
         return Binding(self._run, kernel)
 
-    def _run(self, inputs: DecodeInputs) -> torch.Tensor:
+    def _run(self, inputs):
         self.ran.append(inputs.num_tokens)
         out = reference.prepare(inputs)
         return out * 0 if self.kernel_of(inputs) == self.bad else out
@@ -84,15 +83,15 @@ def test_self_check_accepts_inferred_truncation_and_rounding_too(fake_gfx942, mo
 class Changed(ReferenceBackend):
     """The reference, but for what ``change`` makes of the result and of the cache."""
 
-    def __init__(self, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, change):
         super().__init__()
         self.name, self.change = "changed", change
 
-    def prepare(self, operands: DecodeInputs) -> torch.Tensor:
+    def prepare(self, operands):
         return self.change(super().prepare(operands), operands.kv_cache)
 
 
-def off(out: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+def off(out, cache):
     cache.view(torch.uint8)[-1, -1, :5] ^= 1
     return out * 2
 
@@ -117,7 +116,7 @@ def test_every_answer_follows_from_bind():
     class Refusing(KernelBackend):
         name = "refusing"
 
-        def bind(self, inputs: DecodeInputs) -> Binding | str:
+        def bind(self, inputs):
             return "never"
 
     operands = synthetic_inputs(SMALL)
@@ -139,7 +138,7 @@ def test_synthetic_operands_on_meta_take_no_memory_whatever_their_number():
 SHAPE = LayerShape(16, 128, torch.bfloat16, torch.bfloat16, 16, False)
 
 
-def is_large(inputs) -> bool:
+def is_large(inputs):
     return launcher._reach(inputs.kv_cache) >= 1 << 31
 
 
@@ -148,7 +147,7 @@ class Wrong(ReferenceBackend):
 
     name, trusted = "wrong", False
 
-    def __init__(self, tried, where) -> None:
+    def __init__(self, tried, where):
         super().__init__()
         self.tried_caches, self.where = tried, where
 

@@ -3,11 +3,10 @@
 import json
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from tests.sandbox import gpu_ops
 from tests.support.made_up_clock import MadeUpClock, Named, costs, named_kernels
@@ -26,7 +25,7 @@ from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
 class Wrong(Named):
     """Writes no KV row."""
 
-    def bind(self, inputs: Any) -> Binding | str:
+    def bind(self, inputs):
         return Binding(lambda given: reference.prepare(replace(given, kv_cache=given.kv_cache.clone())))
 
 
@@ -44,7 +43,7 @@ def card(monkeypatch):
     return kernels
 
 
-def run(*options: str) -> Result:
+def run(*options):
     return CliRunner().invoke(app, ["measure", "-n", "2", *options])
 
 
@@ -77,11 +76,11 @@ class VLLMOwn(Named):
 
     trusted = True
 
-    def bind(self, inputs: Any) -> Binding | str:
+    def bind(self, inputs):
         bound = VLLMBackend(compat_layer, "gfx942").bind(inputs)
         assert not isinstance(bound, str), bound
         run = partial(bound.run)
-        run.name = self.name  # type: ignore[attr-defined]  for the clock
+        run.name = self.name  # for the clock
         return replace(bound, run=run)
 
 
@@ -108,7 +107,7 @@ def test_measure_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):
 def test_measure_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
     real = timing.time_shape
 
-    def fails(able: Any, shape: Any, weight: Any, counts: Any, budget: Any) -> Any:
+    def fails(able, shape, weight, counts, budget):
         if counts == [8]:
             raise MemoryError("planted")
         return real(able, shape, weight, counts, budget)

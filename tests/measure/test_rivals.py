@@ -1,7 +1,6 @@
 """The rivals that measure times: how they are called, what they decline, and that they never serve."""
 
 from dataclasses import replace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -38,7 +37,7 @@ def by_reference(
         positions=positions, cos_sin_cache=torch.cat([cos, sin], dim=-1).to(q_pe.dtype),
         k_scale=one if k_scale is None else k_scale, q_scale=one, is_neox=is_neox, out_dtype=q_out_dtype,
     )  # fmt: skip
-    return reference.prepare(made), None, None, None  # type: ignore[return-value]
+    return reference.prepare(made), None, None, None
 
 
 OPS = {"fp8": by_reference, "mxfp4": by_reference}
@@ -58,7 +57,7 @@ def test_its_arguments_lead_to_the_results_of_the_reference(platform, change, is
 @pytest.mark.mutation
 @pytest.mark.parametrize("wrong", ["is_neox", "k_scale"])
 def test_mutation_an_argument_that_is_handed_over_wrongly_fails_the_check(wrong):
-    def spoilt(*given: Any, **named: Any) -> Any:
+    def spoilt(*given, **named):
         return by_reference(*given, **named | {wrong: not named[wrong] if wrong == "is_neox" else torch.ones(1)})
 
     shape = replace(SHAPE, cache_dtype=FNUZ)
@@ -96,7 +95,7 @@ def test_a_tile_for_few_rows_fills_three_quarters_of_a_card(tokens, heads, tile,
 def test_the_tile_reaches_vllms_product_and_changes_no_byte(monkeypatch):
     gemm, tiles = absorb.GEMMS["fp8"], []
 
-    def called(*operands: Any, config: Any = None, **options: Any) -> torch.Tensor:
+    def called(*operands, config=None, **options):
         tiles.append(config)
         return gemm(*operands, **options)
 

@@ -1,7 +1,6 @@
 """The back ends of an engine, and which one runs a call: one order, one answer, and the reasons of those before it."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ WITH_VLLM = {**FACTORIES, "vllm": lambda platform, settings: VLLMOwn()}
 WITHOUT_VLLM = {name: factory for name, factory in FACTORIES.items() if name != "vllm"}
 
 
-def layer(kernel: str, factories: Any = None) -> Layer:
+def layer(kernel, factories=None):
     return bare_layer(kernel, MI300X, factories)
 
 
@@ -99,7 +98,7 @@ TIMED = contenders("auto", MI300X)
 NAMED = {name: (lambda platform, settings, name=name: Named(name)) for name in TIMED}
 
 
-def runs(one: Layer, tokens: int) -> str | None:
+def runs(one, tokens):
     return one.choose(synthetic_inputs(SHAPE, tokens)).name
 
 

@@ -2,7 +2,6 @@
 
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from vllm_aiter_mla.admission import Skip, admit_layer
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, reference
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import contract_violation, synthetic_inputs
 from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.settings import SettingsError
 
@@ -30,26 +29,26 @@ class Candidate(KernelBackend):
     launches = 0
     warmed: tuple[int, ...] = ()
 
-    def __init__(self, does: Any = reference.prepare, warms: Any = lambda: None) -> None:
+    def __init__(self, does=reference.prepare, warms=lambda: None):
         self.does, self.warms = does, warms
 
-    def bind(self, inputs: DecodeInputs) -> Binding | str:
+    def bind(self, inputs):
         return contract_violation(inputs) or Binding(self.run)
 
-    def run(self, inputs: DecodeInputs) -> torch.Tensor:
+    def run(self, inputs):
         self.launches += 1
         return self.does(inputs)
 
-    def warm_up(self, inputs: DecodeInputs, sizes: Any) -> None:
+    def warm_up(self, inputs, sizes):
         self.warms()
         self.warmed = tuple(sizes)
 
 
-def wrong(inputs: DecodeInputs) -> torch.Tensor:
+def wrong(inputs):
     return -reference.prepare(inputs)
 
 
-def two(candidate: Candidate | str, monkeypatch: pytest.MonkeyPatch, **spoilt: Any) -> list[Layer]:
+def two(candidate, monkeypatch, **spoilt):
     """Two layers of one shape that ask for ``candidate``; the first module's attributes replaced by ``spoilt``."""
     monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: candidate)
     modules = [layer_of(), layer_of()]
@@ -61,15 +60,15 @@ def two(candidate: Candidate | str, monkeypatch: pytest.MonkeyPatch, **spoilt: A
     return [Layer.of(module) for module in modules]
 
 
-def kernels(found: list[Layer]) -> list[str | None]:
+def kernels(found):
     return [None if isinstance(kernel := layer.decide(), Skip) else kernel for layer in found]
 
 
-def levels(said: list[tuple[int, str]]) -> list[int]:
+def levels(said):
     return [level for level, _ in said if level > logging.DEBUG]
 
 
-def runs_the_candidate(layer: Layer, candidate: Candidate) -> bool:
+def runs_the_candidate(layer, candidate):
     """Whether the op's own path runs it."""
     candidate.launches = 0
     inputs = synthetic_inputs(Layer(layer_of()).shape())
@@ -134,10 +133,10 @@ def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said):
 
 @pytest.mark.mutation("I15")
 def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypatch, said):
-    shared: dict[str, str] = {}
+    shared = {}
     init = Layer.__init__
 
-    def sharing(self: Layer, module: Any) -> None:
+    def sharing(self, module):
         init(self, module)
         self.refused_kernels = shared
 
@@ -259,10 +258,10 @@ def test_the_shape_is_a_key_without_the_block_size():
 class Without:
     """An object that lacks one attribute, given by its path."""
 
-    def __init__(self, whole: Any, path: str) -> None:
+    def __init__(self, whole, path):
         self._whole, (self._name, _, self._rest) = whole, path.partition(".")
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name != self._name:
             return getattr(self._whole, name)
         if not self._rest:

@@ -1,7 +1,5 @@
 """Planted bugs: each check that guards an invariant at op level catches one."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -36,7 +34,7 @@ def test_mutation_i1_prepared_query_is_not_what_its_fake_declares(monkeypatch, s
 def test_mutation_i1_the_op_changes_more_than_it_declares(monkeypatch, rows):
     real = ops.rotate_and_write
 
-    def greedy(step: Any, q: Any, k_pe: Any, kv_c: Any, rope: Any) -> None:
+    def greedy(step, q, k_pe, kv_c, rope):
         if rows == "positions":
             rope.positions.add_(1)
         else:
@@ -79,7 +77,7 @@ def test_mutation_i2_the_op_does_not_ask_for(monkeypatch, owner, name, wrong, wh
 def test_mutation_i7_fake_reads_the_layer(op):
     at = next(i for i, arg in enumerate(OPS[op]._schema.arguments) if arg.name == "layer_name")
 
-    def nosy(*args: Any) -> Any:
+    def nosy(*args):
         ops.layer_step(args[at])
         return FAKES[op](*args)
 
@@ -90,11 +88,11 @@ def test_mutation_i7_fake_reads_the_layer(op):
 @pytest.mark.mutation("I10")
 @pytest.mark.parametrize("stop", ["q_prep_lift", None])
 def test_mutation_i10_decode_attention_reads_the_padded_rows(monkeypatch, stop):
-    def every_row(step: ops.LayerStep, q_prepared: torch.Tensor, output: torch.Tensor) -> None:
+    def every_row(step, q_prepared, output):
         n = step.num_actual_tokens
         step.layer.v_up(step.layer.forward_mqa(q_prepared, step.kv_cache, step.metadata)[:n], output[:n])
 
-    def prepares_every_row(step: ops.LayerStep, q: torch.Tensor, *rest: Any) -> Any:
+    def prepares_every_row(step, q, *rest):
         return real(step._replace(num_actual_tokens=q.shape[0]), q, *rest)
 
     gm, layers = build(1, dtype=torch.bfloat16)

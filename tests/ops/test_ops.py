@@ -1,7 +1,6 @@
 """The three ops: what they return, what their fakes look at, and when they refuse to run."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from tests.support.planted import raising
 from vllm_aiter_mla import ops
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.reference import store_nope
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend, may_take_parts
 from vllm_aiter_mla.layer import Choice, Layer
@@ -165,7 +164,7 @@ def test_a_call_for_which_no_kernel_can_be_chosen_runs_vllms_own_attention(broke
     args, want = arguments(ROPE, layer, 3), arguments(ROPE, layer, 3)
     choice = Choice(None, None, None, (("aiter", "planted"),))
 
-    def choose(self: Any, inputs: Any) -> Any:
+    def choose(self, inputs):
         if broken == "raises":
             raise ValueError("planted")
         return choice
@@ -238,15 +237,15 @@ def test_uint8_storage_is_viewed_as_the_cards_flavour_without_a_copy(flavour, mo
 class VLLMsKernels:
     """What vLLM's kernels do, by the reference's parts; a CPU build has none of them."""
 
-    def __init__(self, out_dtype: torch.dtype) -> None:
+    def __init__(self, out_dtype):
         self.out_dtype, self.given = out_dtype, []
 
-    def rope_and_write(self, positions: Any, q_pe: Any, k_pe: Any, kv_c: Any, *rest: Any) -> None:
+    def rope_and_write(self, positions, q_pe, k_pe, kv_c, *rest):
         self.given += [q_pe, k_pe]
         q_pe.neg_()
         k_pe.neg_()
 
-    def concat_quantise_fp8(self, absorbed: torch.Tensor, q_pe: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def concat_quantise_fp8(self, absorbed, q_pe, scale):
         return store_nope(torch.cat([absorbed, q_pe], -1), 1 / scale, self.out_dtype)
 
 
@@ -307,7 +306,7 @@ def test_the_last_kernel_of_vllm_is_the_one_that_vllms_layers_call():
 class _Unreadable:
     """Metadata that may not be looked at."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         raise AssertionError(f"the op read {name} of the batch's metadata")
 
 
@@ -334,7 +333,7 @@ def test_decode_rows_without_a_slot_each_are_no_decode_batch():
 def test_a_call_with_another_dtype_is_bound_anew(monkeypatch, name):
     """What was found for one dtype holds for no other: AITER reads bytes."""
     layer, batch = layer_of(), batch_of(3)
-    asked: list[DecodeInputs] = []
+    asked = []
     monkeypatch.setattr(Layer, "_find", lambda self, inputs: (asked.append(inputs), ("vllm", None))[1])
     args = arguments(ROPE, layer, batch.rows)
     with forward([layer], batch):
@@ -349,7 +348,7 @@ def test_a_call_with_another_dtype_is_bound_anew(monkeypatch, name):
 @pytest.mark.parametrize(("rows", "branch"), [(4, "decode"), (5, "vllm_forward")])
 def test_a_decode_batch_above_the_limit_is_the_layers_own(rows, branch, monkeypatch):
     """The module integration has no compile range that ends at L: the op itself keeps to it."""
-    ran: list[str] = []
+    ran = []
     for owner, name in ((ops, "decode"), (Layer, "vllm_forward")):
         inner = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, _in=inner, _name=name: (ran.append(_name), _in(*a))[1])

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ HELPER = rocm_aiter_mla.AiterMLAHelper
 PADDED = {5: 16, 8: 16, 10: 16, 12: 16, 20: 32}
 
 
-def layer(heads: int, dcp: int = 1) -> Any:
+def layer(heads, dcp=1):
     impl = object.__new__(rocm_aiter_mla.AiterMLAImpl)
     impl.num_heads, impl.dcp_world_size = heads, dcp
     return SimpleNamespace(impl=impl, num_heads=heads)
@@ -77,7 +76,7 @@ def test_the_copy_that_vllm_makes_belongs_to_a_calls_time():
     operands, copied = replace(inputs(heads=10), out_heads=16), []
 
     class Dense(ReferenceBackend):
-        def bind(self, given: Any) -> Binding | str:
+        def bind(self, given):
             return Binding(lambda one: one.new_query(padded=False))
 
     runs = measure._loaded({"dense": Dense(), "padded": ReferenceBackend()}, operands, lambda q: copied.append(q) or q)
@@ -89,16 +88,16 @@ def test_the_copy_that_vllm_makes_belongs_to_a_calls_time():
 def test_gluon_gets_the_heads_alone():
     seen = []
 
-    def forward_mqa(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
+    def forward_mqa(query, *_):
         seen.append(query)
         return query[..., :512], None
 
-    def attend(query: torch.Tensor, gluon: bool) -> torch.Tensor:
+    def attend(query, gluon):
         return Layer.forward_mqa(one, query, query, SimpleNamespace(decode=SimpleNamespace(use_gluon_decode=gluon)))
 
     wide = compat_layer.PaddedHeads(16, SimpleNamespace(forward_mqa=forward_mqa), HELPER.get_mla_unpadded_o)
     module = SimpleNamespace(num_heads=8, impl=SimpleNamespace(forward_mqa=forward_mqa))
-    one: Any = SimpleNamespace(module=module, padded=wide)
+    one = SimpleNamespace(module=module, padded=wide)
     query = torch.randn(3, 16, 576)
     assert torch.equal(attend(query, gluon=True), attend(query, gluon=False))
     assert [(given.shape[1], given.is_contiguous()) for given in seen] == [(8, True), (16, True)]

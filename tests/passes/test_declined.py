@@ -1,14 +1,12 @@
 """A layer that only looks like one that the passes rewrite is skipped by name and left as it was."""
 
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from tests.passes.execute import clean
-from tests.passes.graphs import Builder, Layer, Spelling
+from tests.passes.graphs import Builder, Spelling
 from tests.passes.near_misses import CASES, UNKNOWN, assert_declined, give
 from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.passes import fx, match, rope_probe
@@ -22,7 +20,7 @@ def test_layer_is_declined_and_left_alone_with(name):
     assert_declined(name)
 
 
-def matched(edit: Callable[[Builder, Layer], Any], **changes: Any) -> tuple[LayerMatch, Layer]:
+def matched(edit, **changes):
     """Build one layer, edit it, and return what the matcher makes of it."""
     builder = Builder(Spelling(**changes))
     layer = builder.layer()
@@ -35,7 +33,7 @@ def matched(edit: Callable[[Builder, Layer], Any], **changes: Any) -> tuple[Laye
 def test_dead_readers_and_readers_of_the_latent_columns_decline_nothing():
     """Tracing an in-place op leaves dead readers behind: chains of views that nobody reads."""
 
-    def read(b: Builder, layer: Layer) -> tuple[Any, ...]:
+    def read(b, layer):
         for node in (layer.q, layer.q_gemm, layer.k_rotated, layer.kv_gemm):
             b(aten.slice.Tensor, b(aten.reshape.default, node, [b.t, -1]), 1, 0, 4)
         latent = b(operator.getitem, b(aten.split_with_sizes.default, layer.kv_gemm, [32, 16], -1), 0)
@@ -54,7 +52,7 @@ def test_unknown_argument_that_is_none_is_let_through(changes, node):
 
 @pytest.mark.parametrize("positional", [0, 2, 5])
 def test_known_arguments_are_read_by_position_and_by_name(positional):
-    def respell(b: Builder, layer: Layer) -> None:
+    def respell(b, layer):
         args, names = layer.kv_update.args, match.KNOWN_ARGS[KV_UPDATE_OP]
         layer.kv_update.args = args[:positional]
         layer.kv_update.kwargs = dict(zip(names[positional:], args[positional:], strict=True))

@@ -1,11 +1,7 @@
 """I4: a layer is rewritten completely or not at all, and one layer's skip never touches another."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import fx
 
 from tests.passes.execute import assert_rewritten_right, calls, clean, clone, rewrite, stubs_for
 from tests.passes.graphs import Builder, Spelling, build
@@ -20,10 +16,10 @@ OURS = ("mla_attention_with_rope",)
 VLLM = ("unified_mla_kv_cache_update", "unified_mla_attention_with_output")
 
 
-def three_layers(spoil: Callable[[Builder], Any] = lambda b: None, at: int = 1) -> tuple[fx.GraphModule, Builder]:
+def three_layers(spoil=lambda b: None, at=1):
     """Three layers; ``spoil`` acts right after layer ``at``."""
     builder = Builder(Spelling(dtype=BF16))
-    outputs: list[fx.Node] = []
+    outputs = []
     for index in range(3):
         builder.layer()
         if index == at:
@@ -31,19 +27,19 @@ def three_layers(spoil: Callable[[Builder], Any] = lambda b: None, at: int = 1) 
     return builder.finish(*outputs), builder
 
 
-def second_reader(b: Builder) -> list[fx.Node]:
+def second_reader(b):
     """Something reads the rotated query of the layer that was just built."""
     return [b(torch.ops.aten.tanh.default, b.layers[-1].q)]
 
 
-def lines_between(gm: fx.GraphModule, first: str, last: str) -> list[str]:
+def lines_between(gm, first, last):
     """The text of the nodes from ``first`` to ``last``."""
     nodes = list(gm.graph.nodes)
     names = [node.name for node in nodes]
     return [node.format_node() or "" for node in nodes[names.index(first) : names.index(last) + 1]]
 
 
-def assert_layers_apart_from(at: int, gm: fx.GraphModule, builder: Builder, stubs: list[StubLayer]) -> None:
+def assert_layers_apart_from(at, gm, builder, stubs):
     """Check that the skipped layer keeps every node, and that the others lose theirs."""
     changed, skipped = clean(clone(gm)), builder.layers[at]
     span = (skipped.q_gemm.name, skipped.attention.name)
@@ -93,7 +89,7 @@ def test_layer_outside_the_forward_context_is_skipped():
 class Scaled(StubLayer):
     """Another project's layer: its decode rows would lose the scale, and its mixed batches keep it."""
 
-    def forward_impl(self, *args: Any, **kwargs: Any) -> None:
+    def forward_impl(self, *args, **kwargs):
         """Twice vLLM's output."""
         super().forward_impl(*args, **kwargs)
         args[5].mul_(2)
@@ -153,14 +149,14 @@ def test_a_chain_that_is_stopped_leaves_a_layer_with_blocks_of_one_alone(stop):
     assert not calls(gm, "fused_rope_unified_mla_kv_cache_update")
 
 
-def matching_ends_at_a_skip(graph: fx.Graph) -> Any:
+def matching_ends_at_a_skip(graph):
     for outcome in match.match_layers(graph):
         yield outcome
         if isinstance(outcome[1], match.Skip):
             return
 
 
-def skipped_layer_loses_a_node(graph: fx.Graph) -> Any:
+def skipped_layer_loses_a_node(graph):
     """A pass that begins with a layer before the layer is known to match."""
     outcomes = match.match_layers(graph)
     for node in graph.nodes:
@@ -169,13 +165,13 @@ def skipped_layer_loses_a_node(graph: fx.Graph) -> Any:
     return outcomes
 
 
-def pass_three_is_done_half(graph: fx.Graph, layer: match.LayerMatch) -> None:
+def pass_three_is_done_half(graph, layer):
     """Pass 3 puts its op in and leaves attention, with the ops of passes 1 and 2, to those who read it."""
     (reader,) = layer.attention.users
     users = dict(reader.users)
     fuse_into_one_op(graph, layer)
     for user in users:
-        user.replace_input_with(reader.args[0].kwargs["output"], reader)  # type: ignore[union-attr]
+        user.replace_input_with(reader.args[0].kwargs["output"], reader)
 
 
 @pytest.mark.mutation("I4")

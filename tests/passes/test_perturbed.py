@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +10,11 @@ from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from hypothesis import strategies as st
 
 from tests.passes import execute as run
-from tests.passes.graphs import Builder, Spelling, build, shuffled
-from tests.passes.perturb import Base, Draw, InvalidEditError, perturb
+from tests.passes.graphs import Spelling, build, shuffled
+from tests.passes.perturb import Base, InvalidEditError, perturb
 from tests.passes.stubs import DECODE, MIXED, PADDED, Batch, Sizes
 
-SPELLINGS: list[dict[str, Any]] = [
+SPELLINGS = [
     {},
     {"is_neox": False},
     {"rope": "deepseek", "views": "shared"},
@@ -35,15 +34,15 @@ FEW = settings(
 
 
 @cache
-def base_of(index: int) -> Base:
+def base_of(index):
     """The unedited layers of one spelling."""
     return Base(Spelling(**SPELLINGS[index]))
 
 
-def outcome_of(index: int, draw: Draw, edits: int) -> str:
+def outcome_of(index, draw, edits):
     """Edit two layers, run.rewrite, compare: what became of them, or why the edit is void."""
     with base_of(index).editing() as builder:
-        done: list[str] = []
+        done = []
         try:
             for _ in range(edits):
                 done.append(perturb(builder, draw))
@@ -55,7 +54,7 @@ def outcome_of(index: int, draw: Draw, edits: int) -> str:
             raise AssertionError(f"{SPELLINGS[index]} after {done}: {error}") from error
 
 
-def check(gm: torch.fx.GraphModule, builder: Builder, batch: Batch, stop: str | None) -> str:
+def check(gm, builder, batch, stop):
     """The claim, for one edited graph."""
     stubs = run.stubs_for(builder.layers, builder.spelling)
     changed = run.clean(run.clone(gm))
@@ -86,7 +85,7 @@ def test_perturbed_layer_is_declined_or_right(index, edits, seed):
 
 
 @cache
-def reached(index: int) -> Counter[str]:
+def reached(index):
     """Outcomes of nine seeded edits of one spelling."""
     rng = random.Random(1)
     return Counter(outcome_of(index, rng.randrange, 1) for _ in range(9))

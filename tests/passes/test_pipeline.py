@@ -6,8 +6,6 @@ import logging
 import pickle
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ from vllm_aiter_mla.settings import DebugSettings, Settings
 VLLMS, OURS = "unified_mla_attention_with_output", "mla_attention_with_rope"
 
 
-def pass_of(**changes: Any) -> AiterMLAPipeline:
+def pass_of(**changes):
     """A pass whose worker has checked its kernels."""
     config = changes.pop("config", None) or VllmConfig()
     made = AiterMLAPipeline(config, **{"limit": 16, "settings": Settings(enabled=True), **changes})
@@ -48,7 +46,7 @@ class Compilation:
     graph: fx.GraphModule
 
 
-def compile_with_vllm(folder: Path, stop_after: str | None = None) -> Compilation:
+def compile_with_vllm(folder, stop_after=None):
     """Compile two layers with vLLM's pass manager, the plugin's pass in it, and vLLM's ``debug_dump_path`` set."""
     config = VllmConfig(compilation_config=CompilationConfig(debug_dump_path=folder))
     config.compilation_config.mode = CompilationMode.VLLM_COMPILE  # vLLM's CPU platform would not keep it
@@ -58,13 +56,13 @@ def compile_with_vllm(folder: Path, stop_after: str | None = None) -> Compilatio
     manager.add(pass_of(config=config, settings=settings))
     real = compile_fx.post_grad_passes
 
-    def post_grad_passes(gm: fx.GraphModule, *args: Any) -> None:
+    def post_grad_passes(gm, *args):
         real(gm, *args)
         final.append(gm)
         raise Captured
 
     handler, logger = logging.Handler(), vllm_inductor_pass.logger
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     module, names = model("deepseek", False, layers=2, q_lora=True, dtype=torch.bfloat16)
     stubs = [StubLayer(name, Sizes(), torch.bfloat16) for name in names]
     with pytest.MonkeyPatch.context() as patch:
@@ -97,14 +95,14 @@ def test_vllms_debug_log_has_the_time_and_the_matches_of_the_pipeline(compilatio
     assert "'AiterMLAPipeline': 2" in matches
 
 
-def assert_complete(gm: fx.GraphModule) -> None:
+def assert_complete(gm):
     """Check that every node has the fake value that its op makes of those of its arguments."""
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
         if isinstance(value := node.meta["val"], torch.Tensor):
-            with value.fake_mode:  # type: ignore[attr-defined]
+            with value.fake_mode:
                 again = node.target(*args, **kwargs)
             assert (str(again.shape), again.dtype) == (str(value.shape), value.dtype), node
 

@@ -4,14 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import fx
 
 from tests.passes.execute import assert_rewritten_right, calls, clean, rewrite, stubs_for
-from tests.passes.graphs import Builder, Layer, Spelling, build
+from tests.passes.graphs import Builder, Spelling, build
 from tests.passes.stubs import DECODE, MIXED, Sizes
 from vllm_aiter_mla import ops, status
 from vllm_aiter_mla.compat import layer as compat_layer
@@ -20,7 +18,7 @@ from vllm_aiter_mla.passes.fx import view_root
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 
 BF16 = torch.bfloat16
-SPELLINGS: dict[str, dict[str, Any]] = {
+SPELLINGS = {
     "plain RotaryEmbedding": {"rope": "plain", "lookup": "index_select"},
     "DeepSeek scaling": {"rope": "deepseek"},
     "an embedding lookup": {"rope": "plain", "lookup": "embedding"},
@@ -41,7 +39,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 both_styles = pytest.mark.parametrize("is_neox", [True, False], ids=["NeoX", "GPT-J"])
 
 
-def assert_bound(found: Any, builder: Builder, layer: Layer, spelling: Spelling) -> None:
+def assert_bound(found, builder, layer, spelling):
     """Every field of the record names what the layer was built from."""
     z = spelling.sizes
     assert isinstance(found, LayerMatch), found
@@ -163,7 +161,7 @@ def test_nothing_of_the_rotation_is_left_after_pass_three():
 def test_mutation_kv_update_is_left_beside_the_fused_op(monkeypatch):
     """The row would be written twice, and the second time from whatever k_pe holds by then."""
 
-    def still_waits(graph: fx.Graph, layer: LayerMatch) -> None:
+    def still_waits(graph, layer):
         dep = layer.attention.kwargs["kv_cache_dummy_dep"]
         rope_kv.fuse_rope_and_kv_write(graph, layer)
         layer.attention.kwargs = {**layer.attention.kwargs, "kv_cache_dummy_dep": dep}
@@ -174,21 +172,21 @@ def test_mutation_kv_update_is_left_beside_the_fused_op(monkeypatch):
             test_chain_stops_where_it_is_told_to(stop)
 
 
-views: dict[fx.Node, fx.Node] = {}
+views = {}
 heads = rope_kv._heads
 find_q, find_k, once = match._Matcher._find_q, match._Matcher._find_k, ops.rotate_and_write
 
 
-def shares_the_view(graph: fx.Graph, layer: LayerMatch) -> fx.Node:
+def shares_the_view(graph, layer):
     return views.get(layer.attention) or views.setdefault(layer.attention, heads(graph, layer))
 
 
-def prepares_the_raw_query(graph: fx.Graph, layer: LayerMatch) -> None:
+def prepares_the_raw_query(graph, layer):
     layer.attention.kwargs = {**layer.attention.kwargs, "q": layer.q}
     q_prep_lift.lift_q_prep(graph, layer)
 
 
-PLANTED: dict[str, tuple[Any, str, Any]] = {
+PLANTED = {
     "pass 1 binds the other pairing to q": (match._Matcher, "_find_q", lambda *args: (False, find_q(*args)[1])),
     # FixFunctionalizationPass erases the view under the scatter without looking at its other readers.
     "pass 1 shares the view that vLLM erases": (rope_kv, "_heads", shares_the_view),

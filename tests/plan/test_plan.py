@@ -4,8 +4,6 @@ All of them are in one file, so that one process of the test run starts vLLM for
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -28,7 +26,7 @@ PLAIN = ("VLLM_ROCM_USE_AITER_FP8BMM=0", "VLLM_ROCM_USE_AITER_FP4BMM=0")
 slow = pytest.mark.slow
 
 
-def some_slow(rows: Any, quick: Any) -> list[Any]:
+def some_slow(rows, quick):
     """The rows as parameters; those that are not quick run with the slow tests: vLLM takes a second or two for each."""
     assert all(row in rows for row in quick)
     return [pytest.param(row, marks=() if row in quick else slow) for row in rows]
@@ -40,7 +38,7 @@ def shared(monkeypatch):
     monkeypatch.setattr(model, "ask", plans.ask)
 
 
-def invoke(*arguments: str) -> tuple[int, str, str]:
+def invoke(*arguments):
     done = CliRunner().invoke(app, ["plan", *arguments])
     return done.exit_code, done.stdout, done.stderr
 
@@ -48,7 +46,7 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
 # -- configs after published checkpoints: what the engine's own gate and layers decide
 
 
-def check(row: Row, folder: Path, bug: str = "") -> None:
+def check(row, folder, bug=""):
     """Compare a plan with the gate's decision and with what the row expects."""
     for file, content in row.written().items():
         (folder / file).write_text(json.dumps(content))
@@ -320,7 +318,7 @@ def test_a_vllm_that_is_missing_or_ends_is_a_message(broken, monkeypatch, tmp_pa
 # -- wrong input: one line that names option or field and value, exit status 2, no traceback, no page
 
 
-def refused(*arguments: str) -> str:
+def refused(*arguments):
     """The one line that the command prints, besides what it is at."""
     status, out, err = invoke(*arguments)
     said = [line for line in err.splitlines() if not line.endswith(" ...")]
@@ -385,7 +383,7 @@ def test_what_is_wrong_before_any_option_is_one_line_too(arguments, named):
     assert named in refused(*arguments)
 
 
-WRONG_FIELDS: list[dict[str, Any]] = [
+WRONG_FIELDS = [
     {}, {"num_hidden_layers": 10**9}, {"num_attention_heads": -128}, {"quantization_config": ["fp8"]},
     {"num_hidden_layers": "61"}, {"qk_nope_head_dim": 10**30}, {"kv_lora_rank": 512.5},
     {"max_position_embeddings": 10**12}, {"torch_dtype": "floatx"}, {"text_config": "yes"},

@@ -1,7 +1,6 @@
 """Options of ``vllm serve`` given to plan: every spelling is read."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -13,15 +12,15 @@ from vllm_aiter_mla.settings import FLAG_FIELD, Settings
 our_plugin.register()
 
 
-def read(arguments: list[str]) -> Settings:
+def read(arguments):
     return compat_config.settings_of(options.serve_options(arguments))
 
 
-def compiled(**config: Any) -> list[str]:
+def compiled(**config):
     return ["--compilation-config", json.dumps(config)]
 
 
-def plugin(**config: Any) -> list[str]:
+def plugin(**config):
     return ["--additional-config", json.dumps(config)]
 
 

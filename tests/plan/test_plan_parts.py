@@ -86,7 +86,7 @@ def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel, arch):
 # -- formulas
 
 
-def bytes_once(t: int, n: int, stored: int, weight: int) -> int:
+def bytes_once(t, n, stored, weight):
     """Bytes of DeepSeek's widths: weights, q, latent, k_pe, table rows, slot and position; query and cache rows."""
     read = n * 128 * 512 * weight + t * n * 192 * 2 + t * 576 * 2 + t * (64 * 2 + 16)
     return read + t * (n + 1) * 576 * stored

@@ -3,14 +3,13 @@
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from vllm_aiter_mla import first_call, status
 
 
-def start(folder: Path, kind: str) -> subprocess.CompletedProcess[str]:
+def start(folder, kind):
     command = [sys.executable, "-m", "tests.startup.crash_loop_child", str(folder), kind]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -8,8 +8,8 @@ from tests.ops.opcalls import NAME, layer_of
 from vllm_aiter_mla import startup, status
 from vllm_aiter_mla.backends import Backends
 from vllm_aiter_mla.kernels import reference, selfcheck
-from vllm_aiter_mla.kernels.backend import Binding, Numerics
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
+from vllm_aiter_mla.kernels.backend import Binding
+from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.layer import Layer
@@ -21,26 +21,26 @@ CLAMPS, OVERFLOWS = reference.TRITON, reference.AITER
 class Kernel(ReferenceBackend):
     """The reference under another name; what it declares is not always what it does."""
 
-    def __init__(self, name: str, does: Numerics, declares: Numerics) -> None:
+    def __init__(self, name, does, declares):
         super().__init__(does)
-        self.name, self.declares, self.trusted = name, declares, name == "vllm"  # type: ignore[misc]
+        self.name, self.declares, self.trusted = name, declares, name == "vllm"
 
-    def bind(self, inputs: DecodeInputs) -> Binding | str:
+    def bind(self, inputs):
         bound = super().bind(inputs)
         return bound if isinstance(bound, str) else Binding(bound.run, numerics=self.declares)
 
 
-def started(kernel: str, aiter: Numerics, triton: Numerics = CLAMPS, cache: str = "fp8") -> Layer:
+def started(kernel, aiter, triton=CLAMPS, cache="fp8"):
     """A layer on a made-up gfx942 after its kernels were checked."""
     kernels = {"aiter": (aiter, OVERFLOWS), "triton": (triton, CLAMPS), "vllm": (reference.VLLM_KERNEL,) * 2}
     factories = {name: lambda card, options, name=name: Kernel(name, *kernels[name]) for name in kernels}
-    settings = Settings(enabled=True, kernel=kernel)  # type: ignore[arg-type]
+    settings = Settings(enabled=True, kernel=kernel)
     one = Layer(layer_of(cache), Backends(settings, Platform("gfx942"), factories))
     startup.check_layers([one], strict=True)
     return one
 
 
-def runs(one: Layer) -> str | None:
+def runs(one):
     assert isinstance(one.decide(), str)
     return one.choose(synthetic_inputs(one.shape(), 4)).name
 

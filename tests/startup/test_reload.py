@@ -15,7 +15,7 @@ from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 
 
-def transposed(tensor: torch.Tensor) -> torch.Tensor:
+def transposed(tensor):
     """The same sizes in other memory and with other strides."""
     return torch.randn_like(tensor.float()).to(tensor.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 

@@ -4,7 +4,6 @@ import contextlib
 import logging
 from threading import Event
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +41,7 @@ def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_, options):
 
 
 def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch):
-    given: list[Any] = []
+    given = []
     check = startup.check_layers
     monkeypatch.setattr(startup, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs)))
     status.engage("a layer of the engine before", "aiter")
@@ -74,7 +73,7 @@ def test_a_rank_whose_kernel_was_rejected_runs_as_many_decode_steps_as_the_other
 class Spoilt:
     """Something that raises when it is asked anything."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         raise KeyError("planted")
 
 
@@ -83,11 +82,11 @@ planted = raising(KeyError("planted"))
 
 def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeypatch):
     """In inference mode, of each layer whose query is fp8: one row, for which torch compiles apart, and more."""
-    called: list[Any] = []
+    called = []
     one = Worker(ours())
     layer = layer_of("fp8")
 
-    def op(absorbed: Any, q_pe: Any, scale: Any) -> None:
+    def op(absorbed, q_pe, scale):
         called.append((absorbed.shape[0], absorbed.shape[:2] == q_pe.shape[:2], torch.is_inference_mode_enabled()))
 
     layer._decode_concat_quant_fp8_op = op
@@ -98,10 +97,10 @@ def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeyp
 
 
 def test_a_failed_warm_up_hands_over_to_the_other_ranks_and_raises_its_error_before_they_come(said, monkeypatch):
-    handed: list[Any] = []
+    handed = []
     they_come, done = Event(), Event()
 
-    def exchange(mine: Any) -> tuple[int, list[Any]]:
+    def exchange(mine):
         assert they_come.wait(60)
         handed.append(mine)
         done.set()
@@ -162,10 +161,10 @@ def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypat
 
 @pytest.mark.mutation("I12")
 def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monkeypatch):
-    def swallowing(one: Any, method: str, then: Any, **_: Any) -> None:
+    def swallowing(one, method, then, **_):
         inner = getattr(one, method)
 
-        def call() -> Any:
+        def call():
             with contextlib.suppress(Exception):
                 then(one)
             return inner()
@@ -200,7 +199,7 @@ def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, st
 @both_modes
 def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said, monkeypatch, strict):
     """Nor does it take an artifact of a worker whose kernels were checked: they have another key."""
-    rewritten: list[Any] = []
+    rewritten = []
     monkeypatch.setattr(pipeline, "rewrite", lambda *args: (rewritten.append(args), {"matched": 0})[1])
     context = SimpleNamespace(compile_range=SimpleNamespace(start=1, end=16))
     monkeypatch.setattr(pipeline, "get_pass_context", lambda: context)
@@ -219,13 +218,13 @@ def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said,
 class UsersPass(InductorPass):
     """A pass of the user's for graphs of up to 32 tokens, which notes each graph that it is given."""
 
-    def __init__(self, ran: list[str]) -> None:
+    def __init__(self, ran):
         self.ran = ran
 
-    def __call__(self, graph: Any) -> None:
+    def __call__(self, graph):
         self.ran.append("theirs")
 
-    def is_applicable_for_range(self, compile_range: Any) -> bool:
+    def is_applicable_for_range(self, compile_range):
         return compile_range.end <= 32
 
 
@@ -235,7 +234,7 @@ RANGES = {(1, 16): ["theirs", "ours"], (1, 32): ["theirs"], (17, 32): ["theirs"]
 
 def test_i5_our_pass_runs_inside_the_decode_limit_alone_and_a_users_first_in_its_own_ranges(said, monkeypatch):
     for (start, end), wanted in RANGES.items():
-        ran: list[str] = []
+        ran = []
         monkeypatch.setattr(pipeline, "rewrite", lambda *_, ran=ran: (ran.append("ours"), {"matched": 0})[1])
         compile_range = SimpleNamespace(start=start, end=end)
         monkeypatch.setattr(pipeline, "get_pass_context", lambda r=compile_range: SimpleNamespace(compile_range=r))

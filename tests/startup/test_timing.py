@@ -5,14 +5,13 @@ import logging
 import subprocess
 import sys
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 
 from tests.ops.opcalls import NAME
 from tests.support.made_up_clock import MadeUpClock, costs, named_kernels
-from tests.support.planted import Said, raising
+from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import backends, measuring, startup, status
@@ -29,7 +28,7 @@ LIMIT = 16
 class Card:
     """One made-up card: its clock, what was said, and the figures it keeps."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
+    def __init__(self, monkeypatch, said):
         self.monkeypatch, self.said = monkeypatch, said
         self.set_clock(MadeUpClock(QUICK_TRITON))
         self.kernels = named_kernels(monkeypatch)
@@ -39,11 +38,11 @@ class Card:
         monkeypatch.setattr(measure, "about", lambda: {"card": "made up"})
         monkeypatch.setattr(compat_config, "as_current", lambda config: nullcontext())
 
-    def set_clock(self, clock: MadeUpClock) -> None:
+    def set_clock(self, clock):
         self.clock = clock
         clock.install(self.monkeypatch)
 
-    def start(self, **options: Any) -> Worker:
+    def start(self, **options):
         one = Worker(ours(LIMIT), **options)
         one.load_model()
         return one
@@ -54,13 +53,13 @@ def made_up(monkeypatch, said):
     return Card(monkeypatch, said)
 
 
-def runs(one: Worker, tokens: int) -> str | None:
+def runs(one, tokens):
     layer = layer_in(one)
     return layer.choose(synthetic_inputs(layer.shape(), tokens)).name
 
 
 def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(made_up):
-    def cost(name: str, tokens: int) -> float:
+    def cost(name, tokens):
         return {"triton": 5.0 if tokens <= 4 else 12.0, "aiter": 8.0, "vllm": 10.0}[name]
 
     made_up.set_clock(MadeUpClock(cost))
@@ -125,7 +124,7 @@ def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up
     shape = layer.shape()
     bind = made_up.kernels["aiter"].bind
 
-    def refusing(inputs: Any) -> Any:
+    def refusing(inputs):
         return f"at {inputs.num_tokens} tokens: too many" if inputs.num_tokens > 4 else bind(inputs)
 
     made_up.kernels["aiter"].bind = refusing
@@ -136,7 +135,7 @@ def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up
 
 
 planted = raising(torch.OutOfMemoryError("planted: out of memory"))
-CANNOT: dict[str, Any] = {
+CANNOT = {
     "no memory": lambda patch, card_: patch(measure, "cold_weights", planted),
     "no events": lambda patch, card_: patch(measure, "looped", planted),
     "over budget": lambda patch, card_: patch(card_.clock, "replay_s", 1.0),
@@ -195,7 +194,7 @@ def test_the_compile_cache_key_does_not_depend_on_the_figures(made_up, tmp_path)
     assert keys[0] == keys[1] == keys[2] != ()
 
 
-def answer(why: str | None = None, **kinds: Any) -> dict[str, Any]:
+def answer(why=None, **kinds):
     return {"kinds": kinds, "why": why, "seconds": 0.0}
 
 
@@ -217,7 +216,7 @@ def test_mutation_a_choice_from_the_ranks_that_could_time_is_caught(monkeypatch)
 
 @both_modes
 def test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch, strict):
-    sent: list[Any] = []
+    sent = []
     monkeypatch.setattr(measuring.log, "exchange", lambda mine: (sent.append(mine), (0, [mine]))[1])
     monkeypatch.setattr(startup, "check_layers", planted)
     with stops(strict, "planted"):

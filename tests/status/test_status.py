@@ -40,7 +40,7 @@ def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), engin
         startup.take_status(SimpleNamespace(vllm_config=config, rank=rank), strict=strict)
 
 
-def compiled() -> None:
+def compiled():
     status.count("1-512", {"matched": 1})
 
 
@@ -198,7 +198,7 @@ def test_captured_sizes_are_those_of_graphs_that_exist(mode, sizes, captured):
     assert compat_config.capture_sizes(compilation) == captured
 
 
-def ended() -> int:
+def ended():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     return child.pid

@@ -1,6 +1,5 @@
 """I13: no kind of batch costs a layer more launches, allocations or bytes than vLLM's own strongest configuration."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ def counted():
     return ledger.count_all()
 
 
-def violations_of_ours(counted: ledger.Counted) -> list[str]:
+def violations_of_ours(counted):
     """Count our side again beside the sides of ``counted``."""
     again = {cache: [*sides[:2], ledger.count("ours", cache)] for cache, sides in counted.items()}
     return ledger.violations(ledger.rows_of(again))
@@ -32,7 +31,7 @@ def test_no_batch_costs_more_than_in_vllms_strongest_configuration(counted):
         assert ledger.strays(cache, ours) == [], "through AITER's op, or rotated in place"
 
 
-def launches(side: ledger.Events, kind: str) -> list[str]:
+def launches(side, kind):
     return [event.name for event in side[kind] if event.launches]
 
 
@@ -65,7 +64,7 @@ def test_the_tool_writes_the_page_and_exits_with_1_where_a_row_is_above(counted,
 def test_mutation_a_second_rotation_is_caught(counted, monkeypatch):
     inner = bodies.rotate_and_write
 
-    def twice(step, q, k_pe, kv_c, rope):  # type: ignore[no-untyped-def]
+    def twice(step, q, k_pe, kv_c, rope):
         inner(step, q, k_pe, kv_c, rope)
         step.layer.rotate(q[..., -k_pe.shape[-1] :], k_pe, rope)
 
@@ -96,7 +95,7 @@ def test_mutation_a_decode_batch_that_is_not_prepared_is_caught(monkeypatch):
 
 A, B, OUT, ROW = torch.zeros(2, 3, 4), torch.zeros(2, 4, 5), torch.zeros(2, 3, 5), torch.zeros(1, 8)
 # What runs, and launches, allocations and bytes of each event.
-COUNTED: list[tuple[Callable[[], object], list[tuple[int, int, int]]]] = [
+COUNTED = [
     # A view costs nothing, a copy is one launch into one buffer.
     (lambda: A[:, 1:].transpose(0, 1).unsqueeze(0), []),
     (A.clone, [(1, 1, 2 * 24 * 4)]),

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,9 +38,9 @@ def test_a_missing_release_is_pips_own_last_line(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize(("options", "whole"), [([], True), (["--over"], False)])
 def test_over_leaves_out_what_is_there(monkeypatch, tmp_path, options, whole):
-    commands: list[list[str]] = []
+    commands = []
 
-    def pip(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def pip(command, **_):
         commands.append(command)
         Path(command[command.index("--report") + 1]).write_text('{"install": []}')
         return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
@@ -51,14 +50,14 @@ def test_over_leaves_out_what_is_there(monkeypatch, tmp_path, options, whole):
     assert [("--ignore-installed" in command) for command in commands] == [whole]
 
 
-def entry(name: str, digest: str, *requires: str) -> dict[str, Any]:
+def entry(name, digest, *requires):
     """What pip's report says of one file."""
     metadata = {"name": name, "version": "1.0", "requires_dist": list(requires)}
     return {"metadata": metadata, "download_info": {"archive_info": {"hashes": {"sha256": digest}}}}
 
 
 def test_a_pin_has_the_hash_of_its_file_on_each_python_once(monkeypatch):
-    def report(*arguments: str) -> dict[str, dict]:
+    def report(*arguments):
         python = arguments[arguments.index("--python-version") + 1]
         return {"compiled": entry("compiled", f"for {python}"), "plain": entry("plain", "for all")}
 

@@ -22,7 +22,7 @@ def made(tmp_path, monkeypatch):
     monkeypatch.setattr(releases, "LOCKS", tmp_path / "locks")
     monkeypatch.setattr(releases, "ROOT", tmp_path)
 
-    def pip(*arguments: str) -> None:
+    def pip(*arguments):
         if arguments[0] == "download":
             wheel(Path(arguments[arguments.index("--dest") + 1]) / "vllm-0.39.0-py3-none-any.whl")
 
@@ -30,7 +30,7 @@ def made(tmp_path, monkeypatch):
     return tmp_path
 
 
-def wheel(path: Path) -> None:
+def wheel(path):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("vllm/__init__.py", "__version__ = '0.39.0'\n")
         archive.writestr("vllm/data.json", "{}")

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -50,7 +49,7 @@ def work(tmp_path_factory):
         yield folder
 
 
-def run(work: Path, what: str, *more: str, served: tuple[str, ...] = ()) -> tuple[int, str, dict[str, Any]]:
+def run(work, what, *more, served=()):
     page, record = work / f"{what}.md", work / f"{what}.json"
     given = [what, str(work / "model"), "--servers", "per-side", "--baseline", "vllm", *more]
     files = ["--work", str(work), "--out", str(page), "--json", str(record)]
@@ -58,7 +57,7 @@ def run(work: Path, what: str, *more: str, served: tuple[str, ...] = ()) -> tupl
     return status, page.read_text() if page.is_file() else "", json.loads(record.read_text())
 
 
-def answer(work: Path, *served: str) -> tuple[int, str, dict[str, Any]]:
+def answer(work, *served):
     (work / "task").mkdir(exist_ok=True)
     given = ["--task", TASK, "--include-path", str(serving_model.save_task(work / "task")), "--limit", "6"]
     # One at a time: a batch of another size may round differently.

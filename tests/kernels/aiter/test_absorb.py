@@ -15,7 +15,7 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import LayerShape, contract_violation, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.selfcheck import self_check, steps_of
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
@@ -31,21 +31,21 @@ class Held(NamedTuple):
     format: str
 
     @property
-    def key(self) -> absorb.Key:
+    def key(self):
         return ("fp8", FP8[self.arch]) if self.format == "fp8" else ("mxfp4",)
 
     @property
-    def backend(self) -> AiterBackend:
+    def backend(self):
         return AiterBackend(Platform(self.arch, ROCM))
 
-    def shape(self, cache: torch.dtype | None = None, heads: int = 4, nope: int = 128) -> LayerShape:
+    def shape(self, cache=None, heads=4, nope=128):
         stored = FP8[self.arch] if cache is None else cache
         return LayerShape(heads, nope, stored, stored, 16, False, weight=self.key)
 
-    def operands(self, **changes) -> DecodeInputs:
+    def operands(self, **changes):
         return synthetic_inputs(self.shape(**changes))
 
-    def calls(self) -> list[tuple]:
+    def calls(self):
         """What the simulated GEMM of this format was called with: heads, tokens and more."""
         return gemm.calls if self.format == "fp8" else gemm_fp4.calls
 
@@ -73,7 +73,7 @@ def mxfp4():
         yield HELD[2]
 
 
-def steps(a: torch.Tensor, b: torch.Tensor) -> int:
+def steps(a, b):
     return int((steps_of(a) - steps_of(b)).abs().max())
 
 

@@ -22,9 +22,9 @@ ALLOCATIONS = {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty
 class Recorder(TorchDispatchMode):
     """Counts what reaches the dispatcher."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.calls: Counter[str] = Counter()
+        self.calls = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls[str(func)] += 1

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("fake_gfx942")
 GFX942 = Platform("gfx942", ROCM)
 
 
-def every_other(x: torch.Tensor, dim: int) -> torch.Tensor:
+def every_other(x, dim):
     """The same values with the stride of ``dim`` doubled and rubbish between them."""
     dim %= x.dim()
     wide = torch.full([2 * n if d == dim else n for d, n in enumerate(x.shape)], 77, dtype=x.dtype)
@@ -31,37 +30,37 @@ def every_other(x: torch.Tensor, dim: int) -> torch.Tensor:
     return view
 
 
-def weight(values: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[DecodeInputs], DecodeInputs]:
+def weight(values):
     return lambda good: replace(good, weight=AbsorbWeight("plain", values(good.weight.values)))
 
 
-def change(**how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[DecodeInputs], DecodeInputs]:
+def change(**how):
     """Operands changed by name."""
     return lambda good: replace(good, **{name: f(getattr(good, name)) for name, f in how.items()})
 
 
-def cached(convert: Callable[[torch.Tensor], torch.Tensor], out: Any) -> Callable[[DecodeInputs], DecodeInputs]:
+def cached(convert, out):
     """Another cache, and the type of the query that comes with it."""
     return lambda good: replace(good, kv_cache=convert(good.kv_cache), out_dtype=out)
 
 
-def odd_rows(kv_c: torch.Tensor) -> torch.Tensor:
+def odd_rows(kv_c):
     wide = torch.zeros(kv_c.shape[0], 513, dtype=kv_c.dtype)
     wide[:, 1:] = kv_c
     return wide[:, 1:]
 
 
-def single_precision(good: DecodeInputs) -> DecodeInputs:
+def single_precision(good):
     wide = {name: torch.Tensor.float for name in ("q", "k_pe", "kv_c", "cos_sin_cache")}
     good = change(**wide, kv_cache=lambda x: torch.zeros(x.shape))(good)
     return replace(weight(torch.Tensor.float)(good), out_dtype=torch.float32)
 
 
-def empty_cache(*shape: int) -> Callable[[DecodeInputs], DecodeInputs]:
+def empty_cache(*shape):
     return change(kv_cache=lambda x: torch.empty(shape, dtype=x.dtype))
 
 
-def narrow(good: DecodeInputs) -> DecodeInputs:
+def narrow(good):
     """On the card it would lose half of its rope."""
     good = change(kv_c=lambda x: x[:, :256].contiguous(), kv_cache=lambda x: x[..., :320].contiguous())(good)
     return weight(lambda x: x[..., :256].contiguous())(good)
@@ -70,7 +69,7 @@ def narrow(good: DecodeInputs) -> DecodeInputs:
 # (what the reason starts with, how to break it, what the simulated AITER does without the check).
 # "wrong": it runs, and cache or query differ from the reference; None: only real hardware could tell.
 Row = tuple[str, Callable[[DecodeInputs], DecodeInputs], str | None]
-SHARED: list[Row] = [
+SHARED = [
     ("q: [T, N", change(q=lambda x: x[:, 0]), None),
     ("q: [T, N", change(q=lambda x: x[..., 16:]), None),
     ("q: [T, N", change(k_pe=lambda x: x[..., :63]), None),
@@ -105,7 +104,7 @@ SHARED: list[Row] = [
     ("out_dtype: one of", change(kv_cache=lambda x: torch.zeros(x.shape, dtype=torch.bfloat16)), "SIGABRT"),
     ("out_dtype: one of", lambda good: replace(good, out_dtype=torch.float16), "wrong"),
 ]  # fmt: skip
-AITERS: list[Row] = [
+AITERS = [
     ("cache-empty: ", empty_cache(3, 0, 576), "SIGFPE"),
     ("cache-empty: ", empty_cache(0, 16, 576), "SIGABRT"),
     ("widths: kv_lora_rank 256 and rope width 64", narrow, None),
@@ -129,7 +128,7 @@ BROKEN = SHARED + AITERS
 NAMES = [f"{name}-{i}" for i, (name, _, _) in enumerate(BROKEN)]
 
 
-def right(good: DecodeInputs, broken: DecodeInputs) -> bool:
+def right(good, broken):
     """Whether the unchecked call gave what the unbroken operands should have given, as numbers."""
     expected = twin(good)
     query = reference.prepare(expected)

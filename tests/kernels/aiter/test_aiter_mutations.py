@@ -1,34 +1,31 @@
 """Planted mistakes in how AITER is called, each caught by the self-check; test_aiter_contract.py plants more."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.support.simulated_aiter import FP8, backend, fate, inputs
 from vllm_aiter_mla.kernels import absorb
-from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
+from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.selfcheck import self_check
 
 pytestmark = [pytest.mark.mutation("I6"), pytest.mark.usefixtures("fake_gfx942")]
 
 
-def changed(change: Callable[[DecodeInputs], DecodeInputs]) -> Callable[[AiterBackend], None]:
+def changed(change):
     """Operands changed on the way."""
 
-    def plant(bound: AiterBackend) -> None:
+    def plant(bound):
         prepare = bound.prepare
         bound.prepare = lambda operands: prepare(change(operands))
 
     return plant
 
 
-def unabsorbed(bound: AiterBackend) -> None:
+def unabsorbed(bound):
     prepare = bound.prepare
 
-    def without_the_product(operands: DecodeInputs) -> torch.Tensor:
+    def without_the_product(operands):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(absorb, "absorb_plain", lambda q_nope, w_uk_t: q_nope.contiguous())
             return prepare(operands)
@@ -36,13 +33,13 @@ def unabsorbed(bound: AiterBackend) -> None:
     bound.prepare = without_the_product
 
 
-def stale_rows(bound: AiterBackend) -> None:
+def stale_rows(bound):
     """Without the flag for all rows, a padded row's query is never written: the poisoned row differs."""
     run = bound._op
     bound._op = lambda *arguments: run(*arguments[:-1], False)
 
 
-def rows_beyond_the_slots(bound: AiterBackend) -> None:
+def rows_beyond_the_slots(bound):
     """A consumer that believes that all rows are defined reads poison."""
     changed(lambda x: replace(x, slot_mapping=x.slot_mapping[:2]))(bound)
     bound.defined_rows = lambda operands: operands.num_tokens
@@ -50,7 +47,7 @@ def rows_beyond_the_slots(bound: AiterBackend) -> None:
 
 QUERY, ROPE, ALL = {"q nope", "q rope"}, {"q rope", "kv rope"}, {"q nope", "q rope", "kv nope", "kv rope"}
 # What is planted, and the parts of query and cache that are then wrong.
-PLANTED: dict[str, tuple[Callable[[AiterBackend], None], set[str]]] = {
+PLANTED = {
     "nothing": (lambda bound: None, set()),
     "strided table halves": (lambda bound: setattr(bound, "halves", lambda table: table.chunk(2, -1)), ROPE),
     "scales applied twice": (changed(lambda x: replace(x, q_scale=x.q_scale**2, k_scale=x.k_scale**2)), ALL),

@@ -1,6 +1,5 @@
 """The simulated AITER, the back end that calls it and the reference agree; and how far all are from an unfused path."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -10,7 +9,6 @@ import torch
 from tests.sandbox.simulated_aiter import install, op
 from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes, turn, twin, unfused, yarn_table
 from vllm_aiter_mla.kernels import formats, reference
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.selfcheck import steps_of
 
 TOKENS = (0, 1, 7, 64, 255, 256, 300)
@@ -19,11 +17,11 @@ BLOCKS = (1, 16, 64)
 KINDS = (("fp8", "fp8"), ("fp8", "act"), ("act", "act"))
 
 
-def rows(cache: torch.Tensor) -> torch.Tensor:
+def rows(cache):
     return cache.reshape(-1, cache.shape[-1])
 
 
-def agree(arch: str, operands: DecodeInputs, **options) -> str | None:
+def agree(arch, operands, **options):
     """Run back end and reference side by side, bytes compared; the kernel that ran, which changed the cache alone."""
     bound, expected = backend(arch, **options), twin(operands)
     read = [tensor for name, tensor in operands.tensors if name != "kv_cache"]
@@ -52,14 +50,14 @@ def test_back_end_equals_reference_to_the_byte(arch, tokens, heads, block, kinds
     agree(arch, inputs(arch, tokens, heads, block, *kinds, is_neox=neox))
 
 
-def padded(arch: str) -> DecodeInputs:
+def padded(arch):
     """With stale positions, far beyond the table."""
     operands = inputs(arch, tokens=64, query="act")
     operands.slot_mapping[40:], operands.positions[40:] = -1, 1 << 40
     return operands
 
 
-VARIED: dict[str, Callable[[str], DecodeInputs]] = {
+VARIED = {
     "half precision": lambda arch: inputs(arch, act=torch.float16, query="act"),
     "padded rows": padded,
     "positions below the table": lambda arch: replace(inputs(arch), positions=torch.full((7,), -5)),
@@ -140,7 +138,7 @@ def test_bar_of_pr_55230_against_an_unfused_path(arch, kinds, neox, tokens):
         _meets_the_bar(written, kv[slots >= 0], operands.k_scale, allowed)
 
 
-def _meets_the_bar(ours: torch.Tensor, theirs: torch.Tensor, scale: torch.Tensor, bf16_steps: int = 0) -> None:
+def _meets_the_bar(ours, theirs, scale, bf16_steps=0):
     assert same_bytes(ours[..., :512], theirs[..., :512])
     steps = (steps_of(ours[..., 512:]) - steps_of(theirs[..., 512:])).abs()
     if not formats.is_fp8(ours.dtype):

@@ -18,7 +18,7 @@ from vllm_aiter_mla.kernels.selfcheck import steps_of
 NAN, INF = float("nan"), float("inf")
 
 
-def by_simulation(q: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def by_simulation(q, weight, scale):
     return gemm.batched_gemm(q.transpose(0, 1), weight, scale, dtype=q.dtype, transpose_bm=True)
 
 
@@ -56,7 +56,7 @@ def test_both_products_over_fp4_weights_are_those_of_aiters_source_to_the_byte(c
     assert same_bytes(simulated, done.y)
 
 
-def assert_as_aiter_left_them(call: aiter_results.FusedCall, query: torch.Tensor) -> None:
+def assert_as_aiter_left_them(call, query):
     """Cache and defined rows byte by byte; the others AITER leaves as they were, and nobody may read them."""
     assert same_bytes(call.inputs.kv_cache, call.cache)
     assert same_bytes(query[call.rows], call.query[call.rows])
@@ -101,7 +101,7 @@ def test_mutation_of_the_reference_is_seen_in_aiters_results(plant):
         assert_as_aiter_left_them(call, reference.prepare(call.inputs, numerics))
 
 
-def weight_of(flavour: formats.Fp8Flavour, heads: int = 1, nope: int = 128) -> torch.Tensor:
+def weight_of(flavour, heads=1, nope=128):
     generator = torch.Generator().manual_seed(7)
     return formats.round_saturating(torch.randn(heads, 16, nope, generator=generator) * 30, flavour)
 

@@ -31,7 +31,7 @@ NOPE_FRACTION = 0.005
 INSIDE_SANITIZER = "TRITON_TESTS_IN_SANITIZER"
 
 
-def on_gpu(case: Case):
+def on_gpu(case):
     native = str(CARDS.get(launcher.current_arch())).removeprefix("torch.")
     return build(replace(case, cache=native if case.cache.startswith("float8") else case.cache), device="cuda")
 

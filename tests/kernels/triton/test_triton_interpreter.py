@@ -1,7 +1,6 @@
 """The kernel's values on a CPU: Triton's interpreter, its casts replaced, against the reference byte by byte."""
 
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +16,7 @@ NOPE_FRACTION = 0.005
 GFX942 = {"arch": "gfx942", "weight": "plain"}
 
 
-def assert_as_the_reference(found: dict[str, Any], different: float = NOPE_FRACTION) -> None:
+def assert_as_the_reference(found, different=NOPE_FRACTION):
     """To the byte, but for few values of the absorbed part, one step off."""
     assert found["wrong_rope"] == 0
     assert found["wrong_cache"] == 0, "cache, its untouched rows and the guards around it"

@@ -74,7 +74,7 @@ def bf16(a):
     return (raw + 0x7FFF + (raw >> 16 & 1)) >> 16
 
 
-FORMULAS: dict = {
+FORMULAS = {
     "v_cndmask_b32": lambda a, b, c: b if c else a,
     "v_not_b32": lambda a: M32 - a,
     "v_and_b32": lambda a, b: a & b,

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -46,7 +45,7 @@ print(json.dumps({"breaches": cost.breaches(arch, costs), "costs": [asdict(one) 
 """
 
 
-def count(folder: Path, arch: str, old: str = "", new: str = "") -> dict:
+def count(folder, arch, old="", new=""):
     """Count in a process of its own, which compiles for one card."""
     script = folder / "count.py"
     script.write_text(RUN)
