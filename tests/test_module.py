@@ -228,9 +228,7 @@ def test_unknown_and_partial_rotations_and_the_other_pairing_are_skipped(embeddi
 # -- the layers
 
 
-def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_asked(
-    monkeypatch,
-):
+def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_asked(monkeypatch):
     asked = []
 
     def wrapper_of(attention):

@@ -50,12 +50,9 @@ class Runner:
         self.table[:n, 0] = torch.tensor(slots, dtype=torch.int32) // SIZE
         metadata = SimpleNamespace(num_actual_tokens=actual_tokens, decode=SimpleNamespace(block_table=self.table))
         self.context = SimpleNamespace(
-            cudagraph_runtime_mode=mode,
-            batch_descriptor=ROWS,
-            attn_metadata={NAME: metadata},
-            slot_mapping={NAME: self.slots},
-            no_compile_layers={NAME: SimpleNamespace(kv_cache=self.cache)},
-        )
+            cudagraph_runtime_mode=mode, batch_descriptor=ROWS, attn_metadata={NAME: metadata},
+            slot_mapping={NAME: self.slots}, no_compile_layers={NAME: SimpleNamespace(kv_cache=self.cache)},
+        )  # fmt: skip
         return self.graphs(values=self.values)
 
 

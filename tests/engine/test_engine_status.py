@@ -24,12 +24,9 @@ def test_i15_two_engines_in_one_process_the_second_engages_after_a_failed_check_
     save(spec, tmp_path / "spec")
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.two_engines_child", str(tmp_path / "spec"), str(tmp_path)],
-        env=engine.environment_for(spec, tmp_path / "cache", tmp_path / "inductor"),
-        capture_output=True,
-        text=True,
-        timeout=engine.TIMEOUT_S,
-        check=False,
-    )
+        env=engine.environment_for(spec, tmp_path / "cache", tmp_path / "inductor"), capture_output=True, text=True,
+        timeout=engine.TIMEOUT_S, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     first, second = json.loads((tmp_path / "status.json").read_text())
     assert (first["engaged"], set(first["skipped"].values())) == ({}, {"kernel_shape"})

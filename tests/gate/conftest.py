@@ -37,12 +37,9 @@ def without_plugin():
     """What a process without the plugin sees: a flag-off config of its own, and our PassConfig unpickled."""
     pickled = base64.b64encode(pickle.dumps(PassConfig(**{FLAG_FIELD: True, LIMIT_FIELD: 64}))).decode()
     done = subprocess.run(
-        [sys.executable, gate_support.__file__, pickled],
-        env={**os.environ, "VLLM_PLUGINS": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+        [sys.executable, gate_support.__file__, pickled], env={**os.environ, "VLLM_PLUGINS": ""}, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 

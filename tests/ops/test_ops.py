@@ -81,9 +81,7 @@ def test_only_real_rows_are_prepared(monkeypatch):
     assert {inputs.num_tokens, *(t.shape[0] for t in (inputs.k_pe, inputs.kv_c, inputs.slot_mapping))} == {4}
 
 
-def test_a_batch_with_prefill_rows_is_rotated_once_in_place_and_prepared_by_no_kernel(
-    monkeypatch,
-):
+def test_a_batch_with_prefill_rows_is_rotated_once_in_place_and_prepared_by_no_kernel(monkeypatch):
     layer, batch = layer_of(), batch_of(5, decodes=3, prefills=2)
     args = arguments(ROPE, layer, batch.rows)
     q, k_pe, calls = args[0].clone(), args[1].clone(), []
@@ -163,12 +161,7 @@ def test_a_call_for_which_no_kernel_can_be_chosen_runs_vllms_own_attention(broke
     layer = layer_of()
     args, want = arguments(ROPE, layer, 3), arguments(ROPE, layer, 3)
     choice = Choice(None, None, None, (("aiter", "planted"),))
-
-    def choose(self, inputs):
-        if broken == "raises":
-            raise ValueError("planted")
-        return choice
-
+    choose = raising(ValueError("planted")) if broken == "raises" else lambda *_: choice
     with forward([layer], batch_of(3)):
         OPS[ROPE](*want)
         layer.kv_cache.copy_(layer.initial)
@@ -199,8 +192,7 @@ def test_i2_uniform_batch_the_op_raises_where_a_replay_would_be_wrong(monkeypatc
 
 @pytest.mark.parametrize("op", ATTENTION)
 @pytest.mark.parametrize(
-    ("capturing", "mode"),
-    [(True, CUDAGraphMode.FULL), (False, CUDAGraphMode.PIECEWISE), (False, CUDAGraphMode.NONE)],
+    ("capturing", "mode"), [(True, CUDAGraphMode.FULL), (False, CUDAGraphMode.PIECEWISE), (False, CUDAGraphMode.NONE)]
 )
 def test_attention_runs_in_full_captures_and_beside_piecewise_graphs(monkeypatch, capturing, mode, op):
     opcalls.capturing(monkeypatch, capturing)
@@ -258,9 +250,8 @@ def test_vllm_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens)
     assert backend.refuse(given) is None
     query = backend.prepare(given)
     assert (query.shape, query.dtype) == ((tokens, SIZES.n, SIZES.latent + SIZES.r), out_dtype)
-    assert [one.data_ptr() for one in vllms.given] == [q[..., SIZES.p :].data_ptr(), k_pe.data_ptr()][
-        : 2 * bool(tokens)
-    ]
+    given_ = (q[..., SIZES.p :], k_pe) if tokens else ()
+    assert [one.data_ptr() for one in vllms.given] == [one.data_ptr() for one in given_]
     assert torch.equal(q[..., SIZES.p :], -before[..., SIZES.p :])
     assert torch.equal(q[..., : SIZES.p], before[..., : SIZES.p])
 

@@ -204,14 +204,10 @@ def defunctionalise(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def assert_rewritten_right(
-    gm: fx.GraphModule,
-    layers: list[StubLayer],
-    *,
-    batches: tuple[Batch, ...] = BATCHES,
-    stops: tuple[str | None, ...] = STOPS,
-    exact: bool = True,
+    gm: fx.GraphModule, layers: list[StubLayer], *, batches: tuple[Batch, ...] = BATCHES,
+    stops: tuple[str | None, ...] = STOPS, exact: bool = True,
     disturb: Callable[[fx.GraphModule], Any] = lambda gm: None,
-) -> dict[str, int]:
+) -> dict[str, int]:  # fmt: skip
     """Every chain of passes leaves a graph that lints, survives vLLM's clean-up and computes what ``gm`` computes.
 
     Args:

@@ -175,9 +175,8 @@ class Builder:
         lora = self(aten.mm.default, self.residual, self.input(f"{prefix}_w_a", z.hidden, z.q_lora + kv))
         pieces = self(aten.split_with_sizes.default, lora, [z.q_lora, kv], -1)
         q_c = self(aten.tanh.default, self(operator.getitem, pieces, 0))
-        return self(aten.mm.default, q_c, self.input(f"{prefix}_w_q_b", z.q_lora, qk)), self(
-            operator.getitem, pieces, 1
-        )
+        q = self(aten.mm.default, q_c, self.input(f"{prefix}_w_q_b", z.q_lora, qk))
+        return q, self(operator.getitem, pieces, 1)
 
     def _split_kv(self, kv: fx.Node, s: Spelling) -> tuple[fx.Node, fx.Node]:
         pieces = self(aten.split_with_sizes.default, kv, [s.sizes.latent, s.sizes.r], -1)
@@ -196,18 +195,10 @@ class Builder:
 
     def _prefused(self, s: Spelling, q_pe: fx.Node, k: fx.Node, kv_c: fx.Node, name: Any) -> tuple[fx.Node, ...]:
         fused = self(
-            auto_functionalized,
-            torch.ops.vllm.fused_rope_unified_mla_kv_cache_update.default,
-            positions=self.positions,
-            q_pe=q_pe,
-            k_pe=k,
-            kv_c=kv_c,
-            cos_sin_cache=self.table,
-            is_neox=s.is_neox,
-            kv_cache_dtype=s.cache,
-            kv_cache_scale=self.k_scale,
-            layer_name=name,
-        )
+            auto_functionalized, torch.ops.vllm.fused_rope_unified_mla_kv_cache_update.default,
+            positions=self.positions, q_pe=q_pe, k_pe=k, kv_c=kv_c, cos_sin_cache=self.table, is_neox=s.is_neox,
+            kv_cache_dtype=s.cache, kv_cache_scale=self.k_scale, layer_name=name,
+        )  # fmt: skip
         k_rotated = self(operator.getitem, fused, 2)
         return self(operator.getitem, fused, 1), k_rotated, self(aten.unsqueeze.default, k_rotated, 1), fused
 
@@ -218,17 +209,10 @@ class Builder:
         spelled = {"output_scale": None, "quant_group_size": None, "quant_scale_ue8m0": None, "quant_col_major": None}
         spelled |= {"quant_tma_aligned": None, "q_dcp_replicated": None}
         attention = self(
-            auto_functionalized,
-            torch.ops.vllm.unified_mla_attention_with_output.default,
-            q=q,
-            kv_c_normed=kv_c,
-            k_pe=k_pe,
-            output=buffer,
-            layer_name=name,
-            output_block_scale=None,
-            kv_cache_dummy_dep=dep,
+            auto_functionalized, torch.ops.vllm.unified_mla_attention_with_output.default, q=q, kv_c_normed=kv_c,
+            k_pe=k_pe, output=buffer, layer_name=name, output_block_scale=None, kv_cache_dummy_dep=dep,
             **(spelled if s.none_kwargs else {}),
-        )
+        )  # fmt: skip
         out = self(operator.getitem, attention, 1)
         weight = self.input(f"w_o_{len(self.layers)}", width, s.sizes.hidden)
         self.residual = self(aten.addmm.default, self.residual, out, weight)

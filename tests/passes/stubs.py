@@ -145,13 +145,10 @@ class Batch:
         if self.profiling:
             return None
         return SimpleNamespace(
-            decode=SimpleNamespace() if self.decodes else None,
-            prefill=SimpleNamespace() if self.prefills else None,
-            num_prefills=int(self.prefills > 0),
-            num_decodes=self.decodes,
-            num_decode_tokens=self.decodes,
+            decode=SimpleNamespace() if self.decodes else None, prefill=SimpleNamespace() if self.prefills else None,
+            num_prefills=int(self.prefills > 0), num_decodes=self.decodes, num_decode_tokens=self.decodes,
             num_actual_tokens=self.real,
-        )
+        )  # fmt: skip
 
     def slot_mapping(self) -> torch.Tensor | None:
         """A slot per real row, scattered over the cache; -1 for graph padding."""

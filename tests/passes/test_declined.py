@@ -42,10 +42,7 @@ def test_dead_readers_and_readers_of_the_latent_columns_decline_nothing():
     matched(read)
 
 
-@pytest.mark.parametrize(
-    ("changes", "node"),
-    [({}, "attention"), ({}, "kv_update"), ({"prefused": True}, "kv_update")],
-)
+@pytest.mark.parametrize(("changes", "node"), [({}, "attention"), ({}, "kv_update"), ({"prefused": True}, "kv_update")])
 def test_unknown_argument_that_is_none_is_let_through(changes, node):
     matched(lambda b, layer: give(getattr(layer, node), of_tomorrow=None), **changes)
 

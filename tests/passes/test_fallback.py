@@ -6,6 +6,7 @@ from torch import fx
 
 from tests.passes.execute import assert_rewritten_right, rewrite, stubs_for
 from tests.passes.graphs import Spelling, build
+from tests.support.planted import raising
 from vllm_aiter_mla import status
 
 BF16 = Spelling(dtype=torch.bfloat16)
@@ -45,11 +46,8 @@ def test_every_emission_of_a_layer_is_covered(monkeypatch):
 
 
 def test_an_admission_that_raises_leaves_the_layers_to_vllm(monkeypatch):
-    def raises(view):
-        raise RuntimeError("planted")
-
     gm, layers = build(2, BF16)
-    monkeypatch.setattr("vllm_aiter_mla.layer.admit_layer", raises)
+    monkeypatch.setattr("vllm_aiter_mla.layer.admit_layer", raising(RuntimeError("planted")))
     counts = assert_rewritten_right(gm, stubs_for(layers, BF16), stops=(None,))
     assert (counts["skipped"], counts["aiter_fusion"]) == (2, 0)
     assert {code for code, _ in status.current().skipped.values()} == {"not_evaluated"}

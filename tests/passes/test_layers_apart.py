@@ -118,21 +118,17 @@ def test_layer_that_admission_declines_is_left_to_vllm_and_the_others_are_not(co
     assert {name: outcome[0] for name, outcome in status.current().skipped.items()} == {stubs[1].layer_name: code}
 
 
-def test_kernel_that_does_not_take_a_layers_shape_leaves_the_layer_as_vllm_made_it(
-    monkeypatch,
-):
+def test_kernel_that_does_not_take_a_layers_shape_leaves_the_layer_as_vllm_made_it(monkeypatch):
     gm, builder = three_layers()
     stubs = stubs_for(builder.layers, builder.spelling)
     odd, bind = stubs[1], ReferenceBackend.bind
     odd._vllm_config.cache_config.block_size = 99
-    monkeypatch.setattr(
-        ReferenceBackend,
-        "bind",
-        lambda self, inputs: "no kernel for blocks of 99" if inputs.kv_cache.shape[1] == 99 else bind(self, inputs),
-    )
+    why = "no kernel for blocks of 99"
+    odd_is_refused = lambda self, one: why if one.kv_cache.shape[1] == 99 else bind(self, one)  # noqa: E731
+    monkeypatch.setattr(ReferenceBackend, "bind", odd_is_refused)
     counts = assert_rewritten_right(gm, stubs, batches=(DECODE, MIXED))
     assert (counts["matched"], counts["skipped"], counts["aiter_fusion"]) == (2, 1, 2)
-    assert status.current().skipped[odd.layer_name] == ("kernel_shape", "no kernel for blocks of 99")
+    assert status.current().skipped[odd.layer_name] == ("kernel_shape", why)
     assert_layers_apart_from(1, gm, builder, stubs)
 
 

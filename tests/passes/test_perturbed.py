@@ -25,18 +25,11 @@ SPELLINGS = [
     {"rope": "plain", "is_neox": False, "cache": "fp8", "q_lora": False},
 ]
 # The message of a failure names the edit, so there is nothing to shrink.
-FEW = settings(
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],
-    database=None,
-)
+FEW = settings(suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
 
 
-@cache
-def base_of(index):
-    """The unedited layers of one spelling."""
-    return Base(Spelling(**SPELLINGS[index]))
+base_of = cache(lambda index: Base(Spelling(**SPELLINGS[index])))
+"""The unedited layers of one spelling."""
 
 
 def outcome_of(index, draw, edits):

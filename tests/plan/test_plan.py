@@ -129,9 +129,8 @@ def test_a_supported_model_engages_and_its_weights_are_counted(arguments, format
 def test_the_variables_and_the_card_decide_as_in_the_server(arch, env, format, expected):
     plan = planned("deepseek-v2-lite", "-tp", "4", arch=arch, env=env)
     assert (plan["absorb_weight"], codes(plan), plan["arch"]) == (format, expected, arch)
-    assert plan["environment"][env[0].partition("=")[0] if env else "VLLM_BATCH_INVARIANT"][1] == (
-        "--env" if env else "default"
-    )
+    name, origin = (env[0].partition("=")[0], "--env") if env else ("VLLM_BATCH_INVARIANT", "default")
+    assert plan["environment"][name][1] == origin
 
 
 def test_a_variable_that_is_unset_is_planned_by_the_installed_vllms_default():

@@ -15,11 +15,6 @@ from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 
 
-def transposed(tensor):
-    """The same sizes in other memory and with other strides."""
-    return torch.randn_like(tensor.float()).to(tensor.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-
-
 @pytest.fixture
 def worker(monkeypatch):
     for method in startup.RELOADS:
@@ -36,7 +31,8 @@ def test_a_reload_into_the_same_objects_binds_the_kernels_again(worker, method):
     first, same = layer.kernel(given), layer.kernel(given)
     assert first is same
     before = layer.weight()
-    module.W_UK_T.data = transposed(module.W_UK_T.data)
+    # The same sizes in other memory and with other strides.
+    module.W_UK_T.data = torch.randn_like(module.W_UK_T.data).transpose(1, 2).contiguous().transpose(1, 2)
     getattr(worker, method)()
     assert layer.weight() is not before
     assert layer.weight().values.stride() == module.W_UK_T.stride()

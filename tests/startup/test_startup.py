@@ -25,16 +25,10 @@ from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import Settings
 
 
-class Foreign:
-    """A user's pass that happens to have a limit."""
-
-    limit = 5
-
-
 @pytest.mark.parametrize(
     ("pass_", "options"),
-    [(ours(), {"enabled": False}), (None, {}), (Foreign(), {})],
-    ids=["the flag is off", "the gate declined", "the gate declined beside a user's pass"],
+    [(ours(), {"enabled": False}), (None, {}), (SimpleNamespace(limit=5), {})],
+    ids=["the flag is off", "the gate declined", "the gate declined beside a user's pass with a limit"],
 )
 def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_, options):
     assert set(vars(Worker(pass_, **options))) == {"vllm_config", "steps"}

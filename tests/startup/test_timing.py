@@ -59,9 +59,8 @@ def runs(one, tokens):
 
 
 def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(made_up):
-    def cost(name, tokens):
-        return {"triton": 5.0 if tokens <= 4 else 12.0, "aiter": 8.0, "vllm": 10.0}[name]
-
+    figures = {"aiter": 8.0, "vllm": 10.0}
+    cost = lambda name, tokens: figures.get(name, 5.0 if tokens <= 4 else 12.0)  # noqa: E731
     made_up.set_clock(MadeUpClock(cost))
     one = made_up.start()
     assert [runs(one, tokens) for tokens in (1, 4, 5, 16)] == ["triton", "triton", "aiter", "aiter"]
@@ -123,11 +122,8 @@ def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up
     layer = layer_in(one)
     shape = layer.shape()
     bind = made_up.kernels["aiter"].bind
-
-    def refusing(inputs):
-        return f"at {inputs.num_tokens} tokens: too many" if inputs.num_tokens > 4 else bind(inputs)
-
-    made_up.kernels["aiter"].bind = refusing
+    most = "at {} tokens: too many"
+    made_up.kernels["aiter"].bind = lambda one: bind(one) if one.num_tokens <= 4 else most.format(one.num_tokens)
     found = [layer._find(synthetic_inputs(shape, tokens))[0] for tokens in (4, 8, 16)]
     assert found == ["aiter", "vllm", "vllm"]
     (line,) = made_up.said.at(logging.ERROR)

@@ -115,15 +115,13 @@ def test_a_warm_start_knows_the_reasons_of_the_cold_one_even_if_that_failed_in_i
 
 
 def test_a_start_that_compiles_only_a_draft_keeps_the_targets_reasons(said, tmp_path):
-    for name, code in zip(LAYERS, ("no_rope", "geometry"), strict=True):
+    codes = dict(zip(LAYERS, ("no_rope", "geometry"), strict=True))
+    for name, code in codes.items():
         status.reset()
         status.skip(name, code, "why")
         compiled()
         after_warm_up()
-    assert {name: why[0] for name, why in written(tmp_path)["skipped"].items()} == {
-        LAYERS[0]: "no_rope",
-        LAYERS[1]: "geometry",
-    }
+    assert {name: why[0] for name, why in written(tmp_path)["skipped"].items()} == codes
 
 
 BROKEN = {
@@ -249,16 +247,13 @@ WHOLE = "MLA layers engaged on 2 of 2 ranks (aiter, fp8 KV, decode limit 512)"
 PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
 
 
-def skip_one():
-    status.skip(LAYERS[0], "impl", "a b\n\x1b[2J")
-
-
 @pytest.mark.parametrize(
     ("before", "others", "level", "line"),
     [
         (engage_all, [], logging.INFO, f"2/2 {ALONE}"),
         (engage_one, [], logging.INFO, f"1/2 {ALONE}; 1 skipped: no_rope: why"),
-        (skip_one, [], logging.WARNING, "0/2: impl: a b  [2J (run: vllm-aiter-mla doctor)"),
+        (lambda: status.skip(LAYERS[0], "impl", "a b\n\x1b[2J"), [], logging.WARNING,
+         "0/2: impl: a b  [2J (run: vllm-aiter-mla doctor)"),
         (engage_all, [OTHER | {"engaged": dict.fromkeys(LAYERS, "aiter")}], logging.INFO, f"2/2 {WHOLE}"),
         (engage_all, [{"rank": 1, "engaged": {"c": "aiter"}, "skipped": {"d": ["dtype", "x"]}}], logging.INFO,
          f"3/4 {WHOLE}; 1 skipped: dtype: x"),

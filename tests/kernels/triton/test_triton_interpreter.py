@@ -152,12 +152,7 @@ OWN_CALLS = [
     ("far_cache", {"cache": "float8_e4m3fn", "mutation": "slot_in_32_bits"}, "wrong", 0),
     ("odd_rows", {"mutation": "row_maximum_without_floor"}, "nope_steps", 1),  # a row of zeros
     # The tile that does several blocks.
-    (
-        "compare_tile",
-        {**GFX942, "index": 3, "mutation": "second_columns_of_the_first"},
-        "nope_different",
-        NOPE_FRACTION,
-    ),
+    ("compare_tile", GFX942 | {"index": 3, "mutation": "second_columns_of_the_first"}, "nope_different", NOPE_FRACTION),
 ]
 
 

@@ -16,10 +16,6 @@ def s32(x):
     return signed(x % 2**32, 32)
 
 
-def s64(x):
-    return signed(x % 2**64, 64)
-
-
 def nonzero(value, width=32):
     value %= 2**width
     return value, int(value != 0)
@@ -58,13 +54,13 @@ for k in (1, 2, 3, 4):
 for kind, number in {"i32": s32, "u32": int}.items():
     FORMULAS[f"s_min_{kind}"] = lambda a, b, c, s=number: (min(s(a), s(b)), int(s(a) < s(b)))
     FORMULAS[f"s_max_{kind}"] = lambda a, b, c, s=number: (max(s(a), s(b)), int(s(a) >= s(b)))
-for width, number in {32: s32, 64: s64}.items():
+for width in (32, 64):
     FORMULAS[f"s_mov_b{width}"] = lambda a, c: (a, c)
     FORMULAS[f"s_cselect_b{width}"] = lambda a, b, c: (a if c else b, c)
     FORMULAS[f"s_not_b{width}"] = lambda a, c, w=width: nonzero(2**w - 1 - a, w)
     FORMULAS[f"s_lshl_b{width}"] = lambda a, b, c, w=width: nonzero(a * 2 ** (b % w), w)
     FORMULAS[f"s_lshr_b{width}"] = lambda a, b, c, w=width: nonzero(a // 2 ** (b % w), w)
-    FORMULAS[f"s_ashr_i{width}"] = lambda a, b, c, w=width, s=number: nonzero(s(a) // 2 ** (b % w), w)
+    FORMULAS[f"s_ashr_i{width}"] = lambda a, b, c, w=width: nonzero(signed(a % 2**w, w) // 2 ** (b % w), w)
     for name, function in {"and": operator.and_, "or": operator.or_, "xor": operator.xor}.items():
         FORMULAS[f"s_{name}_b{width}"] = lambda a, b, c, f=function, w=width: nonzero(f(a, b), w)
     FORMULAS[f"s_andn2_b{width}"] = lambda a, b, c, w=width: nonzero(a & (2**w - 1 - b), w)

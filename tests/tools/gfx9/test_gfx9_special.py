@@ -11,8 +11,7 @@ from tools.gfx9 import numbers
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "c"),
-    [(1 + 2.0**-23, 1.0, 2.0**-24), (2.0**-12, 2.0**-12 + 2.0**-35, 1.0), (-(2.0**-90), 1.0, 1.0)],
+    ("a", "b", "c"), [(1 + 2.0**-23, 1.0, 2.0**-24), (2.0**-12, 2.0**-12 + 2.0**-35, 1.0), (-(2.0**-90), 1.0, 1.0)]
 )
 def test_gfx9_fma_rounds_once_where_float64_would_round_twice(a, b, c):
     """The second and the third differ from a tie of float32 by less than float64 holds."""
@@ -174,8 +173,7 @@ def scaled(side, rng, first, at, byte, w):
 
 @pytest.mark.parametrize("side", [16, 32])
 @pytest.mark.parametrize(
-    ("selects", "bytes_"),
-    [("op_sel:[0,1,0] op_sel_hi:[1,1,0]", (2, 3)), ("op_sel:[1,1,0] op_sel_hi:[1,0,0]", (3, 1))],
+    ("selects", "bytes_"), [("op_sel:[0,1,0] op_sel_hi:[1,1,0]", (2, 3)), ("op_sel:[1,1,0] op_sel_hi:[1,0,0]", (3, 1))]
 )
 def test_gfx9_scaled_mfma_is_the_product_of_the_scaled_values(side, selects, bytes_):
     rng, w = np.random.default_rng(side), wave("gfx950")

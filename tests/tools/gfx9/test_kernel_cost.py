@@ -50,9 +50,8 @@ def count(folder, arch, old="", new=""):
     script = folder / "count.py"
     script.write_text(RUN)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(script), arch, old, new], capture_output=True, text=True, env=environment, check=False
-    )
+    command = [sys.executable, str(script), arch, old, new]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
