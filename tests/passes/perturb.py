@@ -102,9 +102,7 @@ def number(b: Builder, draw: Draw) -> str:
 
 def order(b: Builder, draw: Draw) -> str:
     """A list the other way round: parts of a cat, sizes of a split or reshape."""
-    places = [
-        (n, i) for n in _calls(b) for i, arg in enumerate(n.args) if isinstance(arg, (list, tuple)) and len(arg) > 1
-    ]
+    places = [(n, i) for n in _calls(b) for i, a in enumerate(n.args) if isinstance(a, list | tuple) and len(a) > 1]
     node, index = _pick(places, draw)
     node.update_arg(index, list(reversed(node.args[index])))
     return f"{node}: reversed"
