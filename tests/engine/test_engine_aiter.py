@@ -1,10 +1,5 @@
 """The engine over the simulated AITER, over vLLM's AITER attention class, and over the interpreted Triton kernel."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from typing import Any
-
 import pytest
 
 from tests.engine import engine_specs
@@ -70,7 +65,7 @@ def test_aiters_op_on_two_spawned_ranks_gives_vllms_tokens_over_aiters_class(eng
     assert_parity(engines("class-gfx950-off"), on)
 
 
-def pairs(names: Iterable[str], quick: Sequence[str] = ()) -> list[Any]:
+def pairs(names, quick=()):
     """The engines with the flag off and on; those that are not quick are for `make test-wide`."""
     return [
         pytest.param(

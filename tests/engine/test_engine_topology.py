@@ -1,7 +1,5 @@
 """Other models, schedulers and topologies: tokens are vLLM's own, layers engage, and the engine really ran that way."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
