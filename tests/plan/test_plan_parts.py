@@ -1,9 +1,11 @@
 """Claims about what ``plan`` computes itself: every reason, kernels by batch size, formulas, the config's place."""
 
 import json
+import os
 from itertools import pairwise
 
 import pytest
+import vllm.envs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +13,7 @@ from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.backends import candidates
 from vllm_aiter_mla.commands.plan import build, formulas, kernels, model
+from vllm_aiter_mla.compat import offline
 from vllm_aiter_mla.settings import Settings
 
 # -- reasons
@@ -47,6 +50,23 @@ def test_a_mode_that_eager_execution_sets_is_no_reason_of_its_own(ops, eager):
     )
     found = [skip.code for skip in build.config_reasons(view)]
     assert found == ["hisparse", "enforce_eager" if eager else "compilation_mode", "splitting_ops"]
+
+
+# -- variables
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_a_switch_is_read_by_the_installed_vllms_own_reader(default: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8BMM is on in 0.30 to 0.32 and off in 0.33."""
+    name = offline.FP8_BMM
+    read = lambda: bool(int(os.environ.get(name, str(int(default)))))  # noqa: E731
+    monkeypatch.setitem(vllm.envs.environment_variables, name, read)
+    assert offline.switched_on(name, {}) is default
+    assert offline.switched_on(name, {name: str(int(not default))}) is not default
+    with pytest.raises(ValueError, match=f"{name}=maybe"):
+        offline.switched_on(name, {name: "maybe"})
+    monkeypatch.delitem(vllm.envs.environment_variables, name)
+    assert offline.switched_on(name, {}) is None
 
 
 # -- kernels
