@@ -116,17 +116,23 @@ def test_a_supported_model_engages_and_its_weights_are_counted(arguments, format
 @pytest.mark.parametrize(
     ("arch", "env", "format", "expected"),
     [
-        ("gfx942", (), "fp8", []),
-        ("gfx942", PLAIN, "plain", []),
-        ("gfx950", PLAIN, "plain", []),
         ("gfx950", PLAIN[1:], "fp8", []),
         ("gfx942", ("VLLM_ROCM_USE_AITER=0",), "plain", ["impl"]),
-        ("gfx942", ("VLLM_ROCM_USE_AITER_MLA=0",), "fp8", ["impl"]),
-        ("gfx942", ("VLLM_MLA_DISABLE=1",), None, ["not_mla"]),
-        ("gfx942", ("VLLM_USE_BREAKABLE_CUDAGRAPH=1",), "fp8", []),
+        *(
+            pytest.param(*row, marks=pytest.mark.wide)
+            for row in (
+                ("gfx942", (), "fp8", []),
+                ("gfx942", PLAIN, "plain", []),
+                ("gfx950", PLAIN, "plain", []),
+                ("gfx942", ("VLLM_ROCM_USE_AITER_MLA=0",), "fp8", ["impl"]),
+                ("gfx942", ("VLLM_MLA_DISABLE=1",), None, ["not_mla"]),
+                ("gfx942", ("VLLM_USE_BREAKABLE_CUDAGRAPH=1",), "fp8", []),
+            )
+        ),
     ],
 )
 def test_the_variables_and_the_card_decide_as_in_the_server(arch, env, format, expected):
+    """Each row starts a process with its variables."""
     plan = planned("deepseek-v2-lite", "-tp", "4", arch=arch, env=env)
     assert (plan["absorb_weight"], codes(plan), plan["arch"]) == (format, expected, arch)
     name, origin = (env[0].partition("=")[0], "--env") if env else ("VLLM_BATCH_INVARIANT", "default")
