@@ -1,9 +1,6 @@
 """What holds for every test: examples do not depend on the machine's speed, and engine tests come last."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def suite(request: pytest.FixtureRequest) -> list[pytest.Item]:
+def suite(request):
     """Every test of the suite, also those that this run leaves out; skips where only some folders were collected."""
     if {Path(argument).resolve() for argument in request.config.args} - {ROOT, ROOT / "tests"}:
         pytest.skip("only a part of the tests was collected")
@@ -40,7 +37,7 @@ def suite(request: pytest.FixtureRequest) -> list[pytest.Item]:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Said:
+def said(monkeypatch, tmp_path):
     """The plugin's log lines from here on, as (level, text); its files go to ``tmp_path``."""
     from vllm_aiter_mla.compat import config, log
 
@@ -52,7 +49,7 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Said:
 
 
 @pytest.fixture
-def fake_gfx942() -> Iterator[None]:
+def fake_gfx942():
     """An AITER that can be imported and behaves as on an MI300X, with no call recorded."""
     from tests.sandbox.simulated_aiter import install, op
 
@@ -62,7 +59,7 @@ def fake_gfx942() -> Iterator[None]:
 
 
 @pytest.fixture(params=["gfx942", "gfx950"])
-def arch(request: pytest.FixtureRequest) -> Iterator[str]:
+def arch(request):
     """The card of an AITER that can be imported, each of the two in turn."""
     from tests.sandbox.simulated_aiter import install, op
 

@@ -1,40 +1,21 @@
 """Claims about the reasons to skip, one row for each, and about the decode limit's arithmetic. No vLLM needed."""
 
-from __future__ import annotations
-
 from collections import ChainMap
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.admission import (
-    ENGINE_REASONS,
-    INTEGRATIONS,
-    KV_UPDATE_OP,
-    LAYER_REASONS,
-    MLA_ATTENTION_OP,
-    REASONS,
-    SMALLEST_LIMIT,
-    ConfigView,
-    LayerView,
-    Skip,
-    admit_config,
-    admit_layer,
-    decode_limit,
-    integration_of,
-    why_not_passes,
-    within_limit,
-)
+from vllm_aiter_mla.admission import ConfigView, LayerView, Skip, admit_config, admit_layer
 
+KV_UPDATE_OP, MLA_ATTENTION_OP = admission.KV_UPDATE_OP, admission.MLA_ATTENTION_OP
 NONE = Skip("not_run", "not skipped")
 PASSES = ConfigView(integration="passes")
 """The passes asked for by name, so that what cuts their graph is a skip."""
 
-CONFIG_SKIPS: list[tuple[dict[str, Any], str, str]] = [
+CONFIG_SKIPS = [
     ({"vllm_version": "0.34.0", "version_supported": False}, "vllm_version", "0.34.0"),
     ({"missing": ("Platform.pass_key",)}, "capability", "Platform.pass_key"),
     ({"failed_steps": ("torch ops: OSError",)}, "capability", "torch ops"),
@@ -59,7 +40,7 @@ CONFIG_SKIPS: list[tuple[dict[str, Any], str, str]] = [
     ({"splitting_ops": (MLA_ATTENTION_OP, KV_UPDATE_OP)}, "splitting_ops", KV_UPDATE_OP),
     ({"use_inductor_graph_partition": False, "splitting_ops": (KV_UPDATE_OP,)}, "splitting_ops", KV_UPDATE_OP),
 ]
-LAYER_SKIPS: list[tuple[dict[str, Any], str]] = [
+LAYER_SKIPS = [
     ({"is_sparse": True}, "sparse_mla"),
     ({"impl": "TritonMLAImpl"}, "impl"),
     ({"known_impls": frozenset()}, "impl"),
@@ -90,13 +71,13 @@ GRAPH_ONLY = {"enforce_eager", "breakable_cudagraph", "compilation_mode", "backe
 
 
 @pytest.mark.parametrize(("facts", "code", "knob"), CONFIG_SKIPS)
-def test_an_engine_is_skipped_with_its_code_and_its_knob(facts: dict[str, Any], code: str, knob: str) -> None:
+def test_an_engine_is_skipped_with_its_code_and_its_knob(facts, code, knob):
     skip = admit_config(replace(PASSES, **facts)) or NONE
     assert (skip.code, knob in skip.message, "\n" in str(skip)) == (code, True, False)
 
 
 @pytest.mark.parametrize(("facts", "code"), LAYER_SKIPS)
-def test_a_layer_is_skipped_with_its_code(facts: dict[str, Any], code: str) -> None:
+def test_a_layer_is_skipped_with_its_code(facts, code):
     skip = admit_layer(replace(LayerView(), **facts)) or NONE
     assert (skip.code, "\n" in skip.message) == (code, False)
 
@@ -118,37 +99,39 @@ def test_a_layer_is_skipped_with_its_code(facts: dict[str, Any], code: str) -> N
         {"breakable_cudagraph": True},
     ],
 )
-def test_an_engine_with_one_graph_and_a_writable_cache_is_admitted(facts: dict[str, Any]) -> None:
+def test_an_engine_with_one_graph_and_a_writable_cache_is_admitted(facts):
     assert admit_config(replace(PASSES, **facts)) is None
-    assert integration_of(replace(ConfigView(), **facts)) == "passes"
-    for asked in INTEGRATIONS:
-        assert integration_of(replace(ConfigView(), integration=asked, enforce_eager=True, **facts)) == asked
+    assert admission.integration_of(replace(ConfigView(), **facts)) == "passes"
+    for asked in admission.INTEGRATIONS:
+        assert admission.integration_of(replace(ConfigView(), integration=asked, enforce_eager=True, **facts)) == asked
     assert admit_config(replace(ConfigView(), integration="module", enforce_eager=True, **facts)) is None
 
 
 @pytest.mark.parametrize(
     "facts", [{}, {"kv_cache_ndim": 3}, {"impl": "Another", "known_impls": frozenset({"Another"})}]
 )
-def test_a_layer_is_admitted(facts: dict[str, Any]) -> None:
+def test_a_layer_is_admitted(facts):
     assert admit_layer(replace(LayerView(), **facts)) is None
 
 
 @pytest.mark.parametrize(("facts", "code"), [(facts, code) for facts, code, _ in CONFIG_SKIPS])
-def test_only_reasons_about_a_graph_depend_on_the_integration(facts: dict[str, Any], code: str) -> None:
+def test_only_reasons_about_a_graph_depend_on_the_integration(facts, code):
     auto = replace(ConfigView(), **facts)
     if code in GRAPH_ONLY:
-        assert (admit_config(auto), integration_of(auto)) == (None, "module")
-        assert (why_not_passes(auto) or NONE).code == code
+        assert (admit_config(auto), admission.integration_of(auto)) == (None, "module")
+        assert (admission.why_not_passes(auto) or NONE).code == code
         return
-    for asked in ("auto", *INTEGRATIONS):
+    for asked in ("auto", *admission.INTEGRATIONS):
         assert (admit_config(replace(auto, integration=asked)) or NONE).code == code
 
 
-def test_every_registered_code_can_be_reached() -> None:
+def test_every_registered_code_can_be_reached():
     engine, layer = {code for _, code, _ in CONFIG_SKIPS}, {code for _, code in LAYER_SKIPS}
-    assert engine == set(ENGINE_REASONS) - {"user_pass", "vllm_refuses", "not_known"}
-    assert set(LAYER_REASONS) <= layer <= set(ENGINE_REASONS) | set(LAYER_REASONS) | {"unknown_forward"}
-    assert sum(len(table) for table in admission.LEVELS.values()) == len(REASONS), "a code belongs to one level"
+    engines, layers = set(admission.ENGINE_REASONS), set(admission.LAYER_REASONS)
+    assert engine == engines - {"user_pass", "vllm_refuses", "not_known"}
+    assert layers <= layer <= engines | layers | {"unknown_forward"}
+    codes = sum(len(table) for table in admission.LEVELS.values())
+    assert codes == len(admission.REASONS), "a code belongs to one level"
     with pytest.raises(KeyError, match="unheard_of"):
         Skip("unheard_of", "message")
 
@@ -157,7 +140,7 @@ def test_every_registered_code_can_be_reached() -> None:
     st.lists(st.sampled_from(CONFIG_SKIPS), min_size=1, max_size=4),
     st.lists(st.sampled_from(LAYER_SKIPS), min_size=1, max_size=4),
 )
-def test_any_combination_of_contradictions_is_skipped(engine: list[Any], layer: list[Any]) -> None:
+def test_any_combination_of_contradictions_is_skipped(engine, layer):
     facts = [dict(ChainMap(*(facts for facts, *_ in picked))) for picked in (engine, layer)]
     assert admit_config(replace(PASSES, **facts[0])) is not None
     assert admit_layer(replace(LayerView(), **facts[1])) is not None
@@ -173,15 +156,13 @@ drafts = st.integers(0, 16)
     ("seqs", "drafted", "override", "limit"),
     [(256, 0, None, 256), (256, 3, None, 1024), (1, 1, None, 2), (1, 0, None, 2), (256, 0, 1, 2), (256, 3, 64, 64)],
 )
-def test_the_limit_is_sequences_times_one_plus_drafts(
-    seqs: int, drafted: int, override: int | None, limit: int
-) -> None:
-    assert decode_limit(seqs, drafted, override) == limit
+def test_the_limit_is_sequences_times_one_plus_drafts(seqs, drafted, override, limit):
+    assert admission.decode_limit(seqs, drafted, override) == limit
 
 
 @given(counts, drafts, st.integers(1, 10**6))
-def test_every_decode_step_lies_inside_the_limit(seqs: int, drafted: int, override: int) -> None:
-    limit = decode_limit(seqs, drafted)
-    assert all(within_limit(running * (1 + drafted), limit) for running in (1, seqs))
-    assert not within_limit(limit + 1, limit)
-    assert decode_limit(seqs, drafted, override) == max(override, SMALLEST_LIMIT)
+def test_every_decode_step_lies_inside_the_limit(seqs, drafted, override):
+    limit = admission.decode_limit(seqs, drafted)
+    assert all(admission.within_limit(running * (1 + drafted), limit) for running in (1, seqs))
+    assert not admission.within_limit(limit + 1, limit)
+    assert admission.decode_limit(seqs, drafted, override) == max(override, admission.SMALLEST_LIMIT)

@@ -1,7 +1,5 @@
 """What a release ships: an sdist and a wheel that install and run without the checkout."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -20,20 +18,20 @@ PLAN = ("plan", "deepseek-r1", "-tp", "8", "--kv-cache-dtype", "fp8", "--arch", 
 pytestmark = pytest.mark.slow
 
 
-def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+def run(*command, cwd, **environment):
     """Run outside the checkout, so that nothing is imported from it by chance."""
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return subprocess.run(command, cwd=cwd, env=clean | environment, capture_output=True, text=True)
 
 
-def succeeded(*command: str, cwd: Path) -> str:
+def succeeded(*command, cwd):
     done = run(*command, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
+def built(tmp_path_factory):
     """The folder of the sdist and of the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("built")
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -49,12 +47,12 @@ def built(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(built) -> Path:
+def wheel(built):
     (found,) = built.glob("*.whl")
     return found
 
 
-def environment(folder: Path, wheel: Path, above: str = "", *options: str) -> Path:
+def environment(folder, wheel, above="", *options):
     """The ``bin`` of a new environment that holds the wheel; ``above`` is a folder of packages that it also sees."""
     succeeded(sys.executable, "-m", "venv", str(folder), cwd=folder.parent)
     (site,) = folder.glob("lib/python3*/site-packages")
@@ -82,7 +80,7 @@ def test_the_wheel_holds_the_package_and_its_data_and_the_sdist_what_the_build_n
     assert {"LICENSE", "README.md", "pyproject.toml", "vllm_aiter_mla/plugin.py"} <= names
 
 
-def needed(folder: Path) -> str:
+def needed(folder):
     """``folder`` with links to what the wheel needs, and what that needs, as installed here; and to nothing else."""
     folder.mkdir()
     todo, seen = [Requirement(text) for text in requires("vllm-aiter-mla") or ()], set()

@@ -1,7 +1,5 @@
 """The stamp of every JSON file, how such a file is written, and the fingerprint of the sources (I9)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -18,7 +16,7 @@ from vllm_aiter_mla import __version__, files
 PACKAGE = Path(files.__file__).parent
 
 
-def test_a_stamp_names_schema_versions_time_and_host() -> None:
+def test_a_stamp_names_schema_versions_time_and_host():
     stamp = files.stamp("status", 3)[files.KEY]
     assert set(stamp) == {"schema", "schema_version", "plugin", "vllm", "aiter", "time", "host"}
     assert (stamp["schema"], stamp["schema_version"]) == ("vllm-aiter-mla/status", 3)
@@ -31,7 +29,7 @@ def test_a_stamp_names_schema_versions_time_and_host() -> None:
     assert files._distributions("no_such_package") == ()
 
 
-def test_a_file_is_replaced_in_one_step_with_the_mode_of_the_umask(tmp_path: Path) -> None:
+def test_a_file_is_replaced_in_one_step_with_the_mode_of_the_umask(tmp_path):
     path = tmp_path / "a.json"
     before = os.umask(0o077)
     try:
@@ -48,7 +46,7 @@ def test_a_file_is_replaced_in_one_step_with_the_mode_of_the_umask(tmp_path: Pat
             files.read(path, 8)
 
 
-def test_a_symlink_is_replaced_and_never_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_symlink_is_replaced_and_never_followed(tmp_path, monkeypatch):
     precious, pipe = tmp_path / "precious", tmp_path / "pipe"
     precious.write_text("{}")
     os.mkfifo(pipe)
@@ -68,9 +66,7 @@ def test_a_symlink_is_replaced_and_never_followed(tmp_path: Path, monkeypatch: p
     assert precious.read_text() == "{}"
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing_and_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_leaves_nothing_and_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     files.write(path, {"a": 1})
     with pytest.raises(TypeError):
@@ -82,7 +78,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing_and_the_old_one(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
+def test_a_device_is_written_to_and_stays(tmp_path):
     code = "from pathlib import Path\nfrom vllm_aiter_mla import files\nfiles.write(Path('/dev/stdout'), {'a': 1})"
     before = os.lstat("/dev/stdout").st_mode
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -98,7 +94,7 @@ def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
     assert not files.is_device(Path("/dev/shm/status.json"))
 
 
-def test_every_schema_that_is_written_is_documented() -> None:
+def test_every_schema_that_is_written_is_documented():
     root = PACKAGE.parent
     sources = [path.read_text() for folder in ("vllm_aiter_mla", "tools") for path in (root / folder).rglob("*.py")]
     stamped = {found for source in sources for found in re.findall(r'stamp\("(\w+)", (\d+)\)', source)}
@@ -113,11 +109,11 @@ def test_every_schema_that_is_written_is_documented() -> None:
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
+def copy(tmp_path):
     return Path(shutil.copytree(PACKAGE, tmp_path / "elsewhere", ignore=shutil.ignore_patterns("__pycache__")))
 
 
-def test_the_fingerprint_depends_on_the_version_and_not_on_the_place(copy: Path) -> None:
+def test_the_fingerprint_depends_on_the_version_and_not_on_the_place(copy):
     here = files.fingerprint_of(PACKAGE, __version__)
     assert files.fingerprint_of(copy, __version__) == here
     assert files.fingerprint_of(copy, "9.9") != here
@@ -126,7 +122,7 @@ def test_the_fingerprint_depends_on_the_version_and_not_on_the_place(copy: Path)
     assert here.startswith(f"{__version__}-")
 
 
-def test_changing_one_source_changes_the_fingerprint(copy: Path) -> None:
+def test_changing_one_source_changes_the_fingerprint(copy):
     parts = ("passes/pipeline", "kernels/absorb", "compat/layer", "ops", "gate", "admission", "settings", "__init__")
     seen = {files.fingerprint_of(copy, __version__)}
     for part in parts:
@@ -137,7 +133,7 @@ def test_changing_one_source_changes_the_fingerprint(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("part", sorted(files.NO_GRAPHS))
-def test_a_change_that_decides_no_graph_and_no_number_keeps_the_fingerprint(copy: Path, part: str) -> None:
+def test_a_change_that_decides_no_graph_and_no_number_keeps_the_fingerprint(copy, part):
     before = files.fingerprint_of(copy, __version__)
     for new in (copy / part / "new.py", copy / f"{part}.py"):
         new.parent.mkdir(exist_ok=True)
@@ -145,7 +141,7 @@ def test_a_change_that_decides_no_graph_and_no_number_keeps_the_fingerprint(copy
     assert files.fingerprint_of(copy, __version__) == before
 
 
-def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(tmp_path: Path) -> None:
+def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(tmp_path):
     seen = set()
     trees = ({"a.py": "ab", "b.py": "c"}, {"a.py": "a", "b.py": "bc"}, {"a.py": "ab", "c.py": "c"}, {"a.py": "ab"})
     for tree in trees:
@@ -157,9 +153,9 @@ def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(t
     assert len(seen) == len(trees)
 
 
-def test_fingerprinting_reads_each_source_once_and_less_than_a_megabyte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprinting_reads_each_source_once_and_less_than_a_megabyte(monkeypatch):
     """What it costs at start-up, without a clock: milliseconds depend on the machine and its load."""
-    read: list[Path] = []
+    read = []
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda self: (read.append(self), real(self))[1])
     files.fingerprint_of(PACKAGE, __version__)

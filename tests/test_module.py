@@ -1,7 +1,5 @@
 """Claims about the module integration without an engine: what it replaces, and which layers it skips."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -9,10 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -35,14 +31,14 @@ YARN = {
 # -- the wrapper
 
 
-def test_the_installed_vllms_forwards_are_known() -> None:
+def test_the_installed_vllms_forwards_are_known():
     assert compat_wrapper.why_unknown_code() is None
 
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("cls", list(compat_wrapper.KNOWN_FORWARDS), ids=lambda cls: cls.__name__)
-def test_a_forward_that_somebody_has_wrapped_is_not_known(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = cls.forward  # type: ignore[attr-defined]
+def test_a_forward_that_somebody_has_wrapped_is_not_known(cls, monkeypatch):
+    inner = cls.forward
     monkeypatch.setattr(cls, "forward", functools.wraps(inner)(lambda *args: inner(*args)))
     skip = compat_wrapper.why_unknown_code()
     assert skip is not None
@@ -78,7 +74,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-def test_a_source_is_known_by_its_code_and_not_by_docstrings_comments_or_layout() -> None:
+def test_a_source_is_known_by_its_code_and_not_by_docstrings_comments_or_layout():
     assert compat_wrapper.source_digest(COMMENTED) == compat_wrapper.source_digest(PLAIN) == PLAIN_DIGEST
     assert all(old in PLAIN for old, _ in CHANGES)
     found = [compat_wrapper.source_digest(PLAIN.replace(old, new)) for old, new in CHANGES]
@@ -96,7 +92,7 @@ print(*(source_digest(source) for source in sys.argv[1:]))
 """
 
 
-def interpreters() -> list[str]:
+def interpreters():
     """Return those of Python 3.10 to 3.14 that this machine has."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     minors = range(10, 15)
@@ -107,7 +103,7 @@ def interpreters() -> list[str]:
     return [sys.executable, *starts]
 
 
-def test_the_digest_is_the_same_on_every_python() -> None:
+def test_the_digest_is_the_same_on_every_python():
     sources = [PLAIN, *(inspect.getsource(cls.forward.__code__) for cls in compat_wrapper.KNOWN_FORWARDS)]
     known = [PLAIN_DIGEST, *(next(iter(digests)) for digests in compat_wrapper.KNOWN_FORWARDS.values())]
     for python in interpreters():
@@ -115,8 +111,8 @@ def test_the_digest_is_the_same_on_every_python() -> None:
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == known, python
 
 
-def test_our_class_is_in_vllms_registry_inside_the_block_alone() -> None:
-    def load() -> None:
+def test_our_class_is_in_vllms_registry_inside_the_block_alone():
+    def load():
         with module.installed():
             assert op_registry_oot[NAME] is module.fused_class()
             raise RuntimeError("loading failed")
@@ -126,11 +122,11 @@ def test_our_class_is_in_vllms_registry_inside_the_block_alone() -> None:
     assert NAME not in op_registry_oot
 
 
-def test_another_plugins_replacement_stays() -> None:
+def test_another_plugins_replacement_stays():
     class Theirs:
         pass
 
-    op_registry_oot[NAME] = Theirs  # type: ignore[assignment]
+    op_registry_oot[NAME] = Theirs
     try:
         with module.installed():
             assert op_registry_oot[NAME] is Theirs
@@ -139,7 +135,7 @@ def test_another_plugins_replacement_stays() -> None:
         del op_registry_oot[NAME]
 
 
-def test_a_wrapper_that_nobody_has_admitted_runs_vllms_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapper_that_nobody_has_admitted_runs_vllms_own_forward(monkeypatch):
     cls = module.fused_class()
     monkeypatch.setattr(compat_wrapper.MultiHeadLatentAttentionWrapper, "forward", lambda self, *args: args)
     one = cls.__new__(cls)
@@ -152,8 +148,8 @@ def test_a_wrapper_that_nobody_has_admitted_runs_vllms_own_forward(monkeypatch: 
     assert one(positions.expand(3, 3), hidden)[0].dim() == 2, "so are positions with more than one axis"
 
 
-def test_a_scaled_query_is_scaled_before_the_op_rotates_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[torch.Tensor] = []
+def test_a_scaled_query_is_scaled_before_the_op_rotates_it(monkeypatch):
+    given = []
     ops = SimpleNamespace(vllm_aiter_mla=SimpleNamespace(mla_attention_with_rope=lambda q, *_: given.append(q.clone())))
     monkeypatch.setattr(module.torch, "ops", ops)
     q = torch.randn(3, 2, 24).bfloat16()
@@ -173,17 +169,17 @@ def test_a_scaled_query_is_scaled_before_the_op_rotates_it(monkeypatch: pytest.M
 # -- the rotation
 
 
-def code_of(skip: Any) -> str:
+def code_of(skip):
     return "" if skip is None else str(skip.code)
 
 
-def stub(embedding: Any) -> Any:
+def stub(embedding):
     """What of a wrapper tells how it rotates."""
     return SimpleNamespace(rotary_emb=embedding, qk_rope_head_dim=WIDTH)
 
 
 @pytest.fixture
-def embedding() -> Iterator[Callable[..., Any]]:
+def embedding():
     with set_current_vllm_config(VllmConfig()):
         # vLLM keeps one module for equal arguments.
         yield lambda is_neox=False, dtype=torch.bfloat16, **scaling: copy.deepcopy(
@@ -194,9 +190,7 @@ def embedding() -> Iterator[Callable[..., Any]]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("is_neox", [False, True])
 @pytest.mark.parametrize("scaling", [{}, YARN], ids=["plain", "yarn"])
-def test_vllms_rotations_by_a_table_are_admitted(
-    embedding: Callable[..., Any], is_neox: bool, dtype: torch.dtype, scaling: dict[str, Any]
-) -> None:
+def test_vllms_rotations_by_a_table_are_admitted(embedding, is_neox, dtype, scaling):
     assert module.why_not_rope(stub(embedding(is_neox, dtype, **scaling))) is None
 
 
@@ -213,15 +207,15 @@ def test_vllms_rotations_by_a_table_are_admitted(
     ],
     ids=["the next row", "q and k swapped", "k not rotated", "scaled", "q is NaN", "k is NaN"],
 )
-def test_a_known_class_that_rotates_otherwise_is_skipped(embedding: Callable[..., Any], wrong: Any) -> None:
+def test_a_known_class_that_rotates_otherwise_is_skipped(embedding, wrong):
     one = embedding(True, torch.float32)
     inner = one.forward
     one.forward = lambda positions, q, k: wrong(inner)(positions.clamp(max=510), q[:, :1], k)
     assert code_of(module.why_not_rope(stub(one))) == "query_not_rope"
 
 
-def test_unknown_and_partial_rotations_and_the_other_pairing_are_skipped(embedding: Callable[..., Any]) -> None:
-    class Unheard(type(embedding())):  # type: ignore[misc]
+def test_unknown_and_partial_rotations_and_the_other_pairing_are_skipped(embedding):
+    class Unheard(type(embedding())):
         pass
 
     other, narrow, paired = embedding(dtype=torch.float32), embedding(dtype=torch.float16), embedding(True)
@@ -234,12 +228,10 @@ def test_unknown_and_partial_rotations_and_the_other_pairing_are_skipped(embeddi
 # -- the layers
 
 
-def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[Any] = []
+def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_asked(monkeypatch):
+    asked = []
 
-    def wrapper_of(attention: Any) -> Any:
+    def wrapper_of(attention):
         asked.append(attention)
         raise OSError("no source")
 
@@ -253,7 +245,7 @@ def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_ask
     assert len(asked) == 2
 
 
-def test_an_attention_module_that_something_hooks_is_left_to_vllm() -> None:
+def test_an_attention_module_that_something_hooks_is_left_to_vllm():
     attention = MLAAttention.__new__(MLAAttention)
     torch.nn.Module.__init__(attention)
     one = SimpleNamespace(mla_attn=attention)
@@ -269,9 +261,7 @@ def test_an_attention_module_that_something_hooks_is_left_to_vllm() -> None:
 
 @pytest.mark.parametrize(("mode", "flag", "skipped"), [("VLLM_COMPILE", True, True), ("NONE", True, False),
                                                        ("VLLM_COMPILE", False, False)])  # fmt: skip
-def test_a_layer_whose_output_vllm_would_quantise_is_left_to_vllm(
-    mode: str, flag: bool, skipped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_whose_output_vllm_would_quantise_is_left_to_vllm(mode, flag, skipped, monkeypatch):
     compilation = SimpleNamespace(mode=SimpleNamespace(name=mode), pass_config=SimpleNamespace(fuse_attn_quant=flag))
     found = SimpleNamespace(
         is_neox=True, mla_attn=SimpleNamespace(_vllm_config=SimpleNamespace(compilation_config=compilation))

@@ -1,11 +1,8 @@
 """Claims about the two spellings of the options. Needs neither torch nor vLLM."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,10 +11,10 @@ from hypothesis import strategies as st
 from vllm_aiter_mla import settings
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, DebugSettings, Settings, SettingsError, resolve
 
-OFF: dict[str, object] = {FLAG_FIELD: False, LIMIT_FIELD: None}
+OFF = {FLAG_FIELD: False, LIMIT_FIELD: None}
 
 
-def ours(**options: Any) -> dict[str, Any]:
+def ours(**options):
     return {"aiter_mla": options}
 
 
@@ -36,9 +33,7 @@ def ours(**options: Any) -> dict[str, Any]:
         (OFF, ours(debug={"stop_after": "q_prep_lift"}), Settings(debug=DebugSettings(stop_after="q_prep_lift"))),
     ],
 )
-def test_the_two_spellings_complete_each_other(
-    pass_config: dict[str, object], additional: object, wanted: Settings
-) -> None:
+def test_the_two_spellings_complete_each_other(pass_config, additional, wanted):
     assert resolve(pass_config, additional) == wanted
 
 
@@ -50,9 +45,7 @@ def test_the_two_spellings_complete_each_other(
         ({}, {"integration": "module", "debug": {"stop_after": "q_prep_lift"}}, ("integration", "stop_after")),
     ],
 )
-def test_two_options_that_contradict_each_other_are_an_error_that_names_both(
-    pass_config: dict[str, object], options: dict[str, Any], named: tuple[str, str]
-) -> None:
+def test_two_options_that_contradict_each_other_are_an_error_that_names_both(pass_config, options, named):
     with pytest.raises(SettingsError, match="contradict") as caught:
         resolve(pass_config, {"aiter_mla": options})
     assert all(name in str(caught.value) for name in named)
@@ -77,7 +70,7 @@ def test_two_options_that_contradict_each_other_are_an_error_that_names_both(
         *((f"pass_config.{LIMIT_FIELD}", value) for value in (True, 0)),
     ],
 )
-def test_a_wrong_key_type_or_range_names_the_option_and_the_value(name: str, value: Any) -> None:
+def test_a_wrong_key_type_or_range_names_the_option_and_the_value(name, value):
     outer, _, inner = name.partition(".")
     in_pass = outer == "pass_config"
     with pytest.raises(SettingsError) as caught:
@@ -86,7 +79,7 @@ def test_a_wrong_key_type_or_range_names_the_option_and_the_value(name: str, val
     assert repr(value) in str(caught.value)
 
 
-def test_a_typing_error_is_answered_with_the_nearest_option() -> None:
+def test_a_typing_error_is_answered_with_the_nearest_option():
     with pytest.raises(SettingsError, match="did you mean 'enabled'"):
         resolve(OFF, ours(enabeld=True))
     with pytest.raises(SettingsError, match="did you mean 'rounding'"):
@@ -94,21 +87,21 @@ def test_a_typing_error_is_answered_with_the_nearest_option() -> None:
 
 
 @pytest.mark.parametrize("value", [None, True, "on", ["enabled"]])
-def test_options_that_are_not_a_mapping_are_an_error(value: object) -> None:
+def test_options_that_are_not_a_mapping_are_an_error(value):
     with pytest.raises(SettingsError, match=r"additional_config\.aiter_mla: .*mapping"):
         resolve(OFF, {"aiter_mla": value})
 
 
-def test_options_without_the_switch_are_reported_as_unused() -> None:
+def test_options_without_the_switch_are_reported_as_unused():
     assert settings.unused_options(resolve(OFF, ours(kernel="triton", max_token_num=4))) == ("max_token_num", "kernel")
     assert settings.unused_options(resolve(OFF, ours(enabled=True, kernel="triton"))) == ()
 
 
-def test_settings_survive_pickling_and_cannot_be_changed() -> None:
+def test_settings_survive_pickling_and_cannot_be_changed():
     before = Settings(enabled=True, max_token_num=7, debug=DebugSettings(rounding="two"))
     assert pickle.loads(pickle.dumps(before)) == before
     with pytest.raises(AttributeError):
-        before.enabled = False  # type: ignore[misc]
+        before.enabled = False
 
 
 _settings = st.builds(
@@ -128,7 +121,7 @@ _settings = st.builds(
 
 
 @given(_settings)
-def test_additional_config_can_spell_every_setting(wanted: Settings) -> None:
+def test_additional_config_can_spell_every_setting(wanted):
     assert resolve(OFF, ours(**{**vars(wanted), "debug": vars(wanted.debug)})) == wanted
 
 
@@ -138,7 +131,7 @@ _keys = st.sampled_from(["enabled", "max_token_num", "kernel", "measure", "stric
 
 
 @given(st.dictionaries(_keys, _json, max_size=4))
-def test_any_input_is_either_read_or_rejected_by_name(options: dict[Any, Any]) -> None:
+def test_any_input_is_either_read_or_rejected_by_name(options):
     try:
         read = resolve(OFF, {"aiter_mla": options})
     except SettingsError as error:
@@ -148,7 +141,7 @@ def test_any_input_is_either_read_or_rejected_by_name(options: dict[Any, Any]) -
     assert read.max_token_num is None or (type(read.max_token_num) is int and read.max_token_num > 0)
 
 
-def test_importing_the_pure_modules_imports_neither_torch_nor_vllm() -> None:
+def test_importing_the_pure_modules_imports_neither_torch_nor_vllm():
     program = (
         "import sys, vllm_aiter_mla, vllm_aiter_mla.plugin\n"
         "from vllm_aiter_mla import admission, files, settings\n"

@@ -1,7 +1,5 @@
 """A process can behave as on a machine with AVX2 and without AVX-512: ``make test-avx2`` runs the tests in one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -15,7 +13,7 @@ pytestmark = pytest.mark.slow
 AVX2 = Path(__file__).with_name("avx2")
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments):
     """Run Python as on a machine with AVX2 only."""
     path = os.pathsep.join(filter(None, [str(AVX2), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}

@@ -1,7 +1,5 @@
 """Prints, as JSON, which kernels this process loads and how many values of vLLM's RoPE differ from the reference."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

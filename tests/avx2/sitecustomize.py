@@ -4,8 +4,6 @@ vLLM then loads the library that it ships for such machines, and ATen, oneDNN, M
 vLLM's AVX-512 libraries ends the process with SIGILL, as it does there. Python imports this module when it starts.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,10 +1,7 @@
 """What every command that writes does with its output path, and what it says while it runs."""
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ from vllm_aiter_mla.commands.main import app
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def places(tmp_path, monkeypatch):
     """A folder with a file, a folder, and a file and a folder that are not writable."""
     for name in ("folder", "locked"):
         (tmp_path / name).mkdir()
@@ -45,11 +42,9 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("folder", "new/and/deep", None),
     ],
 )
-def test_a_path_that_cannot_be_written_is_named_with_its_reason(
-    places: Path, kind: str, name: str, reason: str | None
-) -> None:
+def test_a_path_that_cannot_be_written_is_named_with_its_reason(places, kind, name, reason):
     paths = {"--out": places / name, "--other": None}
-    check: Callable[[], None] = lambda: outputs.check(*([paths] if kind == "file" else [{}, paths]))  # noqa: E731
+    check = lambda: outputs.check(*([paths] if kind == "file" else [{}, paths]))  # noqa: E731
     if reason is None:
         check()
         return
@@ -59,7 +54,7 @@ def test_a_path_that_cannot_be_written_is_named_with_its_reason(
     assert str(caught.value).endswith(reason)
 
 
-def test_a_link_is_replaced_wherever_it_leads(tmp_path: Path) -> None:
+def test_a_link_is_replaced_wherever_it_leads(tmp_path):
     (tmp_path / "file").write_text("")
     for name, target in (("loop", "loop"), ("dangling", "no/such"), ("leads", "file")):
         (tmp_path / name).symlink_to(tmp_path / target)
@@ -75,18 +70,16 @@ def test_a_link_is_replaced_wherever_it_leads(tmp_path: Path) -> None:
         ("verify", ["--json", "no/such/x.json"], "--json no/such/x.json"),
         ("verify", ["--device", "cpu", "--limit", "8193"], "--limit 8193"),
         ("verify", ["--device", "cpu", "--limit", "7"], "--limit 7"),
-        *(
-            ("verify", ["--device", "cpu", option, "nonsense"], "'nonsense'; there are")
-            for option in ("--only", "--backend", "--variant")
-        ),
+        *(("verify", ["--device", "cpu", option, "nonsense"], "'nonsense'; there are")
+         for option in ("--only", "--backend", "--variant")),
         ("verify", ["--device", "cpu", "--model", "nobody"], "nobody"),
         ("verify", ["--device", "cpu", "--model", "deepseek-r1", "--tp", "7"], "--tp 7"),
         # There is no x.json either: the output is checked before anything is drawn.
         *(("report", ["x.json", "--out", out], f"--out {out}") for out in (".", "no/page.html")),
         ("measure", ["--json", "."], "--json ."),
     ],
-)
-def test_a_wrong_option_is_one_line_on_stderr_and_exits_2(command: str, arguments: list[str], named: str) -> None:
+)  # fmt: skip
+def test_a_wrong_option_is_one_line_on_stderr_and_exits_2(command, arguments, named):
     done = CliRunner().invoke(app, [command, *arguments])
     # A progress bar that never began leaves an empty line.
     assert (done.exit_code, done.stdout.strip()) == (2, "")
@@ -95,13 +88,11 @@ def test_a_wrong_option_is_one_line_on_stderr_and_exits_2(command: str, argument
     assert done.stderr.count("\n") == 1
 
 
-def test_a_slow_command_says_where_it_is_and_what_comes_next(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_command_says_where_it_is_and_what_comes_next(capsys, monkeypatch):
     timers = []
 
     class Timer(threading.Timer):
-        def start(self) -> None:
+        def start(self):
             timers.append(self)
 
     monkeypatch.setattr(threading, "Timer", Timer)
@@ -121,5 +112,5 @@ def test_a_slow_command_says_where_it_is_and_what_comes_next(
     ("text", "shown"),
     [("a\tb\nc", "a b\\nc"), ("\x1b[31m\u202e", "\\x1b[31m\\u202e"), ("\ud800", "\\ud800"), ("µs ±", "µs ±")],
 )
-def test_a_line_holds_no_control_character(text: str, shown: str) -> None:
+def test_a_line_holds_no_control_character(text, shown):
     assert outputs.line(text) == shown

@@ -1,12 +1,9 @@
 """``vllm-aiter-mla status``: one line for each engine, and an exit status for scripts."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
@@ -16,23 +13,23 @@ NAMES = ("model.layers.0.attn", "model.layers.1.attn")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path)
     return tmp_path
 
 
-def write(folder: Path, run: str, engine: str, rank: int, engaged: tuple[str, ...] = NAMES) -> None:
+def write(folder, run, engine, rank, engaged=NAMES):
     record = record_of(NAMES, 512, "fp8", rank) | {"run": run, "engine": engine, "model_name": "r1"}
     record |= {"engaged": dict.fromkeys(engaged, "triton")}
     record["skipped"] = {name: ["kernel_shape", "wrong"] for name in NAMES if name not in engaged}
     (folder / f"status-{run}-{engine}-{rank}.json").write_text(json.dumps(record))
 
 
-def run() -> Result:
+def run():
     return CliRunner().invoke(app, ["status"])
 
 
-def test_each_data_parallel_engine_of_a_server_has_its_line(folder: Path) -> None:
+def test_each_data_parallel_engine_of_a_server_has_its_line(folder):
     for engine in ("0", "1"):
         for rank in (0, 1):
             write(folder, "7-a", engine, rank)
@@ -44,7 +41,7 @@ def test_each_data_parallel_engine_of_a_server_has_its_line(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("engaged", [(), NAMES[:1]])
-def test_a_rank_that_fell_back_is_exit_status_1(folder: Path, engaged: tuple[str, ...]) -> None:
+def test_a_rank_that_fell_back_is_exit_status_1(folder, engaged):
     write(folder, "7-a", "0", 0)
     write(folder, "7-a", "0", 1, engaged)
     found = run()
@@ -53,7 +50,7 @@ def test_a_rank_that_fell_back_is_exit_status_1(folder: Path, engaged: tuple[str
 
 
 @pytest.mark.parametrize("content", [None, "half a fi", "{}"])
-def test_no_file_or_a_broken_one_is_exit_status_2(folder: Path, content: str | None) -> None:
+def test_no_file_or_a_broken_one_is_exit_status_2(folder, content):
     if content is not None:
         (folder / "status-7-a-0-0.json").write_text(content)
     assert run().exit_code == 2

@@ -1,7 +1,5 @@
 """The emulation of full CUDA graphs: what a replay shows to Python, what it must not write, and what pads it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -52,12 +50,9 @@ class Runner:
         self.table[:n, 0] = torch.tensor(slots, dtype=torch.int32) // SIZE
         metadata = SimpleNamespace(num_actual_tokens=actual_tokens, decode=SimpleNamespace(block_table=self.table))
         self.context = SimpleNamespace(
-            cudagraph_runtime_mode=mode,
-            batch_descriptor=ROWS,
-            attn_metadata={NAME: metadata},
-            slot_mapping={NAME: self.slots},
-            no_compile_layers={NAME: SimpleNamespace(kv_cache=self.cache)},
-        )
+            cudagraph_runtime_mode=mode, batch_descriptor=ROWS, attn_metadata={NAME: metadata},
+            slot_mapping={NAME: self.slots}, no_compile_layers={NAME: SimpleNamespace(kv_cache=self.cache)},
+        )  # fmt: skip
         return self.graphs(values=self.values)
 
 
@@ -94,23 +89,16 @@ def test_a_graph_is_captured_while_vllm_captures_and_at_no_other_time(runner, mo
         runner.step([5])
 
 
-def clamps(slots):
-    """Padding ends in vLLM's null block."""
-    return slots.clamp(min=0)
-
-
-def wraps(slots):
-    """Padding ends in the cache's last row: -1 is an index."""
-    return slots
-
-
-def next_row(slots):
-    """Padding continues after the last real row, in a block of that request."""
-    return torch.where(slots < 0, slots.max() ^ 1, slots)
-
-
 @pytest.mark.mutation
-@pytest.mark.parametrize("bug", [clamps, wraps, next_row])
+@pytest.mark.parametrize(
+    "bug",
+    [
+        # Padding ends in vLLM's null block, in the cache's last row, or in a block of the last request.
+        pytest.param(lambda slots: slots.clamp(min=0), id="clamps"),
+        pytest.param(lambda slots: slots, id="wraps"),
+        pytest.param(lambda slots: torch.where(slots < 0, slots.max() ^ 1, slots), id="next row"),
+    ],
+)
 def test_mutation_a_kv_row_for_padding_is_caught(monkeypatch, bug):
     runner = Runner(monkeypatch)
     runner.step([])

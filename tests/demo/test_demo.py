@@ -1,7 +1,5 @@
 """The demo: options, what counts as equal, exit status, JSON, and runs on a GPU. No engine is started."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -31,14 +29,10 @@ def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2):
         "skipped": {name: ["impl", "unknown"] for name in names[engaged:]},
     }
     return EngineResult(
-        scenarios={name: steps or STEPS for name in scenarios},
-        status=[record],
-        ranges=[(1, 16), (17, 64)],
-        graphs={"1-16": "%a = call_function[target=torch.ops.aten.mm.default](args = ())"},
-        log=["INFO aiter-mla: 2/2 MLA layers engaged"],
-        versions={"vllm": "0", "device": "A Card"},
-        seconds=1.0,
-    )
+        scenarios={name: steps or STEPS for name in scenarios}, status=[record], ranges=[(1, 16), (17, 64)],
+        graphs={"1-16": "%a = call_function[target=torch.ops.aten.mm.default](args = ())"}, seconds=1.0,
+        log=["INFO aiter-mla: 2/2 MLA layers engaged"], versions={"vllm": "0", "device": "A Card"},
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The sandbox: only its processes see its vLLM plugin, and its mended parts of vLLM do what vLLM would on a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -67,10 +65,10 @@ class Selector(NamedTuple):
     kv_cache_dtype: str
 
 
-def test_vllm_033_lets_mla_and_nothing_else_have_an_fp8_cache_on_a_cpu() -> None:
+def test_vllm_033_lets_mla_and_nothing_else_have_an_fp8_cache_on_a_cpu():
     class Platform:
         @classmethod
-        def get_attn_backend_cls(cls, selected_backend: str, config: Selector, num_heads: int | None = None) -> str:
+        def get_attn_backend_cls(cls, selected_backend, config, num_heads=None):
             if config.kv_cache_dtype != "auto":
                 raise ValueError("not supported on CPU")
             return f"{cls.__name__} {selected_backend} {num_heads}"
@@ -84,7 +82,7 @@ def test_vllm_033_lets_mla_and_nothing_else_have_an_fp8_cache_on_a_cpu() -> None
 
 
 @pytest.mark.parametrize("real", [None, [3, 6]])
-def test_vllm_033_repeats_the_first_page_past_a_requests_real_length(real: list[int] | None) -> None:
+def test_vllm_033_repeats_the_first_page_past_a_requests_real_length(real):
     table = torch.tensor([[5, 2], [7, 1]], dtype=torch.int32)
     bounds = torch.tensor([0, 5, 11], dtype=torch.int32)
     found = torch.full((12,), -1, dtype=torch.int32)
@@ -96,7 +94,7 @@ def test_vllm_033_repeats_the_first_page_past_a_requests_real_length(real: list[
 
 
 @pytest.mark.parametrize("skip_scale", [(), (True,)], ids=["0.32", "0.33"])
-def test_kv_rows_are_written_by_slot_in_both_releases(skip_scale) -> None:
+def test_kv_rows_are_written_by_slot_in_both_releases(skip_scale):
     gpu_ops.register()
     kv_c, k_pe, cache = torch.randn(3, 8), torch.randn(3, 4), torch.zeros(2, 2, 12)
     slots = torch.tensor([2, -1, 0])
@@ -106,7 +104,7 @@ def test_kv_rows_are_written_by_slot_in_both_releases(skip_scale) -> None:
 
 
 @given(ranks=st.integers(1, 4), held=st.integers(1, 5), tokens=st.integers(0, 6), seed=st.integers(0, 99))
-def test_each_chosen_expert_has_weight_on_one_rank(ranks: int, held: int, tokens: int, seed: int) -> None:
+def test_each_chosen_expert_has_weight_on_one_rank(ranks, held, tokens, seed):
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(ranks * held, (tokens, 2), generator=draw, dtype=torch.int32)
     weights = torch.rand(tokens, 2, generator=draw) + 0.5
@@ -126,7 +124,7 @@ def test_each_chosen_expert_has_weight_on_one_rank(ranks: int, held: int, tokens
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_vllms_experts_get_local_ids_where_there_is_a_map(monkeypatch: pytest.MonkeyPatch, mapped: bool) -> None:
+def test_vllms_experts_get_local_ids_where_there_is_a_map(monkeypatch, mapped):
     seen = {}
 
     def inner(self, output, topk_weights, topk_ids, expert_map):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm.envs
 
 from vllm_aiter_mla.commands.doctor import command, machine
 from vllm_aiter_mla.commands.doctor.command import name_of, run
@@ -80,26 +78,6 @@ AITER_ON = {"VLLM_ROCM_USE_AITER": "1"}
 
 
 @pytest.mark.usefixtures("rocm_card")
-@pytest.mark.parametrize("name", ["fp8", "fp4"])
-@pytest.mark.parametrize("default", [True, False])
-def test_the_weight_formats_follow_the_installed_vllms_defaults(
-    name: str, default: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On in 0.30 to 0.32, off in 0.33; the fast path takes either format, so neither is a warning."""
-    variable, check = f"VLLM_ROCM_USE_AITER_{name.upper()}BMM", f"{name}-bmm"
-    read = lambda: bool(int(os.environ.get(variable, str(int(default)))))  # noqa: E731
-    monkeypatch.setitem(vllm.envs.environment_variables, variable, read)
-    unset, other = found(check, **AITER_ON), found(check, **AITER_ON, **{variable: str(int(not default))})
-    assert unset.status == other.status == "ok"
-    assert f"{variable} is unset, in this vLLM {'on' if default else 'off'}: " in unset.detail
-    assert other.detail.startswith(f"{variable} {'off' if default else 'on'}: ")
-    assert found(check).detail.startswith("off, because VLLM_ROCM_USE_AITER")
-    assert status(check, **AITER_ON, **{variable: "maybe"}) == "problem"
-    monkeypatch.delitem(vllm.envs.environment_variables, variable)
-    assert status(check, **AITER_ON) == "unknown"
-
-
-@pytest.mark.usefixtures("rocm_card")
 @pytest.mark.parametrize(
     ("name", "env", "expected"),
     [
@@ -110,7 +88,6 @@ def test_the_weight_formats_follow_the_installed_vllms_defaults(
         ("batch-invariant", {}, "ok"),
         ("mla", {"VLLM_MLA_DISABLE": "1"}, "problem"),
         ("mla", {}, "ok"),
-        ("breakable-graphs", {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}, "ok"),
         ("vllm-plugins", {"VLLM_PLUGINS": "other"}, "problem"),
         ("vllm-plugins", {"VLLM_PLUGINS": ""}, "problem"),
         ("vllm-plugins", {"VLLM_PLUGINS": "other,aiter_mla"}, "ok"),

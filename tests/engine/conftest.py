@@ -1,7 +1,5 @@
 """Start each distinct engine that the selected tests need once, while other tests run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -23,13 +21,9 @@ class Engines:
 
     def __init__(self, names: list[str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="aiter-mla-tests-"))
+        command = [sys.executable, "-m", "tests.engine.engine_pool", str(self.folder), *names]
         with (self.folder / "pool.log").open("w") as log:
-            self.pool = subprocess.Popen(
-                [sys.executable, "-m", "tests.engine.engine_pool", str(self.folder), *names],
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            self.pool = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         self.results: dict[str, EngineResult] = {}
 
     def __call__(self, name: str) -> EngineResult:
@@ -76,6 +70,6 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(scope="session")
-def engines() -> Engines:
+def engines():
     """The engines of this session, by name."""
     return _runner[0]

@@ -1,7 +1,5 @@
 """What engine tests compare: two results, or the layers of one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.sandbox.compare import compare

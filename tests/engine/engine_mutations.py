@@ -1,7 +1,5 @@
 """Planted bugs. An engine's process calls one of them before its config is built."""
 
-from __future__ import annotations
-
 
 def attention_does_not_split() -> None:
     """The attention op is missing from the splitting set: piecewise graphs would hold it."""

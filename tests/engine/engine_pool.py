@@ -3,8 +3,6 @@
 A separate process, because tests meanwhile plant bugs and change the environment in theirs.
 """
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engines that these tests start, by name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 
@@ -121,16 +119,17 @@ def _broken(spec: EngineSpec, mutation: str) -> EngineSpec:
     return replace(spec, scenarios=("mixed",), mutation=f"tests.engine.engine_mutations:{mutation}")
 
 
+# Each with the flag off and on.
+PAIRS = {
+    "bf16": _cold, "fp8": _fp8, "fp32": _fp32, "aiter-fp8-bmm": _fp8_bmm, "aiter-fp4-bmm": _fp4_bmm,
+    "class-gfx942": _class942, "class-gfx950": _class950, "schedule": _schedule, "pp2": _stages, "kv": _shared_kv,
+    "glm": _glm, "eagle": _eagle, "ep": _expert_parallel, "lora": _lora, "eager": _eager, "cut": _cut,
+    "eager-drafts": _eager_drafts,
+}  # fmt: skip
 SPECS: dict[str, EngineSpec] = {
-    "bf16-off": _off(_bf16),
-    "bf16-on": _cold,
     "warm": replace(_warm, scenarios=("short",)),
     "mutation-half-a-layer": _broken(_warm, "every_second_layer_is_skipped"),
     "no-plugin": replace(_off(_small), dump_graphs=True, plugin=False),
-    "fp8-off": _off(_fp8),
-    "fp8-on": _fp8,
-    "fp32-off": _off(_fp32),
-    "fp32-on": _fp32,
     "mutation-no-split": _broken(_fp32, "attention_does_not_split"),
     "on-after-vllms-pass": replace(_small, vllm_pass=True),
     "stop-rope-kv": replace(_small, stop_after="rope_kv_cache"),
@@ -141,37 +140,9 @@ SPECS: dict[str, EngineSpec] = {
     ),
     # The real Triton kernel on CPU tensors; a step takes a few tenths of a second.
     "triton": replace(_eager, scenarios=("mixed",), kernel="triton", rounding="single", interpret=True),
-    "aiter-fp8-bmm-off": _off(_fp8_bmm),
-    "aiter-fp8-bmm-on": _fp8_bmm,
     "stop-q-prep": replace(_small, stop_after="q_prep_lift"),
-    "aiter-fp4-bmm-off": _off(_fp4_bmm),
-    "aiter-fp4-bmm-on": _fp4_bmm,
-    "class-gfx942-off": _off(_class942),
-    "class-gfx942-on": _class942,
-    "class-gfx950-off": _off(_class950),
-    "class-gfx950-on": _class950,
     "mutation-rank-1-falls-back": _broken(_class950, "the_check_fails_on_rank_1"),
-    "schedule-off": _off(_schedule),
-    "schedule-on": _schedule,
-    "pp2-off": _off(_stages),
-    "pp2-on": _stages,
-    "kv-off": _off(_shared_kv),
-    "kv-on": _shared_kv,
-    "glm-off": _off(_glm),
-    "glm-on": _glm,
-    "eagle-off": _off(_eagle),
-    "eagle-on": _eagle,
-    "ep-off": _off(_expert_parallel),
-    "ep-on": _expert_parallel,
-    "lora-off": _off(_lora),
-    "lora-on": _lora,
     "ray-on": _ray,
-    "eager-off": _off(_eager),
-    "eager-on": _eager,
-    "eager-drafts-off": _off(_eager_drafts),
-    "eager-drafts-on": _eager_drafts,
-    "cut-off": _off(_cut),
-    "cut-on": _cut,
     "module-full": _full_module,
     "skipped": replace(_broken(_eager, "no_implementation_is_known"), scenarios=("short", "mixed")),
     "renamed": replace(_broken(_eager, "a_private_function_is_renamed"), scenarios=("short", "mixed")),
@@ -210,8 +181,8 @@ PADDED = {
     )
 }  # fmt: skip
 CLASS_MATRIX |= PADDED
-SPECS |= {f"{name}-off": _off(spec) for name, spec in CLASS_MATRIX.items()}
-SPECS |= {f"{name}-on": spec for name, spec in CLASS_MATRIX.items()}
+SPECS |= {f"{name}-off": _off(spec) for name, spec in (PAIRS | CLASS_MATRIX).items()}
+SPECS |= {f"{name}-on": spec for name, spec in (PAIRS | CLASS_MATRIX).items()}
 # These start after another one, in the cache of the first.
 AFTER = {"warm": "bf16-on", "mutation-half-a-layer": "warm", "kv-on": "kv-off"}
 CACHES = {"warm": "bf16-on", "mutation-half-a-layer": "bf16-on", "kv-on": "kv-off"}

@@ -1,10 +1,5 @@
 """The engine over the simulated AITER, over vLLM's AITER attention class, and over the interpreted Triton kernel."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from typing import Any
-
 import pytest
 
 from tests.engine import engine_specs
@@ -20,6 +15,16 @@ def test_aiter_on_gfx942_with_fp8_equals_the_reference_to_the_bit(engines):
     assert ours.scenarios == reference.scenarios
 
 
+def pairs(names, quick=()):
+    """The engines with the flag off and on; those that are not quick are for `make test-wide`."""
+    return [
+        pytest.param(
+            name, marks=[pytest.mark.engine(f"{name}-off", f"{name}-on"), *[pytest.mark.wide] * (name not in quick)]
+        )
+        for name in names
+    ]
+
+
 @pytest.mark.engine("eager-off", "triton")
 def test_the_triton_kernel_on_cpu_tensors_serves_the_engine_within_the_bound_of_the_gpu_demo(engines):
     ours = engines("triton")
@@ -29,11 +34,11 @@ def test_the_triton_kernel_on_cpu_tensors_serves_the_engine_within_the_bound_of_
         assert SUM_ORDER.holds(found), (name, found)
 
 
-@pytest.mark.engine("eager-off", "aiter-fp8-bmm-off", "aiter-fp8-bmm-on", "aiter-fp4-bmm-off", "aiter-fp4-bmm-on")
-@pytest.mark.parametrize("held_in", ["fp8", "fp4"])
-def test_quantised_absorb_weights_equal_vllm_which_multiplies_by_the_same_gemm(engines, held_in):
+@pytest.mark.engine("eager-off")
+@pytest.mark.parametrize("name", pairs(["aiter-fp8-bmm", "aiter-fp4-bmm"], ["aiter-fp8-bmm"]))
+def test_quantised_absorb_weights_equal_vllm_which_multiplies_by_the_same_gemm(engines, name):
     """With a bf16 cache vLLM's mxfp4 GEMM gets no ``y_scale``; test_absorb_fp4.py has fp8 caches."""
-    vllm_own, ours = engines(f"aiter-{held_in}-bmm-off"), engines(f"aiter-{held_in}-bmm-on")
+    vllm_own, ours = engines(f"{name}-off"), engines(f"{name}-on")
     assert vllm_own.scenarios != same_scenarios(engines("eager-off"), vllm_own).scenarios, "the weights are plain"
     assert kernels(ours) == [{"aiter"}]
     assert_all_engaged(ours)
@@ -70,17 +75,7 @@ def test_aiters_op_on_two_spawned_ranks_gives_vllms_tokens_over_aiters_class(eng
     assert_parity(engines("class-gfx950-off"), on)
 
 
-def pairs(names: Iterable[str], quick: Sequence[str] = ()) -> list[Any]:
-    """The engines with the flag off and on; those that are not quick are for `make test-wide`."""
-    return [
-        pytest.param(
-            name, marks=[pytest.mark.engine(f"{name}-off", f"{name}-on"), *[pytest.mark.wide] * (name not in quick)]
-        )
-        for name in names
-    ]
-
-
-@pytest.mark.parametrize("name", pairs(engine_specs.PADDED, ("padded-8-heads-fp8", "padded-20-heads-auto")))
+@pytest.mark.parametrize("name", pairs(engine_specs.PADDED, ("padded-20-heads-auto",)))
 def test_padded_heads_give_vllms_tokens_without_a_copy_of_the_query(engines, name):
     """What the kernel leaves unwritten between the heads is NaN here, and reaches no token."""
     off, on = engines(f"{name}-off"), engines(f"{name}-on")

@@ -1,19 +1,10 @@
 """The invariants that only a real engine can show, each with the planted bug that its check catches."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 
-from tests.engine.engine_checks import (
-    MAX_DLOGPROB,
-    assert_all_engaged,
-    assert_parity,
-    figures,
-    padded,
-    same_scenarios,
-)
+from tests.engine.engine_checks import MAX_DLOGPROB, assert_all_engaged, assert_parity, figures, padded, same_scenarios
 from tests.sandbox.engine import EngineFailedError
 from tests.sandbox.runs import EXACT, SUM_ORDER
 
@@ -85,7 +76,7 @@ def test_i13_batches_with_prefill_rows_inside_the_decode_limit_are_rotated_in_pl
         assert re.search(rf"\bmm\(.*\bout={buffer}\b", producer), producer
 
 
-def uses_before_the_op(code: str, buffer: str) -> list[str]:
+def uses_before_the_op(code, buffer):
     """The calls that are given ``buffer`` before the op is. Inductor names a value once and may reuse memory."""
     lines = [line.partition("#")[0].strip() for line in code.splitlines()]
     used = [line for line in lines if re.search(rf"\b{buffer}\b", line)]

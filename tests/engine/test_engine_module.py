@@ -1,7 +1,5 @@
 """The module integration in a real engine gives the tokens of vLLM in the same mode, without a pass."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engine.engine_checks import assert_all_engaged, assert_parity, padded

@@ -1,7 +1,5 @@
 """The fast path in the real engine gives the tokens and log-probabilities of unmodified vLLM."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engine.engine_checks import MAX_DLOGPROB, assert_all_engaged, assert_parity, padded

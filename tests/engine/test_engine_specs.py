@@ -1,7 +1,5 @@
 """The list of engines stays short, and each of them is there for a test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.engine import engine_mutations, engine_specs

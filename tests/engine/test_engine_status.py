@@ -1,16 +1,11 @@
 """What operators see of an engine: the status of each engine of a process, and the gauge of a real server."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,17 +19,14 @@ pytestmark = pytest.mark.engine
 MODEL = {"num_hidden_layers": 2, "yarn": False}
 
 
-def test_i15_two_engines_in_one_process_the_second_engages_after_a_failed_check_of_the_first(tmp_path: Path) -> None:
+def test_i15_two_engines_in_one_process_the_second_engages_after_a_failed_check_of_the_first(tmp_path):
     spec = EngineSpec(model=MODEL, kernel="aiter", fake_arch="gfx942", llm={"enforce_eager": True})
     save(spec, tmp_path / "spec")
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.two_engines_child", str(tmp_path / "spec"), str(tmp_path)],
-        env=engine.environment_for(spec, tmp_path / "cache", tmp_path / "inductor"),
-        capture_output=True,
-        text=True,
-        timeout=engine.TIMEOUT_S,
-        check=False,
-    )
+        env=engine.environment_for(spec, tmp_path / "cache", tmp_path / "inductor"), capture_output=True, text=True,
+        timeout=engine.TIMEOUT_S, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     first, second = json.loads((tmp_path / "status.json").read_text())
     assert (first["engaged"], set(first["skipped"].values())) == ({}, {"kernel_shape"})
@@ -45,7 +37,7 @@ def test_i15_two_engines_in_one_process_the_second_engages_after_a_failed_check_
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+def server(tmp_path):
     """A real server on loopback over the sandbox: its address, and a file whose presence lets the kernels raise."""
     model = TinyDeepseek(**MODEL, vocab_size=512).save(tmp_path / "model")
     serving_model.save_tokenizer(model)
@@ -71,7 +63,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         process.wait(60)
 
 
-def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(address, process, log):
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()[-3000:]
@@ -83,22 +75,22 @@ def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(f"no server after 600 s: {log.read_text()[-3000:]}")
 
 
-def ask(address: str) -> str:
+def ask(address):
     body = json.dumps({"model": "tiny", "prompt": "abcd", "max_tokens": 4, "temperature": 0, "ignore_eos": True})
     request = urllib.request.Request(
         f"{address}/v1/completions", body.encode(), headers={"Content-Type": "application/json"}
     )
-    answer: dict[str, Any] = json.loads(urllib.request.urlopen(request, timeout=300).read())
+    answer = json.loads(urllib.request.urlopen(request, timeout=300).read())
     return str(answer["choices"][0]["text"])
 
 
-def scraped(address: str) -> dict[str, float]:
+def scraped(address):
     text = urllib.request.urlopen(f"{address}/metrics", timeout=60).read().decode()
     lines = [line for line in text.splitlines() if line.startswith(f"{status.GAUGE}{{")]
     return {line.split('state="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
 
 
-def test_a_scrape_of_metrics_sees_a_kernel_fail_while_serving(server: tuple[str, Path]) -> None:
+def test_a_scrape_of_metrics_sees_a_kernel_fail_while_serving(server):
     address, trigger = server
     before = ask(address)
     assert scraped(address) == {"engaged": 2, "skipped": 0}

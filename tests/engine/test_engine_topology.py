@@ -1,7 +1,5 @@
 """Other models, schedulers and topologies: tokens are vLLM's own, layers engage, and the engine really ran that way."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -91,6 +89,7 @@ def test_ranks_that_fell_back_are_in_the_line_the_files_and_the_gauge(engines, t
     assert_parity(engines("class-gfx950-off"), found)
 
 
+@pytest.mark.wide
 @pytest.mark.engine("kv-off", "kv-on")
 def test_topology_of_a_kv_connector_reads_the_rows_that_vllm_has_written(engines):
     """A prompt whose rows are loaded is computed in another split than a whole one: tokens are compared."""

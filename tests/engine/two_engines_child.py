@@ -3,8 +3,6 @@
 The first engine's kernel fails its check; the second one's passes.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,7 +1,5 @@
 """Fixtures for tests on real vLLM configs: the plugin registered, vLLM's compile mode kept on the CPU platform."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import functools
@@ -10,8 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +25,7 @@ rocm_config.inspect_in_process()
 
 
 @pytest.fixture(autouse=True)
-def cache_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache_root(tmp_path, monkeypatch):
     """A skipped config writes its status under vLLM's cache root: not under the developer's."""
     root = tmp_path / "vllm-cache"
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(root))
@@ -37,27 +33,24 @@ def cache_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def without_plugin() -> dict[str, Any]:
+def without_plugin():
     """What a process without the plugin sees: a flag-off config of its own, and our PassConfig unpickled."""
     pickled = base64.b64encode(pickle.dumps(PassConfig(**{FLAG_FIELD: True, LIMIT_FIELD: 64}))).decode()
     done = subprocess.run(
-        [sys.executable, gate_support.__file__, pickled],
-        env={**os.environ, "VLLM_PLUGINS": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+        [sys.executable, gate_support.__file__, pickled], env={**os.environ, "VLLM_PLUGINS": ""}, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
 @pytest.fixture(scope="session")
-def mla_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mla_model(tmp_path_factory):
     return save_config(TinyDeepseek(num_hidden_layers=2).config(), tmp_path_factory.mktemp("mla"))
 
 
 @pytest.fixture
-def dense_model(mla_model: Path) -> Any:
+def dense_model(mla_model):
     """The ``ModelConfig`` of a model without MLA; a bidirectional one, which vLLM runs without it."""
     model = copy.copy(gate_support.vllm_config(mla_model).model_config)
     model.hf_text_config = copy.copy(model.hf_text_config)
@@ -67,18 +60,18 @@ def dense_model(mla_model: Path) -> Any:
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered(monkeypatch):
     """Registration as it went without a failure, whatever an earlier test has planted."""
     monkeypatch.setattr(patches, "_failed", {})
 
 
 @pytest.fixture
-def compiling(monkeypatch: pytest.MonkeyPatch, registered: None) -> None:
+def compiling(monkeypatch, registered):
     """The CPU platform as a GPU's: VLLM_COMPILE stays. Wrapped around the hook, which then goes around it in turn."""
     gate_support.keep_compile_mode(monkeypatch)
 
 
 @pytest.fixture
-def config(compiling: None, mla_model: Path) -> Callable[..., Any]:
+def config(compiling, mla_model):
     """Builds a ``VllmConfig`` of an MLA model that compiles; keyword arguments go to ``EngineArgs``."""
     return functools.partial(gate_support.vllm_config, mla_model)

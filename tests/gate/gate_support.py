@@ -3,8 +3,6 @@
 Also a script: it reports what a process sees before it loads the plugin.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import logging

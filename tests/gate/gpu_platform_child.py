@@ -4,8 +4,6 @@
 JSON line. What is made up for it is listed in ``vllm_aiter_mla.commands.plan.card``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -60,12 +58,9 @@ def backend_of(config: Any) -> str | None:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     facts = AttentionSelectorConfig(
-        head_size=576,
-        dtype=config.model_config.dtype,
-        kv_cache_dtype=config.cache_config.cache_dtype,
-        block_size=16,
+        head_size=576, dtype=config.model_config.dtype, kv_cache_dtype=config.cache_config.cache_dtype, block_size=16,
         use_mla=True,
-    )
+    )  # fmt: skip
     path = current_platform.get_attn_backend_cls(asked, facts, num_heads=4)
     return str(resolve_obj_by_qualname(path).get_impl_cls().__name__)
 

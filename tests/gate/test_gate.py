@@ -1,12 +1,8 @@
 """Claims about the gate on real configs: what it changes when on, that it touches nothing when off, the cache key."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,19 +11,18 @@ from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.config.utils import replace
 
 from tests.gate import gate_support
-from tests.gate.gate_support import ON, PASSES, SLOT, USERS_PASS, Build, assert_skipped, pass_of, ranges_of
-from tests.support.planted import Said
+from tests.gate.gate_support import ON, PASSES, SLOT, USERS_PASS, assert_skipped, pass_of, ranges_of
 from vllm_aiter_mla import files, gate
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 FLAG = {"compilation_config": {"pass_config": {FLAG_FIELD: True}}}
-SPELLINGS: list[dict[str, Any]] = [{"additional_config": ON}, FLAG]
+SPELLINGS = [{"additional_config": ON}, FLAG]
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 
 
-def limited(tokens: int) -> dict[str, Any]:
+def limited(tokens):
     return {"compilation_config": {"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: tokens}}}
 
 
@@ -45,16 +40,11 @@ def limited(tokens: int) -> dict[str, Any]:
         ({"additional_config": ON, "max_num_seqs": 1}, 2, [(1, 2), (3, 2048)]),
         # Wider than any batch: no range is added, and the only one lies inside.
         (limited(99999), 99999, [(1, 2048)]),
-        (
-            {"additional_config": ON, "compilation_config": {"compile_ranges_endpoints": [100]}},
-            16,
-            [(1, 16), (17, 100), (101, 2048)],
-        ),
+        ({"additional_config": ON, "compilation_config": {"compile_ranges_endpoints": [100]}}, 16,
+         [(1, 16), (17, 100), (101, 2048)]),
     ],
-)
-def test_the_limit_ends_a_compile_range(
-    config: Build, options: dict[str, Any], limit: int, ranges: list[tuple[int, int]]
-) -> None:
+)  # fmt: skip
+def test_the_limit_ends_a_compile_range(config, options, limit, ranges):
     built = config(**options)
     assert isinstance(pass_of(built), AiterMLAPipeline)
     assert pass_of(built).limit == limit
@@ -65,7 +55,7 @@ def test_the_limit_ends_a_compile_range(
     assert KV_UPDATE_OP not in ops
 
 
-def test_full_and_piecewise_graphs_are_kept(config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_and_piecewise_graphs_are_kept(config, monkeypatch):
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "support_static_graph_mode", classmethod(lambda cls: True))
@@ -78,24 +68,19 @@ def test_full_and_piecewise_graphs_are_kept(config: Build, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("given", "splitting_ops", "partition"),
     [
-        (
-            {"use_inductor_graph_partition": True, "splitting_ops": [MLA_ATTENTION_OP]},
-            [MLA_ATTENTION_OP, *ATTENTION_OPS],
-            True,
-        ),
+        ({"use_inductor_graph_partition": True, "splitting_ops": [MLA_ATTENTION_OP]},
+         [MLA_ATTENTION_OP, *ATTENTION_OPS], True),
         ({"splitting_ops": []}, [], False),
     ],
-)
-def test_explicit_splitting_ops_stay(
-    config: Build, given: dict[str, Any], splitting_ops: list[str], partition: bool
-) -> None:
+)  # fmt: skip
+def test_explicit_splitting_ops_stay(config, given, splitting_ops, partition):
     built = config(additional_config=ON, compilation_config=given)
     assert pass_of(built).integration == "passes"
     assert built.compilation_config.splitting_ops == splitting_ops
     assert built.compilation_config.use_inductor_graph_partition is partition
 
 
-def test_the_log_shows_the_decode_limit_and_the_partition_once(config: Build, said: Said) -> None:
+def test_the_log_shows_the_decode_limit_and_the_partition_once(config, said):
     config(additional_config=ON)
     config(additional_config=ON)
     for told in ("decode limit 16 tokens (max_num_seqs 16", "use_inductor_graph_partition=True"):
@@ -103,13 +88,13 @@ def test_the_log_shows_the_decode_limit_and_the_partition_once(config: Build, sa
     assert said.at(logging.WARNING) == []
 
 
-def test_options_without_the_switch_are_said_to_have_no_effect(config: Build, said: Said) -> None:
+def test_options_without_the_switch_are_said_to_have_no_effect(config, said):
     config(compilation_config={"pass_config": {LIMIT_FIELD: 64}})
     assert [line for line in said.at(logging.WARNING) if LIMIT_FIELD in line and "no effect" in line]
 
 
 @pytest.mark.parametrize("name", ATTENTION_OPS)
-def test_the_ops_the_gate_splits_at_are_defined_and_cut_inductors_graphs_by_their_tag_too(name: str) -> None:
+def test_the_ops_the_gate_splits_at_are_defined_and_cut_inductors_graphs_by_their_tag_too(name):
     namespace, _, op = name.partition("::")
     assert torch.Tag.cudagraph_unsafe in getattr(getattr(torch.ops, namespace), op).default.tags
 
@@ -125,14 +110,14 @@ def test_the_ops_the_gate_splits_at_are_defined_and_cut_inductors_graphs_by_thei
         {"inductor_compile_config": {SLOT: CallableInductorPass(gate_support.users_pass)}},
     ],
 )
-def test_a_users_pass_is_chained_as_vllm_wraps_it(config: Build, options: dict[str, Any]) -> None:
+def test_a_users_pass_is_chained_as_vllm_wraps_it(config, options):
     built = config(additional_config=ON, compilation_config=options)
     assert isinstance(pass_of(built), AiterMLAPipeline)
     assert type(pass_of(built).chained) is CallableInductorPass
     assert pass_of(built).chained.callable is gate_support.users_pass
 
 
-def test_something_that_is_not_a_pass_skips_the_engine_and_names_the_slot(config: Build, said: Said) -> None:
+def test_something_that_is_not_a_pass_skips_the_engine_and_names_the_slot(config, said):
     built = config(additional_config=ON, compilation_config={"inductor_compile_config": {SLOT: "my.module.fn"}})
     assert pass_of(built) == "my.module.fn"
     assert [line for line in said.at(logging.WARNING) if "user_pass" in line and SLOT in line]
@@ -141,7 +126,7 @@ def test_something_that_is_not_a_pass_skips_the_engine_and_names_the_slot(config
 # -- again, copied, shipped
 
 
-def test_replacing_a_config_installs_and_adds_nothing_twice(config: Build) -> None:
+def test_replacing_a_config_installs_and_adds_nothing_twice(config):
     built = config(additional_config=ON, compilation_config=USERS_PASS)
     first, endpoints = pass_of(built), built.compilation_config.compile_ranges_endpoints
     again = replace(built)
@@ -154,7 +139,7 @@ def test_replacing_a_config_installs_and_adds_nothing_twice(config: Build) -> No
     assert type(pass_of(rebuilt).chained) is CallableInductorPass, "the user's pass is wrapped once"
 
 
-def test_a_larger_scheduler_moves_the_limit(config: Build) -> None:
+def test_a_larger_scheduler_moves_the_limit(config):
     built = config(additional_config=ON)
     larger = copy.copy(built.scheduler_config)
     larger.max_num_seqs = 32
@@ -163,9 +148,7 @@ def test_a_larger_scheduler_moves_the_limit(config: Build) -> None:
     assert {16, 32} <= set(again.compilation_config.compile_ranges_endpoints)
 
 
-def test_a_dense_draft_next_to_an_mla_target_leaves_the_targets_pass_in_place(
-    config: Build, dense_model: Any, said: Said
-) -> None:
+def test_a_dense_draft_next_to_an_mla_target_leaves_the_targets_pass_in_place(config, dense_model, said):
     built = config(additional_config={"aiter_mla": {"enabled": True, "strict": True}})
     shared = replace(built, model_config=dense_model)
     assert shared.compilation_config is built.compilation_config
@@ -173,7 +156,7 @@ def test_a_dense_draft_next_to_an_mla_target_leaves_the_targets_pass_in_place(
     assert said.at(logging.WARNING) == []
 
 
-def test_a_draft_without_speculation_of_its_own_does_not_shrink_the_targets_decode_limit(config: Build) -> None:
+def test_a_draft_without_speculation_of_its_own_does_not_shrink_the_targets_decode_limit(config):
     built = config(additional_config=ON, speculative_config=DRAFTS)
     draft = replace(built, speculative_config=None)
     assert draft.compilation_config is built.compilation_config
@@ -182,7 +165,7 @@ def test_a_draft_without_speculation_of_its_own_does_not_shrink_the_targets_deco
     assert ranges_of(built)[0] == (1, 64)
 
 
-def test_a_config_with_the_pass_survives_pickling_and_copying(config: Build) -> None:
+def test_a_config_with_the_pass_survives_pickling_and_copying(config):
     built = config(additional_config=ON, compilation_config=USERS_PASS)
     for arrived in (pickle.loads(pickle.dumps(built)), copy.deepcopy(built)):
         assert pass_of(arrived).limit == 16
@@ -192,7 +175,7 @@ def test_a_config_with_the_pass_survives_pickling_and_copying(config: Build) -> 
         assert arrived.compilation_config.splitting_ops == built.compilation_config.splitting_ops
 
 
-def test_a_copy_of_a_config_that_was_off_is_switched_on_without_changing_its_partition(config: Build) -> None:
+def test_a_copy_of_a_config_that_was_off_is_switched_on_without_changing_its_partition(config):
     """vLLM's default False cannot be told from the user's in a copy, so the graph stays cut."""
     copied = copy.deepcopy(config())
     copied.additional_config = ON
@@ -204,39 +187,30 @@ def test_a_copy_of_a_config_that_was_off_is_switched_on_without_changing_its_par
 # -- I5: off is unmodified vLLM
 
 
-def test_flag_off_changes_no_field(config: Build, registered: None) -> None:
+def test_flag_off_changes_no_field(config, registered):
     built = config()
     before = pickle.dumps(vars(built.compilation_config))
     assert gate.apply(built) is None
     assert pickle.dumps(vars(built.compilation_config)) == before
 
 
-def test_flag_off_after_a_flag_on_config_in_the_same_process_is_still_vllm(config: Build) -> None:
+def test_flag_off_after_a_flag_on_config_in_the_same_process_is_still_vllm(config):
     before = gate_support.observed(config())
     config(additional_config=ON)
     assert gate_support.observed(config()) == before
 
 
 @pytest.mark.mutation("I5")
-def test_mutation_a_gate_that_edits_the_shared_op_list_is_caught(
-    config: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutation_a_gate_that_edits_the_shared_op_list_is_caught(config, monkeypatch):
     monkeypatch.setattr(CompilationConfig, "_attention_ops", list(CompilationConfig._attention_ops))
     split = gate._split
-
-    def edits(compilation: Any, integration: str) -> None:
-        compilation._attention_ops.append(ATTENTION_OPS[1])
-        split(compilation, integration)
-
-    monkeypatch.setattr(gate, "_split", edits)
+    monkeypatch.setattr(gate, "_split", lambda one, how: (one._attention_ops.append(ATTENTION_OPS[1]), split(one, how)))
     with pytest.raises(AssertionError):
         test_flag_off_after_a_flag_on_config_in_the_same_process_is_still_vllm(config)
 
 
 @pytest.mark.mutation("I5")
-def test_mutation_a_gate_that_engages_with_the_flag_off_is_caught(
-    config: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutation_a_gate_that_engages_with_the_flag_off_is_caught(config, monkeypatch):
     before = gate_support.observed(config())
     monkeypatch.setattr(gate.compat_config, "settings_of", lambda _: gate.Settings(enabled=True))
     assert gate_support.observed(config()) != before
@@ -245,46 +219,33 @@ def test_mutation_a_gate_that_engages_with_the_flag_off_is_caught(
 # -- I9: a changed plugin has another cache key
 
 
-def assert_changed_sources_change_the_key(
-    config: Build, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, root: Path
-) -> None:
+@pytest.mark.parametrize("how", SPELLINGS)
+def test_changed_sources_change_the_cache_key(config, how, monkeypatch, tmp_path):
     """I9: an engine whose plugin has changed never starts from an artifact of before."""
-    monkeypatch.setattr(files, "fingerprint", lambda: files.fingerprint_of(root, "0.1.0"))
+    monkeypatch.setattr(files, "fingerprint", lambda: files.fingerprint_of(tmp_path, "0.1.0"))
     before = config(**how).compute_hash()
     assert config(**how).compute_hash() == before
-    (root / "changed.py").write_text("x = 1\n")
+    (tmp_path / "changed.py").write_text("x = 1\n")
     assert config(**how).compute_hash() != before
 
 
-@pytest.mark.parametrize("how", SPELLINGS)
-def test_changed_sources_change_the_cache_key(
-    config: Build, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert_changed_sources_change_the_key(config, how, monkeypatch, tmp_path)
-
-
 @pytest.mark.mutation("I9")
-@pytest.mark.parametrize("how", SPELLINGS)
-def test_mutation_a_fingerprint_that_ignores_the_sources_is_caught(
-    config: Build, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(files, "sources", lambda root: [])
-    with pytest.raises(AssertionError):
-        assert_changed_sources_change_the_key(config, how, monkeypatch, tmp_path)
-
-
-@pytest.mark.mutation("I9")
-def test_mutation_a_pass_without_the_fingerprint_in_its_key_is_caught(
-    config: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(AiterMLAPipeline, "uuid", lambda self: f"{self.limit} {self.settings}")
-    with pytest.raises(AssertionError):
+@pytest.mark.parametrize(
+    ("owner", "name", "plant", "how"),
+    [
+        *((files, "sources", lambda root: [], how) for how in SPELLINGS),
         # This spelling does not touch PassConfig, whose own key holds the fingerprint too.
-        assert_changed_sources_change_the_key(config, {"additional_config": ON}, monkeypatch, tmp_path)
+        (AiterMLAPipeline, "uuid", lambda self: f"{self.limit} {self.settings}", {"additional_config": ON}),
+    ],
+)
+def test_mutation_a_key_without_the_sources_is_caught(config, monkeypatch, tmp_path, owner, name, plant, how):
+    monkeypatch.setattr(owner, name, plant)
+    with pytest.raises(AssertionError):
+        test_changed_sources_change_the_cache_key(config, how, monkeypatch, tmp_path)
 
 
-def test_the_limit_every_option_and_the_kernels_are_in_the_cache_key(config: Build) -> None:
-    options: list[dict[str, Any]] = [
+def test_the_limit_every_option_and_the_kernels_are_in_the_cache_key(config):
+    options = [
         {}, {"max_token_num": 8}, {"kernel": "triton"}, {"debug": {"rounding": "two"}}, {"integration": "module"},
     ]  # fmt: skip
     variants = [{"additional_config": {"aiter_mla": {"enabled": True} | one}} for one in options]
@@ -301,7 +262,7 @@ def test_the_limit_every_option_and_the_kernels_are_in_the_cache_key(config: Bui
 
 MODULE = {"aiter_mla": {"enabled": True, "integration": "module"}}
 USERS_PASS_IN_VLLM_MODE = {"compilation_config": {"mode": 1, **USERS_PASS}}
-WITHOUT_PASSES: list[tuple[dict[str, Any], str]] = [
+WITHOUT_PASSES = [
     ({"enforce_eager": True}, "enforce_eager"),
     ({"optimization_level": 0}, "compilation_mode"),
     ({"compilation_config": {"mode": 2}}, "compilation_mode"),
@@ -314,7 +275,7 @@ WITHOUT_PASSES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def build_with_the_module(config: Build, asked: dict[str, Any], options: dict[str, Any]) -> None:
+def build_with_the_module(config, asked, options):
     """Build a config, and check what the module integration changes in vLLM's own."""
     built, vllm_own = config(additional_config=asked, **options), config(**options)
     assert pass_of(built).integration == "module"
@@ -326,9 +287,7 @@ def build_with_the_module(config: Build, asked: dict[str, Any], options: dict[st
 
 
 @pytest.mark.parametrize(("options", "code"), WITHOUT_PASSES)
-def test_auto_engages_where_the_passes_cannot_run(
-    config: Build, said: Said, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], code: str
-) -> None:
+def test_auto_engages_where_the_passes_cannot_run(config, said, monkeypatch, options, code):
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(code == "breakable_cudagraph")))
     build_with_the_module(config, ON, options)
     assert any("module integration" in line and f"cannot run: {code})" in line for line in said.at(logging.INFO))
@@ -336,16 +295,14 @@ def test_auto_engages_where_the_passes_cannot_run(
     assert_skipped(said, config(additional_config=PASSES, **options), code, code)
 
 
-def test_the_module_can_be_asked_for_where_the_passes_would_run(config: Build) -> None:
+def test_the_module_can_be_asked_for_where_the_passes_would_run(config):
     build_with_the_module(config, MODULE, {})
     assert pass_of(config(additional_config=ON)).integration == "passes"
 
 
-def test_a_users_pass_still_runs_where_torch_compiles_without_vllm(
-    config: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_pass_still_runs_where_torch_compiles_without_vllm(config, monkeypatch):
     """Then no compile range is known; Inductor calls what stands in the slot."""
-    seen: list[Any] = []
+    seen = []
     ours = pass_of(config(additional_config=MODULE, **USERS_PASS_IN_VLLM_MODE))
     monkeypatch.setattr(type(ours.chained), "__call__", lambda _, graph: seen.append(graph))
     ours("the graph")

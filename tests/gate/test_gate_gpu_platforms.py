@@ -1,7 +1,5 @@
 """The gate under vLLM's own ROCm and CUDA platform classes; only the driver's answers are made up."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -31,12 +29,9 @@ def build(model, platform, arch, options, **environment):
     """(what the child says, what it logged)."""
     environment["VLLM_CACHE_ROOT"] = str(Path(model) / "cache")
     request = {"platform": platform, "arch": arch, "model": model, "options": options}
-    run = subprocess.run(
-        [sys.executable, str(CHILD), json.dumps(request)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
-    )
+    command = [sys.executable, str(CHILD), json.dumps(request)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1]), run.stdout + run.stderr
 

@@ -1,18 +1,13 @@
 """Claims about an engine that the gate skips: one line, the knob's name, the status file, an untouched config."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +15,8 @@ from pydantic import ValidationError
 from vllm.config import VllmConfig
 
 from tests.gate import gate_support
-from tests.gate.gate_support import ON, PASSES, Build, assert_skipped, pass_of
-from tests.support.planted import Said, raising
+from tests.gate.gate_support import ON, PASSES, assert_skipped, pass_of
+from tests.support.planted import raising
 from vllm_aiter_mla import gate, status
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
@@ -32,11 +27,11 @@ UNTESTED = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
 ATTENTION, UPDATE, FUSED = compat_config.OP_ARGUMENTS
 
 
-def set_on(holder: str, field: str, value: Any) -> Callable[[Any], None]:
+def set_on(holder, field, value):
     return lambda built: setattr(getattr(built, holder), field, value)
 
 
-def make_sparse(built: Any) -> None:
+def make_sparse(built):
     built.model_config = copy.copy(built.model_config)
     built.model_config.hf_text_config = copy.copy(built.model_config.hf_text_config)
     built.model_config.hf_text_config.index_topk = 2048
@@ -54,9 +49,7 @@ def make_sparse(built: Any) -> None:
         (set_on("compilation_config", "mode", "unheard of"), "capability", "cannot be read"),
     ],
 )
-def test_what_a_cpu_config_cannot_be_built_with_skips_too(
-    config: Build, said: Said, change: Callable[[Any], None], code: str, knob: str
-) -> None:
+def test_what_a_cpu_config_cannot_be_built_with_skips_too(config, said, change, code, knob):
     built = config()
     built.additional_config = ON
     change(built)
@@ -66,19 +59,17 @@ def test_what_a_cpu_config_cannot_be_built_with_skips_too(
     assert_skipped(said, built, code, knob)
 
 
-def test_a_model_without_mla_is_skipped(compiling: None, dense_model: Any, said: Said) -> None:
+def test_a_model_without_mla_is_skipped(compiling, dense_model, said):
     assert_skipped(said, VllmConfig(model_config=dense_model, additional_config=ON), "not_mla", "model")
 
 
-def test_a_vllm_outside_the_window_is_skipped_unless_forced(
-    config: Build, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vllm_outside_the_window_is_skipped_unless_forced(config, said, monkeypatch):
     monkeypatch.setattr(compat_config, "vllm_version", lambda: "0.34.0rc1")
     assert_skipped(said, config(additional_config=ON), "vllm_version", "0.34.0rc1")
     assert pass_of(config(additional_config=UNTESTED)) is not None
 
 
-def test_a_failed_registration_step_skips_unless_it_is_optional(config: Build, said: Said) -> None:
+def test_a_failed_registration_step_skips_unless_it_is_optional(config, said):
     fail = raising(OSError("no such library"))
     patches.run("patch pass_config", fail)
     assert pass_of(config(additional_config=ON)) is not None
@@ -86,7 +77,7 @@ def test_a_failed_registration_step_skips_unless_it_is_optional(config: Build, s
     assert_skipped(said, config(additional_config=ON), "capability", "torch ops: OSError")
 
 
-def test_strict_mode_makes_a_skip_an_error_that_names_the_knob(config: Build) -> None:
+def test_strict_mode_makes_a_skip_an_error_that_names_the_knob(config):
     with pytest.raises(ValidationError, match=r"enforce_eager.*strict"):
         config(additional_config={"aiter_mla": PASSES["aiter_mla"] | {"strict": True}}, enforce_eager=True)
 
@@ -94,7 +85,7 @@ def test_strict_mode_makes_a_skip_an_error_that_names_the_knob(config: Build) ->
 # -- the status file
 
 
-def test_a_skipped_config_is_in_the_status_file(registered: None, mla_model: Path, cache_root: Path) -> None:
+def test_a_skipped_config_is_in_the_status_file(registered, mla_model, cache_root):
     assert pass_of(gate_support.vllm_config(mla_model, additional_config=PASSES)) is None
     (path,) = (cache_root / "aiter_mla").glob(f"status-{os.getpid()}-*.json")
     record = json.loads(path.read_text())
@@ -102,9 +93,7 @@ def test_a_skipped_config_is_in_the_status_file(registered: None, mla_model: Pat
     assert {code for code, _ in record["skipped"].values()} == {"compilation_mode"}
 
 
-def test_a_skip_that_cannot_be_recorded_costs_a_warning_and_no_engine(
-    registered: None, mla_model: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_skip_that_cannot_be_recorded_costs_a_warning_and_no_engine(registered, mla_model, said, monkeypatch):
     monkeypatch.setattr(status, "write", raising(RuntimeError("planted")))
     assert pass_of(gate_support.vllm_config(mla_model, additional_config=PASSES)) is None
     skipped, unrecorded = said.at(logging.WARNING)
@@ -113,7 +102,7 @@ def test_a_skip_that_cannot_be_recorded_costs_a_warning_and_no_engine(
     assert "planted" in unrecorded
 
 
-def test_only_the_mla_layers_of_a_hybrid_are_counted() -> None:
+def test_only_the_mla_layers_of_a_hybrid_are_counted():
     text = SimpleNamespace(num_hidden_layers=93, linear_attn_config={"full_attn_layers": [4, 8, 12, 96]})
     model = SimpleNamespace(use_mla=True, hf_text_config=text)
     assert compat_config.mla_layers(model) == (3, 7, 11)
@@ -128,11 +117,11 @@ OUTSIDE = ("0.29.3", "0.34.0", "0.34.0rc1", "1.0.0", "0.1.dev1+gabc", "dev", "")
 
 
 @pytest.mark.parametrize("version", [*INSIDE, *OUTSIDE])
-def test_the_window_of_versions(version: str) -> None:
+def test_the_window_of_versions(version):
     assert compat_config.in_window(version) == (version in INSIDE)
 
 
-def test_the_installed_vllm_lacks_nothing_and_a_missing_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_vllm_lacks_nothing_and_a_missing_name_is_reported(monkeypatch):
     from vllm.config import CompilationConfig
 
     assert compat_config.missing_capabilities() == ()
@@ -163,7 +152,7 @@ OTHERS = {
 }
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, op: str, old: str = "", new: str = "") -> None:
+def plant(monkeypatch, op, old="", new=""):
     """Give an op a schema like the known one, with ``old`` replaced."""
     compat_config.op_differences()  # imports the modules that define the ops
     assert old in SCHEMA[op]
@@ -172,9 +161,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, old: str = "", new: str = ""
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_argument_of_an_op_skips_the_engine_by_name(
-    config: Build, said: Said, monkeypatch: pytest.MonkeyPatch, other: str
-) -> None:
+def test_another_argument_of_an_op_skips_the_engine_by_name(config, said, monkeypatch, other):
     op, old, new, word = OTHERS[other]
     plant(monkeypatch, op, old, new)
     # An untested vLLM may be tried; an unknown argument may not.
@@ -183,25 +170,19 @@ def test_another_argument_of_an_op_skips_the_engine_by_name(
 
 
 @pytest.mark.parametrize("op", SCHEMA)
-def test_the_known_arguments_are_accepted_and_a_missing_op_skips_the_engine(
-    config: Build, said: Said, monkeypatch: pytest.MonkeyPatch, op: str
-) -> None:
+def test_the_known_arguments_are_accepted_and_a_missing_op_skips_the_engine(config, said, monkeypatch, op):
     plant(monkeypatch, op)
     assert compat_config.op_differences() == ()
     monkeypatch.setattr(torch.ops.vllm, op, SimpleNamespace())
     assert_skipped(said, config(additional_config=ON), "op_schema", f"vllm::{op} cannot be found")
 
 
-def test_a_module_that_cannot_be_imported_skips_the_engine(
-    config: Build, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_cannot_be_imported_skips_the_engine(config, said, monkeypatch):
     monkeypatch.setattr(compat_config, "FUSED_MODULE", "vllm.moved.elsewhere")
     assert_skipped(said, config(additional_config=ON), "op_schema", "vllm.moved")
 
 
-def test_with_the_flag_off_no_op_is_looked_at_and_vllms_attention_is_not_imported(
-    registered: None, mla_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_the_flag_off_no_op_is_looked_at_and_vllms_attention_is_not_imported(registered, mla_model, monkeypatch):
     monkeypatch.setattr(compat_config, "op_differences", lambda: pytest.fail("asked with the flag off"))
     gate_support.vllm_config(mla_model)
     code = (
@@ -224,7 +205,7 @@ PRIVATE_NAMES = (
 
 
 @pytest.fixture
-def forgotten() -> Iterator[None]:
+def forgotten():
     """What an earlier test has imported is looked for again, before and after."""
     loaders = (compat_layer._vllm, compat_layer._hooks, compat_layer._ops)
     for load in loaders:
@@ -235,18 +216,14 @@ def forgotten() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("path", PRIVATE_NAMES)
-def test_private_names_that_serving_calls_skip_the_engine_if_one_is_missing(
-    config: Build, said: Said, monkeypatch: pytest.MonkeyPatch, forgotten: None, path: str
-) -> None:
+def test_private_names_that_serving_calls_skip_the_engine_if_one_is_missing(config, said, monkeypatch, forgotten, path):
     module, _, name = path.partition(":")
     monkeypatch.delattr(import_module(module), name)
     assert_skipped(said, config(additional_config=ON), "capability", name)
 
 
 @pytest.mark.mutation("I11")
-def test_mutation_a_comparison_that_forgets_an_argument_is_caught(
-    config: Build, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutation_a_comparison_that_forgets_an_argument_is_caught(config, said, monkeypatch):
     op, old, new, word = OTHERS["an argument more"]
     monkeypatch.setitem(compat_config.OP_ARGUMENTS, op, f"{compat_config.OP_ARGUMENTS[op]} {word}")
     plant(monkeypatch, op, old, new)

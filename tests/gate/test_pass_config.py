@@ -1,17 +1,12 @@
 """Claims about the options: two fields on vLLM's PassConfig, and the ways in which a user types them."""
 
-from __future__ import annotations
-
-import argparse
 import inspect
 import json
 import pickle
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from vllm.benchmarks import latency
 from vllm.config import CompilationConfig, PassConfig, VllmConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -23,29 +18,27 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
-ON: dict[str, Any] = {FLAG_FIELD: True, LIMIT_FIELD: 64}
+ON = {FLAG_FIELD: True, LIMIT_FIELD: 64}
 
 
 @pytest.mark.parametrize("options", [{}, {"pass_config": {FLAG_FIELD: False, LIMIT_FIELD: None}}])
-def test_flag_off_hashes_and_prints_as_without_the_plugin(without_plugin: dict[str, Any], options: Any) -> None:
+def test_flag_off_hashes_and_prints_as_without_the_plugin(without_plugin, options):
     assert not without_plugin["plugin"]
     assert gate_support.observed(gate_support.modelless_config(options)) == without_plugin["observed"]
 
 
 @pytest.mark.mutation
-def test_mutation_a_hash_that_lists_our_fields_when_off_is_caught(
-    without_plugin: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutation_a_hash_that_lists_our_fields_when_off_is_caught(without_plugin, monkeypatch):
     monkeypatch.setattr(patches, "_WithoutFields", lambda config, hidden: config)
     assert gate_support.observed(gate_support.modelless_config()) != without_plugin["observed"]
 
 
-def test_a_process_without_the_plugin_unpickles_our_values(without_plugin: dict[str, Any]) -> None:
+def test_a_process_without_the_plugin_unpickles_our_values(without_plugin):
     assert without_plugin["arrived_type"] == "vllm.config.compilation.PassConfig"
     assert {name: without_plugin["arrived"][name] for name in ON} == ON
 
 
-def test_a_pickle_of_a_process_without_the_plugin_reads_as_off() -> None:
+def test_a_pickle_of_a_process_without_the_plugin_reads_as_off():
     vllm_own = PassConfig()
     for name in ON:
         del vllm_own.__dict__[name]
@@ -55,10 +48,10 @@ def test_a_pickle_of_a_process_without_the_plugin_reads_as_off() -> None:
     assert arrived.compute_hash() == PassConfig().compute_hash()
 
 
-def test_values_pass_through_every_way_a_config_is_built() -> None:
+def test_values_pass_through_every_way_a_config_is_built():
     ways = [
         PassConfig(**ON),
-        CompilationConfig(pass_config=ON).pass_config,  # type: ignore[arg-type]
+        CompilationConfig(pass_config=ON).pass_config,
         TypeAdapter(CompilationConfig).validate_json(json.dumps({"pass_config": ON})).pass_config,
         VllmConfig(compilation_config=CompilationConfig(pass_config=PassConfig(**ON))).compilation_config.pass_config,
         replace(PassConfig(**ON)),
@@ -74,10 +67,10 @@ def test_values_pass_through_every_way_a_config_is_built() -> None:
         *((LIMIT_FIELD, value) for value in (True, "8", 0, -1, 8.5)),
     ],
 )
-def test_a_wrong_value_names_the_option_and_the_value(name: str, value: Any) -> None:
+def test_a_wrong_value_names_the_option_and_the_value(name, value):
     ways = [
         lambda: PassConfig(**{name: value}),
-        lambda: CompilationConfig(pass_config={name: value}),  # type: ignore[arg-type]
+        lambda: CompilationConfig(pass_config={name: value}),
         lambda: TypeAdapter(CompilationConfig).validate_json(json.dumps({"pass_config": {name: value}})),
     ]
     for way in ways:
@@ -87,7 +80,7 @@ def test_a_wrong_value_names_the_option_and_the_value(name: str, value: Any) -> 
         assert f"input_value={value!r}" in str(caught.value)
 
 
-def test_equality_and_repr_see_the_fields() -> None:
+def test_equality_and_repr_see_the_fields():
     assert PassConfig(**ON) == PassConfig(**ON) != PassConfig()
     assert PassConfig(**ON) != PassConfig(**{**ON, LIMIT_FIELD: 65})
     assert PassConfig() != "something else"
@@ -97,7 +90,7 @@ def test_equality_and_repr_see_the_fields() -> None:
     assert FLAG_FIELD not in repr(CompilationConfig())
 
 
-def test_the_hash_sees_vllms_fields_too_and_values_and_fingerprint_only_when_set(monkeypatch) -> None:
+def test_the_hash_sees_vllms_fields_too_and_values_and_fingerprint_only_when_set(monkeypatch):
     on, off = PassConfig(**ON).compute_hash(), PassConfig().compute_hash()
     others = (PassConfig(**{**ON, LIMIT_FIELD: 65}), PassConfig(**ON, eliminate_noops=False))
     assert len({on, off, *(other.compute_hash() for other in others)}) == 4
@@ -106,7 +99,7 @@ def test_the_hash_sees_vllms_fields_too_and_values_and_fingerprint_only_when_set
     assert PassConfig(**ON).compute_hash() != on
 
 
-def test_a_failed_self_test_leaves_vllm_behind(without_plugin: dict[str, Any]) -> None:
+def test_a_failed_self_test_leaves_vllm_behind(without_plugin):
     names = {"__eq__": "vllm_eq", "__repr__": "vllm_repr", "compute_hash": "vllm_hash"}
     vllm_own = {
         name: inspect.getclosurevars(PassConfig.__dict__[name]).nonlocals[inner] for name, inner in names.items()
@@ -125,7 +118,7 @@ def test_a_failed_self_test_leaves_vllm_behind(without_plugin: dict[str, Any]) -
     assert patches.pass_config_values(PassConfig(**ON)) == ON
 
 
-def test_a_field_upstream_already_has_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_upstream_already_has_is_left_alone(monkeypatch):
     monkeypatch.delattr(PassConfig, patches._FIELDS_MARK)
     monkeypatch.setattr(patches, "_wrap_methods", lambda cls, added: None)
     upstreams = dict(PassConfig.__dataclass_fields__)
@@ -137,39 +130,25 @@ def test_a_field_upstream_already_has_is_left_alone(monkeypatch: pytest.MonkeyPa
 # -- as users type them: wrong ones stop before any engine starts, and say which
 
 
-Parse = Callable[..., argparse.Namespace]
-
-
-def _serve() -> FlexibleArgumentParser:
-    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-
-
-def _bench() -> FlexibleArgumentParser:
-    from vllm.benchmarks.latency import add_cli_args
-
+@pytest.fixture(scope="module", params=[AsyncEngineArgs.add_cli_args, latency.add_cli_args], ids=["serve", "bench"])
+def parse(request):
     parser = FlexibleArgumentParser()
-    add_cli_args(parser)
-    return parser
-
-
-@pytest.fixture(scope="module", params=[_serve, _bench], ids=["serve", "bench"])
-def parse(request: pytest.FixtureRequest) -> Parse:
-    parser = request.param()
+    request.param(parser)
     return lambda *arguments: parser.parse_args(["--model", "m", *arguments])
 
 
-def as_json(**values: Any) -> tuple[str, str]:
+def as_json(**values):
     return "--compilation-config", json.dumps({"pass_config": values})
 
 
-def test_json_and_dotted_spellings_are_read(parse: Parse) -> None:
+def test_json_and_dotted_spellings_are_read(parse):
     wanted = {FLAG_FIELD: True, LIMIT_FIELD: 512}
     dotted = (f"-cc.pass_config.{FLAG_FIELD}=true", f"-cc.pass_config.{LIMIT_FIELD}=512")
     for arguments in (as_json(**wanted), dotted):
         assert patches.pass_config_values(parse(*arguments).compilation_config.pass_config) == wanted
 
 
-def dotted(name: str, typed: str) -> tuple[str]:
+def dotted(name, typed):
     return (f"-cc.pass_config.{name}={typed}",)
 
 
@@ -183,9 +162,7 @@ def dotted(name: str, typed: str) -> tuple[str]:
         (dotted("fuse_aiter_qk_rope_kv", "true"), "fuse_aiter_qk_rope_kv", "true"),
     ],
 )
-def test_a_wrong_argument_names_the_option_and_the_value_before_an_engine_starts(
-    parse: Parse, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], name: str, value: str
-) -> None:
+def test_a_wrong_argument_names_the_option_and_the_value_before_an_engine_starts(parse, capsys, arguments, name, value):
     with pytest.raises(SystemExit):
         parse(*arguments)
     told = capsys.readouterr().err
@@ -198,24 +175,17 @@ def test_a_wrong_argument_names_the_option_and_the_value_before_an_engine_starts
     [
         ({"additional_config": {"aiter_mla": {"enabled": "true"}}}, "additional_config.aiter_mla.enabled: "),
         ({"additional_config": {"aiter_mla": {"kernel": "none"}}, "enforce_eager": True}, "aiter_mla.kernel"),
-        (
-            {
-                "compilation_config": {"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: 8}},
-                "additional_config": {"aiter_mla": {"max_token_num": 16}},
-            },
-            "contradict",
-        ),
+        ({"compilation_config": {"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: 8}},
+         "additional_config": {"aiter_mla": {"max_token_num": 16}}}, "contradict"),
     ],
     ids=["a wrong value", "with the flag off and eager mode", "two spellings that differ"],
-)
-def test_a_wrong_option_stops_the_config_not_the_engine(mla_model: Path, options: dict[str, Any], told: str) -> None:
+)  # fmt: skip
+def test_a_wrong_option_stops_the_config_not_the_engine(mla_model, options, told):
     with pytest.raises(ValidationError, match=told):
         gate_support.vllm_config(mla_model, **options)
 
 
-def test_a_value_assigned_after_construction_is_checked_too(mla_model: Path) -> None:
-    from vllm.config import CompilationConfig
-
+def test_a_value_assigned_after_construction_is_checked_too(mla_model):
     compilation = CompilationConfig()
     setattr(compilation.pass_config, LIMIT_FIELD, -1)
     with pytest.raises(ValidationError, match=LIMIT_FIELD):

@@ -1,7 +1,5 @@
 """Claims about registration: found by vLLM, harmless twice, never raises, cheap; and about the hooks it installs."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys
@@ -14,24 +12,24 @@ import pytest
 import vllm_aiter_mla
 from tests.gate import gate_support
 from tests.gate.gate_support import ON
-from tests.support.planted import Said, raising
+from tests.support.planted import raising
 from vllm_aiter_mla import gate, plugin
 from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import log, patches
 
 
-def test_vllm_finds_the_plugin_under_its_name() -> None:
+def test_vllm_finds_the_plugin_under_its_name():
     (found,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "aiter_mla"]
     assert found.load() is plugin.register
 
 
-def test_registering_imports_nothing_but_the_plugin_and_the_standard_library(without_plugin: dict[str, Any]) -> None:
+def test_registering_imports_nothing_but_the_plugin_and_the_standard_library(without_plugin):
     """A server whose flag is off pays for registration too: no module of vLLM, torch or others may be loaded."""
     foreign = [name for name in without_plugin["imported"] if name.partition(".")[0] not in sys.stdlib_module_names]
     assert foreign == []
 
 
-def test_registering_again_wraps_nothing_again() -> None:
+def test_registering_again_wraps_nothing_again():
     from vllm.config import PassConfig
     from vllm.platforms import current_platform
     from vllm.v1.worker.worker_base import WorkerBase
@@ -50,7 +48,7 @@ def test_registering_again_wraps_nothing_again() -> None:
     assert patches.failures() == {}
 
 
-def test_a_step_that_fails_is_said_once_and_never_raised(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_is_said_once_and_never_raised(said, monkeypatch):
     fail = raising(ImportError("planted"))
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setattr(plugin, "_register_ops", fail)
@@ -67,16 +65,14 @@ def test_a_step_that_fails_is_said_once_and_never_raised(said: Said, monkeypatch
 
 
 @pytest.mark.mutation
-def test_mutation_a_registration_that_lets_errors_out_is_caught(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_a_registration_that_lets_errors_out_is_caught(said, monkeypatch):
     monkeypatch.setattr(patches, "run", lambda name, step: step())
     with pytest.raises(ImportError):
         test_a_step_that_fails_is_said_once_and_never_raised(said, monkeypatch)
 
 
 @pytest.mark.parametrize(("call", "module"), [(plugin.apply_gate, "gate"), (plugin.attach, "startup")])
-def test_a_module_that_does_not_load_ends_no_process(
-    said: Said, monkeypatch: pytest.MonkeyPatch, call: Any, module: str
-) -> None:
+def test_a_module_that_does_not_load_ends_no_process(said, monkeypatch, call, module):
     """Each worker calls these, with the flag off too."""
     monkeypatch.delattr(vllm_aiter_mla, module, raising=False)
     monkeypatch.setitem(sys.modules, f"vllm_aiter_mla.{module}", None)
@@ -85,10 +81,10 @@ def test_a_module_that_does_not_load_ends_no_process(
     assert "vLLM runs unmodified" in line
 
 
-def test_the_log_goes_through_vllms_own_logger_once_and_names_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[logging.LogRecord] = []
+def test_the_log_goes_through_vllms_own_logger_once_and_names_the_caller(monkeypatch):
+    seen = []
     handler = logging.Handler()
-    handler.emit = seen.append  # type: ignore[method-assign]
+    handler.emit = seen.append
     monkeypatch.setattr(log.logger, "handlers", [handler])
     log._said.clear()
     for _ in range(2):
@@ -100,7 +96,7 @@ def test_the_log_goes_through_vllms_own_logger_once_and_names_the_caller(monkeyp
     assert log.logger.getEffectiveLevel() == logging.getLogger("vllm").getEffectiveLevel()
 
 
-def test_every_patch_says_its_symptom_and_when_it_can_go() -> None:
+def test_every_patch_says_its_symptom_and_when_it_can_go():
     for patch in (patches.extend_pass_config, patches.hook_platform, patches.hook_workers):
         text = patch.__doc__ or ""
         assert all(word in text for word in ("Symptom: ", "Upstream: https://", "Remove when: "))
@@ -109,19 +105,17 @@ def test_every_patch_says_its_symptom_and_when_it_can_go() -> None:
 # -- the hook and other plugins' wrappers
 
 
-def test_the_gate_runs_once_for_each_config_and_after_all_wrappers(
-    compiling: None, mla_model: Path, monkeypatch: pytest.MonkeyPatch, said: Said
-) -> None:
+def test_the_gate_runs_once_for_each_config_and_after_all_wrappers(compiling, mla_model, monkeypatch, said):
     ops = gate_support.vllm_config(mla_model, additional_config=ON).compilation_config.splitting_ops
     assert set(ATTENTION_OPS) <= set(ops), "it sees the mode that the wrapper around the hook leaves"
     assert said.at(logging.WARNING) == []
-    seen: list[Any] = []
+    seen = []
     monkeypatch.setattr(gate, "apply", seen.append)
     built = gate_support.vllm_config(mla_model)
     assert seen == [built]
 
 
-def test_a_hook_that_raises_does_not_disable_the_next_one(compiling: None, mla_model: Path) -> None:
+def test_a_hook_that_raises_does_not_disable_the_next_one(compiling, mla_model):
     with pytest.raises(ValueError, match="enabled"):
         gate_support.vllm_config(mla_model, additional_config={"aiter_mla": {"enabled": 3}})
     built = gate_support.vllm_config(mla_model, additional_config=ON)
@@ -132,11 +126,11 @@ class _Plain:
     calls: list[Any]
 
     @classmethod
-    def check_and_update_config(cls, vllm_config: Any) -> None:
+    def check_and_update_config(cls, vllm_config):
         cls.calls.append(cls)
 
     @staticmethod
-    def apply_config_platform_defaults(vllm_config: Any) -> None:
+    def apply_config_platform_defaults(vllm_config):
         _Plain.calls.append(vllm_config)
 
 
@@ -144,10 +138,8 @@ class _Derived(_Plain):
     """An out-of-tree platform that inherits both methods."""
 
 
-def test_an_inheriting_platform_is_hooked_without_touching_its_base(
-    monkeypatch: pytest.MonkeyPatch, dense_model: Any
-) -> None:
-    seen: list[Any] = []
+def test_an_inheriting_platform_is_hooked_without_touching_its_base(monkeypatch, dense_model):
+    seen = []
     config = gate_support.modelless_config()
     monkeypatch.setattr(gate, "apply", seen.append)
     monkeypatch.setattr(_Plain, "calls", [], raising=False)
@@ -160,9 +152,7 @@ def test_an_inheriting_platform_is_hooked_without_touching_its_base(
     assert _Plain.calls == [_Plain, config, _Derived]
 
 
-def test_what_the_user_gave_is_noted_before_defaults_hide_it_and_goes_with_its_config(
-    compiling: None, mla_model: Path
-) -> None:
+def test_what_the_user_gave_is_noted_before_defaults_hide_it_and_goes_with_its_config(compiling, mla_model):
     unset = gate_support.vllm_config(mla_model).compilation_config
     explicit = gate_support.vllm_config(mla_model, compilation_config={"use_inductor_graph_partition": False})
     assert unset.use_inductor_graph_partition is False

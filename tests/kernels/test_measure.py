@@ -1,14 +1,9 @@
 """The measured choice with a made-up clock: what is chosen, what noise may do, and what is kept between starts."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics
-from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,16 +11,14 @@ import torch
 from tests.support.made_up_clock import ORDER, MadeUpClock, Named, costs
 from vllm_aiter_mla.kernels import absorb, measure, reference
 from vllm_aiter_mla.kernels.backend import Binding
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import LayerShape, contract_violation, synthetic_inputs
 
 SHAPE = LayerShape(2, 16, torch.bfloat16, torch.bfloat16, 4, False, latent=32, rope=16)
 SLOW, QUICK = 10.0, 8.0
 EQUAL = costs(aiter=1, triton=1, vllm=1)
 
 
-def timed(
-    clock: MadeUpClock, counts: Sequence[int] = (1, 2, 4), budget: measure.Budget | None = None, **most: int
-) -> measure.Rounds:
+def timed(clock, counts=(1, 2, 4), budget=None, **most):
     backends = {name: Named(name, most.get(name, 1 << 30)) for name in ORDER}
     with pytest.MonkeyPatch.context() as patch:
         clock.install(patch)
@@ -33,40 +26,34 @@ def timed(
         return measure.time_shape(backends, SHAPE, weight, counts, budget or measure.Budget())
 
 
-def chosen(clock: MadeUpClock, **options: Any) -> measure.Ranges:
+def chosen(clock, **options):
     return measure.ranges(timed(clock, **options), ORDER)
 
 
-def best_by_tokens(name: str, tokens: int) -> float:
+def best_by_tokens(name, tokens):
     return QUICK if name == ("triton" if tokens <= 2 else "aiter" if tokens <= 8 else "vllm") else SLOW
 
 
-CHOICES: dict[str, tuple[MadeUpClock, dict[str, Any], measure.Ranges]] = {
-    "the fastest at each token count": (
-        MadeUpClock(best_by_tokens),
-        {"counts": (1, 2, 4, 8, 13)},
-        ((1, 2, "triton"), (3, 8, "aiter"), (9, 13, "vllm")),
-    ),
+CHOICES = {
+    "the fastest at each token count": (MadeUpClock(best_by_tokens), {"counts": (1, 2, 4, 8, 13)},
+     ((1, 2, "triton"), (3, 8, "aiter"), (9, 13, "vllm"))),
     "vLLM where nothing is faster": (MadeUpClock(costs(aiter=SLOW, triton=SLOW, vllm=SLOW)), {}, ((1, 4, "vllm"),)),
     "vLLM below the margin": (MadeUpClock(costs(aiter=9.8, triton=SLOW, vllm=SLOW)), {}, ((1, 4, "vllm"),)),
     "another above it": (MadeUpClock(costs(aiter=9.6, triton=SLOW, vllm=SLOW)), {}, ((1, 4, "aiter"),)),
     "a tie by the static order": (MadeUpClock(costs(aiter=8.0, triton=7.9, vllm=SLOW)), {}, ((1, 4, "aiter"),)),
     "no tie": (MadeUpClock(costs(aiter=8.0, triton=7.5, vllm=SLOW)), {}, ((1, 4, "triton"),)),
-    "not what declines a count": (
-        MadeUpClock(costs(aiter=9.0, triton=QUICK, vllm=SLOW)),
-        {"triton": 2},
-        ((1, 2, "triton"), (3, 4, "aiter")),
-    ),
-}
+    "not what declines a count": (MadeUpClock(costs(aiter=9.0, triton=QUICK, vllm=SLOW)), {"triton": 2},
+     ((1, 2, "triton"), (3, 4, "aiter"))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_what_runs(name: str) -> None:
+def test_what_runs(name):
     clock, options, wanted = CHOICES[name]
     assert chosen(clock, **options) == wanted
 
 
-def test_outliers_in_a_few_rounds_change_nothing() -> None:
+def test_outliers_in_a_few_rounds_change_nothing():
     quick = costs(aiter=QUICK, triton=SLOW, vllm=SLOW)
     for seed in range(20):
         rounds = timed(MadeUpClock(quick, noise=0.005, seed=seed))
@@ -76,7 +63,7 @@ def test_outliers_in_a_few_rounds_change_nothing() -> None:
         assert measure.ranges(rounds, ORDER) == ((1, 4, "aiter"),)
 
 
-def slower_choices(noise: float, starts: int) -> int:
+def slower_choices(noise, starts):
     """Token counts, over many starts, at which something ran that is truly slower than vLLM by over the margin."""
     truth = {"aiter": SLOW * 1.035, "triton": SLOW * 1.05, "vllm": SLOW}
     draw, wrong = random.Random(7), 0
@@ -86,11 +73,8 @@ def slower_choices(noise: float, starts: int) -> int:
     return wrong
 
 
-def test_a_noisy_clock_never_chooses_something_slower_by_more_than_the_margin() -> None:
+def test_a_noisy_clock_chooses_nothing_slower_by_more_than_the_margin_and_finds_what_is_clearly_faster():
     assert slower_choices(noise=0.05, starts=5000) == 0
-
-
-def test_a_noisy_clock_still_finds_what_is_clearly_faster() -> None:
     quick = costs(aiter=SLOW, triton=QUICK, vllm=SLOW)
     assert {chosen(MadeUpClock(quick, noise=0.03, seed=seed)) for seed in range(20)} == {((1, 4, "triton"),)}
 
@@ -103,7 +87,7 @@ def test_a_noisy_clock_still_finds_what_is_clearly_faster() -> None:
         ("MARGIN", 0.0, "a tie by the static order"),
     ],
 )
-def test_mutation_a_choice_without_the_margin_is_caught(monkeypatch: pytest.MonkeyPatch, name, plant, case) -> None:
+def test_mutation_a_choice_without_the_margin_is_caught(monkeypatch, name, plant, case):
     monkeypatch.setattr(measure, name, plant)
     assert name == "MARGIN" or slower_choices(noise=0.05, starts=5000) > 0
     with pytest.raises(AssertionError):
@@ -113,13 +97,13 @@ def test_mutation_a_choice_without_the_margin_is_caught(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("limit", "first", "last"), [(1024, 10, (512, 1024)), (2048, 11, (1024, 2048)), (48, 6, (32, 48)), (1, 0, (1,))]
 )
-def test_the_token_counts_are_powers_of_two_and_end_at_the_limit(limit: int, first: int, last: tuple[int, ...]) -> None:
+def test_the_token_counts_are_powers_of_two_and_end_at_the_limit(limit, first, last):
     counts = measure.token_counts(limit)
     assert counts[:-1] == tuple(1 << power for power in range(first))
     assert counts[-2:] == last
 
 
-def test_the_budget_is_one_for_all_shapes_of_a_rank_and_ends_the_timing() -> None:
+def test_the_budget_is_one_for_all_shapes_of_a_rank_and_ends_the_timing():
     clock, budget = MadeUpClock(EQUAL, replay_s=0.02), measure.Budget()
     timed(clock, (1, 2), budget)
     assert measure.BUDGET_S - budget.left == pytest.approx(2 * 13 * 3 * 0.02)
@@ -135,7 +119,7 @@ PUBLISHED = {"vllm": (20.0, 70.0), "aiter": (13.0, 55.0), "aiter-opt": (13.0, 55
 
 
 @pytest.mark.parametrize(("heads", "name"), [(8, "Kimi-K2 at TP 8"), (16, "DeepSeek-R1 at TP 8")])
-def test_the_timing_of_a_published_model_fits_the_budget(heads: int, name: str) -> None:
+def test_the_timing_of_a_published_model_fits_the_budget(heads, name):
     fp8 = torch.float8_e4m3fnuz
     shape = LayerShape(heads, 128, fp8, fp8, 64, False, weight=("fp8", fp8))
     spent = 0.0
@@ -147,11 +131,11 @@ def test_the_timing_of_a_published_model_fits_the_budget(heads: int, name: str) 
     assert 1.0 < spent < measure.BUDGET_S, name
 
 
-def test_a_short_graph_is_replayed_once_ahead_of_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
+def test_a_short_graph_is_replayed_once_ahead_of_the_first_event(monkeypatch):
+    done = []
 
     class Event:
-        def __init__(self, enable_timing: bool) -> None:
+        def __init__(self, enable_timing):
             self.record = lambda: done.append("event")
             self.synchronize, self.elapsed_time = lambda: None, lambda other: 0.5
 
@@ -161,21 +145,21 @@ def test_a_short_graph_is_replayed_once_ahead_of_the_first_event(monkeypatch: py
     assert done == ["run", "event", "run", "event", "event", "run", "event"]
 
 
-def test_no_two_calls_in_a_row_read_the_same_query() -> None:
+def test_no_two_calls_in_a_row_read_the_same_query():
     calls = measure.calls_of(SHAPE, [synthetic_inputs(SHAPE).weight], 2, resident=1 << 20)
     addresses = [call.q.data_ptr() for call in calls]
     assert len(set(addresses)) == measure.QUERIES
     assert all(first != second for first, second in pairwise(addresses))
 
 
-def test_queries_are_not_copied_beyond_the_memory_that_timing_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_are_not_copied_beyond_the_memory_that_timing_may_take(monkeypatch):
     one = synthetic_inputs(SHAPE, 2)
     monkeypatch.setattr(measure, "MOST_RESULTS", 3 * one.q.nbytes)
     calls = measure.calls_of(SHAPE, [one.weight], 2, resident=1 << 20)
     assert len({call.q.data_ptr() for call in calls}) == 1 + 3
 
 
-def test_partial_figures_are_of_counts_far_apart_and_the_rest_follows_the_nearest() -> None:
+def test_partial_figures_are_of_counts_far_apart_and_the_rest_follows_the_nearest():
     counts, seconds = measure.token_counts(1024), measure.BUDGET_S / 4 / (13 * 3)
     rounds = timed(MadeUpClock(costs(aiter=SLOW, triton=1.0, vllm=SLOW), replay_s=seconds), counts, measure.Budget())
     assert tuple(rounds) == measure.FIRST_TIMED
@@ -184,7 +168,7 @@ def test_partial_figures_are_of_counts_far_apart_and_the_rest_follows_the_neares
 
 
 @pytest.mark.parametrize("key", [("plain",), ("fp8", torch.float8_e4m3fn)])
-def test_the_weights_of_a_sweep_are_cold_and_keep_their_strides(key: tuple[Any, ...]) -> None:
+def test_the_weights_of_a_sweep_are_cold_and_keep_their_strides(key):
     drawn = torch.randn(4, 16, 2).to(torch.bfloat16).permute(2, 1, 0)
     weight = absorb.make(drawn, key)
     copies = measure.cold_weights(weight, resident=1 << 14)
@@ -195,7 +179,7 @@ def test_the_weights_of_a_sweep_are_cold_and_keep_their_strides(key: tuple[Any, 
         assert torch.equal(last.float(), first.float())
 
 
-def test_a_sweep_draws_no_number_of_the_process() -> None:
+def test_a_sweep_draws_no_number_of_the_process():
     torch.manual_seed(5)
     before = torch.get_rng_state()
     timed(MadeUpClock(EQUAL))
@@ -205,13 +189,13 @@ def test_a_sweep_draws_no_number_of_the_process() -> None:
 KEY = {"card": "a card", "driver": "1", "shape": "2 heads", "counts": [1, 2, 4], "candidates": list(ORDER)}
 
 
-def test_two_starts_choose_the_same_because_the_figures_are_kept(tmp_path: Path) -> None:
+def test_two_starts_choose_the_same_because_the_figures_are_kept(tmp_path):
     rounds = timed(MadeUpClock(costs(aiter=9.68, triton=9.72, vllm=SLOW), noise=0.02, seed=1))
     measure.write(tmp_path, KEY, rounds)
     assert measure.read(tmp_path, KEY)[0] == rounds
 
 
-SPOILT: dict[str, Callable[[dict[str, Any]], str]] = {
+SPOILT = {
     "half a file": lambda data: json.dumps(data)[:100],
     **{f"another {name}": lambda data, name=name: json.dumps(data | {"key": KEY | {name: "another"}}) for name in KEY},
     "no key": lambda data: json.dumps({"rounds": data["rounds"]}),
@@ -223,28 +207,28 @@ SPOILT: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
-def test_a_broken_or_foreign_file_is_a_miss(tmp_path: Path, spoil: Callable[[Any], str]) -> None:
+def test_a_broken_or_foreign_file_is_a_miss(tmp_path, spoil):
     measure.write(tmp_path, KEY, timed(MadeUpClock(EQUAL)))
     path = measure.path_of(tmp_path, KEY)
     path.write_text(spoil(json.loads(path.read_text())))
     assert measure.read(tmp_path, KEY) == ({}, "")
 
 
-def test_ranks_agree_by_the_slowest_and_on_what_all_have_timed() -> None:
+def test_ranks_agree_by_the_slowest_and_on_what_all_have_timed():
     one = {1: {"aiter": [8.0], "vllm": [10.0], "triton": [5.0]}, 2: {"aiter": [8.0], "vllm": [10.0]}}
     two = {1: {"aiter": [9.9], "vllm": [9.0]}}
     assert measure.slowest([one, two]) == measure.slowest([two, one]) == {1: {"aiter": [9.9], "vllm": [10.0]}}
 
 
 @pytest.mark.gpu
-def test_a_real_device_times_two_kernels_and_gives_its_memory_back() -> None:
+def test_a_real_device_times_two_kernels_and_gives_its_memory_back():
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     pytest.importorskip("triton")
     from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
     class PyTorch(Named):
-        def bind(self, inputs: DecodeInputs) -> Binding | str:
+        def bind(self, inputs):
             return contract_violation(inputs) or Binding(reference.prepare)
 
     shape = LayerShape(16, 128, torch.bfloat16, torch.bfloat16, 64, False, device="cuda")

@@ -1,23 +1,18 @@
 """I14: what an fp8 overflow of the rotated half becomes: NaN in AITER's op, the largest value in vLLM's and in ours."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from tests.sandbox.simulated_aiter import execute
 from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes, twin
 from vllm_aiter_mla.kernels import formats, reference
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
+from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.selfcheck import self_check
 
 INF, NAN = float("inf"), float("nan")
 
 
-def turned_by_nothing(arch: str, values: list[float]) -> DecodeInputs:
+def turned_by_nothing(arch, values):
     """One row with scales of 1 and an angle of 0: what is stored is ``values``, in the query and in the KV row."""
     operands = inputs(arch, tokens=1, is_neox=True)
     operands.slot_mapping[0] = 5
@@ -41,7 +36,7 @@ OTHERS_GIVE = {
 
 
 @pytest.mark.parametrize("name", ["AITER", "TRITON", "VLLM_KERNEL", "VLLM_COMPILED"])
-def test_overflow_in_the_reference_is_by_model_and_card(arch: str, name: str) -> None:
+def test_overflow_in_the_reference_is_by_model_and_card(arch, name):
     numerics, given = getattr(reference, name), AITER_GIVES if name == "AITER" else OTHERS_GIVE
     operands, wanted = turned_by_nothing(arch, VALUES), torch.tensor(given[arch]).float()
     query = reference.prepare(operands, numerics)[0, 0, 512:].float()[: len(VALUES)]
@@ -52,7 +47,7 @@ def test_overflow_in_the_reference_is_by_model_and_card(arch: str, name: str) ->
     assert query.allclose(wanted.clamp(-top, top), rtol=0, equal_nan=True)
 
 
-def test_overflow_in_the_simulated_aiter_is_the_references_and_the_latent_saturates(arch: str) -> None:
+def test_overflow_in_the_simulated_aiter_is_the_references_and_the_latent_saturates(arch):
     operands = turned_by_nothing(arch, [*VALUES, INF, NAN])
     operands.kv_c[0, :3] = torch.tensor([1e4, -1e4, NAN])
     expected = twin(operands)
@@ -62,7 +57,7 @@ def test_overflow_in_the_simulated_aiter_is_the_references_and_the_latent_satura
     assert operands.kv_cache.flatten(0, 1)[5, :3].tolist() == [top, -top, -top]
 
 
-def clamping(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def clamping(inner):
     """AITER's conversion, as a build that clamps would have it."""
     return lambda x, dtype: inner(x.clamp(-execute.FP8_MAX[dtype], execute.FP8_MAX[dtype]), dtype)
 
@@ -70,9 +65,7 @@ def clamping(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize("opt", [False, True])
 @pytest.mark.parametrize("query", ["fp8", "bf16"])
 @pytest.mark.mutation("I14")
-def test_mutation_overflow_of_a_clamping_aiter_is_told(
-    arch: str, opt: bool, query: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutation_overflow_of_a_clamping_aiter_is_told(arch, opt, query, monkeypatch):
     shape = LayerShape(4, 16, FP8[arch], FP8[arch] if query == "fp8" else torch.bfloat16, 16, False)
     today = self_check(backend(arch, opt=opt), shape)
     assert (today.ok, today.writes_nan) == (True, True), today.message
@@ -82,10 +75,10 @@ def test_mutation_overflow_of_a_clamping_aiter_is_told(
 
 
 @pytest.mark.mutation("I14")
-def test_mutation_overflow_in_one_of_aiters_two_kernels_is_noticed(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_overflow_in_one_of_aiters_two_kernels_is_noticed(arch, monkeypatch):
     rope = execute._rope
 
-    def only_opt_overflows(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def only_opt_overflows(*args, **kwargs):
         clamps = args[5].kernel == "per-head"
         monkeypatch.setattr(execute, "encode", clamping(encode) if clamps else encode)
         return rope(*args, **kwargs)
@@ -96,6 +89,6 @@ def test_mutation_overflow_in_one_of_aiters_two_kernels_is_noticed(arch: str, mo
     assert (found.ok, found.writes_nan) == (True, True)
 
 
-def test_overflow_of_an_unquantised_cache_is_none(arch: str) -> None:
+def test_overflow_of_an_unquantised_cache_is_none(arch):
     found = self_check(backend(arch), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
     assert (found.ok, found.writes_nan) == (True, False), found.message

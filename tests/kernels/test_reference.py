@@ -1,10 +1,7 @@
 """Properties of the reference kernel, each against a computation by hand that shares no code with it."""
 
-from __future__ import annotations
-
 import cmath
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from tests.sandbox.simulated_aiter.execute import encode
 from tests.support.simulated_aiter import same_bytes
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
-from vllm_aiter_mla.kernels.inputs import PATTERN, DecodeInputs, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import PATTERN, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.selfcheck import steps_of
 
 FLAVOURS = list(formats.FLAVOURS.values())
@@ -25,23 +22,23 @@ FP8 = {"cache_dtype": torch.float8_e4m3fn, "out_dtype": torch.float8_e4m3fn}
 flavours = pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: str(flavour.dtype))
 
 
-def operands(tokens: int = 5, seed: int = 0, **changes: Any) -> DecodeInputs:
+def operands(tokens=5, seed=0, **changes):
     """A small random call; row 1 is padded where there is one."""
     shape = replace(LayerShape(2, 8, BF16, BF16, 4, False, latent=16, rope=8), **changes)
     table = torch.randn(11, 8, generator=torch.Generator().manual_seed(seed)).sin().to(shape.act)
     return synthetic_inputs(shape, tokens, seed, padded=1, table=table)
 
 
-def fresh(call: DecodeInputs, **changes: object) -> DecodeInputs:
+def fresh(call, **changes):
     """The same call over an own copy of the cache."""
     return replace(call, **{"kv_cache": call.kv_cache.clone(), **changes})
 
 
-def rows(call: DecodeInputs) -> torch.Tensor:
+def rows(call):
     return call.kv_cache.reshape(-1, call.kv_cache.shape[-1])
 
 
-def nearest_by_hand(value: float, flavour: formats.Fp8Flavour) -> int:
+def nearest_by_hand(value, flavour):
     """The code nearest to ``value`` among all 256, the even one of two equally near."""
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(flavour.dtype).double()
@@ -52,12 +49,12 @@ def nearest_by_hand(value: float, flavour: formats.Fp8Flavour) -> int:
     return min(best, key=lambda code: (code & 1, (code >= 0x80) != negative))
 
 
-def simulated_rounding(values: torch.Tensor, flavour: formats.Fp8Flavour) -> torch.Tensor:
+def simulated_rounding(values, flavour):
     return encode(values, flavour.dtype)
 
 
 @flavours
-def test_rounding_is_to_the_nearest_code_ties_to_even(flavour: formats.Fp8Flavour) -> None:
+def test_rounding_is_to_the_nearest_code_ties_to_even(flavour):
     values = torch.arange(256, dtype=torch.uint8).view(flavour.dtype).float()
     finite = values[values.isfinite()].unique()
     middles = (finite[1:] + finite[:-1]) / 2
@@ -68,7 +65,7 @@ def test_rounding_is_to_the_nearest_code_ties_to_even(flavour: formats.Fp8Flavou
 
 
 @flavours
-def test_the_nope_half_saturates_and_the_rope_half_overflows(flavour: formats.Fp8Flavour) -> None:
+def test_the_nope_half_saturates_and_the_rope_half_overflows(flavour):
     wild = torch.tensor([1e30, -1e30, float("inf"), float("-inf"), float("nan")])
     top = flavour.max
     assert formats.round_saturating(wild, flavour).float().tolist() == [top, -top, top, -top, -top]
@@ -79,7 +76,7 @@ def test_the_nope_half_saturates_and_the_rope_half_overflows(flavour: formats.Fp
 
 
 @flavours
-def test_neighbours_are_one_step_apart(flavour: formats.Fp8Flavour) -> None:
+def test_neighbours_are_one_step_apart(flavour):
     values = torch.arange(256, dtype=torch.uint8).view(flavour.dtype)
     finite = values[values.float().isfinite()]
     ordered = finite[finite.float().argsort(stable=True)]
@@ -90,7 +87,7 @@ def test_neighbours_are_one_step_apart(flavour: formats.Fp8Flavour) -> None:
 
 
 @pytest.mark.parametrize("is_neox", [False, True])
-def test_rotation_is_a_complex_product_of_the_styles_pairs(is_neox: bool) -> None:
+def test_rotation_is_a_complex_product_of_the_styles_pairs(is_neox):
     """NeoX pairs (i, i+4), GPT-J (2i, 2i+1): position 3, angle by angle, with Python's complex numbers."""
     x = torch.arange(1.0, 9.0)
     angles = [0.3, 1.1, 2.0, 2.9]
@@ -104,7 +101,7 @@ def test_rotation_is_a_complex_product_of_the_styles_pairs(is_neox: bool) -> Non
 
 
 @pytest.mark.parametrize("is_neox", [False, True])
-def test_the_prepared_row_is_absorbed_nope_then_rope(is_neox: bool) -> None:
+def test_the_prepared_row_is_absorbed_nope_then_rope(is_neox):
     call = operands(is_neox=is_neox, act=torch.float32, cache_dtype=torch.float32, out_dtype=torch.float32)
     out = reference.prepare(call)
     for t in range(5):
@@ -123,7 +120,7 @@ def test_the_prepared_row_is_absorbed_nope_then_rope(is_neox: bool) -> None:
     cache=st.sampled_from([BF16, torch.float8_e4m3fn, torch.float8_e4m3fnuz]),
     padded=st.sets(st.integers(0, 8)),
 )
-def test_only_rows_with_a_slot_are_written(tokens: int, block: int, seed: int, cache: torch.dtype, padded: set) -> None:
+def test_only_rows_with_a_slot_are_written(tokens, block, seed, cache, padded):
     """Whatever the block size and the padding, all of them included: every other byte stays."""
     call = operands(tokens, block_size=block, seed=seed, cache_dtype=cache)
     for row in padded:
@@ -137,14 +134,14 @@ def test_only_rows_with_a_slot_are_written(tokens: int, block: int, seed: int, c
         assert (rows(call).view(torch.uint8)[kept] != PATTERN).any()
 
 
-def test_rows_beyond_the_slots_are_prepared_but_not_written() -> None:
+def test_rows_beyond_the_slots_are_prepared_but_not_written():
     call = operands(tokens=6)
     short = fresh(call, slot_mapping=call.slot_mapping[:3])
     assert same_bytes(reference.prepare(short), reference.prepare(call))
     assert (rows(short).view(torch.uint8)[call.slot_mapping[3:]] == PATTERN).all()
 
 
-def test_strided_operands_give_the_same_bytes() -> None:
+def test_strided_operands_give_the_same_bytes():
     call = operands(**FP8)
     wide_q, wide_k, wide_c = (torch.full(size, 9.0, dtype=BF16) for size in ((5, 4, 30), (5, 20), (5, 40)))
     wide_q[:, 1:3, 7:23], wide_k[:, 3:11], wide_c[:, 5:21] = call.q, call.k_pe, call.kv_c
@@ -158,7 +155,7 @@ def test_strided_operands_give_the_same_bytes() -> None:
     assert (gaps[:, 4:].view(torch.uint8) == PATTERN).all()
 
 
-def test_two_rounding_mode_rounds_the_rotated_values_first() -> None:
+def test_two_rounding_mode_rounds_the_rotated_values_first():
     call = operands(tokens=64, **FP8)
     out = reference.prepare(call, reference.VLLM_COMPILED)
     cos, sin = call.cos_sin_cache[call.positions].float().chunk(2, -1)
@@ -174,7 +171,7 @@ def test_two_rounding_mode_rounds_the_rotated_values_first() -> None:
     assert same_bytes(reference.prepare(plain, reference.VLLM_COMPILED), reference.prepare(fresh(plain)))
 
 
-def test_a_truncated_cache_row_is_the_rounded_one_or_one_step_nearer_to_zero() -> None:
+def test_a_truncated_cache_row_is_the_rounded_one_or_one_step_nearer_to_zero():
     cut, rounded = operands(tokens=64), operands(tokens=64)
     query = reference.prepare(cut, reference.Numerics(truncate_cache_rope=True))
     assert same_bytes(query, reference.prepare(rounded))
@@ -185,7 +182,7 @@ def test_a_truncated_cache_row_is_the_rounded_one_or_one_step_nearer_to_zero() -
     assert 0.2 < share < 0.6
 
 
-def test_no_token_and_no_cache_are_served() -> None:
+def test_no_token_and_no_cache_are_served():
     nothing = operands(tokens=0)
     assert reference.prepare(nothing).shape == (0, 2, 24)
     assert (nothing.kv_cache.view(torch.uint8) == PATTERN).all()

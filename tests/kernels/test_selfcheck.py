@@ -1,8 +1,5 @@
 """What the self-check compares: each kernel that the decode limit reaches, over each cache; and what it reports."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +9,7 @@ from tests.sandbox.simulated_aiter import ROCM, install, op
 from vllm_aiter_mla.kernels import measure, reference
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import KernelInputError, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.selfcheck import self_check
@@ -27,25 +24,25 @@ MI300X = Platform("gfx942", ROCM)
 class Stepped(ReferenceBackend):
     """The reference under three names: up to 8 rows, up to 40, beyond; ``bad`` returns zeros."""
 
-    def __init__(self, bad: str | None = None) -> None:
+    def __init__(self, bad=None):
         self.bad, self.ran = bad, []
 
-    def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
+    def tried_counts(self, inputs):
         return (41, 8, 40)
 
-    def bind(self, inputs: DecodeInputs) -> Binding | str:
+    def bind(self, inputs):
         tokens = inputs.num_tokens
         kernel = "few" if tokens <= 8 else "some" if tokens <= 40 else "many"
         return Binding(self._run, kernel)
 
-    def _run(self, inputs: DecodeInputs) -> torch.Tensor:
+    def _run(self, inputs):
         self.ran.append(inputs.num_tokens)
         out = reference.prepare(inputs)
         return out * 0 if self.kernel_of(inputs) == self.bad else out
 
 
 @pytest.mark.parametrize(("limit", "counts"), [(None, [1, 7, 40, 41]), (20, [1, 7, 20]), (8, [1, 7]), (1, [1, 7])])
-def test_each_kernel_up_to_the_limit_is_compared_once(limit, counts) -> None:
+def test_each_kernel_up_to_the_limit_is_compared_once(limit, counts):
     backend = Stepped()
     assert self_check(backend, SMALL, limit).ok
     assert backend.ran == counts, "one row warms up"
@@ -53,14 +50,14 @@ def test_each_kernel_up_to_the_limit_is_compared_once(limit, counts) -> None:
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("bad", ["few", "some", "many"])
-def test_mutation_a_kernel_that_is_wrong_fails_the_check_whichever_it_is(bad) -> None:
+def test_mutation_a_kernel_that_is_wrong_fails_the_check_whichever_it_is(bad):
     assert not self_check(Stepped(bad), SMALL).ok
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("block", [1, 16])
 @pytest.mark.parametrize("opt", [False, True])
-def test_self_check_passes_on_the_simulated_aiter_and_covers_each_kernel_that_serves(arch, block, opt) -> None:
+def test_self_check_passes_on_the_simulated_aiter_and_covers_each_kernel_that_serves(arch, block, opt):
     with install(arch):
         op.forget()
         platform = Platform(arch, ROCM)
@@ -75,7 +72,7 @@ def test_self_check_passes_on_the_simulated_aiter_and_covers_each_kernel_that_se
 
 
 @pytest.mark.parametrize("acts_as", ["gfx942", "gfx950"])  # which truncates, and which rounds everywhere
-def test_self_check_accepts_inferred_truncation_and_rounding_too(fake_gfx942, monkeypatch, acts_as) -> None:
+def test_self_check_accepts_inferred_truncation_and_rounding_too(fake_gfx942, monkeypatch, acts_as):
     """If gfx942 rounds after all, the card is better than its source says, and is not rejected for it."""
     monkeypatch.setattr("tests.sandbox.simulated_aiter.op.arch", lambda: acts_as)
     result = self_check(AiterBackend(MI300X), BF16)
@@ -86,15 +83,15 @@ def test_self_check_accepts_inferred_truncation_and_rounding_too(fake_gfx942, mo
 class Changed(ReferenceBackend):
     """The reference, but for what ``change`` makes of the result and of the cache."""
 
-    def __init__(self, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, change):
         super().__init__()
         self.name, self.change = "changed", change
 
-    def prepare(self, operands: DecodeInputs) -> torch.Tensor:
+    def prepare(self, operands):
         return self.change(super().prepare(operands), operands.kv_cache)
 
 
-def off(out: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+def off(out, cache):
     cache.view(torch.uint8)[-1, -1, :5] ^= 1
     return out * 2
 
@@ -110,16 +107,16 @@ UNCALLED = AiterBackend(MI300X, op=lambda *_: None)
         (UNCALLED, replace(BF16, cache_dtype=torch.uint8), 0, "refused the self-check: kv_cache: view uint8"),
     ],
 )
-def test_self_check_reports_what_is_wrong(bound, shape, stray, says) -> None:
+def test_self_check_reports_what_is_wrong(bound, shape, stray, says):
     result = self_check(bound, shape)
     assert (result.ok, result.stray_bytes, says in result.message) == (False, stray, True), result.message
 
 
-def test_every_answer_follows_from_bind() -> None:
+def test_every_answer_follows_from_bind():
     class Refusing(KernelBackend):
         name = "refusing"
 
-        def bind(self, inputs: DecodeInputs) -> Binding | str:
+        def bind(self, inputs):
             return "never"
 
     operands = synthetic_inputs(SMALL)
@@ -131,7 +128,7 @@ def test_every_answer_follows_from_bind() -> None:
     assert Refusing().tried_caches(64) == ((64, False),), "without variants, over the layer's own cache"
 
 
-def test_synthetic_operands_on_meta_take_no_memory_whatever_their_number() -> None:
+def test_synthetic_operands_on_meta_take_no_memory_whatever_their_number():
     ghost = synthetic_inputs(replace(SMALL, device="meta"), 1 << 32)
     assert ghost.num_tokens == 1 << 32
     assert {tensor.device.type for _, tensor in ghost.tensors} == {"meta"}
@@ -141,7 +138,7 @@ def test_synthetic_operands_on_meta_take_no_memory_whatever_their_number() -> No
 SHAPE = LayerShape(16, 128, torch.bfloat16, torch.bfloat16, 16, False)
 
 
-def is_large(inputs) -> bool:
+def is_large(inputs):
     return launcher._reach(inputs.kv_cache) >= 1 << 31
 
 
@@ -150,7 +147,7 @@ class Wrong(ReferenceBackend):
 
     name, trusted = "wrong", False
 
-    def __init__(self, tried, where) -> None:
+    def __init__(self, tried, where):
         super().__init__()
         self.tried_caches, self.where = tried, where
 
@@ -161,27 +158,27 @@ class Wrong(ReferenceBackend):
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_synthetic_large_cache_is_one_to_triton_and_as_small_as_the_other(large: bool) -> None:
+def test_a_synthetic_large_cache_is_one_to_triton_and_as_small_as_the_other(large):
     inputs = synthetic_inputs(SHAPE, 3, large=large)
     assert is_large(inputs) is large
     assert inputs.kv_cache.numel() * 2 < 1 << 20
 
 
 @pytest.mark.mutation
-def test_a_kernel_that_is_wrong_over_a_large_cache_alone_fails_its_self_check() -> None:
+def test_a_kernel_that_is_wrong_over_a_large_cache_alone_fails_its_self_check():
     tried = TritonBackend().tried_caches
     assert self_check(Wrong(tried, lambda inputs: False), SHAPE).ok
     assert not self_check(Wrong(tried, is_large), SHAPE).ok
 
 
 @pytest.mark.parametrize(("opt", "kernel"), [(False, "per-head"), (True, "opt")])
-def test_another_block_size_leads_to_the_kernel_of_aiters_that_was_checked(opt: bool, kernel: str) -> None:
+def test_another_block_size_leads_to_the_kernel_of_aiters_that_was_checked(opt, kernel):
     """vLLM settles the block size after the check."""
     aiter = AiterBackend(Platform("gfx950", ROCM), op=lambda *_: None, opt=opt)
     caches = [synthetic_inputs(replace(SHAPE, block_size=size)) for size in (1, 16, 64)]
     assert {aiter.kernel_of(inputs) for inputs in caches} == {kernel}
 
 
-def test_what_is_timed_is_the_variant_for_a_large_cache() -> None:
+def test_what_is_timed_is_the_variant_for_a_large_cache():
     weight = synthetic_inputs(SHAPE, 1).weight
     assert all(map(is_large, measure.calls_of(SHAPE, [weight], 2, resident=1)))

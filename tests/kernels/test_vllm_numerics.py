@@ -1,7 +1,5 @@
 """The three roundings of RoPE against bytes worked out by hand, and vLLM's own sequence against its model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -30,7 +28,7 @@ BYTES = {
 
 @pytest.mark.parametrize("is_neox", [False, True])
 @pytest.mark.parametrize(("name", "dtype"), BYTES)
-def test_vllm_numerics_are_the_bytes_worked_out_by_hand(name: str, dtype: torch.dtype, is_neox: bool) -> None:
+def test_vllm_numerics_are_the_bytes_worked_out_by_hand(name, dtype, is_neox):
     first, second, cos, sin = OTHER if dtype == FNUZ else ONE
     shape = LayerShape(1, 16, dtype, dtype, 1, is_neox, latent=16, rope=2)
     inputs = synthetic_inputs(shape, 1, padded=None)
@@ -44,7 +42,7 @@ def test_vllm_numerics_are_the_bytes_worked_out_by_hand(name: str, dtype: torch.
         assert rotated.view(raw)[0].item() == BYTES[name, dtype]
 
 
-def test_vllm_numerics_of_its_kernel_differ_from_its_compiled_graph_by_a_third_of_the_keys() -> None:
+def test_vllm_numerics_of_its_kernel_differ_from_its_compiled_graph_by_a_third_of_the_keys():
     """vLLM's one launch rotates prefill rows up to L tokens; its compiled graph rounds once."""
     shape = LayerShape(4, 128, BF16, BF16, 16, False)
     rows = {}
@@ -59,7 +57,7 @@ def test_vllm_numerics_of_its_kernel_differ_from_its_compiled_graph_by_a_third_o
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("wrong", [Numerics("vllm-compiled", saturates=True), Numerics("aiter", saturates=True)])
-def test_a_kernel_that_rounds_otherwise_than_vllms_is_not_taken_for_it(wrong: Numerics) -> None:
+def test_a_kernel_that_rounds_otherwise_than_vllms_is_not_taken_for_it(wrong):
     class Claims(reference.ReferenceBackend):
         def bind(self, inputs):
             return replace(super().bind(inputs), numerics=reference.VLLM_KERNEL)
@@ -69,7 +67,7 @@ def test_a_kernel_that_rounds_otherwise_than_vllms_is_not_taken_for_it(wrong: Nu
     assert not selfcheck.self_check(Claims(wrong), shape).ok
 
 
-def test_vllms_kernel_leaves_rows_without_a_slot_as_they_are() -> None:
+def test_vllms_kernel_leaves_rows_without_a_slot_as_they_are():
     """Since vllm-project/vllm#40392 it returns before it rotates their query; the sandbox does as much."""
     shape = LayerShape(2, 16, BF16, BF16, 16, False, latent=16, rope=16)
     inputs = synthetic_inputs(shape, 3, padded=1)

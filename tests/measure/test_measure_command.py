@@ -1,16 +1,12 @@
 """``vllm-aiter-mla measure`` on a made-up card: real operands and checks, times by kernel from a made-up clock."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from tests.sandbox import gpu_ops
 from tests.support.made_up_clock import MadeUpClock, Named, costs, named_kernels
@@ -29,12 +25,12 @@ from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
 class Wrong(Named):
     """Writes no KV row."""
 
-    def bind(self, inputs: Any) -> Binding | str:
+    def bind(self, inputs):
         return Binding(lambda given: reference.prepare(replace(given, kv_cache=given.kv_cache.clone())))
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def card(monkeypatch):
     """Kernels by name; every one is the reference."""
     kernels = named_kernels(monkeypatch)
     monkeypatch.setattr(backends, "current_platform", lambda: Platform("gfx942"))
@@ -47,11 +43,11 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return kernels
 
 
-def run(*options: str) -> Result:
+def run(*options):
     return CliRunner().invoke(app, ["measure", "-n", "2", *options])
 
 
-def test_measure_times_what_start_up_chooses_between(card: dict[str, Any], tmp_path: Path) -> None:
+def test_measure_times_what_start_up_chooses_between(card, tmp_path):
     card["aiter"] = Named("aiter", most=32)
     done = run("-t", "1", "-t", "64", "--json", str(tmp_path / "measure.json"))
     assert done.exit_code == 0, done.output
@@ -67,9 +63,7 @@ def test_measure_times_what_start_up_chooses_between(card: dict[str, Any], tmp_p
     assert "aiter: not timed: 64 tokens are too many" in done.output
 
 
-def test_a_rival_that_never_serves_is_timed_and_held_against_ours(
-    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_rival_that_never_serves_is_timed_and_held_against_ours(card, monkeypatch, tmp_path):
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0, **{"aiter-one-launch": 6.0})).install(monkeypatch)
     monkeypatch.setattr(measure, "rivals_of", lambda *_: {"aiter-one-launch": Named("aiter-one-launch")})
     assert run("-t", "1", "--type", "fp8", "--json", str(tmp_path / "measure.json")).exit_code == 0
@@ -82,15 +76,15 @@ class VLLMOwn(Named):
 
     trusted = True
 
-    def bind(self, inputs: Any) -> Binding | str:
+    def bind(self, inputs):
         bound = VLLMBackend(compat_layer, "gfx942").bind(inputs)
         assert not isinstance(bound, str), bound
         run = partial(bound.run)
-        run.name = self.name  # type: ignore[attr-defined]  for the clock
+        run.name = self.name  # for the clock
         return replace(bound, run=run)
 
 
-def test_vllm_numerics_are_no_reason_for_measure_to_call_vllm_wrong(card: dict[str, Any], tmp_path: Path) -> None:
+def test_vllm_numerics_are_no_reason_for_measure_to_call_vllm_wrong(card, tmp_path):
     gpu_ops.register()
     card["vllm"] = VLLMOwn("vllm")
     done = run("-t", "8", "--type", "bf16", "--json", str(tmp_path / "measure.json"))
@@ -101,7 +95,7 @@ def test_vllm_numerics_are_no_reason_for_measure_to_call_vllm_wrong(card: dict[s
     assert card["vllm"].numerics(inputs) == reference.VLLM_KERNEL
 
 
-def test_measure_does_not_time_a_wrong_kernel_and_exits_1(card: dict[str, Any], tmp_path: Path) -> None:
+def test_measure_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):
     card["triton"] = Wrong("triton")
     done = run("-t", "1", "--type", "bf16", "--json", str(tmp_path / "measure.json"))
     assert done.exit_code == 1
@@ -110,10 +104,10 @@ def test_measure_does_not_time_a_wrong_kernel_and_exits_1(card: dict[str, Any], 
     assert "WRONG, not timed: triton at 2 heads, bf16" in done.output
 
 
-def test_measure_keeps_what_was_timed_when_a_size_fails(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
     real = timing.time_shape
 
-    def fails(able: Any, shape: Any, weight: Any, counts: Any, budget: Any) -> Any:
+    def fails(able, shape, weight, counts, budget):
         if counts == [8]:
             raise MemoryError("planted")
         return real(able, shape, weight, counts, budget)
@@ -126,7 +120,7 @@ def test_measure_keeps_what_was_timed_when_a_size_fails(card: dict[str, Any], mo
     assert " 64 │ 2 " not in done.output
 
 
-def test_measure_without_a_gpu_is_one_line_and_exit_status_2() -> None:
+def test_measure_without_a_gpu_is_one_line_and_exit_status_2():
     done = run()
     assert done.exit_code == 2
     assert len(done.stderr.splitlines()) == 1

@@ -1,9 +1,6 @@
 """The rivals that measure times: how they are called, what they decline, and that they never serve."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -27,9 +24,9 @@ SHAPE = LayerShape(4, 128, BF16, BF16, 16, False, weight=("fp8", FNUZ))
 
 
 def by_reference(
-    q_nope: Any, codes: Any, scale: Any, q_pe: Any, kv_c: Any, k_pe: Any, cache: Any, slots: Any, positions: Any,
-    cos: Any, sin: Any, *, k_scale: Any, is_neox: bool, q_out_dtype: torch.dtype, group_size: int = 0,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    q_nope, codes, scale, q_pe, kv_c, k_pe, cache, slots, positions, cos, sin, *, k_scale, is_neox, q_out_dtype,
+    group_size=0,
+):  # fmt: skip
     """What AITER's functions do with these arguments: heads first in q_nope, one KV head, no scale of the query."""
     assert (cos.dtype, sin.dtype) == (torch.float32, torch.float32), "each product would be rounded to 16 bits"
     assert group_size == (128 if scale.dtype == torch.float32 else 0)
@@ -40,7 +37,7 @@ def by_reference(
         positions=positions, cos_sin_cache=torch.cat([cos, sin], dim=-1).to(q_pe.dtype),
         k_scale=one if k_scale is None else k_scale, q_scale=one, is_neox=is_neox, out_dtype=q_out_dtype,
     )  # fmt: skip
-    return reference.prepare(made), None, None, None  # type: ignore[return-value]
+    return reference.prepare(made), None, None, None
 
 
 OPS = {"fp8": by_reference, "mxfp4": by_reference}
@@ -52,22 +49,22 @@ OPS = {"fp8": by_reference, "mxfp4": by_reference}
     [(MI300X, {}), (MI300X, {"cache_dtype": FNUZ}), (MI355X, {"weight": ("mxfp4",)})],
     ids=["fp8 weight", "fp8 weight and cache", "mxfp4 weight"],
 )
-def test_its_arguments_lead_to_the_results_of_the_reference(platform: Platform, change: Any, is_neox: bool) -> None:
+def test_its_arguments_lead_to_the_results_of_the_reference(platform, change, is_neox):
     found = self_check(OneLaunchBackend(platform, OPS), replace(SHAPE, is_neox=is_neox, **change))
     assert found.ok, found.message
 
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("wrong", ["is_neox", "k_scale"])
-def test_mutation_an_argument_that_is_handed_over_wrongly_fails_the_check(wrong: str) -> None:
-    def spoilt(*given: Any, **named: Any) -> Any:
+def test_mutation_an_argument_that_is_handed_over_wrongly_fails_the_check(wrong):
+    def spoilt(*given, **named):
         return by_reference(*given, **named | {wrong: not named[wrong] if wrong == "is_neox" else torch.ones(1)})
 
     shape = replace(SHAPE, cache_dtype=FNUZ)
     assert not self_check(OneLaunchBackend(MI300X, {"fp8": spoilt}), shape).ok
 
 
-def test_it_declines_what_it_would_do_wrongly() -> None:
+def test_it_declines_what_it_would_do_wrongly():
     bound, right = OneLaunchBackend(MI300X, OPS), synthetic_inputs(SHAPE)
     assert bound.refuse(right) is None
     fp8 = synthetic_inputs(replace(SHAPE, cache_dtype=FNUZ, out_dtype=FNUZ))
@@ -88,19 +85,17 @@ def test_it_declines_what_it_would_do_wrongly() -> None:
     ("tokens", "heads", "tile", "programs"),
     [(1, 16, (16, 32), 256), (16, 16, (16, 32), 256), (64, 128, (64, 128), 512)],
 )
-def test_a_tile_for_few_rows_fills_three_quarters_of_a_card(
-    tokens: int, heads: int, tile: tuple[int, int], programs: int
-) -> None:
+def test_a_tile_for_few_rows_fills_three_quarters_of_a_card(tokens, heads, tile, programs):
     found = decode_tile(tokens, heads, 512, units=304)
     assert (found["BLOCK_SIZE_M"], found["BLOCK_SIZE_N"]) == tile
     assert heads * -(-tokens // tile[0]) * 512 // tile[1] == programs
 
 
 @pytest.mark.usefixtures("fake_gfx942")
-def test_the_tile_reaches_vllms_product_and_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tile_reaches_vllms_product_and_changes_no_byte(monkeypatch):
     gemm, tiles = absorb.GEMMS["fp8"], []
 
-    def called(*operands: Any, config: Any = None, **options: Any) -> torch.Tensor:
+    def called(*operands, config=None, **options):
         tiles.append(config)
         return gemm(*operands, **options)
 
@@ -114,7 +109,7 @@ def test_the_tile_reaches_vllms_product_and_changes_no_byte(monkeypatch: pytest.
     assert "up to 256 rows" in str(bound.refuse(synthetic_inputs(SHAPE, 257)))
 
 
-def test_rivals_are_named_by_no_option_and_never_serve() -> None:
+def test_rivals_are_named_by_no_option_and_never_serve():
     served = {name for kernel in KERNELS for name in (*candidates(kernel, MI300X), *contenders(kernel, MI300X))}
     names = {OneLaunchBackend.name, DecodeTileBackend(MI300X, 304, op=Mock()).name}
     assert not names & (served | set(KERNELS))

@@ -1,7 +1,5 @@
 """Arguments for the three ops, and the checks that the claims and their mutations share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -16,17 +14,9 @@ from vllm_aiter_mla.kernels.formats import is_fp8
 
 NAME = "model.layers.0.attn"
 SIZES = Sizes()
-OPS: dict[str, Any] = {
-    "mla_decode_q_prep": torch.ops.vllm_aiter_mla.mla_decode_q_prep.default,
-    "mla_attention_with_prepared_q": torch.ops.vllm_aiter_mla.mla_attention_with_prepared_q.default,
-    "mla_attention_with_rope": torch.ops.vllm_aiter_mla.mla_attention_with_rope.default,
-}
-FAKES: dict[str, Callable[..., Any]] = {
-    "mla_decode_q_prep": ops.mla_decode_q_prep_fake,
-    "mla_attention_with_prepared_q": ops._no_result,
-    "mla_attention_with_rope": ops._no_result,
-}
-ATTENTION = ("mla_attention_with_prepared_q", "mla_attention_with_rope")
+Q_PREP, ATTENTION = "mla_decode_q_prep", ("mla_attention_with_prepared_q", "mla_attention_with_rope")
+OPS: dict[str, Any] = {name: getattr(torch.ops.vllm_aiter_mla, name).default for name in (Q_PREP, *ATTENTION)}
+FAKES: dict[str, Callable[..., Any]] = {Q_PREP: ops.mla_decode_q_prep_fake} | dict.fromkeys(ATTENTION, ops._no_result)
 
 
 def batch_of(rows: int, **changes: Any) -> Batch:

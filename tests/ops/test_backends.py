@@ -1,9 +1,6 @@
 """The back ends of an engine, and which one runs a call: one order, one answer, and the reasons of those before it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +29,7 @@ WITH_VLLM = {**FACTORIES, "vllm": lambda platform, settings: VLLMOwn()}
 WITHOUT_VLLM = {name: factory for name, factory in FACTORIES.items() if name != "vllm"}
 
 
-def layer(kernel: str, factories: Any = None) -> Layer:
+def layer(kernel, factories=None):
     return bare_layer(kernel, MI300X, factories)
 
 
@@ -54,19 +51,17 @@ def layer(kernel: str, factories: Any = None) -> Layer:
         ("aiter", Platform("cpu"), ("aiter", "reference"), ()),
     ],
 )
-def test_candidates_of_an_option_on_a_platform_aiter_first_on_amd_and_only_auto_timed(
-    kernel, platform, names, timed
-) -> None:
+def test_candidates_of_an_option_on_a_platform_aiter_first_on_amd_and_only_auto_timed(kernel, platform, names, timed):
     assert candidates(kernel, platform) == names
     assert timed is None or contenders(kernel, platform) == timed
 
 
-def test_an_unknown_kernel_is_an_error() -> None:
+def test_an_unknown_kernel_is_an_error():
     with pytest.raises(ValueError, match="no such kernel: 'cuda'"):
         candidates("cuda", MI300X)
 
 
-def test_a_call_that_a_kernel_does_not_take_goes_to_vllm_and_keeps_the_reason() -> None:
+def test_a_call_that_a_kernel_does_not_take_goes_to_vllm_and_keeps_the_reason():
     operands = inputs(heads=2, tokens=300)
     choice = layer("aiter", factories=WITH_VLLM).choose(operands)
     assert choice.name == "vllm"
@@ -77,7 +72,7 @@ def test_a_call_that_a_kernel_does_not_take_goes_to_vllm_and_keeps_the_reason() 
     assert op.forget() == []
 
 
-def test_without_any_kernel_the_choice_holds_every_reason() -> None:
+def test_without_any_kernel_the_choice_holds_every_reason():
     choice = layer("aiter", factories=WITHOUT_VLLM).choose(inputs(heads=2, tokens=300))
     assert choice.name is choice.backend is choice.run is None
     (aiter, why), last = choice.passed_over
@@ -85,14 +80,14 @@ def test_without_any_kernel_the_choice_holds_every_reason() -> None:
     assert "kernel: 2 heads" in why
 
 
-def test_a_refused_kernel_is_passed_over() -> None:
+def test_a_refused_kernel_is_passed_over():
     one = layer("auto", factories=WITH_VLLM)
     one.refuse_kernel("aiter", "self-check failed: 3 steps")
     choice = one.choose(inputs())
     assert (choice.name, choice.passed_over) == ("aiter-opt", (("aiter", "self-check failed: 3 steps"),))
 
 
-def test_the_reference_refuses_what_the_shared_contract_forbids() -> None:
+def test_the_reference_refuses_what_the_shared_contract_forbids():
     operands = inputs()
     reason = ReferenceBackend().refuse(replace(operands, slot_mapping=operands.slot_mapping.int()))
     assert reason == "slot_mapping: torch.int64 expected, got torch.int32"
@@ -103,11 +98,11 @@ TIMED = contenders("auto", MI300X)
 NAMED = {name: (lambda platform, settings, name=name: Named(name)) for name in TIMED}
 
 
-def runs(one: Layer, tokens: int) -> str | None:
+def runs(one, tokens):
     return one.choose(synthetic_inputs(SHAPE, tokens)).name
 
 
-def test_a_layer_runs_what_timing_chose_and_beyond_it_what_the_largest_count_runs() -> None:
+def test_a_layer_runs_what_timing_chose_and_beyond_it_what_the_largest_count_runs():
     one = layer("auto", factories=NAMED)
     assert runs(one, 1) == "aiter"
     one.prefer(((1, 2, "triton"), (3, 4, "vllm")))
@@ -118,7 +113,7 @@ def test_a_layer_runs_what_timing_chose_and_beyond_it_what_the_largest_count_run
     assert runs(one, 3) == "aiter"
 
 
-def test_what_does_not_take_a_layer_or_was_refused_is_not_timed(monkeypatch) -> None:
+def test_what_does_not_take_a_layer_or_was_refused_is_not_timed(monkeypatch):
     one = layer("auto", factories=NAMED)
     monkeypatch.setattr(Layer, "_meta_inputs", lambda self: synthetic_inputs(SHAPE, 1))
     assert list(one.contenders()) == list(TIMED)
@@ -135,7 +130,7 @@ def test_what_does_not_take_a_layer_or_was_refused_is_not_timed(monkeypatch) -> 
         ("auto", ("triton",), "aiter"),
     ],
 )
-def test_where_one_back_end_cannot_be_built_auto_takes_the_next(kernel, missing, decided) -> None:
+def test_where_one_back_end_cannot_be_built_auto_takes_the_next(kernel, missing, decided):
     one = layer(kernel, factories=NAMED | {name: lambda *_, name=name: f"no {name}" for name in missing})
     one.not_admitted = lambda *_: None
     one._meta_inputs = lambda: synthetic_inputs(replace(SHAPE, device="meta"), 1)

@@ -1,23 +1,21 @@
 """The one object per layer: what it decides, what start-up finds out about it, and what it then runs."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from tests.ops.opcalls import layer_of
 from tests.passes.stubs import BLOCK_SIZE
+from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from vllm_aiter_mla import backends, startup
 from vllm_aiter_mla.admission import Skip, admit_layer
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, reference
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import contract_violation, synthetic_inputs
 from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.settings import SettingsError
 
@@ -25,44 +23,32 @@ pytestmark = pytest.mark.usefixtures("said")
 
 
 class Candidate(KernelBackend):
-    """A "triton" kernel that is the reference except for what a test plants."""
+    """A "triton" kernel that is the reference, or ``does`` and ``warms`` what a test plants."""
 
     name = "triton"
     launches = 0
     warmed: tuple[int, ...] = ()
 
-    def bind(self, inputs: DecodeInputs) -> Binding | str:
+    def __init__(self, does=reference.prepare, warms=lambda: None):
+        self.does, self.warms = does, warms
+
+    def bind(self, inputs):
         return contract_violation(inputs) or Binding(self.run)
 
-    def run(self, inputs: DecodeInputs) -> torch.Tensor:
+    def run(self, inputs):
         self.launches += 1
-        return reference.prepare(inputs)
+        return self.does(inputs)
 
-    def warm_up(self, inputs: DecodeInputs, sizes: Any) -> None:
+    def warm_up(self, inputs, sizes):
+        self.warms()
         self.warmed = tuple(sizes)
 
 
-class Wrong(Candidate):
-    def run(self, inputs: DecodeInputs) -> torch.Tensor:
-        return -super().run(inputs)
+def wrong(inputs):
+    return -reference.prepare(inputs)
 
 
-class WrongForNeox(Candidate):
-    def run(self, inputs: DecodeInputs) -> torch.Tensor:
-        return -super().run(inputs) if inputs.is_neox else super().run(inputs)
-
-
-class Raising(Candidate):
-    def run(self, inputs: DecodeInputs) -> torch.Tensor:
-        raise torch.OutOfMemoryError("HIP out of memory")
-
-
-class NotWarming(Candidate):
-    def warm_up(self, inputs: DecodeInputs, sizes: Any) -> None:
-        raise RuntimeError("out of shared memory")
-
-
-def two(candidate: Candidate | str, monkeypatch: pytest.MonkeyPatch, **spoilt: Any) -> list[Layer]:
+def two(candidate, monkeypatch, **spoilt):
     """Two layers of one shape that ask for ``candidate``; the first module's attributes replaced by ``spoilt``."""
     monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: candidate)
     modules = [layer_of(), layer_of()]
@@ -74,15 +60,15 @@ def two(candidate: Candidate | str, monkeypatch: pytest.MonkeyPatch, **spoilt: A
     return [Layer.of(module) for module in modules]
 
 
-def kernels(found: list[Layer]) -> list[str | None]:
+def kernels(found):
     return [None if isinstance(kernel := layer.decide(), Skip) else kernel for layer in found]
 
 
-def levels(said: list[tuple[int, str]]) -> list[int]:
+def levels(said):
     return [level for level, _ in said if level > logging.DEBUG]
 
 
-def runs_the_candidate(layer: Layer, candidate: Candidate) -> bool:
+def runs_the_candidate(layer, candidate):
     """Whether the op's own path runs it."""
     candidate.launches = 0
     inputs = synthetic_inputs(Layer(layer_of()).shape())
@@ -92,14 +78,14 @@ def runs_the_candidate(layer: Layer, candidate: Candidate) -> bool:
     return candidate.launches > 0
 
 
-def test_a_module_has_one_layer_and_layers_of_one_engine_share_back_ends() -> None:
+def test_a_module_has_one_layer_and_layers_of_one_engine_share_back_ends():
     one, other = layer_of(), layer_of()
     assert Layer.of(one) is Layer.of(one)
     assert Layer.of(one) is not Layer.of(other)
     assert Layer.of(one).backends is Layer.of(other).backends
 
 
-def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_sizes(monkeypatch, said) -> None:
+def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_sizes(monkeypatch, said):
     candidate = Candidate()
     found = two(candidate, monkeypatch)
     startup.check_layers(found[:1], strict=True)
@@ -113,14 +99,14 @@ def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_size
 @pytest.mark.parametrize(
     ("candidate", "why"),
     [
-        (Wrong(), "q nope"),
-        (WrongForNeox(), "q nope"),
-        (Raising(), "HIP out of memory"),
-        (NotWarming(), "out of shared memory"),
+        (Candidate(wrong), "q nope"),
+        (Candidate(lambda inputs: reference.prepare(inputs) * (-1 if inputs.is_neox else 1)), "q nope"),
+        (Candidate(raising(torch.OutOfMemoryError("HIP out of memory"))), "HIP out of memory"),
+        (Candidate(warms=raising(RuntimeError("out of shared memory"))), "out of shared memory"),
     ],
-    ids=lambda given: type(given).__name__,
+    ids=["wrong", "wrong for NeoX", "raises", "does not warm up"],
 )
-def test_a_kernel_that_fails_its_check_runs_no_layer_and_stops_strict_mode(monkeypatch, said, candidate, why) -> None:
+def test_a_kernel_that_fails_its_check_runs_no_layer_and_stops_strict_mode(monkeypatch, said, candidate, why):
     found = two(candidate, monkeypatch)
     with pytest.raises(SettingsError, match="strict=true") as raised:
         startup.check_layers(found, strict=True, capture_sizes=[1])
@@ -132,12 +118,12 @@ def test_a_kernel_that_fails_its_check_runs_no_layer_and_stops_strict_mode(monke
     assert why in line
 
 
-def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said) -> None:
+def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said):
     """The first engine's kernel fails its check; the second one's, with the same options and shapes, runs."""
-    candidate = Wrong()
+    candidate = Candidate(wrong)
     first = two(candidate, monkeypatch)
     startup.check_layers(first, strict=False)
-    monkeypatch.setattr(Wrong, "run", Candidate.run)
+    candidate.does = reference.prepare
     second = two(candidate, monkeypatch)
     startup.check_layers(second, strict=True)
     assert (kernels(first), kernels(second)) == ([None, None], ["triton", "triton"])
@@ -146,11 +132,11 @@ def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said) -> None:
 
 
 @pytest.mark.mutation("I15")
-def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypatch, said) -> None:
-    shared: dict[str, str] = {}
+def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypatch, said):
+    shared = {}
     init = Layer.__init__
 
-    def sharing(self: Layer, module: Any) -> None:
+    def sharing(self, module):
         init(self, module)
         self.refused_kernels = shared
 
@@ -159,7 +145,7 @@ def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypat
         test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said)
 
 
-def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said) -> None:
+def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said):
     """A compiled artifact may hold the op in a process whose start-up hook never ran."""
     candidate = Candidate()
     checked, unchecked = two(candidate, monkeypatch)
@@ -178,14 +164,14 @@ def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said
     ],
     ids=["not admitted", "not readable"],
 )
-def test_a_layer_that_cannot_be_checked_hides_no_other(monkeypatch, said, spoilt) -> None:
-    found = two(Wrong(), monkeypatch, **spoilt)
+def test_a_layer_that_cannot_be_checked_hides_no_other(monkeypatch, said, spoilt):
+    found = two(Candidate(wrong), monkeypatch, **spoilt)
     startup.check_layers(found, strict=False)
     assert (found[0].state, found[1].refused_kernels.keys()) == ("refused", {"triton"})
     assert startup.cache_key(found)[0] == "layers.0: unchecked"
 
 
-def test_a_layer_that_was_not_admitted_at_the_check_stays_unchecked(monkeypatch, said) -> None:
+def test_a_layer_that_was_not_admitted_at_the_check_stays_unchecked(monkeypatch, said):
     found = two(Candidate(), monkeypatch, sliding_window=128)
     startup.check_layers(found, strict=True)
     found[0].module.sliding_window = None
@@ -194,10 +180,10 @@ def test_a_layer_that_was_not_admitted_at_the_check_stays_unchecked(monkeypatch,
 
 @pytest.mark.parametrize("broken", ["shape", "not_admitted", "kernels_to_check"])
 @both_modes
-def test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said, broken: str, strict: bool) -> None:
+def test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said, broken, strict):
     found = two(Candidate(), monkeypatch)
     with monkeypatch.context() as patching:
-        patching.setattr(Layer, broken, lambda self, *args: (_ for _ in ()).throw(KeyError("planted")))
+        patching.setattr(Layer, broken, raising(KeyError("planted")))
         with stops(strict, "planted"):
             startup.check_layers(found, strict=strict)
     assert strict or {layer.state for layer in found} == {"refused"}
@@ -206,7 +192,7 @@ def test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said,
 
 
 @pytest.mark.parametrize("trusted", [False, True], ids=["checked", "needs no check"])
-def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(monkeypatch, said, trusted) -> None:
+def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(monkeypatch, said, trusted):
     candidate = Candidate()
     candidate.trusted = trusted
     found = two(candidate, monkeypatch)
@@ -217,13 +203,13 @@ def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(mo
     assert levels(said) == [logging.ERROR]
 
 
-def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm() -> None:
+def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm():
     skip = Layer.of(layer_of()).decide(act=torch.float16)
     assert isinstance(skip, Skip)
     assert skip.code == "activation_dtype"
 
 
-def test_a_missing_product_does_not_matter_to_a_kernel_that_does_not_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_product_does_not_matter_to_a_kernel_that_does_not_call_it(monkeypatch):
     module = layer_of()
     made = absorb.make(module.W_UK_T, ("fp8", torch.float8_e4m3fn))
     held = dict(made.tensors)
@@ -233,10 +219,10 @@ def test_a_missing_product_does_not_matter_to_a_kernel_that_does_not_call_it(mon
     assert Layer.of(module).decide() == "reference"
 
 
-def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(monkeypatch, said) -> None:
+def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(monkeypatch, said):
     """A graph that was left alone because a kernel was missing must not be loaded once the kernel is there."""
     keys = []
-    for candidate in (Candidate(), Candidate(), "not installed", Wrong()):
+    for candidate in (Candidate(), Candidate(), "not installed", Candidate(wrong)):
         backends.forget()
         found = two(candidate, monkeypatch)
         startup.check_layers(found, strict=False)
@@ -251,17 +237,17 @@ def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(
 
 
 @both_modes
-def test_fail_closed_a_key_that_cannot_be_asked_for(monkeypatch, said, strict: bool) -> None:
+def test_fail_closed_a_key_that_cannot_be_asked_for(monkeypatch, said, strict):
     found = two(Candidate(), monkeypatch)
     startup.check_layers(found, strict=False)
     with monkeypatch.context() as patching:
-        patching.setattr(Layer, "decide", lambda self, *args: (_ for _ in ()).throw(KeyError("planted")))
+        patching.setattr(Layer, "decide", raising(KeyError("planted")))
         with stops(strict, "planted"):
             assert startup.cache_key(found, strict=strict) == ("layers.0: unchecked", "layers.1: unchecked")
     assert strict or kernels(found) == [None, None]
 
 
-def test_the_shape_is_a_key_without_the_block_size() -> None:
+def test_the_shape_is_a_key_without_the_block_size():
     small, large = layer_of(), layer_of()
     large._vllm_config.cache_config.block_size = 2 * BLOCK_SIZE
     shapes = [Layer.of(module).shape() for module in (small, large)]
@@ -272,10 +258,10 @@ def test_the_shape_is_a_key_without_the_block_size() -> None:
 class Without:
     """An object that lacks one attribute, given by its path."""
 
-    def __init__(self, whole: Any, path: str) -> None:
+    def __init__(self, whole, path):
         self._whole, (self._name, _, self._rest) = whole, path.partition(".")
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name != self._name:
             return getattr(self._whole, name)
         if not self._rest:
@@ -284,7 +270,7 @@ class Without:
 
 
 @pytest.mark.parametrize("name", compat_layer.ATTRIBUTES)
-def test_a_layer_without_a_required_attribute_is_skipped_by_its_name(name: str) -> None:
+def test_a_layer_without_a_required_attribute_is_skipped_by_its_name(name):
     """The engine tests show that the installed vLLM has them all: a layer that lacks one is not engaged."""
     skip = admit_layer(compat_layer.layer_view(Without(layer_of(), name)))
     assert skip is not None
@@ -292,7 +278,7 @@ def test_a_layer_without_a_required_attribute_is_skipped_by_its_name(name: str) 
 
 
 @pytest.mark.mutation
-def test_mutation_a_layer_that_is_not_looked_at_is_not_taken_for_a_neutral_one(monkeypatch) -> None:
+def test_mutation_a_layer_that_is_not_looked_at_is_not_taken_for_a_neutral_one(monkeypatch):
     monkeypatch.setattr(compat_layer, "ATTRIBUTES", ())
     with pytest.raises(AttributeError, match="use_pcp"):
         compat_layer.layer_view(Without(layer_of(), "use_pcp"))

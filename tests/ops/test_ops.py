@@ -1,9 +1,6 @@
 """The three ops: what they return, what their fakes look at, and when they refuse to run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,17 +12,19 @@ from vllm.platforms import current_platform
 
 from tests.ops import opcalls
 from tests.ops.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
-from tests.passes.stubs import BATCHES, SHORT_SLOTS, Batch, forward
+from tests.passes.stubs import BATCHES, SHORT_SLOTS, forward
 from tests.sandbox import gpu_ops
+from tests.support.planted import raising
 from vllm_aiter_mla import ops
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.reference import store_nope
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend, may_take_parts
 from vllm_aiter_mla.layer import Choice, Layer
 
 ROPE = "mla_attention_with_rope"
+fails = raising(RuntimeError("planted: out of shared memory"))
 each_op = pytest.mark.parametrize("op", OPS)
 each_cache = pytest.mark.parametrize("cache", ["auto", "fp8"])
 
@@ -33,7 +32,7 @@ each_cache = pytest.mark.parametrize("cache", ["auto", "fp8"])
 @each_op
 @each_cache
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_opcheck_passes(monkeypatch: pytest.MonkeyPatch, op: str, cache: str, rows: int) -> None:
+def test_opcheck_passes(monkeypatch, op, cache, rows):
     if rows == 0:  # torch 2.13's own copy of an empty vector asks for a negative size
         monkeypatch.setattr(generate_tests, "clone_input", torch.clone)
     layer = layer_of(cache)
@@ -50,18 +49,18 @@ def test_opcheck_passes(monkeypatch: pytest.MonkeyPatch, op: str, cache: str, ro
 @pytest.mark.parametrize(
     "batch", [*map(batch_of, (0, 1, 2, 7)), *BATCHES], ids=lambda batch: f"{batch.name} {batch.rows}"
 )
-def test_i1_real_result_has_the_declared_shape_dtype_and_strides(cache: str, batch: Batch) -> None:
+def test_i1_real_result_has_the_declared_shape_dtype_and_strides(cache, batch):
     opcalls.assert_real_matches_fake("mla_decode_q_prep", layer_of(cache), batch)
 
 
 @pytest.mark.parametrize("op", ATTENTION)
 @each_cache
 @pytest.mark.parametrize("batch", [*BATCHES, SHORT_SLOTS], ids=lambda batch: batch.name)
-def test_i1_attention_changes_no_argument_that_it_does_not_declare(op: str, cache: str, batch: Batch) -> None:
+def test_i1_attention_changes_no_argument_that_it_does_not_declare(op, cache, batch):
     opcalls.assert_changes_only_what_it_declares(op, layer_of(cache), batch)
 
 
-def test_decode_rows_are_prepared_without_a_change_to_q_and_k_pe() -> None:
+def test_decode_rows_are_prepared_without_a_change_to_q_and_k_pe():
     layer, batch = layer_of(), batch_of(6, decodes=4, slots=4)
     args = arguments(ROPE, layer, batch.rows)
     before = [arg.clone() for arg in args[:2]]
@@ -71,7 +70,7 @@ def test_decode_rows_are_prepared_without_a_change_to_q_and_k_pe() -> None:
     assert (layer.kv_cache != layer.initial).any(-1).sum() == 4
 
 
-def test_only_real_rows_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_real_rows_are_prepared(monkeypatch):
     """What pads a graph is read by nobody, so no kernel is given it."""
     seen, layer, batch = [], layer_of(), batch_of(6, decodes=4)
     real = Layer._find
@@ -82,9 +81,7 @@ def test_only_real_rows_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {inputs.num_tokens, *(t.shape[0] for t in (inputs.k_pe, inputs.kv_c, inputs.slot_mapping))} == {4}
 
 
-def test_a_batch_with_prefill_rows_is_rotated_once_in_place_and_prepared_by_no_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_batch_with_prefill_rows_is_rotated_once_in_place_and_prepared_by_no_kernel(monkeypatch):
     layer, batch = layer_of(), batch_of(5, decodes=3, prefills=2)
     args = arguments(ROPE, layer, batch.rows)
     q, k_pe, calls = args[0].clone(), args[1].clone(), []
@@ -103,18 +100,12 @@ def test_a_batch_with_prefill_rows_is_rotated_once_in_place_and_prepared_by_no_k
     assert torch.equal(args[1], rotated_k)
 
 
-def raising(inputs: Any) -> Any:
-    raise RuntimeError("planted: out of shared memory")
-
-
 @each_cache
-def test_a_kernel_that_raises_costs_the_layer_its_kernel_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cache: str
-) -> None:
+def test_a_kernel_that_raises_costs_the_layer_its_kernel_and_nothing_else(monkeypatch, caplog, cache):
     """The batch has the bytes of output and cache that it has where there is no kernel."""
     log._said.clear()
     outcomes = []
-    for run in (None, raising):
+    for run in (None, fails):
         layer, batch = layer_of(cache), batch_of(4)
         args = arguments(ROPE, layer, batch.rows)
         monkeypatch.setattr(Layer, "_find", lambda self, inputs, run=run: ("planted", run))
@@ -127,16 +118,16 @@ def test_a_kernel_that_raises_costs_the_layer_its_kernel_and_nothing_else(
     assert caplog.text.count("planted") == 1
 
 
-def test_a_kernel_that_raises_inside_a_capture_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_raises_inside_a_capture_ends_it(monkeypatch):
     """Half of a launch would be in the graph."""
     layer, batch = layer_of(), batch_of(4)
-    monkeypatch.setattr(Layer, "_find", lambda self, inputs: ("planted", raising))
+    monkeypatch.setattr(Layer, "_find", lambda self, inputs: ("planted", fails))
     opcalls.capturing(monkeypatch)
     with forward([layer], batch), pytest.raises(RuntimeError, match="planted"):
         OPS[ROPE](*arguments(ROPE, layer, batch.rows))
 
 
-def test_a_batch_without_slots_is_rotated_and_writes_nothing() -> None:
+def test_a_batch_without_slots_is_rotated_and_writes_nothing():
     layer, batch = layer_of(), batch_of(3, decodes=0, prefills=3)
     args = arguments(ROPE, layer, batch.rows)
     before = args[1].clone()
@@ -147,7 +138,7 @@ def test_a_batch_without_slots_is_rotated_and_writes_nothing() -> None:
     assert torch.equal(layer.kv_cache, layer.initial)
 
 
-def test_a_call_is_bound_once_and_again_after_a_weight_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_bound_once_and_again_after_a_weight_was_replaced(monkeypatch):
     found, layer = [], layer_of()
     real = Layer._find
     monkeypatch.setattr(Layer, "_find", lambda *args: (found.append(args), real(*args))[1])
@@ -166,18 +157,11 @@ def test_a_call_is_bound_once_and_again_after_a_weight_was_replaced(monkeypatch:
 
 
 @pytest.mark.parametrize("broken", ["raises", "refuses"])
-def test_a_call_for_which_no_kernel_can_be_chosen_runs_vllms_own_attention(
-    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_call_for_which_no_kernel_can_be_chosen_runs_vllms_own_attention(broken, monkeypatch, caplog):
     layer = layer_of()
     args, want = arguments(ROPE, layer, 3), arguments(ROPE, layer, 3)
     choice = Choice(None, None, None, (("aiter", "planted"),))
-
-    def choose(self: Any, inputs: Any) -> Any:
-        if broken == "raises":
-            raise ValueError("planted")
-        return choice
-
+    choose = raising(ValueError("planted")) if broken == "raises" else lambda *_: choice
     with forward([layer], batch_of(3)):
         OPS[ROPE](*want)
         layer.kv_cache.copy_(layer.initial)
@@ -189,7 +173,7 @@ def test_a_call_for_which_no_kernel_can_be_chosen_runs_vllms_own_attention(
     assert "planted" in caplog.text
 
 
-def test_i2_the_op_raises_when_captured_before_the_cache_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i2_the_op_raises_when_captured_before_the_cache_is_bound(monkeypatch):
     opcalls.capturing(monkeypatch)
     layer = layer_of()
     with forward([layer], batch_of(3)):
@@ -201,21 +185,16 @@ def test_i2_the_op_raises_when_captured_before_the_cache_is_bound(monkeypatch: p
 @pytest.mark.parametrize(
     ("what", "op"), [("slot mapping", ROPE), *((what, op) for what in ("prefill", "splitting_ops") for op in ATTENTION)]
 )
-def test_i2_uniform_batch_the_op_raises_where_a_replay_would_be_wrong(
-    monkeypatch: pytest.MonkeyPatch, what: str, op: str
-) -> None:
+def test_i2_uniform_batch_the_op_raises_where_a_replay_would_be_wrong(monkeypatch, what, op):
     opcalls.capturing(monkeypatch)
     opcalls.assert_raises_while_capturing(what, op, layer_of())
 
 
 @pytest.mark.parametrize("op", ATTENTION)
 @pytest.mark.parametrize(
-    ("capturing", "mode"),
-    [(True, CUDAGraphMode.FULL), (False, CUDAGraphMode.PIECEWISE), (False, CUDAGraphMode.NONE)],
+    ("capturing", "mode"), [(True, CUDAGraphMode.FULL), (False, CUDAGraphMode.PIECEWISE), (False, CUDAGraphMode.NONE)]
 )
-def test_attention_runs_in_full_captures_and_beside_piecewise_graphs(
-    monkeypatch: pytest.MonkeyPatch, capturing: bool, mode: Any, op: str
-) -> None:
+def test_attention_runs_in_full_captures_and_beside_piecewise_graphs(monkeypatch, capturing, mode, op):
     opcalls.capturing(monkeypatch, capturing)
     layer = layer_of()
     args = arguments(op, layer, 3)
@@ -228,7 +207,7 @@ def test_attention_runs_in_full_captures_and_beside_piecewise_graphs(
 
 @each_op
 @each_cache
-def test_i7_fake_looks_at_tensors_and_scalars_only(op: str, cache: str) -> None:
+def test_i7_fake_looks_at_tensors_and_scalars_only(op, cache):
     opcalls.assert_fake_is_blind(FAKES[op], op, cache)
     with FakeTensorMode() as mode:
         args = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in arguments(op, layer_of(), 3)]
@@ -237,9 +216,7 @@ def test_i7_fake_looks_at_tensors_and_scalars_only(op: str, cache: str) -> None:
 
 
 @pytest.mark.parametrize("flavour", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
-def test_uint8_storage_is_viewed_as_the_cards_flavour_without_a_copy(
-    flavour: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uint8_storage_is_viewed_as_the_cards_flavour_without_a_copy(flavour, monkeypatch):
     """AITER ends the process on uint8: "kv cache data type is not supported"."""
     monkeypatch.setattr(type(current_platform), "fp8_dtype", classmethod(lambda cls: flavour))
     raw = torch.zeros(2, 16, 576, dtype=torch.uint8)
@@ -252,20 +229,20 @@ def test_uint8_storage_is_viewed_as_the_cards_flavour_without_a_copy(
 class VLLMsKernels:
     """What vLLM's kernels do, by the reference's parts; a CPU build has none of them."""
 
-    def __init__(self, out_dtype: torch.dtype) -> None:
+    def __init__(self, out_dtype):
         self.out_dtype, self.given = out_dtype, []
 
-    def rope_and_write(self, positions: Any, q_pe: Any, k_pe: Any, kv_c: Any, *rest: Any) -> None:
+    def rope_and_write(self, positions, q_pe, k_pe, kv_c, *rest):
         self.given += [q_pe, k_pe]
         q_pe.neg_()
         k_pe.neg_()
 
-    def concat_quantise_fp8(self, absorbed: torch.Tensor, q_pe: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def concat_quantise_fp8(self, absorbed, q_pe, scale):
         return store_nope(torch.cat([absorbed, q_pe], -1), 1 / scale, self.out_dtype)
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_vllm_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens: int) -> None:
+def test_vllm_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens):
     given = synthetic_inputs(Layer.of(layer_of("fp8")).shape(), tokens)
     q, k_pe, out_dtype = given.q, given.k_pe, given.out_dtype
     vllms, before = VLLMsKernels(out_dtype), q.clone()
@@ -273,15 +250,14 @@ def test_vllm_rotates_in_place_and_copies_nothing_before_its_last_kernel(tokens:
     assert backend.refuse(given) is None
     query = backend.prepare(given)
     assert (query.shape, query.dtype) == ((tokens, SIZES.n, SIZES.latent + SIZES.r), out_dtype)
-    assert [one.data_ptr() for one in vllms.given] == [q[..., SIZES.p :].data_ptr(), k_pe.data_ptr()][
-        : 2 * bool(tokens)
-    ]
+    given_ = (q[..., SIZES.p :], k_pe) if tokens else ()
+    assert [one.data_ptr() for one in vllms.given] == [one.data_ptr() for one in given_]
     assert torch.equal(q[..., SIZES.p :], -before[..., SIZES.p :])
     assert torch.equal(q[..., : SIZES.p], before[..., : SIZES.p])
 
 
 @pytest.mark.parametrize(("arch", "parts"), [("gfx950", True), ("gfx942", False)])
-def test_vllm_is_timed_without_a_concat_that_vllms_decode_may_not_need(arch: str, parts: bool) -> None:
+def test_vllm_is_timed_without_a_concat_that_vllms_decode_may_not_need(arch, parts):
     """Fewer than 16 heads over a cache of 16 bits on gfx950."""
     given = synthetic_inputs(Layer.of(layer_of()).shape(), 3)
     query = VLLMBackend(VLLMsKernels(given.out_dtype), arch).prepare(given)
@@ -298,7 +274,7 @@ def test_vllm_is_timed_without_a_concat_that_vllms_decode_may_not_need(arch: str
         ("cpu", 8, False, False),
     ],
 )
-def test_vllms_decode_may_take_parts_where_its_own_rule_says_so(arch, heads, fp8_cache, expected, monkeypatch) -> None:
+def test_vllms_decode_may_take_parts_where_its_own_rule_says_so(arch, heads, fp8_cache, expected, monkeypatch):
     """``use_gluon_decode`` and ``use_gluon_verify``, asked over a card of this name; ours says yes where either may."""
     from vllm.v1.attention.backends.mla import rocm_aiter_mla
 
@@ -308,7 +284,7 @@ def test_vllms_decode_may_take_parts_where_its_own_rule_says_so(arch, heads, fp8
     assert may_take_parts(arch, heads, fp8_cache) is bool(asked) is expected
 
 
-def test_the_last_kernel_of_vllm_is_the_one_that_vllms_layers_call() -> None:
+def test_the_last_kernel_of_vllm_is_the_one_that_vllms_layers_call():
     from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 
     absorbed, q_pe, scale = torch.randn(3, 2, 32).bfloat16(), torch.randn(3, 2, 16).bfloat16(), torch.tensor(0.5)
@@ -321,11 +297,11 @@ def test_the_last_kernel_of_vllm_is_the_one_that_vllms_layers_call() -> None:
 class _Unreadable:
     """Metadata that may not be looked at."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         raise AssertionError(f"the op read {name} of the batch's metadata")
 
 
-def test_i2_query_preparation_reads_nothing_of_the_batch() -> None:
+def test_i2_query_preparation_reads_nothing_of_the_batch():
     """It may be inside a piecewise graph, where a decision from the metadata would be frozen."""
     layer, batch = layer_of(), batch_of(3)
     with forward([layer], batch):
@@ -335,7 +311,7 @@ def test_i2_query_preparation_reads_nothing_of_the_batch() -> None:
             OPS[ROPE](*arguments(ROPE, layer, batch.rows))
 
 
-def test_decode_rows_without_a_slot_each_are_no_decode_batch() -> None:
+def test_decode_rows_without_a_slot_each_are_no_decode_batch():
     """A kernel would be given fewer slots than rows; the layer's own attention says what vLLM says of it."""
     layer, batch = layer_of(), batch_of(6, decodes=4, slots=3)
     with forward([layer], batch):
@@ -345,10 +321,10 @@ def test_decode_rows_without_a_slot_each_are_no_decode_batch() -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "k_pe", "kv_c", "positions", "cos_sin_cache", "slot_mapping", "k_scale"])
-def test_a_call_with_another_dtype_is_bound_anew(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_call_with_another_dtype_is_bound_anew(monkeypatch, name):
     """What was found for one dtype holds for no other: AITER reads bytes."""
     layer, batch = layer_of(), batch_of(3)
-    asked: list[DecodeInputs] = []
+    asked = []
     monkeypatch.setattr(Layer, "_find", lambda self, inputs: (asked.append(inputs), ("vllm", None))[1])
     args = arguments(ROPE, layer, batch.rows)
     with forward([layer], batch):
@@ -361,11 +337,9 @@ def test_a_call_with_another_dtype_is_bound_anew(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("rows", "branch"), [(4, "decode"), (5, "vllm_forward")])
-def test_a_decode_batch_above_the_limit_is_the_layers_own(
-    rows: int, branch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decode_batch_above_the_limit_is_the_layers_own(rows, branch, monkeypatch):
     """The module integration has no compile range that ends at L: the op itself keeps to it."""
-    ran: list[str] = []
+    ran = []
     for owner, name in ((ops, "decode"), (Layer, "vllm_forward")):
         inner = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, _in=inner, _name=name: (ran.append(_name), _in(*a))[1])

@@ -1,10 +1,7 @@
 """Head counts that AITER's decode kernel does not take: the query is laid out as vLLM would copy it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,14 +18,14 @@ HELPER = rocm_aiter_mla.AiterMLAHelper
 PADDED = {5: 16, 8: 16, 10: 16, 12: 16, 20: 32}
 
 
-def layer(heads: int, dcp: int = 1) -> Any:
+def layer(heads, dcp=1):
     impl = object.__new__(rocm_aiter_mla.AiterMLAImpl)
     impl.num_heads, impl.dcp_world_size = heads, dcp
     return SimpleNamespace(impl=impl, num_heads=heads)
 
 
 @pytest.mark.parametrize("heads", PADDED)
-def test_heads_lie_where_vllm_looks_for_them_and_nothing_is_copied(heads: int) -> None:
+def test_heads_lie_where_vllm_looks_for_them_and_nothing_is_copied(heads):
     found = compat_layer.padded_heads(layer(heads))
     assert found is not None
     assert (found.heads, found.impl.num_heads) == (PADDED[heads], PADDED[heads])
@@ -40,7 +37,7 @@ def test_heads_lie_where_vllm_looks_for_them_and_nothing_is_copied(heads: int) -
 
 
 @pytest.mark.parametrize("heads", [16, 32, 128])
-def test_heads_that_the_decode_kernel_takes_are_not_padded(heads: int) -> None:
+def test_heads_that_the_decode_kernel_takes_are_not_padded(heads):
     assert compat_layer.padded_heads(layer(heads)) is None
 
 
@@ -53,14 +50,12 @@ def test_heads_that_the_decode_kernel_takes_are_not_padded(heads: int) -> None:
         ("get_actual_mla_num_heads", lambda heads: heads),
     ],
 )
-def test_mutation_a_helper_that_pads_in_another_way_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, name: str, other: Any
-) -> None:
+def test_mutation_a_helper_that_pads_in_another_way_is_left_alone(monkeypatch, name, other):
     monkeypatch.setattr(HELPER, name, staticmethod(other))
     assert compat_layer.padded_heads(layer(10)) is None
 
 
-def test_other_attention_and_context_parallelism_are_left_alone() -> None:
+def test_other_attention_and_context_parallelism_are_left_alone():
     assert compat_layer.padded_heads(SimpleNamespace(impl=SimpleNamespace(), num_heads=8)) is None
     assert compat_layer.padded_heads(layer(8, dcp=2)) is None
 
@@ -68,7 +63,7 @@ def test_other_attention_and_context_parallelism_are_left_alone() -> None:
 @pytest.mark.usefixtures("fake_gfx942")
 @pytest.mark.parametrize(("heads", "shape"), [(10, 16), (20, 32), (8, 8)])
 @pytest.mark.parametrize("tokens", [7, 256])
-def test_aiters_op_leaves_room_behind_the_heads_but_not_between_them(heads: int, shape: int, tokens: int) -> None:
+def test_aiters_op_leaves_room_behind_the_heads_but_not_between_them(heads, shape, tokens):
     operands = inputs(heads=heads, tokens=tokens)
     padded = replace(operands, out_heads=PADDED[heads], kv_cache=operands.kv_cache.clone())
     query, expected = backend().prepare(padded), backend().prepare(operands)
@@ -77,11 +72,11 @@ def test_aiters_op_leaves_room_behind_the_heads_but_not_between_them(heads: int,
     assert same_bytes(padded.kv_cache, operands.kv_cache)
 
 
-def test_the_copy_that_vllm_makes_belongs_to_a_calls_time() -> None:
+def test_the_copy_that_vllm_makes_belongs_to_a_calls_time():
     operands, copied = replace(inputs(heads=10), out_heads=16), []
 
     class Dense(ReferenceBackend):
-        def bind(self, given: Any) -> Binding | str:
+        def bind(self, given):
             return Binding(lambda one: one.new_query(padded=False))
 
     runs = measure._loaded({"dense": Dense(), "padded": ReferenceBackend()}, operands, lambda q: copied.append(q) or q)
@@ -90,19 +85,19 @@ def test_the_copy_that_vllm_makes_belongs_to_a_calls_time() -> None:
     assert len(copied) == 1
 
 
-def test_gluon_gets_the_heads_alone() -> None:
+def test_gluon_gets_the_heads_alone():
     seen = []
 
-    def forward_mqa(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
+    def forward_mqa(query, *_):
         seen.append(query)
         return query[..., :512], None
 
-    def attend(query: torch.Tensor, gluon: bool) -> torch.Tensor:
+    def attend(query, gluon):
         return Layer.forward_mqa(one, query, query, SimpleNamespace(decode=SimpleNamespace(use_gluon_decode=gluon)))
 
     wide = compat_layer.PaddedHeads(16, SimpleNamespace(forward_mqa=forward_mqa), HELPER.get_mla_unpadded_o)
     module = SimpleNamespace(num_heads=8, impl=SimpleNamespace(forward_mqa=forward_mqa))
-    one: Any = SimpleNamespace(module=module, padded=wide)
+    one = SimpleNamespace(module=module, padded=wide)
     query = torch.randn(3, 16, 576)
     assert torch.equal(attend(query, gluon=True), attend(query, gluon=False))
     assert [(given.shape[1], given.is_contiguous()) for given in seen] == [(8, True), (16, True)]

@@ -1,9 +1,5 @@
 """The plugin's ops and those that only GPU builds of vLLM register; the sandbox itself stays off."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 import vllm._custom_ops  # noqa: F401  loads vLLM's own library before the sandbox fills its gaps
@@ -16,7 +12,7 @@ gpu_ops.register()
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh():
     """No status line and no choice of kernel from an earlier test; one thread."""
     status.reset()
     backends.forget()

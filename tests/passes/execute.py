@@ -1,7 +1,5 @@
 """Run a graph on real tensors, rewrite it, and compare what each form computes: the output and every cache byte."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -206,14 +204,10 @@ def defunctionalise(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def assert_rewritten_right(
-    gm: fx.GraphModule,
-    layers: list[StubLayer],
-    *,
-    batches: tuple[Batch, ...] = BATCHES,
-    stops: tuple[str | None, ...] = STOPS,
-    exact: bool = True,
+    gm: fx.GraphModule, layers: list[StubLayer], *, batches: tuple[Batch, ...] = BATCHES,
+    stops: tuple[str | None, ...] = STOPS, exact: bool = True,
     disturb: Callable[[fx.GraphModule], Any] = lambda gm: None,
-) -> dict[str, int]:
+) -> dict[str, int]:  # fmt: skip
     """Every chain of passes leaves a graph that lints, survives vLLM's clean-up and computes what ``gm`` computes.
 
     Args:

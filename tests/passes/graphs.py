@@ -4,8 +4,6 @@ Each node carries its fake value with a symbolic number of tokens, as in a real 
 by role, so that a test can edit one and ask what the matcher makes of it.
 """
 
-from __future__ import annotations
-
 import operator
 import random
 from collections.abc import Callable
@@ -55,7 +53,7 @@ class Spelling:
     cache: str = "auto"
     sizes: Sizes = field(default_factory=Sizes)
 
-    def but(self, **changes: Any) -> Spelling:
+    def but(self, **changes: Any) -> "Spelling":
         """A copy with changes."""
         return replace(self, **changes)
 
@@ -78,7 +76,6 @@ class Layer:
     k_pe: fx.Node
     kv_update: fx.Node
     attention: fx.Node
-    out: fx.Node
 
 
 class Builder:
@@ -163,11 +160,10 @@ class Builder:
             )
         q = self._write_back(s, q_gemm, q_view, q_rotated)
         dep = self(operator.getitem, update, 0) if s.prefused else update
-        attention, out = self._attend(s, q, kv_c, k_pe, name_arg, dep)
+        attention = self._attend(s, q, kv_c, k_pe, name_arg, dep)
         made = Layer(
-            name, name_arg, q_gemm, q_view, q_pe, kv_gemm, k_raw, kv_c, q_rotated, k_rotated, q, k_pe, update,
-            attention, out,
-        )  # fmt: skip
+            name, name_arg, q_gemm, q_view, q_pe, kv_gemm, k_raw, kv_c, q_rotated, k_rotated, q, k_pe, update, attention
+        )
         self.layers.append(made)
         return made
 
@@ -179,9 +175,8 @@ class Builder:
         lora = self(aten.mm.default, self.residual, self.input(f"{prefix}_w_a", z.hidden, z.q_lora + kv))
         pieces = self(aten.split_with_sizes.default, lora, [z.q_lora, kv], -1)
         q_c = self(aten.tanh.default, self(operator.getitem, pieces, 0))
-        return self(aten.mm.default, q_c, self.input(f"{prefix}_w_q_b", z.q_lora, qk)), self(
-            operator.getitem, pieces, 1
-        )
+        q = self(aten.mm.default, q_c, self.input(f"{prefix}_w_q_b", z.q_lora, qk))
+        return q, self(operator.getitem, pieces, 1)
 
     def _split_kv(self, kv: fx.Node, s: Spelling) -> tuple[fx.Node, fx.Node]:
         pieces = self(aten.split_with_sizes.default, kv, [s.sizes.latent, s.sizes.r], -1)
@@ -200,45 +195,28 @@ class Builder:
 
     def _prefused(self, s: Spelling, q_pe: fx.Node, k: fx.Node, kv_c: fx.Node, name: Any) -> tuple[fx.Node, ...]:
         fused = self(
-            auto_functionalized,
-            torch.ops.vllm.fused_rope_unified_mla_kv_cache_update.default,
-            positions=self.positions,
-            q_pe=q_pe,
-            k_pe=k,
-            kv_c=kv_c,
-            cos_sin_cache=self.table,
-            is_neox=s.is_neox,
-            kv_cache_dtype=s.cache,
-            kv_cache_scale=self.k_scale,
-            layer_name=name,
-        )
+            auto_functionalized, torch.ops.vllm.fused_rope_unified_mla_kv_cache_update.default,
+            positions=self.positions, q_pe=q_pe, k_pe=k, kv_c=kv_c, cos_sin_cache=self.table, is_neox=s.is_neox,
+            kv_cache_dtype=s.cache, kv_cache_scale=self.k_scale, layer_name=name,
+        )  # fmt: skip
         k_rotated = self(operator.getitem, fused, 2)
         return self(operator.getitem, fused, 1), k_rotated, self(aten.unsqueeze.default, k_rotated, 1), fused
 
-    def _attend(
-        self, s: Spelling, q: fx.Node, kv_c: fx.Node, k_pe: fx.Node, name: Any, dep: fx.Node
-    ) -> tuple[fx.Node, fx.Node]:
+    def _attend(self, s, q, kv_c, k_pe, name, dep):
         width = s.sizes.n * s.sizes.v
         buffer = self(aten.empty.memory_format, [self.t, width], dtype=s.dtype, device=torch.device("cpu"))
         # Old graphs leave defaults out; the mutated arguments are always there.
         spelled = {"output_scale": None, "quant_group_size": None, "quant_scale_ue8m0": None, "quant_col_major": None}
         spelled |= {"quant_tma_aligned": None, "q_dcp_replicated": None}
         attention = self(
-            auto_functionalized,
-            torch.ops.vllm.unified_mla_attention_with_output.default,
-            q=q,
-            kv_c_normed=kv_c,
-            k_pe=k_pe,
-            output=buffer,
-            layer_name=name,
-            output_block_scale=None,
-            kv_cache_dummy_dep=dep,
+            auto_functionalized, torch.ops.vllm.unified_mla_attention_with_output.default, q=q, kv_c_normed=kv_c,
+            k_pe=k_pe, output=buffer, layer_name=name, output_block_scale=None, kv_cache_dummy_dep=dep,
             **(spelled if s.none_kwargs else {}),
-        )
+        )  # fmt: skip
         out = self(operator.getitem, attention, 1)
         weight = self.input(f"w_o_{len(self.layers)}", width, s.sizes.hidden)
         self.residual = self(aten.addmm.default, self.residual, out, weight)
-        return attention, out
+        return attention
 
     def finish(self, *also: fx.Node) -> fx.GraphModule:
         """Close the graph; ``also`` are further outputs."""

@@ -1,7 +1,5 @@
 """Layers that only look like one that the passes rewrite, each with the code with which the matcher skips it."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Random edits of a layer's graph: an operand, a number, an order, an operator, a flag, a factor, a reader."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
@@ -55,23 +53,13 @@ def perturb(b: Builder, draw: Draw) -> str:
         before, extra = _snapshot(b), list(b.extra)
         edit = EDITS[draw(len(EDITS))]
         try:
-            done = _edited(edit, b, draw)
+            done = edit(b, draw)
             _refresh(b, before)
             return f"{edit.__name__}: {done}"
-        except InvalidEditError:
+        except Exception:  # what torch does not accept is no edit: no pass has run yet
             b.extra[:] = extra
             _restore(b, before)
     raise InvalidEditError
-
-
-def _edited(edit: Callable[[Builder, Draw], str], b: Builder, draw: Draw) -> str:
-    """``edit`` applied; what torch does not accept while a node is put in is no edit. No pass has run yet."""
-    try:
-        return edit(b, draw)
-    except InvalidEditError:
-        raise
-    except Exception as error:
-        raise InvalidEditError from error
 
 
 Snapshot = dict[fx.Node, tuple[Any, ...]]
@@ -114,9 +102,7 @@ def number(b: Builder, draw: Draw) -> str:
 
 def order(b: Builder, draw: Draw) -> str:
     """A list the other way round: parts of a cat, sizes of a split or reshape."""
-    places = [
-        (n, i) for n in _calls(b) for i, arg in enumerate(n.args) if isinstance(arg, (list, tuple)) and len(arg) > 1
-    ]
+    places = [(n, i) for n in _calls(b) for i, a in enumerate(n.args) if isinstance(a, list | tuple) and len(a) > 1]
     node, index = _pick(places, draw)
     node.update_arg(index, list(reversed(node.args[index])))
     return f"{node}: reversed"
@@ -145,17 +131,10 @@ def factor(b: Builder, draw: Draw) -> str:
     """A factor, a sign or a copy between a node and one or all of its readers."""
     node = _pick([node for node in _calls(b) if isinstance(node.meta["val"], torch.Tensor) and node.users], draw)
     reader = _pick([None, *sorted(node.users)], draw)
-    emit = _pick(
-        [
-            lambda: b(aten.mul.Tensor, node, 2.0),
-            lambda: b(aten.neg.default, node),
-            lambda: b(aten.clone.default, node),
-            lambda: b(aten.mul.Tensor, node, 1.0),
-        ],
-        draw,
-    )
+    factors = [(aten.mul.Tensor, 2.0), (aten.neg.default,), (aten.clone.default,), (aten.mul.Tensor, 1.0)]
+    target, *more = _pick(factors, draw)
     with b.graph.inserting_after(node):
-        new = emit()
+        new = b(target, node, *more)
     if reader is None:
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     else:
@@ -200,15 +179,12 @@ def _refresh(b: Builder, before: Snapshot) -> None:
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     symbol = str(b.t.meta["val"])
     stale: set[fx.Node] = set()
-    try:
-        for node in _calls(b):
-            same = node in before and (node.target, node.args, node.kwargs) == before[node][:3]
-            if not same or not stale.isdisjoint(node.all_input_nodes):
-                stale.add(node)
-                infer(node, b.mode)
-                _check_scatter(node)
-    except Exception as error:
-        raise InvalidEditError from error
+    for node in _calls(b):
+        same = node in before and (node.target, node.args, node.kwargs) == before[node][:3]
+        if not same or not stale.isdisjoint(node.all_input_nodes):
+            stale.add(node)
+            infer(node, b.mode)
+            _check_scatter(node)
     if str(b.t.meta["val"]) != symbol or not symbol.startswith("s"):
         raise InvalidEditError
 

@@ -50,16 +50,9 @@ def custom_op(op: Callable[[], Any], flat: bool = False, **extra: Any) -> Callab
     def rope(b: Builder, s: Spelling, q: fx.Node, k: fx.Node) -> Pair:
         r, n = s.sizes.r, s.sizes.n
         call = b(
-            auto_functionalized,
-            op(),
-            positions=b.positions,
-            query=b.view(q, -1, n * r) if flat else q,
-            key=b.view(k, -1, r) if flat else k,
-            head_size=r,
-            cos_sin_cache=b.table,
-            is_neox=s.is_neox,
-            **extra,
-        )
+            auto_functionalized, op(), positions=b.positions, query=b.view(q, -1, n * r) if flat else q,
+            key=b.view(k, -1, r) if flat else k, head_size=r, cos_sin_cache=b.table, is_neox=s.is_neox, **extra,
+        )  # fmt: skip
         q_rotated, k_rotated = (b(operator.getitem, call, index) for index in (1, 2))
         return (b.view(q_rotated, -1, n, r), b.view(k_rotated, -1, 1, r)) if flat else (q_rotated, k_rotated)
 

@@ -5,10 +5,7 @@ missing, misplaced or wrong changes the output; its prefill rows read q, k_pe an
 a rotation that is missing or done twice changes it too.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -95,9 +92,7 @@ class StubLayer:
     def prepare_kv_cache_update(self, metadata: Any) -> None:
         """vLLM's hook before a write; nothing to do."""
 
-    def update_kv_cache(
-        self, kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *rest: Any
-    ) -> None:
+    def update_kv_cache(self, kv_c, k_pe, cache, slots, *rest):
         """Write the rows of rotated keys."""
         write_kv_rows(kv_c, k_pe, cache, slots, rest[-1])
 
@@ -107,16 +102,7 @@ class StubLayer:
     def _v_up_proj(self, x: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(torch.bmm(x.transpose(0, 1), self.W_UV).transpose(0, 1).reshape(out.shape))
 
-    def forward_impl(
-        self,
-        q: torch.Tensor,
-        kv_c: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        output: torch.Tensor,
-        **rest: Any,
-    ) -> None:
+    def forward_impl(self, q, kv_c, k_pe, kv_cache, metadata, output, **rest):
         """Decode rows from the cache, prefill rows from the arguments; zeros while profiling."""
         if metadata is None:
             output.zero_()
@@ -159,13 +145,10 @@ class Batch:
         if self.profiling:
             return None
         return SimpleNamespace(
-            decode=SimpleNamespace() if self.decodes else None,
-            prefill=SimpleNamespace() if self.prefills else None,
-            num_prefills=int(self.prefills > 0),
-            num_decodes=self.decodes,
-            num_decode_tokens=self.decodes,
+            decode=SimpleNamespace() if self.decodes else None, prefill=SimpleNamespace() if self.prefills else None,
+            num_prefills=int(self.prefills > 0), num_decodes=self.decodes, num_decode_tokens=self.decodes,
             num_actual_tokens=self.real,
-        )
+        )  # fmt: skip
 
     def slot_mapping(self) -> torch.Tensor | None:
         """A slot per real row, scattered over the cache; -1 for graph padding."""
@@ -187,9 +170,7 @@ BATCHES = (DECODE, PADDED, MIXED, PREFILL, PROFILE)
 
 
 @contextlib.contextmanager
-def forward(
-    layers: list[StubLayer], batch: Batch, mode: CUDAGraphMode = CUDAGraphMode.NONE
-) -> Iterator[dict[str, StubLayer]]:
+def forward(layers, batch, mode=CUDAGraphMode.NONE):
     """vLLM's forward context around one step, with each layer's cache as it was before."""
     by_name = {layer.layer_name: layer for layer in layers}
     for layer in layers:

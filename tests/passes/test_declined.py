@@ -1,16 +1,12 @@
 """A layer that only looks like one that the passes rewrite is skipped by name and left as it was."""
 
-from __future__ import annotations
-
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from tests.passes.execute import clean
-from tests.passes.graphs import Builder, Layer, Spelling
+from tests.passes.graphs import Builder, Spelling
 from tests.passes.near_misses import CASES, UNKNOWN, assert_declined, give
 from vllm_aiter_mla.admission import KV_UPDATE_OP, MLA_ATTENTION_OP
 from vllm_aiter_mla.passes import fx, match, rope_probe
@@ -20,11 +16,11 @@ aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("name", [*CASES, *UNKNOWN])
-def test_layer_is_declined_and_left_alone_with(name: str) -> None:
+def test_layer_is_declined_and_left_alone_with(name):
     assert_declined(name)
 
 
-def matched(edit: Callable[[Builder, Layer], Any], **changes: Any) -> tuple[LayerMatch, Layer]:
+def matched(edit, **changes):
     """Build one layer, edit it, and return what the matcher makes of it."""
     builder = Builder(Spelling(**changes))
     layer = builder.layer()
@@ -34,10 +30,10 @@ def matched(edit: Callable[[Builder, Layer], Any], **changes: Any) -> tuple[Laye
     return found, layer
 
 
-def test_dead_readers_and_readers_of_the_latent_columns_decline_nothing() -> None:
+def test_dead_readers_and_readers_of_the_latent_columns_decline_nothing():
     """Tracing an in-place op leaves dead readers behind: chains of views that nobody reads."""
 
-    def read(b: Builder, layer: Layer) -> tuple[Any, ...]:
+    def read(b, layer):
         for node in (layer.q, layer.q_gemm, layer.k_rotated, layer.kv_gemm):
             b(aten.slice.Tensor, b(aten.reshape.default, node, [b.t, -1]), 1, 0, 4)
         latent = b(operator.getitem, b(aten.split_with_sizes.default, layer.kv_gemm, [32, 16], -1), 0)
@@ -46,17 +42,14 @@ def test_dead_readers_and_readers_of_the_latent_columns_decline_nothing() -> Non
     matched(read)
 
 
-@pytest.mark.parametrize(
-    ("changes", "node"),
-    [({}, "attention"), ({}, "kv_update"), ({"prefused": True}, "kv_update")],
-)
-def test_unknown_argument_that_is_none_is_let_through(changes: dict[str, Any], node: str) -> None:
+@pytest.mark.parametrize(("changes", "node"), [({}, "attention"), ({}, "kv_update"), ({"prefused": True}, "kv_update")])
+def test_unknown_argument_that_is_none_is_let_through(changes, node):
     matched(lambda b, layer: give(getattr(layer, node), of_tomorrow=None), **changes)
 
 
 @pytest.mark.parametrize("positional", [0, 2, 5])
-def test_known_arguments_are_read_by_position_and_by_name(positional: int) -> None:
-    def respell(b: Builder, layer: Layer) -> None:
+def test_known_arguments_are_read_by_position_and_by_name(positional):
+    def respell(b, layer):
         args, names = layer.kv_update.args, match.KNOWN_ARGS[KV_UPDATE_OP]
         layer.kv_update.args = args[:positional]
         layer.kv_update.kwargs = dict(zip(names[positional:], args[positional:], strict=True))
@@ -65,7 +58,7 @@ def test_known_arguments_are_read_by_position_and_by_name(positional: int) -> No
     assert (found.kv_c, found.kv_cache_dtype) == (layer.kv_c, "auto")
 
 
-def test_unknown_argument_that_is_left_to_its_default_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_argument_that_is_left_to_its_default_is_seen(monkeypatch):
     library = torch.library.Library("aiter_mla_unknown_argument", "DEF")
     library.define("turn(Tensor query, float mscale=0.5) -> Tensor")
     node = torch.fx.Graph().call_function(torch.ops.aiter_mla_unknown_argument.turn.default, (None,))
@@ -97,16 +90,14 @@ def test_unknown_argument_that_is_left_to_its_default_is_seen(monkeypatch: pytes
         (match, "known_arguments", fx.arguments, "mscale of the rotary op"),
     ],
 )
-def test_mutation_the_matcher_does_not_check(
-    owner: Any, name: str, plant: Any, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutation_the_matcher_does_not_check(owner, name, plant, case, monkeypatch):
     monkeypatch.setattr(owner, name, plant or (lambda *args: None))
     with pytest.raises(AssertionError):
         assert_declined(case)
 
 
 @pytest.mark.mutation("I11")
-def test_mutation_unknown_argument_is_called_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_unknown_argument_is_called_known(monkeypatch):
     known = (*match.KNOWN_ARGS[MLA_ATTENTION_OP], "attn_sink")
     monkeypatch.setitem(match.KNOWN_ARGS, MLA_ATTENTION_OP, known)
     with pytest.raises(AssertionError):

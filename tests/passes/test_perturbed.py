@@ -1,33 +1,20 @@
 """Random near-misses: whatever is done to a layer, it is either declined and left alone, or rewritten and right."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from hypothesis import strategies as st
 
-from tests.passes.execute import (
-    STOPS,
-    assert_rewritten_right,
-    assert_same,
-    clean,
-    clone,
-    defunctionalise,
-    execute,
-    rewrite,
-    stubs_for,
-)
-from tests.passes.graphs import Builder, Spelling, build, shuffled
-from tests.passes.perturb import Base, Draw, InvalidEditError, perturb
+from tests.passes import execute as run
+from tests.passes.graphs import Spelling, build, shuffled
+from tests.passes.perturb import Base, InvalidEditError, perturb
 from tests.passes.stubs import DECODE, MIXED, PADDED, Batch, Sizes
 
-SPELLINGS: list[dict[str, Any]] = [
+SPELLINGS = [
     {},
     {"is_neox": False},
     {"rope": "deepseek", "views": "shared"},
@@ -38,81 +25,74 @@ SPELLINGS: list[dict[str, Any]] = [
     {"rope": "plain", "is_neox": False, "cache": "fp8", "q_lora": False},
 ]
 # The message of a failure names the edit, so there is nothing to shrink.
-FEW = settings(
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],
-    database=None,
-)
+FEW = settings(suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
 
 
-@cache
-def base_of(index: int) -> Base:
-    """The unedited layers of one spelling."""
-    return Base(Spelling(**SPELLINGS[index]))
+base_of = cache(lambda index: Base(Spelling(**SPELLINGS[index])))
+"""The unedited layers of one spelling."""
 
 
-def outcome_of(index: int, draw: Draw, edits: int) -> str:
-    """Edit two layers, rewrite, compare: what became of them, or why the edit is void."""
+def outcome_of(index, draw, edits):
+    """Edit two layers, run.rewrite, compare: what became of them, or why the edit is void."""
     with base_of(index).editing() as builder:
-        done: list[str] = []
+        done = []
         try:
             for _ in range(edits):
                 done.append(perturb(builder, draw))
             gm = builder.finish(*builder.extra)
-            return check(gm, builder, (DECODE, PADDED, MIXED)[draw(3)], STOPS[draw(3)])
+            return check(gm, builder, (DECODE, PADDED, MIXED)[draw(3)], run.STOPS[draw(3)])
         except InvalidEditError:
             return "no program"
         except Exception as error:
             raise AssertionError(f"{SPELLINGS[index]} after {done}: {error}") from error
 
 
-def check(gm: torch.fx.GraphModule, builder: Builder, batch: Batch, stop: str | None) -> str:
+def check(gm, builder, batch, stop):
     """The claim, for one edited graph."""
-    stubs = stubs_for(builder.layers, builder.spelling)
-    changed = clean(clone(gm))
+    stubs = run.stubs_for(builder.layers, builder.spelling)
+    changed = run.clean(run.clone(gm))
     before = str(changed.graph)
-    if rewrite(changed, stubs)["matched"] == 0:
+    if run.rewrite(changed, stubs)["matched"] == 0:
         assert str(changed.graph) == before
         return "declined"
     try:
-        reference = clean(clone(gm))
-        want = execute(reference, stubs, batch)
+        reference = run.clean(run.clone(gm))
+        want = run.execute(reference, stubs, batch)
         finite = all(bool(out.float().isfinite().all()) for out in want.outputs)
         # vLLM takes rotary ops apart in place without asking who else reads their operands.
-        assert_same(execute(defunctionalise(reference), stubs, batch), want, "in unmodified vLLM")
+        run.assert_same(run.execute(run.defunctionalise(reference), stubs, batch), want, "in unmodified vLLM")
     except Exception:
         return "no program"
     if not finite:
         return "no program"
-    counts = assert_rewritten_right(gm, stubs, batches=(batch,), stops=(stop,), exact=False)
+    counts = run.assert_rewritten_right(gm, stubs, batches=(batch,), stops=(stop,), exact=False)
     return "right" if counts["matched"] == 2 else "one declined, one right"
 
 
 @settings(FEW, max_examples=70)
 @given(st.integers(0, len(SPELLINGS) - 1), st.integers(1, 2), st.integers(0, 10**6))
-def test_perturbed_layer_is_declined_or_right(index: int, edits: int, seed: int) -> None:
+def test_perturbed_layer_is_declined_or_right(index, edits, seed):
     outcome = outcome_of(index, random.Random(seed).randrange, edits)
     event(outcome)
     assume(outcome != "no program")
 
 
 @cache
-def reached(index: int) -> Counter[str]:
+def reached(index):
     """Outcomes of nine seeded edits of one spelling."""
     rng = random.Random(1)
     return Counter(outcome_of(index, rng.randrange, 1) for _ in range(9))
 
 
 @pytest.mark.parametrize("index", range(len(SPELLINGS)), ids=[str(changes) for changes in SPELLINGS])
-def test_perturbations_of_every_spelling_are_rewritten_and_declined(index: int) -> None:
+def test_perturbations_of_every_spelling_are_rewritten_and_declined(index):
     """Seeded, so that the property above is known to be no empty one."""
     found = reached(index)
     assert found["one declined, one right"] >= 1, found
     assert found["right"] >= 1, found
 
 
-def test_perturbations_decline_both_layers_too() -> None:
+def test_perturbations_decline_both_layers_too():
     assert sum(reached(index)["declined"] for index in range(len(SPELLINGS))) >= 5
 
 
@@ -135,12 +115,12 @@ def test_perturbations_decline_both_layers_too() -> None:
     st.integers(0, 99),
 )
 def test_any_head_count_width_batch_and_order_of_nodes_is_bit_exact(
-    sizes: Sizes, rope: str, is_neox: bool, decodes: int, prefills: int, padding: int, seed: int
-) -> None:
+    sizes, rope, is_neox, decodes, prefills, padding, seed
+):
     batch = Batch("drawn", rows=decodes + prefills + padding, decodes=decodes, prefills=prefills)
     spelling = Spelling(rope=rope, is_neox=is_neox, dtype=torch.bfloat16, sizes=sizes)
     gm, layers = build(1 + seed % 3, spelling)
-    counts = assert_rewritten_right(
-        gm, stubs_for(layers, spelling), batches=(batch,), disturb=lambda copy: shuffled(copy, seed)
+    counts = run.assert_rewritten_right(
+        gm, run.stubs_for(layers, spelling), batches=(batch,), disturb=lambda copy: shuffled(copy, seed)
     )
     assert counts["aiter_fusion"] == len(layers)

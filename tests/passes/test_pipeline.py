@@ -1,16 +1,11 @@
 """The pass as vLLM sees it: vLLM's graph dumps and logs show it, torch completes what it emits, and it travels."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging
 import pickle
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +29,7 @@ from vllm_aiter_mla.settings import DebugSettings, Settings
 VLLMS, OURS = "unified_mla_attention_with_output", "mla_attention_with_rope"
 
 
-def pass_of(**changes: Any) -> AiterMLAPipeline:
+def pass_of(**changes):
     """A pass whose worker has checked its kernels."""
     config = changes.pop("config", None) or VllmConfig()
     made = AiterMLAPipeline(config, **{"limit": 16, "settings": Settings(enabled=True), **changes})
@@ -51,7 +46,7 @@ class Compilation:
     graph: fx.GraphModule
 
 
-def compile_with_vllm(folder: Path, stop_after: str | None = None) -> Compilation:
+def compile_with_vllm(folder, stop_after=None):
     """Compile two layers with vLLM's pass manager, the plugin's pass in it, and vLLM's ``debug_dump_path`` set."""
     config = VllmConfig(compilation_config=CompilationConfig(debug_dump_path=folder))
     config.compilation_config.mode = CompilationMode.VLLM_COMPILE  # vLLM's CPU platform would not keep it
@@ -61,13 +56,13 @@ def compile_with_vllm(folder: Path, stop_after: str | None = None) -> Compilatio
     manager.add(pass_of(config=config, settings=settings))
     real = compile_fx.post_grad_passes
 
-    def post_grad_passes(gm: fx.GraphModule, *args: Any) -> None:
+    def post_grad_passes(gm, *args):
         real(gm, *args)
         final.append(gm)
         raise Captured
 
     handler, logger = logging.Handler(), vllm_inductor_pass.logger
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     module, names = model("deepseek", False, layers=2, q_lora=True, dtype=torch.bfloat16)
     stubs = [StubLayer(name, Sizes(), torch.bfloat16) for name in names]
     with pytest.MonkeyPatch.context() as patch:
@@ -83,36 +78,36 @@ def compile_with_vllm(folder: Path, stop_after: str | None = None) -> Compilatio
 
 
 @pytest.fixture(scope="module")
-def compilation(tmp_path_factory: pytest.TempPathFactory) -> Compilation:
+def compilation(tmp_path_factory):
     return compile_with_vllm(tmp_path_factory.mktemp("dumps"))
 
 
-def test_vllms_debug_dump_path_holds_the_graph_before_and_after_the_pipeline(compilation: Compilation) -> None:
+def test_vllms_debug_dump_path_holds_the_graph_before_and_after_the_pipeline(compilation):
     (before,) = (text for name, text in compilation.dumps.items() if ".AiterMLAPipeline.before." in name)
     (after,) = (text for name, text in compilation.dumps.items() if ".AiterMLAPipeline.after." in name)
     assert (before.count(f"{VLLMS}.default"), before.count(OURS)) == (2, 0)
     assert (after.count(VLLMS), after.count(f"{OURS}.default(")) == (0, 2)
 
 
-def test_vllms_debug_log_has_the_time_and_the_matches_of_the_pipeline(compilation: Compilation) -> None:
+def test_vllms_debug_log_has_the_time_and_the_matches_of_the_pipeline(compilation):
     assert [line for line in compilation.lines if line.startswith("AiterMLAPipeline completed in")]
     (matches,) = (line for line in compilation.lines if line.startswith("fusion pass matches:"))
     assert "'AiterMLAPipeline': 2" in matches
 
 
-def assert_complete(gm: fx.GraphModule) -> None:
+def assert_complete(gm):
     """Check that every node has the fake value that its op makes of those of its arguments."""
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
         if isinstance(value := node.meta["val"], torch.Tensor):
-            with value.fake_mode:  # type: ignore[attr-defined]
+            with value.fake_mode:
                 again = node.target(*args, **kwargs)
             assert (str(again.shape), again.dtype) == (str(value.shape), value.dtype), node
 
 
-def test_torch_infers_the_fake_values_of_what_the_passes_emit(compilation: Compilation) -> None:
+def test_torch_infers_the_fake_values_of_what_the_passes_emit(compilation):
     assert_complete(compilation.graph)
     assert sum(OURS in str(node.target) for node in compilation.graph.graph.nodes) == 2
 
@@ -120,12 +115,12 @@ def test_torch_infers_the_fake_values_of_what_the_passes_emit(compilation: Compi
 # An older torch infers nothing behind a functionalised op, which a chain leaves in the graph only if it is stopped.
 @pytest.mark.skipif("gm" not in inspect.signature(FakeTensorUpdater).parameters, reason="this torch infers less")
 @pytest.mark.parametrize("stop", ["rope_kv_cache", "q_prep_lift"])
-def test_torch_infers_the_fake_values_of_a_chain_that_is_stopped(stop: str, tmp_path: Path) -> None:
+def test_torch_infers_the_fake_values_of_a_chain_that_is_stopped(stop, tmp_path):
     assert_complete(compile_with_vllm(tmp_path, stop).graph)
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
-def test_the_pass_is_the_same_in_another_process(again: Callable[[Any], Any]) -> None:
+def test_the_pass_is_the_same_in_another_process(again):
     made = pass_of(
         chained=pass_of(limit=4), settings=Settings(enabled=True, debug=DebugSettings(stop_after="q_prep_lift"))
     )
@@ -134,17 +129,11 @@ def test_the_pass_is_the_same_in_another_process(again: Callable[[Any], Any]) ->
     assert (arrived.limit, arrived.settings, arrived.chained.limit) == (16, made.settings, 4)
 
 
-def test_the_uuid_holds_all_that_decides_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = [
-        pass_of(),
-        pass_of(limit=8),
-        pass_of(integration="module"),
-        pass_of(settings=Settings(enabled=True, kernel="triton")),
-        pass_of(chained=pass_of()),
-    ]
+def test_the_uuid_holds_all_that_decides_the_graph(monkeypatch):
+    changed = [pass_of(), pass_of(limit=8), pass_of(integration="module"), pass_of(chained=pass_of())]
     other_kernels, other_layers = pass_of(), pass_of(integration="module")
     other_kernels.kernels, other_layers.emitted = ("triton",), ("model.layers.0.attn: module",)
-    changed += [other_kernels, other_layers]
+    changed += [other_kernels, other_layers, pass_of(settings=Settings(enabled=True, kernel="triton"))]
     found = {made.uuid() for made in changed}
     monkeypatch.setattr(files, "fingerprint", lambda: "changed")
     assert len(found | {pass_of().uuid()}) == len(changed) + 1
@@ -152,14 +141,14 @@ def test_the_uuid_holds_all_that_decides_the_graph(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.mutation
-def test_mutation_torch_completes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mutation_torch_completes_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(FakeTensorUpdater, "incremental_update", lambda self: 0)
     with pytest.raises(KeyError, match="val"):
         assert_complete(compile_with_vllm(tmp_path).graph)
 
 
 @pytest.mark.mutation
-def test_mutation_the_matches_are_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mutation_the_matches_are_not_counted(monkeypatch, tmp_path):
     monkeypatch.setattr(
         pipeline, "VllmPatternMatcherPass", type("Elsewhere", (), {"match_table": {"AiterMLAPipeline": 0}})
     )

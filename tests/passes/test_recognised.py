@@ -1,20 +1,15 @@
 """The matcher recognises every spelling of an MLA layer, and each chain of passes computes what the graph computed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import fx
 
 from tests.passes.execute import assert_rewritten_right, calls, clean, rewrite, stubs_for
-from tests.passes.graphs import Builder, Layer, Spelling, build
+from tests.passes.graphs import Builder, Spelling, build
 from tests.passes.stubs import DECODE, MIXED, Sizes
 from vllm_aiter_mla import ops, status
 from vllm_aiter_mla.compat import layer as compat_layer
@@ -22,8 +17,8 @@ from vllm_aiter_mla.passes import match, pipeline, q_prep_lift, rope_kv
 from vllm_aiter_mla.passes.fx import view_root
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 
-BF16, FP32 = torch.bfloat16, torch.float32
-SPELLINGS: dict[str, dict[str, Any]] = {
+BF16 = torch.bfloat16
+SPELLINGS = {
     "plain RotaryEmbedding": {"rope": "plain", "lookup": "index_select"},
     "DeepSeek scaling": {"rope": "deepseek"},
     "an embedding lookup": {"rope": "plain", "lookup": "embedding"},
@@ -44,7 +39,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 both_styles = pytest.mark.parametrize("is_neox", [True, False], ids=["NeoX", "GPT-J"])
 
 
-def assert_bound(found: Any, builder: Builder, layer: Layer, spelling: Spelling) -> None:
+def assert_bound(found, builder, layer, spelling):
     """Every field of the record names what the layer was built from."""
     z = spelling.sizes
     assert isinstance(found, LayerMatch), found
@@ -63,7 +58,7 @@ def assert_bound(found: Any, builder: Builder, layer: Layer, spelling: Spelling)
 
 @both_styles
 @pytest.mark.parametrize("changes", SPELLINGS.values(), ids=SPELLINGS)
-def test_layer_is_bound_to_what_it_was_built_from_with(changes: dict[str, Any], is_neox: bool) -> None:
+def test_layer_is_bound_to_what_it_was_built_from_with(changes, is_neox):
     builder = Builder(Spelling(is_neox=is_neox, **changes))
     for _ in range(3):
         builder.layer()
@@ -74,21 +69,14 @@ def test_layer_is_bound_to_what_it_was_built_from_with(changes: dict[str, Any], 
 
 @both_styles
 @pytest.mark.parametrize("changes", SPELLINGS.values(), ids=SPELLINGS)
-def test_every_chain_is_bit_exact_in_bf16_with(changes: dict[str, Any], is_neox: bool) -> None:
+def test_every_chain_is_bit_exact_in_bf16_with(changes, is_neox):
     gm, layers = build(2, dtype=BF16, is_neox=is_neox, **changes)
     counts = assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16, **changes)))
-    fused = changes.get("prefused", False)
-    assert counts == {
-        "matched": 2,
-        "skipped": 0,
-        "rope_kv_cache": 0 if fused else 2,
-        "vllm_fused": 2 if fused else 0,
-        "q_prep_lift": 2,
-        "aiter_fusion": 2,
-    }
+    first, other = ("vllm_fused", "rope_kv_cache")[:: 1 if changes.get("prefused") else -1]
+    assert counts == {"matched": 2, "skipped": 0, first: 2, other: 0, "q_prep_lift": 2, "aiter_fusion": 2}
 
 
-def test_fp32_layers_are_bit_exact_but_for_the_fma_of_vllms_neox_kernel() -> None:
+def test_fp32_layers_are_bit_exact_but_for_the_fma_of_vllms_neox_kernel():
     gm, layers = build(2, is_neox=False)
     assert_rewritten_right(gm, stubs_for(layers, Spelling()))
     gm, layers = build(2, is_neox=True)
@@ -96,26 +84,23 @@ def test_fp32_layers_are_bit_exact_but_for_the_fma_of_vllms_neox_kernel() -> Non
     assert_rewritten_right(gm, stubs_for(layers, Spelling()), batches=(MIXED,), exact=False)
 
 
-def test_string_constants_name_layers_too() -> None:
+def test_string_constants_name_layers_too():
     gm, layers = build(2, names="string")
     assert [name for name, _ in match_layers(gm.graph)] == [layer.name for layer in layers]
 
 
 @pytest.mark.slow
-def test_chain_is_bit_exact_where_vllm_names_layers_by_string() -> None:
+def test_chain_is_bit_exact_where_vllm_names_layers_by_string():
     """The ops take strings only with this variable, which vLLM reads when it is imported: a process of its own."""
     case = f"{Path(__file__)}::test_every_chain_is_bit_exact_in_bf16_with"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", case, "-k", "NeoX and DeepSeek"],
-        env={**os.environ, "VLLM_USE_LAYERNAME": "0"},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", case, "-k", "NeoX and DeepSeek"]
+    environment = {**os.environ, "VLLM_USE_LAYERNAME": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "3 passed" in done.stdout
 
 
-def test_layers_of_different_spellings_share_a_graph() -> None:
+def test_layers_of_different_spellings_share_a_graph():
     builder = Builder(Spelling(dtype=BF16))
     for rope in ("plain", "deepseek", "op", "op, flat", "flashinfer"):
         builder.layer(rope=rope, is_neox=rope != "op")
@@ -123,7 +108,7 @@ def test_layers_of_different_spellings_share_a_graph() -> None:
     assert counts["aiter_fusion"] == 5
 
 
-def test_offset_positions_are_bound_as_they_are_read() -> None:
+def test_offset_positions_are_bound_as_they_are_read():
     builder = Builder(Spelling(dtype=BF16))
     builder.positions = builder(torch.ops.aten.add.Tensor, builder.positions, 1)
     layer = builder.layer()
@@ -142,8 +127,9 @@ STOPPED = {
 """The MLA ops that each chain of passes leaves."""
 
 
-def assert_chain_stops(stop: str | None) -> None:
-    """Check what a chain leaves of two layers, before and after vLLM's clean-up, and what the status says."""
+@pytest.mark.parametrize("stop", STOPPED)
+def test_chain_stops_where_it_is_told_to(stop):
+    """Before and after vLLM's clean-up, and the status says so."""
     gm, layers = build(2)
     rewrite(gm, stubs_for(layers, Spelling()), stop)
     every = {"unified_mla_kv_cache_update"}.union(*STOPPED.values())
@@ -153,12 +139,7 @@ def assert_chain_stops(stop: str | None) -> None:
     assert status.current().skipped == known
 
 
-@pytest.mark.parametrize("stop", STOPPED)
-def test_chain_stops_where_it_is_told_to(stop: str | None) -> None:
-    assert_chain_stops(stop)
-
-
-def test_nothing_of_the_rotation_is_left_after_pass_three() -> None:
+def test_nothing_of_the_rotation_is_left_after_pass_three():
     gm, layers = build(3, spelling=Spelling(dtype=BF16))
     rewrite(gm, stubs_for(layers, Spelling(dtype=BF16)))
     left = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
@@ -166,26 +147,11 @@ def test_nothing_of_the_rotation_is_left_after_pass_three() -> None:
     assert not [name for name in left if "slice_scatter" in name or "aten.copy" in name or "index" in name]
 
 
-def assert_caught_by_execution(**changes: Any) -> None:
-    gm, layers = build(2, dtype=BF16, **changes)
-    # KeyError is how FixFunctionalizationPass dies of a chain that lacks a part.
-    with pytest.raises((AssertionError, RuntimeError, KeyError)):
-        assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16, **changes)))
-
-
 @pytest.mark.mutation
-def test_mutation_matcher_binds_the_other_pairing(monkeypatch: pytest.MonkeyPatch) -> None:
-    find_q, find_k = match._Matcher._find_q, match._Matcher._find_k
-    monkeypatch.setattr(match._Matcher, "_find_q", lambda self, *args: (False, find_q(self, *args)[1]))
-    monkeypatch.setattr(match._Matcher, "_find_k", lambda self, *args: find_k(self, *args[:-1], True))
-    assert_caught_by_execution(is_neox=True)
-
-
-@pytest.mark.mutation
-def test_mutation_kv_update_is_left_beside_the_fused_op(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_kv_update_is_left_beside_the_fused_op(monkeypatch):
     """The row would be written twice, and the second time from whatever k_pe holds by then."""
 
-    def still_waits(graph: fx.Graph, layer: LayerMatch) -> None:
+    def still_waits(graph, layer):
         dep = layer.attention.kwargs["kv_cache_dummy_dep"]
         rope_kv.fuse_rope_and_kv_write(graph, layer)
         layer.attention.kwargs = {**layer.attention.kwargs, "kv_cache_dummy_dep": dep}
@@ -193,54 +159,45 @@ def test_mutation_kv_update_is_left_beside_the_fused_op(monkeypatch: pytest.Monk
     monkeypatch.setitem(pipeline.PASSES, "rope_kv_cache", still_waits)
     for stop in ("rope_kv_cache", "q_prep_lift"):
         with pytest.raises(AssertionError):
-            assert_chain_stops(stop)
+            test_chain_stops_where_it_is_told_to(stop)
 
 
-@pytest.mark.mutation
-def test_mutation_pass_one_shares_the_view_that_vllm_erases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FixFunctionalizationPass erases the view under the scatter without looking at its other readers."""
-    views: dict[fx.Node, fx.Node] = {}
-
-    def shared(graph: fx.Graph, layer: LayerMatch) -> fx.Node:
-        return views.setdefault(layer.attention, views.get(layer.attention) or view(graph, layer))
-
-    view = rope_kv._heads
-    monkeypatch.setattr(rope_kv, "_heads", shared)
-    assert_caught_by_execution()
+views = {}
+heads = rope_kv._heads
+find_q, find_k, once = match._Matcher._find_q, match._Matcher._find_k, ops.rotate_and_write
 
 
-@pytest.mark.mutation
-def test_mutation_pass_one_rotates_without_writing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rope_kv, "_write_back", lambda graph, layer, *rest: rope_kv._heads(graph, layer))
-    assert_caught_by_execution()
+def shares_the_view(graph, layer):
+    return views.get(layer.attention) or views.setdefault(layer.attention, heads(graph, layer))
 
 
-@pytest.mark.mutation
-def test_mutation_pass_two_prepares_the_raw_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raw(graph: fx.Graph, layer: LayerMatch) -> None:
-        layer.attention.kwargs = {**layer.attention.kwargs, "q": layer.q}
-        q_prep_lift.lift_q_prep(graph, layer)
-
-    monkeypatch.setitem(pipeline.PASSES, "q_prep_lift", raw)
-    assert_caught_by_execution()
+def prepares_the_raw_query(graph, layer):
+    layer.attention.kwargs = {**layer.attention.kwargs, "q": layer.q}
+    q_prep_lift.lift_q_prep(graph, layer)
 
 
-@pytest.mark.mutation("I3")
+PLANTED = {
+    "pass 1 binds the other pairing to q": (match._Matcher, "_find_q", lambda *args: (False, find_q(*args)[1])),
+    # FixFunctionalizationPass erases the view under the scatter without looking at its other readers.
+    "pass 1 shares the view that vLLM erases": (rope_kv, "_heads", shares_the_view),
+    "pass 1 rotates without writing back": (rope_kv, "_write_back", lambda graph, layer, *rest: heads(graph, layer)),
+    "pass 2 prepares the raw query": (pipeline.PASSES, "q_prep_lift", prepares_the_raw_query),
+    "I3 prefill rows are not rotated": (ops, "rotate_and_write", lambda *args: None),
+    "I3 prefill rows are rotated twice": (ops, "rotate_and_write", lambda *args: (once(*args), once(*args))),
+    "I3 only the query is": (ops, "rotate_and_write", lambda step, q, k_pe, *rest: once(step, q, k_pe.clone(), *rest)),
+    "I3 the first row decides": (compat_layer, "is_decode_only", lambda metadata, slots: metadata.decode is not None),
+}
+
+
 @pytest.mark.parametrize(
-    "plant",
-    [
-        pytest.param(lambda once, step, q, k_pe, *rest: None, id="not at all"),
-        pytest.param(lambda once, *args: (once(*args), once(*args)), id="twice"),
-        pytest.param(lambda once, step, q, k_pe, *rest: once(step, q, k_pe.clone(), *rest), id="the query only"),
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.mutation(*{"I3"} & {name[:2]})) for name in PLANTED]
 )
-def test_mutation_i3_prefill_rows_are_rotated(plant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    once = ops.rotate_and_write
-    monkeypatch.setattr(ops, "rotate_and_write", lambda *args: plant(once, *args))
-    assert_caught_by_execution()
-
-
-@pytest.mark.mutation("I3")
-def test_mutation_i3_attention_decides_by_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat_layer, "is_decode_only", lambda metadata, slots: metadata.decode is not None)
-    assert_caught_by_execution()
+def test_mutation_is_caught_by_execution(name, monkeypatch):
+    owner, attribute, plant = PLANTED[name]
+    (monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr)(owner, attribute, plant)
+    if attribute == "_find_q":
+        monkeypatch.setattr(owner, "_find_k", lambda self, *args: find_k(self, *args[:-1], True))
+    gm, layers = build(2, dtype=BF16)
+    # KeyError is how FixFunctionalizationPass dies of a chain that lacks a part.
+    with pytest.raises((AssertionError, RuntimeError, KeyError)):
+        assert_rewritten_right(gm, stubs_for(layers, Spelling(dtype=BF16)))

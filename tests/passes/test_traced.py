@@ -1,7 +1,5 @@
 """Graphs that Inductor makes of vLLM's own MLA wrapper and rotary modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -26,7 +24,7 @@ BF16 = torch.bfloat16
         ("deepseek, op", True, False),
     ],
 )
-def test_traced_layers_are_all_rewritten_and_right(kind: str, is_neox: bool, q_lora: bool) -> None:
+def test_traced_layers_are_all_rewritten_and_right(kind, is_neox, q_lora):
     scales = kind.endswith("scaled")
     kind = kind.removesuffix(", scaled")
     module, names = model(kind, is_neox, layers=2, q_lora=q_lora, dtype=BF16, scales=scales)

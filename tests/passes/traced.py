@@ -1,7 +1,5 @@
 """Graphs traced from vLLM's own modules: its MLA wrapper and rotary embeddings, through Inductor's post-grad passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -49,13 +47,9 @@ def rotary(kind: str, is_neox: bool, sizes: Sizes, dtype: torch.dtype) -> nn.Mod
     """vLLM's module; ``kind`` ends in "op" where its custom op is switched on."""
     config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["all" if kind.endswith("op") else "none"]))
     common: dict[str, Any] = {
-        "head_size": sizes.r,
-        "rotary_dim": sizes.r,
-        "max_position_embeddings": POSITIONS,
-        "base": 10000.0,
-        "is_neox_style": is_neox,
-        "dtype": dtype,
-    }
+        "head_size": sizes.r, "rotary_dim": sizes.r, "max_position_embeddings": POSITIONS, "base": 10000.0,
+        "is_neox_style": is_neox, "dtype": dtype,
+    }  # fmt: skip
     with set_current_vllm_config(config):
         if kind.startswith("deepseek"):
             return DeepseekScalingRotaryEmbedding(scaling_factor=4.0, mscale=1.0, mscale_all_dim=1.0, **common)
@@ -68,24 +62,12 @@ def wrapper(name: str, rope: nn.Module, sizes: Sizes, dtype: torch.dtype, q_lora
     nn.Module.__init__(made)
     z, kv = sizes, sizes.latent + sizes.r
     parts: dict[str, Any] = {
-        "num_heads": z.n,
-        "qk_nope_head_dim": z.p,
-        "qk_rope_head_dim": z.r,
-        "qk_head_dim": z.p + z.r,
-        "v_head_dim": z.v,
-        "kv_lora_rank": z.latent,
-        "q_lora_rank": z.q_lora if q_lora else None,
-        "kv_a_layernorm": nn.RMSNorm(z.latent, dtype=dtype),
-        "rotary_emb": rope,
-        "o_proj": Linear(z.n * z.v, z.hidden, dtype),
-        "mla_attn": Attention(name),
-        "fuse_qkv_rmsnorm": False,
-        "dcp_q_replicate": False,
-        "is_sparse": False,
-        "skip_topk": False,
-        "indexer": None,
-        "g_proj": None,
-    }
+        "num_heads": z.n, "qk_nope_head_dim": z.p, "qk_rope_head_dim": z.r, "qk_head_dim": z.p + z.r, "v_head_dim": z.v,
+        "kv_lora_rank": z.latent, "q_lora_rank": z.q_lora if q_lora else None,
+        "kv_a_layernorm": nn.RMSNorm(z.latent, dtype=dtype), "rotary_emb": rope,
+        "o_proj": Linear(z.n * z.v, z.hidden, dtype), "mla_attn": Attention(name), "fuse_qkv_rmsnorm": False,
+        "dcp_q_replicate": False, "is_sparse": False, "skip_topk": False, "indexer": None, "g_proj": None,
+    }  # fmt: skip
     if q_lora:
         parts |= {"fused_qkv_a_proj": Linear(z.hidden, z.q_lora + kv, dtype)}
         parts |= {"q_a_layernorm": nn.RMSNorm(z.q_lora, dtype=dtype)}

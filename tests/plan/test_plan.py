@@ -3,11 +3,7 @@
 All of them are in one file, so that one process of the test run starts vLLM for them.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -30,19 +26,19 @@ PLAIN = ("VLLM_ROCM_USE_AITER_FP8BMM=0", "VLLM_ROCM_USE_AITER_FP4BMM=0")
 slow = pytest.mark.slow
 
 
-def some_slow(rows: Any, quick: Any) -> list[Any]:
+def some_slow(rows, quick):
     """The rows as parameters; those that are not quick run with the slow tests: vLLM takes a second or two for each."""
     assert all(row in rows for row in quick)
     return [pytest.param(row, marks=() if row in quick else slow) for row in rows]
 
 
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def shared(monkeypatch):
     """Let the command ask the process that answers for all tests, whatever the card."""
     monkeypatch.setattr(model, "ask", plans.ask)
 
 
-def invoke(*arguments: str) -> tuple[int, str, str]:
+def invoke(*arguments):
     done = CliRunner().invoke(app, ["plan", *arguments])
     return done.exit_code, done.stdout, done.stderr
 
@@ -50,7 +46,7 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
 # -- configs after published checkpoints: what the engine's own gate and layers decide
 
 
-def check(row: Row, folder: Path, bug: str = "") -> None:
+def check(row, folder, bug=""):
     """Compare a plan with the gate's decision and with what the row expects."""
     for file, content in row.written().items():
         (folder / file).write_text(json.dumps(content))
@@ -75,21 +71,21 @@ QUICK = {
 
 
 @pytest.mark.parametrize("name", some_slow(ROWS, QUICK))
-def test_plan_truth(name: str, tmp_path: Path) -> None:
+def test_plan_truth(name, tmp_path):
     check(ROWS[name], tmp_path)
 
 
 @slow
 @pytest.mark.mutation
 @pytest.mark.parametrize("bug", ["nothing is quantised", "the limit is not the gate's"])
-def test_plan_truth_catches_a_planted_bug(bug: str, tmp_path: Path) -> None:
+def test_plan_truth_catches_a_planted_bug(bug, tmp_path):
     with pytest.raises(AssertionError):
         check(Row(V3, {"fp8": 61}, FP8), tmp_path, bug)
 
 
 @slow
 @pytest.mark.parametrize("name", MATRIX)
-def test_plan_promises_what_the_engine_of_the_model_matrix_gives(name: str, tmp_path: Path) -> None:
+def test_plan_promises_what_the_engine_of_the_model_matrix_gives(name, tmp_path):
     """tests/engine/test_engine_models_matrix.py runs these rows; a draft is asked about where it is the model's own."""
     row = MATRIX[name]
     (tmp_path / "config.json").write_text(json.dumps(row.config))
@@ -107,9 +103,7 @@ def test_plan_promises_what_the_engine_of_the_model_matrix_gives(name: str, tmp_
     [((*R1, "--kv-cache-dtype", "fp8"), "fp8", "triton", 1),
      (("deepseek-r1-mxfp4", "-tp", "8", OURS, '{"aiter_mla": {"kernel": "triton"}}'), "mxfp4", "triton", 17 / 32)],
 )  # fmt: skip
-def test_a_supported_model_engages_and_its_weights_are_counted(
-    arguments: tuple[str, ...], format: str, kernel: str, bytes_of_a_weight: float
-) -> None:
+def test_a_supported_model_engages_and_its_weights_are_counted(arguments, format, kernel, bytes_of_a_weight):
     plan = planned(*arguments)
     assert (plan["outcome"], codes(plan), plan["heads_per_rank"], plan["absorb_weight"]) == ("engaged", [], 16, format)
     assert plan["layers"] == {"mla": 61, "drafts": 0, "total": 61, "engaged": 61}
@@ -132,17 +126,14 @@ def test_a_supported_model_engages_and_its_weights_are_counted(
         ("gfx942", ("VLLM_USE_BREAKABLE_CUDAGRAPH=1",), "fp8", []),
     ],
 )
-def test_the_variables_and_the_card_decide_as_in_the_server(
-    arch: str, env: tuple[str, ...], format: str | None, expected: list[str]
-) -> None:
+def test_the_variables_and_the_card_decide_as_in_the_server(arch, env, format, expected):
     plan = planned("deepseek-v2-lite", "-tp", "4", arch=arch, env=env)
     assert (plan["absorb_weight"], codes(plan), plan["arch"]) == (format, expected, arch)
-    assert plan["environment"][env[0].partition("=")[0] if env else "VLLM_BATCH_INVARIANT"][1] == (
-        "--env" if env else "default"
-    )
+    name, origin = (env[0].partition("=")[0], "--env") if env else ("VLLM_BATCH_INVARIANT", "default")
+    assert plan["environment"][name][1] == origin
 
 
-def test_a_variable_that_is_unset_is_planned_by_the_installed_vllms_default() -> None:
+def test_a_variable_that_is_unset_is_planned_by_the_installed_vllms_default():
     plan = planned(*R1, "--kv-cache-dtype", "fp8")
     value, origin = plan["environment"]["VLLM_ROCM_USE_AITER_FP8BMM"]
     assert origin == "default"
@@ -156,7 +147,7 @@ CHECKPOINTS = [[cell.strip("`") for cell in row] for row in table("configuration
 @slow
 @pytest.mark.parametrize("row", CHECKPOINTS, ids=lambda row: "-".join(row[:2]))
 @pytest.mark.parametrize("default", [1, 0], ids=["0.32", "0.33"])
-def test_the_table_of_checkpoints_says_what_plan_says_for_both_defaults_of_vllm(row: list[str], default: int) -> None:
+def test_the_table_of_checkpoints_says_what_plan_says_for_both_defaults_of_vllm(row, default):
     """One flag and VLLM_ROCM_USE_AITER=1 are enough everywhere: no row needs another variable."""
     name, arch, before, since, needed = row
     env = tuple(f"VLLM_ROCM_USE_AITER_{which}BMM={default}" for which in ("FP8", "FP4"))
@@ -165,7 +156,7 @@ def test_the_table_of_checkpoints_says_what_plan_says_for_both_defaults_of_vllm(
     assert plan["absorb_weight"] == {"activation dtype": "plain"}.get(said := before if default else since, said)
 
 
-def test_the_table_of_checkpoints_has_four_of_them_on_both_cards() -> None:
+def test_the_table_of_checkpoints_has_four_of_them_on_both_cards():
     names = ("deepseek-r1", "deepseek-r1-mxfp4", "deepseek-v2-lite", "kimi-k2.5")
     assert [row[:2] for row in CHECKPOINTS] == [[name, arch] for name in names for arch in ("gfx942", "gfx950")]
 
@@ -179,7 +170,7 @@ def test_the_table_of_checkpoints_has_four_of_them_on_both_cards() -> None:
         pytest.param("-cc.splitting_ops=[]", None, marks=slow),
     ],
 )
-def test_the_options_of_the_graph_decide_which_integration_runs(option: str, code: str | None) -> None:
+def test_the_options_of_the_graph_decide_which_integration_runs(option, code):
     plan = planned("kimi-k2", "-tp", "8", option)
     assert codes(plan) == []
     assert plan["integration"] == ("passes" if code is None else "module")
@@ -216,9 +207,7 @@ def test_the_options_of_the_graph_decide_which_integration_runs(option: str, cod
         ),
     ],
 )  # fmt: skip
-def test_limit_ranges_captures_and_batch_are_those_of_the_finished_config(
-    arguments: tuple[str, ...], expected: dict[str, Any]
-) -> None:
+def test_limit_ranges_captures_and_batch_are_those_of_the_finished_config(arguments, expected):
     plan = planned(*R1, *arguments)
     captures, ranges, options = plan["captures"], plan["compile_ranges"], plan["options"]
     ends = {name: (*captures[name][:1], *captures[name][-1:]) for name in ("inside", "outside")}
@@ -245,12 +234,12 @@ def test_limit_ranges_captures_and_batch_are_those_of_the_finished_config(
         (R1, "gfx950", "VLLM_ENGINE_READY_TIMEOUT_S", False),
     ],
 )
-def test_what_a_reader_should_know_is_said(arguments: tuple[str, ...], arch: str, note: str, said: bool) -> None:
+def test_what_a_reader_should_know_is_said(arguments, arch, note, said):
     """A decode may need no concat: Kimi-K2 has 8 heads a rank here, DeepSeek-R1 16. Or API servers may wait long."""
     assert any(note in one for one in planned(*arguments, arch=arch)["assumptions"]) is said
 
 
-def test_launches_per_step_count_every_mla_layer() -> None:
+def test_launches_per_step_count_every_mla_layer():
     plan = planned("kimi-k3", "-tp", "8", "--kv-cache-dtype", "fp8", *REQUESTS)
     paths = plan["figures"]["by_tokens"]["256"]
     assert paths["vllm"]["launches_per_step"] == 4 * 24
@@ -270,9 +259,7 @@ socket.getaddrinfo = socket.socket.connect = refuse
 """
 
 
-def test_quoted_plans_run_in_a_process_of_their_own_that_opens_no_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_quoted_plans_run_in_a_process_of_their_own_that_opens_no_connection(tmp_path, monkeypatch, capfd):
     """An attempt whose failure is caught counts too. vLLM's log does not reach the reader."""
     log = tmp_path / "attempts"
     (tmp_path / "sitecustomize.py").write_text(NO_NETWORK.format(log=str(log)))
@@ -293,7 +280,7 @@ def test_quoted_plans_run_in_a_process_of_their_own_that_opens_no_connection(
 
 
 @pytest.mark.usefixtures("shared")
-def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out() -> None:
+def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out():
     status, out, _ = invoke(*R1, *REQUESTS, *MTP, "-dcp", "2")
     assert status == command.DOES_NOT
     assert "L = 512" in out
@@ -305,7 +292,7 @@ def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out() -> None:
 
 
 @pytest.mark.usefixtures("shared")
-def test_an_answer_that_stops_at_the_layers_is_not_known_and_names_the_line(tmp_path: Path) -> None:
+def test_an_answer_that_stops_at_the_layers_is_not_known_and_names_the_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "no such function"}))
     status, out, _ = invoke(str(tmp_path), "-tp", "8")
     assert status == command.WRONG
@@ -315,14 +302,12 @@ def test_an_answer_that_stops_at_the_layers_is_not_known_and_names_the_line(tmp_
 
 @slow
 @pytest.mark.parametrize("name", model.examples())
-def test_page_of_every_example_renders(name: str) -> None:
+def test_page_of_every_example_renders(name):
     assert name in printout.text(planned(name, "-tp", "4"))
 
 
 @pytest.mark.parametrize("broken", ["raise ImportError('no vllm here')", "import os; os._exit(3)"])
-def test_a_vllm_that_is_missing_or_ends_is_a_message(
-    broken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_vllm_that_is_missing_or_ends_is_a_message(broken, monkeypatch, tmp_path):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text(broken)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
@@ -335,7 +320,7 @@ def test_a_vllm_that_is_missing_or_ends_is_a_message(
 # -- wrong input: one line that names option or field and value, exit status 2, no traceback, no page
 
 
-def refused(*arguments: str) -> str:
+def refused(*arguments):
     """The one line that the command prints, besides what it is at."""
     status, out, err = invoke(*arguments)
     said = [line for line in err.splitlines() if not line.endswith(" ...")]
@@ -381,7 +366,7 @@ def refused(*arguments: str) -> str:
         (["--additional_config={}", f"{OURS}.x=3"], OURS),
     ],
 )
-def test_a_wrong_option_is_one_line(arguments: list[str], named: str) -> None:
+def test_a_wrong_option_is_one_line(arguments, named):
     assert named in refused("deepseek-r1", *arguments)
 
 
@@ -395,12 +380,12 @@ def test_a_wrong_option_is_one_line(arguments: list[str], named: str) -> None:
         pytest.param(["deepseek-r1", "--env", "VLLM_BATCH_INVARIANT=maybe"], "VLLM_BATCH_INVARIANT=maybe", marks=slow),
     ],
 )
-def test_what_is_wrong_before_any_option_is_one_line_too(arguments: list[str], named: str) -> None:
+def test_what_is_wrong_before_any_option_is_one_line_too(arguments, named):
     """Where the model belongs, which examples there are, a variable that vLLM cannot read."""
     assert named in refused(*arguments)
 
 
-WRONG_FIELDS: list[dict[str, Any]] = [
+WRONG_FIELDS = [
     {}, {"num_hidden_layers": 10**9}, {"num_attention_heads": -128}, {"quantization_config": ["fp8"]},
     {"num_hidden_layers": "61"}, {"qk_nope_head_dim": 10**30}, {"kv_lora_rank": 512.5},
     {"max_position_embeddings": 10**12}, {"torch_dtype": "floatx"}, {"text_config": "yes"},
@@ -410,7 +395,7 @@ WRONG_FIELDS: list[dict[str, Any]] = [
 
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("changed", some_slow(WRONG_FIELDS, WRONG_FIELDS[:4]), ids=repr)
-def test_a_wrong_config_never_engages(tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_a_wrong_config_never_engages(tmp_path, changed):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | changed if changed else {}))
     status, out, err = invoke(str(tmp_path), "-tp", "8")
     assert status != command.ENGAGES
@@ -419,7 +404,7 @@ def test_a_wrong_config_never_engages(tmp_path: Path, changed: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "{"])
-def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_json_object_is_named(tmp_path, text):
     path = tmp_path / "given.json"
     path.write_text(text)
     assert str(path) in refused(str(path))
@@ -433,14 +418,14 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, text: str) -> No
         (("-tp", "8", MTP[0], '{"method": "mtp"}'), "num_speculative_tokens must be provided"),
     ],
 )
-def test_what_vllm_refuses_to_start_is_a_plan_with_vllms_reason(arguments: tuple[str, ...], said: str) -> None:
+def test_what_vllm_refuses_to_start_is_a_plan_with_vllms_reason(arguments, said):
     plan = planned("deepseek-r1", *arguments)
     assert (plan["outcome"], codes(plan), plan["layers"]["engaged"]) == ("skipped", ["vllm_refuses"], 0)
     assert plan["kernels"] is plan["figures"] is None
     assert said in printout.text(plan)
 
 
-def test_the_largest_options_that_are_let_through_give_a_plan() -> None:
+def test_the_largest_options_that_are_let_through_give_a_plan():
     most = ("--max-num-seqs", str(2**20), "--block-size", str(2**16), "--max-num-batched-tokens", str(2**30))
     spec = (MTP[0], '{"method": "mtp", "num_speculative_tokens": 1023}')
     assert planned("deepseek-r1", *most, *spec)["limit"] == 2**30
@@ -451,9 +436,7 @@ def test_the_largest_options_that_are_let_through_give_a_plan() -> None:
     ("name", "field"), [("deepseek-r1", {"quantization_config": {"quant_method": "\x1b[31m\u202e"}}),
                         ("deepseek-v2-lite", {"model_type": "\x1b[31m\u202e\r\nfine"})]
 )  # fmt: skip
-def test_control_characters_of_a_config_do_not_reach_the_terminal(
-    tmp_path: Path, name: str, field: dict[str, Any]
-) -> None:
+def test_control_characters_of_a_config_do_not_reach_the_terminal(tmp_path, name, field):
     (tmp_path / "config.json").write_text(json.dumps(model.examples()[name]["config"] | field))
     _, out, err = invoke(str(tmp_path))
     said = out + err

@@ -1,12 +1,11 @@
 """Claims about what ``plan`` computes itself: every reason, kernels by batch size, formulas, the config's place."""
 
-from __future__ import annotations
-
 import json
+import os
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
+import vllm.envs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.backends import candidates
 from vllm_aiter_mla.commands.plan import build, formulas, kernels, model
+from vllm_aiter_mla.compat import offline
 from vllm_aiter_mla.settings import Settings
 
 # -- reasons
@@ -32,7 +32,7 @@ LAYER = admission.LayerView(
 )  # fmt: skip
 
 
-def test_a_view_with_everything_wrong_gives_every_reason_of_admission() -> None:
+def test_a_view_with_everything_wrong_gives_every_reason_of_admission():
     found = [skip.code for skip in build.config_reasons(ENGINE)]
     # A mode that breakable graphs did not set, and partition options given together, are each a view of their own.
     others = {"compilation_mode", "splitting_ops", "user_pass", "vllm_refuses", "not_known"}
@@ -44,12 +44,29 @@ def test_a_view_with_everything_wrong_gives_every_reason_of_admission() -> None:
 
 @pytest.mark.parametrize("ops", [(admission.KV_UPDATE_OP,), (admission.MLA_ATTENTION_OP, admission.KV_UPDATE_OP)])
 @pytest.mark.parametrize("eager", [True, False])
-def test_a_mode_that_eager_execution_sets_is_no_reason_of_its_own(ops: tuple[str, ...], eager: bool) -> None:
+def test_a_mode_that_eager_execution_sets_is_no_reason_of_its_own(ops, eager):
     view = admission.ConfigView(
         mode="NONE", splitting_ops=ops, hisparse=True, integration="passes", enforce_eager=eager
     )
     found = [skip.code for skip in build.config_reasons(view)]
     assert found == ["hisparse", "enforce_eager" if eager else "compilation_mode", "splitting_ops"]
+
+
+# -- variables
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_a_switch_is_read_by_the_installed_vllms_own_reader(default: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8BMM is on in 0.30 to 0.32 and off in 0.33."""
+    name = offline.FP8_BMM
+    read = lambda: bool(int(os.environ.get(name, str(int(default)))))  # noqa: E731
+    monkeypatch.setitem(vllm.envs.environment_variables, name, read)
+    assert offline.switched_on(name, {}) is default
+    assert offline.switched_on(name, {name: str(int(not default))}) is not default
+    with pytest.raises(ValueError, match=f"{name}=maybe"):
+        offline.switched_on(name, {name: "maybe"})
+    monkeypatch.delitem(vllm.envs.environment_variables, name)
+    assert offline.switched_on(name, {}) is None
 
 
 # -- kernels
@@ -58,7 +75,7 @@ VIEW = admission.LayerView(num_heads=2, model_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("limit", [2, 200, 256, 1024])
-def test_kernel_spans_cover_the_decode_limit_without_gaps(limit: int) -> None:
+def test_kernel_spans_cover_the_decode_limit_without_gaps(limit):
     spans = kernels.spans("gfx942", Settings(), VIEW, "plain", 16, limit)
     assert not isinstance(spans, str)
     assert (spans[0].first, spans[-1].last) == (1, limit)
@@ -72,7 +89,7 @@ def test_kernel_spans_cover_the_decode_limit_without_gaps(limit: int) -> None:
             assert (one.kernel, one.detail) == (span.kernel, span.detail)
 
 
-def test_two_heads_per_rank_leave_aiter_from_256_tokens_on() -> None:
+def test_two_heads_per_rank_leave_aiter_from_256_tokens_on():
     small, large = kernels.spans("gfx942", Settings(), VIEW, "plain", 16, 1024)
     assert (small.kernel, small.detail, small.last) == ("aiter", "its per-head kernel", 255)
     assert (large.kernel, large.first, large.skips[0][0]) == ("triton", 256, "aiter")
@@ -80,7 +97,7 @@ def test_two_heads_per_rank_leave_aiter_from_256_tokens_on() -> None:
 
 @pytest.mark.parametrize("kernel", ["auto", "aiter", "aiter-opt", "triton", "vllm"])
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel: str, arch: str) -> None:
+def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel, arch):
     chooser = kernels.PlannedLayer(arch, Settings(kernel=kernel))
     assert chooser.backends.names == candidates(kernel, chooser.backends.platform)
     assert chooser.no_kernel() is None
@@ -89,7 +106,7 @@ def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel: str, ar
 # -- formulas
 
 
-def bytes_once(t: int, n: int, stored: int, weight: int) -> int:
+def bytes_once(t, n, stored, weight):
     """Bytes of DeepSeek's widths: weights, q, latent, k_pe, table rows, slot and position; query and cache rows."""
     read = n * 128 * 512 * weight + t * n * 192 * 2 + t * 576 * 2 + t * (64 * 2 + 16)
     return read + t * (n + 1) * 576 * stored
@@ -101,7 +118,7 @@ def bytes_once(t: int, n: int, stored: int, weight: int) -> int:
     stored=st.integers(1, 2),
     weight=st.integers(1, 2),
 )
-def test_the_one_launch_moves_each_value_once(tokens: int, heads: int, stored: int, weight: int) -> None:
+def test_the_one_launch_moves_each_value_once(tokens, heads, stored, weight):
     step = formulas.Step(tokens, heads, 128, 64, 512, stored, weight)
     _, fused, aiter, once = map(formulas.moved, formulas.paths(step).values())
     assert once == bytes_once(tokens, heads, stored, weight)
@@ -114,15 +131,15 @@ def test_the_one_launch_moves_each_value_once(tokens: int, heads: int, stored: i
     ("weight", "moved", "share"), [(1, 2_151_424, 0.476), (17 / 32, 1_659_904, 0.412), (2, 3_200_000, 0.575)]
 )
 def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most_half_of_vllms_bytes(
-    weight: float, moved: int, share: float
-) -> None:
+    weight, moved, share
+):
     step = formulas.Step(64, 16, 128, 64, 512, stored=1, weight=weight)
     _, fused, _, once = map(formulas.moved, formulas.paths(step).values())
     assert (once, once / fused) == (moved, pytest.approx(share, abs=0.0005))
 
 
 @pytest.mark.parametrize("stored", [1, 2])
-def test_launches_per_layer_are_those_of_the_architecture(stored: int) -> None:
+def test_launches_per_layer_are_those_of_the_architecture(stored):
     """vLLM's own concat and fp8 quantisation are one compiled kernel: docs/ledger.md counts it so."""
     step = formulas.Step(8, 16, 128, 64, 512, stored)
     assert tuple(map(len, formulas.paths(step).values())) == (4, 3, 2, 1)
@@ -131,7 +148,7 @@ def test_launches_per_layer_are_those_of_the_architecture(stored: int) -> None:
 # -- where a config is found
 
 
-def test_examples_carry_what_they_rest_on() -> None:
+def test_examples_carry_what_they_rest_on():
     bundled = model.examples()
     assert {"deepseek-r1", "deepseek-v2-lite", "kimi-k2", "kimi-k2.5", "kimi-k3", "glm-4.7-flash"} <= set(bundled)
     for name, entry in bundled.items():
@@ -142,7 +159,7 @@ def test_examples_carry_what_they_rest_on() -> None:
     assert "base" not in json.dumps([entry["config"] for entry in bundled.values()])
 
 
-def test_a_hub_name_is_read_from_the_local_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_name_is_read_from_the_local_cache(monkeypatch, tmp_path):
     from huggingface_hub import constants
 
     snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
@@ -155,7 +172,7 @@ def test_a_hub_name_is_read_from_the_local_cache(monkeypatch: pytest.MonkeyPatch
     assert (found.source, found.config) == ("local Hugging Face cache", snapshot / "config.json")
 
 
-def test_what_serves_does_not_import_what_is_made_up() -> None:
+def test_what_serves_does_not_import_what_is_made_up():
     package = ROOT / "vllm_aiter_mla"
     makers = ("rocm_config", "pretend_rocm")
     found = {
@@ -163,9 +180,4 @@ def test_what_serves_does_not_import_what_is_made_up() -> None:
         for path in package.rglob("*.py")
         if any(name in path.read_text() for name in makers)
     }
-    assert found == {
-        "commands/check/engine.py",
-        "commands/plan/answer.py",
-        "commands/plan/build.py",
-        "commands/plan/card.py",
-    }
+    assert found == {f"commands/{name}.py" for name in ("check/engine", "plan/answer", "plan/build", "plan/card")}

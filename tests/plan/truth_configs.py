@@ -5,8 +5,6 @@ that their tools write. What no answer rests on (experts, vocabulary) may differ
 of vLLM's ``MLAAttention``: an absorb weight is mxfp4 where ``kv_b_proj`` is held in bfloat16, and fp8 elsewhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What our op sees under vLLM's Model Runner V2, and what it makes of it: the table of docs/runner-v2.md."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -21,7 +19,7 @@ RUNS = {
 }
 
 
-def table() -> dict[str, tuple[str, ...]]:
+def table():
     """The page: by kind of batch, rows counted, rows with a slot, who decides."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]

@@ -1,7 +1,5 @@
 """One start of a worker on a made-up MI300X whose AITER ends the process, or works: prints what its layer runs on."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,23 +1,20 @@
 """An AITER that ends the process at its first call is left out by the next start."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from vllm_aiter_mla import first_call, status
 
 
-def start(folder: Path, kind: str) -> subprocess.CompletedProcess[str]:
+def start(folder, kind):
     command = [sys.executable, "-m", "tests.startup.crash_loop_child", str(folder), kind]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_crash_loop_is_broken_by_the_marker_of_the_start_that_died(tmp_path: Path) -> None:
+def test_crash_loop_is_broken_by_the_marker_of_the_start_that_died(tmp_path):
     assert start(tmp_path, "aborts").returncode == -signal.SIGABRT
     (marker,) = tmp_path.glob("first-call-*")
     again = start(tmp_path, "aborts")
@@ -29,21 +26,19 @@ def test_crash_loop_is_broken_by_the_marker_of_the_start_that_died(tmp_path: Pat
     assert not list(tmp_path.glob("first-call-*")), "a start that went well leaves no marker"
 
 
-def test_crash_loop_a_check_that_raises_leaves_no_marker(tmp_path: Path) -> None:
+def test_crash_loop_a_check_that_raises_leaves_no_marker(tmp_path):
     with pytest.raises(KeyError), first_call.marked(tmp_path / "first-call"):
         raise KeyError
     assert not list(tmp_path.iterdir())
 
 
-def test_crash_loop_the_marker_of_a_server_that_is_still_starting_is_not_an_abort(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_loop_the_marker_of_a_server_that_is_still_starting_is_not_an_abort(tmp_path, monkeypatch):
     monkeypatch.setenv(status.RUN, "1-other")
     with first_call.marked(tmp_path / "first-call"):
         monkeypatch.setenv(status.RUN, "2-mine")
         assert first_call.died_before(tmp_path / "first-call") is None
 
 
-def test_crash_loop_markers_tell_builds_cards_engines_and_ranks_apart(tmp_path: Path) -> None:
+def test_crash_loop_markers_tell_builds_cards_engines_and_ranks_apart(tmp_path):
     given = [("gfx942", None, 0), ("gfx950", None, 0), ("gfx942", "1", 0), ("gfx942", None, 1)]
     assert len({first_call.path_of(tmp_path, *one) for one in given}) == len(given)

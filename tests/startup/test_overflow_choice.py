@@ -1,7 +1,5 @@
 """I14: which kernel serves an fp8 cache, by what the self-check saw an fp8 overflow become."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -10,8 +8,8 @@ from tests.ops.opcalls import NAME, layer_of
 from vllm_aiter_mla import startup, status
 from vllm_aiter_mla.backends import Backends
 from vllm_aiter_mla.kernels import reference, selfcheck
-from vllm_aiter_mla.kernels.backend import Binding, Numerics
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
+from vllm_aiter_mla.kernels.backend import Binding
+from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.layer import Layer
@@ -23,26 +21,26 @@ CLAMPS, OVERFLOWS = reference.TRITON, reference.AITER
 class Kernel(ReferenceBackend):
     """The reference under another name; what it declares is not always what it does."""
 
-    def __init__(self, name: str, does: Numerics, declares: Numerics) -> None:
+    def __init__(self, name, does, declares):
         super().__init__(does)
-        self.name, self.declares, self.trusted = name, declares, name == "vllm"  # type: ignore[misc]
+        self.name, self.declares, self.trusted = name, declares, name == "vllm"
 
-    def bind(self, inputs: DecodeInputs) -> Binding | str:
+    def bind(self, inputs):
         bound = super().bind(inputs)
         return bound if isinstance(bound, str) else Binding(bound.run, numerics=self.declares)
 
 
-def started(kernel: str, aiter: Numerics, triton: Numerics = CLAMPS, cache: str = "fp8") -> Layer:
+def started(kernel, aiter, triton=CLAMPS, cache="fp8"):
     """A layer on a made-up gfx942 after its kernels were checked."""
     kernels = {"aiter": (aiter, OVERFLOWS), "triton": (triton, CLAMPS), "vllm": (reference.VLLM_KERNEL,) * 2}
     factories = {name: lambda card, options, name=name: Kernel(name, *kernels[name]) for name in kernels}
-    settings = Settings(enabled=True, kernel=kernel)  # type: ignore[arg-type]
+    settings = Settings(enabled=True, kernel=kernel)
     one = Layer(layer_of(cache), Backends(settings, Platform("gfx942"), factories))
     startup.check_layers([one], strict=True)
     return one
 
 
-def runs(one: Layer) -> str | None:
+def runs(one):
     assert isinstance(one.decide(), str)
     return one.choose(synthetic_inputs(one.shape(), 4)).name
 
@@ -57,14 +55,14 @@ def runs(one: Layer) -> str | None:
         ("aiter", CLAMPS, "fp8", "aiter", []),
     ],
 )
-def test_overflow_decides_what_auto_takes_and_times(said, kernel, aiter, cache, wanted, timed) -> None:
+def test_overflow_decides_what_auto_takes_and_times(said, kernel, aiter, cache, wanted, timed):
     one = started(kernel, aiter, cache=cache)
     assert runs(one) == wanted
     assert list(one.contenders()) == timed
     assert {level for level, _ in said} <= {logging.DEBUG, logging.INFO}
 
 
-def test_overflow_of_a_kernel_that_was_named_is_one_warning_and_stays_in_the_status(said) -> None:
+def test_overflow_of_a_kernel_that_was_named_is_one_warning_and_stays_in_the_status(said):
     layers_ = [started("aiter", OVERFLOWS) for _ in range(3)]
     assert [runs(one) for one in layers_] == ["aiter"] * 3
     (line,) = said.at(logging.WARNING)
@@ -75,7 +73,7 @@ def test_overflow_of_a_kernel_that_was_named_is_one_warning_and_stays_in_the_sta
     assert status.line(found).count("NaN") == 1
 
 
-def test_overflow_that_auto_avoids_is_not_in_the_status(said) -> None:
+def test_overflow_that_auto_avoids_is_not_in_the_status(said):
     started("auto", OVERFLOWS)
     status.engage(NAME, "triton")
     found = status.record_of([NAME], 16, "fp8", 0)
@@ -84,7 +82,7 @@ def test_overflow_that_auto_avoids_is_not_in_the_status(said) -> None:
 
 
 @pytest.mark.mutation("I14")
-def test_mutation_overflow_a_triton_kernel_that_does_not_saturate_serves_nothing(said) -> None:
+def test_mutation_overflow_a_triton_kernel_that_does_not_saturate_serves_nothing(said):
     one = started("auto", OVERFLOWS, triton=OVERFLOWS)
     assert one.choose(synthetic_inputs(one.shape(), 4)).name == "vllm"
     assert list(one.contenders()) == ["vllm"]
@@ -92,6 +90,6 @@ def test_mutation_overflow_a_triton_kernel_that_does_not_saturate_serves_nothing
 
 
 @pytest.mark.mutation("I14")
-def test_mutation_overflow_rows_left_out_of_the_self_check_let_auto_take_aiter(said, monkeypatch) -> None:
+def test_mutation_overflow_rows_left_out_of_the_self_check_let_auto_take_aiter(said, monkeypatch):
     monkeypatch.setattr(selfcheck, "_overflow", lambda inputs: None)
     assert runs(started("auto", OVERFLOWS)) == "aiter", "so the test above sees the rows"

@@ -1,7 +1,5 @@
 """Weights and rotary tables that vLLM loads again under the same tensor objects, without a version counter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -17,13 +15,8 @@ from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 
 
-def transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same sizes in other memory and with other strides."""
-    return torch.randn_like(tensor.float()).to(tensor.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-
-
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+def worker(monkeypatch):
     for method in startup.RELOADS:
         monkeypatch.setattr(Worker, method, lambda self: None, raising=False)
     one = Worker(ours(16))
@@ -32,13 +25,14 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
 
 
 @pytest.mark.parametrize("method", startup.RELOADS)
-def test_a_reload_into_the_same_objects_binds_the_kernels_again(worker: Worker, method: str) -> None:
+def test_a_reload_into_the_same_objects_binds_the_kernels_again(worker, method):
     layer, module = layer_in(worker), worker.vllm_config.compilation_config.static_forward_context[NAME]
     given = replace(synthetic_inputs(layer.shape(), 2), weight=layer.weight())
     first, same = layer.kernel(given), layer.kernel(given)
     assert first is same
     before = layer.weight()
-    module.W_UK_T.data = transposed(module.W_UK_T.data)
+    # The same sizes in other memory and with other strides.
+    module.W_UK_T.data = torch.randn_like(module.W_UK_T.data).transpose(1, 2).contiguous().transpose(1, 2)
     getattr(worker, method)()
     assert layer.weight() is not before
     assert layer.weight().values.stride() == module.W_UK_T.stride()
@@ -46,7 +40,7 @@ def test_a_reload_into_the_same_objects_binds_the_kernels_again(worker: Worker, 
 
 
 @pytest.mark.parametrize("how", ["copied", "inference", "other memory"])
-def test_aiters_halves_of_a_rotary_table_are_renewed_in_place(how: str) -> None:
+def test_aiters_halves_of_a_rotary_table_are_renewed_in_place(how):
     """Captured graphs hold the halves by their address."""
     backend = AiterBackend(Platform("gfx942", ROCM), op=lambda *_: None)
     with torch.inference_mode(how == "inference"):
@@ -63,7 +57,7 @@ def test_aiters_halves_of_a_rotary_table_are_renewed_in_place(how: str) -> None:
 
 
 @pytest.mark.mutation
-def test_where_the_weights_cannot_be_read_again_the_layer_runs_vllms_own_kernels(worker, monkeypatch, said) -> None:
+def test_where_the_weights_cannot_be_read_again_the_layer_runs_vllms_own_kernels(worker, monkeypatch, said):
     layer = layer_in(worker)
     assert layer.state == "trusted"
 

@@ -1,12 +1,9 @@
 """What a worker does between loading and its first request, and that nothing of ours takes it down."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from threading import Event
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,23 +25,17 @@ from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import Settings
 
 
-class Foreign:
-    """A user's pass that happens to have a limit."""
-
-    limit = 5
-
-
 @pytest.mark.parametrize(
     ("pass_", "options"),
-    [(ours(), {"enabled": False}), (None, {}), (Foreign(), {})],
-    ids=["the flag is off", "the gate declined", "the gate declined beside a user's pass"],
+    [(ours(), {"enabled": False}), (None, {}), (SimpleNamespace(limit=5), {})],
+    ids=["the flag is off", "the gate declined", "the gate declined beside a user's pass with a limit"],
 )
-def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_: Any, options: dict[str, Any]) -> None:
+def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_, options):
     assert set(vars(Worker(pass_, **options))) == {"vllm_config", "steps"}
 
 
-def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch) -> None:
-    given: list[Any] = []
+def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch):
+    given = []
     check = startup.check_layers
     monkeypatch.setattr(startup, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs)))
     status.engage("a layer of the engine before", "aiter")
@@ -60,7 +51,7 @@ def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, mon
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("NONE", 1), ("PIECEWISE", 1), ("FULL_AND_PIECEWISE", 0)])
-def test_a_rank_whose_kernel_was_rejected_runs_as_many_decode_steps_as_the_others(said, mode: str, steps: int) -> None:
+def test_a_rank_whose_kernel_was_rejected_runs_as_many_decode_steps_as_the_others(said, mode, steps):
     """They hold collectives: a rank that ran one more would wait for the others, or read their answers to another."""
     ranks = [Worker(ours()), Worker(ours(), kernel="triton")]
     for one in ranks:
@@ -76,20 +67,20 @@ def test_a_rank_whose_kernel_was_rejected_runs_as_many_decode_steps_as_the_other
 class Spoilt:
     """Something that raises when it is asked anything."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         raise KeyError("planted")
 
 
 planted = raising(KeyError("planted"))
 
 
-def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeypatch) -> None:
+def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeypatch):
     """In inference mode, of each layer whose query is fp8: one row, for which torch compiles apart, and more."""
-    called: list[Any] = []
+    called = []
     one = Worker(ours())
     layer = layer_of("fp8")
 
-    def op(absorbed: Any, q_pe: Any, scale: Any) -> None:
+    def op(absorbed, q_pe, scale):
         called.append((absorbed.shape[0], absorbed.shape[:2] == q_pe.shape[:2], torch.is_inference_mode_enabled()))
 
     layer._decode_concat_quant_fp8_op = op
@@ -99,13 +90,11 @@ def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeyp
     assert called == [(2, True, True), (1, True, True)]
 
 
-def test_a_failed_warm_up_hands_over_to_the_other_ranks_and_raises_its_error_before_they_come(
-    said, monkeypatch
-) -> None:
-    handed: list[Any] = []
+def test_a_failed_warm_up_hands_over_to_the_other_ranks_and_raises_its_error_before_they_come(said, monkeypatch):
+    handed = []
     they_come, done = Event(), Event()
 
-    def exchange(mine: Any) -> tuple[int, list[Any]]:
+    def exchange(mine):
         assert they_come.wait(60)
         handed.append(mine)
         done.set()
@@ -142,9 +131,7 @@ AT_THE_CHECK = {
 
 @pytest.mark.parametrize("spoil", AT_THE_CHECK.values(), ids=AT_THE_CHECK)
 @both_modes
-def test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(
-    said, monkeypatch, spoil: Any, strict: bool
-) -> None:
+def test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(said, monkeypatch, spoil, strict):
     one = Worker(ours(), strict=strict, kernel="triton")
     module = compat_config.mla_modules(one.vllm_config)[NAME]
     with monkeypatch.context() as patching, stops(strict):
@@ -158,7 +145,7 @@ def test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(
 
 
 @pytest.mark.mutation("I12")
-def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypatch) -> None:
+def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypatch):
     monkeypatch.setattr(Layer, "refuse", lambda self, reason: self.trust())
     with pytest.raises(AssertionError, match="counts as checked"):
         test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(
@@ -167,11 +154,11 @@ def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypat
 
 
 @pytest.mark.mutation("I12")
-def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monkeypatch) -> None:
-    def swallowing(one: Any, method: str, then: Any, **_: Any) -> None:
+def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monkeypatch):
+    def swallowing(one, method, then, **_):
         inner = getattr(one, method)
 
-        def call() -> Any:
+        def call():
             with contextlib.suppress(Exception):
                 then(one)
             return inner()
@@ -186,7 +173,7 @@ def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monk
 
 
 @both_modes
-def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: bool) -> None:
+def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict):
     monkeypatch.setattr(patches, "after", planted)
     with stops(strict, "could not be hooked: KeyError"):
         assert layer_in(Worker(ours(), strict=strict)).state == "unchecked"
@@ -194,7 +181,7 @@ def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict: b
 
 
 @both_modes
-def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, strict: bool) -> None:
+def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, strict):
     """Strict mode is then known from the pass, which was made of them."""
     monkeypatch.setattr(compat_config, "settings_of", planted)
     pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True, strict=strict))
@@ -204,9 +191,9 @@ def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, st
 
 
 @both_modes
-def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said, monkeypatch, strict: bool) -> None:
+def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said, monkeypatch, strict):
     """Nor does it take an artifact of a worker whose kernels were checked: they have another key."""
-    rewritten: list[Any] = []
+    rewritten = []
     monkeypatch.setattr(pipeline, "rewrite", lambda *args: (rewritten.append(args), {"matched": 0})[1])
     context = SimpleNamespace(compile_range=SimpleNamespace(start=1, end=16))
     monkeypatch.setattr(pipeline, "get_pass_context", lambda: context)
@@ -225,13 +212,13 @@ def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said,
 class UsersPass(InductorPass):
     """A pass of the user's for graphs of up to 32 tokens, which notes each graph that it is given."""
 
-    def __init__(self, ran: list[str]) -> None:
+    def __init__(self, ran):
         self.ran = ran
 
-    def __call__(self, graph: Any) -> None:
+    def __call__(self, graph):
         self.ran.append("theirs")
 
-    def is_applicable_for_range(self, compile_range: Any) -> bool:
+    def is_applicable_for_range(self, compile_range):
         return compile_range.end <= 32
 
 
@@ -239,9 +226,9 @@ RANGES = {(1, 16): ["theirs", "ours"], (1, 32): ["theirs"], (17, 32): ["theirs"]
 """What runs of two passes, in order: a user's for graphs of up to 32 tokens, then ours for those of up to 16."""
 
 
-def check_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i5_our_pass_runs_inside_the_decode_limit_alone_and_a_users_first_in_its_own_ranges(said, monkeypatch):
     for (start, end), wanted in RANGES.items():
-        ran: list[str] = []
+        ran = []
         monkeypatch.setattr(pipeline, "rewrite", lambda *_, ran=ran: (ran.append("ours"), {"matched": 0})[1])
         compile_range = SimpleNamespace(start=start, end=end)
         monkeypatch.setattr(pipeline, "get_pass_context", lambda r=compile_range: SimpleNamespace(compile_range=r))
@@ -250,12 +237,6 @@ def check_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
         assert pass_.is_applicable_for_range(compile_range) == bool(wanted)
         pass_(Graph())
         assert ran == wanted, (start, end)
-
-
-def test_i5_a_graph_is_rewritten_inside_the_decode_limit_alone_and_a_users_pass_runs_first_in_its_own_ranges(
-    said, monkeypatch
-) -> None:
-    check_ranges(monkeypatch)
 
 
 @pytest.mark.mutation("I5")
@@ -268,10 +249,10 @@ def test_i5_a_graph_is_rewritten_inside_the_decode_limit_alone_and_a_users_pass_
         pytest.param(AiterMLAPipeline, "_chained_wants", lambda self, _: True, id="the user's pass runs everywhere"),
     ],
 )
-def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypatch, owner: Any, name, bug) -> None:
+def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypatch, owner, name, bug):
     monkeypatch.setattr(owner, name, bug)
     with pytest.raises(AssertionError):
-        check_ranges(monkeypatch)
+        test_i5_our_pass_runs_inside_the_decode_limit_alone_and_a_users_first_in_its_own_ranges(said, monkeypatch)
 
 
 AT_THE_STATUS = {
@@ -287,7 +268,7 @@ AT_THE_STATUS = {
 
 @pytest.mark.parametrize("spoil", AT_THE_STATUS.values(), ids=AT_THE_STATUS)
 @both_modes
-def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil: Any, strict: bool) -> None:
+def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil, strict):
     one = Worker(ours(), strict=strict)
     one.load_model()
     spoil(monkeypatch.setattr, one)
@@ -296,7 +277,7 @@ def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil: Any
         assert [text for level, text in said if level == logging.ERROR and "serving goes on" in text]
 
 
-def test_fail_closed_a_decode_step_that_raises_costs_no_line(said, monkeypatch, tmp_path) -> None:
+def test_fail_closed_a_decode_step_that_raises_costs_no_line(said, monkeypatch, tmp_path):
     one = Worker(ours())
     one.load_model()
     monkeypatch.setattr(compat_config, "run_decode_step", planted)
@@ -307,7 +288,7 @@ def test_fail_closed_a_decode_step_that_raises_costs_no_line(said, monkeypatch, 
 
 @both_modes
 @pytest.mark.parametrize("spoilt", ["compute_hash", "cudagraph_mode"])
-def test_fail_closed_what_only_the_files_need_costs_no_line(said, monkeypatch, spoilt: str, strict: bool) -> None:
+def test_fail_closed_what_only_the_files_need_costs_no_line(said, monkeypatch, spoilt, strict):
     one = Worker(ours(), strict=strict)
     one.load_model()
     config = one.vllm_config

@@ -1,21 +1,17 @@
 """The measured choice in a worker: with stub layers, kernels that are the reference, and a made-up clock."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.ops.opcalls import NAME
 from tests.support.made_up_clock import MadeUpClock, costs, named_kernels
-from tests.support.planted import Said, raising
+from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import backends, measuring, startup, status
@@ -32,7 +28,7 @@ LIMIT = 16
 class Card:
     """One made-up card: its clock, what was said, and the figures it keeps."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
+    def __init__(self, monkeypatch, said):
         self.monkeypatch, self.said = monkeypatch, said
         self.set_clock(MadeUpClock(QUICK_TRITON))
         self.kernels = named_kernels(monkeypatch)
@@ -42,30 +38,29 @@ class Card:
         monkeypatch.setattr(measure, "about", lambda: {"card": "made up"})
         monkeypatch.setattr(compat_config, "as_current", lambda config: nullcontext())
 
-    def set_clock(self, clock: MadeUpClock) -> None:
+    def set_clock(self, clock):
         self.clock = clock
         clock.install(self.monkeypatch)
 
-    def start(self, **options: Any) -> Worker:
+    def start(self, **options):
         one = Worker(ours(LIMIT), **options)
         one.load_model()
         return one
 
 
 @pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch, said: Said) -> Card:
+def made_up(monkeypatch, said):
     return Card(monkeypatch, said)
 
 
-def runs(one: Worker, tokens: int) -> str | None:
+def runs(one, tokens):
     layer = layer_in(one)
     return layer.choose(synthetic_inputs(layer.shape(), tokens)).name
 
 
-def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(made_up: Card) -> None:
-    def cost(name: str, tokens: int) -> float:
-        return {"triton": 5.0 if tokens <= 4 else 12.0, "aiter": 8.0, "vllm": 10.0}[name]
-
+def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(made_up):
+    figures = {"aiter": 8.0, "vllm": 10.0}
+    cost = lambda name, tokens: figures.get(name, 5.0 if tokens <= 4 else 12.0)  # noqa: E731
     made_up.set_clock(MadeUpClock(cost))
     one = made_up.start()
     assert [runs(one, tokens) for tokens in (1, 4, 5, 16)] == ["triton", "triton", "aiter", "aiter"]
@@ -82,7 +77,7 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
     assert made_up.clock.given_back == 1
 
 
-def test_the_next_start_reads_the_figures_and_measures_nothing(made_up: Card, tmp_path: Path) -> None:
+def test_the_next_start_reads_the_figures_and_measures_nothing(made_up, tmp_path):
     made_up.start()
     assert len(list(tmp_path.glob("measured-*.json"))) == 1
     backends.forget()
@@ -95,7 +90,7 @@ def test_the_next_start_reads_the_figures_and_measures_nothing(made_up: Card, tm
     assert not status.current().measured[0]["since"]
 
 
-def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up: Card, tmp_path: Path) -> None:
+def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up, tmp_path):
     made_up.set_clock(MadeUpClock(QUICK_TRITON, replay_s=measure.BUDGET_S / 2 / (13 * 3)))
     found = []
     for _ in range(3):
@@ -106,8 +101,8 @@ def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up: Car
 
 
 def test_figures_without_full_graphs_count_the_host_and_those_of_other_functions_of_vllm_are_kept_apart(
-    made_up: Card, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    made_up, monkeypatch, tmp_path
+):
     used = []
     for how in ("record", "looped"):
         inner = getattr(measure, how)
@@ -122,16 +117,13 @@ def test_figures_without_full_graphs_count_the_host_and_those_of_other_functions
     assert len(list(tmp_path.glob("measured-*.json"))) == 3
 
 
-def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up: Card) -> None:
+def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up):
     one = made_up.start(kernel="aiter")
     layer = layer_in(one)
     shape = layer.shape()
     bind = made_up.kernels["aiter"].bind
-
-    def refusing(inputs: Any) -> Any:
-        return f"at {inputs.num_tokens} tokens: too many" if inputs.num_tokens > 4 else bind(inputs)
-
-    made_up.kernels["aiter"].bind = refusing
+    most = "at {} tokens: too many"
+    made_up.kernels["aiter"].bind = lambda one: bind(one) if one.num_tokens <= 4 else most.format(one.num_tokens)
     found = [layer._find(synthetic_inputs(shape, tokens))[0] for tokens in (4, 8, 16)]
     assert found == ["aiter", "vllm", "vllm"]
     (line,) = made_up.said.at(logging.ERROR)
@@ -139,7 +131,7 @@ def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up
 
 
 planted = raising(torch.OutOfMemoryError("planted: out of memory"))
-CANNOT: dict[str, Any] = {
+CANNOT = {
     "no memory": lambda patch, card_: patch(measure, "cold_weights", planted),
     "no events": lambda patch, card_: patch(measure, "looped", planted),
     "over budget": lambda patch, card_: patch(card_.clock, "replay_s", 1.0),
@@ -152,9 +144,7 @@ CANNOT: dict[str, Any] = {
 
 @pytest.mark.parametrize("spoil", CANNOT.values(), ids=CANNOT)
 @both_modes
-def test_a_start_that_cannot_time_keeps_the_static_order_and_says_so_once(
-    made_up: Card, monkeypatch: pytest.MonkeyPatch, spoil: Any, strict: bool
-) -> None:
+def test_a_start_that_cannot_time_keeps_the_static_order_and_says_so_once(made_up, monkeypatch, spoil, strict):
     spoil(monkeypatch.setattr, made_up)
     state = torch.get_rng_state()
     one = made_up.start(strict=strict)
@@ -167,19 +157,19 @@ def test_a_start_that_cannot_time_keeps_the_static_order_and_says_so_once(
 
 
 @pytest.mark.parametrize("options", [{"kernel": "aiter"}, {"measure": False}, {"debug": {"stop_after": "q_prep_lift"}}])
-def test_a_named_kernel_or_the_option_skips_the_timing(made_up: Card, options: dict[str, Any]) -> None:
+def test_a_named_kernel_or_the_option_skips_the_timing(made_up, options):
     made_up.start(**options)
     assert made_up.clock.given_back == 0
     assert "measure" not in " ".join(text for _, text in made_up.said)
 
 
-def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up: Card) -> None:
+def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up):
     measuring._say(["rank 0: OverBudgetError: planted"], {"timed": 1, "seconds": 1.0}, 1)
     (line,) = made_up.said.at(logging.WARNING)
     assert line.endswith("the static order of kernels stands but for 1 layer shape(s)")
 
 
-def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up: Card) -> None:
+def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up):
     made_up.kernels["triton"].bind = lambda inputs: Binding(lambda inputs: -reference.prepare(inputs))
     one = made_up.start(strict=True)
     assert runs(one, 1) == "aiter"
@@ -187,7 +177,7 @@ def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up: 
     assert [text for text in made_up.said.at(logging.WARNING) if "it is not among those that are timed" in text]
 
 
-def test_the_compile_cache_key_does_not_depend_on_the_figures(made_up: Card, tmp_path: Path) -> None:
+def test_the_compile_cache_key_does_not_depend_on_the_figures(made_up, tmp_path):
     keys = []
     for quick in ("triton", "aiter", "vllm"):
         backends.forget()
@@ -200,11 +190,11 @@ def test_the_compile_cache_key_does_not_depend_on_the_figures(made_up: Card, tmp
     assert keys[0] == keys[1] == keys[2] != ()
 
 
-def answer(why: str | None = None, **kinds: Any) -> dict[str, Any]:
+def answer(why=None, **kinds):
     return {"kinds": kinds, "why": why, "seconds": 0.0}
 
 
-def test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it() -> None:
+def test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it():
     good = {"rounds": {1: {"aiter": [5.0] * 4, "vllm": [10.0] * 4}}}
     # A rank without a layer has nothing to say about any shape.
     for other, shapes in ((answer(a={"why": "planted"}, b=good), {"b"}), (answer("planted"), set())):
@@ -213,7 +203,7 @@ def test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it
 
 
 @pytest.mark.mutation
-def test_mutation_a_choice_from_the_ranks_that_could_time_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_a_choice_from_the_ranks_that_could_time_is_caught(monkeypatch):
     whole = measure.slowest
     monkeypatch.setattr(measure, "slowest", lambda tables: whole([one for one in tables if one]))
     with pytest.raises(AssertionError):
@@ -221,8 +211,8 @@ def test_mutation_a_choice_from_the_ranks_that_could_time_is_caught(monkeypatch:
 
 
 @both_modes
-def test_a_rank_whose_check_raises_still_answers_the_others(made_up: Card, monkeypatch, strict: bool) -> None:
-    sent: list[Any] = []
+def test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch, strict):
+    sent = []
     monkeypatch.setattr(measuring.log, "exchange", lambda mine: (sent.append(mine), (0, [mine]))[1])
     monkeypatch.setattr(startup, "check_layers", planted)
     with stops(strict, "planted"):
@@ -232,9 +222,7 @@ def test_a_rank_whose_check_raises_still_answers_the_others(made_up: Card, monke
 
 
 @pytest.mark.mutation
-def test_mutation_an_exchange_only_after_a_check_that_passed_is_caught(
-    made_up: Card, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutation_an_exchange_only_after_a_check_that_passed_is_caught(made_up, monkeypatch):
     choose = measuring.choose
     monkeypatch.setattr(measuring, "choose", lambda config, found, limit: limit and choose(config, found, limit))
     with pytest.raises(AssertionError, match="wait for ever"):
@@ -266,7 +254,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_vllm_has_the_groups_that_the_exchange_goes_over() -> None:
+def test_vllm_has_the_groups_that_the_exchange_goes_over():
     from vllm.distributed import parallel_state
 
     for name in ("model_parallel_is_initialized", "get_tp_group", "get_pp_group"):
@@ -274,7 +262,7 @@ def test_vllm_has_the_groups_that_the_exchange_goes_over() -> None:
     assert {"world_size", "rank_in_group", "cpu_group"} <= set(parallel_state.GroupCoordinator.__annotations__)
 
 
-def test_two_ranks_over_gloo_choose_the_same_and_none_waits_for_ever(tmp_path: Path) -> None:
+def test_two_ranks_over_gloo_choose_the_same_and_none_waits_for_ever(tmp_path):
     children = [
         subprocess.Popen(
             [sys.executable, "-c", CHILD, str(rank), str(tmp_path / "meet")],

@@ -1,7 +1,5 @@
 """The status line, the status file, what a warm start knows of skipped layers, and the gauge."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -42,7 +40,7 @@ def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), engin
         startup.take_status(SimpleNamespace(vllm_config=config, rank=rank), strict=strict)
 
 
-def compiled() -> None:
+def compiled():
     status.count("1-512", {"matched": 1})
 
 
@@ -79,24 +77,18 @@ def test_every_engine_of_a_process_starts_empty_and_has_its_own_line(said):
     assert said[-1][1].startswith("0/2: not_run")
 
 
-def every_rank_speaks(monkeypatch):
-    monkeypatch.setattr(startup, "_say", lambda config, ranks, record, strict: log.say(0, status.line(record)))
-
-
-def a_skipped_layer_is_forgotten(monkeypatch):
-    told = status.of_engine
-    monkeypatch.setattr(status, "of_engine", lambda ranks: told(ranks) | {"skipped": {}, "total": 1})
-
-
-def the_line_is_said_twice(monkeypatch):
-    say = startup._say
-    monkeypatch.setattr(startup, "_say", lambda *given: (say(*given), say(*given)))
-
-
 @pytest.mark.mutation("I8")
-@pytest.mark.parametrize("plant", [every_rank_speaks, a_skipped_layer_is_forgotten, the_line_is_said_twice])
-def test_mutation_i8_a_line_that_is_not_said_once_and_whole_is_caught(said, monkeypatch, tmp_path, plant):
-    plant(monkeypatch)
+@pytest.mark.parametrize(
+    ("owner", "name", "plant"),
+    [
+        (startup, "_say", lambda config, ranks, record, strict: log.say(0, status.line(record))),
+        (status, "of_engine", lambda ranks, told=status.of_engine: told(ranks) | {"skipped": {}, "total": 1}),
+        (startup, "_say", lambda *given, say=startup._say: (say(*given), say(*given))),
+    ],
+    ids=["every rank speaks", "a skipped layer is forgotten", "the line is said twice"],
+)
+def test_mutation_i8_a_line_that_is_not_said_once_and_whole_is_caught(said, monkeypatch, tmp_path, owner, name, plant):
+    monkeypatch.setattr(owner, name, plant)
     engage_one()
     after_warm_up(rank=3)
     after_warm_up()
@@ -123,15 +115,13 @@ def test_a_warm_start_knows_the_reasons_of_the_cold_one_even_if_that_failed_in_i
 
 
 def test_a_start_that_compiles_only_a_draft_keeps_the_targets_reasons(said, tmp_path):
-    for name, code in zip(LAYERS, ("no_rope", "geometry"), strict=True):
+    codes = dict(zip(LAYERS, ("no_rope", "geometry"), strict=True))
+    for name, code in codes.items():
         status.reset()
         status.skip(name, code, "why")
         compiled()
         after_warm_up()
-    assert {name: why[0] for name, why in written(tmp_path)["skipped"].items()} == {
-        LAYERS[0]: "no_rope",
-        LAYERS[1]: "geometry",
-    }
+    assert {name: why[0] for name, why in written(tmp_path)["skipped"].items()} == codes
 
 
 BROKEN = {
@@ -206,7 +196,7 @@ def test_captured_sizes_are_those_of_graphs_that_exist(mode, sizes, captured):
     assert compat_config.capture_sizes(compilation) == captured
 
 
-def ended() -> int:
+def ended():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     return child.pid
@@ -257,16 +247,13 @@ WHOLE = "MLA layers engaged on 2 of 2 ranks (aiter, fp8 KV, decode limit 512)"
 PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
 
 
-def skip_one():
-    status.skip(LAYERS[0], "impl", "a b\n\x1b[2J")
-
-
 @pytest.mark.parametrize(
     ("before", "others", "level", "line"),
     [
         (engage_all, [], logging.INFO, f"2/2 {ALONE}"),
         (engage_one, [], logging.INFO, f"1/2 {ALONE}; 1 skipped: no_rope: why"),
-        (skip_one, [], logging.WARNING, "0/2: impl: a b  [2J (run: vllm-aiter-mla doctor)"),
+        (lambda: status.skip(LAYERS[0], "impl", "a b\n\x1b[2J"), [], logging.WARNING,
+         "0/2: impl: a b  [2J (run: vllm-aiter-mla doctor)"),
         (engage_all, [OTHER | {"engaged": dict.fromkeys(LAYERS, "aiter")}], logging.INFO, f"2/2 {WHOLE}"),
         (engage_all, [{"rank": 1, "engaged": {"c": "aiter"}, "skipped": {"d": ["dtype", "x"]}}], logging.INFO,
          f"3/4 {WHOLE}; 1 skipped: dtype: x"),

@@ -1,7 +1,5 @@
 """What AITER's own sources computed, as operands of ours beside the results: see kernels/data/README.md."""
 
-from __future__ import annotations
-
 import io
 import json
 import lzma
@@ -91,19 +89,13 @@ def fused_call(index: int) -> FusedCall:
     bf16, stored, query = torch.bfloat16, *(getattr(torch, facts[n]) for n in ("kv_cache_dtype", "q_out_dtype"))
     kv, wanted, query_heads = given("kv", bf16), given("cache", stored), arrays[f"{index}/q_nope"].shape[0]
     inputs = DecodeInputs(
-        q=torch.cat([given("q_nope", bf16).transpose(0, 1), given("q_pe", bf16)], -1),
-        k_pe=kv[:, LATENT:],
+        q=torch.cat([given("q_nope", bf16).transpose(0, 1), given("q_pe", bf16)], -1), k_pe=kv[:, LATENT:],
         kv_c=kv[:, :LATENT],
         weight=AbsorbWeight("plain", torch.eye(LATENT, dtype=bf16).expand(query_heads, LATENT, LATENT)),
-        kv_cache=torch.full_like(plain_bits(wanted), CACHE_FILL).view(stored),
-        slot_mapping=given("slots"),
-        positions=given("positions"),
-        cos_sin_cache=torch.cat([given("cos", bf16), given("sin", bf16)], -1),
-        k_scale=given("k_scale"),
-        q_scale=given("q_scale"),
-        is_neox=facts["is_neox"],
-        out_dtype=query,
-    )
+        kv_cache=torch.full_like(plain_bits(wanted), CACHE_FILL).view(stored), slot_mapping=given("slots"),
+        positions=given("positions"), cos_sin_cache=torch.cat([given("cos", bf16), given("sin", bf16)], -1),
+        k_scale=given("k_scale"), q_scale=given("q_scale"), is_neox=facts["is_neox"], out_dtype=query,
+    )  # fmt: skip
     return FusedCall(facts["arch"], facts["kernel"], facts["compute_all_q_rope"], inputs, wanted, given("q_out", query))
 
 

@@ -1,7 +1,5 @@
 """A layer that only chooses and remembers kernels: without a model, an engine or weights of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 

@@ -4,8 +4,6 @@ It lies in the place of ``vllm/_C*.so`` and declares the ops that vLLM's Python 
 with their own schemas. It has no kernels: a call raises. ``tests.sandbox.gpu_ops`` adds that of ``rotary_embedding``.
 """
 
-from __future__ import annotations
-
 import torch
 
 SCHEMAS = (

@@ -1,7 +1,5 @@
 """Which part of the package may import which; docs/development.md draws it."""
 
-from __future__ import annotations
-
 FIRST = {"settings", "admission", "files"}
 """Decide on plain values. Importing them imports neither torch nor vLLM."""
 BASE = FIRST | {"kernels", "compat", "status"}

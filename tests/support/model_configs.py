@@ -1,7 +1,5 @@
 """Small configs of the dense MLA architectures in vLLM, with the real widths of a head, and what each should give."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

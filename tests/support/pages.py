@@ -1,7 +1,5 @@
 """The pages of the documentation, and the commands that they quote."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

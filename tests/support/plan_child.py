@@ -4,8 +4,6 @@
 gate's last answer, as ``gate.apply`` returned them. A request may name a bug to plant.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Plans by a few long-lived processes: each imports vLLM once, and answers in a fork of its own."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

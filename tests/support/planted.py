@@ -1,7 +1,5 @@
 """Failures to plant, and the log lines that tell of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inputs, an unfused path by hand, and a way to watch a process die."""
 
-from __future__ import annotations
-
 import faulthandler
 import math
 import os
@@ -43,16 +41,9 @@ class Unchecked(AiterBackend):
 
 
 def inputs(
-    arch: str = "gfx942",
-    tokens: int = 7,
-    heads: int = 4,
-    block_size: int = 16,
-    cache: str = "fp8",
-    query: str = "fp8",
-    is_neox: bool = False,
-    nope: int = 16,
-    act: torch.dtype = torch.bfloat16,
-) -> DecodeInputs:
+    arch: str = "gfx942", tokens: int = 7, heads: int = 4, block_size: int = 16, cache: str = "fp8", query: str = "fp8",
+    is_neox: bool = False, nope: int = 16, act: torch.dtype = torch.bfloat16,
+) -> DecodeInputs:  # fmt: skip
     """Synthetic operands; ``cache`` and ``query`` are "fp8" (the card's) or "act"."""
     kinds = {"fp8": FP8[arch], "act": act}
     shape = LayerShape(heads, nope, kinds[cache], kinds[query], block_size, is_neox, act)

@@ -1,7 +1,5 @@
 """What strict mode makes of a failure: tests run in both modes."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operands for the kernel's tests, and the comparison with the reference. Imports neither Triton nor vLLM."""
 
-from __future__ import annotations
-
 import mmap
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -69,20 +67,14 @@ def build(case: Case, device: str = "cpu") -> tuple[DecodeInputs, torch.Tensor]:
     storage = _filled_cache((blocks + 2 * GUARD_BLOCKS, case.block_size, width), getattr(torch, case.cache), g)
     storage = storage.to(device)
     inputs = DecodeInputs(
-        q=_on(q, device),
-        k_pe=_on(latent_and_rope, device)[:, case.latent : width],
+        q=_on(q, device), k_pe=_on(latent_and_rope, device)[:, case.latent : width],
         kv_c=_on(latent_and_rope, device)[:, : case.latent],
         weight=_weight(case, w if case.w_major == "L" else w.transpose(1, 2), device),
-        kv_cache=storage[GUARD_BLOCKS:-GUARD_BLOCKS],
-        slot_mapping=_slots(case, blocks * case.block_size, g).to(device),
-        positions=_positions(t, g).to(device),
-        cos_sin_cache=_on(table, device)[GUARD_ROWS:-GUARD_ROWS],
-        k_scale=torch.tensor([0.37], device=device),
-        q_scale=torch.tensor([0.061], device=device),
-        is_neox=case.is_neox,
-        out_dtype=getattr(torch, case.out or case.cache),
-        out_heads=case.out_heads,
-    )
+        kv_cache=storage[GUARD_BLOCKS:-GUARD_BLOCKS], slot_mapping=_slots(case, blocks * case.block_size, g).to(device),
+        positions=_positions(t, g).to(device), cos_sin_cache=_on(table, device)[GUARD_ROWS:-GUARD_ROWS],
+        k_scale=torch.tensor([0.37], device=device), q_scale=torch.tensor([0.061], device=device), is_neox=case.is_neox,
+        out_dtype=getattr(torch, case.out or case.cache), out_heads=case.out_heads,
+    )  # fmt: skip
     return inputs, storage
 
 

@@ -1,7 +1,5 @@
 """A worker over stub layers: as much of vLLM's as start-up touches."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +42,7 @@ class Worker:
         return "warm"
 
     @property
-    def model_runner(self) -> Worker:
+    def model_runner(self) -> "Worker":
         """Its own: the hook asks it for one decode step only."""
         return self
 

@@ -3,8 +3,6 @@
 Each call appends a line of JSON to the file FAKE_CALLS.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

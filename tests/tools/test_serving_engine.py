@@ -3,15 +3,11 @@
 Two servers and six clients each, minutes. In eager mode: what a server compiles is tested elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +29,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def work(tmp_path_factory):
     """Folder of model and results; the environment is the one in which the sandbox serves."""
     from tests.sandbox.engine import environment_for
     from tests.sandbox.spec import EngineSpec
@@ -53,7 +49,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def run(work: Path, what: str, *more: str, served: tuple[str, ...] = ()) -> tuple[int, str, dict[str, Any]]:
+def run(work, what, *more, served=()):
     page, record = work / f"{what}.md", work / f"{what}.json"
     given = [what, str(work / "model"), "--servers", "per-side", "--baseline", "vllm", *more]
     files = ["--work", str(work), "--out", str(page), "--json", str(record)]
@@ -61,7 +57,7 @@ def run(work: Path, what: str, *more: str, served: tuple[str, ...] = ()) -> tupl
     return status, page.read_text() if page.is_file() else "", json.loads(record.read_text())
 
 
-def answer(work: Path, *served: str) -> tuple[int, str, dict[str, Any]]:
+def answer(work, *served):
     (work / "task").mkdir(exist_ok=True)
     given = ["--task", TASK, "--include-path", str(serving_model.save_task(work / "task")), "--limit", "6"]
     # One at a time: a batch of another size may round differently.
@@ -69,16 +65,16 @@ def answer(work: Path, *served: str) -> tuple[int, str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def timed(work: Path) -> tuple[int, str, dict[str, Any]]:
+def timed(work):
     return run(work, "speed", "--rates", "8", "--lengths", "24/8/8", "--prompts", "8", "--warmups", "2")
 
 
 @pytest.fixture(scope="module")
-def answered(work: Path) -> tuple[int, str, dict[str, Any]]:
+def answered(work):
     return answer(work)
 
 
-def test_both_served_sides_make_a_table_of_three_full_runs(timed: tuple[int, str, dict[str, Any]]) -> None:
+def test_both_served_sides_make_a_table_of_three_full_runs(timed):
     status, page, record = timed
     assert status == 0
     (row,) = record["rows"]
@@ -92,7 +88,7 @@ def test_both_served_sides_make_a_table_of_three_full_runs(timed: tuple[int, str
 
 
 @pytest.mark.wide
-def test_both_sides_answer_every_question_with_the_same_text(answered: tuple[int, str, dict[str, Any]]) -> None:
+def test_both_sides_answer_every_question_with_the_same_text(answered):
     status, page, record = answered
     assert status == 0
     texts = {
@@ -108,7 +104,7 @@ def test_both_sides_answer_every_question_with_the_same_text(answered: tuple[int
 
 
 @pytest.mark.wide
-def test_topology_of_two_data_parallel_engines_gives_vllms_texts_and_a_line_of_each(work: Path) -> None:
+def test_topology_of_two_data_parallel_engines_gives_vllms_texts_and_a_line_of_each(work):
     status, page, record = answer(work, "--data-parallel-size", "2")
     assert status == 0
     assert "Texts: 0 of 18 answers differ" in page
@@ -117,7 +113,7 @@ def test_topology_of_two_data_parallel_engines_gives_vllms_texts_and_a_line_of_e
 
 
 @pytest.mark.parametrize("ended", ["timed", pytest.param("answered", marks=pytest.mark.wide)])
-def test_no_server_is_left(ended: str, request: pytest.FixtureRequest, work: Path) -> None:
+def test_no_server_is_left(ended, request, work):
     request.getfixturevalue(ended)
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(work / "model") not in shown

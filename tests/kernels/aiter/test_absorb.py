@@ -1,8 +1,5 @@
 """The absorbed weight in its three formats: AITER's batched GEMMs over codes in front of its fused op."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -18,7 +15,7 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import LayerShape, contract_violation, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.selfcheck import self_check, steps_of
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
@@ -34,21 +31,21 @@ class Held(NamedTuple):
     format: str
 
     @property
-    def key(self) -> absorb.Key:
+    def key(self):
         return ("fp8", FP8[self.arch]) if self.format == "fp8" else ("mxfp4",)
 
     @property
-    def backend(self) -> AiterBackend:
+    def backend(self):
         return AiterBackend(Platform(self.arch, ROCM))
 
-    def shape(self, cache: torch.dtype | None = None, heads: int = 4, nope: int = 128) -> LayerShape:
+    def shape(self, cache=None, heads=4, nope=128):
         stored = FP8[self.arch] if cache is None else cache
         return LayerShape(heads, nope, stored, stored, 16, False, weight=self.key)
 
-    def operands(self, **changes) -> DecodeInputs:
+    def operands(self, **changes):
         return synthetic_inputs(self.shape(**changes))
 
-    def calls(self) -> list[tuple]:
+    def calls(self):
         """What the simulated GEMM of this format was called with: heads, tokens and more."""
         return gemm.calls if self.format == "fp8" else gemm_fp4.calls
 
@@ -57,12 +54,12 @@ HELD = [Held("gfx942", "fp8"), Held("gfx950", "fp8"), Held("gfx950", "mxfp4")]
 
 
 @pytest.fixture(autouse=True)
-def simulated_gemms(monkeypatch) -> None:
+def simulated_gemms(monkeypatch):
     monkeypatch.setattr(absorb, "GEMMS", {"fp8": gemm.batched_gemm, "mxfp4": gemm_fp4.batched_gemm})
 
 
 @pytest.fixture(params=HELD, ids=lambda held: "-".join(held))
-def held(request) -> Iterator[Held]:
+def held(request):
     with install(request.param.arch):
         op.forget()
         gemm.calls.clear()
@@ -71,17 +68,17 @@ def held(request) -> Iterator[Held]:
 
 
 @pytest.fixture
-def mxfp4() -> Iterator[Held]:
+def mxfp4():
     with install("gfx950"):
         yield HELD[2]
 
 
-def steps(a: torch.Tensor, b: torch.Tensor) -> int:
+def steps(a, b):
     return int((steps_of(a) - steps_of(b)).abs().max())
 
 
 @pytest.mark.parametrize("cache", [None, BF16])
-def test_the_call_is_vllms_gemm_without_a_scale_of_the_result_and_then_the_fused_op(held, cache) -> None:
+def test_the_call_is_vllms_gemm_without_a_scale_of_the_result_and_then_the_fused_op(held, cache):
     bound, given_ = held.backend, held.operands(cache=cache)
     assert bound.refuse(given_) is None
     other = twin(given_)
@@ -100,14 +97,14 @@ def test_the_call_is_vllms_gemm_without_a_scale_of_the_result_and_then_the_fused
 
 
 @pytest.mark.parametrize(("cache", "nope", "ulp"), [(None, 128, 0), (BF16, 256, 0), (None, 128, -1), (None, 128, 1)])
-def test_the_self_check_passes_over_codes_wherever_ties_go(held, cache, nope, ulp, monkeypatch) -> None:
+def test_the_self_check_passes_over_codes_wherever_ties_go(held, cache, nope, ulp, monkeypatch):
     """AITER's fp8 quantisation multiplies by a reciprocal; another compiler may give its last bit another value."""
     monkeypatch.setattr(gemm, "RECIPROCAL_ULP", ulp)
     result = self_check(held.backend, held.shape(cache, nope=nope))
     assert result.ok, result.message
 
 
-def test_the_back_ends_of_an_amd_card_multiply_by_vllms_own_calls(held, monkeypatch) -> None:
+def test_the_back_ends_of_an_amd_card_multiply_by_vllms_own_calls(held, monkeypatch):
     from vllm._aiter_ops import rocm_aiter_ops
 
     name = {"fp8": "triton_fp8_bmm", "mxfp4": "batched_gemm_a16wfp4"}[held.format]
@@ -124,7 +121,7 @@ def test_the_back_ends_of_an_amd_card_multiply_by_vllms_own_calls(held, monkeypa
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_mxfp4_is_quantised_alike_ties_and_ends_of_the_range_included(seed) -> None:
+def test_mxfp4_is_quantised_alike_ties_and_ends_of_the_range_included(seed):
     draw = torch.Generator().manual_seed(seed)
     ticks = torch.randint(-28, 29, (64, 128), generator=draw) * 0.25  # on the values, and halfway between them
     x = (ticks * 2.0 ** torch.randint(-140, 120, (64, 1), generator=draw)).bfloat16()
@@ -137,7 +134,7 @@ def test_mxfp4_is_quantised_alike_ties_and_ends_of_the_range_included(seed) -> N
     assert torch.equal(back, again), "what is representable stays"
 
 
-def test_every_mxfp4_value_and_every_scale_is_the_formats() -> None:
+def test_every_mxfp4_value_and_every_scale_is_the_formats():
     codes = torch.arange(16, dtype=torch.uint8)
     packed = (codes[0::2] | codes[1::2] << 4).repeat(256, 2)
     levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).double()
@@ -147,7 +144,7 @@ def test_every_mxfp4_value_and_every_scale_is_the_formats() -> None:
     assert found[255].isnan().all()
 
 
-def test_made_mxfp4_weights_have_the_strides_that_vllm_leaves(mxfp4) -> None:
+def test_made_mxfp4_weights_have_the_strides_that_vllm_leaves(mxfp4):
     weight = mxfp4.operands(heads=3).weight
     assert (weight.sizes, weight.values.shape, weight.scale.shape) == ((3, 128, 512), (3, 512, 64), (3, 512, 4))
     assert (weight.values.stride(), weight.scale.stride()) == ((64, 3 * 64, 1), (1, 3, 512 * 3))
@@ -158,7 +155,7 @@ def test_made_mxfp4_weights_have_the_strides_that_vllm_leaves(mxfp4) -> None:
 
 
 @pytest.mark.parametrize("nope", [64, 192, 320, 384])
-def test_an_mxfp4_width_that_aiters_blocks_may_not_cover_is_refused(mxfp4, nope) -> None:
+def test_an_mxfp4_width_that_aiters_blocks_may_not_cover_is_refused(mxfp4, nope):
     """At 192 the simulated GEMM, as AITER's kernel, drops half of the activation; the self-check would see it too."""
     given_ = mxfp4.operands(nope=nope)
     assert str(mxfp4.backend.refuse(given_)).startswith("absorb: W_K: a nope width of 128, 256, 512")
@@ -167,7 +164,7 @@ def test_an_mxfp4_width_that_aiters_blocks_may_not_cover_is_refused(mxfp4, nope)
     assert (product.float() - wanted.float()).norm() > 0.3 * wanted.float().norm() or nope == 64
 
 
-def test_the_codes_of_another_card_are_refused(held) -> None:
+def test_the_codes_of_another_card_are_refused(held):
     other = Platform({"gfx942": "gfx950", "gfx950": "gfx942"}[held.arch], ROCM)
     reason = str(AiterBackend(other).refuse(held.operands(cache=BF16)))
     assert reason.startswith("absorb: W_K: ")
@@ -188,7 +185,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("which", "change", "says"), BROKEN)
-def test_codes_and_scales_that_do_not_belong_together_are_refused(which, change, says) -> None:
+def test_codes_and_scales_that_do_not_belong_together_are_refused(which, change, says):
     with install(which.arch):
         given_ = which.operands()
         broken = replace(given_, weight=change(given_.weight))
@@ -197,7 +194,7 @@ def test_codes_and_scales_that_do_not_belong_together_are_refused(which, change,
         assert contract_violation(given_) is None
 
 
-def test_vllms_own_kernels_multiply_by_the_same_gemm(held, monkeypatch) -> None:
+def test_vllms_own_kernels_multiply_by_the_same_gemm(held, monkeypatch):
     given_ = held.operands(cache=BF16)
     monkeypatch.setattr(VLLMBackend, "_rotate_and_write", lambda *arguments: None)
     q_out = VLLMBackend(compat_layer).prepare(given_)
@@ -207,7 +204,7 @@ def test_vllms_own_kernels_multiply_by_the_same_gemm(held, monkeypatch) -> None:
 
 @pytest.mark.parametrize("fp4", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_layers_weight_is_read_as_vllm_keeps_it_and_fp4_is_asked_before_fp8(fp4, fp8) -> None:
+def test_a_layers_weight_is_read_as_vllm_keeps_it_and_fp4_is_asked_before_fp8(fp4, fp8):
     key = ("mxfp4",) if fp4 else ("fp8", torch.float8_e4m3fn) if fp8 else ("plain",)
     wanted = absorb.make(torch.randn(4, 128, 512).half(), key)
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=BF16))
@@ -222,13 +219,13 @@ def test_a_layers_weight_is_read_as_vllm_keeps_it_and_fp4_is_asked_before_fp8(fp
     assert compat_layer.activation_dtype(layer) == (BF16 if fp4 or fp8 else torch.float16)
 
 
-def test_a_weight_of_no_known_format_is_an_error_that_names_its_tensors() -> None:
+def test_a_weight_of_no_known_format_is_an_error_that_names_its_tensors():
     with pytest.raises(absorb.UnknownWeightError, match=r"in W_K of torch\.int8, W_K_scale of torch\.uint8"):
         absorb.read({"W_K": torch.zeros(4, 512, 64, dtype=torch.int8), "W_K_scale": torch.zeros(1, dtype=torch.uint8)})
 
 
 @pytest.mark.parametrize("format_", absorb.FORMATS)
-def test_a_format_multiplies_near_the_plain_product(format_) -> None:
+def test_a_format_multiplies_near_the_plain_product(format_):
     plain, q = torch.randn(2, 128, 512).bfloat16(), torch.randn(3, 2, 128).bfloat16()
     made = absorb.make(plain, (format_, torch.float8_e4m3fnuz))
     assert (made.format, made.sizes, made.broken(BF16)) == (format_, (2, 128, 512), None)
@@ -239,7 +236,7 @@ def test_a_format_multiplies_near_the_plain_product(format_) -> None:
 
 
 @pytest.mark.parametrize(("scale", "equal"), [(1.0, True), (0.5, False), (0.37, False)])
-def test_vllm_divides_the_mxfp4_product_by_the_query_scale_twice(mxfp4, scale, equal) -> None:
+def test_vllm_divides_the_mxfp4_product_by_the_query_scale_twice(mxfp4, scale, equal):
     """vLLM gives its GEMM ``y_scale=_q_scale`` beside an fp8 query and quantises by the same scale once more.
 
     So tokens are vLLM's own at scale 1 only, which is what vLLM uses if the checkpoint has no query scale.
@@ -282,7 +279,7 @@ PLANTED = [
 
 @pytest.mark.mutation
 @pytest.mark.parametrize(("which", "plant"), PLANTED)
-def test_mutation_of_the_product_is_caught_by_the_self_check(which, plant, monkeypatch) -> None:
+def test_mutation_of_the_product_is_caught_by_the_self_check(which, plant, monkeypatch):
     run = gemm.batched_gemm if which.format == "fp8" else gemm_fp4.batched_gemm
     monkeypatch.setitem(absorb.GEMMS, which.format, lambda *operands, **how: plant(run, *operands, **how))
     with install(which.arch):

@@ -1,7 +1,5 @@
 """The stand-ins for AITER's attention kernels, against attention written out; no vLLM, no engine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What the back end does around the launch: nothing per call, tables once, capture guarded, empty batches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,9 +22,9 @@ ALLOCATIONS = {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty
 class Recorder(TorchDispatchMode):
     """Counts what reaches the dispatcher."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.calls: Counter[str] = Counter()
+        self.calls = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls[str(func)] += 1
@@ -34,7 +32,7 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 255, 256])
-def test_one_call_is_two_allocations_one_bmm_and_one_launch(tokens) -> None:
+def test_one_call_is_two_allocations_one_bmm_and_one_launch(tokens):
     """No table copy, no allocation beyond q_out and the BMM's result, nothing that waits for the device."""
     spy = Mock()  # what the simulated op does inside is not counted
     bound, operands = backend(op=spy), inputs(tokens=tokens)
@@ -48,7 +46,7 @@ def test_one_call_is_two_allocations_one_bmm_and_one_launch(tokens) -> None:
     assert spy.call_count == 2
 
 
-def test_layers_share_the_halves_of_one_table() -> None:
+def test_layers_share_the_halves_of_one_table():
     spy = Mock()
     bound, one = backend(op=spy), inputs()
     table = one.cos_sin_cache
@@ -60,7 +58,7 @@ def test_layers_share_the_halves_of_one_table() -> None:
     assert torch.equal(torch.cat(first, -1), table)
 
 
-def test_tables_that_follow_one_another_get_halves_of_their_own() -> None:
+def test_tables_that_follow_one_another_get_halves_of_their_own():
     """The allocator hands the same address out again and again, unless the memory of a known table is kept."""
     bound = backend()
     for value in range(50):
@@ -69,7 +67,7 @@ def test_tables_that_follow_one_another_get_halves_of_their_own() -> None:
         del table
 
 
-def test_a_table_overwritten_in_place_is_copied_again_into_the_same_halves() -> None:
+def test_a_table_overwritten_in_place_is_copied_again_into_the_same_halves():
     bound, table = backend(), torch.zeros(8, 64)
     cos, _ = bound.halves(table)
     with torch.inference_mode():  # as vLLM runs; a table made before still counts its versions
@@ -81,7 +79,7 @@ def test_a_table_overwritten_in_place_is_copied_again_into_the_same_halves() -> 
 
 @pytest.mark.parametrize("change", [lambda table, new: table.set_(new), lambda table, new: setattr(table, "data", new)])
 @pytest.mark.parametrize("rows", [8, 16])
-def test_a_table_that_lies_elsewhere_now_gets_halves_of_its_own(change, rows) -> None:
+def test_a_table_that_lies_elsewhere_now_gets_halves_of_its_own(change, rows):
     bound, table, new = backend(), torch.randn(8, 64), torch.randn(rows, 64)
     before = bound.halves(table)
     change(table, new)
@@ -89,7 +87,7 @@ def test_a_table_that_lies_elsewhere_now_gets_halves_of_its_own(change, rows) ->
     assert not torch.equal(before[0], bound.halves(table)[0][:8])
 
 
-def test_a_new_table_during_capture_says_what_to_do() -> None:
+def test_a_new_table_during_capture_says_what_to_do():
     capturing = [False]
     bound, operands = backend(capturing=lambda: capturing[0]), inputs()
     bound.prepare(operands)
@@ -100,7 +98,7 @@ def test_a_new_table_during_capture_says_what_to_do() -> None:
     assert [tokens for _, tokens in op.forget()] == [7, 7]
 
 
-def test_an_empty_batch_launches_nothing() -> None:
+def test_an_empty_batch_launches_nothing():
     bound, operands = backend(), inputs()
     assert bound.prepare(inputs(tokens=0)).shape == (0, 4, 576)
     out = bound.prepare(replace(operands, slot_mapping=operands.slot_mapping[:0]))
@@ -108,7 +106,7 @@ def test_an_empty_batch_launches_nothing() -> None:
     assert op.forget() == []
 
 
-def test_rows_beyond_the_slots_are_not_defined_and_the_rest_is() -> None:
+def test_rows_beyond_the_slots_are_not_defined_and_the_rest_is():
     bound, operands = backend(), inputs(tokens=64, query="act")
     short = replace(operands, slot_mapping=operands.slot_mapping[:10])
     full, cut = bound.prepare(operands), bound.prepare(short)
@@ -119,7 +117,7 @@ def test_rows_beyond_the_slots_are_not_defined_and_the_rest_is() -> None:
 
 
 @pytest.mark.parametrize(("version", "rocm"), [("7.0.51831-a3e329ad8", (7, 0)), (None, None), ("unknown", None)])
-def test_the_platform_is_read_from_torch_alone(monkeypatch, version, rocm) -> None:
+def test_the_platform_is_read_from_torch_alone(monkeypatch, version, rocm):
     monkeypatch.setattr(torch.version, "hip", version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert detect_platform() == Platform("cpu", rocm)

@@ -1,7 +1,5 @@
 """Every precondition of a kernel, shared or AITER's own: declined, and what AITER would do without the check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("fake_gfx942")
 GFX942 = Platform("gfx942", ROCM)
 
 
-def every_other(x: torch.Tensor, dim: int) -> torch.Tensor:
+def every_other(x, dim):
     """The same values with the stride of ``dim`` doubled and rubbish between them."""
     dim %= x.dim()
     wide = torch.full([2 * n if d == dim else n for d, n in enumerate(x.shape)], 77, dtype=x.dtype)
@@ -32,45 +30,37 @@ def every_other(x: torch.Tensor, dim: int) -> torch.Tensor:
     return view
 
 
-def weight(values: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[DecodeInputs], DecodeInputs]:
+def weight(values):
     return lambda good: replace(good, weight=AbsorbWeight("plain", values(good.weight.values)))
 
 
-def change(**how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[DecodeInputs], DecodeInputs]:
+def change(**how):
     """Operands changed by name."""
     return lambda good: replace(good, **{name: f(getattr(good, name)) for name, f in how.items()})
 
 
-def other_flavour(good: DecodeInputs) -> DecodeInputs:
-    return replace(good, kv_cache=good.kv_cache.view(torch.uint8).view(FP8["gfx950"]), out_dtype=FP8["gfx950"])
+def cached(convert, out):
+    """Another cache, and the type of the query that comes with it."""
+    return lambda good: replace(good, kv_cache=convert(good.kv_cache), out_dtype=out)
 
 
-def uint8_cache(good: DecodeInputs) -> DecodeInputs:
-    return replace(good, kv_cache=good.kv_cache.view(torch.uint8), out_dtype=torch.bfloat16)
-
-
-def half_cache(good: DecodeInputs) -> DecodeInputs:
-    cache = torch.zeros(good.kv_cache.shape, dtype=torch.float16)
-    return replace(good, kv_cache=cache, out_dtype=torch.bfloat16)
-
-
-def odd_rows(kv_c: torch.Tensor) -> torch.Tensor:
+def odd_rows(kv_c):
     wide = torch.zeros(kv_c.shape[0], 513, dtype=kv_c.dtype)
     wide[:, 1:] = kv_c
     return wide[:, 1:]
 
 
-def single_precision(good: DecodeInputs) -> DecodeInputs:
+def single_precision(good):
     wide = {name: torch.Tensor.float for name in ("q", "k_pe", "kv_c", "cos_sin_cache")}
     good = change(**wide, kv_cache=lambda x: torch.zeros(x.shape))(good)
     return replace(weight(torch.Tensor.float)(good), out_dtype=torch.float32)
 
 
-def empty_cache(*shape: int) -> Callable[[DecodeInputs], DecodeInputs]:
+def empty_cache(*shape):
     return change(kv_cache=lambda x: torch.empty(shape, dtype=x.dtype))
 
 
-def narrow(good: DecodeInputs) -> DecodeInputs:
+def narrow(good):
     """On the card it would lose half of its rope."""
     good = change(kv_c=lambda x: x[:, :256].contiguous(), kv_cache=lambda x: x[..., :320].contiguous())(good)
     return weight(lambda x: x[..., :256].contiguous())(good)
@@ -79,7 +69,7 @@ def narrow(good: DecodeInputs) -> DecodeInputs:
 # (what the reason starts with, how to break it, what the simulated AITER does without the check).
 # "wrong": it runs, and cache or query differ from the reference; None: only real hardware could tell.
 Row = tuple[str, Callable[[DecodeInputs], DecodeInputs], str | None]
-SHARED: list[Row] = [
+SHARED = [
     ("q: [T, N", change(q=lambda x: x[:, 0]), None),
     ("q: [T, N", change(q=lambda x: x[..., 16:]), None),
     ("q: [T, N", change(k_pe=lambda x: x[..., :63]), None),
@@ -106,23 +96,26 @@ SHARED: list[Row] = [
     ("k_scale: one float32", change(k_scale=torch.Tensor.double), "raised AssertionError"),
     ("q_scale: one float32", change(q_scale=torch.Tensor.half), "SIGABRT"),
     ("q_scale: one float32", change(q_scale=lambda x: x.reshape(1)[:0]), None),
-    ("kv_cache: view uint8", uint8_cache, "SIGABRT: [AITER] kv cache data type is not supported\n"),
-    ("kv_cache: an e4m3 type", half_cache, "wrong"),
-    *[
-        ("kv_cache: an e4m3 type", change(kv_cache=lambda x, to=to: torch.zeros(x.shape).to(to)), None)
-        for to in (torch.int8, torch.bool, torch.float8_e5m2, torch.float8_e8m0fnu)
-    ],
+    ("kv_cache: view uint8", cached(lambda x: x.view(torch.uint8), torch.bfloat16),
+     "SIGABRT: [AITER] kv cache data type is not supported\n"),
+    ("kv_cache: an e4m3 type", cached(lambda x: torch.zeros(x.shape).half(), torch.bfloat16), "wrong"),
+    *[("kv_cache: an e4m3 type", change(kv_cache=lambda x, to=to: torch.zeros(x.shape).to(to)), None)
+     for to in (torch.int8, torch.bool, torch.float8_e5m2, torch.float8_e8m0fnu)],
     ("out_dtype: one of", change(kv_cache=lambda x: torch.zeros(x.shape, dtype=torch.bfloat16)), "SIGABRT"),
     ("out_dtype: one of", lambda good: replace(good, out_dtype=torch.float16), "wrong"),
-]
-AITERS: list[Row] = [
+]  # fmt: skip
+AITERS = [
     ("cache-empty: ", empty_cache(3, 0, 576), "SIGFPE"),
     ("cache-empty: ", empty_cache(0, 16, 576), "SIGABRT"),
     ("widths: kv_lora_rank 256 and rope width 64", narrow, None),
     ("devices: w_uk_t is on meta, the cache on cpu", weight(lambda x: x.to("meta")), None),
     ("table: ", change(cos_sin_cache=lambda x: x[:0]), None),
     ("activation-dtype: ", single_precision, None),
-    ("cache-dtype: ", other_flavour, "raised AssertionError: Unsupported dtype"),
+    (
+        "cache-dtype: ",
+        cached(lambda x: x.view(FP8["gfx950"]), FP8["gfx950"]),
+        "raised AssertionError: Unsupported dtype",
+    ),
     ("last-stride: q", change(q=lambda x: every_other(x, -1)), "wrong"),
     ("last-stride: kv_c", change(kv_c=lambda x: every_other(x, -1)), "SIGABRT"),
     ("last-stride: k_pe", change(k_pe=lambda x: every_other(x, -1)), "SIGABRT"),
@@ -135,7 +128,7 @@ BROKEN = SHARED + AITERS
 NAMES = [f"{name}-{i}" for i, (name, _, _) in enumerate(BROKEN)]
 
 
-def right(good: DecodeInputs, broken: DecodeInputs) -> bool:
+def right(good, broken):
     """Whether the unchecked call gave what the unbroken operands should have given, as numbers."""
     expected = twin(good)
     query = reference.prepare(expected)
@@ -146,7 +139,7 @@ def right(good: DecodeInputs, broken: DecodeInputs) -> bool:
 
 
 @pytest.mark.parametrize(("name", "breaks", "fates"), BROKEN, ids=NAMES)
-def test_a_broken_precondition_is_declined(name: str, breaks: Callable, fates: str | None) -> None:
+def test_a_broken_precondition_is_declined(name, breaks, fates):
     broken = breaks(inputs())
     assert str(contract.violation(broken, GFX942)).startswith(name)
     shared = (name, breaks, fates) in SHARED
@@ -157,19 +150,19 @@ def test_a_broken_precondition_is_declined(name: str, breaks: Callable, fates: s
 @pytest.mark.parametrize(
     ("name", "breaks", "fates"), [case for case in BROKEN if case[2]], ids=lambda case: str(case)[:24]
 )
-def test_bypassing_the_check_ends_badly(name: str, breaks: Callable, fates: str) -> None:
+def test_bypassing_the_check_ends_badly(name, breaks, fates):
     good = inputs()
     outcome = fate(lambda: right(good, breaks(twin(good))))
     assert outcome.startswith("False" if fates == "wrong" else fates), outcome
 
 
-def test_the_same_call_unbroken_is_right() -> None:
+def test_the_same_call_unbroken_is_right():
     good = inputs()
     assert fate(lambda: right(good, twin(good))) == "True"
     assert contract.violation(good, GFX942) is None
 
 
-def test_every_limit_has_a_test_and_a_place_in_the_manual() -> None:
+def test_every_limit_has_a_test_and_a_place_in_the_manual():
     elsewhere = {"rocm", "arch", "int-strides", "absorb"}  # absorb: test_absorb.py
     assert {name.partition(":")[0] for name, _, _ in AITERS} | elsewhere == set(contract.LIMITS)
     manual = (Path(__file__).parents[3] / "docs" / "aiter.md").read_text(encoding="utf-8")
@@ -184,12 +177,12 @@ def test_every_limit_has_a_test_and_a_place_in_the_manual() -> None:
         (Platform("gfx90a", (7, 0)), "arch: this card is gfx90a"),
     ],
 )
-def test_other_platforms_are_declined(platform: Platform, reason: str) -> None:
+def test_other_platforms_are_declined(platform, reason):
     assert str(contract.violation(inputs(), platform)).startswith(reason)
 
 
 @given(st.lists(st.sampled_from(BROKEN), min_size=1, max_size=2))
-def test_operands_broken_in_two_ways_are_declined_and_nothing_raises(cases: list) -> None:
+def test_operands_broken_in_two_ways_are_declined_and_nothing_raises(cases):
     operands = inputs()
     for _, breaks, _ in cases:
         try:
@@ -204,7 +197,7 @@ def test_operands_broken_in_two_ways_are_declined_and_nothing_raises(cases: list
 @pytest.mark.parametrize(
     ("name", "dim"), [("q", 0), ("q", 1), ("k_pe", 0), ("kv_c", 0), ("kv_cache", 0), ("kv_cache", 1)]
 )
-def test_a_stride_that_wraps_in_32_bits_is_declined(name: str, dim: int) -> None:
+def test_a_stride_that_wraps_in_32_bits_is_declined(name, dim):
     ghost = synthetic_inputs(LayerShape(4, 16, FP8["gfx942"], FP8["gfx942"], 16, False, device="meta"))
     given = getattr(ghost, name)
     strides = list(given.stride())
@@ -215,21 +208,21 @@ def test_a_stride_that_wraps_in_32_bits_is_declined(name: str, dim: int) -> None
         assert reason.startswith(f"int-strides: {name} has strides" if skipped else "None"), reason
 
 
-def test_a_cache_too_large_for_one_block_is_not_handed_over_as_one() -> None:
+def test_a_cache_too_large_for_one_block_is_not_handed_over_as_one():
     ghost = torch.empty(1 << 18, 16, 576, dtype=FP8["gfx942"], device="meta")
     assert route_of(ghost, 7, 16, 64, GFX942, "opt").view == "as-is"
     assert route_of(ghost.view(-1, 1, 576), 7, 16, 64, GFX942, "opt").kernel == "per-head"
     assert route_of(ghost[: 1 << 8].view(-1, 1, 576), 7, 16, 64, GFX942, "opt").view == "one-block"
 
 
-def test_too_few_heads_are_served_below_256_tokens_by_the_per_head_kernel_alone() -> None:
+def test_too_few_heads_are_served_below_256_tokens_by_the_per_head_kernel_alone():
     few, many = (inputs(heads=2, tokens=tokens) for tokens in (255, 256))
     assert backend().kernel_of(few) == "per-head"
     assert "kernel=aiter runs the other" in str(backend(opt=True).refuse(few))
     assert str(backend().refuse(many)).startswith("kernel: 2 heads and 256 tokens land on AITER's general kernel")
 
 
-def test_the_general_kernel_aborts_on_the_flag_for_all_rows() -> None:
+def test_the_general_kernel_aborts_on_the_flag_for_all_rows():
     assert kernel_for(16, 512, 64, 2, 7) == "general"
     bound = Unchecked()
     honest = bound._op
@@ -238,6 +231,6 @@ def test_the_general_kernel_aborts_on_the_flag_for_all_rows() -> None:
     assert outcome.startswith("SIGABRT: [AITER] compute_all_q_rope is not supported by the general kernel")
 
 
-def test_a_zero_token_launch_which_prepare_never_makes_would_poison_the_next_call() -> None:
+def test_a_zero_token_launch_which_prepare_never_makes_would_poison_the_next_call():
     outcome = fate(lambda: [Unchecked().prepare(operands) for operands in (inputs(tokens=0), inputs())])
     assert outcome.startswith("raised RuntimeError: HIP error: invalid configuration argument")

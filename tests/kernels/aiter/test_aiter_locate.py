@@ -1,7 +1,5 @@
 """Finding AITER without importing it: every way of not being usable has a sentence of its own."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 
@@ -26,7 +24,7 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize(("version", "sentence"), list(SENTENCES.items()))
-def test_each_unusable_aiter_has_its_own_sentence(version, sentence) -> None:
+def test_each_unusable_aiter_has_its_own_sentence(version, sentence):
     with install("gfx942", version):
         assert sentence in str(locate_aiter().reason)
         with pytest.raises(aiter_op.AiterUnavailableError, match=r"\w"):
@@ -34,7 +32,7 @@ def test_each_unusable_aiter_has_its_own_sentence(version, sentence) -> None:
         assert "aiter" not in sys.modules
 
 
-def test_a_good_aiter_is_described_without_being_imported() -> None:
+def test_a_good_aiter_is_described_without_being_imported():
     with install("gfx942") as root:
         found = locate_aiter()
         assert (found.reason, found.package, found.distribution) == (None, root / "aiter", "amd-aiter 0.1.20")
@@ -42,7 +40,7 @@ def test_a_good_aiter_is_described_without_being_imported() -> None:
         assert not {name for name in sys.modules if name.split(".")[0] == "aiter"}
 
 
-def test_an_absent_aiter_a_module_without_a_spec_and_a_distribution_without_its_package(tmp_path, monkeypatch) -> None:
+def test_an_absent_aiter_a_module_without_a_spec_and_a_distribution_without_its_package(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "aiter", SimpleNamespace(__spec__=None))
         assert "AITER is not installed" in str(locate_aiter().reason)
@@ -52,7 +50,7 @@ def test_an_absent_aiter_a_module_without_a_spec_and_a_distribution_without_its_
     assert "amd-aiter 0.1.20 is installed but its package `aiter` is not importable" in str(locate_aiter().reason)
 
 
-def test_an_install_without_a_built_module_is_told_so(tmp_path, monkeypatch) -> None:
+def test_an_install_without_a_built_module_is_told_so(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(write_tree(tmp_path, prebuilt=False))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("AITER_JIT_DIR", raising=False)
@@ -64,20 +62,20 @@ def test_an_install_without_a_built_module_is_told_so(tmp_path, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("damage", ["def broken(:\n", "\0", "\udcff"])
-def test_unreadable_source_is_a_reason_and_no_exception(tmp_path, monkeypatch, damage) -> None:
+def test_unreadable_source_is_a_reason_and_no_exception(tmp_path, monkeypatch, damage):
     root = write_tree(tmp_path)
     (root / "aiter" / "ops" / "cache.py").write_bytes(damage.encode(errors="surrogateescape"))
     monkeypatch.syspath_prepend(root)
     assert "cannot be read" in str(locate_aiter().reason)
 
 
-def test_further_arguments_with_defaults_are_let_through() -> None:
+def test_further_arguments_with_defaults_are_let_through():
     assert signature_problem((*REQUIRED, "one_more"), mandatory=14) is None
     assert signature_problem((*REQUIRED, "one_more"), mandatory=16) is not None
     assert signature_problem(("q", *REQUIRED[1:]), mandatory=14) is not None
 
 
-def test_the_schema_is_checked_after_the_import() -> None:
+def test_the_schema_is_checked_after_the_import():
     with install("gfx942"):
         op = load_op()
     assert schema_problem(op) is None
@@ -90,7 +88,7 @@ def test_the_schema_is_checked_after_the_import() -> None:
     assert schema_problem(other) == "the loaded op takes other types for: slot_mapping"
 
 
-def test_a_failing_import_is_a_reason(tmp_path, monkeypatch) -> None:
+def test_a_failing_import_is_a_reason(tmp_path, monkeypatch):
     root = write_tree(tmp_path)
     (root / "aiter" / "__init__.py").write_text("raise RuntimeError('Get GPU arch from rocminfo failed')\n")
     monkeypatch.syspath_prepend(root)
@@ -99,5 +97,5 @@ def test_a_failing_import_is_a_reason(tmp_path, monkeypatch) -> None:
     sys.modules.pop("aiter", None)
 
 
-def test_aiter_is_not_even_probed_off_amd_cards() -> None:
+def test_aiter_is_not_even_probed_off_amd_cards():
     assert "this card is sm90" in str(aiter_factory(Platform("sm90"), Settings()))

@@ -1,40 +1,31 @@
 """Planted mistakes in how AITER is called, each caught by the self-check; test_aiter_contract.py plants more."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.support.simulated_aiter import FP8, backend, fate, inputs
 from vllm_aiter_mla.kernels import absorb
-from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
+from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.selfcheck import self_check
 
 pytestmark = [pytest.mark.mutation("I6"), pytest.mark.usefixtures("fake_gfx942")]
 
 
-def strided_halves(bound: AiterBackend) -> None:
-    bound.halves = lambda table: table.chunk(2, -1)  # no .contiguous()
-
-
-def changed(change: Callable[[DecodeInputs], DecodeInputs]) -> Callable[[AiterBackend], None]:
+def changed(change):
     """Operands changed on the way."""
 
-    def plant(bound: AiterBackend) -> None:
+    def plant(bound):
         prepare = bound.prepare
         bound.prepare = lambda operands: prepare(change(operands))
 
     return plant
 
 
-def unabsorbed(bound: AiterBackend) -> None:
+def unabsorbed(bound):
     prepare = bound.prepare
 
-    def without_the_product(operands: DecodeInputs) -> torch.Tensor:
+    def without_the_product(operands):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(absorb, "absorb_plain", lambda q_nope, w_uk_t: q_nope.contiguous())
             return prepare(operands)
@@ -42,13 +33,13 @@ def unabsorbed(bound: AiterBackend) -> None:
     bound.prepare = without_the_product
 
 
-def stale_rows(bound: AiterBackend) -> None:
+def stale_rows(bound):
     """Without the flag for all rows, a padded row's query is never written: the poisoned row differs."""
     run = bound._op
     bound._op = lambda *arguments: run(*arguments[:-1], False)
 
 
-def rows_beyond_the_slots(bound: AiterBackend) -> None:
+def rows_beyond_the_slots(bound):
     """A consumer that believes that all rows are defined reads poison."""
     changed(lambda x: replace(x, slot_mapping=x.slot_mapping[:2]))(bound)
     bound.defined_rows = lambda operands: operands.num_tokens
@@ -56,9 +47,9 @@ def rows_beyond_the_slots(bound: AiterBackend) -> None:
 
 QUERY, ROPE, ALL = {"q nope", "q rope"}, {"q rope", "kv rope"}, {"q nope", "q rope", "kv nope", "kv rope"}
 # What is planted, and the parts of query and cache that are then wrong.
-PLANTED: dict[str, tuple[Callable[[AiterBackend], None], set[str]]] = {
+PLANTED = {
     "nothing": (lambda bound: None, set()),
-    "strided table halves": (strided_halves, ROPE),
+    "strided table halves": (lambda bound: setattr(bound, "halves", lambda table: table.chunk(2, -1)), ROPE),
     "scales applied twice": (changed(lambda x: replace(x, q_scale=x.q_scale**2, k_scale=x.k_scale**2)), ALL),
     "reciprocal scales": (changed(lambda x: replace(x, q_scale=1 / x.q_scale, k_scale=1 / x.k_scale)), ALL),
     "the other rotary style": (changed(lambda x: replace(x, is_neox=not x.is_neox)), ROPE),
@@ -69,7 +60,7 @@ PLANTED: dict[str, tuple[Callable[[AiterBackend], None], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_mutation_is_caught_by_the_self_check(name) -> None:
+def test_mutation_is_caught_by_the_self_check(name):
     plant, wrong = PLANTED[name]
     bound = backend()
     plant(bound)
@@ -78,7 +69,7 @@ def test_mutation_is_caught_by_the_self_check(name) -> None:
     assert result.ok == (not wrong)
 
 
-def test_mutation_an_unabsorbed_query_of_another_width_kills() -> None:
+def test_mutation_an_unabsorbed_query_of_another_width_kills():
     bound = backend()
     unabsorbed(bound)
     outcome = fate(lambda: bound.prepare(inputs(nope=128)))

@@ -1,8 +1,5 @@
 """The simulated AITER, the back end that calls it and the reference agree; and how far all are from an unfused path."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -12,7 +9,6 @@ import torch
 from tests.sandbox.simulated_aiter import install, op
 from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes, turn, twin, unfused, yarn_table
 from vllm_aiter_mla.kernels import formats, reference
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.selfcheck import steps_of
 
 TOKENS = (0, 1, 7, 64, 255, 256, 300)
@@ -21,11 +17,11 @@ BLOCKS = (1, 16, 64)
 KINDS = (("fp8", "fp8"), ("fp8", "act"), ("act", "act"))
 
 
-def rows(cache: torch.Tensor) -> torch.Tensor:
+def rows(cache):
     return cache.reshape(-1, cache.shape[-1])
 
 
-def agree(arch: str, operands: DecodeInputs, **options) -> str | None:
+def agree(arch, operands, **options):
     """Run back end and reference side by side, bytes compared; the kernel that ran, which changed the cache alone."""
     bound, expected = backend(arch, **options), twin(operands)
     read = [tensor for name, tensor in operands.tensors if name != "kv_cache"]
@@ -50,18 +46,18 @@ CASES += [(7, 4, block, kinds, neox) for kinds, block, neox in product(KINDS, BL
 
 
 @pytest.mark.parametrize(("tokens", "heads", "block", "kinds", "neox"), CASES)
-def test_back_end_equals_reference_to_the_byte(arch, tokens, heads, block, kinds, neox) -> None:
+def test_back_end_equals_reference_to_the_byte(arch, tokens, heads, block, kinds, neox):
     agree(arch, inputs(arch, tokens, heads, block, *kinds, is_neox=neox))
 
 
-def padded(arch: str) -> DecodeInputs:
+def padded(arch):
     """With stale positions, far beyond the table."""
     operands = inputs(arch, tokens=64, query="act")
     operands.slot_mapping[40:], operands.positions[40:] = -1, 1 << 40
     return operands
 
 
-VARIED: dict[str, Callable[[str], DecodeInputs]] = {
+VARIED = {
     "half precision": lambda arch: inputs(arch, act=torch.float16, query="act"),
     "padded rows": padded,
     "positions below the table": lambda arch: replace(inputs(arch), positions=torch.full((7,), -5)),
@@ -75,7 +71,7 @@ VARIED: dict[str, Callable[[str], DecodeInputs]] = {
 
 
 @pytest.mark.parametrize("name", VARIED)
-def test_varied_operands_agree(arch, name) -> None:
+def test_varied_operands_agree(arch, name):
     agree(arch, VARIED[name](arch))
 
 
@@ -92,12 +88,12 @@ def test_varied_operands_agree(arch, name) -> None:
         (300, 16, 16, True, "opt"),
     ],
 )
-def test_each_of_the_two_runs_its_kernel_as_the_simulated_op_does(arch, tokens, heads, block, opt, kernel) -> None:
+def test_each_of_the_two_runs_its_kernel_as_the_simulated_op_does(arch, tokens, heads, block, opt, kernel):
     assert agree(arch, inputs(arch, tokens, heads, block), opt=opt) == kernel
     assert op.forget()[-1] == (kernel, tokens)
 
 
-def test_a_cache_with_gaps_between_blocks_leads_to_the_opt_kernel_alone(arch) -> None:
+def test_a_cache_with_gaps_between_blocks_leads_to_the_opt_kernel_alone(arch):
     operands = inputs(arch)
     gaps = torch.zeros(3, 32, 576, dtype=torch.uint8).view(FP8[arch])[:, :16]
     apart = replace(operands, kv_cache=gaps)
@@ -105,7 +101,7 @@ def test_a_cache_with_gaps_between_blocks_leads_to_the_opt_kernel_alone(arch) ->
     assert "kernel=aiter-opt" in str(backend(arch).refuse(apart))
 
 
-def test_the_truncating_kernel_declines_a_bf16_cache_on_gfx942_where_the_other_rounds() -> None:
+def test_the_truncating_kernel_declines_a_bf16_cache_on_gfx942_where_the_other_rounds():
     with install("gfx942"):
         few, many = (inputs("gfx942", tokens, cache="act", query="act") for tokens in (7, 256))
         assert agree("gfx942", few) == "per-head"
@@ -117,7 +113,7 @@ def test_the_truncating_kernel_declines_a_bf16_cache_on_gfx942_where_the_other_r
 
 
 @pytest.mark.parametrize(("kinds", "neox", "tokens"), list(product(KINDS, (False, True), (7, 300))))
-def test_bar_of_pr_55230_against_an_unfused_path(arch, kinds, neox, tokens) -> None:
+def test_bar_of_pr_55230_against_an_unfused_path(arch, kinds, neox, tokens):
     """Nope half bit-exact; fp8 rope within 1 step on under 4 %, mean error below 0.02; bf16 rope bit-exact.
 
     The PR allows 1 % against a path that quantises from fp32; this one rounds to bf16 first, as vLLM does, and that
@@ -142,7 +138,7 @@ def test_bar_of_pr_55230_against_an_unfused_path(arch, kinds, neox, tokens) -> N
         _meets_the_bar(written, kv[slots >= 0], operands.k_scale, allowed)
 
 
-def _meets_the_bar(ours: torch.Tensor, theirs: torch.Tensor, scale: torch.Tensor, bf16_steps: int = 0) -> None:
+def _meets_the_bar(ours, theirs, scale, bf16_steps=0):
     assert same_bytes(ours[..., :512], theirs[..., :512])
     steps = (steps_of(ours[..., 512:]) - steps_of(theirs[..., 512:])).abs()
     if not formats.is_fp8(ours.dtype):
@@ -153,7 +149,7 @@ def _meets_the_bar(ours: torch.Tensor, theirs: torch.Tensor, scale: torch.Tensor
     assert float(((ours[..., 512:].float() - theirs[..., 512:].float()) * scale).abs().mean()) < 0.02
 
 
-def test_rope_within_1_percent_of_a_path_that_quantises_from_fp32(arch) -> None:
+def test_rope_within_1_percent_of_a_path_that_quantises_from_fp32(arch):
     """The PR's own figure: under 1 % of rope elements differ, by one step, when nothing rounds to bf16 in between."""
     operands = inputs(arch, tokens=300, heads=16)
     out = backend(arch).prepare(operands)

@@ -1,7 +1,5 @@
 """Reference and simulated AITER against what AITER's own sources computed, and values that those calls lack."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +18,7 @@ from vllm_aiter_mla.kernels.selfcheck import steps_of
 NAN, INF = float("nan"), float("inf")
 
 
-def by_simulation(q: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def by_simulation(q, weight, scale):
     return gemm.batched_gemm(q.transpose(0, 1), weight, scale, dtype=q.dtype, transpose_bm=True)
 
 
@@ -29,12 +27,12 @@ products = pytest.mark.parametrize("product", [absorb_fp8, by_simulation])
 
 @products
 @pytest.mark.parametrize("call", FP8_CALLS)
-def test_the_product_is_that_of_aiters_source_to_the_byte(call, product) -> None:
+def test_the_product_is_that_of_aiters_source_to_the_byte(call, product):
     done = fp8_call(call)
     assert same_bytes(product(done.x, done.weight.values, done.weight.scale), done.y)
 
 
-def test_all_sixty_six_calls_are_there() -> None:
+def test_all_sixty_six_calls_are_there():
     """48 of the fused op on its three kernels, 12 of the fp8 GEMM, 6 of the mxfp4 GEMM."""
     assert (len(FUSED_CALLS), len(FP8_CALLS), len(FP4_CALLS)) == (48, 12, 6)
     kinds = {(call.arch, call.kernel, call.all_rows) for call in map(fused_call, FUSED_CALLS)}
@@ -45,7 +43,7 @@ def test_all_sixty_six_calls_are_there() -> None:
 
 
 @pytest.mark.parametrize("call", FP4_CALLS)
-def test_both_products_over_fp4_weights_are_those_of_aiters_source_to_the_byte(call, monkeypatch) -> None:
+def test_both_products_over_fp4_weights_are_those_of_aiters_source_to_the_byte(call, monkeypatch):
     monkeypatch.setenv("SIMULATED_AITER_ARCH", "gfx950")
     done = fp4_call(call)
     operands, scale = (done.weight.values, done.weight.scale), done.y_scale
@@ -58,7 +56,7 @@ def test_both_products_over_fp4_weights_are_those_of_aiters_source_to_the_byte(c
     assert same_bytes(simulated, done.y)
 
 
-def assert_as_aiter_left_them(call: aiter_results.FusedCall, query: torch.Tensor) -> None:
+def assert_as_aiter_left_them(call, query):
     """Cache and defined rows byte by byte; the others AITER leaves as they were, and nobody may read them."""
     assert same_bytes(call.inputs.kv_cache, call.cache)
     assert same_bytes(query[call.rows], call.query[call.rows])
@@ -68,7 +66,7 @@ def assert_as_aiter_left_them(call: aiter_results.FusedCall, query: torch.Tensor
 
 
 @pytest.mark.parametrize("index", FUSED_CALLS)
-def test_the_reference_has_the_bytes_of_aiters_fused_op(index) -> None:
+def test_the_reference_has_the_bytes_of_aiters_fused_op(index):
     call = fused_call(index)
     truncates = truncates_cache_rope(call.kernel, call.arch, call.cache.dtype)
     numerics = reference.Numerics(truncate_cache_rope=truncates)
@@ -76,7 +74,7 @@ def test_the_reference_has_the_bytes_of_aiters_fused_op(index) -> None:
 
 
 @pytest.mark.parametrize("index", FUSED_CALLS)
-def test_the_simulated_op_has_the_bytes_of_aiters_fused_op_and_takes_the_same_kernel(index, monkeypatch) -> None:
+def test_the_simulated_op_has_the_bytes_of_aiters_fused_op_and_takes_the_same_kernel(index, monkeypatch):
     call = fused_call(index)
     monkeypatch.setenv("SIMULATED_AITER_ARCH", call.arch)
     given_, query = call.inputs, torch.empty_like(call.query)
@@ -92,7 +90,7 @@ def test_the_simulated_op_has_the_bytes_of_aiters_fused_op_and_takes_the_same_ke
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("plant", ["two roundings", "no truncation", "another scale"])
-def test_mutation_of_the_reference_is_seen_in_aiters_results(plant) -> None:
+def test_mutation_of_the_reference_is_seen_in_aiters_results(plant):
     stored = torch.bfloat16 if plant == "no truncation" else FP8["gfx942"]
     calls = (call for call in map(fused_call, FUSED_CALLS) if (call.kernel, call.arch) == ("opt", "gfx942"))
     call = next(call for call in calls if call.cache.dtype == stored)
@@ -103,14 +101,14 @@ def test_mutation_of_the_reference_is_seen_in_aiters_results(plant) -> None:
         assert_as_aiter_left_them(call, reference.prepare(call.inputs, numerics))
 
 
-def weight_of(flavour: formats.Fp8Flavour, heads: int = 1, nope: int = 128) -> torch.Tensor:
+def weight_of(flavour, heads=1, nope=128):
     generator = torch.Generator().manual_seed(7)
     return formats.round_saturating(torch.randn(heads, 16, nope, generator=generator) * 30, flavour)
 
 
 @products
 @pytest.mark.parametrize("act", [torch.bfloat16, torch.float16])
-def test_the_floor_of_the_largest_magnitude_is_a_float32(act, product) -> None:
+def test_the_floor_of_the_largest_magnitude_is_a_float32(act, product):
     """Just above and below 1e-10: the floor is 1e-10 itself, not the bf16 nearest to it, nor fp16's zero."""
     flavour = formats.E4M3FNUZ
     weight = torch.full((1, 16, 128), 2.0).to(flavour.dtype)
@@ -128,7 +126,7 @@ def test_the_floor_of_the_largest_magnitude_is_a_float32(act, product) -> None:
 @products
 @pytest.mark.parametrize("flavour", list(formats.FLAVOURS.values()))
 @pytest.mark.parametrize("act", [torch.bfloat16, torch.float16])
-def test_a_nan_activation_becomes_the_lowest_value_of_its_group(act, flavour, product) -> None:
+def test_a_nan_activation_becomes_the_lowest_value_of_its_group(act, flavour, product):
     """v_max_f32 passes over it, v_med3_f32 returns the least operand: the row's other values are as without it."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, 1, 128, generator=generator).to(act)
@@ -156,7 +154,7 @@ def test_a_nan_activation_becomes_the_lowest_value_of_its_group(act, flavour, pr
         max_size=12,
     ),
 )
-def test_reference_and_simulation_agree(flavour, act, heads, nope, magnitude, places) -> None:
+def test_reference_and_simulation_agree(flavour, act, heads, nope, magnitude, places):
     generator = torch.Generator().manual_seed(nope)
     x = (torch.randn(4, heads, nope, generator=generator) * magnitude).to(act)
     x[3] = 0.0

@@ -1,12 +1,10 @@
 """The interpreting process and the compiling ones, started when the first test asks and shared by all."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ Ask = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def interpreted() -> Iterator[Ask]:
+def interpreted():
     """Ask the interpreting process: ``interpreted("compare", case={...})``; its exception fails the test."""
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "tests.kernels.triton.triton_worker"]
@@ -41,7 +39,7 @@ def interpreted() -> Iterator[Ask]:
 
 
 @pytest.fixture(scope="session")
-def isa_report(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
+def isa_report(tmp_path_factory):
     """Run tools/isa_report.py with a compile cache of this session's own."""
     pytest.importorskip("triton")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -1,7 +1,5 @@
 """The Triton kernel, interpreted, against AITER's own results: its fused op through an identity, its batched GEMMs."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.aiter_results import FP4_CALLS, FP8_CALLS, FUSED_CALLS, fp4_call, fused_call
@@ -9,7 +7,7 @@ from vllm_aiter_mla.kernels.aiter.route import truncates_cache_rope
 from vllm_aiter_mla.kernels.formats import is_fp8
 
 
-def chosen(index: int) -> bool:
+def chosen(index):
     """A call with all rows and one without are the same to this kernel; a call of 8 heads takes it a second."""
     call = fused_call(index)
     return call.kernel == "general" or (call.all_rows and (call.kernel == "opt" or is_fp8(call.query.dtype)))

@@ -1,7 +1,5 @@
 """What the back end declines and why, its tile table, its launch and its warm-up, without running a kernel."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -75,20 +73,16 @@ def far_rows(inputs):
 BROKEN = {
     "k_pe": (lambda x: {"k_pe": x.k_pe[:4]}, "k_pe: shape [5, 64] expected"),
     "kv_c": (lambda x: {"kv_c": x.kv_c.t().contiguous().t()}, "kv_c: last stride 1"),
-    "w_uk_t": (
-        lambda x: {"weight": AbsorbWeight("plain", x.weight.values.repeat(1, 2, 2)[:, ::2, ::2])},
-        "w_uk_t: stride 1 along P or L",
-    ),
+    "w_uk_t": (lambda x: {"weight": AbsorbWeight("plain", x.weight.values.repeat(1, 2, 2)[:, ::2, ::2])},
+     "w_uk_t: stride 1 along P or L"),
     "kv_cache": (lambda x: {"kv_cache": x.kv_cache.view(torch.uint8)}, "view uint8 storage"),
-    "flavour": (
-        lambda x: {"kv_cache": x.kv_cache.view(torch.float8_e4m3fn), "out_dtype": torch.float8_e4m3fn},
-        "would be a software cast",
-    ),
+    "flavour": (lambda x: {"kv_cache": x.kv_cache.view(torch.float8_e4m3fn), "out_dtype": torch.float8_e4m3fn},
+     "would be a software cast"),
     "positions": (lambda x: {"positions": x.positions.int()}, "positions: torch.int64"),
     "cos_sin_cache": (lambda x: {"cos_sin_cache": x.cos_sin_cache[:0]}, "at least one row"),
     "span": (lambda x: {"q": far_rows(x)}, "q: 2147484032 elements"),
     "device": (lambda x: {"q_scale": x.q_scale.to("meta")}, "q_scale: cpu (that of q) expected, got meta"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -102,10 +96,8 @@ SET = "W_K: gfx950 multiplies mxfp4 in hardware, {} would in software; set VLLM_
 # Architecture, case, and how the reason starts.
 DECLINED = [
     *[("gfx942", {"nope": nope}, "nope width: blocks of 128 and a power of two from 16") for nope in (8, 96, 136)],
-    *[
-        ("gfx942", CODES | {"nope": n}, "nope width: blocks of 128 and a power of two from 32")
-        for n in (8, 96, 136, 144)
-    ],
+    *[("gfx942", CODES | {"nope": n}, "nope width: blocks of 128 and a power of two from 32")
+     for n in (8, 96, 136, 144)],
     *[("gfx950", MXFP4 | {"nope": nope}, "nope width: 128, 256, 512 and so on expected") for nope in (64, 192, 384)],
     *[(a, MXFP4 | {"cache": "bfloat16"}, SET.format(a)) for a in ("gfx942", "sm90", "sm100", "gfx1201")],
     ("gfx950", MXFP4 | {"act": "float16", "cache": "float16"}, "W_K: bf16 activations expected"),
@@ -113,7 +105,7 @@ DECLINED = [
     ("gfx942", {"latent": 8}, "latent width: a power of two from 16 on"),
     ("gfx942", {"weight": "float8_e4m3fn"}, "W_K: gfx942 converts to torch.float8_e4m3fnuz in hardware"),
     ("gfx942", {"act": "float32", "cache": "float32"}, "q: torch.bfloat16 or torch.float16"),
-]
+]  # fmt: skip
 TAKEN = [
     *[("gfx942", {"nope": nope}) for nope in (128, 144, 192)],
     *[("gfx942", CODES | more) for more in ({}, {"w_major": "P", "nope": 192}, {"out": "bfloat16"})],

@@ -1,7 +1,5 @@
 """The compiled code, without a GPU: what it is made of on gfx942, gfx950 and sm90, one process each."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The kernel on a GPU, beside what tests/verify/test_verify_gpu.py replays in graphs. ``pytest -m gpu -k triton``."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -33,7 +31,7 @@ NOPE_FRACTION = 0.005
 INSIDE_SANITIZER = "TRITON_TESTS_IN_SANITIZER"
 
 
-def on_gpu(case: Case):
+def on_gpu(case):
     native = str(CARDS.get(launcher.current_arch())).removeprefix("torch.")
     return build(replace(case, cache=native if case.cache.startswith("float8") else case.cache), device="cuda")
 

@@ -1,9 +1,6 @@
 """The kernel's values on a CPU: Triton's interpreter, its casts replaced, against the reference byte by byte."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +16,7 @@ NOPE_FRACTION = 0.005
 GFX942 = {"arch": "gfx942", "weight": "plain"}
 
 
-def assert_as_the_reference(found: dict[str, Any], different: float = NOPE_FRACTION) -> None:
+def assert_as_the_reference(found, different=NOPE_FRACTION):
     """To the byte, but for few values of the absorbed part, one step off."""
     assert found["wrong_rope"] == 0
     assert found["wrong_cache"] == 0, "cache, its untouched rows and the guards around it"
@@ -155,12 +152,7 @@ OWN_CALLS = [
     ("far_cache", {"cache": "float8_e4m3fn", "mutation": "slot_in_32_bits"}, "wrong", 0),
     ("odd_rows", {"mutation": "row_maximum_without_floor"}, "nope_steps", 1),  # a row of zeros
     # The tile that does several blocks.
-    (
-        "compare_tile",
-        {**GFX942, "index": 3, "mutation": "second_columns_of_the_first"},
-        "nope_different",
-        NOPE_FRACTION,
-    ),
+    ("compare_tile", GFX942 | {"index": 3, "mutation": "second_columns_of_the_first"}, "nope_different", NOPE_FRACTION),
 ]
 
 

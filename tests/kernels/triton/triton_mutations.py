@@ -1,7 +1,5 @@
 """Calls of the kernel; and bugs to plant in its source, with the case and the figure that must show each."""
 
-from __future__ import annotations
-
 from tests.support.triton_cases import Case
 
 # Codes of the weight, with the stride that vLLM gives them.

@@ -4,8 +4,6 @@ It exists because a process that interprets kernels cannot compile them, and the
 operation below and its arguments.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -92,9 +90,7 @@ def odd_groups() -> dict[str, Any]:
     return {name: found[name] for name in names} | {"distinct": bool(q[..., :128].unique().numel() > 500)}
 
 
-def self_checked(
-    arch: str, limit: int, weight: str, bad: str | None = None, mutation: str | None = None, cache: str = "bfloat16"
-) -> dict[str, Any]:
+def self_checked(arch, limit, weight, bad=None, mutation=None, cache="bfloat16"):
     """The start-up check on a small layer as on a card of ``arch``: its status, and the T of every call it compared.
 
     ``bad``: label of a tile that writes one value of the query wrong.

@@ -1,7 +1,5 @@
 """One instruction on one wave, for the tests of the opcodes; and exact arithmetic to compare with."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -3,8 +3,6 @@
 Each changes one thing on the way of a query tile (the launches below run one) or of a KV row.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 A quick subset; ``python -m tools.gfx9 --arch NAME`` runs every variant.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -67,15 +65,11 @@ def test_gfx9_mutation_planted_in_the_assembly_is_caught(answers, arch, name):
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize("name", [*SCALED, "op_sel_hi of a scale"])
+@pytest.mark.parametrize("name", [*SCALED, "op_sel_hi of a scale", "scales of other lanes"])
 def test_gfx9_mutation_planted_over_mxfp4_weights_is_caught(answers, name):
+    """The last one is a bug of the model, the others are bugs in the assembly."""
     found = answers["gfx950"]["planted"][name]
     assert ("formats than fp4" in found) if name in ("cbsz", "blgp") else found.endswith("bytes")
-
-
-@pytest.mark.mutation
-def test_gfx9_mutation_of_the_model_that_takes_scales_from_other_lanes_is_caught(answers):
-    assert answers["gfx950"]["scales_of_other_lanes"].endswith("bytes")
 
 
 @pytest.mark.parametrize(("at", "side"), [(0, 16), (1, 32)])

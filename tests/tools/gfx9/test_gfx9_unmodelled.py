@@ -1,12 +1,9 @@
 """What is not modelled is an error that names the line; nothing is skipped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from tests.tools.gfx9.gfx9_lanes import execute, fill, wave
 from tools.gfx9 import code
 from tools.gfx9.code import Code
 from tools.gfx9.machine import Program, bind, launch
@@ -86,22 +83,3 @@ def test_gfx9_descriptor_bits_that_are_not_modelled_are_refused(what, places):
         changed[at] ^= bit
         with pytest.raises(Skipped, match=what):
             code._checked(bytes(changed))
-
-
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("v_permlane32_swap_b32_e32 v0, v1", "inactive lanes"),
-        ("ds_bpermute_b32 v2, v0, v1", "inactive lanes"),
-        ("v_mfma_f32_16x16x16_bf16 v[4:7], v[0:1], v[2:3], 0", "inactive lanes"),
-        ("v_div_fmas_f32 v3, v0, v1, v2", "scaled quotient"),
-    ],
-)
-def test_gfx9_operations_across_inactive_lanes_and_a_division_to_scale_back_fault(line, why):
-    w = wave()
-    for register in range(4):
-        fill(w, register, 0)
-    w.set_exec(1)
-    w.set_scalar64(106, 1)
-    with pytest.raises(Fault, match=why):
-        execute(w, line)

@@ -1,7 +1,5 @@
 """Vector opcodes, each against a formula over Python numbers, one lane at a time."""
 
-from __future__ import annotations
-
 import math
 import operator
 from fractions import Fraction
@@ -76,7 +74,7 @@ def bf16(a):
     return (raw + 0x7FFF + (raw >> 16 & 1)) >> 16
 
 
-FORMULAS: dict = {
+FORMULAS = {
     "v_cndmask_b32": lambda a, b, c: b if c else a,
     "v_not_b32": lambda a: M32 - a,
     "v_and_b32": lambda a, b: a & b,

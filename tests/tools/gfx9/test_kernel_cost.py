@@ -1,12 +1,9 @@
 """What a launch costs, counted in the executed code: the bounds, and that bugs in the kernel's order are noticed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,18 +14,13 @@ ARCHS = ("gfx942", "gfx950")
 # Each plants text in the kernel's source and names the bound that has to break.
 PLANTED = {
     "late scale": ("acc *= weight_scale", "acc *= tl.load(w_scale_ptr)", "query tile program"),
-    "late rows": (
-        "    x = tl.load(src, mask=loaded[:, None], other=0.0)\n    slot = ",
-        "    slot = tl.load(slot_ptr + rows, mask=loaded, other=-1)\n"
-        "    x = tl.load(src, mask=(slot >= 0)[:, None], other=0.0)\n    slot = ",
-        "KV latent program",
-    ),
-    "heads last": (
-        "        rest = pid // N\n        head = pid - rest * N\n",
-        "        rest = pid % (token_blocks * latent_tiles)\n        head = pid // (token_blocks * latent_tiles)\n",
-        "bytes",
-    ),
-}
+    "late rows": ("    x = tl.load(src, mask=loaded[:, None], other=0.0)\n    slot = ",
+     "    slot = tl.load(slot_ptr + rows, mask=loaded, other=-1)\n"
+     "    x = tl.load(src, mask=(slot >= 0)[:, None], other=0.0)\n    slot = ", "KV latent program"),
+    "heads last": ("        rest = pid // N\n        head = pid - rest * N\n",
+     "        rest = pid % (token_blocks * latent_tiles)\n        head = pid // (token_blocks * latent_tiles)\n",
+     "bytes"),
+}  # fmt: skip
 RUN = """
 import json, sys
 from dataclasses import asdict
@@ -53,14 +45,13 @@ print(json.dumps({"breaches": cost.breaches(arch, costs), "costs": [asdict(one) 
 """
 
 
-def count(folder: Path, arch: str, old: str = "", new: str = "") -> dict:
+def count(folder, arch, old="", new=""):
     """Count in a process of its own, which compiles for one card."""
     script = folder / "count.py"
     script.write_text(RUN)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(script), arch, old, new], capture_output=True, text=True, env=environment, check=False
-    )
+    command = [sys.executable, str(script), arch, old, new]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

@@ -283,34 +283,6 @@ def use_aiter(env: Env) -> Check:
     return Check("ok", f"{offline.USE_AITER}=1")
 
 
-def fp8_bmm(env: Env) -> Check:
-    """Say which dtype vLLM gives the absorb weights when AITER is on: fp8, or the activation dtype."""
-    if rocm_version() is None:
-        return Check("ok", f"{offline.FP8_BMM} has an effect on ROCm only")
-    return _bmm(env, offline.FP8_BMM, "W_UK and W_UV in fp8", "W_UK and W_UV in the activation dtype")
-
-
-def fp4_bmm(env: Env) -> Check:
-    """Say whether vLLM makes mxfp4 absorb weights: on gfx950, if ``kv_b_proj`` is bf16."""
-    if gpu_arch() != "gfx950":
-        return Check("ok", "has an effect on gfx950 only")
-    return _bmm(env, offline.FP4_BMM, "W_UK and W_UV in mxfp4 if kv_b_proj is bf16", f"see {offline.FP8_BMM} above")
-
-
-def _bmm(env: Env, name: str, held: str, otherwise: str) -> Check:
-    """Ask the installed vLLM how it reads a variable: the default differs between releases."""
-    if not _on(env, offline.USE_AITER):
-        return Check("ok", f"off, because {offline.USE_AITER} is off")
-    try:
-        on = offline.switched_on(name, env)
-    except ValueError as error:
-        return Check("problem", str(error), "correct it; vLLM would not start")
-    if on is None:
-        return Check("unknown", f"{name}: vLLM cannot be asked for its default", SEE_VLLM)
-    origin = name if name in env else f"{name} is unset, in this vLLM"
-    return Check("ok", f"{origin} {'on' if on else 'off'}: {held if on else otherwise}")
-
-
 def batch_invariant(env: Env) -> Check:
     """Check that vLLM need not be batch-invariant: AITER's attention is not."""
     if not _on(env, offline.BATCH_INVARIANT):
@@ -324,13 +296,6 @@ def mla(env: Env) -> Check:
     if not _on(env, offline.NO_MLA):
         return Check("ok", f"{offline.NO_MLA} is off")
     return Check("problem", f"{offline.NO_MLA} is on: no layer uses MLA", f"unset {offline.NO_MLA}")
-
-
-def breakable_graphs(env: Env) -> Check:
-    """Say which integration breakable graphs leave: nothing is compiled then."""
-    if not _on(env, offline.BREAKABLE_GRAPHS):
-        return Check("ok", f"{offline.BREAKABLE_GRAPHS} is off")
-    return Check("ok", "on: the module integration runs; with integration=passes nothing is fused")
 
 
 def module(name: str) -> ModuleType | Exception:
@@ -393,5 +358,5 @@ def _package(point: importlib.metadata.EntryPoint) -> str:
 CHECKS = (
     python, torch, rocm, driver, gpu, triton, hip_python,
     vllm, plugin, vllm_plugins, surface, mla_ops, patches, aiter, code_objects, verified, atom,
-    use_aiter, fp8_bmm, fp4_bmm, batch_invariant, mla, breakable_graphs,
+    use_aiter, batch_invariant, mla,
 )  # fmt: skip

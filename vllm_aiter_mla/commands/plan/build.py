@@ -66,7 +66,10 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
     for name, most in MOST.items():
         if (found := numbers.get(name) or 0) > most:
             raise NoAnswerError(f"--{name.replace('_', '-')} {found}: a number up to {most} expected")
-    limit = _limit(engine, settings) if engine else 0
+    limit = 0
+    if engine:  # where the gate declines, the limit that it would have set
+        asked = (numbers["max_num_seqs"], numbers["num_drafts"], settings.max_token_num)
+        limit = engine["gate"]["limit"] if engine["gate"] else admission.decode_limit(*asked)
     kinds = [_Planned(about["arch"], settings, engine, *layer, limit) for layer in answer.layers] if engine else []
     main = kinds[0] if kinds else None
     total = sum(kind.count for kind in kinds) or model["listed_layers"]
@@ -176,14 +179,6 @@ def _outcome(reasons: list[Skip], engaged: int, total: int) -> str:
     return "some" if engaged else "skipped"
 
 
-def _limit(engine: dict[str, Any], settings: Settings) -> int:
-    """Return the gate's decode limit; where the gate declines, the one that it would have set."""
-    if engine["gate"]:
-        return int(engine["gate"]["limit"])
-    options = engine["options"]
-    return admission.decode_limit(options["max_num_seqs"], options["num_drafts"], settings.max_token_num)
-
-
 def _once(reasons: list[Skip]) -> list[Skip]:
     """Return each reason once; one of the whole engine is not said again of its layers."""
     found: dict[str, list[Skip]] = {}
@@ -199,10 +194,9 @@ def _graph(engine: dict[str, Any] | None, limit: int) -> dict[str, Any]:
     The first ``inside`` ranges are those that the passes would rewrite. Each range is one more compile of the model.
     """
     if engine is None:
-        note = "none: vLLM does not start"
-        ranges, captures = {"ranges": (), "inside": 0}, {"inside": (), "outside": ()}
-        found = {"compile_ranges": ranges | {"note": note}, "captures": captures | {"note": note}}
-        return {"integration": None, "why_not_passes": None} | found
+        note = {"note": "none: vLLM does not start"}
+        ranges, captures = {"ranges": (), "inside": 0} | note, {"inside": (), "outside": ()} | note
+        return {"integration": None, "why_not_passes": None, "compile_ranges": ranges, "captures": captures}
     view, sizes = engine["view"], engine["captures"]
     cut = why_not_passes(view)
     compiled = view.mode == "VLLM_COMPILE" and not view.enforce_eager

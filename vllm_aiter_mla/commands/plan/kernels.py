@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,18 +99,21 @@ def spans(
     if settings.kernel == "auto" and view.kv_cache_dtype.startswith("fp8"):
         for name in AITER_KERNELS:
             chooser.refuse_kernel(name, f"by its sources it {OVERFLOW}")
+    # The last batch size before every border that a back end knows of, up to the limit.
+    borders = {PER_HEAD_TOKENS - 1, *(entry.max_tokens for entries in tiles.TABLE.values() for entry in entries)}
+    points = sorted({border for border in borders if border < limit} | {limit})
+    answers = (at(chooser, operands(view, format, block_size, chooser.backends.platform, point)) for point in points)
     found: list[KernelSpan] = []
-    for tokens in _points(limit):
-        one = at(chooser, operands(view, format, block_size, chooser.backends.platform, tokens))
-        if found and _answer(found[-1]) == _answer(one):
-            found[-1] = replace(found[-1], last=tokens)
-        else:
-            found.append(replace(one, first=found[-1].last + 1 if found else 1))
+    # The reasons of skips name token counts, so they may differ where the same kernel runs.
+    for _, same in groupby(answers, lambda one: (one.kernel, one.detail, [name for name, _ in one.skips])):
+        alike = list(same)
+        start = found[-1].last + 1 if found else 1
+        found.append(replace(alike[0], first=start, last=alike[-1].last))
     return tuple(found)
 
 
 def at(chooser: PlannedLayer, inputs: DecodeInputs) -> KernelSpan:
-    """The choice for one batch size."""
+    """Return the choice for one batch size."""
     choice, tokens = chooser.choose(inputs), inputs.num_tokens
     backend, detail = choice.backend, ""
     if isinstance(backend, AiterBackend):
@@ -132,17 +136,6 @@ def operands(view: LayerView, format: str, block_size: int, platform: Platform, 
         view.qk_rope_head_dim, weight,
     )  # fmt: skip
     return synthetic_inputs(shape, tokens, padded=None)
-
-
-def _points(limit: int) -> list[int]:
-    """The last batch size before every border that a back end knows of, up to ``limit``."""
-    borders = {PER_HEAD_TOKENS - 1, *(entry.max_tokens for entries in tiles.TABLE.values() for entry in entries)}
-    return sorted({border for border in borders if border < limit} | {limit})
-
-
-def _answer(span: KernelSpan) -> tuple[object, ...]:
-    """What spans that run alike share; the reasons of skips name token counts, so they may differ."""
-    return span.kernel, span.detail, [name for name, _ in span.skips]
 
 
 def _never(*arguments: Any) -> Any:

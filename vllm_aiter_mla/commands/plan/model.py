@@ -52,7 +52,15 @@ class Source:
         return dict(config.get("text_config") or config)
 
     def _whole(self) -> dict[str, Any]:
-        return _read(self.config) if isinstance(self.config, Path) else self.config
+        if not isinstance(self.config, Path):
+            return self.config
+        try:
+            config = json.loads(self.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{self.config} is not a readable config: {error}") from error
+        if not isinstance(config, dict):
+            raise ValueError(f"{self.config} is not a readable config: a JSON object expected")
+        return config
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
@@ -125,16 +133,6 @@ def _local_file(name: str) -> Path | None:
     if found is None and is_folder:
         raise LookupError(f"{name} is a folder without a config.json")
     return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a readable config: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is not a readable config: a JSON object expected")
-    return config
 
 
 def _cached(name: str) -> Path | None:
