@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from tests.sandbox import demo
 from tests.support.pages import PAGES, ROOT, RUN, quoted, table, words
 from vllm_aiter_mla import status
 from vllm_aiter_mla.commands import main
+from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.plan import formulas
 from vllm_aiter_mla.compat import offline
 
@@ -166,6 +168,12 @@ def test_what_use_aiter_switches_on_is_on_by_default():
     known = {name for name in envs.environment_variables if name.startswith("VLLM_ROCM_USE_AITER_")}
     assert named <= known
     assert named == {name for name in known if envs.environment_variables[name]() is True}
+
+
+def test_the_known_issues_of_the_page_are_those_of_check():
+    page = PAGES["operate.md"].partition("## Known issues")[2].partition("\n## ")[0]
+    known = {issue["id"]: issue["link"] for issue in json.loads(steps.KNOWN_ISSUES.read_text(encoding="utf-8"))}
+    assert dict(re.findall(r"^\| \[([\w#]+)\]\(([^)]+)\)", page, re.M)) == known
 
 
 def test_aiters_mla_attention_is_not_batch_invariant():

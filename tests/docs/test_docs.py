@@ -108,7 +108,7 @@ def test_the_documented_formulas_are_those_of_the_code(e: int, w: int) -> None:
     step = formulas.Step(*sizes.values())
     found = {name: numbers for path in formulas.paths(step).values() for name, *numbers in path}
     table = CONFIGURATION.partition("| launch | reads | writes |\n|---|---|---|\n")[2].partition("\n\n")[0]
-    rows = [line.strip("| ").split(" | ")[1:] for line in table.splitlines()]
+    rows = [line.replace("`", "").strip("| ").split(" | ")[1:] for line in table.splitlines()]
     # "2 T (N + 1) R" is a product.
     products = [[re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", cell) for cell in row] for row in rows]
     assert len(rows) == 7
