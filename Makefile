@@ -23,7 +23,7 @@ AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup demo test test-all test-rest test-wide test-torch lint prose types quick unit test-avx2 avx2-quick format lock clean
+.PHONY: setup demo test test-all test-rest test-wide test-torch lint types quick unit test-avx2 avx2-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -88,14 +88,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --follow-imports=skip --no-warn-unused-ignores
+	$(BIN)/python tools/prose.py
 
 # The same with the types of torch and vLLM, whose sources take mypy a minute.
 types: setup
 	$(BIN)/mypy
-
-# The words of the pages: length of sentences and cells, and the list in tools/prose.py.
-prose: setup
-	$(BIN)/python tools/prose.py $(ARGS)
 
 quick: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 -m "not engine and not slow"

@@ -23,7 +23,11 @@ def test_the_engine_passes_over_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutation", "failed"), [("", []), ("tests.check.broken_decode:decode_reads_another_channel", [NAMES[2]])]
+    ("mutation", "failed"),
+    [
+        pytest.param("", [], marks=pytest.mark.wide),  # what `make demo` runs
+        ("tests.check.broken_decode:decode_reads_another_channel", [NAMES[2]]),
+    ],
 )
 def test_the_engine_passes_and_prefill_shows_a_decode_that_is_wrong_on_both_sides(
     tmp_path: Path, mutation: str, failed: list[str]
