@@ -36,7 +36,11 @@ def apply(vllm_config: Any) -> int | Skip | None:
     """
     settings = compat_config.settings_of(vllm_config)
     if not settings.enabled:
-        _warn_of_unused(settings)
+        unused = [
+            "max_token_num/" + LIMIT_FIELD if name == "max_token_num" else name for name in unused_options(settings)
+        ]
+        if unused:
+            log.say_once(logging.WARNING, f"{', '.join(unused)} set but {FLAG_FIELD} is off: no effect")
         return None
     engaged = compat_config.engaged_pass(vllm_config)
     view = _view(vllm_config, settings)
@@ -74,7 +78,10 @@ def _engage(vllm_config: Any, settings: Settings, limit: int, engaged: Any, inte
     # New containers instead of changes in place: another config may hold the same list or dict.
     if integration == "passes":
         compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), limit})
-        _open_graph(compilation)
+        _, splitting_ops = patches.users_cuts(compilation)
+        if splitting_ops is None and not compilation.use_inductor_graph_partition:  # keep the layer in one graph
+            compilation.use_inductor_graph_partition = True
+            log.say_once(logging.INFO, "use_inductor_graph_partition=True (was left unset; the passes need it)")
     _split(compilation, integration)
     if engaged is not None and (engaged.limit, engaged.settings) == (limit, settings):
         return
@@ -85,17 +92,10 @@ def _engage(vllm_config: Any, settings: Settings, limit: int, engaged: Any, inte
     from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 
     pass_ = AiterMLAPipeline(vllm_config, limit=limit, settings=settings, chained=chained, integration=integration)
-    compat_config.install_pass(compilation, pass_)
+    slot = compat_config.pass_slot()
+    compilation.inductor_compile_config = {**compilation.inductor_compile_config, slot: pass_}
     with log.warned(f"the gauge {status.GAUGE} is not available"):
         status.show_gauge(compat_config.cache_folder())
-
-
-def _open_graph(compilation: Any) -> None:
-    """Keep the whole layer in one FX graph."""
-    _, splitting_ops = patches.users_cuts(compilation)
-    if splitting_ops is None and not compilation.use_inductor_graph_partition:
-        compilation.use_inductor_graph_partition = True
-        log.say_once(logging.INFO, "use_inductor_graph_partition=True (was left unset; the passes need it)")
 
 
 def _split(compilation: Any, integration: str) -> None:
@@ -153,10 +153,3 @@ def _announce(vllm_config: Any, view: ConfigView, integration: str, settings: Se
     else:
         ranges = f"compile ranges end at {limit}; above it the graph is left to vLLM"
     log.say_once(logging.INFO, f"on: decode limit {limit} tokens ({origin}); {ranges}; kernel {settings.kernel}")
-
-
-def _warn_of_unused(settings: Settings) -> None:
-    unused = unused_options(settings)
-    if unused:
-        names = ", ".join("max_token_num/" + LIMIT_FIELD if name == "max_token_num" else name for name in unused)
-        log.say_once(logging.WARNING, f"{names} set but {FLAG_FIELD} is off: no effect")

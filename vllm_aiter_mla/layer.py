@@ -70,8 +70,10 @@ class Layer:
     def __init__(self, module: Any, engine: Backends | None = None) -> None:
         self.name, self.module = str(getattr(module, "layer_name", "")), module
         self.backends = engine or backends.of_engine(compat_layer.config_of(module))
-        self.padded = self._padded_heads()
-        self.out_heads = 0 if self.padded is None else self.padded.heads
+        padded, arch = compat_layer.padded_heads(module), self.backends.platform.arch
+        if padded and vllm_own.may_take_parts(arch, module.num_heads, module.kv_cache_dtype.startswith("fp8")):
+            padded = None
+        self.padded, self.out_heads = padded, padded.heads if padded else 0
         self.limit = sys.maxsize
         self.state: Literal["unchecked", "trusted", "refused", "failed"] = "unchecked"
         self.reason = ""
@@ -98,14 +100,6 @@ class Layer:
         return found
 
     # What is decided about the layer.
-
-    def _padded_heads(self) -> compat_layer.PaddedHeads | None:
-        found = compat_layer.padded_heads(self.module)
-        if found is None:
-            return None
-        module, arch = self.module, self.backends.platform.arch
-        fp8_cache = module.kv_cache_dtype.startswith("fp8")
-        return None if vllm_own.may_take_parts(arch, module.num_heads, fp8_cache) else found
 
     def shape(self) -> LayerShape:
         """Return what decides the kernel of the layer, without a batch: the one key of its checks and timings.
@@ -345,22 +339,20 @@ class Layer:
         return VLLM, None
 
     def _still_holds(self, inputs: DecodeInputs) -> bool:
-        """Whether what is remembered was found for these tensors; forget it otherwise."""
-        same = self._same_constants(inputs)
+        """Whether what is remembered was found for these tensors; forget it otherwise.
+
+        The rotary table and the cache scale may be other tensors, if what a contract looks at is as before.
+        """
+        table, k_scale, same = inputs.cos_sin_cache, inputs.k_scale, True
+        if table is not self._constants[0] or k_scale is not self._constants[1]:
+            before, self._constants = self._described, (table, k_scale)
+            self._described = (table.shape, table.stride(), table.dtype, k_scale.shape, k_scale.dtype)
+            same = self._described == before
         if same and inputs.weight is self._lasting[0] and inputs.q_scale is self._lasting[1]:
             return True
         self._runs.clear()
         self._lasting = (inputs.weight, inputs.q_scale)
         return False
-
-    def _same_constants(self, inputs: DecodeInputs) -> bool:
-        """Whether rotary table and cache scale are as before in what a contract looks at; other tensors may be."""
-        table, k_scale = inputs.cos_sin_cache, inputs.k_scale
-        if table is self._constants[0] and k_scale is self._constants[1]:
-            return True
-        before, self._constants = self._described, (table, k_scale)
-        self._described = (table.shape, table.stride(), table.dtype, k_scale.shape, k_scale.dtype)
-        return self._described == before
 
     def cache_view(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """Return the layer's cache as the kernels take it, made once per cache; forget what another cache led to."""

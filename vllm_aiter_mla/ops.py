@@ -67,10 +67,6 @@ class Rope(NamedTuple):
     k_scale: torch.Tensor
     is_neox: bool
 
-    def of_rows(self, n: int) -> "Rope":
-        """Return the rotation of the first ``n`` rows."""
-        return self if n == self.positions.shape[0] else self._replace(positions=self.positions[:n])
-
 
 def register() -> None:
     """Define the ops under ``torch.ops.vllm_aiter_mla``. Idempotent."""
@@ -157,11 +153,8 @@ def mla_attention_with_rope(
         q: [T, N, P+R], not rotated; its rope part is rotated in place in a batch with prefill rows.
         k_pe: [T, R], not rotated; likewise.
         kv_c: [T, L].
-        positions: [T] int64.
-        cos_sin_cache: [max_position, R].
-        k_scale: one float32, dequantisation scale of the cache.
+        positions, cos_sin_cache, k_scale, is_neox: see ``Rope``.
         output: [T, N*V], written in place.
-        is_neox: pairing of the rotation.
         layer_name: the layer.
 
     Raises:
@@ -201,29 +194,20 @@ def attention_with_rope(
     """
     if backend.is_capturing():
         _check_capture(step)
-    query = _prepared_or_none(step, q, k_pe, kv_c, rope) if step.decode_only else None
+    query = None
+    if step.decode_only:
+        try:
+            query = prepared_query(step, q, k_pe, kv_c, rope)
+        except Exception as error:
+            if backend.is_capturing():
+                raise  # half of a launch would be in the graph
+            step.layer.fail(error)  # no kernel changes q or k_pe: vLLM's attention can take them
     if query is not None:
         decode(step, query, output)
         return
     if step.metadata is not None:
         rotate_and_write(step, q, k_pe, kv_c, rope)
     step.layer.vllm_forward(q, kv_c, k_pe.unsqueeze(1), step.metadata, output)
-
-
-def _prepared_or_none(
-    step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope
-) -> torch.Tensor | None:
-    """Prepare the query; if the kernel raises, the layer goes to vLLM's attention. No kernel changes q or k_pe.
-
-    Inside a capture the error passes: half of a launch would be in the graph.
-    """
-    try:
-        return prepared_query(step, q, k_pe, kv_c, rope)
-    except Exception as error:
-        if backend.is_capturing():
-            raise
-        step.layer.fail(error)
-        return None
 
 
 def prepared_query(
@@ -251,7 +235,7 @@ def rotate_and_write(step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c:
     """
     n, width, slots = step.num_actual_tokens, k_pe.shape[-1], step.slots
     if n != q.shape[0]:
-        q, k_pe, kv_c, rope = q[:n], k_pe[:n], kv_c[:n], rope.of_rows(n)
+        q, k_pe, kv_c, rope = q[:n], k_pe[:n], kv_c[:n], rope._replace(positions=rope.positions[:n])
     q_pe = q.narrow(2, q.shape[2] - width, width)
     if slots is None or not step.kv_cache.numel():
         step.layer.rotate(q_pe, k_pe, rope)

@@ -24,7 +24,12 @@ def register() -> None:
     _registered = True
     patches.run("torch ops", _register_ops)
     patches.apply_all(apply_gate, attach)
-    _report(patches.failures())
+    for name, error in patches.failures().items():
+        optional = name in patches.OPTIONAL
+        effect = "use additional_config.aiter_mla instead" if optional else "vLLM runs unmodified"
+        log.say_once(logging.WARNING, f"{name} failed, {effect}: {error}")
+    if not patches.failures():
+        log.say_once(logging.DEBUG, f"{__version__} registered; off until it is switched on")
 
 
 def apply_gate(vllm_config: Any) -> None:
@@ -54,12 +59,3 @@ def _register_ops() -> None:
     from vllm_aiter_mla.ops import register as define_ops
 
     define_ops()
-
-
-def _report(failures: dict[str, str]) -> None:
-    if not failures:
-        log.say_once(logging.DEBUG, f"{__version__} registered; off until it is switched on")
-    for name, error in failures.items():
-        optional = name in patches.OPTIONAL
-        effect = "use additional_config.aiter_mla instead" if optional else "vLLM runs unmodified"
-        log.say_once(logging.WARNING, f"{name} failed, {effect}: {error}")

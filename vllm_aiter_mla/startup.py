@@ -210,7 +210,7 @@ def self_check(
                 return result
             log.say_once(logging.DEBUG, result.message)
             if capture_sizes:
-                for large in {large for _, large in backend.tried_caches(shape.block_size)}:
+                for large in backend.caches:
                     backend.warm_up(synthetic_inputs(one, tokens=1, large=large), capture_sizes)
     except Exception as error:
         return SelfCheckResult(False, f"{name}: self-check FAILED: {type(error).__name__}: {error}", {}, 0)

@@ -125,7 +125,7 @@ def test_every_answer_follows_from_bind():
     with pytest.raises(KernelInputError, match="refusing: never"):
         Refusing().prepare(operands)
     assert not self_check(Refusing(), SMALL).ok
-    assert Refusing().tried_caches(64) == ((64, False),), "without variants, over the layer's own cache"
+    assert Refusing().caches == (False,), "without variants, over a small cache only"
 
 
 def test_synthetic_operands_on_meta_take_no_memory_whatever_their_number():
@@ -147,9 +147,9 @@ class Wrong(ReferenceBackend):
 
     name, trusted = "wrong", False
 
-    def __init__(self, tried, where):
+    def __init__(self, caches, where):
         super().__init__()
-        self.tried_caches, self.where = tried, where
+        self.caches, self.where = caches, where
 
     def bind(self, inputs):
         wrong = self.where(inputs)
@@ -166,9 +166,9 @@ def test_a_synthetic_large_cache_is_one_to_triton_and_as_small_as_the_other(larg
 
 @pytest.mark.mutation
 def test_a_kernel_that_is_wrong_over_a_large_cache_alone_fails_its_self_check():
-    tried = TritonBackend().tried_caches
-    assert self_check(Wrong(tried, lambda inputs: False), SHAPE).ok
-    assert not self_check(Wrong(tried, is_large), SHAPE).ok
+    caches = TritonBackend.caches
+    assert self_check(Wrong(caches, lambda inputs: False), SHAPE).ok
+    assert not self_check(Wrong(caches, is_large), SHAPE).ok
 
 
 @pytest.mark.parametrize(("opt", "kernel"), [(False, "per-head"), (True, "opt")])

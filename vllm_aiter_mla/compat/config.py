@@ -83,7 +83,8 @@ def op_differences() -> tuple[str, ...]:
             import_module(FUSED_MODULE if name == FUSED else ATTENTION_MODULE)
             schema = getattr(torch.ops.vllm, name).default._schema
         except Exception as error:
-            differences.append(f"the op vllm::{name} cannot be found ({_line(error)})")
+            line = f"{type(error).__name__}: {error}".replace("\n", " ")
+            differences.append(f"the op vllm::{name} cannot be found ({line})")
             continue
         known = arguments.split()
         found = [one.name + "!" * bool(one.alias_info and one.alias_info.is_write) for one in schema.arguments]
@@ -121,14 +122,9 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
         dcp=getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1),
         pcp=getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1),
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
-        integration=integration_asked(settings),
+        integration=settings.integration if settings.debug.stop_after is None else "passes",  # only they stop early
         **_model_facts(vllm_config.model_config),
     )
-
-
-def integration_asked(settings: Settings) -> str:
-    """Return the integration that the options ask for; only the passes can stop early."""
-    return settings.integration if settings.debug.stop_after is None else "passes"
 
 
 def mla_layers(model: Any) -> tuple[int, ...]:
@@ -250,11 +246,6 @@ def engaged_pass(vllm_config: Any) -> Any:
     return found if ours else None
 
 
-def install_pass(compilation: Any, pass_: Any) -> None:
-    """Put ``pass_`` (an ``InductorPass``) into the slot, in a new dict: another config may hold the old one."""
-    compilation.inductor_compile_config = {**compilation.inductor_compile_config, pass_slot(): pass_}
-
-
 def wrapped_pass(compilation: Any) -> Any:
     """Return the user's pass as an ``InductorPass``, ``None`` when there is none.
 
@@ -313,7 +304,3 @@ def _breakable_cudagraph() -> bool:
     except ImportError:
         return False
     return bool(is_breakable_cudagraph_enabled())
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".replace("\n", " ")

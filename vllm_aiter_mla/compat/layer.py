@@ -340,9 +340,7 @@ def is_piecewise() -> bool:
 
 def fp8_view(kv_cache: torch.Tensor) -> torch.Tensor:
     """Return vLLM's uint8 KV cache as a view of the platform's fp8 type; other caches as they are."""
-    if kv_cache.dtype != torch.uint8:
-        return kv_cache
-    return kv_cache.view(_vllm().platforms.current_platform.fp8_dtype())
+    return kv_cache.view(fp8_dtype()) if kv_cache.dtype == torch.uint8 else kv_cache
 
 
 def is_decode_only(metadata: Any, slots: torch.Tensor | None) -> bool:
@@ -376,18 +374,16 @@ class _VLLM(NamedTuple):
     resolve_name: Callable[[Any], str]
     forward_context: Callable[[], Any]
     piecewise: Any
-    platforms: Any
 
 
 @functools.cache
 def _vllm() -> _VLLM:
-    from vllm import platforms
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.attention.attention import get_attention_context
     from vllm.utils.torch_utils import _resolve_layer_name
 
-    return _VLLM(get_attention_context, _resolve_layer_name, get_forward_context, CUDAGraphMode.PIECEWISE, platforms)
+    return _VLLM(get_attention_context, _resolve_layer_name, get_forward_context, CUDAGraphMode.PIECEWISE)
 
 
 # -- registering an op so that vLLM treats it as one of its own attention ops

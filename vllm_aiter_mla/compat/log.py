@@ -49,25 +49,18 @@ def exchange(mine: Any) -> tuple[int, list[Any]]:
     Every rank of the engine has to call it. It uses vLLM's CPU groups and no device. Without groups it returns
     ``(0, [mine])``.
     """
-    pipeline = _pipeline()
-    if pipeline is None:
-        return 0, [mine]
-    from vllm.distributed import parallel_state
-
-    tensor = parallel_state.get_tp_group()
-    stages = _gathered(_gathered(mine, tensor), pipeline)
-    return pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group, [one for stage in stages for one in stage]
-
-
-def _pipeline() -> Any | None:
     import torch
 
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
-        return None
+        return 0, [mine]
     from vllm.distributed import parallel_state
 
-    return parallel_state.get_pp_group() if parallel_state.model_parallel_is_initialized() else None
+    if not parallel_state.model_parallel_is_initialized():
+        return 0, [mine]
+    pipeline, tensor = parallel_state.get_pp_group(), parallel_state.get_tp_group()
+    stages = _gathered(_gathered(mine, tensor), pipeline)
+    return pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group, [one for stage in stages for one in stage]
 
 
 def _gathered(mine: Any, group: Any) -> list[Any]:

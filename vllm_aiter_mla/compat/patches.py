@@ -1,11 +1,7 @@
 """Everything that this plugin changes in vLLM: three patches, each with its symptom and when it can go.
 
-1. ``extend_pass_config``: the flag's two fields on ``PassConfig``.
-2. ``hook_platform``: the gate runs for every ``VllmConfig``.
-3. ``hook_workers``: workers are told after loading and after warm-up.
-
-Each is idempotent. ``apply_all`` never raises: a failure is kept, and the gate skips the engine because of it.
-Importing this file imports no vLLM.
+``extend_pass_config``, ``hook_platform`` and ``hook_workers``. Each is idempotent. ``apply_all`` never raises: a
+failure is kept, and the gate skips the engine because of it. Importing this file imports no vLLM.
 """
 
 from __future__ import annotations
@@ -87,8 +83,15 @@ def extend_pass_config() -> None:
 
     if _FIELDS_MARK in PassConfig.__dict__:
         return
+    from pydantic import Field, Strict
+
     vllm_hash = PassConfig().compute_hash()
-    added = {name: spec for name, spec in _field_specs().items() if name not in PassConfig.__dataclass_fields__}
+    # Strict: pydantic would otherwise read "true", 1 and "yes" as a bool and true as the int 1.
+    specs: dict[str, tuple[Any, Any]] = {
+        FLAG_FIELD: (Annotated[bool, Strict()], False),
+        LIMIT_FIELD: (Annotated[int, Strict(), Field(gt=0)] | None, None),
+    }
+    added = {name: spec for name, spec in specs.items() if name not in PassConfig.__dataclass_fields__}
     before = {name: PassConfig.__dict__[name] for name in _WRAPPED}
     for name, (annotation, default) in added.items():
         # dataclasses cannot add a field to a finished class: let it make the Field on a throw-away class.
@@ -109,16 +112,6 @@ def extend_pass_config() -> None:
 def pass_config_values(pass_config: object) -> dict[str, object]:
     """Return the two options of a ``PassConfig``; ``None`` for a field that it lacks."""
     return {name: getattr(pass_config, name, None) for name in (FLAG_FIELD, LIMIT_FIELD)}
-
-
-def _field_specs() -> dict[str, tuple[Any, Any]]:
-    from pydantic import Field, Strict
-
-    # Strict: pydantic would otherwise read "true", 1 and "yes" as a bool and true as the int 1.
-    return {
-        FLAG_FIELD: (Annotated[bool, Strict()], False),
-        LIMIT_FIELD: (Annotated[int, Strict(), Field(gt=0)] | None, None),
-    }
 
 
 def _rebuild_validators() -> None:

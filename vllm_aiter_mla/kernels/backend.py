@@ -98,11 +98,13 @@ class KernelBackend(ABC):
         name: as the option ``kernel`` has it.
         trusted: whether it needs no self-check: it holds no new code, or is what a check compares with.
         bounds: what counts as agreement with the reference.
+        caches: what a check has to try: for each cache whether it spans 2 GiB or more.
     """
 
     name: str
     trusted: ClassVar[bool] = False
     bounds: ClassVar[Bounds] = EXACT
+    caches: ClassVar[tuple[bool, ...]] = (False,)
 
     @abstractmethod
     def bind(self, inputs: DecodeInputs) -> Binding | str:
@@ -143,10 +145,6 @@ class KernelBackend(ABC):
 
     def reloaded(self) -> None:  # noqa: B027  most keep nothing
         """Renew, in place, what was derived from tensors that vLLM has loaded again."""
-
-    def tried_caches(self, block_size: int) -> tuple[tuple[int, bool], ...]:
-        """Return (block size, whether it spans 2 GiB or more) of the caches that a check has to try."""
-        return ((block_size, False),)
 
     def absorbed(self, inputs: DecodeInputs) -> torch.Tensor | None:
         """Return the absorbed query [T, N, L] by its own product; None if it has none of its own outside a launch."""

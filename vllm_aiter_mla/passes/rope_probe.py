@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from vllm_aiter_mla.kernels.reference import rotate
 from vllm_aiter_mla.passes.fx import VIEW_OPS, arguments, is_call, is_view, val, width
 
 aten = torch.ops.aten
@@ -55,6 +56,7 @@ ROTARY_OPS = {
 """The in-place rotary ops, each with the names of its query and key arguments."""
 MODELLED = {"rope_dim_offset": 0, "inverse": False, "offsets": None}
 """The only values under which a rotary op is the rotation that ``rope`` computes."""
+rope = partial(rotate, dtype=torch.float64)
 
 
 class ConeTooLargeError(Exception):
@@ -174,13 +176,11 @@ class TableReaders:
             return False
         if node not in self._known:
             self._known[node] = False
-            self._known[node] = self._reaches_table(node)
+            if node.op == "call_function" and node.target in TRANSPARENT_OPS:
+                self._known[node] = any(self(parent) for parent in node.all_input_nodes)
+            else:
+                self._known[node] = lookup(node) is not None or rotary_call(node) is not None
         return self._known[node]
-
-    def _reaches_table(self, node: fx.Node) -> bool:
-        if node.op == "call_function" and node.target in TRANSPARENT_OPS:
-            return any(self(parent) for parent in node.all_input_nodes)
-        return lookup(node) is not None or rotary_call(node) is not None
 
 
 def _is_wide_float(node: fx.Node) -> bool:
@@ -226,13 +226,6 @@ class Probe:
                 tensor = rope(heads, cos, sin, bool(node.kwargs["is_neox"])).view_as(tensor)
             rotated.append(tensor)
         return tuple(rotated)
-
-
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """Rotate pairs of the last dimension of ``x`` [..., R] by ``cos`` and ``sin`` [..., R/2], in their dtype."""
-    first, second = x.chunk(2, -1) if is_neox else (x[..., 0::2], x[..., 1::2])
-    pair = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat(pair, -1) if is_neox else torch.stack(pair, -1).flatten(-2)
 
 
 def concrete(size: Any) -> int:

@@ -295,7 +295,7 @@ def test_triton_hints_of_the_gate_are_those_the_launcher_finds(recorder, arch, w
     dtype = "float8_e4m3fnuz" if arch == "gfx942" else "float8_e4m3fn"
     inputs = build(Case(heads=16, w_major=w_major, cache=dtype, weight=dtype if form == "fp8" else form))[0]
     tile = tiles.entry_for(arch, 5, 16).tile
-    launcher.launch(inputs, tile)
+    launcher.Launch(inputs, tile)(inputs)
     stored = {"cache_ptr": target.fp8_type, "out_ptr": target.fp8_type}
     stored |= {"fp8": {"w_ptr": target.fp8_type}, "mxfp4": aot.MXFP4_TYPES}.get(form, {})
     compiled = aot.constants(target, aot.Variant(tile, 16, weight_major=w_major, weight=form))

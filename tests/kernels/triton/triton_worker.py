@@ -59,7 +59,7 @@ def compare_tile(arch: str, index: int, weight: str, mutation: str | None = None
     tile = list(dict.fromkeys(entry.tile for entry in TABLE[arch]))[index]
     inputs, storage = cases.build(cases.Case(tokens=tile.block_t + 3, heads=1, weight=weight))
     with planted(mutation):
-        return cases.compare(inputs, storage, lambda given: launcher.launch(given, tile))
+        return cases.compare(inputs, storage, lambda given: launcher.Launch(given, tile)(given))
 
 
 def odd_rows(cache: str = "bfloat16", weight: str = "float8_e4m3fn", mutation: str | None = None) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,10 @@ class AiterInstall:
 
 def locate_aiter() -> AiterInstall:
     """Look for AITER on this interpreter's path. Imports nothing, starts nothing, never raises."""
-    spec = _find_spec()
+    try:
+        spec = importlib.util.find_spec("aiter")
+    except (ImportError, ValueError, AttributeError):
+        spec = None  # a module without a spec in sys.modules, or a broken finder: treated as absent
     distribution = _distribution()
     if spec is None:
         broken = f"{distribution} is installed but its package `aiter` is not importable: reinstall it"
@@ -66,15 +68,10 @@ def locate_aiter() -> AiterInstall:
         return AiterInstall(reason, None, distribution)
     package = Path(spec.origin).parent
     signature, problem = _read_signature(package)
-    return AiterInstall(problem, package, distribution, signature, problem is None and _prebuilt(package))
-
-
-def _find_spec() -> ModuleSpec | None:
-    try:
-        return importlib.util.find_spec("aiter")
-    except (ImportError, ValueError, AttributeError):
-        # A module without a spec in sys.modules, or a broken finder: treated as absent.
-        return None
+    # jit/core.py, get_user_jit_dir(): the variable, else the package, else the home directory.
+    places = [os.environ.get("AITER_JIT_DIR"), package / "jit", Path.home() / ".aiter" / "jit"]
+    prebuilt = problem is None and any((Path(place) / f"{MODULE}.so").is_file() for place in places if place)
+    return AiterInstall(problem, package, distribution, signature, prebuilt)
 
 
 def _distribution() -> str | None:
@@ -111,12 +108,6 @@ def signature_problem(names: tuple[str, ...], mandatory: int) -> str | None:
     if names[: len(REQUIRED)] != REQUIRED or mandatory > len(REQUIRED):
         return f"{OP} has arguments this version of the plugin does not know: {', '.join(names)}; update the plugin"
     return None
-
-
-def _prebuilt(package: Path) -> bool:
-    # jit/core.py, get_user_jit_dir(): the variable, else the package, else the home directory.
-    places = [os.environ.get("AITER_JIT_DIR"), package / "jit", Path.home() / ".aiter" / "jit"]
-    return any((Path(place) / f"{MODULE}.so").is_file() for place in places if place)
 
 
 def load_op() -> Op:

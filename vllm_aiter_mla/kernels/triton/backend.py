@@ -32,6 +32,7 @@ class TritonBackend(KernelBackend):
 
     name = "triton"
     bounds = OWN_BMM
+    caches = (False, True)  # Triton compiles another variant, with 64-bit offsets, for a large cache
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class: one launch, on the tile that belongs to the call's shape.
@@ -56,10 +57,6 @@ class TritonBackend(KernelBackend):
         from vllm_aiter_mla.kernels.triton import launcher
 
         return tiles.tried_counts(launcher.current_arch(), inputs.num_heads)
-
-    def tried_caches(self, block_size: int) -> tuple[tuple[int, bool], ...]:
-        """See the base class: Triton compiles another variant, with 64-bit offsets, for a large cache."""
-        return ((block_size, False), (block_size, True))
 
     def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> tuple[Tile, ...]:
         """Compile and load every variant that captures of ``token_counts`` rows need. Call it outside capture.
@@ -90,7 +87,7 @@ class TritonBackend(KernelBackend):
         arch, heads = launcher.current_arch(), template.num_heads
         needed = tuple(dict.fromkeys(entry_for(arch, heads=heads, tokens=n).tile for n in token_counts if n > 0))
         for tile in needed:
-            launcher.launch(one, tile)
+            launcher.Launch(one, tile)(one)
         return needed
 
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from triton import cdiv
 
 from vllm_aiter_mla.kernels import backend, formats
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
@@ -25,9 +26,9 @@ def current_arch() -> str:
 def programs(tokens: int, heads: int, slots: int, latent: int, tile: Tile) -> tuple[int, int, int, int]:
     """Return how many programs of each kind the one-dimensional grid has, in its order: the kernel's docstring."""
     width, blocks = tile.columns(latent)
-    query = heads * _ceil(tokens, tile.block_t) * (latent // (width * blocks))
-    rope = _ceil(tokens * heads, tile.rope_rows)
-    return query, rope, _ceil(slots, tile.rope_rows), _ceil(slots, tile.kv_rows)
+    query = heads * cdiv(tokens, tile.block_t) * (latent // (width * blocks))
+    rope = cdiv(tokens * heads, tile.rope_rows)
+    return query, rope, cdiv(slots, tile.rope_rows), cdiv(slots, tile.kv_rows)
 
 
 def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
@@ -132,11 +133,6 @@ class Launch:
         return out
 
 
-def launch(inputs: DecodeInputs, tile: Tile) -> torch.Tensor:
-    """Bind and run one call: see ``Launch``."""
-    return Launch(inputs, tile)(inputs)
-
-
 _compiled: set[tuple[Any, ...]] = set()
 """The variants that have been launched outside a capture."""
 
@@ -171,7 +167,3 @@ def _row_stride(tensor: torch.Tensor, dim: int) -> int:
 
 def _fp8_max(dtype: torch.dtype) -> float:
     return formats.flavour_of(dtype).max if formats.is_fp8(dtype) else 0.0
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
