@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every reason to skip an engine or a layer, as tables of rules; and the decode limit's arithmetic.
 
 A rule is a code, a condition over a plain view, and a sentence. ``compat`` fills the views from vLLM's objects. This

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel back ends of one engine: which there are, in which order they are tried, and how each is built."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON files with a stamp that says where a figure comes from, and the fingerprint of the plugin's sources.
 
 Imports neither torch, vLLM nor AITER: versions come from the metadata of what is installed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gate: reads the options, skips or engages, and makes the few changes to a ``VllmConfig`` that engage.
 
 ``compat.patches.hook_platform`` calls it for every ``VllmConfig`` that is built, after the platform's own checks and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One object per MLA layer: which kernel may run it, why not, and its calls in serving.
 
 The object is kept on vLLM's own module and lives as long as its engine, so nothing that is decided for one engine

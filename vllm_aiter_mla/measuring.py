@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time the kernels at start-up on the user's card: one choice for all ranks of an engine, kept for the next start.
 
 Kernels that cannot be timed keep the static order, and one line says so. That is not an error in strict mode either,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The module integration: the forward of vLLM's MLA wrapper calls the plugin's op. It needs no compiled graph.
 
 ``installed`` surrounds the loading of a model, so that its wrappers are of our class. ``emit`` then decides for each

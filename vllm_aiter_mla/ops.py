@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The three ops that rewritten graphs call: their registration, their fakes, and what they do.
 
 Registered when the plugin loads, because a warm start calls them without ever running a pass. An op reads vLLM's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry point of ``vllm.general_plugins``: vLLM calls ``register()`` in every process, before any config exists."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plugin's options: one frozen record, read from two spellings and checked before an engine starts.
 
 Spelling one is two fields of vLLM's ``pass_config``. Spelling two is ``additional_config={"aiter_mla": {...}}``::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the plugin does in a worker whose fast path is on: check and time kernels after loading, say the status line.
 
 vLLM's memory profiling may already capture graphs, so the kernels are checked right after loading. The status counts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the fast path in this process, and why the rest does not: the status line, the status file, the gauge.
 
 The ops count the layers, because a warm start loads a compiled artifact and never runs a pass. Only the passes know why

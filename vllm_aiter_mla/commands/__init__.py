@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: one module per command, each importing what it needs only when it runs."""

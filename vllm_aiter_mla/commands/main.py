@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla``: the commands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla measure``: time the kernels on this machine's GPU, as start-up does."""
 
 from __future__ import annotations

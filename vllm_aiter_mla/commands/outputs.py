@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the commands write: files, lines of progress and of errors, text from elsewhere. Imports no torch."""
 
 from __future__ import annotations

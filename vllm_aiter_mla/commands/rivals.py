@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that ``measure`` times beside ours, and that never serve.
 
 AITER's op behind vLLM's fp8 product on another tile; and AITER's own single launch,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla status``: what the servers of this machine run, from their status files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla verify``: capture graphs here, replay them as serving does, compare with the reference."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's version, its ``VllmConfig`` as plain records, its MLA ops' arguments, and its slot for a custom pass.
 
 The gate skips an engine whose vLLM differs from what this file says. docs/development.md tells what to do about a new

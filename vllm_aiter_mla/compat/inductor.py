@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's base classes for post-grad passes.
 
 Importing this imports torch's compiler, so it is imported late: a run with the flag off does not pay for it.

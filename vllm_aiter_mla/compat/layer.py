@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's ``MLAAttention`` layer: its facts for admission, its kernels, the forward context, how its ops register."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plugin's log lines, and messages between the ranks of one engine.
 
 The lines go through a child of the logger "vllm", the only name for which vLLM configures handlers. The ranks are those

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that this plugin changes in vLLM: three patches, each with its symptom and when it can go.
 
 ``extend_pass_config``, ``hook_platform`` and ``hook_workers``. Each is idempotent. ``apply_all`` never raises: a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's ROCm platform, its finished config and its MLA layers, in a process that starts no engine: ``plan``, tests.
 
 The model has no weights. Its layers are built on torch's ``meta`` device, with this made up on every machine:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's MLA wrapper: its registry of replaced layers, and the two forwards that the module integration replaces."""
 
 from __future__ import annotations

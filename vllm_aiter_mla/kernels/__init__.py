@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel back ends: tensors in, tensors out. Nothing here imports vLLM.
 
 ``inputs`` holds the operands of a call, the contract that all back ends share, and synthetic operands. ``absorb`` is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The absorbed up-projection W_UK in the three formats in which vLLM holds it, and the product with each.
 
 "plain" is the activation dtype. "fp8" is vLLM's default where AITER is on. vLLM uses "mxfp4" on gfx950 if ``kv_b_proj``

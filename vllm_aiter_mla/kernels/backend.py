@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol of every kernel back end, the terms in which results are compared, and the test for a graph capture."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The number formats below 16 bits, and how AITER rounds into them.
 
 fp8 is e4m3 in one of two flavours. mxfp4 is the OCP microscaling format: e2m1 values in groups of 32 under one power of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time the back ends on the card they run on, choose by the figures, and keep the figures for the next start.
 
 vLLM's sequence runs unless another one clearly beats it by ``MARGIN``. Among those that do, the earlier one in the

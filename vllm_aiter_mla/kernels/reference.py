@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference back end: plain PyTorch, bit-faithful to AITER's op, our Triton kernel or vLLM's own, by ``Numerics``.
 
 It runs anywhere, never synchronises with the device and allocates only temporaries, so that a graph can capture it.

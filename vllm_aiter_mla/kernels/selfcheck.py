@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a back end on synthetic rows and compare it with the reference, before the first graph is captured.
 
 This project has measured nothing about AITER, and infers two facts about its rounding from the source. Because of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ``vllm`` back end: the sequence that vLLM itself runs, with its fusions on. Others are timed against it."""
 
 from __future__ import annotations

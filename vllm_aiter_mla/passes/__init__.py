@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graph to graph: the matcher, the three passes, and the one Inductor pass that vLLM sees.
 
 pipeline       the Inductor pass: compile range, match, admission, passes 1 to 3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read a whole MLA layer, starting at its attention node, into one record, or give the reason to skip it.
 
 Nothing is rewritten here. Every check looks at what the nodes compute (see ``rope_probe``), at who else reads them, and

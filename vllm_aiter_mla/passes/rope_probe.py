@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recognise a RoPE, however it is written, by evaluating a few graph nodes on tiny float64 tensors.
 
 A decomposed RoPE comes in many spellings: NeoX or GPT-J, chunk or slice, cat or stack, views repeated per consumer,

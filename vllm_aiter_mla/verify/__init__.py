@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Capture and replay regression: everything that serving does to a captured graph, compared with the reference.
 
 ``vllm-aiter-mla verify`` runs it on the user's machine. It runs the plugin's own op bodies over plain tensors, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run consists of, as data: sizes, dtypes, and the steps by which each case does what serving does."""
 
 from __future__ import annotations

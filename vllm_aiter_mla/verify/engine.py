@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Capture and replay: by CUDA or HIP graphs on a GPU; elsewhere by repeating the recorded ATen calls of a step.
 
 A recording repeats the calls with its tensor objects and Python values. Everything that Python decided is frozen: a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a captured graph launches, read from its DOT dump, and what a back end may launch.
 
 CUDA's verbose dump and HIP's plain dump both put what matters into a label:

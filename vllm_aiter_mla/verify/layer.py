@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of plain tensors in place of vLLM's, the buffers that serving keeps, and the steps of a model over them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold after a step, each rule under its own name."""
 
 from __future__ import annotations

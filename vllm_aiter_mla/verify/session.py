@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole run: which cases, with which back ends, on what machine, and the outcome."""
 
 from __future__ import annotations

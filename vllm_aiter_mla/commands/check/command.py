@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla check MODEL``: run the steps, print each as it ends, then one table and one line."""
 
 from __future__ import annotations

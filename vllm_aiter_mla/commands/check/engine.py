@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's engine with the flag off and on, over a small random model or a checkpoint, and the comparison of the two.
 
 ``python -m vllm_aiter_mla.commands.check.engine REQUEST ANSWER`` runs one engine, in a process of its own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks: the machine from its card to the packages on it, what the plugin calls in vLLM, vLLM's variables."""
 
 from __future__ import annotations

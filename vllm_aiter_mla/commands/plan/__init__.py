@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla plan``: what would engage, from a model's config and the options of ``vllm serve``.
 
 ``model`` finds the config and starts a process of its own, in which ``build`` makes the plan: it asks vLLM

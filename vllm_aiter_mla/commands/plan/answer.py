@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What vLLM itself decides for ``vllm serve`` on an AMD card: its finished ``VllmConfig``, and its MLA layers.
 
 The plugin is loaded, so the engine's own gate decides. ``card`` says what is made up where there is no ROCm, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan as plain containers, for ``--json`` and for the page alike; and the process that makes it.
 
 ``python -m vllm_aiter_mla.commands.plan.build [gfx942|gfx950]`` reads one request as JSON and prints the plan as JSON,

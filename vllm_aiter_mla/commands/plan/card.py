@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An AMD card that is not here: what vLLM's own ``RocmPlatform`` asks of a machine, made up for this process.
 
 Nothing is made up on a ROCm machine. Elsewhere this is:

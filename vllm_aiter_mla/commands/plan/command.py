@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla plan``: a dry run on a model's config and the options of ``vllm serve``."""
 
 from __future__ import annotations

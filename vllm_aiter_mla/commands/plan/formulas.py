@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes and launches of one layer's query preparation and KV write, by the formulas of docs/configuration.md.
 
 Every tensor a launch reads or writes counts once per launch; caches, padding and the tables' reuse between layers are

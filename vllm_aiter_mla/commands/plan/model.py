@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find a model's config, and ask vLLM about it in a process of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of ``vllm serve`` that a plan is given, read by vLLM's own parser."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Charts as inline SVG, drawn by matplotlib. Text and axes take the page's text colour, so dark themes apply."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla report``: one HTML page from the files of other commands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From files to blocks: each file adds titled tables, charts and lines to the sections of one page.
 
 The template escapes every value, so names and messages in the files may hold anything. Only SVG from ``charts`` is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AMD's AITER as a kernel back end.
 
 ``op`` finds AITER without importing it, then imports it. ``contract`` says what AITER must never be given, ``route``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What AITER demands of a call on top of the contract that all back ends share.
 
 AITER validates little, and what it validates ends the process (``AITER_CHECK`` calls ``std::abort``), so Python has to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find a usable AITER without importing it, then import it and hand out its fused op.
 
 ``import aiter`` wants a visible AMD card, runs rocminfo and may start a compiler. So ``locate_aiter`` finds the package

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predict which of AITER's kernels a call lands on, and choose the view of the cache that steers it.
 
 The conditions are those of ``fused_qk_rope_concat_and_cache_mla`` in csrc/kernels/cache_kernels.cu, for 2-D ``kv_c``

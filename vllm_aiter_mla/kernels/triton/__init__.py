@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton back end: absorb BMM, RoPE, concat, fp8 quantisation and KV write in one launch.
 
 It is written for ROCm and CUDA and has run on neither: docs/kernels.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The back end ``triton``: what it takes, what it declines and why."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel: from the un-rotated query projection to the prepared query and the KV rows, in one launch.
 
 First the absorb product of a query tile for each weight format, then the four kinds of program. No vLLM and no torch

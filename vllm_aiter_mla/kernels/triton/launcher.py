@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From ``DecodeInputs`` to one launch of the kernel."""
 
 from __future__ import annotations

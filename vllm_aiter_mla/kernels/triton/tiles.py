@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tile shape a call gets: a small fixed table, never an autotuner at serving time.
 
 The entries follow from the compiled code (registers, LDS, number of programs); nobody has timed them.
