@@ -5,7 +5,11 @@ import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))])
+OTHERS = (
+    "README.md", "CONTRIBUTING.md", "SECURITY.md", "RELEASING.md",
+    "tools/gfx9/README.md", "vllm_aiter_mla/verify/README.md",
+)  # fmt: skip
+FILES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in OTHERS)])
 PAGES = {
     path.relative_to(ROOT).as_posix() if path.name == "README.md" else path.name: path.read_text(encoding="utf-8")
     for path in FILES
