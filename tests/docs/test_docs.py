@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.support.import_table import ARROWS, FIRST
 from tests.support.pages import FILES, PAGES, ROOT
 from vllm_aiter_mla import settings
 from vllm_aiter_mla.commands.doctor.command import CHECKS, name_of
+from vllm_aiter_mla.commands.doctor.machine import VERIFIED
 from vllm_aiter_mla.commands.plan import formulas, model
 from vllm_aiter_mla.compat.offline import VARIABLES
 from vllm_aiter_mla.compat.patches import PATCHES
@@ -100,6 +102,13 @@ def test_mutation_a_path_that_is_gone_is_seen(text: str) -> None:
 
 def test_every_option_choice_check_variable_and_example_is_documented() -> None:
     assert [name for name in sorted(NAMES) if f"`{name}`" not in CONFIGURATION] == []
+
+
+def test_the_releases_that_are_supported_are_those_that_doctor_calls_verified() -> None:
+    rows = re.findall(r"^\| (vLLM|torch|Python) \| ([\d., ]+) \| yes", PAGES["support.md"], re.MULTILINE)
+    found = {(name, one) for name, cell in rows for one in cell.split(", ")}
+    known = json.loads(VERIFIED.read_text(encoding="utf-8"))
+    assert found == {(name, one) for name, releases in known.items() for one in releases}
 
 
 @pytest.mark.parametrize(("e", "w"), [(1, 1), (1, 2), (2, 2)])
