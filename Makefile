@@ -23,7 +23,7 @@ AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup demo test test-all test-rest test-wide test-torch lint types quick unit test-avx2 avx2-quick format lock clean
+.PHONY: setup demo test test-all test-rest test-wide test-torch lint types quick docs unit test-avx2 avx2-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -110,6 +110,10 @@ avx2-quick: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# docs/generated/.
+docs: setup
+	$(BIN)/python tools/docs.py
 
 lock: setup
 	$(BIN)/python tools/make_lock.py

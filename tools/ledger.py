@@ -1,6 +1,6 @@
 """Count what one layer launches, allocates and moves in each kind of batch: vLLM, vLLM's own fusions, and ours.
 
-    python tools/ledger.py [--page FILE]
+    python tools/ledger.py
 
 Torch's dispatcher counts the ops of one MLA layer on a CPU, with one launch for each kernel of a GPU. docs/ledger.md
 says what is counted. Exit status 1 if ours is above the lower of the other two in launches, allocations or bytes of any
@@ -18,7 +18,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.common import Parser, UsageError, guarded, table, writable
+from tools.common import Parser, guarded, table
 
 SIDES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vllm": (("rope", "write"), ("attention",)),
@@ -38,7 +38,6 @@ BRANCHES = {
 }
 """What our op launches in each kind of batch; in a dummy run it has no rows."""
 SHOWN = ("all decode", "all decode, 20 heads", "one prefill among decodes")
-MARKS = ("<!-- ledger: begin -->", "<!-- ledger: end -->")
 
 
 class Cost(NamedTuple):
@@ -70,16 +69,9 @@ Counted = Mapping[str, Sequence[Events]]
 
 def run(argv: Sequence[str]) -> int:
     """Count, print, judge."""
-    parser = Parser(__doc__, "ledger.py [--page FILE]")
-    parser.add_argument("--page", type=Path, help="put the tables between the marks of this page")
-    options = parser.parse_args(argv)
-    writable({"--page": options.page})
-    page = _page(options.page) if options.page else ""
+    Parser(__doc__, "ledger.py").parse_args(argv)
     counted = count_all()
-    text = render(counted)
-    print(text)
-    if options.page:
-        options.page.write_text(put(page, text), encoding="utf-8")
+    print(render(counted))
     found = [f"ABOVE VLLM: {line}" for line in violations(rows_of(counted))]
     found += [f"ANOTHER BRANCH: {line}" for cache, (*_, ours) in counted.items() for line in strays(cache, ours)]
     print("\n".join(found) or "ours is at most vLLM's own strongest in every row")
@@ -209,22 +201,6 @@ def render(counted: Counted) -> str:
 def _order(events: Iterable[Any]) -> str:
     names = [(event.name.rpartition("::")[2], event.captured) for event in events if event.launches]
     return ", ".join(f"({name})" if captured else name for name, captured in names)
-
-
-def _page(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--page {path}: {error}") from error
-    if not all(mark in text for mark in MARKS):
-        raise UsageError(f"--page {path}: no lines {' and '.join(MARKS)}")
-    return text
-
-
-def put(page: str, text: str) -> str:
-    """Return ``page`` with ``text`` between its marks."""
-    before, _, rest = page.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
 
 main = partial(guarded, "ledger", run)
