@@ -38,7 +38,7 @@ def commands() -> str:
 
 def launches() -> str:
     """Return the page of the ledger."""
-    said = "[The ledger](../ledger.md) says what is counted, and how.\n"
+    said = "[What a batch costs](../evidence.md#what-a-batch-costs) says what is counted, and how.\n"
     return "\n".join(["# Launches, allocations and bytes\n", HEAD, said, ledger.render(ledger.count_all()), ""])
 
 

@@ -2,7 +2,7 @@
 
     python tools/ledger.py
 
-Torch's dispatcher counts the ops of one MLA layer on a CPU, with one launch for each kernel of a GPU. docs/ledger.md
+Torch's dispatcher counts the ops of one MLA layer on a CPU, with one launch for each kernel of a GPU. docs/evidence.md
 says what is counted. Exit status 1 if ours is above the lower of the other two in launches, allocations or bytes of any
 row, or if our op did not launch what that kind of batch is there to count.
 """
