@@ -23,7 +23,7 @@ AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup demo test test-all test-rest test-wide test-torch lint prose types quick unit test-avx2 avx2-quick format lock clean
+.PHONY: setup demo test test-all test-rest test-wide test-torch lint prose docs types quick unit test-avx2 avx2-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -96,6 +96,10 @@ types: setup
 # The words of the pages: length of sentences and cells, and the list in tools/prose.py.
 prose: setup
 	$(BIN)/python tools/prose.py $(ARGS)
+
+# docs/generated/: the commands' help, the ledger's tables and the patches. `make test` fails if a page is old.
+docs: setup
+	$(BIN)/python tools/docs.py
 
 quick: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 -m "not engine and not slow"

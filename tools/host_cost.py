@@ -6,7 +6,7 @@ A last line times the call of the Triton kernel up to Triton's own dispatch, the
 
 vLLM is its strongest configuration, with its own RoPE and KV-write fusion. Without graphs both of its ops are called
 from Python; with piecewise graphs the RoPE and KV write is replayed with its piece, and the attention op alone is
-called; a full graph calls nothing, on either side. docs/ledger.md says what the stubs leave in.
+called; a full graph calls nothing, on either side. docs/evidence.md says what the stubs leave in.
 
 Rounds of the sides follow one another, and the least round of each counts, so that other work on the machine does not
 decide. Exit status 1 where ours takes longer than unmodified vLLM, or the last line more than ``LAUNCH_US``.

@@ -1,10 +1,10 @@
 """Count what one layer launches, allocates and moves in each kind of batch: vLLM, vLLM's own fusions, and ours.
 
-    python tools/ledger.py [--page FILE]
+    python tools/ledger.py
 
-Torch's dispatcher counts the ops of one MLA layer on a CPU, with one launch for each kernel of a GPU. docs/ledger.md
-says what is counted. Exit status 1 if ours is above the lower of the other two in launches, allocations or bytes of any
-row, or if our op did not launch what that kind of batch is there to count.
+Torch's dispatcher counts the ops of one MLA layer on a CPU, with one launch for each kernel of a GPU. docs/evidence.md
+says what is counted, and `make docs` writes the tables. Exit status 1 if ours is above the lower of the other two in
+launches, allocations or bytes of any row, or if our op did not launch what that kind of batch is there to count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.common import Parser, UsageError, guarded, table, writable
+from tools.common import Parser, guarded, table
 
 SIDES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vllm": (("rope", "write"), ("attention",)),
@@ -38,7 +38,6 @@ BRANCHES = {
 }
 """What our op launches in each kind of batch; in a dummy run it has no rows."""
 SHOWN = ("all decode", "all decode, 20 heads", "one prefill among decodes")
-MARKS = ("<!-- ledger: begin -->", "<!-- ledger: end -->")
 
 
 class Cost(NamedTuple):
@@ -70,16 +69,9 @@ Counted = Mapping[str, Sequence[Events]]
 
 def run(argv: Sequence[str]) -> int:
     """Count, print, judge."""
-    parser = Parser(__doc__, "ledger.py [--page FILE]")
-    parser.add_argument("--page", type=Path, help="put the tables between the marks of this page")
-    options = parser.parse_args(argv)
-    writable({"--page": options.page})
-    page = _page(options.page) if options.page else ""
+    Parser(__doc__, "ledger.py").parse_args(argv)
     counted = count_all()
-    text = render(counted)
-    print(text)
-    if options.page:
-        options.page.write_text(put(page, text), encoding="utf-8")
+    print(render(counted))
     found = [f"ABOVE VLLM: {line}" for line in violations(rows_of(counted))]
     found += [f"ANOTHER BRANCH: {line}" for cache, (*_, ours) in counted.items() for line in strays(cache, ours)]
     print("\n".join(found) or "ours is at most vLLM's own strongest in every row")
@@ -92,12 +84,7 @@ def count_all() -> Counted:
 
 
 def count(side: str, cache: str) -> Events:
-    """Return the events of a side by kind of batch.
-
-    Args:
-        side: one of ``SIDES``.
-        cache: one of ``CACHES``.
-    """
+    """Return the events of one of ``SIDES`` over one of ``CACHES``, by kind of batch."""
     from tools.counting import stub_layer
 
     found = {}
@@ -163,11 +150,8 @@ def cost(events: Iterable[Any], mode: str) -> Cost:
     """Return the sum of a layer's events. A replayed graph asks the allocator for nothing."""
     found = list(events)
     asked = [event for event in found if mode == "none" or (mode == "piecewise" and not event.captured)]
-    return Cost(
-        sum(event.launches for event in found),
-        sum(event.allocations for event in asked),
-        sum(event.moved for event in found),
-    )
+    moved = sum(event.moved for event in found)
+    return Cost(sum(event.launches for event in found), sum(event.allocations for event in asked), moved)
 
 
 def violations(rows: Iterable[Row]) -> list[str]:
@@ -187,8 +171,7 @@ def strays(cache: str, ours: Events) -> list[str]:
     found = []
     for kind, events in ours.items():
         ran = [event.name for event in events if event.name in (AITER_OP, IN_PLACE) and not event.captured]
-        # A dummy run launches nothing of either.
-        wanted = [BRANCHES[kind]] if kind in BRANCHES else []
+        wanted = [BRANCHES[kind]] if kind in BRANCHES else []  # a dummy run launches neither
         if ran != wanted:
             found.append(f"{cache} cache, {kind}: launches of our op {ran}, expected {wanted}")
     return found
@@ -198,7 +181,7 @@ def render(counted: Counted) -> str:
     """Return the tables as Markdown: costs, and for ``SHOWN`` the launches in order."""
     lines, rows = [], rows_of(counted)
     for cache, sides in counted.items():
-        lines += [f"### KV cache: {cache}", ""]
+        lines += [f"## KV cache: {cache}", ""]
         of_cache = [row for row in rows if row.cache == cache]
         lines += table(("batch", "graphs", *SIDES), [(row.kind, row.mode, *row.costs) for row in of_cache], "---")
         order = [(kind, side, _order(of[kind])) for kind in SHOWN for side, of in zip(SIDES, sides, strict=True)]
@@ -209,22 +192,6 @@ def render(counted: Counted) -> str:
 def _order(events: Iterable[Any]) -> str:
     names = [(event.name.rpartition("::")[2], event.captured) for event in events if event.launches]
     return ", ".join(f"({name})" if captured else name for name, captured in names)
-
-
-def _page(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--page {path}: {error}") from error
-    if not all(mark in text for mark in MARKS):
-        raise UsageError(f"--page {path}: no lines {' and '.join(MARKS)}")
-    return text
-
-
-def put(page: str, text: str) -> str:
-    """Return ``page`` with ``text`` between its marks."""
-    before, _, rest = page.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
 
 main = partial(guarded, "ledger", run)

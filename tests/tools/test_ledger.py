@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from tools import ledger
 from tools.counting.counter import KERNELS, Counter, Event
 from tools.ledger import Cost, Row
 from vllm_aiter_mla import ops as bodies
-
-PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +47,18 @@ def test_no_query_is_copied_for_heads_that_the_decode_kernel_pads(
         assert launches(unpadded, "all decode, 20 heads") != launches(unpadded, "all decode"), "planted"
 
 
-def test_the_page_holds_what_the_tool_counts(counted: ledger.Counted) -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == ledger.put(page, ledger.render(counted)), "run: python tools/ledger.py --page docs/ledger.md"
-
-
 @pytest.mark.parametrize(("above", "status"), [([], 0), (["a row"], 1)])
-def test_the_tool_writes_the_page_and_exits_with_1_where_a_row_is_above(
-    counted: ledger.Counted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, above: list[str], status: int
+def test_the_tool_prints_the_tables_and_exits_with_1_where_a_row_is_above(
+    counted: ledger.Counted,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    above: list[str],
+    status: int,
 ) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("before\n{}\nold\n{}\nafter".format(*ledger.MARKS))
     monkeypatch.setattr(ledger, "count_all", lambda: counted)
     monkeypatch.setattr(ledger, "violations", lambda rows: above)
-    assert ledger.main(["--page", str(page)]) == status
-    assert page.read_text() == f"before\n{ledger.MARKS[0]}\n{ledger.render(counted)}\n{ledger.MARKS[1]}\nafter"
+    assert ledger.main([]) == status
+    assert capsys.readouterr().out.startswith(f"{ledger.render(counted)}\n")
 
 
 @pytest.mark.mutation("I13")

@@ -1,6 +1,6 @@
 """An interpreter of gfx942 and gfx950 machine code: it runs the compiled Triton kernels on a CPU, lane by lane.
 
-It says what the code does and what it touches, never how long a card takes. ``docs/executing.md`` lists what is
+It says what the code does and what it touches, never how long a card takes. ``tools/gfx9/README.md`` lists what is
 modelled, what is assumed and what is refused.
 
 code        the code object: its text proved equal to its bytes, its kernel descriptor and arguments

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Run the compiled Triton kernel of gfx942 or gfx950 on a CPU and compare every byte with the reference.
 
-Every variant of tools/aot.py, as its code object stands; docs/executing.md says what is modelled and assumed. Exit
+Every variant of tools/aot.py, as its code object stands; tools/gfx9/README.md says what is modelled and assumed. Exit
 status 0 when no byte differs, 1 when one does or the code does something wrong, 2 for a wrong command line. Executed,
 no time: the figures say what the code does, never how long a card takes.
 

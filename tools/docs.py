@@ -1,0 +1,87 @@
+"""Write docs/generated/: the commands' help, the tables of the ledger, and the patches of vLLM.
+
+    python tools/docs.py [--check]
+
+The texts come from the typer app, ``tools/ledger.py`` and the docstrings of ``compat/patches.py``. They are the same on
+every machine. With --check nothing is written: exit status 1 if a page is not up to date.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools import ledger
+from tools.common import Parser, guarded
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "generated"
+FIRST = "Written by `make docs`, that is `python tools/docs.py`. Do not edit it."
+WIDTH = 100
+FIELDS = ("Symptom", "Upstream", "Remove when")
+LEDGER = """The ledger: what one attention layer costs in each kind of batch
+
+Each cell is `launches / allocations / bytes`, counted on a CPU: four rows, 16 heads, gfx950.
+[The evidence page](../evidence.md) says what counts. `python tools/ledger.py` counts again and judges."""
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its file name."""
+    tables = f"{LEDGER}\n\n{ledger.render(ledger.count_all())}"
+    made = {"commands": commands(), "ledger": tables, "patches": patches()}
+    return {f"{name}.md": f"{FIRST}\n\n# {text}\n" for name, text in made.items()}
+
+
+def commands() -> str:
+    """Return the help text of each command, in a code block."""
+    import typer.main
+
+    from vllm_aiter_mla.commands.main import app
+
+    parts = ["The commands"]
+    for name, command in typer.main.get_command(app).commands.items():
+        full = f"vllm-aiter-mla {name}"
+        with redirect_stdout(StringIO()) as text:
+            command.main(["--help"], prog_name=full, standalone_mode=False, terminal_width=WIDTH, color=False)
+        lines = [line.rstrip() for line in text.getvalue().strip().splitlines()]
+        parts += [f"## `{full}`", "\n".join(["```text", *lines, "```"])]
+    return "\n\n".join(parts)
+
+
+def patches() -> str:
+    """Return for each patch its name, what it does, and the labelled lines of its docstring."""
+    from vllm_aiter_mla.compat import patches as module
+
+    own = [one for _, one in inspect.getmembers(module, inspect.isfunction) if f"{FIELDS[0]}:" in (one.__doc__ or "")]
+    own.sort(key=lambda one: one.__code__.co_firstlineno)
+    parts = ["Patches of vLLM", "From the docstrings of `vllm_aiter_mla/compat/patches.py`."]
+    for name, one in zip(module.PATCHES, own, strict=True):
+        text = inspect.cleandoc(one.__doc__ or "").replace("``", "`")
+        parts += [f"## `{name}`", f"`{one.__name__}`: {text.splitlines()[0]}"]
+        parts += ["\n".join(f"- {line}" for line in re.findall(rf"^(?:{'|'.join(FIELDS)}): .+$", text, re.MULTILINE))]
+    return "\n\n".join(parts)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the pages, or name those that are not up to date."""
+    parser = Parser(__doc__, "docs.py [--check]")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check, wrong = parser.parse_args(argv).check, False
+    for path, text in ((FOLDER / name, text) for name, text in pages().items()):
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        wrong = check
+        print(f"{path.name}: {'not up to date, run: make docs' if check else 'written'}")
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("docs", run))
