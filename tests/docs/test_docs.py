@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -12,9 +13,9 @@ from tests.support.import_table import ARROWS, FIRST
 from tests.support.pages import FILES, PAGES, ROOT
 from vllm_aiter_mla import settings
 from vllm_aiter_mla.commands.doctor.command import CHECKS, name_of
+from vllm_aiter_mla.commands.doctor.machine import VERIFIED
 from vllm_aiter_mla.commands.plan import formulas, model
 from vllm_aiter_mla.compat.offline import VARIABLES
-from vllm_aiter_mla.compat.patches import PATCHES
 
 DEVELOPMENT, CONFIGURATION = PAGES["development.md"], PAGES["configuration.md"]
 NAMES = {
@@ -73,9 +74,10 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_every_patch_is_described() -> None:
-    table = between(DEVELOPMENT, "## Patches of vLLM", "\n## ")
-    assert re.findall(r"^\| \[?`(\w+)`", table, re.MULTILINE) == list(PATCHES)
+def test_the_tested_versions_are_those_that_doctor_knows() -> None:
+    verified = json.loads(VERIFIED.read_text())
+    known = {f"{name} {version}": how for name, each in verified.items() for version, how in each.items()}
+    assert dict(re.findall(r"^\| (\w+ [\d.]+) \| tested \| (.*) \|$", PAGES["support.md"], re.MULTILINE)) == known
 
 
 def test_the_table_of_parts_says_what_the_arrows_say() -> None:

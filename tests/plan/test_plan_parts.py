@@ -123,7 +123,7 @@ def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most
 
 @pytest.mark.parametrize("stored", [1, 2])
 def test_launches_per_layer_are_those_of_the_architecture(stored: int) -> None:
-    """vLLM's own concat and fp8 quantisation are one compiled kernel: docs/ledger.md counts it so."""
+    """vLLM's own concat and fp8 quantisation are one compiled kernel: docs/evidence.md says so."""
     step = formulas.Step(8, 16, 128, 64, 512, stored)
     assert tuple(map(len, formulas.paths(step).values())) == (4, 3, 2, 1)
 
