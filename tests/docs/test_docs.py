@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.import_table import ARROWS, FIRST
+from tests.support.import_table import ARROWS
 from tests.support.pages import FILES, PAGES, ROOT
 from vllm_aiter_mla import settings
 from vllm_aiter_mla.commands.doctor.command import CHECKS, name_of
@@ -44,7 +44,8 @@ def parts() -> dict[str, set[str]]:
         named = set(re.findall(r"`([\w.]+)`", cell))
         if cell.startswith("all above"):
             named = set(found) - named
-        found[name.strip("`")] = named | (set(FIRST) if "the first " in cell else set())
+        rows = {"the first three": 3, "the first six": 6}.get(cell.partition(",")[0].strip(), 0)
+        found[name.strip("`")] = named | set(list(found)[:rows])
     return found
 
 
@@ -82,6 +83,14 @@ def test_the_tested_versions_are_those_that_doctor_knows() -> None:
 
 def test_the_table_of_parts_says_what_the_arrows_say() -> None:
     assert parts() == ARROWS
+
+
+def test_the_picture_of_parts_has_arrows_of_the_code_only() -> None:
+    picture = between(DEVELOPMENT, "flowchart TD\n", "```").replace('first["settings, admission, files"]', "settings")
+    drawn = [[side.split(" & ") for side in line.strip().split(" --> ")] for line in picture.splitlines()]
+    arrows = {(a, b) for *_, left, right in drawn for a in left for b in right}
+    assert [(a, b) for a, b in sorted(arrows) if b not in ARROWS[a]] == []
+    assert {part for arrow in arrows for part in arrow} == set(ARROWS) - {"commands", "admission", "files"}
 
 
 @pytest.mark.parametrize("page", FILES, ids=lambda page: page.name)
