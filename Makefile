@@ -94,6 +94,10 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# docs/generated/: the commands' help, the ledger's tables and the patches. `make test` fails if a page is old.
+docs: setup
+	$(BIN)/python tools/docs.py
+
 quick: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 -m "not engine and not slow"
 
@@ -110,10 +114,6 @@ avx2-quick: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-# docs/generated/.
-docs: setup
-	$(BIN)/python tools/docs.py
 
 lock: setup
 	$(BIN)/python tools/make_lock.py

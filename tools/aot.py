@@ -43,29 +43,17 @@ TARGETS = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One compilation: tile, pairing, stored type, and what the launcher would know of the arguments.
+    """One compilation: tile, pairing, stored type, and what the launcher would know of the arguments."""
 
-    Attributes:
-        tile: from the table.
-        heads: N.
-        is_neox: pairing of the rotation.
-        quantised: fp8 query and cache, else bfloat16 both.
-        pointer_hint: tensors below 2 GiB (``tt.pointer_range`` 32); a larger cache loses the hint. ROCm only.
-        weight_major: "L" or "P", the axis along which W_UK_T has unit stride; vLLM produces both.
-        weight: form of the absorbed weight, "plain" (bfloat16), "fp8" or "mxfp4".
-        block_size: tokens of a cache block.
-        out_heads: M, where the decode kernel takes more heads than N; else 0.
-    """
-
-    tile: Tile
-    heads: int
-    is_neox: bool = False
-    quantised: bool = True
-    pointer_hint: bool = True
-    weight_major: str = "L"
-    weight: str = "plain"
-    block_size: int = 64
-    out_heads: int = 0
+    tile: Tile  # from the table
+    heads: int  # N
+    is_neox: bool = False  # pairing of the rotation
+    quantised: bool = True  # fp8 query and cache, else bfloat16 both
+    pointer_hint: bool = True  # tensors below 2 GiB (``tt.pointer_range`` 32); a larger cache loses the hint. ROCm only
+    weight_major: str = "L"  # "L" or "P", the axis along which W_UK_T has unit stride; vLLM produces both
+    weight: str = "plain"  # form of the absorbed weight, "plain" (bfloat16), "fp8" or "mxfp4"
+    block_size: int = 64  # tokens of a cache block
+    out_heads: int = 0  # M, where the decode kernel takes more heads than N; else 0
 
     @property
     def label(self) -> str:
@@ -111,10 +99,7 @@ _arch_of_process: list[str] = []
 def compile_variant(target: Target, variant: Variant, fp8_type: str | None = None) -> Any:
     """Compile one variant; returns Triton's compiled kernel (``.asm``, ``.metadata``), raises as ``compile_kernel``.
 
-    Args:
-        target: the architecture.
-        variant: what to compile.
-        fp8_type: store this Triton type instead of the target's own; the wrong one becomes a software cast.
+    It stores ``fp8_type`` instead of the target's own type; the wrong one becomes a software cast.
     """
     _claim_process(target)
     from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
@@ -138,7 +123,7 @@ def compile_kernel(
     """Compile a kernel of this package with the argument hints the launcher would find for DeepSeek's shapes.
 
     Args:
-        target: the architecture.
+        target: the architecture that this process compiles for.
         kernel: a ``triton.jit`` function whose pointers end in ``_ptr``.
         constexprs: its compile-time arguments by name.
         types: Triton element types of its pointers, where not bfloat16 (slots, positions and scales are known).

@@ -1,64 +1,88 @@
-"""Write docs/generated/: the help of every command, and what a layer launches and moves.
+"""Write docs/generated/: the commands' help, the tables of the ledger, and the patches of vLLM.
 
     python tools/docs.py [--check]
 
-With --check nothing is written, and the exit status is 1 if a page is not up to date.
+The texts come from the typer app, ``tools/ledger.py`` and the docstrings of ``compat/patches.py``. They are the same on
+every machine. With --check nothing is written: exit status 1 if a page is not up to date.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
-
-import click
-import typer.main
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools import ledger
-from tools.common import Parser
-from vllm_aiter_mla.commands.main import app
+from tools.common import Parser, guarded
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "generated"
+FIRST = "Written by `make docs`, that is `python tools/docs.py`. Do not edit it."
 WIDTH = 100
-HEAD = "Written by `make docs`.\n"
+FIELDS = ("Symptom", "Upstream", "Remove when")
+LEDGER = """The ledger: what one attention layer costs in each kind of batch
+
+Each cell is `launches / allocations / bytes`, counted on a CPU: four rows, 16 heads, gfx950.
+[The evidence page](../evidence.md) says what counts. `python tools/ledger.py` counts again and judges."""
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its file name."""
+    tables = f"{LEDGER}\n\n{ledger.render(ledger.count_all())}"
+    made = {"commands": commands(), "ledger": tables, "patches": patches()}
+    return {f"{name}.md": f"{FIRST}\n\n# {text}\n" for name, text in made.items()}
 
 
 def commands() -> str:
-    """Return the page of commands: their help at a fixed width, without colours."""
-    found = ["# Commands\n", HEAD]
-    for name, command in sorted(typer.main.get_command(app).commands.items()):  # type: ignore[attr-defined]
-        command.rich_markup_mode = None
-        context = click.Context(command, info_name=f"vllm-aiter-mla {name}", terminal_width=WIDTH)
-        lines = (line.rstrip() for line in command.get_help(context).splitlines())
-        found += [f"## {name}\n", "```text", *lines, "```\n"]
-    return "\n".join(found)
+    """Return the help text of each command, in a code block."""
+    import typer.main
+
+    from vllm_aiter_mla.commands.main import app
+
+    parts = ["The commands"]
+    for name, command in typer.main.get_command(app).commands.items():
+        full = f"vllm-aiter-mla {name}"
+        with redirect_stdout(StringIO()) as text:
+            command.main(["--help"], prog_name=full, standalone_mode=False, terminal_width=WIDTH, color=False)
+        lines = [line.rstrip() for line in text.getvalue().strip().splitlines()]
+        parts += [f"## `{full}`", "\n".join(["```text", *lines, "```"])]
+    return "\n\n".join(parts)
 
 
-def launches() -> str:
-    """Return the page of the ledger."""
-    said = "[What a batch costs](../evidence.md#what-a-batch-costs) says what is counted, and how.\n"
-    return "\n".join(["# Launches, allocations and bytes\n", HEAD, said, ledger.render(ledger.count_all()), ""])
+def patches() -> str:
+    """Return for each patch its name, what it does, and the labelled lines of its docstring."""
+    from vllm_aiter_mla.compat import patches as module
+
+    own = [one for _, one in inspect.getmembers(module, inspect.isfunction) if f"{FIELDS[0]}:" in (one.__doc__ or "")]
+    own.sort(key=lambda one: one.__code__.co_firstlineno)
+    failed = "A patch that fails skips the engine. Without `pass_config`, use `additional_config`."
+    parts = ["Patches of vLLM", f"From the docstrings of `vllm_aiter_mla/compat/patches.py`. {failed}"]
+    for name, one in zip(module.PATCHES, own, strict=True):
+        text = inspect.cleandoc(one.__doc__ or "").replace("``", "`")
+        parts += [f"## `{name}`", f"`{one.__name__}`: {text.splitlines()[0]}"]
+        parts += ["\n".join(f"- {line}" for line in re.findall(rf"^(?:{'|'.join(FIELDS)}): .+$", text, re.MULTILINE))]
+    return "\n\n".join(parts)
 
 
-PAGES: dict[str, Callable[[], str]] = {"commands.md": commands, "ledger.md": launches}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the pages, or compare them."""
+def run(argv: Sequence[str]) -> int:
+    """Write the pages, or name those that are not up to date."""
     parser = Parser(__doc__, "docs.py [--check]")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not up to date")
-    check, stale = parser.parse_args(argv).check, []
-    for name, page in PAGES.items():
-        path, text = FOLDER / name, page()
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            stale.append(name)
-            if not check:
-                path.write_text(text, encoding="utf-8")
-    print(f"docs/generated: {', '.join(stale) or 'nothing'} {'is not up to date' if check else 'written'}")
-    return int(check and bool(stale))
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check, wrong = parser.parse_args(argv).check, False
+    for path, text in ((FOLDER / name, text) for name, text in pages().items()):
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        wrong = check
+        print(f"{path.name}: {'not up to date, run: make docs' if check else 'written'}")
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    return int(wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded("docs", run))

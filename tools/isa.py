@@ -24,35 +24,20 @@ WEIGHT_BYTES = {"plain": 2, "fp8": 1, "mxfp4": 0.5}
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Static figures of one compiled variant.
+    """Static figures of one compiled variant."""
 
-    Attributes:
-        registers: vector registers of a lane (VGPRs + AGPRs) or registers of a thread.
-        spills: spilled registers, or bytes of local memory on CUDA.
-        scratch: bytes of scratch, or of stack on CUDA.
-        lds: bytes of LDS or shared memory of a program.
-        occupancy: waves per SIMD (ROCm) or warps per multiprocessor (CUDA) that registers and LDS allow.
-        instructions: instructions in the text (amdgcn, PTX).
-        matrix: MFMA, MMA or WGMMA instructions.
-        fp8_matrix: those of them that multiply fp8.
-        scaled_matrix: those of them that scale both operands as they multiply: mxfp4 here.
-        fp8_conversions: hardware conversions to fp8, two values each.
-        wide_loads: 16-byte loads from global memory.
-        byte_stores: single-byte stores to global memory.
-    """
-
-    registers: int
-    spills: int
-    scratch: int
-    lds: int
-    occupancy: int
-    instructions: int
-    matrix: int
-    fp8_matrix: int
-    scaled_matrix: int
-    fp8_conversions: int
-    wide_loads: int
-    byte_stores: int
+    registers: int  # vector registers of a lane (VGPRs + AGPRs) or registers of a thread
+    spills: int  # spilled registers, or bytes of local memory on CUDA
+    scratch: int  # bytes of scratch, or of stack on CUDA
+    lds: int  # bytes of LDS or shared memory of a program
+    occupancy: int  # waves per SIMD (ROCm) or warps per multiprocessor (CUDA) that registers and LDS allow
+    instructions: int  # instructions in the text (amdgcn, PTX)
+    matrix: int  # MFMA, MMA or WGMMA instructions
+    fp8_matrix: int  # those of them that multiply fp8
+    scaled_matrix: int  # those of them that scale both operands as they multiply: mxfp4 here
+    fp8_conversions: int  # hardware conversions to fp8, two values each
+    wide_loads: int  # 16-byte loads from global memory
+    byte_stores: int  # single-byte stores to global memory
 
 
 def figures(target: Target, variant: Variant, compiled: Any) -> Figures:

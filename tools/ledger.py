@@ -3,8 +3,8 @@
     python tools/ledger.py
 
 Torch's dispatcher counts the ops of one MLA layer on a CPU, with one launch for each kernel of a GPU. docs/evidence.md
-says what is counted. Exit status 1 if ours is above the lower of the other two in launches, allocations or bytes of any
-row, or if our op did not launch what that kind of batch is there to count.
+says what is counted, and `make docs` writes the tables. Exit status 1 if ours is above the lower of the other two in
+launches, allocations or bytes of any row, or if our op did not launch what that kind of batch is there to count.
 """
 
 from __future__ import annotations
@@ -84,12 +84,7 @@ def count_all() -> Counted:
 
 
 def count(side: str, cache: str) -> Events:
-    """Return the events of a side by kind of batch.
-
-    Args:
-        side: one of ``SIDES``.
-        cache: one of ``CACHES``.
-    """
+    """Return the events of one of ``SIDES`` over one of ``CACHES``, by kind of batch."""
     from tools.counting import stub_layer
 
     found = {}
@@ -155,11 +150,8 @@ def cost(events: Iterable[Any], mode: str) -> Cost:
     """Return the sum of a layer's events. A replayed graph asks the allocator for nothing."""
     found = list(events)
     asked = [event for event in found if mode == "none" or (mode == "piecewise" and not event.captured)]
-    return Cost(
-        sum(event.launches for event in found),
-        sum(event.allocations for event in asked),
-        sum(event.moved for event in found),
-    )
+    moved = sum(event.moved for event in found)
+    return Cost(sum(event.launches for event in found), sum(event.allocations for event in asked), moved)
 
 
 def violations(rows: Iterable[Row]) -> list[str]:
@@ -179,8 +171,7 @@ def strays(cache: str, ours: Events) -> list[str]:
     found = []
     for kind, events in ours.items():
         ran = [event.name for event in events if event.name in (AITER_OP, IN_PLACE) and not event.captured]
-        # A dummy run launches nothing of either.
-        wanted = [BRANCHES[kind]] if kind in BRANCHES else []
+        wanted = [BRANCHES[kind]] if kind in BRANCHES else []  # a dummy run launches neither
         if ran != wanted:
             found.append(f"{cache} cache, {kind}: launches of our op {ran}, expected {wanted}")
     return found
@@ -190,7 +181,7 @@ def render(counted: Counted) -> str:
     """Return the tables as Markdown: costs, and for ``SHOWN`` the launches in order."""
     lines, rows = [], rows_of(counted)
     for cache, sides in counted.items():
-        lines += [f"### KV cache: {cache}", ""]
+        lines += [f"## KV cache: {cache}", ""]
         of_cache = [row for row in rows if row.cache == cache]
         lines += table(("batch", "graphs", *SIDES), [(row.kind, row.mode, *row.costs) for row in of_cache], "---")
         order = [(kind, side, _order(of[kind])) for kind in SHOWN for side, of in zip(SIDES, sides, strict=True)]

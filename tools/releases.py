@@ -43,17 +43,11 @@ BINARY = (".so", ".cuh", ".cu", ".cpp", ".h", ".hpp", ".inl", "/vllm-rs")
 
 @dataclass(frozen=True)
 class Overlay:
-    """One release's environment.
+    """One release's environment."""
 
-    Attributes:
-        version: of vLLM, as the lock pins it.
-        ops: the distribution that has the compiled ops.
-        python: the environment's interpreter.
-    """
-
-    version: str
-    ops: str
-    python: Path
+    version: str  # of vLLM, as the lock pins it
+    ops: str  # the distribution that has the compiled ops
+    python: Path  # the environment's interpreter
 
     @property
     def name(self) -> str:
@@ -163,10 +157,8 @@ def run(argv: Sequence[str]) -> int:
     }
     chosen = {name: command for name, command in commands.items() if options.only in (None, name)}
     status = {name: env.run("-m", *command).returncode for name, command in chosen.items()}
-    said = ", ".join(
-        f"{name} {'ended with status ' + str(code) if code else 'passed'}" for name, code in status.items()
-    )
-    print(f"{env.name}: {said}")
+    said = [f"{name} {f'ended with status {code}' if code else 'passed'}" for name, code in status.items()]
+    print(f"{env.name}: {', '.join(said)}")
     return 1 if any(status.values()) else 0
 
 

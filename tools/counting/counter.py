@@ -23,21 +23,13 @@ Bytes = Callable[..., int]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened in a step.
+    """Something that happened in a step."""
 
-    Attributes:
-        name: of the kernel, the op or the allocation.
-        launches: kernels that a GPU would be given.
-        allocations: buffers asked of the allocator; none for a buffer without bytes.
-        moved: bytes that the launch has to read and write at least once.
-        captured: whether it happened inside a piece that a piecewise graph would have recorded.
-    """
-
-    name: str
-    launches: int = 0
-    allocations: int = 0
-    moved: int = 0
-    captured: bool = False
+    name: str  # of the kernel, the op or the allocation
+    launches: int = 0  # kernels that a GPU would be given
+    allocations: int = 0  # buffers asked of the allocator; none for a buffer without bytes
+    moved: int = 0  # bytes that the launch has to read and write at least once
+    captured: bool = False  # whether it happened inside a piece that a piecewise graph would have recorded
 
 
 def size(tensor: torch.Tensor) -> int:

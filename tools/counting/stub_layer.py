@@ -162,11 +162,7 @@ BATCHES = {
 def step(cache: str, batch: Batch) -> Iterator[StubLayer]:
     """Yield one layer inside vLLM's forward context of a batch, on a card that the plugin takes for gfx950.
 
-    Its fp8 type is that of a CPU too, so nothing of vLLM's platform has to be changed.
-
-    Args:
-        cache: "fp8" or "auto".
-        batch: the rows.
+    ``cache`` is "fp8" or "auto". The card's fp8 type is that of a CPU too, so vLLM's platform stays as it is.
     """
     gpu_ops.register()
     ops.register()

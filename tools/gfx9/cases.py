@@ -43,23 +43,14 @@ Q_LORA_RANK = 1536  # DeepSeek's: k_pe is the end of a row of this width, the la
 
 @dataclass(frozen=True)
 class Case:
-    """One launch.
+    """One launch."""
 
-    Attributes:
-        variant: what is compiled.
-        tokens: rows.
-        heads: those whose absorb tiles run, all if None.
-        seed: of the values.
-        ties: every rotated value lies halfway between two bfloat16 numbers, and fp8 holds latents that do.
-        overflow: the first row's rotated values lie around and far above fp8's largest, and are infinite or NaN.
-    """
-
-    variant: aot.Variant
-    tokens: int
-    heads: tuple[int, ...] | None = None
-    seed: int = 0
-    ties: bool = False
-    overflow: bool = False
+    variant: aot.Variant  # what is compiled
+    tokens: int  # rows
+    heads: tuple[int, ...] | None = None  # those whose absorb tiles run, all if None
+    seed: int = 0  # of the values
+    ties: bool = False  # every rotated value lies halfway between two bfloat16 numbers, and fp8 holds latents that do
+    overflow: bool = False  # the first row's rotated values are around and far above fp8's largest, infinite, and NaN
 
     @property
     def run_heads(self) -> list[int]:

@@ -27,27 +27,16 @@ KERNARG_POINTER = 1 << 3
 
 @dataclass(frozen=True)
 class Code:
-    """One kernel.
+    """One kernel."""
 
-    Attributes:
-        arch: "gfx942" or "gfx950".
-        listing: its instructions.
-        user_sgprs: SGPRs that the dispatch fills; the workgroup's index follows.
-        preloaded: arguments, in words, that the hardware loads into s[2:].
-        arguments: offset and size in bytes of each argument.
-        argument_bytes: size of the argument block.
-        vgprs: vector registers of a lane.
-        accum_offset: where AGPRs begin among them.
-    """
-
-    arch: str
-    listing: Listing
-    user_sgprs: int
-    preloaded: int
-    arguments: tuple[tuple[int, int], ...]
-    argument_bytes: int
-    vgprs: int
-    accum_offset: int
+    arch: str  # "gfx942" or "gfx950"
+    listing: Listing  # its instructions
+    user_sgprs: int  # SGPRs that the dispatch fills; the workgroup's index follows
+    preloaded: int  # arguments, in words, that the hardware loads into s[2:]
+    arguments: tuple[tuple[int, int], ...]  # offset and size in bytes of each argument
+    argument_bytes: int  # size of the argument block
+    vgprs: int  # vector registers of a lane
+    accum_offset: int  # where AGPRs begin among them
 
 
 def assemble(text: str, arch: str) -> bytes:

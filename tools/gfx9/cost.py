@@ -47,48 +47,28 @@ BOUNDS: dict[tuple[str, str], dict[tuple[int, int], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One kind of program.
+    """One kind of program."""
 
-    Attributes:
-        programs: workgroups of the launch.
-        trips: loads from memory that a wave waits for one after another, up to its last store.
-        argument_trips: the same of kernel arguments.
-        instructions: that a wave issues.
-        vector: of these, those of the vector unit.
-    """
-
-    programs: int
-    trips: int
-    argument_trips: int
-    instructions: int
-    vector: int
+    programs: int  # workgroups of the launch
+    trips: int  # loads from memory that a wave waits for one after another, up to its last store
+    argument_trips: int  # the same of kernel arguments
+    instructions: int  # that a wave issues
+    vector: int  # of these, those of the vector unit
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A launch.
+    """A launch."""
 
-    Attributes:
-        label: of the variant.
-        tokens: T.
-        heads: N.
-        kinds: by name.
-        static: registers, LDS, occupancy.
-        vector_us: least time of the vector instructions if all SIMDs share them evenly, at peak clock.
-        needed: bytes that the launch has to move.
-        by_die: bytes that all dies move.
-        estimate_us: no count: see FLOOR_US.
-    """
-
-    label: str
-    tokens: int
-    heads: int
-    kinds: dict[str, Program]
-    static: isa.Figures
-    vector_us: float
-    needed: int
-    by_die: int
-    estimate_us: float
+    label: str  # of the variant
+    tokens: int  # T
+    heads: int  # N
+    kinds: dict[str, Program]  # by name
+    static: isa.Figures  # registers, LDS, occupancy
+    vector_us: float  # least time of the vector instructions if all SIMDs share them evenly, at peak clock
+    needed: int  # bytes that the launch has to move
+    by_die: int  # bytes that all dies move
+    estimate_us: float  # no count: see FLOOR_US
 
     @property
     def ratio(self) -> float:

@@ -195,14 +195,9 @@ def launch(
 ) -> Counts:  # fmt: skip
     """Run the workgroups ``groups`` of a one-dimensional grid, one after another.
 
-    Args:
-        program: the kernel.
-        memory: its buffers; the argument block is added to them.
-        kernarg: the argument block.
-        groups: indices of the workgroups.
-        waves: waves of each.
-        lds_bytes: dynamic LDS of each.
-        preload: the firmware loads arguments into SGPRs and enters past the code that does it for firmware that cannot.
+    Each one has ``waves`` waves and ``lds_bytes`` of dynamic LDS. ``kernarg``, the argument block, is added to the
+    buffers of ``memory``. With ``preload`` the firmware loads arguments into SGPRs and enters past the code that does
+    it for firmware that cannot.
 
     Raises:
         Fault: with the line of the instruction and the workgroup.

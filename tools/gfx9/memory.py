@@ -14,21 +14,13 @@ FIRST_ADDRESS = 0x7F00_0000_0000
 
 @dataclass
 class Region:
-    """One buffer.
+    """One buffer."""
 
-    Attributes:
-        name: the operand's.
-        start: address of its first byte.
-        data: its bytes, as they are in the launch; a multiple of 4.
-        readable: per byte 255 where the launch may read it.
-        writable: per byte 255 where the launch may write it.
-    """
-
-    name: str
-    start: int
-    data: np.ndarray
-    readable: np.ndarray
-    writable: np.ndarray
+    name: str  # the operand's
+    start: int  # address of its first byte
+    data: np.ndarray  # its bytes, as they are in the launch; a multiple of 4
+    readable: np.ndarray  # per byte 255 where the launch may read it
+    writable: np.ndarray  # per byte 255 where the launch may write it
 
 
 class Memory:

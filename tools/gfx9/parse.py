@@ -22,23 +22,14 @@ class Fault(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction.
+    """One instruction."""
 
-    Attributes:
-        name: mnemonic without its encoding.
-        encoding: "e32", "e64", "sdwa", "dpp" or "".
-        operands: as written.
-        modifiers: what follows the operands: name to value, "" for a bare word.
-        line: number in the listing, from 1.
-        text: as written, without the comment.
-    """
-
-    name: str
-    encoding: str
-    operands: tuple[str, ...]
-    modifiers: dict[str, str]
-    line: int
-    text: str
+    name: str  # mnemonic without its encoding
+    encoding: str  # "e32", "e64", "sdwa", "dpp" or ""
+    operands: tuple[str, ...]  # as written
+    modifiers: dict[str, str]  # what follows the operands: name to value, "" for a bare word
+    line: int  # number in the listing, from 1
+    text: str  # as written, without the comment
 
     def refuse(self, why: str) -> Skipped:
         """The error that names this line."""
