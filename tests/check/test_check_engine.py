@@ -15,8 +15,7 @@ NAMES = ("plan", "engine", "decode against prefill")
 
 @pytest.mark.wide
 def test_the_engine_passes_over_two_ranks(tmp_path: Path) -> None:
-    sandbox = {**check.environment(tmp_path / "inductor"), "VLLM_CPU_SIM_MULTI_NUMA": "1"}
-    asked = check.context(tmp_path / "model", sandbox)
+    asked = check.context(tmp_path / "model", check.environment(tmp_path / "inductor", ranks=2))
     asked.arguments += ("-tp", "2")
     found = {name: steps.STEPS[name](asked) for name in NAMES}
     assert {outcome.status for outcome in found.values()} == {"passed"}, found

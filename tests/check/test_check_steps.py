@@ -58,7 +58,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     made["measured"] = {"machine": {"card": "a card"}, "weights": "fp8", "rows": [row], "wrong": {}, "stopped": ""}
     monkeypatch.setattr(steps.doctor, "examine", lambda: made["checks"])
     monkeypatch.setattr(model, "ask", lambda *_: made["plan"])
-    monkeypatch.setattr(session, "Session", lambda **_: made["run"])
+    monkeypatch.setattr(session, "Session", lambda **asked: made.update(asked=asked) or made["run"])
     monkeypatch.setattr(steps, "has_gpu", lambda: True)
     monkeypatch.setattr(measure, "run", lambda *_: made["measured"])
     monkeypatch.setattr(engine, "run", lambda folder, arguments, enabled, *_, **__: made["answers"][enabled])
@@ -108,6 +108,7 @@ def an_aiter_that_does_not_saturate(card: dict[str, Any]) -> None:
     """The user named it: otherwise start-up leaves it out."""
     card["run"].results[0].writes_nan = True
     card["plan"]["kernels"] = [{"kernel": "aiter"}]
+    card["plan"]["options"]["kv_cache_dtype"] = "fp8"
 
 
 def a_kernel_fails_its_self_check(card: dict[str, Any]) -> None:
@@ -141,6 +142,11 @@ def a_decode_that_is_not_a_number(card: dict[str, Any]) -> None:
     card["answers"][True]["prefill"]["short"] = [[float("nan")] * 20]
 
 
+def a_profiler_that_sees_nothing(card: dict[str, Any]) -> None:
+    for answer in card["answers"].values():
+        answer["launches"] = 0
+
+
 def an_extra_launch(card: dict[str, Any]) -> None:
     card["answers"][True]["launches"] = 40
 
@@ -153,7 +159,7 @@ PLANTED: dict[str, list[Callable[[dict[str, Any]], None]]] = {
     "timing": [a_kernel_fails_its_self_check, nothing_is_timed],
     "engine": [other_tokens, log_probabilities_apart, nothing_engaged],
     "decode against prefill": [a_broken_decode_on_both_sides, a_decode_that_is_not_a_number],
-    "launches": [an_extra_launch],
+    "launches": [an_extra_launch, a_profiler_that_sees_nothing],
 }
 
 
@@ -206,12 +212,31 @@ def test_a_known_issue_of_one_aiter_is_found_by_the_installed_version(monkeypatc
         assert steps.applies(issue, plan) is concerned
 
 
-def test_a_kernel_that_start_up_leaves_out_may_overflow(card: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kernel", "cache", "lines"), [("triton", "fp8", 1), ("aiter", "auto", 0)])
+def test_an_overflow_of_a_kernel_or_a_cache_that_does_not_serve_is_no_failure(
+    card: dict[str, Any], kernel: str, cache: str, lines: int
+) -> None:
     an_aiter_that_does_not_saturate(card)
-    card["plan"]["kernels"] = [{"kernel": "triton"}]
+    card["plan"]["kernels"], card["plan"]["options"]["kv_cache_dtype"] = [{"kernel": kernel}], cache
     found = outcomes()["kernels"]
-    assert found.status == "passed"
-    assert "start-up leaves it out" in found.lines[0]
+    assert (found.status, len(found.lines)) == ("passed", lines)
+
+
+def test_a_model_without_mla_fails_its_plan_and_runs_nothing_on_the_card(card: dict[str, Any]) -> None:
+    card["plan"] |= {"outcome": "skipped", "absorb_weight": None, "kernels": None}
+    card["plan"]["layers"] |= {"mla": 0, "engaged": 0}
+    card["plan"]["model"]["kinds"] = []
+    found = outcomes()
+    assert failed(found) == ["plan"]
+    assert {found[name].status for name in (*steps.ON_THE_CARD, "launches")} == {"skipped"}
+
+
+def test_the_kernels_are_verified_at_the_models_sizes_and_a_failure_repeats_with_them(card: dict[str, Any]) -> None:
+    card["plan"] |= {"heads_per_rank": 20, "absorb_weight": "mxfp4", "limit": 512}
+    outcomes()
+    asked = card["asked"]
+    assert (asked["geometry"].heads, asked["limit"], asked["weight"]) == (20, 512, ("mxfp4",))
+    assert {"--heads 20", "--limit 512", "--weights mxfp4"} < set(asked["again"])
 
 
 def test_a_known_issue_is_a_warning_with_its_link_and_a_failure_in_strict_mode(card: dict[str, Any]) -> None:

@@ -24,16 +24,16 @@ ARGUMENTS = (
 )  # fmt: skip
 TITLE = "a small random DeepSeek on this CPU"
 SHARED = ("PYTHONPATH", "VLLM_PLUGINS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE",
-          "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")  # fmt: skip
+          "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "VLLM_CPU_OMP_THREADS_BIND")  # fmt: skip
 
 
-def environment(inductor: Path, mutation: str = "") -> dict[str, str]:
+def environment(inductor: Path, mutation: str = "", ranks: int = 1) -> dict[str, str]:
     """Return the variables under which an engine runs on this CPU; ``mutation`` names a bug to plant in it."""
     from tests.sandbox.engine import environment_for
     from tests.sandbox.spec import EngineSpec
 
-    found = environment_for(EngineSpec(), inductor, inductor)
-    return {name: found[name] for name in SHARED} | {plugin.MUTATION: mutation}
+    found = environment_for(EngineSpec(tensor_parallel_size=ranks), inductor, inductor)
+    return {name: found[name] for name in SHARED if name in found} | {plugin.MUTATION: mutation}
 
 
 def context(folder: Path, sandbox: Mapping[str, str]) -> Context:

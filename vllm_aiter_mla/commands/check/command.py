@@ -88,6 +88,9 @@ def run(asked: Context) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
     for name, step in steps.STEPS.items():
         print(f"{name} ...", flush=True)
+        if name in steps.ON_THE_CARD and not asked.plan["layers"]["mla"]:
+            found[name] = Outcome("skipped", "the model has no MLA layer")
+            continue
         try:
             found[name] = step(asked)
         except Exception as error:

@@ -107,8 +107,8 @@ def known_issues(context: Context) -> Outcome:
 
 def applies(issue: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
     """Return whether a known issue is of the shape that was planned; an unknown release counts as concerned."""
-    options, heads, rows = plan["options"], plan["heads_per_rank"], 1 + (plan["options"]["num_drafts"] or 0)
-    cache = "fp8" if str(options["kv_cache_dtype"]).startswith("fp8") else "16 bits"
+    heads, rows = plan["heads_per_rank"], 1 + (plan["options"]["num_drafts"] or 0)
+    cache = "fp8" if has_fp8_cache(plan) else "16 bits"
     if plan["arch"] not in issue["arch"] or issue["cache"] not in (cache, "any"):
         return False
     if not issue["heads"][0] <= heads <= issue["heads"][1] or not issue["rows"][0] <= rows <= issue["rows"][1]:
@@ -127,18 +127,23 @@ def kernels(context: Context) -> Outcome:
 
     A kernel that turns an fp8 overflow into NaN fails the step if the plan says that it would serve.
     """
+    from vllm_aiter_mla.commands.measure import Weights
+    from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.verify import NOTHING, cases, session
 
-    made, device = context.plan, "cpu" if context.on_cpu else "gpu"
-    geometry, limit = None, None
+    made, asked = context.plan, dict[str, Any](device="cpu")
     if not context.on_cpu:
-        sizes = made["model"]["kinds"][0]
+        sizes, (low, high) = made["model"]["kinds"][0], cases.LIMITS
         widths = {name: sizes[name] for name in ("nope", "rope", "latent")}
-        geometry = cases.Geometry(made["heads_per_rank"], value=sizes["v"], **widths, **BLOCKS)
-        low, high = cases.LIMITS
-        limit = min(max(made["limit"], low), high)
+        limit, weights = min(max(made["limit"], low), high), weights_of(made)
+        given = {"--limit": limit, "--heads": made["heads_per_rank"], "--nope": sizes["nope"], "--v": sizes["v"]}
+        asked = {
+            "device": "gpu", "limit": limit, "weight": Weights(weights).key(detect_platform().fp8),
+            "geometry": cases.Geometry(made["heads_per_rank"], value=sizes["v"], **widths, **BLOCKS),
+            "again": ("--quick", *(f"{name} {value}" for name, value in given.items()), f"--weights {weights}"),
+        }  # fmt: skip
     try:
-        run = session.Session(quick=True, limit=limit, device=device, geometry=geometry)
+        run = session.Session(quick=True, **asked)
     except session.NotHereError:
         return Outcome("skipped", NO_GPU)
     counts = {"passed": 0, "failed": 0, "skipped": 0}
@@ -150,7 +155,9 @@ def kernels(context: Context) -> Outcome:
         for result in run.results
         if result.status == "failed"
     )
-    overflowing = {result.backend for result in run.results if result.writes_nan}
+    # The cases have fp8 caches whatever the model's is, and on a CPU only the reference runs.
+    concerned = has_fp8_cache(made) and not context.on_cpu
+    overflowing = {result.backend for result in run.results if result.writes_nan and concerned}
     serving = overflowing & {span["kernel"] for span in made["kernels"] or ()}
     lines += tuple(
         f"{name} {OVERFLOW}; " + ("it would serve" if name in serving else "start-up leaves it out")
@@ -175,9 +182,8 @@ def timing(context: Context) -> Outcome:
 
     made = context.plan
     tokens = [*(count for count in TOKENS if count < made["limit"]), min(made["limit"], measure.MOST_TOKENS)]
-    kind = "fp8" if str(made["options"]["kv_cache_dtype"]).startswith("fp8") else "bf16"
-    weights = {"plain": "bf16"}.get(made["absorb_weight"], made["absorb_weight"])
-    record = measure.run(tokens, [made["heads_per_rank"]], [kind], weights)
+    kind = "fp8" if has_fp8_cache(made) else "bf16"
+    record = measure.run(tokens, [made["heads_per_rank"]], [kind], weights_of(made))
     lines = tuple(
         f"{row['tokens']} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row["us"].items()))
         for row in record["rows"]
@@ -189,6 +195,16 @@ def timing(context: Context) -> Outcome:
     slower = [tokens for tokens, ratio in ratios.items() if ratio < 1]
     which = f"vLLM or a rival is faster at {slower}" if slower else "one of ours is the fastest at each"
     return Outcome("passed", f"{len(ratios)} token counts; {which}", lines, record)
+
+
+def has_fp8_cache(plan: Mapping[str, Any]) -> bool:
+    """Return whether the KV cache that was planned is in fp8."""
+    return str(plan["options"]["kv_cache_dtype"]).startswith("fp8")
+
+
+def weights_of(plan: Mapping[str, Any]) -> str:
+    """Return the format of the absorb weights that were planned, by the name that `--weights` has for it."""
+    return str({"plain": "bf16"}.get(plan["absorb_weight"], plan["absorb_weight"]))
 
 
 def has_gpu() -> bool:
@@ -252,8 +268,10 @@ def decode_against_prefill(context: Context) -> Outcome:
 def launches(context: Context) -> Outcome:
     """Count the kernels of one decode step, flag off and on. It fails if fewer are saved than planned."""
     counts = {name: context.answers[on]["launches"] for name, on in (("off", False), ("on", True)) if context.answers}
-    if not any(counts.values()):
+    if not has_gpu() or not counts:
         return Outcome("skipped", "the engine did not run" if has_gpu() else NO_GPU)
+    if 0 in counts.values():
+        return Outcome("failed", "torch's profiler saw no kernel", data=counts)
     records = context.answers[True]["status"]
     layers = max((len(record["engaged"]) for record in records), default=0) or 1
     ran = {kernel.partition("-")[0] for record in records for kernel in record["engaged"].values()}

@@ -260,7 +260,9 @@ def verified(env: Env) -> Check:
     known = json.loads(VERIFIED.read_text(encoding="utf-8"))
     never = [f"{name} {line}" for name, line in lines.items() if line not in known[name]]
     if never:
-        return Check("warning", f"never run by this project: {', '.join(never)}", "run `check` on a card of this kind")
+        return Check(
+            "warning", f"never run by this project: {', '.join(never)}", "run `vllm-aiter-mla check` where you serve"
+        )
     return Check("ok", "; ".join(f"{name} {line}: {known[name][line]}" for name, line in lines.items()))
 
 
