@@ -2,9 +2,9 @@
 
     python tools/prose.py [FILE ...]
 
-Without files: README.md, the newest section of CHANGELOG.md, and docs/ without docs/generated/. Code blocks are left
-out. A code span is one word, a link counts by its text, and a heading or a list item is a sentence. Exit status 1 if
-something was found, with one line "file:line: what" for each.
+Without files: every page but docs/generated/, and of CHANGELOG.md the newest section. Code blocks are left out. A code
+span is one word, a link counts by its text, and a heading or a list item is a sentence. Exit status 1 if something was
+found, with one line "file:line: what" for each.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parent.parent
 SENTENCE, CELL = 25, 15
+WHERE = ("*.md", "docs/*.md", "tools/*/*.md", "vllm_aiter_mla/*/*.md")
 ALLOWED = {"the allocator for nothing": "literally: no memory is asked for"}
 """What a sentence or a cell may hold to be left out of the check, and why."""
 
@@ -95,9 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print what is found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)
-    docs = [path for path in sorted(ROOT.glob("docs/**/*.md")) if "generated" not in path.parts]
     wrong = 0
-    for path in parser.parse_args(argv).files or [ROOT / "README.md", ROOT / "CHANGELOG.md", *docs]:
+    for path in parser.parse_args(argv).files or sorted(page for where in WHERE for page in ROOT.glob(where)):
         page = path.read_text(encoding="utf-8")
         name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
         for line, what in sorted(found(newest(page) if path.name == "CHANGELOG.md" else page)):
