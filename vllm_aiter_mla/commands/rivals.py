@@ -5,7 +5,7 @@ AITER's op behind vLLM's fp8 product on another tile; and AITER's own single lau
 ``fused_fp8_bmm_rope_cat_and_cache_mla`` and its mxfp4 twin, which does what our Triton launch does: absorb BMM, RoPE,
 concat, KV write. It takes no scale of the query, clamps no position, and with fewer slots than rows it reads and writes
 past the slot mapping. Over a rotary table in 16 bits it rounds each product of the rotation, so it is given float32
-halves. Read from aiter/ops/triton/fusions/fused_bmm_rope_kv_cache.py; docs/aiter.md says what running it showed.
+halves. Read from aiter/ops/triton/fusions/fused_bmm_rope_kv_cache.py; docs/kernels.md says what running it showed.
 """
 
 from __future__ import annotations

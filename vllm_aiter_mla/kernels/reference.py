@@ -2,7 +2,7 @@
 """The reference back end: plain PyTorch, bit-faithful to AITER's op, our Triton kernel or vLLM's own, by ``Numerics``.
 
 It runs anywhere, never synchronises with the device and allocates only temporaries, so that a graph can capture it.
-Formulas: csrc/kernels/cache_kernels.cu of ROCm/aiter, summarised in docs/aiter.md.
+Formulas: csrc/kernels/cache_kernels.cu of ROCm/aiter, summarised in docs/kernels.md.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def test_the_same_call_unbroken_is_right():
 def test_every_limit_has_a_test_and_a_place_in_the_manual():
     elsewhere = {"rocm", "arch", "int-strides", "absorb"}  # absorb: test_absorb.py
     assert {name.partition(":")[0] for name, _, _ in AITERS} | elsewhere == set(contract.LIMITS)
-    manual = (Path(__file__).parents[3] / "docs" / "aiter.md").read_text(encoding="utf-8")
+    manual = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text(encoding="utf-8")
     assert [name for name in (*contract.LIMITS, "kernel") if f"`{name}`" not in manual] == []
 
 

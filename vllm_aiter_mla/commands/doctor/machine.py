@@ -211,7 +211,7 @@ def aiter(env: Env) -> Check:
     if found.reason is not None:
         if found.package is None and found.distribution is None and rocm_version() is None:
             return Check("unknown", "not installed here, and no ROCm either", ELSEWHERE)
-        return Check("problem", found.reason, "see docs/aiter.md")
+        return Check("problem", found.reason, "see docs/kernels.md")
     detail = f"{found.distribution or 'without metadata'}, {len(found.signature)} arguments"
     if found.prebuilt:
         return Check("ok", f"{detail}, built")

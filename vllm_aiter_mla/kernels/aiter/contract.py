@@ -3,7 +3,7 @@
 
 AITER validates little, and what it validates ends the process (``AITER_CHECK`` calls ``std::abort``), so Python has to
 know beforehand. Everything is checked on metadata: shapes, strides, dtypes, devices. No value on the card is read. The
-sentences follow csrc/kernels/cache_kernels.cu at the commit named in docs/aiter.md.
+sentences follow csrc/kernels/cache_kernels.cu at the commit named in docs/kernels.md.
 """
 
 from __future__ import annotations
