@@ -127,7 +127,7 @@ def test_only_reasons_about_a_graph_depend_on_the_integration(facts, code):
 
 def test_every_registered_code_can_be_reached():
     engine, layer = {code for _, code, _ in CONFIG_SKIPS}, {code for _, code in LAYER_SKIPS}
-    engines, layers = set(admission.ENGINE_REASONS), set(admission.LAYER_REASONS)
+    engines, layers = set(admission.LEVELS["engine"]), set(admission.LEVELS["layer"])
     assert engine == engines - {"user_pass", "vllm_refuses", "not_known"}
     assert layers <= layer <= engines | layers | {"unknown_forward"}
     codes = sum(len(table) for table in admission.LEVELS.values())

@@ -1,9 +1,10 @@
-"""Write docs/generated/: the commands' help, the tables of the ledger, and the patches of vLLM.
+"""Write docs/generated/: the commands' help, the tables of the ledger, the patches of vLLM, the reasons to skip.
 
     python tools/docs.py [--check]
 
-The texts come from the typer app, ``tools/ledger.py`` and the docstrings of ``compat/patches.py``. They are the same on
-every machine. With --check nothing is written: exit status 1 if a page is not up to date.
+The texts come from the typer app, ``tools/ledger.py``, the docstrings of ``compat/patches.py``, ``reasons.json`` and
+AITER's ``LIMITS``. They are the same on every machine. With --check nothing is written: exit status 1 if a page is not
+up to date.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs" / "generated"
 FIRST = "Written by `make docs`, that is `python tools/docs.py`. Do not edit it."
 WIDTH = 100
 FIELDS = ("Symptom", "Upstream", "Remove when")
+LEVELS = {
+    "engine": "Of the whole engine, and some of one layer too",
+    "layer": "Of one layer, from its attention module",
+    "graph": "Of one layer, from what its graph computes",
+    "kernel": "Of one layer, from the kernels that could run it",
+}
 LEDGER = """The ledger: what one attention layer costs in each kind of batch
 
 Each cell is `launches / allocations / bytes`, counted on a CPU: four rows, 16 heads, gfx950.
@@ -34,7 +41,7 @@ Each cell is `launches / allocations / bytes`, counted on a CPU: four rows, 16 h
 def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     tables = f"{LEDGER}\n\n{ledger.render(ledger.count_all())}"
-    made = {"commands": commands(), "ledger": tables, "patches": patches()}
+    made = {"commands": commands(), "ledger": tables, "patches": patches(), "reasons": reasons()}
     return {f"{name}.md": f"{FIRST}\n\n# {text}\n" for name, text in made.items()}
 
 
@@ -66,6 +73,21 @@ def patches() -> str:
         text = inspect.cleandoc(one.__doc__ or "").replace("``", "`")
         parts += [f"## `{name}`", f"`{one.__name__}`: {text.splitlines()[0]}"]
         parts += ["\n".join(f"- {line}" for line in re.findall(rf"^(?:{'|'.join(FIELDS)}): .+$", text, re.MULTILINE))]
+    return "\n\n".join(parts)
+
+
+def reasons() -> str:
+    """Return a table of codes for each level, and one of the limits of AITER's kernels."""
+    from vllm_aiter_mla import admission
+    from vllm_aiter_mla.kernels.aiter.contract import LIMITS
+
+    rule = "|---|---|---|"
+    parts = ["The codes of skipped engines and layers", "[Troubleshooting](../troubleshooting.md) has the log lines."]
+    for level, title in LEVELS.items():
+        rows = [f"| `{code}` | {cause} | {remedy} |" for code, (cause, remedy) in admission.LEVELS[level].items()]
+        parts += [f"## {title}", "\n".join(["| code | cause | remedy |", rule, *rows])]
+    limits = [f"| `{name}` | {' | '.join(text.split('; ', 1))} |" for name, text in LIMITS.items()]
+    parts += ["## Checks of AITER's kernels", "\n".join(["| check | why | remedy |", rule, *limits])]
     return "\n\n".join(parts)
 
 

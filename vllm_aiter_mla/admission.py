@@ -8,8 +8,10 @@ tables here. A skip is a value: the log, ``doctor``, ``plan`` and the report pri
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 MLA_ATTENTION_OP = "vllm::unified_mla_attention_with_output"
@@ -21,37 +23,13 @@ OVERFLOW = "turns a rotated value beyond fp8's range into NaN, where vLLM's own 
 INTEGRATIONS = ("passes", "module")
 """What puts the op into a layer: passes over the compiled graph, or the forward of vLLM's MLA wrapper."""
 
-ENGINE_REASONS = (
-    "vllm_version", "capability", "op_schema", "atom", "not_mla", "sparse_mla", "enforce_eager",
-    "breakable_cudagraph", "compilation_mode", "backend", "dcp", "pcp", "hisparse", "kv_cache_dtype",
-    "graph_partition", "splitting_ops", "user_pass", "vllm_refuses", "not_known",
-)  # fmt: skip
-"""Of the whole engine, before anything is compiled. Some apply to one layer too."""
-
-LAYER_REASONS = (
-    "impl", "q_padding", "no_absorbed_weight", "amx_bmm", "no_rope_kernel", "activation_dtype", "cos_sin_dtype",
-    "kv_cache_ndim", "captured_prefill", "sliding_window", "geometry",
-)  # fmt: skip
-"""Of one layer, from the attention module."""
-
-GRAPH_REASONS = (
-    "no_rope", "no_kv_update", "kv_update_shared", "kv_key_mismatch", "kv_c_mismatch", "layer_name_mismatch",
-    "layer_name_unreadable", "layer_unknown", "vllm_fusion_incomplete", "unknown_argument", "fused_output_quant",
-    "dcp_q_replicated", "attention_results", "query_shape", "query_not_rope", "key_not_rope", "rope_other_operand",
-    "crossed_branches", "two_tables", "partial_rotary", "positions", "latent_shape", "rotated_value_read_elsewhere",
-    "graph_input", "output_shared", "query_read_elsewhere", "key_read_elsewhere", "graph_too_deep",
-    "unknown_forward", "not_evaluated", "rewrite_failed", "stop_after",
-)  # fmt: skip
-"""Of one layer, from what its nodes or its wrapper compute, before the layer first runs."""
-
-KERNEL_REASONS = (
-    "kernel_unavailable", "kernel_shape", "vllm_faster", "kernel_failed", "not_run",
-)  # fmt: skip
-"""Of one layer, from the kernels that could run it."""
-
-LEVELS = {"engine": ENGINE_REASONS, "layer": LAYER_REASONS, "graph": GRAPH_REASONS, "kernel": KERNEL_REASONS}
+LEVELS: dict[str, dict[str, tuple[str, str]]] = json.loads(
+    (Path(__file__).parent / "reasons.json").read_text(encoding="utf-8")
+)
+"""Cause and remedy of each code that a :class:`Skip` may carry, by what it is a reason of: the whole "engine", before
+anything is compiled (some apply to one layer too); a "layer", from its attention module; its "graph", or its wrapper,
+before it first runs; or the "kernel" that could run it. ``make docs`` makes a page of them."""
 REASONS = frozenset(code for codes in LEVELS.values() for code in codes)
-"""Every code that a :class:`Skip` may carry; docs/troubleshooting.md says what each means and what to do."""
 
 KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
 """vLLM's names of the caches that the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""

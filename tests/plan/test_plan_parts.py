@@ -36,10 +36,10 @@ def test_a_view_with_everything_wrong_gives_every_reason_of_admission():
     found = [skip.code for skip in build.config_reasons(ENGINE)]
     # A mode that breakable graphs did not set, and partition options given together, are each a view of their own.
     others = {"compilation_mode", "splitting_ops", "user_pass", "vllm_refuses", "not_known"}
-    assert sorted(found) == sorted(set(admission.ENGINE_REASONS) - others)
+    assert sorted(found) == sorted(set(admission.LEVELS["engine"]) - others)
     layer = [skip.code for skip in build.layer_reasons(LAYER, has_rope=False)]
     shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype", "no_rope"}
-    assert sorted(layer) == sorted(set(admission.LAYER_REASONS) | shared)
+    assert sorted(layer) == sorted(set(admission.LEVELS["layer"]) | shared)
 
 
 @pytest.mark.parametrize("ops", [(admission.KV_UPDATE_OP,), (admission.MLA_ATTENTION_OP, admission.KV_UPDATE_OP)])
