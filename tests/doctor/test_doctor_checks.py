@@ -152,12 +152,19 @@ def test_aiter_is_judged_by_its_files(
     assert status("aiter") == expected
 
 
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.MonkeyPatch, cuda: str | None) -> None:
+    monkeypatch.setattr(machine, "module", lambda name: fake_torch(None, cuda))
+    monkeypatch.setattr(machine, "gpu_arch", lambda: "gfx942")
+    assert status("torch") == "problem"
+
+
 @pytest.mark.parametrize(
     ("torch_module", "rocm_file", "statuses"),
     [
         (fake_torch("7.0.51831"), None, ("ok", "ok")),
         (fake_torch("6.4.1"), None, ("ok", "problem")),
-        (fake_torch(None, "13.0"), None, ("problem", "unknown")),
+        (fake_torch(None, "13.0"), None, ("warning", "unknown")),
         (fake_torch(None), None, ("warning", "unknown")),
         (ModuleNotFoundError("No module named 'torch'"), "7.1.0", ("problem", "ok")),
     ],

@@ -75,10 +75,10 @@ def torch(env: Env) -> Check:
         return Check("problem", f"not importable: {found}", "install the ROCm build of torch; vLLM needs it too")
     if found.version.hip:
         return Check("ok", f"{found.__version__} for ROCm {found.version.hip}")
-    if found.version.cuda:
-        detail = f"{found.__version__} for CUDA {found.version.cuda}: no MLA implementation on CUDA is admitted yet"
-        return Check("problem", detail, "serve on MI300X or MI355X")
-    return Check("warning", f"{found.__version__}, a CPU build: for plan and tests", ELSEWHERE)
+    kind = f"for CUDA {found.version.cuda}" if found.version.cuda else "a CPU build"
+    if gpu_arch() is not None:
+        return Check("problem", f"{found.__version__}, {kind}: the fast path needs ROCm", "use the ROCm build of torch")
+    return Check("warning", f"{found.__version__}, {kind}: for plan and tests", ELSEWHERE)
 
 
 def rocm(env: Env) -> Check:
