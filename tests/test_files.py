@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_aiter_mla import __version__, files
+from vllm_aiter_mla import __version__, files, status
 
 PACKAGE = Path(files.__file__).parent
 
 
 def test_a_stamp_names_schema_versions_time_and_host():
-    stamp = files.stamp("status", 3)[files.KEY]
+    stamp = files.stamp("status")[files.KEY]
     assert set(stamp) == {"schema", "schema_version", "plugin", "vllm", "aiter", "time", "host"}
     assert (stamp["schema"], stamp["schema_version"]) == ("vllm-aiter-mla/status", 3)
     assert (stamp["plugin"], stamp["host"]) == (__version__, os.uname().nodename)
@@ -94,15 +94,24 @@ def test_a_device_is_written_to_and_stays(tmp_path):
     assert not files.is_device(Path("/dev/shm/status.json"))
 
 
-def test_every_schema_that_is_written_is_documented():
+def test_every_schema_is_written_and_every_one_that_is_written_has_its_fields():
     root = PACKAGE.parent
-    sources = [path.read_text() for folder in ("vllm_aiter_mla", "tools") for path in (root / folder).rglob("*.py")]
-    stamped = {found for source in sources for found in re.findall(r'stamp\("(\w+)", (\d+)\)', source)}
-    page = (root / "docs" / "files.md").read_text()
-    assert len(stamped) > 4
-    assert not [
-        f"{name} {version}" for name, version in stamped if not re.search(rf"[`*]{name}[`*]+ {version}\b", page)
+    sources = [
+        path.read_text()
+        for part in ("vllm_aiter_mla", "tools", "tests/sandbox")
+        for path in (root / part).rglob("*.py")
     ]
+    stamped = {name for source in sources for name in re.findall(r'stamp\("([\w-]+)"\)', source)}
+    assert stamped | {"gfx9", "gfx9_cost"} == set(files.schemas())
+    with pytest.raises(KeyError):
+        files.stamp("no-such-schema")
+
+
+def test_the_fields_of_the_status_file_are_those_that_are_written(tmp_path):
+    status.write(tmp_path, status.record_of([], 16, "fp8", 0))
+    record = json.loads(next(tmp_path.glob("status-*.json")).read_text())
+    listed = {name for names in files.schemas()["status"]["fields"] for name in names.split(", ")}
+    assert listed | {files.KEY} == {*record, "model_name", "engine"}, "startup adds the last two, as vLLM names them"
 
 
 # -- the fingerprint

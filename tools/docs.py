@@ -1,10 +1,11 @@
-"""Write docs/generated/: the commands' help, the tables of the ledger, the patches of vLLM, the reasons to skip.
+"""Write docs/generated/: the commands' help, the tables of the ledger, the patches of vLLM, the reasons to skip,
+and the fields of the JSON files.
 
     python tools/docs.py [--check]
 
-The texts come from the typer app, ``tools/ledger.py``, the docstrings of ``compat/patches.py``, ``reasons.json`` and
-AITER's ``LIMITS``. They are the same on every machine. With --check nothing is written: exit status 1 if a page is not
-up to date.
+The texts come from the typer app, ``tools/ledger.py``, the docstrings of ``compat/patches.py``, ``reasons.json``,
+AITER's ``LIMITS`` and ``schemas.json``. They are the same on every machine. With --check nothing is written: exit
+status 1 if a page is not up to date.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs" / "generated"
 FIRST = "Written by `make docs`, that is `python tools/docs.py`. Do not edit it."
 WIDTH = 100
 FIELDS = ("Symptom", "Upstream", "Remove when")
+FILES = """The JSON files and their fields
+
+Every file carries the stamp `evidence`: its schema and version, the versions of plugin, vLLM and AITER, the time in
+UTC, and the host. The schema's version grows when a field goes or changes its meaning, and stays when one is added. A
+file is written in one step, with the umask's mode. A link in its place is replaced and never followed. Names with RUN
+or KEY are under `$VLLM_CACHE_ROOT/aiter_mla`, and you may delete them."""
 LEVELS = {
     "engine": "Of the whole engine, and some of one layer too",
     "layer": "Of one layer, from its attention module",
@@ -41,7 +48,7 @@ Each cell is `launches / allocations / bytes`, counted on a CPU: four rows, 16 h
 def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     tables = f"{LEDGER}\n\n{ledger.render(ledger.count_all())}"
-    made = {"commands": commands(), "ledger": tables, "patches": patches(), "reasons": reasons()}
+    made = {"commands": commands(), "ledger": tables, "patches": patches(), "reasons": reasons(), "files": fields()}
     return {f"{name}.md": f"{FIRST}\n\n# {text}\n" for name, text in made.items()}
 
 
@@ -88,6 +95,20 @@ def reasons() -> str:
         parts += [f"## {title}", "\n".join(["| code | cause | remedy |", rule, *rows])]
     limits = [f"| `{name}` | {' | '.join(text.split('; ', 1))} |" for name, text in LIMITS.items()]
     parts += ["## Checks of AITER's kernels", "\n".join(["| check | why | remedy |", rule, *limits])]
+    return "\n\n".join(parts)
+
+
+def fields() -> str:
+    """Return for each schema its version, who writes it, and a table of its fields."""
+    from vllm_aiter_mla import files
+
+    parts = [FILES]
+    for name, schema in files.schemas().items():
+        rows = [
+            f"| {', '.join(f'`{one}`' for one in key.split(', '))} | {text} |" for key, text in schema["fields"].items()
+        ]
+        parts += [f"## `{name}` {schema['version']}", f"Written by {schema['written']}."]
+        parts += ["\n".join(["| field | meaning |", "|---|---|", *rows])]
     return "\n\n".join(parts)
 
 

@@ -57,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
     if options.worker:
         print(json.dumps(compile_target(options.worker, options.fp8_type)))
         return 0
-    reports = [run_worker(name, options.fp8_type) | files.stamp("isa", 1) for name in options.arch or aot.TARGETS]
+    reports = [run_worker(name, options.fp8_type) | files.stamp("isa") for name in options.arch or aot.TARGETS]
     figures = json.dumps(reports, indent=1)
     print(figures if options.json == PRINTED else "\n\n".join(map(text, reports)))
     if options.json is not None and options.json != PRINTED:

@@ -6,7 +6,7 @@
 
 `vllm bench sweep serve` starts each server and runs the client: `vllm bench serve` for times, `lm_eval` for answers.
 Both commands have to be on PATH. Options after ``--`` go to both servers. The server with the flag on runs in strict
-mode, so it does not start if nothing engages. docs/benchmarks.md describes the protocol.
+mode, so it does not start if nothing engages. tools/serving.md describes the protocol.
 
 Exit status 0; 1 if a server or client failed, nothing engaged, or an answer is missing; 2 for a wrong option.
 """
@@ -368,7 +368,7 @@ def about() -> dict[str, str]:
     """Return versions and the card. Torch runs in another process: a CUDA context would take the servers' memory."""
     done = subprocess.run([sys.executable, "-c", CARD], capture_output=True, text=True, check=False)
     torch, card = json.loads(done.stdout) if done.returncode == 0 else ("not installed", "unknown")
-    stamp = files.stamp("serving", 1)[files.KEY]
+    stamp = files.stamp("serving")[files.KEY]
     versions = {name: str(stamp[name]) for name in ("vllm", "aiter", "plugin", "time")}
     steering = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if STEERING.match(name))
     return {"card": card, "torch": torch, **versions, "environment of both servers": steering or "none set"}
@@ -384,7 +384,7 @@ def page(given: argparse.Namespace, tables: Sequence[str], said: dict[str, list[
     lines += [f"- {given.runs} runs per side, servers {given.servers}, baseline {given.baseline}"]
     if given.what == "accuracy" and given.limit:
         lines += [f"- **partial**: the first {given.limit} questions"]
-    lines += ["", "docs/benchmarks.md says how this was measured and what it does not show."]
+    lines += ["", "tools/serving.md says how this was measured and what it does not show."]
     return "\n".join(lines) + "\n"
 
 
@@ -416,7 +416,7 @@ def run(argv: Sequence[str]) -> int:
     if given.json:
         record = {"tool": f"serving {given.what}", "about": facts, "status": "; ".join(said[ON])}
         record |= {"baseline": given.baseline, **measured}
-        files.write(given.json, record | files.stamp("serving", 1))
+        files.write(given.json, record | files.stamp("serving"))
     return 0 if valid else 1
 
 

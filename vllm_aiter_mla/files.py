@@ -28,12 +28,12 @@ NO_GRAPHS = frozenset({"status", "commands", "verify"})
 _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
-def stamp(schema: str, version: int) -> dict[str, Any]:
-    """Return the stamp under its key, to merge into a record: ``record | stamp("status", 3)``.
+def stamp(schema: str) -> dict[str, Any]:
+    """Return the stamp under its key, to merge into a record: ``record | stamp("status")``.
 
     Args:
-        schema: name of the record's layout; ``docs/files.md`` lists the fields of each.
-        version: of that layout; it grows when a field goes or changes its meaning.
+        schema: name of the record's layout in ``schemas.json``, which has the fields and the version of each. The
+            version grows when a field goes or changes its meaning.
 
     Returns:
         ``{"evidence": {...}}`` with ``schema`` (its name after "vllm-aiter-mla/"), ``schema_version``, ``plugin``,
@@ -41,7 +41,7 @@ def stamp(schema: str, version: int) -> dict[str, Any]:
     """
     found = {
         "schema": f"vllm-aiter-mla/{schema}",
-        "schema_version": version,
+        "schema_version": schemas()[schema]["version"],
         "plugin": __version__,
         "vllm": _version("vllm") or _version(*_distributions("vllm")),
         "aiter": _version("amd-aiter", "aiter"),
@@ -49,6 +49,12 @@ def stamp(schema: str, version: int) -> dict[str, Any]:
         "host": host(),
     }
     return {KEY: found}
+
+
+@functools.cache
+def schemas() -> dict[str, dict[str, Any]]:
+    """Return of each layout its "version", what it is "written" by, and its "fields" in words."""
+    return json.loads((Path(__file__).parent / "schemas.json").read_text(encoding="utf-8"))
 
 
 def host() -> str:

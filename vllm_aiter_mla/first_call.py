@@ -44,7 +44,7 @@ def marked(path: Path) -> Iterator[None]:
         OSError: the marker cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, {"run": status.start_run()} | files.stamp("first-call", 1))
+    files.write(path, {"run": status.start_run()} | files.stamp("first-call"))
     try:
         yield
     finally:
@@ -53,6 +53,6 @@ def marked(path: Path) -> Iterator[None]:
 
 def path_of(folder: Path, arch: str, engine: str | None, rank: int) -> Path:
     """Return the marker of one rank for this build of AITER, this card and this plugin."""
-    stamp = files.stamp("first-call", 1)[files.KEY]
+    stamp = files.stamp("first-call")[files.KEY]
     about = f"{arch} {stamp['aiter']} {stamp['host']} {files.fingerprint()}"
     return folder / f"first-call-{hashlib.sha256(about.encode()).hexdigest()[:16]}-{engine or 0}-{rank}.json"

@@ -249,7 +249,7 @@ def _printable(why: Sequence[str]) -> str:
 
 
 def write(folder: Path, record: dict[str, Any]) -> None:
-    """Write the status file of one rank, ``status-RUN-ENGINE-RANK.json``. docs/files.md lists the fields.
+    """Write the status file of one rank, ``status-RUN-ENGINE-RANK.json``. ``schemas.json`` lists the fields.
 
     Removes the files of this machine's servers that have ended.
 
@@ -263,7 +263,7 @@ def write(folder: Path, record: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     run = os.environ.get(RUN) or start_run()
     path = folder / f"status-{run}-{record.get('engine') or 0}-{record['rank']}.json"
-    stamped = record | {"run": run} | files.stamp("status", 3)
+    stamped = record | {"run": run} | files.stamp("status")
     files.write(path, stamped)
     _status.written = (path, stamped)
     for old in folder.glob("status-*-*.json"):
@@ -322,7 +322,7 @@ def keep_skips(folder: Path, key: str, record: dict[str, Any]) -> str | None:
             raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     if _status.compiled:
         folder.mkdir(parents=True, exist_ok=True)
-        files.write(path, {"skipped": kept | _status.skipped} | files.stamp("skips", 2))
+        files.write(path, {"skipped": kept | _status.skipped} | files.stamp("skips"))
     known = {name: kept[name] for name, why in record["skipped"].items() if why == list(NOT_RUN) and name in kept}
     record["skipped"] |= known
     return first_reason({"skipped": known}) if known else None

@@ -25,7 +25,7 @@ LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
 def status(**changes: Any) -> dict[str, Any]:
     """A worker's status: four layers engaged."""
     record = run_status.record_of(LAYERS, 16, "bfloat16", 0) | {"engaged": dict.fromkeys(LAYERS, "reference")}
-    return record | {"skipped": {}, "compiled": {"1-16": {"matched": 4}}} | changes | files.stamp("status", 3)
+    return record | {"skipped": {}, "compiled": {"1-16": {"matched": 4}}} | changes | files.stamp("status")
 
 
 def measured() -> dict[str, Any]:
@@ -57,7 +57,7 @@ def write_plan(folder: Path) -> Path:
     """A plan of an engine that is skipped for two reasons, from an answer of vLLM's that is made up."""
     plan = build.build(plans.made_up_answer(dcp=2, kv_cache_dtype="fp8_e5m2"), plans.ABOUT, model.environment((), {}))
     plan["model"] |= {"name": "a model"}
-    files.write(folder / "plan.json", plan | files.stamp("plan", 1))
+    files.write(folder / "plan.json", plan | files.stamp("plan"))
     return folder / "plan.json"
 
 
@@ -72,5 +72,5 @@ def write_measure(folder: Path) -> Path:
         for tokens in (1, 64, 256):
             us = {"triton": 4.0 + tokens / 30, "vllm": 8.0}
             rows.append(row_of(tokens, heads, "fp8", us, {"aiter": "self-check FAILED"}))
-    files.write(folder / "measure.json", record | files.stamp("measure", 1))
+    files.write(folder / "measure.json", record | files.stamp("measure"))
     return folder / "measure.json"

@@ -79,13 +79,13 @@ def measure(
         outputs.fail(f"measure: a GPU is needed, torch {torch.__version__} sees none; nothing was timed")
     record = run(tokens or TOKENS, heads or HEADS, [one.value for one in kinds], weights.value)
     if json is not None:
-        files.write(json, record | files.stamp("measure", 1))
+        files.write(json, record | files.stamp("measure"))
     show(record)
     raise typer.Exit(1 if record["stopped"] or record["wrong"] else 0)
 
 
 def run(tokens: Any, heads: Any, kinds: list[str], weights: str) -> dict[str, Any]:
-    """Time every size; return the record for JSON (docs/files.md).
+    """Time every size; return the record for JSON (``schemas.json``).
 
     A size that raises ends the run, and "stopped" says which and why. What was timed before is kept. "wrong" says of
     each kernel that failed its self-check where it did.

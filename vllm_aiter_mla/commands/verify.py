@@ -101,7 +101,7 @@ def verify(
         outputs.fail(f"verify: {error}", NOTHING)
     _run(run, console)
     if json is not None:
-        files.write(json, run.as_dict() | files.stamp("verify", 1))
+        files.write(json, run.as_dict() | files.stamp("verify"))
     if run.status == NOTHING:
         outputs.fail("verify: nothing could be run", NOTHING)
     raise typer.Exit(run.status)

@@ -359,7 +359,7 @@ def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files.write(path_of(folder, key), {"key": dict(key), "rounds": rounds} | files.stamp("measured", 1))
+    files.write(path_of(folder, key), {"key": dict(key), "rounds": rounds} | files.stamp("measured"))
 
 
 def machine() -> dict[str, str]:
@@ -381,7 +381,7 @@ def machine() -> dict[str, str]:
 
 def about() -> dict[str, str | None]:
     """Return ``machine`` with driver, plugin, vLLM, AITER and host: if one differs, the figures may differ too."""
-    stamp = files.stamp("measured", 1)[files.KEY]
+    stamp = files.stamp("measured")[files.KEY]
     return machine() | {"driver": _driver()} | {name: stamp[name] for name in ("plugin", "vllm", "aiter", "host")}
 
 

@@ -67,7 +67,7 @@ def check(
         raise typer.Exit(WRONG) from None
     status = exit_status(found, asked.on_cpu)
     show(model, found, status)
-    written = record(model, found, status) | files.stamp("check", 1)
+    written = record(model, found, status) | files.stamp("check")
     if json is not None:
         files.write(json, written)
     if html is not None:

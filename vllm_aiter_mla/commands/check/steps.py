@@ -117,7 +117,7 @@ def applies(issue: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
         release = re.match(r"(\d+)\.(\d+)", plan["vllm"])
         return release is None or [int(release[1]), int(release[2])] < issue["vllm_before"]
     if "aiter" in issue:
-        return files.stamp("check", 1)[files.KEY]["aiter"] in issue["aiter"]
+        return files.stamp("check")[files.KEY]["aiter"] in issue["aiter"]
     # A graph of decode batches is full only if vLLM captures one.
     return "graphs" not in issue or not plan["captures"]["inside"]
 

@@ -31,7 +31,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings
         checks = examine(at)
     record = {"plugin": __version__, "exit": exit_status(checks), "checks": [asdict(check) for check in checks]}
     if json:
-        typer.echo(json_module.dumps(record | files.stamp("doctor", 1), indent=1))
+        typer.echo(json_module.dumps(record | files.stamp("doctor"), indent=1))
     else:
         show(checks)
     raise typer.Exit(exit_status(checks))

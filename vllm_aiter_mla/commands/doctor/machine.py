@@ -346,7 +346,7 @@ def vllm_version() -> str | None:
             return None
     except (ImportError, ValueError):
         return None
-    return files.stamp("doctor", 1)[files.KEY]["vllm"] or config.vllm_version()
+    return files.stamp("doctor")[files.KEY]["vllm"] or config.vllm_version()
 
 
 def _on(env: Env, name: str, default: bool = False) -> bool:

@@ -64,7 +64,7 @@ def plan(
         print(f"plan: {line(str(error))}", file=sys.stderr)
         raise typer.Exit(WRONG) from None
     found["model"] |= {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
-    print(json_module.dumps(found | files.stamp("plan", 1), indent=1) if json else printout.text(found))
+    print(json_module.dumps(found | files.stamp("plan"), indent=1) if json else printout.text(found))
     raise typer.Exit({"engaged": ENGAGES, "unknown": WRONG}.get(found["outcome"], DOES_NOT))
 
 
