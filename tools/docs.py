@@ -1,15 +1,15 @@
-"""Write docs/generated/: the commands' help, the tables of the ledger, the patches of vLLM, the reasons to skip,
-and the fields of the JSON files.
+"""Write docs/generated/: the commands' help, the ledger, patches, reasons to skip, JSON fields, and who imports whom.
 
     python tools/docs.py [--check]
 
-The texts come from the typer app, ``tools/ledger.py``, the docstrings of ``compat/patches.py``, ``reasons.json``,
-AITER's ``LIMITS`` and ``schemas.json``. They are the same on every machine. With --check nothing is written: exit
-status 1 if a page is not up to date.
+The texts come from the typer app, ``tools/ledger.py``, ``reasons.json``, AITER's ``LIMITS``, ``schemas.json``,
+``tests/support/import_table.py``, and the docstrings of ``compat/patches.py``, of doctor's checks and of each part.
+They are the same on every machine. With --check nothing is written: exit status 1 if a page is not up to date.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import ledger
 from tools.common import Parser, guarded
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "generated"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER, PACKAGE = ROOT / "docs" / "generated", ROOT / "vllm_aiter_mla"
 FIRST = "Written by `make docs`, that is `python tools/docs.py`. Do not edit it."
 WIDTH = 100
 FIELDS = ("Symptom", "Upstream", "Remove when")
@@ -49,13 +50,15 @@ def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     tables = f"{LEDGER}\n\n{ledger.render(ledger.count_all())}"
     made = {"commands": commands(), "ledger": tables, "patches": patches(), "reasons": reasons(), "files": fields()}
+    made["imports"] = imports()
     return {f"{name}.md": f"{FIRST}\n\n# {text}\n" for name, text in made.items()}
 
 
 def commands() -> str:
-    """Return the help text of each command, in a code block."""
+    """Return the help text of each command in a code block, and what doctor checks."""
     import typer.main
 
+    from vllm_aiter_mla.commands.doctor.command import CHECKS, name_of
     from vllm_aiter_mla.commands.main import app
 
     parts = ["The commands"]
@@ -65,7 +68,28 @@ def commands() -> str:
             command.main(["--help"], prog_name=full, standalone_mode=False, terminal_width=WIDTH, color=False)
         lines = [line.rstrip() for line in text.getvalue().strip().splitlines()]
         parts += [f"## `{full}`", "\n".join(["```text", *lines, "```"])]
+    rows = [f"| `{name_of(check)}` | {first_line(check.__doc__)} |" for check in CHECKS]
+    parts += ["## What `doctor` checks", "\n".join(["| check | |", "|---|---|", *rows])]
     return "\n\n".join(parts)
+
+
+def first_line(docstring: str | None) -> str:
+    """Return a docstring's first line, as Markdown."""
+    return (docstring or "").splitlines()[0].replace("``", "`")
+
+
+def imports() -> str:
+    """Return a table of the package's parts: what each holds, and which parts it may import."""
+    from tests.support.import_table import ARROWS
+
+    rows = []
+    for part, allowed in ARROWS.items():
+        path = PACKAGE / part / "__init__.py" if (PACKAGE / part).is_dir() else PACKAGE / f"{part}.py"
+        holds = first_line(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))))
+        names = ", ".join(f"`{one}`" for one in ARROWS if one in allowed)
+        rows.append(f"| `{part}` | {holds} | {names or 'nothing'} |")
+    table = "\n".join(["| part | holds | may import |", "|---|---|---|", *rows])
+    return f"Which part may import which\n\n{table}"
 
 
 def patches() -> str:

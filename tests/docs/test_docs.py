@@ -12,7 +12,6 @@ import pytest
 from tests.support.import_table import ARROWS
 from tests.support.pages import FILES, PAGES, ROOT
 from vllm_aiter_mla import settings
-from vllm_aiter_mla.commands.doctor.command import CHECKS, name_of
 from vllm_aiter_mla.commands.doctor.machine import VERIFIED
 from vllm_aiter_mla.commands.plan import formulas, model
 from vllm_aiter_mla.compat.offline import VARIABLES
@@ -23,7 +22,7 @@ NAMES = {
     *(field.name for field in fields(settings.Settings) if field.name != "debug"),
     *(f"debug.{field.name}" for field in fields(settings.DebugSettings)),
     *settings.KERNELS, *settings.STOP_AFTER, *settings.ROUNDINGS,
-    *map(name_of, CHECKS), *VARIABLES, *model.examples(),
+    *VARIABLES, *model.examples(),
 }  # fmt: skip
 
 # Beginnings of paths in the sources of AITER, ATOM and vLLM.
@@ -34,19 +33,6 @@ PLANNED = {"kernels/absorb/mine.py", "kernels/mine.py", "commands/mine.py"}
 
 def between(text: str, first: str, last: str) -> str:
     return text.partition(first)[2].partition(last)[0].strip()
-
-
-def parts() -> dict[str, set[str]]:
-    """What each part may import, as docs/development.md says it."""
-    found: dict[str, set[str]] = {}
-    table = between(DEVELOPMENT, "## The parts of the package", "## The invariants").splitlines()
-    for name, _, cell in (line.strip("| ").split(" | ") for line in table if line.startswith("| `")):
-        named = set(re.findall(r"`([\w.]+)`", cell))
-        if cell.startswith("all above"):
-            named = set(found) - named
-        rows = {"the first three": 3, "the first six": 6}.get(cell.partition(",")[0].strip(), 0)
-        found[name.strip("`")] = named | set(list(found)[:rows])
-    return found
 
 
 def places(text: str) -> set[str]:
@@ -81,10 +67,6 @@ def test_the_tested_versions_are_those_that_doctor_knows() -> None:
     assert dict(re.findall(r"^\| (\w+ [\d.]+) \| tested \| (.*) \|$", PAGES["support.md"], re.MULTILINE)) == known
 
 
-def test_the_table_of_parts_says_what_the_arrows_say() -> None:
-    assert parts() == ARROWS
-
-
 def test_the_picture_of_parts_has_arrows_of_the_code_only() -> None:
     picture = between(DEVELOPMENT, "flowchart TD\n", "```").replace('first["settings, admission, files"]', "settings")
     drawn = [[side.split(" & ") for side in line.strip().split(" --> ")] for line in picture.splitlines()]
@@ -109,7 +91,7 @@ def test_mutation_a_path_that_is_gone_is_seen(text: str) -> None:
     assert missing(text)
 
 
-def test_every_option_choice_check_variable_and_example_is_documented() -> None:
+def test_every_option_choice_variable_and_example_is_documented() -> None:
     assert [name for name in sorted(NAMES) if f"`{name}`" not in CONFIGURATION] == []
 
 
