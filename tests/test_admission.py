@@ -146,8 +146,6 @@ def test_any_combination_of_contradictions_is_skipped(engine, layer):
     assert admit_layer(replace(LayerView(), **facts[1])) is not None
 
 
-# -- the decode limit
-
 counts = st.integers(1, 4096)
 drafts = st.integers(0, 16)
 

@@ -114,9 +114,6 @@ def test_the_fields_of_the_status_file_are_those_that_are_written(tmp_path):
     assert listed | {files.KEY} == {*record, "model_name", "engine"}, "startup adds the last two, as vLLM names them"
 
 
-# -- the fingerprint
-
-
 @pytest.fixture
 def copy(tmp_path):
     return Path(shutil.copytree(PACKAGE, tmp_path / "elsewhere", ignore=shutil.ignore_patterns("__pycache__")))

@@ -28,9 +28,6 @@ YARN = {
 }  # fmt: skip
 
 
-# -- the wrapper
-
-
 def test_the_installed_vllms_forwards_are_known():
     assert compat_wrapper.why_unknown_code() is None
 
@@ -166,9 +163,6 @@ def test_a_scaled_query_is_scaled_before_the_op_rotates_it(monkeypatch):
     assert torch.equal(given[1], (q * scale).bfloat16())
 
 
-# -- the rotation
-
-
 def code_of(skip):
     return "" if skip is None else str(skip.code)
 
@@ -223,9 +217,6 @@ def test_unknown_and_partial_rotations_and_the_other_pairing_are_skipped(embeddi
     paired.is_neox_style, paired.forward = False, embedding(True).forward
     codes = [code_of(module.why_not_rope(stub(one))) for one in (None, other, narrow, paired)]
     assert codes == ["no_rope", "rope_other_operand", "partial_rotary", "query_not_rope"]
-
-
-# -- the layers
 
 
 def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_asked(monkeypatch):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm_aiter_mla.commands import outputs
+
 
 class UsageError(ValueError):
     """A wrong option or a missing package. The message names it. Exit status 2, before anything starts."""
@@ -42,7 +44,7 @@ def guarded(tool: str, body: Callable[[Sequence[str]], int], argv: Sequence[str]
     try:
         return body(sys.argv[1:] if argv is None else argv)
     except (UsageError, RunError) as error:
-        print(f"{tool}: {visible(str(error))}", file=sys.stderr)
+        print(f"{tool}: {outputs.printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print(f"{tool}: interrupted; what was started is stopped, nothing is written", file=sys.stderr)
@@ -59,8 +61,6 @@ def positive(option: str, value: float) -> None:
 
 def writable(files: Mapping[str, Path | None], folders: Mapping[str, Path | None] | None = None) -> None:
     """Raise UsageError for the first option whose path cannot be written. None is an option that was not given."""
-    from vllm_aiter_mla.commands import outputs
-
     try:
         outputs.check(files, folders)
     except outputs.OutputError as error:
@@ -76,14 +76,9 @@ def run_pip(*arguments: str) -> None:
         raise RunError((errors or [f"pip ended with status {done.returncode}"])[-1])
 
 
-def visible(text: str) -> str:
-    """Return ``text`` with control characters as ``\\x1b``, so that they steer no terminal. Line ends and tabs stay."""
-    return "".join(one if one.isprintable() or one in "\n\t" else f"\\x{ord(one):02x}" for one in text)
-
-
 def escaped(value: Any) -> str:
     """Return ``value`` as one line of Markdown in which it starts or ends no cell, code, tag or link."""
-    line = visible(" ".join(str(value).split("\n")))
+    line = outputs.printable(" ".join(str(value).split("\n")))
     line = re.sub(r"([\\|`\[\]])", r"\\\1", line.replace("&", "&amp;"))
     return line.replace("<", "&lt;").replace(">", "&gt;")
 

@@ -49,9 +49,8 @@ Each cell is `launches / allocations / bytes`, counted on a CPU: four rows, 16 h
 def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     tables = f"{LEDGER}\n\n{ledger.render(ledger.count_all())}"
-    made = {"commands": commands(), "ledger": tables, "patches": patches(), "reasons": reasons(), "files": fields()}
-    made["imports"] = imports()
-    return {f"{name}.md": f"{FIRST}\n\n# {text}\n" for name, text in made.items()}
+    made = {"commands": commands(), "files": fields(), "imports": imports(), "ledger": tables, "patches": patches()}
+    return {f"{name}.md": f"{FIRST}\n\n# {text}\n" for name, text in (made | {"reasons": reasons()}).items()}
 
 
 def commands() -> str:

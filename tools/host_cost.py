@@ -24,15 +24,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools.common import Parser, aligned, guarded, positive, writable  # noqa: E402
-from vllm_aiter_mla import files  # noqa: E402
+from tools.common import Parser, aligned, guarded, positive, writable
+from vllm_aiter_mla import files
 
-CALLS = 25
-MOST = 1.0
-LAUNCH_US = 8.0
+CALLS, MOST, LAUNCH_US = 25, 1.0, 8.0
 BATCHES = ("all decode", "one prefill among decodes")
 MODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "none": (("rope and write", "attention"), ("ours",)),

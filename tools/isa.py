@@ -15,9 +15,8 @@ from tools.aot import LATENT, NOPE, ROPE, Target, Variant
 GFX9_SIMDS = 4
 GFX9_LDS = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
 # sm90: registers, warps, shared memory of a multiprocessor; granules of allocation (CUDA programming guide, 9.0).
-SM90_REGISTERS, SM90_WARPS, SM90_SHARED, SM90_GRANULE = 65536, 64, 228 * 1024, 256
-SM90_RESERVED_SHARED = 1024
-SM90_BLOCKS = 32
+SM90_REGISTERS, SM90_WARPS, SM90_GRANULE, SM90_BLOCKS = 65536, 64, 256, 32
+SM90_SHARED, SM90_RESERVED_SHARED = 228 * 1024, 1024
 # Of a value of the weight, without scales.
 WEIGHT_BYTES = {"plain": 2, "fp8": 1, "mxfp4": 0.5}
 
@@ -135,7 +134,6 @@ def breaches(target: Target, variant: Variant, found: Figures) -> list[str]:
     broken += [f"{count} {what}" for what, count in held.items() if count]
     if found.wide_loads < q_loads + w_loads:
         broken.append(f"{q_loads + w_loads} 16-byte loads of q and the weight expected, {found.wide_loads} in all")
-
     if found.occupancy < 1:
         broken.append(f"{found.lds} bytes of LDS and {found.registers} registers do not fit")
     return broken

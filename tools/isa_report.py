@@ -6,7 +6,6 @@ bounds, 1 when one breaks a bound or does not compile, 2 for a wrong command lin
 is, never how fast it runs.
 
     python tools/isa_report.py
-    python tools/isa_report.py --arch gfx942 --json isa.json
     python tools/isa_report.py --arch gfx942 --fp8-type fp8e4nv    # a software cast, planted: exits 1
 """
 
@@ -19,7 +18,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,6 @@ from vllm_aiter_mla import files  # noqa: E402
 
 # Triton's names of the 8-bit floats; a target that lacks one breaks a bound, a word that is none is a wrong option.
 FP8_TYPES = ("fp8e4nv", "fp8e4b8", "fp8e4b15", "fp8e5", "fp8e5b16")
-PRINTED = Path("-")
 # In the order of ``isa.Figures``.
 COLUMNS = (
     "regs", "spill", "scratch", "LDS", "waves", "instr", "matrix", "fp8 mat", "mx mat", "fp8 cvt", "16B ld", "1B st",
@@ -44,10 +41,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(__doc__, "%(prog)s [options]")
     parser.add_argument("--arch", action="append", choices=aot.TARGETS, help="one target; repeatable (default: all)")
     parser.add_argument("--fp8-type", choices=FP8_TYPES, help="store this Triton type instead of the target's own")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures; - prints them, and no table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--worker", choices=aot.TARGETS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    writable({"--json": None if options.json == PRINTED else options.json})
+    writable({"--json": options.json})
     return options
 
 
@@ -58,13 +55,12 @@ def run(argv: Sequence[str]) -> int:
         print(json.dumps(compile_target(options.worker, options.fp8_type)))
         return 0
     reports = [run_worker(name, options.fp8_type) | files.stamp("isa") for name in options.arch or aot.TARGETS]
-    figures = json.dumps(reports, indent=1)
-    print(figures if options.json == PRINTED else "\n\n".join(map(text, reports)))
-    if options.json is not None and options.json != PRINTED:
+    print("\n\n".join(map(text, reports)))
+    if options.json is not None:
         files.write(options.json, reports)
     rows = [row for report in reports for row in report["rows"]]
     broken = sum(len(row["breaches"]) for row in rows)
-    print(f"\n{len(rows)} variants, {broken} broken bounds", file=sys.stderr if options.json == PRINTED else sys.stdout)
+    print(f"\n{len(rows)} variants, {broken} broken bounds")
     return 1 if broken else 0
 
 
@@ -107,7 +103,5 @@ def text(report: dict[str, Any]) -> str:
     return "\n".join([lines[0], head, *lines[1:]])
 
 
-main = partial(guarded, "isa_report", run)
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded("isa_report", run))

@@ -1,7 +1,6 @@
 """Run the tests and the demo on another release of vLLM, in an environment of its own.
 
     python tools/releases.py 0.31 [--only demo|tests] [--folder DIR] [-- OPTIONS OF THE DEMO]
-    python tools/releases.py 0.33 --only demo -- --kernel simulated-aiter
 
 The environment is a virtual one with the pins of requirements/releases/RELEASE.lock, and a path file that adds the
 packages of the running environment (the one of `make setup`) behind them. A lock that pins ``vllm`` instead of
@@ -49,19 +48,11 @@ class Overlay:
     ops: str  # the distribution that has the compiled ops
     python: Path  # the environment's interpreter
 
-    @property
-    def name(self) -> str:
-        """The release, and where its compiled ops are from if they are another release's."""
-        return f"vLLM {self.version}" + ("" if self.version in self.ops else f" (Python files over {self.ops}'s ops)")
-
     def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run the interpreter with this tree's plugin."""
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [str(self.python), *arguments]
         return subprocess.run(command, cwd=ROOT, env=environment, text=True, check=False, **options)
-
-
-# The environment ------------------------------------------------------------------------------------------------------
 
 
 def overlay(release: str, folder: Path) -> Overlay:
@@ -127,9 +118,6 @@ def _unpack(wheel: Path, site: Path) -> None:
         info.rename(info.with_name(info.name.replace(".dist-info", "+cpu.dist-info")))
 
 
-# What runs in it ------------------------------------------------------------------------------------------------------
-
-
 def check(env: Overlay) -> None:
     """Raise RunError unless the environment imports the release that it is for, and this tree's plugin."""
     code = "import vllm, vllm_aiter_mla; print(vllm.__version__, vllm_aiter_mla.__file__, sep='\\n')"
@@ -158,7 +146,8 @@ def run(argv: Sequence[str]) -> int:
     chosen = {name: command for name, command in commands.items() if options.only in (None, name)}
     status = {name: env.run("-m", *command).returncode for name, command in chosen.items()}
     said = [f"{name} {f'ended with status {code}' if code else 'passed'}" for name, code in status.items()]
-    print(f"{env.name}: {', '.join(said)}")
+    borrowed = "" if env.version in env.ops else f" (Python files over {env.ops}'s ops)"
+    print(f"vLLM {env.version}{borrowed}: {', '.join(said)}")
     return 1 if any(status.values()) else 0
 
 

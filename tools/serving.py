@@ -35,18 +35,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.common import Parser, RunError, UsageError, escaped, guarded, positive, table, visible, writable
+from tools.common import Parser, RunError, UsageError, escaped, guarded, positive, table, writable
 from vllm_aiter_mla import files
+from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
 OFF, ON = "off", "on"
 VLLM_PASS = "fuse_rope_kvcache_cat_mla"
-FEWEST_RUNS = 3
-SEEDS_PER_RUN = 1000
+FEWEST_RUNS, SEEDS_PER_RUN, LAST_LINES = 3, 1000, 25
 SIGMAS = 2.0
 """Two means differ if they are at least this many combined standard errors apart."""
 METRICS = ("ttft", "tpot")
-LAST_LINES = 25
 # The tool gives these itself, or a JSON value would replace the dotted ones that it gives.
 TAKEN: tuple[str, ...] = ("--model", "--host", "--port", "--uds", "--config", "--api-key", "--served-model-name")
 TAKEN += ("--additional-config", "--compilation-config", "-cc")
@@ -74,9 +73,6 @@ class Estimate:
     def show(self, digits: int) -> str:
         """Return ``mean ± stderr``."""
         return f"{self.mean:.{digits}f} ± {self.stderr:.{digits}f}"
-
-
-# Options --------------------------------------------------------------------------------------------------------------
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
@@ -154,9 +150,6 @@ def _variables(side: str, given: Sequence[str]) -> dict[str, str]:
         if not re.match(r"\w+=", text):
             raise UsageError(f"--{side}-env {text}: NAME=VALUE expected")
     return dict(text.split("=", 1) for text in given)
-
-
-# Running --------------------------------------------------------------------------------------------------------------
 
 
 def visits(runs: int, servers: str) -> list[tuple[str, list[int]]]:
@@ -285,9 +278,6 @@ def ask(argv: Sequence[str]) -> int:
     return 0
 
 
-# Figures --------------------------------------------------------------------------------------------------------------
-
-
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of at least two values and the standard error of that mean."""
     return Estimate(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))
@@ -361,9 +351,6 @@ def accuracy(given: argparse.Namespace, results: Results) -> tuple[list[str], di
     return lines, {"answers": record}, True
 
 
-# The page -------------------------------------------------------------------------------------------------------------
-
-
 def about() -> dict[str, str]:
     """Return versions and the card. Torch runs in another process: a CUDA context would take the servers' memory."""
     done = subprocess.run([sys.executable, "-c", CARD], capture_output=True, text=True, check=False)
@@ -389,8 +376,7 @@ def page(given: argparse.Namespace, tables: Sequence[str], said: dict[str, list[
 
 
 def _code(words: Sequence[str]) -> str:
-    # A line end would leave the code block.
-    return "    " + visible(shlex.join(words)).replace("\n", "\\n")
+    return "    " + outputs.line(shlex.join(words))  # a line end would leave the code block
 
 
 def run(argv: Sequence[str]) -> int:

@@ -26,9 +26,6 @@ def limited(tokens):
     return {"compilation_config": {"pass_config": {FLAG_FIELD: True, LIMIT_FIELD: tokens}}}
 
 
-# -- on
-
-
 @pytest.mark.parametrize(
     ("options", "limit", "ranges"),
     [
@@ -99,9 +96,6 @@ def test_the_ops_the_gate_splits_at_are_defined_and_cut_inductors_graphs_by_thei
     assert torch.Tag.cudagraph_unsafe in getattr(getattr(torch.ops, namespace), op).default.tags
 
 
-# -- the user's own custom pass
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -121,9 +115,6 @@ def test_something_that_is_not_a_pass_skips_the_engine_and_names_the_slot(config
     built = config(additional_config=ON, compilation_config={"inductor_compile_config": {SLOT: "my.module.fn"}})
     assert pass_of(built) == "my.module.fn"
     assert [line for line in said.at(logging.WARNING) if "user_pass" in line and SLOT in line]
-
-
-# -- again, copied, shipped
 
 
 def test_replacing_a_config_installs_and_adds_nothing_twice(config):
@@ -184,9 +175,6 @@ def test_a_copy_of_a_config_that_was_off_is_switched_on_without_changing_its_par
     assert copied.compilation_config.use_inductor_graph_partition is False
 
 
-# -- I5: off is unmodified vLLM
-
-
 def test_flag_off_changes_no_field(config, registered):
     built = config()
     before = pickle.dumps(vars(built.compilation_config))
@@ -214,9 +202,6 @@ def test_mutation_a_gate_that_engages_with_the_flag_off_is_caught(config, monkey
     before = gate_support.observed(config())
     monkeypatch.setattr(gate.compat_config, "settings_of", lambda _: gate.Settings(enabled=True))
     assert gate_support.observed(config()) != before
-
-
-# -- I9: a changed plugin has another cache key
 
 
 @pytest.mark.parametrize("how", SPELLINGS)
@@ -255,9 +240,6 @@ def test_the_limit_every_option_and_the_kernels_are_in_the_cache_key(config):
     before = built[1].compute_hash()
     pass_of(built[1]).kernels = ("16 heads: None; unavailable: AITER is not installed",)
     assert built[1].compute_hash() != before
-
-
-# -- a graph that no pass can rewrite: the module integration
 
 
 MODULE = {"aiter_mla": {"enabled": True, "integration": "module"}}

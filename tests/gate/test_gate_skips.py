@@ -82,9 +82,6 @@ def test_strict_mode_makes_a_skip_an_error_that_names_the_knob(config):
         config(additional_config={"aiter_mla": PASSES["aiter_mla"] | {"strict": True}}, enforce_eager=True)
 
 
-# -- the status file
-
-
 def test_a_skipped_config_is_in_the_status_file(registered, mla_model, cache_root):
     assert pass_of(gate_support.vllm_config(mla_model, additional_config=PASSES)) is None
     (path,) = (cache_root / "aiter_mla").glob(f"status-{os.getpid()}-*.json")
@@ -107,9 +104,6 @@ def test_only_the_mla_layers_of_a_hybrid_are_counted():
     model = SimpleNamespace(use_mla=True, hf_text_config=text)
     assert compat_config.mla_layers(model) == (3, 7, 11)
     assert compat_config.mla_layers(SimpleNamespace(use_mla=False)) == compat_config.mla_layers(None) == ()
-
-
-# -- another vLLM: releases, names, arguments of its MLA ops
 
 
 INSIDE = ("0.30.0", "0.32.0+cpu", "0.33.1rc2.dev7+gabc", "v0.31.0", "0.33")

@@ -127,9 +127,6 @@ def test_a_field_upstream_already_has_is_left_alone(monkeypatch):
     assert getattr(PassConfig, patches._FIELDS_MARK) == ()
 
 
-# -- as users type them: wrong ones stop before any engine starts, and say which
-
-
 @pytest.fixture(scope="module", params=[AsyncEngineArgs.add_cli_args, latency.add_cli_args], ids=["serve", "bench"])
 def parse(request):
     parser = FlexibleArgumentParser()

@@ -102,9 +102,6 @@ def test_every_patch_says_its_symptom_and_when_it_can_go():
         assert all(word in text for word in ("Symptom: ", "Upstream: https://", "Remove when: "))
 
 
-# -- the hook and other plugins' wrappers
-
-
 def test_the_gate_runs_once_for_each_config_and_after_all_wrappers(compiling, mla_model, monkeypatch, said):
     ops = gate_support.vllm_config(mla_model, additional_config=ON).compilation_config.splitting_ops
     assert set(ATTENTION_OPS) <= set(ops), "it sees the mode that the wrapper around the hook leaves"

@@ -43,9 +43,6 @@ def invoke(*arguments):
     return done.exit_code, done.stdout, done.stderr
 
 
-# -- configs after published checkpoints: what the engine's own gate and layers decide
-
-
 def check(row, folder, bug=""):
     """Compare a plan with the gate's decision and with what the row expects."""
     for file, content in row.written().items():
@@ -93,9 +90,6 @@ def test_plan_promises_what_the_engine_of_the_model_matrix_gives(name, tmp_path)
     plan = planned(str(tmp_path), "--trust-remote-code", *drafts, env=PLAIN)
     assert codes(plan) == [code for code in (row.reason, "not_mla" if row.not_mla else "") if code]
     assert plan["layers"]["engaged"] == row.layers - (1 if row.draft else 0)
-
-
-# -- which layers engage, on which kernel
 
 
 @pytest.mark.parametrize(
@@ -188,9 +182,6 @@ def test_the_options_of_the_graph_decide_which_integration_runs(option, code):
     assert (f"the passes cannot run: {code}" in printout.text(plan)) is (code is not None)
 
 
-# -- the numbers
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -255,8 +246,6 @@ def test_launches_per_step_count_every_mla_layer():
     assert paths["aiter"]["launches_per_step"] == 2 * 24
     assert plan["figures"]["q_prepared_bytes"] == 256 * 12 * 576
 
-
-# -- the command
 
 # Of a process that ends with an error at each attempt to connect.
 NO_NETWORK = """
@@ -324,9 +313,6 @@ def test_a_vllm_that_is_missing_or_ends_is_a_message(broken, monkeypatch, tmp_pa
     said = err.splitlines()[-1]
     assert (status, said.startswith("plan: ")) == (command.WRONG, True)
     assert "no vllm here" in said or "status 3" in said
-
-
-# -- wrong input: one line that names option or field and value, exit status 2, no traceback, no page
 
 
 def refused(*arguments):

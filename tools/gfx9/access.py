@@ -133,8 +133,6 @@ def _global_address(i: Instruction, ops: Operands, is_load: bool) -> Callable[[W
     return address
 
 
-# LDS ------------------------------------------------------------------------------------------------------------------
-
 # Bytes of what an instruction moves. A read of less than a word fills the word with zeros.
 PLAIN = {"b32": 4, "b64": 8, "b96": 12, "b128": 16}
 READS, WRITES = PLAIN | {"u8": 1, "u16": 2}, PLAIN | {"b8": 1, "b16": 2}

@@ -24,9 +24,6 @@ ENDS = (BARRIER, END, *scalar.BRANCHES)
 COUNTER = re.compile(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)")
 
 
-# Instructions to closures ---------------------------------------------------------------------------------------------
-
-
 def bind(i: Instruction, accum_offset: int = 0) -> Run:
     """What one instruction does to a wave; where a branch leads, barriers and the end are the caller's.
 
@@ -167,9 +164,6 @@ class Program:
             if i.name == BARRIER:
                 yield at
             at = self.targets[at] if taken else at + 1
-
-
-# A launch -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass

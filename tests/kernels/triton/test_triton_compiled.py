@@ -15,10 +15,11 @@ TARGETS = ("gfx942", "gfx950", "sm90")
 
 
 @pytest.fixture(scope="module")
-def reports(isa_report):
-    done = isa_report("--json", "-")
+def reports(isa_report, tmp_path_factory):
+    path = tmp_path_factory.mktemp("isa") / "isa.json"
+    done = isa_report("--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
-    return {report["target"]: report["rows"] for report in json.loads(done.stdout)}
+    return {report["target"]: report["rows"] for report in json.loads(path.read_text())}
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -194,9 +194,6 @@ def test_gfx9_fp8_conversion_keeps_the_other_half_which_may_be_undefined(arch, l
     assert_leaves([0.0], f"{line}; v_mov_b32_e32 v0, 1.0; {line}{upper}", {"known v2": ALL, "v2": ones}, arch)
 
 
-# Two waves ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [

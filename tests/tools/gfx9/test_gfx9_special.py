@@ -95,9 +95,6 @@ def test_gfx9_fp8_values_are_torchs_and_overflow_begins_half_a_step_past_the_lar
         assert numbers.fp8_bits(np.full(64, edge, np.float32), fnuz, False)[0] == code
 
 
-# Matrix instructions that no kernel of test_gfx9_kernel.py has, element by element, through the layout of lanes. ------
-
-
 def accumulator(w, side):
     """Registers from v40 on, each with its own number in all lanes: their text."""
     for register in range(side * side // 64):
