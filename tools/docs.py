@@ -83,7 +83,8 @@ def imports() -> str:
 
     rows = []
     for part, allowed in ARROWS.items():
-        path = PACKAGE / part / "__init__.py" if (PACKAGE / part).is_dir() else PACKAGE / f"{part}.py"
+        place = PACKAGE / part.replace(".", "/")
+        path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
         holds = first_line(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))))
         names = ", ".join(f"`{one}`" for one in ARROWS if one in allowed)
         rows.append(f"| `{part}` | {holds} | {names or 'nothing'} |")

@@ -16,8 +16,8 @@ from tests.support.pages import PAGES, ROOT, RUN, quoted, table, words
 from vllm_aiter_mla import status
 from vllm_aiter_mla.commands import main
 from vllm_aiter_mla.commands.check import steps
+from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.plan import formulas
-from vllm_aiter_mla.compat import offline
 
 COMMANDS = typer.main.get_command(main.app).commands
 SHARED = {"--help", "--version"}

@@ -10,7 +10,7 @@ import torch
 
 from tests.sandbox import compare, engine, runs
 from tests.support.model_configs import ROWS, spec_of
-from vllm_aiter_mla.compat.engine import fill
+from vllm_aiter_mla.commands.compat.engine import fill
 
 # A query that is scaled before its rotation instead of after it: at most 0.15. With the factor lost: 0.45.
 ROUNDED_ELSEWHERE = runs.Bound(0.95, 0.3)

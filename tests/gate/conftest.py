@@ -16,7 +16,8 @@ from vllm.config import PassConfig
 from tests.gate import gate_support
 from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import plugin
-from vllm_aiter_mla.compat import patches, rocm_config
+from vllm_aiter_mla.commands.compat import rocm_config
+from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 plugin.register()

@@ -9,8 +9,8 @@ import os
 import sys
 from typing import Any
 
+from vllm_aiter_mla.commands.compat import rocm_config
 from vllm_aiter_mla.commands.plan import answer, card
-from vllm_aiter_mla.compat import rocm_config
 
 
 def take_cuda(capability: str) -> None:

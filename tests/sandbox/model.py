@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.compat import engine
+from vllm_aiter_mla.commands.compat import engine
 
 RANK = 8
 # Two slots: for a request without an adapter vLLM on a CPU takes the last slot, so that one must stay empty.

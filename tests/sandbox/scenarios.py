@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tests.sandbox.spec import LIMIT_REQUESTS
 from vllm_aiter_mla.commands.check import engine as check
-from vllm_aiter_mla.compat.engine import Request
+from vllm_aiter_mla.commands.compat.engine import Request
 
 
 def chunked() -> list[Request]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.compat.engine import Step
+from vllm_aiter_mla.commands.compat.engine import Step
 
 LIMIT_REQUESTS = 16
 

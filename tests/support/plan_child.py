@@ -16,9 +16,9 @@ from unittest import mock
 
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import LayerView, Skip
+from vllm_aiter_mla.commands.compat import rocm_config
 from vllm_aiter_mla.commands.plan import answer, build, kernels, options
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import rocm_config
 from vllm_aiter_mla.settings import Settings
 
 decisions: list[Any] = []

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_aiter_mla.admission import ConfigView, LayerView
+from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import model
 from vllm_aiter_mla.commands.plan.answer import Answer
 from vllm_aiter_mla.commands.plan.options import Given
-from vllm_aiter_mla.compat import offline, rocm_config
 from vllm_aiter_mla.settings import Settings
 
 ARCH = "gfx950"

@@ -22,7 +22,7 @@ from vllm_aiter_mla import status
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.compat.engine import Request, Step
+    from vllm_aiter_mla.commands.compat.engine import Request, Step
 
 TIMEOUT_S = 3600
 """A first start of AITER compiles for minutes."""
@@ -197,10 +197,10 @@ def _share_model_notes(cache: Path, environment: Mapping[str, str]) -> None:
 
 def main(request: str, answer: str) -> None:
     """Run one engine and write its answer."""
+    from vllm_aiter_mla.commands.compat import engine as compat_engine
+    from vllm_aiter_mla.commands.compat import rocm_config
     from vllm_aiter_mla.commands.plan.options import serve_options
     from vllm_aiter_mla.compat import config as compat_config
-    from vllm_aiter_mla.compat import engine as compat_engine
-    from vllm_aiter_mla.compat import rocm_config
 
     asked = json.loads(Path(request).read_text(encoding="utf-8"))
     rocm_config.load_plugins()

@@ -17,7 +17,8 @@ from types import ModuleType
 from typing import Literal
 
 from vllm_aiter_mla import files, status
-from vllm_aiter_mla.compat import config, offline
+from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.compat import config
 from vllm_aiter_mla.kernels.aiter import op
 from vllm_aiter_mla.settings import NAMESPACE
 

@@ -2,7 +2,7 @@
 """What vLLM itself decides for ``vllm serve`` on an AMD card: its finished ``VllmConfig``, and its MLA layers.
 
 The plugin is loaded, so the engine's own gate decides. ``card`` says what is made up where there is no ROCm, and
-``compat.rocm_config`` what is made up for a model without weights.
+``commands.compat.rocm_config`` what is made up for a model without weights.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import card, options
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import offline, rocm_config
 
 MOST_LAYERS, MOST_POSITIONS = 2**9, 2**24
 

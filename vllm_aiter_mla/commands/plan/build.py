@@ -18,11 +18,11 @@ from typing import Any
 
 from vllm_aiter_mla import __version__, admission, backends
 from vllm_aiter_mla.admission import ConfigView, LayerView, Skip, integration_of, why_not_passes
+from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
+from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.plan import answer as answers
 from vllm_aiter_mla.commands.plan import formulas, kernels
 from vllm_aiter_mla.commands.plan.answer import Answer, NoAnswerError
-from vllm_aiter_mla.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
-from vllm_aiter_mla.compat.rocm_config import LayerKind
 from vllm_aiter_mla.kernels import vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings

@@ -23,7 +23,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from vllm_aiter_mla.compat import rocm_config
+from vllm_aiter_mla.commands.compat import rocm_config
 
 CARDS = {"gfx942": ("0x74a1", 192), "gfx950": ("0x75a0", 288)}
 """The driver's device id and the memory in GiB of the smallest card of each architecture."""

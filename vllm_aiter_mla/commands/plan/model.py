@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.compat.offline import USE_AITER, VARIABLES
+from vllm_aiter_mla.commands.compat.offline import USE_AITER, VARIABLES
 from vllm_aiter_mla.settings import NAMESPACE
 
 EXAMPLES = Path(__file__).parent / "models"

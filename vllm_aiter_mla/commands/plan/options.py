@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import offline
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings
 
 
