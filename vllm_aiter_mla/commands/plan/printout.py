@@ -117,10 +117,10 @@ def _figures(plan: dict[str, Any]) -> Iterator[str]:
     figures, mla = plan["figures"], plan["figures"]["layers"]
     yield f"Query preparation and KV write of {mla} layers on one rank, absorb BMM included"
     yield "by formula (docs/configuration.md), not measured"
-    yield f"  {'T':>6}  {'path':<24}{'launches/layer':>15}{'launches/step':>15}{'bytes/layer':>15}{'bytes/step':>17}"
+    yield f"  {'T':>6}  {'path':<32}{'launches/layer':>15}{'launches/step':>15}{'bytes/layer':>15}{'bytes/step':>17}"
     for tokens, paths in figures["by_tokens"].items():
         for name, path in paths.items():
             count, moved = len(path["launches"]), path["bytes"]
-            yield f"  {tokens:>6}  {name:<24}{count:>15}{path['launches_per_step']:>15}{moved:>15,}{moved * mla:>17,}"
+            yield f"  {tokens:>6}  {name:<32}{count:>15}{path['launches_per_step']:>15}{moved:>15,}{moved * mla:>17,}"
     yield f"  q_prepared at L: {figures['q_prepared_bytes']:,} bytes, one layer's at a time"
     yield f"  cos and sin halves (aiter only): {figures['table_halves_bytes']:,} bytes, once per rotary table"
