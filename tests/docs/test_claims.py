@@ -71,6 +71,12 @@ def test_quoted_commands_have_options_that_exist(name, known):
     assert wrong(quoted(PAGES[name]), known) == {}
 
 
+def test_quoted_targets_of_make_are_in_the_makefile():
+    there = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    named = {target for page in PAGES.values() for target in re.findall(r"(?:^    |`)make ([a-z][\w-]*)", page, re.M)}
+    assert {"demo", "test-all"} <= named <= set(there)
+
+
 def test_commands_are_found():
     found = {RUN.search(command)[1] for page in PAGES.values() for command in quoted(page)}
     assert found >= {"vllm serve", "vllm-aiter-mla plan", "vllm-aiter-mla verify", "tools.gfx9", "tools/serving.py"}
@@ -162,7 +168,7 @@ def test_defaults_of_vllms_variables_are_the_installed_ones():
 def test_what_use_aiter_switches_on_is_on_by_default():
     from vllm import envs
 
-    page = PAGES["operate.md"].partition("## What `VLLM_ROCM_USE_AITER=1` changes")[2].partition("\n## ")[0]
+    page = PAGES["operate.md"].partition("## What else `VLLM_ROCM_USE_AITER=1` changes")[2].partition("\n## ")[0]
     suffixes = re.findall(r"\| `(_\w+)` \|", page)
     named = {f"VLLM_ROCM_USE_AITER{suffix}" for suffix in suffixes}
     known = {name for name in envs.environment_variables if name.startswith("VLLM_ROCM_USE_AITER_")}

@@ -147,6 +147,7 @@ CHECKPOINTS = [
     for name in names.split(", ")
     for arch, weight in zip(("gfx942", "gfx950"), weights, strict=True)
 ]
+assert len(CHECKPOINTS) == 8, "four, on both cards"
 
 
 @slow
@@ -158,10 +159,6 @@ def test_the_table_of_checkpoints_says_what_plan_says_for_both_defaults_of_vllm(
     plan = planned(name, "--kv-cache-dtype", "fp8", arch=arch, env=env)
     assert (plan["outcome"], codes(plan)) == ("engaged", [])
     assert plan["absorb_weight"] == (weight if default else "plain")
-
-
-def test_the_table_of_checkpoints_has_four_of_them_on_both_cards():
-    assert len(CHECKPOINTS) == 8
 
 
 @pytest.mark.parametrize(
