@@ -42,9 +42,8 @@ LEVELS = {
 }
 LEDGER = """The ledger: what one attention layer costs in each kind of batch
 
-Each cell is `launches / allocations / bytes`, counted on a CPU: four rows, 16 heads, gfx950, 16-bit
-absorb weights, kernel `aiter`. Unlike `plan`'s table it counts decode attention and the value projection too.
-[The evidence page](../evidence.md) says what counts. `python tools/ledger.py` counts again and judges."""
+Each cell is `launches / allocations / bytes`, counted on a CPU: four rows, 16 heads, gfx950, 16-bit weights, kernel
+`aiter`; with decode attention and value projection, unlike `plan`'s table. [The rules](../evidence.md)."""
 
 
 def pages() -> dict[str, str]:
