@@ -59,10 +59,10 @@ def positive(option: str, value: float) -> None:
         raise UsageError(f"{option} {value}: must be above 0")
 
 
-def writable(files: Mapping[str, Path | None], folders: Mapping[str, Path | None] | None = None) -> None:
+def writable(files: Mapping[str, Path | None]) -> None:
     """Raise UsageError for the first option whose path cannot be written. None is an option that was not given."""
     try:
-        outputs.check(files, folders)
+        outputs.check(files)
     except outputs.OutputError as error:
         raise UsageError(str(error)) from error
 

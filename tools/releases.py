@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.common import Parser, RunError, UsageError, guarded, run_pip, writable
+from tools.common import Parser, RunError, UsageError, guarded, run_pip
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements" / "releases"
@@ -136,7 +136,8 @@ def run(argv: Sequence[str]) -> int:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument("--folder", type=Path, default=cache / "vllm-aiter-mla", help="where environments are kept")
     options = parser.parse_args(argv[:split])
-    writable({}, {"--folder": options.folder})
+    if options.folder.is_file():
+        raise UsageError(f"--folder {options.folder}: is not a folder")
     env = overlay(options.release, options.folder)
     check(env)
     commands = {

@@ -109,7 +109,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
         positive(f"--{name.replace('_', '-')}", getattr(given, name))
     if given.limit is not None and given.limit < 2:
         raise UsageError(f"--limit {given.limit}: at least 2; a standard error over questions needs two")
-    writable({"--out": given.out, "--json": given.json}, {"--work": given.work})
+    writable({"--out": given.out, "--json": given.json})
     lengths = [_lengths(text) for text in given.lengths or ["1024/0/256"]]
     given.points = [{**of, "rate": rate} for of in lengths for rate in _rates(given)] if given.what == "speed" else [{}]
     given.serve = [_serve_option(option) for option in argv[split + 1 :]]

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from vllm_aiter_mla import plugin as our_plugin
-from vllm_aiter_mla.commands.plan import options
+from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.plan import answer
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.settings import FLAG_FIELD, Settings
 
@@ -13,7 +14,7 @@ our_plugin.register()
 
 
 def read(arguments):
-    return compat_config.settings_of(options.serve_options(arguments))
+    return compat_config.settings_of(offline.serve_options(arguments))
 
 
 def compiled(**config):
@@ -51,6 +52,6 @@ def test_every_spelling_of_vllm_serve_switches_the_fast_path_on(arguments):
 
 def test_a_key_that_is_almost_the_plugins_own_is_said(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    _, given = options.engine_args(tmp_path, plugin(**{"aiter-mla": {"enabled": True}, "another": {}}))
+    _, given = answer.engine_args(tmp_path, plugin(**{"aiter-mla": {"enabled": True}, "another": {}}))
     notes = " ".join(given.notes)
     assert [f"additional_config.{key} " in notes for key in ("aiter-mla", "another")] == [True, False]

@@ -56,12 +56,15 @@ def test_a_switch_is_read_by_the_installed_vllms_own_reader(default: bool, monke
     name = offline.FP8_BMM
     read = lambda: bool(int(os.environ.get(name, str(int(default)))))  # noqa: E731
     monkeypatch.setitem(vllm.envs.environment_variables, name, read)
-    assert offline.switched_on(name, {}) is default
-    assert offline.switched_on(name, {name: str(int(not default))}) is not default
+    monkeypatch.delenv(name, raising=False)
+    assert offline.switches()[name] is default
+    monkeypatch.setenv(name, str(int(not default)))
+    assert offline.switches()[name] is not default
+    monkeypatch.setenv(name, "maybe")
     with pytest.raises(ValueError, match=f"{name}=maybe"):
-        offline.switched_on(name, {name: "maybe"})
+        offline.switches()
     monkeypatch.delitem(vllm.envs.environment_variables, name)
-    assert offline.switched_on(name, {}) is None
+    assert offline.switches()[name] is False
 
 
 VIEW = admission.LayerView(num_heads=2, model_dtype="bfloat16")

@@ -7,18 +7,12 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from tests.sandbox import demo
-from tests.sandbox.compare import Figures
-from tests.sandbox.runs import EXACT, Run
-from tests.sandbox.spec import EngineResult, EngineSpec
 from tests.support import plans
 from vllm_aiter_mla import files
 from vllm_aiter_mla import status as run_status
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import build, model
 
-DATA = Path(__file__).parent / "data"
-VLLM, FUSED = ((DATA / f"{name}.fx.txt").read_text() for name in ("vllm", "fused"))
 LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
 
 
@@ -32,17 +26,6 @@ def measured() -> dict[str, Any]:
     """One layer shape that was timed at start-up."""
     us = {str(t): {"aiter": 3.2 + t / 60, "vllm": 5.4 + t / 55, "triton": 2.2 + t / 90} for t in (1, 16, 64, 256)}
     return {"shape": "16 heads", "layers": LAYERS, "chosen": [[1, 64, "triton"], [65, 256, "aiter"]], "us": us}
-
-
-def keep_demo(folder: Path) -> Path:
-    """What the demo keeps of two engines, by its own writer."""
-    versions, ranges = {"device": "CPU", "torch": "2.13.0+cpu"}, [(1, 16), (17, 64)]
-    off = EngineResult({}, [], ranges, {"1-16": VLLM, "17-64": VLLM}, [], versions, 1.0)
-    on = EngineResult({}, [status()], ranges, {"1-16": FUSED, "17-64": VLLM}, [], versions, 1.0)
-    run = Run("bf16 KV", EngineSpec(), EngineSpec(enabled=False), "activation dtype", EXACT)
-    outcomes = [demo.Outcome(run, off, on, {"mixed": Figures(192, 192, 192, 192)})]
-    demo._keep(folder, outcomes, {"runs": [one.as_dict() for one in outcomes], "ok": True, "versions": versions})
-    return folder
 
 
 def run_verify(folder: Path) -> Path:

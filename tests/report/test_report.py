@@ -30,7 +30,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "status-1-0.json").write_text(json.dumps(made_files.status(measured=[made_files.measured()])))
     return {
-        "kept": made_files.keep_demo(folder / "kept"),
         "status": folder / "status-1-0.json",
         "verify": made_files.run_verify(folder),
         "plan": made_files.write_plan(folder),
@@ -68,14 +67,13 @@ def not_measured(page: str) -> set[str]:
 
 def test_each_chart_of_the_whole_page_is_named(page: str) -> None:
     charts = re.findall(r"<svg [^>]*>", page)
-    assert len(charts) >= 8
+    assert len(charts) >= 6
     assert all('role="img"' in chart and re.search(r'aria-label="[^"]+"', chart) for chart in charts)
 
 
 @pytest.mark.parametrize(
     ("name", "sections"),
     [
-        ("kept", {"Status", "Compile ranges", "Graphs", "Versions"}),
         ("status", {"Status", "Compile ranges", "Versions"}),
         ("plan", {"Status", "Compile ranges", "Launches", "Versions"}),
         ("verify", {"Launches", "Verify", "Versions"}),
@@ -94,18 +92,9 @@ def test_the_page_loads_nothing_and_ids_are_not_repeated(page: str) -> None:
     assert loads
     assert all(load.startswith("#") or load == "data:," for load in loads)
     ids = re.findall(r"""\sid=["']?([^"'\s>]+)""", page)
-    assert len(ids) == len(set(ids)) > 8
+    assert len(ids) == len(set(ids)) > 6
     assert "default-src 'none'" in page
     assert "@import" not in page
-
-
-def test_a_kept_demo_shows_layers_ranges_answers_and_ops(files: dict[str, Path]) -> None:
-    page = html_of([files["kept"]])
-    rows = rows_of(page)
-    assert ["bf16 KV", "4/4", "reference", "auto", "1..16", "none", "engine of the demo, flag on"] in rows
-    assert ["1-16", "rewritten", "-"] in rows
-    assert ["17-64", "vLLM's own", "-"] in rows
-    assert ["bf16 KV", "mixed", "192", "192", "100.0 %", "0", str(made_files.EXACT)] in rows
 
 
 def test_a_status_names_each_reason_and_its_layers(written: Write) -> None:
@@ -169,7 +158,7 @@ HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=x()> $x^2$ {{ 7 * 7 }
 def poisoned(value: Any) -> Any:
     """Every string outside the stamp, and every key that is a name, with a hostile tail."""
     if isinstance(value, dict):
-        names = {"reference", *made_files.LAYERS, "card", "mixed", "aiter", "vllm"}
+        names = {"reference", *made_files.LAYERS, "card", "aiter", "vllm"}
         return {
             key + HOSTILE * (key in names): one if key == "evidence" else poisoned(one) for key, one in value.items()
         }
@@ -185,8 +174,7 @@ def strays(page: str) -> list[str]:
 
 @pytest.fixture
 def hostile(files: dict[str, Path], written: Write) -> list[Path]:
-    names = [files[name] for name in files if name != "kept"] + sorted(files["kept"].iterdir())
-    return [written(f"<img>{path.name}", poisoned(json.loads(path.read_text()))) for path in names]
+    return [written(f"<img>{path.name}", poisoned(json.loads(path.read_text()))) for path in files.values()]
 
 
 def test_hostile_strings_stay_text(hostile: list[Path]) -> None:
@@ -232,7 +220,7 @@ def report(*arguments: object) -> Result:
 
 def test_report_writes_one_file(files: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    done = report(files["kept"], files["measure"], "--out", out)
+    done = report(files["status"].parent, files["measure"], "--out", out)
     assert (done.exit_code, str(out) in done.output) == (0, True), done.output
     assert out.read_text().startswith("<!doctype html>")
 
@@ -287,7 +275,7 @@ def test_report_fits_its_window(page: str, tmp_path: Path, width: int) -> None:
     assert found["width"] == width
     assert found["scroll"] <= width
     assert found["cut"] == []
-    assert found["drawn"] == found["charts"] >= 8
+    assert found["drawn"] == found["charts"] >= 6
     assert found["loads"] == []
     assert found["console"] == []
 

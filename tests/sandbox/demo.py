@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str]) -> Options:
     )
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    add("--keep", type=Path, metavar="DIR", help="keep FX graphs and results in this folder, for `report`")
+    add("--keep", type=Path, metavar="DIR", help="keep FX graphs and results in this folder")
     add("--full", action="store_true", help="all scenarios and numerics, four layers")
     add("--tensor-parallel-size", "-tp", type=int, default=1, choices=(1, 2), help="workers")
     add("--kernel", default="reference", choices=("reference", SIMULATED, "triton"), help="triton needs a GPU")

@@ -16,8 +16,8 @@ from unittest import mock
 
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import LayerView, Skip
-from vllm_aiter_mla.commands.compat import rocm_config
-from vllm_aiter_mla.commands.plan import answer, build, kernels, options
+from vllm_aiter_mla.commands.compat import offline, rocm_config
+from vllm_aiter_mla.commands.plan import answer, build, kernels
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.settings import Settings
 
@@ -38,7 +38,7 @@ def warm() -> None:
     """Import what most models need."""
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
-    options.serve_options([])
+    offline.serve_options([])
     for name in WARM:
         with suppress(ImportError):
             import_module(name)

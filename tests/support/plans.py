@@ -12,8 +12,7 @@ from typing import Any
 from vllm_aiter_mla.admission import ConfigView, LayerView
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import model
-from vllm_aiter_mla.commands.plan.answer import Answer
-from vllm_aiter_mla.commands.plan.options import Given
+from vllm_aiter_mla.commands.plan.answer import Answer, Given
 from vllm_aiter_mla.settings import Settings
 
 ARCH = "gfx950"
@@ -77,7 +76,7 @@ def made_up_answer(**changes: Any) -> Answer:
                "num_drafts": 0, "kv_cache_dtype": view.kv_cache_dtype}  # fmt: skip
     engine = {"gate": None, "view": view, "user_pass": None, "options": options, "captures": [1, 2, 256, 512]}
     kind = rocm_config.LayerKind(LayerView(model_dtype="bfloat16"), "fp8", "Fp8LinearMethod", "", True, False)
-    given = Given(Settings(), None, None, "", [])
+    given = Given(Settings(), None, None, [])
     ranges = {"ranges": [(1, 4681), (4682, 16384)]}
     return Answer(given, facts, engine | ranges, [(kind, 61)])
 

@@ -199,7 +199,7 @@ def main(request: str, answer: str) -> None:
     """Run one engine and write its answer."""
     from vllm_aiter_mla.commands.compat import engine as compat_engine
     from vllm_aiter_mla.commands.compat import rocm_config
-    from vllm_aiter_mla.commands.plan.options import serve_options
+    from vllm_aiter_mla.commands.compat.offline import serve_options
     from vllm_aiter_mla.compat import config as compat_config
 
     asked = json.loads(Path(request).read_text(encoding="utf-8"))

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, NoReturn
 
 # Where `vllm serve` has its parser: since 0.33, in 0.32, before.
 SERVE_PARSERS = (
@@ -43,11 +41,30 @@ def serve_parser() -> Any:
     return AsyncEngineArgs.add_cli_args(parser)
 
 
-def option_names(in_pass_config: bool) -> list[str]:
-    """Return the options of vLLM's ``PassConfig``, or else of its ``CompilationConfig``."""
-    from vllm.config import CompilationConfig, PassConfig
+def serve_options(arguments: Sequence[str]) -> Any:
+    """Return the options of ``vllm serve``: a namespace with vLLM's own config objects.
 
-    return [field.name for field in dataclasses.fields(PassConfig if in_pass_config else CompilationConfig)]
+    The plugin must be registered before, or its own options are unknown.
+
+    Raises:
+        ImportError: vLLM is not importable.
+        ValueError: an option is wrong, in vLLM's words; or one config is given as JSON and as dotted values.
+    """
+    heads = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    for names in (("--compilation-config", "-cc"), ("--additional-config",)):
+        if set(names) & set(heads) and any(head.startswith(f"{name}.") for name in names for head in heads):
+            _refuse(f"{names[0]}: given as JSON and as {names[0]}.NAME=VALUE; vLLM would use one of them only")
+    parser = serve_parser()
+    parser.error = _refuse
+    try:
+        return parser.parse_args(list(arguments))
+    except LookupError as error:  # "-cc.mode" without a value
+        _refuse(f"vLLM's parser of options: {type(error).__name__}: {error}")
+
+
+def _refuse(message: str) -> NoReturn:
+    """Raise where argparse would print and exit; pydantic's findings take several lines."""
+    raise ValueError(" ".join(message.split()))
 
 
 def engine_args(parsed: Any, folder: Path) -> tuple[Any, list[str]]:
@@ -81,22 +98,18 @@ def _without_its_own_code(args: Any, folder: Path) -> list[str]:
     return [f"neither vLLM nor transformers has a config class for {kind!r}: its fields were read as they stand"]
 
 
-def switched_on(name: str, env: Mapping[str, str] = {}) -> bool | None:
-    """Return whether vLLM takes the switch ``name`` as on in an environment; None if vLLM cannot be asked.
+def switches() -> dict[str, bool]:
+    """Return ``VARIABLES`` as vLLM reads them in this process; one that this release does not have is off.
 
     Raises:
-        ValueError: vLLM cannot read the value, and would not start; names both.
+        ValueError: vLLM cannot read a value, and would not start; names both.
     """
-    try:
-        from vllm import envs
+    from vllm import envs
 
-        read = envs.environment_variables[name]
-    except Exception:  # vLLM is missing, breaks while it is imported, or does not know the variable
-        return None
-    with mock.patch.dict(os.environ):  # the reader takes no argument: the process's environment is its input
-        os.environ.pop(name, None)
-        os.environ.update({name: env[name]} if name in env else {})
+    found = {}
+    for name in VARIABLES:
         try:
-            return bool(read())
+            found[name] = bool(envs.environment_variables.get(name, bool)())
         except ValueError as error:
-            raise ValueError(f"{name}={env.get(name, '')}: {error}") from error
+            raise ValueError(f"{name}={os.environ[name]}: {error}") from error
+    return found

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json as json_module
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.machinery import SourceFileLoader
@@ -15,6 +15,7 @@ from typing import Annotated
 from unittest import mock
 
 import typer
+from rich.console import Console
 
 from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.commands import outputs
@@ -27,8 +28,8 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings
     Prints one line per check: ok, warning, problem or unknown, the finding, and what to do. Reads AITER's files and
     never imports AITER. Exit status: 1 with a problem, else 2 with something unknown, else 0.
     """
-    with outputs.progress("doctor") as at:
-        checks = examine(at)
+    with Console(stderr=True).status("doctor") as shown:
+        checks = examine(lambda name: shown.update(f"doctor: {name}"))
     record = {"plugin": __version__, "exit": exit_status(checks), "checks": [asdict(check) for check in checks]}
     if json:
         typer.echo(json_module.dumps(record | files.stamp("doctor"), indent=1))
@@ -37,7 +38,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings
     raise typer.Exit(exit_status(checks))
 
 
-def examine(at: outputs.Step = lambda name: None) -> tuple[Check, ...]:
+def examine(at: Callable[[str], None] = lambda name: None) -> tuple[Check, ...]:
     """Run doctor's checks on this machine. ``at`` takes the name of each."""
     # vLLM logs to stdout, where the findings go.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
@@ -60,7 +61,7 @@ def name_of(check: CheckFunction) -> str:
     return check.__name__.replace("_", "-")
 
 
-def run(checks: Iterable[CheckFunction], env: Env, at: outputs.Step = lambda name: None) -> tuple[Check, ...]:
+def run(checks: Iterable[CheckFunction], env: Env, at: Callable[[str], None] = lambda name: None) -> tuple[Check, ...]:
     """Run every check. One that raises is "unknown" and stops no other. ``at`` takes the name of each."""
     found = []
     for check in checks:

@@ -7,6 +7,7 @@ The plugin is loaded, so the engine's own gate decides. ``card`` says what is ma
 
 from __future__ import annotations
 
+import difflib
 import os
 import traceback
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from typing import Any
 
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.compat import offline, rocm_config
-from vllm_aiter_mla.commands.plan import card, options
+from vllm_aiter_mla.commands.plan import card
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings
 
 MOST_LAYERS, MOST_POSITIONS = 2**9, 2**24
 
@@ -26,11 +28,21 @@ class NoAnswerError(ValueError):
     """vLLM says too little for a plan: it does not take the options or the model, or it cannot be asked."""
 
 
+@dataclass(frozen=True)
+class Given:
+    """What was asked for, None where vLLM's default counts; ``notes`` say how the model's config was read."""
+
+    settings: Settings
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    notes: list[str]
+
+
 @dataclass
 class Answer:
     """What vLLM decides for one model and one set of options, as far as it gets."""
 
-    given: options.Given | None = None
+    given: Given | None = None
     model: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] | None = None  # see ``engine_facts``; None if vLLM refuses to start
     layers: list[tuple[rocm_config.LayerKind, int]] = field(default_factory=list)  # counted, the most frequent first
@@ -74,8 +86,27 @@ def start(asked: str) -> dict[str, Any]:
             raise ValueError(f"--arch {asked}: this machine has a {arch}; a plan makes nothing up where a card is")
     rocm_config.load_plugins()
     rocm_config.inspect_in_process()
-    on = {name: bool(offline.switched_on(name, dict(os.environ))) for name in offline.VARIABLES}
-    return {"arch": arch, "made_up": made_up, "vllm": compat_config.vllm_version(), "on": on}
+    version = compat_config.vllm_version()
+    return {"arch": arch, "made_up": made_up, "vllm": version, "on": offline.switches()}
+
+
+def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
+    """Return vLLM's ``AsyncEngineArgs`` with the plugin switched on, for a config without a tokenizer.
+
+    Raises:
+        ValueError: an option is wrong.
+    """
+    parsed = offline.serve_options([str(folder), *arguments])
+    settings = compat_config.settings_of(parsed)
+    setattr(parsed.compilation_config.pass_config, FLAG_FIELD, True)
+    # Strict mode would end the plan at the first reason.
+    own = dict((parsed.additional_config or {}).get(NAMESPACE, {})) | {"enabled": True, "strict": False}
+    parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
+    parsed.model, parsed.skip_tokenizer_init, parsed.tokenizer = str(folder), True, None
+    args, notes = offline.engine_args(parsed, folder)
+    for key in difflib.get_close_matches(NAMESPACE, set(parsed.additional_config) - {NAMESPACE}, n=1, cutoff=0.8):
+        notes.append(f"additional_config.{key} is not read by this plugin, whose key is {NAMESPACE}")
+    return args, Given(settings, parsed.max_num_seqs, parsed.max_num_batched_tokens, notes)
 
 
 def answer(folder: Path, arguments: Sequence[str]) -> Answer:
@@ -90,7 +121,7 @@ def answer(folder: Path, arguments: Sequence[str]) -> Answer:
     """
     found = Answer()
     try:
-        args, found.given = options.engine_args(folder, arguments)
+        args, found.given = engine_args(folder, arguments)
         config = rocm_config.finished_config(args, look=found.look_at)
         found.engine = engine_facts(config)
         if found.model["is_mla"]:

@@ -87,7 +87,6 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
         "arch": about["arch"],
         "options": dict.fromkeys(OPTIONS)
         | {"kv_cache_dtype": "not known", "dtype": model["dtype"], "settings": asdict(settings)}
-        | {"attention_backend": answer.given.attention_backend}
         | (engine["options"] if engine else {}),
         "environment": {name: variables.get(name, (str(int(about["on"][name])), "default")) for name in VARIABLES},
         "heads_per_rank": main.view.num_heads if main else 0,

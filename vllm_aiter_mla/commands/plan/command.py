@@ -11,8 +11,9 @@ from enum import Enum
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from vllm_aiter_mla.commands.outputs import line, progress
+from vllm_aiter_mla.commands.outputs import line
 
 # typer passes on the options it does not know: vLLM's own parser reads them.
 COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
@@ -55,8 +56,7 @@ def plan(
     try:
         check_model_comes_first(model, context.args)
         source, variables = models.find(model), models.environment(env or [], os.environ)
-        with progress("plan") as at:
-            at("building vLLM's config")
+        with Console(stderr=True).status("plan: vLLM builds its config"):
             found = models.ask(source, context.args, arch.value if arch else "", variables, verbose)
         if "failed" in found:
             raise ValueError(found["failed"])

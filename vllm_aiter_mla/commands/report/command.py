@@ -21,7 +21,7 @@ def report(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
 ) -> None:
-    """Draw one HTML page: status, compile ranges, graphs before and after, timing, verify.
+    """Draw one HTML page: the steps of check, status, compile ranges, launches, timing, verify.
 
     The page loads nothing, runs no script and opens without a network. Every figure is in a table too. Exits 2 and
     writes nothing if an input cannot be shown.

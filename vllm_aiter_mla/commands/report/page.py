@@ -25,9 +25,8 @@ from vllm_aiter_mla.commands.report import charts
 # Section, and where its content comes from.
 SECTIONS = {
     "Check": "check --json",
-    "Status": "a status file, plan --json or the demo",
-    "Compile ranges": "a status file, plan --json or the demo",
-    "Graphs": "a folder of make demo ARGS='--keep DIR'",
+    "Status": "a status file or plan --json",
+    "Compile ranges": "a status file or plan --json",
     "Launches": "verify --json on a GPU, or plan --json for formulas",
     "Timing": "measure --json",
     "Verify": "verify --json",
@@ -166,8 +165,7 @@ def _ranges(
 def status_file(page: Page, name: str, data: dict[str, Any]) -> None:
     """Add a worker's status, its compiled ranges, and the kernels that it timed."""
     rank, engaged, limit = f"{name}, rank {data['rank']}", data["engaged"], data["decode_limit"] or None
-    parts = [(layer, (f"partial {code}", text)) for layer, (code, text) in data.get("partial", {}).items()]
-    layers, skipped = f"{len(engaged)}/{data['total']}", [*data["skipped"].items(), *parts]
+    layers, skipped = f"{len(engaged)}/{data['total']}", data["skipped"].items()
     _status(page, rank, layers, set(engaged.values()), data["kv_cache_dtype"], limit, skipped, "counted at run time")
     ranges = sorted([int(part) for part in key.split("-")] for key in data["compiled"])
     if ranges:
@@ -182,35 +180,6 @@ def status_file(page: Page, name: str, data: dict[str, Any]) -> None:
         heads = ("tokens", *(kernel + charts.MICROSECONDS for kernel in names), "runs")
         title, note = f"Timed at start-up, {shape['shape']}: {where}", f"{rank}: {len(shape['layers'])} layers"
         page.add("Status", title, heads, rows, partial(charts.lines, "us a layer", heads, rows), [note])
-
-
-def demo(page: Page, name: str, data: dict[str, Any]) -> None:
-    """Add what the demo compared: the flag on against the flag off in the real engine."""
-    for run in data["runs"]:
-        name, layers, limit = run["name"], run["layers"], run["decode_limit"] or None
-        skipped, basis = layers["skipped"].items(), f"engine of the demo, flag {'on' if run['flag'] else 'off'}"
-        shown = f"{layers['engaged']}/{layers['total']}"
-        _status(page, name, shown, run["kernels"], run["kv_cache_dtype"], limit, skipped, basis)
-        _ranges(page, name, run["ranges"], limit, ())
-        rows = []
-        for scenario, one in run["scenarios"].items():
-            agreed, far = f"{100 * one['top1_agreement']:.1f} %", f"{one['max_abs_dlogprob']:.2g}"
-            rows.append((name, scenario, one["tokens"], one["tokens_equal"], agreed, far, run["bound"] or "none"))
-        heads = ("run", "scenario", "tokens", "equal", "top-1", "max |dlogprob|", "bound")
-        note = "A small random model: this compares answers and says nothing about speed."
-        page.add("Status", "Flag on against flag off, greedy", heads, rows, notes=[note])
-        if run["ops_per_layer"]:
-            counts = dict(zip(("vLLM's own", "after the passes"), run["ops_per_layer"], strict=True))
-            note = "Computing nodes of the whole graph. Inductor fuses several of them into one kernel."
-            draw = partial(charts.bars, "ops per layer", {who: {"ops": count} for who, count in counts.items()})
-            cells = [f"{count:g}" for count in counts.values()]
-            page.add("Graphs", f"Graph ops per layer, {name}", tuple(counts), [cells], draw, [note])
-
-
-def engine(page: Page, name: str, data: dict[str, Any]) -> None:
-    """Add the status of one engine's workers."""
-    for one in data["status"]:
-        status_file(page, name, one)
 
 
 def plan(page: Page, name: str, data: dict[str, Any]) -> None:
@@ -293,7 +262,6 @@ def check(page: Page, name: str, data: dict[str, Any]) -> None:
 
 
 READERS: dict[str, Callable[[Page, str, dict[str, Any]], None]] = {
-    reader.__name__.removesuffix("_file"): reader
-    for reader in (check, status_file, demo, engine, plan, measure, verify)
+    reader.__name__.removesuffix("_file"): reader for reader in (check, status_file, plan, measure, verify)
 }
 """By the schema that a file's stamp names."""
