@@ -57,7 +57,7 @@ def commands() -> str:
     """Return the help text of each command in a code block, and what doctor checks."""
     import typer.main
 
-    from vllm_aiter_mla.commands.doctor.command import CHECKS, name_of
+    from vllm_aiter_mla.commands.doctor import CHECKS, name_of
     from vllm_aiter_mla.commands.main import app
 
     parts = ["The commands"]

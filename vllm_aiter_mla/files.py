@@ -20,6 +20,8 @@ from typing import Any
 
 from vllm_aiter_mla import __version__
 
+AITER = ("amd-aiter", "aiter")
+"""Names of AITER's distribution; PyPI's ``aiter`` is another project."""
 KEY = "evidence"
 """The stamp's key in a record."""
 NO_GRAPHS = frozenset({"status", "commands", "verify"})
@@ -44,7 +46,7 @@ def stamp(schema: str) -> dict[str, Any]:
         "schema_version": schemas()[schema]["version"],
         "plugin": __version__,
         "vllm": _version("vllm") or _version(*_distributions("vllm")),
-        "aiter": _version("amd-aiter", "aiter"),
+        "aiter": _version(*AITER),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "host": host(),
     }
@@ -147,15 +149,16 @@ def sources(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
+def distribution(*names: str) -> str | None:
+    """Return name and version of the first of these distributions that is installed, as in "amd-aiter 0.1.20"."""
+    found = (one for name in names for one in importlib.metadata.distributions(name=name))
+    return next((f"{one.name} {one.version}" for one in found), None)
+
+
 @functools.cache
 def _version(*names: str) -> str | None:
-    """Version of the first of these distributions that is installed."""
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    found = distribution(*names)
+    return found and found.split()[-1]
 
 
 @functools.cache

@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 
 from tests.support import plans
 from vllm_aiter_mla import files
-from vllm_aiter_mla.commands import measure
+from vllm_aiter_mla.commands import doctor, measure
 from vllm_aiter_mla.commands.check import command, engine, steps
 from vllm_aiter_mla.commands.check.steps import Context, Outcome
-from vllm_aiter_mla.commands.doctor import machine
-from vllm_aiter_mla.commands.doctor.machine import Check
+from vllm_aiter_mla.commands.doctor import Check
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import build, model
 from vllm_aiter_mla.verify import session
@@ -86,8 +85,8 @@ def a_problem_of_the_machine(card: dict[str, Any]) -> None:
 def a_module_without_code_for_this_card(card: dict[str, Any]) -> None:
     module = {Path("module_cache.so"): {"gfx942"}}
     replaced = {"gpu_arch": lambda: "gfx950", "compiled_modules": lambda: list(module), "architectures_of": module.get}
-    with mock.patch.multiple(machine, **replaced):
-        card["checks"] = steps.doctor.run([machine.code_objects], {})
+    with mock.patch.multiple(doctor, **replaced):
+        card["checks"] = doctor.run([doctor.code_objects], {})
 
 
 def a_shape_with_a_known_issue(card: dict[str, Any]) -> None:

@@ -65,8 +65,6 @@ def test_a_link_is_replaced_wherever_it_leads(tmp_path):
         ("verify", ["--device", "cpu", "--limit", "7"], "--limit 7"),
         *(("verify", ["--device", "cpu", option, "nonsense"], "'nonsense'; there are")
          for option in ("--only", "--backend", "--variant")),
-        ("verify", ["--device", "cpu", "--model", "nobody"], "nobody"),
-        ("verify", ["--device", "cpu", "--model", "deepseek-r1", "--tp", "7"], "--tp 7"),
         # There is no x.json either: the output is checked before anything is drawn.
         *(("report", ["x.json", "--out", out], f"--out {out}") for out in (".", "no/page.html")),
         ("measure", ["--json", "."], "--json ."),

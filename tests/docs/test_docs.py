@@ -13,7 +13,7 @@ from tests.support.import_table import ARROWS
 from tests.support.pages import FILES, PAGES, ROOT
 from vllm_aiter_mla import settings
 from vllm_aiter_mla.commands.compat.offline import VARIABLES
-from vllm_aiter_mla.commands.doctor.machine import VERIFIED
+from vllm_aiter_mla.commands.doctor import VERIFIED
 from vllm_aiter_mla.commands.plan import formulas, model
 
 DEVELOPMENT, CONFIGURATION = PAGES["development.md"], PAGES["configuration.md"]

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from vllm_aiter_mla.commands.doctor import command, machine
-from vllm_aiter_mla.commands.doctor.command import name_of, run
-from vllm_aiter_mla.commands.doctor.machine import Check
+from vllm_aiter_mla.commands import doctor
+from vllm_aiter_mla.commands.doctor import Check, name_of, run
 from vllm_aiter_mla.kernels.aiter import op as locate
 
-CHECKS = {name_of(check): check for check in command.CHECKS}
+CHECKS = {name_of(check): check for check in doctor.CHECKS}
 
 
 def found(name: str, **env: str) -> Check:
@@ -29,8 +28,8 @@ def status(name: str, **env: str) -> str:
 
 @pytest.fixture
 def rocm_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "rocm_version", lambda: "7.0.2")
-    monkeypatch.setattr(machine, "gpu_arch", lambda: "gfx950")
+    monkeypatch.setattr(doctor, "rocm_version", lambda: "7.0.2")
+    monkeypatch.setattr(doctor, "gpu_arch", lambda: "gfx950")
 
 
 @pytest.mark.usefixtures("rocm_card")
@@ -44,19 +43,19 @@ def test_a_module_without_code_for_this_card_is_a_problem(
 ) -> None:
     library = tmp_path / "module_cache.so"
     library.write_bytes(b"ELF" + b"".join(b"hipv4-amdgcn-amd-amdhsa--%b\0code" % name for name in bundles))
-    monkeypatch.setattr(machine, "compiled_modules", lambda: [library])
+    monkeypatch.setattr(doctor, "compiled_modules", lambda: [library])
     check = found("code-objects")
     assert check.status == expected
     assert ("module_cache.so" in check.detail) == (expected == "problem")
 
 
 def test_releases_that_this_project_has_run_are_ok_and_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.platform, "python_version", lambda: "3.11.7")
-    monkeypatch.setattr(machine, "rocm_version", lambda: None)
-    monkeypatch.setattr(machine, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.11.7")
+    monkeypatch.setattr(doctor, "rocm_version", lambda: None)
+    monkeypatch.setattr(doctor, "vllm_version", lambda: "0.32.0")
     assert status("verified") == "ok"
-    monkeypatch.setattr(machine, "rocm_version", lambda: "7.2.1")
-    monkeypatch.setattr(machine, "vllm_version", lambda: "0.33.1+rocm")
+    monkeypatch.setattr(doctor, "rocm_version", lambda: "7.2.1")
+    monkeypatch.setattr(doctor, "vllm_version", lambda: "0.33.1+rocm")
     check = found("verified")
     assert check.status == "warning"
     assert "ROCm 7.2" in check.detail
@@ -65,7 +64,7 @@ def test_releases_that_this_project_has_run_are_ok_and_others_are_named(monkeypa
 
 def test_every_release_with_a_lock_is_among_the_verified_ones() -> None:
     locks = Path(__file__).resolve().parents[2] / "requirements" / "releases"
-    known = json.loads(machine.VERIFIED.read_text())
+    known = json.loads(doctor.VERIFIED.read_text())
     assert {path.stem for path in locks.glob("*.lock")} <= set(known["vLLM"])
     assert set(known) == {"vLLM", "torch", "Python", "ROCm", "AITER"}
 
@@ -80,23 +79,28 @@ AITER_ON = {"VLLM_ROCM_USE_AITER": "1"}
 
 @pytest.mark.usefixtures("rocm_card")
 @pytest.mark.parametrize(
-    ("name", "env", "expected"),
+    ("name", "env", "remedy"),
     [
-        ("use-aiter", {}, "problem"),
-        ("use-aiter", AITER_ON | {"VLLM_ROCM_USE_AITER_MLA": "0"}, "problem"),
-        ("use-aiter", {"VLLM_ROCM_USE_AITER": "True"}, "ok"),
-        ("batch-invariant", {"VLLM_BATCH_INVARIANT": "1"}, "problem"),
-        ("batch-invariant", {}, "ok"),
-        ("mla", {"VLLM_MLA_DISABLE": "1"}, "problem"),
-        ("mla", {}, "ok"),
-        ("vllm-plugins", {"VLLM_PLUGINS": "other"}, "problem"),
-        ("vllm-plugins", {"VLLM_PLUGINS": ""}, "problem"),
-        ("vllm-plugins", {"VLLM_PLUGINS": "other,aiter_mla"}, "ok"),
-        ("vllm-plugins", {}, "ok"),
+        ("switches", {}, "VLLM_ROCM_USE_AITER=1"),
+        ("switches", AITER_ON | {"VLLM_ROCM_USE_AITER_MLA": "0"}, "VLLM_ROCM_USE_AITER_MLA=1"),
+        ("switches", {"VLLM_ROCM_USE_AITER": "True"}, ""),
+        ("switches", AITER_ON | {"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT=0"),
+        ("switches", AITER_ON | {"VLLM_MLA_DISABLE": "1"}, "VLLM_MLA_DISABLE=0"),
+        ("plugin", {"VLLM_PLUGINS": "other"}, "VLLM_PLUGINS"),
+        ("plugin", {"VLLM_PLUGINS": ""}, "VLLM_PLUGINS"),
+        ("plugin", {"VLLM_PLUGINS": "other,aiter_mla"}, ""),
+        ("plugin", {}, ""),
     ],
 )
-def test_a_variable_that_keeps_the_fast_path_off_is_a_problem(name: str, env: dict[str, str], expected: str) -> None:
-    assert status(name, **env) == expected
+def test_a_variable_that_keeps_the_fast_path_off_is_a_problem(name: str, env: dict[str, str], remedy: str) -> None:
+    check = found(name, **env)
+    assert (check.status, remedy in check.remedy) == ("problem" if remedy else "ok", True)
+
+
+def test_without_rocm_the_switches_of_aiter_are_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "rocm_version", lambda: None)
+    assert status("switches") == "ok"
+    assert status("switches", VLLM_MLA_DISABLE="1") == "problem"
 
 
 def points(monkeypatch: pytest.MonkeyPatch, *installed: EntryPoint) -> None:
@@ -105,21 +109,21 @@ def points(monkeypatch: pytest.MonkeyPatch, *installed: EntryPoint) -> None:
 
 
 def test_atom_is_a_problem_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    points(monkeypatch, EntryPoint("atom", "atom.plugin.register:register", machine.PLATFORM))
+    points(monkeypatch, EntryPoint("atom", "atom.plugin.register:register", doctor.PLATFORM))
     assert (status("atom"), status("atom", ATOM_DISABLE_VLLM_PLUGIN="1")) == ("problem", "ok")
     points(monkeypatch)
     assert status("atom") == "ok"
 
 
 def test_the_plugins_entry_point_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = EntryPoint("aiter_mla", "vllm_aiter_mla.plugin:register", machine.GENERAL)
-    other = EntryPoint("else", "someone.else:register", machine.GENERAL)
+    ours = EntryPoint("aiter_mla", "vllm_aiter_mla.plugin:register", doctor.GENERAL)
+    other = EntryPoint("else", "someone.else:register", doctor.GENERAL)
     points(monkeypatch, other)
     assert status("plugin") == "problem"
     points(monkeypatch, ours, other)
     plugin = found("plugin")
     assert (plugin.status, plugin.detail.endswith(": else")) == ("ok", True)
-    points(monkeypatch, ours, EntryPoint("aiter_mla", "copy:register", machine.GENERAL))
+    points(monkeypatch, ours, EntryPoint("aiter_mla", "copy:register", doctor.GENERAL))
     assert status("plugin") == "warning"
 
 
@@ -129,10 +133,10 @@ def test_the_plugins_entry_point_is_looked_for(monkeypatch: pytest.MonkeyPatch) 
 def test_vllms_release_is_held_against_the_window(
     monkeypatch: pytest.MonkeyPatch, version: str | None, expected: str
 ) -> None:
-    monkeypatch.setattr(machine, "vllm_version", lambda: version)
+    monkeypatch.setattr(doctor, "vllm_version", lambda: version)
     assert status("vllm") == expected
     if version is None:
-        assert {status(name) for name in ("surface", "mla-ops", "patches")} == {"unknown"}
+        assert {status(name) for name in ("surface", "patches")} == {"unknown"}
 
 
 @pytest.mark.parametrize(
@@ -148,15 +152,15 @@ def test_vllms_release_is_held_against_the_window(
 def test_aiter_is_judged_by_its_files(
     monkeypatch: pytest.MonkeyPatch, install: tuple[Any, ...], rocm: str | None, expected: str
 ) -> None:
-    monkeypatch.setattr(machine, "rocm_version", lambda: rocm)
+    monkeypatch.setattr(doctor, "rocm_version", lambda: rocm)
     monkeypatch.setattr(locate, "locate_aiter", lambda: locate.AiterInstall(*install))
     assert status("aiter") == expected
 
 
 @pytest.mark.parametrize("cuda", [None, "13.0"])
 def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.MonkeyPatch, cuda: str | None) -> None:
-    monkeypatch.setattr(machine, "module", lambda name: fake_torch(None, cuda))
-    monkeypatch.setattr(machine, "gpu_arch", lambda: "gfx942")
+    monkeypatch.setattr(doctor, "module", lambda name: fake_torch(None, cuda))
+    monkeypatch.setattr(doctor, "gpu_arch", lambda: "gfx942")
     assert status("torch") == "problem"
 
 
@@ -173,8 +177,8 @@ def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.Mon
 def test_torch_and_rocm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, torch_module: Any, rocm_file: str | None, statuses: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr(machine, "module", lambda name: torch_module)
-    monkeypatch.setattr(machine, "ROCM_VERSION", tmp_path / "version")
+    monkeypatch.setattr(doctor, "module", lambda name: torch_module)
+    monkeypatch.setattr(doctor, "ROCM_VERSION", tmp_path / "version")
     if rocm_file is not None:
         (tmp_path / "version").write_text(rocm_file + "\n")
     assert (status("torch"), status("rocm")) == statuses
@@ -188,8 +192,8 @@ def test_torch_and_rocm(
 def test_the_card_is_read_from_the_driver_if_torch_sees_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, versions: tuple[int, ...], expected: str, arch: str
 ) -> None:
-    monkeypatch.setattr(machine, "module", lambda name: fake_torch(None))
-    monkeypatch.setattr(machine, "KFD_NODES", tmp_path)
+    monkeypatch.setattr(doctor, "module", lambda name: fake_torch(None))
+    monkeypatch.setattr(doctor, "KFD_NODES", tmp_path)
     for node, version in enumerate(versions):
         (tmp_path / str(node)).mkdir()
         text = f"cpu_cores_count 0\ngfx_target_version {version}\n"
@@ -199,9 +203,8 @@ def test_the_card_is_read_from_the_driver_if_torch_sees_none(
 
 
 def test_the_driver_is_read_from_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "AMD_MODULE", tmp_path)
+    monkeypatch.setattr(doctor, "AMD_MODULE", tmp_path)
     (tmp_path / "version").write_text("6.14.14\n")
     assert found("driver").detail == "amdgpu 6.14.14"
-    monkeypatch.setattr(machine, "AMD_MODULE", tmp_path / "none")
-    monkeypatch.setattr(machine, "NVIDIA_DRIVER", tmp_path / "version")
-    assert status("driver") == "problem"
+    monkeypatch.setattr(doctor, "AMD_MODULE", tmp_path / "none")
+    assert status("driver") == "unknown"

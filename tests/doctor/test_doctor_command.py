@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from vllm_aiter_mla.commands.doctor import command, machine
-from vllm_aiter_mla.commands.doctor.command import exit_status, name_of, run
-from vllm_aiter_mla.commands.doctor.machine import Check, Env
+from vllm_aiter_mla.commands import doctor as command
+from vllm_aiter_mla.commands.doctor import Check, Env, exit_status, name_of, run
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED
 
@@ -60,7 +59,7 @@ def test_doctor_on_this_machine_never_imports_aiter(tmp_path: Path) -> None:
     marker = tmp_path / "imported"
     simulated_aiter(tmp_path, marker)
     # Whatever a vLLM release may try while it is looked at.
-    eager = "from vllm_aiter_mla.commands.doctor import command\n"
+    eager = "from vllm_aiter_mla.commands import doctor as command\n"
     eager += "def importing(given):\n    import aiter.ops.cache\n"
     eager += "command.CHECKS = (*command.CHECKS, importing)\n"
     checks = doctor(eager + RUN, path=tmp_path)
@@ -68,7 +67,7 @@ def test_doctor_on_this_machine_never_imports_aiter(tmp_path: Path) -> None:
     assert "doctor does not import aiter" in checks["importing"]["detail"]
     assert checks["aiter"]["status"] == "warning", "found, and not built"
     # Real vLLM, as installed here.
-    for name in ("vllm", "plugin", "surface", "mla-ops", "patches"):
+    for name in ("vllm", "plugin", "surface", "patches"):
         assert checks[name]["status"] == "ok", checks[name]
 
 
@@ -88,21 +87,20 @@ def test_aiter_can_be_imported_again_afterwards(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_line_per_check_and_a_summary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "CHECKS", (machine.python, machine.mla))
+    monkeypatch.setattr(command, "CHECKS", (command.verified, command.switches))
     done = CliRunner().invoke(app, ["doctor"], env={"VLLM_MLA_DISABLE": "1"})
     assert done.exit_code == 1
     first, second, summary = done.stdout.splitlines()
-    assert first.split()[:2] == ["ok", "python"]
-    assert second.split()[:2] == ["problem", "mla"]
+    assert first.split()[1] == "verified"
+    assert second.split()[:2] == ["problem", "switches"]
     assert " -> " in second
-    assert summary.endswith("1 ok, 0 warning, 1 problem, 0 unknown")
+    assert summary.endswith("1 problem, 0 unknown")
 
 
 def test_the_names_of_the_checks_are_those_that_scripts_know() -> None:
     names = (
-        "python torch rocm driver gpu triton hip-python vllm plugin vllm-plugins surface mla-ops patches aiter atom "
+        "torch rocm driver gpu triton hip-python vllm plugin surface patches aiter code-objects verified atom switches"
     )
-    names += "code-objects verified use-aiter batch-invariant mla"
     assert sorted(map(name_of, command.CHECKS)) == sorted(names.split())
 
 
@@ -119,7 +117,7 @@ def test_a_check_that_fails_is_unknown_and_stops_no_other(error: BaseException) 
     def failing(_: Env) -> Check:
         raise error
 
-    first, second = run([failing, machine.python], {})
+    first, second = run([failing, command.switches], {})
     assert (first.name, first.status) == ("failing", "unknown")
     assert type(error).__name__ in first.detail
     assert second.status == "ok"

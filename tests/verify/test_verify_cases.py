@@ -94,7 +94,7 @@ def test_mutation_a_product_over_codes_that_is_off_is_caught_by_its_norm(broken,
 def failed_over_the_simulated_aiter():
     """Cases that do not pass, at widths that AITER's op is written for; its faster kernel takes four heads or more."""
     fnuz, bf16, failed = torch.float8_e4m3fnuz, torch.bfloat16, []
-    geometry = cases.Geometry(heads=4, nope=16, rope=64, latent=512, value=16, block_size=8, blocks=3, max_position=509)
+    geometry = cases.Geometry(heads=4, nope=16, rope=64, latent=512, v=16, block_size=8, blocks=3, max_position=509)
     # The simulated op is Python, so its launches say nothing about AITER's.
     quick = [case for case in cases.cases(8) if case.quick and case.name != "kernel-status"]
     with install("gfx942"):

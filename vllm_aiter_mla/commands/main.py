@@ -14,7 +14,7 @@ from vllm_aiter_mla import __version__
 # Each module holds one function of the command's name and imports nothing heavy at its top.
 COMMANDS = {
     "check": "check.command",
-    "doctor": "doctor.command",
+    "doctor": "doctor",
     "plan": "plan.command",
     "verify": "verify",
     "measure": "measure",

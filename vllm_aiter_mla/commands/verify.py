@@ -22,7 +22,6 @@ from vllm_aiter_mla.commands.measure import Weights
 from vllm_aiter_mla.verify import NOTHING
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.verify.cases import Geometry
     from vllm_aiter_mla.verify.runner import Result
     from vllm_aiter_mla.verify.session import Session
 
@@ -37,7 +36,6 @@ class Device(str, Enum):
 
 
 def verify(
-    context: typer.Context,
     backend: Annotated[
         list[str] | None,
         typer.Option("--backend", "-b", help="Back end to verify; may be repeated. Default: all here."),
@@ -54,10 +52,6 @@ def verify(
     limit: Annotated[int | None, typer.Option(help="Last capture size, in tokens: 8 to 8192.")] = None,
     replays: Annotated[int | None, typer.Option(min=4, help="Replays of a long run.")] = None,
     device: Annotated[Device, typer.Option(help="cpu: eager replay, without a graph.")] = Device.gpu,
-    model: Annotated[
-        str | None, typer.Option(help="Take the sizes of this model: a folder, a hub name or an example of `plan`.")
-    ] = None,
-    tp: Annotated[int, typer.Option("--tp", "-tp", min=1, help="Ranks that share the model's heads.")] = 1,
     heads: Annotated[int | None, typer.Option(min=1, max=1024, help="Query heads of a rank.")] = None,
     nope: Annotated[int | None, typer.Option(min=1, max=4096, help="Un-rotated width of a query head.")] = None,
     v: Annotated[int | None, typer.Option("--v", min=1, max=4096, help="Width of a value head.")] = None,
@@ -71,31 +65,28 @@ def verify(
     the same cases run as eager replay. Exit status: 0 all passed, 1 something failed, 2 an option is wrong, 3 there is
     no GPU, or not the back end that was asked for.
     """
-    if listing:
-        options = {one.opts[0]: one for one in context.command.params if one.name not in ("listing", "device", "tp")}
-        values = {name: (context.params.get(str(one.name)), one.get_default(context)) for name, one in options.items()}
-        if unused := [name for name, (value, default) in values.items() if value and value != default]:
-            outputs.fail(f"verify: --list: {', '.join(unused)} would have no effect; leave one of them out")
     from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.verify import session
+    from vllm_aiter_mla.verify.cases import REAL
 
     console = Console(highlight=False)
     if listing:
         _list(console)
         return
     names = (tuple(backend or ()), tuple(only or ()), tuple(variant or ()))
-    sizes = {"--model": model, "--tp": tp if model else None, "--heads": heads, "--nope": nope, "--v": v}
-    repeated = {"--limit": limit, "--replays": replays, "--device": device.value, **sizes}
-    repeated["--weights"] = weights and weights.value
-    again = [f"{option} {value}" for option, value in repeated.items() if value is not None]
+    sizes = {"heads": heads, "nope": nope, "v": v}
+    repeated = {"limit": limit, "replays": replays, "device": device.value, **sizes}
+    repeated["weights"] = weights and weights.value
+    again = [f"--{option} {value}" for option, value in repeated.items() if value is not None]
     if quick and not replays:
         again.insert(0, "--quick")
     try:
         outputs.check({"--json": json})
-        geometry = None if all(value is None for value in sizes.values()) else _geometry(model, tp, heads, nope, v)
+        given = {name: value for name, value in sizes.items() if value is not None}
+        geometry = replace(REAL, **given) if given else None
         weight = weights.key(detect_platform().fp8) if weights else None
         run = session.Session(*names, seed, repeat, quick, limit, replays, device.value, geometry, weight, tuple(again))
-    except (ValueError, LookupError) as error:
+    except ValueError as error:
         outputs.fail(f"verify: {error}")
     except session.NotHereError as error:
         outputs.fail(f"verify: {error}", NOTHING)
@@ -105,31 +96,6 @@ def verify(
     if run.status == NOTHING:
         outputs.fail("verify: nothing could be run", NOTHING)
     raise typer.Exit(run.status)
-
-
-def _geometry(model: str | None, tp: int, heads: int | None, nope: int | None, v: int | None) -> Geometry:
-    """Return DeepSeek's sizes, or a model's, with those that were given.
-
-    Raises:
-        LookupError: there is no such model, or its config names no MLA layer.
-    """
-    from vllm_aiter_mla.verify.cases import REAL
-
-    found = REAL
-    if model is not None:
-        from vllm_aiter_mla.commands.plan.model import find
-
-        config = find(model).fields()
-        names = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "v_head_dim")
-        missing = [name for name in names if not isinstance(config.get(name), int)]
-        if missing:
-            raise LookupError(f"--model {model}: its config has no {', '.join(missing)}")
-        total, *widths = (config[name] for name in names)
-        if total % tp:
-            raise LookupError(f"--tp {tp}: it does not divide the {total} heads of {model}")
-        found = replace(REAL, **dict(zip(("nope", "rope", "latent", "value"), widths, strict=True)), heads=total // tp)
-    given = {"heads": heads, "nope": nope, "value": v}
-    return replace(found, **{name: value for name, value in given.items() if value is not None})
 
 
 def _list(console: Console) -> None:

@@ -26,16 +26,16 @@ class Geometry:
     nope: int  # un-rotated width of a query head
     rope: int  # rotated width
     latent: int  # ``kv_lora_rank``
-    value: int  # width of a value head
+    v: int  # width of a value head
     block_size: int  # of the KV cache
     blocks: int  # blocks that a request may hold
     max_position: int  # rows of the rotary table; a prime, so that no other buffer has as many
 
 
 # The Triton back end takes widths that are powers of two from 16 on.
-SMALL = Geometry(heads=2, nope=32, rope=16, latent=32, value=16, block_size=8, blocks=3, max_position=509)
+SMALL = Geometry(heads=2, nope=32, rope=16, latent=32, v=16, block_size=8, blocks=3, max_position=509)
 # DeepSeek's widths at 16 heads a rank (128 heads on 8 ranks).
-REAL = Geometry(heads=16, nope=128, rope=64, latent=512, value=128, block_size=64, blocks=3, max_position=4099)
+REAL = Geometry(heads=16, nope=128, rope=64, latent=512, v=128, block_size=64, blocks=3, max_position=4099)
 
 
 @dataclass(frozen=True, slots=True)

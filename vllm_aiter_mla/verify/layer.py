@@ -228,11 +228,11 @@ class Buffers:
             source=self._rows(),
             work=self._rows(),
             w_uk=self._weight(),
-            w_uv=self._normal(g.heads, g.latent, g.value, scale=g.latent**-0.5),
+            w_uv=self._normal(g.heads, g.latent, g.v, scale=g.latent**-0.5),
             storage=cache.to(self.device),
             k_scale=torch.tensor([K_SCALE], device=self.device),
             q_scale=torch.tensor([Q_SCALE], device=self.device),
-            out=torch.zeros(self.limit, g.heads * g.value, dtype=ACT, device=self.device),
+            out=torch.zeros(self.limit, g.heads * g.v, dtype=ACT, device=self.device),
         )
 
     def before_capture(self, batch: Batch) -> None:

@@ -7,14 +7,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.admission import OVERFLOW
+from vllm_aiter_mla.commands import doctor
 from vllm_aiter_mla.commands.check import engine as runs
-from vllm_aiter_mla.commands.doctor import command as doctor
 from vllm_aiter_mla.commands.plan import model as models
 
 KNOWN_ISSUES = Path(__file__).parent / "known_issues.json"
@@ -134,13 +134,13 @@ def kernels(context: Context) -> Outcome:
     made, asked = context.plan, dict[str, Any](device="cpu")
     if not context.on_cpu:
         sizes, (low, high) = made["model"]["kinds"][0], cases.LIMITS
-        widths = {name: sizes[name] for name in ("nope", "rope", "latent")}
+        layer = {name: sizes[name] for name in ("nope", "rope", "latent", "v")} | {"heads": made["heads_per_rank"]}
         limit, weights = min(max(made["limit"], low), high), weights_of(made)
-        given = {"--limit": limit, "--heads": made["heads_per_rank"], "--nope": sizes["nope"], "--v": sizes["v"]}
+        given = {"limit": limit, **{name: layer[name] for name in ("heads", "nope", "v")}, "weights": weights}
         asked = {
             "device": "gpu", "limit": limit, "weight": Weights(weights).key(detect_platform().fp8),
-            "geometry": cases.Geometry(made["heads_per_rank"], value=sizes["v"], **widths, **BLOCKS),
-            "again": ("--quick", *(f"{name} {value}" for name, value in given.items()), f"--weights {weights}"),
+            "geometry": replace(cases.REAL, **layer),
+            "again": ("--quick", *(f"--{name} {value}" for name, value in given.items())),
         }  # fmt: skip
     try:
         run = session.Session(quick=True, **asked)
@@ -169,8 +169,6 @@ def kernels(context: Context) -> Outcome:
     return Outcome(status, detail, lines, run.as_dict())
 
 
-BLOCKS = {"block_size": 64, "blocks": 3, "max_position": 4099}
-"""Of the made-up cache and rotary table; as in ``verify``."""
 TOKENS = (1, 8, 64, 256)
 
 

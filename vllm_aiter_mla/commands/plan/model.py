@@ -43,15 +43,6 @@ class Source:
     basis: str = ""
     assumed: tuple[str, ...] = ()
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the model, of the text model where it has several parts.
-
-        Raises:
-            ValueError: the file is not a JSON object.
-        """
-        config = self._whole()
-        return dict(config.get("text_config") or config)
-
     def _whole(self) -> dict[str, Any]:
         if not isinstance(self.config, Path):
             return self.config

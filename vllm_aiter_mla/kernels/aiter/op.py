@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vllm_aiter_mla import files
 
 OP = "fused_qk_rope_concat_and_cache_mla"
 MODULE = "module_cache"  # the extension module that holds the op
@@ -59,7 +59,7 @@ def locate_aiter() -> AiterInstall:
         spec = importlib.util.find_spec("aiter")
     except (ImportError, ValueError, AttributeError):
         spec = None  # a module without a spec in sys.modules, or a broken finder: treated as absent
-    distribution = _distribution()
+    distribution = files.distribution(*files.AITER)
     if spec is None:
         broken = f"{distribution} is installed but its package `aiter` is not importable: reinstall it"
         return AiterInstall(broken if distribution else f"AITER is not installed: {INSTALL}", None, distribution)
@@ -73,13 +73,6 @@ def locate_aiter() -> AiterInstall:
     places = [os.environ.get("AITER_JIT_DIR"), package / "jit", Path.home() / ".aiter" / "jit"]
     prebuilt = problem is None and any((Path(place) / f"{MODULE}.so").is_file() for place in places if place)
     return AiterInstall(problem, package, distribution, signature, prebuilt)
-
-
-def _distribution() -> str | None:
-    for name in ("amd-aiter", "aiter"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return f"{name} {importlib.metadata.version(name)}"
-    return None
 
 
 def _read_signature(package: Path) -> tuple[tuple[str, ...], str | None]:

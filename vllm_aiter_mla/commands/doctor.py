@@ -1,22 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks: the machine from its card to the packages on it, what the plugin calls in vLLM, vLLM's variables."""
+"""``vllm-aiter-mla doctor``: check whether the fast path can work here, and say what prevents it.
+
+A check looks at the machine, at the packages on it, or at vLLM's environment variables. It is named like its function.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import importlib.util
-import json
+import json as json_module
 import mmap
+import os
 import platform
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Annotated, Literal
+from unittest import mock
 
-from vllm_aiter_mla import files, status
+import typer
+from rich.console import Console
+
+from vllm_aiter_mla import __version__, files, status
+from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.compat import config
 from vllm_aiter_mla.kernels.aiter import op
@@ -54,19 +66,95 @@ OLDEST_ROCM = 7
 ROCM_VERSION = Path("/opt/rocm/.info/version")
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 AMD_MODULE = Path("/sys/module/amdgpu")
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 SEE_TORCH = "see the line `torch` above"
 ELSEWHERE = "run doctor on the machine that serves"
 SEE_VLLM = "see the line `vllm` above"
 NO_VLLM = Check("unknown", "vLLM is not installed", SEE_VLLM)
-VERIFIED = Path(__file__).parent / "verified.json"
+VERIFIED = Path(__file__).with_name("verified.json")
 """Evidence by release line of each package."""
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
+SWITCHES = {
+    offline.USE_AITER: (True, False),
+    offline.USE_AITER_MLA: (True, True),
+    offline.BATCH_INVARIANT: (False, False),
+    offline.NO_MLA: (False, False),
+}
+"""vLLM's switches: as the fast path needs them, and their default in every release of the window (vllm/envs.py)."""
 
 
-def python(env: Env) -> Check:
-    """Say the interpreter's version; one that is too old cannot import this module."""
-    return Check("ok", platform.python_version())
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+    """Check this machine; `plan` takes the options of `vllm serve`. Runs anywhere, without a GPU.
+
+    Prints one line per check: ok, warning, problem or unknown, the finding, and what to do. Reads AITER's files and
+    never imports AITER. Exit status: 1 with a problem, else 2 with something unknown, else 0.
+    """
+    with Console(stderr=True).status("doctor looks at this machine"):
+        checks = examine()
+    record = {"plugin": __version__, "exit": exit_status(checks), "checks": [asdict(check) for check in checks]}
+    if json:
+        typer.echo(json_module.dumps(record | files.stamp("doctor"), indent=1))
+    else:
+        show(checks)
+    raise typer.Exit(exit_status(checks))
+
+
+def examine() -> tuple[Check, ...]:
+    """Run doctor's checks on this machine."""
+    # vLLM logs to stdout, where the findings go.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    with aiter_not_importable():
+        return run(CHECKS, os.environ)
+
+
+def run(checks: Iterable[CheckFunction], env: Env) -> tuple[Check, ...]:
+    """Run every check. One that raises is "unknown" and stops no other."""
+    found = []
+    for check in checks:
+        try:
+            one = check(env)
+        except (Exception, SystemExit) as error:  # SystemExit: a package may give up while it is imported
+            first_line = next(iter(str(error).strip().splitlines()), "")
+            one = Check("unknown", f"the check failed: {type(error).__name__}: {first_line}")
+        found.append(replace(one, name=name_of(check)))
+    return tuple(found)
+
+
+def show(checks: Sequence[Check]) -> None:
+    """Print one line per check, and the number of each status."""
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        remedy = f" -> {check.remedy}" if check.remedy else ""
+        typer.echo(outputs.line(f"{check.status:<8} {check.name:<{width}}  {' '.join(check.detail.split())}{remedy}"))
+    counts = Counter(check.status for check in checks)
+    typer.echo(f"vllm-aiter-mla {__version__}: " + ", ".join(f"{counts[status]} {status}" for status in STATUSES))
+
+
+def name_of(check: CheckFunction) -> str:
+    """Return a check's name for the user: the function's, with hyphens."""
+    return check.__name__.replace("_", "-")
+
+
+def exit_status(checks: Iterable[Check]) -> int:
+    """Return 1 if there is a problem, else 2 if something is unknown, else 0."""
+    found = {check.status for check in checks}
+    return 1 if "problem" in found else 2 if "unknown" in found else 0
+
+
+@contextmanager
+def aiter_not_importable() -> Iterator[None]:
+    """Let AITER be found but not imported inside the block: its import wants a card and may start a compiler."""
+    execute = SourceFileLoader.exec_module
+
+    def refusing(loader: SourceFileLoader, module: ModuleType) -> None:
+        if module.__name__.partition(".")[0] == "aiter":
+            raise ImportError(f"doctor does not import {module.__name__}: that may start a compiler", name="aiter")
+        execute(loader, module)
+
+    with mock.patch.object(SourceFileLoader, "exec_module", refusing):
+        yield
+
+
+# -- the checks
 
 
 def torch(env: Env) -> Check:
@@ -97,9 +185,7 @@ def driver(env: Env) -> Check:
     if AMD_MODULE.is_dir():
         version = AMD_MODULE / "version"
         return Check("ok", f"amdgpu {version.read_text().strip() if version.is_file() else 'of the kernel'}")
-    if NVIDIA_DRIVER.is_file():
-        return Check("problem", f"NVIDIA: {NVIDIA_DRIVER.read_text().splitlines()[0]}", SEE_TORCH)
-    return Check("unknown", "no GPU driver is visible from here", ELSEWHERE)
+    return Check("unknown", "no AMD driver is visible from here", ELSEWHERE)
 
 
 def gpu(env: Env) -> Check:
@@ -116,7 +202,7 @@ def gpu(env: Env) -> Check:
 
 def triton(env: Env) -> Check:
     """Check for Triton, which only ``kernel=triton`` needs."""
-    version = distribution("triton", "pytorch-triton-rocm", "triton-rocm")
+    version = files.distribution("triton", "pytorch-triton-rocm", "triton-rocm")
     if version is None:
         return Check("warning", "not installed: kernel=triton is not available", "only if you want that kernel")
     return Check("ok", version)
@@ -124,7 +210,7 @@ def triton(env: Env) -> Check:
 
 def hip_python(env: Env) -> Check:
     """Check for hip-python, which only ``verify`` needs."""
-    version = distribution("hip-python")
+    version = files.distribution("hip-python")
     if version is None and rocm_version() is not None:
         return Check("warning", "not installed: `verify` checks less", "in a checkout: pip install '.[rocm]'")
     return Check("ok", version or "not installed, and not needed without ROCm")
@@ -143,7 +229,7 @@ def vllm(env: Env) -> Check:
 
 
 def plugin(env: Env) -> Check:
-    """Check that vLLM finds this plugin, and name the other plugins."""
+    """Check that vLLM finds this plugin, and that ``VLLM_PLUGINS``, an allow-list, names it if it is set."""
     points = importlib.metadata.entry_points(group=GENERAL)
     ours = {point.value for point in points if point.name == NAMESPACE}
     others = {point.name for point in points if point.name != NAMESPACE and _package(point) != "vllm"}
@@ -152,41 +238,23 @@ def plugin(env: Env) -> Check:
         return Check("problem", f"no entry point {NAMESPACE} in {GENERAL}{also}", "in a checkout: pip install .")
     if len(ours) > 1:
         return Check("warning", f"{NAMESPACE} is registered more than once", "remove all but one installation")
+    allowed = env.get("VLLM_PLUGINS")
+    if allowed is not None and NAMESPACE not in [name.strip() for name in allowed.split(",")]:
+        remedy = f"add {NAMESPACE} to VLLM_PLUGINS, or unset it"
+        return Check("problem", f"VLLM_PLUGINS={allowed!r} leaves {NAMESPACE} out: the flag will be unknown", remedy)
     return Check("ok", f"entry point {NAMESPACE} = {ours.pop()}{also}")
 
 
-def vllm_plugins(env: Env) -> Check:
-    """Check that ``VLLM_PLUGINS``, an allow-list, names this plugin if it is set."""
-    allowed = env.get("VLLM_PLUGINS")
-    if allowed is None:
-        return Check("ok", "VLLM_PLUGINS is unset: every plugin is loaded")
-    if NAMESPACE in [name.strip() for name in allowed.split(",")]:
-        return Check("ok", f"VLLM_PLUGINS={allowed}")
-    remedy = f"add {NAMESPACE} to VLLM_PLUGINS, or unset it"
-    return Check("problem", f"VLLM_PLUGINS={allowed!r} leaves {NAMESPACE} out: the flag will be unknown", remedy)
-
-
 def surface(env: Env) -> Check:
-    """Check that vLLM has the hooks that the plugin needs."""
+    """Check that vLLM has the hooks that the plugin needs, and MLA ops with the arguments that the passes know."""
     if vllm_version() is None:
         return NO_VLLM
     from vllm_aiter_mla.compat.layer import missing_names
 
-    missing = (*config.missing_capabilities(), *missing_names())
-    if missing:
-        return Check("problem", f"this vLLM lacks {', '.join(missing)}: the plugin stays off", SEE_VLLM)
-    return Check("ok", "vLLM has every hook that the plugin needs")
-
-
-def mla_ops(env: Env) -> Check:
-    """Check that vLLM's MLA ops have the arguments that the passes know."""
-    if vllm_version() is None:
-        return NO_VLLM
-    importlib.import_module(config.ATTENTION_MODULE)
-    found = config.op_differences()
-    if found:
-        return Check("problem", f"{'; '.join(found)}: the plugin stays off", SEE_VLLM)
-    return Check("ok", ", ".join(config.OP_ARGUMENTS))
+    wrong = [f"this vLLM lacks {name}" for name in (*config.missing_capabilities(), *missing_names())]
+    if wrong := [*wrong, *config.op_differences()]:
+        return Check("problem", f"{'; '.join(wrong)}: the plugin stays off", SEE_VLLM)
+    return Check("ok", "vLLM has every hook that the plugin needs, and the MLA ops that it knows")
 
 
 def patches(env: Env) -> Check:
@@ -252,18 +320,16 @@ def verified(env: Env) -> Check:
     """Compare the releases here with those that this project has run; no card was at hand for ROCm and AITER."""
     here = {
         "vLLM": vllm_version(),
-        "torch": distribution("torch"),
+        "torch": files.distribution("torch"),
         "Python": platform.python_version(),
         "ROCm": rocm_version(),
-        "AITER": distribution("amd-aiter", "aiter"),
+        "AITER": files.distribution(*files.AITER),
     }
     lines = {name: ".".join(one.split()[-1].split(".")[:2]) for name, one in here.items() if one is not None}
-    known = json.loads(VERIFIED.read_text(encoding="utf-8"))
-    never = [f"{name} {line}" for name, line in lines.items() if line not in known[name]]
+    known = json_module.loads(VERIFIED.read_text(encoding="utf-8"))
+    never = ", ".join(f"{name} {line}" for name, line in lines.items() if line not in known[name])
     if never:
-        return Check(
-            "warning", f"never run by this project: {', '.join(never)}", "run `vllm-aiter-mla check` where you serve"
-        )
+        return Check("warning", f"never run by this project: {never}", "run `vllm-aiter-mla check` where you serve")
     return Check("ok", "; ".join(f"{name} {line}: {known[name][line]}" for name, line in lines.items()))
 
 
@@ -276,30 +342,26 @@ def atom(env: Env) -> Check:
     return Check("problem", "ATOM's plugin owns the model: this plugin stays off", "set ATOM_DISABLE_VLLM_PLUGIN=1")
 
 
-def use_aiter(env: Env) -> Check:
-    """Check that vLLM's attention is AITER's."""
-    if rocm_version() is None:
-        return Check("ok", f"{offline.USE_AITER} has no effect without ROCm; with ROCm set it to 1")
-    for name, default in ((offline.USE_AITER, False), (offline.USE_AITER_MLA, True)):
-        if not _on(env, name, default):
-            origin = f"={env[name]}" if name in env else " is unset, which means off"
-            return Check("problem", f"{name}{origin}: vLLM takes another MLA backend", f"set {name}=1")
-    return Check("ok", f"{offline.USE_AITER}=1")
+def switches(env: Env) -> Check:
+    """Check vLLM's variables: AITER and its MLA on, batch invariance off, MLA not disabled."""
+    wrong = []
+    for name, (wanted, default) in SWITCHES.items():
+        # vLLM reads "1" and "true" as on. Without ROCm it reads none of AITER's.
+        is_on = env[name].lower() in ("1", "true") if name in env else default
+        if is_on != wanted and (not wanted or rocm_version() is not None):
+            wrong.append(f"{name}={int(wanted)}")
+    if wrong:
+        return Check("problem", "vLLM takes another attention, so no layer engages", f"set {' '.join(wrong)}")
+    return Check("ok", ", ".join(SWITCHES))
 
 
-def batch_invariant(env: Env) -> Check:
-    """Check that vLLM need not be batch-invariant: AITER's attention is not."""
-    if not _on(env, offline.BATCH_INVARIANT):
-        return Check("ok", f"{offline.BATCH_INVARIANT} is off")
-    detail = f"{offline.BATCH_INVARIANT} is on: vLLM takes Triton's MLA attention, no layer engages"
-    return Check("problem", detail, "unset it")
+CHECKS = (
+    torch, rocm, driver, gpu, triton, hip_python, vllm, plugin, surface, patches, aiter, code_objects,
+    verified, atom, switches,
+)  # fmt: skip
 
 
-def mla(env: Env) -> Check:
-    """Check that layers may use MLA."""
-    if not _on(env, offline.NO_MLA):
-        return Check("ok", f"{offline.NO_MLA} is off")
-    return Check("problem", f"{offline.NO_MLA} is on: no layer uses MLA", f"unset {offline.NO_MLA}")
+# -- what they ask
 
 
 def module(name: str) -> ModuleType | Exception:
@@ -308,12 +370,6 @@ def module(name: str) -> ModuleType | Exception:
         return importlib.import_module(name)
     except Exception as error:
         return error
-
-
-def distribution(*names: str) -> str | None:
-    """Return name and version of the first of ``names`` that is installed."""
-    found = (one for name in names for one in importlib.metadata.distributions(name=name))
-    return next((f"{one.name} {one.version}" for one in found), None)
 
 
 def rocm_version() -> str | None:
@@ -350,17 +406,5 @@ def vllm_version() -> str | None:
     return files.stamp("doctor")[files.KEY]["vllm"] or config.vllm_version()
 
 
-def _on(env: Env, name: str, default: bool = False) -> bool:
-    """Read a variable as vLLM does; its default is the same in every release of the window (vllm/envs.py)."""
-    return env[name].lower() in ("1", "true") if name in env else default
-
-
 def _package(point: importlib.metadata.EntryPoint) -> str:
     return point.value.partition(":")[0].partition(".")[0]
-
-
-CHECKS = (
-    python, torch, rocm, driver, gpu, triton, hip_python,
-    vllm, plugin, vllm_plugins, surface, mla_ops, patches, aiter, code_objects, verified, atom,
-    use_aiter, batch_invariant, mla,
-)  # fmt: skip
