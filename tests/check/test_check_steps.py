@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 from tests.support import plans
 from vllm_aiter_mla import files
+from vllm_aiter_mla.commands import check as command
 from vllm_aiter_mla.commands import doctor, measure
-from vllm_aiter_mla.commands.check import command, engine, steps
+from vllm_aiter_mla.commands.check import engine, steps
 from vllm_aiter_mla.commands.check.steps import Context, Outcome
 from vllm_aiter_mla.commands.doctor import Check
 from vllm_aiter_mla.commands.main import app

@@ -13,8 +13,9 @@ from tests.support import plans
 from tests.support.model_configs import ROWS as MATRIX
 from tests.support.pages import PAGES, ROOT, quoted, table, words
 from tests.support.plans import codes, planned
+from vllm_aiter_mla.commands import plan as command
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import command, model, printout
+from vllm_aiter_mla.commands.plan import model, printout
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 CONFIG = model.examples()["deepseek-r1"]["config"]

@@ -11,7 +11,8 @@ from pathlib import Path
 from tests.sandbox import plugin
 from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import files
-from vllm_aiter_mla.commands.check import command, steps
+from vllm_aiter_mla.commands import check as command
+from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.report.page import html_of

@@ -12,15 +12,7 @@ import typer
 from vllm_aiter_mla import __version__
 
 # Each module holds one function of the command's name and imports nothing heavy at its top.
-COMMANDS = {
-    "check": "check.command",
-    "doctor": "doctor",
-    "plan": "plan.command",
-    "verify": "verify",
-    "measure": "measure",
-    "report": "report.command",
-    "status": "status",
-}
+COMMANDS = ("check", "doctor", "plan", "verify", "measure", "report", "status")
 
 # Packages of a ROCm image that the plugin needs and never asks pip for.
 HOST = ("torch", "vllm", "triton", "numpy")
@@ -49,8 +41,8 @@ def _root(
     """Options before any command."""
 
 
-for _name, _place in COMMANDS.items():
-    _module = importlib.import_module(f"vllm_aiter_mla.commands.{_place}")
+for _name in COMMANDS:
+    _module = importlib.import_module(f"vllm_aiter_mla.commands.{_name}")
     app.command(_name, **getattr(_module, "COMMAND", {}))(getattr(_module, _name))
 
 

@@ -1,5 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-aiter-mla check``: every check of the fast path for one model, in one run.
+"""``vllm-aiter-mla check MODEL``: every check of the fast path for one model, in one run.
 
-``steps`` holds the steps, ``command`` runs and prints them. ``known_issues.json`` lists faults of the decode kernels.
+Each of the ``steps`` is printed as it ends, then one table and one line. ``known_issues.json`` lists faults of the
+decode kernels.
 """
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands import plan as plans
+from vllm_aiter_mla.commands.check import steps
+from vllm_aiter_mla.commands.check.steps import Context, Outcome
+from vllm_aiter_mla.commands.plan import model as models
+
+COMMAND = plans.COMMAND
+PASSED, FAILED, WRONG, NOT_ON_A_CARD = 0, 1, 2, 3
+
+
+class Device(str, Enum):
+    """Where the steps run."""
+
+    gpu = "gpu"
+    cpu = "cpu"
+
+
+def check(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for `plan`; then the options of `vllm serve`.")],
+    arch: Annotated[plans.Arch | None, typer.Option(help="Card to plan for; by default this machine's.")] = None,
+    env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE, as for `plan`; may be repeated.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="A known issue of the decode kernel is a failure.")] = False,
+    device: Annotated[Device, typer.Option(help="cpu: run on a CPU what a CPU can run.")] = Device.gpu,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="Run the engine over MODEL's own weights, not over random ones.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the outcome to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the page of `report` to this file.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show vLLM's own log on stderr.")] = False,
+) -> None:
+    """Check everything about one model on this card: MODEL first, then the options of `vllm serve`.
+
+    Looks at the machine, plans the model, looks its shape up among known faults of the decode kernels, verifies the
+    kernels at its sizes and times them. Then vLLM's engine runs with the flag off and on: tokens are compared, decode
+    with prefill, and the kernels of a step are counted. Exit status: 0 if every step that ran passed, 1 if one failed,
+    2 if an option or the model is wrong, 3 if nothing ran on a card and --device cpu was not given.
+    """
+    from vllm_aiter_mla import files
+
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    try:
+        outputs.check({"--json": json, "--html": html})
+        plans.check_model_comes_first(model, context.args)
+        asked = Context(
+            models.find(model), tuple(context.args), arch.value if arch else "",
+            models.environment(env or [], os.environ), device is Device.cpu, strict, verbose, checkpoint,
+        )  # fmt: skip
+        found = run(asked)
+    except (LookupError, ValueError) as error:
+        print(f"check: {outputs.line(str(error))}", file=sys.stderr)
+        raise typer.Exit(WRONG) from None
+    status = exit_status(found, asked.on_cpu)
+    show(model, found, status)
+    written = record(model, found, status) | files.stamp("check")
+    if json is not None:
+        files.write(json, written)
+    if html is not None:
+        from vllm_aiter_mla.commands.report.page import html_of
+
+        with tempfile.TemporaryDirectory() as folder:
+            files.write(Path(folder) / "check.json", written)
+            files.write_text(html, html_of([Path(folder) / "check.json"]))
+    raise typer.Exit(status)
+
+
+def run(asked: Context) -> dict[str, Outcome]:
+    """Run every step in order and print how each ended. A step that raises has failed, and the next one runs.
+
+    Raises:
+        ValueError: the model or an option is wrong: there is no plan, so no later step can run.
+    """
+    found: dict[str, Outcome] = {}
+    for name, step in steps.STEPS.items():
+        print(f"{name} ...", flush=True)
+        if name in steps.ON_THE_CARD and not asked.plan["layers"]["mla"]:
+            found[name] = Outcome("skipped", "the model has no MLA layer")
+            continue
+        try:
+            found[name] = step(asked)
+        except Exception as error:
+            if name == "plan":
+                raise ValueError(str(error)) from error
+            found[name] = Outcome("failed", f"{type(error).__name__}: {error}")
+        for text in found[name].lines:
+            print(f"  {outputs.line(text)}")
+    return found
+
+
+def exit_status(found: dict[str, Outcome], on_cpu: bool) -> int:
+    """Return 1 if a step failed, else 3 if nothing ran on a card and nobody asked for a CPU, else 0."""
+    if any(outcome.status == "failed" for outcome in found.values()):
+        return FAILED
+    ran = any(found[name].status != "skipped" for name in steps.ON_THE_CARD if name in found)
+    return PASSED if ran or on_cpu else NOT_ON_A_CARD
+
+
+def record(model: str, found: dict[str, Outcome], status: int) -> dict[str, Any]:
+    """Return the run for JSON."""
+    of = [
+        {"name": name, "status": one.status, "detail": one.detail, "lines": list(one.lines), "data": one.data}
+        for name, one in found.items()
+    ]
+    return {"model": model, "exit": status, "steps": of}
+
+
+def show(model: str, found: dict[str, Outcome], status: int) -> None:
+    """Print the table and the last line."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    table = Table("step", "outcome", "finding", title=f"check {model}", title_justify="left")
+    for name, one in found.items():
+        table.add_row(name, one.status, outputs.line(one.detail))
+    console.print(table)
+    console.print(f"check: {outcome_in_words(found.values(), status)}")
+
+
+def outcome_in_words(found: Iterable[Outcome], status: int) -> str:
+    """Return the last line: what a reader takes away."""
+    if status == FAILED:
+        return "FAILED: do not switch the fast path on before the steps above pass"
+    if status == NOT_ON_A_CARD:
+        return "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
+    skipped = sum(one.status == "skipped" for one in found)
+    return "every step passed" if not skipped else f"every step that ran passed; {skipped} skipped"

@@ -5,3 +5,80 @@
 (``answer``), admission for every reason and the back ends (``kernels``), and counts bytes and launches
 (``formulas``). ``printout`` prints the plan. Nothing here needs a GPU, weights or a network.
 """
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from vllm_aiter_mla.commands.outputs import line
+
+# typer passes on the options it does not know: vLLM's own parser reads them.
+COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+ENGAGES, DOES_NOT, WRONG = 0, 1, 2
+
+
+class Arch(str, Enum):
+    """Cards a plan can be made for."""
+
+    gfx942 = "gfx942"
+    gfx950 = "gfx950"
+
+
+def plan(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Folder or file of a config, a bundled example, or a cached hub name."),
+    ],
+    arch: Annotated[
+        Arch | None, typer.Option(help="Card to plan for: this machine's, or gfx942 where there is none.")
+    ] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE: one of vLLM's environment variables; may be repeated.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show vLLM's own log on stderr.")] = False,
+) -> None:
+    """Say what would engage: MODEL first, then the options of `vllm serve`.
+
+    Prints heads per rank, the decode limit, compile ranges, capture sizes, the kernel by batch size, every reason
+    against, and bytes and launches by formula. vLLM builds its own config for the card, and the plugin's own gate
+    decides. Needs no GPU, no weights and no network. Exits 0 when the layers would engage, 1 when not, 2 when an option
+    or the model is wrong, or it is not known.
+    """
+    from vllm_aiter_mla import files
+    from vllm_aiter_mla.commands.plan import model as models
+    from vllm_aiter_mla.commands.plan import printout
+
+    try:
+        check_model_comes_first(model, context.args)
+        source, variables = models.find(model), models.environment(env or [], os.environ)
+        with Console(stderr=True).status("plan: vLLM builds its config"):
+            found = models.ask(source, context.args, arch.value if arch else "", variables, verbose)
+        if "failed" in found:
+            raise ValueError(found["failed"])
+    except (LookupError, ValueError) as error:
+        print(f"plan: {line(str(error))}", file=sys.stderr)
+        raise typer.Exit(WRONG) from None
+    found["model"] |= {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
+    print(json_module.dumps(found | files.stamp("plan"), indent=1) if json else printout.text(found))
+    raise typer.Exit({"engaged": ENGAGES, "unknown": WRONG}.get(found["outcome"], DOES_NOT))
+
+
+def check_model_comes_first(name: str, arguments: Sequence[str]) -> None:
+    """Raise ValueError where MODEL is an option, as it is when options come first, or where a second one is named."""
+    if name.startswith("-"):
+        raise ValueError(f"{name} in the place of MODEL: MODEL comes first, then the options of `vllm serve`")
+    for index, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if option == "--model":
+            other = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
+            raise ValueError(f"--model {other} and MODEL {name}: give the model once, as MODEL")

@@ -3,3 +3,42 @@
 
 ``page`` reads the files and says what the page shows, ``charts`` draws, ``page.html.j2`` holds the markup and the CSS.
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_aiter_mla import files
+from vllm_aiter_mla.commands import outputs
+
+
+def report(
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="INPUT...", help="JSON of check, verify, measure, plan, a status file, or a folder of them."
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
+) -> None:
+    """Draw one HTML page: the steps of check, status, compile ranges, launches, timing, verify.
+
+    The page loads nothing, runs no script and opens without a network. Every figure is in a table too. Exits 2 and
+    writes nothing if an input cannot be shown.
+    """
+    try:
+        outputs.check({"--out": out})
+        from vllm_aiter_mla.commands.report.page import html_of
+
+        text = html_of(inputs)
+        files.write_text(out, text)
+    except ModuleNotFoundError as error:
+        outputs.fail(f"report: {error.name} is not installed; in a checkout: pip install '.[report]'")
+    except ValueError as error:
+        outputs.fail(f"report: {error}")
+    except OSError as error:
+        outputs.fail(f"report: {out}: {error.strerror or error}")
+    typer.echo(outputs.line(f"report written to {out} ({len(text.encode()) // 1024} KiB)"))
