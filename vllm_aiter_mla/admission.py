@@ -44,15 +44,10 @@ A server with ``max_num_seqs=1`` gets a decode limit of two tokens."""
 
 @dataclass(frozen=True)
 class Skip:
-    """Why an engine or a layer runs vLLM's own code.
+    """Why an engine or a layer runs vLLM's own code."""
 
-    Attributes:
-        code: stable name, one of :data:`REASONS`.
-        message: one line that says what was found and names the option.
-    """
-
-    code: str
-    message: str
+    code: str  # stable name, one of :data:`REASONS`
+    message: str  # one line that says what was found and names the option
 
     def __post_init__(self) -> None:
         if self.code not in REASONS:
@@ -64,83 +59,57 @@ class Skip:
 
 @dataclass(frozen=True)
 class _View:
-    """What the rules read of engines and of layers.
+    """What the rules read of engines and of layers."""
 
-    Attributes:
-        missing: capabilities, or attributes of the layer, that a known vLLM has and this one lacks.
-        kv_cache_dtype: as vLLM spells it.
-        model_dtype: activation dtype without the ``torch.`` prefix; empty when unknown.
-    """
-
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # capabilities, or attributes of the layer, that a known vLLM has and this one lacks
     is_sparse: bool = False
     dcp: int = 1
     pcp: int = 1
     hisparse: bool = False
-    kv_cache_dtype: str = "auto"
-    model_dtype: str = ""
+    kv_cache_dtype: str = "auto"  # as vLLM spells it
+    model_dtype: str = ""  # activation dtype without the ``torch.`` prefix; empty when unknown
 
 
 @dataclass(frozen=True)
 class ConfigView(_View):
-    """What the rules read of a finished ``VllmConfig``. The defaults describe an engine that is admitted.
+    """What the rules read of a finished ``VllmConfig``. The defaults describe an engine that is admitted."""
 
-    Attributes:
-        vllm_version: as vLLM prints it.
-        version_supported: inside the window, or forced by the user.
-        failed_steps: steps of the plugin's registration that failed, each with its error.
-        op_schema: how vLLM's MLA ops differ from what the plugin knows, one sentence each.
-        mode: name of the compilation mode.
-        use_inductor_graph_partition: as the user gave it; ``None`` when not given.
-        splitting_ops: as the user gave them; ``None`` when not given.
-        integration: as the user asked for it: "auto", or one of ``INTEGRATIONS``.
-    """
-
-    vllm_version: str = ""
-    version_supported: bool = True
-    failed_steps: tuple[str, ...] = ()
-    op_schema: tuple[str, ...] = ()
+    vllm_version: str = ""  # as vLLM prints it
+    version_supported: bool = True  # inside the window, or forced by the user
+    failed_steps: tuple[str, ...] = ()  # steps of the plugin's registration that failed, each with its error
+    op_schema: tuple[str, ...] = ()  # how vLLM's MLA ops differ from what the plugin knows, one sentence each
     atom_active: bool = False
     is_mla: bool = True
     enforce_eager: bool = False
     breakable_cudagraph: bool = False
-    mode: str = "VLLM_COMPILE"
+    mode: str = "VLLM_COMPILE"  # name of the compilation mode
     backend: str = "inductor"
-    use_inductor_graph_partition: bool | None = None
-    splitting_ops: tuple[str, ...] | None = None
-    integration: str = "auto"
+    use_inductor_graph_partition: bool | None = None  # as the user gave it; ``None`` when not given
+    splitting_ops: tuple[str, ...] | None = None  # as the user gave them; ``None`` when not given
+    integration: str = "auto"  # as the user asked for it: "auto", or one of ``INTEGRATIONS``
 
 
 @dataclass(frozen=True)
 class LayerView(_View):
-    """What the rules read of one attention layer. The defaults describe a layer that is admitted.
+    """What the rules read of one attention layer. The defaults describe a layer that is admitted."""
 
-    Attributes:
-        impl: class name of ``layer.impl``.
-        known_impls: class names of the implementations that the fast path calls correctly.
-        own_forward: where an unknown ``forward_impl`` comes from; empty if it is vLLM's own.
-        q_pad_num_heads: heads that the implementation pads the query to, ``None`` without padding.
-        kv_cache_ndim: dimensions of the bound KV cache; ``None`` while none is bound (compilation runs before).
-        captures: what vLLM may capture in full graphs of this attention, a name of its ``AttentionCGSupport``.
-        dcp_q_replicate: the query is replicated for decode context parallelism.
-        graph_dtype: dtype that the graph computes in if it is not the layer's, else empty.
-        num_heads, qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank, v_head_dim: N (per rank), P, R, L and V.
-    """
-
-    impl: str = "AiterMLAImpl"
+    impl: str = "AiterMLAImpl"  # class name of ``layer.impl``
+    # Class names of the implementations that the fast path calls correctly
     known_impls: frozenset[str] = frozenset({"AiterMLAImpl"})
-    own_forward: str = ""
-    q_pad_num_heads: int | None = None
+    own_forward: str = ""  # where an unknown ``forward_impl`` comes from; empty if it is vLLM's own
+    q_pad_num_heads: int | None = None  # heads that the implementation pads the query to, ``None`` without padding
     has_absorbed_weight: bool = True
     amx_bmm: bool = False
     has_rope_kernel: bool = True
+    # Dimensions of the bound KV cache; ``None`` while none is bound (compilation runs before)
     kv_cache_ndim: int | None = None
+    # What vLLM may capture in full graphs of this attention, a name of its ``AttentionCGSupport``
     captures: str = "UNIFORM_BATCH"
-    dcp_q_replicate: bool = False
-    graph_dtype: str = ""
+    dcp_q_replicate: bool = False  # the query is replicated for decode context parallelism
+    graph_dtype: str = ""  # dtype that the graph computes in if it is not the layer's, else empty
     cos_sin_dtype_matches: bool = True
     sliding_window: bool = False
-    num_heads: int = 16
+    num_heads: int = 16  # N (per rank), P, R, L and V
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
     kv_lora_rank: int = 512
@@ -153,17 +122,11 @@ class LayerView(_View):
 
 
 class Rule(NamedTuple):
-    """One reason to skip.
+    """One reason to skip."""
 
-    Attributes:
-        code: one of :data:`REASONS`.
-        applies: takes a view; true, or a tuple of what was found, if there is this reason.
-        sentence: a format string; ``v`` is the view, ``found`` what was found, joined.
-    """
-
-    code: str
-    applies: Callable[[Any], object]
-    sentence: str
+    code: str  # one of :data:`REASONS`
+    applies: Callable[[Any], object]  # takes a view; true, or a tuple of what was found, if there is this reason
+    sentence: str  # a format string; ``v`` is the view, ``found`` what was found, joined
 
 
 SHARED_RULES = (

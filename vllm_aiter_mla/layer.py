@@ -33,19 +33,12 @@ _KEEP = 4096  # call shapes that a layer remembers; more than the token counts o
 
 
 class Choice(NamedTuple):
-    """What runs calls of one shape.
+    """What runs calls of one shape."""
 
-    Attributes:
-        name: of the back end; None if no back end takes the call.
-        backend: it, or None.
-        run: its function for such calls, or None.
-        passed_over: (name, reason) of the back ends before it.
-    """
-
-    name: str | None
-    backend: KernelBackend | None
-    run: Run | None
-    passed_over: tuple[tuple[str, str], ...]
+    name: str | None  # of the back end; None if no back end takes the call
+    backend: KernelBackend | None  # it, or None
+    run: Run | None  # its function for such calls, or None
+    passed_over: tuple[tuple[str, str], ...]  # (name, reason) of the back ends before it
 
 
 class Layer:

@@ -29,21 +29,14 @@ STATIC = "the static order of kernels stands"
 
 @dataclass(slots=True)
 class _Kind:
-    """Layers of one shape in this process.
+    """Layers of one shape in this process."""
 
-    Attributes:
-        layers: all of them.
-        shape: theirs; the pairing of the rotation does not matter for the time it takes.
-        key: what its figures are kept by; empty if nothing is to be timed.
-        kept: the figures of earlier starts; those of some token counts if the budget ran out.
-        since: when the last of them were taken; empty if this start timed something.
-    """
-
-    shape: LayerShape
-    layers: list[Layer] = field(default_factory=list)
-    key: dict[str, Any] = field(default_factory=dict)
+    shape: LayerShape  # theirs; the pairing of the rotation does not matter for the time it takes
+    layers: list[Layer] = field(default_factory=list)  # all of them
+    key: dict[str, Any] = field(default_factory=dict)  # what its figures are kept by; empty if nothing is to be timed
+    # The figures of earlier starts; those of some token counts if the budget ran out
     kept: measure.Rounds = field(default_factory=dict)
-    since: str = ""
+    since: str = ""  # when the last of them were taken; empty if this start timed something
 
 
 def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:

@@ -29,44 +29,27 @@ _LIBRARY: list[torch.library.Library] = []
 
 
 class LayerStep(NamedTuple):
-    """One MLA layer in one step.
+    """One MLA layer in one step."""
 
-    Attributes:
-        name: the layer's dotted name.
-        layer: a ``layer.Layer``, or in ``verify`` an object with the methods of its last section.
-        kv_cache: [blocks, block_size, L+R] in the activation dtype or the platform's fp8 type; empty before the cache
-            exists.
-        slots: [S] int64, S may exceed T; None while profiling.
-        metadata: of vLLM's attention, handed on as it is; None while profiling and in dummy runs.
-        num_actual_tokens: real rows; the others pad a graph.
-        decode_only: whether every real row is a decode row, with a slot for its KV row.
-        is_piecewise: tells whether the forward pass runs, or records, piecewise graphs; only captures ask.
-    """
-
-    name: str
-    layer: Any
+    name: str  # the layer's dotted name
+    layer: Any  # a ``layer.Layer``, or in ``verify`` an object with the methods of its last section
+    # [blocks, block_size, L+R] in the activation dtype or the platform's fp8 type; empty before the cache exists
     kv_cache: torch.Tensor
-    slots: torch.Tensor | None
-    metadata: Any
-    num_actual_tokens: int
-    decode_only: bool
+    slots: torch.Tensor | None  # [S] int64, S may exceed T; None while profiling
+    metadata: Any  # of vLLM's attention, handed on as it is; None while profiling and in dummy runs
+    num_actual_tokens: int  # real rows; the others pad a graph
+    decode_only: bool  # whether every real row is a decode row, with a slot for its KV row
+    # Tells whether the forward pass runs, or records, piecewise graphs; only captures ask
     is_piecewise: Callable[[], bool]
 
 
 class Rope(NamedTuple):
-    """How a layer rotates, and the scale of its KV rows.
+    """How a layer rotates, and the scale of its KV rows."""
 
-    Attributes:
-        positions: [T] int64.
-        table: cos and sin, [max_position, R].
-        k_scale: one float32, dequantisation scale of the cache.
-        is_neox: pairing of the rotation.
-    """
-
-    positions: torch.Tensor
-    table: torch.Tensor
-    k_scale: torch.Tensor
-    is_neox: bool
+    positions: torch.Tensor  # [T] int64
+    table: torch.Tensor  # cos and sin, [max_position, R]
+    k_scale: torch.Tensor  # one float32, dequantisation scale of the cache
+    is_neox: bool  # pairing of the rotation
 
 
 def register() -> None:

@@ -49,46 +49,34 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class DebugSettings:
-    """Switches for bisecting and testing, never for serving.
-
-    Attributes:
-        stop_after: leave the chain of passes after this one, for every layer; ``None`` runs all three.
-        rounding: ``single`` rounds the rotated half once, as AITER does; ``two`` rounds it to the activation dtype
-            first, as vLLM's kernels and its compiled graph do, so that fp8 runs can be compared bit for bit.
-        untested_vllm: engage on a vLLM release outside the supported window.
-    """
+    """Switches for bisecting and testing, never for serving."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
+    # Leave the chain of passes after this one, for every layer; ``None`` runs all three
     stop_after: StopAfter | None = None
+    # ``single`` rounds the rotated half once, as AITER does; ``two`` rounds it to the activation dtype first, as vLLM's
+    # kernels and its compiled graph do, so that fp8 runs can be compared bit for bit
     rounding: Rounding = "single"
-    untested_vllm: StrictBool = False
+    untested_vllm: StrictBool = False  # engage on a vLLM release outside the supported window
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for.
-
-    Attributes:
-        enabled: the one switch.
-        max_token_num: decode limit in tokens; ``None`` derives it from the scheduler's bounds.
-        integration: what puts the op into the layers; ``auto`` is the passes if they can run, else the module.
-        kernel: which back end prepares the query, one of ``KERNELS``.
-        measure: with kernel ``auto``, time the kernels and vLLM's own at start-up and run the fastest; ``again`` does
-            not read the figures of earlier starts.
-        strict: raise an error instead of skipping the engine with a warning.
-        debug: see :class:`DebugSettings`.
-    """
+    """What the user asked for."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    enabled: StrictBool = False
-    max_token_num: Tokens | None = None
+    enabled: StrictBool = False  # the one switch
+    max_token_num: Tokens | None = None  # decode limit in tokens; ``None`` derives it from the scheduler's bounds
+    # What puts the op into the layers; ``auto`` is the passes if they can run, else the module
     integration: Integration = "auto"
-    kernel: Kernel = "auto"
+    kernel: Kernel = "auto"  # which back end prepares the query, one of ``KERNELS``
+    # With kernel ``auto``, time the kernels and vLLM's own at start-up and run the fastest; ``again`` does not read the
+    # figures of earlier starts
     measure: StrictBool | Literal["again"] = True
-    strict: StrictBool = False
-    debug: DebugSettings = field(default_factory=DebugSettings)
+    strict: StrictBool = False  # raise an error instead of skipping the engine with a warning
+    debug: DebugSettings = field(default_factory=DebugSettings)  # see :class:`DebugSettings`
 
     @property
     def measures(self) -> bool:

@@ -45,28 +45,22 @@ REFRESH_S = 15.0
 
 @dataclass(slots=True)
 class Status:
-    """What is known of the layers of this process, by layer name.
+    """What is known of the layers of this process, by layer name."""
 
-    Attributes:
-        engaged: layers whose fused op has run, with the kernel that ran.
-        profiled: layers whose fused op was reached without a batch, with the kernel that will run. vLLM runs no batch
-            of a draft model while it starts; its layers count as engaged if that kernel has run for another layer.
-        skipped: layers that are left to vLLM, with (code, reason).
-        measured: per layer shape what was timed at start-up and chosen: "shape" in words, "layers" by name, "chosen" as
-            [first, last, kernel] in tokens, "us" a layer by token count and candidate, "since" when an earlier start
-            took them.
-        compiled: what the passes did in each compile range, over all graphs of it, as "start-end" -> counts by pass.
-        overflows: kernels that the user named although they turn an fp8 overflow into NaN.
-        written: the status file and its record, once it was written.
-    """
-
-    engaged: dict[str, str] = field(default_factory=dict)
+    engaged: dict[str, str] = field(default_factory=dict)  # layers whose fused op has run, with the kernel that ran
+    # Layers whose fused op was reached without a batch, with the kernel that will run. vLLM runs no batch of a draft
+    # model while it starts; its layers count as engaged if that kernel has run for another layer.
     profiled: dict[str, str] = field(default_factory=dict)
+    # Layers that are left to vLLM, with (code, reason)
     skipped: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # What the passes did in each compile range, over all graphs of it, as "start-end" -> counts by pass
     compiled: dict[str, Counter[str]] = field(default_factory=dict)
+    # Per layer shape what was timed at start-up and chosen: "shape" in words, "layers" by name, "chosen" as [first,
+    # last, kernel] in tokens, "us" a layer by token count and candidate, "since" when an earlier start took them
     measured: list[dict[str, Any]] = field(default_factory=list)
+    # Kernels that the user named although they turn an fp8 overflow into NaN
     overflows: set[str] = field(default_factory=set)
-    written: tuple[Path, dict[str, Any]] | None = None
+    written: tuple[Path, dict[str, Any]] | None = None  # the status file and its record, once it was written
 
 
 _status = Status()

@@ -40,20 +40,14 @@ STATUSES: tuple[Status, ...] = ("ok", "warning", "problem", "unknown")
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found.
+    """What one check found."""
 
-    Attributes:
-        status: "ok"; "warning", it works but look at it; "problem", the fast path will not engage or not work;
-            "unknown", it cannot be told from here.
-        detail: the finding, with the figures.
-        remedy: what to do; empty if there is nothing to do.
-        name: of the check; filled in by ``run``.
-    """
-
+    # "ok"; "warning", it works but look at it; "problem", the fast path will not engage or not work; "unknown", it
+    # cannot be told from here
     status: Status
-    detail: str
-    remedy: str = ""
-    name: str = ""
+    detail: str  # the finding, with the figures
+    remedy: str = ""  # what to do; empty if there is nothing to do
+    name: str = ""  # of the check; filled in by ``run``
 
 
 Env = Mapping[str, str]

@@ -147,16 +147,11 @@ def block_size(layer: Any) -> int:
 
 
 class PaddedHeads(NamedTuple):
-    """What decodes a query of more heads than the layer has, so that vLLM need not copy the query to so many.
+    """What decodes a query of more heads than the layer has, so that vLLM need not copy the query to so many."""
 
-    Attributes:
-        heads: M, what vLLM's helper would pad the query to.
-        impl: the layer's implementation, as it is for a layer of M heads.
-        unpad: vLLM's own function; takes the layer's heads out of [n, M, L], a view.
-    """
-
-    heads: int
-    impl: Any
+    heads: int  # M, what vLLM's helper would pad the query to
+    impl: Any  # the layer's implementation, as it is for a layer of M heads
+    # vLLM's own function; takes the layer's heads out of [n, M, L], a view
     unpad: Callable[[int, torch.Tensor], torch.Tensor]
 
 

@@ -45,18 +45,14 @@ class UnknownWeightError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class AbsorbWeight:
-    """W_UK of one layer. N heads, P nope width, L latent width.
+    """W_UK of one layer. N heads, P nope width, L latent width."""
 
-    Attributes:
-        format: one of ``FORMATS``.
-        values: "plain": [N, P, L] in the activation dtype, any strides. "fp8": e4m3 codes [N, L, P]. "mxfp4": uint8
-            codes [N, L, P/2]; vLLM leaves a transposed view with strides (P/2, N * P/2, 1).
-        scale: "plain": None. "fp8": one float32, W_UK = codes * scale. "mxfp4": e8m0 uint8 [N, L, P/32]; vLLM leaves
-            strides (1, N, L * N).
-    """
-
-    format: str
+    format: str  # one of ``FORMATS``
+    # "plain": [N, P, L] in the activation dtype, any strides. "fp8": e4m3 codes [N, L, P]. "mxfp4": uint8 codes
+    # [N, L, P/2]; vLLM leaves a transposed view with strides (P/2, N * P/2, 1).
     values: torch.Tensor
+    # "plain": None. "fp8": one float32, W_UK = codes * scale. "mxfp4": e8m0 uint8 [N, L, P/32]; vLLM leaves strides
+    # (1, N, L * N).
     scale: torch.Tensor | None = None
 
     @property

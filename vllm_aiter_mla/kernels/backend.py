@@ -33,20 +33,15 @@ def is_capturing() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """How a kernel rounds the rotated half and what an fp8 overflow there becomes; the reference follows it.
+    """How a kernel rounds the rotated half and what an fp8 overflow there becomes; the reference follows it."""
 
-    Attributes:
-        rounding: "aiter" rotates in float32 and rounds once, to the stored type. "vllm-compiled" is the graph that
-            vLLM compiles: float32, rounded to the activation dtype, then to fp8. "vllm-kernel" is
-            ``concat_and_cache_mla_rope_fused``: it computes in the activation dtype, so both products and their sum
-            are rounded, and the result once more to fp8.
-        truncate_cache_rope: AITER's opt kernel on gfx942 truncates the rope part of a bf16 cache toward zero.
-        saturates: whether an fp8 overflow becomes the largest value; in AITER's op it becomes NaN.
-    """
-
+    # "aiter" rotates in float32 and rounds once, to the stored type. "vllm-compiled" is the graph that vLLM compiles:
+    # float32, rounded to the activation dtype, then to fp8. "vllm-kernel" is ``concat_and_cache_mla_rope_fused``: it
+    # computes in the activation dtype, so both products and their sum are rounded, and the result once more to fp8.
     rounding: Literal["aiter", "vllm-compiled", "vllm-kernel"] = "aiter"
+    # AITER's opt kernel on gfx942 truncates the rope part of a bf16 cache toward zero
     truncate_cache_rope: bool = False
-    saturates: bool = False
+    saturates: bool = False  # whether an fp8 overflow becomes the largest value; in AITER's op it becomes NaN
 
     def accepted(self) -> tuple[Numerics, ...]:
         """Return this and what a newer build may do instead: round where this truncates, saturate where it does not."""
@@ -56,18 +51,12 @@ class Numerics:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What still counts as agreement, in representable steps of the stored type (PR vllm-project/vllm#55230's bar).
+    """What still counts as agreement, in representable steps of the stored type (PR vllm-project/vllm#55230's bar)."""
 
-    Attributes:
-        nope_steps: largest distance in the un-rotated part.
-        rope_steps: largest distance in the rotated part.
-        rope_share: largest share of rotated elements that differ at all.
-        slack: differences of the query's un-rotated part up to this share of its largest magnitude do not count.
-    """
-
-    nope_steps: int = 0
-    rope_steps: int = 1
-    rope_share: float = 0.01
+    nope_steps: int = 0  # largest distance in the un-rotated part
+    rope_steps: int = 1  # largest distance in the rotated part
+    rope_share: float = 0.01  # largest share of rotated elements that differ at all
+    # Differences of the query's un-rotated part up to this share of its largest magnitude do not count
     slack: float = 0.0
 
 
@@ -78,18 +67,13 @@ OWN_BMM = Bounds(nope_steps=1, slack=2**-8)
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """How a back end runs calls of one key.
+    """How a back end runs calls of one key."""
 
-    Attributes:
-        run: returns q_prepared [T, N, L+R] of ``out_dtype`` for operands of that key, or [T, M, L+R] with its heads
-            where ``DecodeInputs.real_heads`` finds them, and writes the KV rows whose slot is >= 0.
-        kernel: which of the back end's kernels runs, or None if it has only one.
-        numerics: the roundings it follows.
-    """
-
+    # Returns q_prepared [T, N, L+R] of ``out_dtype`` for operands of that key, or [T, M, L+R] with its heads where
+    # ``DecodeInputs.real_heads`` finds them, and writes the KV rows whose slot is >= 0
     run: Run
-    kernel: str | None = None
-    numerics: Numerics = Numerics()
+    kernel: str | None = None  # which of the back end's kernels runs, or None if it has only one
+    numerics: Numerics = Numerics()  # the roundings it follows
 
 
 class KernelBackend(ABC):

@@ -19,21 +19,13 @@ _LARGEST_SCALE = 254  # means 2**127; 254 - b is the scale whose power is the in
 
 @dataclass(frozen=True, slots=True)
 class Fp8Flavour:
-    """One e4m3 encoding.
+    """One e4m3 encoding."""
 
-    Attributes:
-        dtype: torch's type.
-        max: largest finite value.
-        overflow_from: magnitude at which a non-saturating, round-to-nearest-even cast stops giving ``max``.
-        overflow_from_is_max: whether that very magnitude still rounds to ``max`` (a tie to an even mantissa).
-        nan: byte of a NaN.
-    """
-
-    dtype: torch.dtype
-    max: float
-    overflow_from: float
-    overflow_from_is_max: bool
-    nan: int
+    dtype: torch.dtype  # torch's type
+    max: float  # largest finite value
+    overflow_from: float  # magnitude at which a non-saturating, round-to-nearest-even cast stops giving ``max``
+    overflow_from_is_max: bool  # whether that very magnitude still rounds to ``max`` (a tie to an even mantissa)
+    nan: int  # byte of a NaN
 
 
 # e4m3fn (gfx950, sm90): 448 has mantissa 110, so the tie 464 rounds down to it; there is no 480.

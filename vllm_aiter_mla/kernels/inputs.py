@@ -31,36 +31,22 @@ class DecodeInputs:
 
     Sizes: T rows (graph padding included), S <= T slots, N heads of this rank, P nope width of a query head,
     R rope width, L latent width (``kv_lora_rank``). "act" is the activation dtype (bfloat16, float16 or float32).
-
-    Attributes:
-        q: [T, N, P+R] act, not rotated; any row and head stride, last stride 1.
-        k_pe: [T, R] act, not rotated; any row stride.
-        kv_c: [T, L] act, after its norm; any row stride.
-        weight: the absorbed up-projection W_UK in the format in which vLLM holds it.
-        kv_cache: [blocks, block_size, L+R] act or the platform's fp8 type (never raw uint8). Written in place.
-        slot_mapping: [S] int64; block * block_size + offset, or -1 for a row without a KV row.
-        positions: [T] int64; clamped into the table as AITER does.
-        cos_sin_cache: [max_position, R] act; cos in the first half of a row, sin in the second.
-        k_scale: one float32, dequantisation scale of the cache: stored = fp8(x / k_scale).
-        q_scale: one float32, dequantisation scale of the query.
-        is_neox: True pairs (i, i + R/2), False (GPT-J, DeepSeek) pairs (2i, 2i+1).
-        out_dtype: dtype of the prepared query: act, or fp8 if the cache is fp8.
-        out_heads: M, the heads that the decode kernel reads; 0 for N. See ``real_heads``.
     """
 
-    q: torch.Tensor
-    k_pe: torch.Tensor
-    kv_c: torch.Tensor
-    weight: AbsorbWeight
+    q: torch.Tensor  # [T, N, P+R] act, not rotated; any row and head stride, last stride 1
+    k_pe: torch.Tensor  # [T, R] act, not rotated; any row stride
+    kv_c: torch.Tensor  # [T, L] act, after its norm; any row stride
+    weight: AbsorbWeight  # the absorbed up-projection W_UK in the format in which vLLM holds it
+    # [blocks, block_size, L+R] act or the platform's fp8 type (never raw uint8). Written in place.
     kv_cache: torch.Tensor
-    slot_mapping: torch.Tensor
-    positions: torch.Tensor
-    cos_sin_cache: torch.Tensor
-    k_scale: torch.Tensor
-    q_scale: torch.Tensor
-    is_neox: bool
-    out_dtype: torch.dtype
-    out_heads: int = 0
+    slot_mapping: torch.Tensor  # [S] int64; block * block_size + offset, or -1 for a row without a KV row
+    positions: torch.Tensor  # [T] int64; clamped into the table as AITER does
+    cos_sin_cache: torch.Tensor  # [max_position, R] act; cos in the first half of a row, sin in the second
+    k_scale: torch.Tensor  # one float32, dequantisation scale of the cache: stored = fp8(x / k_scale)
+    q_scale: torch.Tensor  # one float32, dequantisation scale of the query
+    is_neox: bool  # True pairs (i, i + R/2), False (GPT-J, DeepSeek) pairs (2i, 2i+1)
+    out_dtype: torch.dtype  # dtype of the prepared query: act, or fp8 if the cache is fp8
+    out_heads: int = 0  # M, the heads that the decode kernel reads; 0 for N. See ``real_heads``.
 
     @property
     def num_tokens(self) -> int:
@@ -127,35 +113,21 @@ class DecodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What decides the kernel of one MLA layer, apart from the batch: the key of a layer.
+    """What decides the kernel of one MLA layer, apart from the batch: the key of a layer."""
 
-    Attributes:
-        heads: query heads of this rank.
-        nope_dim: width of a query head's un-rotated part.
-        cache_dtype: activation dtype, or the card's fp8 type.
-        out_dtype: dtype of the prepared query.
-        block_size: of the KV cache. It is not compared: a self-check on synthetic blocks must hold for the real ones.
-        is_neox: the rotary style.
-        act: activation dtype.
-        device: where to run.
-        latent: ``kv_lora_rank``.
-        rope: rope width.
-        weight: ``key`` of the absorbed weight: its format and dtypes.
-        out_heads: heads that the decode kernel reads; 0 for ``heads``.
-    """
-
-    heads: int
-    nope_dim: int
-    cache_dtype: torch.dtype
-    out_dtype: torch.dtype
+    heads: int  # query heads of this rank
+    nope_dim: int  # width of a query head's un-rotated part
+    cache_dtype: torch.dtype  # activation dtype, or the card's fp8 type
+    out_dtype: torch.dtype  # dtype of the prepared query
+    # Of the KV cache. It is not compared: a self-check on synthetic blocks must hold for the real ones.
     block_size: int = field(compare=False)
-    is_neox: bool
-    act: torch.dtype = torch.bfloat16
-    device: str | torch.device = "cpu"
-    latent: int = 512
-    rope: int = 64
-    weight: absorb.Key = ("plain",)
-    out_heads: int = 0
+    is_neox: bool  # the rotary style
+    act: torch.dtype = torch.bfloat16  # activation dtype
+    device: str | torch.device = "cpu"  # where to run
+    latent: int = 512  # ``kv_lora_rank``
+    rope: int = 64  # rope width
+    weight: absorb.Key = ("plain",)  # ``key`` of the absorbed weight: its format and dtypes
+    out_heads: int = 0  # heads that the decode kernel reads; 0 for ``heads``
 
 
 def contract_violation(inputs: DecodeInputs) -> str | None:

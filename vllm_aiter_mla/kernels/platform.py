@@ -23,15 +23,10 @@ from the card it finds: aiter/utility/dtypes.py, defaultDtypes."""
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """The card and the ROCm release a kernel is chosen for.
+    """The card and the ROCm release a kernel is chosen for."""
 
-    Attributes:
-        arch: a name of ``CARDS``, another gfx or sm name, or "cpu".
-        rocm: (major, minor) of the ROCm release torch was built for, or None outside ROCm.
-    """
-
-    arch: str
-    rocm: tuple[int, int] | None = None
+    arch: str  # a name of ``CARDS``, another gfx or sm name, or "cpu"
+    rocm: tuple[int, int] | None = None  # (major, minor) of the ROCm release torch was built for, or None outside ROCm
 
     @property
     def fp8(self) -> torch.dtype:

@@ -28,20 +28,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class SelfCheckResult:
-    """Outcome of a self-check.
+    """Outcome of a self-check."""
 
-    Attributes:
-        ok: agreement within the bounds.
-        message: one line with the figures, fit for a log.
-        differences: by part ("q nope", "q rope", "kv nope", "kv rope").
-        stray_bytes: bytes of the cache changed outside the written rows.
-        writes_nan: whether values beyond fp8's range became NaN, as in AITER's sources, and not the largest value.
-    """
-
-    ok: bool
-    message: str
-    differences: dict[str, Difference]
-    stray_bytes: int
+    ok: bool  # agreement within the bounds
+    message: str  # one line with the figures, fit for a log
+    differences: dict[str, Difference]  # by part ("q nope", "q rope", "kv nope", "kv rope")
+    stray_bytes: int  # bytes of the cache changed outside the written rows
+    # Whether values beyond fp8's range became NaN, as in AITER's sources, and not the largest value
     writes_nan: bool = False
 
 

@@ -59,47 +59,28 @@ class NoMatchError(Exception):
 
 @dataclass(slots=True)
 class LayerMatch:
-    """One MLA layer of a graph.
+    """One MLA layer of a graph."""
 
-    Attributes:
-        layer_name: dotted name of the attention module.
-        layer_name_arg: how the graph names it: a placeholder node (torch >= 2.11) or a string.
-        attention: the node that computes attention. Each pass puts its own node here.
-        q: un-rotated query [T, N, P+R].
-        row_scale: factor [T, 1, 1] of the query's rows, or None. vLLM scales the rotated query; a factor of whole rows
-            commutes with the rotation, so the first pass scales ``q`` instead.
-        k_pe: un-rotated rope key [T, R] or [T, 1, R].
-        kv_c: normed latent [T, L].
-        positions: [T] int64.
-        cos_sin_cache: [max_position, R].
-        k_scale: dequantisation scale of the cache.
-        is_neox: pairing of the rotation.
-        kv_cache_dtype: the layer's cache dtype as vLLM spells it.
-        num_heads: N on this rank.
-        nope_dim: P.
-        rope_dim: R.
-        latent_dim: L.
-        prefused: whether vLLM's own RoPE + KV pass has rewritten the layer already.
-        out_dtype: what the layer's decode kernel reads. The graph does not show it: admission sets it.
-    """
-
-    layer_name: str
-    layer_name_arg: Any
-    attention: fx.Node
-    q: fx.Node
+    layer_name: str  # dotted name of the attention module
+    layer_name_arg: Any  # how the graph names it: a placeholder node (torch >= 2.11) or a string
+    attention: fx.Node  # the node that computes attention. Each pass puts its own node here.
+    q: fx.Node  # un-rotated query [T, N, P+R]
+    # Factor [T, 1, 1] of the query's rows, or None. vLLM scales the rotated query; a factor of whole rows commutes with
+    # the rotation, so the first pass scales ``q`` instead.
     row_scale: fx.Node | None
-    k_pe: fx.Node
-    kv_c: fx.Node
-    positions: fx.Node
-    cos_sin_cache: fx.Node
-    k_scale: fx.Node
-    is_neox: bool
-    kv_cache_dtype: str
-    num_heads: int
-    nope_dim: int
-    rope_dim: int
-    latent_dim: int
-    prefused: bool
+    k_pe: fx.Node  # un-rotated rope key [T, R] or [T, 1, R]
+    kv_c: fx.Node  # normed latent [T, L]
+    positions: fx.Node  # [T] int64
+    cos_sin_cache: fx.Node  # [max_position, R]
+    k_scale: fx.Node  # dequantisation scale of the cache
+    is_neox: bool  # pairing of the rotation
+    kv_cache_dtype: str  # the layer's cache dtype as vLLM spells it
+    num_heads: int  # N on this rank
+    nope_dim: int  # P
+    rope_dim: int  # R
+    latent_dim: int  # L
+    prefused: bool  # whether vLLM's own RoPE + KV pass has rewritten the layer already
+    # What the layer's decode kernel reads. The graph does not show it: admission sets it.
     out_dtype: torch.dtype | None = None
 
 

@@ -41,11 +41,6 @@ class AiterMLAPipeline(VllmInductorPass):
         chained: a pass of the user's that was in this slot before; it runs first, in the compile ranges that it wants.
         integration: one of ``INTEGRATIONS``. With "module" nothing is rewritten here. This object then only carries
             the gate's decision to the workers and into vLLM's cache keys.
-
-    Attributes:
-        kernels: what each layer shape runs on in this worker, of ``startup.cache_key``. It is None until they are
-            checked, and no graph is rewritten before.
-        emitted: what became of each layer of this worker under the module integration, of ``module.emit``.
     """
 
     def __init__(
@@ -62,8 +57,10 @@ class AiterMLAPipeline(VllmInductorPass):
         self.integration = integration
         self.settings = settings
         self.chained = chained
+        # What each layer shape of this worker runs on, of ``startup.cache_key``. None until the kernels are checked: no
+        # graph is rewritten before.
         self.kernels: tuple[str, ...] | None = None
-        self.emitted: tuple[str, ...] = ()
+        self.emitted: tuple[str, ...] = ()  # what each layer calls under the module integration, of ``module.emit``
 
     def uuid(self) -> str:
         """Return the key for vLLM's and Inductor's caches: a hash of everything that decides which graph comes out.

@@ -72,23 +72,14 @@ SCENARIOS = {"short": short, "mixed": mixed, "long": long, "concurrent": concurr
 
 @dataclass(slots=True)
 class Figures:
-    """One scenario of one run against its baseline.
+    """One scenario of one run against its baseline."""
 
-    Attributes:
-        tokens: generated tokens of the baseline.
-        tokens_equal: how many are the same, up to each request's first difference.
-        compared: positions whose context is the same in both runs.
-        agreed: of these, positions with the same likeliest token.
-        max_abs_dlogprob: largest difference of log-probability over the common top 5 of these positions.
-        mean_abs_dlogprob: their mean.
-    """
-
-    tokens: int = 0
-    tokens_equal: int = 0
-    compared: int = 0
-    agreed: int = 0
-    max_abs_dlogprob: float = 0.0
-    mean_abs_dlogprob: float = 0.0
+    tokens: int = 0  # generated tokens of the baseline
+    tokens_equal: int = 0  # how many are the same, up to each request's first difference
+    compared: int = 0  # positions whose context is the same in both runs
+    agreed: int = 0  # of these, positions with the same likeliest token
+    max_abs_dlogprob: float = 0.0  # largest difference of log-probability over the common top 5 of these positions
+    mean_abs_dlogprob: float = 0.0  # their mean
 
     @property
     def top1_agreement(self) -> float:

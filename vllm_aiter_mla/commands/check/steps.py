@@ -24,49 +24,30 @@ NO_GPU = "no GPU"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step found.
+    """What a step found."""
 
-    Attributes:
-        status: "failed" if the fast path must not be used as it is; "skipped" if the step could not run here.
-        detail: the finding in one line.
-        lines: more lines for the reader.
-        data: for the JSON file and the page of ``report``.
-    """
-
-    status: Status
-    detail: str
-    lines: tuple[str, ...] = ()
-    data: Any = None
+    status: Status  # "failed" if the fast path must not be used as it is; "skipped" if the step could not run here
+    detail: str  # the finding in one line
+    lines: tuple[str, ...] = ()  # more lines for the reader
+    data: Any = None  # for the JSON file and the page of ``report``
 
 
 @dataclass(slots=True)
 class Context:
-    """What was asked for, and the plan once it is made.
+    """What was asked for, and the plan once it is made."""
 
-    Attributes:
-        source: the model's config.
-        arguments: of ``vllm serve``.
-        arch: card to plan for; "" for this machine's.
-        variables: value and origin of each variable that is set.
-        on_cpu: run what a CPU can run too.
-        strict: a known issue is a failure.
-        verbose: vLLM's log goes to stderr.
-        checkpoint: load the weights of the folder; otherwise a few layers of random weights.
-        sandbox: variables under which vLLM's engine runs on a CPU; empty outside a checkout.
-        plan: of the model, empty until it is made.
-        answers: of the engine with the flag off and on, as ``engine.run`` returns them.
-    """
-
-    source: models.Source
-    arguments: tuple[str, ...] = ()
-    arch: str = ""
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    on_cpu: bool = False
-    strict: bool = False
-    verbose: bool = False
-    checkpoint: bool = False
+    source: models.Source  # the model's config
+    arguments: tuple[str, ...] = ()  # of ``vllm serve``
+    arch: str = ""  # card to plan for; "" for this machine's
+    variables: Mapping[str, Any] = field(default_factory=dict)  # value and origin of each variable that is set
+    on_cpu: bool = False  # run what a CPU can run too
+    strict: bool = False  # a known issue is a failure
+    verbose: bool = False  # vLLM's log goes to stderr
+    checkpoint: bool = False  # load the weights of the folder; otherwise a few layers of random weights
+    # Variables under which vLLM's engine runs on a CPU; empty outside a checkout
     sandbox: Mapping[str, str] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)  # of the model, empty until it is made
+    # Of the engine with the flag off and on, as ``engine.run`` returns them
     answers: dict[bool, Any] = field(default_factory=dict)
 
 

@@ -16,23 +16,15 @@ AITER, TRITON = "AITER: RoPE, KV write, query", "Triton: absorb BMM, RoPE, KV wr
 
 
 class Step(NamedTuple):
-    """One layer in one decode step.
+    """One layer in one decode step."""
 
-    Attributes:
-        tokens: T, rows of the batch.
-        heads: N, query heads of the rank.
-        nope, rope, latent: P, R and L.
-        stored: e, bytes of a value in the KV cache and in the prepared query; 1 for fp8, 2 for bfloat16.
-        weight: w, bytes of a value of the absorbed weight, ``absorb.FORMATS`` has them by format.
-    """
-
-    tokens: int
-    heads: int
-    nope: int
+    tokens: int  # T, rows of the batch
+    heads: int  # N, query heads of the rank
+    nope: int  # P, R and L
     rope: int
     latent: int
-    stored: int
-    weight: float = ACT
+    stored: int  # e, bytes of a value in the KV cache and in the prepared query; 1 for fp8, 2 for bfloat16
+    weight: float = ACT  # w, bytes of a value of the absorbed weight, ``absorb.FORMATS`` has them by format
 
 
 class Launch(NamedTuple):

@@ -30,20 +30,13 @@ ROCM = (7, 0)
 
 @dataclass(frozen=True, slots=True)
 class KernelSpan:
-    """Batch sizes that run alike.
+    """Batch sizes that run alike."""
 
-    Attributes:
-        first, last: tokens.
-        kernel: back end that runs, or None.
-        detail: which of its kernels, or which tile.
-        skips: (name, reason) of the back ends passed over.
-    """
-
-    first: int
+    first: int  # tokens
     last: int
-    kernel: str | None
-    detail: str
-    skips: tuple[tuple[str, str], ...]
+    kernel: str | None  # back end that runs, or None
+    detail: str  # which of its kernels, or which tile
+    skips: tuple[tuple[str, str], ...]  # (name, reason) of the back ends passed over
 
 
 class PlannedLayer(Layer):

@@ -27,21 +27,13 @@ QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULT
 
 @dataclass(frozen=True)
 class Source:
-    """A config that was found.
+    """A config that was found."""
 
-    Attributes:
-        name: as the user gave it.
-        source: where the config is, in words.
-        config: the config's file, or a bundled example's config.
-        basis: for a bundled example, what its fields rest on; else empty.
-        assumed: for a bundled example, what is assumed in it.
-    """
-
-    name: str
-    source: str
-    config: Path | dict[str, Any]
-    basis: str = ""
-    assumed: tuple[str, ...] = ()
+    name: str  # as the user gave it
+    source: str  # where the config is, in words
+    config: Path | dict[str, Any]  # the config's file, or a bundled example's config
+    basis: str = ""  # for a bundled example, what its fields rest on; else empty
+    assumed: tuple[str, ...] = ()  # for a bundled example, what is assumed in it
 
     def _whole(self) -> dict[str, Any]:
         if not isinstance(self.config, Path):

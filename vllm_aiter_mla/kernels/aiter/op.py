@@ -36,20 +36,13 @@ class AiterUnavailableError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class AiterInstall:
-    """What was found, and why AITER cannot be used.
+    """What was found, and why AITER cannot be used."""
 
-    Attributes:
-        reason: one sentence why AITER cannot be used, or None.
-        package: the directory of the ``aiter`` package, or None.
-        distribution: name and version of the distribution it belongs to ("amd-aiter 0.1.20"), or None.
-        signature: the op's argument names as its source has them.
-        prebuilt: whether the extension module is already built; if not, the first call compiles it (minutes).
-    """
-
-    reason: str | None
-    package: Path | None = None
-    distribution: str | None = None
-    signature: tuple[str, ...] = ()
+    reason: str | None  # one sentence why AITER cannot be used, or None
+    package: Path | None = None  # the directory of the ``aiter`` package, or None
+    distribution: str | None = None  # name and version of the distribution it belongs to ("amd-aiter 0.1.20"), or None
+    signature: tuple[str, ...] = ()  # the op's argument names as its source has them
+    # Whether the extension module is already built; if not, the first call compiles it (minutes)
     prebuilt: bool = False
 
 

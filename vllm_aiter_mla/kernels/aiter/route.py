@@ -26,18 +26,12 @@ OPT_WORK = 2048  # latent * heads from which the opt kernel is taken
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a call reaches one of AITER's kernels.
+    """How a call reaches one of AITER's kernels."""
 
-    Attributes:
-        kernel: the AITER kernel that will run.
-        view: how the cache is handed over. "tokens" is [slots, 1, 576], "one-block" is [1, slots, 576]: the same
-            bytes and the same slots, another kernel.
-        numerics: the roundings of that kernel, for the reference.
-    """
-
-    kernel: KernelName
+    kernel: KernelName  # the AITER kernel that will run
+    # How the cache is handed over. "tokens" is [slots, 1, 576], "one-block" [1, slots, 576]: the same bytes and slots.
     view: CacheView
-    numerics: Numerics
+    numerics: Numerics  # the roundings of that kernel, for the reference
 
     @property
     def honours_all_rows(self) -> bool:

@@ -14,25 +14,15 @@ NO_LIMIT = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Shape of one program's work.
+    """Shape of one program's work."""
 
-    Attributes:
-        block_t: tokens of a query tile, a power of two >= 16.
-        block_l: latent columns of a query tile, a power of two >= 16; a narrower latent narrows it.
-        blocks: how many times ``block_l`` columns a query tile does, one after another, over the same rows.
-        num_warps: warps (waves) of every program.
-        rope_rows: rows of a rope program, of the query or of the cache.
-        kv_rows: cache rows of a latent program.
-        mfma: side of the matrix instruction on ROCm, 0 for the compiler's choice; no meaning on CUDA.
-    """
-
-    block_t: int
-    block_l: int
-    num_warps: int
-    rope_rows: int = 32
-    kv_rows: int = 4
-    mfma: int = 0
-    blocks: int = 1
+    block_t: int  # tokens of a query tile, a power of two >= 16
+    block_l: int  # latent columns of a query tile, a power of two >= 16; a narrower latent narrows it
+    num_warps: int  # warps (waves) of every program
+    rope_rows: int = 32  # rows of a rope program, of the query or of the cache
+    kv_rows: int = 4  # cache rows of a latent program
+    mfma: int = 0  # side of the matrix instruction on ROCm, 0 for the compiler's choice; no meaning on CUDA
+    blocks: int = 1  # how many times ``block_l`` columns a query tile does, one after another, over the same rows
 
     @property
     def label(self) -> str:
