@@ -186,7 +186,7 @@ PASSES_RULES = (
     ),
     Rule(
         "splitting_ops",
-        lambda v: not v.use_inductor_graph_partition and _cuts(v),
+        lambda v: not v.use_inductor_graph_partition and _cuts(v.splitting_ops or ()),
         "compilation_config.splitting_ops cuts the graph at {found}; "
         "set use_inductor_graph_partition=true with it, or splitting_ops=[], or leave both unset",
     ),
@@ -234,18 +234,8 @@ def config_skips(view: ConfigView) -> list[Skip]:
 
 
 def layer_skips(view: LayerView) -> list[Skip]:
-    """Return every reason for which this layer is left to vLLM, in the order of the rules."""
+    """Return every reason for which this layer is left to vLLM, in the order of the rules; no other layer matters."""
     return _all(LAYER_RULES, view)
-
-
-def admit_config(view: ConfigView) -> Skip | None:
-    """Return the first reason for which no layer of this engine may take the fast path, or ``None``."""
-    return next(iter(config_skips(view)), None)
-
-
-def admit_layer(view: LayerView) -> Skip | None:
-    """Return the first reason for which this layer is left to vLLM, or ``None``. Layers never affect each other."""
-    return next(iter(layer_skips(view)), None)
 
 
 def why_not_passes(view: ConfigView) -> Skip | None:
@@ -290,6 +280,5 @@ def _all(rules: tuple[Rule, ...], view: _View) -> list[Skip]:
     return skips
 
 
-def _cuts(view: ConfigView) -> tuple[str, ...]:
-    given = {plain_name(op) for op in view.splitting_ops or ()}
-    return tuple(op for op in (MLA_ATTENTION_OP, KV_UPDATE_OP) if op in given)
+def _cuts(splitting_ops: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(op for op in (MLA_ATTENTION_OP, KV_UPDATE_OP) if op in map(plain_name, splitting_ops))

@@ -135,18 +135,13 @@ def fingerprint() -> str:
 def fingerprint_of(root: Path, version: str) -> str:
     """Return the fingerprint of the package at ``root``: a hash of relative paths and contents only."""
     digest = hashlib.sha256(version.encode())
-    for path in sources(root):
+    found = (path for path in root.rglob("*.py") if Path(path.relative_to(root).parts[0]).stem not in NO_GRAPHS)
+    for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()):
         name = path.relative_to(root).as_posix().encode()
         content = path.read_bytes()
         # Lengths keep "ab" + "c" and "a" + "bc" apart.
         digest.update(b"%d:%b%d:%b" % (len(name), name, len(content), content))
     return f"{version}-{digest.hexdigest()}"
-
-
-def sources(root: Path) -> list[Path]:
-    """Return the ``.py`` files that decide graphs and numbers, in a fixed order."""
-    found = (path for path in root.rglob("*.py") if Path(path.relative_to(root).parts[0]).stem not in NO_GRAPHS)
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 def distribution(*names: str) -> str | None:

@@ -45,7 +45,7 @@ def apply(vllm_config: Any) -> int | Skip | None:
         return None
     engaged = compat_config.engaged_pass(vllm_config)
     view = _view(vllm_config, settings)
-    skip = view if isinstance(view, Skip) else admission.admit_config(view)
+    skip = view if isinstance(view, Skip) else next(iter(admission.config_skips(view)), None)
     if skip is None and engaged is None:
         skip = compat_config.why_not_chainable(vllm_config.compilation_config)
     if skip is not None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from vllm_aiter_mla import backends, status
-from vllm_aiter_mla.admission import Skip, admit_layer
+from vllm_aiter_mla.admission import Skip, layer_skips
 from vllm_aiter_mla.backends import VLLM, Backends
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
@@ -166,7 +166,7 @@ class Layer:
 
     def not_admitted(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
         """Return why no kernel may run the layer, from its facts only; arguments as in ``decide``."""
-        return admit_layer(compat_layer.layer_view(self.module, table_dtype, act))
+        return next(iter(layer_skips(compat_layer.layer_view(self.module, table_dtype, act))), None)
 
     def cache_key(self) -> str:
         """Return what the layer will run on, or why it will not: a part of the compile cache's key.
