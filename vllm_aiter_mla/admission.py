@@ -6,8 +6,6 @@ module imports neither torch nor vLLM. ``passes`` and the choice of a kernel giv
 tables here. A skip is a value: the log, ``doctor``, ``plan`` and the report print it as it is.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 Imports neither torch, vLLM nor AITER: versions come from the metadata of what is installed.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.metadata

@@ -5,8 +5,6 @@ AITER's C++ checks end the process. Without the marker a server that its supervi
 time, and no line would say why.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -14,8 +14,6 @@ The class-wide ``CompilationConfig._attention_ops`` stays as it is: a change the
 off in the same process, and change their cache key.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -6,8 +6,6 @@ reaches another. The passes ask it before they rewrite a layer, start-up checks 
 it in each step. No other file decides about a layer.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys
@@ -86,7 +84,7 @@ class Layer:
         self._view: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, module: Any) -> Layer:
+    def of(cls, module: Any) -> "Layer":
         """Return the one layer of vLLM's ``MLAAttention`` module, which keeps it, so that the two go together."""
         found: Layer | None = module.__dict__.get(_KEY)
         if found is None:

@@ -6,8 +6,6 @@ because nothing is wrong then. Only the settings and the device's type decide wh
 a rank that waits for another one that never comes would hang.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@
 layer whether its wrapper calls the op. The same rules decide about a layer for the passes and for the module.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Iterator

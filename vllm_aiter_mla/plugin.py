@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point of ``vllm.general_plugins``: vLLM calls ``register()`` in every process, before any config exists."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

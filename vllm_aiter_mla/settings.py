@@ -12,8 +12,6 @@ of ``pass_config``, so there the flag counts as given only if it is true, and th
 Two given values that differ are an error. This module imports neither torch nor vLLM.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields

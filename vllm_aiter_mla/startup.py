@@ -8,8 +8,6 @@ Both fail closed. Whatever goes wrong before every kernel is checked, or before 
 strict mode. Otherwise the layers concerned run vLLM's own kernels, one line says so, and the worker goes on.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Collection, Iterator, Sequence

@@ -5,8 +5,6 @@ The ops count the layers, because a warm start loads a compiled artifact and nev
 a layer was skipped, so they note the reason while a graph is compiled, and a file keeps it for warm starts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -4,8 +4,6 @@
 A check looks at the machine, at the packages on it, or at vLLM's environment variables. It is named like its function.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

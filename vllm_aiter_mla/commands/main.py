@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla``: the commands."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Annotated

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the commands write: files, lines of errors, text from elsewhere. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 import unicodedata
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ past the slot mapping. Over a rotary table in 16 bits it rounds each product of 
 halves. Read from aiter/ops/triton/fusions/fused_bmm_rope_kv_cache.py; docs/kernels.md says what running it showed.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

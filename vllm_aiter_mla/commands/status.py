@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla status``: what the servers of this machine run, from their status files."""
 
-from __future__ import annotations
-
 import typer
 
 from vllm_aiter_mla import status as status_of

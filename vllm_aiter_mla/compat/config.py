@@ -5,8 +5,6 @@ The gate skips an engine whose vLLM differs from what this file says. docs/devel
 argument of an op.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from contextlib import AbstractContextManager

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's ``MLAAttention`` layer: its facts for admission, its kernels, the forward context, how its ops register."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -6,8 +6,6 @@ of the engine's tensor-parallel and pipeline groups. Other data-parallel engines
 one would hang.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

@@ -5,8 +5,6 @@
 failure is kept, and the gate skips the engine because of it. Importing this file imports no vLLM.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import inspect

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's MLA wrapper: its registry of replaced layers, and the two forwards that the module integration replaces."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

@@ -5,8 +5,6 @@
 is bf16. Over codes the product is vLLM's own call, handed in through ``GEMMS``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol of every kernel back end, the terms in which results are compared, and the test for a graph capture."""
 
-from __future__ import annotations
-
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -43,7 +41,7 @@ class Numerics:
     truncate_cache_rope: bool = False
     saturates: bool = False  # whether an fp8 overflow becomes the largest value; in AITER's op it becomes NaN
 
-    def accepted(self) -> tuple[Numerics, ...]:
+    def accepted(self) -> "tuple[Numerics, ...]":
         """Return this and what a newer build may do instead: round where this truncates, saturate where it does not."""
         both = (self, replace(self, truncate_cache_rope=False))
         return tuple(dict.fromkeys((*both, *(replace(one, saturates=True) for one in both))))

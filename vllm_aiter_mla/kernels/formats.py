@@ -5,8 +5,6 @@ fp8 is e4m3 in one of two flavours. mxfp4 is the OCP microscaling format: e2m1 v
 two. Two values share a byte, the even one in its low half. A scale is e8m0: byte b means 2**(b - 127), and 255 NaN.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

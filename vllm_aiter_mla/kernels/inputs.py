@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer and one step as every kernel back end sees them: operands, shared contract, keys, synthetic operands."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ vLLM's sequence runs unless another one clearly beats it by ``MARGIN``. Among th
 static order runs unless a later one clearly beats it too. Equal figures give an equal choice on every rank and start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

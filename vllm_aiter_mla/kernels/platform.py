@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The card a kernel is chosen for: the one table of the fp8 type that each converts to in hardware."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

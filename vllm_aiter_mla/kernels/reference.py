@@ -5,8 +5,6 @@ It runs anywhere, never synchronises with the device and allocates only temporar
 Formulas: csrc/kernels/cache_kernels.cu of ROCm/aiter, summarised in docs/kernels.md.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -5,8 +5,6 @@ This project has measured nothing about AITER, and infers two facts about its ro
 self-check, every start-up verifies them on the user's own card.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``vllm`` back end: the sequence that vLLM itself runs, with its fusions on. Others are timed against it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

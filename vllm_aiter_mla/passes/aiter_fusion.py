@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pass 3: what passes 1 and 2 put in, and attention itself, become one op on the un-rotated query."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small helpers over FX graphs as Inductor hands them to post-grad passes: calls, views, readers, fake values."""
 
-from __future__ import annotations
-
 import operator
 from functools import lru_cache
 from typing import Any

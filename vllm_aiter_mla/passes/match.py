@@ -5,8 +5,6 @@ Nothing is rewritten here. Every check looks at what the nodes compute (see ``ro
 at the arguments of vLLM's ops, never at the order of nodes. Dead nodes must be gone: they count as readers.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass

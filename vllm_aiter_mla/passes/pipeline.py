@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one Inductor pass that vLLM sees: compile range, match, admission, then passes 1 to 3 on each layer."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict
 from typing import Any

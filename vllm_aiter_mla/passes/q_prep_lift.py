@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pass 2: absorb BMM, concat and fp8 quantisation of the query leave the attention op."""
 
-from __future__ import annotations
-
 import operator
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pass 1: the RoPE of q_pe and k_pe and the KV-cache write become vLLM's own fused op."""
 
-from __future__ import annotations
-
 import operator
 
 import torch

@@ -8,8 +8,6 @@ multilinear in the data and in the table, so two expressions that agree on rando
 rows takes well under a millisecond per layer, and accepts nothing that computes something else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Iterator
@@ -106,6 +104,25 @@ def rotated_operand(node: fx.Node) -> fx.Node | None:
     return operand if isinstance(operand, fx.Node) else None
 
 
+class TableReaders:
+    """Answers whether a rotary table takes part in the value of a node of one graph; each node is looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, bool] = {}
+
+    def __call__(self, node: Any) -> bool:
+        """Return the answer for one node, False for other values."""
+        if not isinstance(node, fx.Node):
+            return False
+        if node not in self._known:
+            self._known[node] = False
+            if node.op == "call_function" and node.target in TRANSPARENT_OPS:
+                self._known[node] = any(self(parent) for parent in node.all_input_nodes)
+            else:
+                self._known[node] = lookup(node) is not None or rotary_call(node) is not None
+        return self._known[node]
+
+
 class Cone:
     """The expression above one node, down to its roots, tables and positions.
 
@@ -163,25 +180,6 @@ class Cone:
         if node.target in IDENTITY_OPS and not _is_wide_float(node):
             return False
         return node.target in MOVING_OPS or (node.target in TRANSPARENT_OPS and self._reads_table(node))
-
-
-class TableReaders:
-    """Answers whether a rotary table takes part in the value of a node of one graph; each node is looked at once."""
-
-    def __init__(self) -> None:
-        self._known: dict[fx.Node, bool] = {}
-
-    def __call__(self, node: Any) -> bool:
-        """Return the answer for one node, False for other values."""
-        if not isinstance(node, fx.Node):
-            return False
-        if node not in self._known:
-            self._known[node] = False
-            if node.op == "call_function" and node.target in TRANSPARENT_OPS:
-                self._known[node] = any(self(parent) for parent in node.all_input_nodes)
-            else:
-                self._known[node] = lookup(node) is not None or rotary_call(node) is not None
-        return self._known[node]
 
 
 def _is_wide_float(node: fx.Node) -> bool:

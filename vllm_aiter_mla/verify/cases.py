@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run consists of, as data: sizes, dtypes, and the steps by which each case does what serving does."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -6,8 +6,6 @@ branch, a shape, a float read from a tensor. A result lands in the memory that i
 not initialised again and views are not made again, because both are addresses in a graph.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

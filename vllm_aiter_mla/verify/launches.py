@@ -12,8 +12,6 @@ On AMD the dump comes from hip-python (extra ``rocm``), which imports anywhere a
 call. On NVIDIA torch writes it.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import tempfile

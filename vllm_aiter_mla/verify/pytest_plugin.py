@@ -5,8 +5,6 @@ Selection, JUnit XML and other reports are pytest's own. Without the option noth
 imported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One case with one back end on one engine: build the buffers, capture, take the steps, check each."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run: which cases, with which back ends, on what machine, and the outcome."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace

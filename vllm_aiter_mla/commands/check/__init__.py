@@ -5,8 +5,6 @@ Each of the ``steps`` is printed as it ends, then one table and one line. ``know
 decode kernels.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

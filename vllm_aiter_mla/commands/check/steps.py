@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of ``check``: each takes what is asked and what earlier steps found, and returns an outcome."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

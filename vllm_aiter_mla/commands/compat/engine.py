@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine of vLLM in this process: random weights, requests as serving brings them, what a decode step launches."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from functools import cache

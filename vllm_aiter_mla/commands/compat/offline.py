@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the commands ask vLLM without an engine: its options, its switches in the environment, its classes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ The model has no weights. Its layers are built on torch's ``meta`` device, with 
 6. what would move or read a weight does nothing: ``Module.to``, the truth of a tensor, the device and its cache.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@
 (``formulas``). ``printout`` prints the plan. Nothing here needs a GPU, weights or a network.
 """
 
-from __future__ import annotations
-
 import json as json_module
 import os
 import sys

@@ -5,8 +5,6 @@ The plugin is loaded, so the engine's own gate decides. ``card`` says what is ma
 ``commands.compat.rocm_config`` what is made up for a model without weights.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import traceback

@@ -5,8 +5,6 @@
 or ``failed``: why there is none. It is a process of its own because vLLM keeps much of a platform and of a config.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

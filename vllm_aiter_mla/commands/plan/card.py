@@ -13,8 +13,6 @@ Nothing is made up on a ROCm machine. Elsewhere this is:
 A package that vLLM asks for and that is missing in 1 may change the answer without an error.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import inspect

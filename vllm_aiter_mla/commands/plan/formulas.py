@@ -5,8 +5,6 @@ Every tensor a launch reads or writes counts once per launch; caches, padding an
 left out. These are formulas, not measurements.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 ACT = 2  # bytes of a bfloat16 or float16 value

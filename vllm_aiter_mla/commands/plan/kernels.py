@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel would take a layer at which batch size: the selector's own answers, on operands without memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import groupby
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find a model's config, and ask vLLM about it in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan as lines of text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

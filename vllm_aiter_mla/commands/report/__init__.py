@@ -4,8 +4,6 @@
 ``page`` reads the files and says what the page shows, ``charts`` draws, ``page.html.j2`` holds the markup and the CSS.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

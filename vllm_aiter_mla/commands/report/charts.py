@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Charts as inline SVG, drawn by matplotlib. Text and axes take the page's text colour, so dark themes apply."""
 
-from __future__ import annotations
-
 import html
 import io
 import re

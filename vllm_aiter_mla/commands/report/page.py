@@ -5,8 +5,6 @@ The template escapes every value, so names and messages in the files may hold an
 put in as it is.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence

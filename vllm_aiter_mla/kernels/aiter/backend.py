@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The AITER back end: the absorb product, then AITER's op, which rotates, quantises and writes in one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

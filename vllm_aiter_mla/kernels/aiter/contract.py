@@ -6,8 +6,6 @@ know beforehand. Everything is checked on metadata: shapes, strides, dtypes, dev
 sentences follow csrc/kernels/cache_kernels.cu at the commit named in docs/kernels.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

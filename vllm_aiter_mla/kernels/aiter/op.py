@@ -5,8 +5,6 @@
 through the import system and reads it as text. `doctor` runs it without torch, so this file imports torch late.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -5,8 +5,6 @@ The conditions are those of ``fused_qk_rope_concat_and_cache_mla`` in csrc/kerne
 and ``k_pe``. Only the first two kernels clamp positions and honour ``compute_all_q_rope``, so only they are used.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

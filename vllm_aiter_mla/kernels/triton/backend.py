@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The back end ``triton``: what it takes, what it declines and why."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec

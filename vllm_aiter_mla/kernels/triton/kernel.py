@@ -9,8 +9,6 @@ import: this file compiles for gfx942, gfx950 and sm90 on a machine that has nei
 # ruff: noqa: N803, SIM300
 # mypy: disallow-untyped-defs=False
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,8 +5,6 @@ The entries follow from the compiled code (registers, LDS, number of programs); 
 Neither torch nor Triton is imported here: the kernel compiles without torch, and `plan` runs without Triton.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 NO_LIMIT = 1 << 31
