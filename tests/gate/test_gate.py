@@ -218,7 +218,7 @@ def test_changed_sources_change_the_cache_key(config, how, monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("owner", "name", "plant", "how"),
     [
-        *((files, "sources", lambda root: [], how) for how in SPELLINGS),
+        *((files, "fingerprint_of", lambda root, version: version, how) for how in SPELLINGS),
         # This spelling does not touch PassConfig, whose own key holds the fingerprint too.
         (AiterMLAPipeline, "uuid", lambda self: f"{self.limit} {self.settings}", {"additional_config": ON}),
     ],

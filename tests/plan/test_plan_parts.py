@@ -35,8 +35,8 @@ def test_a_view_with_everything_wrong_gives_every_reason_of_admission():
     # A mode that breakable graphs did not set, and partition options given together, are each a view of their own.
     others = {"compilation_mode", "splitting_ops", "user_pass", "vllm_refuses", "not_known"}
     assert sorted(found) == sorted(set(admission.LEVELS["engine"]) - others)
-    layer = [skip.code for skip in build.layer_reasons(LAYER, has_rope=False)]
-    shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype", "no_rope"}
+    layer = [skip.code for skip in admission.layer_skips(LAYER)]
+    shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
     assert sorted(layer) == sorted(set(admission.LEVELS["layer"]) | shared)
 
 

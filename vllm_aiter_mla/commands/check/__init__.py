@@ -8,12 +8,14 @@ decode kernels.
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands import plan as plans
@@ -114,31 +116,20 @@ def exit_status(found: dict[str, Outcome], on_cpu: bool) -> int:
 
 def record(model: str, found: dict[str, Outcome], status: int) -> dict[str, Any]:
     """Return the run for JSON."""
-    of = [
-        {"name": name, "status": one.status, "detail": one.detail, "lines": list(one.lines), "data": one.data}
-        for name, one in found.items()
-    ]
-    return {"model": model, "exit": status, "steps": of}
+    return {"model": model, "exit": status, "steps": [{"name": name} | asdict(one) for name, one in found.items()]}
 
 
 def show(model: str, found: dict[str, Outcome], status: int) -> None:
-    """Print the table and the last line."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Print the table, and what a reader takes away."""
     console = Console(markup=False, highlight=False, soft_wrap=True)
     table = Table("step", "outcome", "finding", title=f"check {model}", title_justify="left")
     for name, one in found.items():
         table.add_row(name, one.status, outputs.line(one.detail))
     console.print(table)
-    console.print(f"check: {outcome_in_words(found.values(), status)}")
-
-
-def outcome_in_words(found: Iterable[Outcome], status: int) -> str:
-    """Return the last line: what a reader takes away."""
+    skipped = sum(one.status == "skipped" for one in found.values())
+    last = f"every step that ran passed; {skipped} skipped" if skipped else "every step passed"
     if status == FAILED:
-        return "FAILED: do not switch the fast path on before the steps above pass"
+        last = "FAILED: do not switch the fast path on before the steps above pass"
     if status == NOT_ON_A_CARD:
-        return "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
-    skipped = sum(one.status == "skipped" for one in found)
-    return "every step passed" if not skipped else f"every step that ran passed; {skipped} skipped"
+        last = "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
+    console.print(f"check: {last}")

@@ -87,16 +87,11 @@ def generate(engine: Any, requests: Sequence[Request], adapter: Any = None) -> l
             engine.add_request(request_id, {"prompt_token_ids": prompt}, params, lora_request=lora)
         for output in engine.step():
             if output.finished:
-                done[output.request_id] = _steps(output.outputs[0])
+                one = output.outputs[0]
+                probs = [{id_: entry.logprob for id_, entry in of.items()} for of in one.logprobs]
+                done[output.request_id] = list(zip(one.token_ids, probs, strict=True))
         step += 1
     return [done[request[0]] for request in requests]
-
-
-def _steps(completion: Any) -> list[Step]:
-    return [
-        (token, {id_: entry.logprob for id_, entry in probs.items()})
-        for token, probs in zip(completion.token_ids, completion.logprobs, strict=True)
-    ]
 
 
 def prompt_logprobs(engine: Any, texts: Sequence[list[int]]) -> list[list[float]]:

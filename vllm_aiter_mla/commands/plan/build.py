@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla import __version__, admission, backends
-from vllm_aiter_mla.admission import ConfigView, LayerView, Skip, integration_of, why_not_passes
+from vllm_aiter_mla.admission import ConfigView, Skip, integration_of, why_not_passes
 from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.plan import answer as answers
@@ -115,7 +115,7 @@ class _Planned:
         self.built, self.view, self.count = built, built.view, count
         self.tp = engine["options"]["tp"]
         self.fp8_cache = self.view.kv_cache_dtype.startswith("fp8")
-        self.reasons = layer_reasons(self.view, built.has_rope)
+        self.reasons = [*admission.layer_skips(self.view), *([] if built.has_rope else [NO_ROPE])]
         found = kernels.spans(arch, settings, self.view, built.format, engine["options"]["block_size"], limit)
         self.spans = () if isinstance(found, str) else found
         if isinstance(found, str):
@@ -155,11 +155,6 @@ def config_reasons(view: ConfigView) -> list[Skip]:
     """Return every reason against an engine; eager mode sets the compilation mode, which is no reason of its own."""
     found = admission.config_skips(view)
     return [skip for skip in found if not (view.enforce_eager and skip.code == "compilation_mode")]
-
-
-def layer_reasons(view: LayerView, has_rope: bool) -> list[Skip]:
-    """Return every reason against one layer."""
-    return [*admission.layer_skips(view), *([] if has_rope else [NO_ROPE])]
 
 
 def level(code: str) -> str:
