@@ -382,14 +382,11 @@ class Layer:
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Attend over the cache with the layer's implementation: q_prepared [n, N or M, L+R] -> [n, N, L]."""
         module, padded = self.module, self.padded
-        attended: torch.Tensor
         if padded is None or q_prepared.shape[1] != padded.heads:
-            attended = module.impl.forward_mqa(q_prepared, kv_cache, metadata, module)[0]
-            return attended
+            return module.impl.forward_mqa(q_prepared, kv_cache, metadata, module)[0]
         if compat_layer.decodes_unpadded(metadata):
             real = padded.unpad(module.num_heads, q_prepared).contiguous()
-            attended = module.impl.forward_mqa(real, kv_cache, metadata, module)[0]
-            return attended
+            return module.impl.forward_mqa(real, kv_cache, metadata, module)[0]
         attended = padded.impl.forward_mqa(q_prepared, kv_cache, metadata, module)[0]
         return padded.unpad(module.num_heads, attended)
 

@@ -60,8 +60,7 @@ class FusedForward:
         """
         by_rows = llama_4_scaling is None or llama_4_scaling.shape[1:] == (1, 1)
         if self.is_neox is None or positions.dim() != 1 or not by_rows:
-            out: torch.Tensor = super().forward(positions, hidden_states, llama_4_scaling)  # type: ignore[misc]
-            return out
+            return super().forward(positions, hidden_states, llama_4_scaling)  # type: ignore[misc]
         return _forward(self, positions, hidden_states, self.is_neox, llama_4_scaling)
 
 
@@ -79,8 +78,7 @@ def _forward(
     )  # fmt: skip
     if module.g_proj is not None:
         attended = attended * module.g_proj(hidden_states)[0].sigmoid()
-    out: torch.Tensor = module.o_proj(attended)[0]
-    return out
+    return module.o_proj(attended)[0]
 
 
 def _project(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -253,8 +253,7 @@ def decode_q_prep(layer: Any, q: torch.Tensor, rope_dim: int, out_dtype: torch.d
     absorbed = layer.weight().product(q_nope)
     if out_dtype == q.dtype:
         return torch.cat([absorbed, q_pe], dim=-1)
-    quantised: torch.Tensor = layer.quantise(absorbed, q_pe)
-    return quantised
+    return layer.quantise(absorbed, q_pe)
 
 
 def decode(step: LayerStep, q_prepared: torch.Tensor, output: torch.Tensor) -> None:

@@ -144,9 +144,8 @@ class OneLaunchBackend(KernelBackend):
         # A scale that is given beside a 16-bit cache would scale it.
         k_scale = inputs.k_scale if formats.is_fp8(inputs.kv_cache.dtype) else None
         group = {"group_size": FP8_GROUP} if inputs.weight.format == "fp8" else {}
-        query: torch.Tensor = op(
+        return op(
             inputs.q_nope.transpose(0, 1), values, scale, inputs.q[..., inputs.nope_dim :], inputs.kv_c.unsqueeze(1),
             inputs.k_pe.unsqueeze(1), inputs.kv_cache.view(-1, 1, width), inputs.slot_mapping, inputs.positions, cos,
             sin, k_scale=k_scale, is_neox=inputs.is_neox, q_out_dtype=inputs.out_dtype, **group,
         )[0]  # fmt: skip
-        return query

@@ -105,8 +105,7 @@ def prepared_query_dtype(layer: Any, act: torch.dtype) -> torch.dtype:
 
 def quantise(layer: Any, absorbed: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
     """Concatenate absorbed [T, N, L] and q_pe [T, N, R] in fp8, with the layer's own function."""
-    quantised: torch.Tensor = layer._decode_concat_quant_fp8_op(absorbed, q_pe, layer._q_scale)
-    return quantised
+    return layer._decode_concat_quant_fp8_op(absorbed, q_pe, layer._q_scale)
 
 
 def absorb_tensors(layer: Any) -> dict[str, torch.Tensor]:
@@ -184,8 +183,7 @@ def decodes_unpadded(metadata: Any) -> bool:
 
 def pad_query(layer: Any, q: torch.Tensor) -> torch.Tensor:
     """Return q [T, N, L+R] padded as vLLM would: for timing."""
-    padded: torch.Tensor = _padding_helper(layer).get_mla_padded_q(layer.num_heads, q)
-    return padded
+    return _padding_helper(layer).get_mla_padded_q(layer.num_heads, q)
 
 
 def _padding_helper(layer: Any) -> Any:
@@ -263,10 +261,7 @@ def concat_quantise_fp8(absorbed: torch.Tensor, q_pe: torch.Tensor, scale: torch
     from vllm.config import get_current_vllm_config
 
     compilation = get_current_vllm_config().compilation_config
-    quantised: torch.Tensor = _concat_quantiser(compilation.mode, compilation.backend, *compilation.custom_ops)(
-        absorbed, q_pe, scale
-    )
-    return quantised
+    return _concat_quantiser(compilation.mode, compilation.backend, *compilation.custom_ops)(absorbed, q_pe, scale)
 
 
 @functools.lru_cache(maxsize=8)
@@ -440,8 +435,7 @@ def with_attention_hooks(function: Callable[..., None]) -> Callable[..., None]:
     def decorated() -> Callable[..., None]:
         eager_break, transfer_kv = _hooks()
         # Outermost: a KV connector's hooks must run in the eager segment of a breakable graph.
-        hooked: Callable[..., None] = eager_break(transfer_kv(function))
-        return hooked
+        return eager_break(transfer_kv(function))
 
     @functools.wraps(function)
     def attention(*args: Any, **kwargs: Any) -> None:

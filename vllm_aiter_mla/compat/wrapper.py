@@ -98,10 +98,7 @@ def norms(wrapper: Any, q_c: torch.Tensor, kv_c: torch.Tensor) -> tuple[torch.Te
     if not wrapper.fuse_qkv_rmsnorm:
         return wrapper.q_a_layernorm(q_c), wrapper.kv_a_layernorm(kv_c)
     q_norm, kv_norm = wrapper.q_a_layernorm, wrapper.kv_a_layernorm
-    found: tuple[torch.Tensor, torch.Tensor] = fused_q_kv_rmsnorm(
-        q_c, kv_c, q_norm.weight.data, kv_norm.weight.data, q_norm.variance_epsilon
-    )
-    return found
+    return fused_q_kv_rmsnorm(q_c, kv_c, q_norm.weight.data, kv_norm.weight.data, q_norm.variance_epsilon)
 
 
 def quantises_output(wrapper: Any) -> bool:

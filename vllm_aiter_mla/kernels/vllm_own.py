@@ -41,8 +41,7 @@ class VLLMBackend(KernelBackend):
             self._rotate_and_write(inputs, q_pe)
         absorbed = inputs.weight.product(inputs.q_nope)
         if is_fp8(inputs.out_dtype):
-            quantised: torch.Tensor = self._vllm.concat_quantise_fp8(absorbed, q_pe, inputs.q_scale)
-            return quantised
+            return self._vllm.concat_quantise_fp8(absorbed, q_pe, inputs.q_scale)
         if may_take_parts(self._arch, inputs.num_heads, is_fp8(inputs.kv_cache.dtype)):
             return absorbed
         return torch.cat([absorbed, q_pe], dim=-1)

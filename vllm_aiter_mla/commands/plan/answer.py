@@ -54,11 +54,8 @@ class Answer:
         text = model.hf_text_config
         self.model = {
             "architecture": str(model.architecture),
-            "model_type": str(getattr(text, "model_type", "")),
             "is_mla": bool(model.use_mla),
             "dtype": str(model.dtype).removeprefix("torch."),
-            "hidden_size": model.get_hidden_size(),
-            "heads": model.model_arch_config.total_num_attention_heads,
             "layers": layers,
             "max_position": getattr(text, "max_position_embeddings", None) or positions,
             "listed_layers": len(compat_config.mla_layers(model)),
