@@ -134,7 +134,7 @@ def test_only_reasons_about_a_graph_depend_on_the_integration(facts, code):
 def test_every_registered_code_can_be_reached():
     engine, layer = {code for _, code, _ in CONFIG_SKIPS}, {code for _, code in LAYER_SKIPS}
     engines, layers = set(admission.LEVELS["engine"]), set(admission.LEVELS["layer"])
-    assert engine == engines - {"user_pass", "vllm_refuses", "not_known"}
+    assert engine == engines - {"user_pass", "not_known"}
     assert layers <= layer <= engines | layers | {"unknown_forward"}
     codes = sum(len(table) for table in admission.LEVELS.values())
     assert codes == len(admission.REASONS), "a code belongs to one level"

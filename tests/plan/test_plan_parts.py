@@ -9,6 +9,7 @@ import vllm.envs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import plans
 from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.backends import candidates
@@ -31,9 +32,9 @@ LAYER = admission.LayerView(
 
 
 def test_a_view_with_everything_wrong_gives_every_reason_of_admission():
-    found = [skip.code for skip in build.config_reasons(ENGINE)]
+    found = [skip.code for skip in build.engine_reasons(plans.made_up_answer(**vars(ENGINE)))]
     # A mode that breakable graphs did not set, and partition options given together, are each a view of their own.
-    others = {"compilation_mode", "splitting_ops", "user_pass", "vllm_refuses", "not_known"}
+    others = {"compilation_mode", "splitting_ops", "user_pass", "not_known"}
     assert sorted(found) == sorted(set(admission.LEVELS["engine"]) - others)
     layer = [skip.code for skip in admission.layer_skips(LAYER)]
     shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
@@ -46,7 +47,7 @@ def test_a_mode_that_eager_execution_sets_is_no_reason_of_its_own(ops, eager):
     view = admission.ConfigView(
         mode="NONE", splitting_ops=ops, hisparse=True, integration="passes", enforce_eager=eager
     )
-    found = [skip.code for skip in build.config_reasons(view)]
+    found = [skip.code for skip in build.engine_reasons(plans.made_up_answer(**vars(view)))]
     assert found == ["hisparse", "enforce_eager" if eager else "compilation_mode", "splitting_ops"]
 
 

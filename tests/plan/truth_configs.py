@@ -247,9 +247,5 @@ ROWS: dict[str, Row] = {
         codes=("dcp", "kv_cache_dtype", "enforce_eager"), limit=None,
     ),
     "strict": option("-dcp", "2", "--additional-config", '{"aiter_mla": {"strict": true}}', codes=("dcp",), limit=None),
-    "refused by vLLM": Row(
-        V3, {}, arguments=("--max-num-batched-tokens", "128", "--max-num-seqs", "256"), codes=("vllm_refuses",),
-        limit=None,
-    ),
 }  # fmt: skip
 """By the checkpoint or the options that each stands for."""

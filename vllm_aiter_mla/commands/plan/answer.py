@@ -9,7 +9,7 @@ import difflib
 import os
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,6 @@ from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings
 MOST_LAYERS, MOST_POSITIONS = 2**9, 2**24
 
 
-class NoAnswerError(ValueError):
-    """vLLM says too little for a plan: it does not take the options or the model, or it cannot be asked."""
-
-
 @dataclass(frozen=True)
 class Given:
     """What was asked for, None where vLLM's default counts; ``notes`` say how the model's config was read."""
@@ -36,30 +32,15 @@ class Given:
     notes: list[str]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Answer:
-    """What vLLM decides for one model and one set of options, as far as it gets."""
+    """What vLLM decides for one model and one set of options."""
 
-    given: Given | None = None
-    model: dict[str, Any] = field(default_factory=dict)
-    engine: dict[str, Any] | None = None  # see ``engine_facts``; None if vLLM refuses to start
-    layers: list[tuple[rocm_config.LayerKind, int]] = field(default_factory=list)  # counted, the most frequent first
-    skip: Skip | None = None  # where vLLM stops: what it does not take, or the error that its layers raise
-
-    def look_at(self, model: Any) -> None:
-        """Take the facts of a ``ModelConfig``, or raise ValueError where it is too large to be built."""
-        layers, positions = model.get_total_num_hidden_layers(), model.max_model_len
-        if layers > MOST_LAYERS or positions > MOST_POSITIONS:
-            raise ValueError(f"{layers} layers and {positions} positions are more than is built here")
-        text = model.hf_text_config
-        self.model = {
-            "architecture": str(model.architecture),
-            "is_mla": bool(model.use_mla),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "layers": layers,
-            "max_position": getattr(text, "max_position_embeddings", None) or positions,
-            "listed_layers": len(compat_config.mla_layers(model)),
-        }
+    given: Given
+    model: dict[str, Any]  # see ``model_facts``
+    engine: dict[str, Any]  # see ``engine_facts``
+    layers: list[tuple[rocm_config.LayerKind, int]]  # counted, the most frequent first; empty without MLA
+    skip: Skip | None = None  # the error that the layers raise
 
 
 def start(asked: str) -> dict[str, Any]:
@@ -112,46 +93,61 @@ def answer(folder: Path, arguments: Sequence[str]) -> Answer:
         arguments: of ``vllm serve``. The plugin is switched on where they do not.
 
     Raises:
-        NoAnswerError: vLLM stops before it has read the model, at an option, or at an error of its own.
+        ValueError: vLLM does not take the model or an option, or raises an error of its own before it is configured.
     """
-    found = Answer()
+    given, engine, model, layers = None, None, dict[str, Any](), []
     try:
-        args, found.given = engine_args(folder, arguments)
-        config = rocm_config.finished_config(args, look=found.look_at)
-        found.engine = engine_facts(config)
-        if found.model["is_mla"]:
-            found.layers = rocm_config.mla_layers(config)
-            found.engine["options"]["block_size"] = config.cache_config.block_size
+        args, given = engine_args(folder, arguments)
+        config = rocm_config.finished_config(args, look=lambda one: model.update(model_facts(one)))
+        engine = engine_facts(config)
+        layers = rocm_config.mla_layers(config) if model["is_mla"] else []
+        engine["options"]["block_size"] = config.cache_config.block_size
     except (Exception, SystemExit) as error:
-        found.skip = _why(error, found)
-    return found
+        if given is None or engine is None:
+            raise ValueError(_said(error, is_option=given is None)) from error
+        return Answer(given, model, engine, [], Skip("not_known", _with_its_line(error)))
+    return Answer(given, model, engine, layers)
 
 
-def _why(error: BaseException, found: Answer) -> Skip:
-    """Return what was raised: vLLM's own check, or an error with the line that raised it.
-
-    Raises:
-        NoAnswerError: no plan can be made of what was found before.
-    """
-    findings = getattr(error, "errors", None)
-    named = []
+def _said(error: BaseException, is_option: bool) -> str:
+    """Return in one line what was raised: a check of vLLM's, or another error with the line that raised it."""
+    findings, named = getattr(error, "errors", None), []
     if callable(findings):  # pydantic's
         for one in findings():
             option = ".".join(map(str, one["loc"])).replace("_", "-")
             named.append(f"--{option} {one['input']}: {one['msg']}" if option else one["msg"])
     said = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
-    if (found.engine is None and any(one.startswith("--") for one in named)) or found.given is None:
-        raise NoAnswerError(said) from error
-    if found.engine is None and isinstance(error, (ValueError, NotImplementedError)):
-        if not found.model:
-            raise NoAnswerError(f"vLLM does not take this model with these options: {said}") from error
-        return Skip("vllm_refuses", said or type(error).__name__)
+    if is_option or said.startswith("--"):
+        return said
+    if isinstance(error, (ValueError, NotImplementedError)):
+        return f"vLLM does not take this model with these options: {said or type(error).__name__}"
+    return f"not known, vLLM could not be asked about this model here: {_with_its_line(error)}"
+
+
+def _with_its_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     at = next((frame for frame in reversed(frames) if f"{os.sep}vllm{os.sep}" in frame.filename), frames[-1])
-    said = f"{type(error).__name__}: {said} ({Path(at.filename).name}:{at.lineno} in {at.name})"
-    if found.engine is None:
-        raise NoAnswerError(f"not known, vLLM could not be asked about this model here: {said}") from error
-    return Skip("not_known", said)
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said} ({Path(at.filename).name}:{at.lineno} in {at.name})"
+
+
+def model_facts(model: Any) -> dict[str, Any]:
+    """Return the facts of a ``ModelConfig``.
+
+    Raises:
+        ValueError: it is too large to be built.
+    """
+    layers, positions = model.get_total_num_hidden_layers(), model.max_model_len
+    if layers > MOST_LAYERS or positions > MOST_POSITIONS:
+        raise ValueError(f"{layers} layers and {positions} positions are more than is built here")
+    return {
+        "architecture": str(model.architecture),
+        "is_mla": bool(model.use_mla),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "layers": layers,
+        "max_position": getattr(model.hf_text_config, "max_position_embeddings", None) or positions,
+        "listed_layers": len(compat_config.mla_layers(model)),
+    }
 
 
 def engine_facts(config: Any) -> dict[str, Any]:

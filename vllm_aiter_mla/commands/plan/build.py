@@ -15,21 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla import __version__, admission, backends
-from vllm_aiter_mla.admission import ConfigView, Skip, integration_of, why_not_passes
+from vllm_aiter_mla.admission import Skip, integration_of, why_not_passes
 from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.plan import answer as answers
 from vllm_aiter_mla.commands.plan import formulas, kernels
-from vllm_aiter_mla.commands.plan.answer import Answer, NoAnswerError
+from vllm_aiter_mla.commands.plan.answer import Answer
 from vllm_aiter_mla.kernels import vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 
 # What the matcher says of a layer without RoPE (passes/match.py): it reads graphs, and a plan has none.
 NO_ROPE = Skip("no_rope", "no rotary embedding is applied to q (a NoPE layer, or outside this graph)")
-OPTIONS = ("tp", "pp", "dp", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_drafts", "dcp", "pcp",
-           "enforce_eager", "mode")  # fmt: skip
-READY_TIMEOUT = "VLLM_ENGINE_READY_TIMEOUT_S"
 # Past these the sizes that a plan forms leave 64 bits.
 MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2**16, "num_drafts": 2**10,
         LIMIT_FIELD: 2**30}  # fmt: skip
@@ -44,7 +41,7 @@ def planned(request: Mapping[str, Any], about: dict[str, Any]) -> dict[str, Any]
     """
     try:
         return build(answers.answer(Path(request["folder"]), request["arguments"]), about, request["variables"])
-    except NoAnswerError as error:
+    except ValueError as error:
         return {"failed": str(error)}
 
 
@@ -57,19 +54,17 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
         variables: value and origin of each variable that is set.
 
     Raises:
-        NoAnswerError: a number that no engine comes near.
+        ValueError: a number that no engine comes near.
     """
-    assert answer.given is not None
     settings, model, engine = answer.given.settings, answer.model, answer.engine
-    numbers = engine["options"] | {LIMIT_FIELD: settings.max_token_num} if engine else {}
+    numbers = engine["options"] | {LIMIT_FIELD: settings.max_token_num}
     for name, most in MOST.items():
         if (found := numbers.get(name) or 0) > most:
-            raise NoAnswerError(f"--{name.replace('_', '-')} {found}: a number up to {most} expected")
-    limit = 0
-    if engine:  # where the gate declines, the limit that it would have set
-        asked = (numbers["max_num_seqs"], numbers["num_drafts"], settings.max_token_num)
-        limit = engine["gate"]["limit"] if engine["gate"] else admission.decode_limit(*asked)
-    kinds = [_Planned(about["arch"], settings, engine, *layer, limit) for layer in answer.layers] if engine else []
+            raise ValueError(f"--{name.replace('_', '-')} {found}: a number up to {most} expected")
+    # Where the gate declines, the limit that it would have set.
+    asked = (numbers["max_num_seqs"], numbers["num_drafts"], settings.max_token_num)
+    limit = engine["gate"]["limit"] if engine["gate"] else admission.decode_limit(*asked)
+    kinds = [_Planned(about["arch"], settings, engine, *layer, limit) for layer in answer.layers]
     main = kinds[0] if kinds else None
     total = sum(kind.count for kind in kinds) or model["listed_layers"]
     against = engine_reasons(answer)
@@ -83,9 +78,7 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
         "vllm": about["vllm"],
         "model": model | {"notes": answer.given.notes, "kinds": [kind.sizes() for kind in kinds]},
         "arch": about["arch"],
-        "options": dict.fromkeys(OPTIONS)
-        | {"kv_cache_dtype": "not known", "dtype": model["dtype"], "settings": asdict(settings)}
-        | (engine["options"] if engine else {}),
+        "options": engine["options"] | {"dtype": model["dtype"], "settings": asdict(settings)},
         "environment": {name: variables.get(name, (str(int(about["on"][name])), "default")) for name in VARIABLES},
         "heads_per_rank": main.view.num_heads if main else 0,
         "absorb_weight": main.built.format if main else None,
@@ -142,19 +135,13 @@ class _Planned:
 
 def engine_reasons(answer: Answer) -> list[Skip]:
     """Return every reason for which no layer would engage, in the order in which they would stop the fast path."""
-    found, engine = [answer.skip] if answer.skip else [], answer.engine
-    if engine:
-        found += config_reasons(engine["view"])
-        found += [engine["user_pass"]] if engine["user_pass"] else []
-        if not engine["gate"] and not found:
-            found.append(Skip("not_known", "the gate switched the fast path off; -v shows its line"))
+    engine, view = answer.engine, answer.engine["view"]
+    # Eager mode sets the compilation mode, which is no reason of its own.
+    found = [skip for skip in admission.config_skips(view) if not view.enforce_eager or skip.code != "compilation_mode"]
+    found = [skip for skip in (answer.skip, *found, engine["user_pass"]) if skip]
+    if not engine["gate"] and not found:
+        found.append(Skip("not_known", "the gate switched the fast path off; -v shows its line"))
     return found
-
-
-def config_reasons(view: ConfigView) -> list[Skip]:
-    """Return every reason against an engine; eager mode sets the compilation mode, which is no reason of its own."""
-    found = admission.config_skips(view)
-    return [skip for skip in found if not (view.enforce_eager and skip.code == "compilation_mode")]
 
 
 def level(code: str) -> str:
@@ -181,15 +168,11 @@ def _once(reasons: list[Skip]) -> list[Skip]:
     return [reason for same in found.values() for reason in same]
 
 
-def _graph(engine: dict[str, Any] | None, limit: int) -> dict[str, Any]:
+def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
     """Return which integration would run, vLLM's compile ranges, and its captured sizes up to and above the limit.
 
     The first ``inside`` ranges are those that the passes would rewrite. Each range is one more compile of the model.
     """
-    if engine is None:
-        note = {"note": "none: vLLM does not start"}
-        ranges, captures = {"ranges": (), "inside": 0} | note, {"inside": (), "outside": ()} | note
-        return {"integration": None, "why_not_passes": None, "compile_ranges": ranges, "captures": captures}
     view, sizes = engine["view"], engine["captures"]
     cut = why_not_passes(view)
     compiled = view.mode == "VLLM_COMPILE" and not view.enforce_eager
@@ -240,36 +223,23 @@ def _assumptions(
     answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]], main: _Planned | None
 ) -> list[str]:
     """Return what vLLM took by default, and what it would take from a card that is not here, as sentences."""
-    assert answer.given is not None
-    arch, engine, settings, notes = about["arch"], answer.engine, answer.given.settings, []
-    if about["made_up"]:
-        notes.append(f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}")
-    notes += _defaults(answer, about, variables)
-    if not settings.enabled:
-        notes.append(f"pass_config.{FLAG_FIELD} is not given: planned as if it were true")
-    notes.append("ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla doctor` looks at the machine")
-    if settings.measures:
-        notes.append(
-            "kernel=auto: the server times AITER's two kernels, triton and unmodified vLLM on its card; shown is the "
-            "order where nothing is timed"
-        )
-    if main and vllm_own.may_take_parts(arch, main.view.num_heads, main.fp8_cache):
-        notes.append(
-            f"vLLM may decode {main.view.num_heads} heads by Gluon (a layer's cache up to 2 GiB), which needs no "
-            "concat: vLLM then has a launch less than the figures say"
-        )
-    if engine and integration_of(engine["view"]) == "module":
-        notes.append(
-            "the module integration asks each layer's wrapper and rotary embedding after loading; plan does not"
-        )
-    if engine and engine["options"]["pp"] > 1:
-        pp = engine["options"]["pp"]
-        notes.append(f"figures are for all layers; with --pipeline-parallel-size {pp} a rank holds its share")
-    if engine and engine["options"]["dp"] > 1 and READY_TIMEOUT not in os.environ:
-        notes.append(
-            f"API servers wait 600 s for the engines of data parallelism: for a first start set {READY_TIMEOUT}=3600"
-        )
-    return [*notes, *answer.given.notes]
+    arch, engine, settings = about["arch"], answer.engine, answer.given.settings
+    heads, pp = main.view.num_heads if main else 0, engine["options"]["pp"]
+    notes = (
+        (about["made_up"], f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}"),
+        *((True, default) for default in _defaults(answer, about, variables)),
+        (not settings.enabled, f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"),
+        (True, "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla doctor` looks at the machine"),
+        (settings.measures, "kernel=auto: the server times AITER's two kernels, triton and unmodified vLLM on its "
+         "card; shown is the order where nothing is timed"),
+        (main and vllm_own.may_take_parts(arch, heads, main.fp8_cache), f"vLLM may decode {heads} heads by Gluon (a "
+         "layer's cache up to 2 GiB), which needs no concat: vLLM then has a launch less than the figures say"),
+        (integration_of(engine["view"]) == "module",
+         "the module integration asks each layer's wrapper and rotary embedding after loading; plan does not"),
+        (pp > 1, f"figures are for all layers; with --pipeline-parallel-size {pp} a rank holds its share"),
+        *((True, note) for note in answer.given.notes),
+    )  # fmt: skip
+    return [note for holds, note in notes if holds]
 
 
 def _defaults(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]]) -> Iterator[str]:
@@ -278,7 +248,7 @@ def _defaults(answer: Answer, about: dict[str, Any], variables: Mapping[str, tup
     batch = {"max_num_seqs": f"the API server's default in vLLM {release} on {arch}",
              "max_num_batched_tokens": "that server's default"}  # fmt: skip
     for name, whose in batch.items():
-        if answer.engine and getattr(answer.given, name) is None:
+        if getattr(answer.given, name) is None:
             yield f"--{name.replace('_', '-')} is not given: {answer.engine['options'][name]}, {whose}"
     if variables[USE_AITER][1] == "default":
         yield f"{USE_AITER}=1 is assumed; vLLM's default is 0: export it"

@@ -35,9 +35,8 @@ def _lines(plan: dict[str, Any]) -> Iterator[str]:
     for span in (plan["kernels"] or [])[1:]:
         if span["kernel"] != plan["kernels"][0]["kernel"]:
             yield f"  from {span['first']} tokens on they would run on {span['kernel'] or 'nothing'}: see below"
-    if plan["integration"] is not None:
-        yield ""
-        yield from _decode_limit(plan)
+    yield ""
+    yield from _decode_limit(plan)
     if plan["kernels"] is not None:
         yield ""
         yield from _kernels(plan)
