@@ -56,7 +56,7 @@ def run_all(spec: EngineSpec, llm: Any) -> dict[str, Any]:
     outcome = {}
     for name in spec.scenarios:
         print(f"sandbox: scenario {name}", flush=True)
-        outcome[name] = generate(llm.llm_engine, SCENARIOS[name](), lora(spec))
+        outcome[name] = generate(llm.llm_engine, SCENARIOS[name], lora(spec))
     return outcome
 
 

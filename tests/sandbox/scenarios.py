@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 from tests.sandbox.spec import LIMIT_REQUESTS
 from vllm_aiter_mla.commands.check import engine as check
 from vllm_aiter_mla.commands.compat.engine import Request
-
-
-def chunked() -> list[Request]:
-    """Prompts over the token budget, in chunks whose last piece lies below the limit, among decoding requests."""
-    return check.prompts(5, [150, 5, 133, 70], 12, [0, 1, 3, 5])
 
 
 def prefixes() -> list[Request]:
@@ -26,15 +20,11 @@ def prefixes() -> list[Request]:
     ]
 
 
-def crowded() -> list[Request]:
-    """More tokens than a small cache holds: requests are preempted and computed again."""
-    lengths, arrivals = zip(*((20 + i, i // 4) for i in range(LIMIT_REQUESTS)), strict=True)
-    return check.prompts(7, lengths, 40, arrivals)
-
-
-SCENARIOS: dict[str, Callable[[], list[Request]]] = {
+SCENARIOS: dict[str, list[Request]] = {
     **check.SCENARIOS,
-    "chunked": chunked,
-    "prefixes": prefixes,
-    "crowded": crowded,
+    # Prompts over the token budget, in chunks whose last piece lies below the limit, among decoding requests.
+    "chunked": check.prompts(5, [150, 5, 133, 70], 12, [0, 1, 3, 5]),
+    "prefixes": prefixes(),
+    # More tokens than a small cache holds: requests are preempted and computed again.
+    "crowded": check.prompts(7, [20 + i for i in range(LIMIT_REQUESTS)], 40, [i // 4 for i in range(LIMIT_REQUESTS)]),
 }

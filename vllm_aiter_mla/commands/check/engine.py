@@ -47,27 +47,16 @@ def prompts(seed: int, lengths: Sequence[int], new_tokens: int, arrivals: Sequen
     ]
 
 
-def concurrent() -> list[Request]:
-    """Sixteen requests that decode together."""
-    return prompts(1, [5 + i % 4 for i in range(16)], 20)
-
-
-def short() -> list[Request]:
-    """Prompts shorter than the decode limit, one at a time: prefill rows inside it."""
-    return prompts(2, [3, 11, 1, 7], 12, [0, 20, 40, 60])
-
-
-def mixed() -> list[Request]:
-    """Requests that arrive while others decode: mixed batches within the decode limit."""
-    return prompts(3, [6, 4, 5, 3, 7, 2, 5, 4], 24, [0, 0, 4, 6, 6, 9, 12, 15])
-
-
-def long() -> list[Request]:
-    """Prompts longer than a small decode limit: their prefill runs vLLM's own graph, their decode ours."""
-    return prompts(4, [60, 17, 33, 48], 12)
-
-
-SCENARIOS = {"short": short, "mixed": mixed, "long": long, "concurrent": concurrent}
+SCENARIOS = {
+    # Prompts shorter than the decode limit, one at a time: prefill rows inside it.
+    "short": prompts(2, [3, 11, 1, 7], 12, [0, 20, 40, 60]),
+    # Requests that arrive while others decode: mixed batches within the decode limit.
+    "mixed": prompts(3, [6, 4, 5, 3, 7, 2, 5, 4], 24, [0, 0, 4, 6, 6, 9, 12, 15]),
+    # Prompts longer than a small decode limit: their prefill runs vLLM's own graph, their decode ours.
+    "long": prompts(4, [60, 17, 33, 48], 12),
+    # Sixteen requests that decode together.
+    "concurrent": prompts(1, [5 + i % 4 for i in range(16)], 20),
+}
 
 
 @dataclass(slots=True)
@@ -202,13 +191,13 @@ def main(request: str, answer: str) -> None:
     parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
     parsed.model = asked["folder"]
     engine = compat_engine.start(parsed, asked["random_layers"])
-    scenarios = {name: compat_engine.generate(engine, make()) for name, make in SCENARIOS.items()}
+    scenarios = {name: compat_engine.generate(engine, requests) for name, requests in SCENARIOS.items()}
     prefill = {}
-    for name, make in SCENARIOS.items():
-        pairs = zip(make(), scenarios[name], strict=True)
+    for name, requests in SCENARIOS.items():
+        pairs = zip(requests, scenarios[name], strict=True)
         texts = [prompt + [token for token, _ in steps] for (_, prompt, *_), steps in pairs]
         prefill[name] = compat_engine.prompt_logprobs(engine, texts)
-    launches = compat_engine.launches_of_a_step(engine, concurrent())
+    launches = compat_engine.launches_of_a_step(engine, SCENARIOS["concurrent"])
     records = [json.loads(path.read_text()) for path in sorted(compat_config.cache_folder().glob("status-*.json"))]
     found = {"scenarios": scenarios, "prefill": prefill, "launches": launches, "status": records}
     Path(answer).write_text(json.dumps(found), encoding="utf-8")
