@@ -21,7 +21,7 @@ from vllm_aiter_mla import admission, status
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP, ConfigView, Skip, plain_name
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches
-from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, STRICT_OPTION, Settings, SettingsError, unused_options
+from vllm_aiter_mla.settings import FLAG_FIELD, STRICT_OPTION, Settings, SettingsError, set_options
 
 
 def apply(vllm_config: Any) -> int | Skip | None:
@@ -35,10 +35,7 @@ def apply(vllm_config: Any) -> int | Skip | None:
     """
     settings = compat_config.settings_of(vllm_config)
     if not settings.enabled:
-        unused = [
-            "max_token_num/" + LIMIT_FIELD if name == "max_token_num" else name for name in unused_options(settings)
-        ]
-        if unused:
+        if unused := set_options(settings):
             log.say_once(logging.WARNING, f"{', '.join(unused)} set but {FLAG_FIELD} is off: no effect")
         return None
     engaged = compat_config.engaged_pass(vllm_config)

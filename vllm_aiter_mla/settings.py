@@ -14,7 +14,7 @@ Two given values that differ are an error. This module imports neither torch nor
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, StrictBool, TypeAdapter, ValidationError
@@ -115,12 +115,9 @@ def resolve(pass_config_values: Mapping[str, object], additional_config: object)
 _READER = TypeAdapter(Settings)
 
 
-def unused_options(settings: Settings) -> tuple[str, ...]:
-    """Return the names of the options that were set although ``enabled`` is false, so that they have no effect."""
-    if settings.enabled:
-        return ()
-    default = asdict(Settings())
-    return tuple(name for name, value in asdict(settings).items() if value != default[name])
+def set_options(settings: Settings) -> tuple[str, ...]:
+    """Return the names of the options that are not at their defaults."""
+    return tuple(one.name for one in fields(Settings) if getattr(settings, one.name) != getattr(Settings(), one.name))
 
 
 def _checked(options: dict[str, Any], named: Callable[[str], str]) -> Settings:
