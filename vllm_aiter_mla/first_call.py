@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A marker around the first calls of AITER: a start after one that died in them does not try that build again.
 
-AITER's C++ checks end the process. Without the marker a server that its supervisor restarts would end the same way each
-time, and no line would say why.
+AITER's C++ checks end the process: without the marker a restarted server would end the same way, without a line.
 """
 
 import hashlib

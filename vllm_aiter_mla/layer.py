@@ -54,8 +54,7 @@ class Layer:
         state: "unchecked" until start-up has checked the kernels; then "trusted"; "refused" if they could not be
             checked; "failed" if one raised while it served. Only a trusted layer runs a kernel that needs a check.
         reason: why it is refused or failed.
-        refused_kernels: why a back end must not run this layer, by name: it failed its check, or nobody named it and it
-            does not saturate.
+        refused_kernels: why a back end must not run this layer, by name: its check failed, or it overflows unasked.
         ranges: what timing chose per token count; empty for the static order.
     """
 

@@ -70,8 +70,7 @@ class Settings:
     # What puts the op into the layers; ``auto`` is the passes if they can run, else the module
     integration: Integration = "auto"
     kernel: Kernel = "auto"  # which back end prepares the query, one of ``KERNELS``
-    # With kernel ``auto``, time the kernels and vLLM's own at start-up and run the fastest; ``again`` does not read the
-    # figures of earlier starts
+    # With kernel ``auto``, time the kernels at start-up and run the fastest; ``again`` reads no earlier figures
     measure: StrictBool | Literal["again"] = True
     strict: StrictBool = False  # raise an error instead of skipping the engine with a warning
     debug: DebugSettings = field(default_factory=DebugSettings)  # see :class:`DebugSettings`

@@ -346,8 +346,7 @@ def show_gauge(folder: Path) -> None:
     """Put the gauge into prometheus_client's registry, which vLLM's /metrics serves. Idempotent.
 
     With several API servers prometheus_client works through shared files and takes no callback. There a thread of each
-    front end sets the gauge every ``REFRESH_S`` seconds. Workers on another machine (Ray) write their files there, so
-    the gauge does not count them.
+    front end sets the gauge every ``REFRESH_S`` seconds. Workers on another machine (Ray) are not counted.
     """
     start_run()
     if _shown:

@@ -40,8 +40,7 @@ STATUSES: tuple[Status, ...] = ("ok", "warning", "problem", "unknown")
 class Check:
     """What one check found."""
 
-    # "ok"; "warning", it works but look at it; "problem", the fast path will not engage or not work; "unknown", it
-    # cannot be told from here
+    # "warning": it works, but look at it. "problem": the fast path will not engage, or not work.
     status: Status
     detail: str  # the finding, with the figures
     remedy: str = ""  # what to do; empty if there is nothing to do

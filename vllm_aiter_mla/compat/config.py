@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's version, its ``VllmConfig`` as plain records, its MLA ops' arguments, and its slot for a custom pass.
 
-The gate skips an engine whose vLLM differs from what this file says. docs/development.md tells what to do about a new
-argument of an op.
+The gate skips an engine whose vLLM differs from this file. docs/development.md: what to do about a new op argument.
 """
 
 import inspect
@@ -71,8 +70,7 @@ def missing_capabilities() -> tuple[str, ...]:
 def op_differences() -> tuple[str, ...]:
     """Return how this vLLM's MLA ops differ from ``OP_ARGUMENTS``, one sentence for each op that does.
 
-    vLLM registers the ops when it imports their modules, which takes one or two seconds: ask only if the fast path is
-    switched on.
+    This imports the ops' modules, which takes one or two seconds: ask only if the fast path is switched on.
     """
     import torch
 
@@ -212,8 +210,7 @@ def metric_labels(vllm_config: Any) -> dict[str, str | None]:
 def replica(vllm_config: Any) -> int | None:
     """Return the index of this data-parallel engine, counted from 0; None if it is known to be the only one.
 
-    For dense models vLLM resets data_parallel_size to 1 in every engine but keeps data_parallel_index. So the index is
-    read first.
+    The index is read first: for dense models vLLM resets data_parallel_size to 1 and keeps data_parallel_index.
     """
     parallel = getattr(vllm_config, "parallel_config", None)
     index = int(getattr(parallel, "data_parallel_index", 0))

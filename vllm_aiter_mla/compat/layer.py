@@ -305,9 +305,8 @@ def _ops() -> Any:
 def layer_call(layer_name: Any) -> tuple[str, Any, Any, torch.Tensor, torch.Tensor | None]:
     """Return what vLLM's forward context holds for the layer: (name, metadata, module, cache, slots).
 
-    The metadata is that of the layer's attention, None while profiling and in dummy runs; the module is vLLM's
-    ``MLAAttention``; the cache [blocks, block_size, L+R] is as vLLM stores it, empty before it exists; the slots [S]
-    are int64, None while profiling.
+    The metadata is that of the layer's attention, None while profiling and in dummy runs. The cache [blocks,
+    block_size, L+R] is as vLLM stores it, empty before it exists. The slots [S] are int64, None while profiling.
     """
     vllm = _vllm()
     name = vllm.resolve_name(layer_name)

@@ -2,8 +2,7 @@
 """The plugin's log lines, and messages between the ranks of one engine.
 
 The lines go through a child of the logger "vllm", the only name for which vLLM configures handlers. The ranks are those
-of the engine's tensor-parallel and pipeline groups. Other data-parallel engines start when they like, and waiting for
-one would hang.
+of the engine's tensor-parallel and pipeline groups: another data-parallel engine may not start, and waiting would hang.
 """
 
 import contextlib
@@ -45,8 +44,7 @@ def warned(what: str) -> Iterator[None]:
 def exchange(mine: Any) -> tuple[int, list[Any]]:
     """Return this rank's place and what each rank of the engine handed over, in the order of ranks.
 
-    Every rank of the engine has to call it. It uses vLLM's CPU groups and no device. Without groups it returns
-    ``(0, [mine])``.
+    Every rank of the engine has to call it. It uses vLLM's CPU groups, no device. Without groups: ``(0, [mine])``.
     """
     import torch
 

@@ -41,8 +41,7 @@ def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = No
 
     Call it on every rank, outside graph capture; it synchronises with the device. Each kernel of the back end that a
     batch of up to ``limit`` rows reaches is checked, one batch each, over each cache that it may meet. If the weight
-    format has a bound for its product, that bound decides about the product, and the rest is compared with the
-    reference over that same product.
+    format has a bound for its product, the rest is compared with the reference over the kernel's own product.
 
     Args:
         backend: what is checked.

@@ -55,8 +55,7 @@ class AiterMLAPipeline(VllmInductorPass):
         self.integration = integration
         self.settings = settings
         self.chained = chained
-        # What each layer shape of this worker runs on, of ``startup.cache_key``. None until the kernels are checked: no
-        # graph is rewritten before.
+        # What each layer shape runs on, of ``startup.cache_key``. No graph is rewritten while it is None: unchecked.
         self.kernels: tuple[str, ...] | None = None
         self.emitted: tuple[str, ...] = ()  # what each layer calls under the module integration, of ``module.emit``
 

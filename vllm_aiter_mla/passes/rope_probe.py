@@ -80,8 +80,7 @@ def lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def rotary_call(node: Any) -> tuple[str, str] | None:
     """Return the names of the query and key arguments of a functionalised rotary op, or None.
 
-    A call that this module does not model is None: heads wider than the table, an offset inside the head, or the
-    inverse rotation.
+    None also where the call is not modelled: heads wider than the table, an offset in the head, the inverse rotation.
     """
     if not is_call(node, auto_functionalized):
         return None
@@ -126,8 +125,7 @@ class TableReaders:
 class Cone:
     """The expression above one node, down to its roots, tables and positions.
 
-    A root is the first node, going up, that neither moves data nor depends on a rotary table: a GEMM, its bias add, a
-    norm, a placeholder.
+    A root is the first node, going up, that neither moves data nor depends on a rotary table: a GEMM, a norm, an input.
 
     Args:
         target: the node.

@@ -67,8 +67,7 @@ def variants(device: str, native: torch.dtype, quick: bool) -> tuple[Variant, ..
 def capture_sizes(limit: int, width: int = 1) -> tuple[int, ...]:
     """Return 1, 2, 4, 8, ... up to ``limit``, and ``limit`` itself, in tokens.
 
-    With ``width`` tokens per request the sizes count whole requests, as vLLM captures speculative decode graphs.
-    ``limit`` holds one at least.
+    With ``width`` tokens per request the sizes count whole requests, as in vLLM's graphs for speculative decoding.
     """
     requests = limit // width
     sizes = {1 << i for i in range(requests.bit_length())} | {requests}

@@ -8,8 +8,7 @@ CUDA, verbose   ``{KERNEL\\n| {ID | 0 (topoId: 3) | name\\<\\<\\<1,128,0\\>\\>\\
 HIP, plain      ``0\\nname\\n`` in an octagon for a kernel, else ``3\\nMEMCPY\\n(DtoD,64)`` and similar
 ==============  ====================================================================================
 
-On AMD the dump comes from hip-python (extra ``rocm``), which imports anywhere and loads ``libamdhip64`` at its first
-call. On NVIDIA torch writes it.
+On NVIDIA torch writes the dump. On AMD hip-python does (extra ``rocm``); it loads ``libamdhip64`` at its first call.
 """
 
 import importlib
@@ -160,8 +159,7 @@ EXPECTED: dict[str, tuple[tuple[str, str, int, int], ...]] = {
 def violation(backend: str, names: Sequence[str], layers: int, budget: int | None = None) -> str | None:
     """Return why ``layers`` calls of the back end must not launch ``names``, or None.
 
-    ``EXPECTED`` says what a call may launch. Any other back end may make ``budget`` launches per call; None sets no
-    limit.
+    ``EXPECTED`` says what a call may launch. A back end that is not there has ``budget`` launches per call, if given.
     """
     if backend not in EXPECTED and budget is None:
         return None

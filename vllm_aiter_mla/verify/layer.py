@@ -53,9 +53,8 @@ class Rows(NamedTuple):
 class Layer:
     """What the op bodies ask of a layer, over tensors of its own and the buffers that all layers share.
 
-    Decode rows read the cache, each row for itself and without a host synchronisation. No row reads another, so padded
-    rows may hold anything. Prefill rows read q, k_pe and kv_c as the op hands them over, so a missing or a second
-    rotation changes the output.
+    Decode rows read the cache without a host synchronisation. No row reads another, so padded rows may hold anything.
+    Prefill rows read q, k_pe and kv_c as handed over, so a missing or a second rotation changes the output.
     """
 
     buffers: Buffers

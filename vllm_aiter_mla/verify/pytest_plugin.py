@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cases of ``verify`` as pytest items: ``pytest -p vllm_aiter_mla.verify.pytest_plugin --aiter-mla-verify``.
 
-Selection, JUnit XML and other reports are pytest's own. Without the option nothing is collected, and torch is not
-imported.
+Selection, JUnit XML and other reports are pytest's own. Without the option it collects nothing and imports no torch.
 """
 
 from typing import Any

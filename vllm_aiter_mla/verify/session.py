@@ -18,8 +18,7 @@ from vllm_aiter_mla.verify.cases import REAL, SMALL, Geometry, Item, cases, vari
 from vllm_aiter_mla.verify.engine import EagerEngine, GraphEngine
 from vllm_aiter_mla.verify.runner import Result, run_case
 
-# On a GPU L of vLLM's default server, which reaches both of AITER's kernels. The other is no power of two, so that L
-# itself is another capture size.
+# Of vLLM's default server, which reaches both of AITER's kernels; 12, no power of two, is a capture size of its own.
 CPU_LIMIT, GPU_LIMIT = 12, 1024
 CPU_REPLAYS, GPU_REPLAYS, QUICK_REPLAYS = 1000, 5000, 100
 
@@ -55,8 +54,7 @@ class Session:
     """What the user asked for, and its outcome. An empty tuple means all; None means the machine's default.
 
     Raises:
-        ValueError: a case, variant or back end does not exist, or the limit is out of range; the message says what
-            there is.
+        ValueError: a case, variant or back end does not exist (the message says what does), or the limit is wrong.
         NotHereError: the GPU or the back end that was asked for is not here.
     """
 
@@ -143,8 +141,7 @@ class Session:
 def engine_here(device: str | None = None) -> EagerEngine:
     """Return the engine for this machine: real graphs on a GPU, eager replay elsewhere or if ``device`` is "cpu".
 
-    Eager replay sets torch to one thread. Its tensors are tiny, and with more threads it took more than twice as long
-    on two shared cores.
+    Eager replay sets torch to one thread: its tensors are tiny, and two threads took more than twice as long.
 
     Raises:
         NotHereError: ``device`` is "gpu", and torch sees none.

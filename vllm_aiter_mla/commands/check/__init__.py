@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla check MODEL``: every check of the fast path for one model, in one run.
 
-Each of the ``steps`` is printed as it ends, then one table and one line. ``known_issues.json`` lists faults of the
-decode kernels.
+Each of the ``steps`` is printed as it ends, then a table and a line. ``known_issues.json``: faults of decode kernels.
 """
 
 import os

@@ -6,8 +6,7 @@ Nothing is made up on a ROCm machine. Elsewhere this is:
 1. packages of a ROCm image, ``_PACKAGES``: vLLM asks whether they are there, and imports names of them;
 2. ``amdsmi``, the driver's library: eight linked cards, their architecture and their memory;
 3. ``torch.version.hip`` and what torch says of a card, its streams and its events;
-4. vLLM's compiled modules, and the schemas of the few ops that are looked up by name at import. An answer to every op
-   would switch NVIDIA's paths on;
+4. vLLM's compiled modules, and the few ops that are looked up by name at import: all would switch NVIDIA's paths on;
 5. Triton is there: without it vLLM takes its older model runner.
 
 A package that vLLM asks for and that is missing in 1 may change the answer without an error.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From files to blocks: each file adds titled tables, charts and lines to the sections of one page.
 
-The template escapes every value, so names and messages in the files may hold anything. Only SVG from ``charts`` is
-put in as it is.
+The template escapes every value but the SVG of ``charts``: names and messages in the files may hold anything.
 """
 
 import json

@@ -21,8 +21,7 @@ class AiterBackend(KernelBackend):
     """``KernelBackend`` over ``fused_qk_rope_concat_and_cache_mla``.
 
     "aiter" runs the per-head kernel, and opt from 256 tokens on, where AITER has no other. "aiter-opt" runs opt at
-    every size. A view of the cache steers AITER to the kernel. Timing chooses between the two: nobody has measured
-    which is faster.
+    every size. A view of the cache steers AITER to the kernel. Nobody has measured which is faster: timing chooses.
 
     A row with slot -1 is defined: only kernels that honour ``compute_all_q_rope=True`` are used, and they are asked for
     all rows. AITER does not write rows beyond the slot mapping (S < T), which stay uninitialised: ``defined_rows``.

@@ -145,8 +145,7 @@ def _broken_weight(weight: AbsorbWeight, arch: str) -> Iterator[str]:
 def _broken_widths(inputs: DecodeInputs) -> Iterator[str]:
     """Also why the reduction over P cannot be cut into blocks: 128 each, the rest a power of two.
 
-    Over mxfp4 P has to be a power of two: at other widths vLLM's own GEMM drops values, so there is nothing right to
-    compare with.
+    Over mxfp4 P has to be a power of two: at other widths vLLM's own GEMM drops values, and nothing right is known.
     """
     for name, width in {"rope": inputs.rope_dim, "latent": inputs.latent_dim}.items():
         if width < MIN_WIDTH or width & (width - 1):

@@ -102,8 +102,7 @@ class Launch:
             q_prepared [T, N, L+R] of ``inputs.out_dtype``, or [T, M, L+R], contiguous: the only allocation.
 
         Raises:
-            KernelCaptureError: a graph is being captured and this variant has not been compiled: see
-                ``TritonBackend.warm_up``.
+            KernelCaptureError: a graph is being captured and ``TritonBackend.warm_up`` has not compiled this variant.
         """
         out, weight = inputs.new_query(), inputs.weight
         if _held(weight) != self._held:

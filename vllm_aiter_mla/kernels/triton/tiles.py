@@ -44,8 +44,7 @@ class Entry:
 
 
 # 64 columns of bfloat16 are one 128-byte line of W_UK_T. rope_rows = 32 gives each lane of four 64-lane waves 8 values:
-# 16-byte loads, 8-byte fp8 stores. kv_rows = 4 gives each lane 8 of a 512-wide latent. mfma = 16: two 32 x 32 tiles
-# would be shared by four waves.
+# 16-byte loads, 8-byte fp8 stores; so does kv_rows = 4 of a 512-wide latent. mfma = 32 would give four waves two tiles.
 _SKINNY = Entry(16, NO_LIMIT, Tile(16, 64, 4))
 _SHORT = Entry(32, NO_LIMIT, Tile(32, 64, 4, mfma=16))
 _PLAIN = Tile(64, 64, 4)
