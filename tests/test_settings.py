@@ -30,7 +30,7 @@ def ours(**options):
         ({LIMIT_FIELD: 256}, ours(max_token_num=None), Settings(max_token_num=256)),
         (OFF, {"gdn_prefill_backend": "triton"}, Settings()),
         (OFF, object(), Settings()),
-        (OFF, ours(debug={"stop_after": "q_prep_lift"}), Settings(debug=DebugSettings(stop_after="q_prep_lift"))),
+        (OFF, ours(debug={"rounding": "two"}), Settings(debug=DebugSettings(rounding="two"))),
     ],
 )
 def test_the_two_spellings_complete_each_other(pass_config, additional, wanted):
@@ -42,7 +42,6 @@ def test_the_two_spellings_complete_each_other(pass_config, additional, wanted):
     [
         ({FLAG_FIELD: True}, {"enabled": False}, (f"{FLAG_FIELD}=true", "enabled=false")),
         ({LIMIT_FIELD: 256}, {"max_token_num": 512}, (f"{LIMIT_FIELD}=256", "max_token_num=512")),
-        ({}, {"integration": "module", "debug": {"stop_after": "q_prep_lift"}}, ("integration", "stop_after")),
     ],
 )
 def test_two_options_that_contradict_each_other_are_an_error_that_names_both(pass_config, options, named):
@@ -61,11 +60,10 @@ def test_two_options_that_contradict_each_other_are_an_error_that_names_both(pas
         ("measure", 1),
         ("strict", 0),
         ("debug", True),
-        ("debug.stop_after", "fusion"),
         ("debug.rounding", 2),
         ("debug.untested_vllm", "yes"),
         ("enable", True),
-        ("debug.stop", "q_prep_lift"),
+        ("debug.stop_after", "q_prep_lift"),
         *((f"pass_config.{FLAG_FIELD}", value) for value in ("true", 1)),
         *((f"pass_config.{LIMIT_FIELD}", value) for value in (True, 0)),
     ],
@@ -113,7 +111,6 @@ _settings = st.builds(
     strict=st.booleans(),
     debug=st.builds(
         DebugSettings,
-        stop_after=st.none() | st.sampled_from(settings.STOP_AFTER),
         rounding=st.sampled_from(settings.ROUNDINGS),
         untested_vllm=st.booleans(),
     ),

@@ -33,12 +33,11 @@ _BOTH = {"enabled": FLAG_FIELD, "max_token_num": LIMIT_FIELD}
 
 Integration = Literal["auto", "passes", "module"]
 Kernel = Literal["auto", "aiter", "aiter-opt", "triton", "vllm", "reference"]
-StopAfter = Literal["rope_kv_cache", "q_prep_lift"]
 Rounding = Literal["single", "two"]
 Tokens = Annotated[int, Field(strict=True, gt=0)]
 
 KERNELS = get_args(Kernel)
-STOP_AFTER, ROUNDINGS = get_args(StopAfter), get_args(Rounding)
+ROUNDINGS = get_args(Rounding)
 
 
 class SettingsError(ValueError):
@@ -51,8 +50,6 @@ class DebugSettings:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    # Leave the chain of passes after this one, for every layer; ``None`` runs all three
-    stop_after: StopAfter | None = None
     # ``single`` rounds the rotated half once, as AITER does; ``two`` rounds it to the activation dtype first, as vLLM's
     # kernels and its compiled graph do, so that fp8 runs can be compared bit for bit
     rounding: Rounding = "single"
@@ -77,8 +74,8 @@ class Settings:
 
     @property
     def measures(self) -> bool:
-        """Whether kernels are timed at start-up: only with kernel ``auto``, and if the third pass may run."""
-        return bool(self.measure) and self.kernel == "auto" and self.debug.stop_after is None
+        """Whether kernels are timed at start-up: only with kernel ``auto``."""
+        return bool(self.measure) and self.kernel == "auto"
 
 
 def resolve(pass_config_values: Mapping[str, object], additional_config: object) -> Settings:
@@ -98,16 +95,15 @@ def resolve(pass_config_values: Mapping[str, object], additional_config: object)
         if not isinstance(found, Mapping):
             raise SettingsError(f"{OPTIONS}: expected a mapping of options, got {_shown(found)}")
         ours = dict(found)
-    settings = _checked(ours, lambda name: f"{OPTIONS}.{name}")
-    if settings.integration == "module" and settings.debug.stop_after is not None:
-        raise _contradiction(f"{OPTIONS}.integration=module", f"{OPTIONS}.debug.stop_after={settings.debug.stop_after}")
+    _check(ours, lambda name: f"{OPTIONS}.{name}")
     flags = {name: value for name, key in _BOTH.items() if (value := pass_config_values.get(key)) is not None}
-    _checked(flags, lambda name: f"pass_config.{_BOTH[name]}")
+    _check(flags, lambda name: f"pass_config.{_BOTH[name]}")
     given = {name: value for name, value in flags.items() if value is not False}
     for name, value in given.items():
         other = ours.get(name)
         if other is not None and other != value:
-            raise _contradiction(f"pass_config.{_BOTH[name]}={_spelt(value)}", f"{OPTIONS}.{name}={_spelt(other)}")
+            both = f"pass_config.{_BOTH[name]}={_spelt(value)} and {OPTIONS}.{name}={_spelt(other)}"
+            raise SettingsError(f"{both} contradict each other; give one of them")
     return _READER.validate_python(ours | given)
 
 
@@ -119,10 +115,11 @@ def set_options(settings: Settings) -> tuple[str, ...]:
     return tuple(one.name for one in fields(Settings) if getattr(settings, one.name) != getattr(Settings(), one.name))
 
 
-def _checked(options: dict[str, Any], named: Callable[[str], str]) -> Settings:
-    """Return the options as a record; ``named`` gives an option as the user spells it."""
+def _check(options: dict[str, Any], named: Callable[[str], str]) -> None:
+    """Raise SettingsError for the first wrong option; ``named`` gives an option as the user spells it."""
     try:
-        return _READER.validate_python(options)
+        _READER.validate_python(options)
+        return
     except ValidationError as error:
         # An option that takes two types has an error for each of them, all under its name.
         found = [one for one in error.errors() if one["loc"][0] == error.errors()[0]["loc"][0]]
@@ -136,10 +133,6 @@ def _checked(options: dict[str, Any], named: Callable[[str], str]) -> Settings:
         raise SettingsError(f"{named(name)}={value!r}: unknown option; {hint}known: {', '.join(known)}")
     wrong = " or ".join(dict.fromkeys(one["msg"].replace("Input should be", "expected") for one in found))
     raise SettingsError(f"{named(name)}: {wrong}, got {_shown(value)}")
-
-
-def _contradiction(one: str, other: str) -> SettingsError:
-    return SettingsError(f"{one} and {other} contradict each other; give one of them")
 
 
 def _spelt(value: object) -> str:

@@ -21,7 +21,7 @@ NAMES = {
     *settings.PASS_CONFIG_FIELDS,
     *(field.name for field in fields(settings.Settings) if field.name != "debug"),
     *(f"debug.{field.name}" for field in fields(settings.DebugSettings)),
-    *settings.KERNELS, *settings.STOP_AFTER, *settings.ROUNDINGS,
+    *settings.KERNELS, *settings.ROUNDINGS,
     *VARIABLES, *model.examples(),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -16,7 +17,6 @@ from tests.passes.graphs import Layer, Spelling, infer
 from tests.passes.stubs import BATCHES, Batch, StubLayer, forward
 from tests.sandbox import gpu_ops
 from vllm_aiter_mla.passes import pipeline
-from vllm_aiter_mla.settings import DebugSettings, Settings
 
 aten = torch.ops.aten
 STOPS = ("rope_kv_cache", "q_prep_lift", None)
@@ -164,10 +164,19 @@ def stubs_for(layers: list[Layer], spelling: Spelling, **options: Any) -> list[S
     return [StubLayer(layer.name, spelling.sizes, spelling.dtype, spelling.cache, **options) for layer in layers]
 
 
+@contextlib.contextmanager
+def only_passes_up_to(stop: str | None) -> Iterator[None]:
+    """Leave out the passes after this one; None leaves out none."""
+    names = list(pipeline.PASSES)
+    kept = names[: names.index(stop) + 1] if stop else names
+    with mock.patch.object(pipeline, "PASSES", {name: pipeline.PASSES[name] for name in kept}):
+        yield
+
+
 def rewrite(gm: fx.GraphModule, layers: list[StubLayer], stop_after: str | None = None) -> dict[str, int]:
-    """The plugin's rewriting as the pipeline runs it."""
-    with forward(layers, BATCHES[0]):
-        return pipeline.rewrite(gm.graph, Settings(enabled=True, debug=DebugSettings(stop_after=stop_after)))
+    """The plugin's rewriting as the pipeline runs it, or its first passes up to one."""
+    with forward(layers, BATCHES[0]), only_passes_up_to(stop_after):
+        return pipeline.rewrite(gm.graph)
 
 
 @cache

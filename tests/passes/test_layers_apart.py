@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.passes.execute import assert_rewritten_right, calls, clean, clone, rewrite, stubs_for
-from tests.passes.graphs import Builder, Spelling, build
+from tests.passes.graphs import Builder, Spelling
 from tests.passes.stubs import DECODE, MIXED, StubLayer
 from vllm_aiter_mla import status
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
@@ -130,19 +130,6 @@ def test_kernel_that_does_not_take_a_layers_shape_leaves_the_layer_as_vllm_made_
     assert (counts["matched"], counts["skipped"], counts["aiter_fusion"]) == (2, 1, 2)
     assert status.current().skipped[odd.layer_name] == ("kernel_shape", why)
     assert_layers_apart_from(1, gm, builder, stubs)
-
-
-@pytest.mark.parametrize("stop", ["rope_kv_cache", "q_prep_lift"])
-def test_a_chain_that_is_stopped_leaves_a_layer_with_blocks_of_one_alone(stop):
-    """What passes 1 and 2 leave is vLLM's op, which squeezes such a cache to two dimensions and dies of it."""
-    gm, layers = build(1, dtype=BF16)
-    stubs = stubs_for(layers, Spelling(dtype=BF16))
-    stubs[0]._vllm_config.cache_config.block_size = 1
-    assert rewrite(clone(gm), stubs)["aiter_fusion"] == 1
-    counts = rewrite(gm, stubs, stop)
-    assert (counts["matched"], counts["skipped"]) == (0, 1)
-    assert [code for code, _ in status.current().skipped.values()] == ["kernel_shape"]
-    assert not calls(gm, "fused_rope_unified_mla_kv_cache_update")
 
 
 def matching_ends_at_a_skip(graph):

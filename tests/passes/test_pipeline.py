@@ -19,6 +19,7 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig
 from vllm.config.utils import Range
 
+from tests.passes.execute import only_passes_up_to
 from tests.passes.stubs import DECODE, Sizes, StubLayer, forward
 from tests.passes.traced import Captured, compiled, model
 from vllm_aiter_mla import files
@@ -50,10 +51,9 @@ def compile_with_vllm(folder, stop_after=None):
     """Compile two layers with vLLM's pass manager, the plugin's pass in it, and vLLM's ``debug_dump_path`` set."""
     config = VllmConfig(compilation_config=CompilationConfig(debug_dump_path=folder))
     config.compilation_config.mode = CompilationMode.VLLM_COMPILE  # vLLM's CPU platform would not keep it
-    settings = Settings(enabled=True, debug=DebugSettings(stop_after=stop_after))
     manager, lines, final = PostGradPassManager(), [], []
     manager.configure(config)
-    manager.add(pass_of(config=config, settings=settings))
+    manager.add(pass_of(config=config))
     real = compile_fx.post_grad_passes
 
     def post_grad_passes(gm, *args):
@@ -71,7 +71,8 @@ def compile_with_vllm(folder, stop_after=None):
         # vLLM counts the matches of all compilations of a process together.
         patch.setattr(vllm_inductor_pass.VllmPatternMatcherPass, "match_table", defaultdict(int))
         logger.setLevel(logging.DEBUG)
-        with forward(stubs, DECODE), pass_context(Range(1, 16)), monitor_torch_compile(config):
+        stopped = only_passes_up_to(stop_after)
+        with forward(stubs, DECODE), pass_context(Range(1, 16)), monitor_torch_compile(config), stopped:
             compiled(module, torch.bfloat16, manager)
         logger.setLevel(logging.NOTSET)
     return Compilation({path.name: path.read_text() for path in folder.rglob("*post_grad*")}, lines, final[0])
@@ -121,9 +122,7 @@ def test_torch_infers_the_fake_values_of_a_chain_that_is_stopped(stop, tmp_path)
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
 def test_the_pass_is_the_same_in_another_process(again):
-    made = pass_of(
-        chained=pass_of(limit=4), settings=Settings(enabled=True, debug=DebugSettings(stop_after="q_prep_lift"))
-    )
+    made = pass_of(chained=pass_of(limit=4), settings=Settings(enabled=True, debug=DebugSettings(rounding="two")))
     arrived = again(made)
     assert arrived.uuid() == made.uuid() == pass_of(chained=made.chained, settings=made.settings).uuid()
     assert (arrived.limit, arrived.settings, arrived.chained.limit) == (16, made.settings, 4)

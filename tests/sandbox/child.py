@@ -160,7 +160,7 @@ def additional(spec: EngineSpec) -> dict[str, Any]:
     """The ``additional_config``; empty where the flag is off."""
     if not spec.enabled:
         return {}
-    debug = {"rounding": spec.rounding, "stop_after": spec.stop_after}
+    debug = {"rounding": spec.rounding}
     return {"aiter_mla": {"enabled": True, "kernel": spec.kernel, "debug": debug} | spec.additional}
 
 

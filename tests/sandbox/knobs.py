@@ -35,6 +35,12 @@ def apply(spec: EngineSpec) -> None:
         cuda_graphs.emulate(spec.graphs)
     if spec.mutation:
         plant(spec.mutation)
+    if spec.stop_after:
+        from vllm_aiter_mla.passes import pipeline
+
+        names = list(pipeline.PASSES)
+        for name in names[names.index(spec.stop_after) + 1 :]:
+            del pipeline.PASSES[name]
     if spec.dump_graphs:
         dump_graphs()
     count_branches()

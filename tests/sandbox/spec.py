@@ -22,7 +22,7 @@ class EngineSpec:
         kv_cache_dtype: as vLLM spells it.
         rounding: of the reference kernel: "single" is AITER's, "two" is vLLM's own.
         kernel: the plugin's kernel option.
-        stop_after: leave the chain of passes after this one.
+        stop_after: leave out the passes after this one.
         vllm_pass: switch vLLM's own RoPE + KV pass on.
         tensor_parallel_size: number of workers; above one they are spawned.
         drafts: tokens that the model's own draft layer proposes per step (MTP); above zero the model has one.

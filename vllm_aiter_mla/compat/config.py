@@ -119,7 +119,7 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
         dcp=getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1),
         pcp=getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1),
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
-        integration=settings.integration if settings.debug.stop_after is None else "passes",  # only they stop early
+        integration=settings.integration,
         **_model_facts(vllm_config.model_config),
     )
 

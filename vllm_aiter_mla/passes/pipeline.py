@@ -23,7 +23,7 @@ from vllm_aiter_mla.passes.rope_probe import real_tensors
 from vllm_aiter_mla.settings import STRICT_OPTION, Settings, SettingsError
 
 PASSES = {"rope_kv_cache": fuse_rope_and_kv_write, "q_prep_lift": lift_q_prep, "aiter_fusion": fuse_into_one_op}
-"""What runs on each layer, in order, by the names of ``debug.stop_after``."""
+"""What runs on each layer, in order."""
 
 
 class AiterMLAPipeline(VllmInductorPass):
@@ -96,7 +96,7 @@ class AiterMLAPipeline(VllmInductorPass):
     @VllmInductorPass.time_and_log  # type: ignore[arg-type]
     def _rewrite(self, graph: fx.Graph) -> None:
         compile_range = get_pass_context().compile_range
-        counts = rewrite(graph, self.settings)
+        counts = rewrite(graph)
         VllmPatternMatcherPass.match_table[self.pass_name] += counts["matched"]
         status.count(f"{compile_range.start}-{compile_range.end}", counts)
 
@@ -121,7 +121,7 @@ class AiterMLAPipeline(VllmInductorPass):
         return self.chained is not None and self.chained.is_applicable_for_range(compile_range)
 
 
-def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
+def rewrite(graph: fx.Graph) -> dict[str, int]:
     """Match every MLA layer of ``graph`` and rewrite those that are admitted; return the layers by pass.
 
     Fake values of new nodes are left to torch, which infers them after the last custom pass.
@@ -132,7 +132,7 @@ def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
     modules = compat_layer.layers_of_forward_context()
     counts = dict.fromkeys(("matched", "skipped", "rope_kv_cache", "vllm_fused", "q_prep_lift", "aiter_fusion"), 0)
     for name, found in match_layers(graph):
-        out_dtype = found if isinstance(found, Skip) else _admit(found, modules, settings)
+        out_dtype = found if isinstance(found, Skip) else _admit(found, modules)
         if isinstance(out_dtype, Skip):
             counts["skipped"] += 1
             status.skip(name, out_dtype.code, out_dtype.message)
@@ -141,29 +141,19 @@ def rewrite(graph: fx.Graph, settings: Settings) -> dict[str, int]:
         assert isinstance(found, LayerMatch)
         found.out_dtype = out_dtype
         counts["matched"] += 1
-        early = _run_passes(graph, found, settings, counts)
-        if early is not None:
-            status.skip(name, early.code, early.message)
+        try:
+            for pass_name, run in PASSES.items():
+                run(graph, found)
+                counts["vllm_fused" if pass_name == "rope_kv_cache" and found.prefused else pass_name] += 1
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            log.say_once(logging.WARNING, f"a layer could not be rewritten and stays as it was: {reason}")
+            status.skip(name, "rewrite_failed", reason)
     graph.eliminate_dead_code()
     return counts
 
 
-def _run_passes(graph: fx.Graph, layer: LayerMatch, settings: Settings, counts: dict[str, int]) -> Skip | None:
-    """Run the passes on one layer and count them; return why they ended early, or None."""
-    for name, run in PASSES.items():
-        try:
-            run(graph, layer)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            log.say_once(logging.WARNING, f"a layer could not be rewritten and stays as it was: {reason}")
-            return Skip("rewrite_failed", reason)
-        counts["vllm_fused" if name == "rope_kv_cache" and layer.prefused else name] += 1
-        if name == settings.debug.stop_after:
-            return Skip("stop_after", f"debug.stop_after={name}")
-    return None
-
-
-def _admit(match: LayerMatch, modules: dict[str, Any], settings: Settings) -> torch.dtype | Skip:
+def _admit(match: LayerMatch, modules: dict[str, Any]) -> torch.dtype | Skip:
     """Return what the layer's decode kernel reads, or why vLLM keeps the layer as it is."""
     module = modules.get(match.layer_name)
     if module is None:
@@ -173,13 +163,6 @@ def _admit(match: LayerMatch, modules: dict[str, Any], settings: Settings) -> to
         with real_tensors():
             layer = Layer.of(module)
             kernel = layer.decide(act, table)
-            if isinstance(kernel, Skip):
-                return kernel
-            out_dtype, block_size = layer.query_dtype(act), layer.shape().block_size
+            return kernel if isinstance(kernel, Skip) else layer.query_dtype(act)
     except Exception as error:
         return Skip("not_evaluated", f"admission raised {type(error).__name__}: {error}")
-    if settings.debug.stop_after is not None and block_size == 1:
-        # vLLM's op squeezes dimension 1 of the cache, which has lost its dimension of the single head already.
-        reason = "debug.stop_after keeps vLLM's fused RoPE and cache op, which takes no block size of 1"
-        return Skip("kernel_shape", reason)
-    return out_dtype
