@@ -212,17 +212,9 @@ def has_rope_and_write() -> bool:
 
 
 def rope_and_write(
-    positions: torch.Tensor,
-    q_pe: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_c: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    slots: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-) -> None:
+    positions: torch.Tensor, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, cos_sin_cache: torch.Tensor,
+    is_neox: bool, slots: torch.Tensor, kv_cache: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tensor,
+) -> None:  # fmt: skip
     """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows, in one launch.
 
     Args:

@@ -51,18 +51,11 @@ class VLLMBackend(KernelBackend):
         without_slot = inputs.num_tokens - slots.shape[0]
         if without_slot:  # vLLM's kernel takes one slot per row
             slots = torch.nn.functional.pad(slots, (0, without_slot), value=-1)
+        stored, dtype = (cache.view(torch.uint8), "fp8") if is_quantised else (cache, "auto")
         self._vllm.rope_and_write(
-            inputs.positions,
-            q_pe,
-            inputs.k_pe,
-            inputs.kv_c,
-            inputs.cos_sin_cache,
-            inputs.is_neox,
-            slots,
-            cache.view(torch.uint8) if is_quantised else cache,
-            "fp8" if is_quantised else "auto",
-            inputs.k_scale,
-        )
+            inputs.positions, q_pe, inputs.k_pe, inputs.kv_c, inputs.cos_sin_cache, inputs.is_neox, slots, stored,
+            dtype, inputs.k_scale,
+        )  # fmt: skip
 
 
 def may_take_parts(arch: str, heads: int, fp8_cache: bool) -> bool:

@@ -11,24 +11,11 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 aten = torch.ops.aten
 
-VIEW_OPS = frozenset(
-    {
-        aten.reshape.default,
-        aten.view.default,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.expand.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.select.int,
-        aten.alias.default,
-        operator.getitem,
-    }
-)
+VIEW_OPS = frozenset({
+    aten.reshape.default, aten.view.default, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.permute.default,
+    aten.transpose.int, aten.select.int, aten.alias.default, operator.getitem,
+})  # fmt: skip
 """Ops whose result aliases their first argument."""
 
 

@@ -29,15 +29,10 @@ from vllm_aiter_mla.passes.fx import (
     width,
 )
 
-NONE_ARGS = {
-    "output_scale": "fused_output_quant",
-    "output_block_scale": "fused_output_quant",
-    "quant_group_size": "fused_output_quant",
-    "quant_scale_ue8m0": "fused_output_quant",
-    "quant_col_major": "fused_output_quant",
-    "quant_tma_aligned": "fused_output_quant",
-    "q_dcp_replicated": "dcp_q_replicated",
-}
+NONE_ARGS = dict.fromkeys(
+    ("output_scale", "output_block_scale", "quant_group_size", "quant_scale_ue8m0", "quant_col_major",
+     "quant_tma_aligned"), "fused_output_quant",
+) | {"q_dcp_replicated": "dcp_q_replicated"}  # fmt: skip
 """Arguments of the attention op that must be None, each with the code of the skip if it is not."""
 _ROTARY_ARGS = ("positions", "query", "key", "head_size", "cos_sin_cache", "is_neox", *rope_probe.MODELLED)
 KNOWN_ARGS: dict[str, tuple[str, ...]] = {

@@ -30,19 +30,10 @@ MAX_CONE = 400
 
 IDENTITY_OPS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
 """Casts. The probe does not compare rounding: a cast between float types of 16 bits and more changes no value."""
-MOVING_OPS = (
-    VIEW_OPS
-    | IDENTITY_OPS
-    | {
-        aten.clone.default,
-        aten.neg.default,
-        aten.cat.default,
-        aten.stack.default,
-        aten.copy.default,
-        aten.slice_scatter.default,
-        aten.contiguous.default,
-    }
-)
+MOVING_OPS = VIEW_OPS | IDENTITY_OPS | {
+    aten.clone.default, aten.neg.default, aten.cat.default, aten.stack.default, aten.copy.default,
+    aten.slice_scatter.default, aten.contiguous.default,
+}  # fmt: skip
 """Ops that may come between the un-rotated and the rotated value."""
 TRANSPARENT_OPS = MOVING_OPS | {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}
 LOOKUP_OPS = frozenset({aten.index.Tensor, aten.index_select.default, aten.embedding.default})

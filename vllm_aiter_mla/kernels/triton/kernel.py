@@ -84,16 +84,9 @@ def _load_rows(q_row, row_mask, k: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load_weight(
-    w_ptr,
-    w_scale_ptr,
-    cols,
-    w_stride_p,
-    w_stride_l,
-    w_scale_stride_l,
-    w_scale_stride_g,
-    k: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    w_ptr, w_scale_ptr, cols, w_stride_p, w_stride_l, w_scale_stride_l, w_scale_stride_g,
+    k: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """WIDTH rows from ``k`` on of one head's weight, at the columns ``cols``, and their scales in mxfp4.
 
     mxfp4 holds two values along P in a byte, and one scale for a column and 32 values.
@@ -160,20 +153,9 @@ def _rounded(x, ACT: tl.constexpr, OUT: tl.constexpr):
 
 @triton.jit
 def _rotate_and_store(
-    src_row,
-    dst_row,
-    position,
-    load_mask,
-    store_mask,
-    last_position,
-    cos_sin_ptr,
-    cos_sin_stride,
-    scale,
-    R: tl.constexpr,
-    ROWS: tl.constexpr,
-    IS_NEOX: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-):
+    src_row, dst_row, position, load_mask, store_mask, last_position, cos_sin_ptr, cos_sin_stride, scale,
+    R: tl.constexpr, ROWS: tl.constexpr, IS_NEOX: tl.constexpr, FP8_MAX: tl.constexpr,
+):  # fmt: skip
     """Rotate ROWS rows of R values in float32, round once, store.
 
     src_row, dst_row: pointers [ROWS] to the first element of each row; position: int64 [ROWS], clamped here into the
@@ -209,33 +191,11 @@ def _rotate_and_store(
 
 @triton.jit
 def _query_tile(
-    q_ptr,
-    w_ptr,
-    w_scale_ptr,
-    out_ptr,
-    q_scale_ptr,
-    head,
-    first_token,
-    first_col,
-    num_tokens,
-    q_stride_t,
-    q_stride_h,
-    w_stride_h,
-    w_stride_p,
-    w_stride_l,
-    w_scale_stride_h,
-    w_scale_stride_l,
-    w_scale_stride_g,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    P: tl.constexpr,
-    ROW: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    W_FP8_MAX: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    q_ptr, w_ptr, w_scale_ptr, out_ptr, q_scale_ptr, head, first_token, first_col, num_tokens, q_stride_t, q_stride_h,
+    w_stride_h, w_stride_p, w_stride_l, w_scale_stride_h, w_scale_stride_l, w_scale_stride_g,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, ROW: tl.constexpr, FP8_MAX: tl.constexpr,
+    W_FP8_MAX: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Absorb BMM of one head, BLOCK_T tokens and BLOCKS blocks of BLOCK_L latent columns, and its stores.
 
     P is cut into blocks of 128, the last one may be narrower. Where it is one block, the rows are loaded and quantised
@@ -293,26 +253,11 @@ def _query_tile(
 
 @triton.jit
 def _query_rope(
-    q_ptr,
-    out_ptr,
-    pos_ptr,
-    cos_sin_ptr,
-    q_scale_ptr,
-    first_row,
-    num_tokens,
-    last_position,
-    q_stride_t,
-    q_stride_h,
+    q_ptr, out_ptr, pos_ptr, cos_sin_ptr, q_scale_ptr, first_row, num_tokens, last_position, q_stride_t, q_stride_h,
     cos_sin_stride,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    P: tl.constexpr,
-    R: tl.constexpr,
-    L: tl.constexpr,
-    IS_NEOX: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    ROPE_ROWS: tl.constexpr,
-):
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr, L: tl.constexpr, IS_NEOX: tl.constexpr,
+    FP8_MAX: tl.constexpr, ROPE_ROWS: tl.constexpr,
+):  # fmt: skip
     """The rope half of ROPE_ROWS consecutive (token, head) pairs of the query."""
     scale = tl.load(q_scale_ptr)
     first_token = first_row // N
@@ -346,20 +291,9 @@ def _cache_rows(cache_ptr, slot, cache_stride_b, cache_stride_s, BLOCK_SIZE: tl.
 
 @triton.jit
 def _kv_latent(
-    kv_c_ptr,
-    cache_ptr,
-    slot_ptr,
-    k_scale_ptr,
-    first_row,
-    num_slots,
-    kv_c_stride_t,
-    cache_stride_b,
-    cache_stride_s,
-    L: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    KV_ROWS: tl.constexpr,
-):
+    kv_c_ptr, cache_ptr, slot_ptr, k_scale_ptr, first_row, num_slots, kv_c_stride_t, cache_stride_b, cache_stride_s,
+    L: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8_MAX: tl.constexpr, KV_ROWS: tl.constexpr,
+):  # fmt: skip
     """The latent part of KV_ROWS cache rows; a row whose slot is -1 touches no byte of the cache.
 
     It is loaded all the same, so that its load does not wait for the slot.
@@ -380,26 +314,11 @@ def _kv_latent(
 
 @triton.jit
 def _kv_rope(
-    k_pe_ptr,
-    cache_ptr,
-    slot_ptr,
-    pos_ptr,
-    cos_sin_ptr,
-    k_scale_ptr,
-    first_row,
-    num_slots,
-    last_position,
-    k_pe_stride_t,
-    cos_sin_stride,
-    cache_stride_b,
-    cache_stride_s,
-    R: tl.constexpr,
-    L: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    IS_NEOX: tl.constexpr,
-    FP8_MAX: tl.constexpr,
+    k_pe_ptr, cache_ptr, slot_ptr, pos_ptr, cos_sin_ptr, k_scale_ptr, first_row, num_slots, last_position,
+    k_pe_stride_t, cos_sin_stride, cache_stride_b, cache_stride_s,
+    R: tl.constexpr, L: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_NEOX: tl.constexpr, FP8_MAX: tl.constexpr,
     ROPE_ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """The rope part of ROPE_ROWS cache rows; a row whose slot is -1 touches no byte of the cache."""
     scale = tl.load(k_scale_ptr)
     local = tl.arange(0, ROPE_ROWS)

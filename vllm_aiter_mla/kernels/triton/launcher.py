@@ -34,22 +34,14 @@ def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
     """Return the kernel's compile-time arguments for these operands. Metadata only."""
     width, blocks = tile.columns(inputs.latent_dim)
     return {
-        "N": inputs.num_heads,
-        "M": inputs.out_heads or inputs.num_heads,
-        "P": inputs.nope_dim,
-        "R": inputs.rope_dim,
-        "L": inputs.latent_dim,
-        "BLOCK_SIZE": inputs.kv_cache.shape[1],
-        "IS_NEOX": inputs.is_neox,
-        "Q_FP8_MAX": _fp8_max(inputs.out_dtype),
-        "KV_FP8_MAX": _fp8_max(inputs.kv_cache.dtype),
+        "N": inputs.num_heads, "M": inputs.out_heads or inputs.num_heads,
+        "P": inputs.nope_dim, "R": inputs.rope_dim, "L": inputs.latent_dim,
+        "BLOCK_SIZE": inputs.kv_cache.shape[1], "IS_NEOX": inputs.is_neox,
+        "Q_FP8_MAX": _fp8_max(inputs.out_dtype), "KV_FP8_MAX": _fp8_max(inputs.kv_cache.dtype),
         "W_FP8_MAX": _fp8_max(inputs.weight.values.dtype),
-        "BLOCK_T": tile.block_t,
-        "BLOCK_L": width,
-        "BLOCKS": blocks,
-        "ROPE_ROWS": tile.rope_rows,
-        "KV_ROWS": tile.kv_rows,
-    }
+        "BLOCK_T": tile.block_t, "BLOCK_L": width, "BLOCKS": blocks,
+        "ROPE_ROWS": tile.rope_rows, "KV_ROWS": tile.kv_rows,
+    }  # fmt: skip
 
 
 def strides(inputs: DecodeInputs) -> tuple[int, ...]:
@@ -57,18 +49,12 @@ def strides(inputs: DecodeInputs) -> tuple[int, ...]:
     q, cache, scale = inputs.q, inputs.kv_cache, inputs.weight.scale
     w = inputs.weight.as_npl
     return (
-        _row_stride(q, 0),
-        _row_stride(q, 1),
-        _row_stride(w, 0),
-        w.stride(1),
-        w.stride(2),
+        _row_stride(q, 0), _row_stride(q, 1),
+        _row_stride(w, 0), w.stride(1), w.stride(2),
         *(scale.stride() if scale is not None and inputs.weight.format == "mxfp4" else (0, 0, 0)),
-        _row_stride(inputs.cos_sin_cache, 0),
-        _row_stride(inputs.k_pe, 0),
-        _row_stride(inputs.kv_c, 0),
-        _row_stride(cache, 0),
-        _row_stride(cache, 1),
-    )
+        _row_stride(inputs.cos_sin_cache, 0), _row_stride(inputs.k_pe, 0), _row_stride(inputs.kv_c, 0),
+        _row_stride(cache, 0), _row_stride(cache, 1),
+    )  # fmt: skip
 
 
 class Launch:
