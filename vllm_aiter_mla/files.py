@@ -46,7 +46,7 @@ def stamp(schema: str) -> dict[str, Any]:
         "vllm": _version("vllm") or _version(*_distributions("vllm")),
         "aiter": _version(*AITER),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "host": host(),
+        "host": socket.gethostname(),
     }
     return {KEY: found}
 
@@ -55,11 +55,6 @@ def stamp(schema: str) -> dict[str, Any]:
 def schemas() -> dict[str, dict[str, Any]]:
     """Return of each layout its "version", what it is "written" by, and its "fields" in words."""
     return json.loads((Path(__file__).parent / "schemas.json").read_text(encoding="utf-8"))
-
-
-def host() -> str:
-    """Return this machine's name."""
-    return socket.gethostname()
 
 
 def write(path: Path, record: Any) -> None:

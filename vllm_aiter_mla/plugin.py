@@ -2,6 +2,8 @@
 """The entry point of ``vllm.general_plugins``: vLLM calls ``register()`` in every process, before any config exists."""
 
 import logging
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from vllm_aiter_mla import __version__
@@ -31,27 +33,26 @@ def register() -> None:
         log.say_once(logging.DEBUG, f"{__version__} registered; off until it is switched on")
 
 
-def apply_gate(vllm_config: Any) -> None:
-    """Run the gate on a config. It is imported here, because not every process builds a config."""
-    try:
-        from vllm_aiter_mla import gate
-    except Exception as error:
-        return _does_not_load(error)
-    gate.apply(vllm_config)
+def _late(module: str, function: str) -> Callable[[Any], None]:
+    """Return a function of ours whose module is imported when it is called: not every process needs it.
+
+    A module that does not load must not end a server. Where the flag is on, no kernel is checked then, so none runs.
+    """
+
+    def call(subject: Any) -> None:
+        try:
+            found = getattr(import_module(f"vllm_aiter_mla.{module}"), function)
+        except Exception as error:
+            line = f"the plugin does not load, vLLM runs unmodified: {type(error).__name__}: {error}"
+            log.say_once(logging.ERROR, line)
+            return
+        found(subject)
+
+    return call
 
 
-def attach(worker: Any) -> None:
-    """Hand a new worker to the start-up code. It is imported here, because not every process builds a worker."""
-    try:
-        from vllm_aiter_mla import startup
-    except Exception as error:
-        return _does_not_load(error)
-    startup.attach(worker)
-
-
-def _does_not_load(error: Exception) -> None:
-    """Log it. With the flag off this must not end a server; with the flag on no kernel is checked, so none runs."""
-    log.say_once(logging.ERROR, f"the plugin does not load, vLLM runs unmodified: {type(error).__name__}: {error}")
+apply_gate, attach = _late("gate", "apply"), _late("startup", "attach")
+"""Run the gate on a ``VllmConfig``; hand a new worker to the start-up code."""
 
 
 def _register_ops() -> None:

@@ -261,7 +261,7 @@ def write(folder: Path, record: dict[str, Any]) -> None:
     for old in folder.glob("status-*-*.json"):
         with suppress(Exception):  # another program's file, or one that is being written: leave it
             known = files.read(old, LARGEST)
-            if known[files.KEY]["host"] == files.host() and has_ended(known["run"], run):
+            if known[files.KEY]["host"] == stamped[files.KEY]["host"] and has_ended(known["run"], run):
                 old.unlink(missing_ok=True)
 
 

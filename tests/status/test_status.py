@@ -206,7 +206,7 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
     def left_by(run, host=None):
         with monkeypatch.context() as patching:
             if host:
-                patching.setattr(files, "host", lambda: host)
+                patching.setattr(files.socket, "gethostname", lambda: host)
             stamp = files.stamp("status")
         path = tmp_path / f"status-{run}-0-0.json"
         path.write_text(json.dumps({"run": run} | stamp))

@@ -37,7 +37,7 @@ def check(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As for `plan`; then the options of `vllm serve`.")],
     arch: Annotated[plans.Arch | None, typer.Option(help="Card to plan for; by default this machine's.")] = None,
-    env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE, as for `plan`; may be repeated.")] = None,
+    env: plans.Variables = None,
     strict: Annotated[bool, typer.Option("--strict", help="A known issue of the decode kernel is a failure.")] = False,
     device: Annotated[Device, typer.Option(help="cpu: run on a CPU what a CPU can run.")] = Device.gpu,
     checkpoint: Annotated[
@@ -45,7 +45,7 @@ def check(
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the outcome to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the page of `report` to this file.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show vLLM's own log on stderr.")] = False,
+    verbose: plans.Verbose = False,
 ) -> None:
     """Check everything about one model on this card: MODEL first, then the options of `vllm serve`.
 

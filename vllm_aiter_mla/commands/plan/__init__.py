@@ -30,6 +30,12 @@ class Arch(str, Enum):
     gfx950 = "gfx950"
 
 
+Variables = Annotated[
+    list[str] | None, typer.Option(help="NAME=VALUE: one of vLLM's environment variables; may be repeated.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show vLLM's own log on stderr.")]
+
+
 def plan(
     context: typer.Context,
     model: Annotated[
@@ -39,11 +45,9 @@ def plan(
     arch: Annotated[
         Arch | None, typer.Option(help="Card to plan for: this machine's, or gfx942 where there is none.")
     ] = None,
-    env: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE: one of vLLM's environment variables; may be repeated.")
-    ] = None,
+    env: Variables = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show vLLM's own log on stderr.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Say what would engage: MODEL first, then the options of `vllm serve`.
 
