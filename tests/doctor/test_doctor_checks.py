@@ -200,11 +200,3 @@ def test_the_card_is_read_from_the_driver_if_torch_sees_none(
         (tmp_path / str(node) / "properties").write_text(text)
     gpu = found("gpu")
     assert (gpu.status, gpu.detail.startswith(arch)) == (expected, True), gpu
-
-
-def test_the_driver_is_read_from_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "AMD_MODULE", tmp_path)
-    (tmp_path / "version").write_text("6.14.14\n")
-    assert found("driver").detail == "amdgpu 6.14.14"
-    monkeypatch.setattr(doctor, "AMD_MODULE", tmp_path / "none")
-    assert status("driver") == "unknown"

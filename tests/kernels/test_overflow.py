@@ -53,7 +53,7 @@ def test_overflow_in_the_simulated_aiter_is_the_references_and_the_latent_satura
     expected = twin(operands)
     assert same_bytes(backend(arch).prepare(operands), reference.prepare(expected))
     assert same_bytes(operands.kv_cache, expected.kv_cache)
-    top = formats.flavour_of(FP8[arch]).max
+    top = formats.FLAVOURS[FP8[arch]].max
     assert operands.kv_cache.flatten(0, 1)[5, :3].tolist() == [top, -top, -top]
 
 

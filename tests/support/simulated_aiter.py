@@ -122,7 +122,7 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -
 def _divide(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not formats.is_fp8(dtype):
         return x
-    top = formats.flavour_of(dtype).max
+    top = formats.FLAVOURS[dtype].max
     return (x.float() / scale).clamp(-top, top).to(dtype)
 
 

@@ -56,7 +56,6 @@ OLDEST_ROCM = 7
 # Paths that a test replaces.
 ROCM_VERSION = Path("/opt/rocm/.info/version")
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-AMD_MODULE = Path("/sys/module/amdgpu")
 SEE_TORCH = "see the line `torch` above"
 ELSEWHERE = "run doctor on the machine that serves"
 SEE_VLLM = "see the line `vllm` above"
@@ -169,14 +168,6 @@ def rocm(env: Env) -> Check:
     if int(version.partition(".")[0]) >= OLDEST_ROCM:
         return Check("ok", version)
     return Check("problem", f"{version}: AITER's bf16 arithmetic is wrong before 7", "use ROCm 7 or newer")
-
-
-def driver(env: Env) -> Check:
-    """Check the kernel driver, from its own files."""
-    if AMD_MODULE.is_dir():
-        version = AMD_MODULE / "version"
-        return Check("ok", f"amdgpu {version.read_text().strip() if version.is_file() else 'of the kernel'}")
-    return Check("unknown", "no AMD driver is visible from here", ELSEWHERE)
 
 
 def gpu(env: Env) -> Check:
@@ -347,7 +338,7 @@ def switches(env: Env) -> Check:
 
 
 CHECKS = (
-    torch, rocm, driver, gpu, triton, hip_python, vllm, plugin, surface, patches, aiter, code_objects,
+    torch, rocm, gpu, triton, hip_python, vllm, plugin, surface, patches, aiter, code_objects,
     verified, atom, switches,
 )  # fmt: skip
 

@@ -171,7 +171,7 @@ def read(tensors: Mapping[str, torch.Tensor]) -> AbsorbWeight:
 def make(w_uk_t: torch.Tensor, key: Key) -> AbsorbWeight:
     """Convert ``w_uk_t`` [N, P, L] to the format of ``key``, with vLLM's strides: for synthetic operands."""
     if key[0] == "fp8":
-        flavour = formats.flavour_of(key[1])
+        flavour = formats.FLAVOURS[key[1]]
         scale = w_uk_t.float().abs().max() / flavour.max
         codes = formats.round_saturating(w_uk_t.transpose(1, 2).contiguous().float() / scale, flavour)
         return AbsorbWeight("fp8", codes, scale)
@@ -199,7 +199,7 @@ def absorb_fp8(q_nope: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -
     float32, are summed there and scaled twice. The largest magnitude ignores a NaN, which is then quantised to the
     lowest value: Triton's ``max`` and ``clamp`` become v_max_f32 and v_med3_f32 on gfx9. Source: AITER's kernel.
     """
-    flavour = formats.flavour_of(codes.dtype)
+    flavour = formats.FLAVOURS[codes.dtype]
     total = q_nope.new_zeros((codes.shape[0], q_nope.shape[0], codes.shape[1]), dtype=torch.float32)
     for first in range(0, q_nope.shape[2], FP8_GROUP):
         group = q_nope[..., first : first + FP8_GROUP].transpose(0, 1).float()

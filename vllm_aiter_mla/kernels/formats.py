@@ -38,18 +38,6 @@ def is_fp8(dtype: torch.dtype) -> bool:
     return dtype in FLAVOURS
 
 
-def flavour_of(dtype: torch.dtype) -> Fp8Flavour:
-    """Return the flavour of an fp8 dtype.
-
-    Raises:
-        ValueError: ``dtype`` is not an e4m3 type.
-    """
-    try:
-        return FLAVOURS[dtype]
-    except KeyError:
-        raise ValueError(f"no e4m3 dtype: {dtype}") from None
-
-
 def round_saturating(x: torch.Tensor, flavour: Fp8Flavour) -> torch.Tensor:
     """Round float32 to fp8, clamping to +-max first. NaN gives -max. AITER rounds the un-rotated half like this.
 

@@ -101,7 +101,7 @@ def store_nope(x: torch.Tensor, inv_scale: torch.Tensor, out_dtype: torch.dtype)
     """Return un-rotated values as they are stored: the bits themselves, or saturated fp8 of x * inv_scale."""
     if not formats.is_fp8(out_dtype):
         return x
-    return formats.round_saturating(x.float() * inv_scale, formats.flavour_of(out_dtype))
+    return formats.round_saturating(x.float() * inv_scale, formats.FLAVOURS[out_dtype])
 
 
 def store_rope(
@@ -112,7 +112,7 @@ def store_rope(
         return rotated.to(act)
     scaled = (rotated if numerics.rounding == "aiter" else rotated.to(act).float()) * inv_scale
     round_to = formats.round_saturating if numerics.saturates else formats.round_overflowing
-    return round_to(scaled, formats.flavour_of(out_dtype))
+    return round_to(scaled, formats.FLAVOURS[out_dtype])
 
 
 def kv_rows(inputs: DecodeInputs, cos: torch.Tensor, sin: torch.Tensor, numerics: Numerics) -> torch.Tensor:

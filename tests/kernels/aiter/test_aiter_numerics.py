@@ -155,7 +155,7 @@ def test_rope_within_1_percent_of_a_path_that_quantises_from_fp32(arch):
     out = backend(arch).prepare(operands)
     cos, sin = operands.cos_sin_cache[operands.positions].float().chunk(2, -1)
     turned = turn(operands.q[..., 16:].float(), cos[:, None], sin[:, None], is_neox=False)
-    direct = (turned / operands.q_scale).clamp(-formats.flavour_of(out.dtype).max, formats.flavour_of(out.dtype).max)
+    direct = (turned / operands.q_scale).clamp(-formats.FLAVOURS[out.dtype].max, formats.FLAVOURS[out.dtype].max)
     steps = (steps_of(out[..., 512:]) - steps_of(direct.to(out.dtype))).abs()
     assert int(steps.max()) <= 1
     assert float((steps > 0).double().mean()) < 0.01

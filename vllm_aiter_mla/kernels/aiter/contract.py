@@ -40,10 +40,6 @@ LIMITS = {
 """By the name of each limit: what AITER does beyond it, and what the user or the caller can do."""
 
 
-OTHER: dict[KernelName, str] = {"per-head": "aiter-opt", "opt": "aiter"}
-"""The option that runs the other of AITER's two fast kernels."""
-
-
 def violation(inputs: DecodeInputs, platform: Platform) -> str | None:
     """Return the first broken limit as a sentence, or None: the shared contract's, then AITER's. Metadata only."""
     if (broken := contract_violation(inputs)) is not None:
@@ -107,7 +103,8 @@ def kernel_violation(route: Route, wanted: KernelName, heads: int, tokens: int) 
             "rank (a lower tensor-parallel size), or below 256 tokens a contiguous cache"
         )
     if route.kernel != wanted:
-        return f"kernel: no view of this cache leads to AITER's {wanted} kernel; kernel={OTHER[wanted]} runs the other"
+        other = "aiter" if wanted == "opt" else "aiter-opt"
+        return f"kernel: no view of this cache leads to AITER's {wanted} kernel; kernel={other} runs the other"
     if route.numerics.truncate_cache_rope and tokens < PER_HEAD_TOKENS:
         return "kernel: AITER's opt kernel cuts the rope part of a bf16 cache toward zero here; kernel=aiter rounds it"
     return None

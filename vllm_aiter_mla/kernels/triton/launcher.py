@@ -150,4 +150,4 @@ def _row_stride(tensor: torch.Tensor, dim: int) -> int:
 
 
 def _fp8_max(dtype: torch.dtype) -> float:
-    return formats.flavour_of(dtype).max if formats.is_fp8(dtype) else 0.0
+    return formats.FLAVOURS[dtype].max if formats.is_fp8(dtype) else 0.0
