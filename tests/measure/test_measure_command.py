@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tests.sandbox import gpu_ops
 from tests.support.made_up_clock import MadeUpClock, Named, costs, named_kernels
 from vllm_aiter_mla import backends
-from vllm_aiter_mla.commands import measure
+from vllm_aiter_mla.commands import measure, rivals
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import measure as timing
@@ -65,7 +65,7 @@ def test_measure_times_what_start_up_chooses_between(card, tmp_path):
 
 def test_a_rival_that_never_serves_is_timed_and_held_against_ours(card, monkeypatch, tmp_path):
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0, **{"aiter-one-launch": 6.0})).install(monkeypatch)
-    monkeypatch.setattr(measure, "rivals_of", lambda *_: {"aiter-one-launch": Named("aiter-one-launch")})
+    monkeypatch.setattr(rivals, "checked", lambda *_: {"aiter-one-launch": Named("aiter-one-launch")})
     assert run("-t", "1", "--type", "fp8", "--json", str(tmp_path / "measure.json")).exit_code == 0
     (row,) = json.loads((tmp_path / "measure.json").read_text())["rows"]
     assert (row["us"]["aiter-one-launch"], row["ratio"]) == (6.0, 1.2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from enum import Enum
 from itertools import product
 from pathlib import Path
@@ -20,7 +19,6 @@ from vllm_aiter_mla.commands import outputs
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.backends import Backends
-    from vllm_aiter_mla.kernels.backend import KernelBackend
     from vllm_aiter_mla.kernels.inputs import LayerShape
 
 TOKENS = (1, 8, 64, 256, 512)
@@ -113,25 +111,20 @@ def rows_of(
 ) -> Iterator[dict[str, Any]]:
     """Check and time the contenders on one layer shape; a kernel that fails its check goes to ``wrong``."""
     from vllm_aiter_mla import startup
+    from vllm_aiter_mla.commands import rivals
     from vllm_aiter_mla.kernels import measure as timing
     from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 
-    shape, untimed = shape_of(heads, kind, weights), dict[str, str]()
-    able: dict[str, KernelBackend] = {}
-    for name in backends.contenders:
-        backend = backends.get(name)
-        if isinstance(backend, str):
-            untimed[name] = backend
-        elif not backend.trusted and not (found := startup.self_check(name, backend, shape, (), max(tokens))).ok:
-            untimed[name] = found.message
-            wrong[name] = f"{heads} heads, {kind}: {found.message}"
-        else:
-            able[name] = backend
-    for name, rival in rivals_of(backends, shape, max(tokens)).items():
-        if isinstance(rival, str):
-            untimed[name] = rival
-        else:
-            able[name] = rival
+    shape = shape_of(heads, kind, weights)
+    found = {name: backends.get(name) for name in backends.contenders}
+    for name, backend in found.items():
+        if isinstance(backend, str) or backend.trusted:
+            continue
+        if not (checked := startup.self_check(name, backend, shape, (), max(tokens))).ok:
+            found[name], wrong[name] = checked.message, f"{heads} heads, {kind}: {checked.message}"
+    found |= rivals.checked(backends.platform, shape, max(tokens))
+    able = {name: backend for name, backend in found.items() if not isinstance(backend, str)}
+    untimed = {name: why for name, why in found.items() if isinstance(why, str)}
     for count in tokens:
         calls = synthetic_inputs(shape, count)
         skipped = {name: why for name, backend in able.items() if (why := backend.refuse(calls)) is not None}
@@ -153,34 +146,6 @@ def row_of(tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed:
     theirs = [one for name, one in us.items() if name in RIVALS]
     ratio = min(theirs) / min(ours) if ours and RIVALS[0] in us else None
     return {"tokens": tokens, "heads": heads, "kind": kind, "us": us, "untimed": untimed, "ratio": ratio}
-
-
-def rivals_of(backends: Backends, shape: LayerShape, most: int) -> dict[str, KernelBackend | str]:
-    """Return the kernels that are timed and never serve, each checked, or why it is not timed on this shape."""
-    from vllm_aiter_mla import startup
-    from vllm_aiter_mla.commands.rivals import MOST_ROWS, DecodeTileBackend, OneLaunchBackend
-    from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
-    from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
-
-    tile, one_launch = RIVALS[1:]
-    if backends.platform.arch not in ARCHITECTURES:
-        return dict.fromkeys((tile, one_launch), "it is for gfx942 and gfx950")
-    found: dict[str, KernelBackend | str] = {}
-    try:
-        tiled = DecodeTileBackend(backends.platform)
-        checked = startup.self_check(tile, tiled, shape, (), min(most, MOST_ROWS))
-        found[tile] = tiled if checked.ok else checked.message
-    except AiterUnavailableError as error:
-        found[tile] = str(error)
-    try:
-        unscaled, timed = (OneLaunchBackend(backends.platform, unit_scale=unit) for unit in (False, True))
-        # Its query has no scale and no overflow is clamped, so it is checked in 16 bits.
-        plain = replace(shape, out_dtype=shape.act, cache_dtype=shape.act)
-        checked = startup.self_check(one_launch, unscaled, plain, (), most)
-        found[one_launch] = timed if checked.ok else checked.message
-    except AiterUnavailableError as error:
-        found[one_launch] = str(error)
-    return found
 
 
 def shape_of(heads: int, kind: str, weights: str) -> LayerShape:

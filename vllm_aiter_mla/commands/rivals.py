@@ -10,17 +10,20 @@ halves. Read from aiter/ops/triton/fusions/fused_bmm_rope_kv_cache.py; docs/kern
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from vllm_aiter_mla import startup
 from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.absorb import FP8_GROUP
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError, Op
 from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
 
 MODULE = "aiter.ops.triton.fusions.fused_bmm_rope_kv_cache"
@@ -41,6 +44,26 @@ def load() -> Ops:
         return {format: getattr(module, name) for format, name in FUNCTIONS.items()}
     except Exception as error:  # AITER's import runs rocminfo, compilers and a registry: anything may come out
         raise AiterUnavailableError(f"{MODULE}: {type(error).__name__}: {error}") from error
+
+
+def checked(platform: Platform, shape: LayerShape, most: int) -> dict[str, KernelBackend | str]:
+    """Return the rivals by name, each checked with up to ``most`` rows, or why it is not timed on this shape."""
+    tile, one_launch = "aiter-decode-tile", "aiter-one-launch"
+    if platform.arch not in ARCHITECTURES:
+        return dict.fromkeys((tile, one_launch), "it is for gfx942 and gfx950")
+    # The single launch scales no query and clamps no overflow, so it is checked in 16 bits.
+    plain = replace(shape, out_dtype=shape.act, cache_dtype=shape.act)
+    found: dict[str, KernelBackend | str] = {}
+    for name, make, one, rows in (
+        (tile, lambda scaled: DecodeTileBackend(platform), shape, min(most, MOST_ROWS)),
+        (one_launch, lambda scaled: OneLaunchBackend(platform, unit_scale=not scaled), plain, most),
+    ):
+        try:
+            result = startup.self_check(name, make(scaled=True), one, (), rows)
+            found[name] = make(scaled=False) if result.ok else result.message
+        except AiterUnavailableError as error:
+            found[name] = str(error)
+    return found
 
 
 class DecodeTileBackend(AiterBackend):
