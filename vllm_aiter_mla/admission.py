@@ -20,7 +20,6 @@ OVERFLOW = "turns a rotated value beyond fp8's range into NaN, where vLLM's own 
 """What a kernel does that ``kernel=auto`` leaves out, after the kernel's name."""
 INTEGRATIONS = ("passes", "module")
 """What puts the op into a layer: passes over the compiled graph, or the forward of vLLM's MLA wrapper."""
-
 LEVELS: dict[str, dict[str, tuple[str, str]]] = json.loads(
     (Path(__file__).parent / "reasons.json").read_text(encoding="utf-8")
 )
@@ -31,10 +30,8 @@ REASONS = frozenset(code for codes in LEVELS.values() for code in codes)
 
 KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
 """vLLM's names of the caches that the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""
-
 DECODE_CAPTURES = frozenset({"NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH"})
 """Names of vLLM's ``AttentionCGSupport`` whose full graphs hold decode rows only, as many for every request."""
-
 SMALLEST_LIMIT = 2
 """vLLM drops compile-range endpoints below 2, so a limit of 1 would never end a range and the passes would never run.
 A server with ``max_num_seqs=1`` gets a decode limit of two tokens."""

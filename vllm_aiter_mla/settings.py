@@ -24,7 +24,6 @@ NAMESPACE = "aiter_mla"
 OPTIONS = f"additional_config.{NAMESPACE}"
 STRICT_OPTION = f"{OPTIONS}.strict=true"
 """How an error names the option that made it an error."""
-
 FLAG_FIELD = "fuse_aiter_qk_rope_kvcache_mla"
 LIMIT_FIELD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 PASS_CONFIG_FIELDS = (FLAG_FIELD, LIMIT_FIELD)

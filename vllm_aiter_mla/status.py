@@ -22,21 +22,15 @@ from vllm_aiter_mla.admission import OVERFLOW
 
 NOT_RUN = ("not_run", "its fused op has not run")
 """Code and reason of a layer that nothing has skipped and that is not engaged."""
-
 SHOWN = 64
 """The status line gives the measured time of a step of this many tokens, or of the nearest count that was timed."""
-
 GAUGE = "aiter_mla_layers"
 """vLLM clears every metric whose name holds "vllm" when it builds its own, so this one must not."""
-
 GAUGE_HELP = "MLA layers of vllm-aiter-mla by state: on the fast path (engaged) or left to vLLM (skipped)."
-
 RUN = "AITER_MLA_RUN"
 """Environment variable that names this server's run; the front end sets it and its workers inherit it."""
-
 LARGEST = 2**22
 """Bytes of a file that are read; the skips of 61 layers take some 10 kB."""
-
 REFRESH_S = 15.0
 """How often the gauge reads the status files where prometheus_client cannot call back (several API servers)."""
 
@@ -77,8 +71,7 @@ def reset() -> None:
 
 def engage(layer_name: str, kernel: str) -> None:
     """Note that the fused op of a layer ran with ``kernel``. Cheap enough for every call."""
-    if _status.engaged.get(layer_name) != kernel:
-        _status.engaged[layer_name] = kernel
+    _status.engaged[layer_name] = kernel
 
 
 def skip(layer_name: str, code: str, reason: str) -> None:

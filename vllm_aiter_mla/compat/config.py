@@ -17,7 +17,6 @@ from vllm_aiter_mla.settings import Settings, resolve
 
 WINDOW: tuple[tuple[int, int], tuple[int, int]] = ((0, 30), (0, 34))
 """First supported release and first unsupported one: 0.30 <= vLLM < 0.34. The only place that says so."""
-
 CONFIG_FIELDS = ("compile_ranges_endpoints", "inductor_compile_config", "splitting_ops", "use_inductor_graph_partition")
 PLATFORM_NAMES = ("check_and_update_config", "apply_config_platform_defaults", "pass_key")
 

@@ -18,7 +18,6 @@ from vllm_aiter_mla.admission import LayerView
 
 KNOWN_IMPLS = {"AiterMLAImpl"}
 """Class names of the attention implementations that the fast path calls correctly; the sandbox adds its own."""
-
 ATTRIBUTES = (
     "layer_name", "kv_cache", "kv_cache_dtype", "num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank",
     "v_head_dim", "sliding_window", "q_pad_num_heads", "hisparse_cache", "use_pcp", "dcp_q_replicate",

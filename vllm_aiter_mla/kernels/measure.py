@@ -31,11 +31,9 @@ MARGIN = 0.03
 CLEAR = 0.75
 """A candidate is clearly faster if it is faster by ``MARGIN`` in this share of the rounds. With medians only, a clock
 with 10 % of noise could choose something slower. Outliers in a quarter of the rounds do no harm."""
-
 BUDGET_S = 3.0
 """Seconds of timing per rank, for all its layer shapes. Loading and compiling kernels does not count, because the
 kernels that serve have to be loaded in any case."""
-
 ROUNDS = 11
 DISCARDED = 2  # rounds before the first that counts: they meet cold instruction caches and a slow clock
 MIN_CALLS = 32  # calls in a graph, at least, so that the two events weigh nothing
