@@ -151,8 +151,8 @@ def test_a_scaled_query_is_scaled_before_the_op_rotates_it(monkeypatch):
     monkeypatch.setattr(module.torch, "ops", ops)
     q = torch.randn(3, 2, 24).bfloat16()
     monkeypatch.setattr(module, "_project", lambda *_: (q.clone(), None, None))
-    monkeypatch.setattr(compat_wrapper, "encoded_name", lambda _: "")
-    attention, rope = SimpleNamespace(_k_scale=None), SimpleNamespace(cos_sin_cache=None)
+    monkeypatch.setattr(compat_wrapper, "encode_layer_name", lambda _: "")
+    attention, rope = SimpleNamespace(_k_scale=None, layer_name=""), SimpleNamespace(cos_sin_cache=None)
     one = SimpleNamespace(
         mla_attn=attention, rotary_emb=rope, num_heads=2, v_head_dim=4, g_proj=None, o_proj=lambda x: (x,)
     )

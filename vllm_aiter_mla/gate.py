@@ -39,8 +39,11 @@ def apply(vllm_config: Any) -> int | Skip | None:
             log.say_once(logging.WARNING, f"{', '.join(unused)} set but {FLAG_FIELD} is off: no effect")
         return None
     engaged = compat_config.engaged_pass(vllm_config)
-    view = _view(vllm_config, settings)
-    skip = view if isinstance(view, Skip) else next(iter(admission.config_skips(view)), None)
+    try:
+        view = compat_config.view_of(vllm_config, settings)
+        skip = next(iter(admission.config_skips(view)), None)
+    except Exception as error:  # of an unknown vLLM
+        skip = Skip("capability", f"this vLLM's config cannot be read: {type(error).__name__}: {error}")
     if skip is None and engaged is None:
         skip = compat_config.why_not_chainable(vllm_config.compilation_config)
     if skip is not None:
@@ -48,7 +51,6 @@ def apply(vllm_config: Any) -> int | Skip | None:
         if engaged is None:
             _skip(vllm_config, skip, settings)
         return skip
-    assert isinstance(view, ConfigView)
     limit = admission.decode_limit(
         vllm_config.scheduler_config.max_num_seqs, vllm_config.num_speculative_tokens, settings.max_token_num
     )
@@ -59,14 +61,6 @@ def apply(vllm_config: Any) -> int | Skip | None:
     _engage(vllm_config, settings, limit, engaged, integration)
     _announce(vllm_config, view, integration, settings, limit)
     return limit
-
-
-def _view(vllm_config: Any, settings: Settings) -> ConfigView | Skip:
-    """What admission reads; a config that cannot be read is from an unknown vLLM."""
-    try:
-        return compat_config.view_of(vllm_config, settings)
-    except Exception as error:
-        return Skip("capability", f"this vLLM's config cannot be read: {type(error).__name__}: {error}")
 
 
 def _engage(vllm_config: Any, settings: Settings, limit: int, engaged: Any, integration: str) -> None:

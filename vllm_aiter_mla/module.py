@@ -74,7 +74,7 @@ def _forward(
     attended = q.new_empty((hidden_states.shape[0], module.num_heads * module.v_head_dim))
     torch.ops.vllm_aiter_mla.mla_attention_with_rope(
         q, k_pe, kv_c, positions, module.rotary_emb.cos_sin_cache, attention._k_scale, attended, is_neox,
-        compat_wrapper.encoded_name(attention),
+        compat_wrapper.encode_layer_name(attention.layer_name),
     )  # fmt: skip
     if module.g_proj is not None:
         attended = attended * module.g_proj(hidden_states)[0].sigmoid()

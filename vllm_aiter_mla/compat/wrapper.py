@@ -18,6 +18,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 
 from vllm_aiter_mla.admission import Skip
 
+encode_layer_name = _encode_layer_name  # into the form that vLLM's ops take
 KNOWN_FORWARDS: dict[Any, dict[str, str]] = {
     MultiHeadLatentAttentionWrapper: {
         "350e020dc4895d2c0007cc2049b392ee05c86cd3cb6f517e9f5fa7736d39046f": "0.30 to 0.33"
@@ -106,8 +107,3 @@ def quantises_output(wrapper: Any) -> bool:
     compilation = wrapper.mla_attn._vllm_config.compilation_config
     is_compiled = compilation.mode is not None and compilation.mode.name == "VLLM_COMPILE"
     return bool(is_compiled and compilation.pass_config.fuse_attn_quant)
-
-
-def encoded_name(attention: Any) -> Any:
-    """Return the layer's name in the form that vLLM's ops take."""
-    return _encode_layer_name(attention.layer_name)

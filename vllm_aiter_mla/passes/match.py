@@ -164,6 +164,9 @@ class _Matcher:
         self._check_kv_key(kv, q_cone, k_cone)
         self._check_readers(q_cone.inner | k_cone.inner, roots, kv.node)
         self._check_columns(roots[1], k_pe, k_cone)
+        latent = width(kv.kv_c)
+        if latent is None or val(kv.kv_c).dim() != 2:
+            raise NoMatchError("latent_shape", "kv_c is not [tokens, kv_lora_rank] with a static width")
         return LayerMatch(
             layer_name=self.name,
             layer_name_arg=self.kw["layer_name"],
@@ -180,7 +183,7 @@ class _Matcher:
             num_heads=num_heads,
             nope_dim=head - rope_dim,
             rope_dim=rope_dim,
-            latent_dim=self._latent(kv.kv_c),
+            latent_dim=latent,
             prefused=kv.k_rotated is None,
         )
 
@@ -372,12 +375,6 @@ class _Matcher:
         if value is None or value.dim() != 1 or value.dtype != torch.int64:
             raise NoMatchError("positions", "positions are not one int64 per token")
         return node
-
-    def _latent(self, kv_c: fx.Node) -> int:
-        size = width(kv_c)
-        if size is None or val(kv_c).dim() != 2:
-            raise NoMatchError("latent_shape", "kv_c is not [tokens, kv_lora_rank] with a static width")
-        return size
 
 
 def _distinct(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -166,15 +166,12 @@ class Cone:
             return False
         if node.target is operator.getitem:
             return is_view(node)
-        if node.target in IDENTITY_OPS and not _is_wide_float(node):
+        value = val(node)
+        # A cast to anything but a float type of 16 bits or more is a quantisation.
+        wide = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 1
+        if node.target in IDENTITY_OPS and not wide:
             return False
         return node.target in MOVING_OPS or (node.target in TRANSPARENT_OPS and self._reads_table(node))
-
-
-def _is_wide_float(node: fx.Node) -> bool:
-    """Return whether a value has a float type of 16 bits or more. A cast to any other type is a quantisation."""
-    value = val(node)
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 1
 
 
 class Probe:
