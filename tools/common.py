@@ -63,7 +63,7 @@ def writable(files: Mapping[str, Path | None]) -> None:
     """Raise UsageError for the first option whose path cannot be written. None is an option that was not given."""
     try:
         outputs.check(files)
-    except outputs.OutputError as error:
+    except ValueError as error:
         raise UsageError(str(error)) from error
 
 

@@ -71,7 +71,7 @@ def measure(
     kinds = [Kind.fp8, Kind.bf16] if kind is Kind.both else [kind]
     try:
         outputs.check({"--json": json})
-    except outputs.OutputError as error:
+    except ValueError as error:
         outputs.fail(f"measure: {error}")
     if not torch.cuda.is_available():
         outputs.fail(f"measure: a GPU is needed, torch {torch.__version__} sees none; nothing was timed")

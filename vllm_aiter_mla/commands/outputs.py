@@ -12,15 +12,11 @@ import typer
 from vllm_aiter_mla.files import is_device
 
 
-class OutputError(ValueError):
-    """A path cannot be written; the message names the option and the path."""
-
-
 def check(files: Mapping[str, Path | None]) -> None:
     """Check before a run of minutes that its output can be written: path by option, None if it is not given.
 
     Raises:
-        OutputError: for the first path that cannot be written; the folder of a file must exist.
+        ValueError: names the first option and path that cannot be written; the folder of a file must exist.
     """
     for option, path in files.items():
         try:
@@ -28,7 +24,7 @@ def check(files: Mapping[str, Path | None]) -> None:
         except OSError as error:
             reason = error.strerror
         if reason is not None:
-            raise OutputError(f"{option} {path}: {reason}")
+            raise ValueError(f"{option} {path}: {reason}")
 
 
 def _problem(path: Path) -> str | None:

@@ -29,7 +29,7 @@ _MARKS = {"passed": "[green]ok[/]", "failed": "[red]FAILED[/]", "skipped": "[yel
 
 
 class Device(str, Enum):
-    """Where the cases run."""
+    """Where something runs."""
 
     gpu = "gpu"
     cpu = "cpu"

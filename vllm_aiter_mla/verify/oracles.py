@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.selfcheck import deviation, difference, norm_bound
+from vllm_aiter_mla.kernels.selfcheck import deviation, difference
 from vllm_aiter_mla.verify.engine import Recording
 from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Outputs, Rows, raw
 
@@ -140,7 +140,9 @@ class _Layer:
             wanted = self.inputs.weight.reference(self.inputs.q_nope)
             off = 0.0 if self.product is None else deviation(self.product, wanted)
             return reason or (f"the absorb product is {off:.2%} off" if off > self.bound else "")
-        off, most = deviation(got, expected), norm_bound(self.bound, got.dtype)  # the product is inside the launch
+        # The product is inside the launch. One that is 1 % off is 2.3 % off once both sides are rounded to fp8; a wrong
+        # scale or rounding costs 5 %.
+        off, most = deviation(got, expected), self.bound * (3 if formats.is_fp8(got.dtype) else 1)
         return f"{off:.2%} off by its norm, {most:.0%} may be" if off > most else ""
 
     def _cache(self, slots: torch.Tensor) -> Iterator[Finding]:

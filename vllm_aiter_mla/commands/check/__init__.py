@@ -8,7 +8,6 @@ import os
 import sys
 import tempfile
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,16 +20,10 @@ from vllm_aiter_mla.commands import plan as plans
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.steps import Context, Outcome
 from vllm_aiter_mla.commands.plan import model as models
+from vllm_aiter_mla.commands.verify import Device
 
 COMMAND = plans.COMMAND
 PASSED, FAILED, WRONG, NOT_ON_A_CARD = 0, 1, 2, 3
-
-
-class Device(str, Enum):
-    """Where the steps run."""
-
-    gpu = "gpu"
-    cpu = "cpu"
 
 
 def check(

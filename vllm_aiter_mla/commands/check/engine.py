@@ -118,10 +118,6 @@ def decode_against_prefill(answer: Mapping[str, Any]) -> float:
     return sum(found) / len(found) if found else math.inf
 
 
-class EngineFailedError(RuntimeError):
-    """The engine's process ended without an answer; the message holds its last lines."""
-
-
 def run(
     folder: Path, arguments: Sequence[str], enabled: bool, environment: Mapping[str, str], random_layers: int | None
 ) -> Any:
@@ -139,7 +135,7 @@ def run(
         decode step, 0 on a CPU, ``status`` records of the ranks.
 
     Raises:
-        EngineFailedError: no answer.
+        RuntimeError: the engine's process ended without an answer; the message holds its last lines.
     """
     with tempfile.TemporaryDirectory(prefix="aiter-mla-check-") as work:
         request, answer = Path(work) / "request.json", Path(work) / "answer.json"
@@ -157,7 +153,7 @@ def run(
         )  # fmt: skip
         if not answer.is_file():
             last = "\n".join(done.stdout.splitlines()[-12:])
-            raise EngineFailedError(f"vLLM's engine ended with status {done.returncode}; its last lines:\n{last}")
+            raise RuntimeError(f"vLLM's engine ended with status {done.returncode}; its last lines:\n{last}")
         found = json.loads(answer.read_text(encoding="utf-8"))
     for requests in found["scenarios"].values():  # JSON has no integer keys
         for index, steps in enumerate(requests):

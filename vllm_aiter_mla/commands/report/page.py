@@ -31,10 +31,6 @@ SECTIONS = {
 }
 
 
-class InputError(ValueError):
-    """The report cannot show an input; the message names the file and the reason."""
-
-
 class Page:
     """The blocks by section and title."""
 
@@ -69,7 +65,7 @@ def html_of(paths: Sequence[Path]) -> str:
     """Return the page for these files and folders.
 
     Raises:
-        InputError: a file is missing, no JSON, of no known kind, or has other fields than this version writes.
+        ValueError: names a file that is missing, no JSON, of no known kind, or with other fields than are written here.
     """
     page = Page()
     for path, name in _files(paths):
@@ -81,7 +77,7 @@ def html_of(paths: Sequence[Path]) -> str:
             rows = [(name, *one) for one in (stamp | known).items()]
             page.add("Versions", "Versions", ("input", "what", "version"), rows)
         except Exception as error:  # whatever another version or another hand wrote
-            raise InputError(f"{path}: not what this version writes: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{path}: not what this version writes: {type(error).__name__}: {error}") from error
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
     template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
     return template.render(sections=page.sections, sources=SECTIONS, plugin=__version__) + "\n"
@@ -101,7 +97,7 @@ def _files(paths: Sequence[Path]) -> Iterable[tuple[Path, str]]:
         # A worker keeps others next to its status.
         found = [one for one in sorted(path.glob("*.json")) if not one.name.startswith(("skips-", "measured-"))]
         if not found:
-            raise InputError(f"{path}: no JSON file in this folder")
+            raise ValueError(f"{path}: no JSON file in this folder")
         yield from ((one, printable(f"{path.name}/{one.stem}")) for one in found)
 
 
@@ -111,13 +107,13 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
         # int() raises for NaN and the infinities, which are no JSON.
         data = _clean(json.loads(path.read_text(encoding="utf-8"), parse_constant=int))
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from error
+        raise ValueError(f"{path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # nested thousands of levels deep
-        raise InputError(f"{path}: no JSON: {error}") from error
+        raise ValueError(f"{path}: no JSON: {error}") from error
     stamp = data.get(files.KEY) if isinstance(data, dict) else None
     schema = str(stamp.get("schema")).rpartition("/")[2] if isinstance(stamp, dict) else "no stamp"
     if schema not in READERS:
-        raise InputError(f"{path}: not recognised ({schema}); expected JSON of {', '.join(READERS)}")
+        raise ValueError(f"{path}: not recognised ({schema}); expected JSON of {', '.join(READERS)}")
     return schema, data
 
 
