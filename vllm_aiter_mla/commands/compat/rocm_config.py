@@ -69,23 +69,10 @@ class LayerKind(NamedTuple):
     draft: bool  # it belongs to the draft model
 
 
-def finished_config(args: Any, look: Callable[[Any], None]) -> Any:
-    """Build vLLM's finished config from its engine arguments.
-
-    Args:
-        args: vLLM's ``AsyncEngineArgs``.
-        look: called with the ``ModelConfig`` as soon as vLLM has read the model; what it raises ends this.
-    """
+def finished_config(args: Any) -> Any:
+    """Build vLLM's finished config from its ``AsyncEngineArgs``."""
     from vllm.usage.usage_lib import UsageContext
 
-    read = args.create_model_config
-
-    def read_and_look() -> Any:
-        model = read()
-        look(model)
-        return model
-
-    args.create_model_config = read_and_look
     return args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
 
 

@@ -98,8 +98,8 @@ def answer(folder: Path, arguments: Sequence[str]) -> Answer:
     given, engine, model, layers = None, None, dict[str, Any](), []
     try:
         args, given = engine_args(folder, arguments)
-        config = rocm_config.finished_config(args, look=lambda one: model.update(model_facts(one)))
-        engine = engine_facts(config)
+        config = rocm_config.finished_config(args)
+        model, engine = model_facts(config.model_config), engine_facts(config)
         layers = rocm_config.mla_layers(config) if model["is_mla"] else []
         engine["options"]["block_size"] = config.cache_config.block_size
     except (Exception, SystemExit) as error:
