@@ -1,7 +1,5 @@
 """Shared by the tools: failures and their exit status, option checks, pip, and tables."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import signal

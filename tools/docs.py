@@ -7,8 +7,6 @@ The texts come from the typer app, ``tools/ledger.py``, ``reasons.json``, AITER'
 They are the same on every machine. With --check nothing is written: exit status 1 if a page is not up to date.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -12,8 +12,6 @@ Rounds of the sides follow one another, and the least round of each counts, so t
 decide. Exit status 1 where ours takes longer than unmodified vLLM, or the last line more than ``LAUNCH_US``.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

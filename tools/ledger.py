@@ -7,8 +7,6 @@ says what is counted, and `make docs` writes the tables. Exit status 1 if ours i
 launches, allocations or bytes of any row, or if our op did not launch what that kind of batch is there to count.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

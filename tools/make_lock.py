@@ -9,8 +9,6 @@ With --over, only what this environment lacks for that release, for tools/releas
     python tools/make_lock.py --vllm 0.31.0 --over --out requirements/releases/0.31.lock
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -9,8 +9,6 @@ environment. The tests are those of passes, gate, ops and plan; the demo starts 
 figures. Exit status 1 if one of them fails.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import importlib.util

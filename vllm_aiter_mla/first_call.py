@@ -11,9 +11,6 @@ from pathlib import Path
 
 from vllm_aiter_mla import files, status
 
-LARGEST = 4096
-"""Bytes of a marker that are read."""
-
 
 def died_before(path: Path) -> str | None:
     """Return why the build must not be called if the marker of an ended server is there, else None.
@@ -23,7 +20,7 @@ def died_before(path: Path) -> str | None:
         ValueError: it holds something else.
     """
     try:
-        run = files.read(path, LARGEST)["run"]
+        run = files.read(path, largest=4096)["run"]
     except FileNotFoundError:
         return None
     mine = status.start_run()

@@ -51,7 +51,11 @@ def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
         return
     found: dict[str, _Kind] = {}
     answer = _timed(config, layers, limit, found)
-    place, answers = _exchanged(answer)
+    try:
+        place, answers = log.exchange(answer)
+    except Exception as error:
+        answers = [{"kinds": {}, "why": f"the ranks could not exchange their figures: {_line(error)}"}]
+        place = 0
     figures: dict[str, measure.Rounds] = {}
     try:
         figures, troubles = agree(answers)
@@ -67,7 +71,7 @@ def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
 def _is_asked_for(config: Any) -> bool:
     """Whether to time at all, from facts that every rank of the engine reads alike."""
     try:
-        return compat_config.settings_of(config).measures and compat_config.device_type(config) != "cpu"
+        return compat_config.settings_of(config).measures and config.device_config.device_type != "cpu"
     except Exception:
         return False  # the check of the kernels has said what is wrong with them
 
@@ -136,14 +140,6 @@ def _figures(config: Any, kind: _Kind, counts: Sequence[int], budget: measure.Bu
         return {"rounds": kind.kept} if kind.kept else {"why": _line(error)}
     except Exception as error:
         return {"why": _line(error)}
-
-
-def _exchanged(answer: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
-    """(place of this rank, the answers of all ranks); if that fails, only this rank's, without figures."""
-    try:
-        return log.exchange(answer)
-    except Exception as error:
-        return 0, [{"kinds": {}, "why": f"the ranks could not exchange their figures: {_line(error)}"}]
 
 
 def agree(answers: Sequence[dict[str, Any]]) -> tuple[dict[str, measure.Rounds], list[str]]:

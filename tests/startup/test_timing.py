@@ -242,11 +242,12 @@ state = types.SimpleNamespace(
 sys.modules["vllm"] = types.ModuleType("vllm")
 sys.modules["vllm.distributed"] = types.SimpleNamespace(parallel_state=state)
 from vllm_aiter_mla import measuring
+from vllm_aiter_mla.compat import log
 by = {"aiter": [5.0 + 4.9 * rank] * 4, "vllm": [10.0 - rank] * 4}
 good = {"kinds": {"a": {"rounds": {1: by}}}, "why": None, "seconds": 0.0, "timed": 1}
 bad = {"kinds": {}, "why": "planted", "seconds": 0.0, "timed": 0}
 for mine in (good, bad if rank else good):
-    place, answers = measuring._exchanged(mine)
+    place, answers = log.exchange(mine)
     print(json.dumps([place, *measuring.agree(answers)]), flush=True)
 # A rank that ends while the other still talks to it makes gloo abort that one.
 torch.distributed.barrier()

@@ -11,6 +11,7 @@ import sys
 import traceback
 from contextlib import nullcontext, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -59,7 +60,8 @@ def planned(request: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
     """Return the plan with the gate's decision."""
     bug = BUGS.get(request.pop("bug"))
     with mock.patch.object(*bug) if bug else nullcontext():
-        found = build.planned(request, about)
+        made = answer.answer(Path(request["folder"]), request["arguments"])
+        found = build.build(made, about, request["variables"])
     last = decisions[-1] if decisions else None
     skip = last.code if isinstance(last, Skip) else None
     return found | {"decision": {"limit": last if skip is None else None, "skip": skip}}
@@ -76,6 +78,8 @@ def main(arch: str) -> None:
         if os.fork() == 0:
             try:
                 found = planned(json.loads(line), about)
+            except ValueError as error:
+                found = {"failed": str(error)}
             except BaseException:
                 found = {"failed": traceback.format_exc()}  # without an answer the test would wait for ever
             print(json.dumps(found), file=out, flush=True)

@@ -60,8 +60,7 @@ SEE_TORCH = "see the line `torch` above"
 ELSEWHERE = "run doctor on the machine that serves"
 SEE_VLLM = "see the line `vllm` above"
 NO_VLLM = Check("unknown", "vLLM is not installed", SEE_VLLM)
-VERIFIED = Path(__file__).with_name("verified.json")
-"""Evidence by release line of each package."""
+VERIFIED = Path(__file__).with_name("verified.json")  # evidence by release line of each package
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
 SWITCHES = {
     offline.USE_AITER: (True, False),

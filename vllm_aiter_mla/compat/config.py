@@ -177,12 +177,6 @@ def cache_folder() -> Path:
     return Path(envs.VLLM_CACHE_ROOT) / "aiter_mla"
 
 
-def device_type(vllm_config: Any) -> str | None:
-    """Return the workers' device type, "cuda" (also for ROCm), "cpu", ...; None if the config does not say."""
-    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
-    return None if device is None else str(device)
-
-
 def as_current(vllm_config: Any = None) -> AbstractContextManager[None]:
     """Make it, or vLLM's default config, the current one for a block, as it is while vLLM builds its layers."""
     from vllm.config import VllmConfig, set_current_vllm_config

@@ -5,7 +5,6 @@ Each of the ``steps`` is printed as it ends, then a table and a line. ``known_is
 """
 
 import os
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -59,8 +58,7 @@ def check(
         )  # fmt: skip
         found = run(asked)
     except (LookupError, ValueError) as error:
-        print(f"check: {outputs.line(str(error))}", file=sys.stderr)
-        raise typer.Exit(WRONG) from None
+        outputs.fail(f"check: {error}", WRONG)
     status = exit_status(found, asked.on_cpu)
     show(model, found, status)
     written = record(model, found, status) | files.stamp("check")

@@ -24,8 +24,7 @@ from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.compat.engine import Request, Step
 
-TIMEOUT_S = 3600
-"""A first start of AITER compiles for minutes."""
+TIMEOUT_S = 3600  # a first start of AITER compiles for minutes
 TOP1, MAX_DLOGPROB = 0.95, 0.5
 """What rounding explains: kernels that add up in another order give other tokens where two are nearly as likely.
 

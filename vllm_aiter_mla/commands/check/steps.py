@@ -271,7 +271,5 @@ STEPS: dict[str, StepFunction] = {
     "launches": launches,
 }
 RANDOM_LAYERS = 4
-SMALL = ("--max-model-len", "512")
-"""Options of the engine over random weights."""
-ON_THE_CARD = ("kernels", "timing", "engine")
-"""Steps that say something about the card."""
+SMALL = ("--max-model-len", "512")  # of the engine over random weights
+ON_THE_CARD = ("kernels", "timing", "engine")  # steps that say something about the card

@@ -8,7 +8,6 @@
 
 import json as json_module
 import os
-import sys
 from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, Any
@@ -16,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_aiter_mla.commands.outputs import line
+from vllm_aiter_mla.commands import outputs
 
 # typer passes on the options it does not know: vLLM's own parser reads them.
 COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
@@ -68,8 +67,7 @@ def plan(
         if "failed" in found:
             raise ValueError(found["failed"])
     except (LookupError, ValueError) as error:
-        print(f"plan: {line(str(error))}", file=sys.stderr)
-        raise typer.Exit(WRONG) from None
+        outputs.fail(f"plan: {error}", WRONG)
     found["model"] |= {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
     print(json_module.dumps(found | files.stamp("plan"), indent=1) if json else printout.text(found))
     raise typer.Exit({"engaged": ENGAGES, "unknown": WRONG}.get(found["outcome"], DOES_NOT))

@@ -32,19 +32,6 @@ MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2*
         LIMIT_FIELD: 2**30}  # fmt: skip
 
 
-def planned(request: Mapping[str, Any], about: dict[str, Any]) -> dict[str, Any]:
-    """Return the plan, or ``failed``.
-
-    Args:
-        request: ``folder`` of the model's config, ``arguments`` of ``vllm serve``, ``variables``: see :func:`build`.
-        about: what ``answer.start`` says.
-    """
-    try:
-        return build(answers.answer(Path(request["folder"]), request["arguments"]), about, request["variables"])
-    except ValueError as error:
-        return {"failed": str(error)}
-
-
 def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     """Return the plan. Kernels and figures are those of the most frequent kind of layer.
 
@@ -261,11 +248,12 @@ def _defaults(answer: Answer, about: dict[str, Any], variables: Mapping[str, tup
 
 
 def main(arch: str = "") -> None:
-    """Answer the request on stdin."""
+    """Answer the request on stdin: ``folder`` of the model's config, ``arguments`` of `vllm serve`, ``variables``."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # vLLM logs to stdout
     try:
-        found = planned(json.load(sys.stdin), answers.start(arch))
+        asked, about = json.load(sys.stdin), answers.start(arch)
+        found = build(answers.answer(Path(asked["folder"]), asked["arguments"]), about, asked["variables"])
     except Exception as error:
         found = {"failed": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
     print(json.dumps(found), file=out)

@@ -22,8 +22,8 @@ from unittest import mock
 
 from vllm_aiter_mla.commands.compat import rocm_config
 
+# The driver's device id and the memory in GiB of the smallest card of each architecture.
 CARDS = {"gfx942": ("0x74a1", 192), "gfx950": ("0x75a0", 288)}
-"""The driver's device id and the memory in GiB of the smallest card of each architecture."""
 _PACKAGES = ("aiter", "quark", "flash_attn", "timm", "amdsmi")
 _EXTENSIONS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._rocm_C", "vllm._moe_C")
 _libraries: list[Any] = []

@@ -6,12 +6,6 @@ from typing import Any
 
 from vllm_aiter_mla.commands.outputs import line
 
-HEADLINES = {
-    "engaged": "{mla}/{mla} MLA layers would engage",
-    "some": "{engaged}/{mla} MLA layers would engage",
-    "skipped": "0/{mla} MLA layers would engage",
-    "unknown": "not known",
-}
 FEW = 6
 WEIGHTS = {
     "plain": "in the activation dtype",
@@ -29,7 +23,8 @@ def text(plan: dict[str, Any]) -> str:
 def _lines(plan: dict[str, Any]) -> Iterator[str]:
     yield from _model(plan)
     yield ""
-    yield "Status line: " + HEADLINES[plan["outcome"]].format(**plan["layers"])
+    engaged = f"{plan['layers']['engaged']}/{plan['layers']['mla']} MLA layers would engage"
+    yield f"Status line: {'not known' if plan['outcome'] == 'unknown' else engaged}"
     for reason in plan["reasons"]:
         yield f"  {reason['scope']}: {reason['code']}: {reason['message']}"
     for span in (plan["kernels"] or [])[1:]:
@@ -81,8 +76,6 @@ def _decode_limit(plan: dict[str, Any]) -> Iterator[str]:
     shown = [f"({a}, {b}){'*' if i < ranges['inside'] else ''}" for i, (a, b) in enumerate(ranges["ranges"])]
     told = f"{' '.join(shown)}{'  * rewritten' if ranges['inside'] else ''}" if shown else ranges["note"]
     yield f"  compile ranges   {told}"
-    if shown and ranges["note"]:
-        yield f"                   {ranges['note']}"
     yield f"  captured inside  {_sizes(captures['inside']) or captures['note'] or 'none'}"
     yield f"  captured above   {_sizes(captures['outside']) or 'none'}"
     largest = max((*captures["inside"], 0))
