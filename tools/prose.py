@@ -20,7 +20,7 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parent.parent
 SENTENCE, CELL = 25, 15
-WHERE = ("*.md", "docs/*.md", "tools/*.md", "tools/*/*.md", "vllm_aiter_mla/*/*.md")
+WHERE = ("*.md", "docs/*.md", "tools/*.md", "tools/*/*.md", "tests/*/*.md", "vllm_aiter_mla/*/*.md")
 ALLOWED = {"the allocator for nothing": "literally: no memory is asked for"}
 """What a sentence or a cell may hold to be left out of the check, and why."""
 

@@ -251,9 +251,9 @@ def plain_name(op: str) -> str:
 
 
 def decode_limit(max_num_seqs: int, num_speculative_tokens: int, override: int | None = None) -> int:
-    """Return the decode limit L, the largest number of tokens that a decode step can hold.
+    """Return the decode limit, the largest number of tokens that a decode step can hold.
 
-    ``L = max_num_seqs * (1 + num_speculative_tokens)`` is vLLM's own bound for decode-mode captures: each request
+    ``max_num_seqs * (1 + num_speculative_tokens)`` is vLLM's own bound for decode-mode captures: each request
     brings its newly sampled token and its drafts. ``override`` replaces it. The limit is about speed and memory:
     a short prompt runs the same compiled range as a decode step, so correctness must not depend on the limit.
     """

@@ -7,7 +7,7 @@ the flag is on and the config is admitted, it changes at most four fields of ``c
 
 - ``inductor_compile_config`` gains the pass, with the user's own pass chained in front;
 - ``splitting_ops`` lists our attention ops next to vLLM's;
-- for the passes, ``compile_ranges_endpoints`` gains L;
+- for the passes, ``compile_ranges_endpoints`` gains the decode limit;
 - for the passes, ``use_inductor_graph_partition`` becomes True if the user did not set it.
 
 The class-wide ``CompilationConfig._attention_ops`` stays as it is: a change there would reach configs whose flag is
@@ -28,7 +28,7 @@ def apply(vllm_config: Any) -> int | Skip | None:
     """Decide on ``vllm_config`` and engage it if it is admitted. Idempotent: ``replace()`` runs it again.
 
     Returns:
-        L in tokens if the fast path is on, the reason if it is not although it was asked for, else None.
+        the decode limit in tokens if the fast path is on, the reason if it is not although it was asked for, else None.
 
     Raises:
         SettingsError: an option is wrong, or the engine is skipped in strict mode.

@@ -50,7 +50,7 @@ class Layer:
         module: vLLM's ``MLAAttention``.
         backends: those of its engine.
         out_heads: M, the heads that a kernel may lay a query out for, so that vLLM does not copy it; else 0.
-        limit: L, the most tokens that a kernel is given. Start-up sets it when it checks the kernels.
+        limit: the decode limit, the most tokens that a kernel is given. Start-up sets it when it checks the kernels.
         state: "unchecked" until start-up has checked the kernels; then "trusted"; "refused" if they could not be
             checked; "failed" if one raised while it served. Only a trusted layer runs a kernel that needs a check.
         reason: why it is refused or failed.

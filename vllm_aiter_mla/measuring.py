@@ -45,7 +45,7 @@ def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
     Args:
         config: the worker's ``VllmConfig``.
         layers: the MLA layers of this rank.
-        limit: L; None if this rank's kernels could not be checked.
+        limit: the decode limit; None if this rank's kernels could not be checked.
     """
     if not _is_asked_for(config):
         return

@@ -71,7 +71,7 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
     """
     config = worker.vllm_config
     found: list[Layer] = []
-    checked_to: int | None = None  # L, once every kernel is checked
+    checked_to: int | None = None  # the decode limit, once every kernel is checked
     try:
         with _step(CHECK, strict, FALLS_BACK, found):
             status.reset()
@@ -144,7 +144,7 @@ def check_layers(
         found: the model's MLA layers.
         strict: whether a kernel that fails its check, or cannot be checked, is an error.
         capture_sizes: token counts for which a kernel that compiles per count is compiled now.
-        limit: L, the largest batch that a kernel will be given.
+        limit: the decode limit, the largest batch that a kernel will be given.
 
     Raises:
         SettingsError: a mismatch, or anything that raises on the way, in strict mode.

@@ -109,7 +109,7 @@ def record_of(
 
     Args:
         names: of the model's MLA layers.
-        limit: L, the decode limit in tokens.
+        limit: the decode limit in tokens.
         kv_cache_dtype: of the engine, as vLLM spells it.
         rank: of this worker.
         integration: "passes" or "module".

@@ -18,6 +18,7 @@ from vllm_aiter_mla.commands import main
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.plan import formulas
+from vllm_aiter_mla.kernels.triton import tiles
 
 COMMANDS = typer.main.get_command(main.app).commands
 SHARED = {"--help", "--version"}
@@ -154,6 +155,15 @@ def test_the_readmes_launches_and_bytes_are_those_of_the_formulas():
     assert [tuple(int(cell.replace(",", "")) for cell in row) for row in rows] == counted
 
 
+def test_the_tiles_of_the_kernel_page_are_those_that_run():
+    rows = re.findall(r"^\| (up to \d+|above) \| (.+) \|$", PAGES["kernels.md"], re.M)
+    assert len(rows) == 5
+    for tokens, cells in rows:
+        count = int(re.sub(r"\D", "", tokens) or 129)
+        found = [tiles.entry_for(arch, count, heads).tile for arch in ("gfx942", "gfx950") for heads in (16, 32, 128)]
+        assert cells.split(" | ") * 2 == [one.label.replace("/", ", ").replace("w", " waves") for one in found], tokens
+
+
 def test_defaults_of_vllms_variables_are_the_installed_ones():
     """0.32 runs the tests; the column says for 0.33 what differs there."""
     held, on = 0, offline.switches()
@@ -168,7 +178,7 @@ def test_defaults_of_vllms_variables_are_the_installed_ones():
 def test_what_use_aiter_switches_on_is_on_by_default():
     from vllm import envs
 
-    page = PAGES["operate.md"].partition("## What else `VLLM_ROCM_USE_AITER=1` changes")[2].partition("\n## ")[0]
+    page = PAGES["configuration.md"].partition("What else `VLLM_ROCM_USE_AITER=1` changes")[2].partition("\n##")[0]
     suffixes = re.findall(r"\| `(_\w+)` \|", page)
     named = {f"VLLM_ROCM_USE_AITER{suffix}" for suffix in suffixes}
     known = {name for name in envs.environment_variables if name.startswith("VLLM_ROCM_USE_AITER_")}

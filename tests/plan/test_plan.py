@@ -277,7 +277,7 @@ def test_quoted_plans_run_in_a_process_of_their_own_that_opens_no_connection(tmp
 def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out():
     status, out, _ = invoke(*R1, *REQUESTS, *MTP, "-dcp", "2")
     assert status == command.DOES_NOT
-    assert "L = 512" in out
+    assert "Decode limit: 512 " in out
     assert "dcp: decode_context_parallel_size is 2; the fast path needs 1" in " ".join(out.split())
     status, out, _ = invoke(*R1, *REQUESTS, *MTP, "--port", "8001", "--api-key", "k")
     assert status == command.ENGAGES, "options of the server itself are known"

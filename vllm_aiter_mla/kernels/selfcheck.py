@@ -46,7 +46,7 @@ def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = No
     Args:
         backend: what is checked.
         shape: the layer.
-        limit: L, the last token count of the decode limit; None: any.
+        limit: the decode limit in tokens; None: any.
 
     Returns:
         The first result that failed; otherwise the last one that wrote NaN; otherwise that of the fewest rows.

@@ -34,7 +34,7 @@ class AiterMLAPipeline(VllmInductorPass):
 
     Args:
         config: vLLM's config; only what ``VllmInductorPass`` reads of it is kept.
-        limit: L, the decode limit in tokens.
+        limit: the decode limit in tokens.
         settings: the plugin's options.
         chained: a pass of the user's that was in this slot before; it runs first, in the compile ranges that it wants.
         integration: one of ``INTEGRATIONS``. With "module" nothing is rewritten here. This object then only carries

@@ -123,7 +123,7 @@ class Item:
     case: Case
     variant: Variant
     geometry: Geometry
-    limit: int  # L, the last capture size
+    limit: int  # the last capture size
     seed: int = 0  # of the data, together with the names of case and variant
     soak: int = 1000  # replays of a long run
 

@@ -64,7 +64,7 @@ class Session:
     seed: int = 0  # of the first round
     repeat: int = 1  # rounds, each with the next seed
     quick: bool = False  # fewer variants and cases, and short long runs
-    limit: int | None = None  # L, the last capture size
+    limit: int | None = None  # the last capture size
     replays: int | None = None  # of a long run
     device: str | None = None  # "gpu" or "cpu"; None: a GPU if there is one
     geometry: Geometry | None = None  # sizes of a layer; None: small ones on a CPU, DeepSeek's on a GPU

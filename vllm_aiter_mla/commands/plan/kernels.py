@@ -83,7 +83,7 @@ def spans(
         view: the layer, with the heads of one rank.
         format: of its absorb weight, by the name of ``kernels.absorb``.
         block_size: tokens in a block of the KV cache.
-        limit: L in tokens.
+        limit: the decode limit in tokens.
     """
     chooser = PlannedLayer(arch, settings)
     if (missing := chooser.no_kernel()) is not None:

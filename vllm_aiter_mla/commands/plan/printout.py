@@ -69,7 +69,7 @@ def _decode_limit(plan: dict[str, Any]) -> Iterator[str]:
     options, ranges, captures = plan["options"], plan["compile_ranges"], plan["captures"]
     given = options["settings"]["max_token_num"]
     origin = f"max_num_seqs {options['max_num_seqs']} x (1 + {options['num_drafts']} drafts)"
-    yield f"Decode limit: L = {plan['limit']} ({f'given as {given}' if given is not None else origin})"
+    yield f"Decode limit: {plan['limit']} ({f'given as {given}' if given is not None else origin})"
     because = plan["why_not_passes"]
     why = f" (the passes cannot run: {because['code']})" if because and plan["integration"] == "module" else ""
     yield f"  integration          {plan['integration']}{why}"
@@ -112,5 +112,5 @@ def _figures(plan: dict[str, Any]) -> Iterator[str]:
         for name, path in paths.items():
             count, moved = len(path["launches"]), path["bytes"]
             yield f"  {tokens:>6}  {name:<32}{count:>15}{path['launches_per_step']:>15}{moved:>15,}{moved * mla:>17,}"
-    yield f"  q_prepared at L: {figures['q_prepared_bytes']:,} bytes, one layer's at a time"
+    yield f"  q_prepared at the limit: {figures['q_prepared_bytes']:,} bytes, one layer's at a time"
     yield f"  cos and sin halves (aiter only): {figures['table_halves_bytes']:,} bytes, once per rotary table"

@@ -69,7 +69,7 @@ def bars(unit: str, rows: Mapping[str, Mapping[str, float]], title: str) -> str:
 def token_axis(ranges: Sequence[Sequence[int]], limit: int | None, sizes: Sequence[int], title: str) -> str:
     """Draw compile ranges, [first, last] tokens, on a logarithmic axis, with capture sizes as ticks below.
 
-    ``limit`` is the decode limit L, None where the fast path is off.
+    ``limit`` is the decode limit, None where the fast path is off.
     """
 
     def draw(axes: Axes) -> None:
@@ -78,7 +78,7 @@ def token_axis(ranges: Sequence[Sequence[int]], limit: int | None, sizes: Sequen
             axes.barh(0, last + 1 - first, left=first, height=0.7, color=GREEN if inside else GREY, edgecolor=INK)
         if limit is not None:
             axes.axvline(limit + 1, color=RED, linestyle="--")
-            axes.text(limit + 1, 0.62, f"L = {limit}", ha="center")
+            axes.text(limit + 1, 0.62, f"limit {limit}", ha="center")
         axes.plot(sizes, [-0.6] * len(sizes), "|", color=INK)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")

@@ -150,7 +150,7 @@ def _ranges(
         own = "rewritten" if limit is not None and last <= limit else "vLLM's own"
         rows.append((f"{first}-{last}", own, inside or None))
     heads, title = ("range, tokens", "graph", "capture sizes"), ", ".join(row[0] for row in rows)
-    title += f"; L = {limit}" if limit else "; flag off"
+    title += f"; decode limit {limit}" if limit else "; flag off"
     draw = partial(charts.token_axis, ranges, limit, sizes)
     page.add("Compile ranges", title, heads, rows, draw, [f"{name}. {note}"])
 
