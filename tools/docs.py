@@ -96,7 +96,7 @@ def patches() -> str:
 
     own = [one for _, one in inspect.getmembers(module, inspect.isfunction) if f"{FIELDS[0]}:" in (one.__doc__ or "")]
     own.sort(key=lambda one: one.__code__.co_firstlineno)
-    failed = "A patch that fails skips the engine. Without `pass_config`, use `additional_config`."
+    failed = "If one fails, the engine is skipped; for `pass_config`, only that spelling of the options."
     parts = ["Patches of vLLM", f"From the docstrings of `vllm_aiter_mla/compat/patches.py`. {failed}"]
     for name, one in zip(module.PATCHES, own, strict=True):
         text = inspect.cleandoc(one.__doc__ or "").replace("``", "`")
