@@ -65,6 +65,13 @@ def scaled_query(edit: Edit, *sizes: int, read: bool = False, dtype: torch.dtype
         edit.read(scaled)
 
 
+def rotated_up_to_row_5(edit: Edit) -> None:
+    """Three rows of the query are as they should be, and so is its shape."""
+    view = edit.call(aten.view.default, edit.layer.q_gemm, [-1, *edit.layer.q.meta["val"].shape[1:]])
+    rows = [edit.call(aten.slice.Tensor, q, 0, *ends) for q, *ends in ((edit.layer.q, 0, 5), (view, 5, END))]
+    edit.attend(q=edit.call(aten.cat.default, rows, 0))
+
+
 def cloned(edit: Edit, raw: fx.Node) -> None:
     """The layer reads a clone of what others read; vLLM's UnsafeCloneEliminationPass may drop the clone afterwards."""
     with edit.b.graph.inserting_after(raw):
@@ -235,6 +242,10 @@ CASES: dict[str, Case] = {
     "a query doubled after its RoPE": (
         "query_not_rope", lambda e: e.attend(q=e.call(aten.mul.Tensor, e.layer.q, 2.0)), {},
     ),
+    "a query of which attention reads the first 1024 rows": (
+        "not_evaluated", lambda e: e.attend(q=e.call(aten.slice.Tensor, e.layer.q, 0, 0, 1024)), {},
+    ),
+    "a query that is rotated up to row 5": ("not_evaluated", rotated_up_to_row_5, {}),
     "a key scaled after its RoPE": ("key_not_rope", scaled_key, {}),
     "a second reader of the rotated q": ("rotated_value_read_elsewhere", lambda e: e.read(e.layer.q_rotated), {}),
     "a second reader of the written-back q": ("rotated_value_read_elsewhere", lambda e: e.read(e.layer.q), {}),

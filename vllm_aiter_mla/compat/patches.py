@@ -248,9 +248,7 @@ def users_cuts(compilation: Any) -> Cuts:
 def _note_cuts(compilation: Any) -> None:
     """Remember the user's values the first time a config is seen; later it holds vLLM's defaults."""
     key = id(compilation)
-    known = _noted.get(key)
-    if known is None or known[0]() is not compilation:
-        _noted[key] = (weakref.ref(compilation, lambda _: _noted.pop(key, None)), _read_cuts(compilation))
+    _noted[key] = (weakref.ref(compilation, lambda _: _noted.pop(key, None)), users_cuts(compilation))
 
 
 def _read_cuts(compilation: Any) -> Cuts:

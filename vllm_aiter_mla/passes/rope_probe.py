@@ -10,6 +10,7 @@ rows takes well under a millisecond per layer, and accepts nothing that computes
 
 import contextlib
 import operator
+import sys
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
@@ -36,6 +37,7 @@ MOVING_OPS = VIEW_OPS | IDENTITY_OPS | {
 }  # fmt: skip
 """Ops that may come between the un-rotated and the rotated value."""
 TRANSPARENT_OPS = MOVING_OPS | {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}
+CUTS = (aten.slice.Tensor, aten.slice_scatter.default, aten.split.Tensor, aten.split_with_sizes.default)
 LOOKUP_OPS = frozenset({aten.index.Tensor, aten.index_select.default, aten.embedding.default})
 ROTARY_OPS = {
     "_C::rotary_embedding": ("query", "key"),
@@ -75,8 +77,7 @@ def rotary_call(node: Any) -> tuple[str, str] | None:
     """
     if not is_call(node, auto_functionalized):
         return None
-    names = ROTARY_OPS.get(node.args[0]._schema.name)
-    if names is None:
+    if (names := ROTARY_OPS.get(node.args[0]._schema.name)) is None:
         return None
     given = arguments(node)
     modelled = {"head_size": width(given["cos_sin_cache"]), **MODELLED}
@@ -87,8 +88,7 @@ def rotated_operand(node: fx.Node) -> fx.Node | None:
     """Return the operand of a functionalised rotary op whose rotation is ``node``: result 1 is q, result 2 is k."""
     if not is_call(node, operator.getitem):
         return None
-    names = rotary_call(node.args[0])
-    if names is None or node.args[1] not in (1, 2):
+    if (names := rotary_call(node.args[0])) is None or node.args[1] not in (1, 2):
         return None
     operand = node.args[0].kwargs[names[node.args[1] - 1]]  # type: ignore[union-attr,operator,index]
     return operand if isinstance(operand, fx.Node) else None
@@ -105,11 +105,8 @@ class TableReaders:
         if not isinstance(node, fx.Node):
             return False
         if node not in self._known:
-            self._known[node] = False
-            if node.op == "call_function" and node.target in TRANSPARENT_OPS:
-                self._known[node] = any(self(parent) for parent in node.all_input_nodes)
-            else:
-                self._known[node] = lookup(node) is not None or rotary_call(node) is not None
+            inner = node.op == "call_function" and node.target in TRANSPARENT_OPS
+            self._known[node] = any(map(self, node.all_input_nodes) if inner else (lookup(node), rotary_call(node)))
         return self._known[node]
 
 
@@ -151,8 +148,7 @@ class Cone:
             self.tables.add(found[0])
             self.positions.add(found[1])
             return []
-        operand = rotated_operand(node)
-        if operand is None:
+        if (operand := rotated_operand(node)) is None:
             self.roots.add(node)
             return []
         call: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -191,22 +187,29 @@ class Probe:
         return concrete(node) if isinstance(node, torch.SymInt) else node
 
     def _evaluate(self, node: fx.Node) -> Any:
-        value = val(node)
-        if isinstance(value, torch.SymInt):
+        if isinstance(value := val(node), torch.SymInt):
             return concrete(value)
         if (names := rotary_call(node)) is not None:
             return self._rotate(node, *names)
         if node.target in IDENTITY_OPS:
             return self(node.args[0])
+        if node.target in CUTS:
+            self._check_cut(arguments(node))
         kwargs = {key: self(arg) for key, arg in node.kwargs.items() if key not in ("dtype", "device", "layout")}
         return node.target(*(self(arg) for arg in node.args), **kwargs)  # type: ignore[operator]
+
+    def _check_cut(self, given: dict[str, Any]) -> None:
+        """Raise if tokens are cut at a constant: on ``ROWS`` rows a cut behind the last one does not show."""
+        of_tokens = isinstance(val(given["self"]).shape[given.pop("dim")], torch.SymInt)
+        for bound in given.values() if of_tokens else ():
+            if isinstance(bound, list) or (isinstance(bound, int) and ROWS <= bound < sys.maxsize):
+                raise ValueError(f"rows are cut at {bound}")
 
     def _rotate(self, node: fx.Node, *names: str) -> tuple[Any, ...]:
         cos, sin = self(node.kwargs["cos_sin_cache"])[self(node.kwargs["positions"])].unsqueeze(1).chunk(2, -1)
         rotated: list[torch.Tensor | None] = [None]
         for name in names:
-            tensor = self(node.kwargs[name])
-            if tensor is not None:
+            if (tensor := self(node.kwargs[name])) is not None:
                 heads = tensor.reshape(tensor.shape[0], -1, 2 * cos.shape[-1])
                 tensor = rope(heads, cos, sin, bool(node.kwargs["is_neox"])).view_as(tensor)
             rotated.append(tensor)
