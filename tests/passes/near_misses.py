@@ -245,6 +245,9 @@ CASES: dict[str, Case] = {
     "a query of which attention reads the first 1024 rows": (
         "not_evaluated", lambda e: e.attend(q=e.call(aten.slice.Tensor, e.layer.q, 0, 0, 1024)), {},
     ),
+    "a query of which attention reads the last 1024 rows": (
+        "not_evaluated", lambda e: e.attend(q=e.call(aten.slice.Tensor, e.layer.q, 0, -1024, END)), {},
+    ),
     "a query that is rotated up to row 5": ("not_evaluated", rotated_up_to_row_5, {}),
     "a key scaled after its RoPE": ("key_not_rope", scaled_key, {}),
     "a second reader of the rotated q": ("rotated_value_read_elsewhere", lambda e: e.read(e.layer.q_rotated), {}),

@@ -38,6 +38,7 @@ MOVING_OPS = VIEW_OPS | IDENTITY_OPS | {
 """Ops that may come between the un-rotated and the rotated value."""
 TRANSPARENT_OPS = MOVING_OPS | {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}
 CUTS = (aten.slice.Tensor, aten.slice_scatter.default, aten.split.Tensor, aten.split_with_sizes.default)
+"""Ops that may take some of the tokens, from either end."""
 LOOKUP_OPS = frozenset({aten.index.Tensor, aten.index_select.default, aten.embedding.default})
 ROTARY_OPS = {
     "_C::rotary_embedding": ("query", "key"),
@@ -202,7 +203,7 @@ class Probe:
         """Raise if tokens are cut at a constant: on ``ROWS`` rows a cut behind the last one does not show."""
         of_tokens = isinstance(val(given["self"]).shape[given.pop("dim")], torch.SymInt)
         for bound in given.values() if of_tokens else ():
-            if isinstance(bound, list) or (isinstance(bound, int) and ROWS <= bound < sys.maxsize):
+            if isinstance(bound, list) or (isinstance(bound, int) and ROWS <= abs(bound) < sys.maxsize):
                 raise ValueError(f"rows are cut at {bound}")
 
     def _rotate(self, node: fx.Node, *names: str) -> tuple[Any, ...]:
