@@ -1,11 +1,15 @@
 #!/usr/bin/env python
-"""Compare a server with the plugin's flag off and on: its times, or its answers. Write a Markdown page.
+"""Compare a server on three sides: its times, or its answers. Write a Markdown page.
+
+"today" is your server with the flag off. "control" is today with the options that the flag's gate adds, such as graph
+partition: vLLM's own other way to compile. "plugin" has the flag on. Plugin against control is what the kernels bring;
+control against today is what vLLM's other way to compile costs or brings.
 
     python tools/serving.py speed deepseek-ai/DeepSeek-R1 --out r1.md --json r1.json -- -tp 8 --kv-cache-dtype fp8
     python tools/serving.py accuracy deepseek-ai/DeepSeek-R1 --out gsm8k.md -- -tp 8 --kv-cache-dtype fp8
 
 `vllm bench sweep serve` starts each server and runs the client: `vllm bench serve` for times, `lm_eval` for answers.
-Both commands have to be on PATH. Options after ``--`` go to both servers. The server with the flag on runs in strict
+Both commands have to be on PATH. Options after ``--`` go to every server. The server with the flag on runs in strict
 mode, so it does not start if nothing engages. tools/serving.md describes the protocol.
 
 Exit status 0; 1 if a server or client failed, nothing engaged, or an answer is missing; 2 for a wrong option.
@@ -40,8 +44,9 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
-OFF, ON = "off", "on"
-VLLM_PASS = "fuse_rope_kvcache_cat_mla"
+TODAY, CONTROL, PLUGIN = "today", "control", "plugin"
+PAIRS = ((CONTROL, PLUGIN), (TODAY, CONTROL))
+"""What is compared with what: the second of a pair is what one more step of the flag makes of the first."""
 FEWEST_RUNS, SEEDS_PER_RUN, LAST_LINES = 3, 1000, 25
 SIGMAS = 2.0
 """Two means differ if they are at least this many combined standard errors apart."""
@@ -51,6 +56,9 @@ TAKEN: tuple[str, ...] = ("--model", "--host", "--port", "--uds", "--config", "-
 TAKEN += ("--additional-config", "--compilation-config", "-cc")
 ENGAGED = re.compile(r"aiter-mla: (.*MLA layers engaged.*)")
 FUSIONS = re.compile(r"Enabled custom fusions: .*")
+ADDED = re.compile(r"aiter-mla: besides the kernels this engine gets (.*)")
+OPTION = re.compile(r"-cc\.[\w.]+=[^\s:]+")
+PARTITION = re.compile(r"'use_inductor_graph_partition': (True|False)")
 STEERING = re.compile(r"VLLM_ROCM_|AITER_|\w+_VISIBLE_DEVICES")
 CARD = (
     "import json, torch; n = torch.cuda.device_count(); name = torch.cuda.get_device_name(0) if n else 'CPU'"
@@ -83,9 +91,6 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("model", metavar="MODEL", help="name or folder, as for `vllm serve`")
     parser.add_argument("--runs", type=int, default=FEWEST_RUNS, help=f"runs per side, at least {FEWEST_RUNS}")
     parser.add_argument("--servers", choices=("per-run", "per-side"), default="per-run", help="how often a side starts")
-    parser.add_argument("--baseline", choices=("vllm-fused", "vllm"), default="vllm-fused", help="vLLM's own pass on?")
-    for side in (OFF, ON):
-        parser.add_argument(f"--{side}-env", action="append", default=[], metavar="NAME=VALUE", help="of that server")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--start-timeout", type=int, default=3600, metavar="S", help="for the start of a server")
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the page here too")
@@ -113,7 +118,6 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     lengths = [_lengths(text) for text in given.lengths or ["1024/0/256"]]
     given.points = [{**of, "rate": rate} for of in lengths for rate in _rates(given)] if given.what == "speed" else [{}]
     given.serve = [_serve_option(option) for option in argv[split + 1 :]]
-    given.environment = {side: _variables(side, getattr(given, f"{side}_env")) for side in (OFF, ON)}
     return given
 
 
@@ -140,35 +144,27 @@ def _serve_option(option: str) -> str:
     name = option.partition("=")[0]
     if (name.replace("_", "-") if name.startswith("--") else name) in TAKEN:
         raise UsageError(f"{option} after --: the tool gives it, or needs it dotted (-cc.NAME=VALUE)")
-    if f"{NAMESPACE}.enabled" in name or FLAG_FIELD in name or VLLM_PASS in name:
-        raise UsageError(f"{option} after --: the tool sets it; for vLLM's own pass use --baseline")
+    if f"{NAMESPACE}.enabled" in name or FLAG_FIELD in name:
+        raise UsageError(f"{option} after --: the tool sets it")
     return re.sub(r"^--compilation[-_]config\.", "-cc.", option)
-
-
-def _variables(side: str, given: Sequence[str]) -> dict[str, str]:
-    for text in given:
-        if not re.match(r"\w+=", text):
-            raise UsageError(f"--{side}-env {text}: NAME=VALUE expected")
-    return dict(text.split("=", 1) for text in given)
 
 
 def visits(runs: int, servers: str) -> list[tuple[str, list[int]]]:
     """Return side and runs of each server, in order.
 
-    On comes first: if nothing engages, no time goes into vLLM. With a server per run the order alternates (on off, off
-    on, on off), so that machine drift favours neither side.
+    The plugin comes first: it says what the control gets, and if nothing engages, no time goes into vLLM. With a server
+    per run the order alternates, so that machine drift favours no side.
     """
+    sides = (PLUGIN, CONTROL, TODAY)
     if servers == "per-side":
-        return [(ON, list(range(runs))), (OFF, list(range(runs)))]
-    return [(side, [run]) for run in range(runs) for side in ((ON, OFF) if run % 2 == 0 else (OFF, ON))]
+        return [(side, list(range(runs))) for side in sides]
+    return [(side, [run]) for run in range(runs) for side in (sides if run % 2 == 0 else sides[::-1])]
 
 
-def server(given: argparse.Namespace, side: str) -> list[str]:
-    """Return the server's command, without host and port."""
-    fused = json.dumps(given.baseline == "vllm-fused")
-    both = ["-cc.use_inductor_graph_partition=true", f"-cc.pass_config.{VLLM_PASS}={fused}", *given.serve]
+def server(given: argparse.Namespace, side: str, added: Sequence[str] = ()) -> list[str]:
+    """Return the server's command, without host and port; ``added`` are the options that the gate adds."""
     flag = [f"--additional-config.{NAMESPACE}.{name}=true" for name in ("enabled", "strict")]
-    return ["vllm", "serve", given.model, *both, *(flag if side == ON else [])]
+    return ["vllm", "serve", given.model, *given.serve, *{TODAY: (), CONTROL: added, PLUGIN: flag}[side]]
 
 
 def client(given: argparse.Namespace, url: str) -> list[str]:
@@ -191,7 +187,7 @@ def client(given: argparse.Namespace, url: str) -> list[str]:
 def points_of(given: argparse.Namespace, run: int) -> list[dict[str, Any]]:
     """Return the client's options for each point of a run.
 
-    Both sides get the same seeds. Each run and point has another one: the same prompts would come from the prefix
+    All sides get the same seeds. Each run and point has another one: the same prompts would come from the prefix
     cache.
     """
     found = []
@@ -202,8 +198,10 @@ def points_of(given: argparse.Namespace, run: int) -> list[dict[str, Any]]:
     return found
 
 
-def compare(given: argparse.Namespace) -> tuple[Results, dict[str, list[str]]]:
-    """Run every visit. Return the results, and by side the lines in which the servers say what engaged or fused.
+def compare(given: argparse.Namespace) -> tuple[Results, dict[str, list[str]], list[str]]:
+    """Run every visit. Return the results, what the servers say of engaged layers and fusions, and the gate's options.
+
+    If the gate adds no option, the control is today's server, which then runs once for both.
 
     Raises:
         RunError: a server or client failed, or a side is not what it is called.
@@ -212,35 +210,44 @@ def compare(given: argparse.Namespace) -> tuple[Results, dict[str, list[str]]]:
     folder = work.resolve() / f"{given.what}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder.mkdir(parents=True)
     print(f"logs and results: {folder}", file=sys.stderr)
-    results: Results = {OFF: {}, ON: {}}
-    said: dict[str, list[str]] = {OFF: [], ON: []}
+    results: Results = {TODAY: {}, CONTROL: {}, PLUGIN: {}}
+    said: dict[str, list[str]] = {side: [] for side in results}
+    added: list[str] = []
     for side, runs in visits(given.runs, given.servers):
+        if side == CONTROL and not added:
+            continue
         name = "-".join([side, *(str(run + 1) for run in runs)])
-        print(f"flag {side}, run {', '.join(str(run + 1) for run in runs)}", file=sys.stderr, flush=True)
-        log = _sweep(given, side, runs, folder, name)
+        print(f"{side}, run {', '.join(str(run + 1) for run in runs)}", file=sys.stderr, flush=True)
+        log = _sweep(given, server(given, side, added), runs, folder, name)
         engaged = ENGAGED.findall(log)
-        if bool(engaged) is not (side == ON):
-            raise RunError(f"flag {side}: {len(engaged)} lines about engaged layers in {folder / name}.log")
+        if bool(engaged) is not (side == PLUGIN):
+            raise RunError(f"{side}: {len(engaged)} lines about engaged layers in {folder / name}.log")
+        if side == PLUGIN:
+            added = list(dict.fromkeys(option for line in ADDED.findall(log) for option in OPTION.findall(line)))
+        if "True" in PARTITION.findall(log) and side == TODAY and any("graph_partition" in one for one in added):
+            raise RunError(f"{side}: compiled with graph partition, which only the flag adds: {folder / name}.log")
         said[side] += [line for line in [*engaged, *FUSIONS.findall(log)] if line not in said[side]]
         for path in (folder / name).rglob("summary.json"):
             for one in json.loads(path.read_text()):
                 run, number = map(int, one["_benchmark_name"].split("-"))
                 results[side].setdefault(run, [{}] * len(given.points))[number] = one
-    return {side: dict(sorted(runs.items())) for side, runs in results.items()}, said
+    if not added:
+        results[CONTROL] = results[TODAY]
+    return {side: dict(sorted(runs.items())) for side, runs in results.items()}, said, added
 
 
-def _sweep(given: argparse.Namespace, side: str, runs: Sequence[int], folder: Path, name: str) -> str:
+def _sweep(given: argparse.Namespace, command: Sequence[str], runs: Sequence[int], folder: Path, name: str) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = ["--host", "127.0.0.1", "--port", str(probe.getsockname()[1])]
     params, log = folder / f"{name}.json", folder / f"{name}.log"
     params.write_text(json.dumps([point for run in runs for point in points_of(given, run)]))
-    command = ["vllm", "bench", "sweep", "serve", "--serve-cmd", shlex.join([*server(given, side), *address])]
+    command = ["vllm", "bench", "sweep", "serve", "--serve-cmd", shlex.join([*command, *address])]
     command += ["--bench-cmd", shlex.join(client(given, f"http://127.0.0.1:{address[-1]}")), "--show-stdout"]
     command += ["--bench-params", str(params), "--num-runs", "1", "--server-ready-timeout", str(given.start_timeout)]
     command += ["--output-dir", str(folder), "--experiment-name", name]
     # A proxy for the outside must not be asked for this machine.
-    environment = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"} | given.environment[side]
+    environment = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     # A run in the background of a shell ignores SIGINT, and so would what it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("wb") as out:
@@ -255,7 +262,7 @@ def _sweep(given: argparse.Namespace, side: str, runs: Sequence[int], folder: Pa
     text = log.read_text(errors="replace")
     if status:
         last = "\n".join(f"  {line}" for line in text.splitlines()[-LAST_LINES:])
-        raise RunError(f"flag {side}: vLLM's sweep ended with status {status}; the last lines of {log}:\n{last}")
+        raise RunError(f"{name}: vLLM's sweep ended with status {status}; the last lines of {log}:\n{last}")
     return text
 
 
@@ -293,21 +300,29 @@ def speed(given: argparse.Namespace, results: Results) -> tuple[list[str], dict[
     rows, lines = [], []
     for number, point in enumerate(given.points):
         start = [*(point[name] for name in LENGTHS), f"{point['rate']:g}"]
-        values = {side: [run[number] for run in results[side].values()] for side in (OFF, ON)}
+        values = {side: [run[number] for run in runs.values()] for side, runs in results.items()}
         why = _invalid(values, point, given)
         rows.append({"point": point, "estimates": {}, "invalid": why})
         for metric in METRICS if not why else ():
-            off, on = (estimate([one[f"mean_{metric}_ms"] for one in values[side]]) for side in (OFF, ON))
-            rows[-1]["estimates"][metric] = [asdict(off), asdict(on)]
-            ratio = off.mean / on.mean
-            error = ratio * math.hypot(off.stderr / off.mean, on.stderr / on.mean)
-            differ = distinguishable(off.mean - on.mean, math.hypot(off.stderr, on.stderr))
-            faster = f"{ON if on.mean < off.mean else OFF} faster" if differ else "not distinguishable"
-            start += [off.show(2), on.show(2), Estimate(ratio, error).show(3), faster]
+            found = {side: estimate([one[f"mean_{metric}_ms"] for one in runs]) for side, runs in values.items()}
+            rows[-1]["estimates"][metric] = {side: asdict(one) for side, one in found.items()}
+            start += [one.show(2) for one in found.values()]
+            start += [text for first, second in PAIRS for text in _ratio(found[first], found[second], second)]
         lines.append([*start, f"**invalid**: {why}"] if why else start)
     head = ["input-len", "prefix-len", "output-len", "rr"]
-    head += [text for m in METRICS for text in (f"off_{m} ms", f"on_{m} ms", f"{m} off/on", f"{m}: outcome")]
+    for metric in METRICS:
+        head += [f"{side}_{metric} ms" for side in results]
+        head += [text for first, second in PAIRS for text in (f"{metric} {first}/{second}", f"{metric}: outcome")]
     return table(head, lines), {"rows": rows, "results": results}, not any(row["invalid"] for row in rows)
+
+
+def _ratio(first: Estimate, second: Estimate, name: str) -> tuple[str, str]:
+    """Return the ratio of two times with its error, and whether the second side, called ``name``, is faster."""
+    ratio = first.mean / second.mean
+    error = ratio * math.hypot(first.stderr / first.mean, second.stderr / second.mean)
+    differ = distinguishable(first.mean - second.mean, math.hypot(first.stderr, second.stderr))
+    outcome = f"{name} {'faster' if ratio > 1 else 'slower'}" if differ else "not distinguishable"
+    return Estimate(ratio, error).show(3), outcome
 
 
 def _invalid(values: dict[str, list[dict[str, Any]]], point: Point, given: argparse.Namespace) -> str | None:
@@ -322,33 +337,46 @@ def _invalid(values: dict[str, list[dict[str, Any]]], point: Point, given: argpa
 
 def accuracy(given: argparse.Namespace, results: Results) -> tuple[list[str], dict[str, Any], bool]:
     """Return the tables of answers, the record, and True. Raise RunError where the sides were asked other prompts."""
-    record: dict[str, Any] = {OFF: {}, ON: {}}
-    changes: dict[str, list[list[int]]] = {}
-    each, differ = [], 0
-    for run in results[OFF]:
-        off, on = (results[side][run][0]["answers"] for side in (OFF, ON))
-        if not off or {q: a["prompt"] for q, a in off.items()} != {q: a["prompt"] for q, a in on.items()}:
+    record: dict[str, Any] = {side: {} for side in results}
+    each = []
+    for run in results[TODAY]:
+        answers = {side: runs[run][0]["answers"] for side, runs in results.items()}
+        prompts = [{question: one["prompt"] for question, one in of.items()} for of in answers.values()]
+        if not prompts[0] or any(of != prompts[0] for of in prompts):
             raise RunError(f"run {run + 1}: the sides were not asked the same questions")
-        differ += sum(off[q]["text"] != on[q]["text"] for q in off)
-        for side, answers in ((OFF, off), (ON, on)):
-            record[side][str(run)] = {"figures": {}, "answers": answers}
-        for name in sorted(next(iter(off.values()))["right"]):
-            change = [on[q]["right"][name] - off[q]["right"][name] for q in off]
+        for name in sorted(next(iter(answers[TODAY].values()))["right"]):
+            shares = {side: estimate([float(a["right"][name]) for a in of.values()]) for side, of in answers.items()}
+            each.append([run + 1, name, *(one.show(4) for one in shares.values())])
+            for side, share in shares.items():
+                found = record[side].setdefault(str(run), {"figures": {}, "answers": answers[side]})
+                found["figures"][name] = {"value": share.mean, "stderr": share.stderr}
+    lines = table(["run", "filter", *results], each)
+    for first, second in PAIRS:
+        lines += ["", *_paired(results, first, second)]
+    return lines, {"answers": record}, True
+
+
+def _paired(results: Results, first: str, second: str) -> list[str]:
+    """Return the table of one pair of sides, question by question, and how many texts differ."""
+    changes: dict[str, list[list[int]]] = {}
+    differ = asked = 0
+    for run in results[first]:
+        old, new = (results[side][run][0]["answers"] for side in (first, second))
+        differ += sum(old[question]["text"] != new[question]["text"] for question in old)
+        asked += len(old)
+        for name in next(iter(old.values()))["right"]:
+            change = [new[question]["right"][name] - old[question]["right"][name] for question in old]
             changes.setdefault(name, []).append(change)
-            shares = [estimate([float(one["right"][name]) for one in answers.values()]) for answers in (off, on)]
-            for side, share in zip((OFF, ON), shares, strict=True):
-                record[side][str(run)]["figures"][name] = {"value": share.mean, "stderr": share.stderr}
-            each.append([run + 1, name, *(one.show(4) for one in shares), change.count(-1), change.count(1)])
-    over = []
-    for name, runs in changes.items():
+    rows = []
+    for name, runs in sorted(changes.items()):
         # The runs ask the same questions, so they are no independent sample: average over the runs first.
         one = estimate([statistics.fmean(of) for of in zip(*runs, strict=True)])
-        higher = f"on {'higher' if one.mean > 0 else 'lower'}"
-        over.append([name, one.show(4), higher if distinguishable(one.mean, one.stderr) else "not distinguishable"])
-    lines = table(["run", "filter", "off", "on", "right off only", "right on only"], each)
-    lines += ["", *table(["filter", "on - off, paired", "outcome"], over), ""]
-    lines += [f"Texts: {differ} of {len(off) * len(results[OFF])} answers differ between the sides."]
-    return lines, {"answers": record}, True
+        higher = f"{second} {'higher' if one.mean > 0 else 'lower'}"
+        outcome = higher if distinguishable(one.mean, one.stderr) else "not distinguishable"
+        lost, won = (sum(change.count(by) for change in runs) for by in (-1, 1))
+        rows.append([name, one.show(4), outcome, lost, won])
+    heads = ["filter", f"{second} - {first}, paired", "outcome", f"right in {first} only", f"right in {second} only"]
+    return [*table(heads, rows), "", f"Texts: {differ} of {asked} answers differ between {second} and {first}."]
 
 
 def about() -> dict[str, str]:
@@ -358,17 +386,21 @@ def about() -> dict[str, str]:
     stamp = files.stamp("serving")[files.KEY]
     versions = {name: str(stamp[name]) for name in ("vllm", "aiter", "plugin", "time")}
     steering = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if STEERING.match(name))
-    return {"card": card, "torch": torch, **versions, "environment of both servers": steering or "none set"}
+    return {"card": card, "torch": torch, **versions, "environment of the servers": steering or "none set"}
 
 
-def page(given: argparse.Namespace, tables: Sequence[str], said: dict[str, list[str]], facts: dict[str, str]) -> str:
+def page(
+    given: argparse.Namespace, tables: Sequence[str], said: dict[str, list[str]], added: Sequence[str],
+    facts: dict[str, str],
+) -> str:  # fmt: skip
     """Return the whole page."""
-    lines = [f"# {given.what.capitalize()} with the flag off and on: {escaped(given.model)}", "", *tables, ""]
-    lines += [f"Flag {side}: {escaped(line)}" for side in (ON, OFF) for line in said[side]]
-    lines += ["", "## What ran", "", _code(["python", "tools/serving.py", *given.argv]), ""]
-    lines += [_code([*getattr(given, f"{side}_env"), *server(given, side)]) for side in (OFF, ON)]
+    lines = [f"# {given.what.capitalize()} on three sides: {escaped(given.model)}", "", *tables, ""]
+    lines += [f"{side.capitalize()}: {escaped(line)}" for side in said for line in said[side]]
+    lines += ["" if added else "The flag adds no option here, so the control is today's server."]
+    lines += ["## What ran", "", _code(["python", "tools/serving.py", *given.argv]), ""]
+    lines += [_code(server(given, side, added)) for side in said if added or side != CONTROL]
     lines += ["", *(f"- {name}: {escaped(value)}" for name, value in facts.items())]
-    lines += [f"- {given.runs} runs per side, servers {given.servers}, baseline {given.baseline}"]
+    lines += [f"- {given.runs} runs per side, servers {given.servers}"]
     if given.what == "accuracy" and given.limit:
         lines += [f"- **partial**: the first {given.limit} questions"]
     lines += ["", "tools/serving.md says how this was measured and what it does not show."]
@@ -390,18 +422,18 @@ def run(argv: Sequence[str]) -> int:
     if missing:
         raise UsageError(f"{', '.join(missing)}: not on PATH (pip install 'vllm[bench]', '.[accuracy]')")
     facts = about()
-    results, said = compare(given)
+    results, said, added = compare(given)
     for side, runs in results.items():
         if sorted(runs) != list(range(given.runs)) or not all(all(points) for points in runs.values()):
-            raise RunError(f"the sweep left no result for some runs with the flag {side}")
+            raise RunError(f"the sweep left no result for some runs of {side}")
     tables, measured, valid = (speed if given.what == "speed" else accuracy)(given, results)
-    text = page(given, tables, said, facts)
+    text = page(given, tables, said, added, facts)
     print(text)
     if given.out:
         files.write_text(given.out, text)
     if given.json:
-        record = {"tool": f"serving {given.what}", "about": facts, "status": "; ".join(said[ON])}
-        record |= {"baseline": given.baseline, **measured}
+        record = {"tool": f"serving {given.what}", "about": facts, "status": "; ".join(said[PLUGIN])}
+        record |= {"added": added, **measured}
         files.write(given.json, record | files.stamp("serving"))
     return 0 if valid else 1
 

@@ -65,13 +65,13 @@ def apply(vllm_config: Any) -> int | Skip | None:
 
 def _engage(vllm_config: Any, settings: Settings, limit: int, engaged: Any, integration: str) -> None:
     compilation = vllm_config.compilation_config
+    before = compat_config.gates_options(compilation)
     # New containers instead of changes in place: another config may hold the same list or dict.
     if integration == "passes":
         compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), limit})
         _, splitting_ops = patches.users_cuts(compilation)
         if splitting_ops is None and not compilation.use_inductor_graph_partition:  # keep the layer in one graph
             compilation.use_inductor_graph_partition = True
-            log.say_once(logging.INFO, "use_inductor_graph_partition=True (was left unset; the passes need it)")
     _split(compilation, integration)
     if engaged is not None and (engaged.limit, engaged.settings) == (limit, settings):
         return
@@ -81,7 +81,12 @@ def _engage(vllm_config: Any, settings: Settings, limit: int, engaged: Any, inte
     # Imports torch's compiler, which a run with the flag off must not pay for.
     from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 
-    pass_ = AiterMLAPipeline(vllm_config, limit=limit, settings=settings, chained=chained, integration=integration)
+    added = {name: value for name, value in compat_config.gates_options(compilation).items() if value != before[name]}
+    if engaged is not None:
+        added = engaged.added | added
+    pass_ = AiterMLAPipeline(
+        vllm_config, limit=limit, settings=settings, chained=chained, integration=integration, added=added
+    )
     slot = compat_config.pass_slot()
     compilation.inductor_compile_config = {**compilation.inductor_compile_config, slot: pass_}
     with log.warned(f"the gauge {status.GAUGE} is not available"):
@@ -143,3 +148,7 @@ def _announce(vllm_config: Any, view: ConfigView, integration: str, settings: Se
     else:
         ranges = f"compile ranges end at {limit}; above it the graph is left to vLLM"
     log.say_once(logging.INFO, f"on: decode limit {limit} tokens ({origin}); {ranges}; kernel {settings.kernel}")
+    if added := compat_config.added_options(vllm_config):
+        line = f"besides the kernels this engine gets {compat_config.as_typed(added)}"
+        why = ": vLLM compiles every batch in another way, so tokens can change above the decode limit too"
+        log.say_once(logging.INFO, line + why * ("use_inductor_graph_partition" in added))

@@ -1,4 +1,4 @@
-"""``check`` over the real engine on this CPU: the fast path passes, a decode that is wrong on both sides does not."""
+"""``check`` over the real engine on this CPU: the fast path passes, and each planted bug fails its own step."""
 
 from __future__ import annotations
 
@@ -6,31 +6,44 @@ from pathlib import Path
 
 import pytest
 
+from tests.check import planted_in_engines
 from tests.sandbox import check
 from vllm_aiter_mla.commands.check import steps
+from vllm_aiter_mla.commands.check.steps import Outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 NAMES = ("plan", "engine", "decode against prefill")
 
 
+def outcomes(folder: Path, mutation: str = "", ranks: int = 1) -> dict[str, Outcome]:
+    asked = check.context(folder / "model", check.environment(folder / "inductor", mutation, ranks))
+    asked.arguments += ("-tp", str(ranks))
+    return {name: steps.STEPS[name](asked) for name in NAMES}
+
+
 @pytest.mark.wide
-def test_the_engine_passes_over_two_ranks(tmp_path: Path) -> None:
-    asked = check.context(tmp_path / "model", check.environment(tmp_path / "inductor", ranks=2))
-    asked.arguments += ("-tp", "2")
-    found = {name: steps.STEPS[name](asked) for name in NAMES}
+@pytest.mark.parametrize("ranks", [1, 2])  # one rank is what `make demo` runs
+def test_the_engine_passes(tmp_path: Path, ranks: int) -> None:
+    found = outcomes(tmp_path, ranks=ranks)
     assert {outcome.status for outcome in found.values()} == {"passed"}, found
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
-    ("mutation", "failed"),
+    ("bug", "failed", "shown"),
     [
-        pytest.param("", [], marks=pytest.mark.wide),  # what `make demo` runs
-        ("tests.check.broken_decode:decode_reads_another_channel", [NAMES[2]]),
+        pytest.param("decode_reads_another_channel", NAMES[2], "vLLM's own decode", id="decode"),
+        pytest.param(
+            "the_gate_partitions_with_the_flag_off", NAMES[1], "-cc.use_inductor_graph_partition=true",
+            id="three_sides-today",
+        ),
+        pytest.param(
+            "a_rounding_moves_above_the_limit", NAMES[1], "above the decode limit", id="three_sides-above-the-limit"
+        ),
     ],
-)
-def test_the_engine_passes_and_prefill_shows_a_decode_that_is_wrong_on_both_sides(
-    tmp_path: Path, mutation: str, failed: list[str]
-) -> None:
-    asked = check.context(tmp_path / "model", check.environment(tmp_path / "inductor", mutation))
-    found = {name: steps.STEPS[name](asked) for name in NAMES}
-    assert [name for name, outcome in found.items() if outcome.status != "passed"] == failed, found
+)  # fmt: skip
+def test_mutation_a_bug_in_the_engine_fails_its_own_step(tmp_path: Path, bug: str, failed: str, shown: str) -> None:
+    """No bound on tokens would show a rounding above the limit, and no distance shows a today that is the control."""
+    found = outcomes(tmp_path, f"{planted_in_engines.__name__}:{bug}")
+    assert [name for name, outcome in found.items() if outcome.status != "passed"] == [failed], found
+    assert shown in found[failed].detail

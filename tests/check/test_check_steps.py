@@ -12,6 +12,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.support import plans
@@ -30,7 +32,10 @@ STEP = (3, {3: -0.5, 4: -1.0})
 ANSWER = {
     "scenarios": {"short": [[STEP] * 20]},
     "prefill": {"short": [[-0.5] * 20]},
+    "above": [[[-0.5] * 20]] * 2,
     "launches": 40,
+    "compiled": {"use_inductor_graph_partition": True},
+    "added": {},
     "status": [{"rank": 0, "engaged": {"layer": "aiter"}, "total": 1, "skipped": {}, "measured": [],
                 "kv_cache_dtype": "fp8", "decode_limit": 16}],
 }  # fmt: skip
@@ -47,8 +52,10 @@ def made_up_plan(**changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A card on which every step passes; a test replaces what it breaks."""
-    off, on = deepcopy(ANSWER), deepcopy(ANSWER) | {"launches": 38}
-    made: dict[str, Any] = {"plan": made_up_plan(), "answers": {False: off, True: on}, "checks": (Check("ok", "fine"),)}
+    answers = {side: deepcopy(ANSWER) for side in ("plugin", "control", "today")}
+    answers["plugin"] |= {"launches": 38, "added": {"use_inductor_graph_partition": True}}
+    answers["today"]["compiled"] = {"use_inductor_graph_partition": False}
+    made: dict[str, Any] = {"plan": made_up_plan(), "answers": answers, "checks": (Check("ok", "fine"),)}
     result = SimpleNamespace(status="passed", backend="aiter", writes_nan=False)
     made["run"] = SimpleNamespace(
         run=lambda: [result], results=[result], status=0, engine=SimpleNamespace(name="graph capture"),
@@ -61,7 +68,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(session, "Session", lambda **asked: made.update(asked=asked) or made["run"])
     monkeypatch.setattr(steps, "has_gpu", lambda: True)
     monkeypatch.setattr(measure, "run", lambda *_: made["measured"])
-    monkeypatch.setattr(engine, "run", lambda folder, arguments, enabled, *_, **__: made["answers"][enabled])
+    monkeypatch.setattr(engine, "run", lambda folder, arguments, side, *_, **__: made["answers"][side])
     return made
 
 
@@ -120,17 +127,30 @@ def nothing_is_timed(card: dict[str, Any]) -> None:
 
 
 def other_tokens(card: dict[str, Any]) -> None:
-    card["answers"][True]["scenarios"]["short"] = [[(4, {4: -0.1, 3: -3.0})] * 20]
-    card["answers"][True]["prefill"]["short"] = [[-0.1] * 20]
+    card["answers"]["plugin"]["scenarios"]["short"] = [[(4, {4: -0.1, 3: -3.0})] * 20]
+    card["answers"]["plugin"]["prefill"]["short"] = [[-0.1] * 20]
 
 
 def log_probabilities_apart(card: dict[str, Any]) -> None:
-    card["answers"][True]["scenarios"]["short"] = [[(3, {3: -1.5, 4: -3.0})] * 20]
-    card["answers"][True]["prefill"]["short"] = [[-1.5] * 20]
+    card["answers"]["plugin"]["scenarios"]["short"] = [[(3, {3: -1.5, 4: -3.0})] * 20]
+    card["answers"]["plugin"]["prefill"]["short"] = [[-1.5] * 20]
+
+
+def today_is_partitioned(card: dict[str, Any]) -> None:
+    card["answers"]["today"]["compiled"] = {"use_inductor_graph_partition": True}
+
+
+def the_control_is_compiled_as_today(card: dict[str, Any]) -> None:
+    card["answers"]["control"]["compiled"] = {"use_inductor_graph_partition": False}
+
+
+def a_rounding_moves_above_the_limit(card: dict[str, Any]) -> None:
+    """By less than any bound on tokens would show; the engine repeats itself exactly."""
+    card["answers"]["plugin"]["above"] = [[[-0.5] * 19 + [-0.5001]]] * 2
 
 
 def nothing_engaged(card: dict[str, Any]) -> None:
-    card["answers"][True]["status"][0].update(engaged={}, skipped={"layer": ["not_run", "it has not run"]})
+    card["answers"]["plugin"]["status"][0].update(engaged={}, skipped={"layer": ["not_run", "it has not run"]})
 
 
 def a_broken_decode_on_both_sides(card: dict[str, Any]) -> None:
@@ -139,7 +159,7 @@ def a_broken_decode_on_both_sides(card: dict[str, Any]) -> None:
 
 
 def a_decode_that_is_not_a_number(card: dict[str, Any]) -> None:
-    card["answers"][True]["prefill"]["short"] = [[float("nan")] * 20]
+    card["answers"]["plugin"]["prefill"]["short"] = [[float("nan")] * 20]
 
 
 def a_profiler_that_sees_nothing(card: dict[str, Any]) -> None:
@@ -148,7 +168,7 @@ def a_profiler_that_sees_nothing(card: dict[str, Any]) -> None:
 
 
 def an_extra_launch(card: dict[str, Any]) -> None:
-    card["answers"][True]["launches"] = 40
+    card["answers"]["plugin"]["launches"] = 40
 
 
 PLANTED: dict[str, list[Callable[[dict[str, Any]], None]]] = {
@@ -157,7 +177,14 @@ PLANTED: dict[str, list[Callable[[dict[str, Any]], None]]] = {
     "known issues": [a_shape_with_a_known_issue],
     "kernels": [a_wrong_kernel, an_aiter_that_does_not_saturate],
     "timing": [a_kernel_fails_its_self_check, nothing_is_timed],
-    "engine": [other_tokens, log_probabilities_apart, nothing_engaged],
+    "engine": [
+        other_tokens,
+        log_probabilities_apart,
+        nothing_engaged,
+        today_is_partitioned,
+        the_control_is_compiled_as_today,
+        a_rounding_moves_above_the_limit,
+    ],
     "decode against prefill": [a_broken_decode_on_both_sides, a_decode_that_is_not_a_number],
     "launches": [an_extra_launch, a_profiler_that_sees_nothing],
 }
@@ -172,6 +199,37 @@ def test_mutation_a_planted_fault_makes_its_own_step_fail(
     found = outcomes(strict=True)
     assert failed(found) == [step] or (plant is nothing_engaged and failed(found) == [step, "launches"])
     assert command.exit_status(found, on_cpu=False) == 1
+
+
+def test_three_sides_the_controls_distance_from_today_is_reported_and_fails_nothing(card: dict[str, Any]) -> None:
+    card["answers"]["today"]["scenarios"]["short"] = [[(4, {4: -0.1, 3: -3.0})] * 20]
+    card["answers"]["today"]["above"] = [[[-0.7] * 20]] * 2
+    found = outcomes()["engine"]
+    assert found.status == "passed"
+    distances = {pair: figures["short"]["tokens_equal"] for pair, figures in found.data["distances"].items()}
+    assert distances == {"plugin against control": 20, "control against today": 0}
+    assert found.data["above the limit"] == {"plugin": 0.0, "control": pytest.approx(0.2), "repeated": 0.0}
+
+
+def test_three_sides_an_engine_that_does_not_repeat_itself_is_held_to_its_own_noise(card: dict[str, Any]) -> None:
+    card["answers"]["control"]["above"] = [[[-0.5] * 20], [[-0.5] * 19 + [-0.501]]]
+    a_rounding_moves_above_the_limit(card)
+    assert outcomes()["engine"].status == "passed"
+
+
+def test_three_sides_without_additions_the_control_is_the_engine_of_today(card: dict[str, Any]) -> None:
+    """As with the module integration: only two engines start."""
+    card["answers"]["plugin"]["added"] = {}
+    del card["answers"]["control"]
+    card["answers"]["today"]["compiled"] = card["answers"]["plugin"]["compiled"]
+    assert outcomes()["engine"].status == "passed"
+
+
+@given(st.integers(1, 4096), st.integers(1, 8192), st.integers(8, 504))
+def test_three_sides_prompts_above_the_limit_fill_one_step(limit: int, budget: int, longest: int) -> None:
+    lengths = [len(prompt) for prompt in engine.above_limit(limit, budget, longest)]
+    assert max(lengths, default=0) <= longest
+    assert limit < sum(lengths) <= budget if lengths else budget < limit + 8
 
 
 def test_every_step_has_a_planted_fault() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.sandbox import child, demo, engine, plugin, runs
+from tests.sandbox import child, demo, engine, integrations, plugin, runs
 from tests.sandbox.compare import compare, op_count
 from tests.sandbox.runs import EXACT, Options
 from tests.sandbox.spec import EngineResult, EngineSpec
@@ -22,7 +23,10 @@ STEPS = [[(3, {3: -0.5, 4: -1.0}), (4, {4: -0.2, 5: -2.0}), (5, {5: -0.1, 6: -3.
 GPU = EngineSpec(device="gpu", kernel="triton")
 
 
-def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2):
+ADDED = {"use_inductor_graph_partition": True}
+
+
+def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2, partition=True):
     names = [f"layers.{index}" for index in range(total)]
     record = status.record_of(names, 16, "bfloat16", 0) | {
         "engaged": dict.fromkeys(names[:engaged], "reference"),
@@ -31,16 +35,18 @@ def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2):
     return EngineResult(
         scenarios={name: steps or STEPS for name in scenarios}, status=[record], ranges=[(1, 16), (17, 64)],
         graphs={"1-16": "%a = call_function[target=torch.ops.aten.mm.default](args = ())"}, seconds=1.0,
+        compiled={"use_inductor_graph_partition": partition}, added=ADDED,
         log=["INFO aiter-mla: 2/2 MLA layers engaged"], versions={"vllm": "0", "device": "A Card"},
     )  # fmt: skip
 
 
 @pytest.fixture
 def run_demo(monkeypatch, tmp_path):
-    """Run ``demo`` with these results for flag off and on; (exit status, JSON, printed text)."""
+    """Run ``demo`` with these results for control, plugin and today; (exit status, JSON, printed text)."""
 
-    def run(off, on, **options):
-        monkeypatch.setattr(engine, "run", lambda spec, **_: on if spec.enabled else off)
+    def run(control, plugin, today=None, **options):
+        sides = {"control": control, "plugin": plugin, "today": today or result(partition=False)}
+        monkeypatch.setattr(engine, "run", lambda spec, **_: sides[spec.side])
         console = Console(record=True, width=160, file=open(os.devnull, "w"))  # noqa: SIM115
         path = tmp_path / "out.json"
         status = demo.main(Options(json=path, **options), console)
@@ -76,6 +82,42 @@ def test_mutation_demo_exits_1_where(run_demo, on):
     status, record, text = run_demo(result(), on)
     assert (status, record["ok"]) == (1, False)
     assert "A BOUND IS MISSED" in text
+
+
+OTHER = result(steps=[[STEPS[0][0], (9, {9: -0.1}), STEPS[0][2]]], partition=False)
+
+
+def test_three_sides_the_controls_distance_from_today_is_reported_and_misses_no_bound(run_demo):
+    status, record, _ = run_demo(result(), result(), OTHER)
+    assert status == 0
+    for run in record["runs"]:
+        assert {one["tokens_equal"] for one in run["scenarios"].values()} == {3}
+        assert {one["tokens_equal"] for one in run["control against today"].values()} == {1}
+        assert run["added"] == ADDED
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("control", "today"),
+    [
+        pytest.param(result(), result(), id="today compiled as the control"),
+        pytest.param(result(partition=False), result(partition=False), id="the control compiled as today"),
+    ],
+)
+def test_three_sides_mutation_a_side_that_is_not_what_it_is_called_exits_1(run_demo, control, today):
+    status, record, _ = run_demo(control, result(), today)
+    assert (status, record["ok"]) == (1, False)
+    assert all(run["mixed_up"] for run in record["runs"])
+
+
+def test_the_table_of_integrations_compares_each_engine_with_todays_of_its_mode():
+    code = "    buf0 = extern_kernels.mm(a)\n    cpp_fused_add_0(buf0)\n    torch.ops.vllm.attention.default(buf0)\n"
+    same, other = replace(result(), code={"1-16": code}, compilations=2, step_us=7.4), replace(OTHER, code={"1-16": ""})
+    moved = {"control: graph partition, one more range", "module, eager"}
+    rows = integrations.table({name: other if name in moved else same for name in integrations.ENGINES})
+    found = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split(" | ")] for row in rows[2:])}
+    assert found["| passes"] == ["6 of 6", "0", "3", "2", "7 |"]
+    assert {name.removeprefix("| ") for name, cells in found.items() if cells[0] != "6 of 6"} == moved
 
 
 def test_after_the_first_difference_nothing_more_is_compared():
@@ -145,7 +187,7 @@ def test_the_demo_holds_both_caches_to_equality_and_the_full_one_runs_all_numeri
     found = runs.runs(Options(full=full))
     assert [(run.spec.kv_cache_dtype, run.numerics, run.bound) for run in found] == wanted
     assert full or {run.spec.scenarios for run in found} == {("short", "mixed")}
-    assert all(not run.base.enabled and not run.base.vllm_pass for run in found)
+    assert all((run.base.side, run.today.side, run.base.vllm_pass) == ("control", "today", False) for run in found)
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
@@ -174,7 +216,7 @@ def test_on_a_gpu_the_triton_kernel_meets_vllm_over_both_caches(a_gpu, run_demo)
     options = demo.parse(["--kernel", "triton", "-tp", "2"])
     bf16, fp8 = runs.runs(options)
     assert [(run.spec.kv_cache_dtype, run.bound) for run in (bf16, fp8)] == [("auto", runs.SUM_ORDER), ("fp8", None)]
-    assert {(run.spec.device, run.spec.kernel, run.base.enabled) for run in (bf16, fp8)} == {("gpu", "triton", False)}
+    assert {(run.spec.device, run.spec.kernel, run.base.side) for run in (bf16, fp8)} == {("gpu", "triton", "control")}
     status, _, text = run_demo(result(), result(), kernel="triton")
     assert status == 0
     assert "device: A Card" in text

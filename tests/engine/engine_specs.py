@@ -112,7 +112,7 @@ _ray = replace(
 
 def _off(spec: EngineSpec) -> EngineSpec:
     graphs = spec.graphs if spec.graphs == "full" else None
-    return replace(spec, enabled=False, vllm_pass=False, graphs=graphs, compile_cache=False)
+    return replace(spec, side="control", vllm_pass=False, graphs=graphs, compile_cache=False)
 
 
 def _broken(spec: EngineSpec, mutation: str) -> EngineSpec:

@@ -30,7 +30,7 @@ def shared(tmp_path_factory):
 def test_model_engages_or_gives_the_reason_and_keeps_the_tokens_of_vllm(name, shared):
     row = ROWS[name]
     spec = spec_of(row)
-    off = replace(spec, enabled=False, compilation=UNCUT if row.not_mla else {})
+    off = replace(spec, side="control", compilation=UNCUT if row.not_mla else {})
     if row.vllm_fails:
         with pytest.raises(engine.EngineFailedError):
             engine.run(off, inductor=shared)

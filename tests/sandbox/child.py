@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from vllm_aiter_mla.commands.compat.engine import RANDOM_FORMAT, generate
 # 16 requests of 512 tokens in 4 layers take 38 MB of bf16 rows.
 GPU_KV_BYTES = 256 << 20
 STARTED = time.perf_counter()
+STEPS: list[float] = []  # seconds of each engine step
 
 
 def main(spec_path: str, out_path: str) -> None:
@@ -53,6 +55,15 @@ def run_all(spec: EngineSpec, llm: Any) -> dict[str, Any]:
     """The spec's scenarios, one after the other."""
     from tests.sandbox.scenarios import SCENARIOS
 
+    step = llm.llm_engine.step
+
+    def timed() -> Any:
+        began = time.perf_counter()
+        outputs = step()
+        STEPS.append(time.perf_counter() - began)
+        return outputs
+
+    llm.llm_engine.step = timed
     outcome = {}
     for name in spec.scenarios:
         print(f"sandbox: scenario {name}", flush=True)
@@ -146,9 +157,9 @@ def connector(spec: EngineSpec, folder: Path) -> dict[str, Any]:
 
 
 def compilation(spec: EngineSpec) -> dict[str, Any]:
-    """The ``compilation_config``: flag off is vLLM in the same ranges and partitioning, so that runs compare."""
+    """The ``compilation_config``; the control's is what the gate would add."""
     config: dict[str, Any] = {"pass_config": {"fuse_rope_kvcache_cat_mla": spec.vllm_pass}}
-    if not spec.enabled:
+    if spec.side == "control":
         config |= {
             "use_inductor_graph_partition": True,
             "compile_ranges_endpoints": [spec.max_num_seqs * (1 + spec.drafts)],
@@ -158,7 +169,7 @@ def compilation(spec: EngineSpec) -> dict[str, Any]:
 
 def additional(spec: EngineSpec) -> dict[str, Any]:
     """The ``additional_config``; empty where the flag is off."""
-    if not spec.enabled:
+    if spec.side != "plugin":
         return {}
     debug = {"rounding": spec.rounding}
     return {"aiter_mla": {"enabled": True, "kernel": spec.kernel, "debug": debug} | spec.additional}
@@ -172,14 +183,20 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
     from tests.sandbox import cuda_graphs, knobs
 
     config = llm.llm_engine.vllm_config
+    from vllm_aiter_mla.compat.config import added_options, gates_options
+
     return EngineResult(
         scenarios=outcome,
         status=status_records(),
         ranges=[(r.start, r.end) for r in config.compilation_config.get_compile_ranges()],
         graphs=dict(knobs.GRAPHS),
-        code=dict(knobs.CODE),
+        code={name: "\n".join(pieces) for name, pieces in knobs.CODE.items()},
+        compilations=sum(map(len, knobs.CODE.values())),
+        step_us=1e6 * statistics.median(STEPS),
         branches=dict(knobs.BRANCHES),
         counters=counters(llm) if spec.llm.get("disable_log_stats") is False else {},
+        compiled=gates_options(config.compilation_config),
+        added=added_options(config),
         pieces=max(cuda_graphs.PIECES, default=0),
         replays=dict(cuda_graphs.REPLAYS),
         log=[],

@@ -1,9 +1,10 @@
-"""Serve a small random DeepSeek-V2 with vLLM, fast path off and on, and compare: on this CPU, or on a GPU.
+"""Serve a small random DeepSeek-V2 with vLLM on three sides, and compare them: on this CPU, or on a GPU.
 
-Prints which layers engaged, what is left of each layer's graph, and per scenario whether the tokens are equal and how
-far the log-probabilities are apart. It starts four engines, flag off and on over a bf16 and an fp8 cache, two at a
-time; --full starts five, which do more. Exit status: 0 when every bound holds, 1 when one is missed, 2 for a wrong
-option. Results on a CPU say nothing about a GPU.
+"today" is vLLM with the flag off, "control" is today with the options that the flag's gate adds, "plugin" has the flag
+on. Prints which layers engaged, what is left of each layer's graph, and per scenario how many tokens are equal and how
+far the log-probabilities are apart, plugin against control and control against today. It starts six engines, three over
+a bf16 cache and three over an fp8 one, two at a time; --full starts seven, which do more. Exit status: 0 when every
+bound holds, 1 when one is missed, 2 for a wrong option. Results on a CPU say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tests.sandbox.runs import Options, Run, describe, runs, why_no_gpu
 from tests.sandbox.spec import EngineResult, EngineSpec
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import INTEGRATIONS
+from vllm_aiter_mla.commands.check.engine import mixed_up
 
 SIMULATED = "simulated-aiter"
 
@@ -71,25 +73,31 @@ def parse(arguments: Sequence[str]) -> Options:
 
 @dataclass(slots=True)
 class Outcome:
-    """One run and what it is compared with."""
+    """One run and what it is compared with: the control, which is compared with the engine of today."""
 
     run: Run
+    today: EngineResult
     base: EngineResult
     result: EngineResult
     figures: dict[str, Figures]
+    vllms: dict[str, Figures]  # control against today
 
     @property
     def ok(self) -> bool:
-        """Every layer engaged where the flag is on, and every bound holds."""
-        return self.layers_ok and all(self.scenario_ok(name) for name in self.figures)
+        """Every layer engaged, each side is what it is called, and every bound holds."""
+        return self.layers_ok and not self.mixed_up and all(self.scenario_ok(name) for name in self.figures)
+
+    @property
+    def mixed_up(self) -> str:
+        """How the sides are not what they are called, or ""."""
+        sides = {"today": self.today, "control": self.base, "plugin": self.result}
+        return mixed_up(self.result.added, {side: result.compiled for side, result in sides.items()})
 
     @property
     def layers_ok(self) -> bool:
         """Every MLA layer of every rank engaged."""
         records = self.result.status
-        return not self.run.spec.enabled or (
-            bool(records) and all(len(r["engaged"]) == r["total"] > 0 for r in records)
-        )
+        return bool(records) and all(len(r["engaged"]) == r["total"] > 0 for r in records)
 
     def scenario_ok(self, name: str) -> bool:
         """Whether a scenario holds the run's bound; True for a run without one."""
@@ -99,7 +107,7 @@ class Outcome:
         """Computing calls per layer in the decode limit's graph, of vLLM and fused; None where no graph was kept."""
         start, end = self.result.ranges[0]
         graphs = [found.graphs.get(f"{start}-{end}") for found in (self.base, self.result)]
-        if not self.run.spec.enabled or None in graphs:
+        if None in graphs:
             return None
         layers = max(self.result.status[0]["total"], 1)
         return op_count(graphs[0] or "") / layers, op_count(graphs[1] or "") / layers
@@ -116,7 +124,8 @@ class Outcome:
             "gated": self.run.bound is not None,
             "bound": None if self.run.bound is None else str(self.run.bound),
             "device": self.result.versions["device"],
-            "flag": self.run.spec.enabled,
+            "added": self.result.added,
+            "mixed_up": self.mixed_up,
             "tensor_parallel_size": self.run.spec.tensor_parallel_size,
             "decode_limit": first["decode_limit"],
             "ranges": [list(r) for r in self.result.ranges],
@@ -124,7 +133,8 @@ class Outcome:
             "kernels": sorted({kernel for record in records for kernel in record["engaged"].values()}),
             "ops_per_layer": self.ops_per_layer(),
             "scenarios": {name: figures.as_dict() for name, figures in self.figures.items()},
-            "seconds": {"off": self.base.seconds, "on": self.result.seconds},
+            "control against today": {name: figures.as_dict() for name, figures in self.vllms.items()},
+            "seconds": {"today": self.today.seconds, "control": self.base.seconds, "plugin": self.result.seconds},
             "ok": self.ok,
         }
 
@@ -141,8 +151,10 @@ def main(options: Options, console: Console | None = None) -> int:
     console.print(_layer_table(outcomes))
     console.print(_scenario_table(outcomes))
     for outcome in outcomes:
+        if outcome.mixed_up:
+            console.print(f"{outcome.run.name}: {outcome.mixed_up}", style="red", highlight=False)
         for line in outcome.result.log:
-            if "engaged" in line:
+            if "engaged" in line or "besides the kernels" in line:
                 console.print(f"{outcome.run.name}: {line[line.index('aiter-mla:') :]}", highlight=False)
     console.print(f"demo: {'every bound holds' if ok else 'A BOUND IS MISSED'}", style="green" if ok else "red")
     record = {"runs": [outcome.as_dict() for outcome in outcomes], "ok": ok, "versions": outcomes[0].result.versions}
@@ -163,20 +175,23 @@ def _console() -> Console:
 
 def _run(plan: list[Run], console: Console) -> list[Outcome]:
     """Run every distinct engine once, two at a time where one takes one core, and compare it with its baseline."""
-    wanted = list({str(spec): spec for run in plan for spec in (run.base, run.spec)}.values())
+    wanted = list({str(spec): spec for run in plan for spec in (run.today, run.base, run.spec)}.values())
     one_by_one = any(spec.device == "gpu" or spec.tensor_parallel_size > 1 for spec in wanted)
     with tempfile.TemporaryDirectory(prefix="aiter-mla-") as inductor, ThreadPoolExecutor(2 - one_by_one) as pool:
 
-        def result(spec: EngineSpec) -> EngineResult:
+        def start(spec: EngineSpec) -> EngineResult:
             label = f"demo: engine {wanted.index(spec) + 1}/{len(wanted)} ({describe(spec)})"
             console.print(f"{label} starts", highlight=False)
             found = engine.run(spec, inductor=Path(inductor))
             console.print(f"{label} is done after {found.seconds:.0f} s", highlight=False)
             return found
 
-        results = list(pool.map(result, wanted))
-    pairs = [(run, results[wanted.index(run.base)], results[wanted.index(run.spec)]) for run in plan]
-    return [Outcome(run, base, found, compare(base, found)) for run, base, found in pairs]
+        results = list(pool.map(start, wanted))
+    found = []
+    for run in plan:
+        today, base, result = (results[wanted.index(spec)] for spec in (run.today, run.base, run.spec))
+        found.append(Outcome(run, today, base, result, compare(base, result), compare(today, base)))
+    return found
 
 
 def _layer_table(outcomes: list[Outcome]) -> Table:
@@ -192,7 +207,7 @@ def _layer_table(outcomes: list[Outcome]) -> Table:
             record["numerics"],
             str(record["decode_limit"] or "-"),
             " ".join(f"{start}-{end}" for start, end in record["ranges"]),
-            f"{layers['engaged']}/{layers['total']}" if record["flag"] else "flag off",
+            f"{layers['engaged']}/{layers['total']}",
             "; ".join(sorted({f"{code}: {reason}" for code, reason in layers["skipped"].values()})) or "none",
             "-" if ops is None else f"{ops[0]:.1f} -> {ops[1]:.1f}",
         )
@@ -200,10 +215,11 @@ def _layer_table(outcomes: list[Outcome]) -> Table:
 
 
 def _scenario_table(outcomes: list[Outcome]) -> Table:
-    """Tokens and log-probabilities against unmodified vLLM, per run and scenario."""
+    """Tokens and log-probabilities, per run and scenario: plugin against control, then control against today."""
     bounds = "; ".join(f"{o.run.name}: {o.run.bound}" for o in outcomes if o.run.bound is not None)
-    table = Table(title="Flag on against flag off, greedy", caption=bounds)
-    for heading in ("run", "scenario", "tokens", "equal", "top-1", "max |dlogprob|", "mean", "outcome"):
+    table = Table(title="Plugin against control, and control against today (greedy)", caption=bounds)
+    headings = ("run", "scenario", "tokens", "equal", "top-1", "max |dlogprob|", "mean", "outcome")
+    for heading in (*headings[:-1], "today: equal", "today: max |dlogprob|", headings[-1]):
         table.add_column(heading, justify="left" if heading in ("run", "scenario", "outcome") else "right")
     for outcome in outcomes:
         for name, found in outcome.figures.items():
@@ -215,6 +231,8 @@ def _scenario_table(outcomes: list[Outcome]) -> Table:
                 f"{found.top1_agreement:.1%}",
                 f"{found.max_abs_dlogprob:.2g}",
                 f"{found.mean_abs_dlogprob:.2g}",
+                str(outcome.vllms[name].tokens_equal),
+                f"{outcome.vllms[name].max_abs_dlogprob:.2g}",
                 "reported" if outcome.run.bound is None else "ok" if outcome.scenario_ok(name) else "MISSED",
             )
     return table
@@ -224,5 +242,5 @@ def _keep(folder: Path, outcomes: list[Outcome], record: dict[str, Any]) -> None
     folder.mkdir(parents=True, exist_ok=True)
     files.write(folder / "demo.json", record | files.stamp("demo"))
     for number, outcome in enumerate(outcomes):
-        for state, result in (("off", outcome.base), ("on", outcome.result)):
+        for state, result in (("today", outcome.today), ("control", outcome.base), ("plugin", outcome.result)):
             files.write(folder / f"run{number}-{state}.json", asdict(result) | files.stamp("engine"))

@@ -12,7 +12,7 @@ from tests.sandbox import card, cuda_graphs, platform
 from tests.sandbox.spec import EngineSpec
 
 GRAPHS: dict[str, str] = {}
-CODE: dict[str, str] = {}
+CODE: dict[str, list[str]] = {}
 BRANCHES: Counter[str] = Counter()
 
 
@@ -134,7 +134,7 @@ def dump_graphs() -> None:
 
     def keep(code: str) -> None:
         if inductor_pass._pass_context is not None:  # else a small graph of the sampler's
-            CODE[compile_range()] = code
+            CODE.setdefault(compile_range(), []).append(code)
 
     GraphLowering.save_output_code = staticmethod(keep)
     pass_manager.PostGradPassManager.__call__ = call

@@ -34,7 +34,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What must hold between a run and its baseline, in every scenario.
+    """What must hold between a run and its control, in every scenario.
 
     Attributes:
         top1: least share of positions, among those with the same context in both runs, whose token is the same.
@@ -64,12 +64,12 @@ SUM_ORDER = Bound(check.TOP1, check.MAX_DLOGPROB)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run and the baseline it is held against.
+    """One run, the control it is held against, and the engine of today that the control is compared with.
 
     Attributes:
         name: for the table.
         spec: the run.
-        base: its baseline.
+        base: its control.
         numerics: "activation dtype", "two-rounding" or "aiter".
         bound: what must hold; None where the figures are only reported.
     """
@@ -79,6 +79,11 @@ class Run:
     base: EngineSpec
     numerics: str
     bound: Bound | None
+
+    @property
+    def today(self) -> EngineSpec:
+        """The engine without what the gate adds."""
+        return replace(self.base, side="today", dump_graphs=False)
 
 
 def runs(options: Options) -> list[Run]:
@@ -100,14 +105,14 @@ def runs(options: Options) -> list[Run]:
         fake_arch=fake,
         dump_graphs=tp == 1,
     )
-    found = [Run("bf16 KV", bf16, _off(bf16), "activation dtype", EXACT)]
+    found = [Run("bf16 KV", bf16, _control(bf16), "activation dtype", EXACT)]
     scenarios = FP8_SCENARIOS if options.full else SHORT_SCENARIOS
     fp8 = replace(bf16, scenarios=scenarios, max_num_batched_tokens=512, kv_cache_dtype="fp8")
-    off = _off(fp8)
+    control = _control(fp8)
     if not fake:
-        found.append(Run("fp8 KV, two-rounding", fp8, off, "two-rounding", EXACT))
+        found.append(Run("fp8 KV, two-rounding", fp8, control, "two-rounding", EXACT))
     if fake or options.full:
-        found.append(Run("fp8 KV, AITER's numerics", replace(fp8, rounding="single"), off, "aiter", None))
+        found.append(Run("fp8 KV, AITER's numerics", replace(fp8, rounding="single"), control, "aiter", None))
     return found
 
 
@@ -133,15 +138,15 @@ def _over_aiters_class(options: Options) -> list[Run]:
     # Scales are only put into layers of this process; the draft's graph would hide the model's.
     scales = (0.5, 0.7) if options.tensor_parallel_size == 1 else None
     fp8 = spec(8, kv_cache_dtype="fp8", drafts=2, scenarios=scenarios, scales=scales, dump_graphs=False)
-    off, two = _off(fp8), replace(fp8, kernel="reference")
+    control, two = _control(fp8), replace(fp8, kernel="reference")
     found = [
-        Run("bf16 KV, 16 heads", bf16, _off(bf16), "activation dtype", EXACT),
-        Run("fp8 KV, 8 heads, 2 drafts, two-rounding", two, off, "two-rounding", EXACT),
+        Run("bf16 KV, 16 heads", bf16, _control(bf16), "activation dtype", EXACT),
+        Run("fp8 KV, 8 heads, 2 drafts, two-rounding", two, control, "two-rounding", EXACT),
     ]
     if options.full:
-        found.append(Run("fp8 KV, 8 heads, 2 drafts", replace(fp8, rounding="single"), off, "aiter", None))
+        found.append(Run("fp8 KV, 8 heads, 2 drafts", replace(fp8, rounding="single"), control, "aiter", None))
         many = spec(128)
-        found.append(Run("bf16 KV, 128 heads", many, _off(many), "activation dtype", EXACT))
+        found.append(Run("bf16 KV, 128 heads", many, _control(many), "activation dtype", EXACT))
     return found
 
 
@@ -158,8 +163,8 @@ def _on_gpu(options: Options) -> list[Run]:
     )
     fp8 = replace(bf16, kv_cache_dtype="fp8")
     return [
-        Run("bf16 KV", bf16, _off(bf16), "aiter", SUM_ORDER),
-        Run("fp8 KV", fp8, _off(fp8), "aiter", None),
+        Run("bf16 KV", bf16, _control(bf16), "aiter", SUM_ORDER),
+        Run("fp8 KV", fp8, _control(fp8), "aiter", None),
     ]
 
 
@@ -167,22 +172,23 @@ def _eager(run: Run) -> Run:
     """The run without a compiled graph, and without YaRN, whose rotation vLLM's eager mode rounds three times."""
 
     def eager(spec: EngineSpec) -> EngineSpec:
-        additional = spec.additional | ({"integration": "module"} if spec.enabled else {})
+        additional = spec.additional | ({"integration": "module"} if spec.side == "plugin" else {})
         model, llm = spec.model | {"yarn": False}, spec.llm | {"enforce_eager": True}
         return replace(spec, model=model, llm=llm, additional=additional, dump_graphs=False)
 
-    return replace(run, spec=eager(run.spec), base=eager(run.base))
+    # The gate adds nothing to an engine without a graph, so its control is the engine of today.
+    return replace(run, spec=eager(run.spec), base=replace(eager(run.base), side="today"))
 
 
-def _off(spec: EngineSpec) -> EngineSpec:
-    return replace(spec, enabled=False, rounding="two", kernel="auto")
+def _control(spec: EngineSpec) -> EngineSpec:
+    return replace(spec, side="control", rounding="two", kernel="auto")
 
 
 def describe(spec: EngineSpec) -> str:
     """A run in a few words."""
     cache = "fp8 KV" if spec.kv_cache_dtype.startswith("fp8") else "bf16 KV"
-    if not spec.enabled:
-        return f"{cache}, off"
+    if spec.side != "plugin":
+        return f"{cache}, {spec.side}"
     if spec.kernel == "triton":
         return f"{cache}, on, Triton"
     return f"{cache}, on, {'AITER rounding' if spec.rounding == 'single' else 'two-rounding'}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_aiter_mla.commands.check.engine import Side
 from vllm_aiter_mla.commands.compat.engine import Step
 
 LIMIT_REQUESTS = 16
@@ -17,7 +18,8 @@ class EngineSpec:
     """One engine start in its own process.
 
     Attributes:
-        enabled: the plugin's flag.
+        side: "plugin" with the flag on; "control" with it off and the options that the gate would add; "today" with it
+            off and nothing added.
         scenarios: names from ``scenarios.SCENARIOS``, run one after the other.
         kv_cache_dtype: as vLLM spells it.
         rounding: of the reference kernel: "single" is AITER's, "two" is vLLM's own.
@@ -55,7 +57,7 @@ class EngineSpec:
         plugin: load the plugin at all.
     """
 
-    enabled: bool = True
+    side: Side = "plugin"
     scenarios: tuple[str, ...] = ("concurrent",)
     kv_cache_dtype: str = "auto"
     rounding: str = "two"
@@ -100,10 +102,14 @@ class EngineResult:
         status: one record per rank (see ``status.record_of``); empty with the flag off.
         ranges: vLLM's compile ranges as [start, end].
         graphs: post-grad FX graph text by "start-end", where asked for.
+        compiled: the options that the gate may change, as the engine had them.
+        added: those of them that the gate changed.
         log: the plugin's own log lines.
         versions: of Python, torch and vLLM.
         seconds: from process start to the last token.
-        code: what Inductor made of ``graphs``.
+        code: what Inductor made of ``graphs``, all pieces of a range in one text.
+        compilations: graphs that Inductor compiled, counted where graphs are asked for.
+        step_us: median time of an engine step in microseconds; of so small a model, most of it is Python.
         branches: how often the one op prepared decode rows, and how often it rotated in place, by the body's name; of
             this process.
         counters: vLLM's own, by the name of the metric; where ``llm`` sets ``disable_log_stats`` to False.
@@ -115,10 +121,14 @@ class EngineResult:
     status: list[dict[str, Any]]
     ranges: list[tuple[int, int]]
     graphs: dict[str, str]
+    compiled: dict[str, Any]
+    added: dict[str, Any]
     log: list[str]
     versions: dict[str, str]
     seconds: float
     code: dict[str, str] = field(default_factory=dict)
+    compilations: int = 0
+    step_us: float = 0.0
     branches: dict[str, int] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     pieces: int = 0

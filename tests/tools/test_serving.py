@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.tools import fake_vllm
 from tools import serving
-from tools.serving import OFF, ON
 
 HERE = Path(__file__).parent
 TOOL = HERE.parents[1] / "tools" / "serving.py"
@@ -54,47 +54,52 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commands: Path) -> It
     signal.signal(signal.SIGINT, before)
 
 
-def test_the_page_holds_both_sides_their_ratio_and_what_ran(fakes: SimpleNamespace) -> None:
-    variable = "VLLM_ROCM_USE_AITER_FP8BMM=0"
-    assert fakes.run("speed", "--servers", "per-run", "--on-env", variable, "--", "-tp", "8") == 0
-    assert {call["server"]: call["fp8bmm"] for call in fakes.calls("server")} == {"off": None, "on": "0"}
+def test_three_sides_the_page_holds_each_side_both_ratios_and_what_ran(fakes: SimpleNamespace) -> None:
+    assert fakes.run("speed", "--servers", "per-run", "--", "-tp", "8") == 0
     page = fakes.out.read_text()
-    row = "| 1024 | 0 | 256 | 50 | 100.00 ± 5.77 | 100.00 ± 6.66 | 1.000 ± 0.088 | not distinguishable "
-    assert row + "| 10.00 ± 0.10 | 8.00 ± 0.20 | 1.250 ± 0.034 | on faster |" in page
-    for part in (
-        "Flag on: 4/4 MLA layers engaged",
-        "fake card",
-        f"    {variable} vllm serve MODEL",
-        "-tp 8",
-        "per-run",
-    ):
+    row = "| 1024 | 0 | 256 | 50 | 100.00 ± 5.77 | 100.00 ± 5.77 | 100.00 ± 6.66 | 1.000 ± 0.088 | not distinguishable "
+    row += "| 1.000 ± 0.082 | not distinguishable | 12.00 ± 0.06 | 10.00 ± 0.10 | 8.00 ± 0.20 "
+    assert row + "| 1.250 ± 0.034 | plugin faster | 1.200 ± 0.013 | control faster |" in page
+    served = f"vllm serve MODEL -tp 8 {fake_vllm.ADDED[0]} '{fake_vllm.ADDED[1]}'"
+    for part in ("Plugin: 4/4 MLA layers engaged", "fake card", "    vllm serve MODEL -tp 8\n", served, "per-run"):
         assert part in page
     record = json.loads(fakes.record.read_text())
     assert record["status"].startswith("4/4 MLA layers engaged")
-    assert record["results"]["on"]["2"][0]["mean_tpot_ms"] == 8.3464
+    assert record["added"] == list(fake_vllm.ADDED)
+    assert record["results"]["plugin"]["2"][0]["mean_tpot_ms"] == 8.3464
     assert record["rows"][0]["point"] == {"input": 1024, "prefix": 0, "output": 256, "rate": 50.0}
 
 
 def test_sides_alternate_and_get_the_same_seeds_with_other_ones_per_run(fakes: SimpleNamespace) -> None:
     assert fakes.run("speed", "--servers", "per-run", "--rates", "1,50") == 0
-    assert [call["server"] for call in fakes.calls("server")] == ["on", "off", "off", "on", "on", "off"]
+    forth, back = ["plugin", "control", "today"], ["today", "control", "plugin"]
+    assert [call["server"] for call in fakes.calls("server")] == [*forth, *back, *forth]
     seeds = {
         side: [(one["run"], one["bench"]["--seed"]) for one in fakes.calls("bench") if one["side"] == side]
-        for side in (OFF, ON)
+        for side in forth
     }
-    assert seeds[OFF] == seeds[ON]
-    assert len({seed for _, seed in seeds[ON]}) == 6
+    assert seeds["today"] == seeds["control"] == seeds["plugin"]
+    assert len({seed for _, seed in seeds["plugin"]}) == 6
+
+
+def test_three_sides_without_additions_the_control_is_todays_server(fakes: SimpleNamespace) -> None:
+    fakes.how("FAKE_SERVER", "adds-nothing")
+    assert fakes.run("speed") == 0
+    assert [call["server"] for call in fakes.calls("server")] == ["plugin", "today"]
+    results = json.loads(fakes.record.read_text())["results"]
+    assert results["control"] == results["today"]
 
 
 @pytest.mark.parametrize(
     ("how", "said", "started"),
     [
-        ("dies", "fp8_bmm: the absorb weight is fp8", ["on"]),
-        ("silent", "flag on: 0 lines about engaged layers", ["on"]),
-        ("off-is-on", "flag off: 1 lines about engaged layers", ["on", "off"]),
+        ("dies", "fp8_bmm: the absorb weight is fp8", ["plugin"]),
+        ("silent", "plugin: 0 lines about engaged layers", ["plugin"]),
+        ("all-engage", "control: 1 lines about engaged layers", ["plugin", "control"]),
+        ("today-is-partitioned", "today: compiled with graph partition", ["plugin", "control", "today"]),
     ],
 )
-def test_sides_that_are_not_what_they_are_called_give_no_page(
+def test_three_sides_that_are_not_what_they_are_called_give_no_page(
     fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str], how: str, said: str, started: list[str]
 ) -> None:
     fakes.how("FAKE_SERVER", how)
@@ -105,14 +110,15 @@ def test_sides_that_are_not_what_they_are_called_give_no_page(
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("failed", "on, run 2: {'failed': 3"), ("short", "'total_output_tokens': 51199"), ("no-tpot", "")]
+    ("how", "said"),
+    [("failed", "plugin, run 2: {'failed': 3"), ("short", "'total_output_tokens': 51199"), ("no-tpot", "")],
 )
 def test_a_missing_answer_invalidates_its_row(fakes: SimpleNamespace, how: str, said: str) -> None:
     fakes.how("FAKE_CLIENT", how)
     assert fakes.run("speed") == 1
     assert said in json.loads(fakes.record.read_text())["rows"][0]["invalid"]
     assert "**invalid**" in fakes.out.read_text()
-    assert "on faster" not in fakes.out.read_text()
+    assert "plugin faster" not in fakes.out.read_text()
 
 
 def test_an_interruption_lets_the_sweep_end_its_server(fakes: SimpleNamespace) -> None:
@@ -130,11 +136,13 @@ def test_answers_are_paired_question_by_question(fakes: SimpleNamespace) -> None
     fakes.how("FAKE_CLIENT", "better")
     assert fakes.run("accuracy", "--limit", "10") == 0
     page = fakes.out.read_text()
-    assert "| 1 | strict-match | 0.5000 ± 0.1667 | 1.0000 ± 0.0000 | 0 | 5 |" in page
-    assert "| strict-match | 0.5000 ± 0.1667 | on higher |" in page
-    assert "Texts: 15 of 30 answers differ" in page
+    assert "| 1 | strict-match | 0.5000 ± 0.1667 | 0.5000 ± 0.1667 | 1.0000 ± 0.0000 |" in page
+    assert "| strict-match | 0.5000 ± 0.1667 | plugin higher | 0 | 15 |" in page
+    assert "| strict-match | 0.0000 ± 0.0000 | not distinguishable | 0 | 0 |" in page
+    assert "Texts: 15 of 30 answers differ between plugin and control." in page
+    assert "Texts: 0 of 30 answers differ between control and today." in page
     assert "**partial**: the first 10 questions" in page
-    figures = json.loads(fakes.record.read_text())["answers"]["on"]["0"]["figures"]
+    figures = json.loads(fakes.record.read_text())["answers"]["plugin"]["0"]["figures"]
     assert figures["flexible-extract"] == {"value": 1.0, "stderr": 0.0}
 
 
@@ -147,7 +155,7 @@ def test_sides_that_were_asked_other_prompts_give_no_page(fakes: SimpleNamespace
 def test_hostile_text_reaches_the_page_as_text(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = "x|y`z` <script>alert(1)</script> [a](javascript:b) \x1b[2J\nnext"
     monkeypatch.setattr(serving, "about", lambda: {"card": hostile})
-    assert fakes.run("speed", "--on-env", "A=1\n# heading", "--", "--revision", hostile) == 0
+    assert fakes.run("speed", "--", "--revision", hostile, "--tag=1\n# heading") == 0
     shown = fakes.out.read_text()
     assert "\x1b" not in shown
     assert "# heading" not in shown.splitlines()
@@ -160,7 +168,7 @@ def test_hostile_text_reaches_the_page_as_text(fakes: SimpleNamespace, monkeypat
     "argv",
     [
         ["speed"], ["quickly", "M"], ["speed", "M", "--runs", "2"], ["speed", "M", "--start-timeout", "0"],
-        ["speed", "M", "--out", "no/such/folder/x.md"], ["speed", "M", "--json", "."], ["speed", "M", "--on-env", "X"],
+        ["speed", "M", "--out", "no/such/folder/x.md"], ["speed", "M", "--json", "."], ["speed", "M", "--runs", "x"],
         ["speed", "M", "--rates", "1,x"], ["speed", "M", "--rates", "1,inf"], ["speed", "M", "--rates", "0"],
         ["speed", "M", "--lengths", "1024/256"], ["speed", "M", "--lengths", "1024/0/1"],
         ["speed", "M", "--prompts", "0"], ["accuracy", "M", "--limit", "1"], ["accuracy", "M", "--max-gen-toks", "0"],
@@ -168,7 +176,6 @@ def test_hostile_text_reaches_the_page_as_text(fakes: SimpleNamespace, monkeypat
         ["speed", "M", "--", "--additional-config", "{}"], ["speed", "M", "--", "-cc={}"],
         ["speed", "M", "--", "--additional-config.aiter_mla.enabled=false"],
         ["speed", "M", "--", "-cc.pass_config.fuse_aiter_qk_rope_kvcache_mla=true"],
-        ["speed", "M", "--", "-cc.pass_config.fuse_rope_kvcache_cat_mla=false"],
     ],
 )  # fmt: skip
 def test_a_wrong_option_is_named_before_a_server_starts(
@@ -180,17 +187,10 @@ def test_a_wrong_option_is_named_before_a_server_starts(
     assert not fakes.calls("server")
 
 
-@pytest.mark.parametrize(("baseline", "fused"), [("vllm-fused", "true"), ("vllm", "false")])
-def test_the_baseline_is_the_same_on_both_sides(baseline: str, fused: str) -> None:
-    given = serving.read(["speed", "MODEL", "--baseline", baseline])
-    for side in (OFF, ON):
-        assert f"-cc.pass_config.{serving.VLLM_PASS}={fused}" in serving.server(given, side)
-
-
 @pytest.mark.mutation
-def test_mutation_a_flag_on_both_sides_is_caught(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_a_flag_on_every_side_is_caught(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     own = serving.server
-    monkeypatch.setattr(serving, "server", lambda given, side: own(given, ON))
+    monkeypatch.setattr(serving, "server", lambda given, side, added=(): own(given, "plugin"))
     assert fakes.run("speed") == 1
     assert not fakes.out.exists()
 

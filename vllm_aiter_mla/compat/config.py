@@ -5,7 +5,9 @@ The gate skips an engine whose vLLM differs from this file. docs/development.md:
 """
 
 import inspect
+import json
 import re
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
@@ -208,6 +210,37 @@ def replica(vllm_config: Any) -> int | None:
     parallel = getattr(vllm_config, "parallel_config", None)
     index = int(getattr(parallel, "data_parallel_index", 0))
     return index if index or int(getattr(parallel, "data_parallel_size", 1)) > 1 else None
+
+
+VLLMS_FUSION = "pass_config.fuse_rope_kvcache_cat_mla"
+"""vLLM's own fusion of RoPE and the KV write, as ``-cc.NAME`` spells it."""
+
+
+def gates_options(compilation: Any) -> dict[str, Any]:
+    """Return the options of a ``CompilationConfig`` that the gate may change, by the NAME of ``-cc.NAME``."""
+    return {
+        "use_inductor_graph_partition": bool(compilation.use_inductor_graph_partition),
+        "compile_ranges_endpoints": list(compilation.compile_ranges_endpoints or ()),
+        VLLMS_FUSION: bool(getattr(compilation.pass_config, VLLMS_FUSION.rpartition(".")[2], False)),
+    }
+
+
+def set_options(compilation: Any, options: Mapping[str, Any]) -> None:
+    """Set options that ``gates_options`` names."""
+    for name, value in options.items():
+        path, _, field = name.rpartition(".")
+        setattr(getattr(compilation, path) if path else compilation, field, value)
+
+
+def added_options(vllm_config: Any) -> dict[str, Any]:
+    """Return what the gate changed of ``gates_options``; empty if it has not engaged."""
+    engaged = engaged_pass(vllm_config)
+    return {} if engaged is None else dict(engaged.added)
+
+
+def as_typed(options: Mapping[str, Any]) -> str:
+    """Return options of ``compilation_config`` as they are typed."""
+    return " ".join(f"-cc.{name}={json.dumps(value, separators=(',', ':'))}" for name, value in options.items())
 
 
 # -- the slot for a custom pass

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine with the flag off and on, over a small random model or a checkpoint, and the comparison of the two.
+"""vLLM's engine on three sides, over a small random model or a checkpoint, and the distances between them.
+
+``today`` has the user's options and the flag off. ``control`` is today plus the options that the gate adds when the
+flag is on: vLLM compiles the same graphs, and nothing of the plugin runs. ``plugin`` has the flag on.
 
 ``python -m vllm_aiter_mla.commands.check.engine REQUEST ANSWER`` runs one engine, in a process of its own.
 """
@@ -16,14 +19,18 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_aiter_mla import status
+from vllm_aiter_mla.compat.config import as_typed
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.compat.engine import Request, Step
 
+Side = Literal["today", "control", "plugin"]
+DISTANCES: tuple[tuple[Side, Side], ...] = (("plugin", "control"), ("control", "today"))
+"""What is compared with what: the first pair is the plugin's own doing, the second is vLLM's other way to compile."""
 TIMEOUT_S = 3600  # a first start of AITER compiles for minutes
 TOP1, MAX_DLOGPROB = 0.95, 0.5
 """What rounding explains: kernels that add up in another order give other tokens where two are nearly as likely.
@@ -117,28 +124,73 @@ def decode_against_prefill(answer: Mapping[str, Any]) -> float:
     return sum(found) / len(found) if found else math.inf
 
 
+def above_limit(limit: int, budget: int, longest: int) -> list[list[int]]:
+    """Return prompts that one step prefills together in more than ``limit`` tokens; none if ``budget`` has no room.
+
+    Args:
+        limit: the decode limit in tokens.
+        budget: tokens of a step at most.
+        longest: tokens of a prompt at most.
+    """
+    total = limit + 8
+    if total > budget:
+        return []
+    lengths = [longest] * (total // longest) + [total % longest] * bool(total % longest)
+    return [prompt for _, prompt, *_ in prompts(8, lengths, 1)]
+
+
+def apart(one: Sequence[Sequence[float]], two: Sequence[Sequence[float]]) -> float:
+    """Return the largest difference of a log-probability between two prefills of the same prompts."""
+    pairs = zip(one, two, strict=True)
+    return max((distance(a, b) for left, right in pairs for a, b in zip(left, right, strict=True)), default=0.0)
+
+
+def mixed_up(added: Mapping[str, Any], compiled: Mapping[Side, Mapping[str, Any]]) -> str:
+    """Return how the sides are not what their names say, or "": a comparison would then hide what the flag does.
+
+    Args:
+        added: the options that the gate changed, from the plugin's engine.
+        compiled: the options that the gate may change, as each engine had them.
+    """
+    on_today = [name for name, value in added.items() if compiled["today"][name] == value]
+    if on_today:
+        return f"with the flag off, vLLM compiled with {as_typed({name: added[name] for name in on_today})} as well"
+    unlike = [name for name, value in compiled["plugin"].items() if compiled["control"][name] != value]
+    if unlike:
+        return f"the control was compiled with another value of {', '.join(unlike)}"
+    return ""
+
+
 def run(
-    folder: Path, arguments: Sequence[str], enabled: bool, environment: Mapping[str, str], random_layers: int | None
-) -> Any:
+    folder: Path, arguments: Sequence[str], side: Side, environment: Mapping[str, str],
+    random_layers: int | None, limit: int | None = None, added: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
     """Run one engine in a process of its own.
 
     Args:
         folder: holds ``config.json``, and the checkpoint if it is to be loaded.
         arguments: of ``vllm serve``.
-        enabled: whether the plugin's flag is on.
+        side: which of the three engines; see the top of this file.
         environment: variables over this process's.
         random_layers: how many layers of random weights to draw; None loads the checkpoint.
+        limit: the decode limit in tokens, for a prefill above it; None leaves that out.
+        added: for the control, ``added`` of the plugin's answer.
 
     Returns:
-        ``scenarios`` {name: requests of steps}, ``prefill`` {name: requests of log-probabilities}, ``launches`` of a
-        decode step, 0 on a CPU, ``status`` records of the ranks.
+        ``scenarios`` {name: requests of steps}, ``prefill`` {name: requests of log-probabilities}, ``above`` the
+        log-probabilities of two prefills of ``above_limit``, ``launches`` of a decode step, 0 on a CPU, ``status``
+        records of the ranks, ``compiled`` the options that the gate may change as the engine had them, and ``added``
+        those that the gate did change.
 
     Raises:
         RuntimeError: the engine's process ended without an answer; the message holds its last lines.
     """
     with tempfile.TemporaryDirectory(prefix="aiter-mla-check-") as work:
         request, answer = Path(work) / "request.json", Path(work) / "answer.json"
-        asked = {"folder": str(folder), "arguments": arguments, "enabled": enabled, "random_layers": random_layers}
+        asked = {
+            "folder": str(folder), "arguments": arguments, "side": side, "random_layers": random_layers,
+            "limit": limit, "added": added or {},
+        }  # fmt: skip
         request.write_text(json.dumps(asked), encoding="utf-8")
         # A status file of another server must not be taken for this one's, and no graph of a broken run be kept.
         cache = Path(work) / "cache"
@@ -179,7 +231,8 @@ def main(request: str, answer: str) -> None:
     asked = json.loads(Path(request).read_text(encoding="utf-8"))
     rocm_config.load_plugins()
     parsed = serve_options([asked["folder"], *asked["arguments"]])
-    setattr(parsed.compilation_config.pass_config, FLAG_FIELD, asked["enabled"])
+    setattr(parsed.compilation_config.pass_config, FLAG_FIELD, asked["side"] == "plugin")
+    compat_config.set_options(parsed.compilation_config, asked["added"])
     own = dict((parsed.additional_config or {}).get(NAMESPACE, {}))
     own.pop("enabled", None)
     parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
@@ -191,9 +244,16 @@ def main(request: str, answer: str) -> None:
         pairs = zip(requests, scenarios[name], strict=True)
         texts = [prompt + [token for token, _ in steps] for (_, prompt, *_), steps in pairs]
         prefill[name] = compat_engine.prompt_logprobs(engine, texts)
+    budget, longest = engine.vllm_config.scheduler_config.max_num_batched_tokens, engine.model_config.max_model_len - 8
+    long = above_limit(asked["limit"], budget, longest) if asked["limit"] else []
+    above = [compat_engine.prompt_logprobs(engine, long) for _ in range(2)]
     launches = compat_engine.launches_of_a_step(engine, SCENARIOS["concurrent"])
     records = [json.loads(path.read_text()) for path in sorted(compat_config.cache_folder().glob("status-*.json"))]
-    found = {"scenarios": scenarios, "prefill": prefill, "launches": launches, "status": records}
+    found = {
+        "scenarios": scenarios, "prefill": prefill, "above": above, "launches": launches, "status": records,
+        "compiled": compat_config.gates_options(engine.vllm_config.compilation_config),
+        "added": compat_config.added_options(engine.vllm_config),
+    }  # fmt: skip
     Path(answer).write_text(json.dumps(found), encoding="utf-8")
 
 

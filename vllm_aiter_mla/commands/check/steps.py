@@ -14,6 +14,7 @@ from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.commands import doctor
 from vllm_aiter_mla.commands.check import engine as runs
 from vllm_aiter_mla.commands.plan import model as models
+from vllm_aiter_mla.compat.config import as_typed
 
 KNOWN_ISSUES = Path(__file__).parent / "known_issues.json"
 Status = Literal["passed", "failed", "warning", "skipped"]
@@ -45,8 +46,8 @@ class Context:
     # Variables under which vLLM's engine runs on a CPU; empty outside a checkout
     sandbox: Mapping[str, str] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)  # of the model, empty until it is made
-    # Of the engine with the flag off and on, as ``engine.run`` returns them
-    answers: dict[bool, Any] = field(default_factory=dict)
+    # Of the engines by side, as ``engine.run`` returns them
+    answers: dict[runs.Side, Any] = field(default_factory=dict)
 
 
 StepFunction = Callable[[Context], Outcome]
@@ -192,7 +193,10 @@ def has_gpu() -> bool:
 
 
 def engine(context: Context) -> Outcome:
-    """Run vLLM's engine with the flag off and on. It fails if tokens differ by more than rounding explains."""
+    """Run vLLM's engine on three sides: today, control and plugin; see ``check/engine.py``.
+
+    It fails if plugin and control are further apart than rounding explains, or apart at all above the decode limit.
+    """
     if not has_gpu() and not context.sandbox:
         return Outcome("skipped", NO_GPU)
     layers = None if context.checkpoint else context.plan["layers"]["total"]
@@ -201,62 +205,110 @@ def engine(context: Context) -> Outcome:
     variables = {name: value for name, (value, _) in context.variables.items()} | dict(context.sandbox)
     arguments = (*context.arguments, *(() if context.checkpoint else SMALL))
 
-    def answer(enabled: bool) -> Any:
-        return runs.run(folder, arguments, enabled, variables, random_layers)
+    def answer(side: runs.Side, added: Mapping[str, Any] | None = None) -> Any:
+        return runs.run(folder, arguments, side, variables, random_layers, context.plan["limit"], added)
 
-    # A GPU holds one engine at a time.
+    # A GPU holds one engine at a time. The plugin's engine says what the control gets besides the user's options.
     with context.source.folder() as folder, ThreadPoolExecutor(1 if has_gpu() else 2) as pool:
-        context.answers = dict(zip((False, True), pool.map(answer, (False, True)), strict=True))
-    off, on = context.answers[False], context.answers[True]
-    found = {name: runs.figures(off["scenarios"][name], on["scenarios"][name]) for name in off["scenarios"]}
-    lines = [
-        f"{name}: {one.tokens_equal} of {one.tokens} tokens equal, top-1 {one.top1_agreement:.1%}, "
-        f"max |dlogprob| {one.max_abs_dlogprob:.2g}"
-        for name, one in found.items()
-    ]
-    lines += [status.line(record) for record in on["status"]]
-    engaged = bool(on["status"]) and all(len(one["engaged"]) == one["total"] > 0 for one in on["status"])
-    apart = [name for name, one in found.items() if not runs.explained(one)]
-    data = {name: one.as_dict() for name, one in found.items()}
-    if not engaged:
-        return Outcome("failed", "not every MLA layer engaged", tuple(lines), data)
-    if apart:
-        return Outcome("failed", f"off and on are apart in {', '.join(apart)}", tuple(lines), data)
-    equal, tokens = (sum(getattr(one, name) for one in found.values()) for name in ("tokens_equal", "tokens"))
-    return Outcome("passed", f"{equal} of {tokens} tokens equal, every MLA layer engaged", tuple(lines), data)
+        plugin, today = pool.submit(answer, "plugin"), pool.submit(answer, "today")
+        added = plugin.result()["added"]
+        control = pool.submit(answer, "control", added) if added else today
+        context.answers = {"plugin": plugin.result(), "control": control.result(), "today": today.result()}
+    return judge(context.answers)
+
+
+def judge(answers: Mapping[runs.Side, Any]) -> Outcome:
+    """Compare the three sides. Only the plugin's distance from the control is judged; the control's is vLLM's own."""
+    distances = {
+        f"{one} against {other}": {
+            name: runs.figures(answers[other]["scenarios"][name], answers[one]["scenarios"][name])
+            for name in answers[other]["scenarios"]
+        }
+        for one, other in runs.DISTANCES
+    }
+    ours, vllms = distances.values()
+    records, added = answers["plugin"]["status"], answers["plugin"]["added"]
+    lines = [f"{name}: {pair}: {shown(found[name])}" for name in ours for pair, found in distances.items()]
+    lines += [f"besides the kernels the flag sets {as_typed(added)}"] if added else []
+    above, above_line = above_the_limit(answers)
+    lines += [above_line, *map(status.line, records)]
+    compared = {pair: {name: one.as_dict() for name, one in found.items()} for pair, found in distances.items()}
+    data = {"distances": compared, "above the limit": above, "added": added}
+    engaged = bool(records) and all(len(one["engaged"]) == one["total"] > 0 for one in records)
+    apart = [name for name, one in ours.items() if not runs.explained(one)]
+    wrong = (
+        runs.mixed_up(added, {side: answer["compiled"] for side, answer in answers.items()})
+        or ("" if engaged else "not every MLA layer engaged")
+        or (f"plugin and control are apart in {', '.join(apart)}" if apart else "")
+        or (above_line if above["plugin"] > above["repeated"] else "")
+    )
+    if wrong:
+        return Outcome("failed", wrong, tuple(lines), data)
+    counts = [[sum(getattr(one, of) for one in found.values()) for of in ("tokens_equal", "tokens")]
+              for found in (ours, vllms)]  # fmt: skip
+    (equal, tokens), (same, _) = counts
+    detail = f"plugin against control: {equal} of {tokens} tokens equal; control against today: {same} of {tokens}"
+    return Outcome("passed", f"{detail}; every MLA layer engaged", tuple(lines), data)
+
+
+def shown(found: runs.Figures) -> str:
+    """Return one scenario's figures in one line."""
+    return (
+        f"{found.tokens_equal} of {found.tokens} tokens equal, top-1 {found.top1_agreement:.1%}, "
+        f"max |dlogprob| {found.max_abs_dlogprob:.2g}"
+    )
+
+
+def above_the_limit(answers: Mapping[runs.Side, Any]) -> tuple[dict[str, float], str]:
+    """Return the largest differences of a prefill above the decode limit, and a line about them.
+
+    There the plugin changes no graph, so an engine that repeats itself exactly must give the control's bytes.
+    """
+    first = {side: answer["above"][0] for side, answer in answers.items()}
+    found = {f"{one}": runs.apart(first[one], first[other]) for one, other in runs.DISTANCES}
+    found["repeated"] = max(runs.apart(*answers[side]["above"]) for side in ("plugin", "control"))
+    count = sum(map(len, first["plugin"]))
+    if not count:
+        return found, "above the decode limit: no batch is so large"
+    same = "the same bytes" if found["plugin"] == 0 else f"max |dlogprob| {found['plugin']:.2g}"
+    return found, (
+        f"above the decode limit, {count} prompt tokens: plugin against control: {same} "
+        f"(repeated: {found['repeated']:.2g}); control against today: max |dlogprob| {found['control']:.2g}"
+    )
 
 
 def decode_against_prefill(context: Context) -> Outcome:
-    """Compare each generated token's log-probability with prefill of the same text, flag off and on.
+    """Compare each generated token's log-probability with prefill of the same text, on each side.
 
-    A decode kernel that is broken with the flag off too gives equal tokens on both sides; prefill runs another kernel.
+    A decode kernel that is broken with the flag off too gives equal tokens on all sides; prefill runs another kernel.
     """
     if not context.answers:
         return Outcome("skipped", "the engine did not run")
-    worst = {name: runs.decode_against_prefill(context.answers[on]) for name, on in (("off", False), ("on", True))}
-    detail = ", ".join(f"flag {name}: {value:.2g} on average" for name, value in worst.items())
-    wrong = [name for name, value in worst.items() if not value <= runs.DECODE_AGAINST_PREFILL]
+    worst = {side: runs.decode_against_prefill(answer) for side, answer in context.answers.items()}
+    detail = ", ".join(f"{side}: {value:.2g}" for side, value in worst.items()) + " on average"
+    wrong = [side for side, value in worst.items() if not value <= runs.DECODE_AGAINST_PREFILL]
     if not wrong:
         return Outcome("passed", detail, data=worst)
-    whose = "vLLM's own decode is wrong here" if "off" in wrong else "only the fast path differs"
+    whose = "only the fast path differs" if wrong == ["plugin"] else "vLLM's own decode is wrong here"
     return Outcome("failed", f"{detail}; {whose}", data=worst)
 
 
 def launches(context: Context) -> Outcome:
-    """Count the kernels of one decode step, flag off and on. It fails if fewer are saved than planned."""
-    counts = {name: context.answers[on]["launches"] for name, on in (("off", False), ("on", True)) if context.answers}
+    """Count the kernels of one decode step on each side. It fails if fewer are saved than planned."""
+    counts = {side: answer["launches"] for side, answer in context.answers.items()}
     if not has_gpu() or not counts:
         return Outcome("skipped", "the engine did not run" if has_gpu() else NO_GPU)
     if 0 in counts.values():
         return Outcome("failed", "torch's profiler saw no kernel", data=counts)
-    records = context.answers[True]["status"]
+    records = context.answers["plugin"]["status"]
     layers = max((len(record["engaged"]) for record in records), default=0) or 1
     ran = {kernel.partition("-")[0] for record in records for kernel in record["engaged"].values()}
     paths = next(iter(context.plan["figures"]["by_tokens"].values()))
     strongest = len(paths["unmodified vLLM, its fusions on"]["launches"])
     promised = min((strongest - len(paths[kernel]["launches"]) for kernel in ran if kernel in paths), default=0)
-    saved = (counts["off"] - counts["on"]) / layers
-    detail = f"flag off {counts['off']}, flag on {counts['on']}: {saved:.1f} fewer a layer, planned {promised}"
+    saved = (counts["control"] - counts["plugin"]) / layers
+    each = ", ".join(f"{side} {count}" for side, count in counts.items())
+    detail = f"{each}: {saved:.1f} fewer a layer than the control, planned {promised}"
     return Outcome("passed" if saved >= promised else "failed", detail, data=counts)
 
 

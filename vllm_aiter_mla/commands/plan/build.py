@@ -156,7 +156,7 @@ def _once(reasons: list[Skip]) -> list[Skip]:
 
 
 def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
-    """Return which integration would run, vLLM's compile ranges, and its captured sizes up to and above the limit.
+    """Return which integration would run, what the gate adds, vLLM's compile ranges, and its captured sizes up to and above the limit.
 
     The first ``inside`` ranges are those that the passes would rewrite. Each range is one more compile of the model.
     """
@@ -168,6 +168,7 @@ def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
     no_graph = "--enforce-eager" if view.enforce_eager else "CUDA graphs are off"
     return {
         "integration": engine["gate"]["integration"] if engine["gate"] else integration_of(view),
+        "added": engine["gate"]["added"] if engine["gate"] else {},
         "why_not_passes": None if cut is None else asdict(cut),
         "compile_ranges": {
             "ranges": ranges,

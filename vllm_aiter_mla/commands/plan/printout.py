@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_aiter_mla.commands.outputs import line
+from vllm_aiter_mla.compat.config import as_typed
 
 FEW = 6
 WEIGHTS = {
@@ -73,11 +74,15 @@ def _decode_limit(plan: dict[str, Any]) -> Iterator[str]:
     because = plan["why_not_passes"]
     why = f" (the passes cannot run: {because['code']})" if because and plan["integration"] == "module" else ""
     yield f"  integration          {plan['integration']}{why}"
+    for number, option in enumerate(as_typed(plan["added"]).split()):
+        yield f"  {'' if number else 'the flag also sets':<21}{option}"
+    if "use_inductor_graph_partition" in plan["added"]:
+        yield f"{'':<23}vLLM compiles every batch in another way: some tokens change, at any size"
     shown = [f"({a}, {b}){'*' if i < ranges['inside'] else ''}" for i, (a, b) in enumerate(ranges["ranges"])]
     told = f"{' '.join(shown)}{'  * rewritten' if ranges['inside'] else ''}" if shown else ranges["note"]
-    yield f"  compile ranges   {told}"
-    yield f"  captured inside  {_sizes(captures['inside']) or captures['note'] or 'none'}"
-    yield f"  captured above   {_sizes(captures['outside']) or 'none'}"
+    yield f"  compile ranges       {told}"
+    yield f"  captured inside      {_sizes(captures['inside']) or captures['note'] or 'none'}"
+    yield f"  captured above       {_sizes(captures['outside']) or 'none'}"
     largest = max((*captures["inside"], 0))
     if 0 < largest < plan["limit"]:
         yield f"  {largest + 1}..{plan['limit']} run without a graph;"

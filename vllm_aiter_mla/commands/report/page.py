@@ -246,12 +246,13 @@ def check(page: Page, name: str, data: dict[str, Any]) -> None:
     for what, reader in (("plan", plan), ("kernels", verify), ("timing", measure)):
         if steps[what]["data"]:
             reader(page, name, steps[what]["data"])
-    tokens = [(what, *one.values()) for what, one in (steps["engine"]["data"] or {}).items()]
-    heads = ("scenario", "tokens", "equal", "compared", "agreed", "max |dlogprob|", "mean", "top-1")
+    distances = (steps["engine"]["data"] or {"distances": {}})["distances"]
+    tokens = [(pair, what, *one.values()) for pair, found in distances.items() for what, one in found.items()]
+    heads = ("sides", "scenario", "tokens", "equal", "compared", "agreed", "max |dlogprob|", "mean", "top-1")
     if tokens:
-        page.add("Check", "Flag on against flag off, token by token", heads, tokens)
+        page.add("Check", "Plugin, control and today, token by token", heads, tokens)
     if steps["launches"]["data"]:
-        page.add("Launches", "Kernels of one decode step", ("flag", "kernels"), steps["launches"]["data"].items())
+        page.add("Launches", "Kernels of one decode step", ("side", "kernels"), steps["launches"]["data"].items())
 
 
 READERS: dict[str, Callable[[Page, str, dict[str, Any]], None]] = {

@@ -1,0 +1,63 @@
+"""Planted bugs, in every process of an engine: see the variable ``MUTATION`` of the sandbox's plugin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def decode_reads_another_channel() -> None:
+    """Each value of the result of decode attention comes from its neighbour's channel, on every side."""
+    from tests.sandbox.attention import SandboxMLAImpl
+
+    inner = SandboxMLAImpl.forward_mqa
+
+    def forward_mqa(*args: Any) -> Any:
+        attended, *rest = inner(*args)
+        return attended.roll(1, dims=-1), *rest
+
+    SandboxMLAImpl.forward_mqa = forward_mqa
+
+
+def the_gate_partitions_with_the_flag_off() -> None:
+    """The engine of today gets what only the flag may bring, so today and control are one and the same."""
+    from vllm_aiter_mla import gate
+    from vllm_aiter_mla.compat.config import settings_of
+
+    inner = gate.apply
+
+    def apply(vllm_config: Any) -> Any:
+        if not settings_of(vllm_config).enabled:
+            vllm_config.compilation_config.use_inductor_graph_partition = True
+        return inner(vllm_config)
+
+    gate.apply = apply
+
+
+def a_rounding_moves_above_the_limit() -> None:
+    """With the flag on, the first matrix of each graph above the decode limit grows by less than a step of bf16."""
+    from torch import fx
+
+    from vllm_aiter_mla.compat.inductor import get_pass_context
+    from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
+
+    inner = AiterMLAPipeline.__call__
+
+    def call(self: AiterMLAPipeline, graph: fx.Graph) -> None:
+        inner(self, graph)
+        if get_pass_context().compile_range.end <= self.limit:
+            return
+        first = next(node for node in graph.nodes if node.op == "call_function" and _is_a_matrix(node))
+        with graph.inserting_after(first):
+            import torch
+
+            grown = graph.call_function(torch.ops.aten.mul.Tensor, (first, 1 + 2**-8))
+        grown.meta["val"] = first.meta["val"]
+        first.replace_all_uses_with(grown, delete_user_cb=lambda user: user is not grown)
+
+    AiterMLAPipeline.__call__ = call  # type: ignore[method-assign]
+    AiterMLAPipeline.is_applicable_for_range = lambda self, compile_range: True  # type: ignore[method-assign]
+
+
+def _is_a_matrix(node: Any) -> bool:
+    value = node.meta.get("val")
+    return getattr(value, "ndim", 0) == 2 and value.is_floating_point()
