@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-import torch
-
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb
@@ -14,6 +12,7 @@ from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.reference import AITER, VLLM_COMPILED, ReferenceBackend
@@ -74,7 +73,7 @@ def triton_factory(platform: Platform, settings: Settings) -> KernelBackend | st
     from vllm_aiter_mla.kernels.triton import interpreted
     from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
-    return TritonBackend() if torch.cuda.is_available() or interpreted() else "Triton needs a GPU"
+    return TritonBackend() if card().is_there() or interpreted() else "Triton needs a GPU"
 
 
 def vllm_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
@@ -152,13 +151,11 @@ def _backends(settings: Settings, platform: Platform) -> Backends:
     return Backends(settings, platform)
 
 
-@lru_cache(maxsize=1)
 def current_platform() -> Platform:
     """Return the card of this process."""
     return detect_platform()
 
 
 def forget() -> None:
-    """Forget the card and every back end: tests change the platform between engines of one process."""
+    """Forget every back end: tests change the platform between engines of one process."""
     _backends.cache_clear()
-    current_platform.cache_clear()

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import measure
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.layer import Layer
 
@@ -71,7 +70,7 @@ def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
 def _is_asked_for(config: Any) -> bool:
     """Whether to time at all, from facts that every rank of the engine reads alike."""
     try:
-        return compat_config.settings_of(config).measures and config.device_config.device_type != "cpu"
+        return compat_config.settings_of(config).measures and config.device_config.device_type == card().torch_device
     except Exception:
         return False  # the check of the kernels has said what is wrong with them
 
@@ -97,7 +96,7 @@ def _timed(config: Any, layers: Sequence[Layer], limit: int | None, found: dict[
     # Only here: an exception's traceback holds what was allocated until it has been handled.
     if answer["timed"]:
         with log.warned("the memory of the timing could not be given back"):
-            measure.give_back()
+            card().give_back()
     return answer
 
 
@@ -128,9 +127,8 @@ def _figures(config: Any, kind: _Kind, counts: Sequence[int], budget: measure.Bu
     if not left:
         return {"rounds": kind.kept}
     since, kind.since = kind.since, ""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices=devices), compat_config.as_current(config):
+        with card().fork_rng(), compat_config.as_current(config):
             layer = kind.layers[0]
             pad = partial(compat_layer.pad_query, layer.module) if layer.out_heads else None
             timed = measure.time_shape(backends, kind.shape, layer.weight(), left, budget, graphs, pad)

@@ -18,7 +18,7 @@ import torch
 from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.kernels import backend
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.layer import Layer
 
@@ -175,14 +175,14 @@ def attention_with_rope(
     KV rows written in the same launch, and goes to vLLM's own attention: what vLLM does without the plugin. Operands
     and errors are those of ``mla_attention_with_rope``.
     """
-    if backend.is_capturing():
+    if card().is_capturing():
         _check_capture(step)
     query = None
     if step.decode_only:
         try:
             query = prepared_query(step, q, k_pe, kv_c, rope)
         except Exception as error:
-            if backend.is_capturing():
+            if card().is_capturing():
                 raise  # half of a launch would be in the graph
             step.layer.fail(error)  # no kernel changes q or k_pe: vLLM's attention can take them
     if query is not None:
@@ -238,7 +238,7 @@ def attention(
 
     Operands and errors are those of ``mla_attention_with_prepared_q``.
     """
-    if backend.is_capturing():
+    if card().is_capturing():
         _check_capture(step)
     if step.decode_only:
         decode(step, q_prepared, output)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.support import plans
+from tests.support.recorded_card import RecordedCard
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import check as command
 from vllm_aiter_mla.commands import doctor, measure
@@ -25,6 +26,7 @@ from vllm_aiter_mla.commands.check.steps import Context, Outcome
 from vllm_aiter_mla.commands.doctor import Check
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import build, model
+from vllm_aiter_mla.kernels import device
 from vllm_aiter_mla.verify import session
 
 ISSUES = {issue["id"]: issue for issue in json.loads(steps.KNOWN_ISSUES.read_text())}
@@ -66,7 +68,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(steps.doctor, "examine", lambda: made["checks"])
     monkeypatch.setattr(model, "ask", lambda *_: made["plan"])
     monkeypatch.setattr(session, "Session", lambda **asked: made.update(asked=asked) or made["run"])
-    monkeypatch.setattr(steps, "has_gpu", lambda: True)
+    RecordedCard().install(monkeypatch)
     monkeypatch.setattr(measure, "run", lambda *_: made["measured"])
     monkeypatch.setattr(engine, "run", lambda folder, arguments, side, *_, **__: made["answers"][side])
     return made
@@ -323,7 +325,7 @@ def test_without_a_gpu_the_steps_of_a_card_are_skipped_and_the_exit_status_is_3(
     def no_card(**_: Any) -> Any:
         raise session.NotHereError("torch sees no GPU")
 
-    monkeypatch.setattr(steps, "has_gpu", lambda: False)
+    monkeypatch.setattr(device.card(), "is_there", lambda: False)
     monkeypatch.setattr(session, "Session", no_card)
     path = tmp_path / "check.json"
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "-tp", "8", "--json", str(path)])

@@ -9,7 +9,7 @@ from vllm.compilation import monitor
 from vllm.config import CUDAGraphMode
 
 from tests.sandbox import attention, cuda_graphs
-from vllm_aiter_mla.kernels import backend
+from vllm_aiter_mla.kernels.device import card
 
 NAME, ROWS, BLOCKS, SIZE, WIDTH = "layer", 4, 6, 2, 3
 
@@ -35,7 +35,7 @@ class Runner:
 
     def forward(self, values):
         metadata, slots = self.context.attn_metadata[NAME], self.context.slot_mapping[NAME]
-        self.seen.append((metadata.num_actual_tokens, backend.is_capturing()))
+        self.seen.append((metadata.num_actual_tokens, card().is_capturing()))
         slots = self.slots_of(slots)
         self.cache.view(-1, WIDTH)[slots] = values[: slots.shape[0]].unsqueeze(1)
         return values * 2
@@ -67,7 +67,7 @@ def test_a_replay_shows_the_numbers_of_the_capture_and_the_tensors_of_the_step(r
     assert runner.seen == [(ROWS, True), (ROWS, True)]
     assert runner.cache.view(-1, WIDTH)[:, 0].tolist() == [0, 0, 8, 0, 0, 7, 0, 0, 0, 0, 0, 0]
     assert cuda_graphs.REPLAYS == {(2, ROWS): 1}
-    assert not backend.is_capturing()
+    assert not card().is_capturing()
 
 
 def test_each_replay_hands_out_the_same_tensor(runner):

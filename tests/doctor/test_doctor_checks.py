@@ -69,9 +69,11 @@ def test_every_release_with_a_lock_is_among_the_verified_ones() -> None:
     assert set(known) == {"vLLM", "torch", "Python", "ROCm", "AITER"}
 
 
-def fake_torch(hip: str | None, cuda: str | None = None) -> Any:
-    cards = SimpleNamespace(is_available=lambda: False)
-    return SimpleNamespace(__version__="2.13.0", version=SimpleNamespace(hip=hip, cuda=cuda), cuda=cards)
+def built_for(build: str) -> Any:
+    """Return what torch and the seam to the device are on a machine without a card."""
+    rocm = build.removeprefix("ROCm ") if build.startswith("ROCm") else None
+    here = SimpleNamespace(is_there=lambda: False, built_for=build, rocm=rocm)
+    return SimpleNamespace(__version__="2.13.0", card=lambda: here)
 
 
 AITER_ON = {"VLLM_ROCM_USE_AITER": "1"}
@@ -157,9 +159,9 @@ def test_aiter_is_judged_by_its_files(
     assert status("aiter") == expected
 
 
-@pytest.mark.parametrize("cuda", [None, "13.0"])
-def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.MonkeyPatch, cuda: str | None) -> None:
-    monkeypatch.setattr(doctor, "module", lambda name: fake_torch(None, cuda))
+@pytest.mark.parametrize("build", ["", "CUDA 13.0"])
+def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
+    monkeypatch.setattr(doctor, "module", lambda name: built_for(build))
     monkeypatch.setattr(doctor, "gpu_arch", lambda: "gfx942")
     assert status("torch") == "problem"
 
@@ -167,10 +169,10 @@ def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("torch_module", "rocm_file", "statuses"),
     [
-        (fake_torch("7.0.51831"), None, ("ok", "ok")),
-        (fake_torch("6.4.1"), None, ("ok", "problem")),
-        (fake_torch(None, "13.0"), None, ("warning", "unknown")),
-        (fake_torch(None), None, ("warning", "unknown")),
+        (built_for("ROCm 7.0.51831"), None, ("ok", "ok")),
+        (built_for("ROCm 6.4.1"), None, ("ok", "problem")),
+        (built_for("CUDA 13.0"), None, ("warning", "unknown")),
+        (built_for(""), None, ("warning", "unknown")),
         (ModuleNotFoundError("No module named 'torch'"), "7.1.0", ("problem", "ok")),
     ],
 )
@@ -192,7 +194,7 @@ def test_torch_and_rocm(
 def test_the_card_is_read_from_the_driver_if_torch_sees_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, versions: tuple[int, ...], expected: str, arch: str
 ) -> None:
-    monkeypatch.setattr(doctor, "module", lambda name: fake_torch(None))
+    monkeypatch.setattr(doctor, "module", lambda name: built_for(""))
     monkeypatch.setattr(doctor, "KFD_NODES", tmp_path)
     for node, version in enumerate(versions):
         (tmp_path / str(node)).mkdir()

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tests.sandbox import gpu_ops
 from tests.support.made_up_clock import MadeUpClock, Named, costs, named_kernels
-from vllm_aiter_mla import backends
+from tests.support.recorded_card import RecordedCard
 from vllm_aiter_mla.commands import measure, rivals
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import layer as compat_layer
@@ -18,7 +18,6 @@ from vllm_aiter_mla.kernels import measure as timing
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
-from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
 
 
@@ -33,12 +32,8 @@ class Wrong(Named):
 def card(monkeypatch):
     """Kernels by name; every one is the reference."""
     kernels = named_kernels(monkeypatch)
-    monkeypatch.setattr(backends, "current_platform", lambda: Platform("gfx942"))
     monkeypatch.setattr(compat_layer, "fp8_dtype", lambda: torch.float8_e4m3fnuz)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(timing, "machine", lambda: {"card": "made up"})
-    real = measure.shape_of
-    monkeypatch.setattr(measure, "shape_of", lambda *given: replace(real(*given), device="cpu"))
+    RecordedCard().install(monkeypatch).arch = "gfx942"
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0)).install(monkeypatch)
     return kernels
 

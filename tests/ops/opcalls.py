@@ -9,7 +9,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 
 from tests.passes.stubs import Batch, Sizes, StubLayer, forward
 from vllm_aiter_mla import ops
-from vllm_aiter_mla.kernels import backend
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.formats import is_fp8
 
 NAME = "model.layers.0.attn"
@@ -125,4 +125,4 @@ def assert_fake_is_blind(fake: Callable[..., Any], op: str, cache: str = "auto")
 
 def capturing(monkeypatch: Any, yes: bool = True) -> None:
     """Pretend that the stream is recording a graph."""
-    monkeypatch.setattr(backend, "is_capturing", lambda: yes)
+    monkeypatch.setattr(card(), "is_capturing", lambda: yes)

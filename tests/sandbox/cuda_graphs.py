@@ -167,12 +167,9 @@ class FullGraphs:
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
     """Tell the plugin that a graph is being recorded."""
-    from vllm_aiter_mla.kernels import backend
+    from vllm_aiter_mla.kernels.device import card
 
-    with (
-        mock.patch.object(backend, "_has_gpu", return_value=True),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-    ):
+    with mock.patch.object(card(), "is_capturing", return_value=True):
         yield
 
 

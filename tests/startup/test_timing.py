@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ import torch
 from tests.ops.opcalls import NAME
 from tests.support.made_up_clock import MadeUpClock, costs, named_kernels
 from tests.support.planted import raising
+from tests.support.recorded_card import RecordedCard
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import backends, measuring, startup, status
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.kernels import measure, reference
+from vllm_aiter_mla.kernels import device, measure, reference
 from vllm_aiter_mla.kernels.backend import Binding
+from vllm_aiter_mla.kernels.device import Device
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 
@@ -88,6 +91,17 @@ def test_the_next_start_reads_the_figures_and_measures_nothing(made_up, tmp_path
     backends.forget()
     assert runs(made_up.start(measure="again"), 1) == "aiter"
     assert not status.current().measured[0]["since"]
+
+
+def test_ranks_time_if_the_tensors_of_the_engine_are_on_the_installed_card(made_up, monkeypatch):
+    for installed, timed in ((Device(), 0), (RecordedCard(), 1)):
+        monkeypatch.setattr(device, "installed", installed)
+        made_up.set_clock(MadeUpClock(QUICK_TRITON))
+        one = Worker(ours(LIMIT))
+        one.vllm_config.device_config = SimpleNamespace(device_type="cpu")
+        one.load_model()
+        assert len(status.current().measured) == made_up.clock.given_back == timed
+        backends.forget()
 
 
 def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up, tmp_path):

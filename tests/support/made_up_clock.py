@@ -10,6 +10,7 @@ import pytest
 from vllm_aiter_mla import backends
 from vllm_aiter_mla.kernels import measure, reference
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 
 ORDER = ("aiter", "triton", "vllm")
@@ -50,10 +51,10 @@ class MadeUpClock:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let ``measure`` use this clock."""
         monkeypatch.setattr(measure, "now", lambda: self.seconds)
-        monkeypatch.setattr(measure, "cache_bytes", lambda: 4096)
+        monkeypatch.setattr(card(), "cache_bytes", lambda: 4096)
         for how in ("record", "looped"):
             monkeypatch.setattr(measure, how, lambda run, calls: self.record(run, calls))
-        monkeypatch.setattr(measure, "give_back", self.give_back)
+        monkeypatch.setattr(card(), "give_back", self.give_back)
 
     def record(self, run: Any, calls: Sequence[DecodeInputs]) -> measure.Replay:
         tokens = calls[0].num_tokens

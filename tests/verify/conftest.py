@@ -30,7 +30,7 @@ def backend():
 def run():
     """Run one case by name, replayed eagerly: ``run("fresh-data", backend, variant="fp8")``."""
     by_name = {case.name: case for case in cases.cases(LIMIT)}
-    kinds = {kind.name: kind for kind in cases.variants("cpu", torch.float8_e4m3fn, quick=False)}
+    kinds = {kind.name: kind for kind in cases.variants(False, torch.float8_e4m3fn, quick=False)}
 
     def run_one(name, backend, variant="fp8", engine=None, seed=0, **change):
         case = replace(by_name[name], **change)

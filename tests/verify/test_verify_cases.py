@@ -54,7 +54,7 @@ def test_the_interpreted_kernel_passes_with_one_launch():
     pytest.importorskip("triton")
     names = ["fresh-data", "scales-changed", "rows-grow-and-shrink", "kernel-status", "mixed-batch-piecewise"]
     by_name = {case.name: case for case in cases.cases(8)}
-    kinds = {kind.name: kind for kind in cases.variants("cpu", torch.float8_e4m3fn, quick=False)}
+    kinds = {kind.name: kind for kind in cases.variants(False, torch.float8_e4m3fn, quick=False)}
     with ProcessPoolExecutor(1, get_context("spawn"), interpret) as interpreting:
         for variant, name in product(("fp8", "fp8-weight"), names):
             item = cases.Item("triton", by_name[name], kinds[variant], cases.SMALL, 8, soak=8)
@@ -176,7 +176,7 @@ def test_verify_never_imports_vllm():
 
 
 def test_the_layer_rotates_and_writes_as_the_kernel_of_vllm_does():
-    variant = cases.variants("cpu", torch.float8_e4m3fn, quick=True)[1]
+    variant = cases.variants(False, torch.float8_e4m3fn, quick=True)[1]
     buffers = Buffers(cases.Item("reference", cases.cases(8)[0], variant, cases.SMALL, 8), "cpu")
     (layer,) = buffers.layers
     buffers.positions.fill_(7)

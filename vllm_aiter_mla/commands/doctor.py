@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from unittest import mock
 
 import typer
@@ -151,9 +151,10 @@ def torch(env: Env) -> Check:
     found = module("torch")
     if isinstance(found, Exception):
         return Check("problem", f"not importable: {found}", "install the ROCm build of torch; vLLM needs it too")
-    if found.version.hip:
-        return Check("ok", f"{found.__version__} for ROCm {found.version.hip}")
-    kind = f"for CUDA {found.version.cuda}" if found.version.cuda else "a CPU build"
+    built_for = card().built_for
+    if built_for.startswith("ROCm"):
+        return Check("ok", f"{found.__version__} for {built_for}")
+    kind = f"for {built_for}" if built_for else "a CPU build"
     if gpu_arch() is not None:
         return Check("problem", f"{found.__version__}, {kind}: the fast path needs ROCm", "use the ROCm build of torch")
     return Check("warning", f"{found.__version__}, {kind}: for plan and tests", ELSEWHERE)
@@ -353,21 +354,23 @@ def module(name: str) -> ModuleType | Exception:
         return error
 
 
+def card() -> Any:
+    """Return the installed ``Device``; None if torch cannot be imported."""
+    found = module("vllm_aiter_mla.kernels.device")
+    return None if isinstance(found, Exception) else found.card()
+
+
 def rocm_version() -> str | None:
     """Return the ROCm release that torch was built for, else the installed one, else None."""
-    found = module("torch")
-    if not isinstance(found, Exception) and found.version.hip:
-        return str(found.version.hip)
+    if (here := card()) is not None and here.rocm:
+        return str(here.rocm)
     return ROCM_VERSION.read_text().strip() if ROCM_VERSION.is_file() else None
 
 
 def gpu_arch() -> str | None:
     """Return gfx942, sm90, ...: of the current device, else of the first card that the AMD driver lists."""
-    found = module("torch")
-    if not isinstance(found, Exception) and found.cuda.is_available():
-        from vllm_aiter_mla.kernels.platform import detect_platform
-
-        return detect_platform().arch
+    if (here := card()) is not None and here.is_there():
+        return str(here.arch)
     for node in sorted(KFD_NODES.glob("*/properties")):
         for line in node.read_text().splitlines():
             key, _, value = line.partition(" ")

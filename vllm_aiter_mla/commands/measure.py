@@ -68,12 +68,14 @@ def measure(
     """
     import torch
 
+    from vllm_aiter_mla.kernels.device import card
+
     kinds = [Kind.fp8, Kind.bf16] if kind is Kind.both else [kind]
     try:
         outputs.check({"--json": json})
     except ValueError as error:
         outputs.fail(f"measure: {error}")
-    if not torch.cuda.is_available():
+    if not card().is_there():
         outputs.fail(f"measure: a GPU is needed, torch {torch.__version__} sees none; nothing was timed")
     record = run(tokens or TOKENS, heads or HEADS, [one.value for one in kinds], weights.value)
     if json is not None:
@@ -113,6 +115,7 @@ def rows_of(
     from vllm_aiter_mla import startup
     from vllm_aiter_mla.commands import rivals
     from vllm_aiter_mla.kernels import measure as timing
+    from vllm_aiter_mla.kernels.device import card
     from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 
     shape = shape_of(heads, kind, weights)
@@ -132,7 +135,7 @@ def rows_of(
         rounds = timing.time_shape(able, shape, weight, [count], budget)[count]
         us = {name: statistics.median(one) for name, one in rounds.items()}
         yield row_of(count, heads, kind, us, untimed | skipped)
-        timing.give_back()
+        card().give_back()
 
 
 def row_of(tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed: Mapping[str, str]) -> dict[str, Any]:
@@ -153,11 +156,13 @@ def shape_of(heads: int, kind: str, weights: str) -> LayerShape:
     import torch
 
     from vllm_aiter_mla.compat.layer import fp8_dtype
+    from vllm_aiter_mla.kernels.device import card
     from vllm_aiter_mla.kernels.inputs import LayerShape
 
     act, fp8 = torch.bfloat16, fp8_dtype()
     stored = fp8 if kind == "fp8" else act
-    return LayerShape(heads, 128, stored, stored, 64, False, act, "cuda", weight=Weights(weights).key(fp8))
+    home, weight = card().torch_device, Weights(weights).key(fp8)
+    return LayerShape(heads, 128, stored, stored, 64, False, act, home, weight=weight)
 
 
 def show(record: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError, Op
 from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
 
@@ -84,7 +85,7 @@ class DecodeTileBackend(AiterBackend):
     def __init__(self, platform: Platform, units: int = 0, op: Op | None = None) -> None:
         super().__init__(platform, op)
         self.name = "aiter-decode-tile"
-        self._units = units or torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        self._units = units or card().units()
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of every kernel back end, the terms in which results are compared, and the test for a graph capture."""
+"""The protocol of every kernel back end, and the terms in which results are compared."""
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -16,17 +15,6 @@ Run = Callable[[DecodeInputs], torch.Tensor]
 
 class KernelCaptureError(RuntimeError):
     """Work that must happen outside a graph capture was asked for inside one; the message says what to do."""
-
-
-@functools.cache
-def _has_gpu() -> bool:
-    # Asked once: torch reads the environment and calls the driver every time.
-    return torch.cuda.is_available()
-
-
-def is_capturing() -> bool:
-    """Return whether the current stream is capturing a graph; False without a GPU."""
-    return _has_gpu() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True, slots=True)

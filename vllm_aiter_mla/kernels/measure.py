@@ -24,6 +24,7 @@ import torch
 from vllm_aiter_mla import files
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 
 VLLM = "vllm"
@@ -73,20 +74,14 @@ def record(run: Run, calls: Sequence[DecodeInputs]) -> Replay:
     """Capture a graph of one call per element of ``calls``; ``run`` has run before, so that nothing compiles here.
 
     The results are kept so that each call has its own query buffer: one buffer for all would stay in the cache.
-    ``torch.cuda.graph`` is not used: it collects garbage first, which takes a tenth of a second or more inside vLLM.
     """
-    graph, kept = torch.cuda.CUDAGraph(), []
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads of vLLM may use the device
-        try:
-            kept = [run(inputs) for inputs in calls]
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # the capture is broken; what broke it is raised
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    return lambda: replay_us(graph.replay, ahead=len(kept) < FEW_CALLS) / len(kept)
+    kept: list[torch.Tensor] = []
+
+    def make() -> None:
+        kept[:] = [run(inputs) for inputs in calls]
+
+    replay = card().record(make)
+    return lambda: replay_us(replay, ahead=len(kept) < FEW_CALLS) / len(kept)
 
 
 def looped(run: Run, calls: Sequence[DecodeInputs]) -> Replay:
@@ -95,18 +90,13 @@ def looped(run: Run, calls: Sequence[DecodeInputs]) -> Replay:
 
 
 def replay_us(run: Callable[[], object], ahead: bool = False) -> float:
-    """Return the microseconds of ``run`` on the current stream, between two events.
+    """Return the microseconds of ``run``.
 
-    With ``ahead`` it runs once before them, so that the device is busy while the host launches what is timed.
+    With ``ahead`` it runs once before, so that the device is busy while the host launches what is timed.
     """
     if ahead:
         run()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3
+    return card().time_us(run)
 
 
 def interleaved(
@@ -127,22 +117,9 @@ def interleaved(
     return {name: values[DISCARDED:] for name, values in samples.items()}
 
 
-def cache_bytes() -> int:
-    """Return the bytes that the current GPU's caches hold: L2, and on ROCm the 256 MiB last-level cache of MI300."""
-    size = int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
-    return max(size, 256 << 20) if torch.version.hip is not None else size
-
-
 def now() -> float:
     """Return seconds from any start: for the budget."""
     return time.monotonic()
-
-
-def give_back() -> None:
-    """Free the device memory used for timing, the BLAS workspaces of the captures too. Drop every graph first."""
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
 
 
 # What is timed. In a real step a layer's weight comes from memory and its query from the cache.
@@ -225,7 +202,7 @@ def time_shape(
         OverBudgetError: the budget was spent before one token count was timed.
         Exception: whatever a kernel or the device raises.
     """
-    resident = cache_bytes()
+    resident = card().cache_bytes()
     weights = cold_weights(weight, resident)
     rounds: Rounds = {}
 
@@ -268,8 +245,7 @@ def _loaded(
     }
     for run in runs.values():
         run(inputs)
-    if inputs.q.is_cuda:
-        torch.cuda.synchronize()
+    card().synchronize()
     return runs
 
 
@@ -367,10 +343,10 @@ def machine() -> dict[str, str]:
     else:
         triton_version = str(triton.__version__)
     return {
-        "card": torch.cuda.get_device_name(),
+        "card": card().name(),
         "torch": str(torch.__version__),
         "triton": triton_version,
-        "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+        "runtime": card().built_for,
         "python": platform.python_version(),
     }
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_aiter_mla.kernels.device import card
+
 CARDS = {
     "gfx942": torch.float8_e4m3fnuz,  # MI300X, MI325X
     "gfx950": torch.float8_e4m3fn,  # MI350X, MI355X
@@ -33,13 +35,6 @@ class Platform:
 
 
 def detect_platform() -> Platform:
-    """The machine as torch sees it: the current device, without AITER and without a kernel launch."""
-    version = re.match(r"(\d+)\.(\d+)", torch.version.hip or "")
-    rocm = (int(version[1]), int(version[2])) if version else None
-    if not torch.cuda.is_available():
-        return Platform("cpu", rocm)
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    if rocm is not None:
-        # "gfx942:sramecc+:xnack-" -> "gfx942"
-        return Platform(properties.gcnArchName.split(":")[0], rocm)
-    return Platform(f"sm{properties.major}{properties.minor}")
+    """Return what the installed device says, without AITER and without a kernel launch."""
+    version = re.match(r"(\d+)\.(\d+)", card().rocm or "")
+    return Platform(card().arch, (int(version[1]), int(version[2])) if version else None)

@@ -47,18 +47,17 @@ class Variant:
     weight: tuple[Any, ...] = ("plain",)  # format of the absorb weight, as ``AbsorbWeight.key`` names it
 
 
-def variants(device: str, native: torch.dtype, quick: bool) -> tuple[Variant, ...]:
+def variants(on_card: bool, native: torch.dtype, quick: bool) -> tuple[Variant, ...]:
     """Return the variants of a run: fp8 and bf16 always, both fp8 flavours on a CPU, an fp8 cache with a bf16 query.
 
     vLLM 0.30 to 0.32 hold the absorb weights in fp8 by default on AMD cards, so a quick run on a GPU has them too.
     """
-    is_cpu = device == "cpu"
     both = (Variant("fp8", native, native), Variant("bf16", ACT, ACT, is_neox=True))
     weights = Variant("fp8-weight", native, native, weight=("fp8", native))
     if quick:
-        return both if is_cpu else (*both, weights)
+        return (*both, weights) if on_card else both
     mixed = Variant("fp8-cache", native, ACT)
-    if not is_cpu:
+    if on_card:
         return (*both, weights, mixed)
     other = next(dtype for dtype in formats.FLAVOURS if dtype != native)
     return (*both, weights, mixed, Variant("fp8-other", other, other, is_neox=True))

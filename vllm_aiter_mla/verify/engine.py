@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.verify import launches
 from vllm_aiter_mla.verify.layer import Segment, Step
 
@@ -137,70 +138,54 @@ class EagerEngine:
 
 
 class GraphEngine(EagerEngine):
-    """Real graphs on torch's current GPU."""
+    """Real graphs on the installed card."""
 
     name = "graph capture"
     graphs = True
-    device = "cuda"
 
     def __init__(self) -> None:
         self._pools: dict[str, Any] = {}
+        self.device = card().torch_device
 
     def _record(self, segment: Segment, pool: str, side_stream: bool) -> Segment:
-        torch.cuda.synchronize()
-        handle = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
-        # keep_graph keeps the graph next to its executable form, so that its launches can be counted.
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        current = torch.cuda.current_stream()
-        try:
-            with torch.cuda.graph(graph, pool=handle, stream=torch.cuda.Stream() if side_stream else None):
-                segment.run()
-        except Exception:
-            # Leaving a broken capture raises before torch.cuda.graph has restored the caller's stream.
-            torch.cuda.set_stream(current)
-            raise
+        card().synchronize()
+        handle = self._pools.setdefault(pool, card().new_pool())
+        graph = card().capture(segment.run, handle, side_stream)
         names: tuple[str, ...] | str
         try:
             names = launches.of_dot(launches.graph_dot(graph))
         except launches.DumpError as error:
             names = f"no list of launches: {error}"
         graph.instantiate()
-        torch.cuda.synchronize()
+        card().synchronize()
         return Segment(True, graph.replay, names)
 
     def probe(self, segment: Segment) -> Recording:
         """Run once with torch's synchronisation check on; inside a capture it would end the capture."""
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
+        card().synchronize()
         try:
-            return super().probe(segment)
+            with card().syncs_raise():
+                return super().probe(segment)
         except RuntimeError as error:
             if "synchroniz" not in str(error):
                 raise
             found = Recording()
             found.syncs.append(launches.first_line(error))
             return found
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     def on_side_stream(self, run: Callable[[], None]) -> None:
         """Run on a new stream between two waits."""
-        side, main = torch.cuda.Stream(), torch.cuda.current_stream()
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            run()
-        main.wait_stream(side)
+        card().on_side_stream(run)
 
     def synchronize(self) -> None:
         """Wait for everything on the GPU."""
-        torch.cuda.synchronize()
+        card().synchronize()
 
     def allocations(self) -> int:
         """Return how many blocks torch's allocator has handed out; 0 if the allocator does not count."""
-        return int(torch.cuda.memory_stats().get("allocation.all.allocated", 0))
+        return card().allocations()
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes of tensors, and the bytes that code, other libraries and other processes use."""
         gc.collect()
-        free, total = torch.cuda.mem_get_info()
-        return int(torch.cuda.memory_allocated()), int(total - free - torch.cuda.memory_reserved())
+        return card().memory()

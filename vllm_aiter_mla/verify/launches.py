@@ -14,13 +14,12 @@ On NVIDIA torch writes the dump. On AMD hip-python does (extra ``rocm``); it loa
 import importlib
 import re
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from vllm_aiter_mla.kernels.device import card
 
 # Nodes that order other nodes and do nothing.
 BARRIERS = frozenset({"EMPTY", "EVENT_RECORD", "EVENT_WAIT", "EVENTRECORD", "EVENTWAIT"})
@@ -38,21 +37,18 @@ class DumpError(RuntimeError):
     """There is no dump of the graph, or it cannot be read; the message is one sentence that says why."""
 
 
-def graph_dot(graph: torch.cuda.CUDAGraph) -> str:
-    """Return the DOT text of a graph captured with ``keep_graph=True``, on either vendor.
+def graph_dot(graph: Any) -> str:
+    """Return the DOT text of a graph that ``Device.capture`` returned, on either vendor.
 
     Raises:
         DumpError: there is no dump.
     """
-    if torch.version.hip is not None:
+    text = card().dot(graph)
+    if text is None:
         return hip_dot(graph.raw_cuda_graph())
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch announces every dump as a warning
-        path = Path(folder) / "graph.dot"
-        graph.debug_dump(str(path))
-        if not path.exists():
-            raise DumpError("torch wrote no DOT dump of the graph")
-        return path.read_text(errors="replace")
+    if not text:
+        raise DumpError("torch wrote no DOT dump of the graph")
+    return text
 
 
 def hip_dot(graph: int) -> str:

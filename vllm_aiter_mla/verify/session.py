@@ -11,6 +11,7 @@ import torch
 from vllm_aiter_mla.backends import AITER_KERNELS, Backends
 from vllm_aiter_mla.kernels import measure
 from vllm_aiter_mla.kernels.backend import KernelBackend
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
@@ -81,7 +82,7 @@ class Session:
         # A case or variant that is asked for by name runs, however long it takes.
         every = [case for case in cases(limit) if self.only or case.quick or not self.quick]
         wanted = _chosen(self.only, [case.name for case in every], "case", part=True)
-        kinds = variants(self.engine.device, detect_platform().fp8, quick=self.quick and not self.variant)
+        kinds = variants(graphs, detect_platform().fp8, quick=self.quick and not self.variant)
         if self.weight is not None:
             kinds = tuple(replace(kind, weight=self.weight) for kind in kinds if kind.name != "fp8-weight")
         chosen = _chosen(self.variant, [kind.name for kind in kinds], "variant")
@@ -115,7 +116,7 @@ class Session:
     @property
     def machine(self) -> dict[str, str]:
         """The card and the versions, for every figure to name."""
-        if torch.cuda.is_available():
+        if card().is_there():
             return measure.machine() | {"arch": detect_platform().arch}
         return {"torch": str(torch.__version__), "python": platform.python_version(), "card": "none (CPU)"}
 
@@ -146,7 +147,7 @@ def engine_here(device: str | None = None) -> EagerEngine:
     Raises:
         NotHereError: ``device`` is "gpu", and torch sees none.
     """
-    if torch.cuda.is_available() and device != "cpu":
+    if card().is_there() and device != "cpu":
         return GraphEngine()
     if device == "gpu":
         raise NotHereError(f"torch {torch.__version__} sees no GPU; --device cpu runs the same cases as eager replay")

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.sandbox.simulated_aiter import op
 from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes
 from vllm_aiter_mla.kernels.backend import KernelCaptureError
-from vllm_aiter_mla.kernels.platform import Platform, detect_platform
+from vllm_aiter_mla.kernels.device import card
 
 pytestmark = pytest.mark.usefixtures("fake_gfx942")
 VIEWS = {"aten.split_with_sizes.default", "aten.transpose.int", "aten.view.default", "aten.view.dtype"}
@@ -87,11 +86,10 @@ def test_a_table_that_lies_elsewhere_now_gets_halves_of_its_own(change, rows):
     assert not torch.equal(before[0], bound.halves(table)[0][:8])
 
 
-def test_a_new_table_during_capture_says_what_to_do():
-    capturing = [False]
-    bound, operands = backend(capturing=lambda: capturing[0]), inputs()
+def test_a_new_table_during_capture_says_what_to_do(monkeypatch):
+    bound, operands = backend(), inputs()
     bound.prepare(operands)
-    capturing[0] = True
+    monkeypatch.setattr(card(), "is_capturing", lambda: True)
     bound.prepare(operands)
     with pytest.raises(KernelCaptureError, match="outside the capture"):
         bound.prepare(replace(operands, cos_sin_cache=torch.randn(28, 64).bfloat16()))
@@ -114,15 +112,3 @@ def test_rows_beyond_the_slots_are_not_defined_and_the_rest_is():
     assert bound.defined_rows(short) == 10
     assert same_bytes(cut[:10], full[:10])
     assert cut[10:].isnan().all()  # the simulated AITER's poison: nobody wrote there
-
-
-@pytest.mark.parametrize(("version", "rocm"), [("7.0.51831-a3e329ad8", (7, 0)), (None, None), ("unknown", None)])
-def test_the_platform_is_read_from_torch_alone(monkeypatch, version, rocm):
-    monkeypatch.setattr(torch.version, "hip", version)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert detect_platform() == Platform("cpu", rocm)
-    card = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    assert detect_platform() == (Platform("sm90") if rocm is None else Platform("gfx942", rocm))

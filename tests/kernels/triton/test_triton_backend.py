@@ -16,6 +16,7 @@ from tools import aot
 from vllm_aiter_mla import backends
 from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import KernelInputError, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton import backend, kernel, launcher, tiles
@@ -198,7 +199,7 @@ def test_triton_warm_up_compiles_each_tile_once_with_one_row_and_no_slot(recorde
 
 def test_triton_capture_of_a_variant_nobody_compiled_raises_and_after_warm_up_does_not(recorder, monkeypatch):
     capturing = [True]
-    monkeypatch.setattr("vllm_aiter_mla.kernels.backend.is_capturing", lambda: capturing[0])
+    monkeypatch.setattr(card(), "is_capturing", lambda: capturing[0])
     inputs = operands(tokens=20)
     with pytest.raises(RuntimeError, match="call warm_up before"):
         TritonBackend().prepare(inputs)
@@ -218,7 +219,7 @@ def test_triton_variant_whose_compilation_fails_is_not_taken_for_compiled(record
         failing.setattr(launcher, "decode_prep_kernel", {})
         with pytest.raises(KeyError):
             run(inputs)
-    monkeypatch.setattr("vllm_aiter_mla.kernels.backend.is_capturing", lambda: True)
+    monkeypatch.setattr(card(), "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="call warm_up before"):
         run(inputs)
 
@@ -243,7 +244,7 @@ def test_triton_large_cache_is_another_variant_and_the_tensor_is_asked_before_it
         inputs.kv_cache.ptr_range = lambda: span
         run = launcher.Launch(inputs, tiles.entry_for("gfx942", 5, 2).tile)
         with monkeypatch.context() as captured:
-            captured.setattr("vllm_aiter_mla.kernels.backend.is_capturing", lambda: True)
+            captured.setattr(card(), "is_capturing", lambda: True)
             run(inputs)
 
     TritonBackend().prepare(operands())

@@ -187,9 +187,9 @@ def weights_of(plan: Mapping[str, Any]) -> str:
 
 def has_gpu() -> bool:
     """Return whether torch sees a GPU."""
-    import torch
+    from vllm_aiter_mla.kernels.device import card
 
-    return bool(torch.cuda.is_available())
+    return card().is_there()
 
 
 def engine(context: Context) -> Outcome:

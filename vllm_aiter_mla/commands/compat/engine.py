@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from vllm_aiter_mla.kernels.device import card
+
 RANDOM_FORMAT = "aiter_mla_random"
 """A ``load_format`` of vLLM's; ``register_random_weights`` makes it known."""
 
@@ -114,18 +116,12 @@ class CountsKernels:
     """What vLLM adds to its workers (``worker_extension_cls``), so that kernels are counted where they are launched."""
 
     def start_counting(self) -> None:
-        """Start torch's profiler."""
-        from torch.profiler import profile
-
-        self._profiled = profile()
-        self._profiled.start()
+        """Start to count."""
+        self._stop = card().count_kernels()
 
     def stop_counting(self) -> int:
-        """Stop the profiler and return how many kernels ran on this worker's GPU; 0 on a CPU."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._profiled.stop()
-        return sum(event.count for event in self._profiled.key_averages() if event.device_type.name == "CUDA")
+        """Return how many kernels ran on this worker's GPU; 0 on a CPU."""
+        return self._stop()
 
 
 def launches_of_a_step(engine: Any, requests: Sequence[Request]) -> int:

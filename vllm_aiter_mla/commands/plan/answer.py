@@ -51,9 +51,9 @@ def start(asked: str) -> dict[str, Any]:
     Raises:
         ValueError: this machine has another card, or vLLM cannot read one of its variables.
     """
-    import torch
+    from vllm_aiter_mla.kernels import device
 
-    if made_up := torch.version.hip is None:
+    if made_up := device.card().rocm is None:
         arch = asked or "gfx942"
         card.pretend_rocm(arch)
     else:

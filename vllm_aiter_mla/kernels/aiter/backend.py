@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The AITER back end: the absorb product, then AITER's op, which rotates, quantises and writes in one launch."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,8 @@ import torch
 from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.op import Op, load_op
 from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS, KernelName, Route, apply_view, route_of
-from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, KernelCaptureError, is_capturing
+from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, KernelCaptureError
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform
 
@@ -30,23 +30,15 @@ class AiterBackend(KernelBackend):
         platform: the card.
         op: AITER's op; imported and checked by default.
         opt: whether this is "aiter-opt".
-        capturing: whether a graph is being captured.
 
     Raises:
         AiterUnavailableError: no ``op`` was given and AITER cannot be used.
     """
 
-    def __init__(
-        self,
-        platform: Platform,
-        op: Op | None = None,
-        opt: bool = False,
-        capturing: Callable[[], bool] = is_capturing,
-    ) -> None:
+    def __init__(self, platform: Platform, op: Op | None = None, opt: bool = False) -> None:
         self.name = "aiter-opt" if opt else "aiter"
         self.platform = platform
         self._op = load_op() if op is None else op
-        self._capturing = capturing
         self._tables: dict[tuple[Any, ...], tuple[int, torch.Tensor, Halves]] = {}
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
@@ -106,7 +98,7 @@ class AiterBackend(KernelBackend):
         kept = self._tables.get(key)
         if kept is not None and kept[0] >= version:
             return kept[2]
-        if self._capturing():
+        if card().is_capturing():
             raise KernelCaptureError(
                 "the cos/sin table is new or was changed, and a graph is being captured: run the layer once outside "
                 "the capture (warm-up) after every change of the table"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm_aiter_mla.kernels.aiter.route import LATENT, PER_HEAD_TOKENS, ROPE, STRIDE_LIMIT, KernelName, Route
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import VECTOR_BYTES, DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
 
@@ -82,8 +83,8 @@ def _broken_layout(inputs: DecodeInputs) -> Iterator[tuple[str, str]]:
         if not (tensor := getattr(inputs, name)).is_contiguous():
             yield "index-stride", f"{name} has stride {tensor.stride(0)}"
     home = inputs.kv_cache.device
-    if home.type == "cuda" and home.index != torch.cuda.current_device():
-        yield "devices", f"the cache is on {home}, the current device is cuda:{torch.cuda.current_device()}"
+    if home.type == card().torch_device and home != (current := card().current()):
+        yield "devices", f"the cache is on {home}, the current device is {current}"
     for name, tensor in inputs.tensors:
         if tensor.device != home:
             yield "devices", f"{name} is on {tensor.device}, the cache on {home}"

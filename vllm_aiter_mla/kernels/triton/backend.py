@@ -9,6 +9,7 @@ import torch
 
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, contract_violation
 from vllm_aiter_mla.kernels.platform import CARDS
@@ -98,7 +99,7 @@ def refused_on(arch: str, inputs: DecodeInputs) -> str | None:
 def _device(inputs: DecodeInputs) -> str | None:
     device = inputs.q.device
     # Operands without memory ask about a layer, before there is a batch.
-    if device.type not in ("cpu" if interpreted() else "cuda", "meta"):
+    if device.type not in ("cpu" if interpreted() else card().torch_device, "meta"):
         return f"a GPU is needed, q is on {device.type}"
     for name, tensor in inputs.tensors:
         if tensor.device != device:

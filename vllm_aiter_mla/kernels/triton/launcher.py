@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From ``DecodeInputs`` to one launch of the kernel."""
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,17 +8,16 @@ from triton import cdiv
 
 from vllm_aiter_mla.kernels import backend, formats
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.kernels.triton import interpreted
 from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
 from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, Tile
 
 
-@lru_cache(maxsize=1)
 def current_arch() -> str:
     """Return the architecture of the current GPU: gfx942, gfx950, sm90, ..., or "interpreter"."""
-    return "interpreter" if interpreted() else detect_platform().arch
+    return "interpreter" if interpreted() else card().arch
 
 
 def programs(tokens: int, heads: int, slots: int, latent: int, tile: Tile) -> tuple[int, int, int, int]:
@@ -77,7 +75,7 @@ class Launch:
         self._grid = (sum(programs(tokens, inputs.num_heads, slots, inputs.latent_dim, tile)),)
         self._constants = constants(inputs, tile)
         self._named = self._constants | {"num_warps": tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
-        if torch.version.hip is not None:
+        if card().rocm is not None and not interpreted():
             self._named["matrix_instr_nonkdim"] = tile.mfma
         self._compiled = False
 
@@ -99,7 +97,7 @@ class Launch:
         q, k_pe, kv_c, cache = inputs.q, inputs.k_pe, inputs.kv_c, inputs.kv_cache
         aligned = (q.data_ptr() | k_pe.data_ptr() | kv_c.data_ptr() | cache.data_ptr() | out.data_ptr()) % 16 == 0
         variant = None
-        if (capturing := backend.is_capturing()) or not (aligned and self._compiled):
+        if (capturing := card().is_capturing()) or not (aligned and self._compiled):
             variant = _variant((q, k_pe, kv_c, self._weight, cache, out), self._strides, self._constants, self._tile)
             if capturing and variant not in _compiled:
                 raise backend.KernelCaptureError(
