@@ -34,6 +34,8 @@ from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 
 RELOADS = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods by which vLLM's workers take new weights while they serve."""
+PAIRINGS = (False, True)
+"""Rotary styles that are checked, as ``is_neox``: a layer's own is known only when its graph is compiled."""
 FALLS_BACK = "every MLA layer runs vLLM's own kernels"
 CHECK = "the kernels could not be checked"
 LAYER_CHECK = "its kernel could not be checked"
@@ -202,7 +204,7 @@ def self_check(
     """
     results = []
     try:
-        for is_neox in (False, True):
+        for is_neox in PAIRINGS:
             one = replace(shape, is_neox=is_neox)
             results.append(result := selfcheck.self_check(backend, one, limit))
             if not result.ok:
