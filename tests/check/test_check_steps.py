@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support import plans
-from tests.support.recorded_card import RecordedCard
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import check as command
 from vllm_aiter_mla.commands import doctor, measure
@@ -68,7 +68,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(steps.doctor, "examine", lambda: made["checks"])
     monkeypatch.setattr(model, "ask", lambda *_: made["plan"])
     monkeypatch.setattr(session, "Session", lambda **asked: made.update(asked=asked) or made["run"])
-    RecordedCard().install(monkeypatch)
+    RehearsalCard().install(monkeypatch)
     monkeypatch.setattr(measure, "run", lambda *_: made["measured"])
     monkeypatch.setattr(engine, "run", lambda folder, arguments, side, *_, **__: made["answers"][side])
     return made

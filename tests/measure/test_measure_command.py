@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from tests.sandbox import gpu_ops
+from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support.made_up_clock import MadeUpClock, Named, costs, named_kernels
-from tests.support.recorded_card import RecordedCard
 from vllm_aiter_mla.commands import measure, rivals
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import layer as compat_layer
@@ -33,7 +33,7 @@ def card(monkeypatch):
     """Kernels by name; every one is the reference."""
     kernels = named_kernels(monkeypatch)
     monkeypatch.setattr(compat_layer, "fp8_dtype", lambda: torch.float8_e4m3fnuz)
-    RecordedCard().install(monkeypatch).arch = "gfx942"
+    RehearsalCard().install(monkeypatch).arch = "gfx942"
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0)).install(monkeypatch)
     return kernels
 

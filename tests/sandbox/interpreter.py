@@ -59,7 +59,10 @@ class _Recorded:
             mode = _get_current_dispatch_mode()
             if not isinstance(mode, Recording):
                 return launch(*given, **named)
-            mode.add("decode_prep_kernel", lambda: launch(*given, **named))
+            if hasattr(mode, "launched"):  # the rehearsal card's; the number of tokens comes first
+                mode.launched("decode_prep_kernel", given[0], lambda: launch(*given, **named))
+            else:
+                mode.add("decode_prep_kernel", lambda: launch(*given, **named))
             with _disable_current_modes():
                 return launch(*given, **named)
 

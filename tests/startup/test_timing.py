@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.ops.opcalls import NAME
+from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support.made_up_clock import MadeUpClock, costs, named_kernels
 from tests.support.planted import raising
-from tests.support.recorded_card import RecordedCard
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import backends, measuring, startup, status
@@ -94,7 +94,7 @@ def test_the_next_start_reads_the_figures_and_measures_nothing(made_up, tmp_path
 
 
 def test_ranks_time_if_the_tensors_of_the_engine_are_on_the_installed_card(made_up, monkeypatch):
-    for installed, timed in ((Device(), 0), (RecordedCard(), 1)):
+    for installed, timed in ((Device(), 0), (RehearsalCard(), 1)):
         monkeypatch.setattr(device, "installed", installed)
         made_up.set_clock(MadeUpClock(QUICK_TRITON))
         one = Worker(ours(LIMIT))
@@ -149,7 +149,7 @@ CANNOT = {
     "no memory": lambda patch, card_: patch(measure, "cold_weights", planted),
     "no events": lambda patch, card_: patch(measure, "looped", planted),
     "over budget": lambda patch, card_: patch(card_.clock, "replay_s", 1.0),
-    "no clock": lambda patch, card_: patch(measure, "now", planted),
+    "no clock": lambda patch, card_: patch(device.card(), "now", planted),
     "no card": lambda patch, card_: patch(measure, "about", planted),
     "no counts": lambda patch, card_: patch(measure, "token_counts", planted),
     "no exchange": lambda patch, card_: patch(measuring.log, "exchange", planted),

@@ -50,7 +50,7 @@ class MadeUpClock:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let ``measure`` use this clock."""
-        monkeypatch.setattr(measure, "now", lambda: self.seconds)
+        monkeypatch.setattr(card(), "now", lambda: self.seconds)
         monkeypatch.setattr(card(), "cache_bytes", lambda: 4096)
         for how in ("record", "looped"):
             monkeypatch.setattr(measure, how, lambda run, calls: self.record(run, calls))

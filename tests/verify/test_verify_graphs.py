@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from tests.support.recorded_card import RecordedCard
+from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.verify.faults import Changed
 from vllm_aiter_mla.verify.engine import GraphEngine
 
 
 @pytest.fixture
 def card(monkeypatch):
-    return RecordedCard().install(monkeypatch)
+    return RehearsalCard().install(monkeypatch)
 
 
 @pytest.fixture

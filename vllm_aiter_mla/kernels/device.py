@@ -8,6 +8,7 @@ torch's ROCm release or its profiler, and nobody keeps what ``card`` returned: `
 import contextlib
 import functools
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,6 +90,10 @@ class Device:
         """Wait for everything on the card; on a machine without one there is nothing to wait for."""
         if self.is_there():
             torch.cuda.synchronize()
+
+    def now(self) -> float:
+        """Return seconds from any start, for a budget of work on the card. Needs no card."""
+        return time.monotonic()
 
     def time_us(self, run: Callable[[], object]) -> float:
         """Return the microseconds of ``run`` on the current stream, between two events."""

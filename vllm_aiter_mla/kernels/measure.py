@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -117,11 +116,6 @@ def interleaved(
     return {name: values[DISCARDED:] for name, values in samples.items()}
 
 
-def now() -> float:
-    """Return seconds from any start: for the budget."""
-    return time.monotonic()
-
-
 # What is timed. In a real step a layer's weight comes from memory and its query from the cache.
 
 
@@ -207,14 +201,14 @@ def time_shape(
     rounds: Rounds = {}
 
     def check() -> None:
-        if now() - started > budget.left:
+        if card().now() - started > budget.left:
             raise OverBudgetError(f"more than the {BUDGET_S:g} s that it may take, before one token count was timed")
 
     for tokens in sorted(counts, key=lambda count: (count not in FIRST_TIMED, count)):
         calls = calls_of(shape, weights, tokens, resident)
         timed = record if graphs else looped
         replays = {name: timed(run, calls) for name, run in _loaded(backends, calls[0], pad).items()}
-        started = now()
+        started = card().now()
         try:
             check()
             rounds[tokens] = interleaved(replays, ROUNDS, check)
@@ -223,7 +217,7 @@ def time_shape(
                 raise
             break
         finally:
-            budget.left -= now() - started
+            budget.left -= card().now() - started
             del replays  # their results, before the next ones need memory
     return dict(sorted(rounds.items()))
 

@@ -155,7 +155,8 @@ def engine_facts(config: Any) -> dict[str, Any]:
 
     Returns:
         ``gate``: limit, integration and added options of the plugin's pass in vLLM's slot, None without one. ``view``:
-        what admission reads. ``user_pass``: why the user's pass cannot be chained, or None. ``options``, ``ranges`` and ``captures``.
+        what admission reads. ``user_pass``: why the user's pass cannot be chained, or None. ``options``, ``ranges`` and
+        ``captures``.
     """
     compilation, scheduler, parallel = config.compilation_config, config.scheduler_config, config.parallel_config
     engaged = compat_config.current_pass(compilation)

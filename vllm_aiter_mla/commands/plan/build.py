@@ -156,7 +156,7 @@ def _once(reasons: list[Skip]) -> list[Skip]:
 
 
 def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
-    """Return which integration would run, what the gate adds, vLLM's compile ranges, and its captured sizes up to and above the limit.
+    """Return which integration would run, what the gate adds, vLLM's compile ranges, and its captured sizes.
 
     The first ``inside`` ranges are those that the passes would rewrite. Each range is one more compile of the model.
     """

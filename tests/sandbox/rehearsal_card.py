@@ -1,0 +1,233 @@
+"""The rehearsal card: the seam to the device on a CPU, so that an operator's day runs as real processes.
+
+Tensors stay on the CPU. A capture records what reaches the dispatcher, and a replay runs it again. Time comes from a
+scenario's table by kernel and token count, and its clock counts nothing else. Each process that finds ``VARIABLE`` in
+its environment has the card: see ``rehearsal_path/sitecustomize.py``. A rehearsal says nothing about a real card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_aiter_mla.kernels import device
+from vllm_aiter_mla.kernels.device import Device
+from vllm_aiter_mla.verify.engine import Recording
+
+VARIABLE = "AITER_MLA_SANDBOX_CARD"
+"""Environment variable: a ``Scenario`` as JSON."""
+KERNELS = {"fused_qk_rope_concat_and_cache_mla": ("aiter", 6), "concat_and_cache_mla_rope_fused": ("vllm", 6)}
+"""By the op that tells a kernel: the kernel, and which argument has a row for each token. Other ops cost nothing."""
+TRITON = {"decode_prep_kernel": "triton"}
+"""The same of launches that do not pass the dispatcher."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What the card is, and how long each kernel takes on it."""
+
+    arch: str = "gfx942"
+    name: str = "AMD Instinct MI300X"
+    rocm: str | None = "7.0.51831-rehearsal"
+    # By kernel: microseconds of a launch from so many tokens on, ascending
+    us: dict[str, list[tuple[int, float]]] = field(
+        default_factory=lambda: {"vllm": [(1, 10.0)], "aiter": [(1, 8.0)], "triton": [(1, 5.0)]}
+    )
+    noise: float = 0.002  # standard deviation of a launch's time, as a share
+    rank_us: dict[int, float] = field(default_factory=dict)  # by rank: a factor on every time
+
+
+class Launches(Recording):
+    """A recording that also notes which kernels ran, and at how many tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` and note it."""
+        kernel, argument = KERNELS.get(str(func.overloadpacket).rpartition(".")[2], ("", 0))
+        if kernel:
+            self.kernels.append((kernel, args[argument].shape[0]))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def launched(self, name: str, tokens: int, call: Callable[[], object]) -> None:
+        """Note a launch of the Triton kernel, which does not pass the dispatcher."""
+        self.kernels.append((TRITON[name], tokens))
+        self.add(name, call)
+
+
+class Graph:
+    """Behaves as ``CUDAGraph(keep_graph=True)``: no replay before it is instantiated."""
+
+    def __init__(self, card: RehearsalCard, made: Launches) -> None:
+        self.card, self.made, self.ready = card, made, False
+
+    def instantiate(self) -> None:
+        self.ready = True
+
+    def replay(self) -> None:
+        assert self.ready
+        self.card.replayed += self.made.names
+        self.made.replay()
+
+
+class Timed:
+    """What ``record`` returns: a replay that is only timed, so that it need not run."""
+
+    def __init__(self, kernels: list[tuple[str, int]]) -> None:
+        self.kernels = kernels
+
+    def __call__(self) -> None:
+        """Take no time: ``time_us`` does."""
+
+
+class RehearsalCard(Device):
+    """Answers every question of ``Device`` without torch.cuda, and notes what was asked."""
+
+    torch_device = "cpu"
+    rocm: Any = None
+    arch: Any = ""
+
+    @property
+    def built_for(self) -> str:
+        return f"ROCm {self.rocm}" if self.rocm else "CUDA 13.0"
+
+    def __init__(self, scenario: Scenario | None = None) -> None:
+        self.scenario = scenario or Scenario()
+        self.arch, self.rocm = self.scenario.arch, self.scenario.rocm
+        self.capturing, self.checks_syncs = False, False
+        self.replayed: list[str] = []
+        self.captures: list[tuple[Any, bool]] = []  # pool and side stream of each
+        self.recorded, self.sync_checks, self.side_streams, self.given_back = 0, 0, 0, 0
+        self.seconds, self.draw = 0.0, random.Random(self.arch)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> RehearsalCard:
+        """Let the package run on this card during a test: one assignment."""
+        monkeypatch.setattr(device, "installed", self)
+        return self
+
+    def is_there(self) -> bool:
+        return True
+
+    def name(self) -> str:
+        return self.scenario.name
+
+    def now(self) -> float:
+        return self.seconds
+
+    def units(self) -> int:
+        return 304
+
+    def cache_bytes(self) -> int:
+        return 4096
+
+    def current(self) -> torch.device:
+        return torch.device("cpu")
+
+    def memory(self) -> tuple[int, int]:
+        return 5, 1
+
+    def allocations(self) -> int:
+        return 0
+
+    def give_back(self) -> None:
+        self.given_back += 1
+
+    def fork_rng(self) -> Any:
+        return torch.random.fork_rng(devices=[])
+
+    def synchronize(self) -> None:
+        pass
+
+    def on_side_stream(self, run: Callable[[], None]) -> None:
+        self.side_streams += 1
+        run()
+
+    @contextlib.contextmanager
+    def syncs_raise(self) -> Iterator[None]:
+        self.checks_syncs, self.sync_checks = True, self.sync_checks + 1
+        try:
+            yield
+        finally:
+            self.checks_syncs = False
+
+    def time_us(self, run: Callable[[], object]) -> float:
+        if isinstance(run, Timed):
+            kernels = run.kernels
+        else:
+            with Launches() as made:
+                run()
+            kernels = made.kernels
+        us = sum(self.cost(*launch) for launch in kernels)
+        self.seconds += us / 1e6
+        return us
+
+    def cost(self, kernel: str, tokens: int) -> float:
+        """Return the microseconds of one launch, with noise."""
+        table = self.scenario.us[kernel]
+        us = [us for first, us in table if tokens >= first][-1]
+        rank = int(os.environ.get("RANK", "0"))
+        return us * self.scenario.rank_us.get(rank, 1.0) * max(self.draw.gauss(1.0, self.scenario.noise), 0.1)
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
+        self.recorded += 1
+        return Timed(self._recorded(run).kernels)
+
+    def new_pool(self) -> Any:
+        return object()
+
+    def capture(self, run: Callable[[], object], pool: Any, side_stream: bool) -> Any:
+        self.captures.append((pool, side_stream))
+        return Graph(self, self._recorded(run))
+
+    def _recorded(self, run: Callable[[], object]) -> Launches:
+        self.capturing = True
+        try:
+            with Launches() as made:
+                run()
+        finally:
+            self.capturing = False
+        return made
+
+    def dot(self, graph: Any) -> str | None:
+        nodes = "".join(
+            f'"graph_0_node_{i}"[style="bold" shape="octagon" label="{i}\n{name}\n"];\n'
+            for i, name in enumerate(graph.made.names)
+        )
+        return f"digraph dot {{\n{nodes}}}\n"
+
+    def count_kernels(self) -> Callable[[], int]:
+        made = Launches()
+        made.__enter__()
+
+        def stop() -> int:
+            made.__exit__(None, None, None)
+            return len(made.names)
+
+        return stop
+
+
+def install_from_environment() -> None:
+    """Let this process run on the card that the environment names, if it names one."""
+    if VARIABLE not in os.environ:
+        return
+    given = json.loads(os.environ[VARIABLE])
+    given["rank_us"] = {int(rank): factor for rank, factor in given.get("rank_us", {}).items()}
+    device.installed = RehearsalCard(Scenario(**given))
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.sandbox import interpreter
+
+        interpreter.install()
+        interpreter.record_launches()
