@@ -1,4 +1,9 @@
-"""Planted bugs. An engine's process calls one of them before its config is built."""
+"""Planted bugs. An engine's process calls one of them before its config is built.
+
+Each calls ``plugin.bug_ran`` where it does its harm; an engine in which that never happened is no result.
+"""
+
+from tests.sandbox import plugin
 
 
 def attention_does_not_split() -> None:
@@ -11,6 +16,7 @@ def attention_does_not_split() -> None:
     inner = gate._split
 
     def split(compilation, integration):
+        plugin.bug_ran()
         inner(compilation, integration)
         compilation.splitting_ops = [op for op in compilation.splitting_ops if op not in ATTENTION_OPS]
 
@@ -27,7 +33,12 @@ def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:
     from vllm_aiter_mla import admission, ops
 
     inner = ops.rotate_and_write
-    ops.rotate_and_write = lambda step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
+
+    def rotate_and_write(step, q, k_pe, *rest):
+        plugin.bug_ran()
+        inner(step, q.clone(), k_pe.clone(), *rest)
+
+    ops.rotate_and_write = rotate_and_write
     admission.within_limit = lambda end, limit: True
 
 
@@ -44,7 +55,10 @@ def every_second_layer_is_skipped() -> None:
     inner = pipeline._admit
 
     def admit(match, *rest):
-        return Skip("geometry", "skipped by the test") if ".0." in match.layer_name else inner(match, *rest)
+        if ".0." not in match.layer_name:
+            return inner(match, *rest)
+        plugin.bug_ran()
+        return Skip("geometry", "skipped by the test")
 
     pipeline._admit = admit
     files.fingerprint = lambda: "0.0.0-changed"
@@ -55,6 +69,7 @@ def no_implementation_is_known() -> None:
     from vllm_aiter_mla.compat import layer as compat_layer
 
     compat_layer.KNOWN_IMPLS.clear()
+    plugin.bug_ran()
 
 
 def a_private_function_is_renamed() -> None:
@@ -63,6 +78,7 @@ def a_private_function_is_renamed() -> None:
 
     assert mla_attention.get_attention_context
     del attention.get_attention_context
+    plugin.bug_ran()
 
 
 def q_scale_is_applied_twice() -> None:
@@ -70,19 +86,25 @@ def q_scale_is_applied_twice() -> None:
     from vllm_aiter_mla.kernels import absorb
 
     inner = absorb.absorb_plain
-    absorb.absorb_plain = lambda q_nope, w: inner(q_nope, w) / 0.7
+
+    def absorb_plain(q_nope, w):
+        plugin.bug_ran()
+        return inner(q_nope, w) / 0.7
+
+    absorb.absorb_plain = absorb_plain
 
 
 def the_aiter_kernel_is_wrong() -> None:
     """AITER's kernel rotates by the wrong pairing: what a broken build would do."""
+    from dataclasses import replace
+
     from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 
     inner = AiterBackend._run
 
-    def run(self, route, widths, inputs):
-        from dataclasses import replace
-
-        return inner(self, route, widths, replace(inputs, is_neox=not inputs.is_neox))
+    def run(self, *given):
+        plugin.bug_ran()
+        return inner(self, *given[:-1], replace(given[-1], is_neox=not given[-1].is_neox))
 
     AiterBackend._run = run
 
@@ -97,6 +119,7 @@ def a_request_has_one_decode_row() -> None:
     inner = ops.decode
 
     def decode(step, q_prepared, output):
+        plugin.bug_ran()
         n, requests = step.num_actual_tokens, step.metadata.num_decodes
         last = q_prepared[:n].view(requests, n // requests, *q_prepared.shape[1:])[:, -1:]
         rows = last.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:])
@@ -109,7 +132,11 @@ def a_mixed_batch_counts_as_decode() -> None:
     """The op looks for decode rows in the metadata and ignores prefill rows."""
     from vllm_aiter_mla.compat import layer as compat_layer
 
-    compat_layer.is_decode_only = lambda metadata, slots: metadata.decode is not None
+    def is_decode_only(metadata, slots):
+        plugin.bug_ran()
+        return metadata.decode is not None
+
+    compat_layer.is_decode_only = is_decode_only
 
 
 def padding_has_the_slot_of_another_row() -> None:
@@ -121,6 +148,7 @@ def padding_has_the_slot_of_another_row() -> None:
     inner = ops.prepared_query
 
     def prepared_query(step, *rest):
+        plugin.bug_ran()
         return inner(step._replace(slots=torch.where(step.slots < 0, step.slots.max(), step.slots)), *rest)
 
     ops.prepared_query = prepared_query
@@ -133,7 +161,13 @@ def the_wrappers_forward_is_unknown() -> None:
     from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper as Wrapper
 
     inner = Wrapper.forward
-    Wrapper.forward = functools.wraps(inner)(lambda self, *args, **kwargs: inner(self, *args, **kwargs))
+
+    @functools.wraps(inner)
+    def forward(self, *args, **kwargs):
+        plugin.bug_ran()
+        return inner(self, *args, **kwargs)
+
+    Wrapper.forward = forward
 
 
 def the_check_fails_on_rank_1() -> None:
@@ -142,12 +176,19 @@ def the_check_fails_on_rank_1() -> None:
 
     import torch
 
-    from tests.sandbox import plugin
     from vllm_aiter_mla import startup
+    from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult
 
     os.environ[plugin.MUTATION] = f"{__name__}:{the_check_fails_on_rank_1.__name__}"
     inner = startup.self_check
-    startup.self_check = lambda *given: "planted" if torch.distributed.get_rank() == 1 else inner(*given)
+
+    def self_check(*given):
+        if torch.distributed.get_rank() != 1:
+            return inner(*given)
+        plugin.bug_ran()
+        return SelfCheckResult(False, "self-check FAILED: planted", {}, 0)
+
+    startup.self_check = self_check
 
 
 def query_and_key_are_swapped() -> None:
@@ -157,6 +198,7 @@ def query_and_key_are_swapped() -> None:
     inner = module._project
 
     def project(wrapper, hidden_states):
+        plugin.bug_ran()
         q, kv_c, k_pe = inner(wrapper, hidden_states)
         rope = k_pe.shape[-1]
         swapped = q.clone()
@@ -170,7 +212,7 @@ def the_op_writes_no_kv_row() -> None:
     """The op prepares the query and leaves the KV cache as it is."""
     from vllm_aiter_mla.kernels import reference
 
-    reference.scatter_rows = lambda cache, slots, rows: None
+    reference.scatter_rows = lambda cache, slots, rows: plugin.bug_ran()
 
 
 def raise_when_told():
@@ -184,6 +226,7 @@ def raise_when_told():
 
     def prepared_query(*args):
         if Path(os.environ["AITER_MLA_TEST_TRIGGER"]).exists():
+            plugin.bug_ran()
             raise RuntimeError("planted")
         return inner(*args)
 

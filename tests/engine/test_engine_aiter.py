@@ -1,5 +1,7 @@
 """The engine over the simulated AITER, over vLLM's AITER attention class, and over the interpreted Triton kernel."""
 
+import re
+
 import pytest
 
 from tests.engine import engine_specs
@@ -49,7 +51,8 @@ def test_quantised_absorb_weights_equal_vllm_which_multiplies_by_the_same_gemm(e
 @pytest.mark.mutation("I12")
 def test_mutation_a_wrong_aiter_kernel_fails_its_self_check_and_is_not_used(engines):
     result = engines("aiter-gfx942-broken")
-    assert any("ERROR" in line and "self-check FAILED" in line for line in result.log), result.log
+    (line,) = [line for line in result.log if "ERROR" in line and "self-check FAILED" in line]
+    assert re.search(r"q rope [1-9]\d* step.*kv rope [1-9]\d* step", line), "the wrong values themselves: " + line
     assert all("aiter" not in names for names in kernels(result))
 
 

@@ -58,6 +58,8 @@ def run(
         lines = _read(process)
         if process.returncode or not (work / "out").is_file():
             raise EngineFailedError("".join(lines))
+        if spec.mutation and not any(plugin.BUG_RAN in line for line in lines):
+            raise EngineFailedError("".join([*lines, f"{spec.mutation}: the planted bug never ran"]))
         result: EngineResult = load(work / "out")
         result.log = [line.rstrip() for line in lines if "aiter-mla:" in line]
         return result

@@ -8,6 +8,7 @@ back end, which is not admitted in serving.
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 NAME = "aiter_mla_sandbox"
@@ -15,8 +16,15 @@ FOLDER = Path(__file__).parent / "entry_point"
 CHECKOUT = Path(__file__).resolve().parents[2]
 MUTATION = "AITER_MLA_SANDBOX_MUTATION"
 """Environment variable: "module:function" that plants a bug in every process of a server; tests only."""
+BUG_RAN = "aiter-mla: the planted bug ran"
 GPU_ATTENTION = ("TRITON_MLA", "TritonMLAImpl")
 """Back end and implementation of the demo on a GPU: every CUDA and ROCm build of vLLM has them."""
+
+
+@cache
+def bug_ran() -> None:
+    """Say once in this process that a planted bug has done its harm."""
+    print(BUG_RAN, flush=True)
 
 
 def activate() -> None:
