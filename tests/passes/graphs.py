@@ -83,16 +83,18 @@ class Builder:
 
     Args:
         spelling: the default of each layer.
+        rows: the number of tokens with which the graph is traced.
+        static: whether the graph is for this number only.
     """
 
-    def __init__(self, spelling: Spelling) -> None:
+    def __init__(self, spelling: Spelling, rows: int = 7, static: bool = False) -> None:
         self.spelling = spelling
         self.graph = fx.Graph()
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        sample = torch.empty(7, spelling.sizes.hidden, dtype=spelling.dtype)
-        dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
-        fake = self.mode.from_tensor(sample, symbolic_context=dynamic)
-        self.t = self._placeholder("t", fake.shape[0])
+        sample = torch.empty(rows, spelling.sizes.hidden, dtype=spelling.dtype)
+        dims = [DimDynamic.STATIC if static else DimDynamic.DYNAMIC, DimDynamic.STATIC]
+        fake = self.mode.from_tensor(sample, symbolic_context=StatelessSymbolicContext(dims))
+        self.t = rows if static else self._placeholder("t", fake.shape[0])
         self.x = self._placeholder("x", fake)
         self.positions = self.input("positions", fake.shape[0], dtype=torch.int64)
         self.table = self.input("table", TABLE_ROWS, spelling.sizes.r)

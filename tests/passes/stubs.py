@@ -21,7 +21,8 @@ from vllm_aiter_mla.kernels.absorb import absorb_plain
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.reference import store_nope
 
-BLOCKS, BLOCK_SIZE = 3, 4
+BLOCKS, BLOCK_SIZE = 11, 4
+"""More slots than rows in any test. Their number has no factor in common with the distance of two rows' slots."""
 
 
 @dataclass(frozen=True)

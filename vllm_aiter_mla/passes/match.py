@@ -154,19 +154,22 @@ class _Matcher:
         self._take_row_scale()
         q_cone, k_cone = self._rope_cone("q"), self._rope_cone("k_pe")
         table, positions = self._one_table(q_cone, k_cone)
-        num_heads, head, rope_dim = self._sizes()
+        tokens, num_heads, head, rope_dim = self._sizes()
         roots = self._root("q", q_cone), self._root("k_pe", k_cone)
         if view_root(roots[0]) is view_root(roots[1]):
             raise NoMatchError("crossed_branches", "the rotated query and the rotated key come from the same tensor")
-        probe, rows = self._probe(table, positions, roots, rope_dim)
+        # Positions that only an op reads have a symbol of their own. The op wants one of them per token, too.
+        counts = tokens, val(view_root(positions)).numel()
+        probe, rows = self._probe(counts, table, view_root(positions), roots, rope_dim)
         is_neox, q = self._find_q(probe, rows, q_cone, (head - rope_dim, rope_dim))
         k_pe = self._find_k(probe, rows, k_cone, is_neox)
         self._check_kv_key(kv, q_cone, k_cone)
         self._check_readers(q_cone.inner | k_cone.inner, roots, kv.node)
-        self._check_columns(roots[1], k_pe, k_cone)
+        self._check_columns(counts, roots[1], k_pe, k_cone)
         latent = width(kv.kv_c)
         if latent is None or val(kv.kv_c).dim() != 2:
             raise NoMatchError("latent_shape", "kv_c is not [tokens, kv_lora_rank] with a static width")
+        rope_probe.check_rows(val(kv.kv_c), counts)
         return LayerMatch(
             layer_name=self.name,
             layer_name_arg=self.kw["layer_name"],
@@ -260,15 +263,15 @@ class _Matcher:
             raise NoMatchError("two_tables", "query and key are rotated by different tables or positions")
         return tables[0], next(iter(q_cone.positions))
 
-    def _sizes(self) -> tuple[int, int, int]:
-        """Return N, P+R and R."""
+    def _sizes(self) -> tuple[Any, int, int, int]:
+        """Return T, N, P+R and R."""
         q, k_pe = val(self.kw["q"]), val(self.kw["k_pe"])
         if q is None or k_pe is None or q.dim() != 3 or not all(isinstance(size, int) for size in q.shape[1:]):
             raise NoMatchError("query_shape", "the query is not [tokens, heads, width] with static heads and width")
         rope_dim, head = k_pe.shape[-1], q.shape[2]
         if not isinstance(rope_dim, int) or rope_dim % 2 or rope_dim >= head:
             raise NoMatchError("query_shape", f"a rope part of {rope_dim} does not fit a query head of {head}")
-        return q.shape[1], head, rope_dim
+        return q.shape[0], q.shape[1], head, rope_dim
 
     def _root(self, what: str, cone: rope_probe.Cone) -> fx.Node:
         if len(cone.roots) != 1:
@@ -283,21 +286,19 @@ class _Matcher:
         return root
 
     def _probe(
-        self, table: fx.Node, positions: fx.Node, roots: Iterable[fx.Node], rope_dim: int
+        self, counts: tuple[Any, ...], table: fx.Node, positions: fx.Node, roots: tuple[fx.Node, ...], rope_dim: int
     ) -> tuple[rope_probe.Probe, torch.Tensor]:
-        """Return a probe with random data, and the rows of its table that the positions select."""
+        """Return a probe with random data, and the rows of its table that the positions, all different, select."""
         if width(table) != rope_dim:
             raise NoMatchError("partial_rotary", f"the rotary table is {width(table)} wide, the rope part {rope_dim}")
+        for stop in (*roots, positions):
+            rope_probe.check_rows(val(stop), counts)
         generator = torch.Generator().manual_seed(0)
+        index = torch.arange(rope_probe.concrete(counts[0]), device="cpu") * 2
         values: dict[fx.Node, Any] = {root: rope_probe.random_like(root, generator) for root in roots}
-        values[table] = rope_probe.random_like(table, generator, rows=rope_probe.TABLE_ROWS)
-        index = torch.arange(rope_probe.concrete(val(positions).shape[0]), device="cpu") * 2 % rope_probe.TABLE_ROWS
-        # Positions may be repeated views of one node: bind the root, and the view that the query's lookup reads.
-        values[view_root(positions)] = index.view(
-            [rope_probe.concrete(size) for size in val(view_root(positions)).shape]
-        )
-        values[positions] = index
-        return rope_probe.Probe(values), values[table][index]
+        values[table] = rope_probe.random_like(table, generator, rows=2 * len(index))
+        values[positions] = index.view([rope_probe.concrete(size) for size in val(positions).shape])
+        return rope_probe.Probe(values, counts), values[table][index]
 
     def _find_q(
         self, probe: rope_probe.Probe, rows: torch.Tensor, cone: rope_probe.Cone, widths: tuple[int, int]
@@ -356,13 +357,13 @@ class _Matcher:
             if reader not in allowed:
                 raise NoMatchError("query_read_elsewhere", f"{reader.name} also reads the query projection")
 
-    def _check_columns(self, root: fx.Node, k_pe: fx.Node, cone: rope_probe.Cone) -> None:
+    def _check_columns(self, counts: tuple[Any, ...], root: fx.Node, k_pe: fx.Node, cone: rope_probe.Cone) -> None:
         """Check that nothing outside the layer reads the columns of k_pe: the fused ops rotate them in place."""
         others = [pair for pair in readers_through(root) if pair[0] not in cone.inner]
         if not others:
             return
         shape = [rope_probe.concrete(size) for size in val(root).shape]
-        numbers = rope_probe.Probe({root: torch.arange(shape[-1], device="cpu").expand(shape)})
+        numbers = rope_probe.Probe({root: torch.arange(shape[-1], device="cpu").expand(shape)}, counts)
         mine = set(numbers(k_pe).flatten().tolist())
         for reader, through in others:
             if mine & set(numbers(through).flatten().tolist()):

@@ -6,6 +6,10 @@ tables expanded before or after the lookup. A rewritten layer is wrong if one of
 multilinear in the data and in the table, so two expressions that agree on random real inputs are the same function
 (Schwartz-Zippel; in float64 the probability of a false match is negligible). Evaluating about fifty operators on three
 rows takes well under a millisecond per layer, and accepts nothing that computes something else.
+
+Three rows stand for any number of them because each op that is evaluated makes row t of its result of row t of its
+operands, in the same way for every t. ``check_rows`` and ``Probe`` raise where the graph does not prove that: tokens
+are cut, picked or mixed, or their number is a bound, an index or a factor.
 """
 
 import contextlib
@@ -15,10 +19,12 @@ from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 
 from vllm_aiter_mla.kernels.reference import rotate
 from vllm_aiter_mla.passes.fx import VIEW_OPS, arguments, is_call, is_view, val, width
@@ -26,7 +32,6 @@ from vllm_aiter_mla.passes.fx import VIEW_OPS, arguments, is_call, is_view, val,
 aten = torch.ops.aten
 ROWS = 3
 """The value of every symbolic size."""
-TABLE_ROWS = 5
 MAX_CONE = 400
 
 IDENTITY_OPS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
@@ -38,7 +43,9 @@ MOVING_OPS = VIEW_OPS | IDENTITY_OPS | {
 """Ops that may come between the un-rotated and the rotated value."""
 TRANSPARENT_OPS = MOVING_OPS | {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}
 CUTS = (aten.slice.Tensor, aten.slice_scatter.default, aten.split.Tensor, aten.split_with_sizes.default)
-"""Ops that may take some of the tokens, from either end."""
+"""Ops that may take some of the tokens and keep their dimension."""
+SIZED_OPS = frozenset({aten.reshape.default, aten.view.default, aten.expand.default})
+"""Ops whose arguments are the sizes of their result: who checks the result has checked them."""
 LOOKUP_OPS = frozenset({aten.index.Tensor, aten.index_select.default, aten.embedding.default})
 ROTARY_OPS = {
     "_C::rotary_embedding": ("query", "key"),
@@ -172,10 +179,19 @@ class Cone:
 
 
 class Probe:
-    """Evaluates nodes, given the values of the nodes at which evaluation stops."""
+    """Evaluates nodes that treat all tokens alike, given the values of the nodes at which evaluation stops.
 
-    def __init__(self, values: dict[fx.Node, Any]) -> None:
+    Args:
+        values: the value of each of these nodes.
+        counts: the symbolic sizes that are the number of tokens; ints where it is static.
+
+    Raises:
+        ValueError: a node may not treat all tokens alike.
+    """
+
+    def __init__(self, values: dict[fx.Node, Any], counts: tuple[Any, ...]) -> None:
         self._values = dict(values)
+        self._counts = counts
 
     def __call__(self, node: Any) -> Any:
         """Return the value of an argument: nodes are evaluated, symbolic sizes become ``ROWS``."""
@@ -192,19 +208,30 @@ class Probe:
             return concrete(value)
         if (names := rotary_call(node)) is not None:
             return self._rotate(node, *names)
+        if not isinstance(value, (list, tuple)):  # pieces are checked one by one
+            check_rows(value, self._counts)
+        self._check_arguments(node)
         if node.target in IDENTITY_OPS:
             return self(node.args[0])
-        if node.target in CUTS:
-            self._check_cut(arguments(node))
         kwargs = {key: self(arg) for key, arg in node.kwargs.items() if key not in ("dtype", "device", "layout")}
         return node.target(*(self(arg) for arg in node.args), **kwargs)  # type: ignore[operator]
 
-    def _check_cut(self, given: dict[str, Any]) -> None:
-        """Raise if tokens are cut at a constant: on ``ROWS`` rows a cut behind the last one does not show."""
-        of_tokens = isinstance(val(given["self"]).shape[given.pop("dim")], torch.SymInt)
-        for bound in given.values() if of_tokens else ():
-            if isinstance(bound, list) or (isinstance(bound, int) and ROWS <= abs(bound) < sys.maxsize):
-                raise ValueError(f"rows are cut at {bound}")
+    def _check_arguments(self, node: fx.Node) -> None:
+        """Raise if a bound, an index or a factor depends on the number of tokens, or if tokens are cut.
+
+        Shapes alone do not tell: tracing has compared bounds with one number of tokens, and vLLM drops these guards.
+        """
+        if node.target in CUTS:
+            given = arguments(node)
+            size = size_of(val(given["self"]).shape[given["dim"]])
+            if not isinstance(size, int):
+                start, end, step = (size_of(given.get(name)) for name in ("start", "end", "step"))
+                if start not in (None, 0) or end not in (None, sys.maxsize, size) or step != 1:
+                    raise ValueError(f"{node.name} may cut the tokens")
+                return
+        given_sizes = () if node.target in SIZED_OPS else tree_leaves((node.args, node.kwargs))
+        if any(isinstance(size_of(arg), sympy.Expr) for arg in given_sizes):
+            raise ValueError(f"{node.name} depends on the number of tokens")
 
     def _rotate(self, node: fx.Node, *names: str) -> tuple[Any, ...]:
         cos, sin = self(node.kwargs["cos_sin_cache"])[self(node.kwargs["positions"])].unsqueeze(1).chunk(2, -1)
@@ -215,6 +242,28 @@ class Probe:
                 tensor = rope(heads, cos, sin, bool(node.kwargs["is_neox"])).view_as(tensor)
             rotated.append(tensor)
         return tuple(rotated)
+
+
+def size_of(arg: Any) -> Any:
+    """Return a size, or the size that a node holds, as an int or an expression; return any other argument as it is."""
+    size = val(arg) if isinstance(val(arg), torch.SymInt) else arg
+    if not isinstance(size, torch.SymInt):
+        return size
+    return int(size.node.expr) if size.node.expr.is_Integer else size.node.expr
+
+
+def check_rows(value: Any, counts: tuple[Any, ...]) -> None:
+    """Check that a fake tensor is [T, ...] or [1, ..., T, ...] with T among ``counts``, and its other sizes static.
+
+    Raises:
+        ValueError: it is not. If no count is symbolic, the tensor is evaluated as it is, and only has to be static.
+    """
+    sizes = [size_of(size) for size in value.shape]
+    symbolic = [size for size in sizes if not isinstance(size, int)]
+    rows = [size for size in sizes if size != 1][: len(symbolic)]
+    allowed = [[count] for count in map(size_of, counts) if not isinstance(count, int)] or [[]]
+    if symbolic != rows or symbolic not in allowed:
+        raise ValueError(f"{sizes} is not one row per token")
 
 
 def concrete(size: Any) -> int:
