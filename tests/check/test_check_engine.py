@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine]
 NAMES = ("plan", "engine", "decode against prefill")
 
 
-def outcomes(folder: Path, mutation: str = "", ranks: int = 1) -> dict[str, Outcome]:
+def outcomes(folder: Path, mutation: str = "", ranks: int = 1, *typed: str) -> dict[str, Outcome]:
     asked = check.context(folder / "model", check.environment(folder / "inductor", mutation, ranks))
-    asked.arguments += ("-tp", str(ranks))
+    asked.arguments += ("-tp", str(ranks), *typed)
     return {name: steps.STEPS[name](asked) for name in NAMES}
 
 
@@ -26,6 +26,14 @@ def outcomes(folder: Path, mutation: str = "", ranks: int = 1) -> dict[str, Outc
 def test_the_engine_passes(tmp_path: Path, ranks: int) -> None:
     found = outcomes(tmp_path, ranks=ranks)
     assert {outcome.status for outcome in found.values()} == {"passed"}, found
+
+
+@pytest.mark.wide
+def test_the_engine_runs_without_the_options_of_a_deployment(tmp_path: Path) -> None:
+    """With ``-dp 2`` an engine would wait for another one."""
+    found = outcomes(tmp_path, "", 1, "-dp", "2", "--port", "8001", "--reasoning-parser", "deepseek_r1")
+    assert {outcome.status for outcome in found.values()} == {"passed"}, found
+    assert any("--port, --reasoning-parser, --data-parallel-size" in line for line in found["engine"].lines)
 
 
 @pytest.mark.mutation

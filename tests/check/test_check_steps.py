@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support import plans
 from vllm_aiter_mla import files
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import check as command
 from vllm_aiter_mla.commands import doctor, measure
 from vllm_aiter_mla.commands.check import engine, steps
@@ -267,7 +268,7 @@ def test_a_known_issue_is_found_by_card_cache_heads_and_drafts(plan: dict[str, A
 
 def test_a_known_issue_of_one_aiter_is_found_by_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, issue = of_shape(32, 0, "fp8", arch="gfx950"), ISSUES["vllm#46997"]
-    for version, concerned in (("0.1.16.post2", True), ("0.1.24.post1", False), (None, False)):
+    for version, concerned in (("0.1.16.post2", True), ("0.1.24.post1", False), (None, True)):
         monkeypatch.setattr(steps.files, "stamp", lambda *_, version=version: {files.KEY: {"aiter": version}})
         assert steps.applies(issue, plan) is concerned
 
@@ -289,6 +290,42 @@ def test_a_model_without_mla_fails_its_plan_and_runs_nothing_on_the_card(card: d
     found = outcomes()
     assert failed(found) == ["plan"]
     assert {found[name].status for name in (*steps.ON_THE_CARD, "launches")} == {"skipped"}
+
+
+def test_a_plan_that_is_not_known_is_no_all_clear(card: dict[str, Any]) -> None:
+    """vLLM could not build the layers here: no step takes their missing shape for one."""
+    answer = plans.made_up_answer()
+    skip, facts = Skip("not_known", "no such kernel"), answer.model | {"listed_layers": 61}
+    made = build.build(replace(answer, model=facts, layers=[], skip=skip), plans.ABOUT, model.environment((), {}))
+    card["plan"] = json.loads(json.dumps(made))
+    found = outcomes(strict=True)
+    assert (card["plan"]["outcome"], failed(found)) == ("unknown", ["plan"])
+    assert found["known issues"] == Outcome("skipped", "not looked up: the plan is not known")
+    others = {found[name].detail for name in steps.OF_A_SHAPE}
+    assert others == {"the plan is not known"}
+    assert found["decode against prefill"].status == "skipped"
+
+
+@pytest.mark.mutation
+def test_mutation_an_unknown_shape_that_is_looked_up_is_caught(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "without_a_shape", lambda plan: "")
+    with pytest.raises(AssertionError):
+        test_a_plan_that_is_not_known_is_no_all_clear(card)
+
+
+def test_an_engine_that_needs_more_gpus_than_are_here_is_skipped(card: dict[str, Any]) -> None:
+    card["plan"]["options"] |= {"tp": 8, "pp": 2}
+    found = outcomes()
+    assert found["engine"] == Outcome("skipped", "one engine needs 16 GPUs; this machine has 8")
+    assert failed(found) == []
+
+
+def test_what_is_left_out_of_the_engine_is_said(card: dict[str, Any]) -> None:
+    card["answers"]["plugin"]["left_out"] = ["--data-parallel-size", "--nnodes"]
+    (line,) = [line for line in outcomes()["engine"].lines if "left out" in line]
+    assert "--data-parallel-size, --nnodes" in line
 
 
 def test_the_kernels_are_verified_at_the_models_sizes_and_a_failure_repeats_with_them(card: dict[str, Any]) -> None:

@@ -338,6 +338,8 @@ def refused(*arguments):
         (["--config"], "config file"),
         (["--no-such-option", "1"], "--no-such-option"),
         (["--dtype", "floatx"], "--dtype"),
+        (["-h"], "vllm serve --help=all"),
+        ([OURS, "2"], f"{OURS} 2"),
         (["-cc.pass_config.fuse_norm_qant=true"], "pass_config.fuse_norm_qant Unexpected"),
         ([OURS, '{"aiter_mla": {"max_token_num": 100000000000000000000}}'], "max-token-num 100000000000000000000"),
         ([OURS, '{"aiter_mla": {"kernl": "auto"}}'], "did you mean 'kernel'?"),
@@ -392,6 +394,75 @@ def test_a_wrong_config_never_engages(tmp_path, changed):
     assert status != command.ENGAGES
     assert "would engage" not in out or "Status line: 0/" in out
     assert out or err.splitlines()[-1].startswith("plan: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layers", "reasons"),
+    [
+        # What a plan has no tokenizer for is no reason against, and is said.
+        ((*R1, "--reasoning-parser", "deepseek_r1", "--tool-call-parser", "deepseek_v3"), (61, 61), []),
+        ((*R1, "--reasoning-config.reasoning_start_str", "<v>", "--reasoning-config.reasoning_end_str", "</v>"),
+         (61, 61), []),
+        ((*R1, "--enable-sleep-mode"), (61, 61), []),
+        # Experts are quantised as in the checkpoint: vLLM then knows their back ends.
+        (("kimi-k2.5", "-tp", "8", "--moe-backend", "flydsl", "-cc.pass_config.fuse_allreduce_rms=false"),
+         (61, 61), []),
+        (("deepseek-r1-mxfp4", "-tp", "8", "--moe-backend", "aiter_triton_mxfp4_bf16"), (61, 61), []),
+        (("deepseek-r1", "-dp", "8", "-ep", "--all2all-backend", "deepep_low_latency", "--enable-eplb"), (61, 61), []),
+        # A reason of the engine is said once, also where layers are of several kinds.
+        ((*R1, "-dcp", "2", *MTP), (0, 62), ["dcp"]),
+    ],
+    ids=lambda value: " ".join(value) if value and isinstance(value[0], str) else None,
+)  # fmt: skip
+def test_an_option_of_a_public_recipe_is_planned(arguments, layers, reasons):
+    plan = planned(*arguments)
+    assert (plan["layers"]["engaged"], plan["layers"]["mla"], codes(plan)) == (*layers, reasons)
+    unread = [note for note in plan["assumptions"] if "no tokenizer" in note]
+    assert bool(unread) is any("--reasoning" in argument for argument in arguments)
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ([MTP[0], '{"model": "ORG/NAME", "method": "eagle3", "num_speculative_tokens": 3}'], "the draft ORG/NAME"),
+        (["--spec-model", "NAME", "--spec-tokens", "3"], "the draft NAME"),
+        (["--hf-config-path", "ORG/NAME"], "--hf-config-path ORG/NAME"),
+    ],
+)
+def test_a_repository_that_is_not_here_is_no_refusal_of_vllms(option, named):
+    said = refused(*R1, *option)
+    assert f"{named} is not in the local cache" in said
+    assert "does not take" not in said
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_library_that_is_not_here_is_no_refusal_of_vllms():
+    said = refused(*R1, MTP[0], '{"method": "suffix", "num_speculative_tokens": 3}')
+    assert said.startswith("plan: not known")
+
+
+HEADS = {"hidden_size": 7168, "num_attention_heads": 128, "num_hidden_layers": 1, "torch_dtype": "bfloat16"}
+MLA_DRAFT = {name: value for name, value in CONFIG.items() if name != "quantization_config"} | HEADS
+DRAFTS = {
+    "eagle3, MLA that vLLM's flag does not know": ("eagle3", MLA_DRAFT | {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", "draft_vocab_size": 1024}, 1),
+    "eagle3 without MLA": ("eagle3", HEADS | {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "intermediate_size": 1024,
+        "num_key_value_heads": 8, "vocab_size": CONFIG["vocab_size"], "draft_vocab_size": 1024, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "max_position_embeddings": 4096}, 0),
+    "a whole model": ("draft_model", MLA_DRAFT | {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_hidden_layers": 2}, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_the_layers_of_a_draft_are_those_of_its_modules(name, tmp_path):
+    method, config, layers = DRAFTS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    plan = planned(*R1, MTP[0], json.dumps(spec))
+    assert (plan["layers"]["drafts"], plan["layers"]["mla"], codes(plan)) == (layers, 61 + layers, [])
 
 
 @pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "{"])

@@ -1,4 +1,4 @@
-"""One operator's machine for a day: a folder, an environment with the rehearsal card, and commands as they are typed."""
+"""One operator's machine for a day: a folder, an environment with the rehearsal card, commands as they are typed."""
 
 from __future__ import annotations
 

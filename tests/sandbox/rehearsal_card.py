@@ -118,6 +118,9 @@ class RehearsalCard(Device):
     def is_there(self) -> bool:
         return True
 
+    def count(self) -> int:
+        return 8
+
     def name(self) -> str:
         return self.scenario.name
 

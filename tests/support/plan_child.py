@@ -23,9 +23,16 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.settings import Settings
 
 decisions: list[Any] = []
-apply, facts = gate.apply, answer.engine_facts
+apply, facts, finished = gate.apply, answer.engine_facts, rocm_config.finished_config
+
+
+def _unquantised(config: Any) -> Any:
+    config.quant_config = None
+    return config
+
+
 BUGS = {
-    "nothing is quantised": (rocm_config, "_method_of_kv_b_proj", lambda quant: lambda layer, prefix: None),
+    "nothing is quantised": (rocm_config, "finished_config", lambda args: _unquantised(finished(args))),
     "the limit is not the gate's": (answer, "engine_facts", lambda config: facts(config) | {"gate": None}),
 }
 # Imported once for all plans, which would else each import them.

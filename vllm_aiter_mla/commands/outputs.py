@@ -28,6 +28,8 @@ def check(files: Mapping[str, Path | None]) -> None:
 
 
 def _problem(path: Path) -> str | None:
+    if str(path).startswith("-"):
+        return "an option in the place of a file; for a file of that name give ./ before it"
     if is_device(path) or path.is_symlink():  # a link is replaced
         path = path.parent if path.is_symlink() else path
     elif path.is_dir():

@@ -28,6 +28,10 @@ class Device:
         """Return whether there is a card; False on a machine without one."""
         return bool(torch.cuda.is_available())
 
+    def count(self) -> int:
+        """Return how many cards torch sees; 0 on a machine without one."""
+        return int(torch.cuda.device_count())
+
     @property
     def rocm(self) -> str | None:
         """The ROCm release that torch was built for, "7.0.51831-a3e329ad8"; None for another build. Needs no card."""

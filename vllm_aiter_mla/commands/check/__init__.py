@@ -82,8 +82,8 @@ def run(asked: Context) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
     for name, step in steps.STEPS.items():
         print(f"{name} ...", flush=True)
-        if name in steps.ON_THE_CARD and not asked.plan["layers"]["mla"]:
-            found[name] = Outcome("skipped", "the model has no MLA layer")
+        if name in steps.OF_A_SHAPE and (why := steps.without_a_shape(asked.plan)):
+            found[name] = Outcome("skipped", why)
             continue
         try:
             found[name] = step(asked)

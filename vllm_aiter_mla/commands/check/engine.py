@@ -180,7 +180,7 @@ def run(
         ``scenarios`` {name: requests of steps}, ``prefill`` {name: requests of log-probabilities}, ``above`` the
         log-probabilities of two prefills of ``above_limit``, ``launches`` of a decode step, 0 on a CPU, ``status``
         records of the ranks, ``compiled`` the options that the gate may change as the engine had them, and ``added``
-        those that the gate did change.
+        those that the gate did change. ``left_out`` are options of a deployment.
 
     Raises:
         RuntimeError: the engine's process ended without an answer; the message holds its last lines.
@@ -236,6 +236,7 @@ def main(request: str, answer: str) -> None:
     own = dict((parsed.additional_config or {}).get(NAMESPACE, {}))
     own.pop("enabled", None)
     parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
+    left_out = compat_engine.leave_out(parsed)
     parsed.model = asked["folder"]
     engine = compat_engine.start(parsed, asked["random_layers"])
     scenarios = {name: compat_engine.generate(engine, requests) for name, requests in SCENARIOS.items()}
@@ -252,7 +253,7 @@ def main(request: str, answer: str) -> None:
     found = {
         "scenarios": scenarios, "prefill": prefill, "above": above, "launches": launches, "status": records,
         "compiled": compat_config.gates_options(engine.vllm_config.compilation_config),
-        "added": compat_config.added_options(engine.vllm_config),
+        "added": compat_config.added_options(engine.vllm_config), "left_out": left_out,
     }  # fmt: skip
     Path(answer).write_text(json.dumps(found), encoding="utf-8")
 

@@ -2,6 +2,7 @@
 """The steps of ``check``: each takes what is asked and what earlier steps found, and returns an outcome."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -76,8 +77,18 @@ def plan(context: Context) -> Outcome:
     return Outcome("passed" if outcome in ("engaged", "some") else "failed", detail, lines, found)
 
 
+def without_a_shape(plan: Mapping[str, Any]) -> str:
+    """Return why no layer's shape was planned, or ""; an unknown shape is not one without faults."""
+    if plan["model"]["kinds"]:
+        return ""
+    known = not plan["layers"]["mla"] and plan["outcome"] != "unknown"
+    return "the model has no MLA layer" if known else "the plan is not known"
+
+
 def known_issues(context: Context) -> Outcome:
     """Look this shape up among the known faults of the decode kernels, which are not the plugin's."""
+    if why := without_a_shape(context.plan):
+        return Outcome("skipped", f"not looked up: {why}")
     found = [issue for issue in json.loads(KNOWN_ISSUES.read_text()) if applies(issue, context.plan)]
     lines = tuple(f"{issue['id']}: {issue['effect']} ({issue['state']}): {issue['link']}" for issue in found)
     if not found:
@@ -86,7 +97,10 @@ def known_issues(context: Context) -> Outcome:
 
 
 def applies(issue: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
-    """Return whether a known issue is of the shape that was planned; an unknown release counts as concerned."""
+    """Return whether a known issue is of the shape that was planned; an unknown release counts as concerned.
+
+    So does an AITER that is not installed here, or does not tell its release.
+    """
     heads, rows = plan["heads_per_rank"], 1 + (plan["options"]["num_drafts"] or 0)
     cache = "fp8" if has_fp8_cache(plan) else "16 bits"
     if plan["arch"] not in issue["arch"] or issue["cache"] not in (cache, "any"):
@@ -97,7 +111,7 @@ def applies(issue: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
         release = re.match(r"(\d+)\.(\d+)", plan["vllm"])
         return release is None or [int(release[1]), int(release[2])] < issue["vllm_before"]
     if "aiter" in issue:
-        return files.stamp("check")[files.KEY]["aiter"] in issue["aiter"]
+        return files.stamp("check")[files.KEY]["aiter"] in (None, *issue["aiter"])
     # A graph of decode batches is full only if vLLM captures one.
     return "graphs" not in issue or not plan["captures"]["inside"]
 
@@ -192,6 +206,15 @@ def has_gpu() -> bool:
     return card().is_there()
 
 
+def too_few_gpus(plan: Mapping[str, Any]) -> str:
+    """Return why this machine cannot hold one engine of the plan, or ""."""
+    from vllm_aiter_mla.kernels.device import card
+
+    needed = math.prod(plan["options"].get(name, 1) for name in ("tp", "pp", "pcp"))
+    here = card().count()
+    return f"one engine needs {needed} GPUs; this machine has {here}" if here < needed else ""
+
+
 def engine(context: Context) -> Outcome:
     """Run vLLM's engine on three sides: today, control and plugin; see ``check/engine.py``.
 
@@ -199,6 +222,8 @@ def engine(context: Context) -> Outcome:
     """
     if not has_gpu() and not context.sandbox:
         return Outcome("skipped", NO_GPU)
+    if not context.sandbox and (short := too_few_gpus(context.plan)):
+        return Outcome("skipped", short)
     layers = None if context.checkpoint else context.plan["layers"]["total"]
     # One dense layer and one with experts, where the model has both.
     random_layers = None if layers is None else min(layers, RANDOM_LAYERS)
@@ -229,6 +254,8 @@ def judge(answers: Mapping[runs.Side, Any]) -> Outcome:
     ours, vllms = distances.values()
     records, added = answers["plugin"]["status"], answers["plugin"]["added"]
     lines = [f"{name}: {pair}: {shown(found[name])}" for name in ours for pair, found in distances.items()]
+    if left_out := answers["plugin"].get("left_out"):
+        lines.append(f"left out of these engines, which serve nobody: {', '.join(left_out)}")
     lines += [f"besides the kernels the flag sets {as_typed(added)}"] if added else []
     above, above_line = above_the_limit(answers)
     lines += [above_line, *map(status.line, records)]
@@ -325,3 +352,4 @@ STEPS: dict[str, StepFunction] = {
 RANDOM_LAYERS = 4
 SMALL = ("--max-model-len", "512")  # of the engine over random weights
 ON_THE_CARD = ("kernels", "timing", "engine")  # steps that say something about the card
+OF_A_SHAPE = (*ON_THE_CARD, "launches")  # steps that need a layer's shape

@@ -3,15 +3,27 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
 import torch
 
+from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.kernels.device import card
 
 RANDOM_FORMAT = "aiter_mla_random"
 """A ``load_format`` of vLLM's; ``register_random_weights`` makes it known."""
+
+DEPLOYMENT = frozenset({
+    "nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend", "ray_workers_use_nsight",
+    "all2all_backend", "enable_dbo", "ubatch_size", "enable_eplb", "eplb_config", "enable_elastic_ep",
+    "elastic_ep_max_dp_size", "enable_fault_tolerance", "fault_tolerance_config", "kv_transfer_config",
+    "kv_events_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config", "ec_manager_config",
+    "weight_transfer_config", "otlp_traces_endpoint", "collect_detailed_traces", "tokens_only", "worker_extension_cls",
+})  # fmt: skip
+"""Options that need other machines, other engines or a front end, besides those of data parallelism; and one that this
+engine sets itself."""
 
 Request = tuple[str, list[int], int, int]
 """(request id, prompt token ids, tokens to generate, engine step at which it arrives)"""
@@ -52,6 +64,34 @@ def fill(name: str, tensor: torch.Tensor) -> None:
     tensor.copy_(drawn)
 
 
+def leave_out(parsed: Any) -> list[str]:
+    """Set back what one engine in this process cannot honour: ``DEPLOYMENT``, the API server's, and a tokenizer's.
+
+    Returns:
+        The options that were given, as typed.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in fields(EngineArgs)} | {"model_tag"}
+    others = DEPLOYMENT | set(offline.OF_A_TOKENIZER)
+    return offline.leave_out(
+        parsed, lambda name: name.startswith("data_parallel_") or name in others or name not in known
+    )
+
+
+def with_layers(args: Any, layers: int) -> dict[str, Any]:
+    """Return the ``hf_overrides`` of ``EngineArgs``, with so many layers in the part of the config that has them."""
+    from vllm.transformers_utils.config import get_config, get_hf_text_config
+
+    config = get_config(
+        args.hf_config_path or args.model, args.trust_remote_code, args.revision, args.code_revision, args.config_format
+    )
+    text, given = get_hf_text_config(config), dict(args.hf_overrides or {})
+    count = {text.attribute_map.get("num_hidden_layers", "num_hidden_layers"): layers}
+    part = next((name for name, value in vars(config).items() if value is text), None)
+    return given | (count if part is None else {part: given.get(part, {}) | count})
+
+
 def start(parsed: Any, random_layers: int | None) -> Any:
     """Start vLLM's ``LLMEngine`` from parsed options of ``vllm serve``.
 
@@ -67,7 +107,7 @@ def start(parsed: Any, random_layers: int | None) -> Any:
     args.worker_extension_cls = f"{CountsKernels.__module__}.{CountsKernels.__qualname__}"
     if random_layers is not None:
         register_random_weights()
-        args.load_format, args.hf_overrides = RANDOM_FORMAT, {"num_hidden_layers": random_layers}
+        args.load_format, args.hf_overrides = RANDOM_FORMAT, with_layers(args, random_layers)
     return LLMEngine.from_engine_args(args)
 
 

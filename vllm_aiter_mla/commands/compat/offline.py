@@ -3,7 +3,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +14,9 @@ SERVE_PARSERS = (
     "vllm.entrypoints.launchers.cli_args",
     "vllm.entrypoints.openai.cli_args",
 )
+
+# Options that vLLM answers by the model's tokenizer. Ours load none, because a config may come alone.
+OF_A_TOKENIZER = ("tokenizer", "reasoning_parser", "reasoning_parser_plugin", "reasoning_config")
 
 USE_AITER, USE_AITER_MLA = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MLA"
 FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
@@ -58,6 +61,17 @@ def serve_options(arguments: Sequence[str]) -> Any:
         return parser.parse_args(list(arguments))
     except LookupError as error:  # "-cc.mode" without a value
         _refuse(f"vLLM's parser of options: {type(error).__name__}: {error}")
+    except SystemExit:  # its help was printed
+        _refuse("the options of `vllm serve` are explained by `vllm serve --help=all`")
+
+
+def leave_out(parsed: Any, concerns: Callable[[str], bool]) -> list[str]:
+    """Set the options whose name ``concerns`` back to vLLM's default; return those that were given, as typed."""
+    defaults = vars(serve_parser().parse_args([]))
+    given = [name for name, value in vars(parsed).items() if concerns(name) and value != defaults.get(name)]
+    for name in given:
+        setattr(parsed, name, defaults.get(name))
+    return ["--" + name.replace("_", "-") for name in given]
 
 
 def _refuse(message: str) -> NoReturn:

@@ -7,7 +7,7 @@ The model has no weights. Its layers are built on torch's ``meta`` device, with 
 2. vLLM looks at a model class in this process: the one it starts for that would not have this platform;
 3. one process group, which reports the size of the tensor-parallel group and holds all experts;
 4. the compilation mode is NONE while layers are built: passes would import compiled kernels;
-5. only ``kv_b_proj`` and attention are quantised: other layers look for kernels of the card;
+5. attention without MLA, which a draft may have, is an empty module;
 6. what would move or read a weight does nothing: ``Module.to``, the truth of a tensor, the device and its cache.
 """
 
@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -29,6 +30,7 @@ def take_rocm_platform(device_count: int) -> None:
     from vllm.platforms import rocm
 
     rocm._rocm_device_count_stateless = lambda devices=None: device_count  # type: ignore[assignment]
+    rocm.RocmPlatform.is_cumem_allocator_available = lambda platform: True  # type: ignore[method-assign]
     vllm.platforms._current_platform = rocm.RocmPlatform()  # type: ignore[assignment]
     import vllm.config.vllm
 
@@ -82,11 +84,8 @@ def mla_layers(config: Any) -> list[tuple[LayerKind, int]]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.platforms import current_platform
 
-    spec = config.speculative_config
-    draft = spec.draft_model_config if spec is not None else None
-    drafts = [draft] if draft is not None and draft is not config.model_config and draft.use_mla else []
     with _without_weights(config):
-        models = [initialize_model(config, model_config=model) for model in (config.model_config, *drafts)]
+        models = [initialize_model(config), *_drafts(config)]
         current_platform.update_block_size_for_backend(config)
     found: Counter[LayerKind] = Counter()
     for number, model in enumerate(models):
@@ -94,6 +93,21 @@ def mla_layers(config: Any) -> list[tuple[LayerKind, int]]:
         layers = (module for module in model.modules() if isinstance(module, MLAAttention))
         found.update(_kind(layer, parents[layer], draft=number > 0) for layer in layers)
     return found.most_common()
+
+
+def _drafts(config: Any) -> list[Any]:
+    """Build the draft model. Its modules tell whether it has MLA: vLLM's ``use_mla`` does not know every draft."""
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    spec = config.speculative_config
+    draft = spec.draft_model_config if spec is not None else None
+    if draft is None or draft is config.model_config:
+        return []
+    if spec.method != "draft_model":
+        return [initialize_model(config, model_config=draft)]
+    own = copy(config)  # a whole model of its own, as vLLM's proposer builds it
+    own.model_config, own.quant_config = draft, type(config).get_quantization_config(draft, config.load_config)
+    return [initialize_model(own, prefix="draft_model")]
 
 
 def _kind(layer: Any, parent: Any, draft: bool) -> LayerKind:
@@ -119,6 +133,7 @@ def _without_weights(config: Any) -> Iterator[None]:
     import torch
     from vllm.config import CompilationMode, ParallelConfig, set_current_vllm_config
     from vllm.distributed import parallel_state as groups
+    from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform
     from vllm.tokenizers import registry as tokenizers
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -137,8 +152,7 @@ def _without_weights(config: Any) -> Iterator[None]:
         init_workspace_manager(torch.device("meta"))
         replaced(config.compilation_config, "mode", CompilationMode.NONE)
         replaced(config.parallel_config, "enable_expert_parallel", False)
-        if config.quant_config is not None:
-            replaced(config.quant_config, "get_quant_method", _method_of_kv_b_proj(config.quant_config))
+        replaced(Attention, "__init__", lambda layer, *_, **__: torch.nn.Module.__init__(layer))
         replaced(config.model_config, "skip_tokenizer_init", False)
         replaced(tokenizers, "cached_get_tokenizer", lambda *given, **named: mock.MagicMock())
         replaced(torch.nn.Module, "to", lambda module, *to, **where: module)
@@ -148,18 +162,3 @@ def _without_weights(config: Any) -> Iterator[None]:
         stack.enter_context(set_default_torch_dtype(config.model_config.dtype))
         stack.enter_context(torch.device("meta"))
         yield
-
-
-def _method_of_kv_b_proj(quant: Any) -> Callable[[Any, str], Any]:
-    """Return the ``get_quant_method`` of number 5."""
-    from vllm.model_executor.layers.attention import MLAAttention
-    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-
-    ask = quant.get_quant_method
-
-    def method(layer: Any, prefix: str) -> Any:
-        if "kv_b_proj" in prefix or isinstance(layer, MLAAttention):
-            return ask(layer, prefix)
-        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
-
-    return method

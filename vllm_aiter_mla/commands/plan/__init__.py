@@ -14,12 +14,30 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from vllm_aiter_mla.commands import outputs
 
-# typer passes on the options it does not know: vLLM's own parser reads them.
-COMMAND: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 ENGAGES, DOES_NOT, WRONG = 0, 1, 2
+
+
+class PassesOn(TyperCommand):
+    """A command that leaves every option it does not know to vLLM's own parser.
+
+    Its own options have long names only: a one-letter option would be taken out of every ``-cc.…`` of vLLM's.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse our own options; from ``--`` on nothing is ours, and vLLM gets the ``--`` as well."""
+        end = args.index("--") if "--" in args else len(args)
+        super().parse_args(ctx, args[:end])
+        ctx.args += args[end:]
+        return list(ctx.args)
+
+
+COMMAND: dict[str, Any] = {
+    "cls": PassesOn, "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}
+}  # fmt: skip
 
 
 class Arch(str, Enum):
@@ -32,7 +50,7 @@ class Arch(str, Enum):
 Variables = Annotated[
     list[str] | None, typer.Option(help="NAME=VALUE: one of vLLM's environment variables; may be repeated.")
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show vLLM's own log on stderr.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's own log on stderr.")]
 
 
 def plan(

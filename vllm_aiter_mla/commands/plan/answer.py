@@ -16,9 +16,12 @@ from typing import Any
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import card
+from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings
 
+# Drafts whose "model" is no repository: vLLM's names of methods.
+NO_REPOSITORY = ("ngram", "[ngram]", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
 MOST_LAYERS, MOST_POSITIONS = 2**9, 2**24
 
 
@@ -73,16 +76,37 @@ def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
         ValueError: an option is wrong.
     """
     parsed = offline.serve_options([str(folder), *arguments])
+    if not isinstance(parsed.additional_config or {}, dict):
+        raise ValueError(f"--additional-config {parsed.additional_config}: a JSON object expected")
     settings = compat_config.settings_of(parsed)
     setattr(parsed.compilation_config.pass_config, FLAG_FIELD, True)
     # Strict mode would end the plan at the first reason.
     own = dict((parsed.additional_config or {}).get(NAMESPACE, {})) | {"enabled": True, "strict": False}
     parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
+    _check_what_is_named(parsed)
+    left_out = offline.leave_out(parsed, offline.OF_A_TOKENIZER.__contains__)
     parsed.model, parsed.skip_tokenizer_init, parsed.tokenizer = str(folder), True, None
     args, notes = offline.engine_args(parsed, folder)
+    if left_out:
+        notes.append(f"{', '.join(left_out)}: not looked at, because a plan has no tokenizer")
     for key in difflib.get_close_matches(NAMESPACE, set(parsed.additional_config) - {NAMESPACE}, n=1, cutoff=0.8):
         notes.append(f"additional_config.{key} is not read by this plugin, whose key is {NAMESPACE}")
     return args, Given(settings, parsed.max_num_seqs, parsed.max_num_batched_tokens, notes)
+
+
+def _check_what_is_named(parsed: Any) -> None:
+    """Raise ValueError where an option names another repository of the hub that is not here; vLLM would refuse it."""
+    spec = parsed.speculative_config if isinstance(parsed.speculative_config, dict) else {}
+    draft = spec.get("model") or getattr(parsed, "spec_model", None)
+    method = spec.get("method") or getattr(parsed, "spec_method", None)
+    if method in NO_REPOSITORY or draft in NO_REPOSITORY:
+        draft = None
+    for what, name, revision in (
+        ("the draft", draft, spec.get("revision")),
+        ("--hf-config-path", parsed.hf_config_path, parsed.revision),
+    ):
+        if name and not Path(str(name)).exists() and models.in_cache(str(name), revision) is None:
+            raise ValueError(f"{what} {name} is not in the local cache; give a folder")
 
 
 def answer(folder: Path, arguments: Sequence[str]) -> Answer:
@@ -119,9 +143,18 @@ def _said(error: BaseException, is_option: bool) -> str:
     said = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
     if is_option or said.startswith("--"):
         return said
+    if _is_lacking(error):
+        return f"not known, vLLM lacks something on this machine: {said or _with_its_line(error)}"
     if isinstance(error, (ValueError, NotImplementedError)):
         return f"vLLM does not take this model with these options: {said or type(error).__name__}"
     return f"not known, vLLM could not be asked about this model here: {_with_its_line(error)}"
+
+
+def _is_lacking(error: BaseException) -> bool:
+    """Return whether a library, a file or the network that is not here led to the error, which names another cause."""
+    inner = [one.get("ctx", {}).get("error") for one in getattr(error, "errors", list)()]
+    led_to_it = (one for one in (error.__cause__, error.__context__, *inner) if isinstance(one, BaseException))
+    return isinstance(error, (ImportError, OSError)) or any(map(_is_lacking, led_to_it))
 
 
 def _with_its_line(error: BaseException) -> str:

@@ -56,7 +56,7 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
     total = sum(kind.count for kind in kinds) or model["listed_layers"]
     against = engine_reasons(answer)
     engaged = 0 if against else sum(kind.count for kind in kinds if not kind.reasons)
-    reasons = _once([*against, *(reason for kind in kinds for reason in kind.told(total))])
+    reasons = [*against, *_of_layers(kinds, total, {reason.code for reason in against})]
     formats: Counter[str] = Counter()
     for kind in kinds:
         formats[kind.built.format] += kind.count
@@ -104,11 +104,6 @@ class _Planned:
             # The server decides with one row: a back end that does not even take that leaves the layer to vLLM.
             self.reasons.append(Skip("kernel_shape", found[0].skips[0][1]))
 
-    def told(self, total: int) -> list[Skip]:
-        """Return the reasons; with their share of the layers where others are of another kind."""
-        share = "" if self.count == total else f"{self.count} of {total} layers: "
-        return [replace(reason, message=share + reason.message) for reason in self.reasons]
-
     def sizes(self) -> dict[str, Any]:
         """Return the layer's sizes, with its heads over all ranks."""
         view = self.view
@@ -127,7 +122,7 @@ def engine_reasons(answer: Answer) -> list[Skip]:
     found = [skip for skip in admission.config_skips(view) if not view.enforce_eager or skip.code != "compilation_mode"]
     found = [skip for skip in (answer.skip, *found, engine["user_pass"]) if skip]
     if not engine["gate"] and not found:
-        found.append(Skip("not_known", "the gate switched the fast path off; -v shows its line"))
+        found.append(Skip("not_known", "the gate switched the fast path off; --verbose shows its line"))
     return found
 
 
@@ -146,13 +141,19 @@ def _outcome(reasons: list[Skip], engaged: int, total: int) -> str:
     return "some" if engaged else "skipped"
 
 
-def _once(reasons: list[Skip]) -> list[Skip]:
-    """Return each reason once; one of the whole engine is not said again of its layers."""
-    found: dict[str, list[Skip]] = {}
-    for reason in reasons:
-        if reason.code not in found or " layers: " in reason.message:
-            found.setdefault(reason.code, []).append(reason)
-    return [reason for same in found.values() for reason in same]
+def _of_layers(kinds: list[_Planned], total: int, said: set[str]) -> list[Skip]:
+    """Return each reason of layers once, with its share of them where others lack it.
+
+    One that is ``said`` of the whole engine is not said again of its layers.
+    """
+    layers: Counter[Skip] = Counter()
+    for kind in kinds:
+        layers.update(dict.fromkeys(kind.reasons, kind.count))
+    return [
+        replace(reason, message=("" if count == total else f"{count} of {total} layers: ") + reason.message)
+        for reason, count in layers.items()
+        if reason.code not in said
+    ]
 
 
 def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Nothing is made up on a ROCm machine. Elsewhere this is:
 2. ``amdsmi``, the driver's library: eight linked cards, their architecture and their memory;
 3. ``torch.version.hip`` and what torch says of a card, its streams and its events;
 4. vLLM's compiled modules, and the few ops that are looked up by name at import: all would switch NVIDIA's paths on;
-5. Triton is there: without it vLLM takes its older model runner.
+5. Triton is there: without it vLLM takes its older model runner; and so is the allocator that sleep mode needs.
 
 A package that vLLM asks for and that is missing in 1 may change the answer without an error.
 """

@@ -88,7 +88,7 @@ def find(name: str) -> Source:
     bundled = examples()
     if name.lower() in bundled:
         return _from_example(name, bundled[name.lower()])
-    cached = _cached(name)
+    cached = in_cache(name)
     if cached is not None:
         return Source(name, "local Hugging Face cache", cached)
     for entry in bundled.values():
@@ -117,11 +117,12 @@ def _local_file(name: str) -> Path | None:
     return found
 
 
-def _cached(name: str) -> Path | None:
+def in_cache(name: str, revision: str | None = None) -> Path | None:
+    """Return the config of a hub name in the local Hugging Face cache, or None."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(name, "config.json")
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
     except Exception:  # absent, or the name is not a repository name
         return None
     return Path(found) if isinstance(found, str) else None
@@ -170,7 +171,7 @@ def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[
             stdout=subprocess.PIPE, stderr=None if verbose else subprocess.DEVNULL,
         )  # fmt: skip
     if not done.stdout:
-        raise ValueError(f"vLLM ended with status {done.returncode}; -v shows its log")
+        raise ValueError(f"vLLM ended with status {done.returncode}; --verbose shows its log")
     return json.loads(done.stdout)
 
 

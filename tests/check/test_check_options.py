@@ -1,0 +1,82 @@
+"""``check``'s engine over options of ``vllm serve``: what it leaves out, and how many layers it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vllm_aiter_mla import plugin
+from vllm_aiter_mla.commands.compat import engine, offline
+from vllm_aiter_mla.commands.plan import model
+
+plugin.register()
+CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--data-parallel-size", "2"],
+        ["--data-parallel-rank", "1"],
+        ["--data-parallel-hybrid-lb"],
+        ["--nnodes", "2"],
+        ["--node-rank", "1"],
+        ["--master-addr", "10.0.0.1"],
+        ["--distributed-executor-backend", "ray"],
+        ["--headless"],
+        ["--api-server-count", "4"],
+        ["--port", "8001"],
+        ["--kv-transfer-config", CONNECTOR],
+        ["--kv-events-config", "{}"],
+        ["--enable-eplb"],
+        ["--reasoning-parser", "deepseek_r1"],
+        ["--tokenizer", "ORG/NAME"],
+        ["--tool-call-parser", "kimi_k2"],
+    ],
+    ids=lambda typed: typed[0],
+)
+def test_an_option_of_a_deployment_is_left_out_of_the_engine_and_named(typed: list[str]) -> None:
+    parsed, plain = (offline.serve_options(["M", *options]) for options in (typed, []))
+    assert engine.leave_out(parsed) == typed[:1]
+    assert vars(parsed) == vars(plain)
+
+
+def test_an_option_of_the_engine_is_honoured() -> None:
+    typed = ["-tp", "8", "-ep", "--kv-cache-dtype", "fp8", "-O3", "--enable-lora", "--async-scheduling", "--block-size",
+             "16", "--served-model-name", "v", "-cc.mode=3", "-pp", "2", "--max-num-seqs", "4"]  # fmt: skip
+    parsed, same = (offline.serve_options(["M", *typed]) for _ in range(2))
+    assert engine.leave_out(parsed) == []
+    assert vars(parsed) == vars(same)
+
+
+def positions(config: Any) -> Any:
+    return config.hf_text_config.max_position_embeddings
+
+
+def placeholder(config: Any) -> Any:
+    return config.hf_config.media_placeholder_token_id
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "read", "value"),
+    [
+        ("deepseek-r1", {}, positions, 163840),
+        ("deepseek-r1", {"max_position_embeddings": 4096}, positions, 4096),
+        ("kimi-k2.5", {}, positions, 262144),
+        ("kimi-k2.5", {"text_config": {"max_position_embeddings": 4096}}, positions, 4096),
+        ("kimi-k2.5", {"media_placeholder_token_id": 7}, placeholder, 7),
+        ("kimi-k2.5", {"text_config": {"num_hidden_layers": 9}}, positions, 262144),
+    ],
+)
+def test_four_layers_are_drawn_of_a_nested_config_too_and_the_users_overrides_stay(
+    name: str, given: dict[str, Any], read: Callable[[Any], Any], value: int
+) -> None:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    with model.find(name).folder() as folder:
+        made = engine.with_layers(EngineArgs(model=str(folder), hf_overrides=given), 4)
+        config = ModelConfig(model=str(folder), hf_overrides=made, skip_tokenizer_init=True)
+    assert (config.get_total_num_hidden_layers(), read(config)) == (4, value)
