@@ -16,6 +16,8 @@ from pathlib import Path
 
 VERSIONS = ("0.1.20", "0.1.19", "0.1.7", "0.1.20+future", "broken", "namespace", "pypi")
 
+CODE = "amdgcn-amd-amdhsa--gfx942 amdgcn-amd-amdhsa--gfx950"
+"""What a compiled module holds for doctor: the names of the architectures whose code is in it."""
 _TENSORS = (
     "q_nope", "q_pe", "kv_c", "k_pe", "kv_cache", "q_out", "slot_mapping", "k_scale", "q_scale", "positions",
     "cos_cache", "sin_cache",
@@ -117,7 +119,7 @@ def write_tree(root: Path, version: str = "0.1.20", prebuilt: bool = True) -> Pa
     if version != "namespace":
         _write(package / "__init__.py", _INIT)
     if prebuilt:
-        _write(package / "jit" / "module_cache.so", "")
+        _write(package / "jit" / "module_cache.so", CODE)
     _write_metadata(root, "amd-aiter", version if version[0].isdigit() else "0.1.20")
     return root
 

@@ -6,6 +6,7 @@ The plugin is loaded, so the engine's own gate decides. ``card`` says what is ma
 """
 
 import difflib
+import importlib.util
 import os
 import traceback
 from collections.abc import Sequence
@@ -47,17 +48,19 @@ class Answer:
 
 
 def start(asked: str) -> dict[str, Any]:
-    """Load vLLM with the plugin, on this machine's card, or on one made up: ``asked``, by default gfx942.
+    """Load vLLM with the plugin, on this machine's card, or on one made up: ``asked``, or torch's card, or gfx942.
 
-    Return ``arch``, ``made_up`` (there is no ROCm here), ``vllm`` (its version) and ``on`` (its switches by name).
+    Return ``arch``, ``made_up`` (vLLM has no ROCm card here), ``vllm`` (its version) and ``on`` (its switches by name).
 
     Raises:
         ValueError: this machine has another card, or vLLM cannot read one of its variables.
     """
     from vllm_aiter_mla.kernels import device
 
-    if made_up := device.card().rocm is None:
-        arch = asked or "gfx942"
+    here = device.card()
+    # vLLM finds AMD's cards through amdsmi only.
+    if made_up := here.rocm is None or importlib.util.find_spec("amdsmi") is None:
+        arch = asked or (here.arch if here.arch in card.CARDS else "gfx942")
         card.pretend_rocm(arch)
     else:
         arch = rocm_config.card_of_driver()
