@@ -32,6 +32,7 @@ class Case:
     of: str = "q"
     rows: int = 7
     static: bool = False
+    prefused: bool = False
 
 
 @dataclass
@@ -237,7 +238,7 @@ def emit(edit: Edit, expression: Expression) -> Any:
 def cut_layer(case: Case) -> tuple[Builder, Edit]:
     """Build one layer and cut it."""
     # Without q_lora the KV projection is contiguous: all views of it see what is written in place.
-    builder = Builder(Spelling(q_lora=False), case.rows, case.static)
+    builder = Builder(Spelling(q_lora=False, prefused=case.prefused), case.rows, case.static)
     edit = Edit(builder, builder.layer())
     layer = edit.layer
     sizes = layer.q.meta["val"].shape[1:]
@@ -246,10 +247,9 @@ def cut_layer(case: Case) -> tuple[Builder, Edit]:
         rows = (layer.k_pe, edit.raw_key())
     bounds = [emit(edit, bound) for bound in (case.first, case.second, ("-", T, case.first))]
     made = CUTS[case.cut](Cut(edit, case.of, *rows, *bounds))
-    if case.of == "k":
-        edit.attend(k_pe=made)
+    edit.attend(**{"q" if case.of == "q" else "k_pe": made})
+    if case.of == "k" and not case.prefused:
         edit.update(1, made)
-    else:
-        edit.attend(q=made)
-    layer.attention.prepend(layer.kv_update)
+    if not case.prefused:
+        layer.attention.prepend(layer.kv_update)
     return builder, edit

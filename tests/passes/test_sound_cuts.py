@@ -19,6 +19,8 @@ from vllm_aiter_mla.passes.match import match_layers
 TOKENS = range(1, 41)
 ALL_OF_THREE = (("min", 5, T), ("-", T, ("//", T, 6)), ("-", T, ("%", ("//", T, 4), 2)))
 """Bounds that are the number of tokens if it is three."""
+TELLING = (("-", T, 2), ("//", T, 3), ("%", T, 2), ("%", T, 3), ("//", T, 6), ("+", ("//", T, 2), 12), *ALL_OF_THREE)
+"""These, and what else is 0, 1, or behind the end if there are three tokens."""
 
 
 class InvalidCutError(Exception):
@@ -64,11 +66,12 @@ expressions = st.recursive(
 cases = st.builds(
     Case,
     cut=st.sampled_from(sorted(CUTS)),
-    first=expressions | st.sampled_from(ALL_OF_THREE),
+    first=st.sampled_from(TELLING) | expressions,
     second=expressions,
     of=st.sampled_from("qk"),
     rows=st.sampled_from([2, 3, 7, 40]),
-    static=st.booleans(),
+    static=st.sampled_from([False, False, True]),
+    prefused=st.booleans(),
 )
 
 

@@ -148,7 +148,8 @@ class Device:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        return graph.replay  # type: ignore[no-any-return]
+        replay: Callable[[], None] = graph.replay
+        return replay
 
     def new_pool(self) -> Any:
         """Return a handle that lets graphs share memory."""

@@ -5,11 +5,11 @@ A decomposed RoPE comes in many spellings: NeoX or GPT-J, chunk or slice, cat or
 tables expanded before or after the lookup. A rewritten layer is wrong if one of them is misread. Each spelling is
 multilinear in the data and in the table, so two expressions that agree on random real inputs are the same function
 (Schwartz-Zippel; in float64 the probability of a false match is negligible). Evaluating about fifty operators on three
-rows takes well under a millisecond per layer, and accepts nothing that computes something else.
+rows takes less than a millisecond per layer, and accepts nothing that computes something else.
 
-Three rows stand for any number of them because each op that is evaluated makes row t of its result of row t of its
-operands, in the same way for every t. ``check_rows`` and ``Probe`` raise where the graph does not prove that: tokens
-are cut, picked or mixed, or their number is a bound, an index or a factor.
+Three rows speak for any number of them if each op makes row t of its result from row t of its operands, in the same way
+for every t. ``check_rows`` and ``Probe`` raise where the graph does not prove that: where tokens are cut, picked or
+mixed, or where their number is a bound, an index or a factor.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ TRANSPARENT_OPS = MOVING_OPS | {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tenso
 CUTS = (aten.slice.Tensor, aten.slice_scatter.default, aten.split.Tensor, aten.split_with_sizes.default)
 """Ops that may take some of the tokens and keep their dimension."""
 SIZED_OPS = frozenset({aten.reshape.default, aten.view.default, aten.expand.default})
-"""Ops whose arguments are the sizes of their result: who checks the result has checked them."""
+"""Ops whose symbolic arguments are the sizes of their result, which are checked."""
 LOOKUP_OPS = frozenset({aten.index.Tensor, aten.index_select.default, aten.embedding.default})
 ROTARY_OPS = {
     "_C::rotary_embedding": ("query", "key"),
@@ -183,7 +183,7 @@ class Probe:
 
     Args:
         values: the value of each of these nodes.
-        counts: the symbolic sizes that are the number of tokens; ints where it is static.
+        counts: the sizes that are the number of tokens, symbolic or int.
 
     Raises:
         ValueError: a node may not treat all tokens alike.
@@ -208,7 +208,7 @@ class Probe:
             return concrete(value)
         if (names := rotary_call(node)) is not None:
             return self._rotate(node, *names)
-        if not isinstance(value, (list, tuple)):  # pieces are checked one by one
+        if not isinstance(value, (list, tuple)):  # the pieces of a split are nodes, too
             check_rows(value, self._counts)
         self._check_arguments(node)
         if node.target in IDENTITY_OPS:
@@ -217,9 +217,10 @@ class Probe:
         return node.target(*(self(arg) for arg in node.args), **kwargs)  # type: ignore[operator]
 
     def _check_arguments(self, node: fx.Node) -> None:
-        """Raise if a bound, an index or a factor depends on the number of tokens, or if tokens are cut.
+        """Raise if tokens are cut, or if a bound, an index or a factor depends on their number.
 
-        Shapes alone do not tell: tracing has compared bounds with one number of tokens, and vLLM drops these guards.
+        Shapes alone do not tell. Traced with 7 tokens, ``x[:1024]`` has the shape of ``x``, under a guard that vLLM
+        drops.
         """
         if node.target in CUTS:
             given = arguments(node)
