@@ -382,7 +382,10 @@ def _paired(results: Results, first: str, second: str) -> list[str]:
 def about() -> dict[str, str]:
     """Return versions and the card. Torch runs in another process: a CUDA context would take the servers' memory."""
     done = subprocess.run([sys.executable, "-c", CARD], capture_output=True, text=True, check=False)
-    torch, card = json.loads(done.stdout) if done.returncode == 0 else ("not installed", "unknown")
+    if done.returncode == 0:
+        torch, card = json.loads(done.stdout)
+    else:
+        torch, card = f"unknown: {(done.stderr.strip().splitlines() or ['no error was printed'])[-1]}", "unknown"
     stamp = files.stamp("serving")[files.KEY]
     versions = {name: str(stamp[name]) for name in ("vllm", "aiter", "plugin", "time")}
     steering = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if STEERING.match(name))

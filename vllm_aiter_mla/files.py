@@ -143,6 +143,12 @@ def distribution(*names: str) -> str | None:
     return next((f"{one.name} {one.version}" for one in found), None)
 
 
+def missing_package(error: BaseException) -> str | None:
+    """Return the package that an import did not find, or None if what was found failed."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    return name if name and "." not in name else None
+
+
 @functools.cache
 def _version(*names: str) -> str | None:
     found = distribution(*names)

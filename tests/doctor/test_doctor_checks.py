@@ -146,6 +146,7 @@ def test_vllms_release_is_held_against_the_window(
     [
         (("AITER is not installed: install it",), "7.0", "problem"),
         (("AITER is not installed: install it",), None, "unknown"),
+        (("`aiter` is a namespace",), None, "unknown"),
         (("no `compute_all_q_rope`", Path("aiter"), "amd-aiter 0.1.19"), "7.0", "problem"),
         ((None, Path("aiter"), "amd-aiter 0.1.20", ("q",) * 15), "7.0", "warning"),
         ((None, Path("aiter"), "amd-aiter 0.1.20", ("q",) * 15, True), "7.0", "ok"),
@@ -156,7 +157,27 @@ def test_aiter_is_judged_by_its_files(
 ) -> None:
     monkeypatch.setattr(doctor, "rocm_version", lambda: rocm)
     monkeypatch.setattr(locate, "locate_aiter", lambda: locate.AiterInstall(*install))
-    assert status("aiter") == expected
+    check = found("aiter")
+    assert check.status == expected
+    assert ("not installed" in check.detail) == ("not installed" in str(install[0]))
+
+
+@pytest.mark.parametrize(
+    ("error", "absent"),
+    [
+        (ModuleNotFoundError("No module named 'triton'", name="triton"), True),
+        (ModuleNotFoundError("No module named 'triton._C'", name="triton._C"), False),
+        (ModuleNotFoundError("No module named 'setuptools'", name="setuptools"), False),
+        (ImportError("libtriton.so: undefined symbol"), False),
+    ],
+)
+def test_a_triton_that_cannot_be_imported_is_not_called_absent(
+    monkeypatch: pytest.MonkeyPatch, error: ImportError, absent: bool
+) -> None:
+    monkeypatch.setattr(doctor, "module", lambda name: error)
+    check = found("triton")
+    assert check.status == "warning"
+    assert ("not installed" in check.detail, str(error) in check.detail) == (absent, not absent)
 
 
 @pytest.mark.parametrize("build", ["", "CUDA 13.0"])

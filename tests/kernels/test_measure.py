@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.made_up_clock import ORDER, MadeUpClock, Named, costs
+from tests.support.planted import break_import
 from vllm_aiter_mla.kernels import absorb, measure, reference
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.device import card
@@ -213,6 +214,18 @@ def test_ranks_agree_by_the_slowest_and_on_what_all_have_timed():
     one = {1: {"aiter": [8.0], "vllm": [10.0], "triton": [5.0]}, 2: {"aiter": [8.0], "vllm": [10.0]}}
     two = {1: {"aiter": [9.9], "vllm": [9.0]}}
     assert measure.slowest([one, two]) == measure.slowest([two, one]) == {1: {"aiter": [9.9], "vllm": [10.0]}}
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(ModuleNotFoundError("No module named 'triton'", name="triton"), "none"),
+     (ImportError("libtriton.so: undefined symbol"), "undefined symbol"), (OSError("GLIBC"), "GLIBC")],
+)  # fmt: skip
+def test_the_machine_of_the_figures_tells_a_broken_triton_from_none(monkeypatch, error, said):
+    break_import(monkeypatch, "triton", error)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    assert said in measure.machine()["triton"]
+    assert (measure.machine()["triton"] == "none") == (said == "none")
 
 
 @pytest.mark.gpu

@@ -2,7 +2,9 @@
 
 import json
 import os
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import vllm.envs
@@ -161,6 +163,13 @@ def test_a_hub_name_is_read_from_the_local_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     found = model.find("some/model")
     assert (found.source, found.config) == ("local Hugging Face cache", snapshot / "config.json")
+
+
+def test_a_cache_that_cannot_be_searched_is_not_called_empty(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(__spec__=None))
+    with pytest.raises(LookupError, match="ImportError: cannot import name 'try_to_load_from_cache'") as caught:
+        model.find("some/model")
+    assert "not in the local" not in str(caught.value)
 
 
 def test_what_serves_does_not_import_what_is_made_up():

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from typer.testing import CliRunner, Result
 
 from tests.report import made_files
 from tests.report import report_chromium as chromium
+from tests.support.planted import break_import
 from vllm_aiter_mla import commands
+from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report.page import SECTIONS, html_of
 
@@ -263,6 +266,29 @@ def test_without_its_packages_the_command_names_the_extra(
     done = report(files["measure"], "--out", tmp_path / "page.html")
     assert (done.exit_code, f"{package} is not installed" in done.output) == (2, True), done.output
     assert "'.[report]'" in done.output
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ImportError("numpy.core.multiarray failed to import"), AttributeError("_ARRAY_API not found"),
+     ModuleNotFoundError("No module named 'jinja2._x'", name="jinja2._x")],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["report", "check"])
+def test_packages_of_the_page_that_cannot_be_imported_are_named_with_their_versions(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, command: str
+) -> None:
+    monkeypatch.setattr(steps, "STEPS", {})
+    break_import(monkeypatch, "jinja2", error)
+    monkeypatch.delitem(sys.modules, html_of.__module__)
+    given = {
+        "report": ["report", str(files["measure"]), "--out", str(tmp_path / "page.html")],
+        "check": ["check", "deepseek-r1", "--html", str(tmp_path / "page.html")],
+    }
+    done = CliRunner().invoke(app, given[command])
+    assert done.exit_code == 2, done.output
+    assert str(error) in done.output
+    assert metadata.version("matplotlib") in done.output
+    assert "not installed" not in done.output
 
 
 BROWSER = pytest.mark.skipif(chromium.BINARY is None, reason=chromium.MISSING)

@@ -184,10 +184,14 @@ def gpu(env: Env) -> Check:
 
 def triton(env: Env) -> Check:
     """Check for Triton, which only ``kernel=triton`` needs."""
-    version = files.distribution("triton", "pytorch-triton-rocm", "triton-rocm")
-    if version is None:
-        return Check("warning", "not installed: kernel=triton is not available", "only if you want that kernel")
-    return Check("ok", version)
+    found = module("triton")
+    if not isinstance(found, Exception):
+        return Check("ok", f"triton {found.__version__}")
+    if files.missing_package(found) == "triton":
+        problem, remedy = "not installed", "only if you want that kernel"
+    else:
+        problem, remedy = f"cannot be imported: {found}", "reinstall the Triton that belongs to your torch"
+    return Check("warning", f"{problem}: kernel=triton is not available", remedy)
 
 
 def hip_python(env: Env) -> Check:
@@ -261,7 +265,7 @@ def aiter(env: Env) -> Check:
     found = op.locate_aiter()
     if found.reason is not None:
         if found.package is None and found.distribution is None and rocm_version() is None:
-            return Check("unknown", "not installed here, and no ROCm either", ELSEWHERE)
+            return Check("unknown", f"{found.reason}; no ROCm is here either", ELSEWHERE)
         return Check("problem", found.reason, "see docs/kernels.md")
     detail = f"{found.distribution or 'without metadata'}, {len(found.signature)} arguments"
     if found.prebuilt:

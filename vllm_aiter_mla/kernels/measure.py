@@ -332,10 +332,11 @@ def machine() -> dict[str, str]:
     """Return card and versions, which belong to any figure. Needs a GPU."""
     try:  # ROCm's builds have their own distribution names, so the module is asked
         import triton
-    except ImportError:
-        triton_version = "none"
-    else:
+
         triton_version = str(triton.__version__)
+    except Exception as error:
+        broken = f"not importable: {type(error).__name__}: {error}"
+        triton_version = "none" if files.missing_package(error) == "triton" else broken
     return {
         "card": card().name(),
         "torch": str(torch.__version__),

@@ -1,5 +1,6 @@
 """What the back end declines and why, its tile table, its launch and its warm-up, without running a kernel."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.planted import break_import
 from tests.support.triton_cases import Case, build, sparse_bytes
 
 pytest.importorskip("triton")
@@ -62,6 +64,15 @@ def test_triton_backend_on_a_cpu_says_that_it_needs_a_gpu():
     assert TritonBackend().refuse(inputs) == "a GPU is needed, q is on cpu"
     with pytest.raises(KernelInputError, match="triton: a GPU is needed"):
         TritonBackend().prepare(inputs)
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'triton'", name="triton"), OSError("GLIBC")])
+def test_a_triton_that_cannot_be_imported_is_a_reason_with_its_error(monkeypatch, on_any_device, error):
+    break_import(monkeypatch, "triton", error)
+    monkeypatch.delitem(sys.modules, launcher.__name__)
+    monkeypatch.delattr(f"{backend.__package__}.launcher")
+    reason = TritonBackend().bind(operands())
+    assert (type(error).__name__ in reason, str(error) in reason) == (True, True)
 
 
 def far_rows(inputs):

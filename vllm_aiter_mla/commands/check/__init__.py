@@ -19,6 +19,7 @@ from vllm_aiter_mla.commands import plan as plans
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.steps import Context, Outcome
 from vllm_aiter_mla.commands.plan import model as models
+from vllm_aiter_mla.commands.report import renderer
 from vllm_aiter_mla.commands.verify import Device
 
 COMMAND = plans.COMMAND
@@ -51,6 +52,7 @@ def check(
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
         outputs.check({"--json": json, "--html": html})
+        html_of = None if html is None else renderer()
         plans.check_model_comes_first(model, context.args)
         asked = Context(
             models.find(model), tuple(context.args), arch.value if arch else "",
@@ -64,9 +66,7 @@ def check(
     written = record(model, found, status) | files.stamp("check")
     if json is not None:
         files.write(json, written)
-    if html is not None:
-        from vllm_aiter_mla.commands.report.page import html_of
-
+    if html is not None and html_of is not None:
         with tempfile.TemporaryDirectory() as folder:
             files.write(Path(folder) / "check.json", written)
             files.write_text(html, html_of([Path(folder) / "check.json"]))

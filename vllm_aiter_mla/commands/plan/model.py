@@ -88,14 +88,14 @@ def find(name: str) -> Source:
     bundled = examples()
     if name.lower() in bundled:
         return _from_example(name, bundled[name.lower()])
-    cached = in_cache(name)
-    if cached is not None:
+    cached = looked_up(name)
+    if isinstance(cached, Path):
         return Source(name, "local Hugging Face cache", cached)
     for entry in bundled.values():
         if entry["example"]["hub_name"].lower() == name.lower():
             return _from_example(name, entry)
     raise LookupError(
-        f"{name}: no such folder or file, no bundled example of that name, and not in the local Hugging Face cache; "
+        f"{name}: no such folder or file, no bundled example of that name, and {cached}; "
         f"plan downloads nothing. Give the path of a config.json, or one of: {', '.join(bundled)}"
     )
 
@@ -119,13 +119,21 @@ def _local_file(name: str) -> Path | None:
 
 def in_cache(name: str, revision: str | None = None) -> Path | None:
     """Return the config of a hub name in the local Hugging Face cache, or None."""
+    found = looked_up(name, revision)
+    return found if isinstance(found, Path) else None
+
+
+def looked_up(name: str, revision: str | None = None) -> Path | str:
+    """Return the config of a hub name in the local Hugging Face cache, or why there is none."""
     try:
         from huggingface_hub import try_to_load_from_cache
-
+    except Exception as error:
+        return f"the local Hugging Face cache was not searched ({type(error).__name__}: {error})"
+    try:
         found = try_to_load_from_cache(name, "config.json", revision=revision)
-    except Exception:  # absent, or the name is not a repository name
-        return None
-    return Path(found) if isinstance(found, str) else None
+    except Exception:  # the name is not a repository name
+        found = None
+    return Path(found) if isinstance(found, str) else "not in the local Hugging Face cache"
 
 
 def environment(given: Sequence[str], process: Mapping[str, str]) -> dict[str, tuple[str, str]]:

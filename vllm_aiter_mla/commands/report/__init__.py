@@ -4,6 +4,7 @@
 ``page`` reads the files and says what the page shows, ``charts`` draws, ``page.html.j2`` holds the markup and the CSS.
 """
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -29,14 +30,30 @@ def report(
     """
     try:
         outputs.check({"--out": out})
-        from vllm_aiter_mla.commands.report.page import html_of
-
-        text = html_of(inputs)
+        text = renderer()(inputs)
         files.write_text(out, text)
-    except ModuleNotFoundError as error:
-        outputs.fail(f"report: {error.name} is not installed; in a checkout: pip install '.[report]'")
     except ValueError as error:
         outputs.fail(f"report: {error}")
     except OSError as error:
         outputs.fail(f"report: {out}: {error.strerror or error}")
     typer.echo(outputs.line(f"report written to {out} ({len(text.encode()) // 1024} KiB)"))
+
+
+def renderer() -> Callable[[Sequence[Path]], str]:
+    """Return ``page.html_of``.
+
+    Raises:
+        ValueError: jinja2, matplotlib or what they need is not installed, or is here and cannot be imported.
+    """
+    try:
+        from vllm_aiter_mla.commands.report.page import html_of
+    except Exception as error:  # a package that was built for another numpy may raise anything
+        absent = files.missing_package(error)
+        if absent is not None:
+            raise ValueError(f"{absent} is not installed; in a checkout: pip install '.[report]'") from error
+        held = " and ".join(files.distribution(name) or name for name in ("jinja2", "matplotlib"))
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(
+            f"{held} are here and cannot be imported: {problem}; in a checkout: pip install --upgrade '.[report]'"
+        ) from error
+    return html_of

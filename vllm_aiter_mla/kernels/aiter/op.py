@@ -46,11 +46,12 @@ class AiterInstall:
 
 def locate_aiter() -> AiterInstall:
     """Look for AITER on this interpreter's path. Imports nothing, starts nothing, never raises."""
+    distribution = files.distribution(*files.AITER)
     try:
         spec = importlib.util.find_spec("aiter")
-    except (ImportError, ValueError, AttributeError):
-        spec = None  # a module without a spec in sys.modules, or a broken finder: treated as absent
-    distribution = files.distribution(*files.AITER)
+    except (ImportError, ValueError, AttributeError) as error:  # a module without a spec, or a broken finder
+        reason = f"the package `aiter` cannot be looked up: {type(error).__name__}: {error}"
+        return AiterInstall(reason, None, distribution)
     if spec is None:
         broken = f"{distribution} is installed but its package `aiter` is not importable: reinstall it"
         return AiterInstall(broken if distribution else f"AITER is not installed: {INSTALL}", None, distribution)

@@ -3,7 +3,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 
@@ -40,11 +39,12 @@ class TritonBackend(KernelBackend):
         Every row of the result is defined. fp8 saturates in both halves; NaN becomes the lowest finite value. The run
         raises KernelCaptureError if a graph is being captured and this variant was not compiled beforehand.
         """
-        if find_spec("triton") is None:
-            return "the package triton is not installed"
         if (reason := _device(inputs)) is not None:
             return reason
-        from vllm_aiter_mla.kernels.triton import launcher
+        try:
+            from vllm_aiter_mla.kernels.triton import launcher
+        except Exception as error:  # Triton is absent, or it is here and broken
+            return f"Triton cannot be imported: {type(error).__name__}: {error}"
 
         arch = launcher.current_arch()
         if (reason := refused_on(arch, inputs)) is not None:
