@@ -102,6 +102,16 @@ def test_the_caches_of_an_amd_card_hold_more_than_its_l2(monkeypatch, hip, size)
     assert Device().cache_bytes() == size
 
 
+@pytest.mark.parametrize(("rocm", "expected"), [("10.0.0", "10.0.0"), (None, "7.15.26333")])
+def test_the_release_of_rocm_is_taken_from_torch_and_hips_version_where_torch_does_not_say_it(
+    monkeypatch, rocm, expected
+):
+    monkeypatch.setattr(torch.version, "hip", "7.15.26333")
+    monkeypatch.setattr(torch.version, "rocm", rocm, raising=False)
+    assert Device().rocm == expected
+    assert Device().built_for == f"ROCm {expected}"
+
+
 @pytest.mark.parametrize(("hip", "rocm"), [("7.0.51831-a3e329ad8", (7, 0)), (None, None), ("unknown", None)])
 def test_the_platform_is_read_from_torch_alone(monkeypatch, hip, rocm):
     monkeypatch.setattr(torch.version, "hip", hip)

@@ -31,6 +31,7 @@ from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.compat import config
 from vllm_aiter_mla.kernels.aiter import op
 from vllm_aiter_mla.settings import NAMESPACE
+from vllm_aiter_mla.verify import hip_python as bindings
 
 Status = Literal["ok", "warning", "problem", "unknown"]
 STATUSES: tuple[Status, ...] = ("ok", "warning", "problem", "unknown")
@@ -195,11 +196,16 @@ def triton(env: Env) -> Check:
 
 
 def hip_python(env: Env) -> Check:
-    """Check for hip-python, which only ``verify`` needs."""
-    version = files.distribution("hip-python")
-    if version is None and rocm_version() is not None:
-        return Check("warning", "not installed: `verify` checks less", "in a checkout: pip install '.[rocm]'")
-    return Check("ok", version or "not installed, and not needed without ROCm")
+    """Check that hip-python, which only ``verify`` needs, can be used and is made for this ROCm."""
+    found, version, rocm = bindings.find(), bindings.version(), rocm_version()
+    if found == bindings.ABSENT and rocm is None:
+        return Check("ok", "not installed, and not needed without ROCm")
+    if isinstance(found, str):
+        return Check("warning", f"{found}: `verify` checks less", bindings.install(rocm))
+    if rocm is not None and version is not None and rocm.partition(".")[0] != bindings.made_for():
+        detail = f"hip-python {version} is made for ROCm {bindings.made_for()}, and this is ROCm {rocm}"
+        return Check("warning", detail, bindings.install(rocm))
+    return Check("ok", f"hip-python {version or 'without metadata'}")
 
 
 def vllm(env: Env) -> Check:

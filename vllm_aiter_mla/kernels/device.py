@@ -34,8 +34,12 @@ class Device:
 
     @property
     def rocm(self) -> str | None:
-        """The ROCm release that torch was built for, "7.0.51831-a3e329ad8"; None for another build. Needs no card."""
-        return torch.version.hip
+        """The ROCm release that torch was built for, "7.0.51831-a3e329ad8"; None for another build. Needs no card.
+
+        ``hip`` is the version of HIP, which was ROCm's up to 7.14: ROCm 10.0 has HIP 7.15. ``rocm`` is the release,
+        where torch says it.
+        """
+        return torch.version.hip and (getattr(torch.version, "rocm", None) or torch.version.hip)
 
     @property
     def built_for(self) -> str:

@@ -8,10 +8,9 @@ CUDA, verbose   ``{KERNEL\\n| {ID | 0 (topoId: 3) | name\\<\\<\\<1,128,0\\>\\>\\
 HIP, plain      ``0\\nname\\n`` in an octagon for a kernel, else ``3\\nMEMCPY\\n(DtoD,64)`` and similar
 ==============  ====================================================================================
 
-On NVIDIA torch writes the dump. On AMD hip-python does (extra ``rocm``); it loads ``libamdhip64`` at its first call.
+On NVIDIA torch writes the dump. On AMD ``hip_python`` does.
 """
 
-import importlib
 import re
 import tempfile
 from collections import Counter
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla.kernels.device import card
+from vllm_aiter_mla.verify import hip_python
 
 # Nodes that order other nodes and do nothing.
 BARRIERS = frozenset({"EMPTY", "EVENT_RECORD", "EVENT_WAIT", "EVENTRECORD", "EVENTWAIT"})
@@ -71,12 +71,13 @@ def hip_dot(graph: int) -> str:
 
 def _hip_call(name: str, *arguments: Any) -> tuple[Any, ...]:
     """Call hip-python; return what follows its error code. Raises DumpError."""
+    calls = hip_python.find()
+    if isinstance(calls, str):
+        raise DumpError(f"{calls}; {hip_python.install(card().rocm)}")
     try:
-        result = getattr(importlib.import_module("hip.hip"), name)(*arguments)
-    except ImportError:
-        raise DumpError("hip-python is not installed: in a checkout, pip install '.[rocm]'") from None
-    except (RuntimeError, AttributeError) as error:
-        raise DumpError(f"hip-python cannot call {name}: {first_line(error)}") from None
+        result = getattr(calls, name)(*arguments)
+    except Exception as error:  # RuntimeError without the library; a release with other arguments may raise anything
+        raise DumpError(f"hip-python {hip_python.version()} cannot call {name}: {first_line(error)}") from None
     code, *values = result if isinstance(result, tuple) else (result,)
     if int(code) != 0:
         raise DumpError(f"{name} says {getattr(code, 'name', code)}")
