@@ -437,6 +437,13 @@ def test_a_repository_that_is_not_here_is_no_refusal_of_vllms(option, named):
 
 
 @pytest.mark.usefixtures("shared")
+def test_a_speculators_config_whose_verifier_is_not_here_names_it(tmp_path):
+    config = {"model_type": "llama", "speculators_config": {"verifier": {"name_or_path": "ORG/NAME"}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "verifier ORG/NAME is not in the local cache" in refused(str(tmp_path))
+
+
+@pytest.mark.usefixtures("shared")
 def test_a_library_that_is_not_here_is_no_refusal_of_vllms():
     said = refused(*R1, MTP[0], '{"method": "suffix", "num_speculative_tokens": 3}')
     assert said.startswith("plan: not known")

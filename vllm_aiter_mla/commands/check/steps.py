@@ -73,6 +73,8 @@ def plan(context: Context) -> Outcome:
     context.plan = found
     layers, outcome = found["layers"], found["outcome"]
     detail = f"{layers['engaged']}/{layers['mla']} MLA layers would engage on {found['arch']}"
+    if outcome == "unknown":
+        detail = f"not known whether layers would engage on {found['arch']}"
     lines = tuple(f"{reason['code']}: {reason['message']}" for reason in found["reasons"])
     return Outcome("passed" if outcome in ("engaged", "some") else "failed", detail, lines, found)
 

@@ -7,6 +7,7 @@ The plugin is loaded, so the engine's own gate decides. ``card`` says what is ma
 
 import difflib
 import importlib.util
+import json
 import os
 import traceback
 from collections.abc import Sequence
@@ -86,7 +87,7 @@ def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
     # Strict mode would end the plan at the first reason.
     own = dict((parsed.additional_config or {}).get(NAMESPACE, {})) | {"enabled": True, "strict": False}
     parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
-    _check_what_is_named(parsed)
+    _check_what_is_named(parsed, folder)
     left_out = offline.leave_out(parsed, offline.OF_A_TOKENIZER.__contains__)
     parsed.model, parsed.skip_tokenizer_init, parsed.tokenizer = str(folder), True, None
     args, notes = offline.engine_args(parsed, folder)
@@ -97,8 +98,10 @@ def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
     return args, Given(settings, parsed.max_num_seqs, parsed.max_num_batched_tokens, notes)
 
 
-def _check_what_is_named(parsed: Any) -> None:
-    """Raise ValueError where an option names another repository of the hub that is not here; vLLM would refuse it."""
+def _check_what_is_named(parsed: Any, folder: Path) -> None:
+    """Raise ValueError where an option or the config names a repository that is not here: vLLM would refuse it."""
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    verifier = (fields.get("speculators_config") or {}).get("verifier") or {}
     spec = parsed.speculative_config if isinstance(parsed.speculative_config, dict) else {}
     draft = spec.get("model") or getattr(parsed, "spec_model", None)
     method = spec.get("method") or getattr(parsed, "spec_method", None)
@@ -106,6 +109,7 @@ def _check_what_is_named(parsed: Any) -> None:
         draft = None
     for what, name, revision in (
         ("the draft", draft, spec.get("revision")),
+        ("the draft's verifier", verifier.get("name_or_path"), None),
         ("--hf-config-path", parsed.hf_config_path, parsed.revision),
     ):
         if name and not Path(str(name)).exists() and models.in_cache(str(name), revision) is None:
