@@ -2,6 +2,7 @@
 
 from collections import ChainMap
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.admission import ConfigView, LayerView, Skip, config_skips, layer_skips
+from vllm_aiter_mla.settings import Kernel
 
 KV_UPDATE_OP, MLA_ATTENTION_OP = admission.KV_UPDATE_OP, admission.MLA_ATTENTION_OP
 NONE = Skip("not_run", "not skipped")
@@ -29,6 +31,11 @@ CONFIG_SKIPS = [
     ({"atom_active": True}, "atom", "ATOM_DISABLE_VLLM_PLUGIN"),
     ({"is_mla": False}, "not_mla", "MLA"),
     ({"is_sparse": True}, "sparse_mla", "index_topk"),
+    ({"card": "cuda"}, "platform", "kernel=triton"),
+    ({"card": "gfx90a"}, "platform", "gfx942"),
+    ({"uses_aiter": False, "attention": "TRITON_MLA"}, "aiter_off", "VLLM_ROCM_USE_AITER=1"),
+    ({"attention": "TRITON_MLA"}, "attention_backend", "--attention-backend"),
+    ({"attention": "not known (ValueError: none)"}, "attention_backend", "not known"),
     ({"enforce_eager": True}, "enforce_eager", "enforce_eager"),
     ({"mode": "NONE", "breakable_cudagraph": True}, "breakable_cudagraph", "VLLM_USE_BREAKABLE_CUDAGRAPH"),
     ({"mode": "DYNAMO_TRACE_ONCE"}, "compilation_mode", "compilation_config.mode"),
@@ -111,6 +118,32 @@ def test_an_engine_with_one_graph_and_a_writable_cache_is_admitted(facts):
     for asked in admission.INTEGRATIONS:
         assert admission.integration_of(replace(ConfigView(), integration=asked, enforce_eager=True, **facts)) == asked
     assert config_skips(replace(ConfigView(), integration="module", enforce_eager=True, **facts)) == []
+
+
+PLATFORM_SKIPS = [facts for facts, code, _ in CONFIG_SKIPS if code in ("platform", "aiter_off", "attention_backend")]
+
+
+@pytest.mark.parametrize("facts", PLATFORM_SKIPS)
+@pytest.mark.parametrize("kernel", get_args(Kernel))
+def test_platform_skip_holds_for_every_kernel_but_those_for_tests_by_name(facts, kernel):
+    view = replace(ConfigView(), kernel=kernel, **facts)
+    assert (config_skips(view) == []) == (kernel in ("triton", "reference"))
+    assert admission.why_not_platform(view) is not None
+
+
+def test_platform_skip_spares_aiters_attention_that_the_user_named_while_aiter_is_off():
+    assert config_skips(replace(ConfigView(), uses_aiter=False)) == []
+
+
+@pytest.mark.mutation("I11")
+def test_mutation_platform_skip_without_its_rules_is_caught(monkeypatch):
+    for number, facts in enumerate(PLATFORM_SKIPS):
+        code = first(config_skips(replace(ConfigView(), **facts))).code
+        with monkeypatch.context() as patch:
+            others = tuple(rule for rule in admission.PLATFORM_RULES if rule.code != code)
+            patch.setattr(admission, "PLATFORM_RULES", others)
+            with pytest.raises(AssertionError):
+                test_platform_skip_holds_for_every_kernel_but_those_for_tests_by_name(PLATFORM_SKIPS[number], "auto")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_aiter_mla import settings
-from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, DebugSettings, Settings, SettingsError, resolve
+from vllm_aiter_mla.settings import (
+    FLAG_FIELD,
+    LIMIT_FIELD,
+    DebugSettings,
+    Settings,
+    SettingsError,
+    near_misses,
+    resolve,
+)
 
 OFF = {FLAG_FIELD: False, LIMIT_FIELD: None}
 
@@ -148,3 +156,24 @@ def test_importing_the_pure_modules_imports_neither_torch_nor_vllm():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+NEAR = ["aiter-mla", "aitermla", "AITER_MLA", "aiter mla", "vllm_aiter_mla", "vllm-aiter-mla", "Aiter.MLA", "aiter_ml",
+        "aitre_mla", FLAG_FIELD, LIMIT_FIELD, "fuse_aiter_qk_rope_kvcache"]  # fmt: skip
+FAR = ["aiter", "mla", "another_plugin", "ascend_scheduler_config", "vllm", "", 3, None]
+
+
+@pytest.mark.parametrize("key", NEAR)
+def test_near_miss_of_the_namespace_or_the_flag_is_found(key):
+    assert near_misses({key: {}, "aiter_mla": {}}) == (key,)
+
+
+def test_near_miss_is_no_other_key_and_no_other_object():
+    assert near_misses(dict.fromkeys([*FAR, "aiter_mla"])) == near_misses(object()) == near_misses(None) == ()
+
+
+@pytest.mark.mutation
+def test_mutation_near_miss_by_exact_letters_only_is_caught(monkeypatch):
+    monkeypatch.setattr(settings.difflib, "get_close_matches", lambda *found, **how: [])
+    with pytest.raises(AssertionError):
+        test_near_miss_of_the_namespace_or_the_flag_is_found("aitre_mla")

@@ -32,6 +32,12 @@ KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
 """vLLM's names of the caches that the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""
 DECODE_CAPTURES = frozenset({"NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH"})
 """Names of vLLM's ``AttentionCGSupport`` whose full graphs hold decode rows only, as many for every request."""
+CARDS = frozenset({"gfx942", "gfx950"})
+"""Architectures that AITER's op is for."""
+ANY_CARD = frozenset({"triton", "reference"})
+"""Kernels that run on other platforms too, if the user names one: for tests and other GPUs."""
+AITER_MLA = "ROCM_AITER_MLA"
+"""vLLM's name of the attention back end that the fast path calls."""
 SMALLEST_LIMIT = 2
 """vLLM drops compile-range endpoints below 2, so a limit of 1 would never end a range and the passes would never run.
 A server with ``max_num_seqs=1`` gets a decode limit of two tokens."""
@@ -82,6 +88,10 @@ class ConfigView(_View):
     use_inductor_graph_partition: bool | None = None  # as the user gave it; ``None`` when not given
     splitting_ops: tuple[str, ...] | None = None  # as the user gave them; ``None`` when not given
     integration: str = "auto"  # as the user asked for it: "auto", or one of ``INTEGRATIONS``
+    kernel: str = "auto"  # as the user asked for it
+    card: str = "gfx942"  # architecture of an AMD card, else the name of vLLM's platform
+    uses_aiter: bool = True  # vLLM takes AITER's MLA where the user names no attention back end
+    attention: str = AITER_MLA  # the back end that vLLM takes, or why it cannot be told; asked on ROCm only
 
 
 @dataclass(frozen=True)
@@ -160,6 +170,29 @@ ENGINE_RULES = (
 )
 """Whatever puts the op into the layers."""
 
+PLATFORM_RULES = (
+    Rule(
+        "platform",
+        lambda v: v.card not in CARDS,
+        f"the platform is {{v.card}}, the fast path is for ROCm on {' and '.join(sorted(CARDS))}; "
+        "name kernel=triton to try it elsewhere",
+    ),
+    Rule(
+        "aiter_off",
+        lambda v: v.attention != AITER_MLA and not v.uses_aiter,
+        "vLLM does not use AITER for MLA (its attention is {v.attention}): install AITER, set VLLM_ROCM_USE_AITER=1 "
+        "and leave VLLM_ROCM_USE_AITER_MLA unset",
+    ),
+    Rule(
+        "attention_backend",
+        lambda v: v.attention != AITER_MLA and v.uses_aiter,
+        f"vLLM's attention is {{v.attention}}; drop --attention-backend, or set it to {AITER_MLA}",
+    ),
+)
+"""What decides whether layers get the implementation that the fast path calls; a kernel of ``ANY_CARD`` may do without.
+
+A layer's own implementation is looked at again after loading."""
+
 PASSES_RULES = (
     Rule("enforce_eager", lambda v: v.enforce_eager, "enforce_eager=True leaves no graph; drop --enforce-eager"),
     Rule(
@@ -225,12 +258,18 @@ LAYER_RULES = (
 
 def config_skips(view: ConfigView) -> list[Skip]:
     """Return every reason for which no layer of this engine may take the fast path, in the order of the rules."""
-    return _all(ENGINE_RULES + PASSES_RULES * (view.integration == "passes"), view)
+    platform = PLATFORM_RULES * (view.kernel not in ANY_CARD)
+    return _all(ENGINE_RULES + platform + PASSES_RULES * (view.integration == "passes"), view)
 
 
 def layer_skips(view: LayerView) -> list[Skip]:
     """Return every reason for which this layer is left to vLLM, in the order of the rules; no other layer matters."""
     return _all(LAYER_RULES, view)
+
+
+def why_not_platform(view: ConfigView) -> Skip | None:
+    """Return why the platform is not one for the fast path, whatever the kernel; ``None`` if it is one."""
+    return next(iter(_all(PLATFORM_RULES, view)), None)
 
 
 def why_not_passes(view: ConfigView) -> Skip | None:

@@ -2,26 +2,65 @@
 """The gate: reads the options, skips or engages, and makes the few changes to a ``VllmConfig`` that engage.
 
 ``compat.patches.hook_platform`` calls it for every ``VllmConfig`` that is built, after the platform's own checks and
-before vLLM computes compile ranges and splitting ops. With the flag off it reads and returns: nothing is changed. If
-the flag is on and the config is admitted, it changes at most four fields of ``compilation_config``:
+before vLLM computes compile ranges and splitting ops. If the flag is on and the config is admitted, it changes
+``compilation_config``:
 
-- ``inductor_compile_config`` gains the pass, with the user's own pass chained in front;
+- ``inductor_compile_config`` gains the pass, with the user's own pass chained in front, and ``inductor_passes`` no
+  longer names that one;
 - ``splitting_ops`` lists our attention ops next to vLLM's;
 - for the passes, ``compile_ranges_endpoints`` gains the decode limit;
-- for the passes, ``use_inductor_graph_partition`` becomes True if the user did not set it.
+- for the passes, ``use_inductor_graph_partition`` becomes True if the user did not set it, and then
+  ``pass_config.fuse_rope_kvcache_cat_mla`` becomes what vLLM's defaults give for that.
+
+The pass keeps a :class:`Changes` of all this. With the flag off, the gate takes back what an earlier run added, drops
+options that say ``enabled: false``, and changes nothing else.
 
 The class-wide ``CompilationConfig._attention_ops`` stays as it is: a change there would reach configs whose flag is
 off in the same process, and change their cache key.
 """
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_aiter_mla import admission, status
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP, ConfigView, Skip, plain_name
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches
-from vllm_aiter_mla.settings import FLAG_FIELD, STRICT_OPTION, Settings, SettingsError, set_options
+from vllm_aiter_mla.settings import (
+    FLAG_FIELD,
+    OPTIONS,
+    STRICT_OPTION,
+    Settings,
+    SettingsError,
+    near_misses,
+    set_options,
+)
+
+CHANGED = ("use_inductor_graph_partition", "splitting_ops", "inductor_passes", patches.FUSION_FIELD)
+"""What the gate may change besides the pass and the compile ranges; the last is a field of ``pass_config``."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What the gate made of a ``compilation_config``, and what it needs to take that back."""
+
+    given: patches.Given  # by the user, before vLLM and the gate filled anything in
+    drafts: int  # draft tokens of the target model, which its draft's config may not know
+    endpoints: tuple[int, ...]  # ends of compile ranges with the decode limit, if the gate added that; else empty
+    fields: dict[str, tuple[Any, Any]]  # values before and after, of those of ``CHANGED`` that differ
+
+    @property
+    def partition(self) -> bool:
+        """Whether the gate switched graph partition on."""
+        return CHANGED[0] in self.fields
+
+    @property
+    def added(self) -> dict[str, Any]:
+        """The options that the engine gets besides the kernels, by the NAME of ``-cc.NAME``."""
+        named = {CHANGED[0]: CHANGED[0], patches.FUSION_FIELD: compat_config.VLLMS_FUSION}
+        found = {option: self.fields[field][1] for field, option in named.items() if field in self.fields}
+        return found | ({"compile_ranges_endpoints": list(self.endpoints)} if self.endpoints else {})
 
 
 def apply(vllm_config: Any) -> int | Skip | None:
@@ -34,11 +73,12 @@ def apply(vllm_config: Any) -> int | Skip | None:
         SettingsError: an option is wrong, or the engine is skipped in strict mode.
     """
     settings = compat_config.settings_of(vllm_config)
-    if not settings.enabled:
-        if unused := set_options(settings):
-            log.say_once(logging.WARNING, f"{', '.join(unused)} set but {FLAG_FIELD} is off: no effect")
-        return None
+    for key in near_misses(vllm_config.additional_config):
+        log.say_once(logging.WARNING, f"additional_config.{key} is not read: the options belong into {OPTIONS}")
     engaged = compat_config.engaged_pass(vllm_config)
+    if not settings.enabled:
+        _switch_off(vllm_config, settings, engaged)
+        return None
     try:
         view = compat_config.view_of(vllm_config, settings)
         skip = next(iter(admission.config_skips(view)), None)
@@ -48,49 +88,98 @@ def apply(vllm_config: Any) -> int | Skip | None:
         skip = compat_config.why_not_chainable(vllm_config.compilation_config)
     if skip is not None:
         # A draft model's config shares compilation_config with its target: the target's pass stays.
-        if engaged is None:
+        if engaged is None or not compat_config.is_of_another_model(vllm_config):
+            _take_back(vllm_config.compilation_config, engaged)
             _skip(vllm_config, skip, settings)
         return skip
-    limit = admission.decode_limit(
-        vllm_config.scheduler_config.max_num_seqs, vllm_config.num_speculative_tokens, settings.max_token_num
-    )
-    if engaged is not None and settings.max_token_num is None:
-        # A draft model's config may hold no draft tokens; it must not shrink the limit that it shares with its target.
-        limit = max(limit, engaged.limit)
+    # A draft model's config may hold no draft tokens; it must not shrink the limit that it shares with its target.
+    drafts = max(vllm_config.num_speculative_tokens, 0 if engaged is None else engaged.changes.drafts)
+    limit = admission.decode_limit(vllm_config.scheduler_config.max_num_seqs, drafts, settings.max_token_num)
     integration = admission.integration_of(view) if engaged is None else engaged.integration
-    _engage(vllm_config, settings, limit, engaged, integration)
-    _announce(vllm_config, view, integration, settings, limit)
+    _engage(vllm_config, settings, limit, drafts, engaged, integration)
+    _announce(vllm_config, view, integration, settings, limit, drafts)
     return limit
 
 
-def _engage(vllm_config: Any, settings: Settings, limit: int, engaged: Any, integration: str) -> None:
+def _switch_off(vllm_config: Any, settings: Settings, engaged: Any) -> None:
+    """Leave the config as it is without the plugin."""
+    _take_back(vllm_config.compilation_config, engaged)
+    if unused := set_options(settings):
+        log.say_once(logging.WARNING, f"{', '.join(unused)} set but {FLAG_FIELD} is off: no effect")
+    compat_config.drop_options(vllm_config)
+
+
+def _engage(vllm_config: Any, settings: Settings, limit: int, drafts: int, engaged: Any, integration: str) -> None:
     compilation = vllm_config.compilation_config
-    before = compat_config.gates_options(compilation)
-    # New containers instead of changes in place: another config may hold the same list or dict.
+    _take_back(compilation, engaged)
+    chained = compat_config.wrapped_pass(compilation)
+    given, before = patches.given(compilation), _values(compilation)
+    endpoints = compilation.compile_ranges_endpoints or []
     if integration == "passes":
-        compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), limit})
-        _, splitting_ops = patches.users_cuts(compilation)
-        if splitting_ops is None and not compilation.use_inductor_graph_partition:  # keep the layer in one graph
-            compilation.use_inductor_graph_partition = True
+        _open(vllm_config, given, limit)
     _split(compilation, integration)
-    if engaged is not None and (engaged.limit, engaged.settings) == (limit, settings):
-        return
-    chained = compat_config.wrapped_pass(compilation) if engaged is None else engaged.chained
+    slot = compat_config.pass_slot()
+    # Else vLLM puts the user's pass into the slot again when it copies the config.
+    compilation.inductor_passes = {key: name for key, name in compilation.inductor_passes.items() if key != slot}
+    after = _values(compilation)
+    differ = {name: (before[name], after[name]) for name in CHANGED if before[name] != after[name]}
+    added = integration == "passes" and limit not in endpoints
+    changes = Changes(given, drafts, tuple(compilation.compile_ranges_endpoints or ()) * added, differ)
+    # A worker's pass knows which kernels were checked: it stays if it would be built the same.
+    if engaged is None or (engaged.limit, engaged.settings) != (limit, settings):
+        engaged = _new_pass(vllm_config, limit, settings, chained, integration)
+    engaged.changes = changes
+    # New containers instead of changes in place: another config may hold the same list or dict.
+    compilation.inductor_compile_config = {**compilation.inductor_compile_config, slot: engaged}
+
+
+def _new_pass(vllm_config: Any, limit: int, settings: Settings, chained: Any, integration: str) -> Any:
     # The hook before the pass: should it fail, no worker may run kernels that nobody has checked.
     patches.hook_workers()
     # Imports torch's compiler, which a run with the flag off must not pay for.
     from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 
-    added = {name: value for name, value in compat_config.gates_options(compilation).items() if value != before[name]}
-    if engaged is not None:
-        added = engaged.added | added
-    pass_ = AiterMLAPipeline(
-        vllm_config, limit=limit, settings=settings, chained=chained, integration=integration, added=added
-    )
-    slot = compat_config.pass_slot()
-    compilation.inductor_compile_config = {**compilation.inductor_compile_config, slot: pass_}
     with log.warned(f"the gauge {status.GAUGE} is not available"):
         status.show_gauge(compat_config.cache_folder())
+    return AiterMLAPipeline(vllm_config, limit=limit, settings=settings, chained=chained, integration=integration)
+
+
+def _open(vllm_config: Any, given: patches.Given, limit: int) -> None:
+    """End a compile range at the limit, and keep a layer in one graph where the user left that to vLLM."""
+    compilation = vllm_config.compilation_config
+    compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), limit})
+    if given.splitting_ops is not None or compilation.use_inductor_graph_partition:
+        return
+    compilation.use_inductor_graph_partition = True
+    if given.fusion is not None:
+        return
+    name, pass_config = patches.FUSION_FIELD, compilation.pass_config
+    with log.warned(f"vLLM's default of {name} could not be asked; it stays {getattr(pass_config, name, None)}"):
+        setattr(pass_config, name, compat_config.default_of_fusion(vllm_config))
+
+
+def _take_back(compilation: Any, engaged: Any) -> None:
+    """Undo what an earlier run of the gate added; a value that was changed since stays."""
+    if engaged is None:
+        return
+    for name, (before, after) in engaged.changes.fields.items():
+        if _values(compilation)[name] == after:
+            setattr(_holder(compilation, name), name, before)
+    if engaged.changes.endpoints:
+        kept = [one for one in compilation.compile_ranges_endpoints or () if one != engaged.limit]
+        compilation.compile_ranges_endpoints = kept
+    slot = compat_config.pass_slot()
+    others = {key: value for key, value in compilation.inductor_compile_config.items() if key != slot}
+    compilation.inductor_compile_config = others | ({} if engaged.chained is None else {slot: engaged.chained})
+    patches.note(compilation, engaged.changes.given)
+
+
+def _values(compilation: Any) -> dict[str, Any]:
+    return {name: getattr(_holder(compilation, name), name, None) for name in CHANGED}
+
+
+def _holder(compilation: Any, name: str) -> Any:
+    return compilation.pass_config if name == patches.FUSION_FIELD else compilation
 
 
 def _split(compilation: Any, integration: str) -> None:
@@ -131,12 +220,14 @@ def _skip(vllm_config: Any, skip: Skip, settings: Settings) -> None:
         status.write(compat_config.cache_folder(), record | compat_config.metric_labels(vllm_config))
 
 
-def _announce(vllm_config: Any, view: ConfigView, integration: str, settings: Settings, limit: int) -> None:
+def _announce(
+    vllm_config: Any, view: ConfigView, integration: str, settings: Settings, limit: int, drafts: int
+) -> None:
     scheduler = vllm_config.scheduler_config
     if settings.max_token_num is not None:
         origin = f"given as {settings.max_token_num}"
     else:
-        origin = f"max_num_seqs {scheduler.max_num_seqs} x (1 + {vllm_config.num_speculative_tokens} drafts)"
+        origin = f"max_num_seqs {scheduler.max_num_seqs} x (1 + {drafts} drafts)"
     batched = scheduler.max_num_batched_tokens
     if integration == "module":
         because = admission.why_not_passes(view)
@@ -147,7 +238,9 @@ def _announce(vllm_config: Any, view: ConfigView, integration: str, settings: Se
         ranges = f"it covers every batch up to max_num_batched_tokens {batched}"
     else:
         ranges = f"compile ranges end at {limit}; above it the graph is left to vLLM"
-    log.say_once(logging.INFO, f"on: decode limit {limit} tokens ({origin}); {ranges}; kernel {settings.kernel}")
+    other = admission.why_not_platform(view)
+    named = f", on a platform that it must be named for ({other.code})" if other else ""
+    log.say_once(logging.INFO, f"on: decode limit {limit} tokens ({origin}); {ranges}; kernel {settings.kernel}{named}")
     if added := compat_config.added_options(vllm_config):
         line = f"besides the kernels this engine gets {compat_config.as_typed(added)}"
         why = ": vLLM compiles every batch in another way, so tokens can change above the decode limit too"

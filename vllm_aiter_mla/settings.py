@@ -109,6 +109,23 @@ def resolve(pass_config_values: Mapping[str, object], additional_config: object)
 _READER = TypeAdapter(Settings)
 
 
+def near_misses(additional_config: object) -> tuple[str, ...]:
+    """Return the keys of ``additional_config`` that look like the plugin's options and are not read."""
+    if not isinstance(additional_config, Mapping):
+        return ()
+    ours = [_letters(name) for name in (NAMESPACE, *PASS_CONFIG_FIELDS)]
+
+    def looks_like_ours(key: str) -> bool:
+        letters = _letters(key)
+        return ours[0] in letters or bool(difflib.get_close_matches(letters, ours, n=1, cutoff=0.8))
+
+    return tuple(key for key in map(str, additional_config) if key != NAMESPACE and looks_like_ours(key))
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name)).lower()
+
+
 def set_options(settings: Settings) -> tuple[str, ...]:
     """Return the names of the options that are not at their defaults."""
     return tuple(one.name for one in fields(Settings) if getattr(settings, one.name) != getattr(Settings(), one.name))

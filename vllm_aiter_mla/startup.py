@@ -368,7 +368,8 @@ def _record(worker: Any) -> dict[str, Any]:
     names = sorted(compat_config.mla_modules(config))
     cache, card = compat_config.cache_name(config), current_platform().arch
     found = status.record_of(names, engaged.limit, cache, rank, engaged.integration, card)
-    return found | compat_config.metric_labels(config)
+    kept = engaged.changes is not None and engaged.changes.partition
+    return found | {"partition": kept} | compat_config.metric_labels(config)
 
 
 def _say(config: Any, ranks: list[dict[str, Any]], record: dict[str, Any], strict: bool) -> None:

@@ -132,6 +132,7 @@ def record_of(
         "overflows": sorted(_status.overflows & set(_status.engaged.values())),
         "decode_limit": limit,
         "capture_sizes": [],
+        "partition": False,
         "kv_cache_dtype": kv_cache_dtype,
     }
 
@@ -176,7 +177,8 @@ def line(record: dict[str, Any]) -> str:
     """Return the status line: how many layers are engaged, by which kernels, and why the others are not."""
     engaged, total = record["engaged"], record["total"]
     if not engaged:
-        return f"0/{total}: {first_reason(record)} (run: vllm-aiter-mla doctor){_replica(record)}"
+        kept = "; graph partition stays on" if record.get("partition") else ""
+        return f"0/{total}: {first_reason(record)}{kept} (run: vllm-aiter-mla doctor){_replica(record)}"
     by = ", integration module" if record.get("integration") == "module" else ""
     ranks, whole = record.get("ranks", 1), record.get("whole_ranks", 1)
     on = f" on {whole} of {ranks} ranks" if ranks > 1 else ""

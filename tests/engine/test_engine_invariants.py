@@ -104,6 +104,23 @@ def test_i5_the_graph_above_the_decode_limit_is_that_of_vllm(engines):
     assert engines("bf16-on").graphs["1-16"] != engines("bf16-off").graphs["1-16"]
 
 
+@pytest.mark.engine("off-after-vllms-pass", "on-after-vllms-pass")
+def test_i5_prerequisite_above_the_decode_limit_the_graph_is_vllms_own_fused_one(engines):
+    off, on = engines("off-after-vllms-pass"), engines("on-after-vllms-pass")
+    assert_same_graph_above_the_decode_limit(off, on)
+    above = off.graphs[f"{off.ranges[-1][0]}-{off.ranges[-1][1]}"]
+    assert above.count("fused_rope_unified_mla_kv_cache_update") >= 2
+    assert not any(word in above for word in ("aten.clone", "aten.copy", "slice_scatter")), "vLLM's op costs no copy"
+    assert on.graphs["1-16"] != off.graphs["1-16"]
+
+
+@pytest.mark.mutation("I5")
+@pytest.mark.engine("bf16-off", "on-after-vllms-pass")
+def test_mutation_prerequisite_that_the_control_lacks_is_caught(engines):
+    with pytest.raises(AssertionError):
+        assert_same_graph_above_the_decode_limit(engines("bf16-off"), engines("on-after-vllms-pass"))
+
+
 @pytest.mark.engine("bf16-off", "no-plugin")
 def test_i5_flag_off_is_vllm_without_the_plugin(engines):
     off, bare = engines("bf16-off"), engines("no-plugin")

@@ -17,6 +17,7 @@ from tests.gate import gate_support
 from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import plugin
 from vllm_aiter_mla.commands.compat import rocm_config
+from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
@@ -60,10 +61,20 @@ def dense_model(mla_model):
     return model
 
 
+REAL_FACTS = compat_config.platform_facts
+
+
+@pytest.fixture
+def real_facts():
+    """What the gate asks vLLM's platform, where no fixture replaces it."""
+    return REAL_FACTS
+
+
 @pytest.fixture
 def registered(monkeypatch):
-    """Registration as it went without a failure, whatever an earlier test has planted."""
+    """Registration as it went without a failure, whatever an earlier test has planted; on a card with AITER."""
     monkeypatch.setattr(patches, "_failed", {})
+    monkeypatch.setattr(compat_config, "platform_facts", lambda vllm_config: {})
 
 
 @pytest.fixture

@@ -59,6 +59,19 @@ def assert_skipped(said: Said, built: Any, code: str, knob: str) -> None:
     assert "\n" not in line
 
 
+def added_to(config: Any) -> dict[str, Any]:
+    """What the gate may have added, of a finished config."""
+    compilation = config.compilation_config
+    return {
+        "pass": pass_of(config),
+        "ranges": ranges_of(config),
+        "partition": compilation.use_inductor_graph_partition,
+        "splitting_ops": compilation.splitting_ops,
+        "fusion": compilation.pass_config.fuse_rope_kvcache_cat_mla,
+        "users_passes": compilation.inductor_passes,
+    }
+
+
 def modelless_config(compilation: dict[str, Any] | None = None) -> Any:
     """A config without a model: what the plugin could change of it does not depend on one."""
     from vllm.config import CompilationConfig, VllmConfig

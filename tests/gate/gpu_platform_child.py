@@ -1,7 +1,8 @@
 """A process that takes vLLM's own CUDA or ROCm platform class on a machine without a card, and builds one config.
 
 ``python gpu_platform_child.py '{"platform": "rocm", "arch": "gfx942", "model": ..., "options": {...}}'`` prints one
-JSON line. What is made up for it is listed in ``vllm_aiter_mla.commands.plan.card``.
+JSON line. What is made up for it is listed in ``vllm_aiter_mla.commands.plan.card``. ``options`` may be a list: then
+it prints a list.
 """
 
 import json
@@ -24,23 +25,48 @@ def take_cuda(capability: str) -> None:
     vllm.platforms._current_platform = cuda.NonNvmlCudaPlatform()
 
 
-def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Load the plugins, build the config, say what the gate made of it and what attention back end vLLM takes."""
+def main(request: dict[str, Any]) -> Any:
+    """Load the plugins, build each config, say what the gate made of it and what attention back end vLLM takes."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if request["platform"] == "rocm":
         card.pretend_rocm(request["arch"])
         rocm_config.inspect_in_process()
     elif request["platform"] == "cuda":
         take_cuda(request["arch"])
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    config = EngineArgs(
-        model=request["model"], skip_tokenizer_init=True, max_model_len=512, **request["options"]
-    ).create_engine_config()
+    asked = request["options"]
+    return (
+        [built(request["model"], one) for one in asked] if isinstance(asked, list) else built(request["model"], asked)
+    )
+
+
+def built(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Build one config; ``error`` is what stopped it, ``said`` the plugin's lines, each with its level."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_aiter_mla.compat import log
+
+    said: list[tuple[int, str]] = []
+    say = log.say
+
+    def kept(level: int, message: str, stacklevel: int = 2) -> None:
+        said.append((level, message))
+        say(level, message)
+
+    log._said.clear()
+    log.say = kept
+    try:
+        config = EngineArgs(model=model, skip_tokenizer_init=True, max_model_len=512, **options).create_engine_config()
+    except ValueError as error:
+        return {"error": str(error), "said": said}
+    finally:
+        log.say = say
     compilation = config.compilation_config
     return answer.engine_facts(config) | {
+        "said": said,
+        "fusion": compilation.pass_config.fuse_rope_kvcache_cat_mla,
         "backend": backend_of(config),
         "cudagraph_mode": compilation.cudagraph_mode.name,
         "graph_partition": compilation.use_inductor_graph_partition,

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from vllm.config import VllmConfig
 
 from tests.gate import gate_support
-from tests.gate.gate_support import ON, PASSES, assert_skipped, pass_of
+from tests.gate.gate_support import ON, PASSES, added_to, assert_skipped, pass_of
 from tests.support.planted import raising
 from vllm_aiter_mla import gate, status
 from vllm_aiter_mla.admission import Skip
@@ -57,6 +57,43 @@ def test_what_a_cpu_config_cannot_be_built_with_skips_too(config, said, change, 
     assert isinstance(skip, Skip)
     assert skip.code == code
     assert_skipped(said, built, code, knob)
+
+
+def test_platform_skip_on_a_cpu_adds_nothing(config, said, monkeypatch, real_facts):
+    off = added_to(config())
+    monkeypatch.setattr(compat_config, "platform_facts", real_facts)
+    built = config(additional_config=ON)
+    assert_skipped(said, built, "platform", "kernel=triton")
+    assert not [line for line in said.at(logging.INFO) if "on: " in line]
+    assert added_to(built) == off
+
+
+def test_platform_skip_ends_in_one_error_in_strict_mode(config, said, monkeypatch, real_facts):
+    monkeypatch.setattr(compat_config, "platform_facts", real_facts)
+    with pytest.raises(ValidationError, match=r"platform: .*strict"):
+        config(additional_config={"aiter_mla": {"enabled": True, "strict": True}})
+    assert said.at(logging.WARNING) == []
+
+
+@pytest.mark.parametrize("kernel", ["triton", "reference"])
+def test_platform_skip_leaves_out_a_kernel_for_tests_and_the_line_says_so(
+    config, said, monkeypatch, real_facts, kernel
+):
+    monkeypatch.setattr(compat_config, "platform_facts", real_facts)
+    assert pass_of(config(additional_config={"aiter_mla": {"enabled": True, "kernel": kernel}})) is not None
+    assert [line for line in said.at(logging.INFO) if "on: " in line and "(platform)" in line]
+    assert said.at(logging.WARNING) == []
+
+
+def test_platform_skip_of_a_platform_that_cannot_be_asked(config, said, monkeypatch):
+    monkeypatch.setattr(compat_config, "platform_facts", raising(AttributeError("no such name")))
+    assert_skipped(said, config(additional_config=ON), "capability", "no such name")
+
+
+@pytest.mark.mutation("I11")
+def test_mutation_platform_skip_that_takes_any_platform_is_caught(config, said, monkeypatch):
+    with pytest.raises(AssertionError):
+        test_platform_skip_on_a_cpu_adds_nothing(config, said, monkeypatch, lambda vllm_config: {})
 
 
 def test_a_model_without_mla_is_skipped(compiling, dense_model, said):

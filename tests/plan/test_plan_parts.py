@@ -23,7 +23,7 @@ ENGINE = admission.ConfigView(
     version_supported=False, missing=("x",), op_schema=("x",), atom_active=True, is_mla=False, is_sparse=True,
     enforce_eager=True, breakable_cudagraph=True, mode="NONE", backend="eager", dcp=2, pcp=2, hisparse=True,
     kv_cache_dtype="fp8_e5m2", model_dtype="float16",
-    use_inductor_graph_partition=False, integration="passes",
+    use_inductor_graph_partition=False, integration="passes", card="cuda", uses_aiter=False, attention="Other",
 )  # fmt: skip
 LAYER = admission.LayerView(
     impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, missing=("x",), amx_bmm=True,
@@ -35,8 +35,9 @@ LAYER = admission.LayerView(
 
 def test_a_view_with_everything_wrong_gives_every_reason_of_admission():
     found = [skip.code for skip in build.engine_reasons(plans.made_up_answer(**vars(ENGINE)))]
-    # A mode that breakable graphs did not set, and partition options given together, are each a view of their own.
-    others = {"compilation_mode", "splitting_ops", "user_pass", "not_known"}
+    # A mode that breakable graphs did not set, partition options given together, and another attention although AITER
+    # is on, are each a view of their own.
+    others = {"compilation_mode", "splitting_ops", "attention_backend", "user_pass", "not_known"}
     assert sorted(found) == sorted(set(admission.LEVELS["engine"]) - others)
     layer = [skip.code for skip in admission.layer_skips(LAYER)]
     shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}

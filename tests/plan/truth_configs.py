@@ -241,7 +241,9 @@ ROWS: dict[str, Row] = {
     ),
     "no cut": option("-cc.splitting_ops=[]", *PASSES),
     "an e5m2 cache": option("--kv-cache-dtype", "fp8_e5m2", codes=("kv_cache_dtype",), limit=None),
-    "Triton's attention": option("--attention-backend", "TRITON_MLA", codes=("impl",)),
+    "Triton's attention": option(
+        "--attention-backend", "TRITON_MLA", codes=("attention_backend", "impl"), limit=None
+    ),
     "every reason": option(
         "-dcp", "2", "--enforce-eager", "--kv-cache-dtype", "fp8_e5m2", *PASSES,
         codes=("dcp", "kv_cache_dtype", "enforce_eager"), limit=None,

@@ -51,6 +51,13 @@ def pretend(arch: str, attention: bool = False) -> None:
     resume()
 
 
+def admit() -> None:
+    """Let the gate take this machine for an AMD card whose attention is AITER's: it asks vLLM's platform."""
+    from vllm_aiter_mla.compat import config
+
+    config.platform_facts = lambda vllm_config: {}
+
+
 def resume() -> None:
     """In a spawned worker: change the checks again if the parent did."""
     arch = os.environ.get(_ARCH)

@@ -51,6 +51,7 @@ def activate() -> None:
     platform.wrap(type(current_platform))
     platform.allow_fp8_mla(type(current_platform))
     KNOWN_IMPLS.add("SandboxMLAImpl")
+    card.admit()
     card.resume()
     if os.environ.get(MUTATION):
         from tests.sandbox import knobs

@@ -411,3 +411,14 @@ def test_gauge_reaches_the_shared_files_of_several_api_servers(tmp_path):
     code = SEVERAL_SERVERS.replace("status.show_gauge", "status.REFRESH_S = 0.1; status.show_gauge")
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("partition", [True, False])
+def test_platform_skip_after_loading_says_that_graph_partition_stays_on(said, partition):
+    """The gate decides before vLLM has layers: an implementation that is not known is found later."""
+    for name in LAYERS:
+        status.skip(name, "impl", "another")
+    record = status.record_of(LAYERS, 512, "fp8", 0) | {"partition": partition}
+    assert ("; graph partition stays on" in status.line(record)) == partition
+    engage_all()
+    assert "partition" not in status.line(status.record_of(LAYERS, 512, "fp8", 0) | {"partition": partition})

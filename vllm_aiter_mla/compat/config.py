@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from vllm_aiter_mla.admission import ConfigView, Skip
 from vllm_aiter_mla.compat import patches
-from vllm_aiter_mla.settings import Settings, resolve
+from vllm_aiter_mla.settings import NAMESPACE, Settings, resolve
 
 WINDOW: tuple[tuple[int, int], tuple[int, int]] = ((0, 30), (0, 34))
 """First supported release and first unsupported one: 0.30 <= vLLM < 0.34. The only place that says so."""
@@ -121,8 +121,70 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
         pcp=getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1),
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
         integration=settings.integration,
+        kernel=settings.kernel,
         **_model_facts(vllm_config.model_config),
+        **(platform_facts(vllm_config) if vllm_config.model_config and vllm_config.model_config.use_mla else {}),
     )
+
+
+def platform_facts(vllm_config: Any) -> dict[str, Any]:
+    """Return what the rules of the platform read of an MLA model's config: ``card``, ``uses_aiter``, ``attention``.
+
+    Other platforms than ROCm are told by ``card``; nothing else is asked there.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_rocm():
+        return {"card": str(current_platform.device_name or current_platform.device_type)}
+    from vllm._aiter_ops import rocm_aiter_ops
+    from vllm.platforms import rocm
+
+    return {
+        "card": str(rocm._GCN_ARCH).partition(":")[0],
+        "uses_aiter": bool(rocm_aiter_ops.is_mla_enabled()),
+        "attention": _attention_backend(vllm_config),
+    }
+
+
+def _attention_backend(vllm_config: Any) -> str:
+    """Return the back end that an MLA layer would get, asked as the layer asks; or why vLLM names none."""
+    model = vllm_config.model_config
+    heads = model.get_num_attention_heads(vllm_config.parallel_config)
+    try:
+        from vllm.v1.attention.selector import get_attn_backend
+
+        with as_current(vllm_config):
+            cache = str(vllm_config.cache_config.cache_dtype)
+            backend = get_attn_backend(model.get_head_size(), model.dtype, cache, use_mla=True, num_heads=heads)
+        return str(backend.get_name())
+    except Exception as error:  # also what vLLM raises where no back end takes the layers
+        return f"not known ({type(error).__name__}: {' '.join(str(error).split())})"
+
+
+def default_of_fusion(vllm_config: Any) -> bool:
+    """Return what vLLM's table of defaults gives for its own MLA fusion, with the graph cut as it is now.
+
+    Raises:
+        Exception: of any kind, if this vLLM has no such table or field.
+    """
+    from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG
+
+    table: Any = OPTIMIZATION_LEVEL_TO_CONFIG[vllm_config.optimization_level]
+    default = table["compilation_config"]["pass_config"][patches.FUSION_FIELD]
+    return bool(default(vllm_config) if callable(default) else default)
+
+
+def is_of_another_model(vllm_config: Any) -> bool:
+    """Return whether the config is a draft model's, which shares its ``compilation_config`` with the target's."""
+    model = vllm_config.model_config
+    return model is None or not model.use_mla or getattr(model, "runner_type", None) == "draft"
+
+
+def drop_options(vllm_config: Any) -> None:
+    """Remove options that say ``enabled: false``: vLLM hashes what is in ``additional_config`` into its cache keys."""
+    options = vllm_config.additional_config
+    if isinstance(options, dict) and (options.get(NAMESPACE) or {}).get("enabled") is False:
+        vllm_config.additional_config = {key: value for key, value in options.items() if key != NAMESPACE}
 
 
 def mla_layers(model: Any) -> tuple[int, ...]:
@@ -212,7 +274,7 @@ def replica(vllm_config: Any) -> int | None:
     return index if index or int(getattr(parallel, "data_parallel_size", 1)) > 1 else None
 
 
-VLLMS_FUSION = "pass_config.fuse_rope_kvcache_cat_mla"
+VLLMS_FUSION = f"pass_config.{patches.FUSION_FIELD}"
 """vLLM's own fusion of RoPE and the KV write, as ``-cc.NAME`` spells it."""
 
 
@@ -221,7 +283,7 @@ def gates_options(compilation: Any) -> dict[str, Any]:
     return {
         "use_inductor_graph_partition": bool(compilation.use_inductor_graph_partition),
         "compile_ranges_endpoints": list(compilation.compile_ranges_endpoints or ()),
-        VLLMS_FUSION: bool(getattr(compilation.pass_config, VLLMS_FUSION.rpartition(".")[2], False)),
+        VLLMS_FUSION: bool(getattr(compilation.pass_config, patches.FUSION_FIELD, False)),
     }
 
 
@@ -235,7 +297,7 @@ def set_options(compilation: Any, options: Mapping[str, Any]) -> None:
 def added_options(vllm_config: Any) -> dict[str, Any]:
     """Return what the gate changed of ``gates_options``; empty if it has not engaged."""
     engaged = engaged_pass(vllm_config)
-    return {} if engaged is None else dict(engaged.added)
+    return {} if engaged is None or engaged.changes is None else dict(engaged.changes.added)
 
 
 def as_typed(options: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
@@ -201,11 +201,22 @@ def _undo_pass_config(cls: type, before: dict[str, Any]) -> None:
 # -- the gate, inside VllmConfig.__post_init__
 
 _HOOK_MARK = "_aiter_mla_hook"
+FUSION_FIELD = "fuse_rope_kvcache_cat_mla"
+"""vLLM's own MLA fusion of RoPE and the KV write, a field of ``pass_config``."""
 Cuts = tuple[bool | None, tuple[str, ...] | None]
 """``use_inductor_graph_partition`` and ``splitting_ops``, which decide how the graph is cut; None if not given."""
 
+
+class Given(NamedTuple):
+    """What the user gave of the options that vLLM fills in; None if not given."""
+
+    partition: bool | None  # use_inductor_graph_partition
+    splitting_ops: tuple[str, ...] | None
+    fusion: bool | None  # pass_config.fuse_rope_kvcache_cat_mla
+
+
 # By id, because a config is not hashable, and vLLM's replace() fails on one with an attribute that is not a field.
-_noted: dict[int, tuple[weakref.ref[Any], Cuts]] = {}
+_noted: dict[int, tuple[weakref.ref[Any], Given]] = {}
 _nesting = threading.local()
 
 
@@ -232,29 +243,38 @@ def hook_platform(gate: Callable[[Any], None], platform_cls: type | None = None)
     cls = platform_cls
 
     def prepare(vllm_config: Any) -> None:
-        _note_cuts(vllm_config.compilation_config)
+        note(vllm_config.compilation_config, given(vllm_config.compilation_config))
         _wrap(cls, "check_and_update_config", after=gate)
 
     _wrap(cls, "apply_config_platform_defaults", before=prepare)
     _wrap(cls, "check_and_update_config", after=gate)
 
 
-def users_cuts(compilation: Any) -> Cuts:
+def given(compilation: Any) -> Given:
     """Return what the user gave. In a copy, or a config from another process, a filled-in False counts as given."""
     known = _noted.get(id(compilation))
-    return known[1] if known is not None and known[0]() is compilation else _read_cuts(compilation)
+    return known[1] if known is not None and known[0]() is compilation else _read(compilation)
 
 
-def _note_cuts(compilation: Any) -> None:
-    """Remember the user's values the first time a config is seen; later it holds vLLM's defaults."""
+def users_cuts(compilation: Any) -> Cuts:
+    """Return what the user gave of what decides how the graph is cut, as :func:`given`."""
+    return given(compilation)[:2]
+
+
+def note(compilation: Any, choice: Given) -> None:
+    """Remember what the user gave: later the config holds vLLM's defaults, or what the gate made of them."""
     key = id(compilation)
-    _noted[key] = (weakref.ref(compilation, lambda _: _noted.pop(key, None)), users_cuts(compilation))
+    _noted[key] = (weakref.ref(compilation, lambda _: _noted.pop(key, None)), choice)
 
 
-def _read_cuts(compilation: Any) -> Cuts:
+def _read(compilation: Any) -> Given:
     # Also runs with the flag off: on a vLLM without such a field it must not fail.
     ops = getattr(compilation, "splitting_ops", None)
-    return getattr(compilation, "use_inductor_graph_partition", None), None if ops is None else tuple(ops)
+    return Given(
+        getattr(compilation, "use_inductor_graph_partition", None),
+        None if ops is None else tuple(ops),
+        getattr(getattr(compilation, "pass_config", None), FUSION_FIELD, None),
+    )
 
 
 def _wrap(

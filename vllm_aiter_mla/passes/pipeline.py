@@ -2,7 +2,6 @@
 """The one Inductor pass that vLLM sees: compile range, match, admission, then passes 1 to 3 on each layer."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -40,7 +39,6 @@ class AiterMLAPipeline(VllmInductorPass):
         chained: a pass of the user's that was in this slot before; it runs first, in the compile ranges that it wants.
         integration: one of ``INTEGRATIONS``. With "module" nothing is rewritten here. This object then only carries
             the gate's decision to the workers and into vLLM's cache keys.
-        added: the options of ``compilation_config`` that the gate changed besides this pass, for who wants to say so.
     """
 
     def __init__(
@@ -51,14 +49,13 @@ class AiterMLAPipeline(VllmInductorPass):
         settings: Settings,
         chained: InductorPass | None = None,
         integration: str = "passes",
-        added: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(config)
         self.limit = limit
         self.integration = integration
         self.settings = settings
         self.chained = chained
-        self.added = dict(added or {})
+        self.changes: Any = None  # the gate's ``Changes``: what it made of the config besides
         # What each layer shape runs on, of ``startup.cache_key``. No graph is rewritten while it is None: unchecked.
         self.kernels: tuple[str, ...] | None = None
         self.emitted: tuple[str, ...] = ()  # what each layer calls under the module integration, of ``module.emit``

@@ -5,7 +5,6 @@ The plugin is loaded, so the engine's own gate decides. ``card`` says what is ma
 ``commands.compat.rocm_config`` what is made up for a model without weights.
 """
 
-import difflib
 import importlib.util
 import json
 import os
@@ -20,7 +19,7 @@ from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import card
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings
+from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings, near_misses
 
 # Drafts whose "model" is no repository: vLLM's names of methods.
 NO_REPOSITORY = ("ngram", "[ngram]", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
@@ -93,7 +92,7 @@ def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
     args, notes = offline.engine_args(parsed, folder)
     if left_out:
         notes.append(f"{', '.join(left_out)}: not looked at, because a plan has no tokenizer")
-    for key in difflib.get_close_matches(NAMESPACE, set(parsed.additional_config) - {NAMESPACE}, n=1, cutoff=0.8):
+    for key in near_misses(parsed.additional_config):
         notes.append(f"additional_config.{key} is not read by this plugin, whose key is {NAMESPACE}")
     return args, Given(settings, parsed.max_num_seqs, parsed.max_num_batched_tokens, notes)
 
