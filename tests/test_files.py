@@ -37,13 +37,9 @@ def test_a_file_is_replaced_in_one_step_with_the_mode_of_the_umask(tmp_path):
         files.write(path, {"a": 2})
     finally:
         os.umask(before)
-    assert files.read(path, 100) == {"a": 2}
+    assert files.load(path) == {"a": 2}
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
-    for text in ("[1, 2, 3]", "{"):
-        path.write_text(text)
-        with pytest.raises(ValueError):  # too large, and not JSON
-            files.read(path, 8)
 
 
 def test_a_symlink_is_replaced_and_never_followed(tmp_path, monkeypatch):
@@ -54,10 +50,10 @@ def test_a_symlink_is_replaced_and_never_followed(tmp_path, monkeypatch):
         link = tmp_path / "a.json"
         link.symlink_to(target)
         with pytest.raises(OSError):
-            files.read(link, 100)
+            files.load(link)
         files.write(link, {"a": 1})
         assert not link.is_symlink()
-        assert files.read(link, 100) == {"a": 1}
+        assert files.load(link) == {"a": 1}
         link.unlink()
     monkeypatch.setattr(files.secrets, "token_hex", lambda _: "guessed")
     (tmp_path / f".a.json.{os.getpid()}-guessed.new").symlink_to(precious)
@@ -101,7 +97,7 @@ def test_every_schema_is_written_and_every_one_that_is_written_has_its_fields():
         for part in ("vllm_aiter_mla", "tools", "tests/sandbox")
         for path in (root / part).rglob("*.py")
     ]
-    stamped = {name for source in sources for name in re.findall(r'stamp\("([\w-]+)"\)', source)}
+    stamped = {name for source in sources for name in re.findall(r'stamp(?:ed)?\("([\w-]+)"\)', source)}
     assert stamped | {"gfx9", "gfx9_cost"} == set(files.schemas())
     with pytest.raises(KeyError):
         files.stamp("no-such-schema")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON files with a stamp that says where a figure comes from, and the fingerprint of the plugin's sources.
+"""JSON files: each is one dataclass with a stamp that says where it comes from. And the fingerprint of the sources.
+
+A record is a frozen dataclass whose field ``evidence`` is made by ``stamped``. Only ``read`` and ``write`` know its
+JSON; everything else uses the record's fields.
 
 Imports neither torch, vLLM nor AITER: versions come from the metadata of what is installed.
 """
@@ -8,24 +11,42 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import secrets
 import socket
 import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from vllm_aiter_mla import __version__
+
+Record = TypeVar("Record")
 
 AITER = ("amd-aiter", "aiter")
 """Names of AITER's distribution; PyPI's ``aiter`` is another project."""
 KEY = "evidence"
 """The stamp's key in a record."""
+LARGEST = 2**22
+"""Bytes of a file that are read; the skips of 61 layers take some 10 kB."""
 NO_GRAPHS = frozenset({"status", "commands", "verify"})
 """Parts of the package that change neither a graph nor a number; a change there must not recompile a model."""
 # Open files of this process, which are links by their nature: ``--json /dev/stdout``, or a shell's ``>(...)``.
 _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
+
+
+def cache_folder() -> Path:
+    """Return the folder of the plugin's files as vLLM's environment variables name it, without importing vLLM.
+
+    ``compat.config.cache_folder`` asks vLLM itself; a test holds that both agree.
+    """
+    default = os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "vllm")
+    return Path(os.path.expanduser(os.environ.get("VLLM_CACHE_ROOT", default)), "aiter_mla")
 
 
 def stamp(schema: str) -> dict[str, Any]:
@@ -57,14 +78,53 @@ def schemas() -> dict[str, dict[str, Any]]:
     return json.loads((Path(__file__).parent / "schemas.json").read_text(encoding="utf-8"))
 
 
+@dataclass(frozen=True)
+class Stamp:
+    """Where a record comes from; ``stamp`` explains the fields."""
+
+    schema: str
+    schema_version: int
+    plugin: str
+    vllm: str | None
+    aiter: str | None
+    time: str
+    host: str
+
+
+def stamped(schema: str) -> Any:
+    """Return the field ``evidence`` of a record: its default is the stamp of the moment."""
+    return field(default_factory=lambda: Stamp(**stamp(schema)[KEY]), metadata={"schema": schema})
+
+
+def schema_of(cls: type) -> str:
+    """Return the name of a record's layout in ``schemas.json``."""
+    return str(cls.__dataclass_fields__[KEY].metadata["schema"])  # type: ignore[attr-defined]
+
+
 def write(path: Path, record: Any) -> None:
-    """Write ``record`` as JSON, as ``write_text`` does.
+    """Write a record, or plain containers, as JSON; see ``write_text``.
 
     Raises:
         OSError: likewise.
         TypeError: JSON cannot hold ``record``.
     """
-    write_text(path, json.dumps(record, indent=1) + "\n")
+    write_text(path, text_of(record))
+
+
+def text_of(record: Any) -> str:
+    """Return a record as JSON text. An infinite float, which JSON lacks, becomes a text that ``read`` understands."""
+    return json.dumps(plain(record), indent=1, allow_nan=False) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """Return a record as containers that JSON can hold; see ``text_of``."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: Path, text: str) -> None:
@@ -89,19 +149,72 @@ def write_text(path: Path, text: str) -> None:
             raise
 
 
-def read(path: Path, largest: int) -> Any:
-    """Return the JSON in ``path``, without following a symlink.
+def read(cls: type[Record], path: Path) -> Record:
+    """Return the record in ``path``, without following a symlink.
 
     Raises:
-        OSError: the file cannot be read; FileNotFoundError if there is none.
-        ValueError: it is larger than ``largest`` bytes, or not JSON.
+        OSError: the file cannot be read; FileNotFoundError if there is none. The message names it.
+        ValueError: it is not a regular file, is too large, is not JSON, or holds something else. The message is one
+            line that begins with the path.
     """
+    return parse(cls, path, load(path))
+
+
+def load(path: Path) -> Any:
+    """Return the JSON in ``path``, with the errors of ``read``; for a reader that has yet to learn what it holds."""
     # O_NONBLOCK: opening a pipe would otherwise wait for its writer.
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        text = file.read(largest + 1)
-    if len(text) > largest:
-        raise ValueError(f"larger than {largest} bytes")
-    return json.loads(text)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path}: not a regular file")
+        text = file.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise ValueError(f"{path}: larger than {LARGEST} bytes")
+    try:
+        # int() raises for NaN and the infinities, which are no JSON.
+        return json.loads(text, parse_constant=int)
+    except (ValueError, RecursionError) as error:  # nested thousands of levels deep
+        raise ValueError(f"{path}: no JSON: {error}") from error
+
+
+def parse(cls: type[Record], path: Path, data: Any) -> Record:
+    """Return ``data``, which ``load`` read from ``path``, as a record of this version.
+
+    Raises:
+        ValueError: it holds something else, or is of another version. The message is one line.
+    """
+    schema = schema_of(cls)
+    told, known = stamp_in(data), (schema, schemas()[schema]["version"])
+    if told != known:
+        raise ValueError(f"{path}: {told[0]} {told[1]}; this version reads {known[0]} {known[1]}".replace("\n", " "))
+    return part(cls, path, data)
+
+
+def part(cls: type[Record], path: Path, data: Any) -> Record:
+    """Return a part of what ``load`` read from ``path`` as a record; only a whole file needs a stamp.
+
+    Raises:
+        ValueError: it holds something else. The message is one line.
+    """
+    try:
+        found: Record = _adapter(cls).validate_python(data)  # type: ignore[arg-type]  # a class can be hashed
+        return found
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part)[:60] for part in first["loc"])
+        raise ValueError(f"{path}: {where}: {first['msg']}".replace("\n", " ")) from error
+
+
+def stamp_in(data: Any) -> tuple[str, Any]:
+    """Return schema and version of what ``load`` returned; ("no stamp", "") if it has none."""
+    found = data.get(KEY) if isinstance(data, dict) else None
+    if not isinstance(found, dict):
+        return "no stamp", ""
+    return str(found.get("schema")).rpartition("/")[2], found.get("schema_version", "of no version")
+
+
+@functools.cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
 
 
 def is_device(path: Path) -> bool:

@@ -7,9 +7,18 @@ AITER's C++ checks end the process: without the marker a restarted server would 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_aiter_mla import files, status
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """The marker."""
+
+    run: str  # of the server that is at it
+    evidence: files.Stamp = files.stamped("first-call")
 
 
 def died_before(path: Path) -> str | None:
@@ -20,7 +29,7 @@ def died_before(path: Path) -> str | None:
         ValueError: it holds something else.
     """
     try:
-        run = files.read(path, largest=4096)["run"]
+        run = files.read(FirstCall, path).run
     except FileNotFoundError:
         return None
     mine = status.start_run()
@@ -38,7 +47,7 @@ def marked(path: Path) -> Iterator[None]:
         OSError: the marker cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, {"run": status.start_run()} | files.stamp("first-call"))
+    files.write(path, FirstCall(status.start_run()))
     try:
         yield
     finally:

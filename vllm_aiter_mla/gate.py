@@ -20,7 +20,7 @@ off in the same process, and change their cache key.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_aiter_mla import admission, status
@@ -216,8 +216,10 @@ def _skip(vllm_config: Any, skip: Skip, settings: Settings) -> None:
     with log.warned("the status file could not be written"):
         layers, cache = compat_config.mla_layers(vllm_config.model_config), str(vllm_config.cache_config.cache_dtype)
         record = status.record_of_skipped_engine(skip.code, skip.message, layers, cache)
+        labels = compat_config.metric_labels(vllm_config)
+        record = replace(record, model_name=labels["model_name"], engine=labels["engine"])
         status.show_gauge(compat_config.cache_folder())
-        status.write(compat_config.cache_folder(), record | compat_config.metric_labels(vllm_config))
+        status.write(compat_config.cache_folder(), record)
 
 
 def _announce(

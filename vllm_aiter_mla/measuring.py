@@ -7,7 +7,7 @@ a rank that waits for another one that never comes would hang.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,20 +20,34 @@ from vllm_aiter_mla.kernels import measure
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.status.record import Timed
 
 STATIC = "the static order of kernels stands"
 
 
-@dataclass(slots=True)
-class _Kind:
-    """Layers of one shape in this process."""
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a rank has timed of one layer shape."""
 
-    shape: LayerShape  # theirs; the pairing of the rotation does not matter for the time it takes
-    layers: list[Layer] = field(default_factory=list)  # all of them
-    key: dict[str, Any] = field(default_factory=dict)  # what its figures are kept by; empty if nothing is to be timed
-    # The figures of earlier starts; those of some token counts if the budget ran out
-    kept: measure.Rounds = field(default_factory=dict)
+    rounds: measure.Rounds = field(default_factory=dict)  # empty if nothing could be timed, or is to be chosen
+    why: str = ""  # it could not be timed
+    key: Mapping[str, Any] = field(default_factory=dict)  # what its figures are kept by; empty if nothing is to choose
+    kept: measure.Rounds = field(default_factory=dict)  # those of ``rounds`` that earlier starts have taken
     since: str = ""  # when the last of them were taken; empty if this start timed something
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one rank hands over to the others."""
+
+    kinds: dict[str, Figures] = field(default_factory=dict)  # by layer shape, in words
+    why: str = ""  # the rank could not time at all
+    seconds: float = 0.0  # that the timing took
+
+    @property
+    def timed(self) -> int:
+        """How many layer shapes this start has timed."""
+        return sum(bool(one.key) and not one.since for one in self.kinds.values())
 
 
 def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
@@ -48,23 +62,28 @@ def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
     """
     if not _is_asked_for(config):
         return
-    found: dict[str, _Kind] = {}
-    answer = _timed(config, layers, limit, found)
+    groups: dict[str, list[Layer]] = {}
+    answer = _timed(config, layers, limit, groups)
     try:
         place, answers = log.exchange(answer)
     except Exception as error:
-        answers = [{"kinds": {}, "why": f"the ranks could not exchange their figures: {_line(error)}"}]
-        place = 0
-    figures: dict[str, measure.Rounds] = {}
+        place, answers = 0, [Answer(why=f"the ranks could not exchange their figures: {_line(error)}")]
+    tables: dict[str, measure.Rounds] = {}
     try:
-        figures, troubles = agree(answers)
-        for text, kind in found.items():
-            _apply(text, kind, figures.get(text, {}))
+        tables, troubles = agree(answers)
+        for text, group in groups.items():
+            _apply(text, group, answer.kinds.get(text, Figures()), tables.get(text, {}))
     except Exception as error:
         troubles = [f"rank {place}: {_line(error)}"]
         log.say_once(logging.WARNING, f"the measured choice could not be used: {_line(error)}; {STATIC}")
     if place == 0:
-        _say(troubles, answer, len(figures))
+        _say(troubles, answer, len(tables))
+
+
+def hand_over_nothing(config: Any) -> None:
+    """Take part in the exchange of ``choose`` for a rank whose model could not be loaded."""
+    if _is_asked_for(config):
+        log.exchange(Answer(why="its model could not be loaded"))
 
 
 def _is_asked_for(config: Any) -> bool:
@@ -75,26 +94,23 @@ def _is_asked_for(config: Any) -> bool:
         return False  # the check of the kernels has said what is wrong with them
 
 
-def _timed(config: Any, layers: Sequence[Layer], limit: int | None, found: dict[str, _Kind]) -> dict[str, Any]:
-    """What this rank hands over: "kinds" {shape: {"rounds" or "why"}}, "why" of the whole rank, "seconds", "timed"."""
-    answer: dict[str, Any] = {"kinds": {}, "why": None, "seconds": 0.0, "timed": 0}
+def _timed(config: Any, layers: Sequence[Layer], limit: int | None, groups: dict[str, list[Layer]]) -> Answer:
+    """Return what this rank hands over; fill ``groups`` with its layers by shape, also if the timing raises."""
     if limit is None:
-        return answer | {"why": "its kernels could not be checked"}
-    budget = measure.Budget()
+        return Answer(why="its kernels could not be checked")
+    budget, kinds, why = measure.Budget(), dict[str, Figures](), ""
     try:
         counts = measure.token_counts(limit)
         for layer in layers:
             if layer.state == "trusted":
-                shape = layer.shape()
-                found.setdefault(_described(shape), _Kind(shape)).layers.append(layer)
-        for text, kind in found.items():
-            answer["kinds"][text] = _figures(config, kind, counts, budget)
-        answer["seconds"] = measure.BUDGET_S - budget.left
+                groups.setdefault(_described(layer.shape()), []).append(layer)
+        for text, group in groups.items():
+            kinds[text] = _figures(config, group[0], counts, budget)
     except Exception as error:
-        answer["why"] = _line(error)
-    answer["timed"] = sum(bool(kind.key) and not kind.since for kind in found.values())
+        why = _line(error)
+    answer = Answer(kinds, why, measure.BUDGET_S - budget.left)
     # Only here: an exception's traceback holds what was allocated until it has been handled.
-    if answer["timed"]:
+    if answer.timed:
         with log.warned("the memory of the timing could not be given back"):
             card().give_back()
     return answer
@@ -111,78 +127,75 @@ def _described(shape: LayerShape) -> str:
     )
 
 
-def _figures(config: Any, kind: _Kind, counts: Sequence[int], budget: measure.Budget) -> dict[str, Any]:
-    """Return one shape's figures, from an earlier start or timed now; none if there is nothing to choose between."""
-    backends = kind.layers[0].contenders()
+def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: measure.Budget) -> Figures:
+    """Return the figures of a layer's shape, of earlier starts or timed now; none if there is nothing to choose."""
+    backends, shape = layer.contenders(), layer.shape()
     if len(backends) < 2 or measure.VLLM not in backends:
-        return {"rounds": {}}
-    about = measure.about() | {"code": files.fingerprint(), "shape": _described(kind.shape)}
+        return Figures()
+    about = measure.about() | {"code": files.fingerprint(), "shape": _described(shape)}
     # What vLLM compiles decides what its own sequence costs.
     settings, graphs = compat_config.settings_of(config), bool(compat_config.full_graphs(config.compilation_config))
     options = {"vllm": compat_config.compiled_as(config), "graphs": graphs}
-    kind.key = about | options | {"counts": list(counts), "candidates": list(backends)}
+    key = about | options | {"counts": list(counts), "candidates": list(backends)}
+    kept, since = measure.Rounds(), ""
     if settings.measure != "again":
-        kind.kept, kind.since = measure.read(compat_config.cache_folder(), kind.key)
-    left = [count for count in counts if count not in kind.kept]
+        with log.warned("the kept figures could not be read"):
+            kept, since = measure.read(compat_config.cache_folder(), key)
+    left = [count for count in counts if count not in kept]
     if not left:
-        return {"rounds": kind.kept}
-    since, kind.since = kind.since, ""
+        return Figures(kept, "", key, kept, since)
     try:
         with card().fork_rng(), compat_config.as_current(config):
-            layer = kind.layers[0]
             pad = partial(compat_layer.pad_query, layer.module) if layer.out_heads else None
-            timed = measure.time_shape(backends, kind.shape, layer.weight(), left, budget, graphs, pad)
-            return {"rounds": kind.kept | timed}
+            timed = measure.time_shape(backends, shape, layer.weight(), left, budget, graphs, pad)
+            return Figures(kept | timed, "", key, kept)
     except measure.OverBudgetError as error:
-        kind.since = since
-        return {"rounds": kind.kept} if kind.kept else {"why": _line(error)}
+        return Figures(kept, "" if kept else _line(error), key, kept, since)
     except Exception as error:
-        return {"why": _line(error)}
+        return Figures({}, _line(error), key, kept)
 
 
-def agree(answers: Sequence[dict[str, Any]]) -> tuple[dict[str, measure.Rounds], list[str]]:
+def agree(answers: Sequence[Answer]) -> tuple[dict[str, measure.Rounds], list[str]]:
     """Return one table per layer shape for all ranks, and why others have none. Pure, so every rank gets the same.
 
     A shape has no table if one of its ranks could not time it. No shape has one if a rank does not know its shapes.
     A rank without layers of a shape, as in a pipeline, does not count for it.
     """
-    troubles = [f"rank {rank}: {answer['why']}" for rank, answer in enumerate(answers) if answer["why"]]
+    troubles = [f"rank {rank}: {answer.why}" for rank, answer in enumerate(answers) if answer.why]
     tables: dict[str, list[measure.Rounds]] = {}
     for rank, answer in enumerate(answers):
-        for text, one in answer["kinds"].items():
-            if "why" in one:
-                troubles.append(f"rank {rank}: {one['why']}")
-            tables.setdefault(text, []).append(one.get("rounds", {}))
-    if any(answer["why"] for answer in answers):
+        for text, one in answer.kinds.items():
+            if one.why:
+                troubles.append(f"rank {rank}: {one.why}")
+            tables.setdefault(text, []).append(one.rounds)
+    if any(answer.why for answer in answers):
         return {}, troubles
     merged = {text: measure.slowest(found) for text, found in tables.items()}
     return {text: rounds for text, rounds in merged.items() if rounds}, troubles
 
 
-def _apply(text: str, kind: _Kind, rounds: measure.Rounds) -> None:
+def _apply(text: str, group: Sequence[Layer], own: Figures, rounds: measure.Rounds) -> None:
     """Let the layers of a shape run what the figures say; without figures the static order."""
-    chosen = measure.ranges(rounds, kind.layers[0].backends.contenders)
-    for layer in kind.layers:
+    chosen = measure.ranges(rounds, group[0].backends.contenders)
+    for layer in group:
         layer.prefer(chosen)
     if not chosen:
         return
-    figures, names = measure.medians(rounds), [layer.name for layer in kind.layers]
-    status.current().measured.append(
-        {"shape": text, "layers": names, "chosen": [list(one) for one in chosen], "us": figures, "since": kind.since}
-    )
-    if rounds != kind.kept:
+    names = tuple(layer.name for layer in group)
+    status.current().measured.append(Timed(text, names, chosen, measure.medians(rounds), own.since))
+    if rounds != own.kept:
         with log.warned("the measured figures could not be kept"):
-            measure.write(compat_config.cache_folder(), kind.key, rounds)
+            measure.write(compat_config.cache_folder(), own.key, rounds)
 
 
-def _say(troubles: Sequence[str], answer: dict[str, Any], figures: int) -> None:
+def _say(troubles: Sequence[str], answer: Answer, tables: int) -> None:
     if troubles:
         more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
-        timed = f" but for {figures} layer shape(s)" if figures else ""
+        timed = f" but for {tables} layer shape(s)" if tables else ""
         log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {STATIC}{timed}")
-    elif answer["timed"]:
-        spent = f"{answer['seconds']:.1f} s of at most {measure.BUDGET_S:g} s"
-        log.say(logging.INFO, f"kernels timed on this card in {spent}: {answer['timed']} layer shape(s)")
+    elif answer.timed:
+        spent = f"{answer.seconds:.1f} s of at most {measure.BUDGET_S:g} s"
+        log.say(logging.INFO, f"kernels timed on this card in {spent}: {answer.timed} layer shape(s)")
 
 
 def _line(error: Exception) -> str:

@@ -10,7 +10,7 @@ strict mode. Otherwise the layers concerned run vLLM's own kernels, one line say
 
 import logging
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,7 @@ from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult
 from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
+from vllm_aiter_mla.status.record import RankStatus
 
 RELOADS = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods by which vLLM's workers take new weights while they serve."""
@@ -58,7 +59,7 @@ def attach(worker: Any) -> None:
             from vllm_aiter_mla import module  # late: the passes do not need it
 
             patches.within(worker, "load_model", module.installed)
-        patches.after(worker, "load_model", partial(check_kernels, strict=strict))
+        patches.after(worker, "load_model", partial(check_kernels, strict=strict), failed=load_failed)
         for method in RELOADS:
             if hasattr(worker, method):
                 patches.after(worker, method, weights_reloaded)
@@ -309,43 +310,55 @@ def take_status(worker: Any, strict: bool = False) -> None:
         SettingsError: no layer engaged, or no status line can be made, in strict mode.
     """
     config = worker.vllm_config
-    record: dict[str, Any] = {}
-    ranks = [record]
+    record: RankStatus | None = None
+    ranks: list[RankStatus | None] = []
     try:
         try:
             with _step("the status is not complete", strict):
                 _run_once(worker)
             with _step("no status line could be made", strict):
-                record.update(_record(worker))
+                record = _record(worker)
         finally:
             # A rank that stops here hands over what it has: the other ranks wait for it.
             with _step("the status of the other ranks could not be gathered", strict):
-                ranks[:] = log.exchange(record)[1]
-        if record:
+                ranks = log.exchange(record)[1]
+        if record is not None:
             with _step("no status line could be said", strict):
-                _say(config, ranks, record, strict)
+                _say(config, ranks or [record], record, strict)
     finally:
-        if record:
+        if record is not None:
             _write_down(config, record)
+
+
+def load_failed(worker: Any) -> None:
+    """Tell the other ranks, which wait for this rank's figures, that its model could not be loaded."""
+    _tell(lambda: measuring.hand_over_nothing(worker.vllm_config))
 
 
 def hand_over_nothing(worker: Any) -> None:
     """Tell the other ranks, which wait for this rank's status, that its warm-up has failed.
 
-    It does not wait for them: vLLM must hear of the failure now, and a rank may wait for another one that has failed.
     The graphs that it has compiled may be loaded by the next start, which then needs the reasons of skipped layers.
+    """
+    _tell(lambda: log.exchange(None))
+    with log.warned("the reasons of skipped layers could not be kept or read"):
+        key, rank = str(worker.vllm_config.compute_hash()), int(getattr(worker, "rank", 0))
+        status.keep_skips(compat_config.cache_folder(), key, rank)
+
+
+def _tell(hand_over: Callable[[], Any]) -> None:
+    """Hand something over to the other ranks after a failure, and do not wait for them.
+
+    vLLM must hear of the failure now, and a rank may wait for another one that has failed.
     """
     what = "the other ranks could not be told that this one has failed"
 
     def tell() -> None:
         with log.warned(what):
-            log.exchange({})
+            hand_over()
 
     with log.warned(what):
         Thread(target=tell, daemon=True).start()
-    with log.warned("the reasons of skipped layers could not be kept or read"):
-        found = {"rank": int(getattr(worker, "rank", 0)), "skipped": {}}
-        status.keep_skips(compat_config.cache_folder(), str(worker.vllm_config.compute_hash()), found)
 
 
 def _run_once(worker: Any) -> None:
@@ -362,39 +375,41 @@ def _run_once(worker: Any) -> None:
         compat_config.run_decode_step(worker)
 
 
-def _record(worker: Any) -> dict[str, Any]:
+def _record(worker: Any) -> RankStatus:
     config = worker.vllm_config
     engaged, rank = compat_config.engaged_pass(config), int(getattr(worker, "rank", 0))
     names = sorted(compat_config.mla_modules(config))
     cache, card = compat_config.cache_name(config), current_platform().arch
     found = status.record_of(names, engaged.limit, cache, rank, engaged.integration, card)
+    labels = compat_config.metric_labels(config)
     kept = engaged.changes is not None and engaged.changes.partition
-    return found | {"partition": kept} | compat_config.metric_labels(config)
+    return replace(found, partition=kept, model_name=labels["model_name"], engine=labels["engine"])
 
 
-def _say(config: Any, ranks: list[dict[str, Any]], record: dict[str, Any], strict: bool) -> None:
+def _say(config: Any, ranks: Sequence[RankStatus | None], record: RankStatus, strict: bool) -> None:
     """Say the line on rank 0, for all ranks of the engine. Strict mode stops a rank whose MLA layers are all skipped.
 
     Raises:
         SettingsError: strict mode, and no layer engaged.
     """
-    anywhere = any(one and one["engaged"] for one in ranks)
-    if strict and not record["engaged"] and (record["total"] or not anywhere):
+    anywhere = any(one is not None and one.engaged for one in ranks)
+    if strict and not record.engaged and (record.total or not anywhere):
         raise SettingsError(f"{log.PREFIX}{status.line(record)} ({STRICT_OPTION})")
-    if record["rank"] == 0:
-        found = status.of_engine(ranks) | {"replica": compat_config.replica(config)}
-        whole = found["engaged"] and found["whole_ranks"] == found["ranks"]
+    if record.rank == 0:
+        found = status.of_engine(ranks)
+        level = logging.INFO if found.record.engaged and found.whole else logging.WARNING
         # Every engine of a process has its line said, also one that reads like the last.
-        log.say(logging.INFO if whole else logging.WARNING, status.line(found))
+        log.say(level, status.line(*ranks, replica=compat_config.replica(config)))
 
 
-def _write_down(config: Any, record: dict[str, Any]) -> None:
+def _write_down(config: Any, record: RankStatus) -> None:
     """Write the status file; what fails costs a warning and nothing else."""
     with log.warned("the reasons of skipped layers could not be kept or read"):
-        noted = status.keep_skips(compat_config.cache_folder(), str(config.compute_hash()), record)
-        if noted is not None and record["rank"] == 0:
+        kept = status.keep_skips(compat_config.cache_folder(), str(config.compute_hash()), record.rank)
+        record, noted = status.with_kept(record, kept)
+        if noted is not None and record.rank == 0:
             log.say(logging.INFO, f"noted when these graphs were compiled: {noted}")
     with log.warned("the captured sizes could not be read"):
-        record["capture_sizes"] = compat_config.capture_sizes(config.compilation_config)
+        record = replace(record, capture_sizes=tuple(compat_config.capture_sizes(config.compilation_config)))
     with log.warned("the status file could not be written"):
         status.write(compat_config.cache_folder(), record)

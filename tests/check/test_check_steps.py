@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support import plans
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import check as command
 from vllm_aiter_mla.commands import doctor, measure
@@ -39,8 +39,7 @@ ANSWER = {
     "launches": 40,
     "compiled": {"use_inductor_graph_partition": True},
     "added": {},
-    "status": [{"rank": 0, "engaged": {"layer": "aiter"}, "total": 1, "skipped": {}, "measured": [],
-                "kv_cache_dtype": "fp8", "decode_limit": 16}],
+    "status": [replace(status.record_of(["layer"], 16, "fp8", 0), engaged={"layer": "aiter"}, skipped={})],
 }  # fmt: skip
 
 
@@ -62,10 +61,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     result = SimpleNamespace(status="passed", backend="aiter", writes_nan=False)
     made["run"] = SimpleNamespace(
         run=lambda: [result], results=[result], status=0, engine=SimpleNamespace(name="graph capture"),
-        command=lambda result: "again", as_dict=dict,
+        command=lambda result: "again", record=dict,
     )  # fmt: skip
     row = measure.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
-    made["measured"] = {"machine": {"card": "a card"}, "weights": "fp8", "rows": [row], "wrong": {}, "stopped": ""}
+    made["measured"] = measure.Measurement({"card": "a card"}, "fp8", (row,), {}, "")
     monkeypatch.setattr(steps.doctor, "examine", lambda: made["checks"])
     monkeypatch.setattr(model, "ask", lambda *_: made["plan"])
     monkeypatch.setattr(session, "Session", lambda **asked: made.update(asked=asked) or made["run"])
@@ -122,11 +121,11 @@ def an_aiter_that_does_not_saturate(card: dict[str, Any]) -> None:
 
 
 def a_kernel_fails_its_self_check(card: dict[str, Any]) -> None:
-    card["measured"]["wrong"]["aiter"] = "3 values differ"
+    card["measured"].wrong["aiter"] = "3 values differ"
 
 
 def nothing_is_timed(card: dict[str, Any]) -> None:
-    card["measured"]["rows"].clear()
+    card["measured"] = replace(card["measured"], rows=())
 
 
 def other_tokens(card: dict[str, Any]) -> None:
@@ -153,7 +152,7 @@ def a_rounding_moves_above_the_limit(card: dict[str, Any]) -> None:
 
 
 def nothing_engaged(card: dict[str, Any]) -> None:
-    card["answers"]["plugin"]["status"][0].update(engaged={}, skipped={"layer": ["not_run", "it has not run"]})
+    card["answers"]["plugin"]["status"] = [status.record_of(["layer"], 16, "fp8", 0)]
 
 
 def a_broken_decode_on_both_sides(card: dict[str, Any]) -> None:

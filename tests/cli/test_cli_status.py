@@ -1,28 +1,36 @@
 """``vllm-aiter-mla status``: one line for each engine, and an exit status for scripts."""
 
-import json
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.bad_files import BAD
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.status import record_of
+from vllm_aiter_mla.status.record import Timed
 
 NAMES = ("model.layers.0.attn", "model.layers.1.attn")
+TIMED = (Timed("16 heads", NAMES, ((1, 64, "triton"),), {64: {"triton": 5.0, "vllm": 10.0}}),)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path)
-    return tmp_path
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    (tmp_path / "aiter_mla").mkdir()
+    return tmp_path / "aiter_mla"
 
 
 def write(folder, run, engine, rank, engaged=NAMES):
-    record = record_of(NAMES, 512, "fp8", rank) | {"run": run, "engine": engine, "model_name": "r1"}
-    record |= {"engaged": dict.fromkeys(engaged, "triton")}
-    record["skipped"] = {name: ["kernel_shape", "wrong"] for name in NAMES if name not in engaged}
-    (folder / f"status-{run}-{engine}-{rank}.json").write_text(json.dumps(record))
+    skipped = {name: ("kernel_shape", "wrong") for name in NAMES if name not in engaged}
+    record = replace(record_of(NAMES, 512, "fp8", rank), run=run, engine=engine, model_name="r1", measured=TIMED)
+    path = folder / f"status-{run}-{engine}-{rank}.json"
+    files.write(path, replace(record, engaged=dict.fromkeys(engaged, "triton"), skipped=skipped))
+    return path
 
 
 def run():
@@ -34,10 +42,11 @@ def test_each_data_parallel_engine_of_a_server_has_its_line(folder):
         for rank in (0, 1):
             write(folder, "7-a", engine, rank)
     found = run()
-    assert found.exit_code == 0
+    assert found.exit_code == 0, found.output
     assert [line.split(": ")[1].split(" (")[0] for line in found.output.splitlines()] == [
         "2/2 MLA layers engaged on 2 of 2 ranks"
     ] * 2
+    assert "5.0 us a layer at 64 tokens against vLLM's own 10.0" in found.output
 
 
 @pytest.mark.parametrize("engaged", [(), NAMES[:1]])
@@ -49,8 +58,45 @@ def test_a_rank_that_fell_back_is_exit_status_1(folder, engaged):
     assert "rank 1 fell back: kernel_shape: wrong" in found.output
 
 
-@pytest.mark.parametrize("content", [None, "half a fi", "{}"])
-def test_no_file_or_a_broken_one_is_exit_status_2(folder, content):
-    if content is not None:
-        (folder / "status-7-a-0-0.json").write_text(content)
-    assert run().exit_code == 2
+def test_no_file_is_exit_status_2(folder):
+    found = run()
+    assert (found.exit_code, found.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
+def test_a_bad_file_is_one_line_that_names_it_and_the_other_servers_are_shown(folder, spoil):
+    write(folder, "7-a", "0", 0)
+    path = write(folder, "8-b", "0", 0)
+    spoil(path)
+    found = run()
+    assert isinstance(found.exception, SystemExit), found.exception
+    assert found.exit_code == 2
+    (line,) = found.stderr.splitlines()
+    assert str(path) in line
+    assert line.isprintable()
+    assert found.stdout.startswith("run 7-a, r1, engine 0: 2/2 MLA layers engaged")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"VLLM_CACHE_ROOT": "/a/b"}, {"VLLM_CACHE_ROOT": "~/b", "HOME": "/h"}, {"HOME": "/h"}, {"XDG_CACHE_HOME": "/x"},
+     {"XDG_CACHE_HOME": "~/x", "HOME": "/h"}, {"XDG_CACHE_HOME": "", "HOME": "/h"}, {"VLLM_CACHE_ROOT": ""}],
+    ids=str,
+)  # fmt: skip
+def test_the_folder_is_that_of_vllm(monkeypatch, variables):
+    for name in ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert files.cache_folder() == compat_config.cache_folder()
+
+
+def test_status_imports_neither_vllm_nor_torch(folder):
+    write(folder, "7-a", "0", 0)
+    code = (
+        "import sys\nfrom vllm_aiter_mla.commands.main import app\n"
+        "try:\n    app(['status'])\nexcept SystemExit as end:\n    print(end.code)\n"
+        "print(sorted({'vllm', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1:] == ["0", "[]"], done

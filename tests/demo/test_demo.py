@@ -16,7 +16,7 @@ from tests.sandbox import child, demo, engine, integrations, plugin, runs
 from tests.sandbox.compare import compare, op_count
 from tests.sandbox.runs import EXACT, Options
 from tests.sandbox.spec import EngineResult, EngineSpec
-from vllm_aiter_mla import status
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.compat import layer as compat_layer
 
 STEPS = [[(3, {3: -0.5, 4: -1.0}), (4, {4: -0.2, 5: -2.0}), (5, {5: -0.1, 6: -3.0})]]
@@ -28,7 +28,7 @@ ADDED = {"use_inductor_graph_partition": True}
 
 def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2, partition=True):
     names = [f"layers.{index}" for index in range(total)]
-    record = status.record_of(names, 16, "bfloat16", 0) | {
+    record = files.plain(status.record_of(names, 16, "bfloat16", 0)) | {
         "engaged": dict.fromkeys(names[:engaged], "reference"),
         "skipped": {name: ["impl", "unknown"] for name in names[engaged:]},
     }

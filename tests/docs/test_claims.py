@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 import typer.main
@@ -129,14 +130,14 @@ def test_quoted_selections_choose_tests():
 def outcome(**changes) -> str:
     """Return the status line of 61 engaged layers."""
     engaged = {f"layer {index}": "triton" for index in range(61)}
-    found = status.record_of(list(engaged), 1024, "fp8", 0, card="gfx942") | {"ranks": 8, "whole_ranks": 8}
-    return status.line(found | {"engaged": engaged, "skipped": {}} | changes)
+    found = status.record_of(list(engaged), 1024, "fp8", 0, card="gfx942")
+    return status.line(*[replace(found, engaged=engaged, skipped={}, **changes)] * 8)
 
 
 def test_quoted_outcomes_are_what_the_status_says():
     """Except for microseconds, for which the pages write A and B."""
-    shape = {"layers": ["layer 0"], "chosen": [[1, 128, "triton"], [129, 1024, "vllm"]]}
-    timed = outcome(measured=[shape | {"us": {64: {"triton": 1.0, "vllm": 2.0}}}])
+    spans = ((1, 128, "triton"), (129, 1024, "vllm"))
+    timed = outcome(measured=(status.Timed("", ("layer 0",), spans, {64: {"triton": 1.0, "vllm": 2.0}}),))
     said = {outcome(), timed.replace("1.0 us", "A us").replace("2.0,", "B,")}
     found = [
         line

@@ -29,7 +29,7 @@ def main(spec_path: str, folder: str) -> None:
         llm = child.build(spec, Path(folder) / "model")
         assert status.current().written is not None
         _, record = status.current().written
-        found.append({"engaged": record["engaged"], "skipped": {k: v[0] for k, v in record["skipped"].items()}})
+        found.append({"engaged": record.engaged, "skipped": {k: v[0] for k, v in record.skipped.items()}})
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,23 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla import status as run_status
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import build, model
+from vllm_aiter_mla.status.record import Timed
 
 LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
 
 
 def status(**changes: Any) -> dict[str, Any]:
-    """A worker's status: four layers engaged."""
-    record = run_status.record_of(LAYERS, 16, "bfloat16", 0) | {"engaged": dict.fromkeys(LAYERS, "reference")}
-    return record | {"skipped": {}, "compiled": {"1-16": {"matched": 4}}} | changes | files.stamp("status")
+    """A worker's status as JSON: four layers engaged."""
+    record = run_status.record_of(LAYERS, 16, "bfloat16", 0)
+    engaged: dict[str, Any] = {"engaged": dict.fromkeys(LAYERS, "reference"), "skipped": {}}
+    found = replace(record, **engaged | {"compiled": {"1-16": {"matched": 4}}} | changes)
+    return dict(json.loads(files.text_of(found)))
 
 
-def measured() -> dict[str, Any]:
+def measured() -> Timed:
     """One layer shape that was timed at start-up."""
-    us = {str(t): {"aiter": 3.2 + t / 60, "vllm": 5.4 + t / 55, "triton": 2.2 + t / 90} for t in (1, 16, 64, 256)}
-    return {"shape": "16 heads", "layers": LAYERS, "chosen": [[1, 64, "triton"], [65, 256, "aiter"]], "us": us}
+    us = {t: {"aiter": 3.2 + t / 60, "vllm": 5.4 + t / 55, "triton": 2.2 + t / 90} for t in (1, 16, 64, 256)}
+    return Timed("16 heads", tuple(LAYERS), ((1, 64, "triton"), (65, 256, "aiter")), us)
 
 
 def run_verify(folder: Path) -> Path:
@@ -46,14 +51,13 @@ def write_plan(folder: Path) -> Path:
 
 def write_measure(folder: Path) -> Path:
     """The record of made-up timings: one size is slower, one kernel was wrong, the run stopped early."""
-    from vllm_aiter_mla.commands.measure import row_of
+    from vllm_aiter_mla.commands.measure import Measurement, row_of
 
-    record = {"machine": {"card": "made up for a test"}, "weights": "fp8"}
     wrong, rows = {"aiter": "16 heads, fp8: aiter: self-check FAILED"}, []
-    record |= {"rows": rows, "wrong": wrong, "stopped": "16 heads, bf16: OutOfMemoryError"}
     for heads in (16, 128):
         for tokens in (1, 64, 256):
             us = {"triton": 4.0 + tokens / 30, "vllm": 8.0}
             rows.append(row_of(tokens, heads, "fp8", us, {"aiter": "self-check FAILED"}))
-    files.write(folder / "measure.json", record | files.stamp("measure"))
+    machine, stopped = {"card": "made up for a test"}, "16 heads, bf16: OutOfMemoryError"
+    files.write(folder / "measure.json", Measurement(machine, "fp8", tuple(rows), wrong, stopped))
     return folder / "measure.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -20,9 +21,11 @@ from tests.report import made_files
 from tests.report import report_chromium as chromium
 from tests.support.planted import break_import
 from vllm_aiter_mla import commands
+from vllm_aiter_mla import files as our_files
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report.page import SECTIONS, html_of
+from vllm_aiter_mla.first_call import FirstCall
 
 Write = Callable[[str, Any], Path]
 
@@ -159,15 +162,16 @@ HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=x()> $x^2$ {{ 7 * 7 }
 
 
 def poisoned(value: Any) -> Any:
-    """Every string outside the stamp, and every key that is a name, with a hostile tail."""
+    """Every string outside the stamp, and every key that names a layer or a kernel of ours, with a hostile tail."""
     if isinstance(value, dict):
-        names = {"reference", *made_files.LAYERS, "card", "aiter", "vllm"}
+        names = {"reference", *made_files.LAYERS, "aiter", "triton"}
         return {
             key + HOSTILE * (key in names): one if key == "evidence" else poisoned(one) for key, one in value.items()
         }
     if isinstance(value, list):
         return [poisoned(one) for one in value]
-    return value + HOSTILE if isinstance(value, str) and value not in ("passed", "skipped", "failed") else value
+    kept = {"passed", "skipped", "failed", "auto", "single"}  # one of a few words, or the file is not ours
+    return value + HOSTILE if isinstance(value, str) and value not in kept else value
 
 
 def strays(page: str) -> list[str]:
@@ -217,6 +221,16 @@ def test_a_value_of_a_wrong_type_is_shown_or_names_its_file(
     assert all(message.startswith(f"{path}: ") for message in messages)
 
 
+def test_a_folder_with_what_a_crash_leaves_and_other_records_shows_its_status(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "status-1-0.json").write_bytes(files["status"].read_bytes())
+    alone = html_of([tmp_path])
+    our_files.write(tmp_path / "first-call-1.json", FirstCall("1-a"))
+    our_files.write(tmp_path / "doctor.json", our_files.stamp("doctor"))
+    assert html_of([tmp_path]) == alone
+
+
 def report(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
@@ -233,19 +247,22 @@ def test_report_writes_one_file(files: dict[str, Path], tmp_path: Path) -> None:
     [
         ("list.json", [1, 2], "not recognised"),
         ("other.json", {"evidence": {"schema": "vllm-aiter-mla/apples"}}, "not recognised (apples)"),
-        ("old.json", {"evidence": {"schema": "vllm-aiter-mla/verify"}, "results": []}, "KeyError"),
+        ("old.json", {"evidence": {"schema": "vllm-aiter-mla/verify"}, "results": []}, "of no version"),
         ("broken.json", "{", "no JSON"),
         ("deep.json", "[" * 200_000, "no JSON"),
         ("nan.json", '{"a": NaN}', "no JSON"),
         ("bad\x1b[2J\n.json", "{", "bad\\x1b[2J\\n.json: no JSON"),
         ("gone.json", None, "gone.json: No such file"),
         (".", None, "no JSON file in this folder"),
+        ("pipe.json", os.mkfifo, "pipe.json: not a regular file"),
     ],
 )
 def test_a_file_that_cannot_be_shown_is_one_line_and_2(
     written: Any, tmp_path: Path, name: str, content: Any, reason: str
 ) -> None:
-    path = tmp_path / name if content is None else written(name, content)
+    path = tmp_path / name if content is None or callable(content) else written(name, content)
+    if callable(content):
+        content(path)
     done = report(path, "--out", tmp_path / "page.html")
     assert done.exit_code == 2
     assert reason in done.stderr

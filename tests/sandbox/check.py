@@ -57,7 +57,7 @@ def main(html: Path | None = None) -> int:
         status = command.exit_status(found, asked.on_cpu)
         command.show(TITLE, found, status)
         if html is not None:
-            record = command.record(TITLE, found, status) | files.stamp("check")
+            record = command.record(TITLE, found, status)
             files.write(Path(work) / "check.json", record)
             files.write_text(html, html_of([Path(work) / "check.json"]))
         return status

@@ -69,7 +69,7 @@ def test_overflow_of_a_kernel_that_was_named_is_one_warning_and_stays_in_the_sta
     assert "NaN" in line
     status.engage(NAME, "aiter")
     found = status.record_of([NAME], 16, "fp8", 0)
-    assert found["overflows"] == ["aiter"]
+    assert found.overflows == ("aiter",)
     assert status.line(found).count("NaN") == 1
 
 
@@ -77,7 +77,7 @@ def test_overflow_that_auto_avoids_is_not_in_the_status(said):
     started("auto", OVERFLOWS)
     status.engage(NAME, "triton")
     found = status.record_of([NAME], 16, "fp8", 0)
-    assert found["overflows"] == []
+    assert found.overflows == ()
     assert "NaN" not in status.line(found)
 
 

@@ -14,7 +14,7 @@ from tests.ops.opcalls import NAME, layer_of
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import CONFIG, Worker, layer_in, ours
-from vllm_aiter_mla import admission, startup, status
+from vllm_aiter_mla import admission, measuring, startup, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import patches
@@ -109,7 +109,37 @@ def test_a_failed_warm_up_hands_over_to_the_other_ranks_and_raises_its_error_bef
     assert handed == []
     they_come.set()
     assert done.wait(60)
-    assert handed == [{}]
+    assert handed == [None]
+
+
+class FailsToLoad(Worker):
+    def load_model(self):
+        raise KeyError("planted")
+
+
+def failed_load(monkeypatch, **options):
+    """What a rank whose model cannot be loaded hands over to the others."""
+    handed, done = [], Event()
+    monkeypatch.setattr(startup.log, "exchange", lambda mine: (handed.append(mine), done.set(), (0, [mine]))[2])
+    with pytest.raises(KeyError, match="planted"):
+        FailsToLoad(ours(), **options).load_model()
+    done.wait(10 if options.get("measure", True) else 0)
+    return handed
+
+
+def test_a_rank_that_cannot_load_its_model_hands_over_its_answer_so_that_the_others_do_not_wait(said, monkeypatch):
+    (answer,) = failed_load(monkeypatch)
+    figures, troubles = measuring.agree([measuring.Answer(), answer])
+    assert (figures, len(troubles)) == ({}, 1)
+    assert failed_load(monkeypatch, measure=False) == [], "the others exchange nothing either"
+
+
+@pytest.mark.mutation
+def test_mutation_a_failed_load_that_hands_over_nothing_is_caught(said, monkeypatch):
+    monkeypatch.setattr(startup, "load_failed", None)
+    monkeypatch.setattr(Event, "wait", lambda self, timeout=None: None)
+    with pytest.raises(ValueError, match="unpack"):
+        test_a_rank_that_cannot_load_its_model_hands_over_its_answer_so_that_the_others_do_not_wait(said, monkeypatch)
 
 
 # What the check asks, and how each of it may raise.

@@ -74,8 +74,8 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
         "1/1 MLA layers engaged (triton 1..4, aiter 5..16; "
         "8.0 us a layer at 16 tokens against vLLM's own 10.0, measured here)"
     )
-    assert found["measured"][0]["layers"] == [NAME]
-    assert found["measured"][0]["us"][4] == {"aiter": 8.0, "triton": 5.0, "vllm": 10.0}
+    assert found.measured[0].layers == (NAME,)
+    assert found.measured[0].us[4] == {"aiter": 8.0, "triton": 5.0, "vllm": 10.0}
     assert "1 layer shape(s)" in made_up.said.at(logging.INFO)[-1]
     assert made_up.clock.given_back == 1
 
@@ -87,10 +87,10 @@ def test_the_next_start_reads_the_figures_and_measures_nothing(made_up, tmp_path
     made_up.set_clock(MadeUpClock(costs(aiter=1.0, triton=9.0, vllm=9.0)))
     assert runs(made_up.start(), 1) == "triton"
     assert made_up.clock.given_back == 0
-    assert status.current().measured[0]["since"], "the line gives the day"
+    assert status.current().measured[0].since, "the line gives the day"
     backends.forget()
     assert runs(made_up.start(measure="again"), 1) == "aiter"
-    assert not status.current().measured[0]["since"]
+    assert not status.current().measured[0].since
 
 
 def test_ranks_time_if_the_tensors_of_the_engine_are_on_the_installed_card(made_up, monkeypatch):
@@ -109,7 +109,7 @@ def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up, tmp
     found = []
     for _ in range(3):
         assert runs(made_up.start(), 16) == "triton"
-        found.append([int(tokens) for tokens in status.current().measured[0]["us"]])
+        found.append(list(status.current().measured[0].us))
         backends.forget()
     assert found == [[1, 8], [1, 2, 4, 8], [1, 2, 4, 8, 16]]
 
@@ -178,7 +178,7 @@ def test_a_named_kernel_or_the_option_skips_the_timing(made_up, options):
 
 
 def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up):
-    measuring._say(["rank 0: OverBudgetError: planted"], {"timed": 1, "seconds": 1.0}, 1)
+    measuring._say(["rank 0: OverBudgetError: planted"], measuring.Answer(seconds=1.0), 1)
     (line,) = made_up.said.at(logging.WARNING)
     assert line.endswith("the static order of kernels stands but for 1 layer shape(s)")
 
@@ -187,7 +187,7 @@ def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up):
     made_up.kernels["triton"].bind = lambda inputs: Binding(lambda inputs: -reference.prepare(inputs))
     one = made_up.start(strict=True)
     assert runs(one, 1) == "aiter"
-    assert set(status.current().measured[0]["us"][1]) == {"aiter", "vllm"}
+    assert set(status.current().measured[0].us[1]) == {"aiter", "vllm"}
     assert [text for text in made_up.said.at(logging.WARNING) if "it is not among those that are timed" in text]
 
 
@@ -204,14 +204,14 @@ def test_the_compile_cache_key_does_not_depend_on_the_figures(made_up, tmp_path)
     assert keys[0] == keys[1] == keys[2] != ()
 
 
-def answer(why=None, **kinds):
-    return {"kinds": kinds, "why": why, "seconds": 0.0}
+def answer(why="", **kinds):
+    return measuring.Answer(kinds, why)
 
 
 def test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it():
-    good = {"rounds": {1: {"aiter": [5.0] * 4, "vllm": [10.0] * 4}}}
+    good = measuring.Figures({1: {"aiter": [5.0] * 4, "vllm": [10.0] * 4}})
     # A rank without a layer has nothing to say about any shape.
-    for other, shapes in ((answer(a={"why": "planted"}, b=good), {"b"}), (answer("planted"), set())):
+    for other, shapes in ((answer(a=measuring.Figures(why="planted"), b=good), {"b"}), (answer("planted"), set())):
         figures, troubles = measuring.agree([answer(a=good, b=good), other, answer()])
         assert (set(figures), troubles) == (shapes, ["rank 1: planted"])
 
@@ -232,7 +232,7 @@ def test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch
     with stops(strict, "planted"):
         made_up.start(strict=strict)
     assert len(sent) == 1, "the other ranks wait for ever"
-    assert sent[0]["why"] == "its kernels could not be checked"
+    assert sent[0].why == "its kernels could not be checked"
 
 
 @pytest.mark.mutation
@@ -258,8 +258,8 @@ sys.modules["vllm.distributed"] = types.SimpleNamespace(parallel_state=state)
 from vllm_aiter_mla import measuring
 from vllm_aiter_mla.compat import log
 by = {"aiter": [5.0 + 4.9 * rank] * 4, "vllm": [10.0 - rank] * 4}
-good = {"kinds": {"a": {"rounds": {1: by}}}, "why": None, "seconds": 0.0, "timed": 1}
-bad = {"kinds": {}, "why": "planted", "seconds": 0.0, "timed": 0}
+good = measuring.Answer({"a": measuring.Figures({1: by})})
+bad = measuring.Answer(why="planted")
 for mine in (good, bad if rank else good):
     place, answers = log.exchange(mine)
     print(json.dumps([place, *measuring.agree(answers)]), flush=True)

@@ -5,12 +5,14 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
+from tests.support.bad_files import BAD
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from vllm_aiter_mla import files, startup, status
@@ -35,7 +37,7 @@ def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), engin
     """The worker's own ``take_status``; what it would ask of a running engine is answered here."""
     compilation = SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_capture_sizes=capture_sizes)
     config = SimpleNamespace(compute_hash=lambda: key, compilation_config=compilation)
-    record = lambda _: status.record_of(LAYERS, 512, "fp8", rank) | {"model_name": "m", "engine": engine}  # noqa: E731
+    record = lambda _: replace(status.record_of(LAYERS, 512, "fp8", rank), model_name="m", engine=engine)  # noqa: E731
     with patch.multiple(startup, _run_once=lambda _: None, _record=record):
         startup.take_status(SimpleNamespace(vllm_config=config, rank=rank), strict=strict)
 
@@ -77,12 +79,17 @@ def test_every_engine_of_a_process_starts_empty_and_has_its_own_line(said):
     assert said[-1][1].startswith("0/2: not_run")
 
 
+def forget_the_skipped(ranks, told=status.of_engine):
+    found = told(ranks)
+    return replace(found, record=replace(found.record, skipped={}, total=1))
+
+
 @pytest.mark.mutation("I8")
 @pytest.mark.parametrize(
     ("owner", "name", "plant"),
     [
         (startup, "_say", lambda config, ranks, record, strict: log.say(0, status.line(record))),
-        (status, "of_engine", lambda ranks, told=status.of_engine: told(ranks) | {"skipped": {}, "total": 1}),
+        (status, "of_engine", forget_the_skipped),
         (startup, "_say", lambda *given, say=startup._say: (say(*given), say(*given))),
     ],
     ids=["every rank speaks", "a skipped layer is forgotten", "the line is said twice"],
@@ -133,7 +140,7 @@ BROKEN = {
     "numbers for reasons": '{"skipped": {"model.layers.0.attn": [1, 2]}}',
     "one reason too many": '{"skipped": {"model.layers.0.attn": ["a", "b", "c"]}}',
     "too deep": "[" * 200_000,
-    "too large": " " * (status.LARGEST + 1),
+    "too large": " " * (files.LARGEST + 1),
 }
 
 
@@ -207,9 +214,9 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
         with monkeypatch.context() as patching:
             if host:
                 patching.setattr(files.socket, "gethostname", lambda: host)
-            stamp = files.stamp("status")
+            record = replace(status.record_of(LAYERS, 16, "fp8", 0), run=run)
         path = tmp_path / f"status-{run}-0-0.json"
-        path.write_text(json.dumps({"run": run} | stamp))
+        files.write(path, record)
         return path
 
     gone = [left_by(f"{ended()}-a"), left_by(f"{os.getpid()}-before")]
@@ -241,7 +248,13 @@ def test_the_line_says_that_nobody_has_timed_this_card(said, card):
     assert ("not measured" in line) == (card != "cpu")
 
 
-OTHER = {"rank": 1, "total": 2, "skipped": {}}
+def other(engaged=(), skipped=()):
+    """The record of rank 1: names that run on AITER, and codes of the others."""
+    record = status.record_of((), 512, "fp8", 1)
+    return replace(record, engaged=dict.fromkeys(engaged, "aiter"), skipped=dict(skipped))
+
+
+WRONG = dict.fromkeys(LAYERS, ("kernel_shape", "wrong"))
 ALONE = "MLA layers engaged (aiter, fp8 KV, decode limit 512)"
 WHOLE = "MLA layers engaged on 2 of 2 ranks (aiter, fp8 KV, decode limit 512)"
 PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
@@ -254,12 +267,12 @@ PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
         (engage_one, [], logging.INFO, f"1/2 {ALONE}; 1 skipped: no_rope: why"),
         (lambda: status.skip(LAYERS[0], "impl", "a b\n\x1b[2J"), [], logging.WARNING,
          "0/2: impl: a b  [2J (run: vllm-aiter-mla doctor)"),
-        (engage_all, [OTHER | {"engaged": dict.fromkeys(LAYERS, "aiter")}], logging.INFO, f"2/2 {WHOLE}"),
-        (engage_all, [{"rank": 1, "engaged": {"c": "aiter"}, "skipped": {"d": ["dtype", "x"]}}], logging.INFO,
+        (engage_all, [other(LAYERS)], logging.INFO, f"2/2 {WHOLE}"),
+        (engage_all, [other("c", {"d": ("dtype", "x")})], logging.INFO,
          f"3/4 {WHOLE}; 1 skipped: dtype: x"),
-        (engage_all, [OTHER | {"engaged": {}, "skipped": {name: ["kernel_shape", "wrong"] for name in LAYERS}}],
-         logging.WARNING, f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong"),
-        (engage_all, [{}], logging.WARNING, f"2/2 {PART}; 1 without a status"),
+        (engage_all, [other((), WRONG)], logging.WARNING,
+         f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong"),
+        (engage_all, [None], logging.WARNING, f"2/2 {PART}; 1 without a status"),
     ],
     ids=["all", "some", "none", "tensor parallel", "pipeline", "one fell back", "one is silent"],
 )  # fmt: skip
@@ -274,12 +287,12 @@ def test_i8_the_line_says_once_what_engaged_on_all_ranks_and_the_first_reason(
 
 @pytest.mark.parametrize(
     ("layers", "rank", "elsewhere", "stopped"),
-    [(LAYERS, 0, {}, True), (LAYERS, 3, {"c": "aiter"}, True), ((), 0, {}, True), ((), 0, {"c": "aiter"}, False)],
+    [(LAYERS, 0, "", True), (LAYERS, 3, "c", True), ((), 0, "", True), ((), 0, "c", False)],
 )
 def test_strict_mode_stops_a_rank_that_engaged_nothing_but_a_stage_without_mla_layers_only_if_none_engaged(
     said, monkeypatch, layers, rank, elsewhere, stopped
 ):
-    later = OTHER | {"engaged": elsewhere, "skipped": {"d": ["dtype", "x"]}}
+    later = other(elsewhere, {"d": ("dtype", "x")})
     monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [mine, later]))
     monkeypatch.setattr(sys.modules[__name__], "LAYERS", layers)
     with stops(stopped, f"0/{len(layers)}: "):
@@ -288,20 +301,20 @@ def test_strict_mode_stops_a_rank_that_engaged_nothing_but_a_stage_without_mla_l
 
 def test_a_data_parallel_engine_is_named(said):
     engage_all()
-    record = status.of_engine([status.record_of(LAYERS, 512, "fp8", 0)]) | {"replica": 1}
-    assert status.line(record).endswith("decode limit 512), data-parallel engine 1")
+    record = status.record_of(LAYERS, 512, "fp8", 0)
+    assert status.line(record, replica=1).endswith("decode limit 512), data-parallel engine 1")
 
 
 @both_modes
 def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_ranks(said, monkeypatch, strict):
     """They wait for it: a rank that stopped before would leave them hanging."""
     handed = []
-    monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [handed.append(dict(mine)) or mine]))
+    monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [handed.append(mine)]))
     monkeypatch.setattr(startup, "_record", full)
     worker = SimpleNamespace(vllm_config=SimpleNamespace(), rank=0)
     with stops(strict):
         startup.take_status(worker, strict=strict)
-    assert handed == [{}]
+    assert handed == [None]
 
 
 # The gauge.
@@ -350,6 +363,26 @@ def test_gauge_changes_when_a_kernel_fails_while_serving(gauge):
     assert gauge() == {labels("engaged"): 1, labels("skipped"): 1}
 
 
+@pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
+def test_gauge_leaves_out_a_bad_file_of_its_run_and_names_it_once(gauge, said, tmp_path, spoil):
+    engage_all()
+    after_warm_up()
+    after_warm_up(rank=1)
+    path = tmp_path / f"status-{os.environ[status.RUN]}-0-1.json"
+    spoil(path)
+    del said[:]
+    assert [gauge() for _ in range(2)] == [{labels("engaged"): 2, labels("skipped"): 0}] * 2
+    assert [str(path) in text for _, text in said] == [True]
+
+
+@pytest.mark.parametrize("planted", [KeyError("planted"), OSError("planted"), FileNotFoundError("planted")])
+def test_gauge_that_cannot_be_made_takes_no_other_metric_down(gauge, said, monkeypatch, planted):
+    monkeypatch.setattr(status, "read_all", raising(planted))
+    assert gauge() == {}
+    assert b"python_info" in generate_latest(REGISTRY)
+    assert len([text for _, text in said if "planted" in text]) == 1
+
+
 def test_gauge_tells_engines_apart_and_ignores_other_servers(gauge, monkeypatch):
     engage_all()
     after_warm_up(engine="1")
@@ -360,7 +393,7 @@ def test_gauge_tells_engines_apart_and_ignores_other_servers(gauge, monkeypatch)
 
 
 def test_gauge_of_a_skipped_engine_counts_all_its_layers(gauge, tmp_path):
-    status.write(tmp_path, status.record_of_skipped_engine("dcp", "why", (0, 1, 2), "fp8") | {"model_name": "m"})
+    status.write(tmp_path, replace(status.record_of_skipped_engine("dcp", "why", (0, 1, 2), "fp8"), model_name="m"))
     assert gauge() == {labels("engaged"): 0, labels("skipped"): 3}
 
 
@@ -386,12 +419,13 @@ def test_mutation_a_gauge_that_does_not_follow_a_failure_is_caught(gauge, monkey
 
 SEVERAL_SERVERS = """
 import json, os, sys, time
+from dataclasses import replace
 from pathlib import Path
 from vllm_aiter_mla import status
 folder = Path(sys.argv[1])
 status.show_gauge(folder)
 status.engage("a", "aiter")
-status.write(folder, status.record_of(("a",), 8, "fp8", 0) | {"model_name": "m"})
+status.write(folder, replace(status.record_of(("a",), 8, "fp8", 0), model_name="m"))
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 for _ in range(100):
     registry = CollectorRegistry()

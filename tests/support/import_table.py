@@ -7,7 +7,7 @@ BASE = FIRST | {"kernels", "compat", "status"}
 ARROWS: dict[str, set[str]] = {
     **{part: set() for part in sorted(FIRST)},
     "kernels": FIRST,
-    "status": FIRST,
+    "status": FIRST | {"compat"},
     "compat": FIRST,
     "backends": BASE,
     "layer": BASE | {"backends"},

@@ -71,9 +71,13 @@ ABOUT = {"arch": "gfx942", "made_up": True, "vllm": "0.32.0", "on": dict.fromkey
 
 def made_up_answer(**changes: Any) -> Answer:
     """An answer of vLLM's about 61 layers, where the gate declines; ``changes`` are fields of the engine's view."""
-    view, facts = replace(ConfigView(), **changes), {"dtype": "bfloat16", "layers": 61, "max_position": 4096}
+    view, facts = replace(ConfigView(), **changes), {
+        "architecture": "DeepseekV3ForCausalLM", "is_mla": True, "dtype": "bfloat16", "layers": 61,
+        "max_position": 4096, "listed_layers": 61,
+    }  # fmt: skip
     options = {"tp": 8, "pp": 1, "dp": 1, "max_num_seqs": 256, "max_num_batched_tokens": 16384, "block_size": 16,
-               "num_drafts": 0, "kv_cache_dtype": view.kv_cache_dtype}  # fmt: skip
+               "num_drafts": 0, "kv_cache_dtype": view.kv_cache_dtype, "dcp": view.dcp, "pcp": view.pcp,
+               "enforce_eager": view.enforce_eager, "mode": view.mode}  # fmt: skip
     engine = {"gate": None, "view": view, "user_pass": None, "options": options, "captures": [1, 2, 256, 512]}
     kind = rocm_config.LayerKind(LayerView(model_dtype="bfloat16"), "fp8", "Fp8LinearMethod", "", True, False)
     given = Given(Settings(), None, None, [])

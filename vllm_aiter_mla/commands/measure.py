@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from itertools import product
 from pathlib import Path
@@ -48,6 +49,30 @@ class Weights(str, Enum):
         return {"bf16": ("plain",), "fp8": ("fp8", fp8), "mxfp4": ("mxfp4",)}[self.value]
 
 
+@dataclass(frozen=True)
+class Row:
+    """The figures of one size; ``row_of`` explains them."""
+
+    tokens: int
+    heads: int
+    kind: str
+    us: dict[str, float]
+    untimed: dict[str, str]
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A run of ``measure``; ``schemas.json`` says what the fields mean."""
+
+    machine: dict[str, str]
+    weights: str
+    rows: tuple[Row, ...]
+    wrong: dict[str, str]
+    stopped: str
+    evidence: files.Stamp = files.stamped("measure")
+
+
 def measure(
     tokens: Annotated[
         list[int] | None, typer.Option("--tokens", "-t", min=1, max=MOST_TOKENS, help="Tokens; may be repeated.")
@@ -79,38 +104,38 @@ def measure(
         outputs.fail(f"measure: a GPU is needed, torch {torch.__version__} sees none; nothing was timed")
     record = run(tokens or TOKENS, heads or HEADS, [one.value for one in kinds], weights.value)
     if json is not None:
-        files.write(json, record | files.stamp("measure"))
+        files.write(json, record)
     show(record)
-    raise typer.Exit(1 if record["stopped"] or record["wrong"] else 0)
+    raise typer.Exit(1 if record.stopped or record.wrong else 0)
 
 
-def run(tokens: Any, heads: Any, kinds: list[str], weights: str) -> dict[str, Any]:
-    """Time every size; return the record for JSON (``schemas.json``).
+def run(tokens: Any, heads: Any, kinds: list[str], weights: str) -> Measurement:
+    """Time every size; return the record.
 
-    A size that raises ends the run, and "stopped" says which and why. What was timed before is kept. "wrong" says of
-    each kernel that failed its self-check where it did.
+    A size that raises ends the run, and ``stopped`` says which and why. What was timed before is kept. ``wrong`` says
+    of each kernel that failed its self-check where it did.
     """
     from vllm_aiter_mla.backends import Backends, current_platform
     from vllm_aiter_mla.compat import config as compat_config
     from vllm_aiter_mla.kernels import measure as timing
     from vllm_aiter_mla.settings import Settings
 
-    record: dict[str, Any] = {"machine": timing.machine(), "weights": weights, "rows": [], "wrong": {}, "stopped": ""}
+    machine, rows, wrong, stopped = timing.machine(), list[Row](), dict[str, str](), ""
     backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
         for kind, count in product(kinds, heads):
             try:
-                for row in rows_of(backends, count, kind, weights, tokens, record["wrong"]):
-                    record["rows"].append(row)
+                for row in rows_of(backends, count, kind, weights, tokens, wrong):
+                    rows.append(row)
             except Exception as error:  # out of memory for a large size, or a build that fails
-                record["stopped"] = f"{count} heads, {kind}: {type(error).__name__}: {error}"
+                stopped = f"{count} heads, {kind}: {type(error).__name__}: {error}"
                 break
-    return record
+    return Measurement(machine, weights, tuple(rows), wrong, stopped)
 
 
 def rows_of(
     backends: Backends, heads: int, kind: str, weights: str, tokens: list[int], wrong: dict[str, str]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Check and time the contenders on one layer shape; a kernel that fails its check goes to ``wrong``."""
     from vllm_aiter_mla import startup
     from vllm_aiter_mla.commands import rivals
@@ -138,17 +163,17 @@ def rows_of(
         card().give_back()
 
 
-def row_of(tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed: Mapping[str, str]) -> dict[str, Any]:
-    """Return the record of one size: T tokens, N heads, and "fp8" or "bf16", the type of the query and the cache.
+def row_of(tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed: Mapping[str, str]) -> Row:
+    """Return the figures of one size: T tokens, N heads, and "fp8" or "bf16", the type of the query and the cache.
 
     ``us`` has median microseconds a call by kernel, among them ``RIVALS``, which never serve. ``untimed`` says why a
-    kernel was not timed: it does not take the call, cannot run here, or is wrong. "ratio" is the fastest rival's time
+    kernel was not timed: it does not take the call, cannot run here, or is wrong. ``ratio`` is the fastest rival's time
     over that of our fastest kernel: above 1 ours is faster. None without both.
     """
     ours = [one for name, one in us.items() if name not in RIVALS]
     theirs = [one for name, one in us.items() if name in RIVALS]
     ratio = min(theirs) / min(ours) if ours and RIVALS[0] in us else None
-    return {"tokens": tokens, "heads": heads, "kind": kind, "us": us, "untimed": untimed, "ratio": ratio}
+    return Row(tokens, heads, kind, dict(us), dict(untimed), ratio)
 
 
 def shape_of(heads: int, kind: str, weights: str) -> LayerShape:
@@ -165,21 +190,21 @@ def shape_of(heads: int, kind: str, weights: str) -> LayerShape:
     return LayerShape(heads, 128, stored, stored, 64, False, act, home, weight=weight)
 
 
-def show(record: Mapping[str, Any]) -> None:
+def show(record: Measurement) -> None:
     """Print the table, and why kernels were not timed."""
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    rows, wrong = record["rows"], record["wrong"]
-    names = list(dict.fromkeys(name for row in rows for name in row["us"]))
-    title = f"{', '.join(record['machine'].values())}; {record['weights']} weights"
+    rows, wrong = record.rows, record.wrong
+    names = list(dict.fromkeys(name for row in rows for name in row.us))
+    title = f"{', '.join(record.machine.values())}; {record.weights} weights"
     table = Table("T", "N", "type", *(f"{name}, us" for name in names), "rival / ours", title=title)
     for row in rows:
-        us = [f"{row['us'][name]:.2f}" if name in row["us"] else "-" for name in names]
-        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}{' (slower)' if row['ratio'] < 1 else ''}"
-        table.add_row(str(row["tokens"]), str(row["heads"]), row["kind"], *us, ratio)
+        us = [f"{row.us[name]:.2f}" if name in row.us else "-" for name in names]
+        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}{' (slower)' if row.ratio < 1 else ''}"
+        table.add_row(str(row.tokens), str(row.heads), row.kind, *us, ratio)
     console.print(table)
-    for name, why in dict.fromkeys(one for row in rows for one in row["untimed"].items() if one[0] not in wrong):
+    for name, why in dict.fromkeys(one for row in rows for one in row.untimed.items() if one[0] not in wrong):
         console.print(f"{name}: not timed: {why}")
     for name, why in wrong.items():
         console.print(f"WRONG, not timed: {name} at {why}")
-    if record["stopped"]:
-        console.print(f"STOPPED at {record['stopped']}")
+    if record.stopped:
+        console.print(f"STOPPED at {record.stopped}")

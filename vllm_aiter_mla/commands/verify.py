@@ -22,7 +22,7 @@ from vllm_aiter_mla.commands.measure import Weights
 from vllm_aiter_mla.verify import NOTHING
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.verify.runner import Result
+    from vllm_aiter_mla.verify.results import Result
     from vllm_aiter_mla.verify.session import Session
 
 _MARKS = {"passed": "[green]ok[/]", "failed": "[red]FAILED[/]", "skipped": "[yellow]skipped[/]"}
@@ -92,7 +92,7 @@ def verify(
         outputs.fail(f"verify: {error}", NOTHING)
     _run(run, console)
     if json is not None:
-        files.write(json, run.as_dict() | files.stamp("verify"))
+        files.write(json, run.record())
     if run.status == NOTHING:
         outputs.fail("verify: nothing could be run", NOTHING)
     raise typer.Exit(run.status)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import JsonValue
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
@@ -44,7 +45,6 @@ MOST_TOKENS = 1024  # between this and the last token count nothing is timed
 # Operand sets of one measurement: as many as do not fit in the caches, and no more than a graph can hold comfortably.
 MIN_SETS, MAX_SETS = 8, 400
 MOST_RESULTS = 256 << 20  # bytes that results of calls beyond the sets needed may add, and copies of the query
-LARGEST_FILE = 2**20  # bytes; 12 token counts of 3 candidates take some 10 kB
 DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
 
 Replay = Callable[[], float]
@@ -53,6 +53,24 @@ Rounds = dict[int, dict[str, list[float]]]
 """Microseconds per call by token count and candidate, one figure per round; rounds of one count are interleaved."""
 Ranges = tuple[tuple[int, int, str], ...]
 """(first, last, candidate) in tokens, ascending and without a gap from 1 on."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures that a start keeps for the next one.
+
+    Raises:
+        ValueError: a count lacks vLLM's figures, or its candidates have not been timed equally often.
+    """
+
+    key: dict[str, JsonValue]  # of card, driver, versions and layer shape
+    rounds: Rounds
+    evidence: files.Stamp = files.stamped("measured")
+
+    def __post_init__(self) -> None:
+        for tokens, by in self.rounds.items():
+            if VLLM not in by or len({len(figures) for figures in by.values()}) != 1 or not by[VLLM]:
+                raise ValueError(f"figures are missing at {tokens} tokens")
 
 
 class OverBudgetError(RuntimeError):
@@ -309,13 +327,17 @@ def path_of(folder: Path, key: Mapping[str, Any]) -> Path:
 
 
 def read(folder: Path, key: Mapping[str, Any]) -> tuple[Rounds, str]:
-    """Return the figures kept for ``key`` and when they were taken; none without a file, or from one that is broken."""
+    """Return the figures kept for ``key`` and when they were taken; none without a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
     try:
-        found = files.read(path_of(folder, key), LARGEST_FILE)
-        rounds: Rounds = {int(tokens): by for tokens, by in found["rounds"].items()}
-        return (rounds, str(found[files.KEY]["time"])) if found["key"] == dict(key) else ({}, "")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = files.read(Measured, path_of(folder, key))
+    except FileNotFoundError:
         return {}, ""
+    return (found.rounds, found.evidence.time) if found.key == dict(key) else ({}, "")
 
 
 def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
@@ -325,7 +347,7 @@ def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files.write(path_of(folder, key), {"key": dict(key), "rounds": rounds} | files.stamp("measured"))
+    files.write(path_of(folder, key), Measured(dict(key), rounds))
 
 
 def machine() -> dict[str, str]:

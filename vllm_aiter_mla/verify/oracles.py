@@ -2,7 +2,7 @@
 """What must hold after a step, each rule under its own name."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +12,7 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.selfcheck import deviation, difference
 from vllm_aiter_mla.verify.engine import Recording
 from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Outputs, Rows, raw
+from vllm_aiter_mla.verify.results import Finding
 
 ORACLES: dict[str, str] = {
     "runs": "the step runs, and its capture succeeds",
@@ -30,15 +31,6 @@ ORACLES: dict[str, str] = {
 }  # fmt: skip
 
 ROW_ERROR = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A broken oracle."""
-
-    oracle: str
-    message: str  # what was seen
-    step: str = ""  # at which step
 
 
 class Expected:

@@ -4,7 +4,7 @@
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -16,7 +16,8 @@ from vllm_aiter_mla.verify.cases import Eager, Item, Replay, Step
 from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.launches import first_line
 from vllm_aiter_mla.verify.layer import Batch, Buffers
-from vllm_aiter_mla.verify.oracles import Expected, Finding
+from vllm_aiter_mla.verify.oracles import Expected
+from vllm_aiter_mla.verify.results import Finding, Result
 
 # How often a long run is compared with the reference.
 SOAK_CHECKS = 4
@@ -24,32 +25,6 @@ SOAK_CHECKS = 4
 UNCLAIMED_GROWTH = 64 << 20
 # What prepared queries hold before a replay, so that whoever reads a row that was not written shows it.
 POISON = torch.nan
-
-
-@dataclass
-class Result:
-    """Outcome of a case; the fields are those of the JSON file."""
-
-    case: str
-    variant: str
-    backend: str
-    engine: str
-    seed: int = 0
-    status: str = "passed"  # or "failed" or "skipped"
-    reason: str = ""  # why it was skipped
-    findings: list[Finding] = field(default_factory=list)
-    captures: int = 0  # graphs captured
-    replays: int = 0
-    checks: int = 0  # steps compared with the reference
-    writes_nan: bool = False  # an fp8 overflow became NaN, as the back end says that it may
-    launches: dict[str, str] = field(default_factory=dict)  # of each captured size, in words
-    seconds: float = 0.0
-
-    def add(self, findings: list[Finding], step: str) -> None:
-        """Note broken oracles."""
-        self.findings += [replace(finding, step=step) for finding in findings]
-        if findings:
-            self.status = "failed"
 
 
 def run_case(item: Item, backend: KernelBackend, engine: EagerEngine) -> Result:

@@ -17,7 +17,8 @@ from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
 from vllm_aiter_mla.verify.cases import REAL, SMALL, Geometry, Item, cases, variants
 from vllm_aiter_mla.verify.engine import EagerEngine, GraphEngine
-from vllm_aiter_mla.verify.runner import Result, run_case
+from vllm_aiter_mla.verify.results import Result, Verification
+from vllm_aiter_mla.verify.runner import run_case
 
 # Of vLLM's default server, which reaches both of AITER's kernels; 12, no power of two, is a capture size of its own.
 CPU_LIMIT, GPU_LIMIT = 12, 1024
@@ -120,16 +121,16 @@ class Session:
             return measure.machine() | {"arch": detect_platform().arch}
         return {"torch": str(torch.__version__), "python": platform.python_version(), "card": "none (CPU)"}
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the record for the JSON file."""
-        return {
-            "status": self.status,
-            "machine": self.machine,
-            "engine": self.engine.name,
-            "sizes": asdict(self.items[0].geometry) if self.items else None,
-            "missing": self.missing,
-            "results": [asdict(result) | {"command": self.command(result)} for result in self.results],
-        }
+    def record(self) -> Verification:
+        """Return the record of the run."""
+        return Verification(
+            status=self.status,
+            machine=self.machine,
+            engine=self.engine.name,
+            sizes=asdict(self.items[0].geometry) if self.items else None,
+            missing=self.missing,
+            results=tuple(replace(result, command=self.command(result)) for result in self.results),
+        )
 
     def command(self, result: Result) -> str:
         """Return the command that runs only this case, with the same data."""

@@ -6,17 +6,18 @@ Each of the ``steps`` is printed as it ends, then a table and a line. ``known_is
 
 import os
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands import plan as plans
 from vllm_aiter_mla.commands.check import steps
+from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.steps import Context, Outcome
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.report import renderer
@@ -47,8 +48,6 @@ def check(
     with prefill, and the kernels of a step are counted. Exit status: 0 if every step that ran passed, 1 if one failed,
     2 if an option or the model is wrong, 3 if nothing ran on a card and --device cpu was not given.
     """
-    from vllm_aiter_mla import files
-
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
         outputs.check({"--json": json, "--html": html})
@@ -63,7 +62,7 @@ def check(
         outputs.fail(f"check: {error}", WRONG)
     status = exit_status(found, asked.on_cpu)
     show(model, found, status)
-    written = record(model, found, status) | files.stamp("check")
+    written = record(model, found, status)
     if json is not None:
         files.write(json, written)
     if html is not None and html_of is not None:
@@ -104,9 +103,10 @@ def exit_status(found: dict[str, Outcome], on_cpu: bool) -> int:
     return PASSED if ran or on_cpu else NOT_ON_A_CARD
 
 
-def record(model: str, found: dict[str, Outcome], status: int) -> dict[str, Any]:
-    """Return the run for JSON."""
-    return {"model": model, "exit": status, "steps": [{"name": name} | asdict(one) for name, one in found.items()]}
+def record(model: str, found: dict[str, Outcome], status: int) -> CheckRun:
+    """Return the record of the run."""
+    made = (Step(what, one.status, one.detail, one.lines, files.plain(one.data)) for what, one in found.items())
+    return CheckRun(model, status, tuple(made))
 
 
 def show(model: str, found: dict[str, Outcome], status: int) -> None:

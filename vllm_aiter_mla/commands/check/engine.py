@@ -178,12 +178,13 @@ def run(
 
     Returns:
         ``scenarios`` {name: requests of steps}, ``prefill`` {name: requests of log-probabilities}, ``above`` the
-        log-probabilities of two prefills of ``above_limit``, ``launches`` of a decode step, 0 on a CPU, ``status``
-        records of the ranks, ``compiled`` the options that the gate may change as the engine had them, and ``added``
-        those that the gate did change. ``left_out`` are options of a deployment.
+        log-probabilities of two prefills of ``above_limit``, ``launches`` of a decode step, 0 on a CPU, ``status``: a
+        ``RankStatus`` of each rank, ``compiled``: the options that the gate may change as the engine had them,
+        ``added``: those that the gate did change, ``left_out``: options of a deployment.
 
     Raises:
-        RuntimeError: the engine's process ended without an answer; the message holds its last lines.
+        RuntimeError: the engine's process ended without an answer (the message holds its last lines), or a status file
+            cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="aiter-mla-check-") as work:
         request, answer = Path(work) / "request.json", Path(work) / "answer.json"
@@ -206,6 +207,10 @@ def run(
             last = "\n".join(done.stdout.splitlines()[-12:])
             raise RuntimeError(f"vLLM's engine ended with status {done.returncode}; its last lines:\n{last}")
         found = json.loads(answer.read_text(encoding="utf-8"))
+        bad = list[str]()
+        found["status"] = status.read_all(cache / "aiter_mla", "*", bad.append)
+    if bad:
+        raise RuntimeError("; ".join(bad))
     for requests in found["scenarios"].values():  # JSON has no integer keys
         for index, steps in enumerate(requests):
             requests[index] = [(token, {int(id_): p for id_, p in probs.items()}) for token, probs in steps]
@@ -249,9 +254,8 @@ def main(request: str, answer: str) -> None:
     long = above_limit(asked["limit"], budget, longest) if asked["limit"] else []
     above = [compat_engine.prompt_logprobs(engine, long) for _ in range(2)]
     launches = compat_engine.launches_of_a_step(engine, SCENARIOS["concurrent"])
-    records = [json.loads(path.read_text()) for path in sorted(compat_config.cache_folder().glob("status-*.json"))]
     found = {
-        "scenarios": scenarios, "prefill": prefill, "above": above, "launches": launches, "status": records,
+        "scenarios": scenarios, "prefill": prefill, "above": above, "launches": launches,
         "compiled": compat_config.gates_options(engine.vllm_config.compilation_config),
         "added": compat_config.added_options(engine.vllm_config), "left_out": left_out,
     }  # fmt: skip

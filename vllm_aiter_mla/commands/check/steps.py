@@ -162,7 +162,7 @@ def kernels(context: Context) -> Outcome:
     detail = ", ".join(f"{count} {status}" for status, count in counts.items()) + f" ({run.engine.name})"
     failed = counts["failed"] or serving
     status: Status = "failed" if failed else "skipped" if run.status == NOTHING else "passed"
-    return Outcome(status, detail, lines, run.as_dict())
+    return Outcome(status, detail, lines, run.record())
 
 
 TOKENS = (1, 8, 64, 256)
@@ -179,13 +179,13 @@ def timing(context: Context) -> Outcome:
     kind = "fp8" if has_fp8_cache(made) else "bf16"
     record = measure.run(tokens, [made["heads_per_rank"]], [kind], weights_of(made))
     lines = tuple(
-        f"{row['tokens']} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row["us"].items()))
-        for row in record["rows"]
+        f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
+        for row in record.rows
     )
-    lines += tuple(f"{name}: {why}" for name, why in record["wrong"].items())
-    ratios = {row["tokens"]: row["ratio"] for row in record["rows"] if row["ratio"] is not None}
-    if record["wrong"] or record["stopped"] or not ratios:
-        return Outcome("failed", record["stopped"] or "a kernel is wrong, or none of ours was timed", lines, record)
+    lines += tuple(f"{name}: {why}" for name, why in record.wrong.items())
+    ratios = {row.tokens: row.ratio for row in record.rows if row.ratio is not None}
+    if record.wrong or record.stopped or not ratios:
+        return Outcome("failed", record.stopped or "a kernel is wrong, or none of ours was timed", lines, record)
     slower = [tokens for tokens, ratio in ratios.items() if ratio < 1]
     which = f"vLLM or a rival is faster at {slower}" if slower else "one of ours is the fastest at each"
     return Outcome("passed", f"{len(ratios)} token counts; {which}", lines, record)
@@ -263,7 +263,7 @@ def judge(answers: Mapping[runs.Side, Any]) -> Outcome:
     lines += [above_line, *map(status.line, records)]
     compared = {pair: {name: one.as_dict() for name, one in found.items()} for pair, found in distances.items()}
     data = {"distances": compared, "above the limit": above, "added": added}
-    engaged = bool(records) and all(len(one["engaged"]) == one["total"] > 0 for one in records)
+    engaged = bool(records) and all(len(one.engaged) == one.total > 0 for one in records)
     apart = [name for name, one in ours.items() if not runs.explained(one)]
     wrong = (
         runs.mixed_up(added, {side: answer["compiled"] for side, answer in answers.items()})
@@ -330,8 +330,8 @@ def launches(context: Context) -> Outcome:
     if 0 in counts.values():
         return Outcome("failed", "torch's profiler saw no kernel", data=counts)
     records = context.answers["plugin"]["status"]
-    layers = max((len(record["engaged"]) for record in records), default=0) or 1
-    ran = {kernel.partition("-")[0] for record in records for kernel in record["engaged"].values()}
+    layers = max((len(record.engaged) for record in records), default=0) or 1
+    ran = {kernel.partition("-")[0] for record in records for kernel in record.engaged.values()}
     paths = next(iter(context.plan["figures"]["by_tokens"].values()))
     strongest = len(paths["unmodified vLLM, its fusions on"]["launches"])
     promised = min((strongest - len(paths[kernel]["launches"]) for kernel in ran if kernel in paths), default=0)

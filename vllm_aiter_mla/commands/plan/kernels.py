@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel would take a layer at which batch size: the selector's own answers, on operands without memory."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 
 from vllm_aiter_mla.admission import OVERFLOW, LayerView
 from vllm_aiter_mla.backends import AITER_KERNELS, FACTORIES, Backends, Factory
+from vllm_aiter_mla.commands.plan.record import KernelSpan
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS
 from vllm_aiter_mla.kernels.backend import Binding
@@ -24,17 +25,6 @@ from vllm_aiter_mla.settings import Settings
 
 # A plan is made for the ROCm release that the AITER path needs; doctor looks at the installed one.
 ROCM = (7, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class KernelSpan:
-    """Batch sizes that run alike."""
-
-    first: int  # tokens
-    last: int
-    kernel: str | None  # back end that runs, or None
-    detail: str  # which of its kernels, or which tile
-    skips: tuple[tuple[str, str], ...]  # (name, reason) of the back ends passed over
 
 
 class PlannedLayer(Layer):

@@ -35,8 +35,9 @@ def report(
     except ValueError as error:
         outputs.fail(f"report: {error}")
     except OSError as error:
-        outputs.fail(f"report: {out}: {error.strerror or error}")
-    typer.echo(outputs.line(f"report written to {out} ({len(text.encode()) // 1024} KiB)"))
+        outputs.fail(f"report: {error.filename or out}: {error.strerror or error}")
+    # The page may have gone to stdout.
+    typer.echo(outputs.line(f"report written to {out} ({len(text.encode()) // 1024} KiB)"), err=files.is_device(out))
 
 
 def renderer() -> Callable[[Sequence[Path]], str]:

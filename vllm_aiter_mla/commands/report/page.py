@@ -4,9 +4,9 @@
 The template escapes every value but the SVG of ``charts``: names and messages in the files may hold anything.
 """
 
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -16,8 +16,13 @@ import jinja2
 from markupsafe import Markup
 
 from vllm_aiter_mla import __version__, files
+from vllm_aiter_mla.commands.check.record import CheckRun
+from vllm_aiter_mla.commands.measure import Measurement
 from vllm_aiter_mla.commands.outputs import printable
+from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report import charts
+from vllm_aiter_mla.status.record import RankStatus
+from vllm_aiter_mla.verify.results import Verification
 
 # Section, and where its content comes from.
 SECTIONS = {
@@ -65,19 +70,22 @@ def html_of(paths: Sequence[Path]) -> str:
     """Return the page for these files and folders.
 
     Raises:
-        ValueError: names a file that is missing, no JSON, of no known kind, or with other fields than are written here.
+        OSError: names a file that cannot be read.
+        ValueError: names a file that is no JSON, of no known kind, or with other fields than are written here.
     """
     page = Page()
-    for path, name in _files(paths):
-        schema, data = _read(path)
+    for path, name, schema, data in _files(paths):
+        if schema not in READERS:
+            raise ValueError(f"{path}: not recognised ({schema}); expected JSON of {', '.join(READERS)}")
+        cls, reader = READERS[schema]
+        record = files.parse(cls, path, data)
         try:
-            READERS[schema](page, name, data)
-            known = data.get("versions") or data.get("machine") or data.get("about") or {}
-            stamp = {what: value for what, value in data[files.KEY].items() if not what.startswith("schema")}
-            rows = [(name, *one) for one in (stamp | known).items()]
-            page.add("Versions", "Versions", ("input", "what", "version"), rows)
-        except Exception as error:  # whatever another version or another hand wrote
+            reader(page, name, record)
+        except Exception as error:  # whatever another hand wrote
             raise ValueError(f"{path}: not what this version writes: {type(error).__name__}: {error}") from error
+        stamp = {what: value for what, value in asdict(record.evidence).items() if not what.startswith("schema")}
+        rows = [(name, *one) for one in (stamp | getattr(record, "machine", {})).items()]
+        page.add("Versions", "Versions", ("input", "what", "version"), rows)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
     template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
     return template.render(sections=page.sections, sources=SECTIONS, plugin=__version__) + "\n"
@@ -88,33 +96,26 @@ def _shown(value: Any) -> Any:
     return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else value
 
 
-def _files(paths: Sequence[Path]) -> Iterable[tuple[Path, str]]:
-    """Yield each file, and its name for the reader: never a full path."""
+def _files(paths: Sequence[Path]) -> Iterator[tuple[Path, str, str, Any]]:
+    """Yield each file, its name for the reader (never a full path), its kind as its stamp names it, and its content.
+
+    Of a folder, records that the page does not show are left out: a worker keeps others next to its status.
+    """
     for path in paths:
         if not path.is_dir():
-            yield path, printable(path.name)
+            yield path, printable(path.name), *_read(path)
             continue
-        # A worker keeps others next to its status.
-        found = [one for one in sorted(path.glob("*.json")) if not one.name.startswith(("skips-", "measured-"))]
-        if not found:
-            raise ValueError(f"{path}: no JSON file in this folder")
-        yield from ((one, printable(f"{path.name}/{one.stem}")) for one in found)
+        found = [(one, printable(f"{path.name}/{one.stem}"), *_read(one)) for one in sorted(path.glob("*.json"))]
+        shown = [one for one in found if one[2] in READERS or one[2] not in files.schemas()]
+        if not shown:
+            raise ValueError(f"{path}: no JSON file in this folder that can be shown")
+        yield from shown
 
 
-def _read(path: Path) -> tuple[str, dict[str, Any]]:
+def _read(path: Path) -> tuple[str, Any]:
     """Return a file's kind, as its stamp names it, and its content."""
-    try:
-        # int() raises for NaN and the infinities, which are no JSON.
-        data = _clean(json.loads(path.read_text(encoding="utf-8"), parse_constant=int))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:  # nested thousands of levels deep
-        raise ValueError(f"{path}: no JSON: {error}") from error
-    stamp = data.get(files.KEY) if isinstance(data, dict) else None
-    schema = str(stamp.get("schema")).rpartition("/")[2] if isinstance(stamp, dict) else "no stamp"
-    if schema not in READERS:
-        raise ValueError(f"{path}: not recognised ({schema}); expected JSON of {', '.join(READERS)}")
-    return schema, data
+    data = _clean(files.load(path))
+    return files.stamp_in(data)[0], data
 
 
 def _clean(value: Any) -> Any:
@@ -155,38 +156,36 @@ def _ranges(
     page.add("Compile ranges", title, heads, rows, draw, [f"{name}. {note}"])
 
 
-def status_file(page: Page, name: str, data: dict[str, Any]) -> None:
+def status_file(page: Page, name: str, data: RankStatus) -> None:
     """Add a worker's status, its compiled ranges, and the kernels that it timed."""
-    rank, engaged, limit = f"{name}, rank {data['rank']}", data["engaged"], data["decode_limit"] or None
-    layers, skipped = f"{len(engaged)}/{data['total']}", data["skipped"].items()
-    _status(page, rank, layers, set(engaged.values()), data["kv_cache_dtype"], limit, skipped, "counted at run time")
-    ranges = sorted([int(part) for part in key.split("-")] for key in data["compiled"])
+    rank, limit = f"{name}, rank {data.rank}", data.decode_limit or None
+    layers, kernels = f"{len(data.engaged)}/{data.total}", set(data.engaged.values())
+    _status(page, rank, layers, kernels, data.kv_cache_dtype, limit, data.skipped.items(), "counted at run time")
+    ranges = sorted([int(part) for part in key.split("-")] for key in data.compiled)
     if ranges:
-        _ranges(page, rank, ranges, limit, data["capture_sizes"])
-    for shape in data["measured"]:
-        names = sorted({kernel for figures in shape["us"].values() for kernel in figures})
-        rows = []
-        for tokens in sorted(shape["us"], key=int):
-            runs = next((kernel for first, last, kernel in shape["chosen"] if first <= int(tokens) <= last), None)
-            rows.append((tokens, *(shape["us"][tokens].get(kernel) for kernel in names), runs))
-        where = ", ".join(f"{kernel} {first}..{last}" for first, last, kernel in shape["chosen"])
+        _ranges(page, rank, ranges, limit, data.capture_sizes)
+    for shape in data.measured:
+        names = sorted({kernel for figures in shape.us.values() for kernel in figures})
+        rows = [(t, *map(by.get, names), shape.runs(t)) for t, by in sorted(shape.us.items())]
+        where = ", ".join(f"{kernel} {first}..{last}" for first, last, kernel in shape.chosen)
         heads = ("tokens", *(kernel + charts.MICROSECONDS for kernel in names), "runs")
-        title, note = f"Timed at start-up, {shape['shape']}: {where}", f"{rank}: {len(shape['layers'])} layers"
+        title, note = f"Timed at start-up, {shape.shape}: {where}", f"{rank}: {len(shape.layers)} layers"
         page.add("Status", title, heads, rows, partial(charts.lines, "us a layer", heads, rows), [note])
 
 
-def plan(page: Page, name: str, data: dict[str, Any]) -> None:
+def plan(page: Page, name: str, data: Plan) -> None:
     """Add a plan: nothing in it was run."""
-    model, layers, captures = data["model"]["name"], data["layers"], data["captures"]
-    kernels = {span["kernel"] for span in data["kernels"] or [] if span["kernel"]}
-    skipped = [(f"{one['scope']} {one['code']}", (one["code"], one["message"])) for one in data["reasons"]]
-    limit, cache, shown = data["limit"], data["options"]["kv_cache_dtype"], f"{layers['engaged']}/{layers['mla']}"
-    _status(page, model, shown, kernels, cache, limit, skipped, "plan: nothing was run")
-    sizes = captures["inside"] + captures["outside"]
-    _ranges(page, model, data["compile_ranges"]["ranges"], limit, sizes, captures["note"])
+    model, captures = data.model.name, data.captures
+    kernels = {span.kernel for span in data.kernels or () if span.kernel}
+    skipped = [(f"{one.scope} {one.code}", (one.code, one.message)) for one in data.reasons]
+    shown = f"{data.layers.engaged}/{data.layers.mla}"
+    cache = data.options.kv_cache_dtype
+    _status(page, model, shown, kernels, cache, data.limit, skipped, "plan: nothing was run")
+    sizes = (*captures.inside, *captures.outside)
+    _ranges(page, model, data.compile_ranges.ranges, data.limit, sizes, captures.note)
     rows = [
-        (tokens, path, len(one["launches"]), one["launches_per_step"], f"{one['bytes']:,}")
-        for tokens, paths in (data["figures"] or {"by_tokens": {}})["by_tokens"].items()
+        (tokens, path, len(one.launches), one.launches_per_step, f"{one.bytes:,}")
+        for tokens, paths in (data.figures.by_tokens if data.figures else {}).items()
         for path, one in paths.items()
     ]
     heads = ("tokens", "path", "launches per layer", "launches per step", "bytes per layer")
@@ -195,67 +194,73 @@ def plan(page: Page, name: str, data: dict[str, Any]) -> None:
     page.add("Launches", f"Launches by formula, {model}", heads, rows, draw)
 
 
-def measure(page: Page, name: str, data: dict[str, Any]) -> None:
+def measure(page: Page, name: str, data: Measurement) -> None:
     """Add one chart and table per number of heads and type: time over tokens, one line per kernel."""
-    alarms = [f"stopped at {data['stopped']}"] if data["stopped"] else []
-    alarms += [f"wrong, not timed: {kernel} at {why}" for kernel, why in data["wrong"].items()]
-    note = f"Medians of replayed graphs, {data['weights']} weights. Ratio: the fastest rival's time over ours."
+    alarms = [f"stopped at {data.stopped}"] if data.stopped else []
+    alarms += [f"wrong, not timed: {kernel} at {why}" for kernel, why in data.wrong.items()]
+    note = f"Medians of replayed graphs, {data.weights} weights. Ratio: the fastest rival's time over ours."
     page.add("Timing", name, notes=[note], alarms=alarms)
-    for (heads, kind), group in groupby(data["rows"], lambda row: (row["heads"], row["kind"])):
+    for (heads, kind), group in groupby(data.rows, lambda row: (row.heads, row.kind)):
         found = list(group)
-        kernels = list(dict.fromkeys(kernel for row in found for kernel in row["us"]))
+        kernels = list(dict.fromkeys(kernel for row in found for kernel in row.us))
         columns = ("tokens", *(kernel + charts.MICROSECONDS for kernel in kernels), "ratio")
-        rows = [(row["tokens"], *map(row["us"].get, kernels), row["ratio"]) for row in found]
-        slower = [str(row["tokens"]) for row in found if row["ratio"] is not None and row["ratio"] < 1]
+        rows = [(row.tokens, *map(row.us.get, kernels), row.ratio) for row in found]
+        slower = [str(row.tokens) for row in found if row.ratio is not None and row.ratio < 1]
         alarms = [f"Our fastest kernel is slower than a rival at {', '.join(slower)} tokens."] if slower else []
-        notes = [f"{kernel}: not timed: {why}" for row in found for kernel, why in row["untimed"].items()]
+        notes = [f"{kernel}: not timed: {why}" for row in found for kernel, why in row.untimed.items()]
         draw = partial(charts.lines, "us a call", columns, rows)
         page.add("Timing", f"{name}: {heads} heads, {kind}", columns, rows, draw, notes, alarms)
 
 
-def verify(page: Page, name: str, data: dict[str, Any]) -> None:
+def verify(page: Page, name: str, data: Verification) -> None:
     """Add results by back end, failures with the command that repeats them, and counted launches."""
-    results, on_cpu = data["results"], "eager" in data["engine"]
-    counts = {backend: dict.fromkeys(charts.STATES, 0) for backend in dict.fromkeys(one["backend"] for one in results)}
+    results, on_cpu = data.results, "eager" in data.engine
+    counts = {backend: dict.fromkeys(charts.STATES, 0) for backend in dict.fromkeys(one.backend for one in results)}
     notes = ["No graph was captured on this machine."] if on_cpu else []
-    notes += [f"{backend}: not measured: {why}" for backend, why in data["missing"].items()]
+    notes += [f"{backend}: not measured: {why}" for backend, why in data.missing.items()]
     alarms = []
     for one in results:
-        counts[one["backend"]][one["status"]] += 1
-        if one["status"] == "skipped":
-            notes.append(f"skipped: {one['reason']}")
-        if one["status"] == "failed":
-            said = "; ".join(f"{found['oracle']} at {found['step']}: {found['message']}" for found in one["findings"])
-            alarms.append(f"{one['case']} ({one['variant']}, {one['backend']}) failed: {said}. {one['command']}")
+        counts[one.backend][one.status] += 1
+        if one.status == "skipped":
+            notes.append(f"skipped: {one.reason}")
+        if one.status == "failed":
+            said = "; ".join(f"{found.oracle} at {found.step}: {found.message}" for found in one.findings)
+            alarms.append(f"{one.case} ({one.variant}, {one.backend}) failed: {said}. {one.command}")
     rows = [(backend, *count.values()) for backend, count in counts.items()]
     draw = partial(charts.bars, "results", counts)
-    page.add("Verify", f"{name}, {data['engine']}", ("back end", *charts.STATES), rows, draw, notes, alarms)
+    page.add("Verify", f"{name}, {data.engine}", ("back end", *charts.STATES), rows, draw, notes, alarms)
     fields = ("backend", "case", "variant", "status", "replays", "checks")
-    page.add("Verify", f"All results, {name}", fields, [[one[field] for field in fields] for one in results])
+    page.add("Verify", f"All results, {name}", fields, [[getattr(one, field) for field in fields] for one in results])
     title = f"PyTorch ops of a replayed step, no GPU, {name}" if on_cpu else f"Launches in captured graphs, {name}"
-    counted = [(one["backend"], one["variant"], *found) for one in results for found in one["launches"].items()]
+    counted = [(one.backend, one.variant, *found) for one in results for found in one.launches.items()]
     page.add("Launches", title, ("backend", "variant", "tokens", "counted"), counted)
 
 
-def check(page: Page, name: str, data: dict[str, Any]) -> None:
+def check(page: Page, name: str, data: CheckRun) -> None:
     """Add the steps of a check, and what its plan, its kernels and its timings found."""
-    steps = {step["name"]: step for step in data["steps"]}
-    rows = [(what, step["status"], step["detail"], step["lines"]) for what, step in steps.items()]
-    failed = [f"{what} FAILED: {step['detail']}" for what, step in steps.items() if step["status"] == "failed"]
-    page.add("Check", f"{data['model']}: the steps", ("step", "outcome", "finding", "more"), rows, alarms=failed)
-    for what, reader in (("plan", plan), ("kernels", verify), ("timing", measure)):
-        if steps[what]["data"]:
-            reader(page, name, steps[what]["data"])
-    distances = (steps["engine"]["data"] or {"distances": {}})["distances"]
+    steps = {step.name: step for step in data.steps}
+    rows = [(step.name, step.status, step.detail, list(step.lines)) for step in data.steps]
+    failed = [f"{step.name} FAILED: {step.detail}" for step in data.steps if step.status == "failed"]
+    page.add("Check", f"{data.model}: the steps", ("step", "outcome", "finding", "more"), rows, alarms=failed)
+    for what, schema in (("plan", "plan"), ("kernels", "verify"), ("timing", "measure")):
+        if steps[what].data:
+            cls, reader = READERS[schema]
+            reader(page, name, files.part(cls, Path(what), steps[what].data))
+    distances: Any = (steps["engine"].data or {"distances": {}})["distances"]
     tokens = [(pair, what, *one.values()) for pair, found in distances.items() for what, one in found.items()]
     heads = ("sides", "scenario", "tokens", "equal", "compared", "agreed", "max |dlogprob|", "mean", "top-1")
     if tokens:
         page.add("Check", "Plugin, control and today, token by token", heads, tokens)
-    if steps["launches"]["data"]:
-        page.add("Launches", "Kernels of one decode step", ("side", "kernels"), steps["launches"]["data"].items())
+    counts: Any = steps["launches"].data or {}
+    if counts:
+        page.add("Launches", "Kernels of one decode step", ("side", "kernels"), counts.items())
 
 
-READERS: dict[str, Callable[[Page, str, dict[str, Any]], None]] = {
-    reader.__name__.removesuffix("_file"): reader for reader in (check, status_file, plan, measure, verify)
+READERS: dict[str, tuple[type[Any], Callable[[Page, str, Any], None]]] = {
+    "check": (CheckRun, check),
+    "status": (RankStatus, status_file),
+    "plan": (Plan, plan),
+    "measure": (Measurement, measure),
+    "verify": (Verification, verify),
 }
-"""By the schema that a file's stamp names."""
+"""Record and reader by the schema that a file's stamp names."""

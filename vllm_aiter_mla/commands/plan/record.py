@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a plan, which crosses from the process that makes it and is what ``plan --json`` prints.
+
+Imports no torch. ``schemas.json`` says what the fields mean.
+"""
+
+from dataclasses import dataclass, field
+
+from pydantic import JsonValue
+
+from vllm_aiter_mla import files
+from vllm_aiter_mla.settings import Settings
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers of one kind, with their heads over all ranks."""
+
+    count: int
+    heads: int
+    is_sparse: bool
+    nope: int
+    rope: int
+    latent: int
+    v: int
+    has_rope: bool
+    method: str
+    weight: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """What was planned for; the last four fields say where its config comes from (``model.Source``)."""
+
+    architecture: str
+    is_mla: bool
+    dtype: str
+    layers: int
+    max_position: int
+    listed_layers: int
+    notes: tuple[str, ...]
+    kinds: tuple[Kind, ...]  # the most frequent first
+    name: str = ""
+    source: str = ""
+    basis: str = ""
+    assumed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the options became."""
+
+    tp: int
+    pp: int
+    dp: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int | None
+    num_drafts: int | None
+    kv_cache_dtype: str
+    dcp: int
+    pcp: int
+    enforce_eager: bool
+    mode: str
+    dtype: str
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Compile ranges, (first, last) in tokens; the passes would rewrite the first ``inside`` ones."""
+
+    ranges: tuple[tuple[int, int], ...]
+    inside: int
+    note: str
+
+
+@dataclass(frozen=True)
+class Captures:
+    """Captured sizes in tokens, up to the decode limit and above it."""
+
+    inside: tuple[int, ...]
+    outside: tuple[int, ...]
+    note: str
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Numbers of layers."""
+
+    mla: int
+    drafts: int
+    total: int
+    engaged: int
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why something would not run."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why layers would not engage; ``scope`` says who skips them."""
+
+    scope: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpan:
+    """Batch sizes that run alike."""
+
+    first: int  # tokens
+    last: int
+    kernel: str | None  # back end that runs, or None
+    detail: str  # which of its kernels, or which tile
+    skips: tuple[tuple[str, str], ...]  # (name, reason) of the back ends passed over
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel: what it does, bytes read and bytes written."""
+
+    name: str
+    read: int
+    written: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one path costs: of a layer, and of a step."""
+
+    launches: tuple[Launch, ...]
+    launches_per_step: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Launches and bytes by formula, of the most frequent kind of layer."""
+
+    layers: int
+    by_tokens: dict[int, dict[str, Cost]]  # by path
+    q_prepared_bytes: int
+    table_halves_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would engage."""
+
+    plugin: str
+    vllm: str
+    model: Model
+    arch: str
+    options: Options
+    environment: dict[str, tuple[str, str]]  # value and origin by name
+    heads_per_rank: int
+    absorb_weight: str | None
+    absorb_weights: dict[str, int]
+    limit: int
+    integration: str
+    why_not_passes: Cause | None
+    compile_ranges: Ranges
+    captures: Captures
+    outcome: str
+    layers: Layers
+    reasons: tuple[Reason, ...]
+    kernels: tuple[KernelSpan, ...] | None
+    figures: Figures | None
+    assumptions: tuple[str, ...]
+    added: dict[str, JsonValue] = field(default_factory=dict)  # options that the gate adds
+    evidence: files.Stamp = files.stamped("plan")

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``verify`` finds: a broken oracle, the outcome of a case, and the record of a run. Imports no torch."""
+
+from dataclasses import dataclass, field, replace
+
+from vllm_aiter_mla import files
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A broken oracle."""
+
+    oracle: str
+    message: str  # what was seen
+    step: str = ""  # at which step
+
+
+@dataclass
+class Result:
+    """Outcome of a case. It grows while the case runs."""
+
+    case: str
+    variant: str
+    backend: str
+    engine: str
+    seed: int = 0
+    status: str = "passed"  # or "failed" or "skipped"
+    reason: str = ""  # why it was skipped
+    findings: list[Finding] = field(default_factory=list)
+    captures: int = 0  # graphs captured
+    replays: int = 0
+    checks: int = 0  # steps compared with the reference
+    writes_nan: bool = False  # an fp8 overflow became NaN, as the back end says that it may
+    launches: dict[str, str] = field(default_factory=dict)  # of each captured size, in words
+    seconds: float = 0.0
+    command: str = ""  # that repeats this case; in a record
+
+    def add(self, findings: list[Finding], step: str) -> None:
+        """Note broken oracles."""
+        self.findings += [replace(finding, step=step) for finding in findings]
+        if findings:
+            self.status = "failed"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A run of ``verify``; ``schemas.json`` says what the fields mean."""
+
+    status: int
+    machine: dict[str, str]
+    engine: str
+    sizes: dict[str, int] | None
+    missing: dict[str, str]
+    results: tuple[Result, ...]
+    evidence: files.Stamp = files.stamped("verify")
