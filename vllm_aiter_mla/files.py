@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON files: each is one dataclass with a stamp that says where it comes from. And the fingerprint of the sources.
+"""JSON files: each is one dataclass with a stamp that says where it comes from. Locks, and the sources' fingerprint.
 
 A record is a frozen dataclass whose field ``evidence`` is made by ``stamped``. Only ``read`` and ``write`` know its
 JSON; everything else uses the record's fields.
@@ -22,6 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
+from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
 
 from vllm_aiter_mla import __version__
@@ -215,6 +216,50 @@ def stamp_in(data: Any) -> tuple[str, Any]:
 @functools.cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
+
+
+# Locks tell whether the process that wrote a file still lives: a process id does not, because in a container every
+# front end is process 1. The kernel releases a lock when its process ends, however it ends.
+TAKEN_S = 0.1  # another process may hold a lock for the instant in which it asks whether somebody holds it
+_held: dict[tuple[int, Path], FileLock] = {}  # by process: a forked one does not hold the locks of its parent
+
+
+def hold(lock: Path) -> bool:
+    """Hold a lock file until ``release`` or the end of this process; return False if another process holds it.
+
+    Raises:
+        OSError: the file cannot be made or locked.
+    """
+    mine = (os.getpid(), lock)
+    if mine not in _held:
+        made = FileLock(lock, timeout=TAKEN_S)
+        try:
+            made.acquire(poll_interval=TAKEN_S / 5)
+        except Timeout:
+            return False
+        _held[mine] = made
+    return True
+
+
+def release(lock: Path) -> None:
+    """Remove a lock file that this process holds, and let go of it."""
+    lock.unlink(missing_ok=True)
+    _held.pop((os.getpid(), lock)).release()
+
+
+def is_held(lock: Path, remove: bool = False) -> bool:
+    """Return whether a living process holds a lock file, True if that cannot be told; ``remove`` it if none does."""
+    if not os.path.lexists(lock):
+        return False
+    probe = FileLock(lock)
+    try:
+        probe.acquire(timeout=0)
+    except (OSError, NotImplementedError):  # a Timeout is an OSError
+        return True
+    if remove:  # while it is locked: a process that has just opened the file sees that it is gone, and makes a new one
+        lock.unlink(missing_ok=True)
+    probe.release()
+    return False
 
 
 def is_device(path: Path) -> bool:

@@ -5,6 +5,7 @@ AITER's C++ checks end the process: without the marker a restarted server would 
 """
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,20 +23,10 @@ class FirstCall:
 
 
 def died_before(path: Path) -> str | None:
-    """Return why the build must not be called if the marker of an ended server is there, else None.
-
-    Raises:
-        OSError: the marker cannot be read.
-        ValueError: it holds something else.
-    """
-    try:
-        run = files.read(FirstCall, path).run
-    except FileNotFoundError:
+    """Return why the build must not be called if the marker of a process that has ended is there, else None."""
+    # Whatever the marker holds: what is not known is not called.
+    if not os.path.lexists(path) or files.is_held(_lock_of(path)):  # held: another server is at it
         return None
-    mine = status.start_run()
-    # A worker of this run that has left its marker is dead too: each rank has a marker of its own.
-    if run != mine and not status.has_ended(run, mine):
-        return None  # another server is at it
     return f"aborted_before: an earlier start ended in its first call; remove {path} to try again"
 
 
@@ -43,15 +34,26 @@ def died_before(path: Path) -> str | None:
 def marked(path: Path) -> Iterator[None]:
     """Keep a marker at ``path`` during the block. It stays if the process dies, and goes if the block raises.
 
+    The marker of another process that is still at it stays as it is; the block then runs without one of its own.
+
     Raises:
         OSError: the marker cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, FirstCall(status.start_run()))
+    lock = _lock_of(path)
+    if not files.hold(lock):
+        yield
+        return
     try:
+        files.write(path, FirstCall(status.start_run()))
         yield
     finally:
         path.unlink(missing_ok=True)
+        files.release(lock)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"lock-{path.name}")
 
 
 def path_of(folder: Path, arch: str, engine: str | None, rank: int) -> Path:

@@ -11,7 +11,7 @@ strict mode. Otherwise the layers concerned run vLLM's own kernels, one line say
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -125,14 +125,17 @@ def _first_calls_of_aiter(worker: Any, found: Sequence[Layer]) -> Iterator[None]
     labels = compat_config.metric_labels(worker.vllm_config)
     arch, rank = concerned[0].platform.arch, int(getattr(worker, "rank", 0))
     path = first_call.path_of(compat_config.cache_folder(), arch, labels["engine"], rank)
-    reason = first_call.died_before(path)
-    if reason is not None:
-        log.say_once(logging.ERROR, f"AITER is left out: {reason}")
-        for one, name in product(concerned, AITER_KERNELS):
-            one.refuse(name, reason)
-        yield
-        return
-    with first_call.marked(path):
+    with ExitStack() as stack:
+        reason = first_call.died_before(path)
+        try:
+            if reason is None:
+                stack.enter_context(first_call.marked(path))
+        except OSError as error:
+            reason = f"not_marked: if it ended the process, the next start would not know: {error}"
+        if reason is not None:
+            log.say_once(logging.ERROR, f"AITER is left out: {reason}")
+            for one, name in product(concerned, AITER_KERNELS):
+                one.refuse(name, reason)
         yield
 
 

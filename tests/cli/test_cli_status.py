@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.bad_files import BAD
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.status import record_of
@@ -20,8 +20,11 @@ TIMED = (Timed("16 heads", NAMES, ((1, 64, "triton"),), {64: {"triton": 5.0, "vl
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    """The folder of the plugin's files, in which this process is every server that lives."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    (tmp_path / "aiter_mla").mkdir()
+    for run in ("7-a", "8-b"):
+        monkeypatch.setenv(status.RUN, run)
+        status.join_run(tmp_path / "aiter_mla")
     return tmp_path / "aiter_mla"
 
 
@@ -56,6 +59,14 @@ def test_a_rank_that_fell_back_is_exit_status_1(folder, engaged):
     found = run()
     assert found.exit_code == 1
     assert "rank 1 fell back: kernel_shape: wrong" in found.output
+
+
+def test_a_server_that_has_ended_is_said_so_and_is_not_engaged(folder):
+    write(folder, "9-c", "0", 0)
+    found = run()
+    assert (found.exit_code, "ended" in found.stdout, "engaged" in found.stdout) == (1, True, False)
+    write(folder, "7-a", "0", 0)
+    assert run().exit_code == 0, "the others are"
 
 
 def test_no_file_is_exit_status_2(folder):

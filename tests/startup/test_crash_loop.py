@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from vllm_aiter_mla import first_call, status
+from tests.support.bad_files import BAD
+from vllm_aiter_mla import files, first_call
 
 
 def start(folder, kind):
@@ -32,11 +33,25 @@ def test_crash_loop_a_check_that_raises_leaves_no_marker(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_crash_loop_the_marker_of_a_server_that_is_still_starting_is_not_an_abort(tmp_path, monkeypatch):
-    monkeypatch.setenv(status.RUN, "1-other")
+def test_crash_loop_the_marker_of_a_server_that_is_still_starting_is_not_an_abort(tmp_path):
     with first_call.marked(tmp_path / "first-call"):
-        monkeypatch.setenv(status.RUN, "2-mine")
         assert first_call.died_before(tmp_path / "first-call") is None
+
+
+@pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
+def test_crash_loop_a_bad_marker_is_an_abort_and_its_line_names_it(tmp_path, spoil):
+    path = tmp_path / "first-call"
+    files.write(path, first_call.FirstCall("1-a"))
+    spoil(path)
+    assert str(path) in first_call.died_before(path)
+
+
+def test_crash_loop_without_a_marker_aiter_is_left_out_with_one_line_and_serving_goes_on(tmp_path):
+    (tmp_path / "file").touch()
+    done = start(tmp_path / "file" / "no folder", "works")
+    assert done.returncode == 0, done.stderr
+    assert "kernel_unavailable" in done.stdout
+    assert (done.stdout + done.stderr).count("AITER is left out: not_marked") == 1
 
 
 def test_crash_loop_markers_tell_builds_cards_engines_and_ranks_apart(tmp_path):

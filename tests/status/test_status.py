@@ -185,7 +185,7 @@ def test_files_are_never_seen_half_written(said, tmp_path, monkeypatch):
     monkeypatch.setattr(type(path), "replace", full)
     after_warm_up()
     assert path.read_text() == before
-    assert {left.suffix for left in tmp_path.iterdir()} == {".json"}
+    assert [left for left in tmp_path.iterdir() if ".new" in left.name] == []
 
 
 def test_counts_every_graph_of_a_range(said):
@@ -203,12 +203,6 @@ def test_captured_sizes_are_those_of_graphs_that_exist(mode, sizes, captured):
     assert compat_config.capture_sizes(compilation) == captured
 
 
-def ended():
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    return child.pid
-
-
 def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkeypatch):
     def left_by(run, host=None):
         with monkeypatch.context() as patching:
@@ -219,11 +213,22 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
         files.write(path, record)
         return path
 
-    gone = [left_by(f"{ended()}-a"), left_by(f"{os.getpid()}-before")]
-    stays = [left_by("1-init"), left_by(f"{ended()}-b", host="another"), tmp_path / "status-1-1-1.json"]
+    gone = [left_by("1-a"), left_by(f"{os.getpid()}-before"), left_by("..")]
+    stays = [left_by("2-a", host="another"), tmp_path / "status-1-1-1.json"]
     stays[-1].write_text("half a fi")
     after_warm_up()
-    assert [path.exists() for path in (*gone, *stays)] == [False, False, True, True, True]
+    assert [path.exists() for path in (*gone, *stays)] == [False, False, False, True, True]
+    assert [path.name for path in tmp_path.glob("lock-*")] == [f"lock-status-{os.environ[status.RUN]}"]
+
+
+@pytest.mark.parametrize("error", [PermissionError("read-only"), OSError("No space left on device")])
+@both_modes
+def test_a_folder_that_takes_no_lock_is_one_warning_and_serving_goes_on(said, monkeypatch, tmp_path, error, strict):
+    monkeypatch.setattr(files, "hold", raising(error))
+    engage_all()
+    status.show_gauge(tmp_path)
+    after_warm_up(strict=strict)
+    assert [str(error) in text for level, text in said if level == logging.WARNING] == [True]
 
 
 def test_files_say_what_wrote_them(said, tmp_path):

@@ -31,6 +31,8 @@ GAUGE = "aiter_mla_layers"
 GAUGE_HELP = "MLA layers of vllm-aiter-mla by state: on the fast path (engaged) or left to vLLM (skipped)."
 RUN = "AITER_MLA_RUN"
 """Environment variable that names this server's run; the front end sets it and its workers inherit it."""
+LOCK = "lock-status-"
+"""Start of the name of a run's lock file, which its front end holds."""
 REFRESH_S = 15.0
 """How often the gauge reads the status files where prometheus_client cannot call back (several API servers)."""
 
@@ -224,16 +226,19 @@ def write(folder: Path, record: RankStatus) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    record = replace(record, run=start_run())
+    record = replace(record, run=join_run(folder))
     path = folder / f"status-{record.run}-{record.engine or 0}-{record.rank}.json"
     files.write(path, record)
     _status.written = (path, record)
     for old in folder.glob("status-*-*.json"):
         with suppress(Exception):  # another program's file, or one that is being written: leave it
             known = files.read(RankStatus, old)
-            if known.evidence.host == record.evidence.host and has_ended(known.run, record.run):
+            # A lock may mean nothing to another machine that shares the folder.
+            if known.evidence.host == record.evidence.host and has_ended(folder, known.run):
                 old.unlink(missing_ok=True)
+    for lock in folder.glob(f"{LOCK}*"):
+        with suppress(Exception):
+            files.is_held(lock, remove=True)
 
 
 def read_all(folder: Path, run: str, bad: Callable[[str], None]) -> list[RankStatus]:
@@ -268,16 +273,31 @@ def start_run() -> str:
     return os.environ.setdefault(RUN, f"{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def has_ended(run: str, current_run: str) -> bool:
-    """Whether the front end of a run on this machine has ended: its process id is free, or the current run has it."""
-    pid = run.partition("-")[0]
-    if pid == current_run.partition("-")[0]:
-        return run != current_run
-    try:
-        os.kill(int(pid), 0)
-    except OSError as error:  # PermissionError: it is another user's
-        return isinstance(error, ProcessLookupError)
-    return False
+def join_run(folder: Path) -> str:
+    """Return the name of this server's run; hold its lock to the end of this process, unless another process does.
+
+    The front end comes first, so the lock lives as long as it does. Workers of another machine (Ray) have a folder of
+    their own, where the first of them holds it.
+
+    Args:
+        folder: where the plugin keeps its files; made if it is missing.
+
+    Raises:
+        OSError: the lock cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    run = start_run()
+    files.hold(_lock_of(folder, run))
+    return run
+
+
+def has_ended(folder: Path, run: str) -> bool:
+    """Return whether no process of a run lives any more; False if that cannot be told."""
+    return not files.is_held(_lock_of(folder, run))
+
+
+def _lock_of(folder: Path, run: str) -> Path:
+    return folder / f"{LOCK}{Path(run).name}"
 
 
 def keep_skips(folder: Path, key: str, rank: int) -> dict[str, Reason]:
@@ -345,7 +365,8 @@ def show_gauge(folder: Path) -> None:
     With several API servers prometheus_client works through shared files and takes no callback. There a thread of each
     front end sets the gauge every ``REFRESH_S`` seconds. Workers on another machine (Ray) are not counted.
     """
-    start_run()
+    with suppress(OSError):  # a worker that cannot write its status there says so
+        join_run(folder)
     if _shown:
         return
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:

@@ -1,0 +1,75 @@
+"""A server as far as its files go: ``python -m tests.status.server_child FOLDER``; its environment names its run.
+
+It says "ready", does what each line of stdin says and answers with a line, until it is killed or stdin ends.
+"""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_aiter_mla import first_call, status
+
+FOLDER = Path(sys.argv[1])
+MARKER = FOLDER / "first-call-x-0-0.json"
+ENTERED = ExitStack()
+
+
+def write(rank: int = 0) -> None:
+    status.engage("a", "aiter")
+    status.write(FOLDER, replace(status.record_of(("a",), 8, "fp8", rank), model_name="m"))
+
+
+def front_end() -> None:
+    status.show_gauge(FOLDER)
+
+
+def forked_worker_ends() -> None:
+    worker = multiprocessing.get_context("fork").Process(target=write, args=(1,))
+    worker.start()
+    worker.join()
+
+
+def spawned_worker_ends() -> None:
+    subprocess.run([sys.executable, "-m", __spec__.name, str(FOLDER)], input="write\n", text=True, check=True,
+                   stdout=subprocess.DEVNULL)  # fmt: skip
+
+
+def fork_that_lives_on() -> int:
+    """As a worker, or a pool of a compiler, that outlives the process which is killed."""
+    runs, told = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(told, b".")  # what follows a fork, such as letting go of locks, is done
+        time.sleep(600)
+        os._exit(0)
+    os.read(runs, 1)
+    return child
+
+
+def mark() -> None:
+    ENTERED.enter_context(first_call.marked(MARKER))
+
+
+def unmark() -> None:
+    ENTERED.close()
+
+
+def died_before() -> str | None:
+    return first_call.died_before(MARKER)
+
+
+COMMANDS: tuple[Callable[[], object], ...] = (
+    write, front_end, forked_worker_ends, spawned_worker_ends, fork_that_lives_on, mark, unmark, died_before, os.abort,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    known = {command.__name__: command for command in COMMANDS}
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(known[line.strip()](), flush=True)

@@ -1,0 +1,150 @@
+"""Two servers on one volume, of equal host name, both front ends process 1: neither takes the other's files.
+
+As real processes. Process ids differ here, so the runs are named as two front ends with the id 1 name them.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_aiter_mla import files, status
+from vllm_aiter_mla.commands.main import app
+
+
+class Server:
+    """A child process, and its answers."""
+
+    def __init__(self, folder, run):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.status.server_child", str(folder)], text=True,
+            env={**os.environ, status.RUN: run}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert self.process.stdout.readline() == "ready\n", self.process.stderr.read()
+
+    def does(self, *commands):
+        """Let it do these, in turn; return its last answer."""
+        for command in commands:
+            print(command, file=self.process.stdin, flush=True)
+            answer = self.process.stdout.readline()
+            assert answer, self.process.stderr.read()
+        return answer.strip()
+
+    def dies(self, command=None):
+        if command is None:
+            self.process.kill()
+        else:
+            print(command, file=self.process.stdin, flush=True)
+        self.process.wait()
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    with contextlib.ExitStack() as stack:
+
+        def start(run):
+            one = Server(tmp_path / "aiter_mla", run)
+            for pipe in (one.process.stdin, one.process.stdout, one.process.stderr):
+                stack.callback(pipe.close)
+            stack.callback(one.dies)
+            return one
+
+        yield start
+
+
+def status_of(run):
+    """What the command says of one server, and its exit status."""
+    found = CliRunner().invoke(app, ["status"])
+    return next((line for line in found.output.splitlines() if f"run {run}," in line), ""), found.exit_code
+
+
+def files_in(folder, pattern="status-*"):
+    return sorted(path.name for path in (folder / "aiter_mla").glob(pattern))
+
+
+BOTH = ["status-1-a-0-0.json", "status-1-b-0-0.json"]
+
+
+def test_two_containers_keep_their_status_files(server, tmp_path):
+    first, second = server("1-a"), server("1-b")
+    first.does("front_end", "write")
+    second.does("front_end", "write")
+    first.does("write")
+    assert files_in(tmp_path) == BOTH
+    assert all("1/1 MLA layers engaged" in status_of(run)[0] for run in ("1-a", "1-b"))
+    assert status_of("1-a")[1] == 0
+
+
+def test_two_containers_of_which_one_is_killed(server, tmp_path):
+    first, second = server("1-a"), server("1-b")
+    for one in (first, second):
+        one.does("front_end", "write")
+    first.dies()
+    line, code = status_of("1-a")
+    assert ("ended" in line, "engaged" in line, code) == (True, False, 0)
+    second.does("write")
+    assert files_in(tmp_path) == BOTH[1:]
+    assert files_in(tmp_path, "lock-*") == ["lock-status-1-b"]
+    second.dies()
+    assert status_of("1-b")[1] == 1, "no server lives"
+
+
+@pytest.mark.parametrize("worker", ["forked_worker_ends", "spawned_worker_ends"])
+def test_two_containers_a_worker_that_ends_ends_no_server(server, tmp_path, worker):
+    first, second = server("1-a"), server("1-b")
+    first.does("front_end", worker)
+    second.does("write")
+    assert [name.startswith("status-1-a") for name in files_in(tmp_path)] == [True, False]
+    first.dies()
+    second.does("write")
+    assert files_in(tmp_path) == BOTH[1:]
+
+
+def test_two_containers_a_server_whose_forked_child_lives_on_has_ended(server, tmp_path):
+    first, second = server("1-a"), server("1-b")
+    first.does("front_end", "write", "mark")
+    child = int(first.does("fork_that_lives_on"))
+    try:
+        first.dies()
+        assert "ended" in status_of("1-a")[0]
+        assert "aborted_before" in second.does("died_before")
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_two_containers_a_live_marker_is_no_abort_and_stays(server, tmp_path):
+    first, second = server("1-a"), server("1-b")
+    first.does("mark")
+    assert second.does("died_before") == "None"
+    second.does("mark", "unmark")
+    assert files_in(tmp_path, "first-call-*") == ["first-call-x-0-0.json"]
+    first.does("unmark")
+    assert files_in(tmp_path, "*") == []
+    assert second.does("died_before") == "None"
+
+
+@pytest.mark.parametrize("how", [None, "abort"])
+def test_two_containers_the_marker_of_one_that_died_is_an_abort(server, how):
+    first, second = server("1-a"), server("1-b")
+    first.does("mark")
+    first.dies(how)
+    assert "aborted_before" in second.does("died_before")
+    assert "aborted_before" in server("1-a").does("died_before"), "of the same run"
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("held", [False, True])
+def test_mutation_two_containers_a_lock_that_says_nothing_is_caught(server, tmp_path, monkeypatch, held):
+    """Liveness as it was: told by something that two live servers share."""
+    one = server("1-a")
+    one.does("front_end", "write")
+    assert "engaged" in status_of("1-a")[0]
+    monkeypatch.setattr(files, "is_held", lambda lock, remove=False: held)
+    assert ("ended" in status_of("1-a")[0]) is not held
+    one.dies()
+    assert ("ended" in status_of("1-a")[0]) is not held
