@@ -7,7 +7,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.utils.torch_utils import _encode_layer_name
 
-from tests.passes.stubs import Batch, Sizes, StubLayer, forward
+from tests.passes.stubs import BLOCKS, Batch, Sizes, StubLayer, forward
 from vllm_aiter_mla import ops
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.formats import is_fp8
@@ -24,9 +24,9 @@ def batch_of(rows: int, **changes: Any) -> Batch:
     return Batch("drawn", **{"rows": rows, "decodes": rows} | changes)
 
 
-def layer_of(cache: str = "auto", dtype: torch.dtype = torch.bfloat16) -> StubLayer:
+def layer_of(cache: str = "auto", dtype: torch.dtype = torch.bfloat16, blocks: int = BLOCKS) -> StubLayer:
     """The stub behind ``NAME``."""
-    return StubLayer(NAME, SIZES, dtype, cache)
+    return StubLayer(NAME, SIZES, dtype, cache, blocks)
 
 
 def arguments(op: str, layer: StubLayer, rows: int) -> tuple[Any, ...]:
@@ -52,29 +52,6 @@ def arguments(op: str, layer: StubLayer, rows: int) -> tuple[Any, ...]:
         return q, k_pe, kv_c, positions, table, layer._k_scale, output, True, name
     prepared = rand(rows, z.n, z.latent + z.r).to(out_dtype)
     return q, kv_c, k_pe.unsqueeze(1), prepared, output, name, None
-
-
-def assert_real_matches_fake(op: str, layer: StubLayer, batch: Batch) -> None:
-    """I1: shape, dtype and strides of the real result are those that the fake declares; every row is written."""
-    args = arguments(op, layer, batch.rows)
-    with forward([layer], batch):
-        real = OPS[op](*args)
-    fake = FAKES[op](*args)
-    assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride()), real.shape
-    assert bool(real.float().isfinite().all()), "a row is undefined"
-
-
-def assert_changes_only_what_it_declares(op: str, layer: StubLayer, batch: Batch) -> None:
-    """I1, for ops without a result: only arguments that the schema marks are changed, and no padded row of them."""
-    args = arguments(op, layer, batch.rows)
-    before = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
-    with forward([layer], batch):
-        OPS[op](*args)
-    for declared, was, now in zip(OPS[op]._schema.arguments, before, args, strict=True):
-        if isinstance(now, torch.Tensor):
-            written = declared.alias_info is not None and declared.alias_info.is_write
-            same = torch.equal(was[batch.real :], now[batch.real :]) if written else torch.equal(was, now)
-            assert same, f"{declared.name} was changed"
 
 
 # What must not be captured, by a word of the error: the batch, and vLLM's graph mode.

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from tests.ops import opcalls
 from tests.ops.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
-from tests.passes.stubs import BATCHES, SHORT_SLOTS, forward
+from tests.passes.stubs import forward
 from tests.sandbox import gpu_ops
 from tests.support.planted import raising
 from vllm_aiter_mla import ops
@@ -43,21 +43,6 @@ def test_opcheck_passes(monkeypatch, op, cache, rows):
             # opcheck compares with allclose, which CPU builds do not implement for fp8: the fake alone is checked.
             utils = ("test_faketensor",)
         torch.library.opcheck(OPS[op], args, test_utils=utils)
-
-
-@each_cache
-@pytest.mark.parametrize(
-    "batch", [*map(batch_of, (0, 1, 2, 7)), *BATCHES], ids=lambda batch: f"{batch.name} {batch.rows}"
-)
-def test_i1_real_result_has_the_declared_shape_dtype_and_strides(cache, batch):
-    opcalls.assert_real_matches_fake("mla_decode_q_prep", layer_of(cache), batch)
-
-
-@pytest.mark.parametrize("op", ATTENTION)
-@each_cache
-@pytest.mark.parametrize("batch", [*BATCHES, SHORT_SLOTS], ids=lambda batch: batch.name)
-def test_i1_attention_changes_no_argument_that_it_does_not_declare(op, cache, batch):
-    opcalls.assert_changes_only_what_it_declares(op, layer_of(cache), batch)
 
 
 def test_decode_rows_are_prepared_without_a_change_to_q_and_k_pe():

@@ -69,7 +69,15 @@ class StubLayer:
     )
     is_aiter_triton_fp4_bmm_enabled = is_aiter_triton_fp8_bmm_enabled = is_amx_bmm_enabled = False
 
-    def __init__(self, name: str, sizes: Sizes, dtype: torch.dtype, cache_dtype: str = "auto", **options: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        sizes: Sizes,
+        dtype: torch.dtype,
+        cache_dtype: str = "auto",
+        blocks: int = BLOCKS,
+        **options: Any,
+    ) -> None:
         generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
         self.layer_name, self.act, self.kv_cache_dtype = name, dtype, cache_dtype
         self.num_heads, self.kv_lora_rank, self.v_head_dim = sizes.n, sizes.latent, sizes.v
@@ -77,7 +85,7 @@ class StubLayer:
         self.W_UK_T = torch.randn(sizes.n, sizes.p, sizes.latent, generator=generator).to(dtype)
         self.W_UV = torch.randn(sizes.n, sizes.latent, sizes.v, generator=generator).to(dtype)
         self._k_scale, self._q_scale = torch.tensor(0.25), torch.tensor(0.5)
-        rows = torch.randn(BLOCKS, BLOCK_SIZE, sizes.latent + sizes.r, generator=generator)
+        rows = torch.randn(blocks, BLOCK_SIZE, sizes.latent + sizes.r, generator=generator)
         self.initial = rows.to(torch.float8_e4m3fn).view(torch.uint8) if cache_dtype == "fp8" else rows.to(dtype)
         self.kv_cache = self.initial.clone()
         self.impl = AiterMLAImpl()
@@ -135,6 +143,7 @@ class Batch:
     prefills: int = 0
     slots: int | None = None
     profiling: bool = False
+    blocks: int = BLOCKS  # of the layers' caches
 
     @property
     def real(self) -> int:
@@ -156,14 +165,12 @@ class Batch:
         if self.profiling:
             return None
         count = self.rows if self.slots is None else self.slots
-        slots = torch.arange(count) * 5 % (BLOCKS * BLOCK_SIZE)
+        slots = torch.arange(count) * 5 % (self.blocks * BLOCK_SIZE)
         return torch.where(torch.arange(count) < self.real, slots, -1)
 
 
 DECODE = Batch("decode", rows=5, decodes=5)
 PADDED = Batch("padded decode", rows=6, decodes=4)
-# For the one op alone: vLLM's fused kernel, which passes 1 and 2 end in, wants one slot per row.
-SHORT_SLOTS = Batch("fewer slots than rows", rows=6, decodes=4, slots=4)
 MIXED = Batch("mixed", rows=6, decodes=3, prefills=2)
 PREFILL = Batch("prefill", rows=4, prefills=4)
 PROFILE = Batch("profiling", rows=3, profiling=True)
