@@ -10,6 +10,7 @@ import torch
 
 from tests.support.made_up_clock import ORDER, MadeUpClock, Named, costs
 from tests.support.planted import break_import
+from vllm_aiter_mla import files
 from vllm_aiter_mla.kernels import absorb, measure, reference
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.device import card
@@ -194,20 +195,24 @@ def test_two_starts_choose_the_same_because_the_figures_are_kept(tmp_path):
 SPOILT = {
     "half a file": lambda data: json.dumps(data)[:100],
     **{f"another {name}": lambda data, name=name: json.dumps(data | {"key": KEY | {name: "another"}}) for name in KEY},
-    "no key": lambda data: json.dumps({"rounds": data["rounds"]}),
-    "no rounds": lambda data: json.dumps({"key": KEY}),
+    "no key": lambda data: json.dumps({name: one for name, one in data.items() if name != "key"}),
+    "no rounds": lambda data: json.dumps({name: one for name, one in data.items() if name != "rounds"}),
     "a list": lambda data: "[]",
     "rounds of text": lambda data: json.dumps(data | {"rounds": "none"}),
-    "too large": lambda data: " " * (measure.LARGEST_FILE + 1),
+    "too large": lambda data: " " * (files.LARGEST + 1),
 }
 
 
-@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
-def test_a_broken_or_foreign_file_is_a_miss(tmp_path, spoil):
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_broken_file_is_named_and_a_foreign_one_is_a_miss(tmp_path, name):
     measure.write(tmp_path, KEY, timed(MadeUpClock(EQUAL)))
     path = measure.path_of(tmp_path, KEY)
-    path.write_text(spoil(json.loads(path.read_text())))
-    assert measure.read(tmp_path, KEY) == ({}, "")
+    path.write_text(SPOILT[name](json.loads(path.read_text())))
+    if name.startswith("another "):
+        assert measure.read(tmp_path, KEY) == ({}, "")
+        return
+    with pytest.raises(ValueError, match=path.name):
+        measure.read(tmp_path, KEY)
 
 
 def test_ranks_agree_by_the_slowest_and_on_what_all_have_timed():

@@ -457,7 +457,7 @@ def test_platform_skip_after_loading_says_that_graph_partition_stays_on(said, pa
     """The gate decides before vLLM has layers: an implementation that is not known is found later."""
     for name in LAYERS:
         status.skip(name, "impl", "another")
-    record = status.record_of(LAYERS, 512, "fp8", 0) | {"partition": partition}
+    record = replace(status.record_of(LAYERS, 512, "fp8", 0), partition=partition)
     assert ("; graph partition stays on" in status.line(record)) == partition
     engage_all()
-    assert "partition" not in status.line(status.record_of(LAYERS, 512, "fp8", 0) | {"partition": partition})
+    assert "partition" not in status.line(replace(status.record_of(LAYERS, 512, "fp8", 0), partition=partition))

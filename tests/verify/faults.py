@@ -111,8 +111,11 @@ def method(name, change, right=ReferenceBackend):
     return plant
 
 
-def stale(field):
-    """A kernel that goes on with the copy of an operand that it made when it saw it for the first time."""
+def stale(field, size=None):
+    """A kernel that goes on with the copy of an operand that it made when it saw it for the first time.
+
+    With ``size`` it does so for that many rows only.
+    """
 
     def plant(patch):
         copies = {}
@@ -123,7 +126,41 @@ def stale(field):
             key = (tensor.data_ptr(), tensor.shape)
             if key not in copies:
                 copies[key] = deepcopy(value)
-            return right(replace(inputs, **{field: copies[key]}))
+            return right(replace(inputs, **{field: copies[key]}) if size in (None, inputs.num_tokens) else inputs)
+
+        return Changed(prepare)
+
+    return plant
+
+
+def stale_values(size):
+    """A v-up projection of ``size`` rows that goes on with the first copy of its weight."""
+    copies = {}
+
+    def project(right, attended, out):
+        layer = right.__self__
+        if layer.w_uv.data_ptr() not in copies:
+            copies[layer.w_uv.data_ptr()] = layer.w_uv.clone()
+        old = replace(layer, w_uv=copies[layer.w_uv.data_ptr()])
+        (old if len(attended) == size else layer).v_up(attended, out)
+
+    return method("v_up", project)
+
+
+def keeps_slots(size):
+    """A kernel that writes where a row had its slot last, once its slot is -1."""
+
+    def plant(patch):
+        last = []
+
+        def prepare(right, inputs):
+            given = inputs.slot_mapping
+            if len(given) != size:
+                return right(inputs)
+            if not last:
+                last.append(given.clone())  # at the warm-up, all -1
+            last[0].copy_(torch.where(given < 0, last[0], given))
+            return right(replace(inputs, slot_mapping=last[0]))
 
         return Changed(prepare)
 
@@ -301,3 +338,11 @@ FAULTS = [
     Fault("body-loses-a-row", "fresh-data", "shape-and-dtype",
           body("prepared_query", lambda right, *given: right(*given)[:-1])),
 ]  # fmt: skip
+# What a graph of ``size`` rows may hold of an earlier step, by the oracle that must see it.
+HELD = {
+    "old weights": ("query-nope", partial(stale, "weight")),
+    "old weights of v-up": ("attention-output", stale_values),
+    "old positions": ("query-rope", partial(stale, "positions")),
+    "old slots": ("cache-rows", partial(stale, "slot_mapping")),
+    "slots of rows that left": ("cache-elsewhere", keeps_slots),
+}

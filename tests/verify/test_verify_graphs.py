@@ -25,7 +25,7 @@ def test_the_launches_come_from_the_dump(run, backend, engine):
     assert "aten.bmm" in result.launches["12"] or "other kinds" in result.launches["12"]
 
 
-@pytest.mark.parametrize("name", ["full-graph-decode", "piecewise-decode", "mixed-batch-piecewise", "long-run"])
+@pytest.mark.parametrize("name", ["both-ends-1-drafts", "piecewise-decode", "mixed-batch-piecewise", "long-run"])
 def test_a_right_back_end_passes(run, backend, engine, name):
     assert run(name, backend, engine=engine).findings == []
 

@@ -147,11 +147,16 @@ def cases(limit: int) -> tuple[Case, ...]:
         # One eager step after the change: a back end that keeps a copy of the table may renew it then.
         return (start, what, Eager(half), Replay(limit, fresh=()), what, Eager(half), start)
 
-    def speculative(width: int) -> Case:
+    def both_ends(drafts: int) -> Case:
+        width = 1 + drafts
         own = capture_sizes(limit, width)
+        steps: list[Step] = [*map(Replay, own[1:-1])]
+        for end in (own[0], own[-1]):
+            steps += Replay(end), *(Replay(end, fresh=(what,)) for what in FRESH)
+            steps += Replay(end, end - width), Replay(end), "weights", Replay(end, fresh=())  # a request leaves
         return Case(
-            f"speculative-width-{width}", f"each request brings {width - 1} draft token(s)",
-            own, (*map(Replay, own), Replay(own[-1], width)), kind="full", width=width, quick=False,
+            f"both-ends-{drafts}-drafts", f"one request and as many as may decode bring {drafts} draft token(s) each",
+            own, tuple(steps), kind="full", width=width, shared_pool=True, quick=not drafts,
         )  # fmt: skip
 
     return (
@@ -184,8 +189,7 @@ def cases(limit: int) -> tuple[Case, ...]:
             "fewer-slots-than-rows", "the slot mapping is shorter than the padded size",
             (limit,), (Replay(limit, limit - 3), Replay(limit, half)), missing_slots=3,
         ),
-        speculative(2),
-        speculative(4),
+        *map(both_ends, (0, 1, 3)),
         Case(
             "shared-pool", "graphs of several sizes share one memory pool and replay in turn", (small, half, limit),
             tuple(Replay(size, max(size - 1, 1)) for size in (limit, half, small, small, half, limit, limit)),

@@ -218,6 +218,10 @@ class Buffers:
         g = self.geometry
         return absorb.make(self._normal(g.heads, g.nope, g.latent, scale=g.nope**-0.5), self.variant.weight)
 
+    def _value_weight(self) -> torch.Tensor:
+        g = self.geometry
+        return self._normal(g.heads, g.latent, g.v, scale=g.latent**-0.5)
+
     def _layer(self) -> Layer:
         g, width = self.geometry, self.geometry.latent + self.geometry.rope
         rows = torch.randn(self.blocks + 2 * GUARD_BLOCKS, g.block_size, width, generator=self.generator)
@@ -227,7 +231,7 @@ class Buffers:
             source=self._rows(),
             work=self._rows(),
             w_uk=self._weight(),
-            w_uv=self._normal(g.heads, g.latent, g.v, scale=g.latent**-0.5),
+            w_uv=self._value_weight(),
             storage=cache.to(self.device),
             k_scale=torch.tensor([K_SCALE], device=self.device),
             q_scale=torch.tensor([Q_SCALE], device=self.device),
@@ -244,15 +248,17 @@ class Buffers:
     def step(self, batch: Batch, fresh: Iterable[str] = FRESH) -> None:
         """Make the next step, with ``batch`` as its metadata.
 
-        Padded rows get slot -1 and keep their stale positions and activations, as in serving. ``fresh`` says what
-        changes. Everything changes if the number of real rows does.
+        Padded rows get slot -1 and keep their stale positions, as in serving. ``fresh`` says what changes. Everything
+        changes if the number of real rows does.
         """
         rows = batch.rows
+        # New data also for rows that leave now: written to the slot that they had, the old data would not show.
+        used = max(rows, self.batch.rows)
         fresh = FRESH if rows != self.batch.rows else fresh
         if "data" in fresh:
             for layer in self.layers:
                 for buffer in layer.source:
-                    buffer[:rows] = self._normal(rows, *buffer.shape[1:])
+                    buffer[:used] = self._normal(used, *buffer.shape[1:])
         if "positions" in fresh:
             drawn = torch.randint(0, self.geometry.max_position, (rows,), generator=self.generator)
             self.positions[:rows] = drawn.to(self.device)
@@ -287,6 +293,7 @@ class Buffers:
             if what == "weights":
                 for (_, held), (_, fresh) in zip(layer.w_uk.tensors, self._weight().tensors, strict=True):
                     held.copy_(fresh)
+                layer.w_uv.copy_(self._value_weight())
             elif what == "overflow":
                 for rows in (layer.source.q[..., self.geometry.nope :], layer.source.k_pe, layer.source.kv_c):
                     rows.mul_(OVERFLOW)
