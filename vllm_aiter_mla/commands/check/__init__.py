@@ -44,9 +44,10 @@ def check(
     """Check everything about one model on this card: MODEL first, then the options of `vllm serve`.
 
     Looks at the machine, plans the model, looks its shape up among known faults of the decode kernels, verifies the
-    kernels at its sizes and times them. Then vLLM's engine runs with the flag off and on: tokens are compared, decode
-    with prefill, and the kernels of a step are counted. Exit status: 0 if every step that ran passed, 1 if one failed,
-    2 if an option or the model is wrong, 3 if nothing ran on a card and --device cpu was not given.
+    kernels at its sizes and times them. Then vLLM's engine runs as it is today, with the options that the flag adds,
+    and with the plugin. Tokens are compared, decode with prefill, and the kernels of a step are counted. Exit status: 0
+    if every step that ran passed, 1 if one failed, 2 if an option or the model is wrong, 3 if nothing ran on a card and
+    --device cpu was not given.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:

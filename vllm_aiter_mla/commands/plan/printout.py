@@ -77,7 +77,8 @@ def _decode_limit(plan: dict[str, Any]) -> Iterator[str]:
     for number, option in enumerate(as_typed(plan["added"]).split()):
         yield f"  {'' if number else 'the flag also sets':<21}{option}"
     if "use_inductor_graph_partition" in plan["added"]:
-        yield f"{'':<23}vLLM compiles every batch in another way: some tokens change, at any size"
+        yield f"{'':<23}vLLM compiles every batch in another way: some tokens change, at any size."
+        yield f"{'':<23}integration=module sets none of these; in a CPU engine it changed no token"
     shown = [f"({a}, {b}){'*' if i < ranges['inside'] else ''}" for i, (a, b) in enumerate(ranges["ranges"])]
     told = f"{' '.join(shown)}{'  * rewritten' if ranges['inside'] else ''}" if shown else ranges["note"]
     yield f"  compile ranges       {told}"
