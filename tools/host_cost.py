@@ -28,7 +28,7 @@ from tools.common import Parser, aligned, guarded, positive, writable
 from vllm_aiter_mla import files
 
 CALLS, MOST, LAUNCH_US = 25, 1.0, 8.0
-BATCHES = ("all decode", "one prefill among decodes")
+BATCHES = ("all decode", "one prefill among decodes", "dummy")
 MODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "none": (("rope and write", "attention"), ("ours",)),
     "piecewise": (("attention",), ("ours",)),

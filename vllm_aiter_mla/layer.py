@@ -70,6 +70,7 @@ class Layer:
         self.reason = ""
         self.refused_kernels: dict[str, str] = {}
         self.ranges: Ranges = ()
+        self.profiled = False  # whether its op was reached without a batch: the status notes what would run, once
         self._ours_elsewhere = ""  # the kernel of ours that timing chose for other token counts
         self._buffers = getattr(module, "_buffers", {})  # a look-up through the module takes ten times as long
         self._weight: absorb.AbsorbWeight | None = None

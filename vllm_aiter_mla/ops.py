@@ -143,11 +143,16 @@ def mla_attention_with_rope(
     Raises:
         RuntimeError: captured inside a piecewise graph, or without a batch: wrong for every replay.
     """
-    rope = Rope(positions, cos_sin_cache, k_scale, is_neox)
     step = layer_step(layer_name)
-    attention_with_rope(step, q, k_pe, kv_c, rope, output)
-    if step.metadata is None and isinstance(kernel := step.layer.decide(act=q.dtype), str):
-        status.current().profiled[step.name] = kernel
+    if step.metadata is None and step.layer.profiled and not card().is_capturing():
+        # An idle data-parallel rank runs such batches while the others wait for it: nothing is decided any more.
+        step.layer.vllm_forward(q, kv_c, k_pe.unsqueeze(1), None, output)
+        return
+    attention_with_rope(step, q, k_pe, kv_c, Rope(positions, cos_sin_cache, k_scale, is_neox), output)
+    if step.metadata is None:
+        step.layer.profiled = True
+        if isinstance(kernel := step.layer.decide(act=q.dtype), str):
+            status.current().profiled[step.name] = kernel
 
 
 def layer_step(layer_name: Any) -> LayerStep:

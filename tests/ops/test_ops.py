@@ -55,6 +55,28 @@ def test_decode_rows_are_prepared_without_a_change_to_q_and_k_pe():
     assert (layer.kv_cache != layer.initial).any(-1).sum() == 4
 
 
+def decisions_of_dummy_batches(monkeypatch, each=lambda layer: None):
+    """How often the layer decides while its rank runs ten batches without metadata."""
+    layer, batch, decided = layer_of(), batch_of(4, profiling=True), []
+    decide = Layer.decide
+    monkeypatch.setattr(Layer, "decide", lambda one, **given: (decided.append(one), decide(one, **given))[1])
+    with forward([layer], batch):
+        for _ in range(10):
+            OPS[ROPE](*arguments(ROPE, layer, batch.rows))
+            each(Layer.of(layer))
+    return len(decided)
+
+
+def test_idle_rank_decides_nothing_in_its_dummy_batches_after_the_first(monkeypatch):
+    """A data-parallel rank without requests runs them while the others wait for it in their collectives."""
+    assert decisions_of_dummy_batches(monkeypatch) == 1
+
+
+@pytest.mark.mutation("I13")
+def test_mutation_idle_rank_that_decides_in_every_dummy_batch_is_seen(monkeypatch):
+    assert decisions_of_dummy_batches(monkeypatch, lambda layer: setattr(layer, "profiled", False)) == 10
+
+
 def test_only_real_rows_are_prepared(monkeypatch):
     """What pads a graph is read by nobody, so no kernel is given it."""
     seen, layer, batch = [], layer_of(), batch_of(6, decodes=4)
