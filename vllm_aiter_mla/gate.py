@@ -124,7 +124,9 @@ def _engage(vllm_config: Any, settings: Settings, limit: int, drafts: int, engag
     after = _values(compilation)
     differ = {name: (before[name], after[name]) for name in CHANGED if before[name] != after[name]}
     added = integration == "passes" and limit not in endpoints
-    changes = Changes(given, drafts, tuple(compilation.compile_ranges_endpoints or ()) * added, differ)
+    # At a second run vLLM has added its own ends since.
+    theirs = endpoints if engaged is None else [end for end in engaged.changes.endpoints if end != engaged.limit]
+    changes = Changes(given, drafts, tuple(sorted({*theirs, limit})) * added, differ)
     # A worker's pass knows which kernels were checked: it stays if it would be built the same.
     if engaged is None or (engaged.limit, engaged.settings) != (limit, settings):
         engaged = _new_pass(vllm_config, limit, settings, chained, integration)
