@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
-from dataclasses import asdict
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.sandbox import plugin, rehearsal_card
-from tests.sandbox.model import TinyDeepseek, save_config
+from tests.sandbox.model import TinyDeepseek
 from tests.sandbox.rehearsal_card import Scenario
 from tests.sandbox.simulated_aiter import write_tree
+from tests.tools import serving_model
 from vllm_aiter_mla import status
 
 PATH = Path(rehearsal_card.__file__).parent / "rehearsal_path"
 COMMAND = Path(sys.executable).with_name("vllm-aiter-mla")
 TIMEOUT_S = 900
 # AITER's op wants a latent of 512 and a rope part of 64; its class wants 16 heads.
-MODEL: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 16, "yarn": False}
+MODEL: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 16, "yarn": False, "vocab_size": 512}
+FLAG = "-cc.pass_config.fuse_aiter_qk_rope_kvcache_mla=true"
 
 
 class Day:
@@ -35,10 +42,10 @@ class Day:
     def __init__(self, folder: Path, scenario: Scenario | None = None, inductor: Path | None = None) -> None:
         self.folder, self.scenario = folder, scenario or Scenario()
         self.inductor = inductor or folder / "inductor"
-        self.model = save_config(TinyDeepseek(**MODEL).config(), folder / "model")
+        self.model = TinyDeepseek(**MODEL).save(folder / "model")
+        serving_model.save_tokenizer(self.model)
         self.aiter = write_tree(folder / "aiter")
         self.cache = folder / "cache"
-        self.extra: dict[str, str] = {}
 
     @property
     def environment(self) -> dict[str, str]:
@@ -51,7 +58,6 @@ class Day:
             rehearsal_card.VARIABLE: json.dumps(asdict(self.scenario)),
             "SIMULATED_AITER_ARCH": self.scenario.arch,
             "SIMULATED_AITER_ATTENTION": "1",
-            "TRITON_INTERPRET": "1",
             "VLLM_ROCM_USE_AITER": "1",
             "VLLM_PLUGINS": f"aiter_mla,{plugin.NAME}",
             "VLLM_CACHE_ROOT": str(self.cache),
@@ -63,7 +69,7 @@ class Day:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "COLUMNS": "200",
-        } | self.extra  # fmt: skip
+        }
 
     def run(self, *typed: str) -> subprocess.CompletedProcess[str]:
         """Run ``vllm-aiter-mla`` with what was typed; standard error goes into the output."""
@@ -71,3 +77,60 @@ class Day:
             [str(COMMAND), *typed], env=self.environment, cwd=self.folder, text=True, errors="replace",
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
+
+    @contextmanager
+    def server(self, *typed: str) -> Iterator[Server]:
+        """Serve the model until the block ends, with vLLM's API server and what was typed after the model."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        log = self.folder / f"server-{port}.log"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "128", "--max-num-seqs", "4"]
+        command += ["--served-model-name", "tiny", *typed]
+        with log.open("w") as out:
+            process = subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=out, stderr=out)
+        server = Server(f"http://127.0.0.1:{port}", log)
+        try:
+            server.wait(process)
+            yield server
+        finally:
+            process.terminate()
+            process.wait(120)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running API server, and its log."""
+
+    address: str
+    log: Path
+
+    def wait(self, process: subprocess.Popen[bytes]) -> None:
+        """Return once it answers; raise AssertionError with the end of its log if it ends before."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            assert process.poll() is None, self.log.read_text()[-3000:]
+            with suppress(OSError):
+                urllib.request.urlopen(f"{self.address}/health", timeout=5).read()
+                return
+            time.sleep(1)
+        raise AssertionError(f"no server after {TIMEOUT_S} s: {self.log.read_text()[-3000:]}")
+
+    def ask(self, prompt: str) -> str:
+        """Return what the model answers to a prompt."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.address}/v1/completions", json.dumps(body).encode(), headers)
+        answer = json.loads(urllib.request.urlopen(request, timeout=300).read())
+        return str(answer["choices"][0]["text"])
+
+    def gauge(self) -> dict[str, float]:
+        """Return the plugin's gauge by state, as /metrics serves it."""
+        text = urllib.request.urlopen(f"{self.address}/metrics", timeout=60).read().decode()
+        lines = [line for line in text.splitlines() if line.startswith(f"{status.GAUGE}{{")]
+        return {line.split('state="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
+
+    def lines(self) -> list[str]:
+        """Return the plugin's lines in the log, without what vLLM puts before them."""
+        return [line.partition("aiter-mla: ")[2] for line in self.log.read_text().splitlines() if "aiter-mla: " in line]
