@@ -34,7 +34,11 @@ def the_gate_partitions_with_the_flag_off() -> None:
 
 
 def a_rounding_moves_above_the_limit() -> None:
-    """With the flag on, the first matrix of each graph above the decode limit grows by less than a step of bf16."""
+    """With the flag on, the last matrix of each graph above the decode limit grows by one step of bf16.
+
+    No norm follows that would take the factor out again.
+    """
+    import torch
     from torch import fx
 
     from vllm_aiter_mla.compat.inductor import get_pass_context
@@ -46,13 +50,11 @@ def a_rounding_moves_above_the_limit() -> None:
         inner(self, graph)
         if get_pass_context().compile_range.end <= self.limit:
             return
-        first = next(node for node in graph.nodes if node.op == "call_function" and _is_a_matrix(node))
-        with graph.inserting_after(first):
-            import torch
-
-            grown = graph.call_function(torch.ops.aten.mul.Tensor, (first, 1 + 2**-8))
-        grown.meta["val"] = first.meta["val"]
-        first.replace_all_uses_with(grown, delete_user_cb=lambda user: user is not grown)
+        last = [node for node in graph.nodes if node.op == "call_function" and _is_a_matrix(node)][-1]
+        with graph.inserting_after(last):
+            grown = graph.call_function(torch.ops.aten.mul.Tensor, (last, 1 + 2**-7))
+        grown.meta["val"] = last.meta["val"]
+        last.replace_all_uses_with(grown, delete_user_cb=lambda user: user is not grown)
 
     AiterMLAPipeline.__call__ = call  # type: ignore[method-assign]
     AiterMLAPipeline.is_applicable_for_range = lambda self, compile_range: True  # type: ignore[method-assign]
