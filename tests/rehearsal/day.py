@@ -80,7 +80,10 @@ class Day:
 
     @contextmanager
     def server(self, *typed: str) -> Iterator[Server]:
-        """Serve the model until the block ends, with vLLM's API server and what was typed after the model."""
+        """Serve the model until the block ends, with vLLM's API server and what was typed after the model.
+
+        No traceback may be in its log by then.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -94,6 +97,8 @@ class Day:
         try:
             server.wait(process)
             yield server
+            # Before the end: vLLM's front end prints one of its own if its engine ends first.
+            assert "Traceback" not in log.read_text()
         finally:
             process.terminate()
             process.wait(120)
