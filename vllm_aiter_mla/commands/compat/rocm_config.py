@@ -30,7 +30,8 @@ def take_rocm_platform(device_count: int) -> None:
     from vllm.platforms import rocm
 
     rocm._rocm_device_count_stateless = lambda devices=None: device_count  # type: ignore[assignment]
-    rocm.RocmPlatform.is_cumem_allocator_available = lambda platform: True  # type: ignore[method-assign]
+    platform: Any = rocm.RocmPlatform
+    platform.is_cumem_allocator_available = lambda self: True
     vllm.platforms._current_platform = rocm.RocmPlatform()  # type: ignore[assignment]
     import vllm.config.vllm
 

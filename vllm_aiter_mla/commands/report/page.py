@@ -246,8 +246,9 @@ def check(page: Page, name: str, data: CheckRun) -> None:
         if steps[what].data:
             cls, reader = READERS[schema]
             reader(page, name, files.part(cls, Path(what), steps[what].data))
-    distances: Any = (steps["engine"].data or {"distances": {}})["distances"]
-    tokens = [(pair, what, *one.values()) for pair, found in distances.items() for what, one in found.items()]
+    compared: Any = steps["engine"].data or {"distances": {}}
+    pairs = compared["distances"].items()
+    tokens = [(pair, what, *one.values()) for pair, found in pairs for what, one in found.items()]
     heads = ("sides", "scenario", "tokens", "equal", "compared", "agreed", "max |dlogprob|", "mean", "top-1")
     if tokens:
         page.add("Check", "Plugin, control and today, token by token", heads, tokens)
