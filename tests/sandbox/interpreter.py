@@ -43,10 +43,10 @@ def record_launches() -> None:
     """Let an eager replay repeat a launch of our kernel as one call, without the calls inside it."""
     from vllm_aiter_mla.kernels.triton import launcher
 
-    launcher.decode_prep_kernel = _Recorded(launcher.decode_prep_kernel)
+    launcher.decode_prep_kernel = Recorded(launcher.decode_prep_kernel)
 
 
-class _Recorded:
+class Recorded:
     """A kernel whose launches are recorded."""
 
     def __init__(self, kernel: Any) -> None:

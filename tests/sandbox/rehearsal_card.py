@@ -1,7 +1,8 @@
 """The rehearsal card: the seam to the device on a CPU, so that an operator's day runs as real processes.
 
 Tensors stay on the CPU. A capture records what reaches the dispatcher, and a replay runs it again. Time comes from a
-scenario's table by kernel and token count, and its clock counts nothing else. Each process that finds ``VARIABLE`` in
+scenario's table by kernel and token count, and its clock counts nothing else. A launch of our Triton kernel computes by the reference: its own code runs through Triton's
+interpreter, in other tests. Each process that finds ``VARIABLE`` in
 its environment has the card: see ``rehearsal_path/sitecustomize.py``. A rehearsal says nothing about a real card.
 """
 
@@ -18,8 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_aiter_mla.kernels import device
+from tests.sandbox import interpreter
+from vllm_aiter_mla.kernels import device, formats, reference
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.device import Device
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.verify.engine import Recording
 
 VARIABLE = "AITER_MLA_SANDBOX_CARD"
@@ -222,6 +226,31 @@ class RehearsalCard(Device):
         return stop
 
 
+class TritonLaunch:
+    """The Triton kernel as this card runs it: the reference, over the operands of the launch."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.run
+
+    @staticmethod
+    def run(
+        tokens: int, slots: int, q: torch.Tensor, weight: torch.Tensor, weight_scale: Any, q_scale: torch.Tensor,
+        *others: Any, N: int, M: int, IS_NEOX: bool, **tile: Any,
+    ) -> None:  # fmt: skip
+        """Take what ``launcher.Launch`` gives the kernel: tensors with their strides, and constants by name."""
+        out, positions, table, k_pe, kv_c, slot_mapping, k_scale, cache = (
+            one for one in others if isinstance(one, torch.Tensor)
+        )
+        kind = "mxfp4" if weight.dtype == torch.uint8 else "fp8" if formats.is_fp8(weight.dtype) else "plain"
+        values = weight if kind == "plain" else weight.transpose(1, 2)
+        inputs = DecodeInputs(
+            q=q, k_pe=k_pe, kv_c=kv_c, weight=AbsorbWeight(kind, values, weight_scale), kv_cache=cache,
+            slot_mapping=slot_mapping, positions=positions, cos_sin_cache=table, k_scale=k_scale, q_scale=q_scale,
+            is_neox=IS_NEOX, out_dtype=out.dtype, out_heads=M if M != N else 0,
+        )  # fmt: skip
+        out.copy_(reference.prepare(inputs, reference.TRITON))
+
+
 def install_from_environment() -> None:
     """Let this process run on the card that the environment names, if it names one."""
     if VARIABLE not in os.environ:
@@ -229,8 +258,6 @@ def install_from_environment() -> None:
     given = json.loads(os.environ[VARIABLE])
     given["rank_us"] = {int(rank): factor for rank, factor in given.get("rank_us", {}).items()}
     device.installed = RehearsalCard(Scenario(**given))
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        from tests.sandbox import interpreter
+    from vllm_aiter_mla.kernels.triton import launcher
 
-        interpreter.install()
-        interpreter.record_launches()
+    launcher.decode_prep_kernel = interpreter.Recorded(TritonLaunch())
