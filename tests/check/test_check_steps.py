@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -22,7 +23,8 @@ from vllm_aiter_mla import files, status
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import check as command
 from vllm_aiter_mla.commands import doctor, measure
-from vllm_aiter_mla.commands.check import engine, steps
+from vllm_aiter_mla.commands.check import child, engine, process, steps
+from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.check.steps import Context, Outcome
 from vllm_aiter_mla.commands.doctor import Check
 from vllm_aiter_mla.commands.main import app
@@ -66,7 +68,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     row = measure.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
     made["measured"] = measure.Measurement({"card": "a card"}, "fp8", (row,), {}, "")
     monkeypatch.setattr(steps.doctor, "examine", lambda: made["checks"])
-    monkeypatch.setattr(model, "ask", lambda *_: made["plan"])
+    monkeypatch.setattr(model, "ask", lambda *_: plans.parsed(made["plan"]))
+    # In this process, where the card is made up; tests/rehearsal runs the real ones.
+    monkeypatch.setattr(child, "run", lambda name, context: steps.STEPS[name](context))
     monkeypatch.setattr(session, "Session", lambda **asked: made.update(asked=asked) or made["run"])
     RehearsalCard().install(monkeypatch)
     monkeypatch.setattr(measure, "run", lambda *_: made["measured"])
@@ -113,10 +117,14 @@ def a_wrong_kernel(card: dict[str, Any]) -> None:
     card["run"].run, card["run"].results = lambda: [result], [result]
 
 
+def span(kernel: str) -> dict[str, Any]:
+    return {"first": 1, "last": 16, "kernel": kernel, "detail": "", "skips": []}
+
+
 def an_aiter_that_does_not_saturate(card: dict[str, Any]) -> None:
     """The user named it: otherwise start-up leaves it out."""
     card["run"].results[0].writes_nan = True
-    card["plan"]["kernels"] = [{"kernel": "aiter"}]
+    card["plan"]["kernels"] = [span("aiter")]
     card["plan"]["options"]["kv_cache_dtype"] = "fp8"
 
 
@@ -258,15 +266,15 @@ def of_shape(heads: int, drafts: int, cache: str, arch: str = "gfx942", vllm: st
         (of_shape(8, 0, "fp8", vllm="0.32.0+cpu"), set()),
         (of_shape(8, 0, "fp8", vllm="dev"), {"vllm#51011"}),
         (of_shape(16, 1, "fp8", arch="gfx950"), {"aiter#3013"}),
-        (of_shape(16, 0, "fp8") | {"captures": {"inside": []}}, {"vllm#51171"}),
+        (of_shape(16, 0, "fp8") | {"captures": {"inside": [], "outside": [], "note": ""}}, {"vllm#51171"}),
     ],
 )
 def test_a_known_issue_is_found_by_card_cache_heads_and_drafts(plan: dict[str, Any], concerned: set[str]) -> None:
-    assert {name for name, issue in ISSUES.items() if steps.applies(issue, plan)} == concerned
+    assert {name for name, issue in ISSUES.items() if steps.applies(issue, plans.parsed(plan))} == concerned
 
 
 def test_a_known_issue_of_one_aiter_is_found_by_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, issue = of_shape(32, 0, "fp8", arch="gfx950"), ISSUES["vllm#46997"]
+    plan, issue = plans.parsed(of_shape(32, 0, "fp8", arch="gfx950")), ISSUES["vllm#46997"]
     for version, concerned in (("0.1.16.post2", True), ("0.1.24.post1", False), (None, True)):
         monkeypatch.setattr(steps.files, "stamp", lambda *_, version=version: {files.KEY: {"aiter": version}})
         assert steps.applies(issue, plan) is concerned
@@ -277,7 +285,7 @@ def test_an_overflow_of_a_kernel_or_a_cache_that_does_not_serve_is_no_failure(
     card: dict[str, Any], kernel: str, cache: str, lines: int
 ) -> None:
     an_aiter_that_does_not_saturate(card)
-    card["plan"]["kernels"], card["plan"]["options"]["kv_cache_dtype"] = [{"kernel": kernel}], cache
+    card["plan"]["kernels"], card["plan"]["options"]["kv_cache_dtype"] = [span(kernel)], cache
     found = outcomes()["kernels"]
     assert (found.status, len(found.lines)) == ("passed", lines)
 
@@ -397,3 +405,73 @@ def test_a_wrong_model_or_option_exits_2_and_is_named(arguments: list[str], name
 def test_rounding_does_not_explain_a_run_without_tokens() -> None:
     assert not engine.explained(engine.Figures())
     assert engine.explained(replace(engine.Figures(), tokens=1, compared=1, agreed=1))
+
+
+def vllm_is_faster(card: dict[str, Any]) -> None:
+    record = status.record_of(["layer"], 16, "fp8", 0)
+    card["answers"]["plugin"]["status"] = [replace(record, skipped={"layer": (steps.VLLM_FASTER, "it is faster")})]
+    card["answers"]["plugin"]["launches"] = 40
+
+
+def test_a_card_on_which_vllm_is_faster_is_no_failure_and_has_an_exit_status_of_its_own(card: dict[str, Any]) -> None:
+    vllm_is_faster(card)
+    found = outcomes()
+    assert (found["engine"].status, failed(found)) == ("no gain", [])
+    assert command.exit_status(found, on_cpu=False) == command.NO_GAIN
+    other_tokens(card)
+    assert outcomes()["engine"].status == "failed"
+
+
+@pytest.mark.parametrize(("apart", "status"), [(0.09, "passed"), (0.27, "failed")])
+def test_over_an_fp8_cache_an_engine_may_differ_by_what_the_cast_does_to_vllms_own(
+    card: dict[str, Any], apart: float, status: str
+) -> None:
+    """Each token is another one here, as a random model's may be: only the size of the differences is judged."""
+    card["plan"]["options"]["kv_cache_dtype"] = "fp8"
+    for answer in card["answers"].values():
+        answer["prefill"]["short"] = [[-0.67] * 20]
+    other = (4, {3: STEP[1][3] - apart, 4: STEP[1][4] + apart})
+    card["answers"]["plugin"]["scenarios"]["short"] = [[other] * 20]
+    card["answers"]["plugin"]["prefill"]["short"] = [[-1.0] * 20]
+    assert outcomes()["engine"].status == status
+
+
+def test_a_check_that_is_cut_off_leaves_the_steps_before(card: dict[str, Any], tmp_path: Path) -> None:
+    class Cut(BaseException):
+        """As SIGINT would raise."""
+
+    def cut(*_: Any, **__: Any) -> Any:
+        raise Cut
+
+    path = tmp_path / "check.json"
+    with mock.patch.object(engine, "run", cut), pytest.raises(Cut):
+        app(["check", "deepseek-r1", "-tp", "8", "--json", str(path)], standalone_mode=False)
+    kept = files.read(CheckRun, path)
+    assert kept.exit is None
+    assert [step.name for step in kept.steps] == ["machine", "plan", "known issues", "kernels", "timing"]
+
+
+def abort(context: Context) -> Outcome:
+    """End the process as AITER's own checks do."""
+    print("a check of AITER's failed", flush=True)
+    os.abort()
+
+
+def test_a_step_whose_process_aborts_has_failed_and_says_its_last_lines(tmp_path: Path) -> None:
+    """Its process is real; what it runs is planted by a ``sitecustomize`` of its own."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import {steps.__name__}, {__name__}\n{steps.__name__}.STEPS['kernels'] = {__name__}.abort\n"
+    )
+    context = Context(model.find("deepseek-r1"))
+    context.plan = plans.parsed(made_up_plan())
+    path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        found = child.run("kernels", context)
+    assert (found.status, "SIGABRT" in found.detail) == ("failed", True)
+    assert "a check of AITER's failed" in found.lines
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "TIMEOUT_S", 0.2)
+    (how,) = process.run("http.server", ("0", "--bind", "127.0.0.1"))
+    assert "0.2 s" in how

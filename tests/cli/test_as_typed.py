@@ -49,8 +49,11 @@ def script():
 
 @functools.cache
 def table():
-    """The options of `vllm serve` but ``--help`` and MODEL, from its own parser."""
-    return [action for action in offline.serve_parser()._actions if action.option_strings and action.dest != "help"]
+    """The options of `vllm serve` from its own parser, but ``--help`` and ``--model``, which our commands refuse."""
+    refused = ("help", "model")
+    return [
+        action for action in offline.serve_parser()._actions if action.option_strings and action.dest not in refused
+    ]
 
 
 def of(option):

@@ -59,7 +59,7 @@ def check(row, folder, bug=""):
     assert plan["absorb_weights"] == row.formats
     assert plan["layers"]["engaged"] == (0 if found else total)
     assert plan["layers"]["mla"] == total
-    assert f"Status line: {0 if found else total}/" in printout.text(plan)
+    assert f"Status line: {0 if found else total}/" in printout.text(plans.parsed(plan))
 
 
 QUICK = {
@@ -177,7 +177,7 @@ def test_the_options_of_the_graph_decide_which_integration_runs(option, code):
     assert plan["integration"] == ("passes" if code is None else "module")
     assert (plan["why_not_passes"] or {"code": None})["code"] == code
     assert bool(plan["compile_ranges"]["inside"]) is (code is None), "the module has no compile range"
-    assert (f"the passes cannot run: {code}" in printout.text(plan)) is (code is not None)
+    assert (f"the passes cannot run: {code}" in printout.text(plans.parsed(plan))) is (code is not None)
 
 
 @pytest.mark.parametrize(
@@ -208,13 +208,15 @@ def test_the_options_of_the_graph_decide_which_integration_runs(option, code):
 def test_limit_ranges_captures_and_batch_are_those_of_the_finished_config(arguments, expected):
     plan = planned(*R1, *arguments)
     captures, ranges, options = plan["captures"], plan["compile_ranges"], plan["options"]
+    text = printout.text(plans.parsed(plan))
     ends = {name: (*captures[name][:1], *captures[name][-1:]) for name in ("inside", "outside")}
     found = ends | {
         "limit": plan["limit"],
         "ranges": ranges["ranges"],
         "batch": (options["max_num_seqs"], options["max_num_batched_tokens"]),
         "notes": (bool(ranges["note"]), bool(captures["note"])),
-        "without a graph": captures["inside"][-1] + 1 if "run without a graph" in printout.text(plan) else None,
+        "without a graph": captures["inside"][-1] + 1
+        if "run without a graph" in text else None,
     }
     assert found == found | {"notes": (False, False)} | expected
     assert ranges["inside"] == int(bool(ranges["ranges"]))
@@ -297,7 +299,7 @@ def test_an_answer_that_stops_at_the_layers_is_not_known_and_names_the_line(tmp_
 @slow
 @pytest.mark.parametrize("name", model.examples())
 def test_page_of_every_example_renders(name):
-    assert name in printout.text(planned(name, "-tp", "4"))
+    assert name in printout.text(plans.parsed(planned(name, "-tp", "4")))
 
 
 @pytest.mark.parametrize("broken", ["raise ImportError('no vllm here')", "import os; os._exit(3)"])

@@ -42,7 +42,7 @@ def activate() -> None:
         return
     if not current_platform.is_cpu():
         raise RuntimeError(f"the sandbox is for CPUs and for CUDA and ROCm GPUs, not on {current_platform.device_type}")
-    from tests.sandbox import attention, card, gpu_ops, model, platform
+    from tests.sandbox import attention, card, gpu_ops, model, platform, rehearsal_card
 
     gpu_ops.register()
     gpu_ops.mend_experts()
@@ -53,6 +53,7 @@ def activate() -> None:
     KNOWN_IMPLS.add("SandboxMLAImpl")
     card.admit()
     card.resume()
+    rehearsal_card.count_compiled_kernels()
     if os.environ.get(MUTATION):
         from tests.sandbox import knobs
 

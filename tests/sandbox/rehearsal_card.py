@@ -1,9 +1,10 @@
 """The rehearsal card: the seam to the device on a CPU, so that an operator's day runs as real processes.
 
 Tensors stay on the CPU. A capture records what reaches the dispatcher, and a replay runs it again. Time comes from a
-scenario's table by kernel and token count, and its clock counts nothing else. A launch of our Triton kernel computes by the reference: its own code runs through Triton's
-interpreter, in other tests. Each process that finds ``VARIABLE`` in
-its environment has the card: see ``rehearsal_path/sitecustomize.py``. A rehearsal says nothing about a real card.
+scenario's table by kernel and token count, and its clock counts nothing else. A launch of our Triton kernel computes by
+the reference, and each AITER GEMM and each kernel that Inductor compiled is one launch. Each process that finds
+``VARIABLE`` in its environment has the card: see ``rehearsal_path/sitecustomize.py``. A rehearsal says nothing about a
+real card.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from tests.sandbox import interpreter
+from tests.sandbox.simulated_aiter import gemm, gemm_fp4
 from vllm_aiter_mla.kernels import device, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.device import Device
@@ -235,7 +238,7 @@ class TritonLaunch:
     @staticmethod
     def run(
         tokens: int, slots: int, q: torch.Tensor, weight: torch.Tensor, weight_scale: Any, q_scale: torch.Tensor,
-        *others: Any, N: int, M: int, IS_NEOX: bool, **tile: Any,
+        *others: Any, N: int, M: int, IS_NEOX: bool, **tile: Any,  # noqa: N803
     ) -> None:  # fmt: skip
         """Take what ``launcher.Launch`` gives the kernel: tensors with their strides, and constants by name."""
         out, positions, table, k_pe, kv_c, slot_mapping, k_scale, cache = (
@@ -251,6 +254,45 @@ class TritonLaunch:
         out.copy_(reference.prepare(inputs, reference.TRITON))
 
 
+def one_launch(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a recording see one call of ``function``, which returns a tensor or nothing, and none of the calls inside."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        mode = _get_current_dispatch_mode()
+        if not isinstance(mode, Recording):
+            return function(*given, **named)
+        with _disable_current_modes():
+            made = function(*given, **named)
+
+        def again() -> None:
+            result = function(*given, **named)
+            if made is not None and result is not made:
+                made.copy_(result)
+
+        mode.add(name, again)
+        return made
+
+    return call
+
+
+def count_compiled_kernels() -> None:
+    """On a rehearsal card, let each C++ kernel that Inductor makes count as the one launch that it would be."""
+    if not isinstance(device.installed, RehearsalCard):
+        return
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import LambdaFuture
+
+    inner = AsyncCompile.cpp_pybinding
+
+    def cpp_pybinding(self: Any, *given: Any, **named: Any) -> Any:
+        found = inner(self, *given, **named)
+        if isinstance(found, LambdaFuture):
+            return LambdaFuture(lambda: one_launch("compiled", found.result()))
+        return one_launch("compiled", found)
+
+    AsyncCompile.cpp_pybinding = cpp_pybinding
+
+
 def install_from_environment() -> None:
     """Let this process run on the card that the environment names, if it names one."""
     if VARIABLE not in os.environ:
@@ -261,3 +303,5 @@ def install_from_environment() -> None:
     from vllm_aiter_mla.kernels.triton import launcher
 
     launcher.decode_prep_kernel = interpreter.Recorded(TritonLaunch())
+    for module in (gemm, gemm_fp4):
+        module.batched_gemm = one_launch("batched_gemm", module.batched_gemm)

@@ -7,12 +7,15 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import ConfigView, LayerView
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import model
 from vllm_aiter_mla.commands.plan.answer import Answer, Given
+from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.settings import Settings
 
 ARCH = "gfx950"
@@ -54,15 +57,27 @@ worker = functools.cache(Worker)
 def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] = (), bug: str = "") -> dict[str, Any]:
     """The plan of the model ``name`` as ``plan --json`` prints it."""
     source = model.find(name)
-    plan = worker(arch, env).ask(source, arguments, bug)
-    assert "failed" not in plan, plan
-    plan["model"] |= {"name": source.name, "source": source.source, "basis": source.basis, "assumed": source.assumed}
-    return plan
+    answer = worker(arch, env).ask(source, arguments, bug)
+    plan: dict[str, Any] = json.loads(files.text_of(of(source, answer)))
+    return plan | {name: answer[name] for name in ("decision",) if name in answer}
 
 
-def ask(source: model.Source, arguments: Any, arch: str, variables: Any, verbose: bool) -> dict[str, Any]:
+def ask(source: model.Source, arguments: Any, arch: str, variables: Any, verbose: bool) -> Plan:
     """Answer for ``model.ask`` by the process of all tests, whatever the card and the variables."""
-    return worker(ARCH, ()).ask(source, tuple(arguments))
+    return of(source, worker(ARCH, ()).ask(source, tuple(arguments)))
+
+
+def of(source: model.Source, plan: dict[str, Any]) -> Plan:
+    """The record of what a process answered."""
+    if "failed" in plan:
+        raise ValueError(plan["failed"])
+    named = {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
+    return parsed(plan | {"model": plan["model"] | named})
+
+
+def parsed(plan: dict[str, Any]) -> Plan:
+    """The record of a plan as JSON has it."""
+    return files.part(Plan, Path("plan"), plan)
 
 
 ABOUT = {"arch": "gfx942", "made_up": True, "vllm": "0.32.0", "on": dict.fromkeys(offline.VARIABLES, True)}

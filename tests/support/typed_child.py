@@ -37,9 +37,9 @@ def main(bug: str = "") -> None:
     from vllm_aiter_mla.commands.check import steps
     from vllm_aiter_mla.commands.plan import model
 
-    def ask(source: Any, arguments: Any, *_: Any) -> dict[str, str]:
+    def ask(source: Any, arguments: Any, *_: Any) -> Any:
         reached.append(list(arguments))
-        return {"failed": "asked"}
+        raise ValueError("asked")
 
     steps.STEPS = {"plan": steps.plan}  # the others do not read the command line
     model.ask = ask

@@ -116,10 +116,12 @@ def run(tokens: Any, heads: Any, kinds: list[str], weights: str) -> Measurement:
     of each kernel that failed its self-check where it did.
     """
     from vllm_aiter_mla.backends import Backends, current_platform
+    from vllm_aiter_mla.commands.compat.offline import load_plugins
     from vllm_aiter_mla.compat import config as compat_config
     from vllm_aiter_mla.kernels import measure as timing
     from vllm_aiter_mla.settings import Settings
 
+    load_plugins()  # as in a server: they may bring the platform, or kernels
     machine, rows, wrong, stopped = timing.machine(), list[Row](), dict[str, str](), ""
     backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
@@ -148,7 +150,9 @@ def rows_of(
     for name, backend in found.items():
         if isinstance(backend, str) or backend.trusted:
             continue
-        if not (checked := startup.self_check(name, backend, shape, (), max(tokens))).ok:
+        if (why := backend.refuse(synthetic_inputs(shape, 1))) is not None:
+            found[name] = why
+        elif not (checked := startup.self_check(name, backend, shape, (), max(tokens))).ok:
             found[name], wrong[name] = checked.message, f"{heads} heads, {kind}: {checked.message}"
     found |= rivals.checked(backends.platform, shape, max(tokens))
     able = {name: backend for name, backend in found.items() if not isinstance(backend, str)}

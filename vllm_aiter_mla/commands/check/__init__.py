@@ -6,6 +6,7 @@ Each of the ``steps`` is printed as it ends, then a table and a line. ``known_is
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from rich.table import Table
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands import plan as plans
-from vllm_aiter_mla.commands.check import steps
+from vllm_aiter_mla.commands.check import child, steps
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.steps import Context, Outcome
 from vllm_aiter_mla.commands.plan import model as models
@@ -24,7 +25,7 @@ from vllm_aiter_mla.commands.report import renderer
 from vllm_aiter_mla.commands.verify import Device
 
 COMMAND = plans.COMMAND
-PASSED, FAILED, WRONG, NOT_ON_A_CARD = 0, 1, 2, 3
+PASSED, FAILED, WRONG, NOT_ON_A_CARD, NO_GAIN = range(5)
 
 
 def check(
@@ -47,7 +48,7 @@ def check(
     kernels at its sizes and times them. Then vLLM's engine runs as it is today, with the options that the flag adds,
     and with the plugin. Tokens are compared, decode with prefill, and the kernels of a step are counted. Exit status: 0
     if every step that ran passed, 1 if one failed, 2 if an option or the model is wrong, 3 if nothing ran on a card and
-    --device cpu was not given.
+    --device cpu was not given, 4 if vLLM's own kernels are faster on this card: the flag gains nothing.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
@@ -58,7 +59,7 @@ def check(
             models.find(model), tuple(context.args), arch.value if arch else "",
             models.environment(env or [], os.environ), device is Device.cpu, strict, verbose, checkpoint,
         )  # fmt: skip
-        found = run(asked)
+        found = run(asked, lambda so_far: None if json is None else files.write(json, record(model, so_far, None)))
     except (LookupError, ValueError) as error:
         outputs.fail(f"check: {error}", WRONG)
     status = exit_status(found, asked.on_cpu)
@@ -73,8 +74,12 @@ def check(
     raise typer.Exit(status)
 
 
-def run(asked: Context) -> dict[str, Outcome]:
+def run(asked: Context, keep: Callable[[dict[str, Outcome]], None] = lambda so_far: None) -> dict[str, Outcome]:
     """Run every step in order and print how each ended. A step that raises has failed, and the next one runs.
+
+    Args:
+        asked: what was asked for.
+        keep: called with the outcomes so far, after each step.
 
     Raises:
         ValueError: the model or an option is wrong: there is no plan, so no later step can run.
@@ -86,26 +91,30 @@ def run(asked: Context) -> dict[str, Outcome]:
             found[name] = Outcome("skipped", why)
             continue
         try:
-            found[name] = step(asked)
+            found[name] = child.run(name, asked) if name in steps.IN_A_PROCESS else step(asked)
         except Exception as error:
             if name == "plan":
                 raise ValueError(str(error)) from error
             found[name] = Outcome("failed", f"{type(error).__name__}: {error}")
         for text in found[name].lines:
             print(f"  {outputs.line(text)}")
+        keep(found)
     return found
 
 
 def exit_status(found: dict[str, Outcome], on_cpu: bool) -> int:
-    """Return 1 if a step failed, else 3 if nothing ran on a card and nobody asked for a CPU, else 0."""
-    if any(outcome.status == "failed" for outcome in found.values()):
+    """Return 1 if a step failed, else 4 if one gains nothing, else 3 if nothing ran on a card as it should, else 0."""
+    states = {outcome.status for outcome in found.values()}
+    if "failed" in states:
         return FAILED
+    if "no gain" in states:
+        return NO_GAIN
     ran = any(found[name].status != "skipped" for name in steps.ON_THE_CARD if name in found)
     return PASSED if ran or on_cpu else NOT_ON_A_CARD
 
 
-def record(model: str, found: dict[str, Outcome], status: int) -> CheckRun:
-    """Return the record of the run."""
+def record(model: str, found: dict[str, Outcome], status: int | None) -> CheckRun:
+    """Return the record of the run; ``status`` is None while it goes on."""
     made = (Step(what, one.status, one.detail, one.lines, files.plain(one.data)) for what, one in found.items())
     return CheckRun(model, status, tuple(made))
 
@@ -121,6 +130,8 @@ def show(model: str, found: dict[str, Outcome], status: int) -> None:
     last = f"every step that ran passed; {skipped} skipped" if skipped else "every step passed"
     if status == FAILED:
         last = "FAILED: do not switch the fast path on before the steps above pass"
+    if status == NO_GAIN:
+        last = "the flag gains nothing on this card: vLLM's own kernels are the fastest for this model; leave it off"
     if status == NOT_ON_A_CARD:
         last = "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
     console.print(f"check: {last}")

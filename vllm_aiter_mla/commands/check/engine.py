@@ -13,7 +13,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_aiter_mla import status
+from vllm_aiter_mla.commands.check import process
 from vllm_aiter_mla.compat.config import as_typed
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 Side = Literal["today", "control", "plugin"]
 DISTANCES: tuple[tuple[Side, Side], ...] = (("plugin", "control"), ("control", "today"))
 """What is compared with what: the first pair is the plugin's own doing, the second is vLLM's other way to compile."""
-TIMEOUT_S = 3600  # a first start of AITER compiles for minutes
 TOP1, MAX_DLOGPROB = 0.95, 0.5
 """What rounding explains: kernels that add up in another order give other tokens where two are nearly as likely.
 
 Through Triton's interpreter a random model gave 97.6 % of equal tokens and at most 0.15; with the RoPE of prefill rows
-lost, at most 81 % and at least 1.7."""
+lost, at most 81 % and at least 1.7. Over an fp8 cache the reference with another rounding gave 90 % and 0.94; its mean
+was 0.09 where ``decode_against_prefill`` was 0.17, and 0.27 or more with the query scaled twice."""
 DECODE_AGAINST_PREFILL = 0.5
 """Largest mean difference of log-probabilities between the steps that generated tokens and prefill of the same text.
 
@@ -103,8 +103,14 @@ def figures(base: Sequence[Sequence[Step]], other: Sequence[Sequence[Step]]) -> 
     return found
 
 
-def explained(found: Figures) -> bool:
-    """Return whether rounding explains what is apart."""
+def explained(found: Figures, noise: float = 0.0) -> bool:
+    """Return whether rounding explains what is apart.
+
+    Over an fp8 cache another kernel's rounding before the cast moves a value by a step of fp8. There the mean
+    difference must stay below ``noise``: what the cast does to vLLM's own decode, see ``decode_against_prefill``.
+    """
+    if noise:
+        return found.tokens > 0 and found.mean_abs_dlogprob <= noise
     return found.tokens > 0 and found.top1_agreement >= TOP1 and found.max_abs_dlogprob <= MAX_DLOGPROB
 
 
@@ -199,13 +205,9 @@ def run(
         own = {"VLLM_CACHE_ROOT": str(cache), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         full = {**os.environ, **environment, **own}
         full.pop(status.RUN, None)
-        done = subprocess.run(
-            [sys.executable, "-m", "vllm_aiter_mla.commands.check.engine", str(request), str(answer)],
-            env=full, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S,
-        )  # fmt: skip
+        how, *last = process.run("vllm_aiter_mla.commands.check.engine", (str(request), str(answer)), full)
         if not answer.is_file():
-            last = "\n".join(done.stdout.splitlines()[-12:])
-            raise RuntimeError(f"vLLM's engine ended with status {done.returncode}; its last lines:\n{last}")
+            raise RuntimeError("\n".join((f"vLLM's engine, {side}: its process {how}; its last lines:", *last)))
         found = json.loads(answer.read_text(encoding="utf-8"))
         bad = list[str]()
         found["status"] = status.read_all(cache / "aiter_mla", "*", bad.append)
@@ -229,12 +231,11 @@ def _share_model_notes(cache: Path, environment: Mapping[str, str]) -> None:
 def main(request: str, answer: str) -> None:
     """Run one engine and write its answer."""
     from vllm_aiter_mla.commands.compat import engine as compat_engine
-    from vllm_aiter_mla.commands.compat import rocm_config
-    from vllm_aiter_mla.commands.compat.offline import serve_options
+    from vllm_aiter_mla.commands.compat.offline import load_plugins, serve_options
     from vllm_aiter_mla.compat import config as compat_config
 
     asked = json.loads(Path(request).read_text(encoding="utf-8"))
-    rocm_config.load_plugins()
+    load_plugins()
     parsed = serve_options([asked["folder"], *asked["arguments"]])
     setattr(parsed.compilation_config.pass_config, FLAG_FIELD, asked["side"] == "plugin")
     compat_config.set_options(parsed.compilation_config, asked["added"])

@@ -24,6 +24,6 @@ class CheckRun:
     """Every step of a run."""
 
     model: str  # as given
-    exit: int  # the exit status
+    exit: int | None  # the exit status; None if the run was cut off
     steps: tuple[Step, ...]
     evidence: files.Stamp = files.stamped("check")

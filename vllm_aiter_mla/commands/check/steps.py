@@ -15,10 +15,12 @@ from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.commands import doctor
 from vllm_aiter_mla.commands.check import engine as runs
 from vllm_aiter_mla.commands.plan import model as models
+from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.compat.config import as_typed
 
 KNOWN_ISSUES = Path(__file__).parent / "known_issues.json"
-Status = Literal["passed", "failed", "warning", "skipped"]
+Status = Literal["passed", "failed", "warning", "skipped", "no gain"]
+VLLM_FASTER = "vllm_faster"
 NO_GPU = "no GPU"
 
 
@@ -26,7 +28,9 @@ NO_GPU = "no GPU"
 class Outcome:
     """What a step found."""
 
-    status: Status  # "failed" if the fast path must not be used as it is; "skipped" if the step could not run here
+    # "failed" if the fast path must not be used as it is; "no gain" if nothing is wrong and vLLM's own kernels run;
+    # "skipped" if the step could not run here
+    status: Status
     detail: str  # the finding in one line
     lines: tuple[str, ...] = ()  # more lines for the reader
     data: Any = None  # for the JSON file and the page of ``report``
@@ -46,7 +50,7 @@ class Context:
     checkpoint: bool = False  # load the weights of the folder; otherwise a few layers of random weights
     # Variables under which vLLM's engine runs on a CPU; empty outside a checkout
     sandbox: Mapping[str, str] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)  # of the model, empty until it is made
+    plan: Plan = field(init=False)  # of the model, once it is made
     # Of the engines by side, as ``engine.run`` returns them
     answers: dict[runs.Side, Any] = field(default_factory=dict)
 
@@ -67,23 +71,20 @@ def machine(context: Context) -> Outcome:
 def plan(context: Context) -> Outcome:
     """Plan the model. It fails if no layer would engage, or if that is not known."""
     found = models.ask(context.source, context.arguments, context.arch, context.variables, context.verbose)
-    if "failed" in found:
-        raise ValueError(found["failed"])
-    found["model"] |= {name: getattr(context.source, name) for name in ("name", "source", "basis", "assumed")}
     context.plan = found
-    layers, outcome = found["layers"], found["outcome"]
-    detail = f"{layers['engaged']}/{layers['mla']} MLA layers would engage on {found['arch']}"
+    layers, outcome = found.layers, found.outcome
+    detail = f"{layers.engaged}/{layers.mla} MLA layers would engage on {found.arch}"
     if outcome == "unknown":
-        detail = f"not known whether layers would engage on {found['arch']}"
-    lines = tuple(f"{reason['code']}: {reason['message']}" for reason in found["reasons"])
+        detail = f"not known whether layers would engage on {found.arch}"
+    lines = tuple(f"{reason.code}: {reason.message}" for reason in found.reasons)
     return Outcome("passed" if outcome in ("engaged", "some") else "failed", detail, lines, found)
 
 
-def without_a_shape(plan: Mapping[str, Any]) -> str:
+def without_a_shape(plan: Plan) -> str:
     """Return why no layer's shape was planned, or ""; an unknown shape is not one without faults."""
-    if plan["model"]["kinds"]:
+    if plan.model.kinds:
         return ""
-    known = not plan["layers"]["mla"] and plan["outcome"] != "unknown"
+    known = not plan.layers.mla and plan.outcome != "unknown"
     return "the model has no MLA layer" if known else "the plan is not known"
 
 
@@ -98,24 +99,24 @@ def known_issues(context: Context) -> Outcome:
     return Outcome("failed" if context.strict else "warning", f"{len(found)} for this shape", lines, found)
 
 
-def applies(issue: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
+def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
     """Return whether a known issue is of the shape that was planned; an unknown release counts as concerned.
 
     So does an AITER that is not installed here, or does not tell its release.
     """
-    heads, rows = plan["heads_per_rank"], 1 + (plan["options"]["num_drafts"] or 0)
+    heads, rows = plan.heads_per_rank, 1 + (plan.options.num_drafts or 0)
     cache = "fp8" if has_fp8_cache(plan) else "16 bits"
-    if plan["arch"] not in issue["arch"] or issue["cache"] not in (cache, "any"):
+    if plan.arch not in issue["arch"] or issue["cache"] not in (cache, "any"):
         return False
     if not issue["heads"][0] <= heads <= issue["heads"][1] or not issue["rows"][0] <= rows <= issue["rows"][1]:
         return False
     if "vllm_before" in issue:
-        release = re.match(r"(\d+)\.(\d+)", plan["vllm"])
+        release = re.match(r"(\d+)\.(\d+)", plan.vllm)
         return release is None or [int(release[1]), int(release[2])] < issue["vllm_before"]
     if "aiter" in issue:
         return files.stamp("check")[files.KEY]["aiter"] in (None, *issue["aiter"])
     # A graph of decode batches is full only if vLLM captures one.
-    return "graphs" not in issue or not plan["captures"]["inside"]
+    return "graphs" not in issue or not plan.captures.inside
 
 
 def kernels(context: Context) -> Outcome:
@@ -129,9 +130,11 @@ def kernels(context: Context) -> Outcome:
 
     made, asked = context.plan, dict[str, Any](device="cpu")
     if not context.on_cpu:
-        sizes, (low, high) = made["model"]["kinds"][0], cases.LIMITS
-        layer = {name: sizes[name] for name in ("nope", "rope", "latent", "v")} | {"heads": made["heads_per_rank"]}
-        limit, weights = min(max(made["limit"], low), high), weights_of(made)
+        sizes, (low, high) = made.model.kinds[0], cases.LIMITS
+        layer = {name: getattr(sizes, name) for name in ("nope", "rope", "latent", "v")} | {
+            "heads": made.heads_per_rank
+        }
+        limit, weights = min(max(made.limit, low), high), weights_of(made)
         given = {"limit": limit, **{name: layer[name] for name in ("heads", "nope", "v")}, "weights": weights}
         asked = {
             "device": "gpu", "limit": limit, "weight": Weights(weights).key(detect_platform().fp8),
@@ -154,7 +157,7 @@ def kernels(context: Context) -> Outcome:
     # The cases have fp8 caches whatever the model's is, and on a CPU only the reference runs.
     concerned = has_fp8_cache(made) and not context.on_cpu
     overflowing = {result.backend for result in run.results if result.writes_nan and concerned}
-    serving = overflowing & {span["kernel"] for span in made["kernels"] or ()}
+    serving = overflowing & {span.kernel for span in made.kernels or ()}
     lines += tuple(
         f"{name} {OVERFLOW}; " + ("it would serve" if name in serving else "start-up leaves it out")
         for name in sorted(overflowing)
@@ -175,9 +178,9 @@ def timing(context: Context) -> Outcome:
     from vllm_aiter_mla.commands import measure
 
     made = context.plan
-    tokens = [*(count for count in TOKENS if count < made["limit"]), min(made["limit"], measure.MOST_TOKENS)]
+    tokens = [*(count for count in TOKENS if count < made.limit), min(made.limit, measure.MOST_TOKENS)]
     kind = "fp8" if has_fp8_cache(made) else "bf16"
-    record = measure.run(tokens, [made["heads_per_rank"]], [kind], weights_of(made))
+    record = measure.run(tokens, [made.heads_per_rank], [kind], weights_of(made))
     lines = tuple(
         f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
         for row in record.rows
@@ -191,14 +194,14 @@ def timing(context: Context) -> Outcome:
     return Outcome("passed", f"{len(ratios)} token counts; {which}", lines, record)
 
 
-def has_fp8_cache(plan: Mapping[str, Any]) -> bool:
+def has_fp8_cache(plan: Plan) -> bool:
     """Return whether the KV cache that was planned is in fp8."""
-    return str(plan["options"]["kv_cache_dtype"]).startswith("fp8")
+    return str(plan.options.kv_cache_dtype).startswith("fp8")
 
 
-def weights_of(plan: Mapping[str, Any]) -> str:
+def weights_of(plan: Plan) -> str:
     """Return the format of the absorb weights that were planned, by the name that `--weights` has for it."""
-    return str({"plain": "bf16"}.get(plan["absorb_weight"], plan["absorb_weight"]))
+    return str({"plain": "bf16"}.get(plan.absorb_weight, plan.absorb_weight))
 
 
 def has_gpu() -> bool:
@@ -208,11 +211,11 @@ def has_gpu() -> bool:
     return card().is_there()
 
 
-def too_few_gpus(plan: Mapping[str, Any]) -> str:
+def too_few_gpus(plan: Plan) -> str:
     """Return why this machine cannot hold one engine of the plan, or ""."""
     from vllm_aiter_mla.kernels.device import card
 
-    needed = math.prod(plan["options"].get(name, 1) for name in ("tp", "pp", "pcp"))
+    needed = math.prod(getattr(plan.options, name) for name in ("tp", "pp", "pcp"))
     here = card().count()
     return f"one engine needs {needed} GPUs; this machine has {here}" if here < needed else ""
 
@@ -226,14 +229,14 @@ def engine(context: Context) -> Outcome:
         return Outcome("skipped", NO_GPU)
     if not context.sandbox and (short := too_few_gpus(context.plan)):
         return Outcome("skipped", short)
-    layers = None if context.checkpoint else context.plan["layers"]["total"]
+    layers = None if context.checkpoint else context.plan.layers.total
     # One dense layer and one with experts, where the model has both.
     random_layers = None if layers is None else min(layers, RANDOM_LAYERS)
     variables = {name: value for name, (value, _) in context.variables.items()} | dict(context.sandbox)
     arguments = (*context.arguments, *(() if context.checkpoint else SMALL))
 
     def answer(side: runs.Side, added: Mapping[str, Any] | None = None) -> Any:
-        return runs.run(folder, arguments, side, variables, random_layers, context.plan["limit"], added)
+        return runs.run(folder, arguments, side, variables, random_layers, context.plan.limit, added)
 
     # A GPU holds one engine at a time. The plugin's engine says what the control gets besides the user's options.
     with context.source.folder() as folder, ThreadPoolExecutor(1 if has_gpu() else 2) as pool:
@@ -241,10 +244,10 @@ def engine(context: Context) -> Outcome:
         added = plugin.result()["added"]
         control = pool.submit(answer, "control", added) if added else today
         context.answers = {"plugin": plugin.result(), "control": control.result(), "today": today.result()}
-    return judge(context.answers)
+    return judge(context.answers, has_fp8_cache(context.plan))
 
 
-def judge(answers: Mapping[runs.Side, Any]) -> Outcome:
+def judge(answers: Mapping[runs.Side, Any], fp8_cache: bool) -> Outcome:
     """Compare the three sides. Only the plugin's distance from the control is judged; the control's is vLLM's own."""
     distances = {
         f"{one} against {other}": {
@@ -263,11 +266,15 @@ def judge(answers: Mapping[runs.Side, Any]) -> Outcome:
     lines += [above_line, *map(status.line, records)]
     compared = {pair: {name: one.as_dict() for name, one in found.items()} for pair, found in distances.items()}
     data = {"distances": compared, "above the limit": above, "added": added}
+    # A rank on which vLLM's own kernels were the fastest for every layer has nothing else to do.
+    faster = bool(records) and all({code for code, _ in one.skipped.values()} == {VLLM_FASTER} for one in records)
+    no_gain = faster and not any(one.engaged for one in records)
     engaged = bool(records) and all(len(one.engaged) == one.total > 0 for one in records)
-    apart = [name for name, one in ours.items() if not runs.explained(one)]
+    noise = runs.decode_against_prefill(answers["control"])
+    apart = [name for name, one in ours.items() if not runs.explained(one, noise if fp8_cache else 0.0)]
     wrong = (
         runs.mixed_up(added, {side: answer["compiled"] for side, answer in answers.items()})
-        or ("" if engaged else "not every MLA layer engaged")
+        or ("" if engaged or no_gain else "not every MLA layer engaged")
         or (f"plugin and control are apart in {', '.join(apart)}" if apart else "")
         or (above_line if above["plugin"] > above["repeated"] else "")
     )
@@ -277,6 +284,8 @@ def judge(answers: Mapping[runs.Side, Any]) -> Outcome:
               for found in (ours, vllms)]  # fmt: skip
     (equal, tokens), (same, _) = counts
     detail = f"plugin against control: {equal} of {tokens} tokens equal; control against today: {same} of {tokens}"
+    if no_gain:
+        return Outcome("no gain", f"{detail}; vLLM's own kernels were the fastest for every layer", tuple(lines), data)
     return Outcome("passed", f"{detail}; every MLA layer engaged", tuple(lines), data)
 
 
@@ -332,9 +341,9 @@ def launches(context: Context) -> Outcome:
     records = context.answers["plugin"]["status"]
     layers = max((len(record.engaged) for record in records), default=0) or 1
     ran = {kernel.partition("-")[0] for record in records for kernel in record.engaged.values()}
-    paths = next(iter(context.plan["figures"]["by_tokens"].values()))
-    strongest = len(paths["unmodified vLLM, its fusions on"]["launches"])
-    promised = min((strongest - len(paths[kernel]["launches"]) for kernel in ran if kernel in paths), default=0)
+    paths = next(iter(context.plan.figures.by_tokens.values()))
+    strongest = len(paths["unmodified vLLM, its fusions on"].launches)
+    promised = min((strongest - len(paths[kernel].launches) for kernel in ran if kernel in paths), default=0)
     saved = (counts["control"] - counts["plugin"]) / layers
     each = ", ".join(f"{side} {count}" for side, count in counts.items())
     detail = f"{each}: {saved:.1f} fewer a layer than the control, planned {promised}"
@@ -353,5 +362,6 @@ STEPS: dict[str, StepFunction] = {
 }
 RANDOM_LAYERS = 4
 SMALL = ("--max-model-len", "512")  # of the engine over random weights
+IN_A_PROCESS = ("kernels", "timing")  # of their own; each engine has one anyway
 ON_THE_CARD = ("kernels", "timing", "engine")  # steps that say something about the card
 OF_A_SHAPE = (*ON_THE_CARD, "launches")  # steps that need a layer's shape

@@ -26,6 +26,13 @@ VARIABLES = (USE_AITER, USE_AITER_MLA, FP8_BMM, FP4_BMM, BREAKABLE_GRAPHS, BATCH
 """What decides whether layers engage, and in which format vLLM holds their weights."""
 
 
+def load_plugins() -> None:
+    """Load vLLM's general plugins, this one among them."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+
+
 def serve_parser() -> Any:
     """Return the parser of ``vllm serve``, or that of the engine's options where there is no such parser."""
     from vllm.engine.arg_utils import AsyncEngineArgs

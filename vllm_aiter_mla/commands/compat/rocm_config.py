@@ -45,13 +45,6 @@ def card_of_driver() -> str:
     return str(rocm._GCN_ARCH).partition(":")[0]
 
 
-def load_plugins() -> None:
-    """Load vLLM's general plugins, this one among them."""
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-
-
 def inspect_in_process() -> None:
     """Let vLLM look at model classes in this process."""
     from vllm.model_executor.models import registry

@@ -6,7 +6,6 @@
 (``formulas``). ``printout`` prints the plan. Nothing here needs a GPU, weights or a network.
 """
 
-import json as json_module
 import os
 from collections.abc import Sequence
 from enum import Enum
@@ -82,13 +81,10 @@ def plan(
         source, variables = models.find(model), models.environment(env or [], os.environ)
         with Console(stderr=True).status("plan: vLLM builds its config"):
             found = models.ask(source, context.args, arch.value if arch else "", variables, verbose)
-        if "failed" in found:
-            raise ValueError(found["failed"])
     except (LookupError, ValueError) as error:
         outputs.fail(f"plan: {error}", WRONG)
-    found["model"] |= {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
-    print(json_module.dumps(found | files.stamp("plan"), indent=1) if json else printout.text(found))
-    raise typer.Exit({"engaged": ENGAGES, "unknown": WRONG}.get(found["outcome"], DOES_NOT))
+    print(files.text_of(found) if json else printout.text(found), end="" if json else "\n")
+    raise typer.Exit({"engaged": ENGAGES, "unknown": WRONG}.get(found.outcome, DOES_NOT))
 
 
 def check_model_comes_first(name: str, arguments: Sequence[str]) -> None:

@@ -66,7 +66,7 @@ def start(asked: str) -> dict[str, Any]:
         arch = rocm_config.card_of_driver()
         if asked not in ("", arch):
             raise ValueError(f"--arch {asked}: this machine has a {arch}; a plan makes nothing up where a card is")
-    rocm_config.load_plugins()
+    offline.load_plugins()
     rocm_config.inspect_in_process()
     version = compat_config.vllm_version()
     return {"arch": arch, "made_up": made_up, "vllm": version, "on": offline.switches()}

@@ -13,7 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.compat.offline import USE_AITER, VARIABLES
+from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.settings import NAMESPACE
 
 EXAMPLES = Path(__file__).parent / "models"
@@ -155,7 +157,7 @@ def environment(given: Sequence[str], process: Mapping[str, str]) -> dict[str, t
     return found
 
 
-def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[str, Any], verbose: bool) -> Any:
+def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[str, Any], verbose: bool) -> Plan:
     """Return the plan of ``source``, made by vLLM in a process of its own.
 
     Args:
@@ -180,7 +182,11 @@ def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[
         )  # fmt: skip
     if not done.stdout:
         raise ValueError(f"vLLM ended with status {done.returncode}; --verbose shows its log")
-    return json.loads(done.stdout)
+    found = json.loads(done.stdout)
+    if "failed" in found:
+        raise ValueError(found["failed"])
+    found["model"] |= {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
+    return files.part(Plan, Path(CHILD), found)
 
 
 def child_environment(variables: Mapping[str, Any], cache: str) -> dict[str, str]:

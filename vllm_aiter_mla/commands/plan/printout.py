@@ -2,9 +2,9 @@
 """The plan as lines of text."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from vllm_aiter_mla.commands.outputs import line
+from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.compat.config import as_typed
 
 FEW = 6
@@ -16,107 +16,111 @@ WEIGHTS = {
 """By format: vLLM holds the absorb weight and the value projection alike."""
 
 
-def text(plan: dict[str, Any]) -> str:
+def text(plan: Plan) -> str:
     """Return the whole page. A text from a model's config is one line, without control characters."""
     return "\n".join(map(line, _lines(plan)))
 
 
-def _lines(plan: dict[str, Any]) -> Iterator[str]:
+def _lines(plan: Plan) -> Iterator[str]:
     yield from _model(plan)
     yield ""
-    engaged = f"{plan['layers']['engaged']}/{plan['layers']['mla']} MLA layers would engage"
-    yield f"Status line: {'not known' if plan['outcome'] == 'unknown' else engaged}"
-    for reason in plan["reasons"]:
-        yield f"  {reason['scope']}: {reason['code']}: {reason['message']}"
-    for span in (plan["kernels"] or [])[1:]:
-        if span["kernel"] != plan["kernels"][0]["kernel"]:
-            yield f"  from {span['first']} tokens on they would run on {span['kernel'] or 'nothing'}: see below"
+    engaged = f"{plan.layers.engaged}/{plan.layers.mla} MLA layers would engage"
+    yield f"Status line: {'not known' if plan.outcome == 'unknown' else engaged}"
+    for reason in plan.reasons:
+        yield f"  {reason.scope}: {reason.code}: {reason.message}"
+    kernels = plan.kernels or ()
+    for span in kernels[1:]:
+        if span.kernel != kernels[0].kernel:
+            yield f"  from {span.first} tokens on they would run on {span.kernel or 'nothing'}: see below"
     yield ""
     yield from _decode_limit(plan)
-    if plan["kernels"] is not None:
+    if plan.kernels is not None:
         yield ""
         yield from _kernels(plan)
         yield ""
         yield from _figures(plan)
     yield ""
     yield "Assumed"
-    yield from (f"  - {note}" for note in plan["assumptions"])
-    yield from (f"  - in the example: {note}" for note in plan["model"]["assumed"])
+    yield from (f"  - {note}" for note in plan.assumptions)
+    yield from (f"  - in the example: {note}" for note in plan.model.assumed)
 
 
-def _model(plan: dict[str, Any]) -> Iterator[str]:
-    model, options, layers = plan["model"], plan["options"], plan["layers"]
-    yield f"{model['name']} on {plan['arch']}, vLLM {plan['vllm']}, vllm-aiter-mla {plan['plugin']}"
-    yield f"  config       {model['source']}"
-    if model["basis"]:
-        yield f"               example: {model['basis']}"
-    kind = model["architecture"] + ("" if model["is_mla"] else ", no MLA")
-    draft = f", and {layers['drafts']} in the draft" if layers["drafts"] else ""
-    own = layers["mla"] - layers["drafts"]
-    yield f"  layers       {own} attentions with MLA in {layers['total']} layers{draft} ({kind})"
-    for found in model["kinds"]:
-        extra = ", sparse" * found["is_sparse"] + ", without RoPE" * (not found["has_rope"])
-        sizes = f"P {found['nope']}, R {found['rope']}, L {found['latent']}, V {found['v']}{extra}"
-        heads = f"{found['heads']} / TP {options['tp']} = {found['heads'] // options['tp']} per rank"
-        yield f"  heads        {heads}; {sizes}; kv_b_proj: {found['method']}, {found['weight'] or 'packed'}"
-    for kind, count in plan["absorb_weights"].items():
-        layers = f": {count} layers" if len(plan["absorb_weights"]) > 1 else ""
-        yield f"  W_UK, W_UV   {WEIGHTS.get(kind, kind)}{layers}"
-    block = f", block {options['block_size']}" if options["block_size"] else ""
-    yield f"  KV cache     {options['kv_cache_dtype']}, activations {options['dtype']}{block}"
+def _model(plan: Plan) -> Iterator[str]:
+    model, options, layers = plan.model, plan.options, plan.layers
+    yield f"{model.name} on {plan.arch}, vLLM {plan.vllm}, vllm-aiter-mla {plan.plugin}"
+    yield f"  config       {model.source}"
+    if model.basis:
+        yield f"               example: {model.basis}"
+    kind = model.architecture + ("" if model.is_mla else ", no MLA")
+    draft = f", and {layers.drafts} in the draft" if layers.drafts else ""
+    own = layers.mla - layers.drafts
+    yield f"  layers       {own} attentions with MLA in {layers.total} layers{draft} ({kind})"
+    for found in model.kinds:
+        extra = ", sparse" * found.is_sparse + ", without RoPE" * (not found.has_rope)
+        sizes = f"P {found.nope}, R {found.rope}, L {found.latent}, V {found.v}{extra}"
+        heads = f"{found.heads} / TP {options.tp} = {found.heads // options.tp} per rank"
+        yield f"  heads        {heads}; {sizes}; kv_b_proj: {found.method}, {found.weight or 'packed'}"
+    for weights, count in plan.absorb_weights.items():
+        share = f": {count} layers" if len(plan.absorb_weights) > 1 else ""
+        yield f"  W_UK, W_UV   {WEIGHTS.get(weights, weights)}{share}"
+    block = f", block {options.block_size}" if options.block_size else ""
+    yield f"  KV cache     {options.kv_cache_dtype}, activations {options.dtype}{block}"
 
 
-def _decode_limit(plan: dict[str, Any]) -> Iterator[str]:
-    options, ranges, captures = plan["options"], plan["compile_ranges"], plan["captures"]
-    given = options["settings"]["max_token_num"]
-    origin = f"max_num_seqs {options['max_num_seqs']} x (1 + {options['num_drafts']} drafts)"
-    yield f"Decode limit: {plan['limit']} ({f'given as {given}' if given is not None else origin})"
-    because = plan["why_not_passes"]
-    why = f" (the passes cannot run: {because['code']})" if because and plan["integration"] == "module" else ""
-    yield f"  integration          {plan['integration']}{why}"
-    for number, option in enumerate(as_typed(plan["added"]).split()):
+def _decode_limit(plan: Plan) -> Iterator[str]:
+    options, ranges, captures = plan.options, plan.compile_ranges, plan.captures
+    given = options.settings.max_token_num
+    origin = f"max_num_seqs {options.max_num_seqs} x (1 + {options.num_drafts} drafts)"
+    yield f"Decode limit: {plan.limit} ({f'given as {given}' if given is not None else origin})"
+    because = plan.why_not_passes
+    why = f" (the passes cannot run: {because.code})" if because and plan.integration == "module" else ""
+    yield f"  integration          {plan.integration}{why}"
+    for number, option in enumerate(as_typed(plan.added).split()):
         yield f"  {'' if number else 'the flag also sets':<21}{option}"
-    if "use_inductor_graph_partition" in plan["added"]:
+    if "use_inductor_graph_partition" in plan.added:
         yield f"{'':<23}vLLM compiles every batch in another way: some tokens change, at any size."
         yield f"{'':<23}integration=module sets none of these; in a CPU engine it changed no token"
-    shown = [f"({a}, {b}){'*' if i < ranges['inside'] else ''}" for i, (a, b) in enumerate(ranges["ranges"])]
-    told = f"{' '.join(shown)}{'  * rewritten' if ranges['inside'] else ''}" if shown else ranges["note"]
+    shown = [f"({a}, {b}){'*' if i < ranges.inside else ''}" for i, (a, b) in enumerate(ranges.ranges)]
+    told = f"{' '.join(shown)}{'  * rewritten' if ranges.inside else ''}" if shown else ranges.note
     yield f"  compile ranges       {told}"
-    yield f"  captured inside      {_sizes(captures['inside']) or captures['note'] or 'none'}"
-    yield f"  captured above       {_sizes(captures['outside']) or 'none'}"
-    largest = max((*captures["inside"], 0))
-    if 0 < largest < plan["limit"]:
-        yield f"  {largest + 1}..{plan['limit']} run without a graph;"
+    yield f"  captured inside      {_sizes(captures.inside) or captures.note or 'none'}"
+    yield f"  captured above       {_sizes(captures.outside) or 'none'}"
+    largest = max((*captures.inside, 0))
+    if 0 < largest < plan.limit:
+        yield f"  {largest + 1}..{plan.limit} run without a graph;"
         yield f"  a limit of {largest} would end the limit there: docs/configuration.md, Where the decode limit ends"
 
 
-def _sizes(sizes: list[int] | tuple[int, ...]) -> str:
+def _sizes(sizes: tuple[int, ...]) -> str:
     if len(sizes) <= 2 * FEW:
         return ", ".join(map(str, sizes))
     head, tail = (", ".join(map(str, part)) for part in (sizes[:FEW], sizes[-FEW:]))
     return f"{head}, ..., {tail} ({len(sizes)} sizes)"
 
 
-def _kernels(plan: dict[str, Any]) -> Iterator[str]:
-    blocked = "" if plan["outcome"] == "engaged" else ", once the reasons above are gone"
-    yield f"Kernel (option kernel={plan['options']['settings']['kernel']}){blocked}"
-    if not plan["kernels"]:
+def _kernels(plan: Plan) -> Iterator[str]:
+    blocked = "" if plan.outcome == "engaged" else ", once the reasons above are gone"
+    yield f"Kernel (option kernel={plan.options.settings.kernel}){blocked}"
+    if not plan.kernels:
         yield "  none"
-    for span in plan["kernels"]:
-        where = f"{span['first']}..{span['last']} tokens"
-        detail = f": {span['detail']}" if span["detail"] else ""
-        yield f"  {where:<19}{span['kernel'] or 'none'}{detail}"
-        yield from (f"{'':<21}not {name}: {reason}" for name, reason in span["skips"])
+    for span in plan.kernels or ():
+        where = f"{span.first}..{span.last} tokens"
+        detail = f": {span.detail}" if span.detail else ""
+        yield f"  {where:<19}{span.kernel or 'none'}{detail}"
+        yield from (f"{'':<21}not {name}: {reason}" for name, reason in span.skips)
 
 
-def _figures(plan: dict[str, Any]) -> Iterator[str]:
-    figures, mla = plan["figures"], plan["figures"]["layers"]
+def _figures(plan: Plan) -> Iterator[str]:
+    figures = plan.figures
+    if figures is None:
+        return
+    mla = figures.layers
     yield f"Query preparation and KV write of {mla} layers on one rank, absorb BMM included"
     yield "by formula (docs/configuration.md), not measured"
     yield f"  {'T':>6}  {'path':<32}{'launches/layer':>15}{'launches/step':>15}{'bytes/layer':>15}{'bytes/step':>17}"
-    for tokens, paths in figures["by_tokens"].items():
+    for tokens, paths in figures.by_tokens.items():
         for name, path in paths.items():
-            count, moved = len(path["launches"]), path["bytes"]
-            yield f"  {tokens:>6}  {name:<32}{count:>15}{path['launches_per_step']:>15}{moved:>15,}{moved * mla:>17,}"
-    yield f"  q_prepared at the limit: {figures['q_prepared_bytes']:,} bytes, one layer's at a time"
-    yield f"  cos and sin halves (aiter only): {figures['table_halves_bytes']:,} bytes, once per rotary table"
+            count, moved = len(path.launches), path.bytes
+            yield f"  {tokens:>6}  {name:<32}{count:>15}{path.launches_per_step:>15}{moved:>15,}{moved * mla:>17,}"
+    yield f"  q_prepared at the limit: {figures.q_prepared_bytes:,} bytes, one layer's at a time"
+    yield f"  cos and sin halves (aiter only): {figures.table_halves_bytes:,} bytes, once per rotary table"
