@@ -2,7 +2,7 @@
 """The kernel back ends of one engine: which there are, in which order they are tried, and how each is built."""
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from vllm_aiter_mla.compat import config as compat_config
@@ -141,21 +141,16 @@ class Backends:
 
 
 def of_engine(config: Any) -> Backends:
-    """Return the back ends of the engine of a ``VllmConfig``."""
-    return _backends(compat_config.settings_of(config), current_platform())
-
-
-@lru_cache(maxsize=8)
-def _backends(settings: Settings, platform: Platform) -> Backends:
-    # Engines with the same options share what is loaded; what is decided about a kernel, each layer keeps.
-    return Backends(settings, platform)
+    """Return the back ends of the engine of a ``VllmConfig``, which its pass owns: no other engine has the same."""
+    engaged = compat_config.engaged_pass(config)
+    if engaged is None:  # nothing of ours runs in this engine
+        return Backends(compat_config.settings_of(config), current_platform())
+    if engaged.backends is None:
+        engaged.backends = Backends(compat_config.settings_of(config), current_platform())
+    found: Backends = engaged.backends
+    return found
 
 
 def current_platform() -> Platform:
     """Return the card of this process."""
     return detect_platform()
-
-
-def forget() -> None:
-    """Forget every back end: tests change the platform between engines of one process."""
-    _backends.cache_clear()

@@ -5,19 +5,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 
 from tests.ops.opcalls import layer_of
 from tests.passes.stubs import BLOCK_SIZE
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
+from tests.support.worker import ours
 from vllm_aiter_mla import backends, startup
 from vllm_aiter_mla.admission import Skip, layer_skips
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, reference
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import contract_violation, synthetic_inputs
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.layer import Layer
-from vllm_aiter_mla.settings import SettingsError
+from vllm_aiter_mla.settings import Settings, SettingsError
 
 pytestmark = pytest.mark.usefixtures("said")
 
@@ -49,9 +52,11 @@ def wrong(inputs):
 
 
 def two(candidate, monkeypatch, **spoilt):
-    """Two layers of one shape that ask for ``candidate``; the first module's attributes replaced by ``spoilt``."""
+    """Two layers of an engine, of one shape, that ask for ``candidate``; ``spoilt``: attributes of the first module."""
     monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: candidate)
     modules = [layer_of(), layer_of()]
+    modules[1]._vllm_config = modules[0]._vllm_config
+    modules[0]._vllm_config.compilation_config.inductor_compile_config = {current_platform.pass_key: ours()}
     for index, module in enumerate(modules):
         module.layer_name = f"layers.{index}"
         module._vllm_config.additional_config["aiter_mla"]["kernel"] = "triton"
@@ -78,11 +83,27 @@ def runs_the_candidate(layer, candidate):
     return candidate.launches > 0
 
 
-def test_a_module_has_one_layer_and_layers_of_one_engine_share_back_ends():
-    one, other = layer_of(), layer_of()
-    assert Layer.of(one) is Layer.of(one)
-    assert Layer.of(one) is not Layer.of(other)
-    assert Layer.of(one).backends is Layer.of(other).backends
+def test_a_module_has_one_layer_and_layers_of_one_engine_share_back_ends(monkeypatch):
+    one, other = two(Candidate(), monkeypatch)
+    assert Layer.of(one.module) is one
+    assert one is not other
+    assert one.backends is other.backends
+
+
+def test_i15_two_engines_with_equal_options_share_no_back_end(monkeypatch):
+    """What one engine keeps off, as after an abort in AITER, the other may run."""
+    first, second = two(Candidate(), monkeypatch), two(Candidate(), monkeypatch)
+    first[0].backends.refuse("triton", "aborted before")
+    assert first[1].backends.get("triton") == "aborted before"
+    assert isinstance(second[0].backends.get("triton"), Candidate)
+
+
+@pytest.mark.mutation("I15")
+def test_mutation_i15_back_ends_that_equal_options_share_are_caught(monkeypatch):
+    shared = backends.Backends(Settings(enabled=True, kernel="triton"), Platform("cpu"))
+    monkeypatch.setattr(backends, "of_engine", lambda config: shared)
+    with pytest.raises(AssertionError, match="aborted before"):
+        test_i15_two_engines_with_equal_options_share_no_back_end(monkeypatch)
 
 
 def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_sizes(monkeypatch, said):
@@ -223,7 +244,6 @@ def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(
     """A graph that was left alone because a kernel was missing must not be loaded once the kernel is there."""
     keys = []
     for candidate in (Candidate(), Candidate(), "not installed", Candidate(wrong)):
-        backends.forget()
         found = two(candidate, monkeypatch)
         startup.check_layers(found, strict=False)
         keys.append(startup.cache_key(found))

@@ -215,8 +215,7 @@ def test_limit_ranges_captures_and_batch_are_those_of_the_finished_config(argume
         "ranges": ranges["ranges"],
         "batch": (options["max_num_seqs"], options["max_num_batched_tokens"]),
         "notes": (bool(ranges["note"]), bool(captures["note"])),
-        "without a graph": captures["inside"][-1] + 1
-        if "run without a graph" in text else None,
+        "without a graph": captures["inside"][-1] + 1 if "run without a graph" in text else None,
     }
     assert found == found | {"notes": (False, False)} | expected
     assert ranges["inside"] == int(bool(ranges["ranges"]))

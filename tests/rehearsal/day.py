@@ -9,11 +9,15 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import openai
 
 from tests.sandbox import plugin, rehearsal_card
 from tests.sandbox.model import TinyDeepseek
@@ -35,16 +39,22 @@ class Day:
 
     Args:
         folder: everything that is written.
-        scenario: what the card is and how fast its kernels are.
+        scenario: what the card is, how fast its kernels are and what is wrong with it.
         inductor: compiled C++ kernels, shared between days: they are found again by their source.
+        aiter: the AITER that is installed, as ``simulated_aiter.write_tree`` has it; "" for none.
+        variables: more environment variables of each process.
+        model: fields of the model's config.
     """
 
-    def __init__(self, folder: Path, scenario: Scenario | None = None, inductor: Path | None = None) -> None:
-        self.folder, self.scenario = folder, scenario or Scenario()
+    def __init__(
+        self, folder: Path, scenario: Scenario | None = None, inductor: Path | None = None, *,
+        aiter: str = "0.1.20", variables: Mapping[str, str] | None = None, model: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.scenario, self.variables = folder, scenario or Scenario(), dict(variables or {})
         self.inductor = inductor or folder / "inductor"
-        self.model = TinyDeepseek(**MODEL).save(folder / "model")
+        self.model = TinyDeepseek(**{**MODEL, **(model or {})}).save(folder / "model")
         serving_model.save_tokenizer(self.model)
-        self.aiter = write_tree(folder / "aiter")
+        self.aiter = write_tree(folder / "aiter", aiter) if aiter else folder
         self.cache = folder / "cache"
 
     @property
@@ -69,6 +79,7 @@ class Day:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "COLUMNS": "200",
+            **self.variables,
         }
 
     def run(self, *typed: str) -> subprocess.CompletedProcess[str]:
@@ -78,12 +89,8 @@ class Day:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
 
-    @contextmanager
-    def server(self, *typed: str) -> Iterator[Server]:
-        """Serve the model until the block ends, with vLLM's API server and what was typed after the model.
-
-        No traceback may be in its log by then.
-        """
+    def _start(self, typed: Sequence[str], container: bool = False) -> tuple[subprocess.Popen[bytes], Server]:
+        """Start vLLM's API server for the model, with what was typed after it."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -91,17 +98,36 @@ class Day:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "128", "--max-num-seqs", "4"]
         command += ["--served-model-name", "tiny", *typed]
+        if container:
+            command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *command]
         with log.open("w") as out:
             process = subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=out, stderr=out)
-        server = Server(f"http://127.0.0.1:{port}", log)
+        return process, Server(f"http://127.0.0.1:{port}", log)
+
+    @contextmanager
+    def server(self, *typed: str, traceback: bool = False, container: bool = False) -> Iterator[Server]:
+        """Serve the model until the block ends; in a ``container`` its front end is process 1.
+
+        Its log has no traceback by then, or if ``traceback``, at least the one that was planted.
+        """
+        process, server = self._start(typed, container)
         try:
             server.wait(process)
             yield server
             # Before the end: vLLM's front end prints one of its own if its engine ends first.
-            assert "Traceback" not in log.read_text()
+            assert ("Traceback" in server.log.read_text()) is traceback
         finally:
             process.terminate()
             process.wait(120)
+
+    def server_that_ends(self, *typed: str) -> Server:
+        """Start a server that cannot start; return it once it has ended by itself, with an exit status above 0."""
+        process, server = self._start(typed)
+        try:
+            assert process.wait(TIMEOUT_S) > 0, server.log.read_text()[-3000:]
+        finally:
+            process.kill()
+        return server
 
 
 @dataclass(frozen=True)
@@ -130,11 +156,23 @@ class Server:
         answer = json.loads(urllib.request.urlopen(request, timeout=300).read())
         return str(answer["choices"][0]["text"])
 
+    def burst(self, prompts: Sequence[str]) -> list[str]:
+        """Return the answers to prompts that arrive at once, by the ``openai`` client."""
+        with openai.OpenAI(base_url=f"{self.address}/v1", api_key="none") as client, ThreadPoolExecutor(8) as pool:
+            made = partial(client.completions.create, model="tiny", max_tokens=8, temperature=0)
+            return [one.choices[0].text for one in pool.map(lambda prompt: made(prompt=prompt), prompts)]
+
     def gauge(self) -> dict[str, float]:
         """Return the plugin's gauge by state, as /metrics serves it."""
         text = urllib.request.urlopen(f"{self.address}/metrics", timeout=60).read().decode()
         lines = [line for line in text.splitlines() if line.startswith(f"{status.GAUGE}{{")]
         return {line.split('state="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
+
+    def line(self, part: str) -> str:
+        """Return the one line of the plugin's that holds ``part``."""
+        found = [line for line in self.lines() if part in line]
+        assert len(found) == 1, (part, found, self.log.read_text()[-3000:])
+        return found[0]
 
     def lines(self) -> list[str]:
         """Return the plugin's lines in the log, without what vLLM puts before them."""

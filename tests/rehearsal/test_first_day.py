@@ -1,34 +1,28 @@
 """The first day on a rehearsal card: what an operator types, as real processes, and what the operator sees.
 
-It says nothing about a real card. Triton has no driver here, so its kernel fails its self-check and is left out.
+It says nothing about a real card.
 """
 
+import json
 import re
 from datetime import datetime, timezone
-from pathlib import Path
 
 import pytest
 
-from tests.rehearsal.day import FLAG, Day
+from tests.rehearsal.day import FLAG
 from tests.sandbox.rehearsal_card import Scenario
+from vllm_aiter_mla import files
+from vllm_aiter_mla.commands.check.record import CheckRun
+from vllm_aiter_mla.commands.measure import Measurement
+from vllm_aiter_mla.verify.results import Verification
 
 pytestmark = [pytest.mark.rehearsal, pytest.mark.slow]
+FEW = ("--max-num-seqs", "4", FLAG)
+CHECKED = ("machine", "plan", "known issues", "kernels", "timing", "engine", "decode against prefill", "launches")
 
 
-@pytest.fixture(scope="module")
-def inductor(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled C++ kernels, found again by their source."""
-    return tmp_path_factory.mktemp("inductor")
-
-
-@pytest.fixture
-def day(tmp_path: Path, inductor: Path) -> Day:
-    """A healthy MI300X on which AITER's kernel takes 8 us and vLLM's own sequence 10."""
-    return Day(tmp_path, inductor=inductor)
-
-
-def test_doctor_finds_no_problem_and_plan_engages_every_layer(day: Day) -> None:
-    doctor, plan = day.run("doctor"), day.run("plan", str(day.model), "--max-num-seqs", "4", FLAG)
+def test_doctor_finds_no_problem_and_plan_engages_every_layer(day):
+    doctor, plan = day.run("doctor"), day.run("plan", str(day.model), *FEW)
     assert doctor.returncode == 0, doctor.stdout
     assert "0 problem, 0 unknown" in doctor.stdout
     assert plan.returncode == 0, plan.stdout
@@ -37,41 +31,121 @@ def test_doctor_finds_no_problem_and_plan_engages_every_layer(day: Day) -> None:
     assert "Traceback" not in doctor.stdout + plan.stdout
 
 
-def engaged(lines: list[str]) -> str:
-    """Return the one status line of a log."""
-    (found,) = [line for line in lines if "MLA layers engaged" in line]
-    return found
+def test_check_runs_every_step_over_an_fp8_cache_on_two_ranks(day):
+    """And ``report`` draws it."""
+    check = day.run("check", str(day.model), "-tp", "2", "--kv-cache-dtype", "fp8", *FEW, "--json", "check.json")
+    assert (check.returncode, "Traceback" in check.stdout) == (0, False), check.stdout
+    record = files.read(CheckRun, day.folder / "check.json")
+    assert {step.name: step.status for step in record.steps} == dict.fromkeys(CHECKED, "passed"), check.stdout
+    assert check.stdout.count("2/2 MLA layers engaged (triton 1..4; 5.0 us a layer at 4 tokens") == 2, "one per rank"
+    report = day.run("report", "check.json", "-o", "page.html")
+    assert (report.returncode, "<svg" in (day.folder / "page.html").read_text()) == (0, True), report.stdout
 
 
-def test_a_server_times_its_kernels_says_so_everywhere_and_a_warm_restart_keeps_the_figures(day: Day) -> None:
+@pytest.mark.wide
+def test_verify_and_measure_pass_on_their_own_and_report_draws_their_files(day):
+    verify = day.run("verify", "--quick", "--limit", "8", "--json", "verify.json")
+    assert (verify.returncode, "Traceback" in verify.stdout) == (0, False), verify.stdout
+    kernels = {result.backend: result.status for result in files.read(Verification, day.folder / "verify.json").results}
+    assert set(kernels) == {"reference", "triton", "aiter", "aiter-opt"}
+    measure = day.run("measure", "-t", "1", "-t", "8", "-n", "16", "--json", "measure.json")
+    assert measure.returncode == 0, measure.stdout
+    rows = files.read(Measurement, day.folder / "measure.json").rows
+    assert {row.ratio for row in rows} == {pytest.approx(2.0, rel=0.02)}
+    plan = day.run("plan", str(day.model), *FEW, "--json")
+    (day.folder / "plan.json").write_text(plan.stdout)
+    report = day.run("report", ".", "-o", "page.html")
+    assert (report.returncode, "Traceback" in report.stdout) == (0, False), report.stdout
+
+
+def test_a_server_times_its_kernels_says_so_everywhere_and_a_warm_restart_keeps_the_figures(day):
+    prompts = [chr(97 + i) * (1 + i) for i in range(8)]
     with day.server(FLAG) as first:
-        answer = first.ask("abcd")
-        said = engaged(first.lines())
-        assert said.startswith("2/2 MLA layers engaged (aiter 1..4; 8.0 us a layer at 4 tokens against vLLM's own 10.0")
+        answers = first.burst(prompts)
+        said = first.line("MLA layers engaged")
+        assert said.startswith(
+            "2/2 MLA layers engaged (triton 1..4; 5.0 us a layer at 4 tokens against vLLM's own 10.0"
+        )
         status = day.run("status")
         assert (status.returncode, said in status.stdout) == (0, True), status.stdout
         assert first.gauge() == {"engaged": 2, "skipped": 0}
-    assert sum(line.startswith("kernels timed on this card") for line in first.lines()) == 1
+    first.line("kernels timed on this card")
     ended = day.run("status")
     assert (ended.returncode, "has ended" in ended.stdout) == (1, True), ended.stdout
 
     with day.server(FLAG) as second:
-        assert second.ask("abcd") == answer
-        again = engaged(second.lines())
+        assert second.burst(prompts) == answers
+        again = second.line("MLA layers engaged")
     assert re.sub(r" on \d{4}-\d\d-\d\d", "", again) == said
     assert f"measured here on {datetime.now(timezone.utc):%Y-%m-}" in again
     assert not [line for line in second.lines() if line.startswith("kernels timed on this card")]
     assert "Traceback" not in status.stdout + ended.stdout
 
 
-def test_a_server_on_which_vllm_is_faster_says_so_and_serves_vllms_own_kernels(tmp_path: Path, inductor: Path) -> None:
-    slow = Scenario(us={"vllm": [(1, 5.0)], "aiter": [(1, 8.0)], "triton": [(1, 8.0)]})
-    day = Day(tmp_path, slow, inductor)
+@pytest.mark.wide
+def test_two_ranks_time_together_and_speak_with_one_line(day):
+    with day.server(FLAG, "-tp", "2") as server:
+        assert len(server.burst(["a", "bc", "def"])) == 3
+        said = server.line("MLA layers engaged")
+        assert "triton 1..4; 5.0 us" in said
+        status = day.run("status")
+        assert (status.returncode, said in status.stdout) == (0, True), status.stdout
+        assert server.gauge() == {"engaged": 2, "skipped": 0}
+
+
+VLLM_WINS = Scenario(us={"vllm": [(1, 5.0)], "aiter": [(1, 8.0)], "triton": [(1, 8.0)]})
+
+
+def test_a_server_on_which_vllm_is_faster_says_so_and_serves_vllms_own_kernels(made):
+    day = made(VLLM_WINS)
     with day.server(FLAG, "--enforce-eager") as server:
         assert server.ask("abcd")
-        (line,) = [line for line in server.lines() if line.startswith("0/2: ")]
+        line = server.line("0/2: ")
         assert line.startswith("0/2: vllm_faster: ")
         assert server.gauge() == {"engaged": 0, "skipped": 2}
         status = day.run("status")
     assert (status.returncode, line in status.stdout) == (1, True), status.stdout
     assert "Traceback" not in status.stdout
+
+
+@pytest.mark.wide
+def test_check_where_vllm_is_faster_says_that_the_flag_gains_nothing(made):
+    day = made(VLLM_WINS)
+    check = day.run("check", str(day.model), *FEW, "--json", "check.json")
+    assert (check.returncode, "Traceback" in check.stdout) == (4, False), check.stdout
+    assert "the flag gains nothing on this card" in check.stdout
+    states = {step["name"]: step["status"] for step in json.loads((day.folder / "check.json").read_text())["steps"]}
+    assert states == dict.fromkeys(CHECKED, "passed") | {"engine": "no gain"}
+
+
+@pytest.mark.wide
+def test_strict_mode_ends_a_start_on_which_vllm_is_faster(made):
+    server = made(VLLM_WINS).server_that_ends(FLAG, "--enforce-eager", "--additional-config.aiter_mla.strict=true")
+    assert "vllm_faster" in server.log.read_text()
+
+
+@pytest.mark.wide
+def test_a_kernel_that_is_faster_at_some_token_counts_only_runs_there(made):
+    mixed = Scenario(us={"vllm": [(1, 7.0)], "aiter": [(1, 9.0)], "triton": [(1, 9.0), (4, 5.0)]})
+    with made(mixed).server(FLAG) as server:
+        assert server.ask("abcd")
+        said = server.line("MLA layers engaged")
+    assert "vllm 1.." in said, said
+    assert "triton" in said, said
+
+
+@pytest.mark.wide
+def test_a_budget_that_ends_keeps_the_figures_until_then(made):
+    """A launch takes two seconds: the budget of a start has room for few."""
+    slow = {"vllm": [(1, 2e6)], "aiter": [(1, 1.8e6)], "triton": [(1, 1.5e6)]}
+    with made(Scenario(us=slow)).server(FLAG, "--enforce-eager") as server:
+        assert server.ask("abcd")
+        said = [line for line in server.lines() if "engaged" in line or line.startswith("0/2")]
+    assert len(said) == 1, server.lines()
+
+
+@pytest.mark.wide
+def test_a_slower_rank_chooses_what_the_other_chooses(made):
+    with made(Scenario(rank_us={1: 3.0})).server(FLAG, "-tp", "2", "--enforce-eager") as server:
+        assert server.ask("abcd")
+        assert "triton 1..4; 15.0 us" in server.line("MLA layers engaged")

@@ -108,7 +108,6 @@ def _change_checks(arch: str) -> None:
     vllm_platform.is_fp8_fnuz = classmethod(lambda cls: dtype == torch.float8_e4m3fnuz)
     _renew_constants(dtype)
     backends.detect_platform = lambda: card
-    backends.forget()
 
 
 def _renew_constants(dtype: torch.dtype) -> None:

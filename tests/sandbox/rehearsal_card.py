@@ -10,6 +10,7 @@ real card.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -50,6 +51,13 @@ class Scenario:
     )
     noise: float = 0.002  # standard deviation of a launch's time, as a share
     rank_us: dict[int, float] = field(default_factory=dict)  # by rank: a factor on every time
+    fault: str = ""  # "module:function", called at the start of each process
+
+
+def rank() -> int:
+    """Return this process's rank; 0 before there are ranks."""
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if ready else 0
 
 
 class Launches(Recording):
@@ -185,8 +193,7 @@ class RehearsalCard(Device):
         """Return the microseconds of one launch, with noise."""
         table = self.scenario.us[kernel]
         us = [us for first, us in table if tokens >= first][-1]
-        rank = int(os.environ.get("RANK", "0"))
-        return us * self.scenario.rank_us.get(rank, 1.0) * max(self.draw.gauss(1.0, self.scenario.noise), 0.1)
+        return us * self.scenario.rank_us.get(rank(), 1.0) * max(self.draw.gauss(1.0, self.scenario.noise), 0.1)
 
     def is_capturing(self) -> bool:
         return self.capturing
@@ -299,9 +306,12 @@ def install_from_environment() -> None:
         return
     given = json.loads(os.environ[VARIABLE])
     given["rank_us"] = {int(rank): factor for rank, factor in given.get("rank_us", {}).items()}
-    device.installed = RehearsalCard(Scenario(**given))
+    card = device.installed = RehearsalCard(Scenario(**given))
     from vllm_aiter_mla.kernels.triton import launcher
 
     launcher.decode_prep_kernel = interpreter.Recorded(TritonLaunch())
     for module in (gemm, gemm_fp4):
         module.batched_gemm = one_launch("batched_gemm", module.batched_gemm)
+    if card.scenario.fault:
+        module, _, function = card.scenario.fault.partition(":")
+        getattr(importlib.import_module(module), function)()

@@ -35,7 +35,6 @@ class Card:
         self.monkeypatch, self.said = monkeypatch, said
         self.set_clock(MadeUpClock(QUICK_TRITON))
         self.kernels = named_kernels(monkeypatch)
-        backends.forget()
         platform = Platform("gfx942")
         monkeypatch.setattr(backends, "detect_platform", lambda: platform)
         monkeypatch.setattr(measure, "about", lambda: {"card": "made up"})
@@ -83,12 +82,10 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
 def test_the_next_start_reads_the_figures_and_measures_nothing(made_up, tmp_path):
     made_up.start()
     assert len(list(tmp_path.glob("measured-*.json"))) == 1
-    backends.forget()
     made_up.set_clock(MadeUpClock(costs(aiter=1.0, triton=9.0, vllm=9.0)))
     assert runs(made_up.start(), 1) == "triton"
     assert made_up.clock.given_back == 0
     assert status.current().measured[0].since, "the line gives the day"
-    backends.forget()
     assert runs(made_up.start(measure="again"), 1) == "aiter"
     assert not status.current().measured[0].since
 
@@ -101,7 +98,6 @@ def test_ranks_time_if_the_tensors_of_the_engine_are_on_the_installed_card(made_
         one.vllm_config.device_config = SimpleNamespace(device_type="cpu")
         one.load_model()
         assert len(status.current().measured) == made_up.clock.given_back == timed
-        backends.forget()
 
 
 def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up, tmp_path):
@@ -110,7 +106,6 @@ def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up, tmp
     for _ in range(3):
         assert runs(made_up.start(), 16) == "triton"
         found.append(list(status.current().measured[0].us))
-        backends.forget()
     assert found == [[1, 8], [1, 2, 4, 8], [1, 2, 4, 8, 16]]
 
 
@@ -126,7 +121,6 @@ def test_figures_without_full_graphs_count_the_host_and_those_of_other_functions
         one = Worker(ours(LIMIT))
         one.vllm_config.compilation_config.custom_ops = [functions]
         one.load_model()
-        backends.forget()
     assert set(used) == {"record", "looped"}
     assert len(list(tmp_path.glob("measured-*.json"))) == 3
 
@@ -194,7 +188,6 @@ def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up):
 def test_the_compile_cache_key_does_not_depend_on_the_figures(made_up, tmp_path):
     keys = []
     for quick in ("triton", "aiter", "vllm"):
-        backends.forget()
         for path in tmp_path.glob("measured-*.json"):
             path.unlink()
         made_up.set_clock(MadeUpClock(costs(**({"aiter": 9.0, "triton": 9.0, "vllm": 9.0} | {quick: 5.0}))))

@@ -165,7 +165,6 @@ def step(cache: str, batch: Batch) -> Iterator[StubLayer]:
     """
     gpu_ops.register()
     ops.register()
-    backends.forget()
     layer = StubLayer(cache, batch.heads)
     context = ForwardContext(
         no_compile_layers={NAME: layer},
@@ -179,11 +178,8 @@ def step(cache: str, batch: Batch) -> Iterator[StubLayer]:
         override_forward_context(context),
         torch.inference_mode(),
     ):
-        try:
-            Layer.of(layer).trust()
-            yield layer
-        finally:
-            backends.forget()
+        Layer.of(layer).trust()
+        yield layer
 
 
 @contextmanager

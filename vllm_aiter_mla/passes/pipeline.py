@@ -58,6 +58,7 @@ class AiterMLAPipeline(VllmInductorPass):
         self.changes: Any = None  # the gate's ``Changes``: what it made of the config besides
         # What each layer shape runs on, of ``startup.cache_key``. No graph is rewritten while it is None: unchecked.
         self.kernels: tuple[str, ...] | None = None
+        self.backends: Any = None  # the kernels of this engine, once its first layer is asked for: ``backends``
         self.emitted: tuple[str, ...] = ()  # what each layer calls under the module integration, of ``module.emit``
 
     def uuid(self) -> str:
