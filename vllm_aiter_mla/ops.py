@@ -143,22 +143,30 @@ def mla_attention_with_rope(
     Raises:
         RuntimeError: captured inside a piecewise graph, or without a batch: wrong for every replay.
     """
-    step = layer_step(layer_name)
-    if step.metadata is None and step.layer.profiled and not card().is_capturing():
-        # An idle data-parallel rank runs such batches while the others wait for it: nothing is decided any more.
-        step.layer.vllm_forward(q, kv_c, k_pe.unsqueeze(1), None, output)
+    call = compat_layer.layer_call(layer_name)
+    layer, metadata = Layer.of(call[2]), call[1]
+    if metadata is None and layer.profiled and not card().is_capturing():
+        # An idle data-parallel rank runs such batches while the others wait for it: nothing is decided any more. vLLM
+        # writes zeros and reads no row, so that k_pe needs no third axis.
+        layer.vllm_forward(q, kv_c, k_pe, None, output)
         return
+    step = _step_of(layer, *call)
     attention_with_rope(step, q, k_pe, kv_c, Rope(positions, cos_sin_cache, k_scale, is_neox), output)
-    if step.metadata is None:
-        step.layer.profiled = True
-        if isinstance(kernel := step.layer.decide(act=q.dtype), str):
+    if metadata is None:
+        layer.profiled = True
+        if isinstance(kernel := layer.decide(act=q.dtype), str):
             status.current().profiled[step.name] = kernel
 
 
 def layer_step(layer_name: Any) -> LayerStep:
     """Return one layer in the current step, for an op that was given it by name."""
-    name, metadata, module, kv_cache, slots = compat_layer.layer_call(layer_name)
-    layer = Layer.of(module)
+    call = compat_layer.layer_call(layer_name)
+    return _step_of(Layer.of(call[2]), *call)
+
+
+def _step_of(
+    layer: Layer, name: str, metadata: Any, module: Any, kv_cache: torch.Tensor, slots: torch.Tensor | None
+) -> LayerStep:
     if metadata is None:
         return LayerStep(name, layer, kv_cache, slots, None, 0, False, compat_layer.is_piecewise)
     rows = metadata.num_actual_tokens
